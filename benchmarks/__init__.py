@@ -1,4 +1,4 @@
-"""``python -m benchmarks NAME`` in a checkout: what is measured, and against what (README.md).
+"""Benchmarks of PipeSwitch: ``python -m benchmarks NAME`` in a checkout (README.md).
 
-The process that measures never imports torch; everything that computes is a child.
+The measuring process never imports torch; child processes do everything that computes.
 """

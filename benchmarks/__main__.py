@@ -1,4 +1,4 @@
-"""Entry point of ``python -m benchmarks``. Imports no torch: computation is left to children."""
+"""Entry point of ``python -m benchmarks``. Imports no torch, because child processes compute."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ NAMES: Final = (
     "precision",
 )
 BENCHMARKS: Final = {name: name.replace("-", "_") for name in NAMES}
-"""Name on the command line to module of ``benchmarks``; each has ``run``."""
+"""Module in ``benchmarks`` for each name on the command line; each module has ``run``."""
 
 
 def run(
@@ -55,15 +55,15 @@ def run(
     trials: int = 0,
     emit: Callable[[str], None] | None = None,
 ) -> int:
-    """Run benchmarks by name (none: all of them); the exit status, 0 whatever was measured.
+    """Run benchmarks by name (none: all of them); return exit status 0, whatever was measured.
 
     Args:
-        models: for the benchmarks of models; empty: each one's own choice.
-        is_quick: under two minutes each, few trials.
-        trials: rounds of each case instead of the benchmark's own choice; 0: that choice.
-        out: a folder for one Markdown and one JSON file each.
-        as_json: one JSON line per trial instead of progress and tables.
-        emit: takes each line; default: standard output.
+        models: models to measure; empty: each benchmark's own choice.
+        is_quick: run few trials, in less than two minutes for each benchmark.
+        trials: rounds of each case; 0: the benchmark's own choice.
+        out: folder for one Markdown and one JSON file of each benchmark.
+        as_json: print one JSON line per trial instead of progress and tables.
+        emit: called with each line; default: print to standard output.
     """
     for unknown in [name for name in names if name not in BENCHMARKS]:
         raise InvalidInput(f"no benchmark {unknown!r}", hint=f"one of {', '.join(BENCHMARKS)}")
@@ -74,7 +74,7 @@ def run(
         out.mkdir(parents=True, exist_ok=True)
         check_folder("--out", out / "report.md")
     tell = emit or click.echo
-    facts = machine_facts()  # once: afterwards the load is also ours
+    facts = machine_facts()  # taken once, before the benchmarks themselves load the machine
     for name in names or NAMES:
         module: Any = importlib.import_module(f".{BENCHMARKS[name]}", __package__)
         command = _command(name, models, is_quick, trials)
@@ -90,7 +90,7 @@ def run(
 
 
 def _command(name: str, models: Sequence[str], is_quick: bool, trials: int) -> str:
-    """Return the command line that repeats this run."""
+    """Return the command line that would repeat this run."""
     words = ["python", "-m", "benchmarks", name]
     words += ["--models", ",".join(models)] if models else []
     words += ["--trials", str(trials)] if trials else []
@@ -98,7 +98,7 @@ def _command(name: str, models: Sequence[str], is_quick: bool, trials: int) -> s
 
 
 def listing() -> list[str]:
-    """List each benchmark with the minutes that its newest kept run took."""
+    """Return a line for each benchmark, with the minutes that its newest kept run took."""
     results = newest(ROOT / "benchmarks" / "results")
     lines = ["Name one or several, or all:"]
     for name in NAMES:
@@ -135,7 +135,7 @@ def main(
         click.echo("\n".join(listing()))
         return
     names = () if names == ("all",) else names
-    # Servers and rivals import this package too: its models are their factories.
+    # Servers and rivals import this package, too: its factories create their models.
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (str(ROOT), os.getenv("PYTHONPATH"))))
     chosen = [model for model in models.split(",") if model]
     folder = Path(out) if out else None

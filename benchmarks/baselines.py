@@ -1,4 +1,4 @@
-"""Baselines of the comparison with PipeSwitch. A new one is one more entry of ``BASELINES``."""
+"""Baselines that PipeSwitch is compared with. A new one needs an entry in ``BASELINES``."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ TRAIN_MODULE: Final = "benchmarks.train_script"
 
 
 class ReadyModel(Baseline):
-    """The model alone in a process that waits: the lower bound. Its clock is inside, no network."""
+    """The model alone in a waiting process: the lower bound. Timed inside, without a network."""
 
     name = "ready"
 
@@ -32,9 +32,10 @@ class ReadyModel(Baseline):
 
 
 class StopAndStart(Baseline):
-    """Kill the process that runs, start one for the request: no state is kept on the device.
+    """Stop-and-start: kill the running process and start one for the request; the device is empty.
 
-    Kept fast where a user could: SIGKILL, no random initialisation, weights mapped, files cached.
+    It is as fast as a user could make it: SIGKILL, no random initialisation, weights mapped, files
+    in the page cache.
     """
 
     name = "stop-and-start"
@@ -45,7 +46,7 @@ class StopAndStart(Baseline):
         self._running: subprocess.Popen[str] | None = None
 
     def prepare(self) -> None:
-        """Start a training process that computes, on as many threads as the server's."""
+        """Start a process that trains, with as many threads as the server has."""
         end(self._running)
         command = [sys.executable, "-P", "-m", TRAIN_MODULE, "--announce", "3"]
         command += ["--threads", str(self._setting.threads)]
@@ -55,7 +56,7 @@ class StopAndStart(Baseline):
             raise RuntimeError("the training process of stop-and-start did not train")
 
     def measure(self) -> Numbers:
-        """Switch to the model, and its first answer."""
+        """Measure the switch to the model, up to its first answer."""
         began_ms = now_ms()
         end(self._running)
         killed_ms = now_ms()
@@ -65,7 +66,7 @@ class StopAndStart(Baseline):
         return {"total_ms": ended_ms - began_ms, "kill_ms": killed_ms - began_ms} | numbers
 
     def again(self) -> Numbers:
-        """Return one more answer of the started process."""
+        """Measure one more answer of the started process."""
         assert self._running is not None
         return next_answer(self._running)
 
@@ -79,4 +80,4 @@ BASELINES: Final[Mapping[str, Callable[[Setting], Baseline]]] = {
     StopAndStart.name: StopAndStart,
 }
 NEEDS_CUDA: Final = {"mps": "needs a CUDA device", "unified-memory": "needs a CUDA device"}
-"""Baselines of the paper that do not exist on the cpu device, and why."""
+"""Baselines of the paper that do not exist on the cpu device, each with the reason."""

@@ -1,8 +1,8 @@
-"""The torch side of the baselines: plain PyTorch, no part of the server.
+"""Torch side of the baselines: plain PyTorch, without any part of the server.
 
-Verbs: ``weights`` writes a model's tensors to safetensors, ``ready`` keeps the eager model in a
-process, ``once`` is what stop-and-start starts: imports, builds, loads, runs, ``tensors`` copies a
-model's tensors one by one.
+Verbs: ``weights`` writes a model's tensors to safetensors; ``ready`` keeps the eager model in a
+process; ``once`` is the process of stop-and-start, which imports, builds, loads and runs;
+``tensors`` copies a model's tensors one by one.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ if TYPE_CHECKING:
     import torch
     from torch import nn
 
-EXIT_INTERRUPTED = 130  # as a shell reports SIGINT
+EXIT_INTERRUPTED = 130  # exit status of a shell after SIGINT
 STARTED_AT_MS = time.monotonic() * 1000
 
 
 def write_weights(order: dict[str, Any]) -> None:
-    """Write all tensors (buffers that are not persistent included), and one request's inputs.
+    """Write all tensors, also buffers that are not persistent, and the inputs of one request.
 
-    The same model once more, packed group by group for the baselines that stream it.
+    Also write the model packed group by group, for the baselines that copy it in groups.
     """
     import numpy as np
     import torch
@@ -56,7 +56,7 @@ def write_weights(order: dict[str, Any]) -> None:
 
 
 def save_tensors(module: nn.Module, path: str) -> None:
-    """Write all tensors, those that share memory once."""
+    """Write all tensors; a tensor with two names is written once."""
     from safetensors.torch import save_file
 
     tensors, saved = {}, set()
@@ -73,7 +73,7 @@ def _named_tensors(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def ready(order: dict[str, Any]) -> None:
-    """Ready model: build once, then one timed eager run for each line that comes in."""
+    """Build the model once; then run it and print the time for each input line."""
     import torch
 
     from . import plain
@@ -85,7 +85,7 @@ def ready(order: dict[str, Any]) -> None:
 
 
 def _answer(module: nn.Module, inputs: list[torch.Tensor]) -> None:
-    """Do one timed run for each input line."""
+    """Run and time the model once for each input line."""
     import torch
 
     from . import plain
@@ -98,9 +98,9 @@ def _answer(module: nn.Module, inputs: list[torch.Tensor]) -> None:
 
 
 def once(order: dict[str, Any]) -> None:
-    """Stop-and-start, the quick way: no random initialisation, weights mapped from the file.
+    """Load and run the model as fast as possible: no random initialisation, weights mapped.
 
-    After the first answer, one more for each line that comes in.
+    After the first answer, run it again for each input line.
     """
     import torch
     from safetensors.torch import load_file
@@ -130,7 +130,7 @@ def once(order: dict[str, Any]) -> None:
 
 
 def _assign(module: nn.Module, tensors: dict[str, torch.Tensor]) -> None:
-    """Put the file's tensors where meta ones are; tied names share what their twin got."""
+    """Replace the meta tensors by those of the file; tied names share one tensor."""
     from torch import nn
 
     parameters: dict[int, torch.Tensor] = {}
@@ -149,7 +149,7 @@ def _assign(module: nn.Module, tensors: dict[str, torch.Tensor]) -> None:
 
 
 def tensors(order: dict[str, Any]) -> None:
-    """Print the sizes of a model's tensors, then for each line allocate and copy every one."""
+    """Print the sizes of a model's tensors; for each input line allocate and copy all of them."""
     import torch
 
     from . import plain
@@ -169,7 +169,7 @@ VERBS = {"weights": write_weights, "ready": ready, "once": once, "tensors": tens
 
 
 def main(verb: str, order: str) -> None:
-    """Run a child. Ctrl-C reaches it beside the benchmark, which reports it for both."""
+    """Run a verb. Ctrl-C also reaches the benchmark, which reports it for both processes."""
     try:
         VERBS[verb](json.loads(order))
     except KeyboardInterrupt:

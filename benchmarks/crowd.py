@@ -1,8 +1,8 @@
 """``bench crowd``: a modest client beside clients that send expensive requests.
 
 The client is measured over all protocols: alone, beside attackers of one kind, and beside all kinds
-for ten minutes. The memory of each process at rest is measured before and after. Each attack is a
-process.
+for ten minutes. The memory of each process at rest is measured before and after. Each attack runs
+in its own process.
 """
 
 from __future__ import annotations
@@ -41,16 +41,16 @@ SETTLE_S: Final = (
 )
 PAUSE_S: Final = 0.003  # pause between two requests of a caller
 MODEST, GREEDY = "modest", "greedy"
-TOWER: Final = "benchmarks.factories:tower_24"  # about 2 ms
+TOWER: Final = "benchmarks.factories:tower_24"  # one run takes about 2 ms
 X: Final = np.ones((1, 512), np.float32)
-ATTACKER, INNOCENT = "127.0.0.2", "127.0.0.3"  # over HTTP; gRPC comes from 127.0.0.1
+ATTACKER, INNOCENT = "127.0.0.2", "127.0.0.3"  # sources over HTTP; gRPC: 127.0.0.1
 LONG_IDS: Final = 6 << 20  # 48 MiB
 TEXT_MODELS: Final = 8  # number of models with an endless template, and of good ones
 ENDLESS: Final = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
 TEMPLATE: Final = "{% for one in messages %}{{ one.content }}{% endfor %}"
 SOAK_S: Final = 600.0
 REST_S: Final = 20.0
-MAX_TIMES: Final = 5.0  # limit, relative to the client's p99 alone
+MAX_TIMES: Final = 5.0  # limit of p99 beside an attack, relative to p99 alone
 MAX_GROWTH: Final = 1.5  # limit of a process's memory at rest
 
 
@@ -63,7 +63,7 @@ class Addresses(NamedTuple):
 
 
 Act = Callable[[Addresses, int], Awaitable[None]]
-"""One request of a caller, by its number."""
+"""Function that sends one request of the caller with this number."""
 
 
 async def post(to: Addresses, path: str, body: bytes, lines: str = "") -> None:
@@ -156,7 +156,7 @@ ATTACKS: Final[dict[str, tuple[int, Act]]] = {  # number of callers, and their a
 
 
 def run(bench: Run, _: Any = ()) -> None:
-    """Measure an innocent client alone and beside each kind; then beside all for minutes."""
+    """Measure a modest client alone and beside each attack, then beside all attacks for minutes."""
     options: Any = {"arena": "256MiB", "http": True, "tcp_roles": ("infer", "register")}
     with (
         server(**options) as running,
@@ -172,7 +172,7 @@ def run(bench: Run, _: Any = ()) -> None:
 
 
 def register(owner: Client, stranger: Client, folder: Path) -> None:
-    """Register the models of the good client and of the attackers."""
+    """Register the models of the modest client and of the attackers."""
     import torch
     import transformers
 
@@ -217,7 +217,7 @@ Asks = Mapping[str, Callable[[], object]]
 
 @contextlib.contextmanager
 def innocent(to: Addresses) -> Iterator[Asks]:
-    """Yield the modest client's requests by protocol."""
+    """Yield functions that send the modest client's requests, by protocol."""
     import grpc
 
     host, _, port = to.http.rpartition(":")
@@ -249,7 +249,7 @@ def innocent(to: Addresses) -> Iterator[Asks]:
 
 
 def turn(asks: Asks, seconds: float) -> Numbers:
-    """Ask in turns, wait for each answer, and return the times and refusals."""
+    """Send requests of all protocols in turn for some seconds; return times and refusals."""
     times_ms: dict[str, list[float]] = defaultdict(list)
     refused: Counter[str] = Counter()
     until_ms = now_ms() + seconds * 1000
@@ -268,7 +268,7 @@ def turn(asks: Asks, seconds: float) -> Numbers:
 
 @contextlib.contextmanager
 def attacked(to: Addresses, name: str) -> Iterator[None]:
-    """Run an attack (or all) in a process of its own."""
+    """Run one attack, or all, in a separate process during the block."""
     command = [sys.executable, "-m", __name__, json.dumps(to), name]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as child:
         assert child.stdout is not None
@@ -278,7 +278,7 @@ def attacked(to: Addresses, name: str) -> Iterator[None]:
 
 
 async def attack(to: Addresses, chosen_name: str) -> None:
-    """Run an attack, until the process is killed."""
+    """Run an attack until the process is killed."""
 
     async def again(act: Act, number: int) -> None:
         while True:
@@ -311,7 +311,7 @@ def _beside_one_kind(bench: Run, name: str, to: Addresses, asks: Asks) -> None:
 
 
 def soak(bench: Run, to: Addresses, asks: Asks, server_pid: int) -> None:
-    """Attack in all ways at once for minutes; compare memory at rest before and after."""
+    """Run all attacks at once for minutes; compare memory at rest before and after."""
     seconds = SOAK_S / 10 if bench.is_quick else SOAK_S
     bench.say(f"all at once: {seconds:.0f} s")
     turn(asks, QUICK_TURN_S)
@@ -328,10 +328,10 @@ def soak(bench: Run, to: Addresses, asks: Asks, server_pid: int) -> None:
 
 
 def _memory_mib(server_pid: int) -> dict[str, float]:
-    """Return the private memory of a server's processes; of each kind, that of the largest.
+    """Return the private memory in MiB of a server's processes, the largest of each kind.
 
-    Shared memory (arena, pool, store, shares) has sizes of its own, and counts to a process only
-    for as long as no other one has it mapped: it is left out.
+    Shared memory (arena, pool, store, shares) is left out: its sizes are fixed, and it counts for a
+    process only while no other process has mapped it.
     """
     private_mib: dict[str, float] = {}
     for one in [psutil.Process(server_pid), *psutil.Process(server_pid).children(recursive=True)]:

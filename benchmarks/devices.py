@@ -38,13 +38,13 @@ def run(bench: Run, _: Any = ()) -> None:
 
 
 def _bring(job: Training, device: str) -> None:
-    """Let the job train on that device."""
+    """Move the job to a device and wait until it trains there."""
     job.task.move(device)
     job.run()
 
 
 def _requests_stay(bench: Run, running: RunningServer, job: Training, inputs: Any) -> None:
-    """Measure the job's progress, and the requests beside it."""
+    """Measure the job's progress and the requests beside it."""
     case, seconds = "requests stay", QUICK_WINDOW_S if bench.is_quick else WINDOW_S
 
     def measure(meanwhile: Callable[[], Any]) -> Numbers:

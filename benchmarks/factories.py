@@ -1,4 +1,4 @@
-"""Models of our own, constructed by a builder (``package.module:factory``)."""
+"""Factories of the benchmarks' own models (``package.module:factory``)."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from .models import MLP_WIDTH
 
 
 def mlp() -> nn.Module:
-    """Twelve times (2048 by 2048, ReLU), without biases: 201,326,592 bytes."""
+    """Return twelve times (2048 by 2048, ReLU), without biases: 201,326,592 bytes."""
     layers: list[nn.Module] = []
     for _ in range(12):
         layers += [nn.Linear(MLP_WIDTH, MLP_WIDTH, bias=False), nn.ReLU()]
@@ -17,12 +17,12 @@ def mlp() -> nn.Module:
 
 
 def small_mlp() -> nn.Module:
-    """Three layers, to try the baselines themselves in a moment."""
+    """Return three small layers, for quick trials of the baselines themselves."""
     return nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 64), nn.Linear(64, 8))
 
 
 class FirstColumn(nn.Module):
-    """Model that reads almost nothing of its input: only the request's path remains."""
+    """Model that reads almost nothing of its input, so that only the request's path takes time."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -34,7 +34,7 @@ class FirstColumn(nn.Module):
 
 
 def first_column() -> nn.Module:
-    """Return a model with nearly no computation, whatever the size of its input."""
+    """Return a model that computes almost nothing for any size of input."""
     return FirstColumn()
 
 
@@ -53,12 +53,12 @@ def bert_base_like() -> nn.Module:
 
 
 def tiny() -> nn.Module:
-    """Return what the GPU stages have without a GPU."""
+    """Return the model of the GPU stages on a machine without a GPU."""
     return nn.Sequential(*(part for _ in range(4) for part in (nn.Linear(64, 64), nn.ReLU())))
 
 
 class _FirstOutput(nn.Module):
-    """A model of transformers whose first output is its only one."""
+    """A model of transformers, reduced to its first output."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
@@ -70,28 +70,28 @@ class _FirstOutput(nn.Module):
 
 
 def bert_base() -> nn.Module:
-    """Return BERT-base without its files."""
+    """Return BERT-base with random weights, without downloading its files."""
     from transformers import BertConfig, BertModel
 
     return _FirstOutput(BertModel(BertConfig()))
 
 
 def distilbert() -> nn.Module:
-    """Return DistilBERT without its files."""
+    """Return DistilBERT with random weights, without downloading its files."""
     from transformers import DistilBertConfig, DistilBertModel
 
     return _FirstOutput(DistilBertModel(DistilBertConfig()))
 
 
 def gpt2() -> nn.Module:
-    """Return GPT-2 without its files; it keeps no cache."""
+    """Return GPT-2 with random weights, without its files and without a cache."""
     from transformers import GPT2Config, GPT2LMHeadModel
 
     return _FirstOutput(GPT2LMHeadModel(GPT2Config(use_cache=False)))
 
 
 class _Residual(nn.Module):
-    """Three convolutions; the last one is added to the first."""
+    """Three convolutions; the output of the first is added to that of the third."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -110,5 +110,5 @@ class _Residual(nn.Module):
 
 
 def residual() -> nn.Module:
-    """Return a small module of our own with BatchNorm and a residual addition."""
+    """Return a small module with BatchNorm and a residual addition."""
     return _Residual(64)

@@ -1,4 +1,4 @@
-"""Programs of other virtual environments: found, started, stopped while others are measured."""
+"""Programs in other virtual environments: found, started, and stopped while others run."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ POLL_S: Final = 0.05
 
 
 def usable(bench: Run, variable: str, names: Sequence[str]) -> list[str]:
-    """Return those of these packages that are installed; say that the others are skipped."""
+    """Return those packages that are installed; report the others as skipped."""
     folder = Path(os.environ.get(variable) or os.devnull)
     present = [name for name in names if [*folder.glob(f"lib/python*/site-packages/{name}")]]
     why = f"{variable} names no virtual environment that has it"
@@ -41,19 +41,19 @@ def python_of(variable: str) -> str:
 
 
 def environment() -> dict[str, str]:
-    """Return this process's environment without its own path of packages."""
+    """Return this process's environment without PYTHONPATH."""
     return {key: text for key, text in os.environ.items() if key != "PYTHONPATH"}
 
 
 def free_port() -> int:
-    """Return a TCP port of this machine that nobody listens on."""
+    """Return a TCP port of this machine on which nobody listens."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
 
 
 def family(root: int) -> list[psutil.Process]:
-    """Return a process and all that descend from it; nothing once it has ended."""
+    """Return a process and all its descendants; empty if the process has ended."""
     try:
         one = psutil.Process(root)
         return [one, *one.children(recursive=True)]
@@ -62,7 +62,7 @@ def family(root: int) -> list[psutil.Process]:
 
 
 def used_ms(root: int) -> float:
-    """Return the processor's time of a process and all that descend from it until now."""
+    """Return the processor time in ms that a process and its descendants have used."""
     total_ms = 0.0
     for one in family(root):
         with contextlib.suppress(psutil.NoSuchProcess):
@@ -71,7 +71,7 @@ def used_ms(root: int) -> float:
 
 
 def send(processes: Sequence[psutil.Process], number: int) -> None:
-    """Send a signal to each that has not ended."""
+    """Send a signal to each process that has not ended."""
     for one in processes:
         with contextlib.suppress(psutil.NoSuchProcess):
             one.send_signal(number)
@@ -79,10 +79,10 @@ def send(processes: Sequence[psutil.Process], number: int) -> None:
 
 @dataclass
 class Foreign:
-    """Program that can be suspended while others are measured."""
+    """Program that can be stopped (SIGSTOP) while others are measured."""
 
     name: str
-    process: subprocess.Popen[str] | None = None  # None: it is never suspended
+    process: subprocess.Popen[str] | None = None  # None: the program is never stopped
 
     def signal(self, number: int) -> None:
         if self.process is not None:
@@ -97,7 +97,7 @@ def arms_of(
     measure: Callable[[One], Numbers],
     prepare: Callable[[One], object] = lambda _: None,
 ) -> list[Arm]:
-    """Return an arm for each; the others stand still meanwhile."""
+    """Return an arm for each program; the other programs are stopped while one is measured."""
 
     def only(chosen: One) -> None:
         for one in programs:
@@ -116,10 +116,10 @@ def started(
     has_lines: bool = False,
     folder: Path | None = None,
 ) -> Iterator[subprocess.Popen[str]]:
-    """Start a program, wait until ``answers`` raises nothing, and stop it with SIGSTOP.
+    """Start a program, wait until ``answers`` does not raise, and stop it with SIGSTOP.
 
     Args:
-        has_lines: it is asked by lines at its standard input and answers at its output.
+        has_lines: True if it reads requests from standard input and answers on standard output.
     """
     pipe = subprocess.PIPE if has_lines else subprocess.DEVNULL
     process = subprocess.Popen(
@@ -150,7 +150,7 @@ def started(
 
 
 def _end(process: subprocess.Popen[Any]) -> None:
-    """Ask it to end, so that it leaves no shared memory; then kill what is left of it."""
+    """Terminate the program, so that it removes its shared memory; then kill what remains."""
     members = family(process.pid)
     send(members, signal.SIGCONT)
     with contextlib.suppress(ProcessLookupError, subprocess.TimeoutExpired):

@@ -1,9 +1,9 @@
-"""``bench gateway``: HTTP with JSON beside other servers.
+"""``bench gateway``: HTTP with JSON, compared with other servers.
 
-1, 8 and 64 connections that ask again as soon as they are answered, over HTTP with JSON, which all
-servers speak: ours, and those of a folder named by ``PIPESWITCH_BENCH_RIVALS`` (a virtual
-environment with ``kserve``, ``litserve`` and ``ray[serve]``), in turns, the others stopped.
-"""
+1, 8 and 64 connections each send a request as soon as the last one is answered, over HTTP with
+JSON, which all servers speak. The servers are ours and those in the virtual environment named by
+``PIPESWITCH_BENCH_RIVALS`` (``kserve``, ``litserve`` and ``ray[serve]``); they take turns, and the
+others are stopped."""
 
 from __future__ import annotations
 
@@ -38,11 +38,11 @@ QUICK_LOAD_S: Final = 1.0
 NAMES: Final = {"exact": "pipeswitch", "fast": "pipeswitch, fast"}
 DATATYPES: Final = {"float32": "FP32", "int64": "INT64"}
 MIN_THROUGHPUT: Final = {SMALL.name: 2.0, "resnet50": 1.7, "bert-base": 1.7}  # of a rival's
-MAX_P99: Final = 0.5  # the same, of the small model
+MAX_P99: Final = 0.5  # at most, relative to a rival's; only for the small model
 
 
 def run(bench: Run, models: Sequence[str] = ()) -> None:
-    """Load all servers in turns, for each model."""
+    """Load all servers in turn, for each model."""
     for setting in settings(bench, models, tuple(MIN_THROUGHPUT), (SMALL.name,)):
         model = setting.model
         room = 2 * model.room_bytes + SLICE_ROOM_BYTES
@@ -68,7 +68,7 @@ def run(bench: Run, models: Sequence[str] = ()) -> None:
 
 
 def infer_path(model: str) -> str:
-    """Return where a model is asked in the Open Inference Protocol."""
+    """Return the path for requests to a model in the Open Inference Protocol."""
     return f"/v2/models/{model}/infer"
 
 
@@ -86,7 +86,7 @@ def _body(inputs: Mapping[str, Any]) -> bytes:
 
 
 def json_request(inputs: Mapping[str, Any], path: str) -> bytes:
-    """Return a request with these inputs to what a server has at ``path``."""
+    """Return an HTTP request with these inputs for a server's ``path``."""
     body, kind = _body(inputs), "Content-Type: application/json"
     head = f"POST {path} HTTP/1.1\r\nHost: 127.0.0.1\r\n{kind}\r\nContent-Length: {len(body)}"
     return f"{head}\r\n\r\n".encode() + body
@@ -95,7 +95,7 @@ def json_request(inputs: Mapping[str, Any], path: str) -> bytes:
 async def ask(
     reader: asyncio.StreamReader, writer: asyncio.StreamWriter, request: bytes
 ) -> tuple[int, bytes]:
-    """Send a request over a connection that is kept; return the answer's status and its head."""
+    """Send a request over an open connection; return the answer's status and its head."""
     writer.write(request)
     head = (await reader.readuntil(b"\r\n\r\n")).lower()
     await reader.readexactly(int(head.partition(b"content-length:")[2].partition(b"\r\n")[0]))
@@ -103,19 +103,19 @@ async def ask(
 
 
 def infer_message(model: str, x: Any, name: str) -> bytes:
-    """Return a ``ModelInferRequest`` with one raw tensor, made without a protobuf library."""
+    """Return a ``ModelInferRequest`` with one raw tensor, encoded without a protobuf library."""
     tensor = _field(1, name.encode()) + _field(2, b"FP32")
     tensor += _field(3, b"".join(map(_number, x.shape)))
     return _field(1, model.encode()) + _field(5, tensor) + _field(7, x.tobytes())
 
 
 def _field(number: int, data: bytes) -> bytes:
-    """Return a protobuf field of bytes."""
+    """Return an encoded protobuf field of bytes."""
     return _number(number << 3 | 2) + _number(len(data)) + data
 
 
 def _number(value: int) -> bytes:
-    """Return a varint."""
+    """Return the number encoded as a varint."""
     data = bytearray()
     while value > 127:
         data.append(value & 127 | 128)
@@ -125,7 +125,7 @@ def _number(value: int) -> bytes:
 
 @dataclass
 class _Server(foreign.Foreign):
-    """Ours or a rival, with the request that it understands."""
+    """Our server or a rival, with the path of its requests."""
 
     address: str = ""
     path: str = ""
@@ -179,7 +179,7 @@ def _precisions(model: str) -> tuple[str, ...]:
 
 @contextlib.contextmanager
 def _started(name: str, order: dict[str, Any], inputs: Mapping[str, Any]) -> Iterator[_Server]:
-    """Start a rival that answers, and is stopped."""
+    """Start a rival, wait until it answers, and stop it with SIGSTOP."""
     port = foreign.free_port()
     order |= {"port": port, "path": [str(Path(__file__).parents[1]), *sys.path[1:]]}
     script = str(Path(__file__).with_name(f"rival_{name}.py"))
@@ -193,7 +193,7 @@ def _started(name: str, order: dict[str, Any], inputs: Mapping[str, Any]) -> Ite
 
 
 def _output(one: _Server, inputs: Mapping[str, Any]) -> Any:
-    """Return a server's first output."""
+    """Return a server's first output for these inputs."""
     connection = http.client.HTTPConnection(one.address, timeout=60)
     with contextlib.closing(connection):
         connection.request("POST", one.path, _body(inputs), {"Content-Type": "application/json"})
@@ -206,7 +206,7 @@ def _output(one: _Server, inputs: Mapping[str, Any]) -> Any:
 
 
 async def _load(one: _Server, request: bytes, count: int, seconds: float) -> Numbers:
-    """Ask on each connection again as soon as there is an answer."""
+    """Send a request on each connection as soon as the last one is answered."""
     taken_ms: list[float] = []
 
     async def caller() -> None:

@@ -2,19 +2,18 @@
 
     python -m benchmarks.gpu [--out DIR] [--budget 540] [--dry-run] [stage …]
 
-Stages, each in a process of its own with its own time limit, so that one that hangs or crashes
-costs nothing but itself: facts; each mechanism by itself, without a server; tests of torch and of
-the device; a server on the lowest rungs, then one rung at a time; then the numbers. A stage is left
-out only where a mechanism that it needs is broken, and says so. After each stage
-``gpu-<name>-<date>.json`` and ``.md`` are written anew into ``--out`` (benchmarks/results). Exit
-status is 0 when every stage ended well, 3 without a GPU. ``--dry-run`` runs every stage's program;
-without a GPU each says that it needs one. docs/gpu.md says what to make of it.
+Each stage is a process with its own time limit, so that a stage that hangs or crashes harms no
+other: facts; each mechanism alone, without a server; tests of torch and of the device; a server
+with the lowest rungs, then with one higher rung at a time; then the numbers. A stage is left out,
+and says so, only if a mechanism that it needs is broken. After each stage the files
+``gpu-<name>-<date>.json`` and ``.md`` are written again into ``--out`` (benchmarks/results). The
+exit status is 0 when every stage ended well, 3 without a GPU. ``--dry-run`` runs every stage's
+program; without a GPU each says that it needs one. docs/gpu.md explains the results.
 
-It runs with the packages that the machine has: torch >= 2.11 with CUDA, torchvision, numpy,
-safetensors, click, rich, pytest, pytest-timeout, hypothesis. On a machine that reaches no package
-index bring wheels of pyzmq and msgspec. transformers is used for BERT-base if there, else an
-encoder of its shape. The first run of a fresh clone needs nothing to be installed: the checkout is
-put on the path.
+It runs with the packages of the machine: torch >= 2.11 with CUDA, torchvision, numpy, safetensors,
+click, rich, pytest, pytest-timeout, hypothesis. A machine without a package index needs wheels of
+pyzmq and msgspec. BERT-base is transformers' if that is installed, else an encoder of its shape. A
+fresh clone needs no installation: the checkout is put on the path.
 """
 
 from __future__ import annotations
@@ -38,21 +37,21 @@ from typing import Any
 from .gpu_common import MARK, NEEDS_A_GPU, ROOT, RUNGS
 
 BUDGET_S = 540.0
-MIN_S = 8.0  # left for a stage, or it is not begun
-TAIL = 3000  # characters of a stage's other output that are kept when it fails
-LOG_TAIL = 4000  # of each log of a server that did not end well
-MARK_OF_A_STAGE = "PIPESWITCH_GPU_STAGE"  # in the environment of all its processes
-LEAVE_S = 10.0  # for a killed stage's processes, each with a context to take down
+MIN_S = 8.0  # a stage is not begun with less time left
+TAIL = 3000  # characters kept of a failed stage's other output
+LOG_TAIL = 4000  # characters kept of each log of a server that failed
+MARK_OF_A_STAGE = "PIPESWITCH_GPU_STAGE"  # variable in the environment of all processes of a stage
+LEAVE_S = 10.0  # time for a killed stage's processes to end, each with a CUDA context
 
 
 @dataclass(frozen=True)
 class Stage:
-    """A program of its own; ``limit_s`` is the most it may take."""
+    """A program in its own process; ``limit_s`` is its maximum time."""
 
     name: str
     limit_s: float
     command: tuple[str, ...]
-    needs: tuple[str, ...] = ()  # mechanisms without which it can only fail
+    needs: tuple[str, ...] = ()  # mechanisms without which it would fail
 
 
 def _server(rung: str, *needs: str) -> Stage:
@@ -60,7 +59,7 @@ def _server(rung: str, *needs: str) -> Stage:
     return Stage(f"server-{rung}", 60, command, (*SERVED, *needs))
 
 
-SERVED = ("device", "memory", "ipc", "torch", "tensor")  # what no server is without
+SERVED = ("device", "memory", "ipc", "torch", "tensor")  # mechanisms that every server needs
 
 
 def _serving(limit_s: float, *words: str) -> Stage:
@@ -68,7 +67,7 @@ def _serving(limit_s: float, *words: str) -> Stage:
 
 
 STAGES = (
-    # The first import of torch on a cold disk may take a minute: it is paid in the first stage.
+    # The first import of torch from a cold disk may take a minute: the first stage has time for it.
     Stage("facts", 150, ("-m", "benchmarks.gpu_environment")),
     Stage("mechanisms", 240, ("-m", "benchmarks.gpu_mechanisms")),
     Stage("raw", 60, ("-m", "benchmarks.gpu_tests", "raw"), ("device", "memory", "torch")),
@@ -105,7 +104,7 @@ class Outcome:
 
 
 def run_stage(stage: Stage, left_s: float, environment: dict[str, str]) -> Outcome:
-    """Run one stage to its end or to its limit; what it told until then is kept."""
+    """Run one stage to its end or to its time limit; keep its findings up to then."""
     limit_s = min(stage.limit_s, left_s)
     began_s, began_at_s = time.monotonic(), time.time()
     mark = f"{os.getpid()}-{stage.name}-{began_at_s}"
@@ -146,8 +145,8 @@ def run_stage(stage: Stage, left_s: float, environment: dict[str, str]) -> Outco
 
 
 def end_leftovers(mark: str) -> list[str]:
-    """Wait for a stage's processes outside of its process group (a server's fork server and
-    children: they leave when the controller is gone). Who does not, is killed; their names."""
+    """Wait until a stage's processes outside of its process group have ended (a server's fork
+    server and children leave with the controller). Kill the others, and return their names."""
     ends_at_s = time.monotonic() + LEAVE_S
     entry = f"{MARK_OF_A_STAGE}={mark}".encode()
     while pids := _with_environment(entry):
@@ -163,7 +162,7 @@ def end_leftovers(mark: str) -> list[str]:
 
 
 def _with_environment(entry: bytes) -> list[int]:
-    """Processes that were started with this; zombies have none."""
+    """Return the processes that were started with this environment entry."""
     pids = []
     for path in Path("/proc").glob("[0-9]*/environ"):
         with contextlib.suppress(OSError):
@@ -173,7 +172,7 @@ def _with_environment(entry: bytes) -> list[int]:
 
 
 def server_logs(since_s: float) -> list[str]:
-    """Return the ends of logs that servers left behind: a clean stop removes them."""
+    """Return the ends of logs that failed servers left behind; a clean stop removes logs."""
     lines = []
     for path in sorted(Path("/tmp").glob("pipeswitch-*/state/**/*.log")):
         with contextlib.suppress(OSError):
@@ -187,7 +186,7 @@ def _split(text: str) -> tuple[list[dict[str, Any]], str]:
     results, rest = [], []
     for line in text.splitlines():
         if line.startswith(MARK):
-            with contextlib.suppress(ValueError):  # cut off by the kill
+            with contextlib.suppress(ValueError):  # the line was cut off by the kill
                 results.append(json.loads(line[len(MARK) :]))
                 continue
         rest.append(line)
@@ -195,17 +194,17 @@ def _split(text: str) -> tuple[list[dict[str, Any]], str]:
 
 
 class Report:
-    """The files in ``--out``, written anew after every stage."""
+    """The report files in ``--out``, written again after every stage."""
 
     def __init__(self, folder: Path, command: str) -> None:
         self._folder = folder
         self._command = command
         self._written: list[Path] = []
         self.outcomes: list[Outcome] = []
-        self.name = "none"  # until a device is known
+        self.name = "none"  # until the device is known
 
     def add(self, outcome: Outcome) -> list[Path]:
-        """Keep a stage's outcome; the paths of the files."""
+        """Add a stage's outcome and write the files; return their paths."""
         self.outcomes.append(outcome)
         device = outcome.first("device")
         if isinstance(device, dict):
@@ -218,7 +217,7 @@ class Report:
             "commit": _commit(),
             "stages": [vars(each) for each in self.outcomes],
         }
-        for old in {*self._written} - {data, table}:  # the device's name was not known yet
+        for old in {*self._written} - {data, table}:  # written before the device's name was known
             old.unlink(missing_ok=True)
         self._written = [data, table]
         data.write_text(json.dumps(document, indent=1, default=str) + "\n")
@@ -227,14 +226,14 @@ class Report:
 
     @property
     def broken(self) -> dict[str, str]:
-        """Mechanisms that failed or could not be tried, and why, in the order of the rungs."""
+        """Mechanisms that failed or could not be tried, with reasons, in the order of the rungs."""
         if any(outcome.status == "needs a GPU" for outcome in self.outcomes):
-            return {}  # then nothing is known of them, and a dry run tries each stage's program
+            return {}  # nothing is known about them; a dry run tries every stage
         rows = self._results("mechanism")
         return {row["mechanism"]: str(row["text"]) for row in rows if row["outcome"] != "ok"}
 
     def verdict(self) -> str:
-        """Return the first broken rung; where all hold, the first stage that did not end well."""
+        """Return the first broken rung or, if all rungs hold, the first stage that failed."""
         for name, why in self.broken.items():
             return f"first broken rung: {name}: {why}"
         for outcome in self.outcomes:
@@ -245,7 +244,7 @@ class Report:
         return "every rung holds"
 
     def markdown(self) -> str:
-        """Return a report for people: first broken rung, mechanisms, stages, then switches."""
+        """Return the report as Markdown: first broken rung, mechanisms, stages, switches."""
         lines = [f"# GPU run on {self.name}", "", f"`{self._command}`, commit {_commit()}", ""]
         lines += [f"**{self.verdict()}**", "", "| mechanism | outcome | finding | s |"]
         lines += ["|---|---|---|---|"]
@@ -310,7 +309,7 @@ def main() -> int:
     stages = [stage for stage in STAGES if not options.stages or stage.name in options.stages]
     with contextlib.ExitStack() as cleanup:
         folder = options.out
-        if options.dry_run:  # nothing that could be taken for a result
+        if options.dry_run:  # its files must not look like results
             folder = Path(cleanup.enter_context(tempfile.TemporaryDirectory()))
         return run_all(stages, folder, options.budget, stops_early=not options.dry_run)
 
@@ -320,7 +319,7 @@ def run_all(stages: Sequence[Stage], folder: Path, budget_s: float, *, stops_ear
     ends_at_s = time.monotonic() + budget_s
     report = Report(folder, "python -m benchmarks.gpu " + " ".join(sys.argv[1:]))
     environment = child_environment()
-    heartbeat = threading.Timer(budget_s + 30, os._exit, (124,))  # whatever happens, it ends
+    heartbeat = threading.Timer(budget_s + 30, os._exit, (124,))  # the process ends in any case
     heartbeat.daemon = True
     heartbeat.start()
     paths: list[Path] = []

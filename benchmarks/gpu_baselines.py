@@ -1,9 +1,9 @@
-"""The other side of the switch benchmark: plain PyTorch in one process, asked line by line.
+"""Baselines of the GPU switch benchmark: plain PyTorch in one process, with a request per line.
 
-Arms: ``ready-eager`` and ``ready-graph`` (the model lies on the device), ``serial`` (all weights
-from pinned memory, then compute: PipeSwitch without the pipeline), ``to-device`` (``module.to``
-from ordinary memory). Each starts with the input in host memory and ends with the output there, as
-a request does.
+Arms: ``ready-eager`` and ``ready-graph`` have the model on the device; ``serial`` copies all
+weights from pinned memory, then computes (PipeSwitch without the pipeline); ``to-device`` calls
+``module.to`` on ordinary memory. Like a request, each starts with the input in host memory and
+ends with the output there.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from .trials import say
 
 
 class Arms:
-    """One model, four ways to answer."""
+    """One model, with four ways to answer a request."""
 
     def __init__(self, order: dict[str, Any]) -> None:
         import numpy as np
@@ -101,12 +101,12 @@ class Arms:
         return self._timed(run)
 
     def to_device(self, batch: int) -> dict[str, float]:
-        module = deepcopy(self.module)  # not timed: it was there before
+        module = deepcopy(self.module)  # not timed: the arm starts with the module in host memory
         return self._timed(lambda: module.to(self.device)(*self._inputs(batch)))
 
 
 def answer(order: dict[str, Any]) -> None:
-    """Print one JSON line for each line ``arm batch``."""
+    """Print one JSON line for each input line ``arm batch``."""
     arms = Arms(order)
     calls = {
         "ready-eager": arms.ready_eager,
@@ -124,7 +124,7 @@ def answer(order: dict[str, Any]) -> None:
 
 
 def sums(output: Any) -> tuple[float, float]:
-    """Copy the output to the host, as for a request; return its sum and the sum of magnitudes."""
+    """Copy the output to the host, as for a request; return its sum and sum of magnitudes."""
     value = output
     while not hasattr(value, "double"):
         value = value[0] if isinstance(value, tuple | list) else next(iter(value.values()))

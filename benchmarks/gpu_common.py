@@ -1,4 +1,4 @@
-"""Shared parts of the stages of ``gpu.py``: their output, the device they need, the models."""
+"""Shared parts of the stages of ``gpu.py``: output, the required device, the models."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from .models import MIB, BenchModel
 ROOT = Path(__file__).resolve().parent.parent
 
 MARK = "RESULT "
-NEEDS_A_GPU = 3  # exit status of a stage that found none
-BINDINGS = "PIPESWITCH_DEVICE__BINDINGS"  # the tests put a stand-in here
-DEV = "PIPESWITCH_GPU_DEV"  # another folder than /dev; the tests put nodes there
-RUNGS = "PIPESWITCH_GPU_RUNGS"  # what the self-test chose, for the stages behind it
+NEEDS_A_GPU = 3  # exit status of a stage without a GPU
+BINDINGS = "PIPESWITCH_DEVICE__BINDINGS"  # variable for the bindings; the tests set a stand-in
+DEV = "PIPESWITCH_GPU_DEV"  # variable for a folder instead of /dev, in which the tests put nodes
+RUNGS = "PIPESWITCH_GPU_RUNGS"  # variable with the self-test's choices, for later stages
 
 
 def put(**values: Any) -> None:
-    """Print one finding; the driver keeps every one, also of a stage that is killed later."""
+    """Print one finding; it is kept even if the stage is killed later."""
     sys.stdout.write(MARK + json.dumps(values, default=str) + "\n")
     sys.stdout.flush()
 
@@ -35,12 +35,12 @@ def package() -> str:
 
 
 def is_fake() -> bool:
-    """Return True on a stand-in, where everything is small and a time means nothing."""
+    """Return True with stand-in bindings: everything is small, and times mean nothing."""
     return package() != "cuda.bindings"
 
 
 def require_gpu() -> dict[str, Any]:
-    """Return the device's facts; exit with a sentence if there is no device."""
+    """Return the device's facts; exit with a message if there is no device."""
     from pipeswitch.base.errors import ConfigError
     from pipeswitch.devices.cuda.examine import examine
 
@@ -51,10 +51,10 @@ def require_gpu() -> dict[str, Any]:
 
 
 def end_without(why: str, kind: str) -> int:
-    """Return the exit status without a device: a fault must never read as "needs a GPU".
+    """Return the exit status of a stage without a usable device; a fault must not count as no GPU.
 
     Args:
-        kind: of ``NoCudaDevice``; empty for any other fault.
+        kind: kind of ``NoCudaDevice``; empty for any other fault.
     """
     nodes = device_nodes()
     if kind in ("no driver", "no device") and not nodes:
@@ -65,20 +65,20 @@ def end_without(why: str, kind: str) -> int:
 
 
 def device_nodes() -> list[str]:
-    """Return the device nodes of GPUs, WSL's included, whatever the driver says."""
+    """Return the names of the GPUs' device nodes (also WSL's), whatever the driver reports."""
     folder = Path(os.environ.get(DEV, "/dev"))
     return sorted(path.name for name in ("nvidia*", "dxg") for path in folder.glob(name))
 
 
 def rung_environment() -> dict[str, str]:
-    """Return the rungs of the self-test stage, so that servers start without their own test."""
+    """Return settings with the self-test's rungs, so that servers start without their own test."""
     rungs = json.loads(os.environ.get(RUNGS, "{}"))
     return {f"PIPESWITCH_DEVICE__{key.upper()}": value for key, value in rungs.items()}
 
 
 @contextlib.contextmanager
 def served(arena: str, store: str = "512MiB", **environment: str) -> Iterator[tuple[Any, Any]]:
-    """Yield a server on the GPU and its client; put the end of its log where the stage fails."""
+    """Yield a server on the GPU and its client; if the block fails, put the end of its log."""
     from pipeswitch.testing import server
 
     with (
@@ -102,7 +102,7 @@ def now_ms() -> float:
 
 
 def percentiles(values: list[float]) -> dict[str, float]:
-    """p50, p99, minimum and count of milliseconds."""
+    """Return p50, p99, minimum and count of times in milliseconds."""
     ordered = sorted(values)
     return {
         "p50": round(ordered[len(ordered) // 2], 3),
@@ -114,9 +114,9 @@ def percentiles(values: list[float]) -> dict[str, float]:
 
 @dataclass(frozen=True)
 class GpuModel(BenchModel):
-    """A model as it is measured."""
+    """A model with its target."""
 
-    target: float = 0.0  # of cold / ready-eager at batch 8
+    target: float = 0.0  # limit of cold / ready-eager at batch 8
 
 
 def _images(side: int) -> dict[str, tuple[tuple[int, ...], str]]:
@@ -124,7 +124,7 @@ def _images(side: int) -> dict[str, tuple[tuple[int, ...], str]]:
 
 
 def models() -> dict[str, GpuModel]:
-    """Return the models by name; BERT-base is transformers' if installed, else a look-alike."""
+    """Return the models by name; BERT-base is transformers' if installed, else one of its shape."""
     import importlib.util
 
     if is_fake():

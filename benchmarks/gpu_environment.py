@@ -1,4 +1,4 @@
-"""Stage: what the machine is. Nothing of PipeSwitch is imported, so no fault of it hides a fact."""
+"""Stage: facts of the machine. It imports nothing of PipeSwitch, whose faults could hide a fact."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def main() -> int:
     for look in (_machine, _surroundings, _nvidia_smi, _bindings, _torch):
         try:
             look()
-        except Exception as error:  # what cannot be looked at hides nothing else
+        except Exception as error:  # a failed look must not hide other facts
             put(could_not_look=look.__name__, why=repr(error)[:500])
     return 0
 
@@ -85,7 +85,7 @@ def _machine() -> None:
 
 
 def _surroundings() -> None:
-    """Report the settings that decide whether memory can be shared and pinned, before any test."""
+    """Report the settings that decide if memory can be shared and pinned, before any test."""
     put(device_nodes=device_nodes(), kernel_module=_text(Path("/proc/driver/nvidia/version")))
     words = ("CUDA", "NVIDIA", "PYTORCH", "TORCH", "NCCL")
     meminfo = Path("/proc/meminfo").read_text().splitlines()
@@ -109,9 +109,9 @@ def _bindings() -> None:
 
 
 def _torch() -> None:
-    """Test torch alone, to separate its own failures from ours.
+    """Test torch alone, to separate its own failures from PipeSwitch's.
 
-    Its files are then in the page cache when the mechanisms import it.
+    It also brings torch's files into the page cache, from which the mechanisms then import it.
     """
     if not is_fake():
         began_ms = now_ms()
@@ -120,7 +120,7 @@ def _torch() -> None:
 
 
 def _said(command: list[str], limit_s: float) -> str:
-    """Return a program's output, or how it ended."""
+    """Return a program's output, or how the program ended."""
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=limit_s)
     except (OSError, subprocess.TimeoutExpired) as error:

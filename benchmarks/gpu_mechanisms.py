@@ -1,8 +1,8 @@
-"""Stage: each mechanism by itself, without the server, on bindings, on torch, then on both.
+"""Stage: each mechanism alone, without the server: on bindings, on torch, then on both.
 
-The self-test's checks (``pipeswitch/devices/cuda/selftest.py``) and some that no server waits for
-when it starts. Each is a process of its own with 15 s, and says one JSON line; one that is not run
-says what it lacks. The first that is broken is the one to mend: it may break those behind it.
+These are the self-test's checks (``pipeswitch/devices/cuda/selftest.py``), and checks that no
+server makes at its start. Each runs in a process with 15 s and prints one JSON line; a check that
+cannot run says what it lacks. Mend the first broken one first: it may break the later ones.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ STEPS = 200
 
 
 def _pinned(rig: Rig) -> str:
-    """Test a memfd, mapped and registered; if refused, copies are staged: slower, as correct."""
+    """Test a mapped and registered memfd; if refused, copies are staged: slower, but correct."""
     store = PinnedMapping(rig.cuda(), sealed_memfd("store", PIN_BYTES), PIN_BYTES)
     store.pin(0, PIN_BYTES)
     selftest.round_trip(rig.cuda(), store.address, store.array[:MIB])
@@ -39,7 +39,7 @@ def _pinned(rig: Rig) -> str:
 
 
 def _wait(rig: Rig) -> str:
-    """Test a copy behind a wait for another stream's data in this process; no torch, no IPC."""
+    """Test a copy that waits for another stream's data in this process; without torch and IPC."""
     cuda = rig.cuda()
     base = cuda.malloc(selftest.HEAD_BYTES + selftest.GROUP_BYTES)
     selftest.fill(cuda, base, 0, selftest.HEAD_BYTES + selftest.GROUP_BYTES)
@@ -61,7 +61,7 @@ def _warm(rig: Rig) -> str:
 
 
 def _suspend(rig: Rig) -> str:
-    """Test that a job drains its queue and parks; a peer reads and scrubs its memory."""
+    """Test that a job drains its queue and parks, and that a peer reads and scrubs its memory."""
     _, peer = selftest.fork(partial(_be_suspended, rig))
     cuda = rig.cuda()
     block = selftest.share(cuda, peer, SUSPEND_BYTES, 0)
@@ -100,15 +100,15 @@ MECHANISMS: Final[dict[str, SelfTestCheck]] = {
     "slice": CHECKS["slice"],
     "graph": CHECKS["graph"],
 }
-"""In the order in which they run."""
+"""Mechanisms in the order in which they run."""
 
 
 def stage() -> int:
-    """Run them all; tell the first broken one, and the rungs that a server would choose."""
+    """Run all mechanisms; put the broken ones, and the rungs that a server would choose."""
     _, *names = MECHANISMS
     try:
         findings = look(package(), 0, names, program="benchmarks.gpu_mechanisms")
-    except ConfigError as error:  # there is not even a driver's library
+    except ConfigError as error:  # not even the driver's library is there
         findings = {"device": {"is_ok": False, "text": error.message, **error.data}}
     for name in MECHANISMS:
         if name in findings:

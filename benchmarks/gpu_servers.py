@@ -1,13 +1,13 @@
 """Stages with a server on the GPU: ``switch MODEL``, ``training``, ``precision``,
 ``soak``.
 
-``switch``: one model's cold switch against resident, ready-eager, ready-graph, serial, to-device
-and stop-and-start, in turns, at batch 8 and 1. *cold*: the arena holds one of two twins (same
-structure, other weights), the request is for the other. All arms start and end with tensors in
-host memory. Every answer is compared with ready-eager's: a fast wrong answer ends the stage.
-``training``: what being preemptible costs a job, and how fast it leaves the device for a request.
+``switch``: one model's cold switch, compared with resident, ready-eager, ready-graph, serial,
+to-device and stop-and-start, in turns, at batch 8 and 1. *cold*: the arena holds one of two twins
+(same structure, other weights), and the request is for the other. All arms start and end with
+tensors in host memory. Each answer is compared with ready-eager's: a wrong answer ends the stage.
+``training``: the cost of being preemptible for a job, and how fast it leaves the device.
 ``precision``: bytes, error and times of one model in each precision.
-``soak``: 2,000 cold switches; device bytes, descriptors and answers are the same behind them.
+``soak``: 2,000 cold switches, after which device bytes, descriptors and answers are unchanged.
 """
 
 from __future__ import annotations
@@ -37,18 +37,18 @@ from .training import Suspensions
 
 BATCHES = (8, 1)
 SWITCH_ROUNDS = 25
-WARM_UP_ROUNDS = 8  # every worker runs eagerly once, then captures
+WARM_UP_ROUNDS = 8  # every worker runs eagerly once and then captures its graphs
 SEED = 0
-TOLERANCE = 1e-4  # of the sum of all outputs, relative to that of their sizes: other kernels
+TOLERANCE = 1e-4  # relative error of the sum of all outputs, because kernels differ
 BASELINE_ARMS = ("ready-eager", "ready-graph", "serial", "to-device")
 TAX_ROUNDS = 2
 REQUESTS = 40
 WARM_UP_STEPS = 15
-WARM_JOB_STEPS = 20  # before the first request
+WARM_JOB_STEPS = 20  # steps of the job before the first request
 SMALL = ("--width", "64", "--layers", "2", "--batch", "16")
 SWITCHES = 2000
-SETTLE = 60  # before the first look: every worker has captured, caches have their size
-ALLOWED_BYTES = 2 * MIB  # the driver's own bookkeeping, not ours
+SETTLE = 60  # switches before the first look, until workers have captured and caches have filled
+ALLOWED_BYTES = 2 * MIB  # allowed growth of the driver's own bookkeeping
 
 
 def switch(name: str) -> None:
@@ -83,7 +83,7 @@ def _switch(model: gpu.GpuModel, folder: Path) -> None:
                 twin, model.source, weights=f"random:{SEED + number}", inputs=model.inputs or None
             )
         put(case=model.name, setup_s=round((now_ms() - began_ms) / 1000, 1))
-        turns = itertools.cycle((0, 1))  # of the twins, over all batches
+        turns = itertools.cycle((0, 1))  # index of the twin, over all batches
         for batch in BATCHES:
             _rounds(model, batch, client, baselines, inputs, turns)
         _stop_and_start(model, order, baselines)
@@ -93,13 +93,13 @@ def _switch(model: gpu.GpuModel, folder: Path) -> None:
 
 
 def _inputs(model: gpu.GpuModel) -> dict[str, Any]:
-    """Return one request's arrays at the largest batch, by input name."""
+    """Return the arrays of one request at the largest batch, by input name."""
     from pipeswitch.programs.build.sources import example_specs, load_source
     from pipeswitch.programs.interface.synthetic_inputs import random_inputs
     from pipeswitch.programs.spec import BuildSpec
 
     shapes = dict(model.inputs)
-    if not shapes:  # the source's own; building it is the only way to ask
+    if not shapes:  # only building the source shows its inputs
         spec = BuildSpec(name="bench", source=model.source, weights=f"random:{SEED}", inputs={})
         shapes = dict(load_source(spec).inputs)
     specs = example_specs(shapes)
@@ -135,7 +135,7 @@ def _rounds(
                 bills[arm].append(result.timing)
         for arm in BASELINE_ARMS:
             if arm == "to-device" and number % 4:
-                continue  # copying the module first is slow, and not what is timed
+                continue  # not timed: the module is copied first, which is slow
             answer = baselines.ask(arm, batch)
             if "error" in answer:
                 if number == 0:
@@ -153,7 +153,7 @@ def _rounds(
         parts = ("queue_ms", "switch_ms", "copy_ms", "stall_ms", "compute_ms")
         bill = {key: percentiles([getattr(t, key) for t in timings])["p50"] for key in parts}
         put(case=case, arm=arm, bill=bill)
-    # Of the server's own clock: dispatch to the end of the last group, without network and SDK.
+    # By the server's own clock: dispatch to the end of the last group, without network and SDK.
     served = [t.switch_ms + t.compute_ms for t in bills["cold"]]
     ready = percentiles(times["ready-eager"])["p50"]
     copy_ms = percentiles([t.copy_ms for t in bills["cold"]])["p50"]
@@ -171,7 +171,7 @@ def _rounds(
 
 
 def _stop_and_start(model: gpu.GpuModel, order: dict[str, Any], baselines: _Baselines) -> None:
-    baselines.close()  # its memory is what the new process needs
+    baselines.close()  # the new process needs its memory
     times = []
     for _ in range(1 if is_fake() else 2):
         began_ms = now_ms()
@@ -184,7 +184,7 @@ def _stop_and_start(model: gpu.GpuModel, order: dict[str, Any], baselines: _Base
 
 
 class _Baselines:
-    """The process of ``gpu_baselines.py``."""
+    """Client of a ``gpu_baselines.py`` process."""
 
     def __init__(self, order: dict[str, Any]) -> None:
         self._child = spawn("answer", order, module="gpu_baselines")
@@ -218,7 +218,7 @@ def _model() -> tuple[str, ...]:
 
 
 def _tax(client: Any, folder: Path) -> None:
-    """Plain and as a job, in turns; commits as by default."""
+    """Measure the script plain and as a job, in turns, with default commits."""
     times_ms: dict[str, list[float]] = {"plain": [], "job": []}
     steps = 40 if is_fake() else 80
     device = ["--device", "cpu" if is_fake() else "cuda"]
@@ -240,7 +240,7 @@ def _tax(client: Any, folder: Path) -> None:
 
 
 def _preemption(client: Any) -> None:
-    """Requests at random moments of a job that goes on; the worker's own clock of each stop."""
+    """Send requests at random moments of a training job; time each stop by the worker's clock."""
     job = Training(client, 1, 0, _model(), "endless")
     job.run(WARM_JOB_STEPS)
     events = Suspensions(client)
@@ -339,7 +339,7 @@ def _ask(client: Any, name: str, payload: Any) -> Any:
 
 
 def _look(client: Any) -> dict[str, Any]:
-    """Free device bytes as a fresh process sees them, and what each worker holds open."""
+    """Return the device's free bytes as a fresh process sees them, and the workers' open files."""
     from pipeswitch.devices.cuda.examine import examine
 
     device = examine(gpu.package(), 0)["device"]

@@ -25,11 +25,11 @@ from pipeswitch import job
 BATCH: Final = 16
 SIDE: Final = 64
 SAMPLES: Final = 20 * BATCH
-MEASURED: Final = 20  # batches
+MEASURED: Final = 20  # number of batches that --measure times
 
 
 class Packed(Dataset[tuple[torch.Tensor, int]]):
-    """``[3, SIDE, SIDE]`` float32 images; each is unpacked ``units`` times."""
+    """Float32 images of shape ``[3, SIDE, SIDE]``; each is unpacked ``units`` times."""
 
     def __init__(self, units: int) -> None:
         self.units = units
@@ -48,7 +48,7 @@ class Packed(Dataset[tuple[torch.Tensor, int]]):
 
 
 def main() -> None:
-    """Train; write the instants at which steps ended to ``--record``."""
+    """Train; write the times at which steps ended, in ms, to ``--record``."""
     options = _options()
     torch.set_num_threads(1)
     torch.manual_seed(0)
@@ -88,7 +88,7 @@ def _step(model: nn.Module, optimizer: torch.optim.Optimizer, x: Any, y: Any) ->
 
 
 def _measure(model: nn.Module, optimizer: torch.optim.Optimizer, loader: Any) -> None:
-    """Medians, as JSON."""
+    """Print the median times of training and loading a batch, as JSON."""
     train_ms, load_ms = [], []
     batches = iter(loader)
     for _ in range(MEASURED):

@@ -24,16 +24,16 @@ from .trials import Arm, Numbers, Run, interleave
 
 BATCH: Final = 1024  # a training step takes some 80 ms, as a vision model's does on a GPU
 STEP_ARGS: Final = ("--batch", str(BATCH))
-REQUESTS: Final = 10  # of a segment
+REQUESTS: Final = 10  # number of requests in a segment
 ROUNDS: Final = 10
 QUICK_ROUNDS: Final = 2
-LOAD: Final = 0.5  # of what a device can do that finishes a training step before each request
+LOAD: Final = 0.5  # share of the rate of a device that finishes a training step before each request
 DEFAULT_MODELS: Final = ("resnet18",)
 SHARING: Final = {"threads": "threads", "session-slicing": "sessions", "alone": "alone"}
 
 
 def run(bench: Run, models: Sequence[str] = ()) -> None:
-    """Run each model with a server and a sharing process of its own."""
+    """Measure each model with its own server and its own sharing process."""
     for setting in settings(bench, models, DEFAULT_MODELS, DEFAULT_MODELS):
         _one_model(bench, setting)
     bench.notes.append("latency_ms: from the instant a request was due to its answer")
@@ -74,7 +74,7 @@ def _one_model(bench: Run, setting: Setting) -> None:
 
 
 def _take_turns(bench: Run, case: str, arms: Sequence[Arm]) -> None:
-    """Add one record per request, and one more per segment."""
+    """Run the arms in turns; record each request, and each segment's training speed."""
     for arm, number, numbers in interleave(arms, bench.rounds(ROUNDS, QUICK_ROUNDS), warmup=1):
         for index, latency_ms in enumerate(numbers["latencies_ms"]):
             request = number * REQUESTS + index
@@ -95,19 +95,19 @@ class _Instants:
 
 
 class _Ours:
-    """Our server with its training job."""
+    """A PipeSwitch server with its training job."""
 
     def __init__(self, client: Client, bench: Run, setting: Setting) -> None:
         self._client = client
         self._inputs: Any = setting.arrays()
-        client.infer(TWINS[0], self._inputs)  # it is on the device from now on
+        client.infer(TWINS[0], self._inputs)  # now it is on the device
         self.training = Training(client, bench.threads, bench.seed, STEP_ARGS)
 
     def segment(self, due_s: Sequence[float]) -> Numbers:
-        """Send each request when it is due, whatever has become of the ones before."""
+        """Send each request when it is due, even if earlier ones are not answered yet."""
         began_s, first = time.monotonic(), self._step()
         ended_s: list[float] = [0.0] * len(due_s)
-        futures, is_done = [], threading.Semaphore(0)  # a result is there before its callback ran
+        futures, is_done = [], threading.Semaphore(0)  # counts finished callbacks
 
         def keep(index: int, future: Future[Any]) -> None:
             ended_s[index] = time.monotonic()

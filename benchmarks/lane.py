@@ -1,7 +1,7 @@
-"""Host store, arena and the copy between them, for the baselines: ours without the daemon.
+"""Host store, arena and the copy between them for the baselines, without the memory daemon.
 
-The same kind of memory and the same copy in the same pieces as ``devices/cpu/memory.py``; its user
-decides when to copy what. No torch.
+Memory and copies are like those of ``devices/cpu/memory.py``, in the same pieces; the user of this
+class decides when to copy which range. No torch.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ Bytes = np.ndarray[tuple[int], np.dtype[np.uint8]]
 
 
 class Lane:
-    """One packed model in a store, room for it in an arena. Sizes and offsets are bytes."""
+    """One packed model in a store, with room for it in an arena. Sizes and offsets are bytes."""
 
     def __init__(self, size_bytes: int) -> None:
         self._descriptors = [sealed_memfd(name, size_bytes) for name in ("store", "arena")]
@@ -34,23 +34,23 @@ class Lane:
         self.store, self.arena = (bytes_of(mapping) for mapping in self._maps)
 
     def paths(self) -> tuple[str, str]:
-        """Paths by which this user's other processes open store and arena while this one lives."""
+        """Return paths by which child processes open store and arena while this process lives."""
         store, arena = (f"/proc/{os.getpid()}/fd/{number}" for number in self._descriptors)
         return store, arena
 
     def fill(self, weights: Path, manifest: Manifest) -> None:
-        """Read a model's tensors from their file, each to its place in the store."""
+        """Read a model's tensors from their file to their places in the store."""
         view = memoryview(self._maps[0])
         fill(view, weights, manifest)
         view.release()
 
     def copy(self, offset_bytes: int, size_bytes: int) -> None:
-        """Store to arena."""
+        """Copy a range from the store to the arena."""
         copy_in_pieces(self.store, self.arena, offset_bytes, size_bytes)
 
 
 class PlainCopy:
-    """A copy of as many bytes between two mappings like the store's and the arena's."""
+    """A copy between two mappings like those of store and arena, as a reference time."""
 
     def __init__(self, size_bytes: int) -> None:
         self._source, self._target = mapping(size_bytes), mapping(size_bytes)
@@ -58,14 +58,14 @@ class PlainCopy:
         self._target[:] = 0
 
     def measure(self) -> Numbers:
-        """Copy once, piece by piece as the copy engine does."""
+        """Copy all bytes once, in pieces like the copy engine; return the time."""
         began_ms = now_ms()
         copy_in_pieces(self._source, self._target, 0, len(self._source))
         return {"transfer_ms": now_ms() - began_ms}
 
 
 def mapping(size_bytes: int) -> Bytes:
-    """Return zeros in a memfd, which has no page before the first write."""
+    """Return a memfd mapping as an array of zeros; a page is allocated at its first write."""
     descriptor = os.memfd_create("bench", os.MFD_CLOEXEC)
     os.ftruncate(descriptor, size_bytes)
     mapped = mmap.mmap(descriptor, size_bytes)
@@ -74,7 +74,7 @@ def mapping(size_bytes: int) -> Bytes:
 
 
 def packed(folder: str) -> tuple[Manifest, Path]:
-    """Return the manifest of a packed model, and the file of its tensors."""
+    """Return a packed model's manifest, and the file of its tensors."""
     manifest = load_manifest(folder)
     return manifest, Path(folder) / weights_file(manifest)
 
@@ -96,7 +96,7 @@ def fill(view: memoryview, weights: Path, manifest: Manifest) -> None:
 
 
 def bytes_of(mapping: mmap.mmap) -> Bytes:
-    """Return a mapping as an array."""
+    """Return a mapping as a uint8 array."""
     return np.frombuffer(mapping, dtype=np.uint8)
 
 

@@ -1,4 +1,4 @@
-"""Language models under measurement: their sizes and folders, who answers for them, how fast."""
+"""Language models under measurement: sizes, folders, the systems that answer, and their speed."""
 
 from __future__ import annotations
 
@@ -23,18 +23,18 @@ from .models import MIB
 from .setting import end, read_line, spawn
 from .trials import Numbers, Run, now_ms
 
-NEW: Final = 128  # tokens of an answer
+NEW: Final = 128  # number of new tokens of an answer
 MANY: Final = 8
 PROMPT: Final = 33
 PROMPTS: Final = (32, 512)
 Prompts = Sequence[Sequence[int]]
 Asking = Callable[[int], tuple[list[int], float]]
-"""Ask for the prompt of this number: the answer's tokens, and when the first one came."""
+"""Function that asks with one prompt: returns the answer's tokens and the first one's time."""
 
 
 @dataclass(frozen=True)
 class Size:
-    """A GPT-2."""
+    """Size of a GPT-2."""
 
     name: str
     hidden: int
@@ -43,19 +43,19 @@ class Size:
     context: int = 640
 
     def prompts(self, count: int, length: int, seed: int) -> list[list[int]]:
-        """Return random prompts, the same for the same seed."""
+        """Return random prompts; equal seeds give equal prompts."""
         chance = random.Random(seed)
         return [chance.choices(range(self.vocabulary), k=length) for _ in range(count)]
 
 
 SMALL: Final = Size("small", 256, 4, 1000)
-MIDDLE: Final = Size("gpt2", 768, 12, 52_000)  # GPT-2's own, 500 MB
+MIDDLE: Final = Size("gpt2", 768, 12, 52_000)  # GPT-2's own size, 500 MB
 SIZES: Final = (SMALL, MIDDLE)
 
 
 @dataclass(frozen=True)
 class Place:
-    """Folder with some models of a size, for every system that answers."""
+    """Folder with models of one size, from which every system loads them."""
 
     bench: Run
     size: Size
@@ -73,7 +73,7 @@ class Place:
 
 @contextlib.contextmanager
 def placed(bench: Run, size: Size, count: int, *, has_letters: bool = False) -> Iterator[Place]:
-    """Write the models; ``has_letters``: with a tokenizer whose tokens are characters."""
+    """Write the models; with ``has_letters`` also a tokenizer whose tokens are characters."""
     with tempfile.TemporaryDirectory(prefix="pipeswitch-bench-") as folder:
         place = Place(bench, size, Path(folder), count)
         order = vars(size) | {"folders": place.folders, "has_letters": has_letters}
@@ -89,7 +89,7 @@ def placed(bench: Run, size: Size, count: int, *, has_letters: bool = False) -> 
 def served(
     place: Place, rooms: float = 1.0, *, http: bool = False
 ) -> Iterator[tuple[RunningServer, Client]]:
-    """Start a server with these models, its device memory for so many of them."""
+    """Start a server with these models; its arena has room for ``rooms`` of them."""
     with (
         server(
             arena=str(int(rooms * 1.05 * place.model_bytes) + 8 * MIB),
@@ -112,7 +112,7 @@ def served(
 
 @contextlib.contextmanager
 def transformers_child(place: Place) -> Iterator[subprocess.Popen[str]]:
-    """Start a process that answers lines by transformers' ``generate()``."""
+    """Start a process that answers lines with transformers' ``generate()``."""
     order = {"folders": place.folders[:1], "threads": place.bench.threads}
     child = spawn("serve", order, module="lm_child")
     try:
@@ -123,15 +123,15 @@ def transformers_child(place: Place) -> Iterator[subprocess.Popen[str]]:
 
 @dataclass
 class Peer(Foreign):
-    """Something that answers. ``ask`` has ``tokens`` of each prompt, ``took_ms``, ``first_ms``."""
+    """A system that answers prompts. ``ask`` returns ``tokens``, ``took_ms`` and ``first_ms``."""
 
-    root: int = 0  # the process that it began with, of those that never stand still
+    root: int = 0  # first process of a system that is never stopped
 
     def ask(self, model: int, prompts: Prompts, new: int) -> Numbers:
         raise NotImplementedError
 
     def costing(self, model: int, prompts: Prompts, new: int) -> Numbers:
-        """Ask, and add ``cpu_ms``: also of this process, which asks."""
+        """Ask, and add ``cpu_ms``, with the processor time of this asking process."""
         root = self.process.pid if self.process else self.root
         before_ms, own_s = used_ms(root), time.process_time()
         costs = self.ask(model, prompts, new)
@@ -141,7 +141,7 @@ class Peer(Foreign):
 
 @dataclass
 class OwnSocket(Peer):
-    """Our own client on the same machine."""
+    """The project's own client, on the same machine."""
 
     client: Client | None = None
 
@@ -158,7 +158,7 @@ class OwnSocket(Peer):
 
 @dataclass
 class Lines(Peer):
-    """A process that is told lines of JSON: ``peer_child.py``, or ``lm_child.py``."""
+    """A process that gets requests as lines of JSON: ``peer_child.py`` or ``lm_child.py``."""
 
     child: subprocess.Popen[str] | None = None
 
@@ -171,7 +171,7 @@ class Lines(Peer):
 
 
 def side_by_side(ask: Asking, count: int) -> Numbers:
-    """Ask for all prompts at once, each by a thread of its own."""
+    """Ask with all prompts at once, each in its own thread."""
     with ThreadPoolExecutor(count) as pool:
         began_ms = now_ms()
         answers = [*pool.map(ask, range(count))]
@@ -181,9 +181,9 @@ def side_by_side(ask: Asking, count: int) -> Numbers:
 
 
 def speed(bench: Run, size: Size, peers: Sequence[Peer], rounds: int) -> Iterator[str]:
-    """Measure one prompt and many at once; yield each case. The first peer says what is right.
+    """Measure one prompt and many at once; yield each case. The first peer's answers are right.
 
-    All get the same new prompts in a round: what was asked before need not be computed.
+    In a round all peers get the same new prompts, so that none can reuse an earlier result.
     """
     right = peers[0]
     for count in (1, MANY):
@@ -218,7 +218,7 @@ def speed(bench: Run, size: Size, peers: Sequence[Peer], rounds: int) -> Iterato
 
 
 def _agreement(actual: Prompts, right: Prompts) -> Numbers:
-    """Count the token-identical answers, and the shortest common beginning of any answer."""
+    """Return the number of token-identical answers, and the shortest common beginning."""
     same = [
         next((at for at, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), len(one))
         for one, other in zip(actual, right, strict=True)

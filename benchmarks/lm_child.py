@@ -1,7 +1,7 @@
-"""A language model of transformers in a process of its own: what its ``generate()`` takes.
+"""Process of a transformers language model, to measure ``generate()``.
 
-``write`` makes models from configurations and keeps their folders; ``serve`` answers lines of JSON,
-as what stop-and-start starts does: imports, loads, computes.
+``write`` makes models from configurations and saves them; ``serve`` answers lines of JSON, like a
+stop-and-start process, which imports, loads and computes.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from typing import Any, Final
 
 from .trials import now_ms, say
 
-FIRST_LETTER: Final = 0x20000  # four bytes each, as ``peer_child.py`` has them
+FIRST_LETTER: Final = 0x20000  # four bytes for each letter, like in ``peer_child.py``
 STARTED_AT_MS = time.monotonic() * 1000
 
 
 def write(order: dict[str, Any]) -> None:
-    """Write a GPT-2 of this size to each folder, each with weights of its own."""
+    """Write a GPT-2 of this size to each folder, each with different weights."""
     import torch
     import transformers
 
@@ -58,7 +58,7 @@ def letters(count: int) -> Any:
 
 
 def serve(order: dict[str, Any]) -> None:
-    """Answer each line of ``ids`` (a list for each sequence) and ``new`` (tokens for each)."""
+    """Answer each line with ``ids`` (a list for each sequence) and ``new`` (tokens for each)."""
     import torch
     import transformers
 

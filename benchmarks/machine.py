@@ -1,4 +1,4 @@
-"""The machine a benchmark ran on, and whether it was quiet meanwhile."""
+"""Facts of the machine on which a benchmark ran, and whether it was quiet."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ import psutil
 
 from pipeswitch.base.machine import cpu_count, processor_name
 
-QUIET_LOAD: Final = 0.5  # load average of the last minute, before anything of ours runs
-QUIET_SHARE: Final = 0.05  # of all cores' time, taken by others during the run
+QUIET_LOAD: Final = 0.5  # load average of the last minute, before the benchmark starts
+QUIET_SHARE: Final = 0.05  # share of all cores' time that other programs may use during the run
 
 
 def machine_facts() -> dict[str, Any]:
@@ -28,7 +28,7 @@ def machine_facts() -> dict[str, Any]:
         "device": "cpu",
         "cpu": processor_name(),
         "cores": cpu_count(),
-        "load_1m": round(os.getloadavg()[0], 2),  # what else ran when this began
+        "load_1m": round(os.getloadavg()[0], 2),  # load by other programs, before the run
         "kernel": platform.release(),
         "python": f"{platform.python_version()}, {python_build()}",
         "torch": metadata.version("torch"),
@@ -38,7 +38,7 @@ def machine_facts() -> dict[str, Any]:
 
 
 def python_build() -> str:
-    """Return the interpreter's optimizations: they are up to 14 % of the server's own step time."""
+    """Return the interpreter's optimizations, which change the server's step time by up to 14 %."""
     args = sysconfig.get_config_var("CONFIG_ARGS") or ""
     flags = {"PGO": "--enable-optimizations", "LTO": "--with-lto"}
     return " and ".join(name for name, flag in flags.items() if flag in args) or "no PGO, no LTO"
@@ -46,21 +46,21 @@ def python_build() -> str:
 
 @dataclass
 class Others:
-    """CPU time of programs that are not ours, from now on. Ended children of ours are known."""
+    """CPU time of other programs since creation. This process's children count when they end."""
 
     began_s: float = field(default_factory=time.monotonic)
     busy_s: float = field(default_factory=lambda: busy_s())
     own_s: float = field(default_factory=lambda: own_s())
 
     def share(self) -> float:
-        """Return the share of all cores' time that other processes have used until now."""
+        """Return the share of all cores' time that other programs have used since creation."""
         others_s = busy_s() - self.busy_s - (own_s() - self.own_s)
         elapsed_s = max(time.monotonic() - self.began_s, 1e-3)
         return max(0.0, others_s / (elapsed_s * (os.cpu_count() or 1)))
 
 
 def warnings_of(load_1m: float, others_share: float) -> list[str]:
-    """Return reasons to trust the numbers less; empty on a quiet machine."""
+    """Return reasons to trust the numbers less; empty for a quiet machine."""
     warnings = []
     if load_1m > QUIET_LOAD:
         warnings.append(f"the machine was not quiet when this began: load average {load_1m:g}")
@@ -70,19 +70,19 @@ def warnings_of(load_1m: float, others_share: float) -> list[str]:
 
 
 def own_s() -> float:
-    """CPU seconds of this process and of all children that have ended."""
+    """Return the CPU seconds of this process and of its children that have ended."""
     used = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
     return sum(each.ru_utime + each.ru_stime for each in used)
 
 
 def busy_s() -> float:
-    """CPU seconds of all programs since the machine started."""
+    """Return the CPU seconds of all programs since the machine started."""
     times = psutil.cpu_times()
     return float(sum(times[:8]) - times.idle - times.iowait)
 
 
 def _commit() -> tuple[str, bool]:
-    """Return the checkout's commit, and whether files differ; the version when installed."""
+    """Return the checkout's commit and whether files differ; without git, the version."""
     here = Path(__file__).resolve().parent
 
     def git(*words: str) -> str:

@@ -1,6 +1,6 @@
-"""``bench memory``: unified memory management, one part of it taken away (PipeSwitch, figure 8).
+"""``bench memory``: unified memory management with one part removed (PipeSwitch, figure 8).
 
-On the rig; README.md says what each arm lacks.
+It uses the rig; README.md says what each arm lacks.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ SKIPPED: Final = {
 
 
 def run(bench: Run, models: Sequence[str] = ()) -> None:
-    """Run each model on a rig of its own."""
+    """Measure each model on its own rig."""
     for setting in settings(bench, models, DEFAULT_MODELS, QUICK_MODELS):
         _one_model(bench, setting)
     bench.skip(SKIPPED)
@@ -35,7 +35,7 @@ def run(bench: Run, models: Sequence[str] = ()) -> None:
 
 
 class _Variants:
-    """The arms, each from the same state: an arena that is mapped and faulted in."""
+    """The arms; each starts with an arena that is mapped and faulted in."""
 
     def __init__(self, rig: Rig) -> None:
         self._rig = rig
@@ -67,7 +67,7 @@ class _Variants:
         return self._rig.switch(self._plan, began_at_ms=began_ms).numbers()
 
     def close(self) -> None:
-        """Let go of the arena before; not timed."""
+        """Close the previous arena; not timed."""
         if self._left is not None:
             self._left.close()
             self._left = None

@@ -1,7 +1,7 @@
-"""The papers' claims, figure by figure, and our newest number for each: ``docs/papers.md``.
+"""The papers' claims, figure by figure, with our newest number for each: ``docs/papers.md``.
 
-``python -m benchmarks.readme`` writes the page, and a test says when it is stale. Claims are in our
-own words. Whether one holds is decided here, from the newest result, and never typed.
+``python -m benchmarks.readme`` writes the page, and a test fails if it is stale. The claims are in
+our own words. This module decides from the newest result whether a claim holds; nobody types it.
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ Results = Mapping[str, tuple[str, Mapping[str, Any]]]
 
 @dataclass(frozen=True)
 class Number:
-    """A finding of ours, by its name in the result. The claim holds inside of its bounds."""
+    """A finding of ours, by its name in the result. The claim holds if it is within the bounds."""
 
     finding: str
     label: str
     low: float = -math.inf
     high: float = math.inf
-    above: str = ""  # another finding, for a lower bound
+    above: str = ""  # name of another finding that is a lower bound
 
     def holds(self, values: Mapping[str, float]) -> bool | None:
-        """Return whether the claim holds here; None: the number decides nothing."""
+        """Return True if the claim holds here; None if this number decides nothing."""
         value = values.get(self.finding)
         if value is None or (self.low, self.high, self.above) == (-math.inf, math.inf, ""):
             return None
@@ -36,11 +36,11 @@ class Number:
 
 @dataclass(frozen=True)
 class Claim:
-    """One figure or table: its claim, how ours is run, our numbers, and what differs."""
+    """One figure or table: its claim, our command, our numbers, and what differs."""
 
     figure: str
     claim: str
-    differs: str  # or, where there is no number, why
+    differs: str  # without a number: the reason
     benchmark: str = ""
     numbers: Sequence[Number] = ()
 

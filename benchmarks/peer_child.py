@@ -1,8 +1,8 @@
-"""Peers' own libraries in a process, for ``bench peers``: their best case, with no server.
+"""Peers' own libraries in a process, for ``bench peers``: their best case, without a server.
 
-``PYTHON -P peer_child.py VERB ORDER``: PYTHON is of a folder where they are installed. ``gguf``
-writes a transformers folder's weights as llama.cpp reads them; ``llama_cpp`` and ``vllm`` answer
-lines of JSON: which model, ``prompts`` (token ids) and ``new``, how many tokens each.
+``PYTHON -P peer_child.py VERB ORDER``, where PYTHON's environment has the libraries. ``gguf``
+converts the weights in a transformers folder for llama.cpp; ``llama_cpp`` and ``vllm`` answer lines
+of JSON, which have a model, ``prompts`` (token ids) and ``new`` (the number of new tokens).
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Any, Final, Protocol
 
 import numpy as np
 
-FIRST_LETTER: Final = 0x20000  # as in ``lm_child.py``
+FIRST_LETTER: Final = 0x20000  # like in ``lm_child.py``
 BLOCK: Final = {
     "ln_1": "attn_norm",
     "attn.c_attn": "attn_qkv",
@@ -27,17 +27,17 @@ BLOCK: Final = {
     "mlp.c_proj": "ffn_down",
 }
 AROUND: Final = {"wte": "token_embd", "wpe": "position_embd", "ln_f": "output_norm"}
-F32: Final = 0  # ggml's number: the default for keys and values is float16
+F32: Final = 0  # ggml's number; the default for keys and values is float16
 
 
 class Engine(Protocol):
-    """Engine that answers prompts; the keys are those of an output line."""
+    """Engine that answers prompts; its result has the keys of an output line."""
 
     def ask(self, model: int, prompts: list[list[int]], new: int) -> dict[str, Any]: ...
 
 
 def convert(order: dict[str, Any]) -> None:
-    """Convert a GPT-2 in float32. Its tokens are single letters, and none ends an answer."""
+    """Convert a GPT-2 in float32. Its tokens are single letters, and no token ends an answer."""
     import gguf
 
     for folder, path in order["files"]:
@@ -50,7 +50,7 @@ def convert(order: dict[str, Any]) -> None:
         writer.add_head_count(config["n_head"])
         writer.add_layer_norm_eps(config["layer_norm_epsilon"])
         writer.add_file_type(gguf.LlamaFileType.ALL_F32)
-        writer.add_tokenizer_model("rwkv")  # the longest token that fits: here the letter
+        writer.add_tokenizer_model("rwkv")  # chooses the longest token that fits, here a letter
         letters = [chr(FIRST_LETTER + token) for token in range(config["vocab_size"])]
         writer.add_token_list(letters)
         writer.add_token_types([gguf.TokenType.NORMAL] * len(letters))
@@ -63,7 +63,7 @@ def convert(order: dict[str, Any]) -> None:
 
 
 def tensors(path: Path) -> Iterator[tuple[str, Any]]:
-    """Yield the tensors of a safetensors file in float32."""
+    """Yield name and float32 values of each tensor in a safetensors file."""
     data = np.memmap(path, np.uint8, "r")
     size = int(data[:8].view(np.uint64)[0])
     for name, entry in json.loads(bytes(data[8 : 8 + size])).items():
@@ -73,7 +73,7 @@ def tensors(path: Path) -> Iterator[tuple[str, Any]]:
 
 
 def renamed(name: str, values: Any) -> tuple[str, Any]:
-    """Return name and values in GGUF's form: linear layers' weights are outputs by inputs there."""
+    """Return name and values in GGUF's form, in which linear layers' weights are transposed."""
     words = name.removeprefix("transformer.").split(".")
     if words[0] != "h":
         return f"{AROUND[words[0]]}.{words[-1]}", values
@@ -83,7 +83,7 @@ def renamed(name: str, values: Any) -> tuple[str, Any]:
 
 
 class LlamaCpp:
-    """Engine on llama.cpp's library: sequences compute together, the largest logit is the token."""
+    """Engine on llama.cpp's library: it batches sequences; the largest logit is the token."""
 
     def __init__(self, order: dict[str, Any]) -> None:
         import llama_cpp
@@ -98,7 +98,7 @@ class LlamaCpp:
         self._batch: Any = llama_cpp.llama_batch_init(order["context"], 0, order["together"])
 
     def ask(self, model: int, prompts: list[list[int]], new: int) -> dict[str, Any]:
-        """Answer the prompts; another model than the last one's is loaded in its place."""
+        """Answer the prompts; if the model is not the loaded one, load it in its place."""
         lib, began_s = self._lib, time.monotonic()
         if model != self._loaded or len(prompts) > self._room:
             self._load(model, len(prompts))
@@ -140,7 +140,7 @@ class LlamaCpp:
         return np.ctypeslib.as_array(logits, (self._vocabulary,))
 
     def _load(self, model: int, room: int) -> None:
-        """Load a model with room for ``room`` sequences: clearing keys and values takes time."""
+        """Load a model for ``room`` sequences only, as clearing more keys and values takes time."""
         lib, order = self._lib, self._order
         if self._model is not None:
             lib.llama_free(self._context)
@@ -159,7 +159,7 @@ class LlamaCpp:
 
 
 class Vllm:
-    """Engine on vLLM's ``LLM``, in this process alone."""
+    """Engine on vLLM's ``LLM``, in this process."""
 
     def __init__(self, order: dict[str, Any]) -> None:
         from vllm import LLM, SamplingParams
@@ -182,7 +182,7 @@ class Vllm:
 
 
 def answer(engine: Engine, out: Any) -> None:
-    """Lines, until nobody asks."""
+    """Answer lines until standard input ends."""
     print(json.dumps({"ready": True}), file=out, flush=True)
     for line in sys.stdin:
         order = json.loads(line)
@@ -193,7 +193,7 @@ def answer(engine: Engine, out: Any) -> None:
 
 
 def main(verb: str, order: dict[str, Any]) -> None:
-    # Nothing but lines: what the libraries print goes to where errors go.
+    # Standard output is for answers only: the libraries' own output goes to standard error.
     out = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     if verb == "gguf":

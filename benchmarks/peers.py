@@ -1,7 +1,7 @@
-"""``bench peers``: language models, ours beside llama-cpp-python's and vLLM's.
+"""``bench peers``: language models, ours compared with llama-cpp-python and vLLM.
 
-Each is asked twice: its server by HTTP, and its library alone in a process, which is a peer's best
-case. README.md says what is alike and what is not. ``generate()`` says which tokens are right.
+Each peer is measured twice: as a server over HTTP, and as a library alone in a process, its best
+case. README.md says what is equal and what is not. ``generate()`` gives the right tokens.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ from .trials import Numbers, Run, now_ms
 PEERS: Final = ("llama_cpp", "vllm")
 OURS: Final = "pipeswitch, HTTP"
 RIGHT: Final = "generate()"
-TWO: Final = 2  # models, of which the device holds one
+TWO: Final = 2  # number of models; the device holds one of them
 ROUNDS, QUICK_ROUNDS = 5, 2
 F32: Final = 0  # ggml's number; the default for keys and values is float16
 
 
 def run(bench: Run, _: Sequence[str] = ()) -> None:
-    """Measure for each size: tokens a second, first tokens, and a switch to another model."""
+    """Measure for each size the speed, first tokens, and a switch to another model."""
     present = usable(bench, PEERS_FOLDER, PEERS)
     for size in lm.SIZES[:1] if bench.is_quick else lm.SIZES:
         with lm.placed(bench, size, TWO, has_letters=True) as place:
@@ -71,7 +71,7 @@ def _child_command(verb: str, order: Mapping[str, Any]) -> list[str]:
 
 
 def _environment(place: lm.Place) -> dict[str, str]:
-    """Return an environment that downloads and sends nothing, and keeps files in this folder."""
+    """Return an environment that downloads and sends nothing, and keeps files in the folder."""
     return environment() | {
         "HF_HUB_OFFLINE": "1",
         "VLLM_NO_USAGE_STATS": "1",
@@ -80,16 +80,16 @@ def _environment(place: lm.Place) -> dict[str, str]:
         "VLLM_CPU_KVCACHE_SPACE": "1",
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",
         "OMP_NUM_THREADS": str(place.bench.threads),
-        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # its library in one process
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the library runs in one process
     }
 
 
 @dataclass
 class OverHttp(lm.Peer):
-    """Peer behind ``/v1/completions``: each prompt has a connection and a thread of its own."""
+    """Peer behind ``/v1/completions``; each prompt has its own connection and thread."""
 
     address: str = ""
-    more: Mapping[str, Any] = field(default_factory=dict)  # further fields of the body
+    more: Mapping[str, Any] = field(default_factory=dict)  # further fields of the request's body
 
     def ask(self, model: int, prompts: lm.Prompts, new: int) -> Numbers:
         def ask(number: int) -> tuple[list[int], float]:
@@ -109,7 +109,7 @@ class OverHttp(lm.Peer):
 
 
 def _stream(address: str, body: str) -> tuple[str, float]:
-    """Return a completion's text, and when its first letter arrived."""
+    """Return a completion's text, and the time in ms until its first letter."""
     connection, began_ms, first_ms = http.client.HTTPConnection(address), now_ms(), 0.0
     try:
         connection.request("POST", "/v1/completions", body, {"Content-Type": "application/json"})
@@ -130,7 +130,7 @@ def _stream(address: str, body: str) -> tuple[str, float]:
 def _everyone(
     place: lm.Place, present: Sequence[str]
 ) -> Iterator[contextlib.AbstractContextManager[list[lm.Peer]]]:
-    """Yield each peer; the one with the reference answers comes first."""
+    """Yield each peer; the one whose answers are right comes first."""
     yield _transformers(place)
     yield _ours(place)
     for name, start in (("llama_cpp", _llama_server), ("vllm", _vllm_server)):
@@ -179,7 +179,7 @@ def _llama_server(place: lm.Place) -> contextlib.AbstractContextManager[list[lm.
         "utf-8",
     )
     command = ["llama_cpp.server", "--config_file", str(config)]
-    # The default is 1.1, which penalizes repeated tokens.
+    # The default, 1.1, penalizes repeated tokens.
     return _http("llama-cpp-python, HTTP", place, command, port, {"repeat_penalty": 1.0})
 
 
@@ -209,7 +209,7 @@ def _vllm_server(place: lm.Place) -> contextlib.AbstractContextManager[list[lm.P
 def _http(
     name: str, place: lm.Place, command: Sequence[str], port: int, more: Mapping[str, Any]
 ) -> Iterator[list[lm.Peer]]:
-    """Start a server (a module and its arguments), wait for it, and suspend it."""
+    """Start a server (a module with arguments), wait for its first answer, and stop it."""
     peer = OverHttp(name, address=f"127.0.0.1:{port}", more=more)
     prompts = place.size.prompts(1, lm.PROMPTS[0], 0)
     words = [python_of(PEERS_FOLDER), "-P", "-m", *command]
@@ -240,7 +240,7 @@ def _library(place: lm.Place, name: str) -> Iterator[list[lm.Peer]]:
 
 
 def _first(place: lm.Place, peers: Sequence[lm.Peer]) -> None:
-    """Measure the first token of a new prompt, after a request for this or the other model."""
+    """Measure the first token of a new prompt, after a request for this or for the other model."""
     bench, size = place.bench, place.size
     holders = [one for one in peers if not one.name.startswith(("vLLM", RIGHT))]
     for words, before, chosen in (("first token", 0, peers), ("another model wanted", 1, holders)):

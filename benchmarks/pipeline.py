@@ -1,7 +1,7 @@
-"""``bench pipeline``: groupings against each other and the bound (PipeSwitch 4.2, figure 7).
+"""``bench pipeline``: groupings, compared with each other and the bound (PipeSwitch 4.2, figure 7).
 
-The rig's engine without a server or a training job: what differs is when each layer travels.
-README.md says what each arm does.
+It uses the rig's engine without a server or a training job. The arms differ in when each layer is
+copied; README.md describes them.
 """
 
 from __future__ import annotations
@@ -28,22 +28,22 @@ RATIOS: Final = (0.5, 1.0, 2.0)  # link : compute
 ROUNDS: Final = 30
 QUICK_ROUNDS: Final = 5
 CALIBRATIONS: Final = 5
-QUIET: Final = 1.05  # a difference below is noise
+QUIET: Final = 1.05  # limit of a ratio; a smaller difference is noise
 MLP_BYTES: Final = 12 * MLP_WIDTH * MLP_WIDTH * 4
 PROBE_ROUNDS: Final = 3
 PROBE_BATCH: Final = 64
-COMPUTE_OVER_MEMCPY: Final = 2.5  # a batch is chosen for at least 2
+COMPUTE_OVER_MEMCPY: Final = 2.5  # wanted ratio; the result is at least 2
 
 
 def run(bench: Run, models: Sequence[str] = ()) -> None:
-    """Measure all arms at each ratio, for each model on a rig of its own."""
+    """Measure all arms at each ratio, for each model on its own rig."""
     for model in [MODELS[name] for name in models] or [_mlp(bench)]:
         with tempfile.TemporaryDirectory(prefix="pipeswitch-bench-") as folder:
             _one_model(bench, Setting(model, Path(folder), bench.threads, bench.seed))
 
 
 def _mlp(bench: Run) -> BenchModel:
-    """Return the MLP with a batch whose computation takes longer than a copy of its weights."""
+    """Return the MLP with a batch size for which computing takes longer than copying weights."""
     copier = PlainCopy(MLP_BYTES)
     memcpy_ms = min(copier.measure()["transfer_ms"] for _ in range(2 * PROBE_ROUNDS))
     with tempfile.TemporaryDirectory(prefix="pipeswitch-bench-") as folder:
@@ -75,7 +75,7 @@ def _one_model(bench: Run, setting: Setting) -> None:
 
 
 class _Arms:
-    """The variants, and what their switches were."""
+    """The arms, and the switches that they have made."""
 
     def __init__(self, rig: Rig, costs: LayerCosts) -> None:
         self._rig = rig
@@ -114,7 +114,7 @@ def _simple_plans(rig: Rig) -> dict[str, Plan]:
 
 
 def _calibrate(rig: Rig) -> LayerCosts:
-    """Measure each layer's current cost beside a copy: medians of some switches."""
+    """Measure each layer's cost as it is now, beside a copy: medians of some switches."""
     switches_of: dict[str, list[Switch]] = {"per-layer": [], "one-shot": []}
     plans = _simple_plans(rig)
     for number in range(CALIBRATIONS + 1):
@@ -122,7 +122,7 @@ def _calibrate(rig: Rig) -> LayerCosts:
             rig.set_plan(plans[name])
             rig.prefault()
             switch = rig.switch(plans[name])
-            if number:  # the first one warms up
+            if number:  # the first switch warms up
                 switches.append(switch)
     return costs_of(rig.layer_bytes, switches_of["per-layer"], switches_of["one-shot"])
 
@@ -130,9 +130,9 @@ def _calibrate(rig: Rig) -> LayerCosts:
 def costs_of(
     layer_bytes: Sequence[int], per_layer: Sequence[Switch], one_shot: Sequence[Switch]
 ) -> LayerCosts:
-    """Fit the link's two numbers, take computation layer by layer, both by medians.
+    """Return costs fitted to medians: the link's two numbers, and each layer's computing time.
 
-    One copy of everything against one per layer tells what a copy costs beside its bytes.
+    The difference between one copy and a copy per layer is the fixed cost of a copy.
     """
     whole_ms = quantile([sum(switch.transfers_ms) for switch in one_shot], 0.5)
     pieces_ms = quantile([sum(switch.transfers_ms) for switch in per_layer], 0.5)

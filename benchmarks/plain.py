@@ -1,4 +1,4 @@
-"""Plain PyTorch, as all baselines' processes use it: the model, its inputs, its answer."""
+"""Plain PyTorch for all baselines' processes: the model, its inputs, its answer."""
 
 from __future__ import annotations
 
@@ -15,29 +15,29 @@ from pipeswitch.programs.spec import BuildSpec
 
 DTYPES: Final = {"FP32": torch.float32, "INT64": torch.int64}
 Order = dict[str, Any]
-"""What ``baselines.Setting.order`` says: source, inputs, seed, threads and paths."""
+"""Result of ``Setting.order``: source, inputs, seed, threads and paths."""
 
 
 def build_spec(order: Order) -> BuildSpec:
-    """Return the order as a registration's spec."""
+    """Return the spec of a registration of the order's model."""
     inputs = {name: (tuple(shape), dtype) for name, (shape, dtype) in order["inputs"].items()}
     weights = f"random:{order['seed']}"
     return BuildSpec(name="bench", source=order["source"], weights=weights, inputs=inputs)
 
 
 def load(order: Order) -> Loaded:
-    """Return the module with seeded random weights, as a registration would make it."""
+    """Return the module with seeded random weights, like a registration."""
     return load_source(build_spec(order))
 
 
 def network(order: Order) -> nn.Module:
-    """Load the order's module, ready to answer with the order's threads."""
+    """Return the order's module in eval mode, and set the number of threads."""
     torch.set_num_threads(order["threads"])
     return load(order).module.eval()
 
 
 def structure(order: Order) -> nn.Module:
-    """Return the module on meta: no memory is touched and no random number drawn."""
+    """Return the module on meta: it touches no memory and draws no random number."""
     construct, _ = _constructor(build_spec(order))
     with torch.device("meta"):
         module = construct()
@@ -45,13 +45,13 @@ def structure(order: Order) -> nn.Module:
 
 
 def inputs_of(order: Order) -> list[torch.Tensor]:
-    """Return one request's inputs, in call order."""
+    """Return the inputs of one request, in call order."""
     with np.load(order["inputs_path"]) as arrays:
         return [torch.from_numpy(arrays[name]) for name in arrays.files]
 
 
 def answer(module: nn.Module, tensors: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Compute the output tensors of a request in the Open Inference Protocol's JSON."""
+    """Return the output tensors for a request in the Open Inference Protocol's JSON."""
     inputs = [
         torch.tensor(one["data"], dtype=DTYPES[one["datatype"]]).reshape(one["shape"])
         for one in tensors
@@ -65,11 +65,11 @@ def answer(module: nn.Module, tensors: Sequence[Mapping[str, Any]]) -> list[dict
 
 
 def checksum(output: Any) -> float:
-    """Return the sum of the first output, in which all compared runs must agree."""
+    """Return the sum of the first output, which is equal for all compared runs."""
     first = next(iter(flatten_outputs(output).values()))
     return float(first.double().sum())
 
 
 def as_arrays(outputs: Sequence[torch.Tensor]) -> list[Any]:
-    """Copies that may leave the process."""
+    """Return copies of the outputs that can be sent to another process."""
     return [np.array(output.numpy()) for output in outputs]

@@ -1,7 +1,7 @@
-"""``bench precision``: what does each precision give beside eager PyTorch and ``torch.compile``?
+"""``bench precision``: each precision, compared with eager PyTorch and ``torch.compile``.
 
-The arms of a model run in one process, in turns, with one thread. Their times are that thread's
-processor time, which other programs disturb less than the wall clock; ``total_ms`` is the latter.
+The arms of a model run in one process, in turns, with one thread. The compared times are the
+thread's processor time, which other programs disturb less than ``total_ms`` of the wall clock.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ from .trials import Arm, Numbers, Run
 ROUNDS: Final = 12
 QUICK_ROUNDS: Final = 3
 SEVERAL: Final = 8
-MAX_CONVOLUTIONAL: Final = 0.60  # of eager's time
-MAX_TRANSFORMER: Final = 0.50  # of eager's time at a batch of eight
-MAX_SLOWER: Final = 1.0  # of exact's time
+MAX_CONVOLUTIONAL: Final = 0.60  # limit, as a share of eager's time
+MAX_TRANSFORMER: Final = 0.50  # limit, as a share of eager's time at a batch of eight
+MAX_SLOWER: Final = 1.0  # limit, as a share of exact's time
 COMPILED: Final = ("torch.compile", "torch.compile, freezing")
 Inputs = dict[str, tuple[tuple[int, ...], str]]
 
 
 @dataclass(frozen=True)
 class Case:
-    """A model, its inputs at a batch of one, and what its ``fast`` form may take."""
+    """A model, its inputs at a batch of one, and the limits of its ``fast`` form."""
 
     source: str
     inputs: Inputs
@@ -68,7 +68,7 @@ CASES: Final = {
 
 
 def run(bench: Run, models: Sequence[str]) -> None:
-    """Measure each model with a process of its own."""
+    """Measure each model in its own process."""
     quick = ("mobilenet_v2",) if bench.is_quick else tuple(CASES)
     for name in [name for name in models or quick if name in CASES]:
         _measure(bench, name, CASES[name])

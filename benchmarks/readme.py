@@ -1,8 +1,8 @@
-"""The results that pages show, written from the files in ``benchmarks/results``: never typed.
+"""Writer of the results that pages show, from the files in ``benchmarks/results``.
 
 README has two sentences and a picture; ``benchmarks/results/README.md`` has the tables, and every
-target that is missed. What stands between the two marks of a page is replaced; a test checks that
-it is what the newest results say. Pure but for ``newest`` and ``main``, which read files.
+missed target. The text between the two marks of a page is replaced; a test checks that it matches
+the newest results. Pure, except for ``newest`` and ``main``, which use files.
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ SECOND_MS: Final = 1000.0
 
 Document = Mapping[str, Any]
 Results = Mapping[str, tuple[str, Document]]
-"""By benchmark: its file's name and content."""
+"""For each benchmark, the name and the content of its result file."""
 
 
 def newest(folder: Path) -> dict[str, tuple[str, Document]]:
     """Return the newest result of each cpu benchmark: its file name and content.
 
-    Names are ``<what>_cpu_<date>.json``. Other devices' results have a page of their own.
+    File names are ``<what>_cpu_<date>.json``. Results of other devices have their own page.
     """
     results: dict[str, tuple[str, Document]] = {}
     for path in sorted(folder.glob("*_cpu_*.json"), key=lambda each: each.stem.rpartition("_")[2]):
@@ -49,7 +49,7 @@ def newest(folder: Path) -> dict[str, tuple[str, Document]]:
 
 
 def front_page(results: Results) -> list[str]:
-    """Return the paragraphs of README: the demo in a sentence, how many targets are met."""
+    """Return README's paragraphs: the demo in a sentence, and how many targets are met."""
     parts = []
     if DEMO in results:
         parts.append(demo_sentence(*results[DEMO]))
@@ -64,8 +64,8 @@ def front_page(results: Results) -> list[str]:
 
 
 def results_page(results: Results) -> list[str]:
-    """Return the paragraphs of ``benchmarks/results/README.md``: all targets, then each
-    benchmark."""
+    """Return the paragraphs of ``benchmarks/results/README.md``: all targets, then each benchmark's
+    findings."""
     measured = _measured(results)
     parts = [target_table(measured)] if measured else []
     own = {"switch": switch_table, DEMO: demo_table, "peers": peers_table}
@@ -83,14 +83,14 @@ PAGES: Final[Mapping[str, Callable[[Results], list[str]]]] = {
     "benchmarks/results/README.md": results_page,
     "docs/papers.md": papers.page,
 }
-"""Every page with a section of results, and what makes its paragraphs."""
+"""Pages with a section of results, each with the function that returns its paragraphs."""
 
 
 def replaced(page: str, paragraphs: Sequence[str]) -> str:
     """Return the page with these paragraphs between its marks.
 
     Raises:
-        ValueError: it does not have the two marks, once each and in order.
+        ValueError: the page does not have each mark once, in order.
     """
     if page.count(BEGIN) != 1 or page.count(END) != 1:
         raise ValueError(f"the page needs one {BEGIN!r} and one {END!r}")
@@ -102,7 +102,7 @@ def replaced(page: str, paragraphs: Sequence[str]) -> str:
 
 
 def demo_sentence(file: str, demo: Document) -> str:
-    """``make demo`` in one sentence."""
+    """Return one sentence about a result of ``make demo``."""
     ours, training = demo["pipeswitch"], demo["training"]
     same = "bit-equal" if demo["largest_difference"] == 0 else "not equal"
     fast = ""
@@ -120,7 +120,7 @@ def demo_sentence(file: str, demo: Document) -> str:
 
 
 def demo_table(file: str, demo: Document) -> str:
-    """``make demo``: three ways to answer the same requests."""
+    """Return the table of ``make demo``: three ways to answer the same requests."""
     ours, machine = demo["pipeswitch"], demo["machine"]
     parts = ("p50", "p99", "queue", "switch", "copy", "stall", "compute")
     rows = [("pipeswitch", *(_ms(ours[f"{part}_ms"]) for part in parts))]
@@ -156,13 +156,13 @@ def demo_table(file: str, demo: Document) -> str:
 
 
 def switch_table(file: str, document: Document) -> str:
-    """Return a table of a request that preempts training: p50 and p99 by model and server."""
+    """Return a table of requests that preempt training: p50 and p99 by arm and model."""
     rows = {
         (row["case"], row["arm"]): row for row in document["summary"] if row["number"] == "total_ms"
     }
     cases = list(dict.fromkeys(case for case, _ in rows))
     arms = [arm for arm in SWITCH_ARMS if any((case, arm) in rows for case in cases)]
-    command = document["command"].replace("pipeswitch bench", "python -m benchmarks")  # once
+    command = document["command"].replace("pipeswitch bench", "python -m benchmarks")  # old form
     about = (
         f"**`{command}`**: a request that preempts training, p50 (p99), "
         f"{_where(document)}. *Ready* has nothing beside it; *resident* and *cold* are "
@@ -173,7 +173,7 @@ def switch_table(file: str, document: Document) -> str:
 
 
 def peers_table(file: str, document: Document) -> str:
-    """Return a table of language models' cases by peer, p50; the best in a row is marked."""
+    """Return a table of language models' cases by peer, p50; the best value of a row is bold."""
     p50 = {
         (row["case"], row["arm"]): row["p50"]
         for row in document["summary"]
@@ -205,7 +205,7 @@ def peers_table(file: str, document: Document) -> str:
 
 
 def target_table(results: Results) -> str:
-    """Return a table of targets met by each benchmark, with commit and quietness of the machine."""
+    """Return a table of targets met by each benchmark, with commit and state of the machine."""
     rows = []
     for name, (file, document) in sorted(results.items()):
         judged = _judged(document)
@@ -259,14 +259,14 @@ def _p50_p99(row: Mapping[str, Any] | None) -> str:
 
 
 def _ms(value_ms: float) -> str:
-    """Three digits, in seconds from one second up."""
+    """Return a time with three digits, in seconds from one second up."""
     if value_ms >= SECOND_MS:
         return f"{value_ms / SECOND_MS:.2f} s"
     return f"{value_ms:.0f} ms" if value_ms >= 10 else f"{value_ms:.1f} ms"
 
 
 def main(root: Path, arguments: Sequence[str]) -> int:
-    """Rewrite the pages of a checkout; with ``--check`` only say (1) that one is stale."""
+    """Rewrite the pages of a checkout; with ``--check`` only return 1 if a page is stale."""
     results = newest(root / "benchmarks" / "results")
     is_stale = False
     for name, paragraphs in PAGES.items():

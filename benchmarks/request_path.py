@@ -1,8 +1,8 @@
-"""``bench request-path``: what a request costs beside its computation, by size of its payload.
+"""``bench request-path``: time of a request beside its computation, by payload size.
 
-The model is resident and reads one number of its input. Against: a bare ZeroMQ server in a
-process of its own that copies the payload into shared memory and sends a reply of our size. Twice:
-through TCP, and on one machine, where ours is the owner's plain socket and the bare one's is ipc.
+The model is resident and reads one number of its input. It is compared with a bare ZeroMQ server,
+a process that copies the payload into shared memory and sends a reply of our size. Both are
+measured over TCP and locally, where ours has the owner's plain socket and the bare server ipc.
 """
 
 from __future__ import annotations
@@ -43,16 +43,16 @@ ROUNDS: Final = 200
 QUICK_ROUNDS: Final = 40
 LARGE_BYTES: Final = 1 << 20
 RESIDENCY: Final = ("", "-local")
-MAX_RATIO: Final = 1.25  # from LARGE_BYTES up
-MAX_MORE_MS: Final = 0.3  # below
-LOCAL_MORE_MS: Final = 0.1  # at the owner's socket, below LARGE_BYTES
-LOCAL_RATIO: Final = {"16MB": 0.5}  # the same, by size; 1.0 for other large ones
+MAX_RATIO: Final = 1.25  # limit from LARGE_BYTES up
+MAX_MORE_MS: Final = 0.3  # limit below LARGE_BYTES
+LOCAL_MORE_MS: Final = 0.1  # limit at the owner's socket, below LARGE_BYTES
+LOCAL_RATIO: Final = {"16MB": 0.5}  # limit there from LARGE_BYTES up; 1.0 for sizes not named
 
 Dealer = zmq.Socket[bytes]
 
 
 def run(bench: Run, _: Any = ()) -> None:
-    """Measure all sizes on one server, in turns with the bare one."""
+    """Measure all sizes on one server, in turns with the bare server."""
     sizes = {name: SIZES[name] for name in (QUICK_SIZES if bench.is_quick else SIZES)}
     bench.say("starting both servers")
     args = ("--threads", str(bench.threads))
@@ -126,7 +126,7 @@ def _judge(bench: Run, name: str, size: int, place: str) -> None:
 
 @contextmanager
 def bare_server(largest_bytes: int) -> Iterator[list[Dealer]]:
-    """Connections to the bare server in a process of its own: TCP, then ipc."""
+    """Start the bare server in a process; yield connections to it, first TCP, then ipc."""
     command = [
         sys.executable,
         "-P",
@@ -150,7 +150,7 @@ def bare_server(largest_bytes: int) -> Iterator[list[Dealer]]:
 
 
 def _reply_bytes() -> int:
-    """Return the size of a reply header of ours with a full bill."""
+    """Return the size of our reply header with a complete bill of times."""
     timing = RequestTiming(**dict.fromkeys(PARTS, 1.5), resident=True, worker=0, op_id=1000)  # type: ignore[arg-type]
     output = WireTensor(name="y", dtype="float32", shape=(1,), frame=0)
     header = ReplyHeader(
@@ -160,10 +160,10 @@ def _reply_bytes() -> int:
 
 
 def serve_bare() -> None:
-    """Print the addresses, TCP and ipc, and serve until the standard input is closed.
+    """Print the TCP and the ipc address, and serve until standard input is closed.
 
-    It does what any server of this kind cannot avoid: receive, copy the payload into memory shared
-    with the process that computes, send a header and a result back.
+    It does only what no server can avoid: receive, copy the payload into memory shared with the
+    computing process, send back a header and a result.
     """
     reply_bytes, pool_bytes = int(sys.argv[1]), int(sys.argv[2])
     descriptor = os.memfd_create("bare", os.MFD_CLOEXEC)
@@ -172,7 +172,7 @@ def serve_bare() -> None:
     context = zmq.Context()
     router = context.socket(zmq.ROUTER)
     port = router.bind_to_random_port("tcp://127.0.0.1")
-    local = f"ipc://@pipeswitch-bare-{os.getpid()}"  # abstract: no file to leave behind
+    local = f"ipc://@pipeswitch-bare-{os.getpid()}"  # an abstract address needs no file
     router.bind(local)
     sys.stdout.write(f"tcp://127.0.0.1:{port} {local}\n")
     sys.stdout.flush()

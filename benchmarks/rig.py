@@ -1,8 +1,8 @@
-"""The parts of a switch without a server: our device memory here, our worker's view in a child.
+"""A switch without a server: the product's device memory here, its worker's view in a child.
 
 Copy engine, fences, doorbells and grouped execution are the product's (``devices/cpu``,
-``programs/executor``); this module only says which groups there are and when the copy starts, so
-that a benchmark can change one thing at a time. No torch here: the child has it.
+``programs/executor``). This module only chooses the groups and the start of the copy, so that a
+benchmark can change one thing at a time. Only the child imports torch.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ from .lane import fill, packed
 from .setting import Setting, end, read_line, spawn, tell
 from .trials import Numbers, now_ms
 
-FENCE_COUNT: Final = 4096  # more than any model has layers
-REGION_BYTES: Final = REGION_ALIGN_BYTES  # where the model's region begins, after the words
+FENCE_COUNT: Final = 4096  # more than any model's number of layers
+REGION_BYTES: Final = REGION_ALIGN_BYTES  # offset of the model's region, behind the fences
 MODEL: Final = ModelName("rig")
 
 
 @dataclass(frozen=True)
 class LayerSpan:
-    """A layer of the program: bytes of its weights, from where, and its nodes."""
+    """A layer of the program: offset and size of its weights, and its nodes."""
 
     offset_bytes: int
     size_bytes: int
@@ -42,18 +42,18 @@ class LayerSpan:
 
 @dataclass(frozen=True)
 class Switch:
-    """One switch as it went. Instants are milliseconds of the monotonic clock."""
+    """Measurements of one switch. Times are milliseconds of the monotonic clock."""
 
     began_at_ms: float
-    arrivals_ms: tuple[float, ...]  # of each group; when it computed, if the clock said later
-    begins_ms: tuple[float, ...]  # each group's computation
+    arrivals_ms: tuple[float, ...]  # arrival of each group, at the latest its start
+    begins_ms: tuple[float, ...]  # start of each group's computation
     ends_ms: tuple[float, ...]
     checksum: float
     copy_began_at_ms: float
 
     @property
     def makespan_ms(self) -> float:
-        """Time from the order to copy until the last group has computed."""
+        """Time from the order to copy until the last group has computed, in ms."""
         return self.ends_ms[-1] - self.began_at_ms
 
     @property
@@ -66,7 +66,7 @@ class Switch:
         return [b - a for a, b in zip(starts, self.arrivals_ms, strict=True)]
 
     def numbers(self) -> Numbers:
-        """Return the numbers for a trial's record."""
+        """Return the numbers for the record of a trial."""
         return {
             "makespan_ms": self.makespan_ms,
             "transfer_ms": sum(self.transfers_ms),
@@ -87,7 +87,7 @@ class Engine:
         self.memory = self.allocate()
 
     def allocate(self, link_gbps: float = 0.0) -> CpuDeviceMemory:
-        """Return an arena for the model, its pages taken."""
+        """Return an arena for the model, with its pages allocated."""
         settings = DaemonSettings(
             device="cpu",
             arena_bytes=REGION_BYTES + self.store_bytes,
@@ -98,7 +98,7 @@ class Engine:
         return CpuDeviceMemory(settings, store=self.store, doorbells=[self.doorbell])
 
     def transmit(self, groups: Iterable[tuple[int, int]]) -> None:
-        """Send groups (offset and size in bytes); ``ended`` has a record when all have arrived."""
+        """Order copies of groups (offset and size in bytes); ``ended`` gets a record at the end."""
         copies = tuple(
             GroupCopy(
                 store_offset_bytes=offset_bytes,
@@ -118,17 +118,17 @@ class Engine:
         self.memory.transmit(order, self.ended.put)
 
     def close(self) -> None:
-        """Give the memory back."""
+        """Close the memory, the store and the doorbell."""
         self.memory.close()
         os.close(self.store)
         os.close(self.doorbell)
 
 
 class Rig(Engine):
-    """A model in a store, an arena, and a child that computes on it. ``close`` ends the child."""
+    """A model in a store, an arena, and a child that computes on it; ``close`` ends the child."""
 
     def __init__(self, setting: Setting) -> None:
-        """Build the program (seconds), take the memory, start the child."""
+        """Build the program (seconds), allocate the memory, start the child."""
         order = setting.order() | {"packed_path": f"{setting.order()['packed_path']}.graph"}
         self.layers = _build(order)
         self.manifest, self._weights = packed(order["packed_path"])
@@ -152,12 +152,12 @@ class Rig(Engine):
         view.release()
 
     def use(self, memory: CpuDeviceMemory) -> CpuDeviceMemory:
-        """Use another arena from now on; return the old one, for the caller to close."""
+        """Use another arena from now on; return the old one, which the caller closes."""
         old, self.memory = self.memory, memory
         return old
 
     def map_arena(self) -> None:
-        """Let the child map the arena and bind the model's tensors to it."""
+        """Make the child map the arena and bind the model's tensors in it."""
         models, work = self.memory.export_descriptors()
         folder = f"/proc/{os.getpid()}/fd"
         order = {"models": f"{folder}/{models}", "work": f"{folder}/{work}"}
@@ -172,21 +172,21 @@ class Rig(Engine):
         )
 
     def set_plan(self, plan: Sequence[int]) -> None:
-        """Cut the program at these layers; the child prepares it."""
+        """Cut the program into groups that begin at these layers; the child prepares it."""
         groups = self.groups(plan)
         self._ask("plan", plan=list(plan), nodes=[[g.first_node, g.end_node] for g in groups])
 
     def groups(self, plan: Sequence[int]) -> list[LayerSpan]:
-        """Return the layers merged to groups."""
+        """Return the groups of a plan, each merged from its layers."""
         ends = [*plan[1:], len(self.layers)]
         return [_merged(self.layers[start:end]) for start, end in zip(plan, ends, strict=True)]
 
     def forget_store_pages(self) -> None:
-        """Unmap the store's pages here, not their content: the next copy faults them in again."""
+        """Unmap the store's pages in this process, so that the next copy faults them in again."""
         self.memory._store_map.madvise(mmap.MADV_DONTNEED)
 
     def prefault(self) -> None:
-        """Let the child take its page faults of the arena, as a standby worker does."""
+        """Make the child fault in the arena's pages, like a standby worker."""
         self._ask("prefault")
 
     def switch(
@@ -197,10 +197,10 @@ class Rig(Engine):
         is_pipelined: bool = True,
         began_at_ms: float = 0.0,
     ) -> Switch:
-        """Send all groups but the first ``resident`` ones, and compute; ``plan`` is set already.
+        """Copy all groups except the first ``resident`` ones, and compute; call ``set_plan`` first.
 
-        ``is_pipelined``: else the first group waits for the last one's arrival.
-        """
+        Args:
+            is_pipelined: False: the first group waits until the last one has arrived."""
         groups = self.groups(plan)
         self.op_id += 1
         began_at_ms = began_at_ms or now_ms()
@@ -226,7 +226,7 @@ class Rig(Engine):
         )
 
     def resident(self, plan: Sequence[int]) -> Switch:
-        """Compute on what is there: nothing is copied."""
+        """Compute on the arena's contents without copying anything."""
         return self.switch(plan, resident=len(plan))
 
     def close(self) -> None:
@@ -245,7 +245,7 @@ def _merged(layers: Sequence[LayerSpan]) -> LayerSpan:
 
 
 def _build(order: dict[str, Any]) -> list[LayerSpan]:
-    """Export and pack the model in a child; its layers."""
+    """Export and pack the model in a child; return its layers."""
     Path(order["packed_path"]).mkdir(exist_ok=True)
     child = spawn("build", order, module="rig_child")
     rows = read_line(child)["layers"]

@@ -1,4 +1,4 @@
-"""The torch side of ``rig``: builds a program, or computes it group by group as they arrive."""
+"""Torch side of ``rig``: it builds a program, or computes it group by group as they arrive."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from .trials import now_ms, say
 
 
 def write_program(order: plain.Order) -> None:
-    """Build into the order's folder; tell each layer's offset, bytes and nodes."""
+    """Build into the order's folder; print each layer's offset, bytes and nodes."""
     folder = Path(order["packed_path"])
     manifest = build(plain.build_spec(order), folder, lambda stage, share: None)
     rows = []
@@ -36,12 +36,12 @@ def write_program(order: plain.Order) -> None:
         rows.append([offset, 0, layer.first_node, layer.end_node])
     ends = [*(row[0] for row in rows[1:]), manifest.total_bytes]
     for row, end in zip(rows, ends, strict=True):
-        row[1] = end - row[0]  # layers tile the region, as groups do
+        row[1] = end - row[0]  # like groups, layers have no bytes between them
     say(layers=rows)
 
 
 class Runner:
-    """One verb per line on standard input, one JSON answer each."""
+    """Runner of one verb per line on standard input, with one JSON answer for each."""
 
     def __init__(self, order: plain.Order) -> None:
         folder = Path(order["packed_path"])
@@ -56,7 +56,7 @@ class Runner:
         self._region_bytes = 0
 
     def map(self, **numbers: Any) -> None:
-        """Map the arena anew, and bind anew what is computed there."""
+        """Map another arena, and bind the current plan's program in it."""
         if self._pool is not None:
             self._old.append(self._pool)
         models, work = (open_descriptor(numbers[name]) for name in ("models", "work"))
@@ -82,7 +82,7 @@ class Runner:
         say()
 
     def plan(self, plan: list[int], nodes: list[list[int]]) -> None:
-        """Compute in these groups from now on."""
+        """Set the groups for the next runs."""
         self._plan = tuple(plan)
         if self._plan not in self._programs:
             groups = self._groups(nodes)
@@ -92,7 +92,7 @@ class Runner:
         say()
 
     def prefault(self) -> None:
-        """Take the page faults of the region now, and let earlier mappings go."""
+        """Fault in the region's pages now, and close earlier mappings."""
         assert self._pool is not None
         while self._old:
             self._old.pop().close()
@@ -130,7 +130,7 @@ class Runner:
             )
 
     def _groups(self, nodes: list[list[int]]) -> tuple[GroupSpec, ...]:
-        """Return the groups as in the manifest; bytes are set by the sender."""
+        """Return groups with the manifest's tensors and nodes; the sender knows their bytes."""
         layers = layers_of_graph(self._graph)
         return tuple(
             GroupSpec(
@@ -151,7 +151,7 @@ class Runner:
 
 
 def main() -> None:
-    """``build ORDER`` or ``rig ORDER``."""
+    """Run ``build ORDER`` or ``rig ORDER``."""
     verb, order = sys.argv[1], json.loads(sys.argv[2])
     torch.set_num_threads(order["threads"])
     if verb == "build":

@@ -1,19 +1,19 @@
-"""PipeSwitch as it was published, in our own words, and what is made of the same parts.
+"""PipeSwitch as published, in our own words, and other systems made of the same parts.
 
-Real processes: a coordinator that owns store and arena and takes requests from its one client,
-and two workers of which one trains when a request comes. What it does on a request is what the
-published system does:
+It has real processes: a coordinator that owns store and arena and serves one client, and two
+workers, of which one trains when a request comes. For a request it does what the published system
+does:
 
 1. The input arrives, pickled, from the client.
-2. The training worker is told to terminate. It looks after every leaf module, forward and
-   backward, having synchronised with the device (nothing is asynchronous on the cpu device), and
-   acknowledges. Its progress is thrown away: training starts from scratch.
-3. Only then the input goes on, pickled again, to the standby worker, and the copy starts.
-4. All weights are sent, whatever the arena holds. After each group its copy is waited for on the
-   host, and a message on a pipe tells the worker, whose hook reads it before the group's layer.
-5. The output goes back, pickled, the way the input came.
+2. The training worker is told to terminate. It checks for that after every leaf module, forward and
+   backward, when the device is synchronised (the cpu device always is), and acknowledges. Its
+   progress is lost: training starts from scratch.
+3. Only then the input is sent, pickled again, to the standby worker, and the copy starts.
+4. All weights are copied, whatever the arena contains. The host waits for the copy of each group,
+   then sends a message on a pipe. The worker's hook reads it before the group's first layer.
+5. The output is sent back, pickled, in the same way as the input.
 
-``Style`` changes single points of this. Pickles travel between processes of this benchmark only.
+``Style`` changes single points of this. Pickles travel only between processes of this benchmark.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ STYLES: Final = (PUBLISHED, SERIAL, TO_DEVICE, ONE_PROCESS, TWO_PROCESSES)
 
 
 class Rival(Baseline):
-    """The coordinator of ``style`` behind it."""
+    """Baseline that sends requests to a coordinator of one style."""
 
     def __init__(self, setting: Setting, style: Style = PUBLISHED) -> None:
         self.name = style.name
@@ -56,15 +56,15 @@ class Rival(Baseline):
         self._process = context.Process(target=coordinate, args=arguments, name=style.name)
         self._process.start()
         theirs.close()
-        self._receive()  # it is ready
+        self._receive()  # the coordinator is ready
 
     def prepare(self) -> None:
-        """Training computes when this returns."""
+        """Start training; return when it computes."""
         self._client.send(("train", None))
         self._receive()
 
     def measure(self) -> Numbers:
-        """Measure one request and its parts, as the coordinator and the worker saw them."""
+        """Measure one request, and its parts by the coordinator's and the worker's clocks."""
         began_ms = now_ms()
         self._client.send(("infer", self._inputs))
         outputs, parts = self._receive()
@@ -73,8 +73,8 @@ class Rival(Baseline):
         return numbers | {"checksum": float(outputs[0].sum(dtype=np.float64))}
 
     def close(self) -> None:
-        """End all its processes."""
-        self._client.close()  # the coordinator sees the end, and so do its workers
+        """End the coordinator and its workers."""
+        self._client.close()  # the coordinator reads the end of file, as do its workers
         self._process.join(START_TIMEOUT_S)
         if self._process.is_alive():
             self._process.kill()
@@ -94,14 +94,14 @@ class Rival(Baseline):
 class WorkerHandle:
     """A worker process and the three pipes to it, as published: work, termination, groups."""
 
-    process: Any  # of a context of multiprocessing
+    process: Any  # a process of a multiprocessing context
     work: Connection
     stop: Connection
     groups: Connection
     is_training: bool = field(default=False)
 
     def end(self) -> None:
-        """Wait for nothing: it has no state to keep."""
+        """Kill the process without waiting for its work, because it has no state to keep."""
         self.process.kill()
         self.process.join()
         for pipe in (self.work, self.stop, self.groups):
@@ -109,7 +109,7 @@ class WorkerHandle:
 
 
 def coordinate(order: dict[str, Any], style: Style, client: Connection) -> None:
-    """Serve one client until it hangs up."""
+    """Serve one client until it closes the connection."""
     coordinator = Coordinator(order, style)
     client.send("ready")
     try:
@@ -125,9 +125,9 @@ def coordinate(order: dict[str, Any], style: Style, client: Connection) -> None:
 
 
 def _next_order(client: Connection) -> tuple[str, Any] | None:
-    """Return the next order; None when the client has hung up.
+    """Return the next order, or None if the client has closed the connection.
 
-    A worker's end of file is an error and passes through.
+    A worker's end of file is an error, which is raised.
     """
     try:
         verb, inputs = client.recv()
@@ -153,14 +153,14 @@ class Coordinator:
         self._active = 0
 
     def train(self) -> None:
-        """Let the next worker train; return after its first steps."""
+        """Start training in the next worker; return after its first steps."""
         worker = self._next()
         worker.work.send(("train", None))
         worker.work.recv()
         worker.is_training = True
 
     def infer(self, inputs: list[Any]) -> tuple[list[Any], Numbers]:
-        """Serve one request; see the module's numbered list."""
+        """Serve one request as in the module's numbered list."""
         received_ms = now_ms()
         fresh = self._start() if self._style.workers == "new" else None
         old = self._workers[self._active]
@@ -176,7 +176,7 @@ class Coordinator:
         self._transmit(worker)
         copy_ms = now_ms() - copy_began_ms
         outputs, ended_at_ms, numbers = worker.work.recv()
-        if old.is_training:  # it has cleaned up behind the request's back
+        if old.is_training:  # it has cleaned up while the request was served
             if worker is not old:
                 old.work.recv()
             old.is_training = False
@@ -190,13 +190,13 @@ class Coordinator:
         }
 
     def close(self) -> None:
-        """End the workers, and reap the fork server: its CPU time is ours (``machine.Others``)."""
+        """End the workers, and reap the fork server, so that its CPU time counts as ours."""
         for worker in self._workers:
             worker.end()
         forkserver._forkserver._stop()  # type: ignore[attr-defined]
 
     def _transmit(self, worker: WorkerHandle) -> None:
-        """Copy, wait for the copy on the host, tell the worker: group by group, or once."""
+        """Copy, wait for the copy on the host, notify the worker: for each group, or once."""
         match self._style.transfer:
             case "groups":
                 for index, group in enumerate(self._manifest.groups):
@@ -206,7 +206,7 @@ class Coordinator:
                 self._lane.copy(0, self._manifest.total_bytes)
                 worker.groups.send(0)
             case "tensors":
-                pass  # the worker does it
+                pass  # the worker copies
 
     def _next(self) -> WorkerHandle:
         self._active = (self._active + 1) % len(self._workers)
@@ -225,7 +225,7 @@ class Coordinator:
 
 
 def _work(*arguments: Any) -> None:
-    """Run the worker; the import is here, so that the coordinator need not import torch."""
+    """Run the worker; imported here, so that the coordinator does not import torch."""
     from .rival_worker import main
 
     main(*arguments)

@@ -1,7 +1,7 @@
 """``kserve``'s Python server with one model, for ``bench gateway``.
 
-``PYTHON -P rival_kserve.py ORDER``: PYTHON is of a folder where ``kserve`` is installed; torch and
-this package are found behind it.
+``PYTHON -P rival_kserve.py ORDER``, where PYTHON's environment has ``kserve``; the order's path
+adds torch and this package.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from kserve import InferOutput, InferResponse, Model, ModelServer
 
 
 class Served(Model):  # type: ignore[misc]
-    """Open Inference Protocol."""
+    """Model served with the Open Inference Protocol."""
 
     def __init__(self, order: dict[str, Any]) -> None:
         super().__init__(order["name"])

@@ -1,9 +1,9 @@
-"""``litserve.LitServer`` with one model, for ``bench gateway``; started as ``rival_kserve.py`` is.
+"""``litserve.LitServer`` with one model, for ``bench gateway``; started like ``rival_kserve.py``.
 
-One worker: as many as compute here.
+It has one worker, like our server, in which one worker computes at a time.
 """
 
-# No annotation may be a text here: litserve looks at them.
+# Without ``from __future__ import annotations``, because litserve inspects annotations.
 import json
 import sys
 from typing import Any
@@ -13,7 +13,7 @@ from fastapi import Request
 
 
 class Served(litserve.LitAPI):  # type: ignore[misc]
-    """The Open Inference Protocol's JSON, as far as it is asked for."""
+    """Model served with the necessary part of the Open Inference Protocol's JSON."""
 
     def __init__(self, order: dict[str, Any]) -> None:
         super().__init__()

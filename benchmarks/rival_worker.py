@@ -1,4 +1,4 @@
-"""A worker process of ``rival``: trains until it is told to terminate, or infers."""
+"""A worker process of ``rival``: it trains until it is told to terminate, or infers."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ ANNOUNCED_STEPS: Final = 2
 
 
 class Terminated(Exception):
-    """Raised in the middle of a training step, by a leaf's hook."""
+    """Raised by a leaf's hook in the middle of a training step."""
 
 
 class Termination:
-    """The thread that listens for "terminate"; the flag the hooks look at."""
+    """Thread that waits for "terminate", and the flag that the hooks check."""
 
     def __init__(self, pipe: Connection) -> None:
         self._pipe = pipe
@@ -39,7 +39,7 @@ class Termination:
         threading.Thread(target=self._listen, daemon=True).start()
 
     def check(self) -> None:
-        """Check after a leaf module, when everything before it has run: exit on request."""
+        """Raise ``Terminated`` if requested; called after a leaf module, with the device idle."""
         if self._is_asked.is_set():
             raise Terminated
 
@@ -54,7 +54,7 @@ class Termination:
                 self._pipe.recv()
                 self._is_asked.set()
         except (EOFError, OSError):
-            pass  # the coordinator is gone; the main thread sees it too
+            pass  # the coordinator is gone; the main thread sees that, too
 
 
 def main(
@@ -65,7 +65,7 @@ def main(
     stop: Connection,
     groups: Connection,
 ) -> None:
-    """Serve until the coordinator hangs up."""
+    """Serve until the coordinator closes the connection."""
     torch.set_num_threads(order["threads"])
     warnings.filterwarnings("ignore", "Full backward hook is firing", UserWarning)
     termination = Termination(stop)
@@ -76,7 +76,7 @@ def main(
             verb, inputs = work.recv()
             if verb == "train":
                 _train(work, termination)
-                if style.workers != "one":  # there the next order follows on this pipe
+                if style.workers != "one":  # with one process, the next order follows on this pipe
                     work.send("clean")
             else:
                 tensors = [torch.from_numpy(value) for value in inputs]
@@ -88,7 +88,7 @@ def main(
 
 
 def _train(work: Connection, termination: Termination) -> None:
-    """Train from scratch until told to terminate; cleaning up is dropping the last references."""
+    """Train from scratch until told to terminate; dropping the last references cleans up."""
     module, x, y = network()
     optimizer = torch.optim.Adam(module.parameters(), lr=1e-4)
     for leaf in module.modules():
@@ -110,7 +110,7 @@ def _train(work: Connection, termination: Termination) -> None:
 
 
 class ServedModel:
-    """The model's structure, and its tensors over the arena or made anew for each request."""
+    """The model's structure, with tensors in the arena or newly allocated for each request."""
 
     def __init__(self, order: plain.Order, style: Style, paths: tuple[str, str]) -> None:
         self._style = style
@@ -126,7 +126,7 @@ class ServedModel:
     def run(
         self, inputs: list[torch.Tensor], groups: Connection
     ) -> tuple[list[torch.Tensor], Numbers]:
-        """Compute, waiting for what the style waits for."""
+        """Compute after the waits and copies that the style requires; return outputs and times."""
         waited_ms = 0.0
         copy_ms = 0.0
         bound = self._bound
@@ -154,7 +154,7 @@ class ServedModel:
         return tensor_over(self._arena, spec, 0)
 
     def _made_anew(self, spec: TensorSpec) -> torch.Tensor:
-        """Allocate, copy: ``.to(device)`` of one tensor."""
+        """Allocate one tensor and copy it, like ``.to(device)``."""
         tensor = torch.empty(spec.size_bytes, dtype=torch.uint8)
         end = spec.offset_bytes + spec.size_bytes
         copy_in_pieces(self._store[spec.offset_bytes : end], tensor.numpy(), 0, len(tensor))

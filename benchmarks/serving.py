@@ -1,4 +1,4 @@
-"""A server under measurement: started for a model, with a training job to preempt."""
+"""A server under measurement: it serves twins of a model, and a training job to preempt."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ TRAIN_ENTRY: Final = "benchmarks.train_script:main"
 SLICE_ROOM_BYTES: Final = 40 * MIB  # fences and the training job's slice
 WAIT_S: Final = 60.0
 POLL_S: Final = 0.01
-SETTLE_S: Final = 1.0  # a held job's worker is replaced, and the new one prepares its models
-STEPS_BETWEEN: Final = 2  # training is under way again before the next request
+SETTLE_S: Final = 1.0  # until a held job's worker is replaced and the new worker is prepared
+STEPS_BETWEEN: Final = 2  # after these steps training is under way again
 TWINS: Final = ("twin-a", "twin-b")
 FAST_TWINS: Final = ("fast-a", "fast-b")
-SWITCH_INTERVAL_S: Final = 0.0005  # the clients are threads: one keeps another for no 5 ms
+SWITCH_INTERVAL_S: Final = 0.0005  # clients are threads: by default one may block another for 5 ms
 BILL: Final = ("queue_ms", "switch_ms", "copy_ms", "stall_ms", "compute_ms")
 
 
@@ -44,11 +44,11 @@ def serving(
     slices_bytes: int = SLICE_ROOM_BYTES,
     has_fast: bool = False,
 ) -> Iterator[tuple[RunningServer, Client]]:
-    """A server whose arena holds one of two twins of a model, never both (or both: 2 rooms).
+    """Start a server whose arena holds only one of two twins of a model (with 2 ``rooms`` both).
 
-    The twins differ in their weights only: asking for the one that is not there is always a cold
-    switch, of the same size. Pinned, each is limited to a device of its own. ``has_fast``: there
-    are also two twins in precision ``fast``.
+    The twins differ only in their weights, so a request for the absent one is always a cold switch
+    of the same size. With ``are_pinned``, each twin has its own device. With ``has_fast`` there are
+    two more twins, in precision ``fast``.
     """
     with (
         server(
@@ -79,7 +79,7 @@ def serving(
 
 
 def ask(client: Client, name: str, inputs: Any, *, is_resident: bool) -> tuple[Result, Numbers]:
-    """Send one request; return the client's time and its bill. Wrong residency is an error."""
+    """Send one request; return its result, times and bill. Raise if residency differs."""
     began_ms = now_ms()
     result = client.infer(name, inputs)
     total_ms = now_ms() - began_ms
@@ -92,7 +92,7 @@ def ask(client: Client, name: str, inputs: Any, *, is_resident: bool) -> tuple[R
 
 
 def inputs_of(client: Client) -> Any:
-    """Zeros of the smallest batch that the twins take."""
+    """Return zeros as the smallest batch of inputs for the twins."""
     (shape, _), *_ = client.show(TWINS[0])["inputs"].values()
     return np.zeros([size if isinstance(size, int) else 1 for size in shape], np.float32)
 
@@ -104,9 +104,9 @@ def window(
     seconds: float,
     meanwhile: Callable[[], object] = nothing,
 ) -> Numbers:
-    """Each name's client asks until the window is over; the last request is waited for.
+    """Send requests from a client for each name until the time is over; finish the last ones.
 
-    ``meanwhile`` is called once they ask.
+    ``meanwhile`` is called when the clients have started.
     """
     sys.setswitchinterval(SWITCH_INTERVAL_S)
     began_ms = now_ms()
@@ -131,7 +131,7 @@ def window(
 
 
 class Training:
-    """The background job: brought to run, or held, before a trial."""
+    """Background training job, which is made to run, or held, before a trial."""
 
     def __init__(
         self,
@@ -147,7 +147,7 @@ class Training:
         self.is_held = False
 
     def run(self, steps: int = STEPS_BETWEEN) -> None:
-        """Return when it has computed some steps (again), at a random moment of its step."""
+        """Run the job; return after some steps, at a random moment of the next step."""
         if self.is_held:
             self.task.resume()
             self.is_held = False
@@ -160,10 +160,10 @@ class Training:
                 if row["step"] >= first + steps:
                     break
             self._check(row, until_s)
-        time.sleep(self._random.uniform(0.0, 0.05))  # requests do not wait for a step's end
+        time.sleep(self._random.uniform(0.0, 0.05))  # requests do not wait for the end of a step
 
     def hold(self) -> None:
-        """Returns when it has left the device."""
+        """Pause the job; return when it has left the device."""
         if self.is_held:
             return
         self.task.pause()

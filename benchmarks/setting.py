@@ -1,4 +1,4 @@
-"""Setting of every baseline: its inputs, its required abilities, and its processes' start."""
+"""Setting that all baselines share: a model's files, a baseline's interface, child processes."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from .trials import Numbers, Run
 
 @dataclass(frozen=True)
 class Setting:
-    """Setting that every baseline shares: the model, its files, and the server's thread count."""
+    """Model, folder of its files, thread count and seed, which all baselines share."""
 
     model: BenchModel
     folder: Path
@@ -28,7 +28,7 @@ class Setting:
     seed: int
 
     def order(self) -> dict[str, Any]:
-        """Return the order for ``child.py``."""
+        """Return the order for ``child.py``: a JSON document with all facts and paths."""
         return {
             "source": self.model.source,
             "inputs": dict(self.model.inputs),
@@ -40,12 +40,12 @@ class Setting:
         }
 
     def arrays(self) -> list[Any]:
-        """Return one request's inputs, once the files are written."""
+        """Return the inputs of one request; ``write_files`` must have been called."""
         with np.load(self.order()["inputs_path"]) as arrays:
             return [arrays[name] for name in arrays.files]
 
     def write_files(self) -> None:
-        """Weights and inputs, made once by a child."""
+        """Write weights and inputs with a child process."""
         child = spawn("weights", self.order())
         output, _ = child.communicate()
         if child.returncode:
@@ -55,7 +55,7 @@ class Setting:
 def settings(
     bench: Run, names: Sequence[str], full: Sequence[str], quick: Sequence[str]
 ) -> Iterator[Setting]:
-    """Yield each model that can be measured here, its files written, with a folder of its own."""
+    """Yield each model that can be measured here, with its files in its own temporary folder."""
     for name in bench.usable(names or (quick if bench.is_quick else full)):
         with tempfile.TemporaryDirectory(prefix="pipeswitch-bench-") as folder:
             setting = Setting(MODELS[name], Path(folder), bench.threads, bench.seed)
@@ -66,12 +66,12 @@ def settings(
 
 @dataclass(frozen=True)
 class Style:
-    """Style in which a rival serves a request (``rival.py``).
+    """Way in which a rival serves a request (``rival.py``).
 
-    ``transfer``: in groups while it computes; the whole model, then compute; or tensor by tensor
-    into memory allocated for each, which is what ``.to(device)`` does. ``workers``: a standby is
-    ready; the process that trained also infers; or a new process is forked for the request while
-    the old one stops (PipeSwitch's figure 9).
+    ``transfer``: in groups during computation; the whole model before it; or each tensor into newly
+    allocated memory, like ``.to(device)``. ``workers``: a standby worker is ready; the process that
+    trained also infers; or a new process is forked for the request while the old one stops
+    (PipeSwitch's figure 9).
     """
 
     name: str
@@ -83,13 +83,13 @@ class Baseline:
     """One way to answer a request without PipeSwitch."""
 
     name: str
-    every = 1  # takes part in every so many rounds
+    every = 1  # takes part in every ``every``-th round
 
     def prepare(self) -> None:
-        """Bring about the state before a request; not timed."""
+        """Create the state before a request; not timed."""
 
     def measure(self) -> Numbers:
-        """Answer one request; ``total_ms`` and parts of it."""
+        """Answer one request; return ``total_ms`` and parts of it."""
         raise NotImplementedError
 
     def close(self) -> None:
@@ -100,7 +100,7 @@ class Baseline:
 def spawn(
     verb: str, order: dict[str, Any], *, module: str = "child", keep: tuple[int, ...] = ()
 ) -> subprocess.Popen[str]:
-    """Start one of our children with pipes at both ends; it inherits ``keep``'s descriptors."""
+    """Start a child process with pipes for input and output; it inherits descriptors ``keep``."""
     name = f"{__package__}.{module}"
     command = [sys.executable, "-P", "-m", name, verb, json.dumps(order)]
     return subprocess.Popen(
@@ -115,7 +115,7 @@ def tell(child: subprocess.Popen[str], **values: Any) -> None:
 
 
 def read_line(child: subprocess.Popen[str]) -> Numbers:
-    """Return the child's next JSON line."""
+    """Return the child's next JSON line; raise RuntimeError if it has ended."""
     assert child.stdout is not None
     line = child.stdout.readline()
     if not line:
@@ -125,14 +125,14 @@ def read_line(child: subprocess.Popen[str]) -> Numbers:
 
 
 def next_answer(child: subprocess.Popen[str]) -> Numbers:
-    """Ask a child that answers line by line."""
+    """Ask for and return the next answer of a child that answers line by line."""
     assert child.stdin is not None
     child.stdin.write("run\n")
     return read_line(child)
 
 
 def end(child: subprocess.Popen[str] | None) -> None:
-    """Kill and reap it."""
+    """Kill and reap the child."""
     if child is None:
         return
     child.kill()

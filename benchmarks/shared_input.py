@@ -1,11 +1,11 @@
-"""``bench shared-input``: jobs on the same data, with one loader for all or one each.
+"""``bench shared-input``: jobs that train on the same data, with a shared loader or one each.
 
-SwitchFlow's figures 8 to 10: one, two and three jobs, of equal and of mixed models, that train in
-turns on one device with one compute thread. Arms, in turns: *own* (each its DataLoader), *shared*
-(``job.shared``). Loading a batch takes as long as training on it, except in the last case; in the
-one before it both are short, and what any step of a job costs counts for more. What is told is the
-images a second of all jobs together, from the first step of any to the last: processes start
-meanwhile.
+SwitchFlow's figures 8 to 10: one, two and three jobs, of equal and of mixed models, train in turns
+on one device with one compute thread. Arms, in turns: *own* (each job has a DataLoader) and
+*shared* (``job.shared``). Loading a batch takes as long as training on it, except in the last case.
+In the case before that one both times are short, so that the fixed cost of a step counts more. The
+result is the images a second of all jobs together, from the first step of any job to the last step:
+the start of the processes is not counted.
 """
 
 from __future__ import annotations
@@ -28,20 +28,20 @@ from .trials import Arm, Numbers, Run
 
 MODULE: Final = "benchmarks.input_script"
 BATCH: Final = 16
-WIDTH: Final = 48  # a step of some 13 ms
-NARROW: Final = 12  # of some 2 ms
+WIDTH: Final = 48  # a step takes about 13 ms
+NARROW: Final = 12  # a step takes about 2 ms
 PASSES: Final = 10
 QUICK_PASSES: Final = 5
-MANY_UNITS: Final = 20  # whose time is measured
+MANY_UNITS: Final = 20  # units per sample in the measurement of one unit's time
 MIN_GAIN: Final = 1.4
 
 
 @dataclass(frozen=True)
 class Case:
     name: str
-    widths: tuple[int, ...]  # of each job's model
+    widths: tuple[int, ...]  # width of each job's model
     width: int = WIDTH
-    load: float = 1.0  # how long loading a batch takes, of training the model of that width on it
+    load: float = 1.0  # time to load a batch / time to train the model of ``width`` on it
     at_least: float | None = None
 
 
@@ -56,7 +56,7 @@ CASES: Final = (
 
 
 def run(bench: Run, _: Any = ()) -> None:
-    """Run all cases on one server."""
+    """Measure the times of a batch, then all cases on one server."""
     one, many = _measured(1, WIDTH), _measured(MANY_UNITS, WIDTH)
     unit_ms = (many["load_ms"] - one["load_ms"]) / (MANY_UNITS - 1)
     train_ms = {WIDTH: one["train_ms"], NARROW: _measured(1, NARROW)["train_ms"]}
@@ -90,7 +90,7 @@ def _measured(units: int, width: int) -> Numbers:
 
 
 class _Jobs:
-    """The jobs of a case, started together."""
+    """The jobs of a case, which start together."""
 
     def __init__(self, bench: Run, client: Client, case: Case, units: int, folder: Path) -> None:
         self._client, self._case, self._folder = client, case, folder
@@ -114,6 +114,6 @@ class _Jobs:
 
 
 def _rate(instants_ms: Sequence[Sequence[float]]) -> Numbers:
-    """Return the rate of all jobs together, from the first step of any to the last one."""
+    """Return the images per second of all jobs, from the first step of any job to the last one."""
     seconds = (max(one[-1] for one in instants_ms) - min(one[0] for one in instants_ms)) / 1000.0
     return {"images_per_s": sum(map(len, instants_ms)) * BATCH / seconds, "window_s": seconds}

@@ -1,6 +1,6 @@
-"""``bench state``: time to bring a model's state to the device (SwitchFlow, table 1).
+"""``bench state``: time to copy a model's state to the device (SwitchFlow, table 1).
 
-README.md has the arms. Models with many small tensors show the difference.
+README.md has the arms. The arms differ most for models with many small tensors.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ SKIPPED: Final = {"inception_resnet_v2": "torchvision has none"}
 ROUNDS: Final = 100
 QUICK_ROUNDS: Final = 20
 MANY_TENSORS: Final = 500
-MAX_OVER_PLAIN: Final = 1.25  # "time near bytes / bandwidth" for a model with so many
+MAX_OVER_PLAIN: Final = 1.25  # limit for MANY_TENSORS: "time near bytes / bandwidth"
 
 
 def run(bench: Run, _: Sequence[str] = ()) -> None:
-    """Run each model of SwitchFlow's table that torchvision has."""
+    """Measure each model of SwitchFlow's table that torchvision has."""
     for name in QUICK_MODELS if bench.is_quick else MODELS:
         _one_model(bench, name)
     bench.skip(SKIPPED)
@@ -72,7 +72,7 @@ def _one_model(bench: Run, name: str) -> None:
 
 
 class Packed(Engine):
-    """A model's bytes in a store and an arena of ours, in layer groups."""
+    """A model's bytes in a store and an arena, in layer groups."""
 
     def __init__(self, tensor_bytes: Sequence[int]) -> None:
         places = [aligned(size, TENSOR_ALIGN_BYTES) for size in tensor_bytes]
@@ -82,11 +82,11 @@ class Packed(Engine):
         sizes = [sum(places[first:end]) for first, end in groups]
         self._groups = [*zip(accumulate(sizes, initial=0), sizes, strict=False)]
         view: Any = self.memory.store_view(0, self.store_bytes)
-        view[:] = bytes(self.store_bytes)  # its pages are there, as after a registration
+        view[:] = bytes(self.store_bytes)  # allocate the pages, as after a registration
         view.release()
 
     def measure(self) -> Numbers:
-        """Send all groups once."""
+        """Copy all groups once; return the time."""
         self.op_id += 1
         began_ms = now_ms()
         self.transmit(self._groups)

@@ -1,5 +1,5 @@
-"""``bench switch``: a request that preempts training and finds its model elsewhere (PipeSwitch,
-figure 5). README.md says what each arm does."""
+"""``bench switch``: requests that preempt training and find another model on the device
+(PipeSwitch, figure 5). README.md describes the arms."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ from .trials import Arm, Numbers, Run, paired_differences, ratio
 
 ROUNDS: Final = 12
 QUICK_ROUNDS: Final = 7
-MAX_FAST_RATIO: Final = 0.70  # of a cold fast request to the ready eager model
-MIN_RATIO: Final = 100.0  # of stop-and-start's overhead to ours, on the cpu device
-MIN_RIVAL_RATIO: Final = 3.0  # of the PipeSwitch-style one's
+MAX_FAST_RATIO: Final = 0.70  # limit of cold fast / ready eager
+MIN_RATIO: Final = 100.0  # limit of stop-and-start's overhead / ours, on the cpu device
+MIN_RIVAL_RATIO: Final = 3.0  # limit of the PipeSwitch-style system's overhead / ours
 RIVALS: Final = (PUBLISHED.name, SERIAL.name, TO_DEVICE.name)
 ARMS: Final = (ReadyModel.name, *RIVALS, StopAndStart.name)
-CHECKSUM_TOLERANCE: Final = 1e-3  # of a sum over all outputs, relative to its size
+CHECKSUM_TOLERANCE: Final = 1e-3  # relative error of the sum of all outputs
 
 
 def run(bench: Run, models: Sequence[str]) -> None:
-    """Measure each model with a server of its own."""
+    """Measure each model with its own server."""
     for setting in settings(bench, models, SWITCH_MODELS, QUICK_MODELS):
         compare(bench, setting, ARMS)
         _findings(bench, setting.model.name)
@@ -41,7 +41,7 @@ def run(bench: Run, models: Sequence[str]) -> None:
 
 
 def compare(bench: Run, setting: Setting, baselines: Sequence[str]) -> None:
-    """Ours, cold and resident, exact and fast, in turns with these baselines."""
+    """Measure ours, cold and resident, exact and fast, in turns with these baselines."""
     name = setting.model.name
     with contextlib.ExitStack() as stack:
         rivals = []
@@ -100,7 +100,7 @@ class Requests:
         return Arm(baseline.name, measure, prepare, baseline.every, warms_up=baseline.every == 1)
 
     def _same(self, name: str, checksum: float) -> None:
-        """Raise unless the compared arm computed the same result."""
+        """Raise RuntimeError if a baseline has computed another result than the server."""
         assert self._checksum is not None
         if abs(checksum - self._checksum) > CHECKSUM_TOLERANCE * max(1.0, abs(self._checksum)):
             raise RuntimeError(f"{name} answers {checksum}, the server {self._checksum}")
@@ -121,7 +121,7 @@ def _findings(bench: Run, case: str) -> None:
         ("stop-and-start overhead, p50", theirs),
     ):
         bench.find(f"{case}: {what}", value_ms, "ms")
-    # A difference of totals may drown in noise, or be negative; what the bill owns up to does not.
+    # A difference of totals may be noise, or negative; the bill's own overhead cannot.
     by_pairs = ratio(theirs, max(ours, billed))
     by_minimum = ratio(min(restart) - min(ready), max(min(cold) - min(resident), billed))
     bench.find(f"{case}: stop-and-start overhead / ours", by_pairs, at_least=MIN_RATIO)
@@ -135,9 +135,9 @@ def _findings(bench: Run, case: str) -> None:
 
 
 def _against_rivals(bench: Run, case: str) -> None:
-    """Overheads told alike on both sides: beyond ready, and as billed.
+    """Add each rival's overhead, computed like ours: time beyond ready, and billed time.
 
-    Billed is from the request's arrival in the server to its outputs, minus computing.
+    Billed time is from the request's arrival in the server to its outputs, without computing.
     """
     ready = bench.values(case, "ready", "total_ms")
     cold = bench.values(case, "cold", "total_ms")
@@ -162,7 +162,7 @@ def _against_rivals(bench: Run, case: str) -> None:
         ):
             bench.find(f"{case}: {arm} overhead / ours, {what}", value, at_least=at_least)
         bench.find(f"{case}: {arm} overhead / ours when resident, p50", ratio(theirs, warm))
-    # Who stops training at a layer waits for that layer, whatever else is done well.
+    # A system that stops training at a layer must wait for that layer in any case.
     waits, stops = (bench.values(case, RIVALS[0], key) for key in ("wait_ms", "acknowledge_ms"))
     most = ratio(quantile(waits, 0.5), quantile(stops, 0.5))
     bench.find(f"{case}: {RIVALS[0]} wait / its wait for training alone: the most to gain", most)

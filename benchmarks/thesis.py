@@ -1,9 +1,9 @@
-"""The thesis' worked example: how its order compares with all others.
+"""The thesis' worked example: its order, compared with all others.
 
     python -m benchmarks.thesis
 
-A server decides by ``alternating``; ``johnson`` (Johnson 1954) and ``exhaustive`` are the best
-orders, by a closed form where all models fit and by trying all.
+A server decides by ``alternating``. ``johnson`` (Johnson 1954) and ``exhaustive`` give the best
+order: by a closed form if all models fit, and by trying all orders.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from pipeswitch.planning import windows
 
 
 def johnson(jobs: Sequence[windows.WindowJob]) -> windows.Order:
-    """Johnson's rule: jobs that load shorter than they compute first, the shortest load first;
-    then the others, the longest compute first. The optimum where all models fit."""
+    """Return the order of Johnson's rule, the best one if all models fit: first jobs that load
+    faster than they compute, shortest load first; then the others, longest computation first."""
 
     def rule(i: int) -> tuple[bool, float]:
         job = jobs[i]
@@ -31,7 +31,7 @@ def johnson(jobs: Sequence[windows.WindowJob]) -> windows.Order:
 def exhaustive(
     jobs: Sequence[windows.WindowJob], memory: windows.Memory = windows.UNLIMITED
 ) -> windows.Order:
-    """Return the best of all orders; at most for ten jobs, since the time is factorial."""
+    """Return the best of all orders; use it for ten jobs at most, as its time is factorial."""
     best: tuple[float, windows.Order] = (math.inf, ())
 
     def extend(order: windows.Order, remaining: tuple[int, ...]) -> None:
@@ -57,11 +57,11 @@ EXAMPLE: Final = (
     windows.WindowJob(model="C", load_ms=125.0, compute_ms=560.0),
     windows.WindowJob(model="D", load_ms=62.5, compute_ms=482.5),
 )
-"""Four clients; the thesis' figures are pictures, these numbers give its three totals."""
+"""Four clients. The thesis has only pictures; these numbers give its three totals."""
 
 
 def example() -> list[dict[str, Any]]:
-    """Return the totals: serial, with prefetch, and with prefetch in the order of each rule."""
+    """Return the total times: serial, with prefetch, and with prefetch in each rule's order."""
     order: windows.Order = tuple(range(len(EXAMPLE)))
     ways: dict[str, tuple[windows.Order, windows.Memory]] = {
         "serial": (order, windows.Memory(is_prefetching=False)),

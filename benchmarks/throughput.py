@@ -1,6 +1,6 @@
-"""``bench throughput``: what switching leaves of the throughput (PipeSwitch, figure 6).
+"""``bench throughput``: the throughput that remains with switching (PipeSwitch, figure 6).
 
-README.md says what each arm does. Nothing trains.
+README.md describes the arms. No job trains.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from .trials import Arm, Numbers, Run
 
 CYCLES: Final = {30.0: 1, 10.0: 1, 5.0: 1, 2.0: 2, 1.0: 6, 0.1: 20}  # seconds to full rounds
 QUICK_CYCLES: Final = {1.0: 2, 0.1: 5}
-RESTART_CYCLES_S: Final = (30.0, 10.0, 5.0)  # a shorter one is over before its process is up
-MIN_SHARE: Final = {1.0: 0.98, 0.1: 0.90}  # of ready's throughput, on the cpu device
+RESTART_CYCLES_S: Final = (30.0, 10.0, 5.0)  # in shorter cycles its process would not start in time
+MIN_SHARE: Final = {1.0: 0.98, 0.1: 0.90}  # limit of ours / ready, on the cpu device
 DEFAULT_MODELS: Final = ("resnet152",)
 QUICK_MODELS: Final = ("mlp",)
 
@@ -31,7 +31,7 @@ Ask = Callable[[], Numbers]
 
 
 def run(bench: Run, models: Sequence[str]) -> None:
-    """Run all cycles of each model."""
+    """Measure all cycles of each model."""
     for setting in settings(bench, models, DEFAULT_MODELS, QUICK_MODELS):
         _one_model(bench, setting)
     bench.notes.append("throughput: requests of a cycle over the time until its last has ended")
@@ -39,7 +39,7 @@ def run(bench: Run, models: Sequence[str]) -> None:
 
 
 def cycle(length_s: float, first: Ask, then: Ask) -> Numbers:
-    """Ask until ``length_s`` seconds have passed; the last request is waited for."""
+    """Send requests until ``length_s`` seconds have passed; finish the last one."""
     began_s = time.monotonic()
     totals_ms = [float(first()["total_ms"])]
     while time.monotonic() - began_s < length_s:
@@ -55,13 +55,13 @@ def cycle(length_s: float, first: Ask, then: Ask) -> Numbers:
 
 
 class _Server:
-    """A server of ours, and which of its twins answered last."""
+    """A server of ours, with the twin that answered last."""
 
     def __init__(self, client: Client, inputs: Any, *, is_cold: bool) -> None:
         self._client, self._inputs, self._is_cold = client, inputs, is_cold
         self._here = 1
         for name in TWINS:
-            client.infer(name, inputs)  # both-fit: both are there from now on
+            client.infer(name, inputs)  # with arm both-fit, both stay on the device
 
     def cycle(self, length_s: float) -> Numbers:
         self._here = 1 - self._here

@@ -1,6 +1,6 @@
-"""The training script of the benchmarks: the same file runs plain and as a job.
+"""Training script of the benchmarks: the same file runs plain and as a job.
 
-``python -m benchmarks.train_script`` is the plain run, the job's entry is
+``python -m benchmarks.train_script`` runs it plain; as a job its entry is
 ``benchmarks.train_script:main``.
 """
 
@@ -26,7 +26,7 @@ BATCH: Final = 256
 
 
 def main() -> None:
-    """Train an MLP on made-up data; write the instants of the step boundaries to ``--record``."""
+    """Train an MLP on random data; write the times of the step boundaries to ``--record``."""
     options = _options()
     torch.set_num_threads(options.threads)
     device = options.device or job.device
@@ -37,7 +37,7 @@ def main() -> None:
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-4)
     gaps = Gaps(model) if options.gaps else None
     instants_ms: list[float] = []
-    cpu_ms: list[float] = []  # of this thread alone: a busy machine does not change it much
+    cpu_ms: list[float] = []  # of this thread alone, so that a busy machine changes it little
     per_epoch = options.steps or 1000
     for _ in job.epochs(1 if options.steps else 1_000_000):
         for number, (inputs, targets) in enumerate(
@@ -73,7 +73,7 @@ def main() -> None:
 def network(
     width: int = WIDTH, layer_count: int = LAYERS, batch: int = BATCH
 ) -> tuple[nn.Module, torch.Tensor, torch.Tensor]:
-    """Return the trained MLP, and a batch of inputs and targets; the same every time."""
+    """Return the MLP to train, and a batch of inputs and targets; equal at each call."""
     torch.manual_seed(0)
     layers = [nn.Linear(width, width) for _ in range(layer_count)]
     model = nn.Sequential(*(part for layer in layers for part in (layer, nn.ReLU())))
@@ -81,7 +81,7 @@ def network(
 
 
 def resnet50() -> tuple[nn.Module, torch.Tensor, torch.Tensor]:
-    """Return what the GPU stages train: ResNet-50, and a batch of made-up images and targets."""
+    """Return the model of the GPU stages, ResNet-50, and a batch of random images and targets."""
     import torchvision
 
     torch.manual_seed(0)
@@ -95,9 +95,9 @@ def _synchronize(device: str) -> None:
 
 
 class Gaps:
-    """Times between neighbouring places where the preemption gate would be looked at.
+    """Times between neighbouring places at which the preemption gate would be checked.
 
-    The longest gap is the "one layer" that a stop has to wait for at most.
+    The longest gap is the time of "one layer", for which a stop must wait at most.
     """
 
     def __init__(self, model: nn.Module) -> None:

@@ -1,9 +1,9 @@
-"""``bench training``: what being preemptible costs a job, and how fast it is suspended.
+"""``bench training``: the cost of being preemptible for a job, and how fast it is suspended.
 
-The plain script also runs with the allocator's settings of a worker
-(``workers/training/script.py``), which make the job faster than a plain script: without them its
-cost is judged against what it gains. Rounds are compared pairwise, since a process has its own luck
-with its heap.
+The plain script also runs with a worker's allocator settings (``workers/training/script.py``). They
+make a job faster than a plain script, so without that arm the gain would hide a part of the cost.
+Runs are compared pairwise within a round, because the state of the heap differs from process to
+process.
 """
 
 from __future__ import annotations
@@ -36,15 +36,15 @@ from .request_path import SOURCE
 from .serving import TRAIN_ENTRY, Training, ask
 from .trials import Arm, Numbers, Run
 
-KEPT_HEAP: Final = {  # what a worker sets for a job
+KEPT_HEAP: Final = {  # settings of a worker for a job
     "MALLOC_MMAP_THRESHOLD_": str(1 << 30),
     "MALLOC_TRIM_THRESHOLD_": str(1 << 30),
 }
 PLAIN: Final = "plain"
 PLAIN_KEPT: Final = "plain, heap kept"
 WARM_STEPS: Final = 5
-MAX_SLOWDOWN: Final = 0.02  # of steps from LONG_STEP_MS up
-MAX_MORE_MS: Final = 0.3  # a step below
+MAX_SLOWDOWN: Final = 0.02  # limit for steps of at least LONG_STEP_MS
+MAX_MORE_MS: Final = 0.3  # limit for a shorter step
 LONG_STEP_MS: Final = 20.0
 MAX_OVER_LAYER_MS: Final = 1.0
 RUN_S: Final = 12.0
@@ -54,10 +54,10 @@ QUICK_ROUNDS: Final = 3
 STOPS: Final = 200
 QUICK_STOPS: Final = 25
 GAP_STEPS: Final = 40
-EVENTS_WAIT_S: Final = 0.3  # after the last request, for the last event
+EVENTS_WAIT_S: Final = 0.3  # time after the last request for the last event
 
 
-SHAPES: Final = {  # a training step's size, as train_script's arguments
+SHAPES: Final = {  # size of a training step, as arguments of train_script
     "long-steps": ("--width", "512", "--layers", "4", "--batch", "448"),
     "middle-steps": ("--width", "512", "--layers", "4", "--batch", "48"),
     "small-steps": ("--width", "128", "--layers", "4", "--batch", "64"),
@@ -65,7 +65,7 @@ SHAPES: Final = {  # a training step's size, as train_script's arguments
 
 
 def run(bench: Run, _: Any = ()) -> None:
-    """Run all shapes on one server."""
+    """Measure all shapes on one server."""
     with (
         tempfile.TemporaryDirectory(prefix="pipeswitch-bench-") as folder,
         server(
@@ -86,7 +86,7 @@ def run(bench: Run, _: Any = ()) -> None:
 
 
 class _Runs:
-    """The script, plain and as a job, for a number of steps."""
+    """Runs of the script, plain and as a job, for a number of steps."""
 
     def __init__(self, bench: Run, client: Client, folder: Path, args: tuple[str, ...]) -> None:
         self._client, self._numbers, self.args = client, itertools.count(), args
@@ -123,7 +123,7 @@ class _Runs:
 
 @dataclass(frozen=True)
 class _Steps:
-    """Times of each step after the warm-up; ``gaps_ms``: between neighbouring gate points."""
+    """Times of each step after the warm-up; ``gaps_ms`` are between neighbouring gate points."""
 
     wall_ms: list[float]
     cpu_ms: list[float]  # of the script's thread
@@ -176,7 +176,7 @@ def _slowdown(bench: Run, shape: str, runs: _Runs) -> None:
 
 
 def _latency(bench: Run, shape: str, runs: _Runs, client: Client) -> None:
-    """Requests at random moments of a job that runs for ever; its ``job.suspended`` events."""
+    """Measure ``job.suspended`` events for requests at random moments of an endless job."""
     layer_ms = _longest_layer_ms(runs.gaps)
     stops = QUICK_STOPS if bench.is_quick else STOPS
     bench.say(f"{shape}: {stops} preemptions")
@@ -198,19 +198,19 @@ def _latency(bench: Run, shape: str, runs: _Runs, client: Client) -> None:
         values = bench.values(shape, f"stop-{where}", "stop_ms")
         if not values:
             continue
-        limit = limit_ms if where in ("forward", "backward") else None  # the optimizer is apart
+        limit = limit_ms if where in ("forward", "backward") else None  # no limit in a step
         for what, share in (("p50", 0.5), ("p99", 0.99)):
             stop_ms = quantile(values, share)
             bench.find(f"{shape}: stop in {where}, {what}", stop_ms, "ms", at_most=limit)
 
 
 def _longest_layer_ms(gaps: Sequence[Sequence[float]]) -> float:
-    """Return the longest of the medians of each place of a step."""
+    """Return the longest gap of a step, by the median of each gap."""
     return max(quantile(place, 0.5) for place in zip(*gaps, strict=True))
 
 
 class Suspensions:
-    """Collects ``job.suspended`` on a thread until ``stop``."""
+    """Collects ``job.suspended`` events on a thread until ``stop``."""
 
     def __init__(self, client: Client) -> None:
         self._found: list[dict[str, Any]] = []
@@ -221,13 +221,13 @@ class Suspensions:
 
     def _collect(self, client: Client) -> None:
         while True:
-            self._found += self._records  # until nothing came for EVENTS_WAIT_S
+            self._found += self._records  # until no event has come for EVENTS_WAIT_S
             if self._is_over.is_set():
                 return
             self._records = client.events("job.suspended", timeout_s=EVENTS_WAIT_S)
 
     def stop(self) -> list[dict[str, Any]]:
-        """Stop; return all events, the last request's included."""
+        """Stop; return all events, also that of the last request."""
         self._is_over.set()
         self._thread.join()
         return self._found

@@ -1,7 +1,7 @@
-"""The common trial loop: interleaved arms, warm-up, one record per trial, p50/p99 at the end.
+"""Common trial loop: interleaved arms, warm-up, one record per trial, then p50 and p99.
 
-Machines drift: other programs, clocks, caches. So arms that are compared take turns inside one
-run (A B A B), never one after the other, and are compared by median and minimum of one run.
+Machines drift, because of other programs, clocks and caches. So compared arms take turns in one run
+(A B A B), instead of one after the other, and are compared by median and minimum of one run.
 """
 
 from __future__ import annotations
@@ -25,41 +25,41 @@ Emit = Callable[[str], None]
 
 
 def now_ms() -> float:
-    """Milliseconds of the system-wide monotonic clock."""
+    """Return the system-wide monotonic clock in milliseconds."""
     return time.monotonic() * 1000
 
 
 def say(**values: Any) -> None:
-    """Write one JSON line to standard output: a child's answer to the process that measures."""
+    """Write one JSON line to standard output, as a child's answer to the measuring process."""
     sys.stdout.write(json.dumps(values) + "\n")
     sys.stdout.flush()
 
 
 def ratio(over: float, under: float) -> float:
-    """Return ``over / under``, where ``under`` may be zero because of noise."""
+    """Return ``over / under``; noise may have made ``under`` zero."""
     return over / max(under, 1e-3)
 
 
 def paired_differences(over: Sequence[float], under: Sequence[float]) -> list[float]:
-    """Return differences round by round: drift that both arms of a round saw cancels out."""
+    """Return the differences by rounds, from which drift that affects both arms cancels out."""
     return [a - b for a, b in zip(over, under, strict=True)]
 
 
 def table(head: str, rows: Iterable[Sequence[str]]) -> list[str]:
-    """Return the lines of a Markdown table; ``head``: names with a bar between them."""
+    """Return the lines of a Markdown table; ``head`` has the names, separated by bars."""
     lines = [f"| {head} |", "|---" * (head.count("|") + 1) + "|"]
     return lines + [f"| {' | '.join(row)} |" for row in rows]
 
 
 def nothing() -> None:
-    """Do nothing: the arm needs no preparation."""
+    """Do nothing; preparation of an arm that needs none."""
 
 
 @dataclass(frozen=True)
 class Arm:
-    """One arm of a comparison. ``prepare`` is not timed; ``measure`` is one trial.
+    """One arm of a comparison. ``prepare`` is not timed; ``measure`` does one trial.
 
-    ``every``: number of rounds for each trial (a stop-and-start takes seconds).
+    ``every``: rounds from one trial to the next (a stop-and-start takes seconds).
     """
 
     name: str
@@ -72,7 +72,7 @@ class Arm:
 def interleave(
     arms: Sequence[Arm], rounds: int, *, warmup: int = 1
 ) -> Iterator[tuple[Arm, int, Numbers]]:
-    """Yield the rounds; a round has one trial of each arm, and warm-up rounds are not recorded."""
+    """Yield the trials; a round has one trial of each arm, and warm-up rounds are not yielded."""
     for number in range(-warmup, rounds):
         for arm in arms:
             if number % arm.every if number >= 0 else not arm.warms_up:
@@ -85,7 +85,7 @@ def interleave(
 
 @dataclass(frozen=True)
 class Finding:
-    """A number that follows from the trials, beside its target if it has one."""
+    """A number that follows from the trials, with its target if there is one."""
 
     name: str
     value: float
@@ -96,7 +96,7 @@ class Finding:
 
 @dataclass
 class Run:
-    """One benchmark under way: facts, trials, findings. ``emit`` takes each finished line."""
+    """A benchmark in progress: facts, trials, findings. ``emit`` gets each finished line."""
 
     what: str
     command: str
@@ -104,12 +104,12 @@ class Run:
     seed: int
     as_json: bool
     emit: Emit
-    facts: Numbers  # of ``machine_facts``
+    facts: Numbers  # result of ``machine_facts``
     threads: int = field(default_factory=lambda: max(1, cpu_count() - 1))
     trials: list[dict[str, Any]] = field(default_factory=list)
     findings: list[Finding] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
-    warnings: list[str] = field(default_factory=list)  # why to trust the numbers less
+    warnings: list[str] = field(default_factory=list)  # reasons to trust the numbers less
     began_at_s: float = field(default_factory=time.monotonic)
     trials_asked: int = 0  # rounds of each case; 0: the benchmark's own choice
     others: Others = field(default_factory=Others)
@@ -118,7 +118,7 @@ class Run:
         self.facts = self.facts | {"threads": self.threads, "seed": self.seed}
 
     def rounds(self, full: int, quick: int) -> int:
-        """Return the number of rounds: the requested one, else the benchmark's own."""
+        """Return the number of rounds: the requested number, or the benchmark's own."""
         return self.trials_asked or (quick if self.is_quick else full)
 
     def usable(self, names: Sequence[str]) -> list[str]:
@@ -128,7 +128,7 @@ class Run:
         return [name for name in names if not reasons[name]]
 
     def skip(self, arms: Mapping[str, str]) -> None:
-        """Say which arms are left out, and why."""
+        """Report which arms are left out, and why."""
         for arm, reason in arms.items():
             self.say(f"{arm}: skipped: {reason}")
             self.notes.append(f"{arm}: skipped: {reason}")
@@ -139,19 +139,19 @@ class Run:
             self.emit(f"[{time.monotonic() - self.began_at_s:5.1f} s] {text}")
 
     def record(self, case: str, arm: str, number: int, numbers: Numbers) -> None:
-        """Keep a trial, and tell it as one JSON line."""
+        """Add a trial; with ``as_json`` print it as one JSON line."""
         trial = {"bench": self.what, "case": case, "arm": arm, "trial": number} | numbers
         self.trials.append(trial)
         if self.as_json:
             self.emit(json.dumps(trial | self.facts))
 
     def trial_loop(self, case: str, arms: Sequence[Arm], rounds: int, *, warmup: int = 1) -> None:
-        """Interleave the arms and record every trial of theirs."""
+        """Interleave the arms and record each of their trials."""
         for arm, number, numbers in interleave(arms, rounds, warmup=warmup):
             self.record(case, arm.name, number, numbers)
 
     def values(self, case: str, arm: str, key: str) -> list[float]:
-        """Return one number of all trials of an arm, in order."""
+        """Return one number from all trials of an arm, in order."""
         return [
             float(trial[key])
             for trial in self.trials
@@ -159,7 +159,7 @@ class Run:
         ]
 
     def p50(self, case: str, arm: str, key: str, share: float = 0.5) -> float:
-        """Return the median (or another quantile) of one number of all trials of an arm."""
+        """Return the median, or another quantile, of one number from all trials of an arm."""
         return quantile(self.values(case, arm, key), share)
 
     def find(
@@ -171,7 +171,7 @@ class Run:
         at_most: float | None = None,
         at_least: float | None = None,
     ) -> None:
-        """Add a finding, judged when it has a target."""
+        """Add a finding; with a target, judge whether it is met."""
         target, is_met = "", None
         if at_most is not None:
             target, is_met = f"≤ {at_most:g}", value <= at_most
@@ -182,7 +182,7 @@ class Run:
     # ---- reports -------------------------------------------------------------------------------
 
     def finish(self) -> None:
-        """Note how quiet the machine was; called once, when no process of ours is left."""
+        """Record how quiet the machine was; called once, after all our processes have ended."""
         share = self.others.share()
         self.facts = self.facts | {"others_share": round(share, 3)}
         warnings = warnings_of(float(self.facts.get("load_1m", 0.0)), share)
@@ -191,7 +191,7 @@ class Run:
             self.say(f"warning: {text}")
 
     def summary(self) -> list[dict[str, Any]]:
-        """p50, p99 and minimum of every timed number, by case and arm."""
+        """Return p50, p99 and minimum of each timed number, by case and arm."""
         keys: dict[tuple[str, str, str], list[float]] = {}
         for trial in self.trials:
             for key, value in trial.items():
@@ -211,7 +211,7 @@ class Run:
         ]
 
     def document(self) -> dict[str, Any]:
-        """Return the whole document, as it is written beside the Markdown."""
+        """Return the content of the JSON file that is written beside the Markdown."""
         return {
             "bench": self.what,
             "command": self.command,
@@ -226,14 +226,14 @@ class Run:
         }
 
     def compact_json(self) -> str:
-        """Return the document with one line per trial, so that a diff shows what changed."""
+        """Return the document with a line for each trial, so that a diff shows what has changed."""
         document = self.document()
         trials = ",\n".join(f"  {json.dumps(trial)}" for trial in document.pop("trials"))
         head = json.dumps(document, indent=1)[:-2]
         return f'{head},\n "trials": [\n{trials}\n ]\n}}\n'
 
     def markdown(self) -> str:
-        """Return the report for people."""
+        """Return the report as Markdown."""
         facts = ", ".join(f"{key} {value}" for key, value in self.facts.items())
         lines = [f"# {self.what} on {self.facts['device']}", "", f"`{self.command}`", "", facts, ""]
         lines += [*(f"**Warning:** {text}." for text in self.warnings), ""] if self.warnings else []
@@ -252,7 +252,7 @@ class Run:
         return "\n".join(lines).rstrip() + "\n"
 
     def write(self, folder: Path) -> list[Path]:
-        """``<what>_<device>_<date>`` as ``.md`` and ``.json`` into ``folder``."""
+        """Write ``<what>_<device>_<date>`` as ``.md`` and ``.json``; return the paths."""
         folder.mkdir(parents=True, exist_ok=True)
         stem = f"{self.what}_{self.facts['device']}_{time.strftime('%Y-%m-%d')}"
         report, data = folder / f"{stem}.md", folder / f"{stem}.json"

@@ -1,4 +1,4 @@
-"""``bench workers``: who runs the new task (PipeSwitch, figure 9). README.md has the arms."""
+"""``bench workers``: which process runs a new task (PipeSwitch, figure 9); see README.md."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ ARMS: Final = (ONE_PROCESS.name, TWO_PROCESSES.name, PUBLISHED.name)
 
 
 def run(bench: Run, models: Sequence[str] = ()) -> None:
-    """Measure each model with a server of its own."""
+    """Measure each model with its own server."""
     for setting in settings(bench, models, DEFAULT_MODELS, QUICK_MODELS):
         name = setting.model.name
         compare(bench, setting, [ReadyModel.name, *ARMS])

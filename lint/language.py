@@ -1,8 +1,8 @@
 """Check that text reads as plain English: ``python lint/language.py`` (part of ``make lint``).
 
-It counts docstrings whose first word cannot begin an imperative or a noun phrase, comments that
-keep the formatter away, and the words of a sentence in the documents. Each count has a ceiling
-below that only falls; with ``--list`` every place is printed.
+It counts docstrings with a first word that cannot begin an imperative or a noun phrase, comments
+that turn the formatter off, and the words of each sentence in the documents. Each count has a
+ceiling below, which may only fall. ``--list`` prints every place.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ MAX_BAD_DOCSTRINGS: Final = 0
 MAX_FMT_SKIPS: Final = 0
 MAX_MEAN_SENTENCE_WORDS: Final = 18.0
 
-# Names of the old dialect that the product has no more, and participles: they say what happened to
-# a value, not what it is.
+# Names that the product no longer has, and participles: they tell what happened to a value, but not
+# what it is.
 OLD_NAMES: Final = re.compile(
     r"Account|Announce|Callers|Choosing|Complaints|Fleet|Ground|Judge|Keep|Lane|Machine|Moves|Outbox|"
     r"Peers|PoolView|Readers|Rehearsal|Replica|Retract|Room|Said|Sizes|Standing|SteppedAside|Tally|"

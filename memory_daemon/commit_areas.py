@@ -75,7 +75,7 @@ class CommitAreas:
             return area
         newest, _ = self._newest.get(order.job, NO_COPY)
         if order.op_id < newest:
-            raise RemoteProtocolError(f"epoch {order.op_id} is stale: {newest} has committed")
+            raise RemoteProtocolError(f"operation {order.op_id} is stale: {newest} has committed")
         check_range("slice", order.slice_offset_bytes, order.slice_bytes, self._device.arena_bytes)
         size_bytes = check_pieces(order.slice_bytes, order.ranges)
         check_range("commit image", 0, size_bytes, area.slot_bytes)

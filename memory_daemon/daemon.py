@@ -138,7 +138,7 @@ class MemoryDaemon:
         try:
             reader = self._guard.live_reads(order.store_offset_bytes, order.size_bytes)
             if reader is not None:
-                raise UnusableModel(f"epoch {reader} is being transmitted from that place")
+                raise UnusableModel(f"operation {reader} is being transmitted from that place")
             image = self._device.store_view(order.store_offset_bytes, order.size_bytes)
             reach("daemon.store.read")
             load_model(Path(order.directory), image)

@@ -56,7 +56,7 @@ class TransmitGuard:
             for span in self._accepted:
                 if span.overlaps(start, end) and span.op_id > order.op_id:
                     raise RemoteProtocolError(
-                        f"epoch {order.op_id} is stale: {span.op_id} was accepted "
+                        f"operation {order.op_id} is stale: {span.op_id} was accepted "
                         f"for {span.start}…{span.end}"
                     )
             self._live[order.op_id] = order
@@ -85,7 +85,7 @@ class TransmitGuard:
 
     def _refuse_live(self, order: TransmitModel, start: int, end: int) -> None:
         if order.op_id in self._live:
-            raise RemoteProtocolError(f"epoch {order.op_id} is being transmitted already")
+            raise RemoteProtocolError(f"operation {order.op_id} is being transmitted already")
         fences = {group.fence for group in order.groups}
         if len(fences) != len(order.groups):
             raise RemoteProtocolError("two groups raise the same fence")
@@ -93,11 +93,11 @@ class TransmitGuard:
             live_end = live.arena_offset_bytes + live.region_bytes
             if live.arena_offset_bytes < end and start < live_end:
                 raise RemoteProtocolError(
-                    f"{start}…{end} overlaps epoch {live.op_id}, which is being transmitted "
+                    f"{start}…{end} overlaps operation {live.op_id}, which is being transmitted "
                     f"to {live.arena_offset_bytes}…{live_end}"
                 )
             if any(group.fence in fences for group in live.groups):
-                raise RemoteProtocolError(f"epoch {live.op_id} raises one of these fences")
+                raise RemoteProtocolError(f"operation {live.op_id} raises one of these fences")
 
 
 def _without(span: _Span, start: int, end: int) -> list[_Span]:

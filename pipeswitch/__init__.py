@@ -1,12 +1,12 @@
-"""PipeSwitch: one GPU, many PyTorch models, and a training job that has it between requests.
+"""PipeSwitch: one GPU, many PyTorch models, and a training job that uses it between requests.
 
     import pipeswitch as ps
     with ps.Client() as client:
         client.register("resnet152", "torchvision:resnet152", weights="random:0")
         result = client.infer("resnet152", x)
 
-Importing this is light: names are loaded when they are used, torch only when a module is
-exported or tensors are asked for.
+Importing this package is fast: names are loaded on first use. torch is imported only to export a
+module or for torch tensors.
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ _LAZY = {
 def __getattr__(name: str) -> Any:
     """Load a public name on first use (PEP 562)."""
     if name == "__version__":
-        from importlib.metadata import version  # imports all of email
+        from importlib.metadata import version  # only here, because it imports all of email
 
         return version("pipeswitch")
     if name not in _LAZY:

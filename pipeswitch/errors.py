@@ -1,3 +1,3 @@
-"""The public name of the errors that the SDK raises: ``except pipeswitch.errors.QueueFull``."""
+"""Public module of the errors that the SDK raises: ``except pipeswitch.errors.QueueFull``."""
 
 from .base.errors import *  # noqa: F403

@@ -1,8 +1,8 @@
 """Interface for training scripts: ``from pipeswitch import job``.
 
-Run by the server, ``job`` places the model in the device arena, is suspended for requests, commits
-and resumes. Run by hand, the same script is a plain loop. Importing this module is light: torch
-is imported when ``job.device`` is asked for outside the server, not before.
+If the server runs the script, ``job`` places the model in the device arena, suspends the script for
+requests, commits and resumes it. If you run the script yourself, it is a plain loop. Importing this
+module is fast: outside the server, torch is imported only when the script reads ``job.device``.
 
     model = Net().to(job.device)
     for epoch in job.epochs(10):
@@ -10,18 +10,18 @@ is imported when ``job.device`` is asked for outside the server, not before.
             criterion(model(x), y).backward(); optimizer.step(); optimizer.zero_grad()
         scheduler.step()
 
-When a job resumes, its script runs again from the top: finished epochs and finished loops are
-skipped, and the loop in which it stopped continues with the next batch. So names first bound
-inside a loop body may be missing after a loop that had already finished: bind them before it;
-and count with ``job.step``, since ``enumerate`` (``islice``, ``zip`` with a range) starts over.
-``job.step`` goes on from epoch to epoch; ``job.step_in_epoch`` begins each loop at 0, as
-``enumerate`` does: ``if (job.step_in_epoch + 1) % accumulate == 0: optimizer.step()``.
+When a job resumes, its script runs again from the top. Finished epochs and finished loops are
+skipped, and the interrupted loop continues with the next batch. So a name that is first bound in a
+loop's body may be missing after a finished loop: bind it before the loop. Count with ``job.step``,
+because ``enumerate`` (also ``islice``, or ``zip`` with a range) starts over. ``job.step`` counts
+over all epochs; ``job.step_in_epoch`` begins each loop at 0, like ``enumerate``:
+``if (job.step_in_epoch + 1) % accumulate == 0: optimizer.step()``.
 
-Anything else that a loop changes starts over as well, unless ``job.steps`` has it: a best loss, a
-hidden state that is carried along, a target network, a random generator of the script's own. Keep
-plain values in a dict and pass it as ``extra_state``; pass every network as ``model``. A script
-must not skip epochs by a checkpoint of its own: ``job`` does. ``atexit`` hooks run when the script
-has ended, not when it is evicted.
+Anything else that a loop changes starts over, too, unless you pass it to ``job.steps``: a best
+loss, a hidden state that is carried along, a target network, the script's own random generator.
+Keep plain values in a dict and pass it as ``extra_state``; pass every network as ``model``. A
+script must not skip epochs by its own checkpoint, because ``job`` skips them. ``atexit`` hooks run
+when the script has ended, not when it is evicted.
 """
 
 from __future__ import annotations
@@ -51,17 +51,17 @@ LIBRARIES: Final = {
 
 OFFLOADS: Final = ("auto", "all", "conv", "none")
 
-device: str  # where the model belongs: "cpu", "cuda:0"
-step: int  # bodies finished so far, over all epochs and loops; survives preemption and restarts
-step_in_epoch: int  # bodies finished in this loop: what gradient accumulation counts by
+device: str  # device for the model: "cpu", "cuda:0"
+step: int  # finished bodies over all epochs and loops; survives preemption and restarts
+step_in_epoch: int  # finished bodies of this loop, for gradient accumulation
 
 
 class InexactResumeWarning(UserWarning):
-    """Data of this kind cannot be fast-forwarded exactly; says what would make it exact."""
+    """The position in this kind of data cannot be restored exactly; the text says what helps."""
 
 
 class NonFiniteLossWarning(UserWarning):
-    """A logged value is NaN or infinite. Training goes on and the step counts as any other."""
+    """A logged value is NaN or infinite. Training continues, and the step counts like any other."""
 
 
 class JobSession(Protocol):
@@ -82,7 +82,7 @@ class JobSession(Protocol):
 
 
 def epochs(count: int) -> Iterator[int]:
-    """``range(count)``, without the epochs that were finished before a preemption."""
+    """Return ``range(count)`` without the epochs that were finished before a preemption."""
     return _session.epochs(count)
 
 
@@ -97,30 +97,30 @@ def steps(
     offload: str | None = None,
     activation_memory: str | int | None = None,
 ) -> Iterator[_Batch]:
-    """Batches of ``loader``; between two of them the state is whole and may be committed.
+    """Yield the batches of ``loader``; between two batches the state may be committed.
 
     Args:
         loader: a DataLoader, or any iterable of batches.
-        model: everything that is trained, and averages of it; parameters and buffers are
-            committed, and what ``Module.get_extra_state`` gives. A dict names the parts; those of
-            a list are "0", "1", a single one is "model".
-        optimizer: every optimizer the body steps, one or several.
-        scheduler: anything with ``state_dict`` and ``load_state_dict``, one or several.
+        model: every trained module, and averages of them. Commits contain their parameters,
+            buffers and the result of ``Module.get_extra_state``. A dict names the modules; in a
+            list they are named "0", "1", …, and a single one is "model".
+        optimizer: every optimizer that the body steps, one or several.
+        scheduler: any object with ``state_dict`` and ``load_state_dict``, one or several.
         extra_state: further objects with these two methods (an EMA, a GradScaler); a
             ``torch.Generator``, ``numpy.random.Generator``, ``RandomState``, ``random.Random``; a
-            dict, list, tensor or array of plain values, which is filled again in place; one
+            dict, list, tensor or array of plain values, which is filled in place on resume; one
             object, or a dict of them by name. The loader's own generators are always captured.
-        name: names a loop outside ``job.epochs``; by default they are counted.
-        offload: which of the tensors that forward saves for backward go to host memory meanwhile:
-            ``"auto"`` those that ``activation_memory`` has no room for, so as to wait least;
-            ``"conv"`` inputs of convolutions, ``"all"`` all of them, ``"none"`` none. Default:
-            what ``pipeswitch train --offload`` says, or ``"auto"``.
-        activation_memory: how much of the device the saved tensors of a step may take: ``"2GiB"``
-            or bytes. A step that needs more is told by how much (``OutOfDeviceMemory``). Default:
-            what ``pipeswitch train --activation-memory`` says, or no limit.
+        name: name of a loop outside ``job.epochs``; by default such loops are numbered.
+        offload: tensors saved by forward that wait for backward in host memory: ``"auto"``: those
+            for which ``activation_memory`` has no room, chosen for the shortest waits;
+            ``"conv"``: inputs of convolutions; ``"all"``: all of them; ``"none"``: none.
+            Default: the value of ``pipeswitch train --offload``, or ``"auto"``.
+        activation_memory: device memory for the saved tensors of a step: ``"2GiB"``, or a number
+            of bytes. If a step needs more, ``OutOfDeviceMemory`` says how much. Default: the value
+            of ``pipeswitch train --activation-memory``, or no limit.
 
     Raises:
-        InvalidInput: no such ``offload``, or no such size.
+        InvalidInput: ``offload`` is unknown, or ``activation_memory`` is not a size.
     """
     return _session.steps(
         loader,
@@ -145,7 +145,7 @@ def known_offload(offload: str, who: str = "job.steps") -> str:
 
 
 def size_of(activation_memory: str | int, who: str = "job.steps") -> int:
-    """Return the size in bytes; it is at least one."""
+    """Return the size in bytes, at least 1; raise InvalidInput for any other value."""
     try:
         size_bytes = parse_size(activation_memory)
         if size_bytes:
@@ -160,13 +160,13 @@ def size_of(activation_memory: str | int, who: str = "job.steps") -> int:
 
 
 def trainer(trainer: _Trainer) -> _Trainer:
-    """Let the loop of a ``transformers.Trainer`` or ``lightning.Trainer`` be the job's.
+    """Make the loop of a ``transformers.Trainer`` or ``lightning.Trainer`` the job's loop.
 
-    ``trainer = job.trainer(Trainer(...))``, then ``train()`` or ``fit()`` as ever. It returns the
-    trainer that it was given; run by hand it does nothing else.
+    Call ``trainer = job.trainer(Trainer(...))``, then ``train()`` or ``fit()`` as usual. Return the
+    same trainer. Outside the server, do nothing else.
 
     Raises:
-        InvalidInput: it is neither, or (from its loop) trains in a way that cannot be resumed.
+        InvalidInput: it is not such a trainer, or (in its loop) training cannot be resumed.
     """
     for kind in type(trainer).__mro__:
         library = kind.__module__.partition(".")[0]
@@ -182,33 +182,33 @@ def trainer(trainer: _Trainer) -> _Trainer:
 
 
 def shared(loader: Any, name: str = "input", *, seed: int = 0) -> Iterable[Any]:
-    """``loader`` for several jobs: what one of them has loaded, the others find in shared memory.
+    """Return ``loader`` for several jobs: batches that one job has loaded lie in shared memory.
 
-    They share with the jobs of their ``pipeswitch train --share GROUP``. Each job sees the batches
-    that it would see alone, or by hand: what sampler and dataset draw from the global generators
-    is seeded for each batch, by ``seed``, the job's step at which the pass began, and the batch's
-    index; the script's own generators do not move.
+    Jobs with the same ``pipeswitch train --share GROUP`` share batches. Each job gets the batches
+    that it would get alone or outside a server. Draws of sampler and dataset from the global
+    generators are seeded for each batch, from ``seed``, the job's step at which the pass began, and
+    the index of the batch. The script's own generators do not advance.
 
     Args:
         loader: a DataLoader without worker processes, over a map-style dataset.
-        name: of this input within the group, if a script shares several.
-        seed: of its randomness.
+        name: name of this input within the group, if a script shares several inputs.
+        seed: seed of the input's random draws.
 
     Returns:
-        What iterates as ``loader``, for ``job.steps`` or a plain loop. Its tensors are read-only:
-        ``x = x.clone()`` before an operation in place. Count with its ``loaded`` and ``found``.
+        An iterable like ``loader``, for ``job.steps`` or a plain loop. Its tensors are read-only:
+        use ``x = x.clone()`` before an in-place operation. ``loaded`` and ``found`` count batches.
 
     Raises:
-        SharedInputRefused: it cannot be shared, another job's of that name differs, or (from the
-            loop) the body wrote to a batch.
-        InvalidInput: from the loop: a batch has other than tensors, arrays and plain values in it.
+        SharedInputRefused: it cannot be shared, another job's input of that name differs, or (in
+            the loop) the body wrote to a batch.
+        InvalidInput: in the loop: a batch has values other than tensors, arrays and plain values.
     """
     return _session.shared(loader, name, seed=seed)
 
 
 def log(values: Mapping[str, Any] | None = None, /, **more: Any) -> None:
-    """Report numbers, plain ones or one-element tensors: ``job.log(loss=loss)``, or
-    ``job.log({"train/loss": loss})``. Cheap.
+    """Report numbers or one-element tensors: ``job.log(loss=loss)``, or
+    ``job.log({"train/loss": loss})``. Cheap: it does not wait for the server.
 
     Raises:
         InvalidInput: ``values`` is not a dict of names.
@@ -220,20 +220,20 @@ def log(values: Mapping[str, Any] | None = None, /, **more: Any) -> None:
 
 
 def publish(name: str, part: str = "") -> None:
-    """Make what is trained here the next version of the served model ``name``; returns at once.
+    """Make the trained state the next version of the served model ``name``; return at once.
 
-    In a loop's body before ``optimizer.step()``, and behind a loop, that is the state as it is; in
-    a body after it, the state at the body's end. The script trains on while the version is made,
-    and later requests use the new version. Each call makes a version, in order. While eight
-    versions of the model wait to be built, a call waits for the first of them. Parameters and
-    buffers are matched by name with the model's; ``part`` selects one of several parts that fit,
-    as in ``job.steps(model={"net": net, "ema": ema})``. Outside a server it only logs.
+    In a loop's body before ``optimizer.step()``, and after a loop, this is the current state. In a
+    body after ``optimizer.step()``, it is the state at the body's end. Training continues while the
+    version is built, and later requests use the new version. Each call makes one version, in order.
+    If eight versions of the model wait to be built, a call waits until the first is built.
+    Parameters and buffers are matched with the model's by name; ``part`` selects one of several
+    parts that fit, as in ``job.steps(model={"net": net, "ema": ema})``. Outside a server, only log.
 
     Raises:
-        RegistrationRefused: names, dtypes or shapes differ; says which.
+        RegistrationRefused: names, dtypes or shapes differ; the error says which.
         ModelNotFound: no such model is registered.
-        PermissionDenied: it is another client's.
-        InvalidInput: no loop has begun yet, several parts fit or there is none of that name.
+        PermissionDenied: the model is another client's.
+        InvalidInput: no loop has begun yet, several parts fit, or no part has that name.
     """
     _session.publish(name, part)
 
@@ -244,7 +244,7 @@ def as_number(value: Any) -> float:
 
 
 def script_level() -> int:
-    """Return the ``stacklevel`` at which a warning of the caller names the script's own line."""
+    """Return the ``stacklevel`` with which the caller's warning names the script's own line."""
     level, frame = 1, sys._getframe(1)
     ours = __name__, f"{__package__}.workers.", f"{__package__}.inputs."
     while frame.f_back is not None and frame.f_globals.get("__name__", "").startswith(ours):
@@ -253,7 +253,7 @@ def script_level() -> int:
 
 
 def warn_if_not_finite(name: str, value: float, at_step: int) -> bool:
-    """Warn of a NaN or infinite ``value``; true when it is one."""
+    """Warn about a NaN or infinite ``value``; return True if it is one."""
     if math.isfinite(value):
         return False
     warnings.warn(
@@ -265,7 +265,7 @@ def warn_if_not_finite(name: str, value: float, at_step: int) -> bool:
 
 
 class _PlainSession:
-    """Outside the server: plain loops, nothing stored."""
+    """Session outside the server: plain loops; nothing is stored."""
 
     def __init__(self) -> None:
         self.step = self.step_in_epoch = 0

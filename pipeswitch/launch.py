@@ -1,11 +1,11 @@
-"""Our own single-threaded fork server, and the only place that imports ``pipeswitch.workers`` and
+"""Single-threaded fork server: the only module that imports ``pipeswitch.workers`` and
 ``pipeswitch.memory_daemon``.
 
-It imports torch once (seconds) and then forks children in milliseconds; what only exports and
-optimizers need comes later. It never runs a tensor operation: after one OpenMP region a forked
-child would hang for ever (ADR 3). It never asks for a CUDA device either. A child closes every
-descriptor but its own: an inherited socket end would hide the end of file by which the others
-notice a death.
+It imports torch once (seconds) and then forks children in milliseconds; modules that only exports
+and optimizers need are imported later. It never runs a tensor operation: after one OpenMP region a
+forked child would hang for ever (ADR 3). It never opens a CUDA device, either. A child closes all
+descriptors except its own: an inherited end of a socket would hide the end of file by which other
+processes notice a death.
 """
 
 from __future__ import annotations
@@ -40,23 +40,23 @@ KEEP_BELOW: Final = 3  # stdin, stdout, stderr
 
 FIRST: Final = (
     "torch",
-    "torch.fx.experimental.symbolic_shapes",  # as a program's kernels are checked
+    "torch.fx.experimental.symbolic_shapes",  # for the checks of a program's kernels
     "pipeswitch.workers.main",
     "pipeswitch.workers.processor",
     "pipeswitch.programs.build.build_process",
     "pipeswitch.programs.build.program",
 )
-GRAMMAR: Final = "llguidance"  # of the extra ``grammar``; a confined worker can open no file
+GRAMMAR: Final = "llguidance"  # for the extra ``grammar``; a sandboxed worker cannot import it
 LATER: Final = ("torch._dynamo", "torchvision")
-"""What an export and the first optimizer of a process import: half as long again as ``FIRST``."""
+"""Imports of an export and of a process's first optimizer; they take half as long as ``FIRST``."""
 
 IDLE_S: Final = 10.0
-"""So long after an order ``LATER`` is imported. A script that starts earlier imports it itself, in
-less time than it would have waited for the server."""
+"""Idle time after which ``LATER`` is imported. A script that starts earlier imports it itself,
+which is faster than waiting for the fork server."""
 
 
 def set_process_name(name: str) -> None:
-    """Name of this process's main thread in ``ps``; 15 characters remain."""
+    """Set the name of this process's main thread in ``ps``, cut to 15 characters."""
     with contextlib.suppress(OSError, AttributeError):
         ctypes.CDLL(None).prctl(PR_SET_NAME, name.encode()[:15], 0, 0, 0)
 
@@ -80,17 +80,17 @@ def without_threads(environment: Mapping[str, str]) -> dict[str, str]:
 
 
 class ForkServer:
-    """Forks on request, reaps, reports. One thread, one selector."""
+    """Forks on request, reaps children and reports their exits. One thread, one selector."""
 
     def __init__(self, channel: Channel) -> None:
         self._channel = channel
         self._children: dict[int, int] = {}  # pidfd -> pid
-        self._is_whole = False  # LATER is imported
+        self._is_whole = False  # True once LATER is imported
         self._selector = selectors.DefaultSelector()
         self._selector.register(channel, selectors.EVENT_READ)
 
     def run(self) -> None:
-        """Serve until Exit or until the controller is gone."""
+        """Serve until ``Exit`` arrives or the controller is gone."""
         while True:
             ready = self._selector.select(None if self._is_whole else IDLE_S)
             if not ready:
@@ -131,7 +131,7 @@ class ForkServer:
             pidfd = os.pidfd_open(pid)
             self._children[pidfd] = pid
             self._selector.register(pidfd, selectors.EVENT_READ)
-        except OSError:  # processes, descriptors or memory are short: the controller tries again
+        except OSError:  # processes, descriptors or memory are short; the controller retries
             traceback.print_exc()
             if pid:
                 os.kill(pid, signal.SIGKILL)
@@ -143,24 +143,24 @@ class ForkServer:
         self._is_whole = True
         try:
             import_for_children(LATER)
-        except Exception:  # a build or script that needs it fails at the same place, and says so
+        except Exception:  # a build or script that needs it fails there, too, and reports it
             traceback.print_exc()
 
     def _reap(self, pidfd: int) -> None:
         pid = self._children.pop(pidfd)
         self._selector.unregister(pidfd)
         os.close(pidfd)
-        with contextlib.suppress(OSError):  # whom it has started; until it is reaped its number
-            os.killpg(pid, signal.SIGKILL)  # is nobody else's
+        with contextlib.suppress(OSError):  # the child and processes that it started: before
+            os.killpg(pid, signal.SIGKILL)  # ``waitpid`` its number is not reused
         _, status = os.waitpid(pid, 0)
         self._channel.send(ChildExited(pid=pid, status=os.waitstatus_to_exitcode(status)))
 
 
 def import_for_children(names: Sequence[str]) -> None:
-    """Import modules, and freeze torch's 190,000 objects out of the children's collections.
+    """Import modules, and exclude torch's 190,000 objects from garbage collections of the children.
 
-    A collection would take 0.2 s in the middle of a task, and copy the pages of those objects in
-    each child.
+    Otherwise a collection would take 0.2 s in the middle of a task, and each child would copy the
+    pages of these objects.
     """
     for name in names:
         importlib.import_module(name)
@@ -169,11 +169,11 @@ def import_for_children(names: Sequence[str]) -> None:
 
 
 def _child(name: str, settings: Message, descriptors: Sequence[int]) -> NoReturn:
-    """Run the forked side: keep our own descriptors, run, leave without unwinding the parent."""
+    """Run the forked child: keep only its descriptors, run, exit without unwinding the parent."""
     status = 70
     try:
         reach("fork.child")
-        os.setpgid(0, 0)  # what it starts ends with it (``_reap``)
+        os.setpgid(0, 0)  # processes that it starts end with it (``_reap``)
         close_others(descriptors)
         wake_when_orphaned()
         set_process_name(name)
@@ -193,7 +193,7 @@ def _leave(status: int) -> NoReturn:
 
 
 def close_others(descriptors: Sequence[int]) -> None:
-    """Close all descriptors but these and the standard ones."""
+    """Close all descriptors except these and the standard streams."""
     lowest = KEEP_BELOW
     for descriptor in sorted(descriptors):
         os.closerange(lowest, descriptor)
@@ -236,8 +236,8 @@ def _run(settings: Message, descriptors: Sequence[int]) -> int:
 
 
 def main(descriptor: int) -> None:
-    """Entry: import what children need, announce, serve."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # who leaves when is the controller's decision
+    """Import the modules that children need, report readiness, serve; exit at the end."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the controller decides when a process ends
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     wake_when_orphaned()
     set_process_name("pipeswitch-fork")

@@ -1,4 +1,4 @@
-"""A scheduling policy by its name: one of ours, an installed one, or one's own module's."""
+"""Lookup of a scheduling policy by name: built in, installed, or in a module of the user."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ HINT = (
 
 
 def find_policy(name: str, *, max_wait_ms: float) -> Policy:
-    """Made for one server, or for one simulated.
+    """Return a new policy object, for one server or one simulated server.
 
     Args:
-        name: one of ours, an entry point of ``pipeswitch.policies``, or ``module:name``.
+        name: a built-in policy, an entry point of ``pipeswitch.policies``, or ``module:name``.
 
     Raises:
-        ConfigError: it cannot be imported or made, or what was made is no policy.
+        ConfigError: the policy cannot be imported or created, or is not a ``Policy``.
     """
     try:
         policy = _maker(name)(max_wait_ms=max_wait_ms)
@@ -57,7 +57,7 @@ CALLS: Final = {
 
 
 def policy_call(frame: FrameType | None) -> tuple[FrameType, str] | None:
-    """Return the unfinished policy call in a thread's stack, with a text that names it."""
+    """Return the policy call that a thread has not finished, with a text that names it, or None."""
     while frame is not None:
         if frame.f_code in CALLS:
             name = frame.f_locals["self"].name

@@ -1,6 +1,6 @@
 """A real server on the cpu device for tests: ``with pipeswitch.testing.server() as s: …``.
 
-``check_policy`` is what a scheduling policy of one's own must pass.
+A user's own scheduling policy must pass ``check_policy``.
 
 As a pytest fixture::
 
@@ -33,20 +33,20 @@ GATEWAY = ("--http", "127.0.0.1:0", "--grpc", "127.0.0.1:0")
 
 @dataclass(frozen=True)
 class RunningServer:
-    """A server process and how to reach it."""
+    """A server process and its addresses."""
 
     process: subprocess.Popen[str]
     ready_line: str
     tcp_address: str
     ipc_address: str
-    http_address: str  # host:port; empty: none was asked for
+    http_address: str  # host:port; empty if ``http`` is False
     grpc_address: str
     state_dir: Path
 
     def client(self, *, tcp: bool = False, **options: Any) -> Client:
-        """Return a client of the owner's listener, or of TCP like a stranger's.
+        """Return a client at the owner's socket, or with ``tcp`` at the address for other users.
 
-        A stranger may only ask, unless the server was made with more ``tcp_roles``.
+        Such a user may only send requests, unless the server has more ``tcp_roles``.
         """
         return Client(self.tcp_address if tcp else self.ipc_address, **options)
 
@@ -55,14 +55,14 @@ class RunningServer:
         return self.process.pid
 
     def log(self) -> str:
-        """Everything the server's processes have logged."""
+        """Return the logs of all of the server's processes."""
         return "\n".join(
             f"--- {path.name}\n{path.read_text(errors='replace')}"
             for path in sorted((self.state_dir / "logs").glob("*.log"))
         )
 
     def stop(self, number: int = signal.SIGTERM) -> int:
-        """Signal the server and wait for its end; its exit status."""
+        """Send a signal to the server and wait for its end; return the exit status."""
         if self.process.poll() is None:
             self.process.send_signal(number)
         try:
@@ -85,13 +85,13 @@ def server(
     args: tuple[str, ...] = (),
     environment: Mapping[str, str] | None = None,
 ) -> Iterator[RunningServer]:
-    """Start ``pipeswitch serve`` on a free port in a folder of its own; stop it at the end.
+    """Start ``pipeswitch serve`` on a free port in a temporary folder; stop it at the end.
 
-    ``tcp_roles`` is what TCP clients may do: infer, urgent, register, operate, code. With
-    ``http`` the server has a gateway too.
+    ``tcp_roles`` are the roles of TCP clients: infer, urgent, register, operate, code. With
+    ``http`` the server has a gateway, too.
 
     Raises:
-        RuntimeError: it did not become ready; carries its output and log.
+        RuntimeError: the server did not become ready; the text has its output.
     """
     # A socket's path has at most 107 bytes, and a test runner's temporary folder may be deep.
     short = "/tmp" if os.path.isdir("/tmp") else None
@@ -148,7 +148,7 @@ def _start(
 
 
 def _wait_until_ready(process: subprocess.Popen[str], root: Path) -> RunningServer:
-    """Read the server's lines until it says that it is ready."""
+    """Read the server's output until it is ready; raise RuntimeError if it ends before."""
     assert process.stdout is not None
     heard = []
     for line in process.stdout:

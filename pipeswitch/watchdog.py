@@ -1,9 +1,9 @@
-"""Notices that a loop or a policy stands still, and tells systemd what there is to tell.
+"""Watchdogs that notice a loop or a policy that hangs, and the notifications for systemd.
 
-A loop that never turns again (an endless loop in a decision, a call that never returns) is the
-one death that no process, channel or descriptor reports. A thread looks at it; with systemd
-(``Type=notify``, ``WatchdogSec``) the manager looks too, which also covers a call that never gives
-the interpreter lock back.
+If a loop hangs (an endless loop in a decision, a call that never returns), no process, channel or
+descriptor reports it. So a thread checks the loop. With systemd (``Type=notify``, ``WatchdogSec``)
+the service manager checks it, too, which also covers a call that never releases the interpreter
+lock.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ from .policies import policy_call
 
 log = logging.getLogger(__name__)
 
-LOOKS: Final = 10  # in a row without a turn
+LOOKS: Final = 10  # number of checks in a row without an iteration
 TELL_WAIT_S: Final = 1.0
 EXIT_HUNG: Final = os.EX_SOFTWARE
 
 
 class Notifier:
-    """systemd's end, sd_notify(3); does nothing when no manager listens."""
+    """Client of systemd's sd_notify(3); it does nothing if no manager listens."""
 
     def __init__(self, environ: Mapping[str, str]) -> None:
         self._address = environ.get("NOTIFY_SOCKET", "").replace("@", "\0", 1)
@@ -42,11 +42,11 @@ class Notifier:
             return
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_CLOEXEC)
         if environ.get("WATCHDOG_PID", str(os.getpid())) == str(os.getpid()):
-            with contextlib.suppress(ValueError):  # a third: two may be lost
+            with contextlib.suppress(ValueError):  # a third of the limit: two beats may be lost
                 self._beat_every_s = int(environ.get("WATCHDOG_USEC", "0")) / 3e6
 
     def notify(self, **fields: object) -> None:
-        """``tell(READY=1, STATUS="…")``. Never fails; waits for a manager that does not read."""
+        """Send ``notify(READY=1, STATUS="…")``. Never fails; waits up to 1 s for a slow manager."""
         self._is_watched = self._is_watched or "READY" in fields
         self._send(fields, TELL_WAIT_S)
 
@@ -63,10 +63,10 @@ class Notifier:
             log.debug("systemd not told: %s", error)
 
     def beat(self, now_s: float) -> None:
-        """Send a beat to the manager, once a turn of the loop, as often as the manager asks for
-        it.
+        """Send a beat to the manager if one is due; call it in each iteration of the loop.
 
-        It watches from READY on. What is told before would only fill its queue, of ten messages.
+        The manager watches from READY on. Earlier beats would only fill its queue of ten
+        messages.
         """
         if self._is_watched and self._beat_every_s and now_s >= self._beat_at_s:
             self._beat_at_s = now_s + self._beat_every_s
@@ -79,10 +79,10 @@ class Notifier:
 
 
 class TurnLooks:
-    """Counts looks at a loop that found it where it was.
+    """Counter of checks in a row that found a loop at the same place.
 
-    Looks are counted, not time: this process may have been stopped as a whole (SIGSTOP), and then
-    much time has passed for the watchdog as well as for the loop.
+    It counts checks instead of time: if the whole process was stopped (SIGSTOP), time has passed,
+    but neither the loop nor the watchdog ran.
     """
 
     def __init__(self) -> None:
@@ -90,19 +90,19 @@ class TurnLooks:
         self._count = 0
 
     def is_hung(self, place: object) -> bool:
-        """Look once; return True if the last ``LOOKS`` looks in a row found this place."""
+        """Check once; return True if the last ``LOOKS`` checks in a row found the same place."""
         self._count = self._count + 1 if place == self._seen else 0
         self._seen = place
         return self._count >= LOOKS
 
 
 class LoopWatchdog:
-    """Ends the process when the loop of the thread that starts it has not turned for ``limit_s``.
+    """Ends the process if the loop of the thread that calls ``start`` hangs for ``limit_s``.
 
     Args:
-        limit_s: without a turn; 0: never.
-        streams: descriptors for the stacks of all threads.
-        end: called then, on the watchdog's thread; it must not return in a real process.
+        limit_s: maximum time of an iteration; 0: no limit.
+        streams: descriptors that get the stacks of all threads.
+        end: called on the watchdog's thread to end the process; it must not return there.
     """
 
     def __init__(
@@ -130,11 +130,11 @@ class LoopWatchdog:
             self._thread.join()
 
     def turned(self) -> None:
-        """Count a turn of the loop, at no further cost."""
+        """Count an iteration of the loop; cheap."""
         self._turns += 1
 
     def _call(self) -> tuple[FrameType, str] | None:
-        """Return the policy call that the thread is in, else None."""
+        """Return the policy call that the watched thread has not finished, or None."""
         return policy_call(sys._current_frames().get(self._watched))
 
     def _place(self) -> object:
@@ -153,7 +153,7 @@ class LoopWatchdog:
                 return
 
     def _give_up(self) -> None:
-        """Give up without logging: its locks may be held by the thread that hangs."""
+        """Write the stacks and end, without logging: the hung thread may hold logging's locks."""
         call = self._call()
         text = f"{self._what(call[1] if call else '')}\n".encode()
         for stream in self._streams:
@@ -164,7 +164,7 @@ class LoopWatchdog:
 
 
 class PolicyWatchdog(LoopWatchdog):
-    """Watchdog of a thread whose loop may take any time, unlike a policy call inside it."""
+    """Watchdog for policy calls alone: the thread's loop may take any time."""
 
     def _place(self) -> object:
         call = self._call()

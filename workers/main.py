@@ -1,8 +1,8 @@
 """Entry of a worker process, which runs model code and may die at any time.
 
 Two threads (PipeSwitch 3): the main thread executes; the termination thread reads the signal
-channel and raises the gate's flag. The two channels have no order between them: every message
-carries the operation id it speaks of.
+channel and sets the gate's flag. The two channels are not ordered relative to each other, so every
+message carries the operation id that it refers to.
 """
 
 from __future__ import annotations
@@ -36,16 +36,16 @@ from .training.hooks import use_pace
 from .training.host import JobHost
 from .training.script import give_freed_memory_back, run_script
 
-STATUS_FAILED = 70  # like every child that an exception ends (launch.py)
+STATUS_FAILED = 70  # as for every child that an exception ends (launch.py)
 REST_S = 5.0  # idle time after which a worker returns freed memory
-PREFAULT_BYTES = 8 << 20  # a piece holds the interpreter for less than a millisecond
+PREFAULT_BYTES = 8 << 20  # faulting in a piece holds the GIL for less than a millisecond
 
 
 def run(settings: worker_msg.WorkerSettings, descriptors: Sequence[int]) -> int:
-    """Set up, announce readiness, loop, leave.
+    """Set up the process, report readiness, serve until told to exit; return the exit status.
 
-    ``descriptors``: task channel, signal channel, board, all wake-ups'; then pool and arena's,
-    which a worker of one tenant gets with ``BindTenant``.
+    ``descriptors``: task channel, signal channel, control page and wake-up descriptors; then pool
+    and arena, which a worker that serves a single tenant gets with ``BindTenant`` instead.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the controller decides which process exits when
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
@@ -66,7 +66,7 @@ def run(settings: worker_msg.WorkerSettings, descriptors: Sequence[int]) -> int:
 
 
 def _log_to_stderr(slot: int) -> None:
-    """Log to stderr, the server's ``processes.log``; a script's own logging is left as it is."""
+    """Log to stderr, which is the server's ``processes.log``; keep a script's logging as it is."""
     handler = logging.StreamHandler()
     form = f"worker={slot} %(levelname)s event=%(event)d %(name)s %(message)s"
     handler.setFormatter(PrintableFormatter(form))
@@ -78,7 +78,7 @@ def _log_to_stderr(slot: int) -> None:
 
 
 class WorkerProcess:
-    """The two threads' common ground: channels, gate, and the job's host."""
+    """State shared by the two threads: channels, gate, and the job's host."""
 
     def __init__(
         self,
@@ -106,7 +106,7 @@ class WorkerProcess:
         self._freed = FreedMemory()
 
     def map_memory(self, descriptors: Sequence[int]) -> None:
-        """``descriptors``: the pool, then the arena's."""
+        """Map the pool and the arena; ``descriptors`` has the pool's first, then the arena's."""
         pool, *arena = descriptors
         kind = kind_of(self._settings.device)
         self._view = kind.open_view(
@@ -123,11 +123,11 @@ class WorkerProcess:
         if self._settings.separates_tenants:
             warm_up()  # here, so that no tenant waits for it
         self._task.send(worker_msg.WorkerReady(slot=self._settings.slot, pid=os.getpid()))
-        if not self._settings.separates_tenants:  # otherwise the pages are not known yet
+        if not self._settings.separates_tenants:  # otherwise ``BindTenant`` brings the memory later
             threading.Thread(target=self._prefault, name="prefault", daemon=True).start()
 
     def _prefault(self) -> None:
-        """Map the arena's pages before the first switch: 95 ms a GiB, off the request's path."""
+        """Map the arena's pages before the first switch: 95 ms a GiB that no request waits for."""
         for offset in range(0, self._settings.arena_bytes, PREFAULT_BYTES):
             size = min(PREFAULT_BYTES, self._settings.arena_bytes - offset)
             self._view.prefault(offset, size)
@@ -135,7 +135,7 @@ class WorkerProcess:
     # -- main thread ---------------------------------------------------------------------------
 
     def serve(self) -> int:
-        """Serve one blocking call after another, one task at a time, until the order to exit."""
+        """Receive and execute one task at a time until ``Exit``; return the exit status."""
         self._task.set_limit(REST_S)
         while True:
             try:
@@ -144,7 +144,7 @@ class WorkerProcess:
                 self._freed.give_back(time.monotonic())
                 continue
             if received is None:
-                os._exit(0)  # the controller is gone: a clean exit has no use
+                os._exit(0)  # the controller is gone, so nobody needs a clean exit
             message, descriptors = received
             match message:
                 case worker_msg.BindTenant():
@@ -190,7 +190,7 @@ class WorkerProcess:
         try:
             reach("worker.prepare")
             self._programs.prepare(message)
-        except Exception as problem:  # a model's own code: reported, and tried again on demand
+        except Exception as problem:  # a model's own code: report it; the request tries again
             error = f"{type(problem).__name__}: {problem}"[:2000]
         self._task.send(
             worker_msg.ModelPrepared(
@@ -199,10 +199,10 @@ class WorkerProcess:
         )
 
     def _run_job(self, message: worker_msg.RunJob, descriptors: Sequence[int]) -> int:
-        """Run a training script; this process retires afterwards, whatever the script did to it.
+        """Run a training script; this process ends afterwards.
 
-        A script leaves modules, threads and patches behind. A fresh fork costs 10 ms, so
-        "cleaning" a worker that ran user code is replacing it (ADR 0005).
+        A script leaves modules, threads and patches behind. A fresh fork costs 10 ms, so a worker
+        that ran user code is replaced instead of cleaned (ADR 0005).
         """
         if self._is_confined:
             raise ValueError(f"{message.job} is a script, but this worker is in the sandbox")
@@ -230,7 +230,7 @@ class WorkerProcess:
         return 0
 
     def _keep_in_step(self) -> None:
-        """Limit run-ahead on the device, and run backward in this thread."""
+        """Limit how far the script runs ahead of the device, and run backward in this thread."""
         pace = self._view.pacer()
         use_pace(pace)
         if pace is not None:
@@ -241,9 +241,9 @@ class WorkerProcess:
     # -- termination thread --------------------------------------------------------------------
 
     def _listen_or_leave(self) -> None:
-        """Listen; on any error exit at once, to be replaced: the worker needs this thread.
+        """Listen; on any error end the process at once, because a worker needs this thread.
 
-        One cause is a device context that broke while the thread waited for the queue to drain.
+        For example, the device context may break while the thread waits for the queue to drain.
         """
         try:
             self._listen()
@@ -253,7 +253,7 @@ class WorkerProcess:
             os._exit(STATUS_FAILED)
 
     def _listen(self) -> None:
-        """Translate control messages; end of file means the controller is gone."""
+        """Handle messages of the signal channel; exit at end of file: the controller is gone."""
         while True:
             received = self._control.receive()
             if received is None:
@@ -299,10 +299,10 @@ class WorkerProcess:
         )
 
     def _on_parked(self, turn: int, next_turn: int, where: Where) -> None:
-        """Pass the device on; called by the thread that parks, with the gate's lock held."""
-        self._view.synchronize()  # wait for queued work, at most two groups
+        """Pass the device on; the thread that parks calls it and holds the gate's lock."""
+        self._view.synchronize()  # wait for queued work, which is at most two groups
         reach("job.park")
-        parked_at_ms = now_ms()  # before the wake-up: its worker may take this thread's core
+        parked_at_ms = now_ms()  # before the wake-up: the woken worker may take this thread's core
         if next_turn:
             self._view.raise_turn(next_turn, self._next_slot)
         reach("job.parked")

@@ -1,7 +1,7 @@
-"""The process of a stage: calls the owner's functions over requests' tensors (ADR 34).
+"""Preprocessing process: calls the owner's functions with requests' tensors (ADR 34).
 
-It runs the owner's code outside of the sandbox, touches no device, and reads the pool: what a
-function returns goes into memory of its own, from where the controller copies it.
+It runs the owner's code outside of the sandbox, uses no device, and only reads the pool. It writes
+return values to its own result memory, and the controller copies them from there.
 """
 
 from __future__ import annotations
@@ -33,17 +33,17 @@ from pipeswitch.programs.interface.layout import ITEM_BYTES, TENSOR_ALIGN_BYTES,
 from pipeswitch.sandbox.confine import WORST
 
 Function = Callable[..., Any]
-MAX_ARRAYS, MAX_NAME = 64, 128  # of a model's inputs
+MAX_ARRAYS, MAX_NAME = 64, 128  # limits for the inputs of a model
 
 
 class Unusable(Exception):
-    """Unusable function or return value; the text says why."""
+    """Function or return value that cannot be used; the text says why."""
 
 
 def run(settings: stage_msg.StageSettings, channel: Channel, results: int) -> int:
-    """Serve until the controller closes the channel; the exit status."""
-    torch.set_num_threads(1)  # the device's worker has the others
-    Path("/proc/self/oom_score_adj").write_text(WORST)  # a function that leaks takes no other along
+    """Serve calls until the controller closes the channel; return the exit status."""
+    torch.set_num_threads(1)  # the device's worker uses the other cores
+    Path("/proc/self/oom_score_adj").write_text(WORST)  # if memory leaks, Linux kills only this
     memory = memoryview(mmap.mmap(results, settings.result_bytes))
     channel.send(stage_msg.StageReady(pid=os.getpid()))
     while (received := channel.receive()) is not None:
@@ -58,7 +58,7 @@ def run(settings: stage_msg.StageSettings, channel: Channel, results: int) -> in
             )
         except Unusable as problem:
             answer = stage_msg.StageFailed(op_id=call.op_id, reason=str(problem))
-        except BaseException as error:  # SystemExit too: a function ends no request but its own
+        except BaseException as error:  # also SystemExit: a function may fail its own request only
             traceback.print_exc()
             answer = stage_msg.StageFailed(op_id=call.op_id, reason=f"it raised {_said(error)}")
         finally:
@@ -69,14 +69,14 @@ def run(settings: stage_msg.StageSettings, channel: Channel, results: int) -> in
 
 
 def check(settings: stage_msg.CheckStage, channel: Channel) -> int:
-    """Say whether functions can be imported, and the first be called; the exit status."""
-    signal.setitimer(signal.ITIMER_REAL, settings.timeout_s)  # SIGALRM, which nothing catches
+    """Report whether all functions import and the first accepts the inputs; return exit status."""
+    signal.setitimer(signal.ITIMER_REAL, settings.timeout_s)  # SIGALRM ends this process
     answer: stage_msg.StageReady | stage_msg.StageFailed = stage_msg.StageReady(pid=os.getpid())
     name = ""
     try:
         loaded = [_load(name := function) for function in settings.functions]
         name = settings.functions[0]
-        with contextlib.suppress(ValueError):  # one in C may tell no signature
+        with contextlib.suppress(ValueError):  # a function in C may have no signature
             if settings.inputs:
                 inspect.signature(loaded[0]).bind(**dict.fromkeys(settings.inputs))
     except Unusable as problem:
@@ -91,7 +91,7 @@ def check(settings: stage_msg.CheckStage, channel: Channel) -> int:
 
 @functools.cache
 def _load(name: str) -> Function:
-    """Import ``package.module:function``."""
+    """Return the function named by ``package.module:function``; raise ``Unusable`` without one."""
     module, _, attribute = name.partition(":")
     try:
         owner: Any = importlib.import_module(module)
@@ -132,10 +132,10 @@ def _read(pool: int, slab: SlabTensor) -> Any:
 
 
 def _place(returned: Any, memory: memoryview) -> tuple[SlabTensor, ...]:
-    """Write what a function returned: a dict of arrays by name, or a lone array.
+    """Write a function's return value, an array or a dict of arrays by name, to ``memory``.
 
     Raises:
-        Unusable: it is something else, or too large.
+        Unusable: the value has another type or is too large.
     """
     named = returned if isinstance(returned, Mapping) else {"": returned}
     if len(named) > MAX_ARRAYS:

@@ -18,7 +18,7 @@ _LENGTH: Final = struct.Struct("<I")
 
 
 def pack(elements: Iterable[bytes]) -> bytes:
-    """Pack elements, which are in row-major order, one after the other."""
+    """Return elements, given in row-major order, packed one after the other."""
     return b"".join(part for one in elements for part in (_LENGTH.pack(len(one)), one))
 
 
@@ -68,10 +68,10 @@ def packed(value: Any) -> tuple[tuple[int, ...], bytes] | None:
 
 
 def unpacked(data: Any, shape: Sequence[int]) -> Any:
-    """Return the numpy array of ``bytes`` objects in a packed buffer.
+    """Return the numpy array of ``bytes`` objects in a packed buffer, as a copy.
 
     Raises:
-        InvalidInput: the number of elements does not fit ``shape``.
+        InvalidInput: the buffer does not hold exactly the elements of ``shape``.
     """
     import numpy as np
 

@@ -1,5 +1,5 @@
-"""Encoding that raises MemoryError when memory is short. msgspec 0.22 ends the process instead:
-``encode`` frees a null pointer if its result cannot grow. ``encode_into`` checks the allocation."""
+"""Encoding that raises MemoryError when memory is short. msgspec 0.22 would end the process:
+``encode`` frees a null pointer if its result cannot grow; ``encode_into`` checks the allocation."""
 
 from functools import partial
 from typing import Any, Final

@@ -1,8 +1,8 @@
-"""All settings in one place: a frozen value, and the reading of it from file, environment, flags.
+"""All settings: frozen structs, and the code that reads them from file, environment and flags.
 
-The code sees the frozen structs below, validated when made. Their fields, with the help in their
+The structs below are validated when they are created. Their fields, with the help texts in their
 docstrings, are the only list of settings: the reader, which reports all errors at once, ``config
-init`` and ``config schema`` follow it. A key in the file has no unit: its values bring theirs.
+init`` and ``config schema`` use it. A key in the file has no unit suffix: its value has the unit.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ from .units import RetentionPolicy, SizeSpec, nearest, parse_ms, parse_size
 DEFAULT_LISTEN: Final = "tcp://127.0.0.1:5555"
 _HOST: Final = r"[^:/\s]+|\[[^\]\s]+\]"
 _PORT: Final = r"\*|[0-9]{1,4}|[1-5][0-9]{4}|6[0-4][0-9]{3}|65[0-4][0-9]{2}|655[0-2][0-9]|6553[0-4]"
-_ORIGIN: Final = r"https?://([a-z0-9.-]+|\[[0-9a-f:]+\])(:[0-9]+)?"  # as browsers write it
+_ORIGIN: Final = r"https?://([a-z0-9.-]+|\[[0-9a-f:]+\])(:[0-9]+)?"  # in browsers' form
 NAME_PATTERN: Final = re.compile(r"[a-z0-9][a-z0-9._-]{0,63}")
-"""Names of models, jobs and servers: safe as a file name, a topic and a column."""
+"""Names of models, jobs and servers: valid as a file name, a topic and a table column."""
 
-MAX_MS: Final = 480 * 3600e3  # 20 days: what waits for it counts milliseconds in 31 bits
+MAX_MS: Final = 480 * 3600e3  # 20 days: timers count milliseconds in 31 bits
 PRIORITIES: Final[Mapping[str, int]] = {"high": 0, "normal": 1, "low": 2}  # 0 is the most urgent
 
 POLICIES: Final = ("priority", "fifo", "edf", "sjf", "collate", "alternating")
@@ -40,16 +40,16 @@ PLACEMENTS: Final = get_args(Placement)
 JobOrder = Literal["rotate", "fair", "srtf", "fifo", "pack", "coshift"]
 JOB_ORDERS: Final = get_args(JobOrder)
 POLICY_GROUP: Final = "pipeswitch.policies"
-"""Entry points of this group are policies too."""
+"""Entry points of this group are policies, too."""
 
 
 def policy_name(value: object) -> str:
-    """One that comes along, ``module:name``, or an installed entry point."""
+    """Return a policy: built in, ``module:name`` or an entry point, else raise ValueError."""
     if not isinstance(value, str):
         raise ValueError(f"{value!r} is not a text")
     if value in POLICIES or re.fullmatch(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*", value):
         return value
-    from importlib import metadata  # here: the command line starts without it
+    from importlib import metadata  # only here, because the command line starts faster without it
 
     names = [*POLICIES, *(point.name for point in metadata.entry_points(group=POLICY_GROUP))]
     if value not in names:
@@ -61,12 +61,12 @@ def policy_name(value: object) -> str:
 
 
 def _form(pattern: str, noun: str) -> Meta:
-    """Return the rule for a text that is empty or matches; ``$`` alone accepts a newline."""
+    """Return the rule for an empty or matching text; a bare ``$`` would accept a newline, too."""
     return Meta(pattern=rf"^(?:{pattern})?(?!\n)$", extra={"noun": noun})
 
 
 def _written(noun: str, read: Callable[[object], Any], **units: float) -> Meta:
-    """Return the rule for a text that ``read`` parses; ``units``, largest first, print it."""
+    """Return the rule for a text that ``read`` parses; ``units`` print it, the largest first."""
     return Meta(extra={"noun": noun, "read": read, "units": units})
 
 
@@ -98,9 +98,9 @@ NOUNS: Final[Mapping[type[types.Type], str]] = {
 
 
 class Section(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Settings of one table of the file; always valid, since a wrong value raises ConfigError.
+    """Settings of one table of the file; always valid, because a wrong value raises ConfigError.
 
-    The docstring of a section has the help of each key, in the form ``key: help``.
+    The docstring of each subclass has the help of its keys, in the form ``key: help``.
     """
 
     def __post_init__(self) -> None:
@@ -112,7 +112,7 @@ class Section(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
 
 
 class ConfigKey(msgspec.Struct, frozen=True):
-    """Key of a table: field, type, help, and the default as a user writes it."""
+    """Key of a table: field, type, help, and the default in the form that a user writes."""
 
     name: str
     kind: Any
@@ -141,7 +141,7 @@ def _rules(kind: Any) -> tuple[types.Type, dict[str, Any]]:
 
 
 def _shown(value: Any, rules: Mapping[str, Any]) -> Any:
-    """Return a value as a user writes it."""
+    """Return a value in the form that a user writes."""
     for unit, size in rules.get("units", {}).items():
         if value and value % size == 0:
             return f"{value / size:.0f}{unit}"
@@ -158,7 +158,7 @@ def _read(kind: Any, raw: Any, *, is_read: bool = False) -> Any:
     value = rules["read"](raw) if "read" in rules and not is_read else raw
     if isinstance(info, types.VarTupleType) and isinstance(raw, str):
         value = [part.strip() for part in raw.split(",") if part.strip()]
-    is_text = isinstance(value, str | float)  # a variable is always text; 2.0 counts as an integer
+    is_text = isinstance(value, str | float)  # variables are always texts; 2.0 is a whole number
     try:
         return msgspec.convert(value, kind, strict=not is_text, from_attributes=True)
     except msgspec.ValidationError:
@@ -225,7 +225,7 @@ class ServerConfig(Section, frozen=True):
 
 
 def _device_names(text: object) -> str:
-    """One or more devices, each once, with commas between them."""
+    """Return device names, separated by commas; raise ValueError for a wrong or repeated name."""
     names = [part.strip() for part in str(text).split(",")]
     if names == ["auto"]:
         return "auto"
@@ -272,7 +272,7 @@ class DeviceConfig(Section, frozen=True):
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Each device's own."""
+        """Name of each device."""
         return tuple(self.name.split(","))
 
 
@@ -517,7 +517,7 @@ WEIGHT_HELP: Final = (
     "weight of a key or token, by its name, for its share of the device's time within a priority; "
     '"*": all clients without one, "": the owner'
 )
-PROFILES_VARIABLE: Final = "PIPESWITCH_PROFILES_DIR"  # the one setting outside the sections
+PROFILES_VARIABLE: Final = "PIPESWITCH_PROFILES_DIR"  # a setting outside the sections
 SECTIONS: Final[Mapping[str, type[Section]]] = {
     item.name: item.type
     for item in msgspec.structs.fields(Config)
@@ -526,13 +526,13 @@ SECTIONS: Final[Mapping[str, type[Section]]] = {
 
 
 def _elsewhere(key: str) -> str:
-    """Return ``; it belongs to [section]`` for a key of another section, else nothing."""
+    """Return ``; it belongs to [section]`` if other sections have the key, else an empty string."""
     owners = [f"[{name}]" for name, cls in SECTIONS.items() if key in settings(cls)]
     return f"; it belongs to {' or '.join(owners)}" if owners else ""
 
 
 class _Reader:
-    """Reader of tables of settings; ``errors`` has every problem with its origin."""
+    """Reader of settings from tables; ``errors`` lists every problem with its origin."""
 
     def __init__(self, where: str, origins: Mapping[str, str]) -> None:
         self._where, self._origins = where, origins
@@ -578,16 +578,16 @@ class _Reader:
 def parse(
     raw: Mapping[str, Any], where: str = "", origins: Mapping[str, str] | None = None
 ) -> Config:
-    """Check a tree of settings as TOML gives it.
+    """Check a tree of settings in the form of a TOML file, and return them.
 
     Args:
         raw: sections by name.
         where: the file's name, for errors.
-        origins: ``section`` and ``section.key`` of what did not come from the file, and where it
-            came from.
+        origins: origin of each ``section`` and ``section.key`` that did not come from the file.
 
     Raises:
-        ConfigError: with every problem, one per line, and ``data["errors"]`` as a list.
+        ConfigError: a setting is wrong; the text has one line for each problem, and
+            ``data["errors"]`` lists them.
     """
     reader = _Reader(where, origins or {})
     sections = {
@@ -628,15 +628,15 @@ def load(
     flags: Mapping[str, Any] | None = None,
     environ: Mapping[str, str] | None = None,
 ) -> Config:
-    """Read flags over ``PIPESWITCH_SECTION__KEY`` over file over defaults; make folders absolute.
+    """Return settings with absolute folders; flags win over environment, file and defaults.
 
     Args:
         path: a TOML file; None: ``pipeswitch.toml`` in the current folder if there is one.
         flags: a tree like the file's; keys whose value is None are ignored.
-        environ: defaults to the process's environment.
+        environ: variables ``PIPESWITCH_SECTION__KEY``; default: the process's environment.
 
     Raises:
-        ConfigError: with every problem of all sources.
+        ConfigError: a setting is wrong; the text has every problem of all sources.
     """
     environ = os.environ if environ is None else environ
     if path is None and Path("pipeswitch.toml").is_file():
@@ -667,7 +667,7 @@ def load(
 
 
 def _check_found(path: Path) -> None:
-    """Check that a file that was found is this user's, because it may name code to run."""
+    """Raise ConfigError if another user may have written the file: it may name code to run."""
     facts = path.stat()
     if facts.st_uid not in (os.getuid(), 0) or facts.st_mode & 0o002:
         raise ConfigError(
@@ -689,13 +689,13 @@ def _read_toml(path: Path) -> dict[str, Any]:
 
 
 def default_state_dir(environ: Mapping[str, str]) -> Path:
-    """``$XDG_STATE_HOME/pipeswitch``."""
+    """Return ``$XDG_STATE_HOME/pipeswitch``, by default below ``~/.local/state``."""
     base = environ.get("XDG_STATE_HOME") or str(Path(environ.get("HOME", "~"), ".local/state"))
     return Path(base).expanduser() / "pipeswitch"
 
 
 def default_runtime_dir(environ: Mapping[str, str]) -> Path:
-    """``$XDG_RUNTIME_DIR/pipeswitch``; without one, a folder of the user's own under /tmp."""
+    """Return ``$XDG_RUNTIME_DIR/pipeswitch``, or without one a folder of the user's in /tmp."""
     base = environ.get("XDG_RUNTIME_DIR")
     return Path(base, "pipeswitch") if base else Path(f"/tmp/pipeswitch-{os.getuid()}")
 
@@ -727,12 +727,12 @@ def _absolute(path: str | Path) -> str:
 
 
 def _absolute_file(text: str, suffix: str) -> str:
-    """Return the path of a file of a [[model]], which may be relative to the server's folder."""
+    """Return the absolute path if the text names a file with this suffix, else the text."""
     return _absolute(text) if text.endswith(suffix) else text
 
 
 def example() -> str:
-    """Return the commented file of ``config init``: every setting with its default."""
+    """Return the commented file that ``config init`` writes: every setting with its default."""
     lines = ["# PipeSwitch. Flags win over PIPESWITCH_SECTION__KEY, which win over this file.", ""]
     lines += ['profiles_dir = ""  # measured profiles of models; empty: those that come along', ""]
     for name, cls in SECTIONS.items():

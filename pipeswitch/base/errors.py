@@ -1,36 +1,36 @@
-"""Every way PipeSwitch can fail, in one tree.
+"""All errors of PipeSwitch, in one tree.
 
 PipeSwitchError
-├── the caller can mend it
+├── the caller can correct it
 │   ├── InvalidInput           the request does not fit the model's declared signature or a limit
-│   │   └── SharedInputRefused  jobs cannot share this input, or one of them wrote to it
-│   ├── ModelNotFound          no such model or job; names the nearest one
-│   ├── AlreadyExists          the name is taken by something with another digest
-│   ├── RegistrationRefused    a model cannot be accepted; says which part and why
-│   └── PermissionDenied       a key the server does not admit, or code at a door that takes none
-├── try again, or later
-│   ├── DeadlineExceeded       the answer would have come too late
+│   │   └── SharedInputRefused  jobs cannot share this input, or a script wrote to it
+│   ├── ModelNotFound          no model or job has this name; names the nearest one
+│   ├── SequenceNotFound       the server keeps no sequence with this id
+│   ├── AlreadyExists          the name belongs to something with another digest
+│   ├── RegistrationRefused    the model cannot be served; says which part and why
+│   └── PermissionDenied       the key is not admitted, or the client lacks a role
+├── a later attempt may succeed
+│   ├── DeadlineExceeded       the deadline passed
 │   ├── QueueFull              too many or too large requests are waiting
-│   ├── Cancelled              the caller took the request back
+│   ├── DeviceBusy             the operation needs the device alone
+│   ├── Cancelled              the caller cancelled the request
 │   └── ServerUnavailable      no server answers, or it is draining
 ├── the model or its code
-│   ├── WorkerLost             the worker died on this request more often than we retry
+│   ├── WorkerLost             the worker died on each try of this request
 │   ├── TaskFailed             the model's or script's own code raised
 │   └── ModelQuarantined       the model killed too many workers
 ├── sizes
 │   ├── OutOfDeviceMemory      larger than the arena can ever hold
-│   └── HostStoreFull          the host store, or the server's disk, has no room for it
-└── the server's own
-    ├── ConfigError            a file or flag is wrong: says which, and what would be right
-    ├── LocalProtocolError     we tried to send nonsense: a bug here
-    ├── RemoteProtocolError    the peer sent nonsense
+│   └── HostStoreFull          the host store, or the server's disk, has no room
+└── the server itself
+    ├── ConfigError            a file or flag is wrong; says which, and which values are right
+    ├── LocalProtocolError     this process tried to send a malformed message: a bug here
+    ├── RemoteProtocolError    the peer sent a malformed message
     └── InvalidTransition      a state table has no row for this event: a bug here
 
-``TaskPreempted`` stands outside the tree on purpose: it is a ``BaseException``, so that
-``except Exception`` in a training script cannot swallow a preemption.
-
-Values are attributes (``error.data``) and survive the wire; ``.hint`` says what to type next.
-"""
+``TaskPreempted`` is outside the tree: it is a ``BaseException``, so that ``except Exception`` in a
+training script does not catch a preemption. An error's values are attributes (``error.data``), also
+of an error that came over the wire; ``.hint`` says what to type next."""
 
 from __future__ import annotations
 
@@ -39,13 +39,13 @@ from typing import Any, ClassVar
 
 
 class PipeSwitchError(Exception):
-    """Base of everything a caller may catch.
+    """Base class of all errors that a caller may catch.
 
     Attributes:
-        hint: what to type or change next; empty when there is nothing to add.
-        request_id: the request this answers, when there is one.
-        data: the error's values, JSON-able, by name.
-        exit_code: what the CLI exits with (1 failed, 3 no server, 4 not found, 5 busy).
+        hint: what to type or change next; may be empty.
+        request_id: id of the request that failed, if there is one.
+        data: values of the error by name, in types that JSON has.
+        exit_code: exit status of the command line (1 failed, 3 no server, 4 not found, 5 busy).
     """
 
     exit_code: ClassVar[int] = 1
@@ -58,7 +58,7 @@ class PipeSwitchError(Exception):
         self.data: dict[str, Any] = data
 
     def __getattr__(self, name: str) -> Any:
-        """Values by name: ``error.requested_bytes``; AttributeError when there is none."""
+        """Return a value of ``data``: ``error.requested_bytes``; else raise AttributeError."""
         data = self.__dict__.get("data", {})
         if name in data:
             return data[name]
@@ -73,27 +73,27 @@ class InvalidInput(PipeSwitchError):
 
 
 class SharedInputRefused(InvalidInput):
-    """A training script's input cannot be shared, or was written in place."""
+    """A training script's input cannot be shared, or the script wrote to it."""
 
 
 class ModelNotFound(PipeSwitchError):
-    """No model or job of that name. ``data["nearest"]`` is the closest name, when one is close."""
+    """No model or job has that name. ``data["nearest"]`` is a similar name, if there is one."""
 
     exit_code = 4
 
 
 class SequenceNotFound(PipeSwitchError):
-    """No sequence of that name: it was never started, or it is over."""
+    """The server keeps no such sequence: it has never started, or it is over."""
 
     exit_code = 4
 
 
 class AlreadyExists(PipeSwitchError):
-    """The name is taken by something else; the same digest again would have been a no-op."""
+    """The name belongs to something else; registering the same digest again is a no-op."""
 
 
 class RegistrationRefused(PipeSwitchError):
-    """The model cannot be served. ``part`` names what was refused, ``reason`` why."""
+    """The model cannot be served. ``part`` names the refused part, ``reason`` says why."""
 
     def __init__(self, part: str, reason: str, **kw: Any) -> None:
         kw.pop("message", None)
@@ -101,11 +101,11 @@ class RegistrationRefused(PipeSwitchError):
 
 
 class PermissionDenied(PipeSwitchError):
-    """The client's key is missing or not admitted, or code was sent to a listener without code."""
+    """The client's key is missing or not admitted, or the client lacks a role."""
 
 
 class DeadlineExceeded(PipeSwitchError):
-    """The deadline passed before the request was computed, or its task hung beyond it."""
+    """The deadline passed before the request began to compute, or its task hung beyond it."""
 
     exit_code = 5
 
@@ -123,7 +123,7 @@ class DeviceBusy(PipeSwitchError):
 
 
 class Cancelled(PipeSwitchError):
-    """The caller cancelled; nothing is running for it any more."""
+    """The caller cancelled the request, and nothing runs for it any more."""
 
 
 class ServerUnavailable(PipeSwitchError):
@@ -145,12 +145,12 @@ class ModelQuarantined(PipeSwitchError):
 
 
 class OutOfDeviceMemory(PipeSwitchError):
-    """Needs ``requested_bytes``; the largest the arena can give is ``largest_free_bytes``."""
+    """The device has no room: ``requested_bytes`` exceed the possible ``largest_free_bytes``."""
 
 
 class HostStoreFull(PipeSwitchError):
-    """``requested_bytes`` more do not fit in the host store, or on the disk of the server's state
-    directory (within a client's share of it); ``largest_free_bytes`` are left."""
+    """The host store has no room for ``requested_bytes`` more, or the disk of the server's state
+    directory has not, within the client's share; ``largest_free_bytes`` are left."""
 
 
 class ConfigError(PipeSwitchError):
@@ -160,23 +160,23 @@ class ConfigError(PipeSwitchError):
 
 
 class LocalProtocolError(PipeSwitchError):
-    """We tried to send something a peer must not get: a bug in PipeSwitch."""
+    """A message that the protocol forbids was about to be sent: a bug in PipeSwitch."""
 
 
 class RemoteProtocolError(PipeSwitchError):
-    """The peer sent something that is not of the protocol."""
+    """The peer sent a message that does not follow the protocol."""
 
 
 class InvalidTransition(PipeSwitchError):
-    """A state table has no row for (state, event); nothing was changed. Prints the story."""
+    """A state table has no row for (state, event). Nothing changed; the text has the history."""
 
 
 class TaskPreempted(BaseException):
-    """Unwinds a training script whose memory is needed; it resumes from its last commit.
+    """Exception that unwinds an evicted training script; the script resumes from its last commit.
 
-    A BaseException: ``except Exception`` must not catch it. Do not catch it at all, or re-raise
-    it; a script that swallows it gets it again and is killed after a grace period.
-    """
+    It is a BaseException, so that ``except Exception`` does not catch it. Do not catch it, or raise
+    it again. If a script suppresses it, it is raised again, and after a grace period the script is
+    killed."""
 
 
 def _tree(root: type[PipeSwitchError]) -> dict[str, type[PipeSwitchError]]:
@@ -195,7 +195,7 @@ def no_server(address: str) -> ServerUnavailable:
 
 
 def to_wire(error: PipeSwitchError) -> dict[str, Any]:
-    """Return the error for the wire: ``{type, message, hint, data}``; its integers have 64 bits."""
+    """Return the error as ``{type, message, hint, data}``, with integers limited to 64 bits."""
     return {
         "type": type(error).__name__,
         "message": error.message,
@@ -218,7 +218,7 @@ def _clamped(value: Any) -> Any:
 def from_wire(
     name: str, message: str, hint: str, data: Mapping[str, Any], request_id: str = ""
 ) -> PipeSwitchError:
-    """Rebuild a typed error from the wire; an unknown type becomes the base class."""
+    """Return the typed error from the wire; an unknown type becomes the base class."""
     cls = ERRORS_BY_NAME.get(name, PipeSwitchError)
     error = cls.__new__(cls)
     safe = {key: value for key, value in data.items() if isinstance(key, str)}

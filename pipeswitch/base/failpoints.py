@@ -1,14 +1,14 @@
-"""Named points at which a test makes a process die, fail or stand still.
+"""Named points at which a test makes a process die, fail, stop or wait.
 
-Off (always, unless the environment says otherwise at the start of a server) a point costs one
-comparison. On, a folder arms them while the server runs::
+Failpoints are off unless an environment variable names a folder when the server starts. A point
+that is off costs one comparison. If they are on, a file in the folder arms a point at run time::
 
     PIPESWITCH_FAILPOINTS=/tmp/points pipeswitch serve      # make the folder first
-    echo crash > /tmp/points/daemon.transmit.group          # the next one to get there dies
+    echo crash > /tmp/points/daemon.transmit.group          # the next process that reaches it dies
 
-The first process to reach an armed point takes the file away and then does what it said, so a
-point fires once, whichever process it is and however often that is replaced. ``reached/`` in the
-folder gets a file for each point that any process came by: tests demand that all are there.
+The first process that reaches an armed point removes the file and then performs the action in it.
+So a point fires once, in whichever process that is. The subfolder ``reached/`` gets a file for each
+point that any process has reached; tests require that all points are reached.
 """
 
 from __future__ import annotations
@@ -90,19 +90,19 @@ POINTS: Final[Mapping[str, str]] = {
     "worker.send": "a worker sends a message",
     "worker.start": "a worker tells that it is ready",
 }
-"""Every point, and what is the case there."""
+"""Every point, with the state of affairs when a process reaches it."""
 
-is_on = False  # where calls are dear: ``if failpoints.is_on: reach(name)``
+is_on = False  # for calls on a hot path: ``if failpoints.is_on: reach(name)``
 _folder: str | None = None
-_seen: set[str] = set()  # by this process
+_seen: set[str] = set()  # points that this process has reached
 
 
 class Injected(RuntimeError):
-    """Error that the action ``error`` raises. No code expects it, which is the point."""
+    """Error that the action ``error`` raises. No code expects it, as it stands for any bug."""
 
 
 def enable(environment: Mapping[str, str]) -> None:
-    """Read the switch; called once at the start of a process, inherited by its forks."""
+    """Read the environment variable; called once when a process starts, and inherited by forks."""
     global is_on, _folder
     _folder = environment.get(VARIABLE) or None
     is_on = _folder is not None
@@ -111,28 +111,28 @@ def enable(environment: Mapping[str, str]) -> None:
 
 
 def are_enabled() -> bool:
-    """Return True if failpoints may be armed, with files that a confined process cannot see."""
+    """Return True if failpoints are on. A process in the sandbox could not read their files."""
     return is_on
 
 
 def reach(name: str) -> None:
-    """Come by the point ``name``."""
+    """Record that the point ``name`` is reached, and perform its action if it is armed."""
     if _folder is not None:
         _come_by(_folder, name)
 
 
 def _come_by(folder: str, name: str) -> str:
-    """Return the action that was carried out here, if one was."""
+    """Return the action that was performed at the point, or an empty string."""
     if name not in POINTS:
         raise ValueError(f"{name} is not a failpoint")
     if name not in _seen:
         _seen.add(name)
-        with contextlib.suppress(OSError):  # the test has ended and taken its folder away
+        with contextlib.suppress(OSError):  # the test has ended and removed its folder
             os.close(os.open(os.path.join(folder, REACHED, name), os.O_CREAT | os.O_WRONLY, 0o600))
     armed = os.path.join(folder, name)
     own_path = f"{armed}.{os.getpid()}"
     try:
-        os.rename(armed, own_path)  # one process wins
+        os.rename(armed, own_path)  # only one process succeeds
     except OSError:
         return ""
     with open(own_path) as file:
@@ -144,14 +144,14 @@ def _come_by(folder: str, name: str) -> str:
 
 
 def garbled(name: str, data: bytes) -> bytes:
-    """Come by a point where a message passes; the action ``garbage`` makes nonsense of it."""
+    """Reach a point at which a message passes; the action ``garbage`` replaces the message."""
     if _folder is None:
         return data
     return b"\xc1" + os.urandom(40) if _come_by(_folder, name) == "garbage" else data
 
 
 def act(action: str, name: str) -> None:
-    """Carry out ``crash``, ``stop``, ``error``, ``memory``, ``disk`` or ``delay MILLISECONDS``."""
+    """Perform ``crash``, ``stop``, ``error``, ``memory``, ``disk`` or ``delay MILLISECONDS``."""
     match action.split():
         case ["crash"]:
             os.kill(os.getpid(), signal.SIGKILL)
@@ -164,6 +164,6 @@ def act(action: str, name: str) -> None:
         case ["disk"]:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), name)
         case ["delay", milliseconds]:
-            time.sleep(float(milliseconds) / 1000)  # the fault itself: a process that is slow here
+            time.sleep(float(milliseconds) / 1000)  # the fault itself: this process is slow
         case _:
             raise ValueError(f"failpoint {name}: unknown action {action!r}")

@@ -14,27 +14,27 @@ from typing import Final
 SHORTAGES: Final = frozenset(
     {errno.EAGAIN, errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOBUFS, errno.ENOSPC}
 )
-"""System errors that pass when other processes release resources."""
+"""System errors that pass as soon as other processes release resources."""
 
 CGROUPS: Final = Path("/sys/fs/cgroup")
 MEMBERSHIP: Final = Path("/proc/self/cgroup")
 
 
-M_ARENA_MAX: Final = -8  # of glibc's mallopt
-RETURN_BYTES: Final = 8 << 20  # minimum growth of private memory since the start
+M_ARENA_MAX: Final = -8  # parameter of glibc's mallopt
+RETURN_BYTES: Final = 8 << 20  # growth of private memory, since the start, that is returned
 RETURN_S: Final = 2.0
-RETURN_MAX_S: Final = 30.0  # maximum interval between two attempts that gain little
+RETURN_MAX_S: Final = 30.0  # longest interval of attempts, after some that gained little
 
 
 class FreedMemory:
-    """Memory that this process has freed but the allocator still holds; returns it to the system.
+    """Returns memory to the system that this process has freed but its allocator still holds.
 
-    The collector seldom makes a full run, and the allocator keeps its free lists. Only private
-    pages count: those of arenas, pools and stores are shared and exist once for all processes.
+    Python's collector seldom makes a full run, and the allocator keeps freed blocks. Only private
+    pages count; pages of arenas, pools and stores are shared by all processes.
 
-    From now on the process has one heap. By default glibc gives each thread a heap, and moves a
-    thread to another heap when an allocation fails. ``malloc_trim`` leaves up to 64 MiB at the top
-    of such a heap.
+    Creating an object limits the process to one heap. By default glibc gives each thread a heap,
+    and moves a thread to another heap when an allocation fails. ``malloc_trim`` leaves up to 64 MiB
+    at the top of such a heap.
     """
 
     def __init__(self) -> None:
@@ -71,7 +71,7 @@ class FreedMemory:
 
 
 def available_bytes(cgroups: Path = CGROUPS, membership: Path = MEMBERSHIP) -> int:
-    """Return the available RAM, at most what this process's cgroups and their parents leave."""
+    """Return the available bytes of RAM, within the limits of this process's cgroups."""
     available = _numbers(Path("/proc/meminfo"))["MemAvailable:"] * 1024
     for line in membership.read_text().splitlines() if membership.exists() else ():
         _, controllers, path = line.split(":", 2)
@@ -90,7 +90,7 @@ def available_bytes(cgroups: Path = CGROUPS, membership: Path = MEMBERSHIP) -> i
 
 
 def _room(folder: Path, limit_name: str, usage_name: str, prefix: str) -> float:
-    """Return the bytes until a cgroup's limit, or infinity; cached file pages count as free."""
+    """Return the free bytes within a cgroup's limit, or infinity; the file cache counts as free."""
     limit = _number(folder / f"memory.{limit_name}")
     if limit is None:
         return math.inf
@@ -118,7 +118,7 @@ def processor_name() -> str:
 
 
 def sync_directory(path: Path) -> None:
-    """Write the names in a folder to the disk."""
+    """Sync a folder to the disk, so that its file names survive a crash; blocks."""
     descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
     try:
         os.fsync(descriptor)
@@ -127,7 +127,7 @@ def sync_directory(path: Path) -> None:
 
 
 def _numbers(path: Path) -> dict[str, int]:
-    """Parse a file that has a name and a number on each line."""
+    """Return the numbers by name from a file with a name and a number on each line."""
     lines = path.read_text().splitlines() if path.exists() else []
     return {name: int(value) for name, value, *_ in map(str.split, lines)}
 

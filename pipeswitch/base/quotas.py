@@ -1,9 +1,9 @@
 """Fair-share quotas on a shared resource: bytes of memory or disk, places in a queue. Pure.
 
-A holder may take more while it holds at most ``ALPHA`` times what stays free (a dynamic threshold:
-Choudhury and Hahne, 1998). A single holder therefore gets three quarters, and the next one three
-quarters of the rest, however much the first could still use. Nothing is reserved for absent
-holders, and no list of them is needed.
+A holder may take more while its amount is at most ``ALPHA`` times the free amount (a dynamic
+threshold: Choudhury and Hahne, 1998). So a single holder gets at most three quarters, and the next
+holder three quarters of the rest, even if the first one could use more. Nothing is reserved for
+absent holders, and no list of holders is needed.
 """
 
 from __future__ import annotations
@@ -18,25 +18,25 @@ ALPHA: Final = 3
 
 
 def left(size: int, used: int, own: int) -> int:
-    """Return how much more a holder of ``own`` may take if ``used`` of ``size`` is in use."""
+    """Return how much more a holder of ``own`` may take while ``used`` of ``size`` is in use."""
     return max(0, (ALPHA * (size - used) - own) // (ALPHA + 1))
 
 
 class FairQuota:
-    """Shares of one resource, by holder.
+    """Amounts of one resource by holder.
 
-    Invariants (``check``): the total held is the sum over all holders.
+    Invariant (``check``): ``held`` is the sum over all holders.
     """
 
     def __init__(self, size: int, what: str = "") -> None:
-        """Set up quotas; errors call the shared resource ``what``."""
+        """Set up quotas for ``size`` units; errors call the resource ``what``."""
         self.size = size
         self.held = 0
         self._what = what
         self._of: dict[str, int] = {}
 
     def of(self, holder: str) -> int:
-        """Return how much a holder has."""
+        """Return the amount that a holder has."""
         return self._of.get(holder, 0)
 
     def left(self, holder: str) -> int:
@@ -58,13 +58,13 @@ class FairQuota:
         )
 
     def take(self, holder: str, amount: int) -> None:
-        """Take an amount; raise QueueFull as ``refusal`` does."""
+        """Take an amount, or raise QueueFull if ``refusal`` returns an error."""
         if refusal := self.refusal(holder, amount):
             raise refusal
         self.add(holder, amount)
 
     def add(self, holder: str, amount: int) -> None:
-        """``take`` where there is room: ``left`` was asked."""
+        """Take an amount without a check; the caller has checked ``left``."""
         self.held += amount
         self._of[holder] = self._of.get(holder, 0) + amount
 
@@ -76,7 +76,7 @@ class FairQuota:
 
     @contextmanager
     def holding(self, holder: str, amount: int) -> Iterator[None]:
-        """``take``, and ``give`` at the end."""
+        """Take an amount for the block and return it at the end; raise QueueFull like ``take``."""
         self.take(holder, amount)
         try:
             yield

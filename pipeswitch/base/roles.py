@@ -1,7 +1,7 @@
-"""Roles of clients: five sets of rights. ``frontend/verbs.py`` says which one a verb needs.
+"""Roles of clients: five sets of rights. ``frontend/verbs.py`` says which role a verb needs.
 
-Every client has ``infer``, unless its address (``[server] tcp_roles``) gives none. The address and
-the client's key (``pipeswitch keys``) may add others. The owner's socket has all
+Every client has ``infer``, unless its address gives no role (``[server] tcp_roles``). The address
+and the client's key (``pipeswitch keys``) may add roles. The owner's socket has all roles
 (docs/adr/0021-roles.md).
 """
 
@@ -14,23 +14,23 @@ from typing import Final
 
 from .errors import InvalidInput, PermissionDenied
 
-ANYONE: Final = "*"  # the tenant of clients without a key: no key's name has this character
+ANYONE: Final = "*"  # tenant of clients without a key; a key's name cannot contain this character
 
 
 class Role(enum.StrEnum):
-    """Roles, in the order of the rights that they give away."""
+    """Roles, ordered by how much harm they allow."""
 
     INFER = "infer"  # send requests to models, and list models
     URGENT = "urgent"  # requests and models with priority high
-    REGISTER = "register"  # register models, and unregister one's own
+    REGISTER = "register"  # register models, and unregister the client's own
     OPERATE = "operate"  # control the device, jobs, all models and the server
-    CODE = "code"  # name code that runs as the server's user: scripts and factories
+    CODE = "code"  # name code, such as scripts and factories, that runs as the server's user
 
 
 ALL_ROLES: Final = frozenset(Role)
 DEFAULT_ROLES: Final = frozenset({Role.INFER})
 
-URGENT_PRIORITY: Final = "high"  # priority that needs ``urgent``
+URGENT_PRIORITY: Final = "high"  # this priority requires ``urgent``
 
 MODEL_FACTS: Final = frozenset(
     {
@@ -48,14 +48,14 @@ MODEL_FACTS: Final = frozenset(
         "steps",
     }
 )
-"""What ``infer`` is told of a model."""
+"""Keys of a model's row that a client with only ``infer`` gets."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Principal:
     """Identity and roles of a client."""
 
-    tenant: str  # its key's name; ANYONE without a key; empty: the server's owner
+    tenant: str  # name of the client's key; ANYONE without a key; empty for the server's owner
     roles: frozenset[Role] = DEFAULT_ROLES
 
     @property
@@ -67,12 +67,12 @@ class Principal:
         return Role.OPERATE in self.roles
 
     def require(self, role: Role, what: str) -> None:
-        """Raise PermissionDenied if ``what`` needs a role that this client lacks."""
+        """Raise PermissionDenied if this client lacks a role that ``what`` requires."""
         if role not in self.roles:
             raise self.refusal(role, what)
 
     def refusal(self, role: Role, what: str) -> PermissionDenied:
-        """Return the error that names the missing role, the client, and the granting command."""
+        """Return the error that names the missing role, the client and the command to grant it."""
         roles = in_order({*self.roles, role})
         if self.tenant == ANYONE:
             who = "a TCP client without a key"
@@ -95,7 +95,7 @@ OWNER: Final = Principal(tenant="", roles=ALL_ROLES)
 
 
 def parse_roles(names: Iterable[str]) -> frozenset[Role]:
-    """Return the roles of these names; any role implies ``infer``.
+    """Return the roles with these names; each role implies ``infer``.
 
     Raises:
         InvalidInput: a name is not a role.
@@ -107,11 +107,11 @@ def parse_roles(names: Iterable[str]) -> frozenset[Role]:
 
 
 def address_roles(names: Sequence[str]) -> frozenset[Role]:
-    """Return the roles that an address gives to everyone; no names give no roles."""
+    """Return the roles that an address gives to everyone; an empty list gives no roles."""
     return parse_roles(names) if names else frozenset()
 
 
 def in_order(roles: Iterable[Role]) -> list[str]:
-    """Return the names in the usual order."""
+    """Return the names of the roles, in the order of ``Role``."""
     roles_set = set(roles)
     return [role.value for role in Role if role in roles_set]

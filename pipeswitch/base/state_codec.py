@@ -1,13 +1,13 @@
-"""State dicts as JSON, exactly, without pickle: a closed list of types, each with a tag.
+"""Exact encoding of state dicts as JSON, without pickle, for a closed list of types with tags.
 
-``encode`` turns a value into JSON-able data plus *attachments* (the bytes of tensors and arrays,
-which do not belong into JSON); ``decode`` is its inverse. ``None``, ``bool``, ``str``, small
-``int``, finite ``float`` and ``list`` stand for themselves; everything else is an object with one
-key, the tag. A plain JSON object is never data, so nothing a script stores can look like a tag.
+``encode`` turns a value into JSON-able data plus *attachments* (bytes of tensors and arrays, which
+are too large for JSON); ``decode`` is its inverse. ``None``, ``bool``, ``str``, small ``int``,
+finite ``float`` and ``list`` are stored as themselves. Every other type is an object whose only key
+is the tag. A plain JSON object is never data, so no value of a script can be mistaken for a tag.
 
-Anything not in the list is refused with the path to it: state that cannot be stored exactly must
-not be stored approximately. Neither direction runs code that the data names. Importing this
-module imports neither torch nor numpy.
+A value of any other type is refused, with its path: state that cannot be stored exactly must not be
+stored approximately. Encoding and decoding run no code that the data names. Importing this module
+imports neither torch nor numpy.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from .errors import InvalidInput
 if TYPE_CHECKING:
     import torch
 
-MAX_DEPTH: Final = 64  # a state dict is a few levels deep; a cycle is not a state dict
-MAX_EXACT_INT: Final = 1 << 53  # beyond, JSON readers other than Python's round to a double
+MAX_DEPTH: Final = 64  # a state dict has few levels; a value that contains itself has no end
+MAX_EXACT_INT: Final = 1 << 53  # JSON readers other than Python's round larger integers to a double
 NUMPY_KINDS: Final = frozenset("biufcmMSU")  # no objects ("O"), no records ("V")
 _NUMPY_DTYPE: Final = re.compile(r"[<>=|][biufcmMSU][0-9]{1,9}(\[[0-9]{0,9}[a-zA-Z]{1,9}\])?")
 TORCH_DTYPES: Final = frozenset(
@@ -55,11 +55,11 @@ _Blobs: TypeAlias = "Sequence[bytes | memoryview | torch.Tensor]"
 
 
 class Attachment:
-    """Bytes beside the JSON: those of one tensor or array.
+    """Bytes of one tensor or array, kept beside the JSON.
 
     Attributes:
-        source: the tensor or array itself (not a copy: the caller decides when to read it).
-        size_bytes: what ``read`` returns.
+        source: the tensor or array itself, not a copy; the caller decides when to read it.
+        size_bytes: number of bytes that ``read`` returns.
     """
 
     def __init__(self, source: Any, size_bytes: int) -> None:
@@ -67,29 +67,29 @@ class Attachment:
         self.size_bytes = size_bytes
 
     def read(self) -> bytes:
-        """Return the current bytes in row-major order, wherever the tensor lies."""
+        """Return a copy of the current bytes in row-major order, also of a tensor on a device."""
         if hasattr(self.source, "detach"):
             return _torch_bytes(self.source)
         return bytes(self.source.tobytes(order="C"))
 
 
 def encode(value: Any) -> tuple[Any, list[Attachment]]:
-    """``value`` as JSON-able data and its attachments, in order of reference.
+    """Return ``value`` as JSON-able data, and its attachments in the order of their references.
 
     Raises:
-        InvalidInput: a type outside the list, or nested too deeply; names the path.
+        InvalidInput: a type is not on the list, or values nest too deeply; the text has the path.
     """
     attachments: list[Attachment] = []
     return _encode(value, "$", 0, attachments), attachments
 
 
 def decode(data: Any, attachments: _Blobs) -> Any:
-    """Inverse of ``encode``; tensors come back on the cpu, arrays writable, all as copies.
+    """Return the value that ``encode`` encoded: tensors on the cpu, arrays writable, as copies.
 
-    An attachment that is itself a uint8 tensor is not copied: the tensor lies in it.
+    A uint8 tensor as an attachment is not copied: the decoded tensor shares its memory.
 
     Raises:
-        InvalidInput: the data is not of this format.
+        InvalidInput: the data does not have this format.
     """
     return _decode(data, "$", 0, attachments)
 
@@ -100,7 +100,7 @@ def decode(data: Any, attachments: _Blobs) -> Any:
 def _encode(value: Any, path: str, depth: int, out: list[Attachment]) -> Any:
     if depth > MAX_DEPTH:
         raise InvalidInput(f"{path[:80]}…: nested deeper than {MAX_DEPTH} levels")
-    kind = type(value)  # exactly: a subclass may carry more than we would store
+    kind = type(value)  # not isinstance: a subclass may have state that would be lost
     if value is None or kind is bool or kind is str:
         return value
     if kind is int:
@@ -168,7 +168,7 @@ _MAPPING_TAGS: Final[dict[type, str]] = {dict: "dict", OrderedDict: "odict", Cou
 def _torch_bytes(tensor: Any) -> bytes:
     import torch
 
-    # One of a single element is contiguous whatever its strides, which ``view`` believes.
+    # A single element counts as contiguous with any strides, but ``view`` checks the strides.
     dense = tensor.detach().to("cpu").contiguous().as_strided((tensor.numel(),), (1,))
     return bytes(dense.view(torch.uint8).numpy().tobytes()) if dense.numel() else b""
 
@@ -202,7 +202,7 @@ _MALFORMED: Final = (
     OverflowError,
     MemoryError,
     struct.error,
-    RuntimeError,  # what torch's reshape raises
+    RuntimeError,  # such as from torch's reshape
 )
 
 
@@ -227,7 +227,7 @@ def _decode_scalar(body: Any, path: str, depth: int, blobs: _Blobs) -> Any:
 
     name, hexdigits = body
     dtype, raw = _numpy_dtype(name), bytes.fromhex(hexdigits)
-    if not dtype.itemsize:  # an empty text, which frombuffer does not read
+    if not dtype.itemsize:  # an empty text, which frombuffer cannot read
         return dtype.type()
     return np.frombuffer(raw, dtype=dtype)[0]
 
@@ -249,7 +249,7 @@ def _decode_tensor(body: Any, path: str, depth: int, blobs: _Blobs) -> Any:
 def _numpy_dtype(name: Any) -> Any:
     import numpy as np
 
-    # Checked first: of a text with a comma, numpy parses the parts as Python literals.
+    # Checked first, because numpy parses parts of a text with commas as Python literals.
     if not isinstance(name, str) or not _NUMPY_DTYPE.fullmatch(name):
         raise ValueError(f"dtype {name!r} is not allowed")
     return np.dtype(name)

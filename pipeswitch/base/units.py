@@ -1,4 +1,4 @@
-"""Parsers and formatters of sizes, times and texts for people."""
+"""Parsers and formatters for sizes, times and texts that people read or write."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def format_bytes(size_bytes: float) -> str:
 
 @dataclass(frozen=True)
 class RetentionPolicy:
-    """Retention rule: keep the newest ``count`` items, or those up to a maximum age."""
+    """Rule for keeping items: the newest ``count``, or those up to a maximum age."""
 
     count: int = 1 << 30
     time_ms: float = 0.0  # maximum age; 0: no limit
@@ -104,7 +104,7 @@ class SizeSpec:
     fraction: float | None = None
 
     def resolve(self, total_bytes: int, auto_bytes: int) -> int:
-        """Return the size: ``auto`` means ``auto_bytes``, a fraction is of ``total_bytes``."""
+        """Return the size: ``auto`` is ``auto_bytes``, a fraction is a part of ``total_bytes``."""
         if self.size_bytes is not None:
             return self.size_bytes
         return auto_bytes if self.fraction is None else int(total_bytes * self.fraction)
@@ -131,19 +131,19 @@ class SizeSpec:
 
 
 UNPRINTABLE: Final = frozenset({"Cc", "Cf", "Cs", "Zl", "Zp"})
-"""Unicode categories that a terminal obeys instead of showing: control characters (C1, too), format
-characters (such as changes of direction), surrogates, and separators of lines and paragraphs."""
+"""Unicode categories that change a terminal instead of being shown: control characters (also C1),
+format characters (such as changes of direction), surrogates, line and paragraph separators."""
 
 
 class PrintableFormatter(logging.Formatter):
-    """Log formatter that escapes control characters, so that a terminal obeys none of them."""
+    """Log formatter that escapes control characters, so that they cannot control a terminal."""
 
     def format(self, record: logging.LogRecord) -> str:
         return escape_control_chars(super().format(record))
 
 
 class LogFile(logging.handlers.RotatingFileHandler):
-    """Log file of bounded size. If writing begins to fail, one line on stderr says so."""
+    """Log file of limited size. The first failed write in a row is reported on stderr."""
 
     _is_failing = False
     _has_failed = False
@@ -162,7 +162,7 @@ class LogFile(logging.handlers.RotatingFileHandler):
 
 
 def escape_control_chars(text: str, keep: str = "\n\t") -> str:
-    """Escape each character that a terminal would obey, except ``keep``."""
+    """Escape each character that would control a terminal, except those in ``keep``."""
     if text.isascii() and text.isprintable():
         return text
     return "".join(
@@ -176,7 +176,7 @@ def is_obeyed(character: str) -> bool:
 
 
 def printed(value: Any) -> Any:
-    """Escape the control characters in all texts of a JSON value."""
+    """Return a JSON value with control characters escaped in all its texts."""
     if isinstance(value, str):
         return escape_control_chars(value)
     if isinstance(value, Mapping):

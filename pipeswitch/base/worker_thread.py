@@ -1,4 +1,4 @@
-"""Executor of one thread that does slow work in order, beside a loop."""
+"""Executor of one thread that does slow work in order, so that a loop need not wait for it."""
 
 from __future__ import annotations
 
@@ -17,24 +17,24 @@ Failed = Callable[[PipeSwitchError], object]
 
 
 class WorkerThread(ThreadPoolExecutor):
-    """Executor of one thread that passes an error to the owner of the work."""
+    """Executor of one thread that reports an error to the function that came with the work."""
 
     _has_thread = False
 
     def __init__(self, name: str) -> None:
-        """``name``: prefix of the thread's name. The first work starts the thread."""
+        """Set up; ``name`` is the prefix of the thread's name. The first work starts the thread."""
         super().__init__(1, name)
 
     def put(self, work: Work, failed: Failed = lambda _: None) -> None:
         """Queue work; never block.
 
         Args:
-            failed: called with the error, on the lane's thread. If that thread cannot start, or the
-                lane is shut down, it is called on the caller's thread.
+            failed: called with the error, on the executor's thread. If that thread cannot start or
+                the executor is shut down, it is called on the caller's thread.
         """
         try:
             if not self._has_thread:
-                self.submit(int)  # work stays queued if no thread starts; this does nothing
+                self.submit(int)  # does nothing: if no thread starts, real work would stay queued
                 self._has_thread = True
             self.submit(_perform, work, failed)
         except RuntimeError as error:
@@ -44,12 +44,12 @@ class WorkerThread(ThreadPoolExecutor):
 def _perform(work: Work, failed: Failed) -> None:
     try:
         work()
-    except BaseException as error:  # catch all: others wait for this work
+    except BaseException as error:  # every error is caught, because others wait for this work
         thread = threading.current_thread()
         log.exception("thread=%s", thread.name)
         try:
             failed(_as_ours(error))
-        except BaseException:  # otherwise only the future has it, which nobody reads
+        except BaseException:  # log it, because nobody reads the future
             threading.excepthook(threading.ExceptHookArgs([*sys.exc_info(), thread]))
 
 

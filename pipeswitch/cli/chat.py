@@ -29,7 +29,7 @@ from .page import http_of
 
 PATH: Final = "/v1/chat/completions"
 MOST_ASKED: Final = 32  # maximum number of models to check for a chat template
-MOST_NAMED: Final = 2  # of those that have one
+MOST_NAMED: Final = 2  # maximum number of such models to name
 EXAMPLE: Final = "pipeswitch run hf:Qwen/Qwen3-0.6B"
 FENCE: Final = '"""'
 HELP: Final = f"""\
@@ -55,7 +55,7 @@ class Chat:
         self.summary = ""
 
     def say(self, text: str) -> Generator[str]:
-        """Send a message and yield the answer in pieces. Pieces that were read stay in the chat.
+        """Send a message and yield the answer in pieces; pieces that were read stay in the chat.
 
         Raises:
             PipeSwitchError: the server refused the message, or the answer was cut off. A message
@@ -240,7 +240,7 @@ def _check(client: Any, name: str) -> None:
 
 
 def _advice(client: Any, name: str) -> str:
-    """Return commands that you can type instead if a model cannot chat: likely names first."""
+    """Return commands to type if a model cannot chat, those for similar names first."""
     sources = {row["name"]: row.get("source", "") for row in client.models()}
     advice, body = list[str](), {"version": 0, "tokenizer": True}
     likely = sorted(sources, key=lambda one: -SequenceMatcher(None, name, one).ratio())
@@ -302,7 +302,7 @@ def _show(piece: str) -> None:
 
 
 def _message() -> str | None:
-    """Return the user's message, which may have several lines; None: the end of the input."""
+    """Return the user's message, which may have several lines; None at the end of the input."""
     lines: list[str] = []
     is_fenced = False
     while True:

@@ -93,11 +93,11 @@ def up(
 
 
 def _start_ray() -> Any:
-    """Start a Ray for this machine: no dashboard, no client port; its token is the user's."""
+    """Start Ray on this machine, with the user's token, without dashboard and client port."""
     need_ray()
     if not {"RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"} & set(os.environ):
         _check_token(Path.home() / ".ray" / "auth_token")
-    os.environ.setdefault("RAY_worker_niceness", "0")  # else all servers run behind all else here
+    os.environ.setdefault("RAY_worker_niceness", "0")  # otherwise servers run at a low priority
     import ray
 
     ray.init(
@@ -113,7 +113,7 @@ def _start_ray() -> Any:
 
 
 def _check_token(path: Path) -> None:
-    """Ray makes one that every user of the machine can read, and it is a shell to who has it."""
+    """Create Ray's token file: Ray's own would be readable by all, and the token gives a shell."""
     path.parent.mkdir(mode=0o700, exist_ok=True)
     try:
         with open(os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600), "w") as file:
@@ -134,7 +134,7 @@ def _wait_for_its_end(ray: Any) -> None:
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, stop)
     while not stopped and node_names(ray):
-        signal.sigtimedwait((), 0.5)  # a signal, or the next look
+        signal.sigtimedwait((), 0.5)  # returns at a signal, or after the interval
     with contextlib.suppress(Exception):
         _stop(ray, node_names(ray), 10.0)
     ray.shutdown()

@@ -18,7 +18,7 @@ from ..wire.addresses import full_address, is_refused
 from . import views
 
 EXIT_OK, EXIT_FAILED = 0, 1
-EXIT_INTERRUPTED = 130  # as a shell reports SIGINT
+EXIT_INTERRUPTED = 130  # exit status of a shell after SIGINT
 
 json_option = click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 http_option = click.option(
@@ -60,11 +60,11 @@ OF_OTHERS: Final = {
     "logs": "pipeswitch jobs logs NAME",
     "help": "pipeswitch --help",
 }
-"""Commands of Ollama, docker and others, and of ``models``: what does the same here."""
+"""Commands of Ollama, docker and others, and of ``models``, with what to type here instead."""
 
 
 class Group(click.Group):
-    """A group whose listing has each command's first sentence whole, on as many lines as needed."""
+    """Group that lists the whole first sentence of each command, on as many lines as needed."""
 
     def resolve_command(
         self, ctx: click.Context, args: list[str]
@@ -85,9 +85,9 @@ class Group(click.Group):
 
 @contextlib.contextmanager
 def connected() -> Iterator[Any]:
-    """Connect to the named server, or to the default one.
+    """Connect to the server that the user has named, or to the default one.
 
-    The SDK waits a while for a server that is being started; who types a verb wants to know now.
+    Fail at once if nobody listens: the SDK would wait for a server that is starting.
     """
     from ..client.client import Client
 
@@ -98,13 +98,13 @@ def connected() -> Iterator[Any]:
 
 
 def check_folder(option: str, path: Path) -> None:
-    """Check a folder before a long run, not after it."""
+    """Raise InvalidInput before a long run if the folder of its output is not writable."""
     if not os.access(path.parent, os.W_OK):
         raise InvalidInput(f"{option} {path}: not a writable folder")
 
 
 def checked_plot(path: Path) -> str:
-    """Check a plot's path before a long run; a name without an ending becomes a PNG."""
+    """Return the path of a plot, checked before a long run; without a suffix it becomes a PNG."""
     if importlib.util.find_spec("matplotlib") is None:
         raise InvalidInput("--plot needs matplotlib", hint="pip install 'pipeswitch[bench]'")
     from matplotlib.backend_bases import FigureCanvasBase
@@ -118,7 +118,7 @@ def checked_plot(path: Path) -> str:
 
 
 def _names_of(verb: str) -> Callable[[click.Context, click.Parameter, str], list[str]]:
-    """Shell completion from a listing; silent when there is no server."""
+    """Return a shell completion of names from a listing; it returns none without a server."""
 
     def complete(ctx: click.Context, _: click.Parameter, incomplete: str) -> list[str]:
         from ..client.client import Client
@@ -145,7 +145,7 @@ job_argument = click.argument("name", shell_complete=_names_of("jobs"))
 def listing(
     fetch: Callable[[Any], Any], render: Callable[[Any], Any], as_json: bool, watch: bool
 ) -> None:
-    """Rows as JSON or as a table, once or again and again."""
+    """Print rows as JSON or as a table; with ``watch``, refresh the table."""
     with connected() as client:
         if as_json:
             views.print_json(fetch(client))
@@ -154,7 +154,7 @@ def listing(
 
 
 def print_done(row: Any, text: str, as_json: bool) -> None:
-    """Print a row as JSON, or its text."""
+    """Print the row as JSON, or else the text."""
     if as_json:
         views.print_json(row)
     else:
@@ -162,12 +162,12 @@ def print_done(row: Any, text: str, as_json: bool) -> None:
 
 
 def part(module: str, name: str) -> Any:
-    """Return a function of a module that only some commands need."""
+    """Return a function, imported only now, of a module that few commands need."""
     return getattr(importlib.import_module(module), name)
 
 
 def milliseconds(option: str, text: str) -> float:
-    """Parse the time of an option; raise InvalidInput if it is not one."""
+    """Return an option's time in milliseconds; raise BadParameter if it is not a time."""
     from ..base.units import parse_ms
 
     try:
@@ -177,7 +177,7 @@ def milliseconds(option: str, text: str) -> float:
 
 
 def size_option(option: str, text: str | None) -> int | None:
-    """Bytes; at least one."""
+    """Return an option's size in bytes, at least 1, or None; raise BadParameter otherwise."""
     from ..base.units import parse_size
 
     try:

@@ -1,4 +1,4 @@
-"""``pipeswitch doctor``: whether this machine can serve, and what to do if not. No torch."""
+"""``pipeswitch doctor``: check if this machine can serve, and say what to do. Without torch."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from ..ipc import control_page
 from ..sandbox.confine import missing
 from ..wire.addresses import default_address, parse_listen
 
-COPY_BYTES: Final = 128 << 20  # larger than any cache
+COPY_BYTES: Final = 128 << 20  # larger than any cache of a processor
 COPY_ROUNDS: Final = 5
 LOW_MEMORY_BYTES: Final = 4 << 30
 LOW_FILES: Final = 1024
@@ -34,7 +34,7 @@ OLD_TORCH: Final = (2, 11)
 
 @dataclass(frozen=True)
 class Finding:
-    """One check: what was found, and what to do when it is not good."""
+    """Result of one check, with advice if it is not good."""
 
     name: str
     status: Literal["ok", "warn", "fail"]
@@ -46,7 +46,7 @@ class Finding:
 
 
 def examine(config: Config) -> list[Finding]:
-    """Run every check; a check that itself breaks is a finding too."""
+    """Run every check; a check that fails to run becomes a finding, too."""
     checks: list[Callable[[], list[Finding]]] = [
         _software,
         _gpu,
@@ -104,7 +104,7 @@ def _gpu() -> list[Finding]:
 
 
 def _cuda(config: Config) -> list[Finding]:
-    """Return the findings of the self-test, rung by rung; takes seconds, and needs a driver."""
+    """Return the results of the CUDA self-test; it takes seconds and needs a driver."""
     device = config.device
     gpus = [name for name in device.names if not name.startswith("cpu")]
     if not gpus:
@@ -142,7 +142,7 @@ def _cuda_device(config: DeviceConfig, name: str) -> list[Finding]:
 
 
 def _cuda_advice(test: str) -> str:
-    """Return what to do about a failed test; the rung below serves meanwhile, if there is one."""
+    """Return the advice for a failed test; often a simpler method serves meanwhile."""
     if test == "ipc":
         return "daemon and workers need one IPC and PID namespace: in a container --ipc=host"
     if test == "memory":
@@ -161,7 +161,7 @@ def _memory() -> list[Finding]:
 
 
 def _kernel() -> list[Finding]:
-    """Check the features that shared memory rests on: memfd, seals, windows, eventfd, pidfd."""
+    """Check the kernel features that shared memory needs: memfd, seals, windows, eventfd, pidfd."""
     findings = []
     descriptors: list[int] = []
     try:
@@ -190,7 +190,7 @@ def _kernel() -> list[Finding]:
 
 
 def _windows(descriptor: int) -> Finding:
-    """Check that a worker on cpu can open and close its model's memory."""
+    """Check that a worker on cpu can protect and open its model's memory pages."""
     from ..devices.cpu.page_protection import ProtectedMapping
 
     try:
@@ -224,7 +224,7 @@ def _ports(config: Config) -> list[Finding]:
 
 
 def _copy_speed() -> list[Finding]:
-    """Best of a few plain copies on one thread: what the cpu device's link can be at most."""
+    """Measure the fastest of a few copies on one thread, the limit of the cpu device's link."""
     import numpy as np
 
     source = np.ones(COPY_BYTES, dtype=np.uint8)

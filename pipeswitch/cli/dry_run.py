@@ -1,4 +1,4 @@
-"""``plan --train``: activations of a script's steps, and the cost of each limit for them."""
+"""``plan --train``: activations of a script's steps, and the cost of several limits on them."""
 
 from __future__ import annotations
 
@@ -23,19 +23,19 @@ UNLIMITED: Final = 1 << 62
 
 
 class Measured(msgspec.Struct, frozen=True, kw_only=True):
-    """Measurement that ``workers/training/script_dry_run.py`` writes."""
+    """Measurement in the form that ``workers/training/script_dry_run.py`` writes."""
 
     step: swaps.Step
     links: swaps.Links
     compute_ms: float
-    min_bytes: int = 0  # minimum for a job's first steps, which have no plan yet
+    min_bytes: int = 0  # enough for a job's first steps, which have no plan yet
 
 
 def rehearse(entry: str, args: Sequence[str]) -> Measured:
-    """Run the script's first steps.
+    """Run and measure the script's first steps in a child process; block until it ends.
 
     Raises:
-        InvalidInput: it is not there, fails, or has no step.
+        InvalidInput: the script is missing, fails, or has no step.
     """
     if entry.endswith(".py") and not Path(entry).is_file():
         raise InvalidInput(f"no file {entry!r}", hint="pipeswitch plan --train SCRIPT.py")
@@ -59,10 +59,10 @@ def rehearse(entry: str, args: Sequence[str]) -> Measured:
 
 
 def report(entry: str, measured: Measured, budget_bytes: int | None) -> dict[str, Any]:
-    """Return the plans of a budget, or of several shares of what a step needs.
+    """Return the plans for a budget, or for several shares of a step's activations.
 
     Raises:
-        OutOfDeviceMemory: no plan keeps to ``budget_bytes``; the error has the smallest one.
+        OutOfDeviceMemory: no plan fits into ``budget_bytes``; the error has the smallest budget.
     """
     unlimited = swaps.forecast(measured.step, (), UNLIMITED, measured.links)
     assert unlimited is not None
@@ -84,7 +84,7 @@ def report(entry: str, measured: Measured, budget_bytes: int | None) -> dict[str
 
 
 def _least_bytes(measured: Measured, needed: int) -> int:
-    """Return the least budget that some plan keeps, to a KiB."""
+    """Return the smallest budget in bytes into which some plan fits, to a KiB."""
     low, high = 0, -(-needed >> 10)
     while low < high:
         middle = (low + high) // 2
@@ -116,7 +116,7 @@ def _row(measured: Measured, budget_bytes: int) -> dict[str, Any]:
 
 
 def show(entry: str, args: Sequence[str], budget_bytes: int | None, as_json: bool) -> None:
-    """Measure, plan, print."""
+    """Measure the script, plan, and print the plans."""
     figures = report(entry, rehearse(entry, args), budget_bytes)
     if as_json:
         views.print_json(figures)

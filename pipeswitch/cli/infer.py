@@ -1,4 +1,4 @@
-"""The ``infer`` verb: inputs from files or made up, one request or a stream, and the timing."""
+"""The ``infer`` verb: inputs from files or random, one or many requests, and their timing."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from ..wire.request_timing import OPTIONAL, PARTS, RequestTiming
 from . import views
 from .common import connected, json_option, milliseconds, name_argument
 
-if TYPE_CHECKING:  # the verbs' own start needs no socket
+if TYPE_CHECKING:  # a command starts faster without these imports
     from concurrent.futures import Future
 
     from ..client.client import Client
@@ -32,9 +32,9 @@ if TYPE_CHECKING:  # the verbs' own start needs no socket
 IMAGENET_MEAN: Final = (0.485, 0.456, 0.406)
 IMAGENET_STD: Final = (0.229, 0.224, 0.225)
 IMAGE_SUFFIXES: Final = (".jpg", ".jpeg", ".png", ".webp", ".bmp")
-MOST_TEXTS: Final = 16  # of an answer on the screen
-SIDE: Final = 224  # of a picture, where the model takes it
-RESIZE_OVER_CROP: Final = 256 / 224  # the shorter side before the centre is cut out
+MOST_TEXTS: Final = 16  # texts of a result to print
+SIDE: Final = 224  # image side in pixels, if the model accepts it
+RESIZE_OVER_CROP: Final = 256 / 224  # ratio of the resized shorter side to the crop
 _RATE: Final = re.compile(r"(?:(poisson|constant):)?([0-9]+(?:\.[0-9]+)?|\.[0-9]+)")
 
 
@@ -100,7 +100,7 @@ def infer(
     if len(outcomes) < count:
         raise KeyboardInterrupt
     errors = [outcome.error for outcome in outcomes if outcome.error]
-    if errors and (as_json or count > 1):  # which has told them
+    if errors and (as_json or count > 1):  # the error was already printed
         sys.exit(errors[0].exit_code)
     if errors:
         raise errors[0]
@@ -112,7 +112,7 @@ def _timing_printer(count: int) -> Callable[[Any], None]:
 
     def show_timing(outcome: Any) -> None:
         number = f"{outcome.number + 1:>{width}}"
-        if count == 1 and outcome.error is not None:  # it is all there is to say, once
+        if count == 1 and outcome.error is not None:  # the error itself is printed later
             return
         if outcome.number == 0:
             views.echo(f"{'n':>{width}}{titles}    client   (ms)")
@@ -141,7 +141,7 @@ def _numbers(timing: RequestTiming) -> str:
 
 
 def texts_of(outputs: Mapping[str, Any]) -> dict[str, list[str]]:
-    """Return the outputs that people read, by name."""
+    """Return the outputs that contain texts, by name."""
     return {
         name: [one.decode(errors="replace") for one in value.reshape(-1)]
         for name, value in outputs.items()
@@ -156,7 +156,7 @@ def _print_texts(outputs: Mapping[str, Any]) -> None:
 
 
 def _summary(outcomes: list[Any]) -> dict[str, Any]:
-    """Return counts, and p50 and p99 of the client's own clock and of the timing."""
+    """Return counts, and p50 and p99 of the client's own time and of the server's timing."""
     good = [outcome for outcome in outcomes if outcome.result]
     summary: dict[str, Any] = {"ok": len(good), "failed": len(outcomes) - len(good)}
     if any(outcome.deadline_ms is not None for outcome in outcomes):
@@ -184,7 +184,7 @@ def _print_summary(summary: dict[str, Any]) -> None:
 
 
 def _check_output(path: str) -> None:
-    """Check before the request that its result can be written; it would be lost otherwise."""
+    """Raise BadParameter before the request if its result could not be written afterwards."""
     folder = Path(path).absolute().parent
     if not path.endswith((".npy", ".npz")):
         raise click.BadParameter(f"{path!r} is neither .npy nor .npz", param_hint="--output")
@@ -193,10 +193,10 @@ def _check_output(path: str) -> None:
 
 
 def _save(path: str, outputs: dict[str, Any]) -> str:
-    """Write a result; where it is. An .npy file has room for one output."""
+    """Write a result and return its path; several outputs change .npy to .npz."""
     import numpy as np
 
-    # An array of objects would be written as a pickle.
+    # numpy would pickle an array of objects.
     outputs = {name: v.astype("S") if v.dtype.kind == "O" else v for name, v in outputs.items()}
     if len(outputs) > 1:
         path = str(Path(path).with_suffix(".npz"))
@@ -208,11 +208,11 @@ def _save(path: str, outputs: dict[str, Any]) -> str:
 
 
 def load_inputs(path: str | None, signature: Signature, seed: int) -> Any:
-    """Return a request's inputs: random ones if there is no file.
+    """Return a request's inputs, random ones if there is no file.
 
-    ``.npy`` is one array, ``.npz`` inputs by name, an image is resized, cropped and normalised
-    as the torchvision classifiers expect and repeated to the model's smallest batch. Where the only
-    input is a row of bytes or texts, any other file is sent as it is.
+    ``.npy`` is one array, ``.npz`` has inputs by name. An image is resized, cropped and normalised
+    for torchvision's classifiers, and repeated to the model's smallest batch. If the only input is
+    a row of bytes or texts, any other file is sent unchanged.
     """
     import numpy as np
 
@@ -237,8 +237,8 @@ def load_inputs(path: str | None, signature: Signature, seed: int) -> Any:
     except PermissionError:
         raise
     except Exception:
-        # A broken .npz raises whatever its decompressor does. And numpy takes what it does not
-        # know for a pickle, and offers to load it unsafely: its text is no help.
+        # A broken .npz raises any error of its decompressor. For an unknown format, numpy
+        # suggests to load it as a pickle, which is unsafe, so numpy's text is not shown.
         raise InvalidInput(
             f"{path} has no arrays of numbers", hint="give a .npy, .npz, .jpg or .png file"
         ) from None
@@ -275,7 +275,7 @@ def _image(file: Path, signature: Signature) -> Any:
 
 
 def parse_rate(text: str) -> tuple[str, float]:
-    """``poisson:50`` or ``constant:50``, in requests a second; a bare number is constant."""
+    """Return the arrival kind and the requests per second; a bare number is constant."""
     match = _RATE.fullmatch(text)
     if match is None or not float(match.group(2)) > 0:
         raise InvalidInput(f"--rate {text!r} is not of the form poisson:50")
@@ -283,7 +283,7 @@ def parse_rate(text: str) -> tuple[str, float]:
 
 
 def instants(kind: str, per_s: float, count: int, seed: int) -> Iterator[float]:
-    """Yield when each request is due, in seconds from the start."""
+    """Yield the time at which each request is due, in seconds from the start."""
     source = random.Random(seed)
     at_s = 0.0
     for _ in range(count):
@@ -292,7 +292,7 @@ def instants(kind: str, per_s: float, count: int, seed: int) -> Iterator[float]:
 
 
 class RequestOutcome:
-    """Outcome of one request. ``total_ms`` is the client's own clock."""
+    """Outcome of one request. ``total_ms`` is measured by the client."""
 
     def __init__(self, number: int, deadline_ms: float | None = None) -> None:
         self.number = number
@@ -303,12 +303,12 @@ class RequestOutcome:
 
     @property
     def is_late(self) -> bool:
-        """Answered after its deadline: what computes already is not thrown away."""
+        """True if the result came after the deadline: a request that computes is not stopped."""
         limit_ms = self.deadline_ms
         return self.result is not None and limit_ms is not None and self.total_ms > limit_ms
 
     def row(self) -> dict[str, Any]:
-        """Return the row that ``--json`` prints."""
+        """Return the row of this request for ``--json``."""
         timing = self.result.timing.as_dict() if self.result else {}
         error = {"error": type(self.error).__name__, "text": str(self.error)} if self.error else {}
         late = {"late": self.is_late} if self.deadline_ms is not None else {}
@@ -327,16 +327,15 @@ def run_requests(
     *,
     is_paced: bool,
 ) -> list[RequestOutcome]:
-    """Send a request at each of these instants; if not paced, each after the previous answer.
-    Return fewer outcomes after Ctrl-C.
+    """Send a request at each of these times, or if not paced each after the previous result.
 
-    Paced instants are fixed in advance (an open loop), so a slow answer does not delay the next
-    request, and the time in the server's queue is visible.
+    Paced times are fixed in advance (an open loop), so a slow result does not delay the next
+    request, and the time in the server's queue is visible. Return fewer outcomes after Ctrl-C.
     """
     outcomes = [RequestOutcome(number, options.get("deadline_ms")) for number in range(len(dues_s))]
     waiting: deque[tuple[RequestOutcome, Future[Result], float]] = deque()
     begin_s = time.perf_counter()
-    with contextlib.suppress(KeyboardInterrupt):  # what has been answered is shown all the same
+    with contextlib.suppress(KeyboardInterrupt):  # results that have arrived are shown all the same
         for outcome, due_s in zip(outcomes, dues_s, strict=True):
             time.sleep(max(0.0, begin_s + due_s - time.perf_counter()))
             at_s = time.perf_counter()

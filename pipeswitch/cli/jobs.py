@@ -21,7 +21,7 @@ FIRST_LOOK_S: Final = 1.0
 
 
 class ScriptCommand(click.Command):
-    """A command whose script has options of its own, behind ``--``; elsewhere they are refused."""
+    """Command whose script has its own options, after ``--``; before it they are refused."""
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         try:
@@ -92,7 +92,7 @@ def train(
             )
         for task in tasks:
             with contextlib.suppress(TimeoutError):
-                task.wait(FIRST_LOOK_S)  # what fails at once, as for want of an argument, is told
+                task.wait(FIRST_LOOK_S)  # report one that fails at once, e.g. lacks an argument
 
 
 @click.group(cls=common.Group, invoke_without_command=True)
@@ -123,7 +123,7 @@ def jobs_ls(as_json: bool, watch: bool) -> None:
 
 
 def _why(row: Mapping[str, Any]) -> str:
-    """Return what a job waits for; of a failed one the cause, and what to type next."""
+    """Return what a job waits for; for a failed job, the cause and what to type next."""
     cause: str = row["error"].partition("\n")[0] or row["why"]
     return f"{cause} (pipeswitch jobs logs {row['name']})" if row["state"] == "failed" else cause
 
@@ -145,7 +145,7 @@ def jobs_show(
     if plot_path:
         plot_path = common.checked_plot(Path(plot_path))
     with common.connected() as client:
-        client.task(name).status()  # one that is not there says so
+        client.task(name).status()  # raises ModelNotFound for an unknown job
         rows = client.task(name).history()
     columns = tuple(dict.fromkeys(("step", *(key for row in rows for key in row))))
     if plot_path:
@@ -162,7 +162,7 @@ def jobs_show(
 
 
 def _plot(name: str, rows: list[dict[str, Any]], columns: Sequence[str], path: str) -> None:
-    """Draw a panel for each value, over the steps."""
+    """Draw one panel for each value, over the steps."""
     if not rows:
         raise InvalidInput(f'job "{name}" has reported nothing', hint="job.log(loss=loss)")
     from matplotlib.figure import Figure
@@ -179,7 +179,7 @@ def _plot(name: str, rows: list[dict[str, Any]], columns: Sequence[str], path: s
 
 
 def _job_verb(verb: str, help_text: str) -> None:
-    """Add one of the verbs that steer a job; they differ in nothing else."""
+    """Add a verb that controls a job; these verbs differ only in name and help."""
 
     @jobs.command(verb, help=help_text)
     @common.job_argument

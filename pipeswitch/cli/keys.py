@@ -1,7 +1,7 @@
 """Command ``pipeswitch keys``: which clients may connect to the server.
 
-These commands only write files in the server's key folder. A running server reads it at each
-handshake, and once a second for connected clients.
+These commands only write files in the server's key folder. A running server reads the folder at
+each handshake, and once a second for connected clients.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def _folder() -> KeyFolder:
 
 
 def _folder_for(out: str) -> Path:
-    """Return the folder for a secret. Create a missing one, readable only by its owner."""
+    """Return the folder for a secret; create it, accessible only to its owner, if it is missing."""
     folder = Path(out)
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     return folder
@@ -126,7 +126,7 @@ def keys_pair(name: str, out: str, as_json: bool) -> None:
 
 
 class TakesKey(click.Command):
-    """Command with a KEY argument, which may begin with a dash as an option does."""
+    """Command with a KEY argument, which may begin with a dash although it is not an option."""
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         keys = [one for one in args if one.startswith("-") and len(one) == KEY_CHARACTERS]
@@ -166,7 +166,7 @@ def keys_roles(name: str, roles: tuple[str, ...], as_json: bool) -> None:
 
 
 def _roles(folder: KeyFolder, name: str) -> list[str]:
-    """Return the name's current roles in the folder."""
+    """Return the client's current roles in the key folder."""
     return in_order(folder.admitted()[name].roles)
 
 

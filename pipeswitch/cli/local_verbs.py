@@ -1,4 +1,4 @@
-"""The verbs that need no server: demonstrate and check this machine, write a setting."""
+"""The verbs that need no server: demo, checks of this machine, configuration, backups."""
 
 from __future__ import annotations
 

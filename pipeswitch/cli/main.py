@@ -1,4 +1,4 @@
-"""The command line. It never imports torch; what needs torch runs in a child process."""
+"""The command line. It never imports torch; a child process runs what needs torch."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from .common import EXIT_INTERRUPTED, EXIT_OK, Group, part
 from .keys import keys
 
 LATER = ("cluster", "simulate")
-"""Groups and verbs that import more than all the others."""
+"""Groups and verbs that are imported on use, because they import more than all others."""
 
 
 class Cli(Group):
-    """Every PipeSwitchError becomes ``Error: text`` and a hint, never a traceback."""
+    """Group that shows every PipeSwitchError as ``Error: text`` with a hint, and no traceback."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         return sorted([*super().list_commands(ctx), *LATER])
@@ -36,7 +36,7 @@ class Cli(Group):
         _open_standard_streams()
         for stream in (sys.stdout, sys.stderr):
             if isinstance(stream, io.TextIOWrapper):
-                stream.reconfigure(errors="replace")  # a locale without ✔, a name without a letter
+                stream.reconfigure(errors="replace")  # the terminal's encoding may lack a character
         try:
             status = super().main(*args, **{**kwargs, "standalone_mode": False})
         except PipeSwitchError as error:
@@ -46,7 +46,7 @@ class Cli(Group):
             sys.exit(error.exit_code)
         except OSError as error:
             if error.filename is None and error.errno != errno.ENOSPC:
-                raise  # nothing that a user named: a bug here
+                raise  # no file that the user has named: a bug here
             where = f"{error.filename}: " if error.filename is not None else ""
             _die(PipeSwitchError(f"{where}{error.strerror}"), as_json=False)
         except (KeyboardInterrupt, click.Abort):
@@ -55,7 +55,7 @@ class Cli(Group):
 
 
 def _open_standard_streams() -> None:
-    """Open /dev/null for a closed stream (``>&-``): the next file would receive its text."""
+    """Open /dev/null for each closed stream (``>&-``); else the next file would get its text."""
     while (descriptor := os.open(os.devnull, os.O_RDWR)) <= 2:
         os.set_inheritable(descriptor, True)
     os.close(descriptor)

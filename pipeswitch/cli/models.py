@@ -195,7 +195,7 @@ def register(
     from ..client.model_sources import FILES, LocalSource, check_program_options
     from ..wire.register_request import RegisterRequest
 
-    if as_version:  # these have a default here
+    if as_version:  # the option's defaults must not change a version
         options |= {"priority": "", "precision": ""}
     fields = {key: value for key, value in options.items() if value} | {"as_version": as_version}
     request = RegisterRequest(source=source, **fields)
@@ -215,7 +215,7 @@ def register(
 
 
 def _registered(name: str, row: dict[str, Any]) -> str:
-    """Return the text that a terminal shows for a new model."""
+    """Return the text that is printed for a new model."""
     size = f", {format_bytes(row['bytes'])}" if row.get("bytes") else ""
     why = f" ({row['mode_reason']})" if row.get("mode_reason") else ""
     groups = f", {row['groups']} group{'s' * (row['groups'] > 1)}" if row.get("groups") else ""
@@ -302,7 +302,7 @@ def _publish(name: str, from_job: str, part: str, as_json: bool) -> None:
 
 
 def _converted(source: str, signature: dict[str, Any], stack: contextlib.ExitStack) -> str:
-    """Convert a torch file to a bundle; torch's loaders run in a child."""
+    """Convert a torch file to a bundle, in a child process because torch must not be imported."""
     if not Path(source).is_file():
         raise InvalidInput(f"no file {source!r}")
     folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="pipeswitch-convert-"))
@@ -317,7 +317,7 @@ def _converted(source: str, signature: dict[str, Any], stack: contextlib.ExitSta
 
 
 def _model_verb(verb: str, done: str, help_text: str) -> click.Command:
-    """Add one of the verbs that take a name; they differ in nothing else."""
+    """Return a command with a model's name as argument; these differ only in name and help."""
 
     @click.command(verb, help=help_text)
     @common.name_argument
@@ -346,7 +346,7 @@ def models(ctx: click.Context, versions: bool, as_json: bool, watch: bool) -> No
 
         def shown(rows: list[dict[str, Any]]) -> Any:
             more = [name for name in ("aliases", "reason") if any(row.get(name) for row in rows)]
-            visible = {key for row in rows for key in row} or {*columns}  # that the role may see
+            visible = {key for row in rows for key in row} or {*columns}  # keys the role may see
             return views.Listing(rows, (*(one for one in columns if one in visible), *more))
 
         common.listing(lambda c: c.models(versions=versions), shown, as_json, watch)

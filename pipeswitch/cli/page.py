@@ -1,4 +1,4 @@
-"""Opening the server's page with its owner's token."""
+"""Address of the server's web page with the owner's token, and its opening in a browser."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any, Final
 from ..base.errors import PermissionDenied, PipeSwitchError
 
 VERB: Final = {"page": "ui", "chat": "chat NAME --http URL"}
-OPENER: Final = "ui.html"  # in the state directory, beside the token
+OPENER: Final = "ui.html"  # file in the state directory, beside the token
 LEADS_ON: Final = """<!doctype html>
 <meta charset="utf-8"><meta name="referrer" content="no-referrer">
 <meta http-equiv="refresh" content="0; url={url}">
@@ -21,9 +21,9 @@ LEADS_ON: Final = """<!doctype html>
 
 
 def page_url(about: Mapping[str, Any]) -> str:
-    """Return the page's address with the token, as a fragment: no request carries it.
+    """Return the page's URL; the token is its fragment, which browsers do not send.
 
-    Raises: as ``http_of``.
+    Raises: like ``http_of``.
     """
     here, token = http_of(about, "page")
     return f"{here}/ui#token={token}"
@@ -33,12 +33,12 @@ def http_of(about: Mapping[str, Any], what: str) -> tuple[str, str]:
     """Return the server's HTTP address and its owner's token.
 
     Args:
-        about: what the server says of itself to its owner.
-        what: what the caller wants them for, for errors.
+        about: the server's answer to ``Client.about``.
+        what: name of the caller's purpose, for errors.
 
     Raises:
-        PermissionDenied: the server does not take this client for its owner.
-        PipeSwitchError: it has no HTTP address, or the token's file cannot be read here.
+        PermissionDenied: the client is not the server's owner.
+        PipeSwitchError: the server has no HTTP address, or the token's file cannot be read here.
     """
     if not about["is_owner"]:
         raise PermissionDenied(
@@ -54,14 +54,14 @@ def http_of(about: Mapping[str, Any], what: str) -> tuple[str, str]:
         token = Path(about["token_file"]).read_text("ascii").strip()
     except OSError as error:
         raise PipeSwitchError(f"{about['token_file']}: {error.strerror}") from None
-    return re.sub(r"//(0\.0\.0\.0|\[::\]):", "//localhost:", about["http"]), token  # all addresses
+    return re.sub(r"//(0\.0\.0\.0|\[::\]):", "//localhost:", about["http"]), token  # listens on all
 
 
 def open_page(url: str, folder: Path) -> bool:
-    """Show the page in a browser; whether there is one.
+    """Open the page in a browser; return False if there is no browser.
 
-    A browser's command line is for all users to read, so what it is told to open is a file of
-    the owner's alone, which leads on.
+    All users can read a browser's command line. So it gets the path of a file that only the owner
+    can read, which redirects to the URL with the token.
     """
     path = folder / OPENER
     path.unlink(missing_ok=True)

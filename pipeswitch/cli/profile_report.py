@@ -1,4 +1,4 @@
-"""Output of ``profile`` and ``plan``: a measurement in short, and what an arena can promise."""
+"""Output of ``profile`` and ``plan``: a short measurement, and predictions for an arena."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ JOB_COLUMNS: Final = ("job", "size", "saved", "memory", "offloaded", "planned_st
 
 
 def profile_view(row: Mapping[str, Any]) -> RenderableType:
-    """Return a profile in a screen: link, overheads, batches, and accuracy of the predictions."""
+    """Return a profile on one screen: link, overheads, batches, and accuracy of the predictions."""
     profile = msgspec.convert(row, Profile)
     link, overheads, ours = profile.link, profile.overheads, profile.identity
     sizes = sum(layer.size_bytes for layer in profile.layers)
@@ -82,10 +82,10 @@ def _name(plan: Sequence[int], profile: Profile) -> str:
 
 
 def parse_deadlines(texts: Sequence[str]) -> dict[str, float]:
-    """``50ms`` for all models (key ""), ``NAME=50ms`` for one; in ms.
+    """Return deadlines in ms by model: ``50ms`` is for all models (key ""), ``NAME=50ms`` for one.
 
     Raises:
-        InvalidInput: not of that form.
+        InvalidInput: a text does not have this form.
     """
     limits: dict[str, float] = {}
     for text in texts:
@@ -103,10 +103,10 @@ def report(
     """Return the capacity report of a server's profiles, and the models that have none.
 
     Args:
-        only: the models to report; none: all.
+        only: names of the models to report; empty: all.
 
     Raises:
-        ModelNotFound: a deadline or ``only`` names a model that is not there.
+        ModelNotFound: ``deadlines`` or ``only`` names an unknown model.
     """
     names = [model["name"] for model in answer["models"]]
     for name in (*only, *deadlines):
@@ -140,7 +140,7 @@ def report(
 
 
 def jobs_of(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Return each job's lease, and the predicted and actual cost of its activation budget."""
+    """Return each job's lease, with predicted and measured costs of its activation budget."""
     return [
         {"job": row["name"], "lease_bytes": row["lease_bytes"], **row.get("activations", {})}
         for row in rows
@@ -160,7 +160,7 @@ def _job_row(job: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def report_view(figures: Mapping[str, Any]) -> RenderableType:
-    """Return the report as a table; models without a profile are below, with what to do."""
+    """Return the report as a table, with the models without a profile and what to do below it."""
     capacity = msgspec.convert(
         {key: figures[key] for key in CapacityReport.__struct_fields__}, CapacityReport
     )

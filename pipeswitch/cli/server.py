@@ -1,4 +1,4 @@
-"""The verbs about the server itself: run it, stop it, look at it."""
+"""The verbs about the server itself: run it, stop it, show its state."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ from .common import (
     watch_option,
 )
 
-PING_AGAIN_S: Final = 0.1  # interval of ping --wait
+PING_AGAIN_S: Final = 0.1  # interval of attempts of ping --wait
 RATE_LOOKS: Final = 10  # number of samples that top keeps
-EXIT_WAIT_S: Final = 30.0  # maximum time from a server's last answer to its exit
+EXIT_WAIT_S: Final = 30.0  # maximum time from a server's last reply to its exit
 
 
 def _commas(_: click.Context, __: click.Parameter, names: tuple[str, ...]) -> str | None:
@@ -138,7 +138,7 @@ def serve(path: str | None, no_http: bool, **flags: Any) -> None:
 
 
 def _flag_tree(flags: Mapping[str, Any], *, no_http: bool = False) -> dict[str, Any]:
-    """Return flags in the shape of the file, by ``SECTION__KEY``; None means not given."""
+    """Return flags ``SECTION__KEY`` as a tree like the file's; a flag that is None is not given."""
     tree: dict[str, Any] = {"gateway": dict.fromkeys(("http", "grpc"), "off") if no_http else {}}
     for name, value in flags.items():
         section, _, key = name.partition("__")
@@ -174,7 +174,7 @@ def stop(drain: str, as_json: bool) -> None:
 
 
 def _exit_watcher(pid: int, stack: contextlib.ExitStack) -> int | None:
-    """Return a descriptor that is readable after the server's exit; None for a foreign pid."""
+    """Return a descriptor that is readable after the server's exit; None for an unknown pid."""
     try:
         descriptor = os.pidfd_open(pid)
     except OSError:
@@ -244,7 +244,7 @@ def ping(deep: bool, wait: str, as_json: bool) -> None:
 
 
 def _ping_until(until_s: float, deep: bool) -> dict[str, Any]:
-    """Return the first answer that says ready, or the last one; each try connects anew."""
+    """Return the first answer that is ready, or the last one; connect again for each attempt."""
     while True:
         is_last = time.monotonic() >= until_s
         try:
@@ -255,7 +255,7 @@ def _ping_until(until_s: float, deep: bool) -> dict[str, Any]:
         except ServerUnavailable:
             if is_last:
                 raise
-        time.sleep(PING_AGAIN_S)  # no server answers yet
+        time.sleep(PING_AGAIN_S)  # wait for the next attempt
 
 
 @click.command()

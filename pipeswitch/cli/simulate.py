@@ -1,4 +1,4 @@
-"""``simulate``: a trace through the server's own scheduler, without a server, in virtual time."""
+"""``simulate``: run the server's own scheduler on a trace, without a server, in virtual time."""
 
 from __future__ import annotations
 
@@ -50,15 +50,15 @@ from .common import EXIT_INTERRUPTED, check_folder, checked_plot, connected, jso
 
 FUNCTIONS: Final = "azure_functions_2019_100fn_invocations.csv"
 SERVICES: Final = ("azure_llm_2023_code_15min.csv", "azure_llm_2023_conv_15min.csv")
-SPEED_UPS: Final = {"azure": 20.0}  # others: 1
-MAX_NUMBER: Final = 1e9  # beyond useful values; a product of three stays finite
+SPEED_UPS: Final = {"azure": 20.0}  # other traces: 1
+MAX_NUMBER: Final = 1e9  # no useful value is larger; a product of three such numbers stays finite
 MAX_FILE_BYTES: Final = 256 << 20
-RANDOM_BYTES: Final = 200 * MIB  # median of random models
+RANDOM_BYTES: Final = 200 * MIB  # median size of random models
 RANDOM_MS: Final = 14.0  # median computing time on a device of factor 1
-SPREAD: Final = 0.5  # sigma of both logarithms
+SPREAD: Final = 0.5  # sigma of the logarithms of size and time
 SERIAL: Final = "serial"  # reference without overlap; not a policy of the server
-HANGS_AFTER_S: Final = 30.0  # limit for a call of a policy, as ``[server] watchdog``
-LAYERS: Final = 8  # number of layer groups, if a model has no profile
+HANGS_AFTER_S: Final = 30.0  # limit for a call of a policy, like ``[server] watchdog``
+LAYERS: Final = 8  # number of layer groups of a model without a profile
 SHARES: Final = (6, 25)  # default memory, in percent of the models' bytes
 OF_REQUESTS: Final = ("policy", "in_slo", "p50_ms", "p99_ms", "refused", "switches", "copied")
 OF_JOBS: Final = (
@@ -73,14 +73,14 @@ OF_JOBS: Final = (
 )
 OF_NODES: Final = ("nodes", "moved_bytes", "failures", "resent", "placed_per_s")
 JOB: Final = "NAME:STEPS:STEP:MEMORY[@AT]"
-REQUESTS: Final = 200_000  # default for a cluster: some minutes
+REQUESTS: Final = 200_000  # default for a cluster: takes some minutes
 
 
-Run = tuple[str, Setting, Outcome, dict[str, Any]]  # memory as given; counters of placement
+Run = tuple[str, Setting, Outcome, dict[str, Any]]  # label of the memory, ..., placement's counters
 
 
 class _Row(msgspec.Struct, forbid_unknown_fields=True):
-    """A model in a file."""
+    """A model's row in the file of ``--models``."""
 
     name: str
     bytes: int
@@ -90,7 +90,7 @@ class _Row(msgspec.Struct, forbid_unknown_fields=True):
 
 @dataclass(frozen=True)
 class Hardware:
-    """A device's link, and how its computing compares with where times were measured."""
+    """A device's link, and its computing time relative to the device of the measured times."""
 
     name: str
     link: Link
@@ -215,7 +215,7 @@ def simulate(trace: str, as_json: bool, **options: Any) -> None:
 
 @contextlib.contextmanager
 def _ends_all_the_same() -> Iterator[None]:
-    """Run policies, which may hang, and which may catch an interrupt."""
+    """Run policies, which may hang or catch an interrupt; exit at either."""
 
     def leave(*_: object) -> None:
         Console(stderr=True).show_cursor()  # the progress bar hides it
@@ -232,7 +232,7 @@ def _ends_all_the_same() -> Iterator[None]:
 
 
 class _Comparison:
-    """The options, checked, and what they name: a trace, models, jobs, a device or a cluster."""
+    """Checked options and what they name: a trace, models, jobs, a device or a cluster."""
 
     def __init__(self, name: str, options: Mapping[str, Any]) -> None:
         args: Any = SimpleNamespace(**options)
@@ -266,7 +266,7 @@ class _Comparison:
         self._load(name)
 
     def _load(self, name: str) -> None:
-        """Read the trace, and choose a model for each of its models."""
+        """Read the trace, and assign a model to each model name in it."""
         args, cluster = self.given, self.cluster
         trace, names = _trace(
             name, self.speed_up, args.seed, args.requests, has_tokens=args.has_tokens
@@ -293,7 +293,7 @@ class _Comparison:
         self.sizes = {model.name: model.size_bytes for model in self.models}
 
     def settings(self) -> list[tuple[str, Setting]]:
-        """Yield each memory, policy and order of jobs, with the memory as it was written."""
+        """Return each combination of memory, policy and order of jobs, with the memory's label."""
         args, link = self.given, self.hardware.link
         needed = {**self.sizes, **{f"job {job.name}": job.memory_bytes for job in self.jobs}}
         if args.memory is None:
@@ -344,7 +344,7 @@ class _Comparison:
         }
 
     def show(self, rows: Sequence[dict[str, Any]], facts: dict[str, Any]) -> None:
-        """Print the tables."""
+        """Print the result tables."""
         cluster, has_requests, args = self.cluster, bool(self.requests), self.given
         views.console().print(_headline(facts))
         table = _table(
@@ -383,7 +383,7 @@ def _compare(name: str, as_json: bool, options: Mapping[str, Any]) -> None:
 
 
 def _replayed(of: _Comparison, drawn: Timeline | None, *, is_watched: bool) -> list[Run]:
-    """Run the same arrivals on each server or cluster; each run has the label of its memory."""
+    """Run the same arrivals with each setting; return the runs with their memory labels."""
     settings, models, requests = of.settings(), of.models, of.requests
     runs: list[Run] = []
     with views.progress_bar(is_watched, f"{len(requests)} requests") as bar:
@@ -410,7 +410,7 @@ def _replayed(of: _Comparison, drawn: Timeline | None, *, is_watched: bool) -> l
 
 
 def _cluster(args: Any) -> Cluster | None:
-    """Return the checked options of a cluster, or None if no cluster was requested."""
+    """Return the checked options of a cluster, or None if there is no ``--nodes``."""
     nodes, devices, tiles = args.nodes, args.devices, args.tiles
     if nodes is None and (devices or tiles or args.failures or args.need):
         raise InvalidInput(
@@ -448,7 +448,7 @@ def _read(option: str, text: str, read: Callable[[object], Any]) -> Any:
 
 
 def _file(path: str) -> str:
-    """Return the content of a user's file, up to a maximum size."""
+    """Return the content of a user's file; raise InvalidInput if it is too large."""
     file = Path(path)
     if file.stat().st_size > MAX_FILE_BYTES:
         raise InvalidInput(f"{path} is larger than {format_bytes(MAX_FILE_BYTES)}")
@@ -462,7 +462,7 @@ def _data(name: str) -> str:
 def _trace(
     name: str, speed_up: float, seed: int, requests: int | None, *, has_tokens: bool
 ) -> tuple[arrivals.Trace, list[str]]:
-    """Return the trace, and its models' names where it has any."""
+    """Return the trace, and the names of its models if it has names."""
     kind, _, rate = name.partition(":")
     if name == "none":
         return arrivals.Trace(name, (), 0), []
@@ -493,7 +493,7 @@ def _trace(
 
 
 def _number(text: str) -> float:
-    """Return a number, or NaN, which is in no range."""
+    """Return the text as a number, or as NaN, which lies in no range."""
     with contextlib.suppress(ValueError):
         return float(text)
     return math.nan
@@ -576,7 +576,7 @@ def _served() -> list[PaperModel]:
 
 
 def _assigned(known: Sequence[PaperModel], names: Sequence[str], count: int) -> list[PaperModel]:
-    """Return a model for each of the trace's: by name where it has names, else in turn."""
+    """Return a model for each model of the trace: by name if it has names, else in turn."""
     by_name = {model.name: model for model in known}
     if names and any(name in by_name for name in names):
         for name in names:
@@ -630,7 +630,7 @@ def _orders(text: str) -> list[str]:
 def _joined(
     models: Sequence[PaperModel], batch: int | None, delay: str, row: str | None
 ) -> list[PaperModel]:
-    """Return the models with batched requests, if batching was asked for."""
+    """Return the models, with batching if ``batch`` is set."""
     delay_ms = _read("--batch-delay", delay, parse_ms)
     if batch is None:
         if delay_ms or row is not None:
@@ -655,7 +655,7 @@ def _share(text: object) -> float:
 
 
 def _shares(percents: Sequence[int], sizes: Mapping[str, int]) -> list[str]:
-    """Return the shares for ``--memory``; one that is too small becomes the least that fits."""
+    """Return the shares for ``--memory``; a share that is too small becomes the smallest valid."""
     largest, least = _least(sizes)
     for percent in percents:
         if percent < least:
@@ -665,13 +665,13 @@ def _shares(percents: Sequence[int], sizes: Mapping[str, int]) -> list[str]:
 
 
 def _least(sizes: Mapping[str, int]) -> tuple[str, int]:
-    """Return the largest model, and the least whole percentage of all bytes that it fits into."""
+    """Return the largest model, and the smallest percentage of all bytes into which it fits."""
     largest = max(sizes, key=lambda name: sizes[name])
     return largest, -(-100 * sizes[largest] // sum(sizes.values()))
 
 
 def _memory(text: str, sizes: Mapping[str, int]) -> tuple[str, int]:
-    """Return the user's text and its size in bytes."""
+    """Return the label and the size in bytes of a ``--memory`` text."""
     if text.endswith("%"):
         share = _read("--memory", text, lambda text: _positive(str(text)[:-1])) / 100.0
         size_bytes, label = round(share * sum(sizes.values())), text
@@ -689,7 +689,7 @@ def _memory(text: str, sizes: Mapping[str, int]) -> tuple[str, int]:
 
 
 def _load(models: Sequence[PaperModel], requests: Sequence[arrivals.Arrival]) -> float:
-    """Return the computing time of all requests, prompts aside, over the trace's length."""
+    """Return the computing time of all requests, without prompts, over the trace's length."""
     length_ms = requests[-1].at_ms - requests[0].at_ms if requests else 0.0
     took_ms = sum(models[a.model % len(models)].compute_ms * a.tokens for a in requests)
     return took_ms / length_ms if length_ms else math.inf
@@ -780,7 +780,7 @@ def _jobs_table(rows: Sequence[dict[str, Any]], *, has_requests: bool) -> views.
 
 
 def _draw(path: Path, runs: Sequence[Run], facts: dict[str, Any]) -> None:
-    """Draw the share of requests that ended within each time."""
+    """Draw the share of requests that have ended within each latency."""
     import matplotlib
 
     matplotlib.use("Agg")  # no display

@@ -1,4 +1,4 @@
-"""Rows on the command line: rich tables for people, JSON for programs."""
+"""Output of the command line: rich tables for people, JSON for programs."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from ..base.units import escape_control_chars, format_bytes, printed
 from ..wire.request_timing import OPTIONAL, PARTS
 
 PIPE_COLUMNS: Final = 240
-ELASTIC: Final = ("why", "source", "reason")  # long texts wrap on a narrow screen
+ELASTIC: Final = ("why", "source", "reason")  # columns whose long texts wrap on a narrow screen
 ELASTIC_WIDTH: Final = 20
 NAMES: Final = ("name", "model", "job", "nodes")
 NAME_WIDTH: Final = 16
@@ -45,7 +45,7 @@ DROPPED_FIRST: Final = (
     *("suspensions", "source", "activation_bytes", "restarts", "tokens_per_s", "persisted_step"),
     *("worker", "requests", "residency", "device", "why"),
 )
-"""Columns to leave out on a narrow screen, the least important first."""
+"""Columns that are left out on a narrow screen, the least important first."""
 
 _RANKS: Final = (
     ("active", "running", "transmitting", "stopping", "evicting", "suspended"),
@@ -54,8 +54,8 @@ _RANKS: Final = (
     ("host", "standby"),
 )
 BUSY: Final = {state: rank for rank, states in enumerate(_RANKS) for state in states}
-"""Rank of each state in a listing. All others (ended, failed) come last."""
-REFRESH_S: Final = 0.5  # between two refreshes of --watch and top
+"""Rank of each state in a listing; other states (ended, failed) come last."""
+REFRESH_S: Final = 0.5  # interval of refreshes of --watch and top
 STATE_STYLES: Final = {
     "active": "bold green",
     "running": "bold green",
@@ -134,9 +134,9 @@ TIMING_COLUMNS: Final = tuple(name for name in PARTS if name not in OPTIONAL)
 
 
 def console() -> Console:
-    """Return the console for tables. A pipe has no width, so it gets a wide one.
+    """Return the console for tables; a pipe has no width, so it gets a wide one.
 
-    rich handles NO_COLOR.
+    rich itself handles NO_COLOR.
     """
     return Console(highlight=False, width=None if sys.stdout.isatty() else PIPE_COLUMNS)
 
@@ -161,10 +161,10 @@ def ping_line(answer: Mapping[str, Any]) -> str:
 
 
 def echo(text: str, *, err: bool = False, nl: bool = True) -> None:
-    """Print text of others with its control characters escaped, so that a terminal obeys none.
+    """Print a text from elsewhere, with control characters escaped so that none reach a terminal.
 
-    Pieces of a log (no ``nl``) keep their carriage returns, because progress bars need them and
-    they overwrite only the log's own line.
+    Pieces of a log (no ``nl``) keep their carriage returns, which progress bars need and which
+    overwrite only the log's own line.
     """
     click.echo(escape_control_chars(text, keep="\n\t" if nl else "\n\t\r"), err=err, nl=nl)
 
@@ -186,8 +186,8 @@ def _finite(value: Any) -> Any:
 class Listing:
     """Table of rows that fits its screen; a missing value is an empty cell.
 
-    If the table is too wide, titles wrap first. Then names are shortened in the middle. Then the
-    columns of ``DROPPED_FIRST`` are dropped in their order, and a line below the table names them.
+    If the table is too wide, its titles wrap first, then names are shortened in the middle. Then
+    the columns in ``DROPPED_FIRST`` are dropped in their order, and a line names them.
     """
 
     def __init__(
@@ -258,7 +258,7 @@ def _total(widths: Mapping[str, int]) -> int:
 
 
 def shortened(text: Text, width: int) -> Text:
-    """Shorten a name to ``width`` characters: its beginning, an ellipsis and its end."""
+    """Return a name with at most ``width`` characters: its beginning, an ellipsis and its end."""
     plain = text.plain
     if len(plain) <= width:
         return text
@@ -267,7 +267,7 @@ def shortened(text: Text, width: int) -> Text:
 
 
 def busy_first(rows: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-    """Sort rows: jobs, then models, then processes; within a kind by the rank in ``BUSY``."""
+    """Return sorted rows: jobs, then models, then processes; within a kind by rank in ``BUSY``."""
     kinds = {"job": 0, "model": 1, "chain": 1}
 
     def order(row: Mapping[str, Any]) -> tuple[int, int]:
@@ -285,7 +285,7 @@ def add_rates(rows: Sequence[dict[str, Any]], since: Mapping[str, int], took_s: 
     """Add tokens per second to the rows of language models.
 
     Args:
-        since: each model's token count ``took_s`` earlier.
+        since: each model's token count from ``took_s`` seconds ago.
     """
     for row in rows:
         if took_s > 0 and row.get("tokens"):
@@ -321,7 +321,7 @@ def _duration(seconds: float) -> str:
 
 
 def details(row: Mapping[str, Any]) -> Table:
-    """Return one record, with a line for each value that is not empty."""
+    """Return one record as a table with a line for each value that is not empty."""
     view = Table.grid(padding=(0, 2))
     for key, value in row.items():
         shown = cell("bytes" if key.endswith("bytes") else key, _plain(key, value))
@@ -332,7 +332,7 @@ def details(row: Mapping[str, Any]) -> Table:
 
 
 def _plain(key: str, value: Any) -> Any:
-    """Return a value of several parts as one text: ``x [batch, 3] float32; y [batch] int64``."""
+    """Return a nested value as one text: ``x [batch, 3] float32; y [batch] int64``."""
     if isinstance(value, Mapping):
         parts = [
             f"{name} {_plain(f'{key} {name}', item)}"
@@ -342,7 +342,7 @@ def _plain(key: str, value: Any) -> Any:
         return ("; " if any(isinstance(one, list) for one in value.values()) else ", ").join(parts)
     if isinstance(value, list | tuple) and key.partition(" ")[0] in ("batch", "dims"):
         return " to ".join(map(str, value))
-    if isinstance(value, list | tuple) and " " in key:  # a tensor: its shape and its type
+    if isinstance(value, list | tuple) and " " in key:  # a tensor's shape and dtype
         return " ".join(
             f"[{', '.join(map(str, one))}]" if isinstance(one, list | tuple) else str(one)
             for one in value
@@ -354,7 +354,7 @@ def _plain(key: str, value: Any) -> Any:
 
 
 class Scrolled:
-    """Screen that shows a part of something longer, from line ``top`` on."""
+    """Screen that shows a part of a longer output, from line ``top`` on."""
 
     def __init__(self) -> None:
         self.top = 0
@@ -374,7 +374,7 @@ class Scrolled:
             yield Text(f"lines {self.top + 1} to {end} of {len(lines)}: ↑ ↓ PgUp PgDn, q leaves")
 
     def press(self, keys: bytes) -> None:
-        """Scroll by the pressed keys. ``q`` raises KeyboardInterrupt, as Ctrl-C does."""
+        """Scroll by the pressed keys; ``q`` raises KeyboardInterrupt, like Ctrl-C."""
         if b"q" in keys:
             raise KeyboardInterrupt
         up, down, back, on = b"\x1b[A", b"\x1b[B", b"\x1b[5~", b"\x1b[6~"
@@ -399,7 +399,7 @@ def show(render: Callable[[], RenderableType], *, watch: bool) -> None:
             if keys and select.select(keys, [], [], max(0.0, next_at_s - time.monotonic()))[0]:
                 screen.press(os.read(keys[0], 64) or b"q")
             else:
-                time.sleep(max(0.0, next_at_s - time.monotonic()))  # until the next refresh
+                time.sleep(max(0.0, next_at_s - time.monotonic()))  # to the next refresh
                 screen.inner = render()
                 next_at_s = time.monotonic() + REFRESH_S
             live.update(screen, refresh=True)

@@ -1,4 +1,4 @@
-"""``AsyncClient``: the verbs of ``Client`` for asyncio. The same I/O thread does the work."""
+"""``AsyncClient``: verbs of ``Client`` for asyncio. A client's background thread does the I/O."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ class AsyncClient(AsyncVerbs[Client]):
         return AsyncRequestSequence(self._awaits.sequence(model, id=id, version=version))
 
     async def generate(self, model: str, prompt: Any, **options: Any) -> AsyncIterator[Token]:
-        """Yield tokens, as ``Client.generate`` does, until the caller stops."""
+        """Yield tokens like ``Client.generate``, until the caller stops."""
         answer = await asyncio.to_thread(self._awaits.generate, model, prompt, **options)
         try:
             while (token := await asyncio.to_thread(next, answer, None)) is not None:
@@ -138,7 +138,7 @@ class AsyncTask(AsyncWrapper[Task]):
     remove = as_async(Task.remove)
 
     async def logs(self, follow: bool = False) -> AsyncIterator[str]:
-        """Yield the log from its start, in pieces, as ``Task.logs`` does."""
+        """Yield the log from its start, in pieces, like ``Task.logs``."""
         pieces = self._awaits.logs(follow)
         while (piece := await asyncio.to_thread(next, pieces, None)) is not None:
             yield piece

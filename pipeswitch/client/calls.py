@@ -1,8 +1,8 @@
-"""Protocol of one connection: hello, table of calls, retries, a new link after a break.
+"""Protocol of one connection: hello, table of calls, retries, and a new link after a break.
 
-Two subclasses drive it: for threads (``connection``) and for an event loop (``looped``). They call
-``_receive`` when the link has something to read, and ``_poll`` at ``_poll_at_s``. One thread at a
-time may use it; it never blocks.
+Two subclasses do the I/O: ``connection`` for threads and ``looped`` for an event loop. They call
+``_receive`` when the link can be read, and ``_poll`` at the time ``_poll_at_s``. Only one thread at
+a time may use the object, and no method blocks.
 """
 
 from __future__ import annotations
@@ -40,27 +40,27 @@ logger = logging.getLogger(__name__)
 
 AnyLink: TypeAlias = "StreamLink | ZmqLink"
 
-AGAIN_S: Final = 0.05  # between looks for a server that is not there
+AGAIN_S: Final = 0.05  # interval of attempts to connect while nobody listens
 MIN_DEADLINE_MS: Final = 0.001  # smallest deadline sent for a call that waited
-MAX_TRIES: Final = 3  # of a safe call over broken connections
-MAX_WAIT_S: Final = 2_000_000.0  # a poll counts milliseconds in 31 bits; longer is for ever
+MAX_TRIES: Final = 3  # tries of a safe call over broken connections
+MAX_WAIT_S: Final = 2_000_000.0  # a poll counts ms in 31 bits; a longer wait has no end
 
 
 class FinalReply(msgspec.Struct, frozen=True, kw_only=True):
-    """A final answer."""
+    """Final reply to a request."""
 
     request_id: str
     body: dict[str, Any]
-    timing: RequestTiming | None = None  # of an inference
+    timing: RequestTiming | None = None  # only for an inference
     outputs: tuple[WireTensor, ...]
     frames: Sequence[Any]  # buffers that keep the received message alive
 
 
 def as_wait_s(timeout_s: float | None) -> float | None:
-    """Return a caller's timeout in a form that waits accept; None: for ever.
+    """Return a caller's timeout as seconds to wait, or None to wait for ever.
 
     Raises:
-        InvalidInput: it is not a number.
+        InvalidInput: the timeout is not a number.
     """
     if timeout_s is None:
         return None
@@ -76,24 +76,24 @@ def as_wait_s(timeout_s: float | None) -> float | None:
 class Call(msgspec.Struct, kw_only=True, eq=False):
     """Request that waits for its answer."""
 
-    header: dict[str, Any]  # RequestHeader's fields but the session
-    future: Any = None  # the subclass's kind; None: the caller reads the next three fields
+    header: dict[str, Any]  # fields of RequestHeader, without the session
+    future: Any = None  # the subclass's kind; None: the next three fields are used
     is_over: bool = False
     value: Any = None
     error: Exception | None = None
     frames: Sequence[Any] = ()
-    is_safe: bool = False  # sending it twice does the same as sending it once
-    convert: Callable[[FinalReply], Any] | None = None  # the future's value; None: the final reply
-    on_progress: Callable[[dict[str, Any]], None] | None = None  # gets each progress reply's body
+    is_safe: bool = False  # sending it twice has the effect of sending it once
+    convert: Callable[[FinalReply], Any] | None = None  # converts the final reply to the value
+    on_progress: Callable[[dict[str, Any]], None] | None = None  # gets bodies of progress replies
     is_sent: bool = False
     tries: int = 0
-    until_s: float = math.inf  # its deadline, on the monotonic clock
+    until_s: float = math.inf  # deadline on the monotonic clock
 
 
 class Calls:
     """Unanswered calls, and the link that carries them."""
 
-    _waits_for_server = True  # also when nobody listens at the address
+    _waits_for_server = True  # keep trying while nobody listens at the address
 
     def __init__(
         self,
@@ -108,8 +108,8 @@ class Calls:
         timeout_s: how long a server may take to answer the first hello.
         watcher: reports when the link can be read or written.
         shared_memory: use shared memory with an ``ipc://`` server.
-        return_s: time to wait, after a connection broke, for a server that listens but does not
-            answer; ``timeout_s`` if that is longer.
+        return_s: after a broken connection, time to wait for a server that listens but does not
+            answer, if it is longer than ``timeout_s``.
         """
         self._return_s = return_s
         self._may_share = shared_memory and address.startswith("ipc://")
@@ -122,9 +122,9 @@ class Calls:
         self._numbers = itertools.count(1)
         self._link: AnyLink | None = None
         self._was_connected = False  # a server has answered hello
-        self._began_s = 0.0  # when the search for a server began
-        self._listened_s = 0.0  # when somebody last listened at the address, in this search
-        self._poll_at_s = math.inf  # when ``_poll`` is due; inf: no search is under way
+        self._began_s = 0.0  # start of the current search for a server
+        self._listened_s = 0.0  # last time in this search at which a server listened
+        self._poll_at_s = math.inf  # time at which ``_poll`` is due; inf: no search is under way
 
     # ---- overridden by the subclasses ----------------------------------------------------------
 
@@ -181,7 +181,7 @@ class Calls:
             self._due(at_s)
 
     def _send(self, link: AnyLink, call: Call) -> None:
-        """Send a call, but refuse one that is too large: the server would end the connection."""
+        """Send a call, or fail one that is too large, for which the server would disconnect."""
         size_bytes, limit_bytes = sum(map(len, call.frames)), link.facts.get("max_message_bytes")
         if isinstance(limit_bytes, int) and size_bytes > limit_bytes:
             text = f"{call.header['op']}: {size_bytes} bytes exceed the limit of {limit_bytes}"
@@ -199,18 +199,18 @@ class Calls:
     @staticmethod
     def _transmit(link: AnyLink, fields: dict[str, Any], frames: Sequence[Any]) -> None:
         header = RequestHeader(**fields, session=link.session)
-        encoder.encode_into(header, packed := bytearray())  # as ``encode_header`` does
+        encoder.encode_into(header, packed := bytearray())  # like ``encode_header``
         parts = [MAGIC, bytes(packed), *frames]
         link.send(parts, header.id, may_share=header.op == "infer")
 
     def _cancel(self, request_id: str) -> None:
-        """Cancel a call at the server, and drop its answer."""
+        """Forget a call, so that its reply is dropped, and cancel it on the server."""
         call = self._calls.pop(request_id, None)
         if call is not None and call.is_sent:
             self._tell(self._header("cancel", "", {"id": request_id}))
 
     def _tell(self, header: dict[str, Any]) -> None:
-        """Send a request that has no answer; drop it if there is no connection."""
+        """Send a request that gets no reply; drop it if there is no connection."""
         if self._link is not None and self._link.session:
             self._transmit(self._link, header, ())
 
@@ -231,12 +231,12 @@ class Calls:
     # ---- the link --------------------------------------------------------------------------------
 
     def _open(self) -> None:
-        """Start to search for a server."""
+        """Begin the search for a server."""
         self._began_s = self._listened_s = time.monotonic()
         self._connect()
 
     def _connect(self) -> None:
-        """Open a new link and say hello."""
+        """Open a new link and send hello."""
         try:
             link = self._new_link(f"{self._prefix}-hello-{next(self._numbers)}")
         except OSError:
@@ -248,18 +248,18 @@ class Calls:
         self._due(self._began_s + self._timeout_s)
 
     def _absent(self) -> None:
-        """Schedule another attempt, since nobody listens now; give up when it is too late."""
+        """Schedule another attempt, as nobody listens now; fail all calls if it is too late."""
         if self._waits_for_server and time.monotonic() < self._gives_up_at_s():
             self._due(time.monotonic() + AGAIN_S)
         else:
             self._fail_all(errors.no_server(self.address))
 
     def _gives_up_at_s(self) -> float:
-        """Return the time at which the search ends.
+        """Return the time on the monotonic clock at which the search ends.
 
-        A first search ends ``timeout_s`` after it began. A later one ends ``timeout_s`` after
-        somebody last listened at the address, but no later than ``return_s`` after it began:
-        while somebody listens, the server's process lives and its gateway is restarting.
+        A first search ends ``timeout_s`` after it began. A later one ends ``timeout_s`` after a
+        server last listened at the address, but no later than ``return_s`` after it began: while
+        the address is open, the server's process lives and its gateway is restarting.
         """
         if not self._was_connected:
             return self._began_s + self._timeout_s
@@ -293,7 +293,7 @@ class Calls:
     def _guard(self, action: Callable[..., None], *args: Any) -> None:
         """Run ``action``; if it raises, fail all calls with an error.
 
-        If the thread ended instead, these calls and all later ones would wait for ever.
+        If the error ended the thread instead, these calls and all later ones would wait for ever.
         """
         try:
             action(*args)
@@ -303,8 +303,8 @@ class Calls:
             self._fail_all(errors.PipeSwitchError(reason))
 
     def _broken(self, *, was_forgotten: bool = False) -> None:
-        """Send the calls again over a new link. A call that is not safe to send twice fails, unless
-        the server has forgotten this client and so carried nothing out."""
+        """Send the calls again over a new link. A sent call that is unsafe to repeat fails, unless
+        the server has forgotten this client, because then it has carried out nothing."""
         link = self._link
         self._shut()
         if link is not None and not link.session:
@@ -367,7 +367,7 @@ class Calls:
         if header.error is not None:
             error = _error(header)
             if error.data.get("reason") == "unknown_session":
-                self._broken(was_forgotten=True)  # the server was restarted
+                self._broken(was_forgotten=True)  # the server has restarted
             else:
                 self._fail(call, error)
             return
@@ -375,13 +375,13 @@ class Calls:
         try:
             reply = _reply(header, frames)
             value = reply if call.convert is None else call.convert(reply)
-        except Exception as error:  # a bad reply, or the caller's own convert
+        except Exception as error:  # a malformed reply, or an error in the caller's ``convert``
             self._end(call, error=error)
         else:
             self._end(call, value)
 
     def _progressed(self, call: Call, body: dict[str, Any]) -> None:
-        """Pass progress to the caller; an error of its callback fails this call only."""
+        """Pass progress to the caller; if its callback raises, only this call fails."""
         call.tries = 0
         try:
             if call.on_progress is not None:
@@ -409,7 +409,7 @@ def _reply(header: ReplyHeader, frames: Sequence[Any]) -> FinalReply:
 
 
 def _large_body(data: Any) -> dict[str, Any]:
-    """Return a body that did not fit into a header."""
+    """Return a body that was sent as a tensor because it did not fit into a header."""
     try:
         return msgspec.msgpack.decode(data, type=dict[str, Any])
     except (msgspec.DecodeError, ValueError, RecursionError) as error:

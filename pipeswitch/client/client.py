@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from .generation import GenerationStream
 
 CONNECT_TIMEOUT_S: Final = 2.5
-LOG_WAIT_S: Final = 0.5  # poll interval of a followed log while no event comes
+LOG_WAIT_S: Final = 0.5  # how long a followed log waits for an event before it is read again
 
 
 class Client(Verbs):
@@ -51,8 +51,8 @@ class Client(Verbs):
             ``cluster`` or ``ray://host:port``. Default: ``PIPESWITCH_HOST``, else the owner's ipc
             socket if a server listens there, else ``tcp://127.0.0.1:5555``.
         timeout_s: maximum wait for the server's first answer, and later for a server to listen at
-            the address again. If a server listens but does not answer, it is restarting: a
-            connected client waits 30 s for it, or until a call's ``deadline_ms``.
+            the address again. A server that listens but does not answer is restarting: a connected
+            client waits 30 s for its answer, or until a call's ``deadline_ms``.
         key: this client's ``.key_secret`` file; default: ``PIPESWITCH_KEY``. TCP only.
         server_key: the server's public key, or its file; default: ``PIPESWITCH_SERVER_KEY``.
         shared_memory: pass tensors of 64 KiB or more through shared memory if the server is your
@@ -91,7 +91,7 @@ class Client(Verbs):
                 self.address, timeout_s, keys, shared_memory=shared_memory, return_s=RETURN_S
             )
         self._tracer = open_tracer()
-        self.tokenizers: dict[str, Any] = {}  # of language models, by program
+        self.tokenizers: dict[str, Any] = {}  # language models' tokenizers, by the program's digest
         self._subscriptions: weakref.WeakSet[Subscription] = weakref.WeakSet()
 
     def __enter__(self) -> Client:
@@ -121,7 +121,7 @@ class Client(Verbs):
         """Send a request; return a future for its Result. ``future.cancel()`` cancels the request.
 
         The future's callbacks run in the thread that reads the replies. They may ``submit`` and
-        ``close``. If they wait for a result of the same client, they get ``InvalidInput``.
+        ``close``. A callback that waits for a result of the same client gets ``InvalidInput``.
 
         Args:
             model: registered name of the model.
@@ -129,8 +129,8 @@ class Client(Verbs):
                 call order, or one mapping by name. An argument may be nested: dicts, lists, tuples,
                 dataclasses and None around arrays. Arrays are not copied: do not change them until
                 the result is there.
-            deadline_ms: deadline, counted from now. A request that still waits then ends in
-                ``DeadlineExceeded``; one that has begun to compute still gets its result.
+            deadline_ms: deadline, counted from now. A request that has not begun by then ends in
+                ``DeadlineExceeded``; a request that has begun to compute still gets its result.
             priority: high, normal or low; empty: the model's default.
             version: version of the model; 0: the current one. ``result.timing.version`` reports it.
             **named: inputs by name, instead of ``inputs`` or after them.
@@ -163,7 +163,7 @@ class Client(Verbs):
         return result
 
     def _traced(self, send: Callable[..., Any], model: str, request: dict[str, Any]) -> Any:
-        """Call ``send`` within a span of the request; return its future or result."""
+        """Call ``send`` within a span of the request; return its future or its result."""
         traced = Traced(self._tracer, model)
         if traced.traceparent:
             request["body"] = {**(request["body"] or {}), "traceparent": traced.traceparent}
@@ -257,7 +257,7 @@ class Client(Verbs):
         )
 
     def _step(self, model: str, *options: Any, **sequence: Any) -> Result:
-        """Send a step of a sequence. It is not safe to repeat: that would be a second step."""
+        """Send a step of a sequence. It is not safe to repeat: the server would do two steps."""
         request = self._request(model, *options)
         request |= {"is_safe": False, "body": {**(request["body"] or {}), **sequence}}
         future = (
@@ -286,12 +286,12 @@ class Client(Verbs):
 
         Args:
             model: name of a model that was registered with ``generate``.
-            prompt: a text, which needs the model's tokenizer and the extra ``text``; or token ids:
-                then the generated tokens have no text.
+            prompt: a text, which needs the model's tokenizer and the extra ``text``; or token ids,
+                for which the generated tokens have no text.
             max_new_tokens: maximum number of new tokens; the model's context may allow fewer.
             temperature: the randomness of the choice; 0 takes the likeliest token.
-            top_p: sample from the smallest set of tokens whose probabilities sum to ``top_p``;
-                1 disables the filter.
+            top_p: sample from the smallest set of tokens whose probabilities sum to ``top_p``; 1
+                disables this.
             seed: equal seeds give equal tokens, whatever else the server does.
             stop: texts that end the generated text; they are not part of it.
             priority: as in ``infer``.
@@ -321,7 +321,7 @@ class Client(Verbs):
         )
 
     def sequences(self) -> list[dict[str, Any]]:
-        """Return the sequences on the server: id, model, steps, bytes. The owner sees all."""
+        """Return the sequences on the server: id, model, steps, bytes. The owner gets them all."""
         rows: list[dict[str, Any]] = self._ask("sequences")["sequences"]
         return rows
 
@@ -334,7 +334,7 @@ class Client(Verbs):
         self._ask("sequences", body={"end": id}, is_safe=False)
 
     def prefetch(self, model: str) -> None:
-        """Hint to the server that requests for ``model`` follow. No reply comes."""
+        """Hint to the server that requests for ``model`` follow. Return without a reply."""
         self._connection.notify("prefetch", model=model)
 
     # ---- models --------------------------------------------------------------------------------
@@ -382,8 +382,8 @@ class Client(Verbs):
             aliases: further names, such as ``gpt-3.5-turbo``; ``unregister`` removes one alone.
             as_version: make ``weights`` the next version of the registered model, as ``publish``
                 does. Give only ``name`` and these two.
-            weights: ``random:SEED``, ``pretrained``, or a local file: safetensors, or what
-                ``torch.save(module.state_dict(), "weights.pt")`` wrote.
+            weights: ``random:SEED``, ``pretrained``, or a local file: safetensors, or the output of
+                ``torch.save(module.state_dict(), "weights.pt")``.
             inputs: shapes and dtypes, if the source does not define them, by argument name and
                 nested like the arguments. ``(1, 512)`` in a shape is a range of sizes.
             example_inputs: for a module: the arguments of its ``forward``. In a mapping, names are
@@ -407,7 +407,7 @@ class Client(Verbs):
             preprocess: ``package.module:function``, which the server imports. It makes the model's
                 inputs from what requests send: it gets numpy arrays by the names of ``raw``, and
                 returns an array, or a dict of arrays by input name. It runs in a CPU process.
-            raw: shapes and dtypes of what requests then send, as in ``inputs`` but not nested:
+            raw: shapes and dtypes of the inputs that requests then send, as in ``inputs`` but flat:
                 ``{"image": (((1, 1 << 22),), "uint8")}`` takes the bytes of a file, and
                 ``{"text": (((1, 64),), "bytes")}`` up to 64 texts, which are ``bytes`` objects.
             postprocess: a function like ``preprocess`` that makes the result from the outputs.
@@ -423,7 +423,7 @@ class Client(Verbs):
                 ``generate``), ``bf16`` or ``int8`` (fewer bytes). The result has the measurements.
             max_error: refuse an error larger than this share of the module's largest output. 0:
                 0.001 for ``fast``, 0.05 for ``bf16``, 0.1 for ``int8``.
-            progress: called as the work proceeds. If it raises, the wait ends, not the work.
+            progress: called as the work proceeds. If it raises, this call ends, but not the work.
 
         Raises:
             RegistrationRefused: the model cannot be served; the error says why.
@@ -432,7 +432,7 @@ class Client(Verbs):
             PermissionDenied: this client may not register.
         """
         takes, signature = declared(inputs)
-        state = state or {}  # an output without a dimension replaces its input
+        state = state or {}  # a string names an output that replaces its input
         request = RegisterRequest(
             aliases=tuple(aliases),
             as_version=as_version,
@@ -464,7 +464,7 @@ class Client(Verbs):
         local: LocalSource,
         progress: Progress | None = None,
     ) -> dict[str, Any]:
-        """Upload the local files, then send the registration. The command line calls this, too."""
+        """Upload the local files, then send the registration. The command line calls it, too."""
         body = local.send(request, self.upload, progress).body()
         future = self._connection.request(
             "register",
@@ -481,7 +481,7 @@ class Client(Verbs):
         """Send a file in chunks. The server's credit limits the chunks that are under way.
 
         Returns:
-            ``put:DIGEST``, for ``register``. A file that the server has is not sent again.
+            ``put:DIGEST``, for ``register``. A file that the server already has is not sent again.
         """
         try:
             with open(path, "rb") as file:
@@ -572,7 +572,7 @@ class Client(Verbs):
     # ---- events ---------------------------------------------------------------------------------
 
     def events(self, *topics: str, timeout_s: float | None = None) -> Iterator[dict[str, Any]]:
-        """Return an iterator over records as the server publishes them; each has a ``topic``.
+        """Return an iterator over records that the server publishes; each record has a ``topic``.
 
         Records show what all clients do, so you need the role ``operate`` (else
         ``PermissionDenied``). The subscription is confirmed before this returns; earlier records
@@ -580,14 +580,14 @@ class Client(Verbs):
 
         Args:
             *topics: prefixes of topics: ``switch. model. job. worker. queue.``; none: all.
-            timeout_s: end after this long without a record; None: never.
+            timeout_s: end after this many seconds without a record; None: never.
         """
         records = _records(self.subscribe(*topics), as_wait_s(timeout_s))
-        next(records)  # starts it, so that its ``finally`` always closes the connection
+        next(records)  # run to the first ``yield``, so that ``finally`` closes the connection
         return records
 
     def subscribe(self, *topics: str, on_news: Callable[[], None] = lambda: None) -> Subscription:
-        """Return a ``Subscription``, which explains ``on_news``. Close it when you are done."""
+        """Return a ``Subscription``, which describes ``on_news``. Close it when you are done."""
         subscription = Subscription(self._connection.another(), topics, on_news)
         self._subscriptions.add(subscription)
         return subscription
@@ -637,7 +637,7 @@ class Task:
 
         Raises:
             TaskFailed: the script raised an error.
-            TimeoutError: it is not over after ``timeout_s``.
+            TimeoutError: the job is not over after ``timeout_s``.
         """
         body, wait_s = {"name": self.name, "action": "wait"}, as_wait_s(timeout_s)
         future = self._client._connection.request("job", body=body, is_safe=True)
@@ -658,7 +658,7 @@ class Task:
                 if is_over:
                     return
                 if news is not None and news.take(LOG_WAIT_S):
-                    while news.take(0):  # events only wake this loop: the log itself is read
+                    while news.take(0):  # events only wake this loop; the text comes from the log
                         continue
         finally:
             if news is not None:
@@ -708,7 +708,7 @@ class Task:
         return row
 
     def remove(self) -> dict[str, Any]:
-        """Delete all that the server keeps of the job, which must be over."""
+        """Delete everything that the server keeps of the job, which must be over."""
         return self._row("rm")
 
     def _pieces(self, kind: str, offset: int = 0) -> Iterator[dict[str, Any]]:
@@ -733,7 +733,7 @@ FINAL_JOB_STATES: Final = frozenset({"done", "failed", "cancelled", "expired"})
 
 
 def _refuse_bad_syntax(path: str) -> None:
-    """Raise InvalidInput for a syntax error. Skip a script that only the server can read."""
+    """Raise InvalidInput for a syntax error; accept a script that only the server can read."""
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
@@ -758,8 +758,8 @@ def _report(progress: Progress | None, stage: str, fraction: float) -> None:
 
 
 def _records(subscription: Subscription, timeout_s: float | None) -> Iterator[dict[str, Any]]:
-    """Yield an empty record, then the subscription's. The caller takes the empty one to start the
-    generator, because the ``finally`` of a generator that never started does not run."""
+    """Yield an empty record, then the subscription's records. The caller takes the empty one, which
+    starts the generator: the ``finally`` of a generator that never started would not run."""
     try:
         yield {}
         while (record := subscription.take(timeout_s)) is not None:
@@ -772,7 +772,7 @@ def _arguments(inputs: tuple[Any, ...], named: Mapping[str, Any]) -> Any:
     """Return the arguments of a call by position and by name.
 
     Raises:
-        InvalidInput: one sequence or mapping has all arguments, and others are given by name.
+        InvalidInput: one sequence or mapping already has all arguments, but others are named.
     """
     if not named and all(hasattr(value, "dtype") for value in inputs):
         return inputs

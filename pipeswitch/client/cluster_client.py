@@ -1,9 +1,9 @@
-"""A cluster as one server: a cached table, and a connection to each node.
+"""Connection to a cluster as if it were one server: a cached table, and a connection to each node.
 
-The client queries placement once, through Ray. A request goes to its node's own port, as from a
-client of that server alone. If the node does not answer, or no longer has the model, the request
-goes to the other nodes that hold the model, then to those that placement names, each address once.
-"""
+The client gets the table from placement, the actor that places models, through Ray. A request goes
+directly to a node's port, as from a client of that server. If the node does not answer or no longer
+has the model, the request goes to the other nodes in the table that hold the model, and then to the
+nodes in placement's newest table. Each address is tried once."""
 
 from __future__ import annotations
 
@@ -31,15 +31,15 @@ from .verbs import REACHES, Reach
 SCHEME: Final = "ray://"
 NAMESPACE: Final = "pipeswitch"
 PLACEMENT: Final = "placement"
-NODE: Final = "node:"  # before its name, an actor's
-LOOK_S: Final = 1.0  # between two, for a job that is between two lives
-ASK_S: Final = 20.0  # time limit of a query to placement
-FRESH_S: Final = 5.0  # so long a table says which nodes there are: others may have come
-_RAY: Final = threading.RLock()  # a process has one
+NODE: Final = "node:"  # prefix of a node actor's name
+LOOK_S: Final = 1.0  # interval of looking again for a node with the job or the model
+ASK_S: Final = 20.0  # time limit of a call to placement
+FRESH_S: Final = 5.0  # age at which the table is fetched again, as nodes may have joined
+_RAY: Final = threading.RLock()  # a process has only one Ray connection
 
 
 def need_ray() -> None:
-    """Raise ConfigError if Ray is not installed, or accepts everyone."""
+    """Raise ConfigError if Ray is not installed, or is set to accept everyone."""
     if importlib.util.find_spec("ray") is None:
         raise errors.ConfigError("a cluster needs Ray", hint="pip install 'pipeswitch[ray]'")
     if os.environ.get("RAY_AUTH_MODE", "token") != "token":
@@ -49,21 +49,21 @@ def need_ray() -> None:
 
 
 def connect_ray(address: str = "auto") -> Any:
-    """Ray, connected to; ``address``: as Ray's own, ``auto`` for the one of this machine.
+    """Return the ``ray`` module, connected to ``address`` (Ray's own; ``auto``: this machine's).
 
     Raises:
-        ConfigError: it is not installed, or lets anybody in.
-        ServerUnavailable: none runs there.
+        ConfigError: Ray is not installed, or is set to accept everyone.
+        ServerUnavailable: no Ray runs there.
     """
     need_ray()
-    if "ray" not in sys.modules:  # it reads this as it is loaded; without, it brings no token
+    if "ray" not in sys.modules:  # Ray reads this on import; without it, Ray sends no token
         os.environ["RAY_AUTH_MODE"] = "token"
     import ray
 
     if not ray.is_initialized():
         try:
             ray.init(address, namespace=NAMESPACE, log_to_driver=False, logging_level="ERROR")
-        except Exception as error:  # Ray's are of no one class
+        except Exception as error:  # Ray's errors have no common class
             raise errors.ServerUnavailable(
                 f"no Ray answers at {address}: {why_of(error)}",
                 hint="pipeswitch cluster up --local 2",
@@ -73,8 +73,8 @@ def connect_ray(address: str = "auto") -> Any:
 
 @contextlib.contextmanager
 def connected_ray(address: str) -> Iterator[Any]:
-    """Ray for as long as something is asked: it ends the process of a client that stays connected
-    when its head dies, and requests go on without it. A program that uses Ray itself keeps it."""
+    """Connect to Ray within the block only: Ray ends the process of a client that is connected when
+    Ray's head dies. If the program already uses Ray itself, keep its connection."""
     with _RAY:
         loaded = sys.modules.get("ray")
         was_there = loaded is not None and loaded.is_initialized()
@@ -87,10 +87,10 @@ def connected_ray(address: str) -> Iterator[Any]:
 
 
 def placement_of(ray: Any) -> Any:
-    """Return the handle of placement.
+    """Return the handle of the placement actor.
 
     Raises:
-        ServerUnavailable: this Ray has no cluster of ours.
+        ServerUnavailable: no PipeSwitch cluster runs on this Ray.
     """
     try:
         return ray.get_actor(PLACEMENT, namespace=NAMESPACE)
@@ -101,15 +101,15 @@ def placement_of(ray: Any) -> Any:
 
 
 def node_of(ray: Any, name: str) -> Any:
-    """Return a node's handle."""
+    """Return the handle of a node's actor."""
     return ray.get_actor(NODE + name, namespace=NAMESPACE)
 
 
 def answer_of(ray: Any, answer: Any, timeout_s: float | None = None) -> Any:
-    """Return an actor's answer, or raise its own error.
+    """Wait for an actor's answer and return it; raise the actor's own error.
 
     Raises:
-        PipeSwitchError: the actor raised it, or is gone.
+        PipeSwitchError: the actor raised it, or does not answer.
     """
     try:
         return ray.get(answer, timeout=timeout_s)
@@ -120,20 +120,20 @@ def answer_of(ray: Any, answer: Any, timeout_s: float | None = None) -> Any:
 
 
 def why_of(error: Exception) -> str:
-    """Ray's texts are tracebacks: the last line says it."""
+    """Return the last line of an error's text, because Ray's texts are tracebacks."""
     return str(error).strip().rpartition("\n")[2]
 
 
 class Members:
-    """The cluster's nodes: placement's table and the connections to them; from any thread."""
+    """Nodes of a cluster: placement's table and connections to the nodes. Any thread may use it."""
 
     def __init__(self, address: str, timeout_s: float) -> None:
         self._address = address.removeprefix(SCHEME)
         if self._address != "auto":
             self._address = address
         self._timeout_s = timeout_s
-        self._lock = threading.RLock()  # of the table and the connections
-        # Another server may have a node's port later.
+        self._lock = threading.RLock()  # guards the table and the connections
+        # The key has the address, because another server may get a node's port later.
         self._connections: dict[NodeAddress, Connection] = {}
         self._table = Table()
         self._asked_at_s = self._learnt_at_s = 0.0
@@ -147,7 +147,7 @@ class Members:
             connection.close()
 
     def _ask(self, verb: str = "", *args: Any) -> Any:
-        """Placement's answer to a verb, if there is one, and then its table, which is kept."""
+        """Call a verb of placement, if given, and store placement's table; return the answer."""
         with connected_ray(self._address) as ray:
             placement = placement_of(ray)
             limit_s = ASK_S if verb in ("report_unreachable", "home", "is_alive") else None
@@ -169,9 +169,9 @@ class Members:
                 self._balance.learn(table.loads, self._asked_at_s)
 
     def _learn(self) -> None:
-        """Query a node for the current table; placement sends it to all nodes."""
+        """Query a node for the newest table, which placement sends to all nodes; do not wait."""
         with self._lock:
-            self._learnt_at_s = time.monotonic()  # one asks
+            self._learnt_at_s = time.monotonic()  # set first, so that only one thread asks
             known = self._connections.copy()
             living = {one.address for one in self._table.nodes.values()}
         links = [link for node, link in known.items() if node.address in living]
@@ -180,14 +180,14 @@ class Members:
             answer.add_done_callback(self._learnt)
 
     def _learnt(self, answer: Future[Any]) -> None:
-        with contextlib.suppress(errors.PipeSwitchError, CancelledError):  # another one will say it
+        with contextlib.suppress(errors.PipeSwitchError, CancelledError):  # another node may answer
             self._take(answer.result().body)
 
     def _node_of(self, model: str) -> str:
-        """Return the node that serves a model; placement is asked if the table has none.
+        """Return the node that serves a model; query placement if the table names none.
 
         Raises:
-            ModelNotFound: no node has it.
+            ModelNotFound: no node has the model.
         """
         table = self._table
         if serving := table.models.get(model):
@@ -221,17 +221,17 @@ class Members:
             return connection
 
     def _again(self, failover: Failover, node: str, model: str) -> str:
-        """Return another node that serves a model, and have it serve the next requests too.
+        """Return another node that serves a model, and make it the node of the next requests.
 
         Raises:
-            PipeSwitchError: the last node's error: there is no other.
+            PipeSwitchError: the last node's error, because no other node is left.
         """
         address = self._table.address(node)
         while isinstance(step := failover.next(self._table, time.monotonic()), Retry):
             if step is Retry.WAIT:
                 time.sleep(LOOK_S)
                 continue
-            with contextlib.suppress(errors.ServerUnavailable):  # placement is down too
+            with contextlib.suppress(errors.ServerUnavailable):  # placement does not answer either
                 self._ask(*(("report_unreachable", node, address) if failover.is_dead else ()))
         with self._lock:
             table = self._table
@@ -243,14 +243,14 @@ class Members:
 
 
 class ClusterVerbs(Members):
-    """Verbs that concern more than one node, or a node that is not yet known."""
+    """Verbs that concern several nodes, or a node that the table does not name yet."""
 
     def __init__(self, address: str, timeout_s: float) -> None:
-        self._home = ""  # where this client's files go, until all are part of a model
-        self._files: dict[str, str] = {}  # by digest: the node that has it
-        self._waiting: set[str] = set()  # of them, for a registration
-        self._choosing = threading.Lock()  # of these three
-        self._began: dict[str, str] = {}  # by sequence: its node
+        self._home = ""  # node for this client's files, until each belongs to a model
+        self._files: dict[str, str] = {}  # by digest, the node that has the file
+        self._waiting: set[str] = set()  # uploaded files that belong to no registered model yet
+        self._choosing = threading.Lock()  # guards the three fields above
+        self._began: dict[str, str] = {}  # by sequence, the node on which it began
         super().__init__(address, timeout_s)
 
     def _verb(self, op: str) -> Callable[..., Any]:
@@ -262,7 +262,7 @@ class ClusterVerbs(Members):
 
     def _do_put(self, op: str, **options: Any) -> Any:
         name = f"put:{options['body']['digest']}"
-        with self._choosing:  # registrations of several threads
+        with self._choosing:  # several threads may register at once
             if self._files.get(name) not in self._table.nodes:
                 self._home = self._home or self._ask("home", int(options["body"]["size_bytes"]))
                 self._files[name] = self._home
@@ -287,7 +287,7 @@ class ClusterVerbs(Members):
         return _reply({**reply.body, "notes": [*reply.body.get("notes", ()), *missed]})
 
     def _of_holders(self, op: str, model: str, options: dict[str, Any]) -> Any:
-        """Ask every holder that answers: requests may go to any of them."""
+        """Send the verb to every holder that answers, because requests may go to any of them."""
         node, reply = self._node_of(model), None
         for one in self._table.holders.get(model, (node,)):
             with contextlib.suppress(*ELSEWHERE):
@@ -303,7 +303,7 @@ class ClusterVerbs(Members):
         return reply
 
     def _all(self, op: str, **options: Any) -> dict[str, dict[str, Any]]:
-        """Return each living node's answer by name; fetch a new table if one is silent."""
+        """Return each living node's answer by name; if a node is silent, try a newer table once."""
         options["is_safe"] = True
         if time.monotonic() > self._asked_at_s + FRESH_S:
             self._ask()
@@ -311,9 +311,7 @@ class ClusterVerbs(Members):
             table = self._table.nodes
             futures, bodies = {}, {}
             for node in table:
-                with contextlib.suppress(
-                    errors.ServerUnavailable
-                ):  # the table is another one by now
+                with contextlib.suppress(errors.ServerUnavailable):  # the table has changed
                     futures[node] = self._to(node).request(op, **options)
             for node, future in futures.items():
                 with contextlib.suppress(errors.ServerUnavailable):
@@ -347,7 +345,7 @@ class ClusterVerbs(Members):
         return _reply({"models": models_of(self._all(op, **options))})
 
     def _rows(self, op: str, key: str, **options: Any) -> list[dict[str, Any]]:
-        """All nodes' rows, each with its node."""
+        """Return the rows of all nodes, each with the name of its node."""
         answers = self._all(op, **options).items()
         return [{**row, "node": node} for node, one in answers for row in one[key]]
 
@@ -373,7 +371,7 @@ class ClusterVerbs(Members):
 
     def _do_train(self, op: str, *, body: dict[str, Any], **options: Any) -> Any:
         script = b""
-        with contextlib.suppress(OSError):  # it may be on the nodes' machines alone
+        with contextlib.suppress(OSError):  # the file may exist only on the nodes' machines
             if body["entry"].endswith(".py"):
                 script = Path(body["entry"]).read_bytes()
         return _reply(self._ask("train", body, script))
@@ -391,8 +389,8 @@ class ClusterVerbs(Members):
         return self._to(node).call(op, body=body, **options)
 
     def _wait(self, body: dict[str, Any], options: dict[str, Any]) -> Any:
-        """Wait until the job is over, on whichever node it runs: a job that moves is cancelled on
-        its old node, and one whose node dies begins again elsewhere."""
+        """Wait until the job is over, on whichever node it runs. A job that moves is cancelled on
+        its old node, and a job whose node dies begins again on another node."""
         while True:
             is_alive, node = self._ask("is_alive", body["name"]), self._job_node(body["name"])
             if not node and not is_alive:
@@ -404,7 +402,7 @@ class ClusterVerbs(Members):
             time.sleep(LOOK_S)
 
     def _job_node(self, name: str) -> str:
-        """Return the node of a job; empty if it has none."""
+        """Return the node of a job, or an empty string if no node has it."""
         return next((row["node"] for row in self._rows("jobs", "jobs") if row["name"] == name), "")
 
 
@@ -426,12 +424,12 @@ class ClusterConnection(ClusterVerbs):
 
     def notify(self, op: str, *, model: str = "") -> None:
         node = self._table.models.get(model)
-        with contextlib.suppress(errors.ServerUnavailable):  # it has no answer
+        with contextlib.suppress(errors.ServerUnavailable):  # there is no answer that could fail
             if node is not None:
                 self._to(node).notify(op, model=model)
 
     def call(self, op: str, *, model: str = "", **options: Any) -> Any:
-        """Send a call, as ``Connection.call`` does."""
+        """Send a call and return its result, like ``Connection.call``."""
         if REACHES.get(op) is Reach.HOLDERS:
             return self._of_holders(op, model, options)
         if REACHES.get(op) is not Reach.HOLDER:
@@ -446,7 +444,7 @@ class ClusterConnection(ClusterVerbs):
             self._balance.count(node, -1)
 
     def request(self, op: str, *, model: str = "", **options: Any) -> Future[Any]:
-        """Send a request, as ``Connection.request`` does."""
+        """Send a request and return a future, like ``Connection.request``."""
         if op not in ("infer", "generate"):
             return self._pool.submit(self.call, op, model=model, **options)
         node, outer = self._node_for(model, options), Future[Any]()
@@ -475,10 +473,10 @@ class ClusterConnection(ClusterVerbs):
         return outer
 
     def _node_for(self, model: str, options: dict[str, Any]) -> str:
-        """Return the node for a model's request; for a sequence the one on which it began.
+        """Return the node for a model's request; for a sequence, the node on which it began.
 
         Raises:
-            SequenceNotFound: it did not begin here, or its node is gone.
+            SequenceNotFound: this client did not begin the sequence, or its node is gone.
         """
         body = options.get("body") or {}
         if time.monotonic() > self._learnt_at_s + FRESH_S:
@@ -495,10 +493,10 @@ class ClusterConnection(ClusterVerbs):
     def _elsewhere(
         self, error: errors.PipeSwitchError, node: str, op: str, model: str, options: dict[str, Any]
     ) -> Any:
-        """Return the answer of another node.
+        """Send a failed request to other nodes until one answers; return that answer.
 
         Raises:
-            PipeSwitchError: the last node's error, or no node is left to try.
+            PipeSwitchError: the last node's error, because no other node is left.
         """
         body = options.get("body") or {}
         failover = Failover(model, options, time.monotonic(), LOOK_S)
@@ -525,7 +523,7 @@ def _reply(body: dict[str, Any]) -> FinalReply:
 
 
 def _copy_result(future: Future[Any], done: Future[Any]) -> None:
-    """Copy a future's outcome to another future, unless that one was cancelled."""
+    """Copy the outcome of ``done`` to ``future``, unless ``future`` was cancelled."""
     error = errors.Cancelled("this client is closed") if done.cancelled() else done.exception()
     with contextlib.suppress(InvalidStateError):
         if error is None:

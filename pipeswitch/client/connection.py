@@ -69,7 +69,7 @@ class Connection(Calls):
         return_s: float = 0.0,
     ) -> None:
         """Start the background thread, which connects. ``Calls`` explains the arguments."""
-        self._context: Any = None  # libzmq's context, if there are keys
+        self._context: Any = None  # libzmq's context, only with keys
         self._poller: Any = select.poll()
         if keys is not None:
             import zmq
@@ -84,12 +84,12 @@ class Connection(Calls):
         self._posts: deque[Callable[[], None]] = deque()
         self._poller.register(self._wake, select.POLLIN)
         self._is_closing = False
-        # Guards _is_closing against late posts. It is reentrant, because the garbage collector may
-        # delete a stream, which cancels its request, in a thread that holds the lock.
+        # Guards _is_closing against late posts. It is reentrant: the garbage collector may delete a
+        # stream in a thread that holds the lock, which cancels the stream's request.
         self._lock = threading.RLock()
         self._role = threading.Lock()  # its holder owns socket, link, poller and calls
         self._holder = 0  # ident of the thread that holds the role; 0: none
-        self._needed = threading.Event()  # the background thread must take the role
+        self._needed = threading.Event()  # set when the background thread must take the role
         self._thread = threading.Thread(target=self._run, name="pipeswitch-client", daemon=True)
         self._thread.start()
 
@@ -104,7 +104,7 @@ class Connection(Calls):
     def request(self, op: str, **options: Any) -> Future[Any]:
         """Send a request and return a future for ``convert(reply)``.
 
-        ``options`` are those of ``Calls._call``. The thread that does the I/O runs its callbacks.
+        ``options`` are those of ``Calls._call``. The thread that does the I/O runs the callbacks.
         """
         self._check_process()
         call = self._call(op, **options)
@@ -142,7 +142,7 @@ class Connection(Calls):
         try:
             raise call.error
         finally:
-            call.error = None  # break the cycle: its traceback refers to this frame
+            call.error = None  # break the cycle: the error's traceback refers to this frame
 
     def _check_process(self) -> None:
         """Raise ServerUnavailable in a forked process: no thread there would read a reply."""
@@ -153,7 +153,7 @@ class Connection(Calls):
             )
 
     def _check_thread(self) -> None:
-        """Raise InvalidInput in the thread that reads the replies, which cannot wait for one."""
+        """Raise InvalidInput in the thread that reads the replies: it must not wait for a reply."""
         if self._holder == threading.get_ident():
             raise errors.InvalidInput(
                 "a callback runs in the thread that reads this client's answers: it cannot wait "
@@ -172,7 +172,7 @@ class Connection(Calls):
         In a future's callback it does not wait for the thread to stop.
         """
         if os.getpid() != self._pid:
-            return  # the socket and its thread are the parent's
+            return  # the socket and the thread belong to the parent
         with self._lock:
             if self._is_closing:
                 return
@@ -190,7 +190,7 @@ class Connection(Calls):
             self._wake_reader()
 
     def _wake_reader(self) -> None:
-        """Wake the thread that polls, or the idle background thread if none polls."""
+        """Wake the thread that polls, or the background thread if no thread polls."""
         with contextlib.suppress(BlockingIOError):
             os.eventfd_write(self._wake, 1)
         self._needed.set()
@@ -213,7 +213,7 @@ class Connection(Calls):
     def _run(self) -> None:
         """Run the background thread: send hello at once, then do I/O while calls are under way."""
         with self._holding():
-            if self._link is None and self._poll_at_s == math.inf:  # no caller has opened it
+            if self._link is None and self._poll_at_s == math.inf:  # no caller has opened a link
                 self._guard(self._open)
         while True:
             with self._holding():

@@ -1,4 +1,4 @@
-"""The way to a server that asks for a key: libzmq's, with CURVE. Imported where there is one."""
+"""Link to a server that requires keys, over libzmq with CURVE. Imported only if there are keys."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from ..wire import sockets
 from ..wire.curve_keys import ClientKeys
 from .links import MAX_REPLY_BYTES, ServerLink, Watcher
 
-MAX_EVENTS: Final = 16  # of a connection, at one look
-MAX_BROKEN_HANDSHAKES: Final = 3  # in a row: it is not a server that just restarts
+MAX_EVENTS: Final = 16  # events of a connection that are read at once
+MAX_BROKEN_HANDSHAKES: Final = 3  # in a row; a server that restarts breaks off fewer
 _CUT_S: Final = 0.9 * sockets.HANDSHAKE_LIMIT_MS / 1000.0
 _CONNECTED: Final = int(zmq.EVENT_CONNECTED)
 _SHAKEN: Final = int(zmq.EVENT_HANDSHAKE_SUCCEEDED)
@@ -42,24 +42,24 @@ REFUSALS: Final = {
 
 @dataclass(kw_only=True, eq=False)
 class ZmqLink(ServerLink):
-    """libzmq connects, and tries again by itself."""
+    """Link over a libzmq socket, which connects and reconnects on its own."""
 
     sock: zmq.Socket[bytes]
     monitor: zmq.Socket[bytes]
     address: str
-    connected_s: float = math.inf  # when the current connection began; inf: there is none
-    left_s: float = 0.0  # when the last one ended
-    is_shaken: bool = False  # the peer let us in
-    cut_count: int = 0  # handshakes that it broke off
+    connected_s: float = math.inf  # start of the current connection; inf: none
+    left_s: float = 0.0  # end of the last connection
+    is_shaken: bool = False  # the server has accepted the handshake
+    cut_count: int = 0  # handshakes that the server broke off
 
     @staticmethod
     def open(context: zmq.Context[Any], address: str, hello_id: str, keys: ClientKeys) -> ZmqLink:
-        """Open the link; raise OSError if it is not an address."""
+        """Open the link; raise OSError if ``address`` is not an address."""
         sock = sockets.make_dealer(context, MAX_REPLY_BYTES, keys)
         monitor = sock.get_monitor_socket(_CONNECTED | _SHAKEN | _ENDED | sum(REFUSALS))
         link = ZmqLink(sock=sock, monitor=monitor, address=address, hello_id=hello_id)
-        # IPv6 only where it is written as a number: else a name that has both, like ``localhost``,
-        # would lead to an address the server does not listen on.
+        # IPv6 only for numeric IPv6 addresses. A name with both kinds, like ``localhost``, could
+        # otherwise lead to an address on which the server does not listen.
         sock.setsockopt(zmq.IPV6, int("[" in address))
         try:
             sock.connect(address)
@@ -81,17 +81,17 @@ class ZmqLink(ServerLink):
         poller.unregister(self.monitor)
 
     def send(self, parts: Sequence[Any], request_id: str, *, may_share: bool = False) -> None:
-        """Send without waiting. The queue has no limit, so a refusal means that libzmq gave up the
-        connection: ``messages`` raises the reason, and a blocking send would never return."""
+        """Send without waiting. The queue has no limit, so a refusal means that libzmq has given up
+        the connection. ``messages`` then raises the reason; a blocking send would never return."""
         is_large = any(len(part) >= sockets.ZERO_COPY_BYTES for part in parts[2:])
         with contextlib.suppress(zmq.Again):
             self.sock.send_multipart(parts, sockets.DONTWAIT, copy=not is_large)
 
     def messages(self) -> Iterator[Sequence[Any]]:
-        """Yield messages as a ``StreamLink`` does; they come before the error of a lost connection.
+        """Yield messages like ``StreamLink``, all of them before the error of a lost connection.
 
-        If a connection was never made, libzmq retries by itself. A refusal ends the link, since
-        waiting would not help.
+        If a connection was never made, libzmq retries on its own. A refusal ends the link, because
+        a retry would be refused, too.
         """
         while sockets.is_readable(self.sock):
             frames = self.sock.recv_multipart(sockets.DONTWAIT, copy=False)
@@ -99,7 +99,7 @@ class ZmqLink(ServerLink):
         for event, _ in sockets.next_events(self.monitor, MAX_EVENTS):
             now_s = time.monotonic()
             self.is_shaken |= event == _SHAKEN
-            # libzmq ends an unanswered handshake itself; the server did not cut it
+            # A handshake that times out is ended by libzmq itself, not broken off by the server.
             self.cut_count += event == _CUT and now_s - self.connected_s < _CUT_S
             if event == _CONNECTED:
                 self.connected_s = now_s

@@ -1,4 +1,4 @@
-"""Text from a language model, token by token, as the replies to one request."""
+"""Text from a language model, token by token, from the replies to one request."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ from ..wire.request_timing import RequestTiming
 class GenerateRequest:
     """One request of verb ``generate``, for ``Calls``.
 
-    Each reply's tokens are added to its body. So if it is sent again, to this server or another
-    one, the answer continues after them.
+    Each reply's tokens are added to the request's body. So if the request is sent again, to this
+    server or another, the answer continues after them.
     """
 
     def __init__(
@@ -42,7 +42,7 @@ class GenerateRequest:
         self.body: dict[str, Any] = {
             "max_tokens": ending.max_new_tokens,
             "stop_ids": ending.eos_ids,
-            "ignore_eos": True,  # they are among these
+            "ignore_eos": True,  # the model's end tokens are in ``stop_ids``
             "so_far": [],
             **msgspec.to_builtins(sampling),
             "options": None if options is None else msgspec.to_builtins(options),
@@ -50,7 +50,7 @@ class GenerateRequest:
 
     @property
     def options(self) -> dict[str, Any]:
-        """The options of ``Calls._call``."""
+        """Keyword arguments for ``Calls._call``."""
         return {
             "inputs": self._inputs,
             "frames": [self._frame],
@@ -68,15 +68,15 @@ class GenerationStream(Iterator[Token]):
     """Answer that ``Client.generate`` returns: iterate over it, or read ``text``.
 
     ``reason`` says why it ended: ``stop`` or ``length``; None while it continues. After the end,
-    ``timing`` is its timing and ``usage`` counts tokens.
+    ``timing`` is the request's timing, and ``usage`` counts its tokens.
     """
 
     def __init__(
         self, answer: OutputProcessor, begin: Callable[[Callable[[Mapping[str, Any]], None]], Any]
     ) -> None:
         """Args:
-        begin: sends the request, whose replies another thread puts into the given callable;
-            returns the future of the final reply.
+        begin: sends the request and returns the future of the final reply; another thread passes
+            each reply's body to the callable that ``begin`` gets.
         """
         self._answer = answer
         self._came: deque[Token] = deque()
@@ -86,10 +86,10 @@ class GenerationStream(Iterator[Token]):
         self.first_token_ms = 0.0
         self.timing: RequestTiming | None = None
         self.usage: dict[str, Any] = {}
-        put = self._replies.put  # nothing else may hold an answer that its caller has dropped
+        put = self._replies.put  # refers to the queue only, so that a dropped stream is deleted
         self._future = begin(put)
         self._future.add_done_callback(lambda _: put(None))
-        self._wait()  # the first reply says that it is accepted
+        self._wait()  # the first reply says that the server accepted the request
 
     @property
     def reason(self) -> str | None:
@@ -97,13 +97,13 @@ class GenerationStream(Iterator[Token]):
 
     @property
     def tokens(self) -> list[int]:
-        """The ids that were read so far."""
+        """Ids of the tokens that the caller has read so far."""
         known = self._answer.tokens
         return known[: len(known) - len(self._came)]
 
     @property
     def text(self) -> str:
-        """All of it: the rest is waited for."""
+        """Whole text of the answer; blocks until the answer has ended."""
         for _ in self:
             pass
         return "".join(self._text)
@@ -135,12 +135,12 @@ class GenerationStream(Iterator[Token]):
             raise
         for token, *chance in zip(body.get("tokens", ()), *chances_in(body), strict=True):
             self._came.append(Token(token, self._answer.push(token), *chance))
-            if self._answer.reason is not None:  # at a stop string the server would go on
+            if self._answer.reason is not None:  # the server knows no stop strings and would go on
                 self.close()
                 return
 
     def close(self) -> None:
-        """End the answer on the server, if it is not over. Idempotent."""
+        """Cancel the request on the server if it is not over. Idempotent."""
         self._future.cancel()
 
     def __enter__(self) -> GenerationStream:
@@ -165,7 +165,7 @@ def generated(
     max_new_tokens: int,
     **sampling: Any,
 ) -> GenerationStream:
-    """Begin an answer, as ``Client.generate`` does."""
+    """Begin an answer, like ``Client.generate``."""
 
     def facts_with(*, tokenizer: bool, version: int = version) -> LanguageModelConfig:
         body = {"version": version, "tokenizer": tokenizer}
@@ -201,17 +201,17 @@ def generated(
 
 
 def chances_in(body: Mapping[str, Any]) -> list[list[Any]]:
-    """Return the log probabilities of a reply's tokens and of the likeliest tokens."""
+    """Return log probabilities from a reply: a list for its tokens, and one for the likeliest."""
     if not (chances := body.get("logprobs")):
         return []
     return [[one for one, _ in chances], [[(id, own) for id, own in top] for _, top in chances]]
 
 
 def check_prompt(prompt: Any, encode: Callable[[str], list[int]] | None) -> list[int]:
-    """Return a prompt's ids.
+    """Return a prompt's token ids.
 
     Raises:
-        InvalidInput: it is neither a text nor ids.
+        InvalidInput: the prompt is neither a text nor ids.
     """
     if isinstance(prompt, str):
         if encode is None:

@@ -1,9 +1,9 @@
 """Table of a cluster, and choice of the node that gets a model's next request. Pure.
 
-Clients and gateways of a cluster use the same table. Each counts its own requests at once and
-gets all nodes' loads once a second. From both it predicts when each holder would finish a request.
-It leaves the preferred node only for a clear gain, because another node may have to copy the model
-to its device first.
+Clients and gateways of a cluster use the same table. Each counts its own requests, and gets the
+loads of all nodes once a second. From both it predicts when each holder of a model would finish a
+request. It leaves the preferred node only for a clear gain, because another node may first have to
+copy the model to its device.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ from ..base import errors
 ELSEWHERE: Final = (errors.ServerUnavailable, errors.ModelNotFound, errors.PermissionDenied)
 """Errors after which another node may succeed. All nodes admit the cluster's key, so a server that
 refuses it is a foreign one that now has a node's former port."""
-RETURN_S: Final = 30.0  # time that a request waits if none of its model's nodes answers
-KEEP_MS: Final = 20.0  # minimum gain for leaving the preferred node,
-KEEP_SHARE: Final = 0.25  # and as a share of the predicted wait
-UNKNOWN_MS: Final = 1.0  # assumed for one request if nothing was measured
+RETURN_S: Final = 30.0  # how long a request waits if none of its model's nodes answers
+KEEP_MS: Final = 20.0  # minimum gain for leaving the preferred node, in ms
+KEEP_SHARE: Final = 0.25  # and as a share of the predicted time on the preferred node
+UNKNOWN_MS: Final = 1.0  # assumed time of a request if nothing was measured
 
 Load = tuple[float, float]
 """Predicted milliseconds until a node has answered all accepted requests, and for one request."""
@@ -37,26 +37,26 @@ class NodeAddress(msgspec.Struct, frozen=True):
 
     address: str
     keys: tuple[str, ...] = ()
-    gateway_keys: tuple[str, ...] = ()  # give the owner's rights; only in a gateway's table
+    gateway_keys: tuple[str, ...] = ()  # with the owner's rights; only in a gateway's table
 
 
 class Table(msgspec.Struct, frozen=True):
-    """Placement's table: which node serves a model, and which ones hold it."""
+    """Placement's table: which node serves a model, and which nodes hold it."""
 
     version: int = 0
-    here: str = ""  # in a gateway's table: its own node, which needs no row in ``nodes``
+    here: str = ""  # own node of a gateway, which needs no row in ``nodes``
     nodes: dict[str, NodeAddress] = {}
-    models: dict[str, str] = {}  # by model: the node that serves it
+    models: dict[str, str] = {}  # by model, the node that serves it
     holders: dict[str, list[str]] = {}
     loads: dict[str, Load] = {}
-    may_come: bool = False  # a node that is gone may come back
+    may_come: bool = False  # a node that is gone may return
 
     def address(self, node: str) -> str:
         """Return a node's address, or its name if the table has no address."""
         return self.nodes[node].address if node in self.nodes else node
 
     def untried(self, model: str, tried: Collection[str] = ()) -> list[str]:
-        """Return the model's holders that were not tried: this node first, then the serving one."""
+        """Return the model's untried holders: this node first, then the serving one."""
         nodes = self.holders.get(model, ())
         return [
             node
@@ -74,18 +74,18 @@ def no_sequence(sequence: str) -> errors.SequenceNotFound:
 
 
 class Retry(Enum):
-    """Action of a request that does not know its next node yet."""
+    """Step that a request performs before it knows its next node."""
 
     RENEW = 1  # fetch the newest table
-    WAIT = 2  # for the interval between two looks at the table
+    WAIT = 2  # wait for the interval between two looks at the table
 
 
 class Failover:
     """Rules for one request whose node did not answer. Pure.
 
-    The caller reports each failure, and then performs the steps that ``next`` returns until it
-    returns nodes. Each address is tried once. If the last node died, the
-    table's other holders are tried. If it lives but lacks the model, the table is renewed first.
+    The caller reports each failure with ``failed``. Then it performs the steps from ``next`` until
+    ``next`` returns nodes. Each address is tried once. If the last node died, the table's other
+    holders are tried. If it lives but lacks the model, the table is renewed first.
     """
 
     def __init__(self, model: str, options: Mapping[str, Any], now_s: float, look_s: float) -> None:
@@ -142,17 +142,17 @@ class Failover:
 
 
 def choose(nodes: Sequence[str], finish_ms: Callable[[str], float]) -> str:
-    """Return the node that would finish a request first if the gain is worth it, else the
+    """Return the node that would finish a request first if the gain is large enough, else the
     preferred node, which is the first of ``nodes``."""
     stay_ms = finish_ms(nodes[0])
     if stay_ms <= KEEP_MS or len(nodes) == 1:
-        return nodes[0]  # no other node finishes enough earlier
+        return nodes[0]  # the wait is short, or there is no other node
     earliest = min(nodes, key=finish_ms)
     return earliest if is_worth(stay_ms, finish_ms(earliest)) else nodes[0]
 
 
 def left_ms(queue_ms: float, since_ms: float, own_ms: float) -> float:
-    """Return the predicted time until a node has answered everything: the reported queue less the
+    """Return the predicted time until a node has answered everything: the reported queue minus the
     time since the report, or the time of this client's own requests if that is longer."""
     return max(queue_ms - since_ms, own_ms, 0.0)
 
@@ -172,11 +172,11 @@ class Balance:
             self._outstanding[node] += more
 
     def learn(self, loads: Mapping[str, Load], now_s: float) -> None:
-        """Store the nodes' reports."""
+        """Store the loads that the nodes reported at ``now_s``."""
         self._loads, self._at_s = loads, now_s
 
     def choose(self, nodes: Sequence[str], now_s: float) -> str:
-        """Return the node that ``choose`` selects for these loads."""
+        """Return the node that the function ``choose`` selects for the current loads."""
         since_ms = (now_s - self._at_s) * 1000.0
 
         def finish_ms(node: str) -> float:
@@ -187,17 +187,17 @@ class Balance:
 
 
 def is_worth(stay_ms: float, leave_ms: float) -> bool:
-    """Return whether a request gains enough by going elsewhere."""
+    """Return True if a request gains enough by leaving the preferred node."""
     return stay_ms - leave_ms > max(KEEP_MS, KEEP_SHARE * stay_ms)
 
 
 def home_of(sequence: str, holders: Iterable[str]) -> str:
-    """Return the holder of a sequence: the same one at every gateway that knows these holders."""
+    """Return the holder for a sequence; all gateways that know these holders choose the same."""
     return max(holders, key=lambda node: hashlib.sha256(f"{node}\0{sequence}".encode()).digest())
 
 
 def models_of(answers: Mapping[str, dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return the models that nodes list, each once, with the names of its nodes."""
+    """Return the models that the nodes list, each once, with the names of its nodes."""
     rows: dict[tuple[str, int], dict[str, Any]] = {}
     for node, answer in answers.items():
         for row in answer["models"]:

@@ -1,6 +1,6 @@
-"""Ways to a server: a plain stream, the owner's with a share; with keys see ``keyed``.
+"""Links to a server over a plain stream; the owner's link can also use shared memory.
 
-Owned by who holds the connection's role.
+The thread that holds the connection's role owns a link. ``curve_bridge`` has the link with keys.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from ..base.errors import PermissionDenied, RemoteProtocolError
 from ..wire.frames import INLINE, ZMTP, pack_table
 from ..wire.stream import SHARED_BYTES, ShmSegment, Stream, keep_alive
 
-MAX_REPLY_BYTES: Final = 1 << 32  # of one frame; the server we chose is trusted more than a client
+MAX_REPLY_BYTES: Final = 1 << 32  # limit of a frame; a client trusts the server that it has chosen
 BURST_MESSAGES: Final = 16
 _BRING: Final = (
     "key= and server_key=, or PIPESWITCH_KEY and PIPESWITCH_SERVER_KEY; "
@@ -28,7 +28,7 @@ _BRING: Final = (
 
 
 class Watcher(Protocol):
-    """``select.poll``, with keys ``zmq.Poller``, or an event loop in its place."""
+    """``select.poll``, or ``zmq.Poller`` with keys, or a substitute that uses an event loop."""
 
     def register(self, fd: Any, eventmask: int = ..., /) -> None: ...
 
@@ -37,7 +37,7 @@ class Watcher(Protocol):
 
 @dataclass(kw_only=True, eq=False)
 class ServerLink:
-    """A connection or the try at one; thrown away whole when it breaks."""
+    """A connection, or an attempt to connect; a broken link is replaced, not repaired."""
 
     hello_id: str
     session: str = ""
@@ -45,35 +45,35 @@ class ServerLink:
 
     @property
     def listened_s(self) -> float:
-        """Return when somebody last listened at the address (monotonic clock); 0: never."""
+        """Monotonic time at which a server last listened at the address; 0: never."""
         raise NotImplementedError
 
     def answered(self, request_id: str) -> None:
-        """Note that a request's final reply has arrived."""
+        """Release what the link keeps for a request, because its final reply has arrived."""
 
 
 @dataclass(kw_only=True, eq=False)
 class StreamLink(ServerLink):
-    """Plain socket; at the owner's socket it requests shared memory with the first large tensor."""
+    """Plain socket; the owner's one requests shared memory before the first large tensor."""
 
     stream: Stream
     may_share: bool
     address: str
     _poller: Watcher | None = None
-    _number: int = -1  # the socket's
-    _is_watched: bool = False  # by the poller, for writing
+    _number: int = -1  # file descriptor of the socket
+    _is_watched: bool = False  # the poller also watches for writing
     _has_asked: bool = False
     _places: dict[str, dict[int, int]] = field(
         default_factory=dict
-    )  # in the share: by request, part
-    _taken_count: int = 0  # of the server's parts in the share
+    )  # in the share, by request and part
+    _taken_count: int = 0  # number of the server's parts copied out of the share
 
     @staticmethod
     def open(address: str, hello_id: str, *, may_share: bool) -> StreamLink:
-        """``tcp://host:port`` is not connected yet, and may never be: ``messages`` says so.
+        """Open a link; it may connect later or never, and then ``messages`` raises the error.
 
         Raises:
-            OSError: no server listens there now, or it is no address.
+            OSError: no server listens at an ``ipc://`` address, or ``address`` is not an address.
         """
         scheme, _, where = address.partition("://")
         target: Any
@@ -81,14 +81,14 @@ class StreamLink(ServerLink):
             sock, target = socket.socket(socket.AF_UNIX), where
         else:
             host, _, port = where.rpartition(":")
-            # A name that has both, like localhost, would lead to one the server does not listen on.
+            # A name with both kinds, like localhost, could lead to an address without a server.
             family = socket.AF_INET6 if "[" in host else socket.AF_INET
             *_, target = socket.getaddrinfo(host.strip("[]"), port, family, socket.SOCK_STREAM)[0]
             sock = socket.socket(family)
             keep_alive(sock)
         try:
             sock.setblocking(False)
-            with contextlib.suppress(BlockingIOError):  # it takes a moment: POLLOUT says when
+            with contextlib.suppress(BlockingIOError):  # POLLOUT reports that it is connected
                 sock.connect(target)
         except OSError:
             sock.close()
@@ -110,9 +110,9 @@ class StreamLink(ServerLink):
         self._poller = None
 
     def send(self, parts: Sequence[Any], request_id: str, *, may_share: bool = False) -> None:
-        """``may_share``: the server takes its tensors out of the share."""
+        """Send a message. ``may_share``: large tensors may go through the shared memory."""
         table, inline = [], []
-        places = self._places.get(request_id, {})  # staged
+        places = self._places.get(request_id, {})  # staged before by ``stage``
         has_large = may_share and max(map(len, parts)) >= SHARED_BYTES
         if has_large and self.may_share and not places:
             self.stage(parts[2:], request_id)()
@@ -126,10 +126,10 @@ class StreamLink(ServerLink):
         self._flush()
 
     def stage(self, tensors: Sequence[Any], request_id: str) -> Callable[[], None]:
-        """Take room in the share for large tensors of a request that is to be sent.
+        """Reserve places in the shared memory for large tensors of a request.
 
         Returns:
-            What copies them there, on any thread; the request is sent after that.
+            A function that copies the tensors there; call it, in any thread, before sending.
         """
         share, copies = self.stream.share, []
         if not self.may_share:
@@ -154,23 +154,23 @@ class StreamLink(ServerLink):
         return copy
 
     def _flush(self) -> None:
-        """Send what the socket takes now; the rest leaves when it is writable."""
+        """Send as much as the socket takes now; the rest is sent when it is writable."""
         try:
             is_sending = not self.stream.flush()
         except OSError:
-            return  # it is gone: there is nothing more to read either, which says so
+            return  # the connection is gone, and reading raises that
         if is_sending != self._is_watched and self._poller is not None:
             events = select.POLLIN | (select.POLLOUT if is_sending else 0)
             self._poller.register(self._number, events)
             self._is_watched = is_sending
 
     def messages(self) -> Iterator[Sequence[Any]]:
-        """Yield the parts of received messages; tensors of the share are copied out of it.
+        """Yield the parts of received messages; copy tensors out of the shared memory.
 
         Raises:
             EOFError: the server is gone.
-            RemoteProtocolError: it sent nonsense.
-            PermissionDenied: it asks for a key.
+            RemoteProtocolError: the server sent a malformed message.
+            PermissionDenied: the server requires a key.
         """
         if self._is_watched:
             self._flush()
@@ -204,12 +204,12 @@ class StreamLink(ServerLink):
             if self.stream.share is None:
                 self.stream.share = ShmSegment(descriptor, is_servers=False)
         except (OSError, ValueError):
-            return  # no address is left: tensors go through the socket
+            return  # it cannot be mapped: tensors go through the socket
         finally:
             os.close(descriptor)
 
     def _own(self, part: Any) -> Any:
-        """Copy a part of the share, which the server will write again."""
+        """Copy a part out of the shared memory, which the server will write again."""
         import numpy as np
 
         copied: Any = np.empty(len(part), dtype=np.uint8)
@@ -218,14 +218,14 @@ class StreamLink(ServerLink):
         return memoryview(copied)
 
     def answered(self, request_id: str) -> None:
-        """Free the shared memory of a request that the server has read."""
+        """Free the shared memory of an answered request, because the server has read it."""
         share = self.stream.share
         for place in self._places.pop(request_id, {}).values():
-            if share is not None:  # else it went with the connection
+            if share is not None:  # otherwise it ended with the connection
                 share.free(place)
 
     def close(self, linger_ms: int) -> None:
-        """Close; whatever the socket does not take at once is lost."""
+        """Close the link; bytes that the socket does not take at once are lost."""
         self._flush()
         self.stream.close()
 

@@ -1,6 +1,6 @@
-"""The calls of one event loop, which does their I/O itself: no thread, and no switch between two.
+"""Calls of one event loop, which does their I/O itself, without thread switches.
 
-For a server of this machine alone, at its plain socket.
+Only for the plain socket of a server on this machine.
 """
 
 from __future__ import annotations
@@ -15,15 +15,15 @@ from ..base.errors import Cancelled
 from .calls import Call, Calls, logger
 from .links import StreamLink
 
-INLINE_BYTES: Final = 1 << 20  # copied by the loop itself; more, by a thread meanwhile
+INLINE_BYTES: Final = 1 << 20  # the loop copies this much itself; a thread copies more
 
 
 class CallFuture(asyncio.Future[Any]):
-    """The future of a call from an event loop."""
+    """Future of a call from an event loop."""
 
     taken_back: Callable[[], None]
     at_once: Callable[[Any], None] | None = None
-    """One of its callbacks, which goes first: in this turn of the loop, when there is a value."""
+    """One of its callbacks, called before the others, in the same iteration that sets the value."""
 
     def cancel(self, msg: Any = None) -> bool:
         is_cancelled = super().cancel(msg)
@@ -48,10 +48,10 @@ class InlineTask:
     def __init__(self, work: Coroutine[Any, Any, None]) -> None:
         self._work = work
         self._awaited: asyncio.Future[Any] | None = None
-        self._is_cancelled = False  # the work is not told yet
+        self._is_cancelled = False  # a cancellation that the work has not received yet
 
     def cancel(self) -> None:
-        """Cancel what the work waits for, or the work at its next step."""
+        """Cancel the future that the work awaits, or else the work itself at its next step."""
         self._is_cancelled = self._awaited is None or not self._awaited.cancel()
 
     def step(self, _: Any = None) -> None:
@@ -65,7 +65,7 @@ class InlineTask:
         except Exception:
             logger.exception("coroutine=%s failed", work)
             return
-        if awaited is None:  # let others run
+        if awaited is None:  # the work yields to other callbacks
             asyncio.get_running_loop().call_soon(self.step)
             return
         self._awaited = awaited
@@ -78,7 +78,7 @@ class InlineTask:
 
 
 class _Loop:
-    """The running event loop in the place of a poller."""
+    """The running event loop, used like a poller."""
 
     def __init__(self, on_ready: Callable[[], None]) -> None:
         self._on_ready = on_ready
@@ -98,25 +98,25 @@ class _Loop:
 
 
 class LoopConnection(Calls):
-    """One connection, many awaited calls. Used by the thread that runs the loop."""
+    """One connection with many awaited calls, for the thread that runs the loop."""
 
     _waits_for_server = False
 
     def __init__(self, address: str, timeout_s: float) -> None:
         """Args:
         address: ``ipc://path`` of a server's socket.
-        timeout_s: how long it may take to answer the first hello.
+        timeout_s: how long the server may take to answer the first hello.
         """
         super().__init__(address, timeout_s, _Loop(self._on_ready))
 
     def ask(self, op: str, **options: Any) -> Awaitable[Any]:
-        """Send a request, for ``convert(reply)``; ``options`` are those of ``Calls._call``.
+        """Send a request and return an awaitable for ``convert(reply)``.
 
-        Cancelling it cancels the request.
+        ``options`` are those of ``Calls._call``. Cancelling the awaitable cancels the request.
 
         Raises:
-            ServerUnavailable: at once where no server listens.
-            PipeSwitchError: what the server says.
+            ServerUnavailable: no server listens; the awaitable raises it without waiting.
+            PipeSwitchError: the server's error.
         """
         call = self._call(op, **options)
         future = call.future = CallFuture()
@@ -139,7 +139,7 @@ class LoopConnection(Calls):
                 copying.add_done_callback(lambda _: link.answered(request_id))
 
     def close(self) -> None:
-        """Close the client; calls without an answer end in Cancelled."""
+        """Close the connection; calls without a reply end in Cancelled."""
         self._fail_all(Cancelled("the client was closed"))
 
     def _on_ready(self) -> None:

@@ -1,4 +1,4 @@
-"""Local model sources: uploads of modules and files, whose digests a registration names."""
+"""Local model sources: they are uploaded, and the registration names their digests."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ from ..wire.register_request import RegisterRequest
 from .verbs import Progress
 
 Inputs = Mapping[str, Any]
-"""``{name: (shape, dtype)}``, and what nests around such pairs."""
-FILES: Final = (".pt2", ".pt", ".pth", ".ts", ".torchscript")  # a program may be in
-PICKLED: Final = (".pt", ".pth", ".bin", ".ckpt")  # weights may be in
+"""``{name: (shape, dtype)}``; the pairs may also be nested in dicts, lists and tuples."""
+FILES: Final = (".pt2", ".pt", ".pth", ".ts", ".torchscript")  # files that may contain a program
+PICKLED: Final = (".pt", ".pth", ".bin", ".ckpt")  # files that may contain weights
 WEIGHTS_ALONE: Final = (
     "it has only weights: pipeswitch register NAME package.module:function --weights FILE"
 )
@@ -54,10 +54,10 @@ class LocalSource:
     def send(
         self, request: RegisterRequest, upload: Upload, progress: Progress | None
     ) -> RegisterRequest:
-        """Upload what is local; return the request with ``source``, ``weights`` and ``example``.
+        """Upload local files and modules; return the request with ``put:DIGEST`` in their place.
 
         Raises:
-            InvalidInput, RegistrationRefused: the arguments do not fit each other or the source.
+            InvalidInput, RegistrationRefused: the arguments contradict each other or the source.
         """
         self.upload, self.progress = upload, progress
         with contextlib.ExitStack() as self.stack:  # deletes temporary files at the end
@@ -81,7 +81,7 @@ class LocalSource:
             return msgspec.structs.replace(request, weights=weights)
 
     def _source(self, request: RegisterRequest) -> str:
-        """Return the source for the server; upload files and modules first."""
+        """Return the source for the server, after an upload if it is a file or a module."""
         source = self.source
         options = {"max_batch": request.max_batch} if request.max_batch else {}
         if not isinstance(source, str | os.PathLike):
@@ -141,7 +141,7 @@ class LocalSource:
         return self.upload(bundle, "bundle", self.progress)
 
     def _with_example(self, request: RegisterRequest) -> RegisterRequest:
-        """Upload values of a named model's inputs; their structure gives the arguments' nesting."""
+        """Upload example values for a named model; their structure gives the arguments' nesting."""
         import numpy as np
         from safetensors.numpy import save_file
 
@@ -151,7 +151,7 @@ class LocalSource:
                 "example_inputs of a named model must be a dict by argument name",
                 hint='example_inputs={"x": x}',
             )
-        # 0: the first argument
+        # Keys may be positions: 0 is the first argument.
         example_arrays = {str(name): value for name, value in example_arrays.items()}
         tree, leaves = flatten(example_arrays, "input", lambda value: hasattr(value, "__array__"))
         arrays = {name: np.ascontiguousarray(value) for name, value in leaves.items()}
@@ -175,10 +175,10 @@ class LocalSource:
 
 
 def here(source: str) -> str:
-    """Make the folder of ``hf:FOLDER`` absolute: the server would look for it from its own folder.
+    """Return ``hf:FOLDER`` with an absolute path, as the server runs in another folder.
 
     Raises:
-        InvalidInput: a path that is no folder. A bare name may be a hub's.
+        InvalidInput: it is a path, but not a folder. A bare name may be a hub's.
     """
     name, mark, wished = source.removeprefix("hf:").partition("#")
     path = os.path.expanduser(name)
@@ -190,10 +190,10 @@ def here(source: str) -> str:
 
 
 def check_program_options(source: str, weights: str, inputs: object) -> None:
-    """Refuse options that a program in a file would ignore.
+    """Refuse options that would have no effect on a program in a file.
 
     Raises:
-        InvalidInput: the program has weights or a signature of its own.
+        InvalidInput: the program has its own weights or its own signature.
     """
     suffix = os.path.splitext(source)[1]
     if weights and suffix in (".bundle", *FILES):
@@ -207,10 +207,10 @@ def check_program_options(source: str, weights: str, inputs: object) -> None:
 
 
 def declared(inputs: Inputs | None, *, nests: bool = True) -> tuple[Tree, dict[str, Any]]:
-    """Return declared inputs for a registration: the tree of their nesting, and each by its name.
+    """Return declared inputs for a registration: the tree of their nesting (or None), and by name.
 
     Raises:
-        InvalidInput: they are not ``{name: (shape, dtype)}``, or must not nest.
+        InvalidInput: they are not ``{name: (shape, dtype)}``, or nest although they must not.
     """
     try:
         tree, leaves = flatten(dict(inputs or {}), "input", _is_declared)
@@ -230,5 +230,5 @@ def declared(inputs: Inputs | None, *, nests: bool = True) -> tuple[Tree, dict[s
 
 
 def _is_declared(value: Any) -> bool:
-    """``(shape, dtype)``."""
+    """Return True if the value is a ``(shape, dtype)`` pair."""
     return isinstance(value, list | tuple) and len(value) == 2 and isinstance(value[1], str)

@@ -1,4 +1,4 @@
-"""Requests of ``Client.profile``. The server requests each one and times it."""
+"""Requests of ``Client.profile``. The server says when to send each one, and times it."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from .verbs import Progress
 
 
 class MeasuringRequests:
-    """Sender of requests with inputs that the model accepts, the same for equal batch sizes.
+    """Sender of requests with inputs that the model accepts; equal batch sizes get equal inputs.
 
     Args:
         infer: sends a request to the model and waits for its answer.
@@ -34,7 +34,7 @@ class MeasuringRequests:
         """Send a request of this batch size and wait for its result.
 
         Raises:
-            PipeSwitchError: the model accepts none of the inputs that were tried.
+            PipeSwitchError: the model refused all inputs that were tried.
         """
         if batch in self._known:
             self._infer(self._known[batch], version=version)
@@ -51,8 +51,8 @@ class MeasuringRequests:
         self._known[batch] = last
 
     def _made_up(self, batch: int) -> Iterator[list[Any]]:
-        """Yield candidate inputs: a signature does not say what an integer means. Zeros come first,
-        because on cuda an index out of range ends the whole process."""
+        """Yield candidate inputs, as a signature does not say what an integer means. Zeros come
+        first, because on cuda an index that is out of range ends the worker process."""
         import numpy as np
 
         signature = self._signature()
@@ -72,7 +72,7 @@ class MeasuringRequests:
 def measure(
     begin: Callable[..., Future[Any]], requests: MeasuringRequests, progress: Progress | None
 ) -> dict[str, Any]:
-    """Send a request whenever the server wants one, and return the profile."""
+    """Send a request whenever the server asks for one; return the profile."""
     progress_queue: SimpleQueue[dict[str, Any] | None] = SimpleQueue()
     future = begin(on_progress=progress_queue.put)
     future.add_done_callback(lambda _: progress_queue.put(None))

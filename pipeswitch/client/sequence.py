@@ -28,10 +28,10 @@ class RequestSequence:
     def infer(
         self, /, *inputs: Any, deadline_ms: float | None = None, priority: str = "", **named: Any
     ) -> Result:
-        """Send the next step and wait for its result, as ``Client.infer`` does. Omit state inputs.
+        """Send the next step and wait for its result, like ``Client.infer``. Omit state inputs.
 
-        The first step may set the state inputs; otherwise they begin as zeros. You can send a
-        failed step again, because the state is unchanged. A lost result ends the sequence.
+        The first step may set the state inputs; otherwise they begin as zeros. After an error you
+        can send the step again, because the state is unchanged. A lost result ends the sequence.
 
         Raises:
             SequenceNotFound: the server no longer keeps the sequence.

@@ -10,7 +10,7 @@ from typing import Any, Final
 from ..base.errors import Cancelled, PipeSwitchError
 from .connection import Connection
 
-KEPT_RECORDS: Final = 10_000  # unread records; then the oldest are dropped
+KEPT_RECORDS: Final = 10_000  # maximum number of unread records; beyond it the oldest are dropped
 
 
 class Subscription:
@@ -45,7 +45,7 @@ class Subscription:
     def _took(self, record: dict[str, Any]) -> None:
         with self._changed:
             self._is_made = True
-            if record:  # an empty one confirms the subscription
+            if record:  # an empty record confirms the subscription
                 self._records.append(record)
             self._changed.notify_all()
         self._on_news()
@@ -57,10 +57,10 @@ class Subscription:
         self._on_news()
 
     def take(self, timeout_s: float | None = None) -> dict[str, Any] | None:
-        """Wait for the next record; return None if none comes in time or after ``close``.
+        """Wait for the next record; return None at the timeout or after ``close``.
 
         Raises:
-            PipeSwitchError: the server is gone, or it ended the subscription.
+            PipeSwitchError: the server is gone, or has ended the subscription.
         """
         with self._changed:
             self._changed.wait_for(lambda: self._records or self.is_over, timeout_s)

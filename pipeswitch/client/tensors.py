@@ -1,7 +1,7 @@
-"""Arrays and tensors to wire frames and back. numpy is imported on use, torch never.
+"""Conversion of arrays and tensors to wire frames and back. numpy is imported on use, torch never.
 
-numpy has no bfloat16: such outputs become float32 (every bfloat16 value is one exactly), or
-torch.bfloat16 when torch tensors came in.
+numpy has no bfloat16. Such outputs become float32, which represents them exactly, or torch.bfloat16
+if the inputs were torch tensors.
 """
 
 from __future__ import annotations
@@ -29,26 +29,26 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Bits:
-    """An array whose bytes are of a dtype numpy does not have (``bfloat16`` as uint16)."""
+    """An array that holds the bits of a dtype that numpy lacks (``bfloat16`` as uint16)."""
 
     array: Any
     dtype: str
 
 
 class Result(msgspec.Struct, frozen=True):
-    """The answer to one request: ``r["y"]``, ``r.value``, ``r.timing.switch_ms``."""
+    """Result of one request: ``r["y"]``, ``r.value``, ``r.timing.switch_ms``."""
 
     model: str
     request_id: str
-    outputs: dict[str, Any]  # flat, by name
+    outputs: dict[str, Any]  # not nested, by name
     timing: RequestTiming
-    returns: Tree = None  # how they nest; None: they do not
+    returns: Tree = None  # how the outputs nest; None: they do not
 
     def __getitem__(self, name: str) -> Any:
         return self.outputs[name]
 
     def keys(self) -> KeysView[str]:
-        """Names of the outputs, so that ``dict(r)`` is ``r.outputs``."""
+        """Return the names of the outputs, so that ``dict(r)`` equals ``r.outputs``."""
         return self.outputs.keys()
 
     def __iter__(self) -> Iterator[str]:
@@ -56,9 +56,9 @@ class Result(msgspec.Struct, frozen=True):
 
     @property
     def value(self) -> Any:
-        """The module's answer: a lone tensor, or dicts, lists, tuples and None as it had them.
+        """Output of the module: a single tensor, or dicts, lists, tuples and None as in the module.
 
-        Dataclasses, and what transformers returns, are dicts.
+        Dataclasses, and output classes of transformers, become dicts.
         """
         if self.returns is not None:
             return unflatten(self.returns, self.outputs)
@@ -70,7 +70,7 @@ class Signature:
     """Inputs of a model, as ``show`` lists them."""
 
     inputs: tuple[ValueSpec, ...]
-    dims: tuple[Dim, ...] = ()  # the extents that a request chooses, by name
+    dims: tuple[Dim, ...] = ()  # dimensions whose extents a request chooses
 
     @classmethod
     def from_row(cls, row: Mapping[str, Any]) -> Signature:
@@ -93,9 +93,9 @@ class Signature:
         """Return random inputs in call order.
 
         Args:
-            batch: 0: one, or the model's minimum.
-            seed: the same inputs for the same seed.
-            extents: of other dimensions, by name (``length=7``); default: 128, or the nearest.
+            batch: batch size; 0: one, or the model's minimum.
+            seed: equal seeds give equal inputs.
+            extents: sizes of other dimensions by name (``length=7``); default: 128 or the nearest.
         """
         from ..programs.interface.synthetic_inputs import random_value
 
@@ -105,17 +105,17 @@ class Signature:
 
 
 def to_frames(inputs: Any) -> tuple[tuple[WireTensor, ...], list[Any], bool]:
-    """Return headers and buffers of the inputs, and whether torch tensors were among them.
+    """Return headers and buffers of the inputs, and True if torch tensors were among them.
 
-    Nothing is copied unless an array is not contiguous. A mapping names its arguments; a list or
-    tuple of arrays, or of what nests around them, is in call order; anything else is one array.
+    Only non-contiguous arrays are copied. A mapping has the arguments by name; a list or tuple
+    of (nested) arrays has them in call order; any other value is a single array.
 
     Raises:
-        InvalidInput: an unsupported dtype, or too many inputs.
+        InvalidInput: a dtype is not supported, or there are too many inputs.
     """
     try:
         named = _named(inputs)
-    except RecursionError:  # a list that is in itself
+    except RecursionError:  # a list that contains itself
         raise InvalidInput("the inputs contain themselves") from None
     if len(named) > MAX_TENSORS:
         raise InvalidInput(f"{len(named)} inputs are more than {MAX_TENSORS}")
@@ -152,12 +152,12 @@ def _named(inputs: Any) -> list[tuple[str, Any]]:
 
 
 def _is_leaf(value: Any) -> bool:
-    """Return True if a value becomes one array: a list of numbers does, one of arrays does not."""
+    """Return True if a value is one array; a list of numbers is, a list of arrays is not."""
     return hasattr(value, "dtype") or not (_is_record(value) or _nests(value))
 
 
 def _nests(value: Any) -> bool:
-    """Return whether a list contains something else than numbers."""
+    """Return True if a list contains arrays, records or None: then it is not one array."""
     return isinstance(value, list | tuple) and any(
         not isinstance(one, int | float)
         and (getattr(one, "ndim", 0) or _is_record(one) or _nests(one))
@@ -204,7 +204,7 @@ def _as_bytes(name: str, value: Any) -> tuple[str, tuple[int, ...], memoryview]:
 
 @functools.lru_cache(64)
 def _dtype_name(dtype: Any) -> str:
-    """Return a dtype's name from a cache: numpy computes it at each call."""
+    """Return a dtype's name, cached because numpy computes it at each call."""
     return str(dtype.name)
 
 
@@ -225,10 +225,10 @@ def _torch_as_numpy(tensor: Any) -> Any:
 
 
 def from_reply(model: str, wants_torch: bool, reply: FinalReply) -> Result:
-    """Return outputs as the caller's kind of array; numpy ones share the message's memory.
+    """Return the result with arrays of the caller's kind, which share the message's memory.
 
     Raises:
-        RemoteProtocolError: a frame is not as large as its header says, or has an odd shape.
+        RemoteProtocolError: a frame has another size than its header says, or an invalid shape.
     """
     outputs: dict[str, Any] = {}
     for tensor in reply.outputs:
@@ -246,7 +246,7 @@ def from_reply(model: str, wants_torch: bool, reply: FinalReply) -> Result:
         make = _torch_tensor if wants_torch else _numpy_array
         try:
             outputs[tensor.name] = make(buffer, tensor.dtype, tensor.shape)
-        except (ValueError, TypeError, RuntimeError, OverflowError) as error:  # 2^63 times zero
+        except (ValueError, TypeError, RuntimeError, OverflowError) as error:  # such as 2^63 x 0
             raise RemoteProtocolError(f"output {tensor.name}: {error}") from None
     returns = reply.body.get("returns")
     if returns is not None:

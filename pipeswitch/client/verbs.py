@@ -20,9 +20,9 @@ from .tensors import Signature
 class Reach(Enum):
     """Nodes of a cluster that answer a verb."""
 
-    HOLDER = auto()  # one that holds the model; another one if it does not answer
-    HOLDERS = auto()  # all that hold the model
-    CLUSTER = auto()  # placement takes part, so no node can answer alone
+    HOLDER = auto()  # a node that holds the model, or another one if that does not answer
+    HOLDERS = auto()  # all nodes that hold the model
+    CLUSTER = auto()  # placement takes part, so no node alone can answer
 
 
 REACHES: Final[Mapping[str, Reach]] = {
@@ -36,7 +36,7 @@ REACHES: Final[Mapping[str, Reach]] = {
     "register": Reach.CLUSTER,
     "unregister": Reach.CLUSTER,
 }
-"""Any other verb is for one node, or a ``_do_`` method of ``ClusterVerbs`` merges the replies."""
+"""All other verbs are for one node, unless a ``_do_`` method of ``ClusterVerbs`` merges replies."""
 
 PING_TIMEOUT_S: Final = 5.0  # a healthy server takes milliseconds, a silent process 1 s
 
@@ -104,20 +104,20 @@ class Verbs:
 
         Raises:
             RegistrationRefused: names, dtypes or shapes differ; the error says which.
-            InvalidInput: the commit or part does not exist, or several parts fit (they are named).
+            InvalidInput: the commit or part does not exist, or several parts fit (they are listed).
         """
         body: dict[str, Any] = {"job": job} if step < 0 else {"job": job, "step": step}
         body |= {"part": part} if part else {}
         return self._ask("publish", model=name, body=body, is_safe=False)
 
     def rollback(self, name: str, version: int = 0) -> dict[str, Any]:
-        """Make a version that the server still has the current one; 0: the newest before it."""
+        """Make another version, which the server still has, current; 0: the newest older one."""
         body = {"version": version} if version else None
         return self._ask("rollback", model=name, body=body, is_safe=bool(version))
 
     def split(self, name: str, version: int, percent: int) -> dict[str, Any]:
-        """Send ``percent`` of the requests without a version to this version, until the current one
-        changes. 0 ends the split. ``timing.version`` says which version computed a result."""
+        """Send ``percent`` of the requests that name no version to this version, until the current
+        one changes. 0 ends the split. ``timing.version`` says which version computed a result."""
         if percent not in range(101):
             raise InvalidInput(
                 f"{percent} % is not a valid share", hint="0 to 100, as in split(NAME, 2, 10)"
@@ -130,11 +130,11 @@ class Verbs:
         return self._ask("unregister", model=name, is_safe=False)
 
     def load(self, name: str) -> dict[str, Any]:
-        """Pin a model on the device (and give a quarantined one another chance)."""
+        """Pin a model on the device; a quarantined model gets another chance."""
         return self._ask("load", model=name)
 
     def unload(self, name: str) -> dict[str, Any]:
-        """Unpin a model: the server decides again whether it is resident."""
+        """Unpin a model, so that the server decides whether it stays on the device."""
         return self._ask("unload", model=name)
 
     def models(self, *, versions: bool = False) -> list[dict[str, Any]]:
@@ -144,7 +144,7 @@ class Verbs:
         return rows
 
     def show(self, name: str, version: int = 0) -> dict[str, Any]:
-        """Return all details of a model, with its signature; ``version`` 0: the current one."""
+        """Return all details and the signature of a model; ``version`` 0: the current one."""
         body = {"version": version} if version else None
         row: dict[str, Any] = self._ask("show", model=name, body=body)["model"]
         return row
@@ -190,7 +190,7 @@ class Verbs:
         return self._ask("ping")
 
     def ping(self, *, deep: bool = False, timeout_s: float = PING_TIMEOUT_S) -> dict[str, Any]:
-        """Ask whether a request would be served now: ``{"ready": …, "why": …, "total_ms": …}``.
+        """Report if a request would be served now: ``{"ready": …, "why": …, "total_ms": …}``.
 
         ``deep`` also queries the scheduler, the memory daemon and every worker, without disturbing
         a task. It adds ``controller_ms`` (round trip), ``daemon_ms`` and ``workers``, each with its
@@ -218,7 +218,7 @@ class Verbs:
         return {**answer, "controller_ms": controller_ms, "total_ms": total_ms}
 
     def stop_server(self, drain_s: float = 30.0) -> list[str]:
-        """Ask the server to finish accepted requests and exit; return when it agrees or is gone.
+        """Ask the server to finish accepted requests and exit; return when it agreed or is gone.
 
         Returns:
             One sentence for each job whose last steps could not be written to disk.

@@ -1,12 +1,12 @@
 """The demo's two baselines, each in a plain process without PipeSwitch in the path.
 
-``ready PLAN``         all models loaded, eager, no training: answers the same requests at the same
-                       instants, first come first served. The lower bound.
-``start PLAN MODEL``   stop-and-start: what a process that serves one request from nothing needs:
-                       import, build, load the weights from a warm file cache, run.
+``ready PLAN``         all models are loaded, eager, without training: it answers the same requests
+                       at the same times, first come first served. This is the lower bound.
+``start PLAN MODEL``   stop-and-start: all that a new process does for its first request: import,
+                       build, load the weights from a warm file cache, run.
 
-Each prints one JSON line, its result. Weights are those the server built (the same
-seed), so the answers are compared as well.
+Each prints its result as one JSON line. The weights equal the server's (same seed), so the answers
+are compared, too.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 
 def main(arguments: list[str]) -> None:
-    """One baseline, then leave."""
+    """Run one baseline and print its result."""
     import torch
 
     plan: dict[str, Any] = json.loads(Path(arguments[1]).read_text())
@@ -81,13 +81,13 @@ def _start(plan: Mapping[str, Any], name: str) -> None:
 
 
 def _tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """All of them; a state dict lacks the buffers that are not persistent."""
+    """Yield all tensors; a state dict would lack the buffers that are not persistent."""
     yield from model.named_parameters()
     yield from model.named_buffers()
 
 
 def _fill(model: nn.Module, tensors: Mapping[str, torch.Tensor]) -> None:
-    """Put the file's tensors in the places of the meta ones."""
+    """Replace the model's meta tensors by those of the file."""
     from torch import nn
 
     for name, tensor in tensors.items():

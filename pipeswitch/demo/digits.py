@@ -1,8 +1,8 @@
 """The demo's background job: a small CNN on scikit-learn's 1,797 handwritten digits.
 
-An ordinary training script. By hand it is a plain loop: ``python -m pipeswitch.demo.digits``.
-Under a server (``pipeswitch train pipeswitch.demo.digits:main``) the same lines can be suspended,
-evicted and killed, and end with the same weights.
+It is an ordinary training script: ``python -m pipeswitch.demo.digits`` runs a plain loop. Under a
+server (``pipeswitch train pipeswitch.demo.digits:main``) the same lines can be suspended, evicted
+and killed, and still end with the same weights.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ LEARNING_RATE: Final = 1e-3
 
 
 def check_digits() -> None:
-    """Raise unless scikit-learn is installed."""
+    """Raise PipeSwitchError if scikit-learn is not installed."""
     if importlib.util.find_spec("sklearn") is None:
         raise PipeSwitchError(
             "the demo trains on scikit-learn's digits, which is not installed",

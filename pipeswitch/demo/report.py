@@ -1,4 +1,4 @@
-"""The demo's numbers and how they are shown. Pure: lists of milliseconds in, rows out."""
+"""The demo's numbers and their display. Pure: it gets lists of milliseconds and returns rows."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ SECOND_MS: Final = 1000.0
 
 
 def mean(values: Iterable[float]) -> float:
-    """Arithmetic mean; 0 of nothing."""
+    """Return the arithmetic mean, or 0 if there are no values."""
     numbers = list(values)
     return sum(numbers) / len(numbers) if numbers else 0.0
 
 
 def latency(values_ms: Sequence[float]) -> dict[str, Any]:
-    """Return a summary of latencies."""
+    """Return a summary of latencies in milliseconds."""
     return {
         "count": len(values_ms),
         "p50_ms": round(percentile(values_ms, 0.50), 3),
@@ -31,7 +31,7 @@ def latency(values_ms: Sequence[float]) -> dict[str, Any]:
 
 
 def timing_summary(timings: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Averages of the replies' bills, and how many answers needed a copy or a preemption."""
+    """Return mean times of the replies, and how many answers needed no copy or a preemption."""
     return {
         **{name: round(mean(float(t[name]) for t in timings), 3) for name in BILL},
         "resident_count": sum(bool(t["resident"]) for t in timings),
@@ -42,13 +42,13 @@ def timing_summary(timings: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 def kept_speed(
     before: tuple[float, int], under: tuple[float, int], after: tuple[float, int], busy_ms: float
 ) -> dict[str, Any]:
-    """Return the share of the training's speed that was left while requests came.
+    """Return the share of its speed at which training continued while requests came.
 
     Args:
         before: (seconds, finished steps) of the window before the requests.
-        under: the same while requests came.
-        after: the same after them. The machine's drift shows as a difference between the outer two.
-        busy_ms: how long requests had the device in the middle window.
+        under: seconds and steps while requests came.
+        after: the same after the requests. A difference from ``before`` shows the machine's drift.
+        busy_ms: time for which requests had the device in the middle window.
     """
     alone = (before[1] + after[1]) / (before[0] + after[0])
     rate = under[1] / under[0]
@@ -64,7 +64,7 @@ def kept_speed(
 
 
 def show(result: Mapping[str, Any], console: Console) -> None:
-    """Print the table of the README, filled from the run's own result."""
+    """Print the README's table and sentences from the result of this run."""
     view = Table(box=None, pad_edge=False, header_style="bold")
     view.add_column("")
     for title in ("p50", "p99", "queue", "switch", "copy", "stall", "compute"):

@@ -1,8 +1,8 @@
-"""``pipeswitch demo``: a real server, three models, a training job, and what it all cost.
+"""``pipeswitch demo``: a real server, three models and a training job, with measured costs.
 
-In order: start a server with an arena that holds about two of the three models; register them;
-train (``demo.digits``); send Poisson requests that alternate over the models; stop. Then the two
-baselines (``demo_baselines``) on the same machine. Every number shown is measured in this run.
+In order: start a server whose arena holds about two of the three models; register them; train
+(``demo.digits``); send Poisson requests that alternate over the models; stop. Then run the two
+baselines (``demo.baselines``) on the same machine. Every number shown is measured in this run.
 This process never imports torch.
 """
 
@@ -40,15 +40,15 @@ from .digits import check_digits
 
 JOB: Final = "digits"
 ENTRY: Final = "pipeswitch.demo.digits:main"
-START_WAIT_S: Final = 60.0  # for the job's first step
-END_WAIT_S: Final = 120.0  # for its last epoch, once it was told to end
+START_WAIT_S: Final = 60.0  # limit for the job's first step
+END_WAIT_S: Final = 120.0  # limit for its last epoch, after it was told to end
 BASELINE_TIMEOUT_S: Final = 300.0
-INTERRUPTED: Final = 130  # as a shell reports SIGINT
-SHOW_PER_S: Final = 0.7  # requests while the page is looked at: training is seen in between
-LOG_LINES: Final = 15  # of the server, shown when something fails
-TOLERANCE: Final = 1e-3  # between a grouped answer and the plain model's; normally both are equal
-FAST_TOLERANCE: Final = 1e-3  # the same in precision fast, relative to the largest output
-FAST: Final = "-fast"  # ends the name of a model in precision fast
+INTERRUPTED: Final = 130  # exit status of a shell after SIGINT
+SHOW_PER_S: Final = 0.7  # rate of requests while the page is open: the job trains between them
+LOG_LINES: Final = 15  # number of the server's log lines shown after a failure
+TOLERANCE: Final = 1e-3  # between an answer in layer groups and the plain model's; normally equal
+FAST_TOLERANCE: Final = 1e-3  # like TOLERANCE for precision fast, relative to the largest output
+FAST: Final = "-fast"  # suffix of a model's name in precision fast
 
 
 @dataclass(frozen=True)
@@ -66,7 +66,7 @@ VIT: Final = DemoModel("torchvision:vit_b_16", {"x": ((1, 3, 224, 224), "float32
 
 
 def _default_models() -> dict[str, DemoModel]:
-    """Return the README's models; without transformers a vision transformer instead of BERT."""
+    """Return the README's models; without transformers, a vision transformer replaces BERT."""
     has_bert = importlib.util.find_spec("transformers") is not None
     return {
         "resnet152": DemoModel("torchvision:resnet152", {"x": ((1, 3, 128, 128), "float32")}),
@@ -81,11 +81,11 @@ class Plan:
 
     models: Mapping[str, DemoModel] = field(default_factory=_default_models)
     weights: str = "random:0"
-    arena: str = "704MiB"  # two of the three and the job, so that requests switch models
+    arena: str = "704MiB"  # room for two of the models and the job, so that requests switch models
     host_store: str = "2GiB"  # each model twice, exact and fast
     requests: int = 40
-    load: float = 0.4  # share of the time requests should take; sets their rate
-    alone_s: float = 4.0  # how long training is measured by itself, before and after
+    load: float = 0.4  # share of time that requests should take; it sets their rate
+    alone_s: float = 4.0  # length of a measurement of training alone, before and after
     start_rounds: int = 1  # stop-and-start trials per model
     seed: int = 0
 
@@ -94,12 +94,12 @@ def run(out: Path, *, as_json: bool = False, plan: Plan | None = None) -> int:
     """Run the demo, print its table, write ``demo.json`` and ``demo-timeline.json``.
 
     Args:
-        out: folder for the two files; made when missing.
-        as_json: print the result as JSON on stdout; people's text goes to stderr then.
-        plan: sizes and models; the default is the README's.
+        out: folder for the two files; created if it is missing.
+        as_json: print the result as JSON on stdout, and everything else on stderr.
+        plan: sizes and models; by default the README's.
 
     Returns:
-        0; 1 when a request failed, a step was lost, or an answer differs from the plain model's;
+        0; 1 if a request failed, a step was lost, or an answer differs from the plain model's;
         130 after Ctrl-C.
     """
     plan = plan or Plan()
@@ -126,10 +126,10 @@ def run(out: Path, *, as_json: bool = False, plan: Plan | None = None) -> int:
 
 
 def show(plan: Plan | None = None) -> int:
-    """Serve the demo's models beside its job, a request now and then, and open the page.
+    """Serve the demo's models beside its job, with a request now and then, and open the page.
 
     Returns:
-        130: it ends with Ctrl-C.
+        130, after Ctrl-C ends it.
     """
     check_digits()
     console = Console(highlight=False)
@@ -142,17 +142,17 @@ def show(plan: Plan | None = None) -> int:
 
 
 class Demo:
-    """One run. ``folder`` is temporary, ``out`` the user's."""
+    """One run of the demo. ``folder`` is temporary, ``out`` belongs to the user."""
 
     def __init__(self, plan: Plan, console: Console, folder: Path, out: Path) -> None:
         self._plan, self._console = plan, console
         self._folder, self._out = folder, out
         self._inputs: dict[str, list[Any]] = {}
-        self._expected: dict[str, Any] = {}  # each model's answer to them, before there was a job
+        self._expected: dict[str, Any] = {}  # each model's answer to its inputs before the job
         self._threads = 1
 
     def run(self) -> dict[str, Any]:
-        """All phases; the result as ``demo.json`` holds it."""
+        """Run all phases; return the content of ``demo.json``."""
         began_s = time.monotonic()
         with self._started() as (running, client):
             served = self._serve(running, client)
@@ -164,7 +164,7 @@ class Demo:
         return {**result, "problems": _problems(result)}
 
     def stay(self) -> None:
-        """Serve until interrupted; requests come at random, for the models in turn."""
+        """Serve until interrupted; send requests at random times to the models in turn."""
         with self._started(http=True) as (_, client):
             self._register(client)
             self._warm_up(client)
@@ -190,7 +190,7 @@ class Demo:
             context = server(arena=plan.arena, host_store=plan.host_store, http=http)
             try:
                 running = stack.enter_context(context)
-            except RuntimeError as error:  # carries what the server said
+            except RuntimeError as error:  # its text has the server's output
                 raise PipeSwitchError(str(error).strip()) from None
             stack.enter_context(self._log_on_failure(running))
             yield running, stack.enter_context(running.client())
@@ -281,12 +281,12 @@ class Demo:
                 )
 
     def _forms(self) -> list[tuple[str, str, str]]:
-        """Each model's name when registered, its name in the plan, its precision."""
+        """Return each model's registered name, its name in the plan, and its precision."""
         names = list(self._plan.models)
         return [(n, n, "exact") for n in names] + [(n + FAST, n, "fast") for n in names]
 
     def _warm_up(self, client: Client) -> float:
-        """Two answers of each model, kept for the comparison; the request rate that follows."""
+        """Send two requests to each model, keep the answers; return the request rate per second."""
         totals_ms = []
         for name in self._plan.models:
             self._inputs[name] = client.signature(name).random(seed=self._plan.seed)
@@ -313,7 +313,7 @@ class Demo:
         raise TaskFailed(f"the training job made no step: {job.status()['error'] or 'no error'}")
 
     def _measure_alone(self, job: Task, what: str) -> tuple[float, int]:
-        """(seconds, steps) of a window without requests; the window is what is waited for."""
+        """Return seconds and steps of a window without requests, which this method waits for."""
         begin = _steps(job)
         parts = 20
         with self._bar(f"training {what}", parts) as advance:
@@ -325,7 +325,7 @@ class Demo:
         return seconds, steps
 
     def _turns(self) -> list[str]:
-        """Return the model of each request: all in turn."""
+        """Return the name of the model for each request: all models in turn."""
         names = list(self._plan.models)
         return [names[index % len(names)] for index in range(self._plan.requests)]
 
@@ -334,7 +334,7 @@ class Demo:
     ) -> list[tuple[str, RequestOutcome]]:
         """Send the requests in an open loop: a slow answer does not delay the next request.
 
-        ``suffix``: of the registered models' names.
+        ``suffix`` is appended to the models' names.
         """
         sent = []
         with self._bar(
@@ -351,14 +351,14 @@ class Demo:
                 future.add_done_callback(_keeper(outcome, at_s, advance))
                 sent.append((name, outcome, future))
             for _, _, future in sent:
-                with contextlib.suppress(PipeSwitchError):  # kept in its outcome
+                with contextlib.suppress(PipeSwitchError):  # its outcome has the error
                     future.result()
         return [(name, outcome) for name, outcome, _ in sent]
 
     def _change(self, name: str, outcome: RequestOutcome) -> float:
-        """Return the distance of an answer from that to the same input before there was a job."""
+        """Return how far an answer is from the one to the same input before the job."""
         if outcome.result is None:
-            return 0.0  # told as an error
+            return 0.0  # reported as an error
         answer = next(iter(outcome.result.outputs.values()))
         return float(np.abs(answer - self._expected[name]).max())
 
@@ -436,7 +436,7 @@ class Demo:
 def _keeper(
     outcome: RequestOutcome, at_s: float, advance: Callable[[], None]
 ) -> Callable[[Any], None]:
-    """Return a callback for the client's own thread, called when an answer is there."""
+    """Return a callback for the client's thread, which records the answer of a request."""
 
     def keep(future: Any) -> None:
         outcome.total_ms = (time.perf_counter() - at_s) * 1000.0
@@ -453,7 +453,7 @@ def _keeper(
 
 
 def _steps(job: Task) -> tuple[float, int]:
-    """(now in seconds, finished steps); a job reports at least ten times a second."""
+    """Return the time in seconds and the job's finished steps, at most 0.1 s old."""
     return time.monotonic(), int(job.status()["step"])
 
 
@@ -494,7 +494,7 @@ def _training(
     outcomes: list[tuple[str, RequestOutcome]],
 ) -> dict[str, Any]:
     timings = [o.result.timing for _, o in outcomes if o.result is not None]
-    busy_ms = sum(timing.compute_ms + timing.stall_ms for timing in timings)  # with the turn
+    busy_ms = sum(timing.compute_ms + timing.stall_ms for timing in timings)  # within their turns
     return {
         **demo_report.kept_speed(before, under, after, busy_ms),
         "state": ended["state"],
@@ -507,7 +507,7 @@ def _training(
 
 
 def _accuracy_percent(job: Task) -> float:
-    """From the last line of the script's own output."""
+    """Return the accuracy in percent, from the last line of the script's output."""
     for line in reversed("".join(job.logs()).splitlines()):
         name, _, value = line.strip().rpartition("test_accuracy=")
         if name:
@@ -534,10 +534,10 @@ def _problems(result: Mapping[str, Any]) -> list[str]:
 
 
 def _baseline(*arguments: str | Path) -> dict[str, Any]:
-    """Run a baseline process to its last line; returns its result.
+    """Run a baseline process to its end; return its result.
 
     Raises:
-        PipeSwitchError: it failed; carries the end of what it wrote.
+        PipeSwitchError: it failed; the text has the end of its stderr.
     """
     process = subprocess.Popen(
         [sys.executable, "-P", "-m", "pipeswitch.demo.baselines", *map(str, arguments)],

@@ -23,7 +23,7 @@ def check_order(
     """
     start, end = order.arena_offset_bytes, order.arena_offset_bytes + order.region_bytes
     if order.op_id < 1:
-        raise RemoteProtocolError(f"epoch {order.op_id} names no transmission")
+        raise RemoteProtocolError(f"operation {order.op_id} names no transmission")
     if order.region_bytes < 0 or start < fence_count * FENCE_BYTES or end > arena_bytes:
         raise RemoteProtocolError(
             f"region {start}…{end} is not within {fence_count * FENCE_BYTES}…{arena_bytes}"

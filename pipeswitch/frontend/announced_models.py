@@ -1,4 +1,4 @@
-"""Announced models, and the requests that fit them."""
+"""Models that the scheduler has announced, and the check that a request fits its model."""
 
 from __future__ import annotations
 
@@ -11,21 +11,19 @@ from ..wire.frames import RequestHeader
 from . import validation
 from .validation import ValidatedRequest
 
-MAX_FITTING: Final = 256  # shapes of all models that are not checked again
+MAX_FITTING: Final = 256  # cached checks of all models together
 
 
 class AnnouncedModels:
-    """All versions of all models."""
+    """All versions of all models. Used by the loop's thread."""
 
     def __init__(self, max_bytes: int) -> None:
-        """``max_bytes``: of all inputs of a request."""
+        """Start without models; ``max_bytes`` limits all inputs of a request together."""
         self.max_bytes = max_bytes
         self.current: dict[str, ModelAvailable] = {}
-        self.aliases: dict[str, str] = {}  # the name that each further name stands for
+        self.aliases: dict[str, str] = {}  # alias -> model name
         self.versions: dict[tuple[str, int], ModelAvailable] = {}
-        self._fitting: dict[
-            Hashable, ValidatedRequest
-        ] = {}  # shapes that were checked, by model and sizes
+        self._fitting: dict[Hashable, ValidatedRequest] = {}  # by model, inputs and sizes
 
     def announce(self, announced: ModelAvailable) -> None:
         """Add a version of a model, or make another one current."""
@@ -44,28 +42,29 @@ class AnnouncedModels:
         self.aliases = {k: name for k, name in self.aliases.items() if name in self.current}
 
     def find(self, name: str, version: int) -> ModelAvailable:
-        """Return a model's current version (0), or another.
+        """Return a model's version; ``version`` 0 means the current one.
 
         Raises:
-            ModelNotFound, InvalidInput.
+            ModelNotFound: the model or the version is unknown.
         """
         announced = self.current.get(name)
         if announced is None:
-            raise validation.model_not_found(name, self.current)
+            aliases = {alias: self.current[model] for alias, model in self.aliases.items()}
+            raise validation.model_not_found(name, aliases | self.current)
         return self.version(name, version) if version else announced
 
     def version(self, name: str, version: int) -> ModelAvailable:
         """Return one version of a model.
 
         Raises:
-            InvalidInput: it is gone; the text names the others.
+            ModelNotFound: it was removed; the text names the other versions.
         """
         return validation.find_version(name, version, self.versions)
 
     def admit(
         self, header: RequestHeader, sizes: Sequence[int], announced: ModelAvailable
     ) -> ValidatedRequest:
-        """Return ``admission.check_infer``'s result, cached for equal requests."""
+        """Return the result of ``validation.check_infer``, cached for equal requests."""
         key = (announced.model, announced.processor is None, header.inputs, *sizes)
         admitted = self._fitting.get(key)
         if admitted is None:

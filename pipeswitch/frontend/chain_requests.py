@@ -1,7 +1,7 @@
-"""Requests of chains: the models' requests, step by step, and the one answer. Pure.
+"""Requests of chains: one request to a model for each step, and one answer. Pure.
 
 The scheduler sees an ordinary request for each step's model, with the token of the whole request
-(sent by ``Inference``). The declaration: ``programs/interface/chains.py``.
+(sent by ``Inference``). ``programs/interface/chains.py`` declares chains.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from .requests import ChainRun, Pending
 
 
 def begins(announced: ModelAvailable, models: Mapping[str, ModelAvailable]) -> ModelAvailable:
-    """Return a chain as its requests are admitted: in the pool file of its models."""
+    """Return a chain's announcement with its models' tenant, whose pool file its values use."""
     first = models.get(announced.chain.steps[0].model) if announced.chain is not None else None
     return announced if first is None else msgspec.structs.replace(announced, tenant=first.tenant)
 
 
 def run_of(chain: Chain, event: InferArrived, priority: int | None, pending: Pending) -> ChainRun:
-    """Return the run of a request whose inputs are, or will be, in its slab."""
+    """Move a request's allocation to a new run, and return the run. Inputs may still be copied."""
     values = {one.name: one for one in event.inputs}
     allocations = [(pending.allocation, values.keys())] if pending.allocation is not None else []
     pending.allocation = None
@@ -70,7 +70,7 @@ def of_step(error: PipeSwitchError, pending: Pending, step: ChainStep) -> PipeSw
 
 
 def answer_of(token: Token, run: ChainRun) -> Reply:
-    """Return the answer of a chain whose steps are all over."""
+    """Return the answer of a chain whose steps have all finished."""
     outputs = [
         msgspec.structs.replace(run.values[source], name=name)
         for name, source in run.chain.returns.items()

@@ -1,8 +1,8 @@
 """Disk use of the state directory, in total and by tenant, and its limits.
 
-Programs, uploads and commits count, all together and by tenant (docs/adr/0021-roles.md); a job has
-no tenant. Nothing is booked: sizes are read before a new file is written, so removed files count no
-more whoever removed them. An unfinished upload's file has its whole size from the start.
+Programs, uploads and commits count, in total and by tenant (docs/adr/0021-roles.md); a job has
+no tenant. Sizes are not recorded but read before each new file, so a removed file no longer counts,
+whoever removed it. An unfinished upload's file has its whole size from the start.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from ..base.errors import HostStoreFull
 from ..base.units import SizeSpec, format_bytes
 
 FOLDERS: Final = ("models", "uploads", "commits", "published", "jobs", "orphans", "trash")
-GIVEN_BACK: Final = ".build-gone-"  # begins the name of what is being removed
-PARTIAL: Final = ".part-"  # begins the name of an unfinished upload
-AUTO_SHARE: Final = 0.9  # of the disk, for all; the rest is logs' and the journal's
-AUTO_TENANT_SHARE: Final = 0.5  # of that, for one client
+GIVEN_BACK: Final = ".build-gone-"  # prefix of files and folders that are being removed
+PARTIAL: Final = ".part-"  # prefix of unfinished uploads
+AUTO_SHARE: Final = 0.9  # part of the disk for all clients; the rest is for logs and the journal
+AUTO_TENANT_SHARE: Final = 0.5  # part of AUTO_SHARE for one client
 
 
 class Disk:
@@ -33,7 +33,7 @@ class Disk:
         self._programs: dict[str, tuple[str, str]] = {}  # model -> digest, tenant
         self._uploads: dict[str, str] = {}  # file name -> tenant
 
-    # ---- whose it is -------------------------------------------------------------------------
+    # ---- owners of files ----------------------------------------------------------------------
 
     def keep_program(self, model: str, digest: str, tenant: str) -> None:
         """Charge the tenant for a model's program; several tenants may pay for the same one."""
@@ -45,7 +45,7 @@ class Disk:
             self._programs.pop(model, None)
 
     def digest_of(self, model: str) -> str:
-        """Return the program that the journal names for a model; empty if there is none."""
+        """Return the digest of a model's program; empty if there is none."""
         with self._lock:
             return self._programs.get(model, ("", ""))[0]
 
@@ -55,16 +55,16 @@ class Disk:
             return {digest for digest, _ in self._programs.values()}
 
     def keep_upload(self, file_name: str, tenant: str) -> None:
-        """Charge the tenant for an upload from its first byte; older files count only in total."""
+        """Charge the tenant for an upload from its first byte; other files count only in total."""
         with self._lock:
             self._uploads[file_name] = tenant
 
-    # ---- how much ----------------------------------------------------------------------------
+    # ---- budgets -----------------------------------------------------------------------------
 
     def left_bytes(self, tenant: str, program: str = "") -> int:
         """Return the bytes that this tenant may write; the owner has only the total limit.
 
-        A ``program`` (its digest) on the disk counts as this tenant's. Below 0: over the limit.
+        A program with the digest ``program`` counts as this tenant's. Below 0: over the limit.
         """
         return min(limit - used for _, used, limit in self._budgets(tenant, program))
 
@@ -88,7 +88,7 @@ class Disk:
         return None
 
     def _budgets(self, tenant: str, program: str = "") -> list[tuple[str, int, int]]:
-        """Return tenant, used bytes and limit of the total budget and of the tenant's own."""
+        """Return (tenant, used bytes, limit in bytes): the total budget, then the tenant's own."""
         all_of_it, of_a_tenant = self._amounts
         total_bytes = shutil.disk_usage(self._root).total
         all_bytes = all_of_it.resolve(total_bytes, int(AUTO_SHARE * total_bytes))

@@ -4,7 +4,7 @@ It owns the sockets and runs in the controller's one loop (docs/adr/0009). It de
 models or devices: a message that is well formed and allowed becomes an event for the scheduler, an
 answer becomes a message. Its parts: ``Sessions`` (clients, their connections and messages),
 ``Inference`` with the ``RequestPool`` (inputs and replies), ``Requests`` (pending answers),
-``OwnVerbs`` (answered here), ``VERBS`` (all else). The protocol: docs/protocol.md.
+``OwnVerbs`` (verbs handled here), ``VERBS`` (table of all verbs). The protocol: docs/protocol.md.
 """
 
 from __future__ import annotations
@@ -63,20 +63,20 @@ from .verbs import VERBS, LogPiece, Rules, ask
 
 _logger = logging.getLogger(__name__)
 
-MAX_CLIENT_REQUESTS: Final = 4096  # unanswered ones of one client
-BACKLOG_LOOK_S: Final = 0.1  # at who does not read, though nothing happens
+MAX_CLIENT_REQUESTS: Final = 4096  # unanswered requests of one client
+BACKLOG_LOOK_S: Final = 0.1  # interval between checks of clients that do not read replies
 STOP_FLUSH_MS: Final = 1000
-OF_NAMES: Final = ("register", "unregister", "chain")  # an alias is a name of its own to these
+OF_NAMES: Final = ("register", "unregister", "chain")  # verbs that do not resolve an alias
 
 Posted = ev.Reply | ev.RunEnded | ev.Publish | ev.ModelAvailable | ev.ModelRemoved | ev.LoadCommits
-"""The scheduler's commands that are performed here."""
+"""Commands of the scheduler that the frontend performs."""
 
 
 class Frontend:
-    """All client traffic of one server. All but ``_call_soon`` belongs to the loop's thread.
+    """Client traffic of one server. Threads other than the loop's may only call ``answer_soon``.
 
-    ``open`` binds, ``watch`` names the descriptors to wait for; then, after each wait of at most
-    ``wait_s``, ``step`` does the pending work. ``close`` answers the remaining requests.
+    ``open`` binds the listeners, and ``watch`` registers the descriptors to wait for. After each
+    wait of at most ``wait_s``, call ``step``. ``close`` answers the remaining requests.
     """
 
     def __init__(
@@ -90,20 +90,20 @@ class Frontend:
         pool_of: Callable[[str], int] | None = None,
         now_ms: Callable[[], float] = lambda: time.monotonic() * 1000,
     ) -> None:
-        """Map the pool; nothing is opened yet.
+        """Map the request pool. Open no socket yet.
 
         Args:
-            config: with absolute ``server.state_dir`` and ``server.runtime_dir``.
-            pool_descriptor: a sealed memfd, the request pool; it stays the caller's.
-            take: takes an event for the scheduler, to be handled later.
-            facts: what ``hello`` and ``ping`` tell about the server (device, arena_bytes…).
-            is_ready: whether a request would be served now.
-            pool_of: where tenants are separate, each one's file of the pool.
+            config: settings, with absolute ``server.state_dir`` and ``server.runtime_dir``.
+            pool_descriptor: a sealed memfd with the request pool; the caller still owns it.
+            take: queues an event for the scheduler.
+            facts: the server's facts in replies to ``hello`` and ``ping`` (device, arena_bytes…).
+            is_ready: returns True if a request would be served now.
+            pool_of: returns a tenant's file of the pool, if tenants are separate.
             now_ms: the monotonic clock.
         """
         self._config, self._take, self._now_ms = config, take, now_ms
         self._facts = dict(facts or {})
-        self.owner_facts: Mapping[str, Any] = {}  # the same, for the owner alone
+        self.owner_facts: Mapping[str, Any] = {}  # more facts, for the owner alone
         self._is_ready = is_ready
         self.pool = RequestPool(pool_descriptor, pool_of)
         state = self._state_directory = Path(config.server.state_dir)
@@ -133,7 +133,7 @@ class Frontend:
             max_bytes=config.server.max_message_bytes,
             deadline_ms=config.scheduler.default_deadline_ms or None,
         )
-        self._calls: deque[Callable[[], None]] = deque()  # from the copier and the upload writer
+        self._calls: deque[Callable[[], None]] = deque()  # from the copier and upload writer
         self._generations = Generations(self.inference, self._outbox.send)
         self._own = OwnVerbs(config, self.sessions, self.inference, self.uploads, self._generations)
 
@@ -165,7 +165,7 @@ class Frontend:
     def close(self) -> None:
         """Answer the remaining requests with ServerUnavailable, flush, close everything."""
         self.uploads.stop()
-        self.inference.copier.shutdown()  # what they post is sent
+        self.inference.copier.shutdown()  # ``_finish`` runs calls that uploads and copier queued
         self._finish()
         for peer in list(self.sessions.peers.all):
             self.sessions.peers.part(peer)
@@ -177,13 +177,13 @@ class Frontend:
     def _call_soon(self, call: Callable[[], None]) -> None:
         """Schedule a call in the loop. Any thread may call this; it never blocks."""
         self._calls.append(call)
-        with contextlib.suppress(BlockingIOError):  # the counter is full: it will wake anyway
+        with contextlib.suppress(BlockingIOError):  # the counter is full: the loop wakes anyway
             os.eventfd_write(self._wake, 1)
 
     # ---- the loop's part -----------------------------------------------------------------------
 
     def wait_s(self) -> float | None:
-        """Return how long the loop may wait; None: until a descriptor wakes it."""
+        """Return how many seconds the loop may wait; None: until a descriptor wakes it."""
         connections, peers = self.sessions.connections, self.sessions.peers
         if self._calls or peers.turns:
             return 0.0
@@ -199,7 +199,7 @@ class Frontend:
         return BACKLOG_LOOK_S if waits_s is None else min(waits_s, BACKLOG_LOOK_S)
 
     def step(self) -> None:
-        """Do one turn of the loop's work."""
+        """Do the work of one iteration of the loop."""
         while self._calls:
             self._calls.popleft()()
         connections, peers = self.sessions.connections, self.sessions.peers
@@ -231,11 +231,11 @@ class Frontend:
                 self._load(request, self._state_directory / "commits" / request.job)
 
     def answer_soon(self, answer: ev.Reply) -> None:
-        """Send an answer like ``perform``, from any thread; never blocks."""
+        """Queue an answer for the loop to send. Any thread may call this; it never blocks."""
         self._call_soon(lambda: self._answer(answer))
 
     def _finish(self) -> None:
-        """End in order: posted commands, then an answer for every waiting client, then a flush."""
+        """Run the queued calls, then answer every waiting request, then flush all messages."""
         while self._calls:
             self._calls.popleft()()
         for token in self.requests.tokens():
@@ -246,7 +246,7 @@ class Frontend:
     # ---- in ------------------------------------------------------------------------------------
 
     def _on_message(self, peer: ClientConnection, message: WireMessage) -> None:
-        """Handle one message. No message of a client may raise an error out of here."""
+        """Handle one message. No message may make this method raise."""
         if failpoints.is_on:
             reach("frontend.message")
         parts, request_id = message.parts, ""
@@ -280,7 +280,7 @@ class Frontend:
                 raise RemoteProtocolError(
                     "unknown session: send hello first", reason="unknown_session"
                 )
-            if message.shared and op not in INFERS:  # its sender can still change them
+            if message.shared and op not in INFERS:  # the sender can still change the tensors
                 raise RemoteProtocolError("only an inference may put tensors into shared memory")
             if header.id in client.requests or header.id in client.subscriptions:
                 raise InvalidInput(f"request id {header.id!r} is already in use")
@@ -305,7 +305,7 @@ class Frontend:
         request_id: str,
         error: PipeSwitchError,
     ) -> None:
-        """Reply with a typed error if there is a request id; else count and drop the message."""
+        """Count a malformed message, and reply with the error if the request id is known."""
         if isinstance(error, RemoteProtocolError):
             self.sessions.complaints.add(peer.principal.tenant, error)
         if not request_id:
@@ -318,7 +318,7 @@ class Frontend:
     # ---- verbs ---------------------------------------------------------------------------------
 
     def _about(self, principal: Principal) -> dict[str, Any]:
-        """Return the server's facts that every client may read."""
+        """Return the server's facts that this client may read."""
         is_code_named = principal.is_owner or bool(self._config.server.allow_code)
         return {
             "server": "pipeswitch",
@@ -338,7 +338,7 @@ class Frontend:
         """Handle a verb that is one event for the scheduler."""
         token = self.requests.next_token
         request = ask(header, token, client.principal, self._rules)
-        if isinstance(request, LogPiece):  # the only one that is answered here
+        if isinstance(request, LogPiece):  # read from disk, without the scheduler
             piece = read_piece(
                 self._state_directory, request.job, request.kind, request.offset_bytes
             )
@@ -355,7 +355,7 @@ class Frontend:
             self._take(request)
 
     def _load(self, request: ev.TrainRequest | ev.JobRequest, folder: Path) -> None:
-        """Read a commit on another thread, because it may be large; then continue."""
+        """Read a commit on the upload writer's thread, then send the request to the scheduler."""
         self.uploads.run_later(
             functools.partial(self._read_commit, request, folder),
             lambda error: self.answer_soon(ev.Reply(token=request.token, error=error)),
@@ -392,10 +392,10 @@ class Frontend:
     # ---- out -----------------------------------------------------------------------------------
 
     def _answer(self, answer: ev.Reply) -> None:
-        """Send a reply to an accepted request; a final one ends it."""
+        """Send a reply to an accepted request. A final reply ends the request."""
         pending = self.requests.find(answer.token)
         if pending is None:
-            return  # it had its final answer
+            return  # the request had its final answer
         if pending.op == "infer" and (pending.after or pending.timing or pending.run):
             outcome = self.inference.advance(pending, answer)
             if outcome is None:
@@ -405,7 +405,7 @@ class Frontend:
             answer = self._generations.ended(pending, answer)
         client, verb = pending.client, VERBS[pending.op]
         if pending.op == "ps":
-            known = self.sequences.by_model()  # once each, where a model has a row for each device
+            known = self.sequences.by_model()  # added once, though a model has a row per device
             for row in answer.body.get("rows", ()):
                 row |= known.pop(row["name"], {}) if row["kind"] == "model" else {}
         if pending.op in ("register", "models", "show"):

@@ -1,12 +1,12 @@
 """Generations: requests that take as many runs as they need (docs/adr/0062).
 
 When a run ends, the scheduler puts its generations back in the queue and requests their next runs
-here. The frontend has their ids, and their caches in blocks of the request pool that workers write
-to: it writes the next run's inputs. The tokens leave for the client after that, so that the device
-does not wait for them.
+here. The frontend has the ids, and the caches (in blocks of the request pool, which workers write
+to), so it writes the inputs of the next run. It sends the new tokens to the client only after that,
+so that the device does not wait.
 
-A generation whose cache has no room waits. If none can continue, the youngest gives up its cache
-and computes it again later, from its ids.
+A generation whose cache needs more memory than is free waits. If none can continue, the youngest
+gives up its cache and computes it again later, from its ids.
 """
 
 from __future__ import annotations
@@ -42,21 +42,21 @@ from .validation import Body
 
 AGAIN: Final = "wait for answers, or raise [server] pool"
 WORD_BYTES: Final = ITEM_BYTES["int64"]
-MAX_SPARE: Final = 4  # a room is kept for the next run if it has at most this times its bytes
+MAX_SPARE: Final = 4  # a run reuses an allocation that is at most this many times too large
 
 
 class Generations:
     """All generations. Used by the loop's thread."""
 
     def __init__(self, inference: Inference, send: Callable[[Session, Outgoing], None]) -> None:
-        """``send`` sends a reply."""
+        """Start without generations; ``send`` sends a reply."""
         self._inference, self._send, self._requests = inference, send, inference.requests
         self._pool, self._sequences = inference.requests.pool, inference.requests.sequences
         self._take, self._answer = inference.take, inference.answer
         self._call_soon = inference.call_soon
-        self._live: dict[int, Pending] = {}  # by token
-        self._waiting: dict[int, Pending] = {}  # those of them that wait for room
-        self._is_looking = False  # or will soon
+        self._live: dict[int, Pending] = {}  # generations that have not ended, by token
+        self._waiting: dict[int, Pending] = {}  # generations among them that wait for memory
+        self._is_looking = False  # ``_poll`` is scheduled or runs
 
     def generate(self, client: Session, header: RequestHeader, tensors: Sequence[Any]) -> None:
         """Accept a request of verb ``generate``, and answer that it was accepted."""
@@ -109,8 +109,8 @@ class Generations:
             if pending is None:
                 continue
             generation = _of(pending)
-            if not answer.body:  # another one has computed tokens of its prompt
-                self._sequences.tokens_reused -= generation.reused  # it is counted again
+            if not answer.body:  # another generation computed a block of its prompt
+                self._sequences.tokens_reused -= generation.reused  # ``reuse`` counts them again
                 self._drop_cache(generation)
             elif error := self._keep(generation, pending, answer):
                 self._take(CancelRequest(token=pending.token))
@@ -123,24 +123,24 @@ class Generations:
         self._call_soon(functools.partial(self._send_replies, replies))
 
     def _next(self, generation: Generation, pending: Pending) -> NextRun:
-        """Return the next run; without inputs, the generation waits for room."""
+        """Return the next run. If it has no inputs, the generation waits for memory."""
         try:
             return self._prepared(generation, pending.token)
         except QueueFull:
             self._give_room_back(generation)
             if generation.sequence is not None:
-                self._sequences.fit(generation.sequence, 0)  # nothing ahead of its rows
+                self._sequences.fit(generation.sequence, 0)  # free the unused blocks
             self._waiting[pending.token] = pending
             self._pool.on_release = self.wake_at
             self.wake_at()
             return NextRun(token=pending.token)
 
     def _prepared(self, generation: Generation, token: Token) -> NextRun:
-        """Make room for the next run's rows, which its worker writes into the cache's blocks, and
-        write its inputs.
+        """Allocate memory for the next run, write the run's inputs, and return it.
+        The memory is for the inputs, and for the rows that a worker adds to the cache.
 
         Raises:
-            QueueFull: the cache or the run has no room.
+            QueueFull: the pool has no memory for the cache or for the inputs.
         """
         sequence, announced = generation.sequence, generation.announced
         is_new = sequence is None
@@ -187,7 +187,7 @@ class Generations:
         )
 
     def _leader(self, generation: Generation, table: BlockTable) -> Token | None:
-        """Return the first generation whose next run computes the next block of this prompt."""
+        """Return an earlier generation that will compute the next block of this prompt, or None."""
         end = table.used + table.space.rows
         start = generation.ids[:end] if end < len(generation.ids) else None
         for token, pending in self._live.items():
@@ -199,7 +199,7 @@ class Generations:
         return None
 
     def _fit_room(self, generation: Generation) -> PoolAllocation:
-        """Return room for the next run's inputs: the last one's, if it is large enough."""
+        """Return pool memory for the next run's inputs: the last run's, if its size fits."""
         input_bytes = 2 * TENSOR_ALIGN_BYTES
         input_bytes += aligned(WORD_BYTES * generation.count, TENSOR_ALIGN_BYTES)
         allocation = generation.allocation
@@ -214,7 +214,7 @@ class Generations:
         return allocation
 
     def _give_room_back(self, generation: Generation) -> None:
-        """Release the run's inputs."""
+        """Free the pool memory of the last run's inputs."""
         allocation, generation.allocation = generation.allocation, None
         if allocation is not None:
             self._pool.release_inputs(allocation)
@@ -247,7 +247,7 @@ class Generations:
         return None
 
     def _send_replies(self, replies: Sequence[tuple[Pending, dict[str, Any]]]) -> None:
-        """Send replies that others follow."""
+        """Send replies that are not final."""
         for pending, body in replies:
             client = pending.client
             if not client.is_gone and pending.token in self._live:
@@ -255,7 +255,7 @@ class Generations:
                 self._send(client, Outgoing(frames=frames))
 
     def ended(self, pending: Pending, answer: Reply) -> Reply:
-        """Return the final answer as its client gets it, and give the cache back."""
+        """Free a generation's cache and inputs, and return the final answer for its client."""
         generation, tokens = _of(pending), answer.body.get("tokens", [])
         self._live.pop(pending.token, None)
         self._waiting.pop(pending.token, None)
@@ -278,10 +278,10 @@ class Generations:
             },
         )
 
-    # ---- those that wait for room --------------------------------------------------------------
+    # ---- waiting for memory --------------------------------------------------------------------
 
     def wake_at(self) -> None:
-        """Schedule a look at the generations that wait: room was released."""
+        """Schedule ``_poll`` if generations wait, because memory was freed."""
         if not self._waiting:
             self._pool.on_release = None
         elif not self._is_looking:
@@ -289,17 +289,17 @@ class Generations:
             self._call_soon(self._poll)
 
     def _poll(self) -> None:
-        """Try each caller's generations in the order in which they began. The first one without
-        room takes the cache of the youngest that waits, which computes its tokens again later. The
-        oldest always continues, so all end."""
-        self._sequences.expire()  # now: what it releases later in this look would be overlooked
+        """Try to continue each caller's generations, in the order in which they began.
+        If one has no memory, the youngest that waits gives up its cache and computes it again
+        later. The oldest always continues, so all of them end."""
+        self._sequences.expire()  # first, because the loop would overlook memory that this frees
         behind, count, free_bytes = set[str](), len(self._waiting), self._free_bytes
         for one in sorted(self._waiting.values(), key=_began):
             while one.token in self._waiting and one.caller not in behind:
                 if not self._goes_on(one) and not self._give_up_for(one):
                     behind.add(one.caller)
         self._is_looking = False
-        # A look does not see what it releases itself, such as a cache that was given up.
+        # The loop overlooks memory that it freed itself, such as a cache that was given up.
         if len(self._waiting) < count or self._free_bytes > free_bytes or not self._waiting:
             self.wake_at()
 
@@ -308,7 +308,7 @@ class Generations:
         return self._pool.free_bytes + self._sequences.blocks.cached_bytes
 
     def _goes_on(self, one: Pending) -> bool:
-        """Return True if the generation no longer waits."""
+        """Send a waiting generation's next run; return False if there is no memory for it."""
         generation = _of(one)
         try:
             run = self._prepared(generation, one.token)
@@ -319,7 +319,7 @@ class Generations:
         return True
 
     def _give_up_for(self, one: Pending) -> bool:
-        """Take the cache of the youngest waiting generation, if necessary this one's own."""
+        """Drop the cache of the youngest waiting generation, or of this one; False: of none."""
         began = _began(one)[0]
         waiting = self._waiting.values()
         younger = [two for two in waiting if began < _began(two)[0] < math.inf]
@@ -345,6 +345,6 @@ def _of(pending: Pending) -> Generation:
 
 
 def _began(one: Pending) -> tuple[float, int]:
-    """Return the order in which generations get room: those without a cache come last."""
+    """Return the sort key of a waiting generation; those without a cache come last."""
     generation = _of(one)
     return (math.inf if generation.sequence is None else generation.number), one.token

@@ -1,7 +1,7 @@
 """Inference requests: from a client's message to the pool and the scheduler.
 
-The models are those that the scheduler announced. A small payload is copied into the pool at once,
-a large one by another thread; its request continues when the copy is done.
+A small payload is copied into the pool at once. A large one is copied by another thread, and its
+request continues after the copy.
 """
 
 from __future__ import annotations
@@ -39,12 +39,12 @@ from .sequences.sequence_state import SequenceOptions, SequenceState, sequence_o
 from .transport.clients import Session
 from .validation import Body, ValidatedRequest
 
-INLINE_COPY_BYTES: Final = 1 << 20  # about 0.1 ms: what a hop to another thread and back costs
+INLINE_COPY_BYTES: Final = 1 << 20  # copying takes 0.1 ms, like a hop to another thread and back
 _NO_RUN: Final = OpId(0)
 
 
 class IncomingRequest(msgspec.Struct, kw_only=True, eq=False):
-    """Request between its message and its event: sender, arrival time, and fields."""
+    """Sender, arrival time and fields of a request that is not yet an event."""
 
     client: Session
     at_ms: float
@@ -52,19 +52,19 @@ class IncomingRequest(msgspec.Struct, kw_only=True, eq=False):
     connection: str
     version: int = 0  # 0: the current one
     trace_id: str = ""
-    options: SequenceOptions | None = None  # of its sequence
-    sequence: SequenceState | None = None  # that sequence
+    options: SequenceOptions | None = None  # the request's fields about its sequence
+    sequence: SequenceState | None = None  # the sequence that it continues
     priority: int = 0
     deadline_at_ms: float | None = None
 
     def read(self, body: Body) -> None:
-        """Read a request; raise InvalidInput or PermissionDenied."""
+        """Read the body of ``infer``. Raises InvalidInput, PermissionDenied."""
         self.read_asker(body)
         self.options = sequence_options(body)
         body.done()
 
     def read_asker(self, body: Body) -> None:
-        """Read the caller and the version. Raises InvalidInput, PermissionDenied."""
+        """Read version, caller, address and trace id. Raises InvalidInput, PermissionDenied."""
         self.version = body.count("version", 0)
         self.connection = validation.address_of(body, self.caller) or self.connection
         self.caller = validation.tenant_of(body, self.caller)
@@ -85,12 +85,14 @@ class Inference:
         max_bytes: int,
         deadline_ms: float | None,
     ) -> None:
-        """Args:
-        take: takes an event for the scheduler.
-        answer: ends a request.
-        call_soon: has the loop's thread call, from any other.
-        max_bytes: of all inputs of a request.
-        deadline_ms: of requests that name none.
+        """Create the handler of inference requests.
+
+        Args:
+            take: queues an event for the scheduler.
+            answer: sends a request's reply.
+            call_soon: schedules a call in the loop; any thread may call it.
+            max_bytes: limit for all inputs of a request.
+            deadline_ms: deadline of requests that name none.
         """
         self.requests, self._pool, self._sequences = requests, requests.pool, requests.sequences
         self.take, self.answer, self.call_soon = take, answer, call_soon
@@ -100,7 +102,7 @@ class Inference:
         self.models = AnnouncedModels(max_bytes)
 
     def arrival_of(self, client: Session) -> IncomingRequest:
-        """Return a request that comes now."""
+        """Return the fields of a request that arrives now from this client."""
         return IncomingRequest(
             client=client,
             at_ms=self.now_ms(),
@@ -122,7 +124,7 @@ class Inference:
             arrival.deadline_at_ms = validation.deadline_at_ms(deadline_ms, arrival.at_ms)
 
     def infer(self, client: Session, header: RequestHeader, tensors: Sequence[Any]) -> None:
-        """Accept a request."""
+        """Handle the verb ``infer``: check and accept the request, and copy its inputs."""
         arrival = self.arrival_of(client)
         if header.body:
             arrival.read(Body("infer", header.body))
@@ -160,11 +162,10 @@ class Inference:
         header: RequestHeader,
         tensors: Sequence[Any],
     ) -> tuple[ModelAvailable, RequestHeader, Sequence[Any]]:
-        """Return the version with which the request's sequence began, and its inputs with the
-        state.
+        """Return the version with which the sequence began, and the inputs with its state.
 
         Raises:
-            PipeSwitchError: it has no such sequence, or does not fit it.
+            PipeSwitchError: the sequence does not exist, or the request does not fit it.
         """
         sequence = arrival.sequence = self._sequences.of(
             options, arrival.client, arrival.caller, announced
@@ -182,7 +183,7 @@ class Inference:
         allocation: PoolAllocation,
         tensors: Sequence[Any],
     ) -> None:
-        """Give an accepted request to the scheduler when its inputs lie in the pool."""
+        """Copy an accepted request's inputs into the pool, then send its event."""
         sequence, payload = arrival.sequence, [tensors[item.frame] for item in admitted.inputs]
         pending.caller, pending.trace_id = arrival.caller, arrival.trace_id
         pending.bytes_in = sum(map(len, payload))
@@ -219,7 +220,7 @@ class Inference:
         if admitted.input_bytes + state_bytes > INLINE_COPY_BYTES:
             pending.is_copying = True
             first = event.model if pending.run is None else pending.run.chain.steps[0].model
-            self.take(PrefetchHint(model=ModelName(first)))  # it need not wait for the copy
+            self.take(PrefetchHint(model=ModelName(first)))  # the switch need not wait for the copy
             copied = functools.partial(self._copied, pending, event)
             self._copy(placed, payload, event.tenant, copied, sequence)
             return
@@ -232,10 +233,10 @@ class Inference:
             self._next(pending, pending.run)
 
     def _of_sequence(self, sequence: SequenceState, version: int) -> ModelAvailable:
-        """Return the version with which the sequence began, as it is now.
+        """Return the current announcement of the version with which the sequence began.
 
         Raises:
-            InvalidInput: it is gone, or the request names another.
+            InvalidInput, ModelNotFound: the request names another version, or it was removed.
         """
         began = sequence.announced
         base = began.base or began.model
@@ -244,7 +245,7 @@ class Inference:
         return self.models.version(base, began.version)
 
     def prefetch(self, _: Session, header: RequestHeader, __: Sequence[Any]) -> None:
-        """Handle a prefetch hint; it has no answer."""
+        """Handle the verb ``prefetch``, which has no answer."""
         announced = self.models.current.get(header.model)
         if announced is not None:
             chain = announced.chain
@@ -259,7 +260,7 @@ class Inference:
         then: Callable[[PipeSwitchError | None], None],
         sequence: SequenceState | None = None,
     ) -> None:
-        """Copy a large payload into the pool, and what its sequence needs, on the copier's thread.
+        """Copy a large payload, and the rows that its sequence brings, on the copier's thread.
 
         Args:
             then: called on the loop's thread afterwards, with the error if the copy failed.
@@ -274,7 +275,7 @@ class Inference:
         self.copier.put(copy, lambda error: self.call_soon(functools.partial(then, error)))
 
     def _copied(self, pending: Pending, event: InferArrived, error: PipeSwitchError | None) -> None:
-        """Continue a request whose payload is in the pool; it can be cancelled from now on."""
+        """Send the event of a request whose payload was copied, or answer with the error."""
         pending.is_copying = False
         reach("frontend.copied")
         if pending.is_cancelled:
@@ -286,13 +287,13 @@ class Inference:
         else:
             self._next(pending, pending.run)
 
-    # ---- what a function made ------------------------------------------------------------------
+    # ---- results of functions ------------------------------------------------------------------
 
     def take_result(self, command: TakeResult, memory: memoryview) -> None:
-        """Copy a function's result into the pool in place of the input, then send ``Prepared``,
-        if the model takes it or it is the declared answer.
+        """Check a function's result, and copy it into the pool in place of the inputs.
+        Then send ``Prepared``, which has the error if the result is invalid.
 
-        ``memory``: of the slot, whose process waits in the meantime.
+        ``memory`` is the memory of the slot, whose process waits for ``Prepared``.
         """
         pending = self.requests.find(command.token)
         prepared = Prepared(token=command.token, slot=command.slot)
@@ -304,7 +305,7 @@ class Inference:
             admit = self._admit_answer if command.is_postprocess else self._admit_result
             admitted, announced = admit(command, [len(one) for one in tensors])
             holder = pending.allocation.holder if pending.allocation is not None else ""
-            self.requests.clear(pending)  # it holds its share no longer
+            self.requests.clear(pending)  # the inputs no longer count toward the share
             allocation = pending.allocation = self._pool.reserve(
                 holder, admitted.input_bytes, admitted.reply_bytes, announced.tenant
             )
@@ -332,11 +333,11 @@ class Inference:
     def _admit_result(
         self, command: TakeResult, sizes: Sequence[int]
     ) -> tuple[ValidatedRequest, ModelAvailable]:
-        """Check that a model takes the result of its function.
+        """Check that a model accepts the result of its preprocessing function.
 
         Raises:
             TaskFailed: it does not; the message has both signatures and the function.
-            InvalidInput: the model left in the meantime.
+            ModelNotFound: the model was removed in the meantime.
         """
         announced = self.models.version(*split_name(command.model))
         announced = msgspec.structs.replace(announced, processor=None)
@@ -352,10 +353,10 @@ class Inference:
     def _admit_answer(
         self, command: TakeResult, sizes: Sequence[int]
     ) -> tuple[ValidatedRequest, ModelAvailable]:
-        """Check that a function returned what it declared. The room is the reply's alone.
+        """Check that a postprocessing function returned the declared values; it needs no inputs.
 
         Raises:
-            TaskFailed, InvalidInput: see ``_admit_result``.
+            TaskFailed: it did not, or the model was registered again without the function.
         """
         name, version = split_name(command.model)
         announced = self.models.versions.get((name, version)) or self.models.current.get(name)
@@ -375,7 +376,7 @@ class Inference:
         return replace(request, input_bytes=0, reply_bytes=request.input_bytes), announced
 
     def advance(self, pending: Pending, answer: Reply) -> Reply | None:
-        """Pass a result to its postprocessing or next step; None: the answer follows later."""
+        """Pass a result to its postprocessing or its chain's next step; None: no answer yet."""
         outcome = self._go_behind(pending, answer) if pending.after or pending.timing else answer
         if outcome is None or pending.run is None:
             return outcome
@@ -405,10 +406,10 @@ class Inference:
         return None
 
     def _next(self, pending: Pending, run: ChainRun) -> None:
-        """Send the next step's request as a client would; its inputs lie in the pool.
+        """Send the event of a chain's next step, with inputs that lie in the pool.
 
-        Only a module's own code may write to them: it gets copies of inputs that another step reads
-        too.
+        Only the code of a ``module`` program may write to its inputs. Such a program gets copies of
+        the inputs that a later step reads, too.
         """
         number = len(run.timings)
         step = run.chain.steps[number]
@@ -462,8 +463,8 @@ class Inference:
         self._copy(event.inputs, payload, event.tenant, on_copied)
 
     def _end_run(self, pending: Pending, error: PipeSwitchError) -> None:
-        """Answer a request whose step is not possible."""
-        self.take(CancelRequest(token=pending.token))  # if it is waited for there
+        """Answer a chain's request whose next step cannot begin."""
+        self.take(CancelRequest(token=pending.token))  # the scheduler may wait for this step
         self.answer(Reply(token=pending.token, error=error))
 
     def _go_behind(self, pending: Pending, answer: Reply) -> Reply | None:
@@ -478,7 +479,7 @@ class Inference:
         answer = self.requests.checked(pending, answer)
         event, pending.after, pending.timing = pending.after, None, answer.timing
         if answer.error is not None:
-            self.take(CancelRequest(token=pending.token))  # if it is waited for there
+            self.take(CancelRequest(token=pending.token))  # the scheduler may wait for the function
             return answer
         self.take(msgspec.structs.replace(event, is_postprocess=True, inputs=answer.outputs))
         return None

@@ -32,7 +32,7 @@ def read_piece(state: Path, name: JobName, kind: str, offset_bytes: int) -> dict
     if kind == "state":
         try:
             record = read_record(state / "commits" / name)
-        except RemoteProtocolError:  # a script has put something else there
+        except RemoteProtocolError:  # a script wrote another file there
             record = None
         if record is None:
             raise _nothing(kind, name)
@@ -46,7 +46,7 @@ def read_piece(state: Path, name: JobName, kind: str, offset_bytes: int) -> dict
             file.seek(kept_bytes)
             is_cut = kept_bytes > begin_bytes
             if is_cut:
-                begin_bytes = kept_bytes + len(file.readline(CHUNK_BYTES))  # the rest of a line
+                begin_bytes = kept_bytes + len(file.readline(CHUNK_BYTES))  # skip a line's rest
             data = file.read(CHUNK_BYTES)
     except OSError:
         if kind != "history" or not path.with_name(f"job-{name}.{TEXTS['logs']}").is_file():

@@ -1,4 +1,4 @@
-"""Verbs that the frontend answers by itself, without an event for the scheduler."""
+"""Verbs with their own handler in the frontend, instead of one event for the scheduler."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ Handler = Callable[[Session, RequestHeader, Sequence[Any]], None]
 
 
 class OwnVerbs:
-    """Verbs that the frontend answers. Used by the loop's thread."""
+    """Handlers of the frontend's own verbs. Used by the loop's thread."""
 
     def __init__(
         self,
@@ -56,11 +56,11 @@ class OwnVerbs:
         }
 
     def take_back(self, pending: Pending) -> None:
-        """Cancel a request that waits."""
+        """Cancel a pending request."""
         if pending.is_copying:
             pending.is_cancelled = True
         else:
-            pending.is_cancelled = pending.run is not None  # no step follows
+            pending.is_cancelled = pending.run is not None  # the chain starts no further step
             self._take(CancelRequest(token=pending.token))
 
     def _cancel(self, client: Session, header: RequestHeader, _: Sequence[Any]) -> None:
@@ -131,7 +131,7 @@ class OwnVerbs:
         file = Path(self._config.server.state_dir) / "models" / digest / BUNDLE_FILE
 
         def read() -> None:
-            """Read it on the copier's thread: a tokenizer may have 30 MB."""
+            """Read the tokenizer on the copier's thread, because it may have 30 MB."""
             text = read_bundle(file).generation if wants_tokenizer else None
             if text is not None:
                 result.update(

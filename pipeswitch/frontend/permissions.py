@@ -32,7 +32,7 @@ class CheckedSource:
     weights: str
     example: str = ""
     is_code: bool
-    owner_files: tuple[str, ...] = ()  # named by path, so their content may change under the name
+    owner_files: tuple[str, ...] = ()  # named by path, so their content may change
 
 
 def check_source(
@@ -46,11 +46,11 @@ def check_source(
 ) -> CheckedSource:
     """Check that this client may register this source, and resolve its files.
 
-    1. ``torchvision:`` and ``hf:`` names are data: any client. A folder behind ``hf:`` is a path.
-    2. ``put:DIGEST`` is a file that this or another client uploaded: any client.
-    3. A path on the server's machine: the owner's ipc socket only, others upload.
-    4. ``package.module:factory`` is code: the owner, or an ``allow_code`` pattern (and the role
-       ``code``, which is checked elsewhere).
+    1. ``torchvision:`` and ``hf:`` names are for all clients. A folder behind ``hf:`` is a path.
+    2. ``put:DIGEST`` is an uploaded file, for all clients.
+    3. A path on the server's machine is for the owner's ipc socket; others upload the file.
+    4. ``package.module:factory`` is code, for the owner, or if an ``allow_code`` pattern matches.
+       (The role ``code`` is checked elsewhere.)
 
     Raises:
         PermissionDenied, InvalidInput.
@@ -58,7 +58,7 @@ def check_source(
     is_code = False
     owner_files = []
     if not source:
-        pass  # a version of what is served
+        pass  # a version of a served model
     elif source.startswith("put:"):
         source = _uploaded(source, uploads_dir, "bundle")
     elif source.startswith(("torchvision:", "hf:")):
@@ -132,10 +132,10 @@ def _owners_only(path: str) -> PermissionDenied:
 def _require_code_right(
     shown: str, runs: str, *, is_owner: bool, allow_code: Sequence[str]
 ) -> None:
-    """Require that code comes through the owner's listener or is on the list.
+    """Require that code comes through the owner's listener or matches ``allow_code``.
 
     Args:
-        shown: as the caller wrote it.
+        shown: the name as the caller wrote it, for the error.
         runs: the module's name, or the script's whole real path.
     """
     if is_owner or any(_matches(runs, pattern) for pattern in allow_code):

@@ -130,12 +130,12 @@ def registration(
         DEFAULT_SEQUENCES if request.generate else DEFAULT_MAX_BATCH
     )
     fields |= {"source": source.source, "weights": source.weights, "example": source.example}
-    # Answers of a language model are compared within rounding already.
+    # The build compares a language model's answers only within rounding in any case.
     fields["precision"] = request.precision or ("fast" if request.generate else "exact")
     spec = msgspec.msgpack.encode(BuildSpec(name=model, allow_module_mode=source.is_code, **fields))
     digest = hashlib.sha256(spec)  # equal requests give equal digests
     for path in source.owner_files:
-        facts = os.stat(path)  # the same path with other bytes is another model
+        facts = os.stat(path)  # a changed file under the same path is another model
         digest.update(f"{facts.st_size}:{facts.st_mtime_ns}".encode())
     return RegisterModelRequest(
         token=token,

@@ -1,5 +1,5 @@
-"""Logs of requests: the end of each, or of a sample, in its own file if configured (``[log]
-requests``); and a few lines in the server's log about failures, refusals, models and jobs."""
+"""Log of finished requests, or of a sample, in its own file (``[log] requests``).
+The server's log gets a few lines about failures, refusals, models and jobs."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from ..scheduler.events import Publish, Reply
 _logger = logging.getLogger(__name__)
 
 FILE_NAME: Final = "requests.jsonl"
-LINES_PER_MINUTE: Final = 10  # of each kind of failure
+LINES_PER_MINUTE: Final = 10  # warnings of each kind
 NEWS: Final = frozenset(
     (
         "model.registered",
@@ -52,7 +52,7 @@ BAD_NEWS: Final = frozenset(
 class RateLimitedLog:
     """Warnings in the server's log: at most LINES_PER_MINUTE of a kind, whatever clients send."""
 
-    count = 0  # of messages that were not of the protocol
+    count = 0  # messages that violated the protocol
 
     def __init__(self, now_ms: Callable[[], float]) -> None:
         self._now_ms = now_ms
@@ -60,7 +60,7 @@ class RateLimitedLog:
         self._unsaid: Counter[str] = Counter()
 
     def warn(self, kind: str, text: str, *args: Any) -> None:
-        """Log a warning of a ``kind``, one of few. The next line counts the omitted ones."""
+        """Log a warning, or count it for the next line of its ``kind``. There must be few kinds."""
         written, now_ms = self._written[kind], self._now_ms()
         if len(written) == LINES_PER_MINUTE and now_ms - written[0] <= 60_000:
             self._unsaid[kind] += 1
@@ -70,7 +70,7 @@ class RateLimitedLog:
         _logger.warning(f"{text} unsaid=%d", *safe, self._unsaid.pop(kind, 0))
 
     def add(self, who: str, error: RemoteProtocolError) -> None:
-        """Log a message that violates the protocol. ``who``: for the log."""
+        """Log a message that violates the protocol. ``who`` names its sender in the log."""
         self.count += 1
         text = "refused from=%s malformed=%d cause=%.200r"
         self.warn("malformed", text, who, self.count, error.message)
@@ -89,7 +89,7 @@ class RequestLog:
         self.close = self._file.close
 
     def note(self, answer: Reply, *, is_sent: bool = True, **known: Any) -> None:
-        """Log the end of a request; ``known``: first fields of its line."""
+        """Log the end of a request; ``known`` has the first fields of its line."""
         error, outcome = answer.error, "ok" if is_sent else "undeliverable"
         if error is not None:
             outcome = type(error).__name__
@@ -113,7 +113,7 @@ class RequestLog:
 
 
 def log_published(published: Publish) -> None:
-    """Write an event to the server's log, if it belongs there."""
+    """Write an event to the server's log, if its topic is in NEWS or BAD_NEWS."""
     topic, body = published.topic, published.body
     if topic in NEWS or topic in BAD_NEWS:
         text = " ".join([f"{key}={value!s:.200}" for key, value in body.items() if key != "at_ms"])

@@ -1,9 +1,9 @@
 """Request pool: shared memory with the inputs and the replies of requests.
 
-One sealed memfd, mapped here and by every worker (``workers/inference/pool.py``): a payload is
-copied into it once, and a large reply goes to its client from it. An accepted inference holds a
-``PoolAllocation``: a slab with its inputs, released when its answer is known, and a slab for its
-reply, released when it has left. Each caller has a share of the pool for all its sessions together.
+The pool is one sealed memfd, mapped here and by every worker (``workers/inference/pool.py``). A
+payload is copied into it once, and a large reply is sent from it. An accepted inference holds a
+``PoolAllocation``: a slab with its inputs, freed when its answer is known, and a slab for its
+reply, freed when the reply has left. All sessions of a caller have one share of the pool together.
 
 Owned by the frontend and used by its thread alone, except ``fill``.
 """
@@ -26,20 +26,20 @@ from ..programs.interface.layout import aligned
 from ..wire.slabs import SLAB_ALIGN_BYTES, SlabPool
 from .validation import CheckedInput
 
-NUMPY_BYTES: Final = 64 << 10  # from there on to let other threads run is worth numpy's calls
-_RELEASED: Final = -1  # no slab lies there, so releasing it again is a KeyError
+NUMPY_BYTES: Final = 64 << 10  # numpy copies this much or more, without the interpreter lock
+_RELEASED: Final = -1  # no slab lies there, so a second release raises KeyError
 
 
 class PoolAllocation(msgspec.Struct, kw_only=True, eq=False):
     """Slabs of the pool that one request holds. Offsets are bytes from the pool's start."""
 
-    holder: str  # whose share it is of: who asks
-    held_bytes: int  # as asked for; slabs are whole pages
+    holder: str  # caller whose share it counts toward
+    held_bytes: int  # requested bytes; slabs are whole pages
     input_offset_bytes: int
     reply_offset_bytes: int
     reply_bytes: int
-    counted_bytes: int  # to the holder's share: whole pages, and what the server keeps beside them
-    tenant: str = ""  # in whose file it lies
+    counted_bytes: int  # bytes of the holder's share that it uses: whole pages
+    tenant: str = ""  # its slabs lie in this tenant's file
 
     def place(
         self, inputs: Sequence[CheckedInput], *, in_reply: bool = False
@@ -68,7 +68,7 @@ class _File:
         self._map = mmap.mmap(descriptor, 0)
         self.memory = memoryview(self._map)
         self.bytes = np.frombuffer(self.memory, dtype=np.uint8)
-        self.slabs: dict[int, int] = {}  # offset -> size: where tenants are separate
+        self.slabs: dict[int, int] = {}  # offset -> size; used if tenants are separate
 
     def close(self) -> None:
         del self.bytes
@@ -80,39 +80,39 @@ class _File:
 class RequestPool:
     """Mapping of the pool, its slabs, and the bytes that each caller holds.
 
-    Where tenants are separate each has a file of the pool's size, and one ledger leases the slabs
-    of all: a slab's pages exist in its tenant's file, and only as long as it is taken (ADR 23).
+    If tenants are separate, each has a file of the pool's size, and one allocator has the slabs of
+    all files. A slab has pages only in its tenant's file, and only while it is taken (ADR 23).
 
-    Invariants (``check``): those of the slabs and the shares; nobody holds bytes while no slab is
-    taken.
+    Invariants (``check``): those of the allocator and the shares; if no slab is taken, no caller
+    holds bytes.
     """
 
     def __init__(self, descriptor: int, file_of: Callable[[str], int] | None = None) -> None:
         """Map the memfd; the descriptor stays the caller's.
 
         Args:
-            file_of: where tenants are separate, the memfd of each; they stay the caller's, and
-                open.
+            file_of: returns a tenant's memfd, if tenants are separate. The memfds stay open, and
+                the caller's.
         """
         self._file_of = file_of
         self._files = {"": _File(descriptor)}
         self._slabs = SlabPool(len(self.memory))
         self._shares = FairQuota(self._slabs.capacity_bytes)
-        self.share_bytes = max(self._shares.left(""), 1)  # one's that is alone
-        self.on_release: Callable[[], None] | None = None  # somebody waits for room
-        self.give_up: Callable[[], bool] = lambda: False  # evicts a cached block
+        self.share_bytes = max(self._shares.left(""), 1)  # share of a caller that is alone
+        self.on_release: Callable[[], None] | None = None  # set while a generation waits for memory
+        self.give_up: Callable[[], bool] = lambda: False  # evicts a cached block; False: none
 
     @property
     def memory(self) -> memoryview:
-        """File that tenants share, or the owner's."""
+        """Memory of the file that all tenants share, or of the owner's file."""
         return self._files[""].memory
 
     def memory_of(self, allocation: PoolAllocation | None) -> memoryview:
-        """Return the file with the room; None: any."""
+        """Return the memory of an allocation's file; None: of the shared or the owner's file."""
         return self._files[allocation.tenant if allocation is not None else ""].memory
 
     def memory_of_tenant(self, tenant: str) -> memoryview:
-        """Return the file with the rooms of a tenant, which has had one."""
+        """Return the memory of a tenant's file, which is already mapped."""
         return self._files[tenant].memory
 
     def close(self) -> None:
@@ -121,20 +121,20 @@ class RequestPool:
             file.close()
         self._files.clear()
 
-    # ---- room ----------------------------------------------------------------------------------
+    # ---- slabs ---------------------------------------------------------------------------------
 
     def reserve(
         self, holder: str, input_bytes: int, reply_bytes: int, tenant: str = ""
     ) -> PoolAllocation:
-        """Allocate room for a request's inputs and its reply, or for neither, in a tenant's file.
+        """Allocate slabs for a request's inputs and its reply in a tenant's file: both, or neither.
 
         Raises:
-            QueueFull: over the holder's share, or no hole is large enough; with the numbers.
+            QueueFull: the holder's share is used up, or no hole is large enough; with the numbers.
         """
         wanted_bytes = input_bytes + reply_bytes
         counted_bytes = _paged(input_bytes, reply_bytes)
         self._check_share(holder, wanted_bytes, counted_bytes, tenant)
-        reply_offset = self._slabs.take(reply_bytes)  # first: inputs may grow into what is behind
+        reply_offset = self._slabs.take(reply_bytes)
         input_offset = self._slabs.take(input_bytes)
         if input_offset is None or reply_offset is None:
             for offset in (input_offset, reply_offset):
@@ -161,11 +161,11 @@ class RequestPool:
         """Allocate a block of a cache in a tenant's file; return its offset.
 
         Args:
-            beside_bytes: memory that this process needs beside the block; it counts toward the
-            holder's share too.
+            beside_bytes: memory of this process for the block, outside the pool; it counts toward
+                the holder's share, too.
 
         Raises:
-            QueueFull: over the holder's share, or no hole is large enough.
+            QueueFull: the holder's share is used up, or no hole is large enough.
         """
         counted_bytes = _paged(size_bytes) + beside_bytes
         self._check_share(holder, size_bytes, counted_bytes, tenant)
@@ -186,10 +186,10 @@ class RequestPool:
         self._shares.give(holder, size_bytes + beside_bytes)
 
     def _check_share(self, holder: str, wanted_bytes: int, counted_bytes: int, tenant: str) -> None:
-        """Open the tenant's file, and evict cached blocks until the holder's share has room.
+        """Evict cached blocks until the holder's share has room; then map the tenant's file.
 
         Raises:
-            QueueFull: the pool has no free block.
+            QueueFull: no cached block is left, or the file cannot be mapped.
         """
         while counted_bytes > self._shares.left(holder):
             if not self.give_up():
@@ -212,10 +212,10 @@ class RequestPool:
         )
 
     def _open(self, tenant: str) -> None:
-        """Map a tenant's file with its first request.
+        """Map a tenant's file at its first request.
 
         Raises:
-            QueueFull: this process has no descriptor or no address left.
+            QueueFull: this process has no descriptor or no address range left.
         """
         assert self._file_of is not None, f"the pool has no file of {tenant!r}"
         try:
@@ -227,14 +227,14 @@ class RequestPool:
             ) from None
 
     def _give_back(self, tenant: str, offset: int) -> None:
-        """Give back the pages of a freed slab, where tenants are separate."""
+        """Return a freed slab's pages to the system, if tenants are separate."""
         file = self._files[tenant]
         give_back(file.descriptor, offset, offset + file.slabs.pop(offset))
         self.tidy(tenant)
 
     def tidy(self, tenant: str) -> None:
-        """Give back the pages outside of this tenant's slabs, where tenants are separate: a
-        worker may have touched more than its slabs. Also works after ``close``."""
+        """Return the pages outside of a tenant's slabs to the system, if tenants are separate.
+        A worker may have touched more than its slabs. Does nothing after ``close``."""
         file = self._files.get(tenant)
         if self._file_of is not None and file is not None:
             ranges = [(start, start + size) for start, size in file.slabs.items()]
@@ -251,7 +251,7 @@ class RequestPool:
             self._give_back(allocation.tenant, offset)
 
     def release_reply(self, allocation: PoolAllocation) -> None:
-        """Release the reply's slab, the last of its room, and the room's part of its share.
+        """Free the reply's slab, and the bytes of the holder's share that the allocation still has.
 
         KeyError: it was released before.
         """
@@ -266,7 +266,7 @@ class RequestPool:
     # ---- bytes ---------------------------------------------------------------------------------
 
     def copy_rows(self, tenant: str, places: Iterable[tuple[int, int]], rows: Any) -> None:
-        """Copy rows to their places, offsets and sizes, in a tenant's file."""
+        """Copy rows to ``places`` (offset and size in bytes) in a tenant's file."""
         memory, at = self.memory_of_tenant(tenant), 0
         for offset, size in places:
             memory[offset : offset + size] = rows[at : at + size]
@@ -280,7 +280,7 @@ class RequestPool:
         """
         file = self._files[tenant]
         filled_end = tensors[0].offset_bytes if tensors else 0
-        for tensor, data in zip(tensors, payload, strict=True):  # in the order of their places
+        for tensor, data in zip(tensors, payload, strict=True):  # in ascending order of offset
             at = tensor.offset_bytes
             file.memory[filled_end:at] = bytes(at - filled_end)
             filled_end = at + len(data)
@@ -291,7 +291,7 @@ class RequestPool:
         end = aligned(filled_end, SLAB_ALIGN_BYTES)
         file.memory[filled_end:end] = bytes(end - filled_end)
 
-    # ---- shown ---------------------------------------------------------------------------------
+    # ---- statistics ----------------------------------------------------------------------------
 
     @property
     def capacity_bytes(self) -> int:
@@ -322,7 +322,7 @@ class RequestPool:
 
 
 def _paged(*sizes_bytes: int) -> int:
-    """Return the bytes of one slab for each size, together: whole pages, at least one each."""
+    """Return the total bytes of one slab for each size; a slab has whole pages, at least one."""
     pages = 0
     for size_bytes in sizes_bytes:
         pages += -(-(size_bytes or 1) // SLAB_ALIGN_BYTES)

@@ -1,8 +1,8 @@
 """Accepted requests: each gets exactly one final answer, and is counted once (invariant I1).
 
-From its acceptance a request is pending, until its final answer becomes a message. It is counted
-``ok`` or ``error`` when the kernel has taken that message, ``undeliverable`` when its client is
-gone. Owned by the frontend.
+A request is pending from its acceptance until its final answer becomes a message. It is counted as
+``ok`` or ``error`` when the kernel has taken that message, and as ``undeliverable`` when its client
+is gone. Owned by the frontend.
 """
 
 from __future__ import annotations
@@ -32,56 +32,56 @@ from .transport.replies import answer_frames, output_outside
 
 _logger = logging.getLogger(__name__)
 
-MAX_NAME_CHARS: Final = 64  # of what may be no model's name
+MAX_NAME_CHARS: Final = 64  # logged part of a refused request's model name: it may be any text
 INFERS: Final = ("infer", "generate")  # verbs that are counted and logged as inference
 
 
 class ChainRun(msgspec.Struct, kw_only=True, eq=False):
-    """Request of a chain, from its first step on (``chain_requests.py``)."""
+    """Progress of one request of a chain (``chain_requests.py``)."""
 
     chain: Chain
-    event: InferArrived  # as it came; each step's is made of it
-    priority: int | None  # that it asked for; None: each model's own
-    values: dict[str, SlabTensor]  # that later steps read
-    # in the pool, each with the values that lie there
+    event: InferArrived  # the request as it arrived; each step's event is a changed copy
+    priority: int | None  # the requested priority; None: each model's own
+    values: dict[str, SlabTensor]  # values that later steps read, by name
+    # allocations in the pool, each with the names of its values
     allocations: list[tuple[PoolAllocation, Set[str]]]
-    timings: dict[str, RequestTiming] = {}  # of the steps that are over
+    timings: dict[str, RequestTiming] = {}  # timings of the finished steps, by name
 
 
 class Pending(msgspec.Struct, kw_only=True, eq=False):
-    """An accepted request whose final answer is owed."""
+    """An accepted request that has not had its final answer."""
 
     token: Token
     request_id: str
     op: str
     model: ModelName
     client: Session
-    counts: list[Counters]  # that it is counted in
-    allocation: PoolAllocation | None = None  # an inference's, in the pool
-    uploads: tuple[str, ...] = ()  # a registration's, which stay until it is answered
-    commit: int = -1  # a descriptor: the area that a job from elsewhere is to have
-    is_copying: bool = False  # its payload is on the way into the pool
-    is_cancelled: bool = False  # meanwhile
-    caller: str = ""  # an inference's: who asks
+    counts: list[Counters]  # counters that include this request
+    allocation: PoolAllocation | None = None  # pool memory of an inference
+    uploads: tuple[str, ...] = ()  # files of a registration, pinned until its answer
+    commit: int = -1  # descriptor of a loaded commit's area; -1: none
+    is_copying: bool = False  # the copier is copying its payload
+    is_cancelled: bool = False  # cancelled during its copy, or its chain
+    caller: str = ""  # tenant that an inference is for
     bytes_in: int = 0
     trace_id: str = ""
-    after: InferArrived | None = None  # its outputs go to a function, which makes the answer
-    timing: RequestTiming | None = None  # of the model, whose outputs are there
-    run: ChainRun | None = None  # of a chain: how far it is
+    after: InferArrived | None = None  # event for postprocessing, which gets the outputs
+    timing: RequestTiming | None = None  # the model's timing, during postprocessing
+    run: ChainRun | None = None  # progress of a chain
     sequence: SequenceState | None = None  # the sequence that the request continues
     generation: Generation | None = None
 
 
 class Requests:
-    """All and only the requests that wait for their final answer, and the counts of all."""
+    """Requests that wait for their final answer, and counters of all requests."""
 
     def __init__(self, pool: RequestPool, log: RequestLog, sequences: Caches) -> None:
         self.pool, self._log, self.sequences = pool, log, sequences
         self._pending: dict[Token, Pending] = {}
         self._last_token = 0
-        self.counts = Counters()  # every accepted request, whatever its verb
-        self.inference = Counters()  # the ones of verb infer among them
-        self.queue_full_count = 0  # refused or failed for want of room
+        self.counts = Counters()  # requests of all verbs
+        self.inference = Counters()  # requests of the verbs in INFERS
+        self.queue_full_count = 0  # requests that ended with QueueFull
 
     @property
     def next_token(self) -> Token:
@@ -91,7 +91,7 @@ class Requests:
     def accept(
         self, client: Session, header: RequestHeader, allocation: PoolAllocation | None = None
     ) -> Pending:
-        """Accept a request: from here on it needs exactly one final answer, and owns its room."""
+        """Accept a request. It now owns its allocation, and needs exactly one final answer."""
         self._last_token += 1
         counts = [client.counts, self.counts]
         if header.op in INFERS:
@@ -128,14 +128,14 @@ class Requests:
         self.queue_full_count += isinstance(error, QueueFull)
 
     def find(self, token: Token) -> Pending | None:
-        """Return the request; None if it had its final answer."""
+        """Return the request of a token; None if it had its final answer."""
         pending = self._pending.get(token)
         if pending is None:
             _logger.debug("token=%d not found cause=not_owed", token)
         return pending
 
     def waiting(self, token: Token) -> Pending:
-        """Return the waiting request of a token."""
+        """Return the waiting request of a token. KeyError: there is none."""
         return self._pending[token]
 
     def tokens(self) -> list[Token]:
@@ -143,14 +143,14 @@ class Requests:
         return list(self._pending)
 
     def clear(self, pending: Pending) -> None:
-        """Release a request's room: its inputs were read, and it may get another room."""
+        """Free a request's allocation after its inputs were read; it may get another one."""
         if pending.allocation is not None:
             self.pool.release_inputs(pending.allocation)
             self.pool.release_reply(pending.allocation)
             pending.allocation = None
 
     def read(self, run: ChainRun, needed: Set[str] = frozenset()) -> None:
-        """Free the rooms of a chain's run that have none of the needed values."""
+        """Free the allocations of a chain's run that hold no needed value."""
         for allocation, names in run.allocations:
             if needed.isdisjoint(names):
                 self.pool.release_inputs(allocation)
@@ -172,9 +172,9 @@ class Requests:
         return Outgoing(frames=frames)
 
     def end(self, pending: Pending, answer: Reply) -> Outgoing | None:
-        """Return the message of a final answer; None: its client is gone. The request ends here.
+        """End a request; return the message of its final answer, or None if its client is gone.
 
-        It is counted, and its reply's slab is free, when the message has left or is lost.
+        When the message has left or is lost, the request is counted and its reply's slab is freed.
         """
         if failpoints.is_on:
             reach("frontend.reply")
@@ -186,12 +186,12 @@ class Requests:
         if client.is_gone:
             self._ended(pending, answer, is_sent=False)
             return None
-        if pending.run is None:  # else it was, step by step
+        if pending.run is None:  # a chain's outputs were checked at each step
             answer = self.checked(pending, answer)
         if pending.sequence is not None:
             answer = pending.sequence.answered(answer)
         self.queue_full_count += isinstance(answer.error, QueueFull)
-        if pending.run is not None and pending.run.allocations:  # all of one file
+        if pending.run is not None and pending.run.allocations:  # a chain's values lie in one file
             allocation = pending.run.allocations[0][0]
         memory = self.pool.memory_of(allocation)
         return Outgoing(
@@ -214,7 +214,7 @@ class Requests:
         return answer
 
     def _ended(self, pending: Pending, answer: Reply, is_sent: bool) -> None:
-        """Remove a request whose answer has left, or never will: nothing refers to it any more."""
+        """Count a request whose answer has left, or never will, and free its memory."""
         outcome: Outcome = "ok" if answer.error is None else "error"
         name = outcome if is_sent else "undeliverable"
         for counts in pending.counts:

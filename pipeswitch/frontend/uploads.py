@@ -1,13 +1,13 @@
 """Weights and bundles that clients send in chunks: hashed, written and named by their digest.
 
 One writer thread does all file work, so that a slow disk never blocks the poll loop. A file is
-visible under its sha256 only when every byte arrived, matched and was fsynced. Nothing here is
-parsed: the builder interprets the bytes.
+visible under its sha256 only after all its bytes were received, checked and fsynced. Nothing is
+parsed here: the builder interprets the bytes.
 
-A file stays until the registrations that name it are answered, one for each ``put`` that reported
-it as present: its program is a copy. A file that is never registered is removed when its own client
-needs the room, and with the server. A client's files take its share of the folder, and never
-another's place.
+Each ``put`` that reports a file as present keeps it until one registration of it is answered; the
+built program is a copy. A file that is never registered is removed when its client needs the space,
+or at the server's next start. A client's files count toward its own share of the folder, and never
+displace another client's finished files.
 """
 
 from __future__ import annotations
@@ -40,18 +40,18 @@ from .validation import Body, tenant_of
 _logger = logging.getLogger(__name__)
 
 CREDIT_CHUNKS: Final = 4  # unanswered chunks a client may have: 16 MiB of our memory
-MAX_QUEUED_CHUNKS: Final = 64  # of all clients together: 256 MiB
+MAX_QUEUED_CHUNKS: Final = 64  # queued chunks of all clients: 256 MiB
 MAX_PARTIALS: Final = 64  # unfinished files of all clients: each holds a descriptor
-MAX_FILES: Final = 1024  # of all clients, whole or not
-KEPT_UPLOADS: Final = 4  # all files together are at most so many of the largest allowed
-FRESH_S: Final = 60.0  # so long a whole file waits for its registration: newer ones are refused
-PROMISE_S: Final = 10.0  # an unfinished one of which nothing comes may lose its place to others
-MIN_FREE_SHARE: Final = 0.02  # of the disk: commits, journal and logs need it more
-MIN_FREE_BYTES: Final = 256 << 20  # enough for them, however large the disk is
-KINDS: Final = ("bundle", "safetensors")  # the file's suffix: how the builder reads it
+MAX_FILES: Final = 1024  # files of all clients, finished or not
+KEPT_UPLOADS: Final = 4  # all files together are at most this many times [server] max_upload
+FRESH_S: Final = 60.0  # a finished file is kept this long, even if its client needs the space
+PROMISE_S: Final = 10.0  # an unfinished file without a new chunk for this long may be removed
+MIN_FREE_SHARE: Final = 0.02  # part of the disk that stays free for commits, journal and logs
+MIN_FREE_BYTES: Final = 256 << 20  # enough for commits, journal and logs on any disk
+KINDS: Final = ("bundle", "safetensors")  # file suffixes; they tell the builder how to read a file
 
 Reply = Callable[[dict[str, Any], PipeSwitchError | None], None]
-"""Called on the writer thread: the answer to one chunk."""
+"""Callback with the answer to one chunk, called on the writer thread."""
 
 
 _Key = tuple[str, str, str]
@@ -77,7 +77,7 @@ class _Whole:
     client: str
     size_bytes: int
     touched_s: float = field(default_factory=time.monotonic)
-    puts: int = 1  # that were told it is there, and whose registration is not answered yet
+    puts: int = 1  # puts that reported it, and whose registrations are not answered yet
 
 
 @dataclass(frozen=True)
@@ -91,7 +91,7 @@ class _Chunk:
 
 
 def _remove(paths: Sequence[Path]) -> None:
-    """Remove the paths; the next start sweeps what cannot be removed now."""
+    """Remove files and folders. Ignore errors: the next start tries again."""
     for path in paths:
         if path.is_dir():
             shutil.rmtree(path, ignore_errors=True)
@@ -101,17 +101,17 @@ def _remove(paths: Sequence[Path]) -> None:
 
 
 class Uploads:
-    """The upload folder. ``offer`` and ``forget`` belong to the loop and never block."""
+    """The upload folder. The loop calls its methods; only ``start`` and ``stop`` block."""
 
     def __init__(self, directory: Path, max_upload_bytes: int, disk: Disk) -> None:
         self.directory = directory
         self._disk = disk
         self._max_upload_bytes = max_upload_bytes
-        self._queued = 0  # chunks handed over and not answered; counted under the lock
+        self._queued = 0  # chunks without an answer; changed under the lock
         self._lock = threading.Lock()
-        self._pins: Counter[str] = Counter()  # file names in registrations; under the lock, too
+        self._pins: Counter[str] = Counter()  # registrations by file name; under the lock, too
         self._partials: dict[_Key, _Partial] = {}
-        self._whole: dict[str, _Whole] = {}  # by name, the first uploaded first
+        self._whole: dict[str, _Whole] = {}  # by name, in order of upload
         self._bytes = FairQuota(KEPT_UPLOADS * max_upload_bytes, "bytes of uploads")
         self._places = FairQuota(MAX_FILES, "uploads")
         self._open_places = FairQuota(MAX_PARTIALS, "unfinished uploads")
@@ -123,18 +123,18 @@ class Uploads:
         _remove(list(self.directory.iterdir()))
 
     def stop(self) -> None:
-        """Finish what is queued, drop partial files, join the writer."""
+        """Finish the queued work, drop partial files, and join the writer."""
         self._writer.put(self._drop_all)
         self._writer.shutdown()
 
     def offer(
         self, session: str, header: RequestHeader, data: Any, reply: Reply, *, tenant: str
     ) -> None:
-        """Take one ``put`` message; ``reply`` is called exactly once, later or now.
+        """Queue a ``put`` message's chunk. The writer calls ``reply`` once, unless this raises.
 
         Raises:
             InvalidInput: a field is wrong.
-            PermissionDenied: it is for another client, and ``tenant`` is not the owner.
+            PermissionDenied: the message names a client, and ``tenant`` is not the owner.
             QueueFull: too many chunks wait for the disk; safe to send again.
         """
         body = Body("put", header.body)
@@ -165,7 +165,7 @@ class Uploads:
         )
 
     def run_later(self, work: Work, failed: Failed = lambda _: None) -> None:
-        """Do other file work on the writer's thread, like ``WorkerThread.put``."""
+        """Queue other file work for the writer's thread, like ``WorkerThread.put``."""
         self._writer.put(work, failed)
 
     def remove(self, paths: Sequence[Path]) -> None:
@@ -206,7 +206,7 @@ class Uploads:
             whole = self._whole.get(name)
             if whole is not None:
                 whole.puts -= 1
-                if is_free and whole.puts <= 0:  # else another client's registration comes yet
+                if is_free and whole.puts <= 0:  # else another registration is still expected
                     self._remove_whole(name)
 
     def _remove_whole(self, name: str) -> None:
@@ -224,14 +224,14 @@ class Uploads:
         except PipeSwitchError as refused:
             self._drop(chunk.key)
             error = refused
-        except OSError as failed:  # disk full, read-only: this upload fails, the server lives
+        except OSError as failed:  # for example, a full disk: only this upload fails
             _logger.warning("upload=%s failed cause=%s", chunk.digest[:12], failed)
             self._drop(chunk.key)
             error = PipeSwitchError(
                 f"the server could not store the upload: {failed.strerror}",
                 hint="free space in its state directory",
             )
-        except Exception:  # a bug of ours; the writer has others to serve
+        except Exception:  # a bug: the writer still serves other uploads
             _logger.exception("upload=%s failed", chunk.digest[:12])
             self._drop(chunk.key)
             error = PipeSwitchError(
@@ -245,12 +245,12 @@ class Uploads:
         chunk.reply(body, error)
 
     def _take(self, chunk: _Chunk) -> dict[str, Any]:
-        """Append one chunk; the reply says how far the file is.
+        """Append one chunk; return the reply's body, with the number of bytes received so far.
 
-        1. The whole file is there already: nothing to send.
+        1. If the whole file is there already, nothing is written.
         2. Offset 0 opens (or opens anew) a partial file.
-        3. Any other offset must continue where the file stands: chunks come in order.
-        4. The last byte: compare the digest, fsync, rename.
+        3. Any other offset must be the end of the file: chunks come in order.
+        4. After the last byte: compare the digest, fsync, rename.
         """
         digest = chunk.digest
         final = self.directory / chunk.key[-1]
@@ -287,12 +287,11 @@ class Uploads:
         return {"offset_bytes": offset_bytes, "complete": is_complete, "credit": CREDIT_CHUNKS}
 
     def _open(self, chunk: _Chunk) -> None:
-        """Open an upload.
-
+        """Open a partial file.
 
         Raises:
-            QueueFull: it is over its client's share of the folder.
-            HostStoreFull: over its share of the disk, or the disk's own.
+            QueueFull: the client's share of the folder is used up.
+            HostStoreFull: the client's share of the disk is used up, or the disk is full.
         """
         session, client, name = chunk.key
         self._make_room(client, chunk.size_bytes)
@@ -303,16 +302,16 @@ class Uploads:
         self._bytes.take(client, chunk.size_bytes)
         self._places.take(client, 1)
         self._open_places.take(client, 1)
-        os.ftruncate(descriptor, chunk.size_bytes)  # it counts as what it is going to be
+        os.ftruncate(descriptor, chunk.size_bytes)  # so its final size counts as disk use
         self._disk.keep_upload(path.name, client)
 
     def _make_room(self, client: str, size_bytes: int) -> None:
-        """Make room for one more file, by each step if those before were not enough.
+        """Make room for one more file. Each step follows only if the steps before were not enough.
 
-        1. Its share of folder and disk has room.
-        2. Reservations without progress are dropped, whoever made them.
-        3. Its own files that no registration named for a while are removed, the oldest first.
-        4. It is refused.
+        1. Check the client's share of folder and disk.
+        2. Remove unfinished files of all clients that had no new chunk for PROMISE_S.
+        3. Remove the client's unpinned files that had no ``put`` for FRESH_S, oldest first.
+        4. Raise the refusal.
         """
         if self._refusal(client, size_bytes) is None:
             return
@@ -347,17 +346,18 @@ class Uploads:
 
     def _publish(self, key: _Key, final: Path) -> None:
         """Publish a file (fsync, rename, fsync the folder): its name now means these bytes."""
-        partial = self._partials.pop(key)
-        client, name = key[1], key[2]
-        self._open_places.give(client, 1)
-        self._whole[name] = _Whole(client, partial.size_bytes)
+        partial, (_, client, name) = self._partials[key], key
         os.fsync(partial.file.fileno())
         partial.file.close()
         reach("upload.publish")
         os.replace(partial.path, final)
+        partial.path = final  # what ``_drop`` removes if an error follows
         self._disk.keep_upload(final.name, client)
         reach("upload.published")
         sync_directory(self.directory)
+        del self._partials[key]
+        self._open_places.give(client, 1)
+        self._whole[name] = _Whole(client, partial.size_bytes)
 
     def _drop(self, key: _Key) -> None:
         partial = self._partials.pop(key, None)
@@ -367,5 +367,5 @@ class Uploads:
             self._bytes.give(key[1], partial.size_bytes)
             with contextlib.suppress(OSError):  # on a full disk close fails as well
                 partial.file.close()
-            with contextlib.suppress(OSError):  # read-only by now; the next start removes it
+            with contextlib.suppress(OSError):  # the folder is read-only; the next start removes it
                 partial.path.unlink()

@@ -25,15 +25,15 @@ from ..programs.interface.signature import signature_text
 from ..scheduler.events import ModelAvailable
 from ..wire.frames import MAX_DIMS, TRACEPARENT, RequestHeader, WireTensor
 
-MODULE_OUTPUT_BYTES: Final = 64 << 10  # one whose extents are its data's: an example may have none
-MAX_ADDRESS_CHARS: Final = 64  # the longest of IPv6 with a zone is shorter
-MAX_TEXT: Final = 4096  # of one text field in a body: a path is shorter
+MODULE_OUTPUT_BYTES: Final = 64 << 10  # minimum for an output of a module, whose size may vary
+MAX_ADDRESS_CHARS: Final = 64  # the longest IPv6 address with a zone is shorter
+MAX_TEXT: Final = 4096  # characters of a text field in a body; paths are shorter
 MAX_ARGS: Final = 256
 
 
 @dataclass(frozen=True, kw_only=True)
 class CheckedInput:
-    """Input in call order, and the message frame with its bytes."""
+    """One input of a request, with the number of the message frame that has its bytes."""
 
     name: str
     dtype: str
@@ -73,12 +73,12 @@ def deadline_at_ms(deadline_ms: float, now_ms: float) -> float:
 def find_version(
     name: str, version: int, known: Mapping[tuple[str, int], ModelAvailable]
 ) -> ModelAvailable:
-    """Return the announced version of a model; ModelNotFound names those it has."""
+    """Return the announced version of a model. ModelNotFound: it has other versions only."""
     announced = known.get((name, version))
     if announced is None:
         present = ", ".join(str(number) for base, number in sorted(known) if base == name)
         raise ModelNotFound(
-            f'"{name}" has no version {version}: it has {present}',
+            f'"{name}" has no version {version}' + (f": it has {present}" if present else ""),
             hint="pipeswitch models --versions",
             version=version,
         )
@@ -97,7 +97,7 @@ def model_not_found(name: str, known: Iterable[str]) -> ModelNotFound:
 
 
 def _expected(manifest: Manifest, spec: ValueSpec, bound: Values) -> str:
-    """Return ``int64[1..8,length=7]``: a dimension that another input has bound is a number."""
+    """Return a signature with the dimensions that other inputs fix: ``int64[1..8,length=7]``."""
     texts = {dim.name: f"{dim.low}..{dim.high}" for dim in manifest.dims}
     texts |= {name: f"{name}={number}" for name, number in bound.items()}
     extents = (texts[n] if isinstance(n, str) else n for n in spec.shape)
@@ -202,7 +202,7 @@ def _by_call_order(
 
 
 def _full_name(name: str, names: Sequence[str], takes: Tree) -> str:
-    """Return the full name of ``1.h``, a leaf of the second argument: ``state.h``."""
+    """Return a leaf's full name: for ``1.h``, ``state.h`` if the second argument is ``state``."""
     if name in names:
         return name
     number, dot, rest = name.partition(".")
@@ -213,7 +213,7 @@ def _full_name(name: str, names: Sequence[str], takes: Tree) -> str:
 def _check_shape(
     model: str, spec: ValueSpec, tensor: WireTensor, manifest: Manifest, bound: Values
 ) -> dict[str, int]:
-    """Return the dimensions after binding this input's; all inputs must agree on them."""
+    """Check one input; return ``bound`` and its open dimensions. All inputs must agree on them."""
     values = dict(bound)
     fits = tensor.dtype == spec.dtype and match(spec.shape, tensor.shape, values)
     in_range = all(dim.low <= values.get(dim.name, dim.low) <= dim.high for dim in manifest.dims)
@@ -228,7 +228,7 @@ def _check_shape(
 
 def _tensor_bytes(model: str, tensor: WireTensor, frame_bytes: int) -> int:
     count = math.prod(tensor.shape)
-    if tensor.dtype == BYTES:  # each says its length: the function's process reads it
+    if tensor.dtype == BYTES:  # the function's process checks each text's length
         if frame_bytes < count * LENGTH_BYTES:
             raise InvalidInput(f'{model} input "{tensor.name}" has too few bytes for {count} texts')
         return frame_bytes
@@ -348,8 +348,8 @@ def trace_id_of(body: Body) -> str:
 
 
 def tenant_of(body: Body, own: str) -> str:
-    """Return the owning tenant: the client's own, or the one that the server's owner names. The
-    gateway, which has the owner's socket, names its callers.
+    """Return the owning tenant: the client's own, or the one that the server's owner names.
+    The gateway, which has the owner's socket, names its callers.
 
     Raises:
         PermissionDenied, InvalidInput.
@@ -361,8 +361,8 @@ def tenant_of(body: Body, own: str) -> str:
 
 
 def address_of(body: Body, own: str) -> str:
-    """Return the address that the owner gives, often empty; the gateway gives its callers'
-    addresses.
+    """Return the address that the owner names, often empty.
+    The gateway, which has the owner's socket, names the addresses of its callers.
 
     Raises:
         PermissionDenied, InvalidInput.

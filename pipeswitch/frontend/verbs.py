@@ -1,10 +1,10 @@
-"""Verbs of the protocol: roles, fields, and events for the scheduler. Pure but for paths.
+"""Verbs of the protocol: roles, fields, and events for the scheduler. Pure, except for paths.
 
-``VERBS`` is their one table. Most verbs are one event for the scheduler: checked here, before
-anything is accepted, and converted. The frontend answers the others. A new verb needs an event
-(``scheduler/events.py``), the component that handles it (``core.handles``), a row here, which also
-gives it a route over HTTP, and a method of the SDK (``client/verbs.py``), where ``REACHES`` says
-which nodes of a cluster answer it. docs/protocol.md lists the verbs and their fields.
+``VERBS`` is the table of all verbs. Most are checked here and converted to one event for the
+scheduler, before the request is accepted. The frontend answers the others. A new verb needs an
+event (``scheduler/events.py``), a component that handles the event (``core.handles``), and a row
+here, which may give it an HTTP route. It also needs a method of the SDK (``client/verbs.py``, whose
+``REACHES`` says which nodes of a cluster answer it). docs/protocol.md lists verbs and fields.
 """
 
 from __future__ import annotations
@@ -46,14 +46,14 @@ class LogPiece:
 
 
 class Question:
-    """Request as its verb parses it."""
+    """Request for a verb's parser."""
 
     def __init__(
         self, header: RequestHeader, token: ev.Token, principal: Principal, rules: Rules
     ) -> None:
         self.op = header.op
         self.model = ModelName(header.model)
-        self.token = token  # of the event
+        self.token = token  # for the event
         self.body = Body(header.op, header.body)
         self.principal = principal
         self.rules = rules
@@ -66,7 +66,7 @@ class Question:
 
 Event = ev.ClientRequest | ev.DrainRequest
 Parser = Callable[[Question], Event | LogPiece]
-"""Takes the fields that it knows of the body; others are refused after it."""
+"""Parser of a verb. It takes its fields from the body; ``ask`` then refuses the other fields."""
 
 
 def ask(
@@ -181,7 +181,7 @@ def _profile(q: Question) -> Event:
 
 
 def _ping(q: Question) -> Event:
-    """Parse ``ping``; without a body the loop itself answers it, even without a session."""
+    """Parse a deep ``ping``. The frontend answers one without a body, even without a session."""
     if not q.body.flag("deep"):
         raise InvalidInput("ping: the body must be empty or have deep: true")
     return ev.PingRequest(token=q.token)
@@ -211,9 +211,9 @@ class Http:
 
     method: str
     path: str  # "{model}" stands for the verb's model
-    what: str  # as /api/openapi.json describes it
+    what: str  # description in /api/openapi.json
     query: Mapping[str, tuple[str, str]] = field(default_factory=dict)
-    """Fields of the verb's body: type in JSON Schema, and meaning."""
+    """Fields of the verb's body that come from the query: JSON Schema type, and meaning."""
     is_safe: bool = True  # it may be sent twice
 
 
@@ -221,18 +221,18 @@ class Http:
 class Verb:
     """One verb of the wire."""
 
-    role: Role  # that its client needs
-    parse: Parser | None = None  # None: it is the frontend's own
-    of_model: bool = False  # a name that no model has is answered with the nearest
-    of_owner: bool = False  # another's model needs ``operate``
-    ends_with_client: bool = False  # taken back when that is gone
-    is_cut: bool = False  # who may not operate is told less
-    http: Http | None = None  # where it is more than the verb, gateway/admin/api.py has the route
+    role: Role  # role that the client needs
+    parse: Parser | None = None  # None: the frontend answers it
+    of_model: bool = False  # the error for an unknown name has the nearest one
+    of_owner: bool = False  # another client's model needs ``operate``
+    ends_with_client: bool = False  # cancelled when its client is gone
+    is_cut: bool = False  # without ``operate``, the reply has fewer facts
+    http: Http | None = None  # None: gateway/admin/api.py may have a route
 
     @property
     def http_role(self) -> Role:
-        """Role for the route. The gateway asks as the server's owner, who sees and may change
-        all, so a verb whose answer or rights depend on the client needs ``operate`` there."""
+        """Role for the route. The gateway sends requests as the owner, who may do everything.
+        So a verb whose reply or rights depend on the client needs ``operate`` there."""
         return Role.OPERATE if self.is_cut or self.of_owner else self.role
 
 
@@ -242,16 +242,16 @@ VERBS: Final[Mapping[str, Verb]] = {
     "infer": Verb(Role.INFER, ends_with_client=True),
     "generate": Verb(Role.INFER, ends_with_client=True),
     "prefetch": Verb(Role.INFER),
-    "cancel": Verb(Role.INFER),  # a session's own requests
-    "models": Verb(Role.INFER, _query, is_cut=True),  # but of one's own models
-    "show": Verb(Role.INFER, _query, of_model=True, is_cut=True),  # as models
-    "stats": Verb(  # of the session's own
+    "cancel": Verb(Role.INFER),  # cancels requests of the same session
+    "models": Verb(Role.INFER, _query, is_cut=True),  # the client's own models have all facts
+    "show": Verb(Role.INFER, _query, of_model=True, is_cut=True),  # like ``models``
+    "stats": Verb(  # without ``operate``, counters of the session's requests
         Role.INFER, _query, is_cut=True, http=Http("GET", "stats", "Counters and sizes")
     ),
-    "sequences": Verb(Role.INFER),  # a caller's own
+    "sequences": Verb(Role.INFER),  # without ``operate``, the caller's sequences
     "generation": Verb(Role.INFER),
     "put": Verb(Role.REGISTER),
-    "register": Verb(Role.REGISTER, _register, ends_with_client=True),  # see there for more roles
+    "register": Verb(Role.REGISTER, _register, ends_with_client=True),  # see ``require_roles``
     "chain": Verb(Role.REGISTER, _chain),
     "unregister": Verb(
         Role.REGISTER,
@@ -261,7 +261,7 @@ VERBS: Final[Mapping[str, Verb]] = {
         http=Http("DELETE", "models/{model}", "Unregister", is_safe=False),
     ),
     "rollback": Verb(Role.REGISTER, _rollback, of_model=True, of_owner=True),
-    "publish": Verb(Role.OPERATE, _publish, ends_with_client=True),  # over whosever model
+    "publish": Verb(Role.OPERATE, _publish, ends_with_client=True),  # replaces any client's model
     "load": Verb(
         Role.OPERATE,
         _pin,
@@ -283,9 +283,9 @@ VERBS: Final[Mapping[str, Verb]] = {
     "jobs": Verb(Role.OPERATE, _query, http=Http("GET", "jobs", "One row for each job")),
     "job": Verb(Role.OPERATE, _job),
     "trace": Verb(Role.OPERATE, _query),
-    "events": Verb(Role.OPERATE),  # they tell what all clients do
+    "events": Verb(Role.OPERATE),  # events of all clients
     "stop": Verb(Role.OPERATE, _stop),
-    "caller": Verb(Role.CODE),  # and only at the owner's socket
+    "caller": Verb(Role.CODE),  # only at the owner's socket
     "train": Verb(Role.CODE, _train),
-    "nodes": Verb(Role.CODE),  # it has keys that may do all
+    "nodes": Verb(Role.CODE),  # the reply has secret keys with all roles
 }

@@ -1,5 +1,5 @@
-"""Other people's clients: the Open Inference Protocol over HTTP and gRPC, and metrics.
+"""Gateway process for standard clients: HTTP, gRPC (Open Inference Protocol), and metrics.
 
-A process of its own (docs/adr/0022-the-gateway.md) that is a client of the server like any other.
-It never imports torch.
+It connects to the server like any other client (docs/adr/0022-the-gateway.md), and never imports
+torch.
 """

@@ -1,7 +1,7 @@
 """Callers over HTTP or gRPC and their roles (docs/adr/0021-roles.md).
 
 The gateway itself connects to the owner's socket, which permits everything, so roles are enforced
-here: the address's roles for everyone, and those that a bearer token adds.
+here. A caller has the roles of the address, and the roles that its bearer token adds.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from ..frontend.verbs import VERBS
 from .http_errors import Unauthenticated, WrongHost
 
 SCHEME: Final = "bearer "
-NO_TOKEN: Final = ("", "Bearer EMPTY")  # clients of OpenAI's always show one: this is none
+NO_TOKEN: Final = ("", "Bearer EMPTY")  # OpenAI's clients always send a token: EMPTY means none
 
 
 class Authenticator:
-    """The tokens that are known, and what everyone may do without one."""
+    """The known tokens, and the roles of a caller without a token."""
 
-    PROBE: ClassVar[Principal] = Principal(tenant=ANYONE)  # what looks whether we live has no token
+    PROBE: ClassVar[Principal] = Principal(tenant=ANYONE)  # health probes have no token
 
     def __init__(
         self,
@@ -36,13 +36,15 @@ class Authenticator:
         origins: frozenset[str] = frozenset(),
         owner_token: str = "",
     ) -> None:
-        """Args:
-        roles: of every caller.
-        tokens: by token.
-        needs_token: whether one without any is turned away.
-        hosts: names under which this address may be asked; None: any.
-        origins: other sites whose pages may ask.
-        owner_token: of the server's owner, beside ``tokens``.
+        """Set the roles, the tokens and the sites.
+
+        Args:
+            roles: roles that every caller has.
+            tokens: each token's principal.
+            needs_token: refuse callers without a token.
+            hosts: names that ``Host`` may have; None: any.
+            origins: other sites whose pages may send requests.
+            owner_token: token of the server's owner, in addition to ``tokens``.
         """
         self._roles = frozenset(roles)
         self._needs_token = needs_token
@@ -53,13 +55,13 @@ class Authenticator:
 
     def learn(self, tokens: Mapping[str, Principal]) -> None:
         """Replace all tokens but the owner's."""
-        # Digests: comparing them tells nothing of a token, not even its length.
+        # Digests: the time of a comparison reveals nothing about a token, not even its length.
         self._tokens = {
             _digest(token): principal for token, principal in {**tokens, **self._owner}.items()
         }
 
     def principal(self, authorization: str) -> Principal:
-        """Return the standing for an ``Authorization`` header; empty: an anonymous caller.
+        """Return the caller of an ``Authorization`` header; empty: an anonymous caller.
 
         Raises:
             Unauthenticated: a token is required, or this one is unknown.
@@ -73,7 +75,7 @@ class Authenticator:
         match = None
         if authorization[: len(SCHEME)].lower() == SCHEME:
             digest_given = _digest(authorization[len(SCHEME) :].strip())
-            for digest, principal in self._tokens.items():  # all of them: the time tells nothing
+            for digest, principal in self._tokens.items():  # compare all: the time reveals nothing
                 if hmac.compare_digest(digest, digest_given):
                     match = principal
         if match is None:
@@ -87,10 +89,10 @@ class Authenticator:
         return Principal(tenant=match.tenant, roles=match.roles | self._roles)
 
     def check_host(self, host: str) -> None:
-        """Refuse a foreign ``Host``: a page of another site can send requests, but not forge it.
+        """Refuse an unknown ``Host``. Another site's page can send requests, but not forge it.
 
         Raises:
-            WrongHost: the ``Host`` is another one.
+            WrongHost: ``Host`` is not a name of this address.
         """
         name = re.sub(":[0-9]+$", "", host.lower())
         if self._hosts is not None and name not in self._hosts:
@@ -124,7 +126,7 @@ def require_role(principal: Principal, role: Role, what: str) -> None:
 
 
 def redact(row: Mapping[str, Any], principal: Principal) -> dict[str, Any]:
-    """Return a model's row, without the fields that only operators see."""
+    """Return a model's row, without the fields that only operators may read."""
     if principal.may_operate:
         return dict(row)
     return {key: value for key, value in row.items() if key in MODEL_FACTS}

@@ -1,12 +1,13 @@
-"""ZeroMQ with keys: where other machines can reach the server's TCP address (docs/adr/0039).
+"""ZeroMQ with keys, for a TCP address that other machines can reach (docs/adr/0039).
 
-libzmq proves who a client is (CURVE, and the allow-list by ZAP); what it sends goes on, part for
-part, by a plain stream of its own to the owner's socket, where it is named first. So the server
-sees a connection for each client, with that one's name and roles, and decides as for any other;
-nothing is decided or understood here. What bytes may do to libzmq, they do to this process.
+libzmq authenticates each client (CURVE, with the allow-list by ZAP). Its messages are forwarded
+unchanged on a plain stream of its own to the owner's socket; the first message there names the
+client. So the server sees one connection for each client, with the client's name and roles.
+Nothing is decoded or decided here. Bytes that crash libzmq crash only this process.
 
-libzmq's caps bound one frame and the count of whole messages, but not a message that never ends.
-The kernel counts what it received on each connection: what did not come out as a message is held.
+libzmq limits the size of a frame and the number of whole messages, but a message may never end. So
+the bytes that the kernel received on a connection are counted: those that did not come out of
+libzmq as a message yet are *held*.
 """
 
 from __future__ import annotations
@@ -46,37 +47,37 @@ from .serving.upstream import Upstream
 
 log = logging.getLogger(__name__)
 
-KEYS_LOOK_S: Final = 1.0  # between looks at the allow-list, for clients that are in already
-AGAIN_S: Final = 0.005  # until a client that does not read is tried again
-BURST_FRAMES: Final = 256  # in one turn, before the answers and HTTP get theirs
+KEYS_LOOK_S: Final = 1.0  # interval between checks of connected clients against the allow-list
+AGAIN_S: Final = 0.005  # pause before the next try to send to a client that does not read
+BURST_FRAMES: Final = 256  # frames read in one callback, before answers and HTTP are served
 BURST_EVENTS: Final = 32
-MAX_WAITING_BYTES: Final = 64 << 20  # for the server to read: then no more is taken from clients
-STREAM_BYTES: Final = 4 << 20  # of the kernel's buffer, if it gives so much
-MAX_ANSWER_BYTES: Final = 1 << 32  # of one part; the server is trusted
-HEARTBEAT_BYTES_PER_S: Final = 128  # pings and pongs come out as no message
+MAX_WAITING_BYTES: Final = 64 << 20  # bytes not sent to the server yet; above it, no client is read
+STREAM_BYTES: Final = 4 << 20  # requested size of the kernel's send buffer
+MAX_ANSWER_BYTES: Final = 1 << 32  # limit of one part; the server is trusted
+HEARTBEAT_BYTES_PER_S: Final = 128  # pings and pongs do not come out as messages
 _ACCEPTED: Final = int(zmq.EVENT_ACCEPTED)
 _WATCHED: Final = _ACCEPTED | int(zmq.EVENT_DISCONNECTED | zmq.EVENT_CLOSED)
 _SRCFD: Final = int(zmq.SRCFD)
-_ROUTING_ID: Final = re.compile(rb"\0[\s\S]{4}")  # as libzmq makes them itself
+_ROUTING_ID: Final = re.compile(rb"\0[\s\S]{4}")  # routing ids that libzmq generates
 _TCP_INFO_BYTES: Final = 136
 _RECEIVED: Final = Struct("=Q")  # tcpi_bytes_received
 _RECEIVED_AT: Final = 128  # its offset in linux/tcp.h
 _LONG_FRAME: Final = 255  # ZMTP: a longer frame's header has 9 bytes instead of 2
-_CURVE_BYTES: Final = 33  # around a frame's content: MESSAGE, nonce, flags, MAC
+_CURVE_BYTES: Final = 33  # added to a frame's content: MESSAGE, nonce, flags, MAC
 
 
 class Caller(LimitedConnection):
-    """One connection of libzmq's and, once it has sent a message, its stream to the server."""
+    """One connection of libzmq and, after its first message, its stream to the server."""
 
     def __init__(self, fd: int, inode: int) -> None:
         self.fd = fd
-        self.inode = inode  # tells it from a later connection with the same descriptor number
-        self.taken_bytes = 0  # on the wire, of messages that came out
+        self.inode = inode  # differs for a later connection with the same descriptor number
+        self.taken_bytes = 0  # wire bytes of messages that came out of libzmq
         self.routing_id = self.key = b""
         self.principal: Principal | None = None
         self.stream: Stream | None = None
-        self.waiting_bytes = 0  # for the server to read
-        self.is_full = False  # it does not read an answer, which is tried again
+        self.waiting_bytes = 0  # bytes that are not sent to the server yet
+        self.is_full = False  # it did not read an answer, which will be sent again
 
     def held_bytes(self, now_s: float) -> int:
         if inode_of(self.fd) != self.inode:
@@ -87,7 +88,7 @@ class Caller(LimitedConnection):
     def hang_up(self) -> None:
         """Shut a peer's socket down, because libzmq has no call for one peer.
 
-        The descriptor is duplicated first, then compared: it cannot become another one between.
+        The descriptor is duplicated before the comparison, so it cannot be reused in between.
         """
         with contextlib.suppress(OSError), socket_of(self.fd) as sock:
             if inode_of(sock.fileno()) == self.inode:
@@ -95,17 +96,17 @@ class Caller(LimitedConnection):
 
 
 class CurveListener:
-    """The ROUTER, its clients, and a stream for each. Owned by the loop's thread."""
+    """The ROUTER socket, its clients, and their streams. Owned by the loop's thread."""
 
     def __init__(
         self, descriptor: int, settings: KeyedSettings, address: str, *, owners: str = ""
     ) -> None:
-        """Within the running loop.
+        """Start listening; call this in the running loop.
 
         Args:
-            descriptor: of the socket that listens; this one's from now on.
-            address: of the owner's socket.
-            owners: name of the key that speaks as the owner; empty: none does.
+            descriptor: the listening socket, which this object then owns.
+            address: address of the owner's socket.
+            owners: name of the key whose client acts as the owner; empty: there is none.
         """
         self._owners = owners
         self._path = address.removeprefix("ipc://")
@@ -119,15 +120,15 @@ class CurveListener:
             total_bytes=2 * settings.client_bytes,
         )
         self._by_fd: dict[int, Caller] = {}
-        self._callers: dict[bytes, Caller] = {}  # by routing id: those with a stream
-        self._frames: list[zmq.Frame] = []  # of the message that is read now
+        self._callers: dict[bytes, Caller] = {}  # callers with a stream, by routing id
+        self._frames: list[zmq.Frame] = []  # of an incomplete message
         self._waiting_bytes = 0
         keys = folder.server()
         if keys is None:
             raise ConfigError(f"{settings.keys_dir} has no key of the server")
         self._context: zmq.Context[Any] = zmq.Context()
         self._authenticator = ThreadAuthenticator(self._context, log=log)
-        self._authenticator.start()  # it must answer before a client can ask
+        self._authenticator.start()  # it must run before a client connects
         self._authenticator.configure_curve_callback(sockets.ZAP_DOMAIN, self.allowed)
         self._router = sockets.make_router(self._context, settings.max_message_bytes, keys)
         self._router.setsockopt(zmq.IPV6, int("[" in settings.address))
@@ -143,7 +144,7 @@ class CurveListener:
         self._loop.call_soon(self._turn)
 
     def close(self) -> None:
-        """Idempotent."""
+        """Close the sockets, the streams and the tasks. Idempotent."""
         if self._router.closed:
             return
         for task in self._tasks:
@@ -162,8 +163,8 @@ class CurveListener:
     # ---- from clients --------------------------------------------------------------------------
 
     def _stir(self) -> None:
-        """Check the sockets again after use: libzmq's descriptor signals only a *change*, which
-        any use of its socket may consume (zmq_getsockopt(3), ZMQ_FD)."""
+        """Check the sockets again after use, because each use may consume a signalled change.
+        libzmq's descriptor signals nothing but changes (zmq_getsockopt(3), ZMQ_FD)."""
         if sockets.is_readable(self._router) or sockets.is_readable(self._monitor):
             self._loop.call_soon(self._turn)
 
@@ -175,11 +176,11 @@ class CurveListener:
             self._caller_at(fd, is_new=event == _ACCEPTED)
         for _ in range(BURST_FRAMES):
             if self._waiting_bytes > MAX_WAITING_BYTES:
-                return  # ``_flush`` goes on
+                return  # ``_waited`` continues later
             if not sockets.is_readable(self._router):
                 break
             frame: zmq.Frame = self._router.recv(sockets.DONTWAIT, copy=False)
-            if len(self._frames) < MAX_TENSORS + 4:  # of more only the count matters
+            if len(self._frames) < MAX_TENSORS + 4:  # for a longer message only the count matters
                 self._frames.append(frame)
             if not frame.more:
                 frames, self._frames = self._frames, []
@@ -187,9 +188,9 @@ class CurveListener:
         self._stir()
 
     def _caller_at(self, fd: int, *, is_new: bool = True) -> Caller | None:
-        """Return the caller of a new connection, or of one first seen by its message.
+        """Return the caller with this descriptor; create it if its connection is new.
 
-        A caller of the same descriptor whose connection ended is dropped.
+        Drop a former caller with the same descriptor, whose connection has ended.
         """
         inode = inode_of(fd, self._port)
         known = self._by_fd.get(fd)
@@ -204,7 +205,7 @@ class CurveListener:
         return caller
 
     def _hear(self, frames: Sequence[zmq.Frame]) -> None:
-        """Forward a whole message to the server, by its sender's stream."""
+        """Forward a whole message to the server on its sender's stream."""
         routing_id, *parts = (frame.buffer for frame in frames)
         caller = self._callers.get(bytes(routing_id)) or self._admit(frames[0])
         if caller is None or caller.is_ended:
@@ -257,7 +258,7 @@ class CurveListener:
             self._flush(caller, caller.stream)
 
     def _flush(self, caller: Caller, stream: Stream) -> None:
-        with contextlib.suppress(OSError):  # it is gone: to read it says so
+        with contextlib.suppress(OSError):  # the stream has ended; its reader will notice
             if not stream.flush():
                 self._loop.add_writer(stream.fileno(), self._flush, caller, stream)
                 return
@@ -265,7 +266,7 @@ class CurveListener:
             self._waited(caller)
 
     def _waited(self, caller: Caller) -> None:
-        """Release a caller's waiting bytes, forwarded or lost, so that clients are read again."""
+        """Subtract a caller's waiting bytes, which are sent or lost; resume reading clients."""
         was_full = self._waiting_bytes > MAX_WAITING_BYTES
         self._waiting_bytes -= caller.waiting_bytes
         caller.waiting_bytes = 0
@@ -287,7 +288,7 @@ class CurveListener:
             self._send(caller, stream, [caller.routing_id, *messages[0].parts])
 
     def _send(self, caller: Caller, stream: Stream, frames: list[Any]) -> None:
-        """Send to a client; one that does not read pauses the reader of its own stream only."""
+        """Send to a client. If it does not read, pause its stream alone, and try again later."""
         if caller.stream is not stream:
             return
         is_large = any(len(frame) >= sockets.ZERO_COPY_BYTES for frame in frames)
@@ -298,7 +299,7 @@ class CurveListener:
             self._loop.remove_reader(stream.fileno())
             self._loop.call_later(AGAIN_S, self._send, caller, stream, frames)
             return
-        except zmq.ZMQError:  # EHOSTUNREACH: ROUTER_MANDATORY tells us
+        except zmq.ZMQError:  # EHOSTUNREACH, because of ROUTER_MANDATORY: the client is gone
             self._part(caller)
             return
         finally:
@@ -338,7 +339,7 @@ class CurveListener:
                 self._part(caller)
 
     async def _look_at_keys(self) -> None:
-        """End the connections of revoked keys, and report changed roles."""
+        """End the connections of revoked keys, and report changed roles to the server."""
         standings = self.allowed.standings()
         changed: dict[str, Principal] = {}
         for caller in list(self._callers.values()):
@@ -349,7 +350,7 @@ class CurveListener:
             elif now != caller.principal:
                 caller.principal = changed[now.tenant] = now
         for principal in changed.values():
-            with contextlib.suppress(PipeSwitchError):  # it is gone, and so are they
+            with contextlib.suppress(PipeSwitchError):  # the server and its sessions are gone
                 await self._upstream.ask("caller", body=_told(principal))
 
 
@@ -364,11 +365,11 @@ def _told(principal: Principal) -> dict[str, Any]:
 
 
 def inode_of(fd: int, port: int = 0) -> int:
-    """Return the identity of the socket behind a descriptor number; 0 if there is none, or it is no
-    connection to that port.
+    """Return the inode of the socket with a descriptor number; 0 if there is none.
+    The result is also 0 if the socket's own port is not ``port`` (0: any port).
 
-    A number is reused at once after its connection ends, and what is looked at here may be hung up
-    later: it must never be anything else of this process.
+    A number may be reused at once after its connection ends. Because a socket with this inode may
+    be shut down later, it must not be another socket of this process.
     """
     try:
         inode = os.fstat(fd).st_ino
@@ -383,7 +384,7 @@ def inode_of(fd: int, port: int = 0) -> int:
 
 @contextlib.contextmanager
 def socket_of(fd: int) -> Iterator[socket.socket]:
-    """Hold the socket of that number, whatever becomes of the number. OSError: it is none."""
+    """Yield a duplicate, which stays valid if the number is reused. OSError: it is no socket."""
     duplicate = os.dup(fd)
     try:
         sock = socket.socket(fileno=duplicate)
@@ -406,6 +407,6 @@ def received_bytes(fd: int) -> int:
 
 
 def wire_bytes(frames: Sequence[Any]) -> int:
-    """Return the size of a message of these frames on the wire, encrypted."""
+    """Return the size on the wire of an encrypted message with these frames."""
     sizes = [len(frame) + _CURVE_BYTES for frame in frames]
     return sum([size + (9 if size > _LONG_FRAME else 2) for size in sizes])

@@ -1,5 +1,5 @@
-"""Decoding of clients' JSON when memory is short: msgspec 0.22 writes to address 0 if it cannot
-allocate a JSON string. Its msgpack decoder and Python's JSON parser check every allocation."""
+"""Decoding of clients' JSON when memory is short. Only msgspec's JSON decoder needs this check:
+version 0.22 writes to address 0 if it cannot allocate a string; msgpack and ``json`` do not."""
 
 from mmap import MAP_PRIVATE, mmap
 from typing import Any, Final, TypeVar

@@ -1,4 +1,4 @@
-"""Every way to say no: one table from our errors to the statuses of HTTP and the codes of gRPC."""
+"""Errors that only the gateway raises, and the HTTP status and gRPC code of every error."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class NotFound(errors.PipeSwitchError):
 
 
 class MethodNotAllowed(errors.PipeSwitchError):
-    """The path is there, for other methods: ``allow``, as the header of that name has them."""
+    """The path has other methods: ``allow``, in the form of the header ``Allow``."""
 
     def __init__(self, method: str, path: str, allow: str) -> None:
         methods = allow.replace(", ", " or ")
@@ -31,7 +31,7 @@ class MethodNotAllowed(errors.PipeSwitchError):
 
 
 class UnknownCoding(errors.PipeSwitchError):
-    """The body is compressed in a way that is not read here."""
+    """The compression of the body is not supported."""
 
     def __init__(self, coding: str) -> None:
         super().__init__(f"Content-Encoding {coding[:40]!r} is not read here", hint="gzip, deflate")
@@ -46,11 +46,11 @@ class TooLarge(errors.PipeSwitchError):
 
 
 class HeadTooLarge(errors.PipeSwitchError):
-    """The request line and the headers are larger than any client of ours makes them."""
+    """The request line and the headers exceed their limit."""
 
 
 class WrongHost(errors.PipeSwitchError):
-    """The ``Host`` is not this address: a page of another site may have been made to ask here."""
+    """The ``Host`` is not this address: another site's page may have sent the request."""
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,7 @@ class Status:
 
     http: int
     grpc: str  # a name of grpc.StatusCode
-    may_retry: bool = False  # nothing was carried out: ``Retry-After`` says so
+    may_retry: bool = False  # nothing was done; the answer has ``Retry-After``
 
 
 _STATUSES: Final[Mapping[type[errors.PipeSwitchError], Status]] = {
@@ -92,8 +92,8 @@ _OURS: Final = Status(500, "INTERNAL")  # the model's own code, or a bug: Worker
 def status_of(error: errors.PipeSwitchError) -> Status:
     """Return the status of the nearest class of ``error`` in the table.
 
-    Its frames are released: they hold the request and the answer, and often ``error``, until a
-    garbage collection.
+    The error's traceback is dropped, because its frames would keep the request and the answer in
+    memory until a garbage collection.
     """
     error.__traceback__ = None
     for cls in type(error).__mro__:
@@ -103,12 +103,12 @@ def status_of(error: errors.PipeSwitchError) -> Status:
 
 
 def body_of(error: errors.PipeSwitchError) -> dict[str, Any]:
-    """Return the JSON of every refusal, whatever its status."""
+    """Return the JSON object of an error; its form is the same for every status."""
     return {"error": error.message, "code": type(error).__name__, "hint": error.hint}
 
 
 def as_ours(error: Exception) -> errors.PipeSwitchError:
-    """Return ``error`` as one of ours: a temporary shortage, or a bug, whose details are logged."""
+    """Return a PipeSwitchError for any exception: a temporary shortage, or a bug of the gateway."""
     if isinstance(error, errors.PipeSwitchError):
         return error
     if isinstance(error, MemoryError) or getattr(error, "errno", None) in SHORTAGES:

@@ -1,8 +1,8 @@
-"""The gateway process: sockets from the controller, callers from anywhere, one loop.
+"""Entry of the gateway process, which runs one loop.
 
-It dies and comes back without the server noticing: the listening socket is the controller's too, so
-new connections wait there meanwhile. When the server dies it stays for a while and says 503, until
-the server's next life has a gateway of its own and ends this one.
+If the process dies, the controller starts another one. The controller holds the listening socket,
+too, so new connections wait meanwhile. If the server dies, the gateway answers 503 for ORPHAN_S, or
+until the next server ends it and starts its own gateway.
 """
 
 from __future__ import annotations
@@ -46,26 +46,24 @@ from .serving.shared_memory import SharedMemoryRegions
 from .serving.upstream import Upstream
 
 TOKENS_EVERY_S: Final = 1.0
-ORPHAN_S: Final = 60.0  # how long a gateway waits for the next server
-DRAIN_S: Final = 1.0  # for answers that are due when it is told to leave
+ORPHAN_S: Final = 60.0  # time after which a gateway without a server ends
+DRAIN_S: Final = 1.0  # time for pending answers after SIGTERM
 BACKLOG: Final = 512
-ACCEPTS: Final = 16  # connections in one turn of the loop, then those that have asked are served
+ACCEPTS: Final = 16  # connections accepted in one iteration of the loop, before requests are served
 COPIERS: Final = 6  # threads for long copies and digests
-SPARE_FILES: Final = 256  # beside one for each connection
+SPARE_FILES: Final = 256  # descriptors besides one for each connection
 PR_SET_THP_DISABLE: Final = 41
-GC_THRESHOLD: Final = (
-    100_000  # a body's numbers are no garbage: a search for it took twice its time
-)
-MEMORY_BYTES: Final = 1152 << 20  # without bodies; includes decoding.RESERVE_BYTES
+GC_THRESHOLD: Final = 100_000  # the default's collections take twice as long as decoding a body
+MEMORY_BYTES: Final = 1152 << 20  # limit without bodies; includes decoding.RESERVE_BYTES
 MEMORY_BODIES: Final = 4
 
 log = logging.getLogger(__name__)
 
 
 def main(descriptor: int) -> None:
-    """Entry: learn what to do, serve, leave."""
+    """Receive the settings from the controller, and serve until the process is stopped."""
     faulthandler.enable()  # prints the stacks if an extension crashes
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # who leaves when is the controller's decision
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the controller decides when the gateway stops
     handler = logging.StreamHandler()
     handler.setFormatter(PrintableFormatter("%(asctime)s %(levelname)s %(name)s %(message)s"))
     logging.getLogger("pipeswitch").addHandler(handler)
@@ -81,7 +79,7 @@ def main(descriptor: int) -> None:
     keyed = settings.keyed
     connections = settings.max_connections + (2 * keyed.max_connections if keyed else 0)
     _raise_open_files_limit(connections + SPARE_FILES)
-    # Beyond it a request fails, or this process, which is started again: never the machine.
+    # Above this limit a request or this process fails, but not the machine.
     max_bytes = MEMORY_BYTES + MEMORY_BODIES * settings.max_body_bytes
     max_bytes += 2 * (keyed.client_bytes + keyed.max_message_bytes) if keyed else 0
     max_bytes += MEMORY_BYTES if settings.cluster else 0  # threads of connections to nodes
@@ -90,7 +88,7 @@ def main(descriptor: int) -> None:
 
 
 async def _serve(settings: GatewaySettings, channel: Channel, descriptors: Sequence[int]) -> None:
-    """Serve until SIGTERM, or until an orphan's time is over."""
+    """Serve until SIGTERM, or until ORPHAN_S after the controller's death."""
     loop = asyncio.get_running_loop()
     loop.set_default_executor(started_pool(COPIERS, "pipeswitch-copy"))
     is_over = asyncio.Event()
@@ -99,16 +97,16 @@ async def _serve(settings: GatewaySettings, channel: Channel, descriptors: Seque
     def orphaned() -> None:
         loop.remove_reader(channel.fileno())
         if door is not None:
-            door.close()  # there is no server to speak to, and the next one wants the port
+            door.close()  # there is no server, and the next one needs the port
         loop.call_later(ORPHAN_S, is_over.set)
 
-    loop.add_reader(channel.fileno(), orphaned)  # the controller sends no more: it is gone
+    loop.add_reader(channel.fileno(), orphaned)  # readable only at the controller's death
     upstream = Upstream(settings.address, settings.cluster)
     door: CurveListener | None = None
     if settings.keyed is not None:
         owners = GATEWAY_KEY if settings.cluster else ""
         door = CurveListener(descriptors[-1], settings.keyed, settings.address, owners=owners)
-    # Without a token to show, all callers are on this machine.
+    # If callers need no token, all are on this machine.
     regions = None if settings.needs_token else SharedMemoryRegions(settings.max_body_bytes)
     nv_metrics, tracer = settings.nv_metrics, open_tracer("pipeswitch")
     service = Service(upstream, has_nv_metrics=nv_metrics, regions=regions, tracer=tracer)
@@ -134,7 +132,7 @@ async def _serve(settings: GatewaySettings, channel: Channel, descriptors: Seque
         if settings.http:
             await _listen(http, settings, descriptors[1], stack)
         if settings.grpc:
-            # Its event engine takes ten switches of threads for a call, the poller before it six.
+            # gRPC's event engine switches threads ten times per call, its older poller six times.
             os.environ.setdefault("GRPC_EXPERIMENTS", "-event_engine_listener")
             from .kserve.grpc import open_server  # grpcio is an optional dependency
 
@@ -150,7 +148,7 @@ async def _serve(settings: GatewaySettings, channel: Channel, descriptors: Seque
 async def _listen(
     http: HttpServer, settings: GatewaySettings, descriptor: int, stack: contextlib.AsyncExitStack
 ) -> None:
-    """Accept HTTP, with TLS if it is set up; ``stack`` drains and closes it."""
+    """Accept HTTP, with TLS if it is configured; ``stack`` drains and closes the server."""
     loop = asyncio.get_running_loop()
     listening = socket.socket(fileno=descriptor)
     protocol: Callable[[], asyncio.BaseProtocol] = http
@@ -177,7 +175,7 @@ def _callers(settings: GatewaySettings) -> Authenticator:
 
 
 async def _follow(tokens: str, callers: Authenticator, http: HttpServer) -> None:
-    """Tokens that are given or taken count soon. A file that is no good changes nothing."""
+    """Reload the tokens after each change of their file. An invalid file changes nothing."""
     last_stamp: tuple[int, ...] = ()
     while True:
         stamp: tuple[int, ...] = ()
@@ -203,7 +201,7 @@ async def _return_memory() -> None:
 
 
 def _refuse_huge_pages() -> None:
-    """Else the first byte of each large body would take 2 MiB."""
+    """Disable huge pages: otherwise the first byte of each large body would take 2 MiB."""
     with contextlib.suppress(OSError, AttributeError):
         ctypes.CDLL(None).prctl(PR_SET_THP_DISABLE, 1, 0, 0, 0)
 

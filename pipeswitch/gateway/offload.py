@@ -1,4 +1,4 @@
-"""Shared resources of callers: memory, and one worker thread. Each address has a share."""
+"""Resources that callers share: memory, and one worker thread. Each address has a share."""
 
 from __future__ import annotations
 
@@ -15,24 +15,22 @@ R = TypeVar("R")
 T = TypeVar("T")
 CROWD: Final = 8  # above this number of connections or calls, an address's requests take turns
 PASS_REQUESTS: Final = 4  # requests of such an address per pass of the loop
-MAX_PASSES: Final = 64  # urgent things that go before another one that waits
+MAX_PASSES: Final = 64  # urgent items that may go before a waiting item that is not urgent
 
 
 class Shared:
-    """Resources that callers of all protocols share."""
+    """Resources that callers of all protocols share. ``waiting`` counts complete requests."""
 
     def __init__(self, waiting_bytes: int, answer_bytes: int) -> None:
         self.aside = OffloadThread()
         self.passes = Passes()
-        self.waiting = FairQuota(
-            waiting_bytes, "bytes of requests without an answer"
-        )  # that are whole
+        self.waiting = FairQuota(waiting_bytes, "bytes of requests without an answer")
         self.answers = FairQuota(answer_bytes, "bytes of answers that are not read")
 
 
 class OffloadThread:
-    """One thread for long work. Each address has one item there at a time, so addresses take turns
-    regardless of their number of items."""
+    """One thread for long work. Each address has at most one item there at a time.
+    So addresses take turns, regardless of their number of items."""
 
     def __init__(self) -> None:
         self._thread = started_pool(1, "pipeswitch-aside")
@@ -40,7 +38,7 @@ class OffloadThread:
         self._waiting: Counter[str] = Counter()
 
     async def run(self, address: str, function: Callable[..., R], *args: object) -> R:
-        """Return the function's result, or raise its error."""
+        """Run a function on the thread; return its result, or raise its error."""
         turn = self._turns.setdefault(address, asyncio.Lock())
         self._waiting[address] += 1
         try:
@@ -56,8 +54,8 @@ class OffloadThread:
 def started_pool(count: int, name: str) -> ThreadPoolExecutor:
     """Return a pool whose threads are all running.
 
-    A pool that cannot start a thread raises, but keeps the work item and runs it much later, when
-    the target memory belongs to another request.
+    If ``submit`` cannot start a thread, it raises, but keeps the work item and runs it much later.
+    Then the memory that the item writes may belong to another request.
     """
     pool, barrier = ThreadPoolExecutor(count, name), Barrier(count)
     for _ in range(count):
@@ -68,7 +66,7 @@ def started_pool(count: int, name: str) -> ThreadPoolExecutor:
 class TurnQueue(Generic[T]):
     """Queue for one resource in which callers take turns. Pure.
 
-    Urgent items go first; after ``MAX_PASSES`` of them one other item goes too.
+    Urgent items go first. After ``MAX_PASSES`` of them, one other item goes.
     """
 
     def __init__(self) -> None:
@@ -101,8 +99,8 @@ class TurnQueue(Generic[T]):
 
 
 class Passes:
-    """Turns of crowded addresses. In each pass of the loop, only a few requests of such an address
-    begin, so its other requests do not delay other addresses."""
+    """Turns of crowded addresses: in each pass of the loop, only a few of their requests begin.
+    So the other requests of such an address do not delay other addresses."""
 
     def __init__(self) -> None:
         self._lines: dict[str, TurnQueue[asyncio.Future[None]]] = {}  # by address

@@ -1,4 +1,4 @@
-"""The Open Inference Protocol's paths over HTTP: what each asks of the service, and its JSON."""
+"""HTTP paths of the Open Inference Protocol: for each, the call of the service and the JSON."""
 
 from __future__ import annotations
 
@@ -30,18 +30,18 @@ from .serving.service import Service
 JSON_LENGTH: Final = "Inference-Header-Content-Length"
 OF_MODEL: Final = re.compile("/v2/models/([^/]*)(?:/versions/([^/]*))?(?:/([^/]*))?")
 HEALTH: Final = re.compile("/v2/health/.*|/health/?")  # a probe has no token
-# What a page of another site may do where the owner has named that site (CORS).
-ASKED: Final = "access-control-request-method"  # before it does
-MAX_OBJECT_BYTES: Final = 64 << 10  # of JSON that has no tensors
+# CORS: the rights of a page of another site that the owner has named.
+ASKED: Final = "access-control-request-method"  # header of a preflight request
+MAX_OBJECT_BYTES: Final = 64 << 10  # limit of JSON without tensors
 HEADERS: Final = f"Authorization, Content-Type, Content-Encoding, Last-Event-ID, {JSON_LENGTH}"
 WISHED: Final = "access-control-request-headers"
-NAMES: Final = re.compile("[A-Za-z0-9_, -]{1,2048}")  # of headers that a page wishes to send
+NAMES: Final = re.compile("[A-Za-z0-9_, -]{1,2048}")  # names of headers that a page wants to send
 TOLD: Final = f"Retry-After, Server-Timing, {JSON_LENGTH}"
 HINT: Final = "GET /v2 and /api/openapi.json list the paths; /ui is the web page"
 
 
 class RestApi:
-    """Paths to verbs. Called with a request's head; see ``http.Admit``."""
+    """Router from paths to verbs. It is called with a request's head, as ``http_server.Admit``."""
 
     def __init__(
         self, service: Service, callers: Authenticator, api: Api, page: Page, aside: OffloadThread
@@ -53,7 +53,7 @@ class RestApi:
         self._api = api
         self._page = page
         self._fixed: Mapping[str, tuple[str, Callable[..., Awaitable[Response]]]] = {
-            "/health": ("GET", self._ready),  # where clients of vLLM look
+            "/health": ("GET", self._ready),  # path of vLLM's clients
             "/metrics": ("GET", self._metrics),
             "/v2": ("GET", self._about),
             "/v2/health/live": ("GET", self._live),
@@ -73,7 +73,7 @@ class RestApi:
         }
 
     def __call__(self, head: Head) -> Work | Response:
-        """Return the work that a request asks for, or the refusal."""
+        """Return the work that answers a request with this head, or a refusal."""
         admitted, origin = self._admitted(head), head.headers.get("origin", "")
         if origin not in self._callers.origins:
             return admitted
@@ -273,7 +273,7 @@ def _preflight(wished: str) -> Response:
 def _told(
     verb: Callable[[Principal, str, str], Awaitable[Any]],
 ) -> Callable[..., Awaitable[Response]]:
-    """Return a verb that replies with the service's JSON for a model, unchanged."""
+    """Return a handler whose answer is the verb's JSON for a model, unchanged."""
 
     async def run(caller: Principal, model: str, version: str, head: Head, body: Any) -> Response:
         return json_answer(await verb(caller, model, version))
@@ -282,7 +282,7 @@ def _told(
 
 
 def _shown_to(origin: str, answer: Response) -> Response:
-    """Return an answer that a page of that site may read."""
+    """Return the answer with headers that allow pages of ``origin`` to read it."""
     allow = ("Access-Control-Allow-Origin", origin), ("Access-Control-Expose-Headers", TOLD)
     return replace(answer, headers=[*answer.headers, *allow, ("Vary", "Origin")])
 

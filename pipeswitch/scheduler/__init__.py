@@ -1,1 +1,1 @@
-"""Decides everything, performs nothing: no file, socket, thread, clock or torch."""
+"""Scheduler: it decides everything and uses no file, socket, thread, clock or torch."""

@@ -16,33 +16,31 @@ from .events import ClientRequest, Command, Publish, Reply, Token
 from .policies.guard import PolicyGuard
 
 E = TypeVar("E", bound=ClientRequest)
-P = TypeVar("P")  # a part
+P = TypeVar("P")  # a part of the scheduler
 
-# What may be another since the parts were asked last (docs/adr/0038-agenda.md).
-QUEUE: Final = 1  # the requests that wait, and their order
-TURN: Final = 2  # what is dispatched, computes, or has ended
-WORKERS: Final = 4  # which processes there are, and what they have loaded
-RESIDENCY: Final = 8  # what lies on a device, or is on its way there
+# Kinds of state that may have changed since the parts were called last (docs/adr/0038-agenda.md).
+QUEUE: Final = 1  # the waiting requests, and their order
+TURN: Final = 2  # tasks that are dispatched, compute, or have ended
+WORKERS: Final = 4  # the processes, and the programs that they have loaded
+RESIDENCY: Final = 8  # models that are on a device, or are being copied there
 JOBS: Final = 16
-MEASURED: Final = 32  # what profiles are made of
+MEASURED: Final = 32  # measurements for profiles
 STAGES: Final = 64
 PINGS: Final = 128
-DUE: Final = 256  # it is time for a request: to be dispatched, or to be refused
-HUNG: Final = 512  # it is time to see whether a task hangs
-REST: Final = 1024  # all that has no bit of its own
+DUE: Final = 256  # time to dispatch or to refuse a request
+HUNG: Final = 512  # time to check for a hanging task
+REST: Final = 1024  # all other state
 ALL: Final = 2 * REST - 1
-URGENT: Final = (
-    QUEUE | TURN | WORKERS | RESIDENCY | JOBS | DUE
-)  # what a device's next task hangs on
+URGENT: Final = QUEUE | TURN | WORKERS | RESIDENCY | JOBS | DUE  # decides a device's next task
 
 
 class Component:
-    """Part of the scheduler that may have something to do after an event, and says after which.
+    """Part of the scheduler that may have something to do after some kinds of events.
 
     Attributes:
-        ask: does it, and returns the bits of the next events that it waits for.
+        ask: does the work, and returns the bits of the changes that it waits for.
         wants: the bits that ``ask`` returned last.
-        is_urgent: ``Scheduler.decide`` has called ``ask`` already.
+        is_urgent: ``Scheduler.decide`` calls ``ask`` before ``run_deferred`` does.
     """
 
     __slots__ = ("ask", "is_urgent", "wants")
@@ -61,43 +59,43 @@ class SchedulerSettings:
     arena_bytes: int = 1 << 30
     store_bytes: int = 2 << 30
     fence_count: int = 16384  # fences; each registered model takes one per group
-    standby: int = 2  # beside the active one; at least one is kept, or none could step in
+    standby: int = 2  # workers beside the active one; the pool keeps at least one
     max_queue: int = 512
     max_queue_per_model: int = 256
-    max_queue_time_ms: float = 0.0  # of computing that waits for one model; 0: no limit
-    max_builds: int = 1  # at once, one for each client
+    max_queue_time_ms: float = 0.0  # predicted computation queued for a model; 0: no limit
+    max_builds: int = 1  # builds at once; each client has at most one
     max_models_per_client: int = 1000
-    max_waiting_builds: int = 1024  # a client's share of them: shares.py
-    training_cycle_ms: float = 1000.0  # round robin among several jobs
+    max_waiting_builds: int = 1024  # for all clients; base/quotas.py has the limit for one
+    training_cycle_ms: float = 1000.0  # length of a turn in the round robin of jobs
     commit_every_ms: float = 5000.0
     stop_grace_ms: float = 30000.0  # a stop inside optimizer.step() may take this long
     evict_grace_ms: float = 30000.0  # commit and unwind, else the worker is killed
-    max_compute_ms: float = 60000.0  # what computes for longer hangs; 0: it never does
+    max_compute_ms: float = 60000.0  # a task that computes for longer hangs; 0: no limit
     deadline_grace_ms: float = 5000.0  # a task still running this long after its deadline hangs
     restart_backoff_ms: float = 1000.0
-    preprocess_processes: int = 1  # processes that make requests' inputs
-    max_stage_ms: float = 60000.0  # for which one may take; 0: for ever
-    max_deaths: int = 3  # of workers in a row: per request, per model
-    max_job_deaths: int = 10  # of a job's workers in a row without a commit in between
-    max_daemon_restarts: int = 5  # in a row, without a model served in between
-    keep_versions: int = 2  # of a model, the current one among them
-    keep_jobs: int = 20  # that are over, with their last state
-    keep_jobs_ms: float = 0.0  # 0: for as long as their number allows
-    move_after_ms: float = 0.0  # a job whose device requests hold so long goes on; 0: no
-    placement: str = "least-finish"  # which of several devices (policies/placement.py)
-    admission: str = "off"  # "deadline": what cannot be answered in time is refused at once
-    weights: Mapping[str, float] = field(default_factory=dict)  # of callers; others have 1
-    training: str = "rotate"  # of job_orders: which job has the device next
-    activation_memory_bytes: int = 0  # of each device, for its jobs together; 0: each has its own
-    prepares: bool = True  # standbys load programs before they are asked for
-    look_ahead: bool = True  # the link sends the next request's model while the device computes
-    identity: Identity = UNKNOWN_DEVICE  # what profiles are measured on
-    unix_offset_ms: float = 0.0  # from the scheduler's clock to the calendar
+    preprocess_processes: int = 1  # processes that run functions before and after models
+    max_stage_ms: float = 60000.0  # time limit of such a function; 0: no limit
+    max_deaths: int = 3  # deaths of workers in a row, for each request and each model
+    max_job_deaths: int = 10  # deaths of a job's workers in a row, with no commit between them
+    max_daemon_restarts: int = 5  # restarts in a row, with no served request between them
+    keep_versions: int = 2  # kept versions of a model, including the current one
+    keep_jobs: int = 20  # kept jobs that have ended, with their last state
+    keep_jobs_ms: float = 0.0  # time for which ended jobs are kept; 0: only ``keep_jobs`` counts
+    move_after_ms: float = 0.0  # a job that requests suspend for longer moves; 0: it stays
+    placement: str = "least-finish"  # choice of a device (policies/placement.py)
+    admission: str = "off"  # "deadline": refuse requests that cannot be answered in time
+    weights: Mapping[str, float] = field(default_factory=dict)  # weights of callers; default 1
+    training: str = "rotate"  # order of jobs (policies/job_orders.py)
+    activation_memory_bytes: int = 0  # limit for all jobs of a device; 0: each has its own
+    prepares: bool = True  # standby workers load programs before requests need them
+    look_ahead: bool = True  # the next request's model is copied while the device computes
+    identity: Identity = UNKNOWN_DEVICE  # identity of the device, for profiles
+    unix_offset_ms: float = 0.0  # Unix time minus the scheduler's time
     is_sandboxed: bool = False  # a process that runs programs can run no code afterwards (ADR 20)
     separates_tenants: bool = False  # a process serves the models of one tenant only (ADR 23)
-    models_dir: str = "models"  # where programs, jobs' logs and commits lie: named to processes,
-    logs_dir: str = "logs"  # opened by them
-    job_log_bytes: int = 0  # what stays of a job's log; 0: all
+    models_dir: str = "models"  # folder of the programs, opened by other processes like the next
+    logs_dir: str = "logs"  # folder of the jobs' logs
+    job_log_bytes: int = 0  # maximum size of a job's log; 0: no limit
     commits_dir: str = "commits"
     published_dir: str = "published"
 
@@ -106,13 +104,13 @@ class SchedulerSettings:
 
 
 class Wakeups:
-    """Instants, in milliseconds, at which the scheduler must be called even without an event;
-    each has the bits of its purpose."""
+    """Instants, in milliseconds, at which the scheduler needs a call even without an event, each
+    with the bits of the parts to call."""
 
     def __init__(self, instants: Iterable[tuple[float, int]] = ()) -> None:
         self._known: set[tuple[float, int]] = set()
         self.heap: list[tuple[float, int]] = []
-        self._first: dict[int, float] = {}  # by bits; a later one of the same may be there as well
+        self._first: dict[int, float] = {}  # first instant, by bits
         for at_ms, bits in instants:
             self.add(at_ms, bits)
 
@@ -127,7 +125,7 @@ class Wakeups:
                 self._first[bits] = at_ms
 
     def forget_until(self, now_ms: float) -> int:
-        """Remove the instants that have come, and return the bits of all of them."""
+        """Remove the instants that have passed, and return all their bits."""
         due = 0
         while self.heap and self.heap[0][0] <= now_ms:
             at_ms, bits = entry = heapq.heappop(self.heap)
@@ -157,20 +155,18 @@ class Core:
     drain_tokens: list[Token] = field(default_factory=list)
     is_stopped: bool = False
     now_ms: float = 0.0
-    event: int = 0  # number of the current event; the caller counts events
+    event: int = 0  # number of the current event, set by the caller
     counts: Counter[str] = field(default_factory=Counter)
     out: list[Command] = field(default_factory=list)
     last_epoch: int = 0
-    going_on: set[Token] = field(
-        default_factory=set
-    )  # computed; the frontend will say what is next
+    going_on: set[Token] = field(default_factory=set)  # computed; the frontend sends the next step
     models_generation: int = 0  # grows when a model becomes ready or gets other groups
-    dirty: int = ALL  # the bits of what changed since the parts were asked
+    dirty: int = ALL  # the bits of the changes since the parts were called
     pins: dict[ModelName, None] = field(default_factory=dict)  # models that are to be pinned
     wakeups: Wakeups = field(default_factory=Wakeups)
 
     def next_op_id(self) -> OpId:
-        """Return a number never used before: the name of a dispatch, lease, transfer or turn."""
+        """Return a new number, larger than all before, for a dispatch, lease, transfer or turn."""
         self.last_epoch += 1
         return OpId(self.last_epoch)
 
@@ -178,11 +174,11 @@ class Core:
         self.out.append(command)
 
     def answer(self, token: Token, /, **body: Any) -> None:
-        """Send the final, good answer of a request that returns no tensors."""
+        """Send the final answer of a successful request that returns no tensors."""
         self.emit(Reply(token=token, body=body))
 
     def refuse(self, token: Token, error: PipeSwitchError) -> None:
-        """Send the final, bad answer."""
+        """Send the final answer of a failed request."""
         self.emit(Reply(token=token, error=error))
 
     def answer_all(self, tokens: list[Token], /, **body: Any) -> None:
@@ -201,7 +197,7 @@ class Core:
         self.emit(Publish(topic=topic, body={"at_ms": self.now_ms, **body}))
 
     def tenant_of(self, owner: str) -> str:
-        """Return the tenant whose workers run this owner's programs; "" if workers are shared."""
+        """Return the tenant whose workers run this owner's programs; "": tenants share workers."""
         return owner if self.settings.separates_tenants else ""
 
     @property
@@ -209,12 +205,12 @@ class Core:
         return self.drain_at_ms is not None
 
     def wake_at(self, at_ms: float, bits: int = ALL) -> None:
-        """Request a Tick at that instant, for the parts that wait for these bits."""
+        """Request a Tick at that instant, for the parts that wait for one of these bits."""
         self.wakeups.add(at_ms, bits)
 
 
 def handles(kind: type[E]) -> Callable[[Callable[[P, E], None]], Callable[[P, E], None]]:
-    """Mark the method of a part that handles each event of this kind and answers its client."""
+    """Mark a method of a part: it handles all events of this kind and answers their clients."""
 
     def marked(method: Callable[[P, E], None]) -> Callable[[P, E], None]:
         method.takes = kind  # type: ignore[attr-defined]

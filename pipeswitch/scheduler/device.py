@@ -1,4 +1,4 @@
-"""One device: the parts that decide over it, and the messages of its workers and its daemon."""
+"""One device: its parts, which decide, and the messages of its workers and its daemon."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class Device:
         self.slices = Slices(state, self.arena, self.residents)
         self.commits = Commits(state, self.arena, store)
         jobs.homes.append(Home(state, self.commits))
-        self.jobs = jobs  # the machine's
+        self.jobs = jobs  # jobs of all devices
         self.leases = Leases(state, self.arena, self.slices, self.commits, store)
         self.training = TrainingJobs(state, self.slices, self.jobs, self.leases, self.commits)
         self.turns = Turns(state)
@@ -61,7 +61,7 @@ class Device:
     # -- its processes ------------------------------------------------------------------------
 
     def sender_of(self, source: Address) -> Worker | None:
-        """Return the worker that lives at this address, if one does."""
+        """Return the live worker with this address, if there is one."""
         worker = self.state.workers.get(source.slot)
         is_it = worker is not None and worker.generation == source.generation and worker.is_alive
         return worker if is_it else None
@@ -117,10 +117,10 @@ class Device:
 
     def _cleaned(self, worker: Worker, op_id: OpId) -> None:
         if worker.dispatch_id == op_id and worker.state.state is WorkerState.CLEANING:
-            worker.state.apply(WorkerEvent.CLEANED, f"epoch {op_id}")
+            worker.state.apply(WorkerEvent.CLEANED, f"operation {op_id}")
 
     def is_current_generation(self, source: Address) -> bool:
-        """Return True if this is the daemon that lives now."""
+        """Return True if this is the address of the live daemon."""
         return source == self.state.daemon.address and self.worker_pool.is_daemon_alive
 
     def from_daemon(self, message: Message) -> None:
@@ -153,7 +153,7 @@ class Device:
         worker = self.sender_of(event.source)
         if worker is None:
             return
-        # A job's process leaves after its JobEnded: that is no death.
+        # A job's process exits after its JobEnded, which does not count as a death.
         ended_well = event.status == 0 and worker.state.state is WorkerState.RETIRING
         self.completion.worker_died(worker, event.status, event.begun_op_id)
         self.worker_pool.worker_exited(worker, event.status, ended_well=ended_well)
@@ -171,7 +171,7 @@ class Device:
     # -- after every event --------------------------------------------------------------------
 
     def advance(self) -> int:
-        """Give the device its next task, the urgent part."""
+        """Give the device its next task; this is the device's only urgent part."""
         self.dispatch.expire()
         self.dispatch.pump()
         self.turns.give()

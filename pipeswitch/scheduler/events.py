@@ -4,9 +4,9 @@ The scheduler is pure: ``handle(event, now_ms) -> [command]``. The frontend and 
 only translate bytes and exits into the events below; ``effects.py`` performs the commands. The
 simulator and the model checker use the same types.
 
-``Token`` names one accepted client request inside the controller; the frontend makes it and owes
-its client exactly one final answer for it (invariant I1). ``Address`` names one process: every
-family of processes uses the same five types to spawn, send, kill, receive and report an exit.
+``Token`` names one accepted client request inside the controller. The frontend creates it and must
+send the client exactly one final answer (invariant I1). ``Address`` names one process; all kinds of
+processes share five types: ``Spawn``, ``Send``, ``Kill``, ``Received`` and ``Exited``.
 """
 
 from __future__ import annotations
@@ -28,18 +28,18 @@ Token = NewType("Token", int)
 
 
 class _Message(msgspec.Struct, frozen=True, kw_only=True):
-    """Base of all events: created in a fifth of a frozen dataclass's time, ten for each request."""
+    """Base of all events and commands; five times faster to create than a frozen dataclass."""
 
 
 ProcessKind = Literal["daemon", "worker", "stage", "builder"]
 
 
 class Address(msgspec.Struct, frozen=True):
-    """Permanent name of one process: each process in a slot has its own generation.
+    """Unique name of one process: each process in a slot has its own generation.
 
     Attributes:
         device: Index of the device, for a daemon or a worker.
-        slot: Index among the workers of a device, or among the stages.
+        slot: Index among the workers of a device, or among the preprocessing processes.
         generation: Number of the process in its slot; a builder's is the build's operation id.
     """
 
@@ -53,13 +53,13 @@ class Address(msgspec.Struct, frozen=True):
 
 
 class ClientRequest(_Message, frozen=True):
-    """Base of events that need one final answer. One part takes each kind (``core.handles``)."""
+    """Base of events that need one final answer. One part handles each kind (``core.handles``)."""
 
     token: Token
 
 
 class InferArrived(ClientRequest, frozen=True):
-    """A checked request; its tensors lie in the pool, room for its reply is taken."""
+    """Valid request; its tensors are in the request pool, with space for its reply."""
 
     request_id: str
     model: ModelName
@@ -69,35 +69,29 @@ class InferArrived(ClientRequest, frozen=True):
     inputs: tuple[SlabTensor, ...]
     reply_offset_bytes: int
     reply_bytes: int
-    caller: str = ""  # who asks: Standing.tenant of its client; empty: the server's owner
-    connection: str = ""  # the caller's session, or its address over the gateway
-    tenant: str = ""  # Announce's: in whose file of the pool they lie
-    registration_id: int = (
-        0  # Announce's: any of its versions does as well; 0: it asked for this one
-    )
+    caller: str = ""  # tenant of the client; empty: the server's owner
+    connection: str = ""  # the client's session, or its address behind the gateway
+    tenant: str = ""  # the tenant whose pool file has the tensors (as in ModelAvailable)
+    registration_id: int = 0  # another version with this id may serve it, too; 0: only ``model``
     arrived_at_ms: float | None = None  # when it was read from its client; None: now
-    is_postprocess: bool = (
-        False  # its model has computed: ``inputs`` go to the function behind that
-    )
-    is_chain_continuation: bool = False  # a later step of a chain: what was accepted is finished
-    follows: bool = False  # and another step will come
-    sequence: int = 0  # whose step it is; 0: it stands alone
-    sampling_params: SamplingParams | None = (
-        None  # of a generation: it takes as many runs as it needs
-    )
-    after: OpId = OpId(0)  # the run that answered its step before
-    leader: Token | None = None  # an earlier generation, whose next run computes tokens of both
+    is_postprocess: bool = False  # the model has computed: ``inputs`` are for postprocessing
+    is_chain_continuation: bool = False  # a later step of an accepted chain
+    follows: bool = False  # another step of the chain will follow
+    sequence: int = 0  # number of its sequence; 0: none
+    sampling_params: SamplingParams | None = None  # set for a generation, which needs many runs
+    after: OpId = OpId(0)  # the run that answered the previous step of its sequence
+    leader: Token | None = None  # an earlier generation whose next run computes tokens of both
 
 
 class Prepared(_Message, frozen=True):
-    """End of ``TakeResult``: a request's inputs lie in the pool, or an error says why not."""
+    """End of ``TakeResult``: the function's result is in the request pool, or an error."""
 
     token: Token
     slot: Slot
     inputs: tuple[SlabTensor, ...] = ()
     reply_offset_bytes: int = 0
     reply_bytes: int = 0
-    digest: str = ""  # of the program that they fit
+    digest: str = ""  # digest of the program that the inputs fit
     error: PipeSwitchError | None = None
 
 
@@ -112,7 +106,7 @@ class NextRun(_Message, frozen=True):
     sampling_params: SamplingParams | None = None
     sequence: int = 0
     after: OpId = OpId(0)
-    leader: Token | None = None  # as of InferArrived
+    leader: Token | None = None  # as in InferArrived
 
 
 class NextRuns(_Message, frozen=True):
@@ -122,13 +116,13 @@ class NextRuns(_Message, frozen=True):
 
 
 class PrefetchHint(_Message, frozen=True):
-    """A large payload for ``model`` is on its way (no answer is owed)."""
+    """Hint that a large payload for ``model`` is on its way; it gets no answer."""
 
     model: ModelName
 
 
 class CancelRequest(_Message, frozen=True):
-    """The client takes an infer/register request back, or its connection is gone."""
+    """Cancellation of an infer or register request by its client, or its connection's end."""
 
     token: Token
 
@@ -141,21 +135,21 @@ class RegisterModelRequest(ClientRequest, frozen=True):
     spec_digest: str  # same name and same spec again is a no-op
     priority: int
     is_pinned: bool
-    client: str = ""  # builds take turns among clients; empty: the server's own
-    tenant: str = ""  # whose model it will be; empty: the server's owner's
-    devices: tuple[str, ...] = ()  # that may serve it; none named: all
-    is_known: bool = False  # of an earlier server, as the journal has it
-    restored: Manifest | None = None  # then: requests come, and wait for the build
-    processor: Processor | None = None  # what makes its inputs; None: its clients
+    client: str = ""  # builds take turns among clients; empty: the server itself
+    tenant: str = ""  # tenant that will own the model; empty: the server's owner
+    devices: tuple[str, ...] = ()  # names of the devices that may serve it; empty: all
+    is_known: bool = False  # restored from the journal of an earlier server
+    restored: Manifest | None = None  # manifest from the journal: requests may wait for the build
+    processor: Processor | None = None  # functions before and after the model
     aliases: tuple[ModelName, ...] = ()  # further names
 
 
 class VersionRequest(ClientRequest, frozen=True):
-    """Request to serve a file of weights as a model's next version; answered when it serves."""
+    """Request to serve a file of weights as a model's next version; answered when it is current."""
 
     model: ModelName
     spec: bytes  # msgpack of programs.build.BuildSpec: its weights
-    tenant: str = ""  # whose model it must be; empty: anybody's
+    tenant: str = ""  # tenant that must own the model; empty: any
 
 
 class ChainRequest(ClientRequest, frozen=True):
@@ -164,17 +158,17 @@ class ChainRequest(ClientRequest, frozen=True):
     model: ModelName  # the chain's name
     steps: tuple[ChainStep, ...] = ()
     returns: dict[str, str] = {}
-    tenant: str = ""  # whose it will be; empty: the server's owner's
-    restored: Chain | None = None  # of an earlier server, as the journal has it
+    tenant: str = ""  # tenant that will own the chain; empty: the server's owner
+    restored: Chain | None = None  # the chain in the journal of an earlier server
 
 
 class PublishRequest(ClientRequest, frozen=True):
-    """Request to serve a job's newest commit as a model's next version; answered when it serves."""
+    """Request to serve a job's newest commit as a model's next version; answered when current."""
 
     model: ModelName
     job: JobName
-    step: int = -1  # that it must be of; -1: whatever is the newest
-    part: str = ""  # of what it trains; empty: the only one that fits
+    step: int = -1  # required step of the commit; -1: any
+    part: str = ""  # name of the trained module; empty: the only one that fits
 
 
 class RollbackRequest(ClientRequest, frozen=True):
@@ -182,30 +176,30 @@ class RollbackRequest(ClientRequest, frozen=True):
 
     model: ModelName
     version: int = 0  # 0: the newest before the current one
-    share: int = -1  # percent of requests that shall be its; -1: all, it becomes the current one
-    tenant: str | None = None  # as UnregisterRequest's
+    share: int = -1  # percentage of the requests; -1: make the version current
+    tenant: str | None = None  # as in UnregisterRequest
 
 
 class UnregisterRequest(ClientRequest, frozen=True):
     """Request to remove a model or a chain."""
 
     model: ModelName
-    tenant: str | None = None  # only when it is this one's; None: whosever it is
+    tenant: str | None = None  # tenant that must own it; None: any
 
 
 class PinRequest(ClientRequest, frozen=True):
-    """``load`` (pin, bring to the device, pardon a quarantined model) and ``unload`` (unpin)."""
+    """Request of ``load`` (pin, copy to the device, end a quarantine) or ``unload`` (unpin)."""
 
     model: ModelName
     pin: bool
 
 
 class LoadedCommit(msgspec.Struct, frozen=True):
-    """Commit that is loaded into its own commit area, outside the scheduler's loop."""
+    """Commit that was read into a new commit area, outside the scheduler's loop."""
 
     slot_bytes: int
     step: int
-    descriptor: int = -1  # the frontend's, until its asker is answered
+    descriptor: int = -1  # file descriptor, owned by the frontend until the client is answered
 
 
 class TrainRequest(ClientRequest, frozen=True):
@@ -215,16 +209,16 @@ class TrainRequest(ClientRequest, frozen=True):
     entry: str
     args: tuple[str, ...]
     priority: int
-    tenant: str = ""  # whose job it will be; empty: the server's owner's
+    tenant: str = ""  # tenant that will own the job; empty: the server's owner
     share: str = ""  # jobs of one group share their input; empty: none
-    devices: tuple[str, ...] = ()  # that may train it; none named: all
-    defaults: tuple[tuple[str, str], ...] = ()  # of ``job.steps``: not named there
-    resumes: bool = False  # at the commit that lies in ``jobs/NAME/commit``, of another server
-    is_paused: bool = False  # as it was there
-    loaded: LoadedCommit | None = None  # of what it resumes at; None: the job had not committed
-    restarts: int = 0  # on other servers, like the next two
+    devices: tuple[str, ...] = ()  # names of the devices that may train it; empty: all
+    defaults: tuple[tuple[str, str], ...] = ()  # arguments of ``job.steps`` that it omits
+    resumes: bool = False  # resume from another server's commit in ``jobs/NAME/commit``
+    is_paused: bool = False  # the job was paused on the other server
+    loaded: LoadedCommit | None = None  # the commit to resume from; None: there was none
+    restarts: int = 0  # restarts on other servers; so are the next two values
     steps_recomputed: int = 0
-    last_step: int = 0  # that its last process did
+    last_step: int = 0  # last step of its last process
 
 
 class JobRequest(ClientRequest, frozen=True):
@@ -234,33 +228,33 @@ class JobRequest(ClientRequest, frozen=True):
 
     job: JobName
     action: Literal["show", "pause", "resume", "cancel", "wait", "export", "rm", "move"]
-    to: str = ""  # of ``move``: a device
-    loaded: LoadedCommit | None = None  # of ``resume``: the answer to ``LoadCommits``
+    to: str = ""  # device to ``move`` to
+    loaded: LoadedCommit | None = None  # for ``resume``: the answer to ``LoadCommits``
 
 
 class Query(ClientRequest, frozen=True):
-    """A listing; answered from the scheduler's own state, so it is consistent."""
+    """Request for a listing, answered from the scheduler's own state, so it is consistent."""
 
     what: Literal["models", "show", "ps", "jobs", "stats", "trace", "plan"]
     name: str = ""
     seconds: float = 0.0
-    version: int = 0  # of ``show``; 0: the current one
-    all_versions: bool = False  # of ``models``
+    version: int = 0  # for ``show``; 0: the current version
+    all_versions: bool = False  # for ``models``
 
 
 class ProfileRequest(ClientRequest, frozen=True):
-    """Measure a model on an idle device; the final answer is the profile."""
+    """Request to measure a model on an idle device; the final answer is the profile."""
 
     model: ModelName
-    batches: tuple[int, ...] = ()  # empty: the one its requests come with
+    batches: tuple[int, ...] = ()  # empty: the batch of its last requests
 
 
 class PingRequest(ClientRequest, frozen=True):
-    """Ping every process; answered with the times of the processes that reply."""
+    """Request to ping every process; answered with the times of the processes that reply."""
 
 
 class DrainRequest(_Message, frozen=True):
-    """Stop admitting, finish what was accepted, then leave. A second one leaves at once."""
+    """Request to finish accepted requests, refuse new ones and stop; a second one stops at once."""
 
     token: Token | None
     grace_ms: float
@@ -270,11 +264,11 @@ class DrainRequest(_Message, frozen=True):
 
 
 class Received(_Message, frozen=True):
-    """Message from a process, possibly from a replaced one: compare its generation.
+    """Message from a process. The process may have been replaced: compare its generation.
 
     Attributes:
-        manifest: With ``BuildDone``: the manifest on disk, read and checked.
-        profiles: With ``BuildDone``: the program's measurements on disk.
+        manifest: With ``BuildDone``: the checked manifest from disk.
+        profiles: With ``BuildDone``: the program's measurements from disk.
     """
 
     source: Address
@@ -284,7 +278,7 @@ class Received(_Message, frozen=True):
 
 
 class Exited(_Message, frozen=True):
-    """A process was reaped: it writes nothing any more, and all its messages were received."""
+    """Exit of a reaped process: it no longer writes, and all its messages were received."""
 
     source: Address
     status: int
@@ -292,7 +286,7 @@ class Exited(_Message, frozen=True):
 
 
 class Tick(_Message, frozen=True):
-    """Time has passed; the loop sends one when ``next_wakeup_ms`` is reached."""
+    """Passage of time; the loop sends a Tick when ``next_wakeup_ms`` is reached."""
 
 
 Event = (
@@ -313,7 +307,7 @@ Event = (
 class Spawn(_Message, frozen=True):
     """Start a process, and kill the previous one in the same slot.
 
-    ``StartBuild`` starts builders: a build needs a specification, and starts zero to two processes.
+    ``StartBuild`` starts builders: a build needs a specification and up to two processes.
     """
 
     target: Address
@@ -323,9 +317,9 @@ class Send(_Message, frozen=True):
     """Send a message to a process; drop it if the process has exited.
 
     Attributes:
-        channel: A worker has two; its termination thread, which is never busy, reads "signal".
+        channel: A worker has two: its termination thread, which is never busy, reads "signal".
         commits_of: Attach this job's commit memfd.
-        tenant: With ``RunStage``: tenant whose pool file holds the raw inputs.
+        tenant: With ``RunStage``: the tenant whose pool file has the raw inputs.
     """
 
     target: Address
@@ -343,7 +337,7 @@ class Kill(_Message, frozen=True):
 
 
 class RaiseTurn(_Message, frozen=True):
-    """Write the control page's turn word and ring the worker's bell."""
+    """Write the turn word of the control page and wake the worker through its bell."""
 
     target: Address
     turn: Turn
@@ -358,18 +352,18 @@ class Interrupt(_Message, frozen=True):
 
 
 class TakeResult(_Message, frozen=True):
-    """Copy what a function returned to its request's place in the pool, if the model takes it or it
-    is the answer that was declared.
+    """Check the result of a function against the model's inputs, or against the declared answer,
+    and copy it to the request pool.
 
-    ``Prepared`` follows; until then the process in that slot is given nothing.
+    ``Prepared`` follows; until then the process in that slot gets no other call.
     """
 
     token: Token
     slot: Slot
     model: ModelName
     function: str
-    outputs: tuple[SlabTensor, ...]  # in the memory of the slot
-    is_postprocess: bool = False  # it is the answer
+    outputs: tuple[SlabTensor, ...]  # the result, in the memory of the slot
+    is_postprocess: bool = False  # the result is the answer, not the model's inputs
 
 
 class StartBuild(_Message, frozen=True):
@@ -378,19 +372,19 @@ class StartBuild(_Message, frozen=True):
     model: ModelName
     op_id: OpId
     spec: bytes
-    tenant: str = ""  # whose disk it takes
+    tenant: str = ""  # tenant whose share of the disk the build uses
 
 
 class DropPublished(_Message, frozen=True):
-    """Remove the copy of a commit from which a version was, or would have been, made."""
+    """Remove the copy of a commit that a version was built from, or should have been."""
 
     directory: str
 
 
 class SweepPrograms(_Message, frozen=True):
-    """Remove the files that only removed models needed; no build runs."""
+    """Remove program files that no model needs any more. It is sent while no build runs."""
 
-    digests: frozenset[str]  # of the models that stay
+    digests: frozenset[str]  # digests of the models that stay
 
 
 class CreateCommits(_Message, frozen=True):
@@ -398,31 +392,31 @@ class CreateCommits(_Message, frozen=True):
 
     job: JobName
     slot_bytes: int
-    loaded: int = -1  # a descriptor of one that is made, and whose file is to be the job's own
-    is_on_disk: bool = False  # that file is the job's own already
+    loaded: int = -1  # descriptor of a memfd to use, loaded from files that the job takes over
+    is_on_disk: bool = False  # the job owns these files already
 
 
 class LoadCommits(_Message, frozen=True):
-    """Read an ended job's commit from disk, then post the request again with it."""
+    """Read an ended job's commit from disk, then send the request again with ``loaded``."""
 
     request: JobRequest
 
 
 class DropCommits(_Message, frozen=True):
-    """Give back the job's commit memfd; what is on disk stays."""
+    """Release the job's commit memfd; its commits on disk stay."""
 
     job: JobName
 
 
 class CountSharers(_Message, frozen=True):
-    """Number of unfinished jobs that share an input: a lone job shares nothing that it loads."""
+    """Number of unfinished jobs that share an input; a single job does not share its batches."""
 
     group: str  # as in RunJob
     jobs: int
 
 
 class RemoveJob(_Message, frozen=True):
-    """Remove what an ended job left on disk: commits, log, history."""
+    """Remove an ended job's files: commits, log, history."""
 
     job: JobName
 
@@ -433,43 +427,43 @@ class ModelAvailable(_Message, frozen=True):
     model: ModelName
     manifest: Manifest
     priority: int
-    tenant: str = ""  # where tenants are separate, whose file of the pool its requests lie in
-    base: str = ""  # the name that requests use; empty: the model's
+    tenant: str = ""  # tenant whose pool file its requests use, if tenants are separate
+    base: str = ""  # name that requests use; empty: ``model``
     version: int = 1
-    is_current: bool = True  # requests without a number are its
-    registration_id: int = 0  # equal for all versions of one registration, and for no other's
-    processor: Processor | None = None  # what makes its inputs of those that clients send
-    chain: Chain | None = None  # it is none: its steps' models are asked, at their own priority
-    aliases: tuple[str, ...] = ()  # further names that requests use
+    is_current: bool = True  # the version serves requests without a version number
+    registration_id: int = 0  # equal for all versions of a name, until the name is removed
+    processor: Processor | None = None  # functions before and after the model
+    chain: Chain | None = None  # set for a chain, whose steps run at their models' priorities
+    aliases: tuple[str, ...] = ()  # further names that requests may use
 
 
 class ModelRemoved(_Message, frozen=True):
-    """Tell the frontend that a model is gone."""
+    """Command to the frontend: refuse requests for this model, which has been removed."""
 
     model: ModelName
 
 
 class Reply(_Message, frozen=True):
-    """One reply to a client. Exactly one without ``more`` per token; outputs lie in the pool."""
+    """Reply, with outputs in the request pool. Each token gets exactly one without ``more``."""
 
     token: Token
     body: dict[str, Any] = {}
     outputs: tuple[SlabTensor, ...] = ()
-    timing: RequestTiming | None = None  # of an inference
+    timing: RequestTiming | None = None  # times of an inference
     error: PipeSwitchError | None = None
     more: bool = False
 
 
 class RunEnded(_Message, frozen=True):
     """Command to the frontend: these generations need more runs. The frontend appends their
-    cache rows and answers with one ``NextRuns``; until then their next batch is not formed. An
-    answer without a body is of a generation that waited for its leader's run."""
+    cache rows and answers with one ``NextRuns``; until then their next batch is not formed. A
+    generation that waited for its leader's run has an answer without a body."""
 
     answers: tuple[Reply, ...]
 
 
 class Publish(_Message, frozen=True):
-    """An event for subscribers: topic (``switch. model. job. worker. queue.``) and record."""
+    """Event for subscribers: topic (``switch. model. job. worker. queue.``) and record."""
 
     topic: str
     body: dict[str, Any]
@@ -483,8 +477,8 @@ class Span(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
     begin_ms: float
     end_ms: float
     args: dict[str, Any] = {}
-    flow: int = 0  # operation id: draws arrows request -> switch -> groups
-    event: int = 0  # number of the event that caused it
+    flow: int = 0  # operation id; spans with the same id are connected by arrows
+    event: int = 0  # number of the scheduler's event that caused it
 
 
 class Spans(_Message, frozen=True):
@@ -494,10 +488,10 @@ class Spans(_Message, frozen=True):
 
 
 class Journal(_Message, frozen=True):
-    """Record that must survive the server: models and jobs (state_dir/journal).
+    """Record of a model or a job that must survive the server (state_dir/journal).
 
-    ``accepts``: requests to be answered after the write. If it fails they are refused instead, and
-    their effects are taken back.
+    ``accepts``: requests that are answered after the write. If the write fails, they are refused
+    instead, and their effects are undone.
     """
 
     entry: dict[str, Any]
@@ -505,7 +499,7 @@ class Journal(_Message, frozen=True):
 
 
 class SaveProfile(_Message, frozen=True):
-    """Save a profile in the state directory; the next server restores it."""
+    """Save a profile in the state directory, for the next server."""
 
     profile: Profile
 
@@ -517,7 +511,7 @@ class LogWarning(_Message, frozen=True):
 
 
 class Shutdown(_Message, frozen=True):
-    """Stop the server: everything is drained (status 0) or it cannot go on (non-zero)."""
+    """Stop the server: it has drained (status 0), or it cannot continue (non-zero)."""
 
     status: int
     reason: str

@@ -1,4 +1,4 @@
-"""Rows for people: ``ps``, ``models``, ``jobs``, ``stats``. Reads the records, changes nothing."""
+"""Rows of ``ps``, ``models``, ``jobs`` and ``stats``. The records are read, never changed."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ from .state.states import ModelState, Residency, TaskState, WorkerState
 from .state.versions import Versions, version_name
 from .training.jobs import activations_row, behind
 
-DISPATCH_KINDS = ("cold", "partial", "resident")  # by what of the model had to be sent
+DISPATCH_KINDS = ("cold", "partial", "resident")  # all, a part, or none of the model was sent
 DEVICE_KINDS = ("infer", "switch", "train")
-OWNER = "(owner)"  # a tenant's name here: no key's has such characters
+OWNER = "(owner)"  # the owner's name in ``tenant_s``: names of keys have no parentheses
 PRIORITY_NAMES = {0: "high", 1: "normal", 2: "low"}
 
 
 def _shown(spec: ValueSpec) -> list[Any]:
-    """Return an input or output as rows show it: numbers, and texts for free dimensions."""
+    """Return shape and dtype of an input or output for a row; free dimensions are texts."""
     return [[n if isinstance(n, int) else extent_text(n) for n in spec.shape], spec.dtype]
 
 
@@ -58,13 +58,13 @@ class Shown:
     kind: str
     state: str
     worker: int | None = None
-    device: str = ""  # bytes there
-    host: str = ""  # bytes in the host store
+    device: str = ""  # number of bytes on the device
+    host: str = ""  # number of bytes in the host store
     prio: int | None = None
     last_used_at_ms: float = 0.0
     why: str = ""
     pid: int = 0
-    owners: tuple[Owner, ...] = ()  # of its regions on the device
+    owners: tuple[Owner, ...] = ()  # owners of its regions on the device
     manifest: Manifest | None = None
 
     def row(self, now_ms: float) -> dict[str, Any]:
@@ -92,7 +92,7 @@ class Shown:
 
 
 class Introspection:
-    """Answers queries from the scheduler's own state, so every listing is consistent."""
+    """Answers to queries, from the scheduler's own state, so every listing is consistent."""
 
     def __init__(
         self,
@@ -103,7 +103,7 @@ class Introspection:
         failed: Mapping[ModelName, Model],
     ) -> None:
         self._core = core
-        self._failed = failed  # models that could not be brought back
+        self._failed = failed  # models that could not be restored
         self._preprocess_pool = preprocess_pool
         self._machine = machine
         self._versions = versions
@@ -143,7 +143,7 @@ class Introspection:
             raise ModelNotFound(f'no model "{name}"', hint="pipeswitch models")
 
     def models(self, all_versions: bool = False) -> list[dict[str, Any]]:
-        """Return each name's current version, or all, also those that failed to load."""
+        """Return the rows of models (all, or current versions), of failed models and of chains."""
         models, there = self._machine.models.values(), defaultdict[ModelName, list[Model]](list)
         for one in models:
             there[one.base].append(one)
@@ -153,7 +153,7 @@ class Introspection:
         return rows + [self._chain(name) for name in self._machine.chains]
 
     def _chain(self, name: ModelName) -> dict[str, Any]:
-        """Return the row of a chain: a model's row, with the steps."""
+        """Return the row of a chain: it has the keys of a model's row, and the steps."""
         chain, tenant = self._machine.chains[name]
         missing = [
             f'step "{step.name}" needs "{step.model}", which is not ready'
@@ -194,7 +194,7 @@ class Introspection:
         }
 
     def _facts(self, model: Model) -> dict[str, Any]:
-        """Return the row of a model that has no device and no known program."""
+        """Return the row of a model without the values of its devices and its program."""
         return {
             "name": model.base,
             "aliases": list(self._versions.aliases.of(model.base)),
@@ -225,9 +225,9 @@ class Introspection:
         }
 
     def _model(self, model: Model, versions: Sequence[Model]) -> dict[str, Any]:
-        """Return a model's row. ``versions``: of its name, to avoid a search in all models."""
+        """Return a model's row. ``versions``: all versions of its name."""
         replica = self._machine.shown(model)
-        manifest = replica.manifest or model.manifest  # in its groups, once it was built
+        manifest = replica.manifest or model.manifest  # the first has the groups in use
         row = self._facts(model) | {
             "current": self._versions.is_current(model),
             "share": self._versions.share(model),
@@ -305,7 +305,7 @@ class Introspection:
         return [self._machine.jobs.row(job) for job in self._machine.jobs]
 
     def ps(self) -> list[dict[str, Any]]:
-        """Return models, jobs, workers and the memory daemon, with ``pid``."""
+        """Return the rows of models, jobs, workers, tenants, memory daemons and stages."""
         rows: list[dict[str, Any]] = []
         for device in self._machine.devices:
             state, arena = device.state, device.arena
@@ -336,7 +336,7 @@ class Introspection:
         row = Shown(
             device, f"stage-{process.slot}", "stage", state.value, why=why, pid=process.pid
         ).row(self._core.now_ms)
-        return {key: value for key, value in row.items() if key != "on"}  # it is on no device
+        return {key: value for key, value in row.items() if key != "on"}  # a stage uses no device
 
     def _ps_model(self, on: Device, replica: DeviceModel) -> dict[str, Any]:
         device = on.state
@@ -433,7 +433,7 @@ class Introspection:
         return Shown(on, account.caller, "tenant", state, why=why).row(self._core.now_ms)
 
     def stats(self) -> dict[str, Any]:
-        """Return counters and sizes; the frontend adds those of requests."""
+        """Return counters and sizes; the frontend adds its own, about requests."""
         core, devices = self._core, self._machine.devices
         store = self._machine.store.regions
         counts = core.counts
@@ -515,7 +515,7 @@ class Introspection:
 
 
 def _is_batch_invariant(manifest: Manifest) -> bool | None:
-    """Return True if each row of a batch has the bits of the row alone; None: not measured."""
+    """Return True if a row has the same bits in a batch as alone; None: not measured."""
     if manifest.precision is not None:
         return manifest.precision.is_batch_invariant
     return None if manifest.batching is None else manifest.batching.is_exact

@@ -37,10 +37,10 @@ class JobMigrations:
         return QUEUE | TURN | WORKERS | RESIDENCY | JOBS if any(self._jobs) else 0
 
     def reassign(self) -> int:
-        """Let a job that waits for its device wait for another one; its commits go with it.
+        """Place waiting jobs on better devices, with their commits.
 
-        Not while its last dispatch has an unreaped process, or a commit that is copied or written.
-        An ended job moves only off a lost device.
+        A job stays while its last process is not reaped, or its commit is being copied or written.
+        An ended job moves only from a device that is given up.
         """
         if len(self._jobs.homes) == 1:
             return 0
@@ -53,7 +53,7 @@ class JobMigrations:
                     continue
                 if self._jobs.has_process_of(job.spec.name):
                     continue
-                # One that was evicted for another device had better go there than stay.
+                # A job that was evicted for another device prefers that device.
                 preferred = home.state.index if job.leaves_for is None else job.leaves_for
                 target = self._jobs.place(job, preferred, counts)
                 if target != home.state.index:

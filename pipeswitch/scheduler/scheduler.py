@@ -1,10 +1,10 @@
 """The scheduler: ``handle(event, now_ms) -> [command]``. No thread, clock, socket or torch.
 
-The live server, the simulator and the model checker run this very object. It owns all records:
-``Core`` has time, numbers and commands; ``ServerState`` the models and the host store; each
-``Device`` its workers, requests, jobs and bytes. Each part owns one concern: of the machine
-``admission`` (requests), ``registry`` (models) and ``listing`` (rows); ``Device`` names the parts
-of a device.
+The live server, the simulator and the model checker run this same class. It owns all records:
+``Core`` has the time, counters and commands; ``ServerState`` has the models and the host store;
+each ``Device`` has its workers, requests, jobs and memory. Each part has one concern, for example
+``admission`` (requests), ``registry`` (models) and ``listing`` (rows); the parts of one device are
+in ``Device``.
 """
 
 from __future__ import annotations
@@ -48,8 +48,8 @@ from .server_state import ServerState
 from .state.versions import Versions
 from .training.job_requests import JobRequests
 
-# What changes with an event, or with what a process says in it, beyond what is noted where it is
-# changed. One that is not named here may change everything.
+# Bits of the state that an event or a process's message changes, in addition to the bits that are
+# set where state is changed. All other events may change everything.
 CHANGES: Final[Mapping[type, int]] = {
     ev.InferArrived: 0,
     ev.NextRuns: 0,
@@ -70,7 +70,7 @@ CHANGES: Final[Mapping[type, int]] = {
 
 
 class Scheduler:
-    """Decides everything; performs nothing."""
+    """All decisions of the server; it performs nothing itself."""
 
     def __init__(
         self,
@@ -79,7 +79,7 @@ class Scheduler:
         max_wait_ms: float = 2000.0,
         devices: Sequence[SchedulerSettings] = (),
     ) -> None:
-        """``devices``: the settings of each; if empty, one device with ``settings``."""
+        """``devices``: the settings of each device; if empty, one device with ``settings``."""
         if isinstance(policy, str):
             policy = make_policy(policy, max_wait_ms=max_wait_ms)
         judge = PolicyGuard(policy, max_wait_ms)
@@ -120,7 +120,7 @@ class Scheduler:
             self.listing,
         )
         self._parts = self._in_order()
-        self._seen = 0  # the bits that the urgent parts have seen, and no others yet
+        self._seen = 0  # the bits that only the urgent parts have seen so far
 
     def _in_order(self) -> tuple[Component, ...]:
         """Return all parts that may have work after an event, in the order of their calls."""
@@ -141,7 +141,7 @@ class Scheduler:
         )
 
     def start(self, now_ms: float) -> list[ev.Command]:
-        """Return the first commands: spawn the memory daemon."""
+        """Return the first commands: spawn the memory daemon of each device."""
         self.core.now_ms = self.listing.born_at_ms = now_ms
         for device in self.machine.devices:
             device.worker_pool.start()
@@ -153,10 +153,10 @@ class Scheduler:
         return [*self.decide(event, now_ms), *self.run_deferred()]
 
     def decide(self, event: ev.Event, now_ms: float) -> list[ev.Command]:
-        """Return the urgent half of ``handle``: answers, and the next work of the device.
+        """Return the urgent commands of ``handle``: answers, and the next work of the device.
 
-        ``run_deferred`` must follow before the next event. The urgent commands can leave before it,
-        which saves a request about 0.05 ms.
+        The caller may perform them, and must call ``run_deferred`` before the next event. This
+        saves a request about 0.05 ms.
         """
         core = self.core
         core.now_ms = max(core.now_ms, now_ms)
@@ -184,7 +184,7 @@ class Scheduler:
         return CHANGES.get(type(message), ALL)
 
     def run_deferred(self) -> list[ev.Command]:
-        """Return the rest of ``handle``: the timeline, and everything that can wait a moment."""
+        """Return the other commands of ``handle``: the timeline, and all that is not urgent."""
         for device in self.machine.devices:
             device.completion.trace_ended()
         self._pump()
@@ -192,7 +192,7 @@ class Scheduler:
         return out
 
     def next_wakeup_ms(self) -> float | None:
-        """Return when a Tick is wanted at the latest; None when only events matter."""
+        """Return the latest instant for the next Tick; None if no Tick is needed."""
         heap = self.core.wakeups.heap
         return heap[0][0] if heap else None
 
@@ -259,10 +259,10 @@ class Scheduler:
             case ev.Exited():
                 self.registry.builder_exited(event)
             case ev.Tick():
-                pass  # each event is a look at the clock
+                pass  # ``decide`` handles the time of every event
 
     def _ask(self, event: ev.ClientRequest) -> None:
-        """Pass a request to its part, and reply with the raised error unless it is a bug."""
+        """Pass a request to its part; answer with an error of the part, unless it is a bug."""
         try:
             self._takers[type(event)](event)
         except InvalidTransition:
@@ -324,7 +324,7 @@ class Scheduler:
     # -- drain --------------------------------------------------------------------------------
 
     def _drain(self, event: ev.DrainRequest) -> None:
-        """Finish accepted requests, commit jobs and leave; on a second call leave at once."""
+        """Finish accepted requests, commit jobs and stop; on a second call stop at once."""
         core = self.core
         if event.token is not None:
             core.drain_tokens.append(event.token)
@@ -350,7 +350,7 @@ class Scheduler:
         return ALL
 
     def _leave(self, reason: str, status: int = 0) -> None:
-        """Answer every client that still waits, then stop the server."""
+        """Answer every waiting client, then stop the server."""
         core = self.core
         core.is_stopped = True
         losses = self.machine.jobs.lost_steps() if not status else []
@@ -370,7 +370,7 @@ class Scheduler:
         core.emit(ev.Shutdown(status=status, reason=reason))
 
     def _refuse_late(self, event: ev.Event) -> None:
-        """Refuse a request that comes after the end; nothing else is done any more."""
+        """Refuse a request that arrives after the server has stopped; ignore other events."""
         match event:
             case ev.ClientRequest(token=token):
                 self.core.refuse(token, ServerUnavailable("the server has stopped"))
@@ -382,7 +382,7 @@ class Scheduler:
     # -- after every event --------------------------------------------------------------------
 
     def _pump(self) -> None:
-        """Call the parts that wait for touched state, until nothing more follows."""
+        """Call the parts that depend on changed state, until nothing changes any more."""
         core = self.core
         while core.dirty or self._seen:
             changed, self._seen = self._seen, 0
@@ -398,7 +398,7 @@ class Scheduler:
     # -- invariants ---------------------------------------------------------------------------
 
     def check_settled(self) -> None:
-        """Assert that nothing was forgotten: each part, called out of turn, has nothing to do."""
+        """Assert that no part was missed: each one is called again and must have nothing to do."""
         core = self.core
         for part in self._parts if not core.is_stopped else ():
             known = len(core.wakeups)

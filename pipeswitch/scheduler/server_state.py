@@ -1,4 +1,4 @@
-"""State shared by the devices of one machine: models, host store, job names; and placement."""
+"""State that the devices of one machine share: models, host store, jobs and placement."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ class ServerState:
     """One host and its devices, with the state that the devices share."""
 
     def __init__(self, core: Core, devices: Sequence[SchedulerSettings] = ()) -> None:
-        """``devices``: the settings of each; if empty, one device with ``core.settings``."""
+        """``devices``: the settings of each device; if empty, one with ``core.settings``."""
         self._core = core
         self.models: dict[ModelName, Model] = {}
         self.served: dict[ModelName, Served] = {}  # by the name that requests use
-        self.chains: dict[ModelName, tuple[Chain, str]] = {}  # with whose they are
+        self.chains: dict[ModelName, tuple[Chain, str]] = {}  # chains with tenants
         self.store = HostStoreAllocator(core)
         self.jobs = Jobs(core)
         devices = devices or (core.settings,)
@@ -47,7 +47,7 @@ class ServerState:
         return next((one for one in streams if one is not None), None)
 
     def prefetch(self, name: ModelName) -> None:
-        """Send a model ahead of its requests, to one device where it disturbs nothing."""
+        """Send a model ahead of its requests to one device, if the copy disturbs no request."""
         if not any(
             name in d.state.replicas and d.state.replicas[name].is_on_device for d in self.devices
         ):

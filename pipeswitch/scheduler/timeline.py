@@ -15,11 +15,9 @@ from msgspec.structs import replace
 
 from .events import Span, Spans
 
-RING_BYTES: Final = 6 << 20  # some 2 KiB a switch: the last 3,000
-KEPT: Final = 32_768  # maximum number of groups
-MOST_BYTES: Final = (
-    32_768  # limit for a group; a longer one loses its arguments, then its last spans
-)
+RING_BYTES: Final = 6 << 20  # about 2 KiB for each switch: the last 3,000 switches
+KEPT: Final = 32_768  # slots for groups of spans; one of them may be being written
+MOST_BYTES: Final = 32_768  # a longer group loses its spans' arguments, then its last spans
 NAME_CHARACTERS: Final = 100
 PROCESS_ID: Final = 1
 FIXED_TRACKS: Final = {"scheduler": 0, "copy": 1}
@@ -29,20 +27,20 @@ _decoder = msgspec.msgpack.Decoder(list[Span])
 
 
 class Timeline:
-    """Groups of spans, packed one after the other in a ring of fixed size, which never grows.
+    """Groups of spans, stored one after the other in a ring buffer of fixed size.
 
-    Written by the scheduler's thread. Any thread may read without a lock: the writer invalidates a
+    Only the scheduler's thread writes. Any thread may read without a lock: the writer invalidates a
     group before it overwrites a byte of it, and the reader copies a group before it checks that the
-    group was still valid. (A deque of objects grew the controller by 18 MiB over its first 10,000
-    switches, which looks like a leak and hides one.)
+    group is still valid. (With a deque of objects, the controller would grow by 18 MiB in its first
+    10,000 switches. This looks like a leak and would hide a real one.)
     """
 
     def __init__(self) -> None:
-        self._ring = bytearray(b"\xff") * RING_BYTES  # touched: resident now
-        # Where each group begins, in bytes ever written, and its length.
+        self._ring = bytearray(b"\xff") * RING_BYTES  # written, so that all its pages are resident
+        # Start of each group, counted in bytes ever written, and its length.
         self._begins = array("q", [0]) * KEPT
         self._lengths = array("i", [0]) * KEPT
-        # The latest end of a span up to each group; spans that ended later are in later groups.
+        # Latest end of all spans up to and including each group.
         self._latest_ms = array("d", [0.0]) * KEPT
         self._newest_ms = 0.0
         self._count = 0  # groups ever added
@@ -55,7 +53,7 @@ class Timeline:
             packed = _short(spans)
         slot, begin = self._count % KEPT, self._end
         if begin % RING_BYTES + len(packed) > RING_BYTES:
-            begin += -begin % RING_BYTES  # in one piece
+            begin += -begin % RING_BYTES  # a group does not wrap around
         self._end = begin + len(packed)
         self._newest_ms = self._latest_ms[slot] = max(
             [self._newest_ms, *[span.end_ms for span in spans]]
@@ -75,7 +73,7 @@ class Timeline:
             begin, length = self._begins[index % KEPT], self._lengths[index % KEPT]
             at = begin % RING_BYTES
             packed = bytes(self._ring[at : at + length])
-            if begin >= self._end - RING_BYTES and self._count - index <= KEPT:
+            if begin >= self._end - RING_BYTES and self._count - index < KEPT:
                 spans += [span for span in _decoder.decode(packed) if span.end_ms >= since_ms]
         return spans
 
@@ -106,7 +104,7 @@ class Timeline:
 
 
 def _short(spans: Sequence[Span]) -> bytes:
-    """Encode the spans in at most ``MOST_BYTES``, whatever their names and arguments are."""
+    """Encode spans in at most ``MOST_BYTES``: short names, no arguments, fewer spans if needed."""
     short = [
         replace(span, name=_plain(span.name), track=_plain(span.track), args={}) for span in spans
     ]

@@ -1,6 +1,6 @@
 """Arrivals of requests by model: recorded and random traces. Pure: takes text, opens no file.
 
-The included traces are Microsoft Azure's (CC BY 4.0); ``data/README.md`` is their attribution.
+The included traces are from Microsoft Azure (CC BY 4.0); see ``data/README.md``.
 """
 
 from __future__ import annotations
@@ -17,18 +17,18 @@ MAX_ARRIVALS: Final = 5_000_000
 
 
 class Arrival(NamedTuple):
-    """Arrival of a request; the first of a trace may come later than at 0."""
+    """Arrival of a request. ``at_ms`` counts from the start of the trace."""
 
     at_ms: float
-    model: int  # which of the trace's
-    deadline_ms: float | None = None  # from then; None: the replay's own
+    model: int  # index among the models of the trace
+    deadline_ms: float | None = None  # from the arrival; None: as in the replay's settings
     caller: str = ""
-    prompt: int = 0  # tokens, of a language model
-    tokens: int = 1  # of its answer, each a request of its own when the one before is answered
+    prompt: int = 0  # number of tokens in a language model's prompt
+    tokens: int = 1  # tokens of its answer; each is a request that follows the previous answer
 
 
 class Trace(NamedTuple):
-    """Arrivals in order of time, of ``model_count`` models."""
+    """Arrivals for ``model_count`` models, in order of time."""
 
     name: str
     arrivals: tuple[Arrival, ...]
@@ -36,14 +36,14 @@ class Trace(NamedTuple):
 
 
 class TraceError(ValueError):
-    """Invalid trace; the text says where, and the expected form."""
+    """Invalid trace; the text names the place and the expected form."""
 
 
 def of_functions(text: str, *, speed_up: float = 1.0, seed: int = 0) -> Trace:
-    """Parse Azure Functions 2019: a row for each function, a column for each minute's count.
+    """Parse Azure Functions 2019: a row for each function, a column with the count of each minute.
 
-    Each count is spread over its minute uniformly, by the seed; time is divided by the speed-up.
-    Functions are numbered by their calls, the busiest 0.
+    The arrivals of a minute are uniformly random (``seed``); times are divided by ``speed_up``.
+    Functions are numbered by their total counts; number 0 is the busiest.
     """
     header, *rows = _rows(text)
     first = next((i for i, name in enumerate(header) if not name.startswith("Hash")), len(header))
@@ -60,9 +60,8 @@ def of_functions(text: str, *, speed_up: float = 1.0, seed: int = 0) -> Trace:
 
 
 def of_services(texts: Sequence[str], *, speed_up: float = 1.0, has_tokens: bool = False) -> Trace:
-    """Parse Azure LLM 2023: a file for each service, a row for each request with its
-    ``TIMESTAMP`` and the tokens of its prompt and of its answer, which are used only with
-    ``has_tokens``."""
+    """Parse Azure LLM 2023: a file for each service, a row for each request with its ``TIMESTAMP``
+    and the numbers of tokens in prompt and answer. These are used only with ``has_tokens``."""
     times: list[tuple[datetime, int, list[int]]] = []
     for model, text in enumerate(texts):
         _, *rows = _rows(text)
@@ -81,11 +80,11 @@ def of_services(texts: Sequence[str], *, speed_up: float = 1.0, has_tokens: bool
 
 
 def of_rows(text: str, *, name: str = "trace", speed_up: float = 1.0) -> tuple[Trace, list[str]]:
-    """Parse a user's trace: rows of ``at_ms,model`` under that header, optionally with
+    """Parse a user's trace: a header ``at_ms,model``, and rows of this form, optionally with
     ``deadline_ms`` (from the arrival) and the client. Return the trace and the models' names.
 
     Raises:
-        TraceError: another header, or a row that is not of that form.
+        TraceError: the header or a row has another form.
     """
     header, *rows = _rows(text)
     if [word.strip() for word in header[:2]] != ["at_ms", "model"]:
@@ -110,7 +109,7 @@ def of_rows(text: str, *, name: str = "trace", speed_up: float = 1.0) -> tuple[T
 
 
 def poisson(rate_per_s: float, *, count: int, model_count: int, seed: int = 0) -> Trace:
-    """Return independent arrivals; by Zipf's law the k-th model is requested 1/k times as often."""
+    """Return Poisson arrivals. By Zipf's law the k-th model gets 1/k as many as the first one."""
     chance = Random(seed)
     weights = [1.0 / (1 + model) for model in range(model_count)]
     models = chance.choices(range(model_count), weights, k=count)
@@ -122,9 +121,9 @@ def poisson(rate_per_s: float, *, count: int, model_count: int, seed: int = 0) -
 
 
 def tiled(trace: Trace, tiles: int, requests: int, seed: int = 0) -> Trace:
-    """Return the trace for ``tiles`` concurrent clients, about ``requests`` requests in all, at
-    most every one. Each client has its own models, starts at its own instant of the trace,
-    and wraps around."""
+    """Return the trace for ``tiles`` concurrent clients, with about ``requests`` requests in total
+    if there are so many. Each client has its own models, starts at a random instant of the trace,
+    and continues at the trace's beginning after its end."""
     chance, times = Random(f"tiles {seed}"), [one.at_ms for one in trace.arrivals]
     length_ms = times[-1] + times[-1] / len(times)
     span_ms = length_ms * min(1.0, requests / (tiles * len(times)))
@@ -160,7 +159,7 @@ def _counts(words: Iterable[str], number: int) -> list[int]:
 
 
 def _instant(word: str, number: int) -> datetime:
-    """Parse a time with seven decimals of a second; datetime takes six."""
+    """Parse a time whose seconds may have seven decimals; ``datetime`` takes only six."""
     try:
         return datetime.fromisoformat(word.strip()[:26])
     except ValueError:

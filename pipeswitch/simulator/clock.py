@@ -1,4 +1,4 @@
-"""Virtual time: entries that are due, and the next steps of processes."""
+"""Virtual time: scheduled entries, and the next steps of processes."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ Act = Callable[[], None]
 
 
 class Move(NamedTuple):
-    """Next step of one lane of a process. The clock ends it ``cost_ms`` after it could begin,
-    unless the lane gets something else to do first: then it never happens."""
+    """Next step of one thread of a process. The clock executes it ``cost_ms`` after it became
+    possible. It never happens if the thread gets another next step before."""
 
     thread: str
     what: str
@@ -20,13 +20,13 @@ class Move(NamedTuple):
 
 
 class ProcessPlans(dict[str, tuple[str, int]]):
-    """Plans of a process on ``device``: lane -> its next step, and the number of its entry."""
+    """Plans of a process on ``device``: thread -> its next step and the number of its entry."""
 
     device = 0
 
 
 class Clock:
-    """Clock with an instant, and the due entries in order; the oldest first within an instant."""
+    """Clock with the current instant, and its entries by due time, the oldest first if equal."""
 
     def __init__(self) -> None:
         self.now_ms = 0.0
@@ -34,11 +34,11 @@ class Clock:
         self._count = 0
 
     def at(self, due_ms: float, act: Act) -> None:
-        """Schedule an act at that instant."""
+        """Schedule an act at the instant ``due_ms``."""
         self._push(due_ms, None, "", act)
 
     def plan(self, plans: ProcessPlans, moves: Sequence[Move]) -> None:
-        """Replace a process's entries by its moves; an entry for the same step stays."""
+        """Replace a process's entries by its moves; an entry for an unchanged step stays."""
         if plans:
             next_by_thread = {move.thread: move.what for move in moves}
             for thread, (what, _) in list(plans.items()):
@@ -49,14 +49,14 @@ class Clock:
                 plans[thread] = (what, self._push(self.now_ms + cost_ms, plans, thread, act))
 
     def next_ms(self) -> float | None:
-        """Return when the next entry is due; None when there is none."""
+        """Return the instant of the next entry; None if there is none."""
         entries = self._entries
         while entries and not self._is_planned(*entries[0][1:4]):
             heapq.heappop(entries)
         return entries[0][0] if entries else None
 
     def take(self) -> tuple[Act, ProcessPlans | None]:
-        """Advance to the next entry; return its act and plans. Call ``next_ms`` before."""
+        """Advance to the next entry; return its act and plans. Call ``next_ms`` first."""
         due_ms, _, plans, thread, act = heapq.heappop(self._entries)
         self.now_ms = max(self.now_ms, due_ms)
         if plans is not None:

@@ -24,13 +24,13 @@ FENCE_COUNT: Final = 64
 
 
 def check_policy(make: Callable[..., Policy], *, max_wait_ms: float = 2000.0) -> None:
-    """Assert that a server can be given this policy.
+    """Assert that a server can use this policy.
 
     Args:
-        make: what ``[scheduler] policy`` names; it is called with ``max_wait_ms``.
+        make: function that ``[scheduler] policy`` would name; it is called with ``max_wait_ms``.
 
     Raises:
-        AssertionError: says which promise is broken, and by which request.
+        AssertionError: the policy breaks a rule; the text names the rule and the request.
     """
     policy = make(max_wait_ms=max_wait_ms)
     assert isinstance(policy, Policy), f"{policy!r} is no Policy"
@@ -85,7 +85,7 @@ def _check_order(order: Order, one: Waiting, view: View, chance: Random) -> None
     assert order.rank(one, view) == rank, f"rank of {one} changes"
     until_ms = min(order.stays_until_ms(one, view), view.now_ms + FAR_MS)
     assert until_ms >= view.now_ms, f"rank of {one} stays until {until_ms}, before {view.now_ms}"
-    overdue_at_ms = one.arrived_at_ms + order.aging_ms  # it is looked at again then
+    overdue_at_ms = one.arrived_at_ms + order.aging_ms  # the request is ranked again then
     if overdue_at_ms > view.now_ms:
         until_ms = min(until_ms, overdue_at_ms)
     later_ms = view.now_ms + chance.random() * 0.99 * (until_ms - view.now_ms)
@@ -122,7 +122,7 @@ def _check_costs(policy: Policy, view: View, chance: Random) -> None:
 
 
 def _check_life(policy: Policy, max_wait_ms: float, chance: Random) -> None:
-    """Check that the policy answers every request to six models of which two fit."""
+    """Check that every request to six models is answered, although only two fit on the device."""
     settings = SchedulerSettings(
         arena_bytes=12 * MIB,
         store_bytes=64 * MIB,

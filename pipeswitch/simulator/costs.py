@@ -10,13 +10,13 @@ from ..ipc.messages.base import ByteRange
 
 @dataclass(frozen=True, kw_only=True)
 class Link:
-    """Link that copies one piece after the other: a fixed time, plus a time per byte."""
+    """Link that copies one piece at a time: each takes a fixed time, plus a time per byte."""
 
     bytes_per_ms: float = math.inf
     fixed_ms: float = 0.0
 
     def copy_ms(self, size_bytes: int) -> float:
-        """Return how long a copy takes; a group of no bytes is already there."""
+        """Return the time of a copy; 0 for no bytes, since such a group is already there."""
         return self.fixed_ms + size_bytes / self.bytes_per_ms if size_bytes else 0.0
 
 
@@ -28,12 +28,12 @@ class Costs:
     to_host: Link = field(default_factory=Link)
     to_store: Link = field(default_factory=Link)
     to_disk: Link = field(default_factory=Link)
-    message_ms: float = 0.0  # between the controller and a process, one way
-    start_ms: float = 0.0  # of a process
+    message_ms: float = 0.0  # one message between the controller and a process
+    start_ms: float = 0.0  # start of a process
     reap_ms: float = 0.0
     build_ms: float = 0.0
     prepare_ms: float = 0.0
-    park_ms: float = 0.0  # from a stop to the end of the layer
+    park_ms: float = 0.0  # from the stop of a job to the end of its layer
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,10 +42,10 @@ class Training:
 
     steps: int
     step_ms: float = 0.0
-    start_ms: float = 0.0  # from the top of the script to its first step
-    loader_ms: float = 0.0  # of a wait for data
+    start_ms: float = 0.0  # from the start of the script to its lease request
+    loader_ms: float = 0.0  # wait for each batch
     slice_bytes: int
-    state_bytes: int  # of one commit
+    state_bytes: int  # size of one commit
 
     @property
     def ranges(self) -> tuple[ByteRange, ...]:

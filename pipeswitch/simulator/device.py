@@ -1,4 +1,4 @@
-"""Memory of the device: its contents, its permitted writers (I4), and the owner of the turn."""
+"""Memory of a simulated device: its contents, its permitted users (I4), and the turn word."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from .programs import SimulatedProgram
 
 
 class Violation(AssertionError):
-    """Broken invariant of docs/architecture.md, by the scheduler's fault."""
+    """Invariant of docs/architecture.md that the scheduler has broken."""
 
 
 def require(is_so: bool, text: str) -> None:
-    """Raise Violation unless it is so."""
+    """Raise Violation with ``text`` unless ``is_so``."""
     if not is_so:
         raise Violation(text)
 
@@ -32,14 +32,14 @@ class ByteSpan(NamedTuple):
         return self.start < other.end and other.start < self.end
 
 
-User = tuple[str, ByteSpan]  # who reads or writes now, for a sentence
+User = tuple[str, ByteSpan]  # text about a reader or writer, and its range
 
 NOWHERE = ByteSpan(0, 0)
-BASE = 6  # of the digits in a script's state: up to so many steps show one by one
+BASE = 6  # base of the digits in a script's state
 
 
 class Image(NamedTuple):
-    """State of a script: two halves of its parameters, and its position in the data.
+    """State of a script: two halves of its parameters, and its number of finished steps.
 
     Step *k* appends digit *k* to each half.
     """
@@ -53,7 +53,7 @@ ZEROS = Image(0, 0, 0)
 
 
 def after_step(half: int, step: int) -> int:
-    """Return one half of the parameters after batch number ``step`` was applied to it."""
+    """Return one half of the parameters after step number ``step`` (from 0)."""
     return half * BASE + step + 1
 
 
@@ -66,17 +66,17 @@ def image_of(step: int) -> Image:
 
 
 class Held(NamedTuple):
-    """Transfer to the arena that is not overwritten."""
+    """Transfer to the arena whose region was not given to another owner."""
 
     order: TransmitModel
-    done: int  # groups whose bytes are there
+    done: int  # number of groups that have arrived
 
 
 class SimulatedArea:
     """A job's commit area: the newest image, and half of the next one (ADR 8)."""
 
     def __init__(self) -> None:
-        self.step = -1  # of the newest commit; -1: there is none
+        self.step = -1  # step of the newest commit; -1: none
         self._newest: Image | None = None
         self._half = 0
 
@@ -85,37 +85,37 @@ class SimulatedArea:
         return self._newest
 
     def begin(self, step: int, image: Image) -> None:
-        """Note that the first half is copied; the newest image stays whole until the next is."""
+        """Record that the first half is copied; the newest image stays until ``flip``."""
         self._half = image.first
 
     def flip(self, step: int, image: Image) -> None:
-        """Note that the rest is copied: this is the newest image."""
+        """Record that the rest is copied: this image is now the newest."""
         self.step, self._newest = step, image._replace(first=self._half)
 
 
 class SimulatedDevice:
     """Bytes of models and slices, fences, and the two words of the control page.
 
-    Its values are replaced, never changed, so a state of the world can be saved.
+    The values of its fields are replaced, never changed, so a state of the world can be saved.
     """
 
     def __init__(self) -> None:
         self.turn = 0
-        self.stop_words: dict[int, int] = {}  # of tasks, by slot
+        self.stop_words: dict[int, int] = {}  # operation id of the task that must stop, by slot
         self.clear()
 
     def clear(self) -> None:
-        """Clear the memory, which is gone with the daemon that owned it."""
+        """Clear the memory, which was lost with its daemon."""
         self.fences: dict[int, OpId] = {}
-        self.computed = (0, 0)  # of a model that streams: its copy's operation id, how many groups
-        self.contents: dict[ModelName, Held] = {}  # what lies there, or is on its way
-        self.slices: dict[int, Image] = {}  # those that were written, by offset
-        self.intact: dict[ModelName, ByteSpan] = {}  # what of a last complete copy is still there
-        self.cancelled: frozenset[OpId] = frozenset()  # copies that may end before all has arrived
-        self.dirty: tuple[ByteSpan, ...] = ()  # a dead job's bytes, not zeroed yet
+        self.computed = (0, 0)  # streaming model: operation id of its copy, computed groups
+        self.contents: dict[ModelName, Held] = {}  # models on the device or being copied
+        self.slices: dict[int, Image] = {}  # written slices, by offset
+        self.intact: dict[ModelName, ByteSpan] = {}  # rest of each model's last complete copy
+        self.cancelled: frozenset[OpId] = frozenset()  # copies that may end early
+        self.dirty: tuple[ByteSpan, ...] = ()  # slices of dead jobs that are not zeroed yet
 
     def claim(self, span: ByteSpan, why: str, users: Iterable[User]) -> None:
-        """Give a range to a new owner: nothing alive may use it, and its old content is gone."""
+        """Give a range to a new owner: nobody may use the range, and its old content is lost."""
         require_unused(span, why, users)
         for dirty in self.dirty:
             require(not span.overlaps(dirty), f"{why} overlaps a slice that is not zeroed (I4)")
@@ -133,7 +133,7 @@ class SimulatedDevice:
         fence_count: int,
         users: Iterable[User],
     ) -> None:
-        """Begin the copy of a model; groups that are not sent again must lie there."""
+        """Begin the copy of a model; groups that are not sent again must be on the device."""
         start = order.arena_offset_bytes
         require(start >= fence_count * FENCE_BYTES, "a model over the fences")
         intact = self.intact.get(order.model, NOWHERE)
@@ -148,14 +148,14 @@ class SimulatedDevice:
         self.contents = {**self.contents, order.model: Held(order, 0)}
 
     def arrived(self, order: TransmitModel, group: GroupCopy) -> None:
-        """Note the arrival of a group's bytes, then of its word."""
+        """Record the arrival of a group's bytes, and then of its fence."""
         content = self.contents.get(order.model)
         if content is not None and content.order.op_id == order.op_id:
             self.contents = {**self.contents, order.model: Held(content.order, content.done + 1)}
         self.fences = {**self.fences, group.fence: order.op_id}
 
     def completed(self, order: TransmitModel) -> None:
-        """Note that all groups have arrived."""
+        """Record that all groups have arrived."""
         content = self.contents.get(order.model)
         if content is not None and content.order.op_id == order.op_id:
             self.intact = {**self.intact, order.model: region_of(order)}
@@ -164,7 +164,7 @@ class SimulatedDevice:
         return self.fences.get(order.first_fence + group) == order.residency_id
 
     def check_order(self, order: RunInference, group_count: int) -> None:
-        """Require that a worker's model is on the device, or on its way, as the order says."""
+        """Require that the model is on the device or being copied, as the worker's order says."""
         content = self.contents.get(order.model)
         require(content is not None, f"{order.model} does not lie in the arena")
         assert content is not None
@@ -177,7 +177,7 @@ class SimulatedDevice:
         require(len(sent.groups) == group_count, "it was sent in other groups")
 
     def check_read(self, order: RunInference, group: int) -> None:
-        """Require that a group is there when a worker computes with it."""
+        """Require that a group is on the device when a worker computes with it."""
         content = self.contents.get(order.model)
         is_there = content is not None and content.order.op_id == order.residency_id
         require(is_there, f"{order.model} is read after its eviction (I4)")
@@ -185,7 +185,7 @@ class SimulatedDevice:
         require(content.done > group, f"group {group} of {order.model} is read and not there (I4)")
 
     def has_room(self, order: TransmitModel, group: int) -> bool:
-        """Return True if a streaming model's group may land: the group there has computed."""
+        """Return True if a streaming group may be copied: the groups in its place have computed."""
         count = order.waits[group] if order.waits else 0
         return not count or (self.computed[0] == order.op_id and self.computed[1] >= count)
 
@@ -208,7 +208,7 @@ def require_unused(span: ByteSpan, why: str, users: Iterable[User]) -> None:
 
 
 def _without(span: ByteSpan, cut: ByteSpan) -> ByteSpan:
-    """Return the rest of ``span`` before ``cut``, or else after it: a prefix, or kept groups."""
+    """Return the rest of ``span`` before ``cut`` (a prefix), else after it (kept groups)."""
     if not span.overlaps(cut):
         return span
     return (
@@ -228,8 +228,8 @@ def resident_groups(order: TransmitModel) -> list[GroupCopy]:
 
 
 def _true_size(order: TransmitModel, group: GroupCopy, program: SimulatedProgram) -> int:
-    """Return the bytes of a group whose order says 0: up to the beginning of the next one."""
+    """Return the size of a group whose order says 0: it ends where the next group begins."""
     begins = sorted(g.arena_offset_bytes for g in order.groups)
-    held_bytes = min(order.region_bytes, program.manifest.total_bytes)  # one that streams: less
+    held_bytes = min(order.region_bytes, program.manifest.total_bytes)  # a streaming one has less
     begins.append(order.arena_offset_bytes + held_bytes)
     return begins[begins.index(group.arena_offset_bytes) + 1] - group.arena_offset_bytes

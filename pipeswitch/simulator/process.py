@@ -1,5 +1,5 @@
-"""Base of all simulated processes: channels, a life, and an end that may come at any time; and a
-builder, the simplest process."""
+"""Base class of all simulated processes, with channels and an exit that may come at any time; and
+the builder, the simplest process."""
 
 from __future__ import annotations
 
@@ -28,21 +28,21 @@ Chance = Literal[
     "infer_error",
     "hang",  # a request begins and never ends
     "poison",  # a request kills its worker
-    "unclean",  # a worker says later that it holds nothing of a task any more
-    "commit",  # before it is due
-    "skips_commit",  # an evicted script unwinds without one
+    "unclean",  # a worker reports only later that it has cleaned up after a task
+    "commit",  # a script commits before a commit is due
+    "skips_commit",  # an evicted script unwinds without a commit
     "script_error",
     "swallow",  # a script neither parks nor unwinds
-    "linger",  # a process does not leave after its script
+    "linger",  # a process does not exit after its script
     "takes_along",  # a worker dies with its memory daemon
 ]
 
 
 class Choices(Protocol):
-    """Choices of what happens; the only source of chance."""
+    """Decisions on random events; the only source of randomness."""
 
     def happens(self, what: Chance, name: str) -> bool:
-        """Return True if it happens now. ``name``: of the model, the job or the process."""
+        """Return True if the event happens now to the model, job or process ``name``."""
         ...
 
 
@@ -55,25 +55,25 @@ class Faithful:
 
 @dataclass(kw_only=True)
 class Scene:
-    """State shared by the processes of one device; all but the device is the server's."""
+    """State that the processes of one device share; devices share all but ``device``, ``index``."""
 
     choices: Choices
     costs: Costs
     clock: Clock = field(default_factory=Clock)
-    device: SimulatedDevice = field(default_factory=SimulatedDevice)  # theirs
-    index: int = 0  # of that device
+    device: SimulatedDevice = field(default_factory=SimulatedDevice)  # the processes' device
+    index: int = 0  # index of the device
     programs: dict[ModelName, SimulatedProgram] = field(default_factory=dict)
     scripts: dict[JobName, Training] = field(default_factory=dict)
-    commits: dict[JobName, SimulatedArea] = field(default_factory=dict)  # memfds
-    prompts: dict[str, float] = field(default_factory=dict)  # request: what it adds to a row's time
+    commits: dict[JobName, SimulatedArea] = field(default_factory=dict)  # commit areas
+    prompts: dict[str, float] = field(default_factory=dict)  # extra time by request, in rows
 
 
 class SimulatedProcess:
-    """Simulated process with a life. Its messages in both directions wait in channels, in order.
+    """Simulated process. Its messages in both directions wait in channels, in order.
 
     Args:
-        deliver: takes a message from it on arrival.
-        reap: takes its end.
+        deliver: called when one of its messages arrives.
+        reap: called when it is reaped.
     """
 
     begun: OpId | None = None  # the last task that a worker began to compute
@@ -89,13 +89,13 @@ class SimulatedProcess:
         self.name = name
         self.address = address
         self.scene = scene
-        self.status: int | None = None  # set when it has ended, perhaps not yet reaped
+        self.status: int | None = None  # exit status; None: the process runs
         self.is_reaped = False
-        self.is_doomed = False  # SIGKILL was sent and has not struck yet
-        self.may_lose = False  # killed: what it had said may arrive after its exit, or never
+        self.is_doomed = False  # SIGKILL was sent, but has not ended the process yet
+        self.may_lose = False  # after a failure, messages may arrive after the exit, or never
         self.inbox: dict[str, deque[Message]] = {}
         self.out: dict[str, deque[Message]] = {}
-        self.plans = ProcessPlans()  # by the clock
+        self.plans = ProcessPlans()  # the clock's entries for this process
         self.plans.device = scene.index
         self._deliver, self._reap = deliver, reap
 
@@ -113,18 +113,18 @@ class SimulatedProcess:
             self.inbox.setdefault(channel, deque()).append(message)
 
     def kill(self) -> None:
-        """Doom the process, which runs on until the signal strikes."""
+        """Send SIGKILL to the process, which runs on until the signal ends it."""
         self.is_doomed = self.runs
 
     def end(self, status: int) -> None:
-        """End the process. Its messages are still on their way."""
+        """End the process. Its messages are still on their way to the controller."""
         if self.status is None:
             self.status = status
             self.may_lose, self.is_doomed = status != 0, False
             self.inbox.clear()
 
     def moves(self) -> list[Move]:
-        """Return every move that may happen to it next."""
+        """Return every move of the process that may happen next."""
         costs = self.scene.costs
         moves = [
             Move(f"from {channel}", "arrives", costs.message_ms, partial(self._arrives, queue))
@@ -160,7 +160,7 @@ def _read(queue: deque[Message], take: Callable[[Message], None]) -> None:
 
 
 class SimulatedBuilder(SimulatedProcess):
-    """Simulated builder: finds the model's program in the scene's library."""
+    """Simulated builder; it finds the model's program in ``Scene.programs``."""
 
     def __init__(self, order: StartBuild, *of_process: object) -> None:
         address = Address("builder", generation=order.op_id)

@@ -1,4 +1,4 @@
-"""Programs that exist on paper: layout and computing times, no tensor."""
+"""Simulated programs: they have a layout and computing times, but no tensors."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ ALIGNMENT_BYTES = 512
 
 @dataclass(frozen=True, kw_only=True)
 class SimulatedProgram:
-    """Program of a model in the world; its layers compute one after the other."""
+    """Program of a simulated model; its layers compute one after the other."""
 
     manifest: Manifest
-    plan: tuple[int, ...]  # layers that open a group, as it was built
+    plan: tuple[int, ...]  # indices of the layers that begin a group in the built program
     layer_ms: tuple[float, ...]
-    row_share: float = 1.0  # of those, what each further row of a batch adds
-    profiles: tuple[ProfileFile, ...] = ()  # measured by an earlier server, found when it is built
+    row_share: float = 1.0  # time of each further row of a batch, as a fraction of the first's
+    profiles: tuple[ProfileFile, ...] = ()  # an earlier server's profiles, found at the build
 
     def group_ms(self, plan: Sequence[int], batch: int, more: float = 0.0) -> tuple[float, ...]:
-        """Return the computing time of each group. ``plan``: RunInference's, empty: as built;
-        ``more``: extra time for prompts, in units of one row's time."""
+        """Return the computing time of each group. ``plan``: as in RunInference, empty: the built
+        groups. ``more``: extra time for prompts, in units of one row's time."""
         begins = list(plan) or self.plan
         ends = (*begins[1:], len(self.layer_ms))
         rows = 1.0 + (batch - 1) * self.row_share + more

@@ -29,18 +29,18 @@ from .programs import ALIGNMENT_BYTES, SimulatedProgram, manifest_of
 from .world import World
 
 NEAR_MS: Final = 1e-6  # rounding of a sum of instants
-REPORT_EVERY: Final = 500  # requests between two words to who watches
-ENDLESS: Final = 1 << 30  # a limit of the queue that no trace reaches
+REPORT_EVERY: Final = 500  # number of answered requests between two calls of ``watch``
+ENDLESS: Final = 1 << 30  # a limit that no trace reaches
 
 
 @dataclass(frozen=True, kw_only=True)
 class PaperModel:
-    """Model as layers: bytes, and computing time in milliseconds at batch 1.
+    """Model described by its layers: bytes, and computing time in milliseconds at batch 1.
 
     Attributes:
-        plan: the layers that open a group.
-        batching: how its requests are joined; None: they are not.
-        row_share: additional time of each further joined request, as a share of one request's.
+        plan: indices of the layers that begin a group.
+        batching: rules for batches of its requests; None: its requests run alone.
+        row_share: time of each further request in a batch, as a fraction of the first one's.
     """
 
     name: str
@@ -59,12 +59,12 @@ class PaperModel:
         return sum(self.layer_ms)
 
     def load_ms(self, link: Link) -> float:
-        """Return how long the model's copy takes, group after group."""
+        """Return the time to copy the model group after group."""
         begins = [*self.plan, len(self.layer_bytes)]
         return sum(link.copy_ms(sum(self.layer_bytes[a:b])) for a, b in pairwise(begins))
 
     def program(self) -> SimulatedProgram:
-        """Return the program for the simulated world; sizes are rounded up to whole tensors."""
+        """Return the program for the simulated world; layer sizes are rounded up to alignment."""
         sizes = tuple(aligned(size, ALIGNMENT_BYTES) for size in self.layer_bytes)
         return SimulatedProgram(
             manifest=manifest_of(f"d-{self.name}", sizes, self.plan, self.batching),
@@ -75,7 +75,7 @@ class PaperModel:
 
 
 def paper_model(name: str, profile: Profile) -> PaperModel:
-    """Return a model with the measured times, in the groups that are planned from them."""
+    """Return a model with the measured times, and with groups that are planned from them."""
     costs, plan = costs_of(profile), plan_of(profile)
     return PaperModel(
         name=name,
@@ -87,7 +87,7 @@ def paper_model(name: str, profile: Profile) -> PaperModel:
 
 
 def _row_share(profile: Profile) -> float:
-    """Return the row share from batch 1 and the largest measured batch; 1 if one is missing."""
+    """Return ``row_share`` from batch 1 and the largest measured batch; 1 if one is missing."""
     most = max(times.batch for times in profile.batches)
     if most == 1 or profile.batch(1) is None:
         return 1.0
@@ -103,12 +103,12 @@ def link_of(profile: Profile) -> Link:
 
 @dataclass(frozen=True, kw_only=True)
 class PaperJob:
-    """A script of equal steps, submitted ``at_ms`` after the trace begins."""
+    """Job whose script has equal steps. It is submitted ``at_ms`` after the trace begins."""
 
     name: str
     steps: int
     step_ms: float
-    memory_bytes: int  # of the device; a commit copies all of it
+    memory_bytes: int  # size of its memory on the device; a commit copies all of it
     at_ms: float = 0.0
 
     def script(self) -> Training:
@@ -123,13 +123,13 @@ class PaperJob:
 
 @dataclass(frozen=True, kw_only=True)
 class Trained:
-    """End of a job; milliseconds of the virtual clock.
+    """Result of an ended job, in milliseconds of the virtual clock.
 
     Attributes:
-        jct_ms: from its submission to its end (job completion time).
-        trained_ms: time of it with the device.
-        preempted_ms: time of it suspended in place, its memory kept, for requests or other jobs.
-        evictions: how often it had to leave its memory.
+        jct_ms: time from its submission to its end (job completion time).
+        trained_ms: part of ``jct_ms`` for which it had the device.
+        preempted_ms: part of ``jct_ms`` for which it was suspended in place and kept its memory.
+        evictions: number of times that it lost its memory.
     """
 
     name: str
@@ -146,7 +146,7 @@ class Trained:
 
 
 def trained(job: PaperJob, jct_ms: float, row: Mapping[str, Any]) -> Trained:
-    """Return a job's end. ``row``: its last row of ``pipeswitch jobs``."""
+    """Return a job's result. ``row``: its last row of ``pipeswitch jobs``."""
     return Trained(
         name=job.name,
         at_ms=job.at_ms,
@@ -162,14 +162,14 @@ class Setting:
     """Server for a replay.
 
     Attributes:
-        memory_bytes: of each device, for models and jobs.
-        own: makes the policy where ``policy`` is not a built-in name; each server has its own.
-        slo_ms: how long a request may take beyond its own computing.
-        has_deadlines: whether requests carry that as their deadline; without, late ones are
-            computed all the same.
-        is_known: whether each model's times are known before they are measured.
-        prepares: whether workers load programs beforehand, which takes no simulated time.
-        prompt_share: time of each prompt token in the first step, as a share of a step's.
+        memory_bytes: memory of each device for models and jobs.
+        own: creates the policy of each server, if ``policy`` is not a built-in name.
+        slo_ms: time that a request may take in addition to its own computation.
+        has_deadlines: requests have this time as their deadline; otherwise late requests are
+            computed, too.
+        is_known: each model's times are known from the start, without measurements.
+        prepares: workers load programs in advance, which takes no simulated time.
+        prompt_share: time of each prompt token in the first step, as a fraction of a step's time.
     """
 
     memory_bytes: int
@@ -190,18 +190,18 @@ class Setting:
 
 @dataclass(frozen=True, kw_only=True)
 class Outcome:
-    """Results of a trace's requests; milliseconds of the virtual clock.
+    """Results of a trace's requests, in milliseconds of the virtual clock.
 
     Attributes:
-        latency_ms: of each computed request, in order of arrival; of several tokens, until the
-            first.
-        between_ms: from each token of an answer to its next, sorted.
-        in_slo: number of requests that ended in time, with all their tokens.
+        latency_ms: latency of each computed request, in order of arrival. For an answer of several
+            tokens, it is the time to the first token.
+        between_ms: times between two successive tokens of an answer, sorted.
+        in_slo: number of requests whose tokens all arrived in time.
         refused: number of requests that were not computed, by the error's name.
-        busy_ms: how long the devices computed or trained.
-        order: the requests by their number in the trace, as they were computed.
-        jobs: in the order in which they were named.
-        warnings: lines that a server's log would have, such as of a policy that failed.
+        busy_ms: total time for which the devices computed or trained.
+        order: numbers of the requests in the trace, in the order of their computation.
+        jobs: results of the jobs, in the order of the arguments.
+        warnings: warnings for a server's log, such as the failure of a policy.
     """
 
     requests: int
@@ -242,11 +242,11 @@ def replay(
     watch: Callable[[int], None] | None = None,
     take_span: Callable[[ev.Spans], None] | None = None,
 ) -> Outcome:
-    """Replay all requests of a trace and all jobs, on one server that has registered the models.
+    """Replay all requests of a trace, and all jobs, on one server that has registered the models.
 
     Args:
         watch: called with the number of answered requests.
-        take_span: takes the intervals of the timeline.
+        take_span: called with intervals of the timeline.
 
     Raises:
         ValueError: a model or a job is larger than the memory.
@@ -261,9 +261,9 @@ def replay(
 
 
 def serial(setting: Setting, models: Sequence[PaperModel], arrivals: Sequence[Arrival]) -> Outcome:
-    """Replay the reference: in order of arrival, a model's copy and then its computing, with no
-    overlap, as in the loop that PipeSwitch's authors published; the least recently used model
-    leaves."""
+    """Replay the reference, the loop that PipeSwitch's authors published: requests run in order of
+    arrival, a model is copied and then computes without overlap, and the least recently used model
+    is evicted."""
     link = setting.costs.to_device
     jobs = [
         WindowJob(
@@ -298,8 +298,8 @@ def serial(setting: Setting, models: Sequence[PaperModel], arrivals: Sequence[Ar
 
 
 class Models(dict[int, PaperModel]):
-    """Models by their number in the trace. Each tile has the same models under its own names;
-    they are created on first access."""
+    """Models by their number in the trace. A tile is one client's copy of the trace; it has the
+    same models under its own names, which are created on first access."""
 
     def __init__(self, first: Sequence[PaperModel], tiles: int = 1) -> None:
         super().__init__(enumerate(first))
@@ -313,17 +313,17 @@ class Models(dict[int, PaperModel]):
 
 
 class Asked(NamedTuple):
-    """Request, or a token of one, that has no answer yet."""
+    """Request, or one token of a request, that has no answer yet."""
 
     number: int
     arrival: Arrival
     at_ms: float
-    step: int = 0  # which token it is
-    is_in_time: bool = True  # none before it was late
+    step: int = 0  # index of the token
+    is_in_time: bool = True  # no earlier token was late
 
 
 class Replay(World):
-    """One server, and the requests of a trace that come to it. ``models``: all possible ones."""
+    """One server, and the requests of a trace that it gets. ``models``: all models of the trace."""
 
     def __init__(
         self,
@@ -340,7 +340,7 @@ class Replay(World):
         self.between_ms: list[float] = []
         self.order: list[tuple[float, int]] = []
         self.refused: Counter[str] = Counter()
-        self._training: dict[ev.Token, PaperJob] = {}  # by who waits for its end
+        self._training: dict[ev.Token, PaperJob] = {}  # by the request that waits for its end
         self.trained: dict[str, Trained] = {}
         self.warnings: list[str] = []
         self.in_slo = 0
@@ -375,7 +375,7 @@ class Replay(World):
         )
 
     def serve(self, models: Iterable[PaperModel], until_ms: float = math.inf) -> None:
-        """Register the models, and run until that instant."""
+        """Register the models, and run until the instant ``until_ms``."""
         for model in models:
             self.clients.register(ModelName(model.name), model.program())
         self.run(until_ms)
@@ -396,7 +396,7 @@ class Replay(World):
         return outcome([self], len(arrivals))
 
     def _own_ms(self, arrival: Arrival, step: int) -> float:
-        """Return the time of one token of the request, alone."""
+        """Return the computing time of one token of a request that runs alone."""
         prompt = 0.0 if step else arrival.prompt * self._setting.prompt_share
         return self.models[arrival.model].compute_ms * (1.0 + prompt)
 
@@ -407,7 +407,7 @@ class Replay(World):
         deadline_ms = arrival.deadline_ms
         if deadline_ms is None and self._setting.has_deadlines:
             deadline_ms = self._setting.slo_ms + self._own_ms(arrival, step)
-        # Known before the scheduler is: it may answer at once.
+        # The request is recorded before the scheduler gets it, because it may answer at once.
         token = self.clients.last_token + 1
         self.asked[ev.Token(token)] = request
         if not step and arrival.prompt:
@@ -440,7 +440,7 @@ class Replay(World):
             self.trained[job.name] = trained(job, jct_ms, answer.body["job"])
         request = self.asked.pop(answer.token, None)
         if request is None:
-            return  # no request
+            return  # the answer is not for a request of the trace
         number, arrival, at_ms, step, is_in_time = request
         self.last_ms = self.now_ms
         self.scene.prompts.pop(f"r{answer.token}", None)
@@ -469,7 +469,7 @@ class Replay(World):
 
 
 def outcome(servers: Sequence[Replay], requests: int, devices: int = 1) -> Outcome:
-    """Return the outcome of requests that each went to one of the servers."""
+    """Return the outcome of requests that were distributed over the servers."""
     first, counts = servers[0], [server.scheduler.core.counts for server in servers]
     latency_ms = {n: ms for server in servers for n, ms in server.latency_ms.items()}
     jobs = tuple(first.trained[job.name] for job in first.jobs)

@@ -1,4 +1,4 @@
-"""Clients: their requests, and the check that each is answered exactly once (I1)."""
+"""Simulated clients: their requests, and the check that each gets exactly one answer (I1)."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ class SimulatedClients:
     def __init__(self, scene: Scene, handle: Callable[[ev.Event], None]) -> None:
         self.open: set[ev.Token] = set()
         self.outcomes: Counter[str] = Counter()
-        self.left: dict[ev.Token, int] = {}  # tokens of generations that are to come
+        self.left: dict[ev.Token, int] = {}  # number of tokens that each generation still needs
         self._scene, self._handle = scene, handle
         self.last_token = 0
 
     def token(self) -> ev.Token:
-        """Return a new token, which needs an answer."""
+        """Return the token of a new request, which now needs an answer."""
         self.last_token += 1
         token = ev.Token(self.last_token)
         self.open.add(token)
@@ -106,7 +106,7 @@ class SimulatedClients:
         return token
 
     def run_ended(self, command: ev.RunEnded) -> None:
-        """Let generations continue at once, as the frontend does."""
+        """Continue generations at once, as the frontend does."""
         runs = []
         for answer in command.answers:
             require(answer.token in self.open, f"token {answer.token} goes on after its answer")
@@ -120,7 +120,7 @@ class SimulatedClients:
     def train(
         self, job: JobName, training: Training, *, priority: int = 1, devices: tuple[str, ...] = ()
     ) -> ev.Token:
-        """Submit a job; a known name keeps its script."""
+        """Submit a job; a job with a known name keeps its script."""
         self._scene.scripts.setdefault(job, training)
         token = self.token()
         self._handle(
@@ -131,7 +131,7 @@ class SimulatedClients:
         return token
 
     def ask(self, job: JobName, action: Action) -> ev.Token:
-        """Send an action for a job, and return its token."""
+        """Send a request about a job, and return its token."""
         token = self.token()
         self._handle(ev.JobRequest(token=token, job=job, action=action))
         return token

@@ -1,5 +1,5 @@
-"""Memory daemon: a control thread, a thread that copies to the device, and a lane for each of
-host store, slices and disk."""
+"""Simulated memory daemon: a control thread, a thread that copies to the device, and one thread
+each for host store, slices and disk."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from .process import SimulatedProcess
 
 
 class SimulatedTransmission:
-    """Copy under way, and its progress."""
+    """Copy in progress, with the groups that are done."""
 
     def __init__(self, order: daemon_msg.TransmitModel, now_ms: float) -> None:
         self.order = order
@@ -28,25 +28,23 @@ class SimulatedTransmission:
 
 
 class SimulatedDaemon(SimulatedProcess):
-    """Simulated daemon: copies groups in order, stores, scrubs, commits; only on orders."""
+    """Simulated daemon: on orders it copies groups, stores models, zeroes and commits slices."""
 
     is_ready = False
 
     def __init__(self, *of_process: object) -> None:
         super().__init__("daemon", *of_process)  # type: ignore[arg-type]
         self.copies: deque[SimulatedTransmission] = deque()
-        self.is_half = False  # the commit that is copied
+        self.is_half = False  # the first half of the current commit is copied
         self._queues: dict[str, deque[Message]] = {}
-        self._areas: dict[
-            JobName, tuple[OpId, int]
-        ] = {}  # the last commit's operation id and number
+        self._areas: dict[JobName, tuple[OpId, int]] = {}  # last commit: operation id, number
 
     def users(self) -> list[User]:
-        """Return every range that it writes."""
+        """Return every range of the device that the daemon writes."""
         return [(f"the copy of {c.order.model}", region_of(c.order)) for c in self.copies]
 
     def readers(self) -> list[User]:
-        """Return every slice that it has still to copy or to zero."""
+        """Return every slice that the daemon still has to copy or zero."""
         orders = [*self.inbox.get("control", ()), *self._queues.get("to-host", ())]
         return [
             (f"a {type(order).__name__} not done", slice_of(order))
@@ -56,7 +54,7 @@ class SimulatedDaemon(SimulatedProcess):
 
     @property
     def stores(self) -> list[ByteSpan]:
-        """Ranges of the host store that it has still to fill."""
+        """Ranges of the host store that the daemon still has to write."""
         orders = [*self.inbox.get("control", ()), *self._queues.get("store", ())]
         return [
             ByteSpan(order.store_offset_bytes, order.store_offset_bytes + order.size_bytes)
@@ -89,7 +87,7 @@ class SimulatedDaemon(SimulatedProcess):
     # -- control thread ------------------------------------------------------------------------
 
     def hear(self, channel: str, message: Message) -> None:
-        """Queue a message; a transmission reaches the copy thread and claims its region at once."""
+        """Queue a message. A transmission goes to the copy thread and claims its region at once."""
         if not isinstance(message, daemon_msg.TransmitModel):
             super().hear(channel, message)
             return
@@ -126,7 +124,7 @@ class SimulatedDaemon(SimulatedProcess):
                 raise Violation(f"a memory daemon takes no {message}")
 
     def accepts(self, order: daemon_msg.CommitCopy) -> bool:
-        """Return True if a commit is new; otherwise the world is violated."""
+        """Return True if a commit is new; otherwise raise Violation."""
         require(order.job in self._areas, f"a commit of {order.job} without an area")
         is_new = (order.op_id, order.number) > self._areas[order.job]
         require(is_new, f"commit {order.number} is copied again")
@@ -174,7 +172,7 @@ class SimulatedDaemon(SimulatedProcess):
             ),
         )
 
-    # -- lanes ---------------------------------------------------------------------------------
+    # -- other threads -------------------------------------------------------------------------
 
     def _work_ms(self, message: Message) -> float:
         costs = self.scene.costs
@@ -216,7 +214,7 @@ class SimulatedDaemon(SimulatedProcess):
                 self.say("out", daemon_msg.Scrubbed(op_id=op_id))
             case daemon_msg.CommitCopy(job=job, op_id=op_id, number=number, step=step):
                 self.is_half = False
-                if job in scene.commits:  # else the job ended meanwhile, and its memfd with it
+                if job in scene.commits:  # else the job has ended
                     scene.commits[job].flip(step, scene.device.slice_at(slice_of(message)))
                 self.say(
                     "out",
@@ -239,7 +237,7 @@ class SimulatedDaemon(SimulatedProcess):
 
 
 def slice_of(order: daemon_msg.CommitCopy | daemon_msg.Scrub) -> ByteSpan:
-    """Return the slice of an order."""
+    """Return the slice that an order is about."""
     if isinstance(order, daemon_msg.Scrub):
         return ByteSpan(order.offset_bytes, order.offset_bytes + order.size_bytes)
     return ByteSpan(order.slice_offset_bytes, order.slice_offset_bytes + order.slice_bytes)

@@ -1,7 +1,7 @@
-"""Training script in a worker, around the real gate (``ipc/gate.py``).
+"""Training script in a worker, with the real gate (``ipc/gate.py``).
 
-Its state is three numbers in its slice (``device.Image``), which it writes one after the other, so
-that every half-done, lost or repeated step shows there.
+The script's state is three numbers in its slice (``device.Image``). It writes one after the other,
+so every unfinished, lost or repeated step is visible there.
 """
 
 from __future__ import annotations
@@ -22,24 +22,24 @@ Outcome = Literal["done", "preempted", "failed"]
 Phase = Literal[
     "starting",
     "leasing",  # waits for its slice
-    "taking",  # a batch is there, the device is not
+    "taking",  # has a batch, and waits for the device
     "training",  # forward and backward
-    "waiting",  # the commit under way reads the parameters
+    "waiting",  # waits for a commit that still reads the parameters
     "writing",  # half of the parameters are written
     "fetching",  # between two steps
     "unwinding",
-    "finishing",  # ends, or is evicted: uncommitted steps are committed first
+    "finishing",  # commits its last steps, then ends
     "over",
 ]
 COMPUTES: Final = (GateState.RUNNING, GateState.STOPPING)
 
 
 class Halt(Exception):
-    """Wait of the main thread inside the gate."""
+    """Signal that the main thread waits inside the gate."""
 
 
 class Bell:
-    """Stand-in for the gate's condition. A wait ends the move, which is made again later."""
+    """Stand-in for the gate's condition. A wait ends the move, which is repeated later."""
 
     def __enter__(self) -> None:
         return None
@@ -58,10 +58,10 @@ BELL: Final[Any] = Bell()
 
 
 class SimulatedScript:
-    """Main thread of a worker that runs a job, and the termination thread's orders to it.
+    """Main thread of a worker that runs a job, and the handling of the termination thread's orders.
 
     Args:
-        saved: the image from which it resumes.
+        saved: the image from which it resumes; None: it starts from the beginning.
     """
 
     def __init__(
@@ -71,10 +71,10 @@ class SimulatedScript:
         self.phase: Phase = "starting"
         self.lease: ByteSpan | None = None
         self.saved = saved
-        self.committed = -1  # step
-        self.in_flight = -1  # step of the commit under way
+        self.committed = -1  # last committed step
+        self.in_flight = -1  # step of the commit that is being copied; -1: none
         self.number = 0  # number of the last commit that began
-        self.is_acknowledged = False  # that one
+        self.is_acknowledged = False  # the commit ``number`` was acknowledged
         self.is_stubborn = scene.choices.happens("swallow", order.job)
         self.gate = Gate(self._parked, BELL)
         self.gate.on_back = self._back
@@ -123,7 +123,7 @@ class SimulatedScript:
                 raise Violation(f"a script takes no {message}")
 
     def _parked(self, turn: int, next_turn: int, where: Where) -> None:
-        """Pass the device on with the gate's acknowledgement."""
+        """Write the next turn, if one is ordered, and report that the script has parked."""
         now_ms = self._scene.clock.now_ms
         self._left_ms = max(0.0, self._left_ms - (now_ms - self._computes_since_ms))
         if next_turn:
@@ -153,7 +153,7 @@ class SimulatedScript:
         gate, plan, costs = self.gate, self._plan, self._scene.costs
         state, is_evicting = gate.state, gate.is_evicting
         if self.is_stubborn and (state is GateState.STOPPING or is_evicting):
-            return []  # it neither parks nor unwinds
+            return []  # a stubborn script neither parks nor unwinds
         what, cost_ms, act, is_possible = "", 0.0, self._take, True
         match self.phase:
             case "starting":
@@ -204,7 +204,7 @@ class SimulatedScript:
         )
 
     def _begin(self) -> None:
-        if self.lease is None:  # evicted while it waited
+        if self.lease is None:  # the job was evicted while it waited for the lease
             self._end("preempted")
             return
         require(self._image == ZEROS, "a slice holds its last owner's bytes (I4)")
@@ -245,7 +245,7 @@ class SimulatedScript:
 
     @property
     def is_commit_over(self) -> bool:
-        """True if the optimizer may write: no commit reads the parameters."""
+        """True if no commit reads the parameters, so that the optimizer may write."""
         return self.in_flight < 0 or self.is_acknowledged
 
     def _wait(self) -> None:
@@ -274,7 +274,7 @@ class SimulatedScript:
 
     @property
     def is_due(self) -> bool:
-        """True if the step that has just ended is to be committed."""
+        """True if the step that has just ended must be committed."""
         past_ms = self._scene.clock.now_ms - self._committed_at_ms
         is_late = past_ms >= self.order.commit_every_ms
         return is_late or self._scene.choices.happens("commit", self.order.job)

@@ -1,4 +1,4 @@
-"""Worker: a main thread that computes or runs a script, and a termination thread."""
+"""Simulated worker: a main thread that computes or runs a script, and a termination thread."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ OF_A_JOB = (
 
 
 class SimulatedInference:
-    """Request in a worker, and its progress. It begins when it has its turn."""
+    """Run in a worker, and its progress. It begins when it has the turn."""
 
     def __init__(
         self, order: worker_msg.RunInference, costs_ms: tuple[float, ...], now_ms: float
     ) -> None:
         self.order = order
-        self.costs_ms = costs_ms  # of its groups
+        self.costs_ms = costs_ms  # computing time of each group
         self.turn_at_ms = now_ms
         self.has_begun = False
         self.hangs = False
@@ -41,7 +41,7 @@ class SimulatedInference:
         return len(self.ends_at_ms)
 
     def computed(self, now_ms: float) -> None:
-        """Add a computed group, with its cost; it ends now at the earliest."""
+        """Record the times of a computed group, which ends now or, after a late group, later."""
         cost_ms = self.costs_ms[self.next_group]
         last_ms = self.ends_at_ms[-1] if self.ends_at_ms else self.turn_at_ms
         begin_ms = max(last_ms, now_ms - cost_ms)
@@ -56,15 +56,15 @@ class SimulatedWorker(SimulatedProcess):
         super().__init__(f"worker {address.slot}", address, *of_process)  # type: ignore[arg-type]
         self.slot = address.slot
         self.is_ready = False
-        self.is_replacement = False  # given its task at once, before it is ready
+        self.is_replacement = False  # the worker gets its task before it is ready
         self.runs_code: bool | None = None
         self.inference: SimulatedInference | None = None
         self.script: SimulatedScript | None = None
-        self.begun: OpId | None = NO_OP_ID  # its word on the control page; None: not known
-        self.lease: ByteSpan | None = None  # promised or its own, until it is reaped
+        self.begun: OpId | None = NO_OP_ID  # the worker's word on the control page; None: unknown
+        self.lease: ByteSpan | None = None  # slice, from the grant until the worker is reaped
         self._preparing: worker_msg.PrepareModel | None = None
         self._cleaning = NO_OP_ID
-        self._job_op_id = NO_OP_ID  # of the RunJob on its way to it or in it
+        self._job_op_id = NO_OP_ID  # operation id of the RunJob that it was sent
 
     @property
     def computes(self) -> bool:
@@ -77,12 +77,12 @@ class SimulatedWorker(SimulatedProcess):
 
     @property
     def orders(self) -> list[worker_msg.RunInference]:
-        """Requests in it and on their way to it."""
+        """Runs that it computes, or that are on their way to it."""
         waiting = [m for m in self.inbox.get("task", ()) if isinstance(m, worker_msg.RunInference)]
         return [self.inference.order, *waiting] if self.inference is not None else waiting
 
     def users(self) -> list[User]:
-        """Return every range that it reads or writes."""
+        """Return every range that the worker reads or writes."""
         contents = self.scene.device.contents
         users = [] if self.lease is None else [(f"the slice of {self.name}", self.lease)]
         for order in self.orders:
@@ -90,7 +90,7 @@ class SimulatedWorker(SimulatedProcess):
             users.append((f"{order.model}, which {self.name} reads", region))
         return users
 
-    # -- what it is told -----------------------------------------------------------------------
+    # -- messages ------------------------------------------------------------------------------
 
     def hear(self, channel: str, message: Message) -> None:
         may_hear = self.is_ready or self.is_replacement or not self.runs
@@ -142,14 +142,14 @@ class SimulatedWorker(SimulatedProcess):
 
     @property
     def may_hear(self) -> bool:
-        """True if a signal waits, and its job is known."""
+        """True if a signal waits that can be handled now: a ping, or one for a started script."""
         signals = self.inbox.get("signal")
         if not signals:
             return False
         return self.script is not None or isinstance(signals[0], Ping)
 
     def _hears(self, message: Message) -> None:
-        """Handle a message on the termination thread, whatever the task does."""
+        """Handle a message on the termination thread, independent of the task."""
         if isinstance(message, Ping):
             self.say("signal", Pong(op_id=message.op_id))
         elif self.script is not None:
@@ -195,7 +195,7 @@ class SimulatedWorker(SimulatedProcess):
             self._fails("TaskFailed", "it does not load")
 
     def _inference_steps(self, task: SimulatedInference) -> list[Move]:
-        """Return the move for the next group that has arrived, between the turn and the answer."""
+        """Return the next move of a run: begin, yield, compute a group that is there, or answer."""
         order, device = task.order, self.scene.device
         if not task.has_begun:
             is_its_turn = device.turn == order.op_id
@@ -263,7 +263,7 @@ class SimulatedWorker(SimulatedProcess):
             self._cleaning = NO_OP_ID
 
     def _tokens(self, order: worker_msg.RunInference) -> tuple[tuple[int, ...], ...]:
-        """Return as many tokens as each request allows, or one when the stop word says so."""
+        """Return as many tokens as each request allows; one token if the stop word is written."""
         is_asked = self.scene.device.stop_words.get(self.slot) == order.op_id
         sampling_params = [order.sampling_params, *(one.sampling_params for one in order.batched)]
         steps = min([1 if is_asked else one.steps for one in sampling_params if one], default=0)

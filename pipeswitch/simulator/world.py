@@ -1,4 +1,4 @@
-"""World around the real scheduler: performs its commands, answers its queries."""
+"""World around the real scheduler: it performs the scheduler's commands and sends it events."""
 
 from __future__ import annotations
 
@@ -34,19 +34,19 @@ from .simulated_clients import SimulatedClients
 from .simulated_daemon import SimulatedDaemon, slice_of
 from .simulated_worker import SimulatedWorker
 
-MOST_SLOTS = 64  # of a device
-TOLD = 200  # of what happened last, for a violation's text
-SHOWN = 300  # characters of an event or command
+MOST_SLOTS = 64  # maximum number of slots of a device
+TOLD = 200  # number of last events and commands in the note of a violation
+SHOWN = 300  # maximum number of characters of an event or command in it
 INFORMING = (ev.Publish, ev.Spans, ev.Journal)
 
 
 def key_of(device: int, slot: Slot) -> Slot:
-    """Return a process's key among the workers of all devices; on the first, the slot number."""
+    """Return a worker's key in ``workers``; on the first device it is the slot number."""
     return Slot(device * MOST_SLOTS + slot)
 
 
 class SimulatedProcesses(ABC):
-    """Living processes, the memory that they use, and messages of dead ones on their way.
+    """Live processes, the memory that they use, and messages of dead processes on their way.
 
     ``scene``, ``device`` and ``daemon`` belong to the first device; there may be more.
     """
@@ -60,19 +60,19 @@ class SimulatedProcesses(ABC):
             *(replace(self.scene, device=SimulatedDevice(), index=index) for index in others),
         ]
         self.clock, self.device = self.scene.clock, self.scene.device
-        self.daemons: dict[int, Any] = {}  # by device: each a SimulatedDaemon
+        self.daemons: dict[int, Any] = {}  # SimulatedDaemon of each device, or None
         self.workers: dict[Slot, SimulatedWorker] = {}  # by ``key_of``
-        self.dying: list[SimulatedWorker] = []  # killed; their slots have others
+        self.dying: list[SimulatedWorker] = []  # killed, and replaced in their slots
         self.builders: list[SimulatedBuilder] = []
-        self.ghosts: list[SimulatedProcess] = []  # reaped, and some of what they said is on its way
+        self.ghosts: list[SimulatedProcess] = []  # reaped, with messages that have not arrived
 
     @abstractmethod
     def handle(self, event: ev.Event) -> None:
-        """Give the scheduler a process's message or its end."""
+        """Pass a process's message or exit to the scheduler."""
 
     @property
     def daemon(self) -> Any:
-        """Memory daemon of the first device; None: it is gone."""
+        """Memory daemon of the first device; None if it has exited."""
         return self.daemons.get(0)
 
     @daemon.setter
@@ -93,7 +93,7 @@ class SimulatedProcesses(ABC):
         return [worker for worker in self.workers.values() if worker.scene.index == index]
 
     def processes(self) -> Iterator[SimulatedProcess]:
-        """All that may still do or say something."""
+        """Yield all processes that may still take a step or have messages on their way."""
         yield from list(self.workers.values())
         yield from list(self.dying)
         yield from self.ghosts
@@ -101,20 +101,20 @@ class SimulatedProcesses(ABC):
         yield from self.builders
 
     def require_one(self) -> None:
-        """Check that at most one worker of a device uses it."""
+        """Check that at most one worker of each device computes."""
         computing = [worker for worker in self.workers.values() if worker.computes]
         devices = {worker.scene.index for worker in computing}
         names = [worker.name for worker in computing]
         require(len(computing) <= len(devices), f"{names} compute at the same time (I5)")
 
     def users(self, index: int) -> list[User]:
-        """Every range of a device that is read or written now, and by whom."""
+        """Return every range of a device that is read or written now, with its user."""
         users = [user for worker in self.workers_of(index) for user in worker.users()]
         daemon = self.daemons.get(index)
         return users + daemon.users() if daemon is not None else users
 
     def claims(self, index: int) -> list[User]:
-        """Return the users, and every slice that is still to be copied or zeroed."""
+        """Return the users, and every slice that the daemon still has to copy or zero."""
         daemon = self.daemons.get(index)
         return self.users(index) + (daemon.readers() if daemon is not None else [])
 
@@ -145,7 +145,7 @@ class SimulatedProcesses(ABC):
     def reap_daemon(self, daemon: SimulatedDaemon) -> None:
         scene = daemon.scene
         self.daemons[scene.index] = None
-        scene.device.dirty = ()  # the next memory is another one
+        scene.device.dirty = ()  # the next daemon gets new memory
         for worker in self.workers_of(scene.index):
             if self.scene.choices.happens("takes_along", worker.name):
                 worker.end(70)
@@ -188,7 +188,7 @@ class SimulatedProcesses(ABC):
                 require(not both, f"{other.name} may still write the reply of {sorted(both)} (I4)")
 
     def _replace(self, before: SimulatedWorker, worker: SimulatedWorker) -> None:
-        """Replace a worker by a process that may run what the old one may not."""
+        """Replace an idle worker by a process that may run other programs or code."""
         is_idle = before.script is None and not before.orders and before.lease is None
         require(is_idle, f"{before.name} is replaced with a task in it")
         worker.is_replacement = True
@@ -199,7 +199,7 @@ class SimulatedProcesses(ABC):
         self.handle(ev.Received(process.address, message))
 
     def reap_worker(self, worker: SimulatedWorker) -> None:
-        """Remove a worker for good, and tell the scheduler."""
+        """Remove a worker, and report its exit to the scheduler."""
         if worker in self.dying:
             self.dying.remove(worker)
         else:
@@ -229,10 +229,10 @@ class SimulatedProcesses(ABC):
 
 
 class World(SimulatedProcesses):
-    """One server's life around a scheduler that has not begun yet.
+    """World of one server, with a scheduler that has not started yet.
 
     Args:
-        is_checked: whether ``Scheduler.check`` is asked after each event; it looks at everything.
+        is_checked: call ``Scheduler.check`` after each event; it is slow.
     """
 
     def __init__(
@@ -245,13 +245,13 @@ class World(SimulatedProcesses):
     ) -> None:
         super().__init__(scheduler, choices or Faithful(), costs or Costs())
         self.clients = SimulatedClients(self.scene, self.handle)
-        self.on_disk: dict[JobName, SimulatedArea] = {}  # of jobs that are over
-        self._asked_again: list[ev.JobRequest] = []  # with a commit that was read from disk
-        self.slot_bytes: dict[JobName, int] = {}  # of each job's newest area
-        self.left: int | None = None  # the status with which the server ended
+        self.on_disk: dict[JobName, SimulatedArea] = {}  # commits of ended jobs
+        self._asked_again: list[ev.JobRequest] = []  # repeated, with a commit from disk
+        self.slot_bytes: dict[JobName, int] = {}  # slot size of each job's newest commit area
+        self.left: int | None = None  # exit status of the server; None: it runs
         self.story: deque[tuple[float, str, Any]] = deque(maxlen=TOLD)
         self._is_checked = is_checked
-        self._touched: set[int] = set()  # devices whose processes may have other moves than before
+        self._touched: set[int] = set()  # devices whose processes may have new moves
         self.perform(scheduler.start(0.0))
 
     @property
@@ -261,7 +261,7 @@ class World(SimulatedProcesses):
     # -- by the clock --------------------------------------------------------------------------
 
     def run(self, until_ms: float = math.inf) -> None:
-        """Run the due entries in order, until none is left or it is ``until_ms``."""
+        """Run the clock's entries in order, up to the instant ``until_ms``."""
         clock, everywhere = self.clock, range(len(self.scenes))
         self._touched.update(everywhere)
         while self.left is None:
@@ -287,7 +287,7 @@ class World(SimulatedProcesses):
     # -- move by move --------------------------------------------------------------------------
 
     def moves(self) -> list[Move]:
-        """Return every move that may happen next, without clients' requests, faults and time."""
+        """Return every move of a process that may happen next."""
         if self.left is not None:
             return []
         return [move for process in self.processes() for move in process.moves()]
@@ -311,7 +311,7 @@ class World(SimulatedProcesses):
     # -- events in, commands out ---------------------------------------------------------------
 
     def handle(self, event: ev.Event) -> None:
-        """Pass one event to the scheduler, and its commands to this world."""
+        """Pass one event to the scheduler, and perform the resulting commands."""
         self.story.append((self.now_ms, ">", event))
         self._do(partial(self._handle, event))
 
@@ -323,7 +323,7 @@ class World(SimulatedProcesses):
             self._handle(self._asked_again.pop())
 
     def _do(self, act: Act) -> None:
-        """Execute an act and check the invariants; an error gets a note with earlier events."""
+        """Execute an act and check the turn (I5); an error gets a note with the last events."""
         try:
             act()
             self.require_one()
@@ -334,7 +334,7 @@ class World(SimulatedProcesses):
             raise
 
     def perform(self, commands: list[ev.Command]) -> None:
-        """Perform commands as the controller's edges do."""
+        """Perform commands like the controller's ``effects.py``."""
         for command in commands:
             if not isinstance(command, INFORMING):
                 self.story.append((self.now_ms, "  <", command))
@@ -406,5 +406,5 @@ class World(SimulatedProcesses):
 
 
 def _replies_of(order: RunInference) -> set[str]:
-    """Return the requests whose outputs are written."""
+    """Return the ids of the requests whose outputs a run writes."""
     return {order.request_id, *(one.request_id for one in order.batched)}

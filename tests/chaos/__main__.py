@@ -1,4 +1,4 @@
-"""``python -m tests.chaos --minutes 10 --seed 7 --out out/chaos.json`` (``make chaos``)."""
+"""Command line of the chaos test: ``python -m tests.chaos --minutes 10`` (``make chaos``)."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from .run import chaos
 
 
 def main() -> int:
-    """Exit 0 when nothing was lost, doubled, wrong or left broken."""
+    """Run the chaos test; return 0 if it showed no defect."""
     parser = argparse.ArgumentParser(prog="python -m tests.chaos")
     parser.add_argument("--minutes", type=float, default=2.0)
     parser.add_argument("--seed", type=int, default=1)
@@ -52,7 +52,7 @@ def main() -> int:
 
 
 def is_bad(report: dict[str, object]) -> bool:
-    """Whether the run showed a defect."""
+    """Return whether the run showed a defect."""
     return bool(
         report["lost"]
         or report["duplicated"]

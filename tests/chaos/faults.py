@@ -1,4 +1,4 @@
-"""The grid of faults: component x fault, each cell an injection into a running server."""
+"""Grid of components and faults; each cell injects one fault into a running server."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ from ..process.tools import kill, until
 from .stage import DEVICES, Stage
 
 FIRES_WITHIN_S: Final = 30.0
-STOPPED_FOR_S: Final = 0.4  # shorter than what the server calls dead
+STOPPED_FOR_S: Final = 0.4  # shorter than the time after which the server takes a process for dead
 
 
 @dataclass(frozen=True)
 class Cell:
-    """One cell of the grid and how it is made to happen; ``inject`` is true if it did."""
+    """One cell of the grid; ``inject`` causes the fault and returns whether it happened."""
 
     component: str
     fault: str
@@ -55,7 +55,7 @@ def _pick(stage: Stage, generator: random.Random, *states: str) -> int | None:
 
 
 def _of(kind: str, device: str) -> Find:
-    """A process of that device."""
+    """Return a function that finds a process of this kind and device."""
 
     def find(stage: Stage, generator: random.Random) -> int | None:
         pids = _pids(stage, kind, device)
@@ -65,7 +65,7 @@ def _of(kind: str, device: str) -> Find:
 
 
 def _hit(stage: Stage, generator: random.Random, find: Find, number: int) -> int:
-    """Signal the process, or its successor where the last fault took it; its pid, or 0."""
+    """Signal the found process, or its successor if it has died; return the pid, or 0."""
 
     def sent() -> int:
         pid = find(stage, generator)
@@ -84,7 +84,7 @@ ACTIVE: Final = ("active", "suspended", "cleaning")
 
 
 def _active(stage: Stage, generator: random.Random) -> int | None:
-    """The worker that computes; one that is between two tasks when none does."""
+    """Return the pid of a worker that computes, or of any worker if none computes."""
     return _pick(stage, generator, *ACTIVE) or _pick(stage, generator)
 
 
@@ -103,7 +103,7 @@ def _gateway(stage: Stage, _: random.Random) -> int | None:
 
 
 def _maker(stage: Stage, _: random.Random) -> int | None:
-    """The process that makes a model's inputs."""
+    """Return the pid of the process that preprocesses a model's inputs."""
     return next(iter(_pids(stage, "stage")), None)
 
 
@@ -112,7 +112,7 @@ def _controller(stage: Stage, _: random.Random) -> int | None:
 
 
 def _stop_and_go(find: Find) -> Any:
-    """It stands still for a while; no process may take it for dead."""
+    """Stop a process for a moment and continue it; the server must not take it for dead."""
 
     def inject(stage: Stage, generator: random.Random) -> bool:
         pid = _hit(stage, generator, find, signal.SIGSTOP)
@@ -126,7 +126,7 @@ def _stop_and_go(find: Find) -> Any:
 
 
 def _point(point: str, action: str, provoke: Callable[[Stage], None] | None = None) -> Any:
-    """Arm it, make something go by if the load does not, wait until it has fired."""
+    """Arm the failpoint, call ``provoke`` if given, and wait until the failpoint has fired."""
 
     def inject(stage: Stage, _: random.Random) -> bool:
         path = stage.arm(point, action)
@@ -165,7 +165,7 @@ VICTIM = """
 
 
 def _client_with(number: int) -> Any:
-    """A client process with requests under way is killed, or stopped and killed later."""
+    """Kill a client process that has requests in flight, or stop it first and kill it later."""
 
     def inject(stage: Stage, _: random.Random) -> bool:
         process = subprocess.Popen(
@@ -188,7 +188,7 @@ def _client_with(number: int) -> Any:
 
 
 def _garbage(stage: Stage, generator: random.Random) -> bool:
-    """Messages that are none, and bytes that are not even that."""
+    """Send messages that cannot be decoded, and then bytes that are not even messages."""
     try:
         with raw_peer(stage.address) as peer:
             for _ in range(20):
@@ -202,7 +202,7 @@ def _garbage(stage: Stage, generator: random.Random) -> bool:
 
 
 def _to_the_gateway(stage: Stage, data: bytes, waits_s: float) -> bool:
-    """Bytes, and nothing of the answer is read."""
+    """Send bytes to the gateway and read nothing of the answer."""
     host, _, port = stage.http_address.rpartition(":")
     try:
         with socket.create_connection((host, int(port)), timeout=5) as plain:
@@ -228,7 +228,7 @@ def _unread_answers(stage: Stage, _: random.Random) -> bool:
 
 
 def _slow_reader(stage: Stage, _: random.Random) -> bool:
-    """A client that asks for much, reads nothing and leaves."""
+    """Submit many requests from a client that reads no answer and leaves."""
     with stage.client() as client:
         with contextlib.suppress(PipeSwitchError):
             for _ in range(50):
@@ -237,7 +237,7 @@ def _slow_reader(stage: Stage, _: random.Random) -> bool:
 
 
 def _half_a_message(stage: Stage, _: random.Random) -> bool:
-    """A client that starts a message and then hangs."""
+    """Connect, send half a message, hang for a moment and leave."""
     host, _sep, port = stage.address.removeprefix("tcp://").rpartition(":")
     try:
         with socket.create_connection((host, int(port)), timeout=5) as plain:
@@ -252,9 +252,9 @@ def _half_a_message(stage: Stage, _: random.Random) -> bool:
 
 
 def _damaged_journal(stage: Stage, generator: random.Random) -> bool:
-    """The controller is killed, and the last bytes of its journal are not what it wrote.
+    """Kill the controller and cut off the last bytes of its journal.
 
-    What they said is lost, so they say nothing that would be missed: a job's acceptance would.
+    These record a load and an unload. Losing them is harmless, unlike losing an accepted job.
     """
     with stage.client() as client:
         client.load("probe")
@@ -267,7 +267,7 @@ def _damaged_journal(stage: Stage, generator: random.Random) -> bool:
 
 
 def _scribble(path: Path, generator: random.Random) -> None:
-    """A torn last write: some bytes at the end are lost."""
+    """Cut off some bytes at the end of the file, as after a torn write."""
     size = path.stat().st_size
     if size > 64:
         os.truncate(path, size - generator.randrange(1, 32))
@@ -277,9 +277,9 @@ def _scribble(path: Path, generator: random.Random) -> None:
 
 
 def grid() -> list[Cell]:
-    """Every cell that is possible; a gap is a fault that its component cannot have.
+    """Return every possible cell; a component without a cell for a fault cannot have that fault.
 
-    Failpoints fire on whichever device is there first.
+    A failpoint fires on the device that reaches it first.
     """
     first, second = DEVICES
     cells = [

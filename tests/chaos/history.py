@@ -1,4 +1,4 @@
-"""What happened in a chaos run, and what must be true of it. Pure."""
+"""Records of a chaos run, and the checks of them. Pure."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from typing import Any, Final
 
 LASTING: Final = ("SIGSTOP", "hang", "slow peer")
 LONG: Final = ("controller", "daemon", "device 2 daemon", "fork server")
-LASTS_S: Final = 3.0  # a stopped process is found within two and a half
-LANES: Final = {"gateway": "http", "stage": "staged"}  # of others: probe
-RECOVERED_WITHIN_S: Final = 60.0  # no answer to anybody for that long: not survived
+LASTS_S: Final = 3.0  # the server detects a stopped process within 2.5 s
+LANES: Final = {"gateway": "http", "stage": "staged"}  # by component; default: probe
+RECOVERED_WITHIN_S: Final = 60.0  # a fault is not survived if no request is answered for longer
 
 
 @dataclass(frozen=True)
@@ -21,8 +21,8 @@ class Outcome:
     model: str
     sent_at_s: float
     ended_at_s: float
-    kind: str  # ok, wrong, no answer, duplicate, or an error's type
-    may_fail: bool = False  # it had a deadline, or was taken back
+    kind: str  # ok, wrong, no answer, duplicate, or the type of an error
+    may_fail: bool = False  # the request had a deadline, or was cancelled
 
 
 @dataclass(frozen=True)
@@ -32,46 +32,46 @@ class Fault:
     component: str
     fault: str
     at_s: float
-    ends_controller: bool = False  # by design: one that has no state left to trust leaves
+    ends_controller: bool = False  # by design: a controller with damaged state exits
 
     def holds_up(self, other: Fault) -> bool:
-        """Whether its own effect may last into the other's recovery."""
+        """Return whether this fault's effect may last into the recovery from the other one."""
         lasts = self.fault in LASTING or self.component in LONG
         return lasts and 0 < other.at_s - self.at_s < LASTS_S
 
 
 def lane_of(fault: Fault) -> str:
-    """Whose requests show that a fault is over."""
+    """Return the lane whose requests show that the server has recovered from the fault."""
     return LANES.get(fault.component, "probe")
 
 
 @dataclass
 class History:
-    """Everything that is judged at the end; appended to by all threads (lists only grow)."""
+    """Everything that is judged at the end. All threads append to it; the lists only grow."""
 
     outcomes: list[Outcome] = field(default_factory=list)
     faults: list[Fault] = field(default_factory=list)
-    controller_downs: list[tuple[float, float]] = field(default_factory=list)  # from, to
+    controller_downs: list[tuple[float, float]] = field(default_factory=list)  # each from, to
     violations: list[str] = field(default_factory=list)
 
     def was_down(self, from_s: float, to_s: float) -> bool:
-        """Whether the controller was away at some time between."""
+        """Return whether the controller was down at any time in this interval."""
         return any(down <= to_s and up >= from_s for down, up in self.controller_downs)
 
     def lost(self) -> list[Outcome]:
-        """Requests that should have been answered and were not.
+        """Return the requests that should have been answered and were not.
 
-        A typed error is an answer. ``ServerUnavailable`` is one only if the controller was away,
-        ``SequenceNotFound`` only if it was since the sequence began;
-        a request that cannot fail must not be told of a deadline or a cancellation; and no more
-        requests may be told that their model failed than errors were put into its code.
+        A typed error is an answer, with exceptions. ``ServerUnavailable`` counts only if the
+        controller was down, ``SequenceNotFound`` only if it was down since the sequence began. An
+        expired deadline or a cancellation counts only if the request may fail. ``TaskFailed``
+        counts once per injected error.
         """
         lost_outcomes = [outcome for outcome in self.outcomes if self._is_lost(outcome)]
         failed = [outcome for outcome in self.outcomes if outcome.kind == "TaskFailed"]
         return lost_outcomes + failed[self._failures_injected() :]
 
     def _failures_injected(self) -> int:
-        """Each of them fires once, in the code of one request, which is told so."""
+        """Return the number of injected errors; each fires once and fails one request."""
         return sum(
             fault.component in ("active worker", "stage")
             and fault.fault in ("exception", "OOM", "ENOSPC")
@@ -86,7 +86,7 @@ class History:
                 return False
             case "ServerUnavailable" | "SequenceNotFound" | "no answer to a raw request":
                 return not self.was_down(outcome.sent_at_s, outcome.ended_at_s)
-            case "hung up":  # to be asked again
+            case "hung up":  # the client has to send the request again
                 times = outcome.sent_at_s, outcome.ended_at_s
                 return not (self.was_down(*times) or self._had_no_gateway(*times))
             case "DeadlineExceeded" | "Cancelled" | "CancelledError":
@@ -97,7 +97,7 @@ class History:
                 return True
 
     def _had_no_gateway(self, from_s: float, to_s: float) -> bool:
-        """Whether it had been killed, and its next life had answered nothing yet."""
+        """Return whether the gateway had been killed and had answered nothing since its restart."""
         return any(
             fault.at_s <= to_s and fault.at_s + (self.recovery_s(fault) or to_s) >= from_s
             for fault in self.faults
@@ -105,8 +105,8 @@ class History:
         )
 
     def recovery_s(self, fault: Fault) -> float | None:
-        """From the fault to the first good answer to a request that was sent after it; of a
-        gateway's, through the gateway."""
+        """Return the seconds from the fault until a later request of its lane is answered well,
+        or None if there is no such answer."""
         lane = lane_of(fault)
         times = [
             outcome.ended_at_s - fault.at_s
@@ -116,7 +116,7 @@ class History:
         return min(times, default=None)
 
     def report(self) -> dict[str, Any]:
-        """The figures, as the JSON file has them."""
+        """Return the figures for the JSON report."""
         grid: dict[str, dict[str, Any]] = {}
         recovered = 0
         for fault in self.faults:
@@ -145,10 +145,10 @@ class History:
         }
 
     def _dead_worker_ms(self) -> dict[str, Any]:
-        """Of faults that end a worker's process at once, so that a standby takes over.
+        """Return recovery times in ms after a kill of a worker, which a standby worker replaces.
 
-        ``alone``: no fault that leaves something stopped, slow or away came just before. Of the
-        others, a request may have to wait for that one's end.
+        ``alone`` omits kills shortly after a fault that keeps something stopped, slow or down,
+        because a request may have to wait for the end of that fault.
         """
         kills = [
             fault
@@ -180,7 +180,7 @@ def _cell(cell: dict[str, Any]) -> dict[str, Any]:
 
 
 def quantile(ordered: list[float], share: float) -> float | None:
-    """Of a sorted list, by nearest rank; None when it is empty."""
+    """Return a quantile of a sorted list by nearest rank; None if the list is empty."""
     if not ordered:
         return None
     return round(ordered[min(len(ordered) - 1, int(share * len(ordered)))], 1)

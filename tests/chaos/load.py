@@ -1,4 +1,4 @@
-"""Mixed load for a server that is being hurt: each lane is a thread that records what it saw."""
+"""Mixed load for a server with injected faults; each lane is a thread that records its outcomes."""
 
 from __future__ import annotations
 
@@ -32,12 +32,12 @@ WIDTH: Final = 512
 DEPTH: Final = 8  # 8 MiB
 MODELS: Final = ("a", "b", "c")
 PROBE: Final = "probe"
-STAGED: Final = "staged"  # numpy copies what it is sent
+STAGED: Final = "staged"  # its preprocessing, ``numpy:copy``, copies the input
 TALKER: Final = "talker"
-MOST_TOKENS: Final = 100  # several runs: a fault comes between two of them too
+MOST_TOKENS: Final = 100  # enough for several runs, so that faults also come between two runs
 ANSWER_TIMEOUT_S: Final = 90.0
 CONTROLLER_GRACE_S: Final = 40.0
-GONE: Final = ("ServerUnavailable", "SequenceNotFound")  # with the server
+GONE: Final = ("ServerUnavailable", "SequenceNotFound")  # if the server was restarted
 DEADLINES_MS: Final = (None, None, None, 40.0, 2000.0)
 
 TRAIN = """
@@ -71,7 +71,7 @@ TRAIN = """
 
 
 class Load:
-    """All lanes; ``stop`` ends them, ``finish_jobs`` then judges the training."""
+    """All lanes of the load; ``stop`` ends them, and ``finish_jobs`` then judges the training."""
 
     def __init__(self, stage: Stage, seed: int) -> None:
         self._stage = stage
@@ -106,7 +106,7 @@ class Load:
     # ---- life ----------------------------------------------------------------------------------
 
     def prepare(self) -> None:
-        """Each model has answered once: what comes with a first request is there."""
+        """Register all models and get one answer of each, to pay the costs of first requests."""
         client = self._stage.checked.client
         for name, module in self.modules.items():
             width = WIDTH if name in MODELS else 16
@@ -126,7 +126,7 @@ class Load:
         client.register(TALKER, self._talker, generate=True, precision="exact")
         assert (
             client.generate(TALKER, self._prompts[0], max_new_tokens=1).text == ""
-        )  # no tokenizer
+        )  # without a tokenizer the text is empty
         self._ask_gateway(PROBE, torch.ones(1, 16))
 
     def start(self) -> None:
@@ -145,7 +145,7 @@ class Load:
                 self._history.violations.append(f"lane {thread.name} never came back")
 
     def finish_jobs(self) -> dict[str, Any]:
-        """End both jobs well; the same numbers of steps without a server must give the same."""
+        """End both jobs; record a violation if a run without a server gives other results."""
         rows = {}
         for name in self._jobs:
             self._stop_file(name).touch()
@@ -185,7 +185,7 @@ class Load:
     # ---- lanes ---------------------------------------------------------------------------------
 
     def _probe(self, _: random.Random) -> None:
-        """Of the model that is called like the lane."""
+        """Send requests to the model that has the lane's name."""
         x, name = torch.ones(1, 16), threading.current_thread().name
         with self._stage.client() as client:
             while not self._stop.wait(0.02):
@@ -223,7 +223,7 @@ class Load:
         except errors.ModelQuarantined:
             kind = "ModelQuarantined"
             with contextlib.suppress(errors.PipeSwitchError):
-                client.load(name)  # pardons
+                client.load(name)  # ends the quarantine
                 client.unload(name)
         except (errors.PipeSwitchError, CancelledError) as error:
             kind = type(error).__name__
@@ -239,7 +239,7 @@ class Load:
         )
 
     def _sequences(self, generator: random.Random) -> None:
-        """Each answer is a plain loop's. One that failed is sent again."""
+        """Compare each answer with a plain loop's; send a failed request again."""
         with self._stage.client() as client:
             while not self._stop.wait(generator.uniform(0.0, 0.1)):
                 self._one_sequence(client, generator, generator.choice(["cell", "recalls"]))
@@ -251,7 +251,7 @@ class Load:
             while kind not in GONE and len(past) < 20 and not self._stop.is_set():
                 shape = (1, generator.randrange(1, 5), 8) if name == "recalls" else (1, 8)
                 x = torch.full(shape, generator.uniform(-1.0, 1.0))
-                # A state that is appended has no beginning of its own: the first request brings it.
+                # A state that grows has no initial value: the first request brings it.
                 brought = {"past": torch.zeros(1, 1, 8)} if name == "recalls" and not past else {}
                 expected, after = self._after(name, x, [*brought.values(), *past])
                 sent_at_s = time.monotonic()
@@ -267,7 +267,7 @@ class Load:
     def _after(
         self, name: str, x: torch.Tensor, past: list[torch.Tensor]
     ) -> tuple[torch.Tensor, list[torch.Tensor]]:
-        """What a sequence that has had ``past`` answers, and what it has had then."""
+        """Return the expected answer and the new ``past`` of a sequence that has had ``past``."""
         if name == "cell":
             out = eager(self._cell, x, *(past[-2:] or _cell_state(1)))
             return out["y"], [*past, out["h_out"], out["c_out"]]
@@ -275,7 +275,7 @@ class Load:
         return out["y"], [*past, out["rows"]]
 
     def _generate(self, generator: random.Random) -> None:
-        """Each answer has the greedy tokens of an undisturbed model, whatever dies meanwhile."""
+        """Compare each generation with the greedy tokens of an undisturbed model."""
         lane = threading.current_thread().name
         with self._stage.client() as client:
             while not self._stop.wait(generator.uniform(0.0, 0.1)):
@@ -294,7 +294,7 @@ class Load:
                 self._history.outcomes.append(outcome)
 
     def _raw(self, generator: random.Random) -> None:
-        """A client of our own that sees every reply: the SDK would hide a second one."""
+        """Send requests through a raw connection: the SDK would hide duplicate replies."""
         with contextlib.closing(RawClient(self._stage.address)) as raw:
             number = 0
             while not self._stop.wait(generator.uniform(0.02, 0.1)):
@@ -308,7 +308,7 @@ class Load:
                     )
 
     def _http(self, generator: random.Random) -> None:
-        """Callers of the gateway, each with a connection of its own."""
+        """Send requests to the gateway, each on a new connection."""
         while not self._stop.wait(generator.uniform(0.0, 0.1)):
             name = generator.choice(MODELS)
             x = torch.full((1, WIDTH), generator.random())
@@ -336,7 +336,7 @@ class Load:
         return "ok" if is_bit_equal(actual, eager(self.modules[name], x)) else "wrong"
 
     def _control(self, generator: random.Random) -> None:
-        """Models come and go, jobs are paused and resumed, large payloads pass."""
+        """Register and unregister models, pause and resume jobs, and query statistics."""
         with self._stage.client() as client:
             while not self._stop.wait(generator.uniform(0.2, 0.6)):
                 draw = generator.random()
@@ -365,7 +365,7 @@ def _cell_state(batch: int = 2) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def talker(folder: Path) -> Any:
-    """A small language model whose answers are not one token again and again."""
+    """Return a small language model that does not answer with one token again and again."""
     import transformers
 
     published(folder, transformers.AutoModelForCausalLM, scale=8.0)
@@ -373,14 +373,14 @@ def talker(folder: Path) -> Any:
 
 
 def greedy(model: Any, ids: list[int]) -> list[int]:
-    """The tokens that the model alone answers with."""
+    """Return the greedy tokens of the model run without a server."""
     with torch.no_grad():
         output = model.generate(torch.tensor([ids]), max_new_tokens=MOST_TOKENS, do_sample=False)
     return [int(one) for one in output[0, len(ids) :]]
 
 
 class RawClient:
-    """Hello, ask, and every reply as it comes; comes again when the connection ended."""
+    """Client that sees every reply; connects again if the connection has ended."""
 
     def __init__(self, address: str) -> None:
         self._address = address
@@ -410,7 +410,7 @@ class RawClient:
         return self._peer
 
     def listen(self, request_id: str, stop: threading.Event) -> list[str]:
-        """What came until this request was answered; late second answers are found next time."""
+        """Return the kinds of replies up to this one; the next call reports late duplicates."""
         kinds: list[str] = []
         ends_at_s = time.monotonic() + CONTROLLER_GRACE_S
         while self._peer is not None and time.monotonic() < ends_at_s:

@@ -22,17 +22,17 @@ from .history import LANES, Fault, History, lane_of
 from .load import Load
 from .stage import DEVICES, Stage, staged
 
-WORKERS: Final = 3  # of a device
+WORKERS: Final = 3  # per device
 PAUSE_S: Final = (0.05, 0.6)
 RECOVERS_WITHIN_S: Final = 60.0
-# What gets most of the random draws: the parts that are expected to die.
+# Components that are expected to die get most of the random draws.
 WEIGHTS: Final = {"active worker": 4.0, "standby worker": 3.0, "daemon": 1.5, "client": 1.0}
 ENDING_WEIGHT: Final = 0.1  # a controller takes seconds to come back
 
-NUMBER: Final = re.compile(r"\d+")  # of an inode, a port
+NUMBER: Final = re.compile(r"\d+")  # the number of an inode or a port
 PIDFD: Final = "anon_inode:[pidfd]"
 CHANNEL: Final = "socket:[] SOCK_SEQPACKET  NONE"
-PROGRAM: Final = ("manifest.json", "program.bundle", "null")  # a device's last; none yet
+PROGRAM: Final = ("manifest.json", "program.bundle", "null")  # a device's program; null: none yet
 
 Say = Callable[[str], object]
 
@@ -47,12 +47,12 @@ def chaos(
     policy: str = "priority",
     faults: int = 0,
 ) -> dict[str, Any]:
-    """Run and judge; the report as the JSON file has it.
+    """Run the chaos test, judge it, and return the report for the JSON file.
 
     Args:
-        keep_log: gets the server's log.
-        policy: the server's.
-        faults: so many that happened and no more; 0: the whole grid, and on until the time is up.
+        keep_log: receives the server's log.
+        policy: the scheduling policy of the server.
+        faults: the number of faults to inject; 0: the whole grid, then random ones for ``seconds``.
     """
     generator = random.Random(seed)
     history = History()
@@ -152,7 +152,7 @@ def _inject(stage: Stage, history: History, cell: Cell, generator: random.Random
 
 
 def _wait_for_answers(history: History, known: int, lane: str) -> None:
-    """Until a request of this lane that was sent from now on was answered well."""
+    """Wait until a request of this lane that is sent from now on has a good answer."""
     from_s = time.monotonic()
 
     def answered() -> bool:
@@ -184,21 +184,21 @@ def _judge_log(stage: Stage, history: History) -> None:
 
 
 def _left(stage: Stage, before: Counter[str]) -> dict[str, int]:
-    """What the controller holds more than before, both times at rest; what closes late does."""
+    """Wait until the controller is at rest; return what it holds beyond ``before``."""
     with contextlib.suppress(AssertionError):
         until(lambda: _held(stage) <= before, "all is given back")
     return dict(_held(stage) - before)
 
 
 def _held(stage: Stage) -> Counter[str]:
-    """The controller's threads and descriptors, without those of its workers: a device keeps as
-    many as it has needed."""
+    """Return the controller's threads and descriptors, without those of its workers: a device keeps
+    as many workers as it has ever needed."""
     workers = sum(bool(row["pid"]) for row in stage.checked.rows("worker"))
     return held(stage.running.pid) - Counter({PIDFD: workers, CHANNEL: 2 * workers})
 
 
 def held(pid: int) -> Counter[str]:
-    """A process's threads and descriptors, counted by what they are."""
+    """Return the threads and descriptors of a process, counted by kind."""
     process, proc = psutil.Process(pid), Path("/proc", str(pid))
     entries = [f"thread {path.read_text().strip()}" for path in proc.glob("task/*/comm")]
     ends = process.net_connections("all")

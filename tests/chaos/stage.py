@@ -1,4 +1,4 @@
-"""The server under test: started, killed, started again on the same state and address."""
+"""The server under test; it can be killed and started again with the same state and address."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ ENVIRONMENT = {
     "PIPESWITCH_SCHEDULER__COMMIT_EVERY": "100ms",
     "PIPESWITCH_WORKERS__RESTART_BACKOFF": "50ms",
 }
-ARENA = "24MiB"  # of a device: two of the load's three models, beside small things
+ARENA = "24MiB"  # per device: two of the load's three large models, and small ones
 DEVICES = ("cpu:0", "cpu:1")
 
 
 def free_port() -> int:
-    """A port that is free now, and the next one too."""
+    """Return a port that is free now, as is the next one."""
     while True:
         with socket.socket() as first, socket.socket() as second:
             first.bind(("127.0.0.1", 0))
@@ -39,7 +39,7 @@ def free_port() -> int:
 
 
 class Stage:
-    """Owns the process; ``revive`` starts it again when it has gone."""
+    """Owner of the server process; ``revive`` starts the server again after its death."""
 
     def __init__(self, folder: Path, history: History, policy: str = "priority") -> None:
         self.folder, self.policy = folder, policy
@@ -71,7 +71,7 @@ class Stage:
 
     @property
     def gateway_pid(self) -> int:
-        """Of the gateway that lives now, or lived last; 0: it is being written down."""
+        """Pid of the gateway that runs or ran last; 0 while its lock file is being written."""
         return int((self.folder / "state" / "gateway.lock").read_text() or 0)
 
     @property
@@ -83,12 +83,12 @@ class Stage:
         return self.running.process.poll() is None
 
     def client(self) -> Client:
-        """Through TCP: the address outlives the server."""
+        """Return a client through TCP, because that address outlives the server."""
         return Client(self.address, timeout_s=30.0)
 
     def revive(self, down_at_s: float) -> None:
-        """After the controller has gone: no process may be left but the gateway, which says so
-        until the next server ends it; then the same state again."""
+        """Start the server again on the same state after the controller has died.
+        Only the gateway may be left: it answers with errors until the next server ends it."""
         with self._lock:
             self.running.process.wait(30)
             gone(self.mark, but=frozenset({self.gateway_pid}))
@@ -99,7 +99,7 @@ class Stage:
             self.history.controller_downs.append((down_at_s, time.monotonic()))
 
     def arm(self, point: str, action: str) -> Path:
-        """Arm a failpoint: written whole, then shown."""
+        """Arm a failpoint. The rename makes the whole file visible at once."""
         path = self.points / point
         draft = self.points / f".{point}"
         draft.write_text(action)
@@ -107,7 +107,7 @@ class Stage:
         return path
 
     def end(self, number: int = signal.SIGTERM) -> int:
-        """Stop for good; the exit status."""
+        """Stop the server for good; return its exit status."""
         with self._lock:
             self.checked.client.close()
             status = self.running.stop(number)
@@ -116,7 +116,7 @@ class Stage:
             return status
 
     def kill_all(self) -> None:
-        """After a failure of the run itself."""
+        """Kill all processes of the server, after a failure of the run itself."""
         for pid in marked_pids(self.mark):
             kill(pid)
 
@@ -127,4 +127,4 @@ def staged(folder: Path, history: History, policy: str) -> Iterator[Stage]:
     try:
         yield stage
     finally:
-        stage.kill_all()  # what is left after a failure of the run itself
+        stage.kill_all()

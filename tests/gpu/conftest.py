@@ -1,4 +1,4 @@
-"""Tests that need a CUDA device skip themselves without one; what they share."""
+"""Fixtures of the tests that need a CUDA device. Without one the tests are skipped."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from pipeswitch.devices.cuda.examine import has_driver_library
 
 @pytest.fixture(scope="session")
 def cuda() -> Cuda:
-    """The real bindings, on a machine with a GPU."""
+    """Return the real bindings; skip the test on a machine without a GPU."""
     if not has_driver_library():
         pytest.skip("no NVIDIA driver")
     bindings = Cuda.load()
@@ -26,6 +26,6 @@ def cuda() -> Cuda:
 
 @pytest.fixture(autouse=True)
 def _settled(cuda: Cuda) -> Iterator[None]:
-    """A failed kernel fails its own test, not the next one."""
+    """Synchronise after each test, so that a failed kernel fails its own test."""
     yield
     cuda.synchronize_device()

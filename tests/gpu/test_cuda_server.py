@@ -1,4 +1,4 @@
-"""A real server on a real GPU: right answers on every rung, deaths, training beside requests."""
+"""A real server on a real GPU: correct answers on every rung, deaths, training beside requests."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from pipeswitch.testing import RunningServer, server
 pytestmark = pytest.mark.gpu
 
 LOWEST = {"WAITS": "cpu", "WORDS": "copy", "ACTIVATIONS": "private", "GRAPHS": "off"}
-RUNGS = {  # each by itself, but that the device waits between replays only
+RUNGS = {  # each adds one feature to the lowest, except that device waits need graphs
     "lowest": LOWEST,
     "graphs": LOWEST | {"GRAPHS": "on"},
     "slice": LOWEST | {"ACTIVATIONS": "slice"},
@@ -101,7 +101,7 @@ def test_killed_workers_come_back(running: RunningServer) -> None:
 
 
 class Lookup(torch.nn.Module):
-    """Looks up indices that it computes: they cannot be known before."""
+    """Module that looks up indices that it computes, so they cannot be known in advance."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""The real ``torch.cuda`` side: tensors over raw memory, the slice, graphs, private names."""
+"""The real ``torch.cuda`` side: tensors over raw memory, the slice, graphs, private symbols."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ def test_a_jobs_tensor_has_a_storage_of_its_own(cuda: Cuda, side: CudaTorch) -> 
 
 
 def bound_resnet(side: CudaTorch, folder: Path) -> BoundProgram:
-    """ResNet-18 as a worker would have it: built, packed, its region on the device."""
+    """Return ResNet-18 as a worker binds it: built, packed, with its region on the device."""
     from pipeswitch.memory_daemon.store import load_model
     from pipeswitch.programs.build.program import build
     from pipeswitch.programs.spec import BUNDLE_FILE, BuildSpec
@@ -130,7 +130,7 @@ def check_replays(side: CudaTorch, folder: Path) -> None:
 
 
 def test_the_slice_serves_in_a_process_of_its_own_also_after_a_failed_capture() -> None:
-    """Its cap and its pool are for the life of a process."""
+    """Run in a subprocess, because a slice's cap and pool last until the process exits."""
     code = f"""
 import torch
 from pipeswitch.devices.cuda.bindings import Cuda

@@ -1,7 +1,7 @@
-"""``python -m tests.models [--only PART] [--rows FOLDER] [--out FILE]``: a line for each model.
+"""``python -m tests.models [--only PART] [--rows FOLDER] [--out FILE]``: prints a line per model.
 
-A model's row is a file of FOLDER, locked while it is made: a sweep that was cut short goes on where
-it was, and several processes may share one.
+Each model has a file in FOLDER, which is locked while its row is made. So an interrupted sweep
+continues where it stopped, and several processes may share one sweep.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from .catalogue import OWN_SIDES, Entry, Inputs, catalogue
 from .factories import SEED
 
 LENGTHS: Final = (1, 7, 64, 512)
-BATCH: Final = 3  # the second one, where a model takes more than one at a time
+BATCH: Final = 3  # the second batch size, for models that accept it
 THREADS: Final = 2
 FAST_PATH: Final = "set_fastpath_enabled"
 EXPERTS: Final = "set_experts_implementation"
@@ -45,7 +45,7 @@ Dynamic = dict[str, dict[int, tuple[str, int, int]]]
 
 
 def plainly(module: nn.Module, inputs: Inputs) -> Any:
-    """A decoder without its cache, as the notes of ``show`` say."""
+    """Return the output of the plain module; a decoder runs without its cache."""
     with torch.no_grad():
         if not isinstance(inputs, dict):
             return module(*inputs)
@@ -54,7 +54,7 @@ def plainly(module: nn.Module, inputs: Inputs) -> Any:
 
 
 def equal(answer: Any, expected: Any) -> bool:
-    """Every output, bit by bit: NaN equals itself, zeros have signs."""
+    """Return whether all outputs are equal bit by bit, so NaN equals itself and 0.0 is not -0.0."""
     outputs, plain = list(answer.outputs.values()), list(flatten_outputs(expected).values())
     return len(outputs) == len(plain) and all(
         a.contiguous().numpy().tobytes() == b.contiguous().numpy().tobytes()
@@ -63,8 +63,8 @@ def equal(answer: Any, expected: Any) -> bool:
 
 
 def open_dims(module: nn.Module, example: Inputs, *, has_sides: bool) -> Dynamic:
-    """Lengths of texts and sequences, from 1 to 512; sides and sounds from half of the example.
-    None where arguments nest or come by name."""
+    """Return dynamic dimensions: lengths from 1 to 512, image sides and sound samples from half of
+    the example's. Empty if arguments nest or are passed by name."""
     dims: Dynamic = {}
     if isinstance(example, dict) or not all(isinstance(value, torch.Tensor) for value in example):
         return dims
@@ -86,7 +86,7 @@ def resized(value: torch.Tensor, axis: int, extent: int) -> torch.Tensor:
 
 
 class Sweep:
-    """One server; each model registered, asked, compared and unregistered."""
+    """Runner of one server: registers each model, sends requests, compares and unregisters."""
 
     def __init__(self, running: RunningServer) -> None:
         self._running, self._client = running, running.client()
@@ -99,7 +99,7 @@ class Sweep:
         except Exception as error:
             why = f"{type(error).__name__}: {error}"
             return {"name": name, "outcome": "not made", "why": why, "took_s": 0.0}
-        module.eval()  # as docs/guide/serving.md says what answers are equal to
+        module.eval()  # docs/guide/serving.md compares answers with the module in this mode
         for parameter in module.parameters():
             parameter.requires_grad = False
         row: dict[str, Any] = {"name": name, "outcome": "refused"}
@@ -113,7 +113,7 @@ class Sweep:
             row["outcome"] = "served" if all(answers) else "differs"
         except PipeSwitchError as error:
             row["why"] = str(error).splitlines()[0][:400]
-        except Exception as error:  # not refused in words
+        except Exception as error:  # an error that is not a refusal
             row["outcome"] = "failed"
             row["why"] = f"{type(error).__name__}: {str(error)[:300]}"
         row["took_s"] = round(time.monotonic() - began_s, 1)
@@ -131,7 +131,7 @@ class Sweep:
                 break
             except PipeSwitchError as error:
                 if FAST_PATH in str(error) and "fast_path" not in row:
-                    torch.backends.mha.set_fastpath_enabled(False)  # as the refusal says
+                    torch.backends.mha.set_fastpath_enabled(False)  # the refusal advises this
                     row["fast_path"] = False
                 elif EXPERTS in str(error) and "experts" not in row:
                     row["experts"] = "batched_mm"
@@ -145,7 +145,7 @@ class Sweep:
                 else:
                     raise
         shown = self._client.show("it")
-        for axes in row["dynamic"].values():  # a range may have become narrower
+        for axes in row["dynamic"].values():  # the server may have narrowed a range
             for axis, (dim_name, *_) in axes.items():
                 low, high = shown["dims"].get(dim_name, (0, 0))
                 axes[axis] = (dim_name, low, high)
@@ -166,7 +166,7 @@ class Sweep:
         return equal_by_batch
 
     def _ask_sizes(self, module: nn.Module, example: Inputs, dynamic: Dynamic) -> dict[str, bool]:
-        """Each length; of sides and sounds the smallest, and one in between."""
+        """Compare answers at each length, and at two sizes of images and sounds."""
         equal_by_size: dict[str, bool] = {}
         if not dynamic:
             return equal_by_size
@@ -192,7 +192,7 @@ class Sweep:
 
 @contextlib.contextmanager
 def claimed(folder: Path, name: str) -> Iterator[Path | None]:
-    """The file of a row that is still to be made; None: it is made, or another process does it."""
+    """Yield the file of a row that is to be made; None if it exists or another process makes it."""
     path = folder / f"{name}.json"
     with path.open("a") as file:
         try:
@@ -220,9 +220,9 @@ def summary(rows: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def sweep(names: list[str], entries: Mapping[str, Entry], folder: Path) -> None:
-    """Make the rows that are not there; a line for each."""
+    """Make the rows that are missing; print a line for each."""
     arguments = ("--threads", str(THREADS))
-    root = str(Path(__file__).parents[2])  # where the server finds tests.models.factories
+    root = str(Path(__file__).parents[2])  # the server imports tests.models.factories from here
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (root, os.environ.get("PYTHONPATH"))))
     with server(arena="1GiB", host_store="2GiB", args=arguments) as running:
         one = Sweep(running)
@@ -253,7 +253,7 @@ def main() -> int:
         folder.mkdir(parents=True, exist_ok=True)
         sweep(names, entries, folder)
         texts = [(folder / f"{name}.json").read_text() for name in names]
-    rows = [json.loads(text) for text in texts if text]  # the others another process is at
+    rows = [json.loads(text) for text in texts if text]  # a row without text is another process's
     report = summary(rows)
     if options.out:
         options.out.parent.mkdir(parents=True, exist_ok=True)

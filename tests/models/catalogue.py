@@ -1,7 +1,7 @@
-"""The models: torchvision's families at their own sizes, transformers' kinds, and small ones.
+"""The models: torchvision's families at their usual image sizes, transformers' kinds, small ones.
 
-An entry makes a module and an example of its inputs, weights by a seed. Names are torchvision's and
-transformers' own; transformers' are small configurations of the real classes.
+An entry makes a module with seeded weights and an example of its inputs. Names are those of
+torchvision and transformers; the latter are small configurations of the real classes.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from torch import nn
 
 from .odd import ODD
 
-Inputs = tuple[Any, ...] | dict[str, Any]  # arguments by place or by name, which may nest
+Inputs = tuple[Any, ...] | dict[str, Any]  # positional or keyword arguments, which may nest
 Made = tuple[nn.Module, Inputs]
 Entry = Callable[[], Made]
 
@@ -52,7 +52,7 @@ SIZED: Final = frozenset(
         "squeezenet1_1",
     }
 )
-"""Asked at other sides too; of the others an export would take a minute."""
+"""Models that are also tested at other image sizes. Exporting the others takes a minute each."""
 OWN_SIDES: Final = {
     f"torchvision {name}"
     for names in (*PICTURES.values(), DETECTORS)
@@ -227,7 +227,7 @@ TRANSFORMERS: Final[Mapping[str, tuple[Mapping[str, Any], str]]] = {
 
 
 class Answers(nn.Module):
-    """A transformers model by position, its tensors without their names and caches."""
+    """Transformers model with positional arguments; returns a tuple of tensors and no cache."""
 
     def __init__(self, model: Any, names: tuple[str, ...]) -> None:
         super().__init__()
@@ -242,7 +242,7 @@ class Answers(nn.Module):
 
 
 class Dense(nn.Module):
-    """A segmenter's or GoogLeNet's dict, without its names."""
+    """Module that returns the values of a segmenter's or GoogLeNet's dict."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
@@ -265,7 +265,7 @@ class Recurrent(nn.Module):
 
 
 class Nested(nn.Module):
-    """Takes and gives dicts, lists, tuples and None."""
+    """Module whose inputs and outputs are dicts, lists, tuples and None."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -324,7 +324,7 @@ def _transformer(name: str) -> Made:
 
 
 def _as_it_comes(name: str, options: Mapping[str, Any], *kinds: str) -> Made:
-    """By the names of a tokenizer, with all that transformers answers."""
+    """Return a model and example that use a tokenizer's argument names and full output types."""
     import transformers
 
     cls: Any = getattr(transformers, name)
@@ -401,7 +401,7 @@ def _small() -> dict[str, Entry]:
 
 
 def catalogue() -> dict[str, Entry]:
-    """By name: torchvision, transformers, small ones."""
+    """Return the entries by name: torchvision, transformers, small ones."""
     entries: dict[str, Entry] = {}
 
     def vision(name: str, *shape: int) -> None:

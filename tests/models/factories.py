@@ -1,4 +1,4 @@
-"""Each model of the catalogue as its owner's factory: ``tests.models.factories:odd_experts``."""
+"""A factory for each model of the catalogue, such as ``tests.models.factories:odd_experts``."""
 
 from __future__ import annotations
 

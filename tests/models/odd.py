@@ -1,4 +1,4 @@
-"""What people bring that is no plain graph: experts, graphs, sounds, int8, loops, TorchScript."""
+"""Modules that are hard to export: experts, graphs, sounds, int8, loops, TorchScript."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ rand = torch.randn
 
 
 class Does(nn.Module):
-    """A function over a few layers."""
+    """Module that calls a function with a few layers."""
 
     def __init__(self, does: Callable[..., Any], **layers: nn.Module) -> None:
         super().__init__()
@@ -195,7 +195,7 @@ def cells(m: Any, x: T) -> T:
 
 
 class Table(nn.Module):
-    """Rotary angles that are no buffer."""
+    """Rotary angles that are not a buffer."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Modules whose next step needs what the last one left."""
+"""Modules whose next step needs state from the previous step."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Cell(torch.nn.Module):
 
 
 class Recalls(torch.nn.Module):
-    """Attends to all rows that its sequence has, those of this step included."""
+    """Module that attends to all rows of its sequence, including those of this step."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -9,12 +9,12 @@ from typing import Any
 
 
 def trained(kind: str) -> Any:
-    """Of GPT-2's kind ("bytes"), or of Llama's ("fallback"): words with their space, and bytes
-    where a word is unknown."""
+    """Return a trained tokenizer like GPT-2's (``bytes``) or Llama's (``fallback``).
+    Words include the space before them; unknown words become bytes."""
     import tokenizers
     from tokenizers import decoders, models, pre_tokenizers
 
-    spec = find_spec("sklearn")  # not imported: it sets the environment
+    spec = find_spec("sklearn")  # does not import sklearn, which would change the environment
     assert spec is not None
     assert spec.origin is not None
     folder = Path(spec.origin).parent / "datasets" / "descr"
@@ -37,7 +37,7 @@ def trained(kind: str) -> Any:
         vocab_size=700, special_tokens=special, initial_alphabet=alphabet, show_progress=False
     )
     tokenizer.train_from_iterator(texts, trainer)
-    if kind == "fallback":  # byte tokens are words of the vocabulary, not special ones
+    if kind == "fallback":  # byte tokens are ordinary words of the vocabulary, not special tokens
         text = json.loads(tokenizer.to_str())
         vocabulary = text["model"]["vocab"]
         for byte in range(256):
@@ -47,7 +47,7 @@ def trained(kind: str) -> Any:
 
 
 def published(folder: Path, cls: Any, kind: str = "qwen2", scale: float = 1.0, **more: Any) -> Any:
-    """Put a small model of transformers in a folder, and its tokenizer, which is returned."""
+    """Save a small transformers model and its tokenizer in ``folder``; return the tokenizer."""
     import torch
     import transformers
 

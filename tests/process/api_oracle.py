@@ -1,8 +1,8 @@
-"""What a server must answer, as a pure model: dictionaries of models and jobs. No torch, no I/O.
+"""Pure model of the answers of a server: dictionaries of models and jobs, without torch and I/O.
 
-Each ``may_...`` method says which outcomes a request may have now; each ``did_...`` takes the one
-it had. An outcome is ``OK`` or the name of an error type. Where the model cannot know (a place in
-memory may be broken into pieces, a short script may be over by now), more than one is allowed.
+A ``may_...`` method returns the outcomes that a request may have now; a ``did_...`` method records
+the outcome that it had. An outcome is ``OK`` or the name of an error type. Several outcomes are
+allowed where the oracle cannot know: free memory may be fragmented, or a short script may be over.
 """
 
 from __future__ import annotations
@@ -19,19 +19,19 @@ from pipeswitch.programs.spec import DEFAULT_MAX_BATCH
 OK: Final = "ok"
 Outcomes = frozenset[str]
 
-SLOT_BYTES: Final = 2 << 20  # regions of the arena begin and end on these
-COMMITS_BYTES: Final = 512 << 10  # of the store, at most, for the commits of all the test's jobs
+SLOT_BYTES: Final = 2 << 20  # regions of the arena begin and end at multiples of this
+COMMITS_BYTES: Final = 512 << 10  # of the host store, at most, for commits of all jobs of the test
 REJECTIONS: Final = frozenset({"InvalidInput", "ModelNotFound", "QueueFull"})  # never accepted
 MOVING: Final = frozenset(
     {"queued", "transmitting", "running", "stopping", "suspended", "evicting"}
 )
-ELSEWHERE: Final = frozenset({"host", "partial", "transmitting"})  # not, or not yet on the device
-CLASSES: Final = ("high", "normal", "low")  # the first goes first
+ELSEWHERE: Final = frozenset({"host", "partial", "transmitting"})  # not on the device, or not yet
+CLASSES: Final = ("high", "normal", "low")  # most urgent first
 PS_WORDS: Final[Mapping[str, str]] = {"running": "active", "stopping": "active"}
 FINITE: Final[Mapping[str, str]] = {
     "short": "done",
     "broken": "failed",
-}  # how they end by themselves
+}  # the state in which each finite kind of job ends on its own
 
 
 def only(*outcomes: str) -> Outcomes:
@@ -40,12 +40,12 @@ def only(*outcomes: str) -> Outcomes:
 
 @dataclass(frozen=True, kw_only=True)
 class Program:
-    """Something to register, and what is known of it before."""
+    """A program to register, and the known facts about it."""
 
     name: str
-    size_bytes: int = 4096  # in the host store, at most
-    is_code: bool = False  # a factory: not through every listener
-    refusal: str = ""  # the error of its registration; empty: it can be served
+    size_bytes: int = 4096  # at most, in the host store
+    is_code: bool = False  # a factory, which some listeners refuse
+    refusal: str = ""  # error of its registration; empty: it can be served
     batch_max: int = 0  # 0: as registered
 
     @property
@@ -55,21 +55,21 @@ class Program:
 
 @dataclass(kw_only=True)
 class KnownModel:
-    """A registered one."""
+    """A registered model."""
 
     program: Program
     max_batch: int
     priority: str
     is_pinned: bool
     digest: str
-    is_owners: bool  # not the other clients'
+    is_owners: bool  # registered by the owner, not by another client
     is_quarantined: bool = False
-    answered: int = 0  # requests with a result, in this life of the server
-    stays: bool = False  # seen on the device, pinned, and nothing but its user may take it away
+    answered: int = 0  # requests with a result since the server started
+    stays: bool = False  # pinned and seen on the device: only a client can evict it
 
     @property
     def residencies(self) -> frozenset[str]:
-        """Where its bytes may be now, as ``models`` says it."""
+        """The values that the model's row may show as its residency."""
         return ELSEWHERE | {"pinned" if self.is_pinned else "resident"}
 
     @property
@@ -79,18 +79,18 @@ class KnownModel:
 
 @dataclass(kw_only=True)
 class KnownJob:
-    """An accepted one, until it is over and after."""
+    """An accepted job, also after its end."""
 
     kind: str  # endless, short or broken
     priority: str
     is_paused: bool = False
-    end: str = ""  # its final state, once that was seen
+    end: str = ""  # its final state, once seen; empty before
     may_lack_memory: bool = False  # pinned models left no certain place for its slice
     committed_step: int = -1
 
     @property
     def states(self) -> frozenset[str]:
-        """What its row may say now."""
+        """The states that the job's row may show now."""
         if self.end:
             return only(self.end)
         if self.is_paused:
@@ -105,13 +105,13 @@ class KnownJob:
 
 @dataclass
 class Oracle:
-    """Everything a server that began empty must know by now.
+    """State that a server must have now, if it began empty.
 
     Args:
-        arena_slots: of ``SLOT_BYTES``, without the fences.
-        store_bytes: of the host store.
-        digests: of what was registered so far, by program and largest batch: they never change.
-            The owner's and the other clients' differ.
+        arena_slots: the number of slots of ``SLOT_BYTES``, without the fences.
+        store_bytes: the size of the host store.
+        digests: the digests seen for each program and largest batch; a digest never changes. The
+            owner's digest differs from that of the other clients.
     """
 
     arena_slots: int
@@ -119,25 +119,25 @@ class Oracle:
     digests: dict[tuple[str, int], set[str]]
     models: dict[str, KnownModel] = field(default_factory=dict)
     jobs: dict[str, KnownJob] = field(default_factory=dict)
-    counts: Counter[str] = field(default_factory=Counter)  # of inference, since the server began
+    counts: Counter[str] = field(default_factory=Counter)  # inference counts since the server began
     kills: int = 0
-    daemon_deaths: int = 0  # in a row, without an answer in between
+    daemon_deaths: int = 0  # consecutive deaths without an answer in between
 
     # ---- memory --------------------------------------------------------------------------------
 
     def has_certain_place(self, slots: int, name: str = "") -> bool:
-        """Whether pinned models, wherever they lie, leave so many slots in one piece."""
+        """Return whether ``slots`` adjacent slots are free wherever the pinned models lie."""
         pinned = [m.program.slots for n, m in self.models.items() if m.is_pinned and n != name]
         free = self.arena_slots - sum(pinned)
         return free > 0 and -(-free // (len(pinned) + 1)) >= slots
 
     def has_no_place(self, slots: int, name: str = "") -> bool:
-        """Whether the pinned models that lie on the device leave less than that."""
+        """Return whether the pinned models on the device leave fewer than ``slots`` slots."""
         there = [m.program.slots for n, m in self.models.items() if m.stays and n != name]
         return self.arena_slots - sum(there) < slots
 
     def device_lost(self) -> None:
-        """The memory daemon died: pinned models come back, but not at once."""
+        """Record the death of the memory daemon: pinned models come back, but not at once."""
         self.kills += 1
         self.daemon_deaths += 1
         for model in self.models.values():
@@ -147,7 +147,7 @@ class Oracle:
         free = self.store_bytes - sum(m.program.size_bytes for m in self.models.values())
         if free < program.size_bytes:
             return only("HostStoreFull")
-        # Gaps between what is there, the worst way it may lie.
+        # The worst arrangement leaves equal gaps between the models.
         if (free - COMMITS_BYTES) // (len(self.models) + 1) >= program.size_bytes:
             return only(OK)
         return only(OK, "HostStoreFull")
@@ -181,7 +181,7 @@ class Oracle:
         is_pinned: bool,
         is_owner: bool,
     ) -> None:
-        """It was answered with ``row``. The same registration again changes nothing."""
+        """Record a registration that was answered with ``row``; a repeated one changes nothing."""
         old = self.models.get(name)
         if old is not None:
             assert row["digest"] == old.digest
@@ -199,7 +199,7 @@ class Oracle:
         self._memory_changed()
 
     def know_digest(self, program: str, max_batch: int, digest: str) -> None:
-        """The same program has the same digest for ever, of each tenant, and no other has it."""
+        """Check that a program keeps its digest, one per tenant, and no other program has it."""
         digests = self.digests.setdefault((program, max_batch), set())
         digests.add(digest)
         assert len(digests) <= 2, program
@@ -207,7 +207,7 @@ class Oracle:
         assert others == {program}, f"{others} have one digest"
 
     def adopt(self, name: str, program: Program, row: Mapping[str, Any]) -> None:
-        """Believe a row of ``models``: it came of requests whose order is not known."""
+        """Take over a row of ``models`` that resulted from requests in an unknown order."""
         old = self.models.get(name)
         self.models[name] = KnownModel(
             program=program,
@@ -221,14 +221,14 @@ class Oracle:
         self._memory_changed()
 
     def may_find(self, name: str) -> Outcomes:
-        """``show``, ``unregister``, ``load``, ``unload``."""
+        """Return the outcomes of ``show``, ``unregister``, ``load`` and ``unload``."""
         return only(OK if name in self.models else "ModelNotFound")
 
     def did_unregister(self, name: str) -> None:
         self.models.pop(name, None)
 
     def did_pin(self, name: str, row: Mapping[str, Any], *, is_pinned: bool) -> None:
-        """``load`` or ``unload`` was answered with ``row``."""
+        """Record a ``load`` or ``unload`` that was answered with ``row``."""
         model = self.models[name]
         model.is_pinned = is_pinned
         model.is_quarantined &= not is_pinned
@@ -238,7 +238,7 @@ class Oracle:
         self._memory_changed()
 
     def comes_to_the_device(self, name: str) -> bool:
-        """Whether it is pinned and nothing is in its way: no other pinned one, no job."""
+        """Return whether the model is pinned and certain to come: it fits, and no job is alive."""
         model = self.models[name]
         is_alone = all(job.end for job in self.jobs.values())
         has_place = self.has_certain_place(model.program.slots, name)
@@ -256,7 +256,7 @@ class Oracle:
         if model.is_quarantined or any(not 1 <= n <= model.batch_max for n in batches):
             return only("InvalidInput")
         if any(not job.end for job in self.jobs.values()):
-            return only(OK, "DeviceBusy", "OutOfDeviceMemory")  # one that is paused uses nothing
+            return only(OK, "DeviceBusy", "OutOfDeviceMemory")  # paused jobs use no memory
         if not self.has_certain_place(model.program.slots, name):
             return only(OK, "OutOfDeviceMemory")
         return only(OK)
@@ -264,7 +264,7 @@ class Oracle:
     # ---- requests ------------------------------------------------------------------------------
 
     def may_infer(self, name: str, batch: int = 1, *, fits: bool = True) -> Outcomes:
-        """A request without a deadline whose value the model can take."""
+        """Return the outcomes of a request without a deadline; ``fits``: its input is valid."""
         model = self.models.get(name)
         if model is None:
             return only("ModelNotFound")
@@ -279,7 +279,7 @@ class Oracle:
         return only(OK)
 
     def class_of(self, name: str, priority: str) -> int:
-        """Of a request with that priority; empty: the model's own. 0 is the most urgent."""
+        """Return the class of a request; empty priority: the model's own. 0 is the most urgent."""
         return CLASSES.index(priority or self.models[name].priority)
 
     def did_infer(self, name: str, outcome: str) -> None:
@@ -314,7 +314,7 @@ class Oracle:
         self.jobs[name].may_lack_memory = not self.has_certain_place(1)
 
     def may_act(self, name: str, action: str) -> Outcomes:
-        """pause, resume, cancel, show."""
+        """Return the outcomes of pause, resume, cancel and show."""
         if not NAME_PATTERN.fullmatch(name):
             return only("InvalidInput")
         job = self.jobs.get(name)
@@ -327,7 +327,7 @@ class Oracle:
         return only(OK, "InvalidInput") if job.may_be_over else only(OK)
 
     def did_act(self, name: str, action: str, row: Mapping[str, Any]) -> None:
-        """It was answered with ``row``."""
+        """Record a job action that was answered with ``row``."""
         job = self.jobs[name]
         if action in ("pause", "cancel"):
             by_itself = job.states & FINAL_JOB_STATES
@@ -351,10 +351,10 @@ class Oracle:
     # ---- the server ----------------------------------------------------------------------------
 
     def restarted(self, persisted: Mapping[str, int]) -> None:
-        """Another server on the same state: models and jobs are back, over or not.
+        """Record a restart on the same state directory: all models and jobs are back.
 
         Args:
-            persisted: each job's step that was on disk for certain.
+            persisted: for each job, the step that was on disk for certain.
         """
         self.counts.clear()
         self.daemon_deaths = 0
@@ -364,14 +364,14 @@ class Oracle:
             job.committed_step = persisted.get(name, -1)
 
     def check_models(self, rows: Iterable[Mapping[str, Any]]) -> None:
-        """``models`` shows what was registered, and nothing else."""
+        """Check that ``models`` shows the registered models and nothing else."""
         by_name = {row["name"]: row for row in rows}
         assert set(by_name) == set(self.models), f"{sorted(by_name)}, not {sorted(self.models)}"
         for name, row in by_name.items():
             self.check_model(name, row)
 
     def check_model(self, name: str, row: Mapping[str, Any]) -> None:
-        """Its row in ``models``, or in ``show``."""
+        """Check a model's row in ``models`` or ``show``."""
         model = self.models[name]
         state = "quarantined" if model.is_quarantined else "ready"
         shown = (row["state"], row["digest"], row["pinned"], row["priority"], row["requests"])
@@ -379,13 +379,13 @@ class Oracle:
         assert shown == known, f"{name}: {shown}, not {known}"
         assert row["batch"] == [1, model.batch_max], row
         assert row["residency"] in model.residencies, row
-        # A new profile cuts other groups: the model leaves the device for that, and comes back.
+        # A new profile changes the groups, so the model leaves the device and comes back.
         is_there = row["residency"] == "pinned" and not row["profile"]
         assert is_there or not model.stays or row["profile"], f"{name} was pinned, and left: {row}"
         model.stays = is_there
 
     def check_jobs(self, rows: Iterable[Mapping[str, Any]]) -> None:
-        """``jobs`` shows this test's jobs; others are of earlier ones, and over."""
+        """Check that ``jobs`` shows this test's jobs, and only ended jobs of earlier tests."""
         remaining = dict(self.jobs)
         for row in rows:
             if remaining.pop(row["name"], None) is not None:
@@ -395,7 +395,7 @@ class Oracle:
         assert not remaining, f"lost: {sorted(remaining)}"
 
     def check_ps(self, rows: Iterable[Mapping[str, Any]]) -> None:
-        """``ps`` agrees with ``models`` and ``jobs`` as far as it shows the same."""
+        """Check that ``ps`` agrees with ``models`` and ``jobs``."""
         by_kind: dict[str, dict[str, Mapping[str, Any]]] = {}
         for row in rows:
             by_kind.setdefault(row["kind"], {})[row["name"]] = row
@@ -413,14 +413,14 @@ class Oracle:
             assert row["state"] in {PS_WORDS.get(state, state) for state in job.states}, row
             assert row["prio"] == job.priority, row
         (daemon,) = by_kind["daemon"].values()
-        if not self.jobs:  # a slice that is being zeroed is in no row
+        if not self.jobs:  # no row shows a slice that is being zeroed
             device_count = sum(int(row["device"]) for row in models.values())
             assert int(daemon["device"]) == device_count, (daemon, models)
         pids = [row["pid"] for row in by_kind["worker"].values() if row["pid"]]
         assert len(pids) == len(set(pids)), f"one process in two slots: {pids}"
 
     def check_stats(self, stats: Mapping[str, Any]) -> None:
-        """Every request is counted once, as what it ended as."""
+        """Check that every request is counted once, under its outcome."""
         assert stats["models"] == len(self.models)
         assert stats["draining"] is False
         assert stats["queued"] == 0

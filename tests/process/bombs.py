@@ -1,4 +1,4 @@
-"""A pickle that shows whether anybody opened it."""
+"""A pickle whose unpickling can be detected."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 
 class Bomb:
-    """Unpickling it makes a folder."""
+    """Object that makes a folder when it is unpickled."""
 
     def __init__(self, target: Path) -> None:
         self.target = target
@@ -19,5 +19,5 @@ class Bomb:
 
 
 def pickled(target: Path) -> bytes:
-    """Makes the folder ``target`` when it is unpickled, by old readers too."""
+    """Return a pickle, readable by old readers, that makes the folder when it is unpickled."""
     return pickle.dumps(Bomb(target), protocol=2)

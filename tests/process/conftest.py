@@ -46,14 +46,14 @@ LONGEST = (
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """The longest files begin first, so that no core waits for the other one's last file."""
+    """Run the longest files first, so that no core idles while another one runs the last file."""
     items.sort(key=lambda item: item.path.stem not in LONGEST)
 
 
 @pytest.fixture(scope="session", autouse=True)
 def _warm() -> Iterator[None]:
-    """Servers come from one process that imported torch; those with an environment of their own
-    start like anyone's."""
+    """Start servers from one process that has imported torch.
+    Servers with an environment of their own start as usual."""
     keeper, start = sys.modules["keeper"].Keeper(), testing._start
 
     def start_warm(command: list[str], folder: str, environment: Any) -> Any:

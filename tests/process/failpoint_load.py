@@ -1,4 +1,4 @@
-"""The load of the failpoints' tour: clients that compare every answer, and a job with its twin."""
+"""Load of the failpoint tour: clients that check each answer, a job, and its undisturbed run."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ TRAIN: Final = """
         with open(out, "w") as file:
             file.write(said())
 """
-"""Trains until the file is there, by whole epochs of ten steps."""
+"""Script that trains in epochs of ten steps until a stop file exists."""
 
 
 # ---- the clients -------------------------------------------------------------------------------
@@ -74,11 +74,11 @@ class Answer:
 
     sent_at_s: float
     ended_at_s: float
-    said: str  # ok, wrong, or the error's type and text
+    said: str  # ok, wrong, or the type and text of the error
 
 
 class Lane:
-    """A client in a thread of its own: it asks through TCP and compares each answer's bits."""
+    """Client in its own thread that sends requests through TCP and compares each answer's bits."""
 
     def __init__(self, stage: Stage, name: str, batches: Mapping[str, Any]) -> None:
         self._stage = stage
@@ -105,7 +105,7 @@ class Lane:
             return f"{type(error).__name__}: {error}"
 
     def is_served_since(self, at_s: float) -> bool:
-        """Whether a request that was sent after ``at_s`` has its right answer."""
+        """Return whether a request sent after ``at_s`` got the right answer."""
         return any(a.said == "ok" and a.sent_at_s >= at_s for a in self.answers[-20:])
 
     def stop(self) -> None:
@@ -118,7 +118,7 @@ class Lane:
 
 
 class Undisturbed:
-    """What the plain script says after each epoch; run once, and again when that is too short."""
+    """Output of the plain script after each epoch; it runs again if more epochs are needed."""
 
     def __init__(self, script: Path) -> None:
         self._script = script

@@ -1,9 +1,9 @@
-"""A tour of all failpoints: a server under load, and what makes a process come by each point.
+"""Tour of all failpoints: a server under load, and acts that make a process reach each point.
 
-The load never stops: two clients compare every answer with the plain model's, a job trains,
-commits every 100 ms and is written to disk as often. What the load does not pass is provoked by
-an *act*. After each fault the server has to be whole again, the clients answered, the job further
-than before; a fault in the controller's own process ends it, and it is started again on the same
+The load never stops. Two clients compare every answer with the plain model's. A job trains, commits
+every 100 ms and is written to disk as often. An *act* provokes each point that the load does not
+reach. After each fault all processes must be back, the clients must get answers and the job must
+progress. A fault in the controller's own process ends it; the tour starts it again on the same
 state directory.
 """
 
@@ -32,13 +32,13 @@ from .tools import eager, finish, gone, kill, mlp, until, write_script
 
 FIRES_WITHIN_S: Final = 30.0
 RECOVERS_WITHIN_S: Final = 60.0
-EXIT_INTERNAL: Final = 70  # os.EX_SOFTWARE: the controller's own bug, said in its log
+EXIT_INTERNAL: Final = 70  # os.EX_SOFTWARE: a bug of the controller, described in its log
 
 WIDTH: Final = 512
-DEPTH: Final = 10  # 10 MiB, two groups; the arena has room for two of the three
+DEPTH: Final = 10  # 10 MiB in two groups; the arena has room for two of the three models
 MODELS: Final = ("a", "b", "c")
-LARGE_BATCH: Final = 520  # rows of 2 KiB: over the 1 MiB that the loop copies itself
-PACE_S: Final = 0.004  # what a served job's loader takes for a batch
+LARGE_BATCH: Final = 520  # rows of 2 KiB: more than the 1 MiB that the loop copies itself
+PACE_S: Final = 0.004  # time that the loader of a served job takes for a batch
 
 FOREVER: Final = str(10**9)
 
@@ -48,16 +48,16 @@ FOREVER: Final = str(10**9)
 
 @dataclass(frozen=True)
 class Stop:
-    """One point of the tour."""
+    """One failpoint of the tour."""
 
     point: str
-    act: str = ""  # what makes a process come by; empty: the load does
-    fatal: tuple[str, ...] = ()  # the actions that end the server: the point stands in it
-    writes: bool = False  # to the disk, which may be full
+    act: str = ""  # makes a process reach the point; empty: the load does
+    fatal: tuple[str, ...] = ()  # actions that end the server, because the point is in it
+    writes: bool = False  # the point is at a write to the disk, which may be full
 
 
-LOOP: Final = ("crash", "error", "memory")  # its thread has no state left to trust
-WRITER: Final = ("crash",)  # a thread that answers with the error and serves on
+LOOP: Final = ("crash", "error", "memory")  # the loop's thread cannot trust its state after these
+WRITER: Final = ("crash",)  # after other actions this thread answers with the error and continues
 
 
 def _stops(
@@ -108,7 +108,7 @@ TOUR: Final[Mapping[str, tuple[Stop, ...]]] = {
         *_stops("commits.create", "commits.drop", act="short-job", fatal=LOOP),
     ),
 }
-"""All points, by the part that they hurt."""
+"""All points, by the affected part."""
 
 
 # ---- the tour ----------------------------------------------------------------------------------
@@ -116,14 +116,14 @@ TOUR: Final[Mapping[str, tuple[Stop, ...]]] = {
 
 @dataclass
 class Kept:
-    """What the server has accepted in acts, and must not have lost."""
+    """Names that acts registered; the server must not lose them."""
 
     models: set[str] = field(default_factory=set)
     jobs: set[str] = field(default_factory=set)
 
 
 class Tour:
-    """One server, its load, and the faults one after the other."""
+    """One server, its load, and one fault after the other."""
 
     def __init__(self, folder: Path) -> None:
         folder.mkdir()
@@ -146,7 +146,7 @@ class Tour:
 
     @property
     def client(self) -> Client:
-        """The owner's, of the server that lives now."""
+        """The owner's client of the server that runs now."""
         return self.stage.checked.client
 
     def new_name(self, kind: str) -> str:
@@ -156,7 +156,7 @@ class Tour:
 
     @contextlib.contextmanager
     def load(self) -> Iterator[None]:
-        """Clients and a job as long as the block lasts; then the job's bits, and nothing leaked."""
+        """Run clients and a job during the block; then check the job's bits and for leaks."""
         self.start_job()
         self._lanes = [
             Lane(self.stage, "small", self._small),
@@ -185,10 +185,10 @@ class Tour:
         return row
 
     def finish_job(self, name: str) -> None:
-        """Let it end; it must have computed what the plain script does, bit for bit."""
+        """End the job and check that it computed the same bits as the plain script."""
         (self.folder / f"{name}.stop").touch()
         with contextlib.suppress(PipeSwitchError):
-            self.client.job(name, "resume")  # it was paused when a fault struck
+            self.client.job(name, "resume")  # in case a fault came while it was paused
         row = finish(self.client.task(name))
         text = (self.folder / f"{name}.out").read_text()
         assert text == self._undisturbed.after(row["step"]), f"{name} differs at {row['step']}"
@@ -196,7 +196,7 @@ class Tour:
     # -- faults ----------------------------------------------------------------------------------
 
     def fire(self, stop: Stop, action: str) -> None:
-        """One fault: it must come true, and nothing be lost by it."""
+        """Inject one fault; check that it fires and that nothing is lost."""
         try:
             self._fire(stop, action)
         except (AssertionError, PipeSwitchError) as error:
@@ -220,7 +220,7 @@ class Tour:
         self._recover(stop, action, fired_at_s)
 
     def _recover(self, stop: Stop, action: str, fired_at_s: float) -> None:
-        """Everybody is served again, the job goes on, and what was accepted is there."""
+        """Check that clients are served, the job trains, and registered names still exist."""
         for lane in self._lanes:
             until(
                 lambda lane=lane: lane.is_served_since(fired_at_s),  # type: ignore[misc]
@@ -230,13 +230,13 @@ class Tour:
         self._judge(stop, action)
         self.stage.checked.wait_until_whole()
         with contextlib.suppress(PipeSwitchError):
-            self.client.job(self.job, "resume")  # an act was cut short while it was paused
+            self.client.job(self.job, "resume")  # if an act left it paused
         self._keep_training(stop, action)
         self._look_at_kept()
         assert self.stage.is_up, "the server left later"
 
     def _judge(self, stop: Stop, action: str) -> None:
-        """All answers so far: the right bits, or the fault's own error to its own request."""
+        """Check new answers: each has the right bits, or the injected error of its own request."""
         answers = [answer for lane in self._lanes for answer in list(lane.answers)]
         for answer in answers:
             if answer.said == "ok" or answer.ended_at_s <= self._judged_s:
@@ -248,7 +248,7 @@ class Tour:
         self._judged_s = max((a.ended_at_s for a in answers), default=0.0)
 
     def _keep_training(self, stop: Stop, action: str) -> None:
-        """A further commit; a job whose own script met the exception has failed by right."""
+        """Wait for a further commit; start a new job if the fault's exception failed the script."""
         row = self.row(self.job)
         if row["state"] == "failed" and action != "crash" and stop.point in str(row):
             self.start_job()
@@ -263,7 +263,7 @@ class Tour:
         until(goes_on, f"the job commits again after {row}")
 
     def _look_at_kept(self) -> None:
-        """What acts were promised; then it is taken away."""
+        """Check that models and jobs registered by acts exist, then remove them."""
         for name in sorted(self.kept.models):
             self.client.infer(name, torch.zeros(1, 8))
         for row in self.client.models():
@@ -271,7 +271,7 @@ class Tour:
                 self.client.unregister(row["name"])
         self.kept.models.clear()
         if self.kept.jobs:
-            self.client.job(self.job, "pause")  # they need not take turns with it
+            self.client.job(self.job, "pause")  # so that they do not share the device with it
             for name in sorted(self.kept.jobs):
                 self.finish_job(name)
             self.client.job(self.job, "resume")
@@ -280,12 +280,12 @@ class Tour:
     # -- end -------------------------------------------------------------------------------------
 
     def end(self) -> None:
-        """It leaves when told to, with no process left behind."""
+        """Stop the server; check that it exits with status 0 and leaves no process behind."""
         status = self.stage.end()
         assert status == 0, f"status {status}\n{self.stage.running.log()[-4000:]}"
 
     def abandon(self) -> None:
-        """After a failure: the next batch gets another server."""
+        """Kill everything after a failure, so that the next batch gets another server."""
         for lane in self._lanes:
             lane.over.set()
         self.stage.kill_all()
@@ -293,7 +293,7 @@ class Tour:
 
 
 def has_ended(stage: Stage, stop: Stop, action: str) -> bool:
-    """Wait for the server's end if that is due; whether it has ended, as it should."""
+    """Return whether the action ends the server; if so, wait until it has ended as expected."""
     process = stage.running.process
     if action not in stop.fatal:
         return False
@@ -306,7 +306,7 @@ def has_ended(stage: Stage, stop: Stop, action: str) -> bool:
 
 
 class Act:
-    """Does it again and again, in a thread, until the point has fired."""
+    """An action that a thread repeats until the failpoint has fired."""
 
     def __init__(self, tour: Tour, what: Callable[[Tour], None], path: Path) -> None:
         self._errors: list[BaseException] = []
@@ -318,13 +318,13 @@ class Act:
             try:
                 what(tour)
             except PipeSwitchError:
-                continue  # the server has gone, or the fault was this act's own
+                continue  # the server is down, or the fault hit this request
             except BaseException as error:
                 self._errors.append(error)
                 return
 
     def join(self) -> None:
-        """Every question that it asked must have been answered."""
+        """Wait for the thread; check that each of its requests was answered."""
         self._thread.join(RECOVERS_WITHIN_S)
         assert not self._thread.is_alive(), "an act was never answered"
         assert not self._errors, f"an act failed: {self._errors}"
@@ -337,7 +337,7 @@ def _register(tour: Tour) -> None:
 
 
 def _preprocess(tour: Tour) -> None:
-    """What numpy copies goes through the model."""
+    """Send a request to a model whose preprocessing is numpy's copy."""
     linear, x = torch.nn.Linear(8, 8), torch.zeros(1, 8)
     raw = {"a": ((1, 8), "float32")}
     name = tour.new_name("staged")
@@ -346,7 +346,7 @@ def _preprocess(tour: Tour) -> None:
 
 
 def _evict(tour: Tour) -> None:
-    """Its worker leaves, another takes its place, and the job is restored from its commit."""
+    """Evict the job: another worker takes over and restores the job from its commit."""
     tour.client.job(tour.job, "pause")
     until(lambda: tour.row(tour.job)["state"] not in ("stopping", "evicting"), "it is unwound")
     before = tour.row(tour.job)["committed_step"]
@@ -360,7 +360,7 @@ def _evict(tour: Tour) -> None:
 
 
 def _short_job(tour: Tour) -> None:
-    """It has the device for itself, commits, and its commits go with it."""
+    """Run a short job alone on the device; its commits are dropped at its end."""
     tour.client.job(tour.job, "pause")
     name = tour.new_name("short")
     tour.client.train(tour.script, name=name, args=tour.arguments(name, "10"))

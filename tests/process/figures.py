@@ -1,7 +1,7 @@
-"""Where the long tests leave what they measured; ``docs/reliability.md`` cites it.
+"""Figures that the long tests measure; ``docs/reliability.md`` cites them.
 
-``PIPESWITCH_FIGURES=folder pytest -m soak ...`` writes ``folder/<name>.json``; without the
-variable nothing is written. Import it as ``tests.process.figures``.
+``PIPESWITCH_FIGURES=folder pytest -m soak ...`` writes ``folder/<name>.json``; without the variable
+nothing is written. Import this module as ``tests.process.figures``.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ VARIABLE: Final = "PIPESWITCH_FIGURES"
 
 
 def publish(name: str, figures: Mapping[str, object]) -> None:
-    """Write ``<name>.json`` into the folder that the environment names, if it names one.
+    """Write ``<name>.json`` into the folder that the environment variable names, if it is set.
 
     Args:
-        name: of the file; a later run replaces it.
-        figures: what was measured; beside it the file says when (``date``, UTC) and on what
-            (``facts``: commit, dirty or not, cores, versions), unless the figures do.
+        name: the file's name without suffix; a later run replaces the file.
+        figures: the measurements. The file also has ``date`` (UTC) and ``facts`` (commit, whether
+            it is dirty, cores, versions), unless ``figures`` contains them.
     """
     folder = os.environ.get(VARIABLE)
     if not folder:
@@ -43,11 +43,11 @@ def publish(name: str, figures: Mapping[str, object]) -> None:
 
 @contextlib.contextmanager
 def publishing(name: str) -> Iterator[dict[str, Any]]:
-    """Collect figures in the dictionary this gives; published however the block ends.
+    """Yield a dictionary for figures and publish it at the end of the block, also after an error.
 
-    Beside them stand ``seconds`` and ``passed``; a run that failed says so, with what it had.
+    The file also has ``seconds`` and ``passed``, which is false if the block raised.
     """
-    figures: dict[str, Any] = {"facts": facts()}  # of the code that runs, not of a later commit
+    figures: dict[str, Any] = {"facts": facts()}  # at the start: the commit may change later
     began_s = time.monotonic()
     passed = False
     try:
@@ -59,11 +59,11 @@ def publishing(name: str) -> Iterator[dict[str, Any]]:
 
 
 def facts() -> dict[str, Any]:
-    """Of this machine and checkout; without the load, which is the test's own by now."""
+    """Return the facts of this machine and checkout, without the load, which is the test's own."""
     return {key: value for key, value in machine_facts().items() if key != "load_1m"}
 
 
 def say(line: str) -> None:
-    """Progress of a long test, seen under ``pytest -s``."""
+    """Print the progress of a long test; ``pytest -s`` shows it."""
     sys.stdout.write(line + "\n")
     sys.stdout.flush()

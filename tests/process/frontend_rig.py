@@ -1,4 +1,4 @@
-"""The frontend with a scheduler that only answers; conftest.py loads it as ``frontend_rig``."""
+"""The frontend with a fake scheduler; conftest.py loads this module as ``frontend_rig``."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ DEADLINE_S = 10.0
 
 
 def manifest(width: int = 4, batch_max: int = 8) -> Manifest:
-    """A model that takes ``x`` and returns ``y`` of the same shape."""
+    """Return the manifest of a model that takes ``x`` and returns ``y`` of the same shape."""
     value = {"dtype": "float32", "shape": ("batch", width)}
     return Manifest(
         digest="d" * 64,
@@ -50,9 +50,9 @@ def manifest(width: int = 4, batch_max: int = 8) -> Manifest:
 
 
 class FakeScheduler:
-    """Stands where the scheduler stands: events in, answers out, in a loop like the server's.
+    """Fake scheduler: takes events and sends replies, in a loop like the server's.
 
-    ``double`` is what its only model computes, in the pool, as a worker would.
+    Its only model, ``double``, is computed in the request pool, as a worker would.
     """
 
     def __init__(self, directory: Path, **server: Any) -> None:
@@ -70,7 +70,7 @@ class FakeScheduler:
                     "state_dir": str(directory / "state"),
                     "runtime_dir": str(directory / "run"),
                     "keys_dir": str(directory / "keys"),
-                    "tcp_roles": tuple(Role),  # what a client lacks is test_roles.py's matter
+                    "tcp_roles": tuple(Role),  # test_roles.py tests missing roles
                     **server,
                 }
             )
@@ -88,7 +88,7 @@ class FakeScheduler:
             self._open_door(keyed)
 
     def _open_door(self, settings: KeyedSettings) -> None:
-        """The gateway's, on a loop of its own."""
+        """Start the gateway's listener on a loop of its own."""
         is_open = threading.Event()
 
         async def serve() -> None:
@@ -111,7 +111,7 @@ class FakeScheduler:
         self.post(ev.ModelAvailable(model=model, manifest=manifest(**options), priority=1))
 
     def post(self, command: Posted) -> None:
-        """From the test's thread; performed when this returns, so what is sent next comes after."""
+        """Perform a command from the test's thread; return when it has been performed."""
         if threading.current_thread() is self._thread:
             self.tcp.perform(command)
             return
@@ -122,7 +122,7 @@ class FakeScheduler:
             done.set()
 
         self.tcp._call_soon(perform)
-        was_done = done.wait(DEADLINE_S)  # not within the assert: there is a run with -O
+        was_done = done.wait(DEADLINE_S)  # outside the assert, because some runs use -O
         assert was_done
 
     def _run(self) -> None:
@@ -137,7 +137,7 @@ class FakeScheduler:
                     self.seen.append(event)
                     self.answer(event)
             self.tcp.unwatch(selector)
-        self._may_end.wait(DEADLINE_S)  # else what wakes the loop is closed while it is written to
+        self._may_end.wait(DEADLINE_S)  # else the wakeup socket could close during a write
         self.tcp.close()
 
     def answer(self, event: ev.Event) -> None:
@@ -177,7 +177,7 @@ class FakeScheduler:
                 post(ev.Reply(token=token, body={}))
 
     def finish(self, event: ev.InferArrived) -> None:
-        """y = 2 x, from the request's slab into the reply's."""
+        """Compute y = 2 x from the request's slab into the reply's, and reply."""
         (x,) = event.inputs
         at, size = x.offset_bytes, x.size_bytes
         y = event.reply_offset_bytes
@@ -207,7 +207,7 @@ class FakeScheduler:
 
 
 def until(look: Callable[[], Any], at_least: int = 1) -> Any:
-    """The first value of ``look`` that is long (or true) enough, within the deadline."""
+    """Wait until ``look`` returns a true value, or ``at_least`` items; return them."""
     give_up_at_s = time.monotonic() + DEADLINE_S
     while True:
         value = look()

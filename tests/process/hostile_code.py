@@ -1,6 +1,6 @@
-"""What a hostile process tries to get out of its sandbox: each attempt ends in an errno, or "".
+"""Attempts of a hostile process to leave its sandbox; each returns the name of an errno, or "".
 
-Raw system calls by their numbers on x86-64 and aarch64: no library is in the way.
+The attempts are raw system calls by their numbers on x86-64 and aarch64, without a library between.
 """
 
 from __future__ import annotations
@@ -160,7 +160,7 @@ NUMBERS = {
 
 
 def call(name: str, *arguments: object) -> str:
-    """The errno's name, or nothing when the call succeeded; one that is absent is refused."""
+    """Return the errno's name, or "" on success; a call that does not exist counts as EPERM."""
     number = NUMBERS[name][COLUMN]
     if number < 0:
         return "EPERM"
@@ -168,12 +168,12 @@ def call(name: str, *arguments: object) -> str:
     ctypes.set_errno(0)
     result = LIBC.syscall(ctypes.c_long(number), *passed)
     if name in ("fork", "vfork", "clone", "clone3") and result == 0:
-        os._exit(0)  # it worked, and this is the child
+        os._exit(0)  # this is the child, so the call succeeded
     return errno.errorcode[ctypes.get_errno()] if result < 0 else ""
 
 
 def python(action: Callable[[], object]) -> str:
-    """The same of a thing that Python does."""
+    """Return the errno's name of an action in Python, or "" on success."""
     try:
         action()
     except OSError as error:
@@ -184,11 +184,11 @@ def python(action: Callable[[], object]) -> str:
 
 
 def attempts(victim: int, a_file: str) -> dict[str, str]:
-    """Everything that was tried, by name.
+    """Make all attempts; return the results by name.
 
     Args:
-        victim: another process of the same user.
-        a_file: one that this user may read and write.
+        victim: the pid of another process of the same user.
+        a_file: a file that this user may read and write.
     """
     me = os.getpid()
     path, folder = a_file.encode(), os.path.dirname(a_file).encode()

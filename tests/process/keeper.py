@@ -1,13 +1,13 @@
-"""A process that has imported what servers import, so that the next server has it at once.
+"""A process that has imported the servers' modules, so that servers of tests start fast.
 
 Most of a server's start is its fork server's ``import torch``, and the tests start hundreds. For
-each start this process forks twice: a process that executes the server's command, a controller like
-any other, and before that this one's child, which waits to become its fork server. A fork server
-that replaces a dead one imports for itself.
+each start this process, the keeper, forks a process that executes the server's command and is a
+controller like any other. Before that, the forked process forks a child, which waits to become the
+controller's fork server. A fork server that replaces a dead one imports the modules itself.
 
-What an import reads (``OMP_NUM_THREADS``) is the keeper's: a server comes from it only if its
-environment is the keeper's but for names that begin as in ``READ_LATE``. The folders of its
-``PYTHONPATH`` are its own, unless they bring what the keeper would have imported.
+Imports read variables such as ``OMP_NUM_THREADS`` from the keeper's environment. So the keeper only
+starts a server whose environment equals its own, except for names that begin as in ``READ_LATE``. A
+server may have its own ``PYTHONPATH`` if its folders have no module that the keeper imports.
 """
 
 from __future__ import annotations
@@ -38,20 +38,20 @@ READ_LATE: Final = (
     "TMPDIR",
     "NOTIFY_SOCKET",
     "WATCHDOG_USEC",
-    "HF_HOME",  # not even with ``launch.LATER`` is a hub's package imported
+    "HF_HOME",  # ``launch.LATER`` imports no package that reads it
 )
 IMPORTED: Final = frozenset({"sitecustomize", "usercustomize", "torch", "torchvision"})
 
 ROOM: Final = "PIPESWITCH_KEEPER_ROOM"
-ROOM_BYTES: Final = 8192  # in /proc/PID/environ for what a server's environment has more
+ROOM_BYTES: Final = 8192  # space in /proc/PID/environ for a server's additional variables
 MAX_ORDER_BYTES: Final = 1 << 17
 
-CLONE: Final = {"x86_64": 56, "aarch64": 220}  # the system call's number
+CLONE: Final = {"x86_64": 56, "aarch64": 220}  # number of the system call
 CLONE_PARENT: Final = 0x8000
 
 
 class Kept:
-    """A server's process: our child, although the keeper forked it. Like ``subprocess.Popen``."""
+    """A server's process: our child, forked by the keeper. Like ``subprocess.Popen``."""
 
     def __init__(self, pid: int, stdout: TextIO) -> None:
         self.pid = pid
@@ -59,7 +59,7 @@ class Kept:
         self.returncode: int | None = None
 
     def poll(self) -> int | None:
-        """Its exit status; None while it runs."""
+        """Return the exit status; None while the process runs."""
         if self.returncode is None:
             pid, status = os.waitpid(self.pid, os.WNOHANG)
             if pid:
@@ -67,10 +67,10 @@ class Kept:
         return self.returncode
 
     def wait(self, timeout: float | None = None) -> int:
-        """Its exit status, once it has ended.
+        """Wait for the end of the process and return its exit status.
 
         Raises:
-            subprocess.TimeoutExpired: it runs after so many seconds.
+            subprocess.TimeoutExpired: if the process still runs after ``timeout`` seconds.
         """
         if self.returncode is None:
             pidfd = os.pidfd_open(self.pid)
@@ -93,7 +93,7 @@ class Kept:
 
 
 class Waiting:
-    """In a controller: the fork server that the keeper left it as its child, used once."""
+    """The waiting fork server that the keeper gave a controller as its child. Used once."""
 
     def __init__(self, pid: int, descriptor: int) -> None:
         self.pid, self._descriptor = pid, descriptor
@@ -108,7 +108,7 @@ class Waiting:
         return self
 
     def wait(self) -> int:
-        """Its exit status, once it has ended."""
+        """Wait for the end of the process and return its exit status."""
         return os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
 
     def kill(self) -> None:
@@ -116,7 +116,7 @@ class Waiting:
 
 
 class Keeper:
-    """Our end of the process, which begins with the first server and ends with this end."""
+    """This side of the keeper; it starts with the first server and ends when this side closes."""
 
     def __init__(self) -> None:
         self._environment = dict(os.environ)
@@ -124,7 +124,7 @@ class Keeper:
         self._process: subprocess.Popen[bytes] | None = None
 
     def serves(self, environment: Mapping[str, str]) -> bool:
-        """Whether a server with this environment may come from here."""
+        """Return whether the keeper can start a server with this environment."""
         names = {name for name, _ in environment.items() ^ self._environment.items()}
         if "PYTHONPATH" in names:
             names.remove("PYTHONPATH")
@@ -133,7 +133,7 @@ class Keeper:
         return os.uname().machine in CLONE and all(name.startswith(READ_LATE) for name in names)
 
     def start(self, command: Sequence[str], folder: str, environment: Mapping[str, str]) -> Kept:
-        """Run a server's command there; what it prints can be read from ``stdout``."""
+        """Run a server's command in the keeper's child; its output can be read from ``stdout``."""
         if self._process is None:
             self._begin()
         reads, writes = os.pipe()
@@ -165,7 +165,7 @@ class Keeper:
 
 
 def main(descriptor: int) -> None:
-    """Entry of the keeper: import, then fork for each order until the other end is closed."""
+    """Run the keeper: import, then fork for each order until the other side closes its socket."""
     door = socket.socket(fileno=descriptor)
     import_for_children((*launch.FIRST, *launch.LATER))
     while True:
@@ -180,7 +180,7 @@ def main(descriptor: int) -> None:
 
 
 def _clone_for_the_parent() -> int:
-    """``os.fork``, but the child is our parent's: that may wait for it like for any of its own."""
+    """Fork as ``os.fork`` does, but make the child our parent's, which can then wait for it."""
     flags = CLONE_PARENT | signal.SIGCHLD
     pid = ctypes.CDLL(None, use_errno=True).syscall(CLONE[os.uname().machine], flags, 0, 0, 0, 0)
     if pid < 0:
@@ -191,7 +191,7 @@ def _clone_for_the_parent() -> int:
 def _become_a_server(
     command: list[str], folder: str, environment: dict[str, str], stdout: int
 ) -> NoReturn:
-    """The forked side: leave a fork server behind as our child, then execute the command."""
+    """Become a controller: fork a fork server as our child, then execute the server's command."""
     os.chdir(folder)
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     pid = os.fork()
@@ -210,7 +210,7 @@ def _become_a_server(
 
 
 def _wait_to_serve(door: socket.socket) -> NoReturn:
-    """Become the fork server of a controller as soon as that asks; it may end before."""
+    """Become the fork server of a controller when it asks; exit if the controller ends first."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     order, descriptors, _, _ = socket.recv_fds(door, MAX_ORDER_BYTES, 2)
     if not order:
@@ -227,10 +227,10 @@ def _wait_to_serve(door: socket.socket) -> NoReturn:
 
 
 def _take_environment(environment: Mapping[str, str]) -> None:
-    """Also where others read it, /proc/PID/environ: it is written over the keeper's own."""
+    """Replace the environment, also in /proc/PID/environ, where other processes read it."""
     keepers = _folders(os.environ)
     sys.path[:] = [*_folders(environment), *(path for path in sys.path if path not in keepers)]
-    tempfile.tempdir = None  # it is looked up again
+    tempfile.tempdir = None  # tempfile looks it up again
     os.environ.clear()
     os.environ.update(environment)
     stat = Path("/proc/self/stat").read_text()
@@ -242,7 +242,7 @@ def _take_environment(environment: Mapping[str, str]) -> None:
 
 
 def _folders(environment: Mapping[str, str]) -> list[str]:
-    """Where its Python looks for modules first."""
+    """Return the folders of ``PYTHONPATH``."""
     return [folder for folder in environment.get("PYTHONPATH", "").split(os.pathsep) if folder]
 
 

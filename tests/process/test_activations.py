@@ -1,4 +1,4 @@
-"""Saved tensors under a budget on a real server, whatever happens to the job."""
+"""Saved tensors under a budget on a real server, while the job is suspended, evicted and killed."""
 
 from __future__ import annotations
 
@@ -55,12 +55,12 @@ SCRIPT: Final = """
     state = torch.cat([value.double().flatten() for value in model.state_dict().values()])
     out.write_text(f"{hashlib.sha256(state.numpy().tobytes()).hexdigest()} {epoch}")
 """
-SAVED_BYTES: Final = 2_500_000  # of a step, roughly
+SAVED_BYTES: Final = 2_500_000  # approximate, per step
 
 
 def strike(checked: Checked, name: str, dice: random.Random) -> None:
-    """Suspend, evict or kill it, at any instant."""
-    threading.Event().wait(dice.uniform(0, 0.05))  # an instant, not a condition
+    """Suspend, evict or kill the job at a random instant, then wait for a commit."""
+    threading.Event().wait(dice.uniform(0, 0.05))  # a random instant, not a condition
     task = checked.client.task(name)
     how = dice.choice(["request", "evict", "kill"])
     if how == "request":
@@ -149,7 +149,7 @@ def test_a_plan_says_what_a_job_will_do_that_is_limited_by_its_command_line(tmp_
         assert took["budget_bytes"] == 800 << 10 >= took["peak_bytes"]
         assert took["host_bytes"] >= took["offloaded_bytes"] > 0
         assert took["step_ms"] > 0
-    with checked_server(**options) as checked:  # as the job was accepted
+    with checked_server(**options) as checked:  # the job keeps the budget of its acceptance
         took = until(lambda: figures_of_a_plan(checked), "a plan")
         assert took["budget_bytes"] == 800 << 10
         checked.client.task("planned").cancel()

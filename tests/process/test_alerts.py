@@ -1,4 +1,4 @@
-"""The alert rules, by Prometheus' own checker: each fires at its fault, and none without."""
+"""The alert rules in Prometheus' own checker: each fires for its fault and not without it."""
 
 from __future__ import annotations
 

@@ -29,6 +29,9 @@ def test_an_alias_is_a_model_on_every_protocol_and_after_a_restart(tmp_path: Pat
             with pytest.raises(AlreadyExists):
                 client.register(name, other, example_inputs=(X,), aliases=more)
         assert is_bit_equal(client.infer("gpt-4o", X)["y"], expected)
+        with pytest.raises(ModelNotFound) as caught:
+            client.infer("gpt-4oo", X)
+        assert caught.value.data["nearest"] == "gpt-4o"
         assert client.show("o1")["name"] == client.load("gpt-4")["model"] == "m"
         client.prefetch("o1")
         client.register_chain("c", ["gpt-4"])

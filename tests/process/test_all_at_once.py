@@ -1,4 +1,4 @@
-"""An arena that is too small for what it serves, two hundred times disturbed: nothing is lost."""
+"""A server with too small an arena and 200 disturbances: no answer and no state is lost."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from tests.process.test_activations import SAVED_BYTES, SCRIPT
 
 SEED: Final = int(os.environ.get("PIPESWITCH_SEED", "1"))
 DISTURBANCES: Final = 200
-DAEMON_DIES: Final = range(30, DISTURBANCES, 45)  # before these
-ARENA: Final = "22MiB"  # 20 and the fences
-MODELS: Final = {  # width and depth: 60 MiB stream, the others leave for each other
+DAEMON_DIES: Final = range(30, DISTURBANCES, 45)  # the daemon is killed before these disturbances
+ARENA: Final = "22MiB"  # 20 MiB and the fences
+MODELS: Final = {  # width and depth; "large" (60 MiB) is streamed, the others evict each other
     "large": (1024, 15),
     "middle": (1024, 2),
     "small": (128, 2),
 }
-JOBS: Final = {  # how they offload, and the budget of their activations
+JOBS: Final = {  # offload mode, and byte budget for activations
     "limited": ("all", SAVED_BYTES // 2),
     "planned": ("auto", SAVED_BYTES // 3),
     "roomy": ("none", 1 << 30),
@@ -34,7 +34,7 @@ JOBS: Final = {  # how they offload, and the budget of their activations
 
 
 class Asked:
-    """Models, and what the plain ones answer; asked from two threads."""
+    """Models, inputs and the plain modules' outputs; two threads send requests."""
 
     def __init__(self, client: Client) -> None:
         modules = {name: tools.mlp(*size, seed) for seed, (name, size) in enumerate(MODELS.items())}
@@ -56,8 +56,8 @@ class Asked:
 
 
 def disturb(checked: tools.Checked, requests: Asked, dice: random.Random, number: int) -> None:
-    """At any instant of whatever goes on; it may be of the one before."""
-    threading.Event().wait(dice.uniform(0, 0.3))  # an instant, not a condition
+    """Disturb the server at a random instant, perhaps during the previous recovery."""
+    threading.Event().wait(dice.uniform(0, 0.3))  # a random instant, not a condition
     how = dice.choices(("kill", "evict", "request"), (1, 3, 6))[0]
     if number in DAEMON_DIES:
         assert tools.kill(checked.daemon_pid())
@@ -69,7 +69,7 @@ def disturb(checked: tools.Checked, requests: Asked, dice: random.Random, number
 
 
 def figures_of(row: dict[str, Any]) -> dict[str, Any]:
-    """What is told of its activations, once it has a plan."""
+    """Return a job's activation figures; {} until they exist, for "planned" until it has a plan."""
     figures: dict[str, Any] = row.get("activations", {})
     is_planned = row["name"] != "planned" or figures.get("planned_step_ms")
     return figures if figures.get("saved_bytes") and is_planned else {}

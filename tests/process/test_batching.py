@@ -1,4 +1,4 @@
-"""Requests that a real server computes together: bits, a bad one among them, a worker's death."""
+"""Requests that a real server computes in one batch: their bits, a bad one, a worker's death."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import nn
 
 from pipeswitch.base.errors import PipeSwitchError, RegistrationRefused
 
-LONG_MS = 20_000.0  # a batch that is not full would wait for so long
+LONG_MS = 20_000.0  # the time that an incomplete batch would wait
 WORDS, WIDTH = 97, 1024
 
 
@@ -25,7 +25,7 @@ class Table(nn.Module):
 
 
 class Centred(nn.Module):
-    """What one request is answered depends on the others."""
+    """Module whose answer to a request depends on the other requests of its batch."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return x - x.mean(dim=0)
@@ -38,7 +38,7 @@ def running() -> Iterator[Checked]:
 
 
 def wait_until_pinned(running: Checked, *names: str) -> None:
-    """Only on the device one waits for others: an absent model is sent at once."""
+    """Wait until the models are on the device: a request waits for a batch only then."""
     for name in names:
         until(lambda name=name: running.client.show(name)["residency"] == "pinned", name)
 

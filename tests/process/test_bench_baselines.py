@@ -1,4 +1,4 @@
-"""The baselines themselves, with a tiny model: real processes, the same answers."""
+"""The baselines of the benchmarks with a tiny model: real processes, equal answers."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ pytestmark = pytest.mark.slow
 
 @pytest.fixture(scope="module", autouse=True)
 def found_by_children():
-    """The package of the benchmarks: as its command does."""
+    """Put the package of the benchmarks on the path of child processes, as its command does."""
     with pytest.MonkeyPatch.context() as changes:
         changes.setenv("PYTHONPATH", str(Path(__file__).parents[2]), prepend=os.pathsep)
         yield
@@ -38,7 +38,7 @@ def found_by_children():
 
 @pytest.fixture(scope="module")
 def setting(tmp_path_factory):
-    """Of a model that answers with a mapping, as transformers' do."""
+    """Return the setting of a model that returns a mapping, as transformers' models do."""
     folder = tmp_path_factory.mktemp("bench")
     (folder / "config.json").write_text(json.dumps(TEXT))
     model = BenchModel("tiny", f"hf:{folder}", 1 << 20, {"input_ids": ((4, 16), "int64")})
@@ -49,7 +49,7 @@ def setting(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def expected(setting):
-    """The ready model's answer."""
+    """Return the checksum of the ready model's answer."""
     ready = BASELINES["ready"](setting)
     try:
         return ready.measure()["checksum"]
@@ -72,7 +72,7 @@ def test_the_published_behaviour_sends_all_weights_on_each_request(setting, expe
     rival = Rival(setting, PUBLISHED)
     try:
         rival.prepare()
-        first, second = rival.measure(), rival.measure()  # nothing trains before the second
+        first, second = rival.measure(), rival.measure()  # no training runs before the second
     finally:
         rival.close()
     assert min(first["copy_ms"], second["copy_ms"]) > 0.0

@@ -1,4 +1,4 @@
-"""A build that never ends, or that takes all memory, is that registration's alone."""
+"""A build that never ends or takes all memory affects only its own registration."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Chains of models: the bits, the bill, what goes wrong in the middle, and nothing left behind."""
+"""Chains of models: bits, timings, failures in the middle, and no leftovers."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def options(functions: ModuleType, tmp_path_factory: pytest.TempPathFactory) -> 
 
 @pytest.fixture(scope="module")
 def running(options: dict[str, Any]) -> Iterator[Checked]:
-    with checked_server(settles=False, **options) as checked:  # the last test ends it
+    with checked_server(settles=False, **options) as checked:  # the last test stops the server
         client, example = checked.client, torch.zeros(2, WIDTH)
         client.register("encoder", mlp(WIDTH, 2, 0), example_inputs=example)
         client.register("head", mlp(WIDTH, 2, 1), example_inputs=example)
@@ -175,7 +175,7 @@ def test_values_of_two_steps_lie_anywhere_in_the_pool(running: Checked) -> None:
 
 
 def test_a_value_that_several_read_is_the_same_for_all(running: Checked) -> None:
-    """A module's own code may write to what it takes."""
+    """Check that steps get separate copies of a value, because a module's code may write to it."""
     steps = [
         {"model": "writes"},
         {"model": "writes", "name": "again"},
@@ -197,7 +197,7 @@ def test_a_chain_is_listed_and_its_name_is_taken(running: Checked) -> None:
     assert row["inputs"] == client.show("encoder")["inputs"]
     assert row["outputs"] == {"y": [["batch", WIDTH], "float32"]}
     assert "both" in {one["name"] for one in client.models()}
-    assert client.register_chain("both", STEPS)["model"] == "both"  # a no-op
+    assert client.register_chain("both", STEPS)["model"] == "both"  # changes nothing
     with pytest.raises(errors.AlreadyExists, match="another chain"):
         client.register_chain("both", ["encoder"])
     with pytest.raises(errors.AlreadyExists, match="is a model"):
@@ -279,7 +279,7 @@ def test_a_request_that_is_taken_back_or_whose_client_leaves_goes_no_further(
         lock, future = begun(lambda inputs: other.submit("slow", inputs), "left")
     until(lambda: running.count("preprocessing") == 0, "its client has gone")
     lock.close()
-    assert running.count("inferences") == served + 2  # encoder's
+    assert running.count("inferences") == served + 2  # only the encoder computed
 
     lock, future = begun(lambda inputs: client.submit("slow", inputs), "killed")
     for row in running.rows("worker") + running.rows("stage"):

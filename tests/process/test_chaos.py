@@ -1,4 +1,4 @@
-"""Every cell of component x fault once, then random ones, under load: nothing is lost."""
+"""Every cell of component and fault once, then random cells, under load: nothing is lost."""
 
 from __future__ import annotations
 
@@ -24,5 +24,5 @@ def test_a_minute_of_every_fault_loses_and_doubles_nothing(tmp_path: Path) -> No
 
 
 def _say(line: str) -> None:
-    """Pytest shows it when the test fails."""
+    """Print a line, which pytest shows when the test fails."""
     sys.stdout.write(line + "\n")

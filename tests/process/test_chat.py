@@ -25,13 +25,13 @@ from pipeswitch.cli.chat import Chat, local_folder, name_of
 from tests.models.words import published
 
 transformers = pytest.importorskip("transformers")
-PROMPT = ">>> "  # what is typed before it is the terminal's, not the chat's
+PROMPT = ">>> "  # text typed before the prompt is echoed by the terminal, not by the chat
 TEMPLATE = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}<assistant>"
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A language model as its author publishes it."""
+    """Return the folder of a language model in the form in which its author publishes it."""
     path = tmp_path_factory.mktemp("hub") / "Tiny_Chat-1B"
     cls = transformers.AutoModelForCausalLM
     published(path, cls, scale=8.0, eos_token="<end>", chat_template=TEMPLATE)
@@ -52,11 +52,11 @@ def url(running: Checked, folder: Path) -> str:
 
 def _own_terminal() -> None:
     fcntl.ioctl(0, termios.TIOCSCTTY, 0)
-    signal.signal(signal.SIGINT, signal.SIG_DFL)  # a shell's background jobs ignore it, by heritage
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # background jobs of a shell inherit SIG_IGN
 
 
 class Terminal:
-    """``pipeswitch`` in a terminal of its own."""
+    """The ``pipeswitch`` command in a terminal of its own."""
 
     def __init__(self, running: Checked, *words: str, cwd: Path | None = None) -> None:
         self._ours, theirs = pty.openpty()
@@ -74,12 +74,12 @@ class Terminal:
         self._text = ""
 
     def say(self, text: str, *patterns: str) -> str:
-        """Type a text; return what is shown up to the last pattern."""
+        """Type a text; return the output up to the last pattern."""
         os.write(self._ours, text.encode())
         return [self.until(one) for one in patterns][-1]
 
     def until(self, pattern: str) -> str:
-        """Return what was shown up to the pattern, since the last call."""
+        """Return the output since the last call, up to the pattern."""
         ends_at = time.monotonic() + 4 * DEADLINE_S
         while (match := re.search(pattern, self._text)) is None:
             ready, _, _ = select.select([self._ours], [], [], max(0, ends_at - time.monotonic()))
@@ -106,7 +106,7 @@ def test_run_registers_a_folder_and_talks_until_bye(running: Checked, folder: Pa
         terminal.say('"""two\r', r"\.\.\. ")
         terminal.say('lines"""\r', statistics, PROMPT)
         terminal.say("/clear\r", "a new chat", PROMPT)
-        assert terminal.say("The data\r", statistics).split("[12")[0] == first  # as in a new chat
+        assert terminal.say("The data\r", statistics).split("[12")[0] == first  # the same answer
         terminal.until(PROMPT)
         terminal.say("/nonsense\r", "no command /nonsense", PROMPT)
         terminal.say("/bye\r", "/bye")
@@ -116,7 +116,7 @@ def test_run_registers_a_folder_and_talks_until_bye(running: Checked, folder: Pa
 def test_ctrl_c_stops_the_answer_and_keeps_the_chat(running: Checked, folder: Path) -> None:
     with contextlib.closing(Terminal(running, "run", f"hf:{folder}")) as terminal:
         terminal.until(PROMPT)
-        for _ in range(5):  # an answer takes seconds: one may end before Ctrl-C comes
+        for _ in range(5):  # an answer takes seconds, but may end before Ctrl-C
             terminal.say("The data\r", "The data", r"\n.")
             shown = terminal.say("\x03", r"\[stopped\]|tokens/s")
             terminal.until(PROMPT)
@@ -134,7 +134,7 @@ def test_a_chat_remembers_what_was_said_and_not_what_was_refused(url: str) -> No
     talk = Chat(url, "", "tiny_chat-1b", options)
     pieces = talk.say("The data")
     read = next(pieces) + next(pieces)
-    pieces.close()  # as Ctrl-C does
+    pieces.close()  # Ctrl-C does the same
     messages: Any = [
         {"role": "system", "content": "Be brief"},
         {"role": "user", "content": "The data"},

@@ -1,4 +1,4 @@
-"""Clients of others, unmodified: litellm's and LangChain's own calls over ``/v1``."""
+"""Unmodified clients of other projects: litellm and LangChain over ``/v1``."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from process_tools import checked_server
 from tests.models.words import published
 
 transformers = pytest.importorskip("transformers")
-pytestmark = pytest.mark.filterwarnings("default")  # their own warnings
+pytestmark = pytest.mark.filterwarnings("default")  # warnings of the clients
 SAID: Any = [{"role": "user", "content": "The data set has"}]
 
 
@@ -32,7 +32,7 @@ def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 
 
 def test_litellm(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("TIKTOKEN_CACHE_DIR", "")  # its import sets this
+    monkeypatch.setenv("TIKTOKEN_CACHE_DIR", "")  # importing litellm sets this
     litellm = pytest.importorskip("litellm", reason="pip install litellm")
     here: Any = {"api_base": url, "api_key": "EMPTY"}
     options: Any = {**here, "model": "openai/chat", "max_tokens": 9, "temperature": 0}

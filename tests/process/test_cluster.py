@@ -1,4 +1,4 @@
-"""Three nodes on this machine under Ray: all verbs, and one of them dies under requests."""
+"""Three nodes on this machine under Ray: all verbs, and a node that dies under requests."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ pytestmark = [
     pytest.mark.skipif(
         importlib.util.find_spec("ray") is None, reason="no Ray: pip install 'pipeswitch[ray]'"
     ),
-    pytest.mark.timeout(1200),  # the first test may wait for another file's Ray
+    pytest.mark.timeout(1200),  # the first test may wait until another test file has released Ray
 ]
 
 COMMAND = [sys.executable, "-P", "-c", "from pipeswitch.cli.main import main; main()"]
@@ -87,9 +87,9 @@ class Cluster:
         if "3 nodes is ready" not in line:
             self.process.terminate()
             raise AssertionError(line + self.process.communicate()[0])
-        os.environ["RAY_ADDRESS"] = ready_at(line)  # else "auto" may be another's of this machine
+        os.environ["RAY_ADDRESS"] = ready_at(line)  # "auto" may find another Ray on this machine
 
-        # Ray tries for 20 s: meanwhile the other tests are run.
+        # Ray tries for 20 s; other tests run meanwhile.
         self.stranger = subprocess.Popen(
             [*COMMAND, "cluster", "status"],
             env={**os.environ, "RAY_AUTH_TOKEN": "0" * 64},
@@ -136,7 +136,7 @@ def client(nodes: Cluster) -> Iterator[Client]:
             torch.nn.Linear(8, 64), torch.nn.ReLU(), torch.nn.Linear(64, 4)
         )
         row = own_client.register("m", module.eval(), example_inputs=(torch.zeros(1, 8),))
-        assert row["notes"] == []  # its second copy is there
+        assert row["notes"] == []  # the second copy of the model exists
         yield own_client
 
 
@@ -169,7 +169,7 @@ def test_the_verbs_speak_of_all_nodes(nodes: Cluster, client: Client, tmp_path: 
 
 
 def test_of_two_who_register_one_name_the_first_has_it(nodes: Cluster, client: Client) -> None:
-    """Each at a node of its own; the files that one client's threads bring are at one node."""
+    """Register one name from two clients at different nodes; one client's threads use one node."""
     modules = {width: torch.nn.Linear(8, width).eval() for width in (3, 5)}
 
     def register(one: Client, width: int) -> int:
@@ -204,7 +204,7 @@ def test_placement_that_is_started_again_knows_as_much(nodes: Cluster, client: C
 
 
 class Job:
-    """That runs on the cluster, slowly until it is let go; another has run at once."""
+    """Job on the cluster, slow until it is released, and an undisturbed run of the same script."""
 
     def __init__(self, client: Client, folder: Path, name: str) -> None:
         self.client, self.folder, self.name = client, folder, name
@@ -215,11 +215,11 @@ class Job:
         assert client.task(f"whole-{name}").wait(60)["state"] == "done"
 
     def has_come(self, nodes: Cluster, step: int) -> str:
-        """When so many steps are on the disk of another node too: its own node."""
+        """Return the job's node once this step is on its disk and on another node's."""
         row = wait_for(
             lambda: job_row(self.client, self.name), lambda row: row["persisted_step"] >= step
         )
-        with connected_ray("auto"):  # once
+        with connected_ray("auto"):  # one connection for all calls of ``status``
             wait_for(
                 lambda: nodes.status()["jobs"].get(self.name, {}),
                 lambda states: sorted(states.values()) == ["home", "replica"],
@@ -227,7 +227,8 @@ class Job:
         return str(row["node"])
 
     def ends_as_the_whole_one(self) -> None:
-        """With the same bits; and no two of its processes have ever run by turns."""
+        """Release the job; compare its weights with the whole run's.
+        Check that no two of its processes ran alternately."""
         (self.folder / "let_go").touch()
         assert self.client.task(self.name).wait(120)["state"] == "done"
         weights = [
@@ -242,7 +243,7 @@ class Job:
 def test_a_jobs_server_is_killed_and_then_it_moves(
     nodes: Cluster, client: Client, tmp_path: Path
 ) -> None:
-    """The server is started again, and goes on with it."""
+    """Check that the restarted server resumes the job."""
     job = Job(client, tmp_path, "moved")
     home = job.has_come(nodes, 2)
     os.kill(nodes.pids[home], signal.SIGKILL)
@@ -262,12 +263,12 @@ def test_a_jobs_server_is_killed_and_then_it_moves(
 
 @pytest.mark.slow
 def test_a_jobs_node_hangs(nodes: Cluster, client: Client, tmp_path: Path) -> None:
-    """Its server lives on, and stops the job before another node has it."""
+    """Check that a hung node's surviving server stops the job before another node starts it."""
     job = Job(client, tmp_path, "hung")
     to = job.has_come(nodes, 2)
     node = psutil.Process(nodes.pids[to]).parent()
     assert node is not None
-    (tmp_path / "job.py").unlink()  # its script has come along
+    (tmp_path / "job.py").unlink()  # the node has its own copy
     node.suspend()
     try:
         wait_for(
@@ -284,7 +285,7 @@ def test_a_jobs_node_hangs(nodes: Cluster, client: Client, tmp_path: Path) -> No
 def test_a_job_whose_node_is_lost_again_and_again(
     nodes: Cluster, client: Client, tmp_path: Path
 ) -> None:
-    """Ray does not start it again; later it comes back, and has the job no more."""
+    """Check that a node that Ray does not restart returns later without the job."""
     job = Job(client, tmp_path, "lost")
     for number in range(3):
         home = job.has_come(nodes, 2 * number + 2)
@@ -302,7 +303,7 @@ def test_a_job_whose_node_is_lost_again_and_again(
 
 
 def job_row(client: Client, name: str) -> dict[str, Any]:
-    """Empty: its node is not there."""
+    """Return the job's row; {} if its node is down."""
     return next((row for row in client.jobs() if row["name"] == name), {})
 
 
@@ -317,9 +318,8 @@ def wait_for(look: Callable[[], Any], is_so: Callable[[Any], bool] = bool) -> An
 def test_a_node_is_killed_under_requests_and_none_is_lost(
     nodes: Cluster, client: Client, tmp_path: Path
 ) -> None:
-    """Each request is answered once and with the same bits; the node comes back with its model.
-    Then a node is drained, which trains: its models and its job are elsewhere, and no request that
-    came meanwhile is lost."""
+    """Check that each request is answered once with the same bits, and the killed node returns.
+    Then drain a node that trains: its models and its job move, and no request is lost."""
     x = np.random.default_rng(0).random((1, 8), dtype=np.float32)
     expected = client.infer("m", x).outputs["y"].tobytes()
     status = nodes.status()
@@ -356,7 +356,7 @@ def test_a_node_is_killed_under_requests_and_none_is_lost(
 
 @pytest.mark.slow
 def test_tokens_go_on_where_their_node_died(nodes: Cluster, client: Client) -> None:
-    """From their ids, on the other holder: the same ones."""
+    """Check that another holder continues from the token ids with equal tokens."""
     transformers = pytest.importorskip("transformers")
     torch.manual_seed(7)
     config = transformers.AutoConfig.for_model(

@@ -1,4 +1,4 @@
-"""HTTP and gRPC at each node of a cluster, under unmodified clients, while nodes die."""
+"""Unmodified HTTP and gRPC clients at each node of a cluster, while nodes die."""
 
 from __future__ import annotations
 
@@ -25,11 +25,12 @@ from pipeswitch.base.roles import ANYONE
 from pipeswitch.wire.tokens import OWNER_FILE, owner_token
 from tests.process.test_cluster import Cluster, wait_for
 from tests.process.test_completions import PROMPT, made
+from tests.process.test_generate import wanted
 
 NEEDED = ("ray", "openai", "tritonclient", "transformers")
 pytestmark = [
     pytest.mark.slow,
-    pytest.mark.timeout(1800),  # servers start again; another file's Ray is waited for
+    pytest.mark.timeout(1800),  # servers restart; another test file may hold Ray
     pytest.mark.skipif(
         not all(map(importlib.util.find_spec, NEEDED)), reason=f"needs {', '.join(NEEDED)}"
     ),
@@ -73,7 +74,7 @@ print(json.dumps({"answers": answers, "errors": errors}), flush=True)
 
 
 class Asking:
-    """A client of another project that asks one address again and again, in a process."""
+    """Process with a client of another project that sends requests to one address without end."""
 
     def __init__(self, kind: str, address: str) -> None:
         self.process = subprocess.Popen(
@@ -93,7 +94,7 @@ class Asking:
             self.count += 1
 
     def goes_on(self, more: int = 10) -> None:
-        """Wait for so many more answers or errors."""
+        """Wait for ``more`` further answers or errors."""
         target = self.count + more
         wait_for(lambda: self.count >= target or self.process.poll() is not None)
         assert self.process.poll() is None
@@ -154,7 +155,7 @@ def asked(url: str, body: Any = None, method: str | None = None) -> tuple[int, A
 
 
 def rows_of(nodes: Cluster, model: str = "m") -> tuple[dict[str, dict[str, Any]], list[str]]:
-    """The nodes by name, and the holders of a model once it has two."""
+    """Return the nodes by name, and the holders of a model as soon as it has two."""
     status = wait_for(
         nodes.status,
         lambda status: (
@@ -205,7 +206,7 @@ def test_what_changes_the_cluster_is_refused_at_one_node(nodes: Cluster, client:
 
 
 def test_callers_are_the_same_at_the_node_that_computes(nodes: Cluster, client: Client) -> None:
-    """A text's sequence belongs there to who asks for it here; to hang up ends it."""
+    """Check that a forwarded request keeps its tenant, and that a disconnect ends its sequence."""
     rows, holders = rows_of(nodes, "chat")
     body = {"model": "chat", "prompt": PROMPT, "max_tokens": 1900, "temperature": 0, "stream": True}
     for name, row in rows.items():
@@ -223,7 +224,7 @@ def test_callers_are_the_same_at_the_node_that_computes(nodes: Cluster, client: 
 
 
 def sequences(rows: dict[str, dict[str, Any]]) -> dict[str, str]:
-    """The tenant of a node's sequence, by node."""
+    """Return the tenant of each node's sequence, by node."""
     tenants = {}
     for name, row in rows.items():
         with Client(row["owners"]) as owner:
@@ -233,9 +234,11 @@ def sequences(rows: dict[str, dict[str, Any]]) -> dict[str, str]:
 
 
 def test_nodes_die_and_no_client_of_a_door_loses_a_request(nodes: Cluster, client: Client) -> None:
-    """The nodes that hold the models are killed in turn, each when the one before is back."""
+    """Kill the nodes that hold the models in turn, each when the previous one is back."""
     rows, holders = rows_of(nodes)
-    text = client.generate("chat", PROMPT, max_new_tokens=TOKENS).text
+    answer = client.generate("chat", PROMPT, max_new_tokens=TOKENS)
+    text, (model, tokenizer) = answer.text, made()
+    assert answer.tokens == wanted(model, tokenizer(PROMPT)["input_ids"], TOKENS)
     expected = client.infer("m", X).outputs["y"].tobytes().hex()
     door = next(name for name in rows if name not in holders)
     clients = {
@@ -258,7 +261,7 @@ def test_nodes_die_and_no_client_of_a_door_loses_a_request(nodes: Cluster, clien
 
 
 def killed(nodes: Cluster, victim: str, clients: dict[str, Asking]) -> None:
-    """Kill a node's server, and wait until it is back; meanwhile the clients are answered."""
+    """Kill a node's server and wait until it is back; check that clients are served meanwhile."""
     before = rows_of(nodes)[0][victim]
     os.kill(before["pid"], signal.SIGKILL)
     for one in clients.values():
@@ -271,7 +274,7 @@ def killed(nodes: Cluster, victim: str, clients: dict[str, Asking]) -> None:
 def test_a_door_whose_server_dies_goes_on_with_the_other_nodes(
     nodes: Cluster, client: Client
 ) -> None:
-    """Until the node is back, at the same address; OpenAI's client asks again by itself."""
+    """Use the same address until the node is back; OpenAI's client retries on its own."""
     rows, holders = rows_of(nodes)
     text = client.generate("chat", PROMPT, max_new_tokens=TOKENS).text
     for door in rows:

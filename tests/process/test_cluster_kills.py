@@ -27,7 +27,7 @@ from tests.process.figures import publish
 
 pytestmark = [
     pytest.mark.soak,
-    pytest.mark.timeout(1800),  # servers start again, one after the other
+    pytest.mark.timeout(1800),  # servers restart one after the other
     pytest.mark.skipif(
         importlib.util.find_spec("ray") is None, reason="no Ray: pip install 'pipeswitch[ray]'"
     ),
@@ -47,7 +47,7 @@ RAY = [
     "--object-store-memory=100000000",
     "--disable-usage-stats",
 ]
-RETURN_S = 240.0  # for a killed node, on a busy machine
+RETURN_S = 240.0  # until a killed node is back, on a busy machine
 REQUESTS, KILLS, REPEATS = 300, 8, 20
 SEED = int(os.environ.get("SEED", "0")) or random.randrange(1, 1 << 30)
 X = np.random.default_rng(0).random((1, 8), dtype=np.float32)
@@ -61,7 +61,7 @@ def free_port() -> int:
 
 @pytest.fixture(scope="module")
 def raylets(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[subprocess.Popen[str]]]:
-    """Three of one Ray on this machine, with a cluster of three nodes; the head is the first."""
+    """Start one Ray with three raylets on this machine, and three nodes; the head is first."""
     processes: list[subprocess.Popen[str]] = []
     with ray_of_its_own(RAY_AUTH_MODE="token", RAY_worker_niceness="0") as (_, started):
 
@@ -121,7 +121,7 @@ def status() -> dict[str, Any]:
 
 
 def holders() -> list[dict[str, Any]]:
-    """The nodes that have the model, the one that serves it first."""
+    """Return the nodes that hold the model; the node that serves it comes first."""
     facts = status()
     model = facts["models"].get("m", {"nodes": [], "serving": ""})
     names = sorted(model["nodes"], key=lambda name: name != model["serving"])
@@ -152,7 +152,7 @@ def kill_raylet(raylet: subprocess.Popen[str]) -> None:
 
 
 def wait_for(is_so: Callable[[list[dict[str, Any]]], bool], what: str) -> list[dict[str, Any]]:
-    """The holders, once it is so."""
+    """Return the holders as soon as ``is_so`` is true of them."""
     until_s = time.monotonic() + RETURN_S
     while not is_so(rows := holders()):
         assert time.monotonic() < until_s, f"{what}: {status()}"
@@ -160,7 +160,7 @@ def wait_for(is_so: Callable[[list[dict[str, Any]]], bool], what: str) -> list[d
 
 
 def test_of_two_nodes_that_die_in_turn_the_first_is_found_again(client: Client) -> None:
-    """The client's table has the first one's former port, and the second one's, which is dead."""
+    """Give the client a stale port of the first node and the port of a second, dead node."""
     expected = client.infer("m", X).outputs["y"].tobytes()
     waits_s = []
     for number in range(REPEATS):

@@ -1,4 +1,4 @@
-"""A load brings a machine, by Ray's autoscaler with its provider of fake ones; rest lets it go."""
+"""Scaling by Ray's autoscaler with fake machines: load adds a machine, rest removes it."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ from pipeswitch.client.cluster_client import answer_of, connected_ray, placement
 
 pytestmark = [
     pytest.mark.soak,
-    pytest.mark.timeout(900),  # a minute of rest, and machines start one after the other
+    pytest.mark.timeout(900),  # a minute of rest, and machines that start one after the other
     pytest.mark.skipif(
         importlib.util.find_spec("ray") is None, reason="no Ray: pip install 'pipeswitch[ray]'"
     ),
 ]
 
 CLUSTER = [sys.executable, "-P", "-c", "from pipeswitch.cli.main import main; main()", "cluster"]
-IN_FLIGHT = 80  # of each of two clients
+IN_FLIGHT = 80  # requests of each of the two clients
 PROVIDER = {
     "type": "fake_multinode",
     "use_node_id_as_ip": True,
@@ -69,7 +69,7 @@ FAKE = (
 
 @pytest.fixture
 def ray_that_scales(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Not ``ray.cluster_utils``: that ends every Ray of this machine first."""
+    """Start a Ray that scales. ``ray.cluster_utils`` would end every Ray of this machine first."""
     with socket.socket() as one, socket.socket() as other:
         one.bind(("127.0.0.1", 0))
         other.bind(("127.0.0.1", 0))
@@ -106,12 +106,12 @@ def ray_that_scales(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         )
         assert head.stdout is not None
         try:
-            assert any("runtime started" in line for line in head.stdout)  # earlier ones may hang
-            monkeypatch.setenv("RAY_ADDRESS", provider["gcs_address"])  # "auto" may be another's
+            assert any("runtime started" in line for line in head.stdout)  # skips earlier lines
+            monkeypatch.setenv("RAY_ADDRESS", provider["gcs_address"])  # there may be another Ray
             yield
         finally:
             started += psutil.Process(head.pid).children(recursive=True)
-            for one in (psutil.Process(head.pid), *started):  # they would keep each other
+            for one in (psutil.Process(head.pid), *started):  # each would restart the others
                 with contextlib.suppress(psutil.NoSuchProcess):
                     one.kill()
             head.communicate()
@@ -129,7 +129,7 @@ def machines() -> int:
 
 
 def test_a_load_brings_a_machine_and_rest_lets_it_go(ray_that_scales: None, tmp_path: Path) -> None:
-    """The second one's answers have the same bits, and none is lost as it goes."""
+    """Check that the second machine's answers have equal bits, and none is lost when it leaves."""
     up = ["up", "--scale", "1", "2", "--state-dir", str(tmp_path), "--", "--device", "cpu"]
     sizes = ["--arena", "128MiB", "--host-store", "256MiB", "--standby", "1"]
     subprocess.run([*CLUSTER, *up, *sizes], check=True)
@@ -154,7 +154,7 @@ def test_a_load_brings_a_machine_and_rest_lets_it_go(ray_that_scales: None, tmp_
                     answers[waiting.popleft().result(200).outputs["y"].tobytes()] += 1
 
     def has_answered(name: str) -> bool:
-        with Client("cluster") as newer:  # its table is of now
+        with Client("cluster") as newer:  # with a current table of nodes
             return ask(newer) and newer.stats()["nodes"][name]["inferences"] > 0
 
     with Client("cluster") as client:

@@ -1,4 +1,4 @@
-"""Models and doors of a configuration file: what is wrong is found before, or shown afterwards."""
+"""Models and listeners of a configuration file: errors are found at the start, or shown later."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def test_ready_comes_after_the_first_attempt_at_each_and_what_failed_is_shown(
         server(http=True, args=("--config", str(path)), environment=environment) as running,
         running.client() as client,
     ):
-        rows = {row["name"]: row for row in client.models()}  # nothing is awaited
+        rows = {row["name"]: row for row in client.models()}  # without waiting for them
         assert {name: row["state"] for name, row in rows.items()} == {
             "slow": "ready",
             "cell": "ready",

@@ -1,7 +1,7 @@
-"""The whole server on the cuda device, over a fake of CUDA's bindings: everything but the GPU.
+"""The whole server on the cuda device, over a fake of CUDA's bindings.
 
-Real processes, the real self-test, daemon, workers, graphs and training; only the device's memory
-is host memory, and computes at once (``tests/fakes/fake_cuda``).
+Processes, self-test, daemon, workers, graphs and training are real. Only the device is a fake: its
+memory is host memory, and it computes at once (``tests/fakes/fake_cuda``).
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from pipeswitch.client.client import FINAL_JOB_STATES
 TESTS = Path(__file__).resolve().parents[1]
 ON_CUDA = ("cuda:0",)
 FAKE_GPU = {
-    "PYTHONPATH": os.pathsep.join([str(TESTS.parent), str(TESTS / "fakes")]),  # this very checkout
+    "PYTHONPATH": os.pathsep.join([str(TESTS.parent), str(TESTS / "fakes")]),  # this checkout
     "PIPESWITCH_DEVICE__BINDINGS": "fake_cuda",
     "PIPESWITCH_WORKERS__RESTART_BACKOFF": "20ms",
     "PIPESWITCH_SCHEDULER__COMMIT_EVERY": "50ms",
@@ -56,13 +56,13 @@ STEPS = """
 
 @pytest.fixture(scope="module")
 def first_gpu(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    """A machine of its own: the lock of a GPU lies in its folder for temporary files."""
+    """Return the environment of a fake machine with its own temporary folder for GPU locks."""
     return machine_in(tmp_path_factory.mktemp("first"))
 
 
 @pytest.fixture
 def own_gpu(tmp_path: Path) -> dict[str, str]:
-    """Another machine, for a test that starts its own server."""
+    """Return the environment of another machine, for a test that starts its own server."""
     return machine_in(tmp_path)
 
 
@@ -72,7 +72,7 @@ def machine_in(folder: Path) -> dict[str, str]:
 
 @pytest.fixture(scope="module")
 def server(first_gpu: dict[str, str]) -> Iterator[tools.Checked]:
-    """One server for the tests that leave it as it was; the self-test chooses all rungs."""
+    """Start one server for the tests that leave it unchanged; the self-test chooses all rungs."""
     with tools.checked_server(devices=ON_CUDA, environment=first_gpu) as checked:
         yield checked
 
@@ -97,7 +97,7 @@ def test_the_ready_line_says_which_rungs_serve(server: tools.Checked) -> None:
 def test_eager_runs_and_replays_give_the_plain_models_bits(server: tools.Checked) -> None:
     module, x = register(server, "replayed", 1)
     expected = tools.eager(module, x)
-    for _ in range(8):  # three workers: each runs eagerly once, then replays
+    for _ in range(8):  # each of three workers runs eagerly once, then replays
         assert tools.is_bit_equal(answer(server, "replayed", x), expected)
     captures = re.findall(r"graphs=captured count=(\d+)", server.running.log())
     assert captures, "no worker captured its graphs"
@@ -172,7 +172,7 @@ def test_a_job_beside_requests_ends_with_the_plain_runs_bits(
 def test_two_gpus_serve_and_a_daemon_that_dies_is_nothing_to_the_other(
     own_gpu: dict[str, str],
 ) -> None:
-    """A worker that opened the other GPU's arena would be refused, and compute on wrong bytes."""
+    """Detect a worker that opens the other GPU's arena: it would fail or compute on wrong bytes."""
     rungs = {"WAITS": "cpu", "WORDS": "copy", "ACTIVATIONS": "private", "GRAPHS": "off"}
     named = {f"PIPESWITCH_DEVICE__{key}": value for key, value in rungs.items()}
     with tools.checked_server(
@@ -323,8 +323,8 @@ def test_a_second_server_on_the_same_gpu_is_refused(
 
 
 class Lookup(torch.nn.Module):
-    """Rows of a table of ten; ``is_hidden``: by indices that it computes, which cannot be known
-    before."""
+    """Rows of a table of ten. With ``is_hidden`` the module computes the indices, so the server
+    cannot check them before the run."""
 
     def __init__(self, is_hidden: bool) -> None:
         super().__init__()
@@ -340,7 +340,7 @@ class Lookup(torch.nn.Module):
 def test_an_index_out_of_range_is_answered_and_costs_one_worker_at_most(
     server: tools.Checked, is_hidden: bool
 ) -> None:
-    """A kernel's assertion breaks the context: without an answer it would break the next one."""
+    """Check that a kernel's assertion breaks no later request."""
     server.wait_until_whole()
     module = Lookup(is_hidden).eval()
     good, bad = torch.tensor([[1, 9]]), np.array([[1, 99]])

@@ -1,8 +1,8 @@
-"""Damage to one file of the state directory: what is undamaged is there, and nothing is wrong.
+"""Damage to one file of the state directory: undamaged entries survive, and no answer is wrong.
 
-Most rounds drive the code that restores a server in this process, without a child. Some start a
-server and ask it. The directory is the same for all: two models, one of them with two names, a
-chain, a paused job with two commits on disk, and a job that is done.
+Most rounds run the code that restores a server in this process, without children. Some start a
+server and send requests. All use one directory: two models, one of them with two names, a chain, a
+paused job with two commits on disk, and a completed job.
 """
 
 from __future__ import annotations
@@ -69,10 +69,10 @@ PERFORMED = (
 
 @dataclass
 class Sound:
-    """A state directory as a server left it, and what is in it."""
+    """An undamaged state directory, and the digests of its contents."""
 
     folder: Path
-    digests: dict[str, str]  # of each model
+    digests: dict[str, str]  # by model
     images: dict[int, str]  # sha256 of the job's state, by step
 
     def files(self) -> list[Path]:
@@ -113,7 +113,7 @@ def sound(tmp_path_factory: pytest.TempPathFactory) -> Sound:
 
 
 def step_and_digest(folder: Path) -> tuple[int, str]:
-    """What a job would go on from; (0, "") where it starts over."""
+    """Return the step and digest from which a job would resume; (0, "") if it would start over."""
     damages: list[str] = []
     try:
         loaded = load_commit(folder, damages.append)
@@ -132,7 +132,7 @@ def step_and_digest(folder: Path) -> tuple[int, str]:
 
 
 def damage(folder: Path, path: Path, files: list[Path], generator: random.Random) -> str:
-    """Do one wrong thing to a file."""
+    """Damage a file in one way; return a description."""
     target, data = folder / path, (folder / path).read_bytes()
     kind = generator.choice(["byte", "byte", "bytes", "cut", "empty", "other", "gone"])
     if kind in ("byte", "bytes") and data:
@@ -156,7 +156,7 @@ def is_about(path: Path, digest: str) -> bool:
 
 
 class Restored:
-    """What a server would have: its own objects, and no child."""
+    """A restored server without children: its own objects only."""
 
     def __init__(self, folder: Path) -> None:
         config = load(
@@ -181,7 +181,7 @@ class Restored:
                     self.server.effects.perform(command)
 
     def _is_built(self, command: ev.Command) -> bool:
-        """Whether it is a build that needs no child: its program has a manifest."""
+        """Return whether the command is a build without a child: its program has a manifest."""
         if not isinstance(command, ev.StartBuild):
             return False
         digest = self.server.effects.builds.built_before[command.spec]
@@ -201,7 +201,7 @@ class Restored:
 
 
 def check_model(folder: Path, sound: Sound, name: str) -> bool:
-    """Whether the daemon and a worker would take the program; then it is the one it was."""
+    """Return whether daemon and worker accept the program; if so, check that it is unchanged."""
     digest = sound.digests[name]
     place, before = folder / "models" / digest, sound.folder / "models" / digest
     try:
@@ -221,7 +221,7 @@ def check_model(folder: Path, sound: Sound, name: str) -> bool:
 
 
 def check_restored(folder: Path, sound: Sound, hurt: Path) -> str:
-    """Nothing undamaged is lost, and nothing is wrong; what became of the start."""
+    """Check that nothing undamaged is lost and nothing is wrong; return how the start ended."""
     try:
         restored = Restored(folder)
     except ConfigError as error:
@@ -231,7 +231,7 @@ def check_restored(folder: Path, sound: Sound, hurt: Path) -> str:
         assert set(models) >= NAMES
         assert set(jobs) >= set(JOBS)
         for name, digest in sound.digests.items():
-            # A program without a manifest is built again, and others wait for that build.
+            # A program without a manifest is built again; the other programs wait for that build.
             is_awaited = models[name]["state"] in ("storing", "building")
             is_served = is_awaited and check_model(folder, sound, name)
             assert is_served or is_about(hurt, digest)
@@ -261,7 +261,7 @@ def check_restored(folder: Path, sound: Sound, hurt: Path) -> str:
 
 def hurt_at_random(sound: Sound, folder: Path, generator: random.Random) -> Path:
     files = sound.files()
-    folders = sorted({path.parent for path in files})  # or large folders have all the damage
+    folders = sorted({path.parent for path in files})  # else large folders have most damage
     place = generator.choice(folders)
     path = generator.choice([one for one in files if one.parent == place])
     shutil.copytree(sound.folder, folder)
@@ -277,13 +277,13 @@ def damage_in_process(sound: Sound, tmp_path: Path, rounds: int, seed: int) -> C
         outcome = check_restored(folder, sound, path)
         outcomes[outcome] += 1
         if "refused" not in outcome:
-            check_restored(folder, sound, path)  # and the start after that
+            check_restored(folder, sound, path)  # the next start works, too
         shutil.rmtree(folder)
     return outcomes
 
 
 def check_served(folder: Path, sound: Sound, hurt: Path) -> str:
-    """As ``check_restored``, by a client of a real server."""
+    """Do the checks of ``check_restored`` with a client of a real server."""
     try:
         with checked_server(state_dir=folder, settles=False) as checked:
             rows = until(lambda: settled(checked.client.models()), "each model was looked at")
@@ -320,7 +320,7 @@ def test_damage_to_one_file_loses_nothing_else(sound: Sound, tmp_path: Path) -> 
 
 
 def test_an_entry_that_cannot_be_used_is_left_out_and_named(sound: Sound, tmp_path: Path) -> None:
-    """As of a release whose entries had no digest, and in each start from then on."""
+    """Restore entries that cannot be used, as from an older release, in two starts."""
     folder = tmp_path / "state"
     shutil.copytree(sound.folder, folder)
     with contextlib.closing(JournalFile(folder / FILE_NAME)) as journal:
@@ -384,4 +384,4 @@ def test_five_hundred_damaged_files_lose_nothing_else(sound: Sound, tmp_path: Pa
             hurt = hurt_at_random(sound, folder, random.Random(f"served-{number}"))
             served[check_served(folder, sound, hurt)] += 1
             shutil.rmtree(folder)
-        figures.update(served=dict(served), wrong=0, lost=0)  # or it would have failed
+        figures.update(served=dict(served), wrong=0, lost=0)  # else a check would have failed

@@ -1,7 +1,7 @@
-"""Language models as one program with a state: the tokens are transformers' own.
+"""Language models as one program with a state: the tokens equal those of transformers.
 
-Each goes the whole way: a folder with a configuration, weights and a tokenizer; built, written,
-read, and run by our executor, with the rows of its cache kept by the loop here.
+Each test starts with a folder of configuration, weights and tokenizer. The model is built, written,
+read and run by our executor. The tests keep the rows of its cache.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import random
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -74,18 +75,18 @@ FAMILIES: dict[str, dict[str, Any]] = {
 
 @dataclass
 class Made:
-    """A model of transformers, and what was built of it."""
+    """A transformers model and the program built from it."""
 
     model: Any
     tokenizer: Any
     manifest: Manifest
     bundle: Bundle
-    path: Path  # of the bundle
-    run: Callable[..., tuple[torch.Tensor, torch.Tensor]]  # ids, count, used, cache
+    path: Path  # path of the bundle
+    run: Callable[..., tuple[torch.Tensor, torch.Tensor]]  # takes ids, count, used, cache
     width: int
 
     def greedy(self, ids: Sequence[int], new: int, piece: int = 512) -> list[int]:
-        """The next tokens, the prompt in pieces of so many."""
+        """Return the next ``new`` tokens; run the prompt in pieces of ``piece`` tokens."""
         window = torch.zeros(1, 512, self.width)
         tokens, done = list(ids), 0
         while len(tokens) < len(ids) + new:
@@ -105,7 +106,7 @@ def plain_model(model_type: str, **more: Any) -> Any:
     torch.manual_seed(7)
     config = transformers.AutoConfig.for_model(model_type, **{**FAMILIES[model_type], **more})
     model = transformers.AutoModelForCausalLM.from_config(config).eval()
-    with torch.no_grad():  # so that answers are no one word again and again
+    with torch.no_grad():  # so that answers do not repeat one word
         for parameter in model.parameters():
             if parameter.dim() > 1:
                 parameter.mul_(8)
@@ -163,7 +164,7 @@ def test_greedy_tokens_are_those_of_generate_wherever_it_starts_again(decoder: M
     assert len(set(expected)) > 30
     assert decoder.greedy(ids, NEW) == expected
     assert decoder.greedy(ids, 40, piece=7) == expected[:40]
-    # From its prompt and the tokens so far, at each of them: eight of the answers in one step.
+    # Check the prompt and the tokens up to each position, eight positions in one step.
     for first in range(0, NEW, 8):
         counts = torch.arange(PROMPT + first, PROMPT + first + 8)
         ids_in = torch.tensor([[*ids, *expected][: PROMPT + first + 7]] * 8)
@@ -175,7 +176,7 @@ def test_greedy_tokens_are_those_of_generate_wherever_it_starts_again(decoder: M
 
 
 def test_in_one_step_with_others_a_sequence_answers_as_alone(decoder: Made) -> None:
-    """Prompts and single tokens of unequal pasts together; what pads them changes nothing."""
+    """Check prompts and single tokens with different pasts in one step; padding changes nothing."""
     torch.manual_seed(1)
     pasts, counts = [0, 1, 40, 97, 12], [17, 1, 1, 5, 1]
     ids = torch.randint(1, VOCABULARY, (5, max(counts)))
@@ -192,7 +193,7 @@ def test_in_one_step_with_others_a_sequence_answers_as_alone(decoder: Made) -> N
         scale = float(alone.abs().max())
         assert float((together[one] - alone).abs().max()) < 1e-5 * scale
         assert torch.allclose(rows[one, :count], own_rows, rtol=1e-4, atol=1e-4)
-    cache[2, 40:] = 1e4  # what is not in use is not looked at: the same bits
+    cache[2, 40:] = 1e4  # unused values are not read, so the bits are equal
     ids[3, 5:] = 1
     again, _ = decoder.run(ids, torch.tensor(counts), torch.tensor(pasts), cache)
     assert torch.equal(together, again)
@@ -214,7 +215,7 @@ def test_of_a_run_of_unequal_requests_each_gets_its_own_extents_and_what_pads_is
 def test_one_whose_answers_depend_on_what_pads_is_not_joined(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """All but the first of a batch take all rows as used: alone nobody sees that."""
+    """Make all sequences but the first use padding rows, which a batch of one does not show."""
     right = Decoder._mask
 
     def wrong(self: Decoder, step: Any, used: Any, cache: torch.Tensor) -> torch.Tensor:
@@ -265,7 +266,7 @@ def test_a_client_exports_its_own_model_and_keeps_it_as_it_was(
 ) -> None:
     model = plain_model("qwen2")
     before, attention = own(model, [5, 6, 7], 5), model.config._attn_implementation
-    monkeypatch.setattr(decoder_module, "MAX_CACHE_BYTES", 100 * 192 * 4)  # of 100 tokens
+    monkeypatch.setattr(decoder_module, "MAX_CACHE_BYTES", 100 * 192 * 4)  # room for 100 tokens
     report = export_decoder_to_bundle(model, tmp_path / "chat.bundle", max_batch=4)
     assert report["dims"] == {"batch": [1, 4], "length": [1, 100], "past": [1, 100]}
     assert "context is 100 tokens, not 256" in report["notes"][0]
@@ -400,8 +401,20 @@ def test_what_keeps_another_state_is_refused_with_the_reason(
     assert caught.value.part == "generate"
 
 
+@pytest.mark.parametrize("keyword", ["indices", "position_bias", "block_table"])
+def test_an_attention_that_takes_an_unknown_keyword_is_refused(
+    keyword: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A choice of tokens, for example, changes nothing in the short text that ``check`` uses."""
+    model, value = plain_model("llama"), torch.ones(1, dtype=torch.long)
+    monkeypatch.setattr(model, "forward", partial(model.forward, **{keyword: value}))
+    with pytest.raises(RegistrationRefused, match=keyword) as caught:
+        Decoder(model).check()
+    assert caught.value.part == "generate"
+
+
 def test_what_answers_otherwise_with_a_state_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Here one that looks at a token too many: the comparison with its own answer finds it."""
+    """Make the decoder attend to one token too many; the check against the model's logits fails."""
     module = Decoder(plain_model("llama"))
     monkeypatch.setattr(
         module,
@@ -417,7 +430,7 @@ def test_what_answers_otherwise_with_a_state_is_refused(monkeypatch: pytest.Monk
 
 
 def test_a_servers_sequence_answers_the_same_tokens(tmp_path: Path) -> None:
-    """From a folder, and a client's own model; the cache stays on the server."""
+    """Serve a folder and a client's model; the cache stays on the server."""
     transformers.AutoConfig.for_model("qwen2", **FAMILIES["qwen2"]).save_pretrained(tmp_path / "m")
     with checked_server(arena="16MiB", host_store="64MiB") as checked:
         client, model = checked.client, plain_model("qwen2")
@@ -439,7 +452,7 @@ def test_a_servers_sequence_answers_the_same_tokens(tmp_path: Path) -> None:
 
 
 def test_a_folder_is_served_whatever_last_bits_its_weights_places_give(tmp_path: Path) -> None:
-    """Models of two layers were refused: at a batch of one their logits differ in the last bits."""
+    """Check models of two layers, whose logits differ in the last bits at a batch of one."""
     with checked_server(arena="64MiB", host_store="128MiB") as checked:
         for layers in (1, 2, 3):
             sizes = {"n_layer": layers, "n_embd": 64, "n_head": 4, "n_positions": 256}

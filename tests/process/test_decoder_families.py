@@ -1,7 +1,7 @@
-"""Families of language models: greedy tokens are those of ``generate()``, past every window.
+"""Families of language models: greedy tokens equal those of ``generate()``, past every window.
 
-Each is a small model of transformers with seeded random weights that goes the whole way: a folder,
-a build, and a run by our executor.
+Each is a small transformers model with seeded random weights, saved in a folder, built, and run by
+our executor.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ BODY = {"hidden_size": 64, "num_hidden_layers": 3, "num_attention_heads": 4, **W
 PLAIN = {**BODY, "intermediate_size": 96, "max_position_embeddings": LONG}
 GROUPED = {**PLAIN, "num_key_value_heads": 2, "head_dim": 16}
 WINDOW = {**GROUPED, "sliding_window": 16}
-SOME = {**WINDOW, "num_hidden_layers": 4}  # layers with the window
+SOME = {**WINDOW, "num_hidden_layers": 4}  # some layers have the window
 GEMMA = {**SOME, "query_pre_attn_scalar": 16}
 FOUR = {"num_local_experts": 4, "num_experts_per_tok": 2}
 MANY = {**GROUPED, "num_experts": 12, "num_experts_per_tok": 3, "moe_intermediate_size": 32}
@@ -48,13 +48,13 @@ SHARED = {**WINDOW, **BOTH, **GIVES, "num_kv_shared_layers": 2}
 ALTUP = {"laurel_rank": 8, "altup_num_inputs": 2, "activation_sparsity_pattern": [0.0] * 6}
 LOCAL = {"window_size": 16, "attention_types": [[["global", "local"], 2]], "num_hidden_layers": 4}
 FAMILIES: dict[str, dict[str, Any]] = {
-    # Full attention: learned positions, rotary ones of all or a part of each head.
+    # Full attention: learned positions, or rotary positions of all or a part of each head.
     **dict.fromkeys(("gpt_neox", "phi"), PLAIN),
     **dict.fromkeys(("qwen3", "gemma", "cohere", "olmo2", "granite", "smollm3", "glm4"), GROUPED),
     "gptj": {"n_embd": 64, "n_layer": 3, "n_head": 4, "rotary_dim": 8, **WORDS},
     "opt": {**BODY, "ffn_dim": 96, "word_embed_proj_dim": 64, "max_position_embeddings": LONG},
     "stablelm": {**GROUPED, "partial_rotary_factor": 0.25},
-    # Windows, in all layers or in some; soft caps; sinks; layers that share keys.
+    # Windows in all layers or in some; soft caps; sinks; layers that share keys.
     **dict.fromkeys(("mistral", "starcoder2"), WINDOW),
     **dict.fromkeys(("cohere2", "olmo3"), SOME),
     "phi3": {**WINDOW, "original_max_position_embeddings": LONG},
@@ -71,7 +71,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "qwen2_moe": {**MANY, "shared_expert_intermediate_size": 48},
     "qwen3_moe": {**MANY, "norm_topk_prob": True},
     "olmoe": MANY,
-    # Their own attention: ALiBi, and a local one.
+    # Their own attention: ALiBi, and local attention.
     "bloom": {"hidden_size": 64, "n_layer": 3, "n_head": 4, **WORDS},
     "falcon": {**BODY, "max_position_embeddings": LONG, "alibi": True},
     "mpt": {"d_model": 64, "n_layers": 3, "n_heads": 4, "max_seq_len": LONG, **WORDS},
@@ -84,11 +84,11 @@ def plain_model(family: str) -> Any:
     torch.manual_seed(7)
     config = transformers.AutoConfig.for_model(family, **FAMILIES[family])
     model = transformers.AutoModelForCausalLM.from_config(config).eval()
-    with torch.no_grad():  # so that answers are no one word again and again
+    with torch.no_grad():  # so that answers do not repeat one word
         for name, parameter in model.named_parameters():
             if parameter.dim() > 1:
                 parameter.mul_(8)
-            elif "sinks" in name:  # of no weight otherwise
+            elif "sinks" in name:  # they have no effect otherwise
                 parameter.fill_(2.0)
     return model
 
@@ -98,7 +98,7 @@ def prompt(length: int, first: int = 5) -> list[int]:
 
 
 def built(model: Path, path: Path) -> tuple[Run, int]:
-    """Register a folder as a builder does; return a step of it, and the width of a token's row."""
+    """Build a folder as a builder does; return its step function and a token's row width."""
     spec = BuildSpec(
         name="m", source=f"hf:{model}", weights="pretrained", generate=True, max_batch=4
     )
@@ -115,7 +115,7 @@ def built(model: Path, path: Path) -> tuple[Run, int]:
 
 
 def together(run: Run, width: int, prompts: Sequence[Sequence[int]], new: int) -> list[list[int]]:
-    """Answer all in the same steps, each padded to the longest; the prompts in one step."""
+    """Answer all prompts in the same steps, each padded to the longest; return the new tokens."""
     rows = torch.full((len(prompts), LONG, width), 3.0)
     tokens, done = [list(one) for one in prompts], [0] * len(prompts)
     for _ in range(new):
@@ -131,7 +131,7 @@ def together(run: Run, width: int, prompts: Sequence[Sequence[int]], new: int) -
     return [one[len(prompt_ids) :] for one, prompt_ids in zip(tokens, prompts, strict=True)]
 
 
-# Each has a relative above that runs every time: ``pytest -m soak`` runs these as well.
+# Each has a related family above that always runs; ``pytest -m soak`` runs these as well.
 RARE: Final = (
     *("gemma", "cohere", "olmo2", "granite", "smollm3", "glm4", "stablelm", "starcoder2"),
     *("cohere2", "olmo3", "exaone4", "gemma4_text", "granitemoe", "olmoe", "qwen2_moe"),
@@ -143,7 +143,7 @@ RARE: Final = (
     [pytest.param(one, marks=pytest.mark.soak) if one in RARE else one for one in FAMILIES],
 )
 def test_greedy_tokens_of_a_batch_are_those_of_generate(family: str, tmp_path: Path) -> None:
-    """Two prompts of other lengths in the same steps; the longer one begins with the shorter."""
+    """Run two prompts of different lengths in the same steps; they begin with equal tokens."""
     model = plain_model(family)
     model.save_pretrained(tmp_path / "model")
     prompts = [prompt(PROMPT), prompt(PROMPT - 14)]
@@ -155,7 +155,7 @@ def test_greedy_tokens_of_a_batch_are_those_of_generate(family: str, tmp_path: P
 
 @pytest.mark.soak
 def test_a_server_answers_families_with_shared_prefixes_side_by_side() -> None:
-    """Three prompts begin alike; the client's own models stay as they were."""
+    """Use three prompts with a common start; check that the client's models stay unchanged."""
     start = prompt(60)
     prompts = [start, start + prompt(9, 99), start + prompt(20, 7), prompt(12, 50)]
     with checked_server(arena="32MiB", host_store="64MiB") as checked:
@@ -168,14 +168,14 @@ def test_a_server_answers_families_with_shared_prefixes_side_by_side() -> None:
             streams = [ask(one) for one in prompts[1:]]
             assert [first, *[[token.id for token in one] for one in streams]] == expected
             assert own(model, prompts[3], 5) == expected[3][:5]
-        assert checked.stats()["tokens_reused"] >= 4 * 48  # of each family's prefix, whole blocks
+        assert checked.stats()["tokens_reused"] >= 4 * 48  # the blocks of each family's prefix
 
 
 @pytest.mark.parametrize("family", ["mistral", "gemma2", "gpt_oss", "gemma3n_text"])
 def test_a_wrong_window_is_found_before_it_answers(
     family: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As if layers attended to all tokens: equal up to the window, and other logits behind it."""
+    """Make layers attend to all tokens: logits are equal up to the window and differ after it."""
     module = Decoder(plain_model(family))
     assert {*module.spec.windows} <= {0, 16}
     module.check()
@@ -200,14 +200,14 @@ def quantized(folder: Path, settings: dict[str, Any]) -> None:
 
 
 def eight_bits(weight: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    """As DeepSeek and Qwen publish them: a weight, and what a checkpoint has in its place."""
+    """Return a weight and its float8 form, as checkpoints of DeepSeek and Qwen contain it."""
     scale = weight.abs().max() / 448
     eight = (weight / scale).to(torch.float8_e4m3fn)
     return eight.float() * scale, {"": eight, "_scale_inv": scale.reshape(1, 1)}
 
 
 def four_bits(weight: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    """As GPT-OSS publishes its experts: two numbers in a byte, an exponent for each 32."""
+    """Return a weight and its 4-bit form as in GPT-OSS: two numbers a byte, one exponent per 32."""
     count, size, outputs = weight.shape
     values = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6])
     codes = torch.randint(0, 16, (count, outputs, size))

@@ -1,4 +1,4 @@
-"""The demo, whole: a real server, real training, both baselines; small models to stay short."""
+"""The whole demo: a real server, real training and both baselines, with small models."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from pipeswitch.demo.run import DemoModel, Plan, run
 
 pytestmark = pytest.mark.slow
 
-HEARING = ("env", "--default-signal=INT")  # a job in a shell's background is started deaf to it
+HEARING = ("env", "--default-signal=INT")  # jobs in a shell's background start with SIGINT ignored
 
 IMAGE = {"x": ((1, 3, 64, 64), "float32")}
 TEXT = {
@@ -38,7 +38,7 @@ SMALL = Plan(
         "resnet18": DemoModel("torchvision:resnet18", IMAGE),
         "resnet34": DemoModel("torchvision:resnet34", IMAGE),
     },
-    arena="112MiB",  # both do not fit beside the job: resnet18 45 MiB, resnet34 84 MiB
+    arena="112MiB",  # resnet18 (45 MiB) and resnet34 (84 MiB) do not both fit beside the job
     host_store="512MiB",
     requests=8,
     alone_s=0.5,
@@ -49,7 +49,7 @@ def test_the_demo_fills_its_table_and_loses_no_step(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "config.json").write_text(json.dumps(TEXT))
-    text = DemoModel(f"hf:{tmp_path}", {"input_ids": ((1, 16), "int64")})  # it answers by name
+    text = DemoModel(f"hf:{tmp_path}", {"input_ids": ((1, 16), "int64")})  # its outputs have names
     plan = replace(SMALL, models={**SMALL.models, "text": text})
     assert run(tmp_path, as_json=True, plan=plan) == 0
     result = json.loads((tmp_path / "demo.json").read_text())
@@ -74,7 +74,7 @@ def test_the_demo_fills_its_table_and_loses_no_step(
 
 @pytest.fixture
 def folder() -> Iterator[Path]:
-    """A folder with a short name: socket paths are limited, pytest's own are long."""
+    """Yield a folder with a short path: socket paths are limited, and pytest's are long."""
     with tempfile.TemporaryDirectory(prefix="psw-") as name:
         yield Path(name)
 
@@ -94,7 +94,7 @@ def test_control_c_in_the_middle_leaves_no_process_and_no_file_behind(folder: Pa
                 break
         family = psutil.Process(demo.pid).children(recursive=True)
         assert len(family) >= 4, "server, fork server, daemon, workers"
-        os.killpg(demo.pid, signal.SIGINT)  # as a terminal does: all of the group
+        os.killpg(demo.pid, signal.SIGINT)  # to the whole group, as a terminal does
         rest, _ = demo.communicate(timeout=60)
         assert demo.returncode == 130, rest
         _, alive = psutil.wait_procs(family, timeout=10)

@@ -1,7 +1,7 @@
-"""What every device must do, with real memory and real processes.
+"""Conformance of every device, with real memory and real processes.
 
-``cuda`` runs over the fake of its bindings, with real processes all the same: once with waits on
-the CPU, once with the device waiting. tests/gpu runs the same on a real GPU.
+``cuda`` runs over the fake of its bindings, with real processes as well: once with waits on the
+CPU, once with waits on the device. tests/gpu runs the same tests on a real GPU.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ def settings(link_bytes_per_s: float = 0.0) -> DaemonSettings:
 
 
 class CpuRig:
-    """A cpu device with its store, doorbells and board; ``view`` is what a worker would make."""
+    """A cpu device with its store, doorbells and control page; ``view`` makes a worker's device."""
 
     is_sealed = True  # workers cannot write to models
     waits_on_the_host = True
@@ -73,7 +73,7 @@ class CpuRig:
     def __init__(self, link_bytes_per_s: float = 0.0) -> None:
         self.store_fd = sealed_memfd("test-store", STORE_BYTES)
         self.control_page_fd = sealed_memfd("test-board", BOARD_BYTES)
-        self.doorbells = [new_doorbell() for _ in range(BELL_COUNT)]  # the last one is the memory's
+        self.doorbells = [new_doorbell() for _ in range(BELL_COUNT)]  # the last one: the daemon's
         self.memory = self._open(link_bytes_per_s)
         self.ended: Queue[TransmitEnded] = Queue()
         self._views: list[WorkerDevice] = []
@@ -113,7 +113,7 @@ class CpuRig:
         return self._views[-1]
 
     def arena(self, start: int, size: int) -> bytes:
-        """Device bytes as any other process would see them."""
+        """Return device bytes as any other process would see them."""
         return os.pread(self.models_fd, size, start)
 
     def fence(self, index: int) -> int:
@@ -130,12 +130,12 @@ class CpuRig:
         return self.ended.get(timeout=DEADLINE_S)
 
     def _child_needs(self) -> tuple[str, list[int], list[str]]:
-        """The child's first lines, the descriptors it gets, and its first arguments."""
+        """Return the child's first lines, its inherited descriptors, and its first arguments."""
         descriptors = [self.models_fd, self.work_fd, self.control_page_fd, *self.doorbells]
         return CHILD, descriptors, list(map(str, descriptors))
 
     def child(self, code: str, *arguments: object) -> subprocess.Popen[str]:
-        """A clean process that has the view of slot 0 as ``view`` and the mapping as ``arena``."""
+        """Start a new process that has slot 0's device as ``view`` and the mapping as ``arena``."""
         prelude, descriptors, first = self._child_needs()
         child = subprocess.Popen(
             [sys.executable, "-c", prelude + code, *first, *map(str, arguments)],
@@ -164,12 +164,12 @@ class CpuRig:
 
 
 class FakeCudaRig(CpuRig):
-    """The cuda device over the fake of its bindings. Each process has a fake runtime of its own,
-    and the device's bytes are shared through the IPC handle, as with the real ones."""
+    """The cuda device over the fake of its bindings. Each process has a fake runtime of its own.
+    The processes share the device's bytes through the IPC handle, as with the real bindings."""
 
-    is_sealed = False  # one trust domain
+    is_sealed = False  # all workers trust each other
     waits: Waits = "cpu"
-    package = "fake_cuda"  # of the child's bindings
+    package = "fake_cuda"  # the bindings of the child
 
     def _open(self, link_bytes_per_s: float) -> DeviceMemory:
         self.world = World(bytes_per_s=link_bytes_per_s)
@@ -216,14 +216,14 @@ class FakeCudaRig(CpuRig):
 
 
 class WaitingCudaRig(FakeCudaRig):
-    """The same, and the device waits for words by itself."""
+    """The same, but the device itself waits for words."""
 
     waits: Waits = "gpu"
     waits_on_the_host = False
 
 
 class _OwnHandle(Cuda):
-    """A process cannot open its own handle: in the test's process the view gets the address."""
+    """Substitute for opening an IPC handle in the process that made it, which is not possible."""
 
     def __init__(self, cuda: Cuda, base: int) -> None:
         super().__init__(cuda._runtime, cuda._driver)
@@ -267,7 +267,7 @@ class GpuRig(FakeCudaRig):
 
 
 class WaitingGpuRig(GpuRig):
-    """The same, and the GPU waits for words by itself."""
+    """The same, but the GPU itself waits for words."""
 
     waits: Waits = "gpu"
     waits_on_the_host = False
@@ -331,7 +331,7 @@ def make_rig(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) ->
 
     def make(link_bytes_per_s: float = 0.0) -> CpuRig:
         if link_bytes_per_s:
-            monkeypatch.setattr(cuda_memory, "WINDOW_BYTES", 4 * MIB)  # in proportion to the link
+            monkeypatch.setattr(cuda_memory, "WINDOW_BYTES", 4 * MIB)  # small, as the link is slow
         rigs.append(DEVICES[request.param](link_bytes_per_s))
         return rigs[-1]
 
@@ -348,7 +348,7 @@ def rig(make_rig: MakeRig) -> CpuRig:
 def order(
     op_id: int, start: int, sizes: Sequence[int], *, store: int = 0, first_fence: int = 0
 ) -> TransmitModel:
-    """Groups of ``sizes`` bytes, one behind the other in the store and in the arena."""
+    """Return an order for groups of ``sizes`` bytes, contiguous in the store and in the arena."""
     groups, position = [], 0
     for index, size in enumerate(sizes):
         groups.append(
@@ -370,25 +370,25 @@ def order(
 
 
 def in_whole_units(sent: TransmitModel) -> TransmitModel:
-    """The same, and its region as the ledger leases it."""
+    """Return the same order with the region size that the scheduler leases."""
     return msgspec.structs.replace(sent, region_bytes=aligned(sent.region_bytes, 2 * MIB))
 
 
 def on_host(tensor: torch.Tensor) -> np.ndarray[tuple[int], np.dtype[np.uint8]]:
-    """What a tensor over the device holds; of the cpu device it is no copy."""
+    """Return the bytes of a device tensor; on the cpu device they are not copied."""
     return tensor.cpu().numpy()  # type: ignore[no-any-return]
 
 
 def finish(child: subprocess.Popen[str], expected: int = 0) -> str:
-    """Wait for a child; its output, or a failure that shows what it said."""
-    out, err = child.communicate()  # ends: the deadline kills
+    """Wait for a child; return its output, or fail with its error output."""
+    out, err = child.communicate()  # the deadline kills a child that hangs
     assert child.returncode == expected, err
     return out
 
 
 def expect(child: subprocess.Popen[str], text: str) -> None:
     line = child.stdout.readline().strip()
-    if not line:  # it has ended, or been killed by its deadline
+    if not line:  # the child ended, or its deadline killed it
         finish(child)
     assert line == text
 
@@ -398,7 +398,7 @@ def expect(child: subprocess.Popen[str], text: str) -> None:
 
 def test_copies_land_at_their_offsets_and_nothing_else_changes(rig: CpuRig) -> None:
     rig.fill_store(0, bytes([POISON]) * (32 * MIB))
-    rig.run(order(1, MIB, [32 * MIB]))  # poison, the region and both sides of it
+    rig.run(order(1, MIB, [32 * MIB]))  # poisons the region and both sides of it
     data = random.Random(1).randbytes(20 * MIB)
     rig.fill_store(0, data)
     sizes = [1, 511, 512, 4097, 9 * MIB + 3, 0, 8 * MIB]
@@ -496,7 +496,7 @@ def test_a_copy_of_no_bytes_raises_its_word(rig: CpuRig) -> None:
 
 
 def test_a_cancelled_transmission_stops_where_it_says(make_rig: MakeRig) -> None:
-    rig = make_rig(20 * MIB)  # the whole would take two seconds
+    rig = make_rig(20 * MIB)  # all groups would take two seconds
     rig.fill_store(0, bytes([7]) * (40 * MIB))
     rig.transmit(order(3, MIB, [4 * MIB] * 10))
     rig.view(slot=1).wait_group(0, OpId(3))
@@ -508,12 +508,12 @@ def test_a_cancelled_transmission_stops_where_it_says(make_rig: MakeRig) -> None
     assert fences == [3] * ended.group_count + [0] * (10 - ended.group_count)
     untouched = rig.arena(MIB + ended.copied_bytes, 40 * MIB - ended.copied_bytes)
     assert not any(untouched), "bytes were written beyond what was reported"
-    rig.memory.cancel(OpId(3))  # once more, late: means nothing
+    rig.memory.cancel(OpId(3))  # late, so it changes nothing
     assert rig.run(order(4, MIB, [100])).is_complete
 
 
 def test_a_transmission_cancelled_in_the_queue_writes_nothing(make_rig: MakeRig) -> None:
-    rig = make_rig(4 * MIB)  # per second: the first is under way for 2 s if it has begun on cuda
+    rig = make_rig(4 * MIB)  # bytes per second: the first takes 2 s once it has begun
     rig.fill_store(0, bytes([7]) * (8 * MIB))
     rig.transmit(order(1, MIB, [8 * MIB]))
     rig.transmit(order(2, 20 * MIB, [MIB], first_fence=20))
@@ -525,14 +525,14 @@ def test_a_transmission_cancelled_in_the_queue_writes_nothing(make_rig: MakeRig)
     assert not any(rig.arena(20 * MIB, MIB))
 
 
-# ---- a ring of landings (ADR 43) ------------------------------------------------------------
+# ---- a ring of landings (ADR 43): group after group uses the same memory -------------------
 
-RING: Final = 4 * MIB  # two landings of a unit
+RING: Final = 4 * MIB  # two places of one allocation unit each
 GROUP: Final = 2 * MIB - 1000
 
 
 def through_a_ring(op_id: int, count: int) -> TransmitModel:
-    """Groups of nearly a unit, which land in turns at 2 and 4 MiB."""
+    """Return an order for groups of almost a unit, copied alternately to 2 and 4 MiB."""
     sent = order(op_id, 2 * MIB, [GROUP] * count)
     groups = tuple(
         msgspec.structs.replace(group, arena_offset_bytes=2 * MIB + index % 2 * 2 * MIB)
@@ -570,7 +570,7 @@ def test_a_copy_that_waits_believes_no_word_of_another_pass_and_ends_when_it_is_
     rig.memory.cancel(OpId(7))
     ended = rig.ended.get(timeout=DEADLINE_S)
     assert (ended.is_complete, ended.group_count) == (False, 2)
-    rig.transmit(through_a_ring(8, 9))  # and is stopped with its memory
+    rig.transmit(through_a_ring(8, 9))  # stopped when the memory closes
     view.wait_group(1, OpId(8))
 
 
@@ -578,7 +578,7 @@ def test_a_copy_that_waits_believes_no_word_of_another_pass_and_ends_when_it_is_
 
 
 def test_no_wake_up_is_lost_in_ten_thousand_random_interleavings(rig: CpuRig) -> None:
-    """Waits for groups and for the turn, mixed; a lost wake-up leaves the child asleep for ever."""
+    """Wait for groups and for the turn in random order; a lost wake-up would hang the child."""
     rounds = 10_000
     child = rig.child(
         f"""
@@ -601,7 +601,7 @@ for epoch in range(1, {rounds} + 1):
         for _ in range(rng.randrange(2000) if rng.random() < 0.5 else 0):
             pass
         if rng.random() < 0.2:
-            ring(rig.doorbells[0])  # a doorbell that rings for nothing
+            ring(rig.doorbells[0])  # a wake-up without a reason
         has_turn = op_id % 3 == 0
         is_turn_first = rng.random() < 0.5
         if has_turn and is_turn_first:
@@ -609,7 +609,7 @@ for epoch in range(1, {rounds} + 1):
         rig.transmit(order(op_id, MIB, [rng.randrange(200)], first_fence=op_id % 7))
         if has_turn and not is_turn_first:
             giver.raise_turn(op_id, 0)
-        # The child may lag, but not so far that a word it waits for is written over.
+        # The child may lag, but no word that it waits for may be overwritten.
         allowed_lag = rng.randrange(3)
         while turns < op_id - allowed_lag:
             assert child.stdout.read(1) == ".", "the child hangs: a wake-up was lost"
@@ -705,11 +705,11 @@ view.wait_group(200, 1)
 def test_closing_gives_back_threads_and_descriptors() -> None:
     for kind in DEVICES.values():
         if kind in (GpuRig, WaitingGpuRig):
-            continue  # the driver keeps some of its own
+            continue  # the driver keeps some threads and descriptors
         threads, descriptors = set(threading.enumerate()), len(os.listdir("/proc/self/fd"))
         rig = kind(50 * MIB)
         rig.view()
-        rig.transmit(order(1, MIB, [40 * MIB]))  # closing cuts it short
+        rig.transmit(order(1, MIB, [40 * MIB]))  # closing interrupts it
         rig.close()
         assert not rig.ended.get(timeout=DEADLINE_S).is_complete
         assert set(threading.enumerate()) <= threads
@@ -757,7 +757,7 @@ def test_each_tensor_has_a_version_counter_of_its_own(rig: CpuRig) -> None:
 @pytest.mark.parametrize(
     ("bad", "region"),
     [
-        (spec("float32", (4,), 0, 16), 0),  # over the fences
+        (spec("float32", (4,), 0, 16), 0),  # overlaps the fences
         (spec("float32", (4,), 0, 16), -512),
         (spec("float32", (4,), -MIB, 16), MIB),
         (spec("float32", (4,), 0, 16), ARENA_BYTES - 12),
@@ -813,7 +813,7 @@ def test_a_scrubbed_range_reads_as_zeros_and_its_neighbours_do_not(
     assert (everything[offset + size :] == POISON).all()
 
 
-# ---- windows: what kernels reach on cpu -------------------------------------------------------
+# ---- windows: memory that kernels reach on cpu ---------------------------------------------
 
 PAGE = mmap.PAGESIZE
 
@@ -841,7 +841,7 @@ def cpu() -> Iterator[CpuRig]:
 
 
 def two_models(rig: CpuRig) -> None:
-    """A at 2 MiB, B right behind it at 6 MiB; each ends in the middle of a page."""
+    """Transmit A at 2 MiB and B next to it at 6 MiB; each ends in the middle of a page."""
     for op_id, start, value, size in ((1, 2, b"A", 4 * MIB - 100), (2, 6, b"B", 3 * MIB + 100)):
         rig.fill_store(0, value * size)
         sizes = [MIB // 2, 10_000, size - MIB // 2 - 10_000]
@@ -869,16 +869,16 @@ for _ in range(3):
 @pytest.mark.parametrize(
     ("code", "offset"),
     [
-        ("", 2 * MIB),  # nothing was entered
+        ("", 2 * MIB),  # no region was entered
         (ENTER_A, 6 * MIB),  # the neighbour's first byte
         (ENTER_A, 9 * MIB),
         (ENTER_A, ARENA_BYTES - 1),
         (ENTER_B, 6 * MIB - 1),
-        (ENTER_B, 9 * MIB + PAGE),  # behind the page with its last byte
-        (ENTER_A + ENTER_B, 2 * MIB),  # it was A's
+        (ENTER_B, 9 * MIB + PAGE),  # after the page with its last byte
+        (ENTER_A + ENTER_B, 2 * MIB),  # A's first byte, after B was entered
         (ENTER_A + "view.leave()\n", 2 * MIB),
-        (f"view.enter({2 * MIB}, {4 * MIB}, 5, 1)\n", 2 * MIB),  # nothing has been shown
-        (f"view.enter({2 * MIB}, {4 * MIB}, 9, 1); view.show({MIB})\n", 4 * MIB),  # not that yet
+        (f"view.enter({2 * MIB}, {4 * MIB}, 5, 1)\n", 2 * MIB),  # no group has been shown
+        (f"view.enter({2 * MIB}, {4 * MIB}, 9, 1); view.show({MIB})\n", 4 * MIB),  # not shown yet
         (f"view.prefault(0, {ARENA_BYTES})\n", 6 * MIB),
         (f"{ENTER_A}view.prefault(0, {ARENA_BYTES})\n{ENTER_B}", 2 * MIB),
     ],
@@ -901,7 +901,7 @@ def test_the_page_behind_a_models_last_byte_holds_nothing_of_another(cpu: CpuRig
 
 
 def test_when_a_groups_word_rises_its_last_unit_holds_nothing_of_another() -> None:
-    """What a worker opens of it is whole units: the model before must not show in them."""
+    """Check the whole last unit, because a worker opens whole units: no old bytes may remain."""
     rig = CpuRig(20 * MIB)
     try:
         rig.fill_store(0, b"S" * (8 * MIB))

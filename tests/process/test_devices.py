@@ -1,4 +1,4 @@
-"""Two cpu devices of one server: both serve at once, and a death on one is nothing to the other."""
+"""Two cpu devices of one server: both serve in parallel, and a death on one spares the other."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def running() -> Iterator[tools.Checked]:
 
 
 def pids(checked: tools.Checked, device: str) -> dict[str, int]:
-    """Of a device's processes."""
+    """Return the pids of a device's workers and daemon, by name."""
     rows = [row for row in checked.client.ps() if row["on"] == device]
     return {row["name"]: row["pid"] for row in rows if row["kind"] in ("worker", "daemon")}
 
@@ -42,7 +42,7 @@ def test_both_serve_to_the_bit_and_a_daemon_that_dies_under_load_costs_no_reques
     expected = {name: tools.eager(module, x) for name, module in modules.items()}
     for name, module in modules.items():
         client.register(name, module, example_inputs=(x,))
-    client.load("a")  # pinned: on each of them
+    client.load("a")  # pins it on both devices
     tools.until(
         lambda: all(row["state"] == "resident" for row in client.ps() if row["name"] == "a"),
         "a is on both devices",
@@ -74,7 +74,7 @@ def test_both_serve_to_the_bit_and_a_daemon_that_dies_under_load_costs_no_reques
     assert not wrong
     tools.until(
         lambda: running.count("daemon_restarts"), "its death is seen"
-    )  # requests may be faster
+    )  # requests may be answered before that
     tools.until(
         lambda: all(row["ready"] for row in running.stats()["devices"]), "both are ready again"
     )
@@ -107,7 +107,7 @@ COUNTED = TIMED.replace(
 def test_a_job_that_moves_repeats_no_step_unless_its_process_dies(
     running: tools.Checked, tmp_path: Path, moves: int, others: int, epochs: int
 ) -> None:
-    """Moves, then moves, evictions and kills at random; it ends as without a server."""
+    """Check the end state after moves, and then after random moves, evictions and kills."""
     script = tools.write_script(tmp_path, "train.py", COUNTED)
     task = running.client.train(script, args=[str(tmp_path / "m"), str(epochs), "512", "0.005"])
     tools.until(lambda: task.status()["committed_step"] > 0, "it has committed")
@@ -122,7 +122,7 @@ def test_a_job_that_moves_repeats_no_step_unless_its_process_dies(
     words = (tmp_path / "m.told").read_text().split()
     assert words.count("begun") == row["evictions"] + 1 - before["evictions"]
     whole = dict.fromkeys(map(int, filter(str.isdigit, words)))
-    assert [*whole] == [*range(len(whole))]  # no step is lost
+    assert [*whole] == [*range(len(whole))]  # no step is missing
     assert disturb(running, task, random.Random(7), others) == others, "it ended too soon"
     assert tools.finish(task, 240.0)["step"] == 100 * epochs
     tools.run_plain(script, str(tmp_path / "plain"), str(epochs), "512", "0")
@@ -130,10 +130,10 @@ def test_a_job_that_moves_repeats_no_step_unless_its_process_dies(
 
 
 def disturb(running: tools.Checked, task: Task, chance: random.Random, count: int) -> int:
-    """Moves it, pauses it, kills its process; in the middle of a move too.
+    """Move, pause and kill a job at random, also in the middle of a move.
 
     Returns:
-        How often it could, before the job ended.
+        The number of disturbances before the job ended.
     """
     for index in range(count):
         if task.status()["state"] in ("done", "failed"):
@@ -146,7 +146,7 @@ def disturb(running: tools.Checked, task: Task, chance: random.Random, count: in
         elif what == "move":
             task.move(to)
         else:
-            # A job whose process dies again and again without a commit in between fails by right.
+            # A job fails, rightly, if it dies several times without a commit in between.
             since = task.status()["committed_step"]
             tools.until(lambda since=since: goes_on(task, since), "it commits")  # type: ignore[misc]
             row = running.row(task.name)
@@ -172,7 +172,7 @@ def goes_on(task: Task, since: int) -> bool:
 def test_a_job_goes_on_where_a_device_is_when_its_own_dies(
     running: tools.Checked, tmp_path: Path
 ) -> None:
-    """Two jobs train at once, each on its device; the end is that of a run without a server."""
+    """Train two jobs in parallel, one per device; compare the end with a run without a server."""
     script = tools.write_script(tmp_path, "train.py", tools.DIGESTED)
     tasks = [
         running.client.train(script, name=name, args=[str(tmp_path / name), "3", "512"])

@@ -1,4 +1,4 @@
-"""What was kept on disk for a model alone goes with it."""
+"""Disk space of a model is freed when the model is removed."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ TURNS = 5
 
 
 def resident_bytes(running: RunningServer) -> int:
-    """Of programs and uploads; what is removed while we look is no longer kept."""
+    """Return the bytes of programs and uploads; ignore files that are removed meanwhile."""
     total_bytes = 0
     for folder in (running.state_dir / "models", running.state_dir / "uploads"):
         for path, _, names in os.walk(folder):
@@ -28,7 +28,7 @@ def resident_bytes(running: RunningServer) -> int:
 
 
 def settled_bytes(running: RunningServer) -> int:
-    """As many, once the uploads of what is registered are gone: no answer waits for that."""
+    """Return ``resident_bytes`` once uploads of registered models are gone. Blocks."""
     until(lambda: not any((running.state_dir / "uploads").iterdir()), "uploads are removed")
     return resident_bytes(running)
 
@@ -46,7 +46,7 @@ def test_registered_and_unregistered_leaves_nothing(tmp_path: Path) -> None:
         for turn in range(TURNS):
             client.register(
                 "m", module(turn), example_inputs=example
-            )  # the first is the one that stays
+            )  # in turn 0 the program is that of "stays"
             client.unregister("m")
             until(lambda: resident_bytes(running) == before, f"given back in turn {turn}")
         with pytest.raises(ps.RegistrationRefused):
@@ -68,7 +68,7 @@ def _damaged(folder: Path) -> Path:
 
 
 def test_what_does_not_fit_a_clients_share_is_refused_before_it_is_written(tmp_path: Path) -> None:
-    """256 KiB of weights, as upload and program: that fits once."""
+    """Register 256 KiB of weights, stored as upload and as program: the share has room for one."""
     example = torch.zeros(1, 256)
     environment = {"PIPESWITCH_SERVER__MAX_DISK_PER_CLIENT": "640KiB"}
     options = {"tcp_roles": ("infer", "register"), "environment": environment}
@@ -84,7 +84,7 @@ def test_what_does_not_fit_a_clients_share_is_refused_before_it_is_written(tmp_p
         assert caught.value.tenant == "*"
         assert caught.value.largest_free_bytes < caught.value.requested_bytes
         until(lambda: resident_bytes(running) == before, "what was refused is given back")
-        owner.register("owners", module(1), example_inputs=example)  # the owner has no share
+        owner.register("owners", module(1), example_inputs=example)  # the owner has no limit
         client.unregister("one")
         client.register("two", module(1), example_inputs=example)
         assert client.infer("two", example).outputs

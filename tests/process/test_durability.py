@@ -1,4 +1,4 @@
-"""``kill -9`` of the server at random: what was acknowledged is there, once; no commit is torn."""
+"""``kill -9`` of the server at random: acknowledged names exist once, and no commit is torn."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ from tests.process.figures import publishing, say
 
 SEED = 1121
 EPOCH_STEPS = 100
-KEPT = 12  # models and jobs; beyond, the oldest is removed for each that is added
+KEPT = 12  # models and jobs; above this number each addition removes the oldest
 LANES = 2
-LIVES_OF_A_JOB = 25  # so that its plain run stays short
+LIVES_OF_A_JOB = 25  # few, so that the job's plain run stays short
 PERSIST = [name for name in POINTS if name.startswith("persist.")]
 ENVIRONMENT = {
     "PIPESWITCH_SCHEDULER__COMMIT_EVERY": "20ms",
@@ -45,19 +45,19 @@ SHORT = """
 
 
 class Ledger:
-    """What clients asked for and what they were told, over all lives of one state directory."""
+    """Requests and answers of all clients, over all lives of one state directory."""
 
     def __init__(self, folder: Path) -> None:
         self.waits = tools.write_script(folder, "waits.py", SHORT)
         self.there: list[str] = []  # acknowledged, oldest first: ``m…`` models, ``s…`` jobs
-        self.unsure: set[str] = set()  # to come or to go, and the answer never came: both are right
+        self.unsure: set[str] = set()  # requests without an answer: either outcome is right
         self.removed = 0
         self.acknowledged = 0
         self.persisted_step = -1
         self.numbers = iter(range(1_000_000))
 
     def ask(self, checked: tools.Checked, generator: random.Random, over: threading.Event) -> None:
-        """Add and remove until the server is gone; only what was answered is noted."""
+        """Add and remove names until the server is gone; note only what was answered."""
         with contextlib.suppress(PipeSwitchError):
             while not over.is_set():
                 kind = generator.choice("mss")
@@ -72,10 +72,10 @@ class Ledger:
         if name.startswith("m"):
             module, x = tools.mlp(16, 1, int(name[1:])), torch.zeros(1, 16)
             checked.client.register(name, module, example_inputs=(x,))
-        else:  # behind the job that trains: it stays in the queue until it is held
+        else:  # it queues behind the job that trains, until it is paused
             checked.client.train(self.waits, name=name)
             row = checked.client.job(name, "pause")["job"]
-            if row["state"] != "paused":  # its turn had come while the other one's worker was dead
+            if row["state"] != "paused":  # it started while the other job's worker was dead
                 return
         self.there.append(name)
         self.unsure.discard(name)
@@ -92,7 +92,7 @@ class Ledger:
         self.removed += 1
 
     def counts(self) -> dict[str, int]:
-        """For the figures."""
+        """Return counts for the figures."""
         return {
             "acknowledged": self.acknowledged,
             "removed": self.removed,
@@ -100,7 +100,7 @@ class Ledger:
         }
 
     def check(self, checked: tools.Checked) -> None:
-        """What was acknowledged is there, once; nothing else is, and nothing that was removed."""
+        """Check that every acknowledged name exists once, and no removed or unknown name exists."""
         tools.until(
             lambda: all(row["state"] == "ready" for row in checked.client.models()), "models ready"
         )
@@ -118,7 +118,7 @@ class Ledger:
 
 
 def live_and_die(ledger: Ledger, folder: Path, name: str, generator: random.Random) -> None:
-    """One life of the server: checked at its start, used, hurt, and killed at random."""
+    """Run one life of the server: check its state, use it, inject faults, and kill it at random."""
     points, state = folder / "points", folder / "state"
     with tools.checked_server(
         arena="64MiB",
@@ -143,7 +143,7 @@ def live_and_die(ledger: Ledger, folder: Path, name: str, generator: random.Rand
                 tools.kill(checked.daemon_pid())
             elif hurt == "worker" and checked.row(name)["pid"]:
                 tools.kill(checked.row(name)["pid"])
-        threading.Event().wait(generator.uniform(0, 0.3))  # a moment, not a condition
+        threading.Event().wait(generator.uniform(0, 0.3))  # a random moment, not a condition
         with contextlib.suppress(PipeSwitchError):
             ledger.persisted_step = max(ledger.persisted_step, task.status()["persisted_step"])
         tools.kill(checked.pid)
@@ -156,7 +156,7 @@ def live_and_die(ledger: Ledger, folder: Path, name: str, generator: random.Rand
     for armed in points.iterdir():
         if armed.is_file():
             armed.unlink()
-    loaded = load_commit(state / "commits" / name)  # raises when it is torn
+    loaded = load_commit(state / "commits" / name)  # raises if it is torn
     assert loaded is not None, "the checkpoint is missing"
     descriptor, _, record = loaded
     os.close(descriptor)
@@ -164,10 +164,10 @@ def live_and_die(ledger: Ledger, folder: Path, name: str, generator: random.Rand
 
 
 def kill_servers(folder: Path, kills: int, seed: int) -> dict[str, int]:
-    """So many lives of one state directory; what was found stands in ``figures.json`` after each.
+    """Kill ``kills`` servers of one state directory; update ``figures.json`` after each kill.
 
-    Every ``LIVES_OF_A_JOB`` lives the job that trains comes to its end, is judged against its
-    plain run, and another one begins.
+    After every ``LIVES_OF_A_JOB`` lives the training job ends, is compared with its plain run, and
+    another job starts.
     """
     script, ledger = tools.write_script(folder, "trains.py", tools.DIGESTED), Ledger(folder)
     generator = random.Random(seed)
@@ -192,7 +192,7 @@ def kill_servers(folder: Path, kills: int, seed: int) -> dict[str, int]:
         with tools.checked_server(settles=False, **options) as last:
             ledger.check(last)
             task = last.client.task(name)
-            epoch = task.status()["step"] // EPOCH_STEPS + 5  # no step of it is made yet
+            epoch = task.status()["step"] // EPOCH_STEPS + 5  # no step of this epoch has run yet
             Path(f"{served}.enough-{epoch}").touch()
             figures["steps"] += tools.finish(task)["step"]
         tools.run_plain(script, str(plain), str(epoch), "64")
@@ -208,7 +208,7 @@ def kill_servers(folder: Path, kills: int, seed: int) -> dict[str, int]:
 
 @contextlib.contextmanager
 def lane(folder: Path, kills: int, seed: int) -> Iterator[subprocess.Popen[bytes]]:
-    """``kill_servers`` in a process of its own: most of a life is the import of torch."""
+    """Run ``kill_servers`` in its own process, as a life mostly consists of importing torch."""
     folder.mkdir()
     root = Path(__file__).resolve().parents[2]
     process = subprocess.Popen(
@@ -219,7 +219,7 @@ def lane(folder: Path, kills: int, seed: int) -> Iterator[subprocess.Popen[bytes
         yield process
     finally:
         if process.poll() is None:
-            process.send_signal(signal.SIGINT)  # so that it ends its server
+            process.send_signal(signal.SIGINT)  # it then ends its server
         process.wait()
 
 
@@ -238,11 +238,11 @@ BODIES = """
             optimizer.step()
             optimizer.zero_grad()
 """
-"""OUT: a line for each body that begins: the steps before it, and when."""
+"""Script that writes a line to OUT when a loop body begins: the steps before it, and the time."""
 
 
 def lost(begun: Path) -> list[tuple[int, float]]:
-    """Of each death of the server: the steps that were done again, and how long ago they were."""
+    """Return for each death of the server the number of repeated steps and their age in s."""
     rows = [tuple(map(int, line.split())) for line in begun.read_text().splitlines()]
     began_at_ns, repeats = dict[int, int](), []
     for (step, at_ns), (following, _) in itertools.pairwise(rows):
@@ -264,9 +264,9 @@ def kill_training_servers(
     most_s: float,
     environment: dict[str, str],
 ) -> tuple[list[list[tuple[int, float]]], list[dict[str, Any]]]:
-    """Kill so many servers of some jobs, each within ``most_s`` of all jobs having gone on.
+    """Kill ``kills`` servers of ``jobs`` jobs, each at most ``most_s`` after all jobs have resumed.
 
-    Returns: of each job what its deaths cost, and its last row.
+    Returns: For each job, the result of ``lost``, and its last row.
     """
     script, names = tools.write_script(folder, "bodies.py", BODIES), [f"j{n}" for n in range(jobs)]
     outs = {name: folder / f"{name}.begun" for name in names}
@@ -335,7 +335,7 @@ def test_three_hundred_killed_servers_lose_nothing(tmp_path: Path) -> None:
                 for number, folder in enumerate(folders)
             ]
             assert [process.wait() for process in lanes] == [0] * LANES
-            figures.update(lost=0, twice=0, torn=0)  # or a lane would have failed
+            figures.update(lost=0, twice=0, torn=0)  # else a lane would have failed
         finally:
             figures_of_lanes = [
                 json.loads(path.read_text()) for path in tmp_path.glob("lane-*/found.json")

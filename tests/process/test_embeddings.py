@@ -1,4 +1,4 @@
-"""Embeddings over ``/v1``, asked by OpenAI's own client, are what transformers computes."""
+"""Embeddings over ``/v1`` through OpenAI's client equal those that transformers computes."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def test_an_embedding_is_the_pooled_and_normalized_hidden_state(
                 assert answer.usage.prompt_tokens == sum(map(len, ids))
                 assert [one.index for one in answer.data] == [0, 1, 2]
         assert len(ai.embeddings.create(model=name, input=["Once"] * 100).data) == 100
-        ai.embeddings.create(model=name, input=[5] * 512)  # as long as the model takes
+        ai.embeddings.create(model=name, input=[5] * 512)  # the model's longest input
         for wrong in ([5] * 513, "x1y2" * 990, [700]):
             with pytest.raises(openai.BadRequestError):
                 ai.embeddings.create(model=name, input=wrong)

@@ -1,4 +1,4 @@
-"""What the server was started with: the owner's code knows it, a client's program cannot."""
+"""The server's start environment: the owner's code can read it, a client's program cannot."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ SCRIPT = """
 
 
 def knows(pid: int, secret: str) -> bool:
-    """Whether it lies on the process's heap, its stacks, or elsewhere in memory of no file."""
+    """Return whether the secret is in memory that belongs to no file: heap, stacks, and others."""
     with open(f"/proc/{pid}/mem", "rb", buffering=0) as memory:
         for line in Path(f"/proc/{pid}/maps").read_text().splitlines():
             span, may, _, _, inode, *_ = line.split()

@@ -1,4 +1,4 @@
-"""Real processes that run out of something: others are served, and nobody waits for ever."""
+"""Real processes that run out of a resource: others are served, and nobody waits for ever."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ TRAIN = """
         model(x).sum().backward()
         optimizer.step()
 """
-LARGE = np.ones((512, 1024), dtype=np.float32)  # over INLINE_COPY_BYTES
+LARGE = np.ones((512, 1024), dtype=np.float32)  # larger than INLINE_COPY_BYTES
 
 
 @pytest.fixture
@@ -76,7 +76,7 @@ def test_a_large_request_that_cannot_be_copied_is_answered_and_the_next_is_serve
 def test_a_server_without_descriptors_rests_and_then_takes_who_waited(
     server: FakeScheduler, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The loop does not turn meanwhile: the listener would be readable for ever."""
+    """Check that the loop sleeps while descriptors are short: the listener stays readable."""
     turns, rested = 0, threading.Event()
     select = selectors.EpollSelector.select
 
@@ -97,7 +97,7 @@ def test_a_server_without_descriptors_rests_and_then_takes_who_waited(
 def test_a_connection_that_ends_leaves_no_circle_that_keeps_what_it_held(
     server: FakeScheduler,
 ) -> None:
-    """Half a message, and answers that were not read, may be large, and collections are rare."""
+    """Check for reference cycles, as unread bytes may be large and collections are rare."""
     peers, refs = server.tcp.sessions.peers, []
     gc.collect()
     gc.disable()
@@ -113,7 +113,7 @@ def test_a_connection_that_ends_leaves_no_circle_that_keeps_what_it_held(
             refs += map(weakref.ref, peers.all)
             sock.sendall(pack_table([(1 << 20, INLINE)]) + bytes(1000))
         until(lambda: not peers.all)
-        with Client(server.listeners.ipc.address) as client:  # the loop forgets what it found last
+        with Client(server.listeners.ipc.address) as client:  # drops the loop's last references
             client.infer("m", LARGE[:1])
             until(lambda: not any(one() for one in refs))
     finally:
@@ -121,7 +121,7 @@ def test_a_connection_that_ends_leaves_no_circle_that_keeps_what_it_held(
 
 
 def test_a_job_whose_commits_cannot_be_kept_ends_and_the_server_lives(tmp_path: Path) -> None:
-    """Its commit area wants a descriptor more than there are."""
+    """Leave no descriptor for the job's commit area."""
     with tools.checked_server(arena="64MiB", environment=tools.ENVIRONMENT) as checked:
         checked.client.register("small", tools.mlp(64, 2, 1), example_inputs=(torch.zeros(1, 64),))
         script = tools.write_script(tmp_path, "train.py", TRAIN)

@@ -1,4 +1,4 @@
-"""Exporting a module changes nothing else in its process, whatever thread asks (ADR 0017)."""
+"""Exporting a module changes nothing else in its process, from any thread (ADR 0017)."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def layers() -> nn.Module:
 
 
 class During(nn.Module):
-    """Does something when it is traced."""
+    """Module that calls ``act`` when it is traced."""
 
     def __init__(self, act: Callable[[], object]) -> None:
         super().__init__()
@@ -106,7 +106,7 @@ def test_an_export_hides_no_other_threads_errors(capsys: pytest.CaptureFixture[s
 
 
 def run_python(source: str, *arguments: object) -> list[str]:
-    """The words that a process of its own prints."""
+    """Run Python code in a new process; return the words of its output."""
     command = [sys.executable, "-c", source, *map(str, arguments)]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
     return done.stdout.split()
@@ -118,7 +118,7 @@ class Windows(nn.Module):
 
 
 def test_windows_that_overlap_are_copied() -> None:
-    """Kernels take strides for granted: attention answered freed memory."""
+    """Check overlapping windows: attention kernels assumed strides and read freed memory."""
     program = export_module(Windows(), torch.rand(2, 5))
     assert program.graph.nodes[0].target == "aten.unfold_copy.default"
 
@@ -134,7 +134,7 @@ def test_a_worker_does_not_import_the_exporter() -> None:
 
 
 def test_a_server_is_ready_without_what_only_exports_and_scripts_import(tmp_path: Path) -> None:
-    """And the build of a bundle imports nothing more: it would do so once for each model."""
+    """Check also that the build of a bundle imports nothing more: each model would pay for it."""
     export_module_to_bundle(layers(), X, tmp_path / "m.bundle")
     first, more, later = run_python(
         """
@@ -157,7 +157,7 @@ print({*LATER} <= {*sys.modules})
 
 
 class Keeps(nn.Module):
-    """Answers by what an earlier call left in it, in ways that two equal calls do not show."""
+    """Module that depends on an earlier call, in ways that two equal calls do not show."""
 
     def __init__(self, way: str) -> None:
         super().__init__()
@@ -185,7 +185,7 @@ class Keeps(nn.Module):
             case "a buffer":
                 first = self.last.clone()
                 self.last.copy_(x)
-            case _:  # the weights are set by the first data
+            case _:  # the first input sets the weights
                 if not self.scale:
                     self.offset.data.copy_(x.mean(0))
                 first, self.scale = self.offset, 1.0
@@ -203,7 +203,7 @@ def test_what_a_module_keeps_of_a_call_is_no_constant_of_its_graph(
 
 
 class Remembers(nn.Module):
-    """Keeps what only shapes decide: a mask, and a table in a dict."""
+    """Module that caches values that depend only on shapes: a mask, and a table in a dict."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Each named failpoint fires once in a server under load, and nothing is lost by it (G2)."""
+"""Each named failpoint fires once in a server under load, and nothing is lost (G2)."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from tests.process.tools import shm_names
 
 ACTIONS = ("crash", "error", "memory", "disk", "delay 300")
 ONCE_FATAL = ("daemon.send", "daemon.transmit.end", "commit.copied", "job.obey", "upload.write")
-"""Where an exception once left a process half alive: its request, commit or job hung for ever."""
+"""Points where an exception once left a process half alive: a request, commit or job hung."""
 
 
 class Guide:
-    """Leads the batches through one server, and through another after a failure."""
+    """Runner of batches of failpoints, on one server until a failure, then on a new one."""
 
     def __init__(self, folders: pytest.TempPathFactory) -> None:
         self._folders = folders
@@ -31,7 +31,7 @@ class Guide:
         self._survived = 0
 
     def lead(self, stops: Sequence[Stop], action: str) -> None:
-        """Fire at these points one after the other, then compare bits and look for leaks."""
+        """Fire these points one after the other, then compare bits and check for leaks."""
         if self._tour is None:
             self._tour = Tour(self._folders.mktemp("tour") / "stage")
         tour = self._tour

@@ -35,7 +35,7 @@ def log_is_clean(checked: tools.Checked) -> None:
 
 
 def test_a_channel_that_was_closed_by_its_childs_exit_is_not_read_again(tmp_path: Path) -> None:
-    """One look of the selector finds both; the exit is handled first."""
+    """Handle the exit before the read; one select call reports both."""
     ours, theirs = channel_pair()
     ours.setblocking(False)
     exits: list[int] = []
@@ -51,7 +51,7 @@ def test_a_channel_that_was_closed_by_its_childs_exit_is_not_read_again(tmp_path
         processes._exited(child, -9)
         processes._read(child, ours)
         processes._exited(child, -9)
-    assert heard == [Exit()]  # what it still said
+    assert heard == [Exit()]  # sent before the exit
     assert exits == [-9]
 
 
@@ -110,7 +110,7 @@ def test_a_worker_stopped_while_it_computes_is_replaced_and_its_request_answered
 
 
 def test_a_worker_that_goes_on_soon_is_left_alone(running: tools.Checked) -> None:
-    # No request while it stands still: the server may hand it to the very worker.
+    # Send no request while the worker is stopped: the server may give it to this worker.
     pid = next(r["pid"] for r in running.rows("worker") if r["state"] == "standby")
     tools.stop(pid)
     tools.kill(pid, signal.SIGCONT)
@@ -143,7 +143,7 @@ def test_a_worker_stopped_while_it_trains_blocks_nobody_and_the_job_resumes(
 def test_three_deaths_of_the_daemon_in_a_row_lose_no_request(
     running: tools.Checked, tmp_path: Path
 ) -> None:
-    task = tools.start_endless_job(running, tmp_path)  # it commits all the time
+    task = tools.start_endless_job(running, tmp_path)  # it commits without pause
     futures = [running.client.submit("long", torch.ones(64, LONG)) for _ in range(8)]
     for _ in range(3):
         pid, workers = (
@@ -196,7 +196,7 @@ def test_a_killed_builder_is_a_refusal_and_leaves_nothing(running: tools.Checked
 
 @pytest.fixture
 def small_disk(tmp_path: Path) -> Iterator[Path]:
-    """4 MiB, mounted for the test."""
+    """Mount a file system of 4 MiB for the test."""
     folder = tmp_path / "disk"
     folder.mkdir()
     mounted = subprocess.run(
@@ -213,7 +213,7 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
 
 
 def fill(folder: Path) -> Path:
-    """Until not one more byte fits."""
+    """Write to a file until the disk is full; return its path."""
     path = folder / "filler"
     with open(path, "ab", buffering=0) as file, contextlib.suppress(OSError):
         while file.write(bytes(4096)):
@@ -229,14 +229,13 @@ def test_a_full_disk_refuses_what_cannot_be_kept_and_serves_on(
     ) as checked:
         client = checked.client
         client.register("small", tools.mlp(64, 2, 1), example_inputs=(torch.zeros(1, 64),))
-        # Waits for its turn to write its journal entry while the disk fills up.
         filler = fill(small_disk)
         with pytest.raises(errors.PipeSwitchError) as refused:
             client.register("other", tools.mlp(64, 2, 2), example_inputs=(torch.zeros(1, 64),))
         assert "No space left" in str(refused.value), refused.value
-        fill(small_disk)  # what the refused upload made free: an older one went
+        fill(small_disk)  # fills the space of an older upload, which was removed
         script = tools.write_script(tmp_path, "hello.py", "from pipeswitch import job\n")
-        args = ["x" * 200] * 30  # more than what is left of the journal's last page
+        args = ["x" * 200] * 30  # does not fit in the journal's last page
         with pytest.raises(errors.ServerUnavailable, match="No space left"):
             client.train(script, name="hello", args=args)
         answers(checked)
@@ -259,7 +258,7 @@ def test_a_stop_on_a_full_disk_fails_and_names_the_steps_that_are_lost(
         tools.until(lambda: task.status()["persisted_step"] > 0, "a commit is on disk")
         fill(small_disk)
         tools.until(lambda: "No space left" in task.status()["why"], "a commit is not")
-        fill(small_disk)  # what that attempt gave back
+        fill(small_disk)  # fills the space that the failed commit freed
         step = task.status()["committed_step"]
         tools.until(lambda: task.status()["committed_step"] > step, "it goes on")
         done = tools.command("--host", checked.running.ipc_address, "stop")
@@ -285,7 +284,7 @@ def test_a_start_on_a_read_only_disk_is_one_line(small_disk: Path) -> None:
 
 
 SOUND = {bytes: b"spec", str: "s", int: 1, bool: 0, list: "[]"}
-"""What each kind of column of the journal may hold."""
+"""A valid value for each type of column of the journal."""
 
 
 def test_damage_to_the_state_directory_costs_what_is_damaged_alone(tmp_path: Path) -> None:
@@ -327,7 +326,7 @@ def test_damage_to_the_state_directory_costs_what_is_damaged_alone(tmp_path: Pat
         tools.until(
             lambda: all(row["state"] != "building" for row in checked.client.models()), "all tried"
         )
-        for name in ("b", "c"):  # dropped, or built again: never wrong
+        for name in ("b", "c"):  # dropped or built again, but never wrong
             with contextlib.suppress(errors.ModelNotFound, errors.RegistrationRefused):
                 answer = checked.client.submit(name, SMALL).result(20)["y"]
                 assert tools.is_bit_equal(answer, tools.eager(modules[name], SMALL))
@@ -338,7 +337,7 @@ def test_damage_to_the_state_directory_costs_what_is_damaged_alone(tmp_path: Pat
 
 
 def test_two_thousand_idle_connections_disturb_nobody(running: tools.Checked) -> None:
-    """The usual soft limit of 1024 open files must not be what stops the server from forking."""
+    """Check that the usual soft limit of 1024 open files does not stop the server from forking."""
     host, port = running.running.tcp_address.removeprefix("tcp://").split(":")
     answers(running)
     before = tools.rss_bytes(running.pid)

@@ -1,4 +1,4 @@
-"""A process returns the memory of its garbage to the system, whatever happened to it before."""
+"""A process returns freed memory to the system, regardless of its history."""
 
 from __future__ import annotations
 

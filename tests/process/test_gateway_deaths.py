@@ -1,4 +1,4 @@
-"""A gateway that dies, a server that dies under its gateway, and peers that mean no good."""
+"""A gateway that dies, a server that dies under its gateway, and hostile peers."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ CALLERS, KILLS = 4, 100
 
 
 def gateway_pid(checked: Checked) -> int:
-    """Of the gateway that lives now."""
+    """Return the pid of the current gateway."""
     return int((checked.running.state_dir / "gateway.lock").read_text())
 
 
@@ -36,7 +36,7 @@ def connected(address: str) -> socket.socket:
 
 
 def ask(sock: socket.socket, request: bytes = HEAD.encode() + BODY) -> tuple[int, bytes]:
-    """Status and body of one answer."""
+    """Send a request; return the status and body of its answer."""
     sock.sendall(request)
     got = b""
     while b"\r\n\r\n" not in got:
@@ -55,7 +55,7 @@ def ask(sock: socket.socket, request: bytes = HEAD.encode() + BODY) -> tuple[int
 
 
 def ask_once(address: str) -> int:
-    """The status over a connection of its own; 0: it broke before the answer."""
+    """Return the status over a new connection; 0 if it broke before the answer."""
     with contextlib.suppress(ConnectionError, TimeoutError), connected(address) as sock:
         return ask(sock)[0]
     return 0
@@ -68,7 +68,7 @@ def state(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def checked(state: Path) -> Iterator[Checked]:
-    """The last test of the file kills this server."""
+    """Start a server, which the last test of the file kills."""
     with checked_server(http=True, state_dir=state, settles=False, status=-9) as checked:
         checked.client.register("m", mlp(16, 1, seed=0), example_inputs=(torch.zeros(2, 16),))
         yield checked
@@ -81,14 +81,14 @@ def resident_mib(pid: int) -> float:
 
 
 HOSTILE = (
-    b"",  # idle
-    b"POST /v2/models/m/infer HTTP/1.1\r\nHost: localhost\r\nA: ",  # a head that goes on
+    b"",  # an idle connection
+    b"POST /v2/models/m/infer HTTP/1.1\r\nHost: localhost\r\nA: ",  # an incomplete head
     b"POST /v2/models/m/infer HTTP/1.1\r\nHost: localhost\r\nContent-Length: 60000000\r\n\r\n",
     b"POST /v2/models/m/infer HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\n\r\n1;",
     b"GET / HTTP/1.1\r\n\r\nGET\r\n\r\n" * 100,  # pipelined garbage
-    b"GET /v2 HTTP/1.1\r\nHost: localhost\r\nA: " + bytes([65]) * 60_000,  # a huge head, not whole
+    b"GET /v2 HTTP/1.1\r\nHost: localhost\r\nA: " + bytes([65]) * 60_000,  # a huge, incomplete head
     b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes([0, 0, 4, 3, 0, 0, 0, 0, 1, 0, 0, 0, 8]) * 100,
-    HEAD.encode() + BODY + b"GET /v2 HTTP/1.1\r\nHost: localhost\r\n\r\n" * 3000,  # answers unread
+    HEAD.encode() + BODY + b"GET /v2 HTTP/1.1\r\nHost: localhost\r\n\r\n" * 3000,  # unread answers
 )
 
 
@@ -104,7 +104,7 @@ def test_of_a_thousand_from_one_address_half_are_let_in_and_who_has_asked_stays(
 
 
 def stand(checked: Checked, count: int) -> None:
-    """A good caller beside a crowd of so many: its connection stays, what is held is bounded."""
+    """Check that a good connection survives beside ``count`` hostile ones, with bounded memory."""
     with contextlib.ExitStack() as stack:
         address, pid = checked.running.http_address, gateway_pid(checked)
         good = stack.enter_context(connected(address))
@@ -152,7 +152,7 @@ def test_it_dies_and_the_next_one_answers_those_who_came_meanwhile(checked: Chec
 
 
 class Caller(threading.Thread):
-    """Asks until it is told to stop, over one connection while that lasts."""
+    """Thread that sends requests until it is stopped, over one connection while that lasts."""
 
     def __init__(self, address: str, expected: list[float]) -> None:
         super().__init__()
@@ -166,7 +166,7 @@ class Caller(threading.Thread):
             while not self.is_over.is_set():
                 try:
                     self._ask_on()
-                except ConnectionError:  # to be asked again; what takes 30 s is no answer
+                except ConnectionError:  # retried; 30 s without an answer fails
                     self.broken += 1
         except Exception as error:
             self.error = error
@@ -195,7 +195,7 @@ def test_killed_a_hundred_times_under_load_every_call_ends_and_no_answer_is_lost
         for _ in range(KILLS):
             known = sum(caller.answered for caller in callers)
 
-            def goes_on(known: int = known) -> bool:  # an answer of each may have been on its way
+            def goes_on(known: int = known) -> bool:  # one answer per caller may be in flight
                 return sum(caller.answered for caller in callers) > known + CALLERS or any(
                     caller.error for caller in callers
                 )
@@ -208,7 +208,7 @@ def test_killed_a_hundred_times_under_load_every_call_ends_and_no_answer_is_lost
             caller.join()
             assert caller.error is None
         assert all(caller.broken for caller in callers)
-        after = checked.settle()  # each accepted request was answered, and nothing is held
+        after = checked.settle()  # each accepted request was answered, and no resource is held
         answered = sum(caller.answered for caller in callers)
         assert after["inference"]["ok"] - before["inference"]["ok"] >= answered
         assert after["inference"]["error"] == before["inference"]["error"]
@@ -219,7 +219,7 @@ def test_when_the_server_dies_it_says_so_until_the_next_one_takes_over(
     checked: Checked, state: Path
 ) -> None:
     address, pid = checked.running.http_address, gateway_pid(checked)
-    kill(pid, signal.SIGSTOP)  # for the server to find; its end finds it sooner
+    kill(pid, signal.SIGSTOP)  # the server would find it stopped, but dies first
     kill(checked.pid)
     until(lambda: ask_once(address) == 503, "callers are told")
     with connected(address) as sock:

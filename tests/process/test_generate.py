@@ -1,4 +1,4 @@
-"""Language models on a real server: the tokens are transformers' own, whatever happens beside."""
+"""Language models on a real server: tokens equal those of transformers, despite disturbances."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def model() -> Any:
     torch.manual_seed(7)
     config = transformers.AutoConfig.for_model("qwen2", **SIZES)
     model_made = transformers.AutoModelForCausalLM.from_config(config).eval()
-    with torch.no_grad():  # so that answers are no one word again and again
+    with torch.no_grad():  # so that answers do not repeat one word
         for parameter in model_made.parameters():
             if parameter.dim() > 1:
                 parameter.mul_(8)
@@ -85,12 +85,12 @@ def wanted(model: Any, ids: list[int], new: int) -> list[int]:
 def test_two_hundred_tokens_beside_a_job_with_workers_that_die(
     running: Checked, model: Any, tmp_path: Path, rounds: int
 ) -> None:
-    """At three moments of each answer: 51 of 17."""
+    """Kill workers at three moments of each of 17 answers: 51 kills."""
     client, ids, is_over = running.client, [*range(5, 38)], threading.Event()
     expected, turn, delays = wanted(model, ids, 200), threading.Semaphore(0), random.Random(0)
 
     def strike() -> None:
-        """All workers, at a moment of one of the next tokens: no request meets two strikes."""
+        """Kill all workers at a random moment of a next token, at most once per request."""
         while turn.acquire() and not is_over.is_set():
             is_over.wait(delays.uniform(0.0, 0.01))
             for row in running.rows("worker"):
@@ -113,13 +113,13 @@ def test_two_hundred_tokens_beside_a_job_with_workers_that_die(
         is_over.set()
         turn.release()
         striking.join()
-        with contextlib.suppress(InvalidInput):  # 51 deaths end the job
+        with contextlib.suppress(InvalidInput):  # the 51 deaths end the job
             task.cancel()
     assert client.sequences() == []
 
 
 def by_hand(client: Any, ids: list[int], new: int, deadlines: list[float | None]) -> list[int]:
-    """Greedy tokens, each step asked for until it is answered, whatever deadline passes."""
+    """Return greedy tokens; repeat each step until it is answered, also after a deadline."""
     tokens, done = list(ids), 0
     with client.sequence("chat") as sequence:
         while len(tokens) < len(ids) + new:
@@ -149,7 +149,7 @@ def test_in_one_run_with_others_that_leave_fail_and_die_each_answers_its_own_tok
         with client_of.generate("chat", prompts[number], max_new_tokens=new) as answer:
             for token in answer:
                 ids[number].append(token.id)
-                if number == 0 and len(ids[0]) in (9, 24):  # in whatever step the others are
+                if number == 0 and len(ids[0]) in (9, 24):  # at any step of the others
                     for row in running.rows("worker"):
                         if row["pid"]:
                             kill(row["pid"])
@@ -207,7 +207,7 @@ def test_a_text_comes_back_as_text_and_a_seed_says_which(
 def test_what_a_conversation_has_computed_is_not_computed_again(
     running: Checked, model: Any
 ) -> None:
-    """Of one that has ended, and of one that goes on; its worker dies meanwhile."""
+    """Check an ended generation and one that continues while its worker dies."""
     client, ids = running.client, [3 + 7 * n % 600 for n in range(150)]
     for turn in range(3):
         expected, before = wanted(model, ids, 20), running.stats()
@@ -222,7 +222,7 @@ def test_what_a_conversation_has_computed_is_not_computed_again(
         (row,) = [row for row in client.ps() if row["name"] == "chat"]
         assert row["tokens"] - tokens_before == 40
         assert row["spare_bytes"] >= row["sequence_bytes"] == row["sequences"] == 0
-        assert reused >= (240 if turn else 120)  # the second may take over what the first has left
+        assert reused >= (240 if turn else 120)  # the second may use the first one's blocks
         ids += [*answer.tokens, 5, 6]
 
 
@@ -231,7 +231,7 @@ def test_an_answer_that_is_dropped_or_closed_ends_on_the_server(running: Checked
     before = running.stats()["inference"]
     answer = client.generate("chat", [1, 2, 3], max_new_tokens=300)
     assert next(answer)
-    del answer  # its last reference
+    del answer  # the last reference
     with client.generate("chat", [1, 2, 4], max_new_tokens=300) as answer:
         next(answer)
     until(lambda: client.sequences() == [], "both are gone")

@@ -1,4 +1,4 @@
-"""``make gpu`` without a GPU: every stage's program starts, limits hold, results stay."""
+"""``make gpu`` without a GPU: every stage starts, limits apply, results are kept."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def command(*words: str, **environment: str) -> subprocess.CompletedProcess[str]
     )
 
 
-@pytest.mark.slow  # ten processes that import torch; it fails when a stage is renamed, if ever
+@pytest.mark.slow  # ten processes that import torch; it fails only if a stage is renamed
 def test_a_dry_run_starts_every_stage_and_each_says_that_it_needs_a_gpu() -> None:
     done = command("--dry-run", PIPESWITCH_DEVICE__BINDINGS="fake_cuda", CUDA_FAKE="no-device")
     assert done.returncode == gpu.NEEDS_A_GPU, done.stdout + done.stderr
@@ -48,7 +48,7 @@ def test_a_dry_run_starts_every_stage_and_each_says_that_it_needs_a_gpu() -> Non
 def test_a_machine_without_a_gpu_is_told_from_one_whose_gpu_cannot_be_had(
     tmp_path: Path, has_nodes: bool
 ) -> None:
-    """The same fault twice; a fault at start-up must never read "needs a GPU"."""
+    """Inject the same fault twice: only a machine without GPU nodes may report "needs a GPU"."""
     nodes = tmp_path / "dev"
     nodes.mkdir()
     if has_nodes:
@@ -76,7 +76,7 @@ def test_a_machine_without_a_gpu_is_told_from_one_whose_gpu_cannot_be_had(
 BEHIND_IPC = {"tensor", "wait-write", "wait-copy", "suspend"}
 BEHIND_TORCH = {"warm", "slice", "graph", *BEHIND_IPC}
 BEHIND_MEMORY = {"pinned", "wait", "ipc", "slice", "graph", *BEHIND_IPC}
-BROKEN = {  # what the fake breaks: what fails by itself, the first first; what cannot be tried then
+BROKEN = {  # by broken call: mechanisms that fail (first one first), those that cannot run then
     "cudaSetDevice=cudaErrorUnknown": (["device", "memory"], BEHIND_MEMORY),
     "cudaMalloc=cudaErrorMemoryAllocation": (["memory"], BEHIND_MEMORY),
     "cudaHostRegister=cudaErrorNotPermitted": (["pinned"], set()),
@@ -110,7 +110,7 @@ def test_one_broken_mechanism_is_named_and_hides_nothing_that_does_not_need_it(
     stages = [
         stage
         if stage.name == "mechanisms"
-        else dataclasses.replace(stage, command=("-c", "pass"))  # it is the order that is looked at
+        else dataclasses.replace(stage, command=("-c", "pass"))  # the test is about the order
         for stage in gpu.STAGES
     ]
     assert gpu.run_all(stages, tmp_path, gpu.BUDGET_S, stops_early=True) == 1
@@ -139,7 +139,7 @@ def test_stages_need_what_servers_need() -> None:
 
 @pytest.mark.soak
 def test_switches_and_soak_run_over_a_fake_gpu(tmp_path: Path) -> None:
-    """The stages' own code, with servers and baselines; the numbers mean nothing."""
+    """Run the code of the stages, with servers and baselines; the numbers mean nothing."""
     done = command(
         "--dry-run",
         "facts",
@@ -196,7 +196,7 @@ def test_a_stage_that_fails_shows_its_last_words_and_the_next_one_runs(tmp_path:
 def test_what_left_the_stages_process_group_is_ended_and_its_log_is_shown(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As a server's fork server and daemon: the next stage needs the device that they hold."""
+    """End processes such as a fork server and a daemon: the next stage needs their device."""
     monkeypatch.setattr(gpu, "LEAVE_S", 0.2)
     code = """
 import pathlib, subprocess, sys, tempfile

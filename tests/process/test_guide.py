@@ -1,8 +1,8 @@
-"""The manual's code blocks, run as they stand: each page's in order, with one server.
+"""The manual's code blocks, run unchanged: each page's in order, with one server.
 
-Python blocks of a page share their names; one that begins with ``# NAME.py`` becomes that file. In
-a shell block ``pipeswitch serve …`` starts a server with those flags in place of the page's own, on
-ports of the test's. TOML is read as a server's configuration.
+Python blocks of a page share their names. A block that begins with ``# NAME.py`` becomes that file.
+In a shell block ``pipeswitch serve …`` replaces the page's server by one with those flags, on ports
+of the test. TOML is read as a server's configuration.
 """
 
 from __future__ import annotations
@@ -25,29 +25,29 @@ from pipeswitch import testing
 from pipeswitch.base import config
 
 ROOT = Path(__file__).parents[2]
-GUIDE = set(ROOT.glob("docs/guide/*.md")) - {ROOT / "docs/guide/trainers.md"}  # test_trainers
+GUIDE = set(ROOT.glob("docs/guide/*.md")) - {ROOT / "docs/guide/trainers.md"}  # see test_trainers
 PAGES = [ROOT / "README.md", ROOT / "docs/scheduling.md", *sorted(GUIDE)]
 BLOCK = re.compile(r"^```(\w+)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
-SKIPPED = ("make ", "pip install ")  # what comes before the first server
+SKIPPED = ("make ", "pip install ")  # commands before the first server
 COMMAND = 'import sys; sys.argv[0] = "pipeswitch"; from pipeswitch.cli.main import main; main()'
 BLOCK_TIMEOUT_S = 120
 
 
 def blocks_of(page: Path) -> list[tuple[int, str, str]]:
-    """Each block's first line, language and text."""
+    """Return the first line number, language and text of each block."""
     text = page.read_text("utf-8")
     return [(text[: m.start()].count("\n") + 2, m[1], m[2]) for m in BLOCK.finditer(text)]
 
 
 class Page:
-    """A reader who does what the page says, in a folder of its own."""
+    """A reader who follows a page in a folder of its own."""
 
     def __init__(self, folder: Path, stack: contextlib.ExitStack) -> None:
         self.folder, self._outer = folder, stack
         self.names: dict[str, Any] = {"__name__": "page"}
         self._stack = stack.enter_context(contextlib.ExitStack())
         self._server: testing.RunningServer | None = None
-        self.environment = {"PYTHONPATH": f"{folder}{os.pathsep}{ROOT}"}  # the server's too
+        self.environment = {"PYTHONPATH": f"{folder}{os.pathsep}{ROOT}"}  # the server has it, too
         (folder / "bin").mkdir()
         for name, start in (("pipeswitch", f"-P -c {shlex.quote(COMMAND)}"), ("python", "")):
             path = folder / "bin" / name
@@ -55,7 +55,7 @@ class Page:
             path.chmod(0o755)
 
     def serve(self, flags: list[str]) -> testing.RunningServer:
-        """The server that these flags start; the one before has ended."""
+        """Stop the previous server; start and return one with these flags."""
         self._stack.close()
         self._stack = self._outer.enter_context(contextlib.ExitStack())
         pairs = list(zip(flags[::2], flags[1::2], strict=True))

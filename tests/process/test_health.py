@@ -1,4 +1,4 @@
-"""A health probe that tells the truth, a scheduler that hangs, an engine that is hopeless."""
+"""Health probes, a scheduler that hangs, and an engine that cannot recover."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ def test_a_standby_that_is_stopped_is_named_and_the_server_is_ready(running: too
     running.wait_until_whole()
 
 
-# ------------------------------------------------------------------------------- hopeless
+# ------------------------------------------------------------------------------- no recovery
 
 
 def test_a_daemon_that_dies_too_often_ends_the_server_with_a_status() -> None:
@@ -101,7 +101,7 @@ def test_a_daemon_that_dies_too_often_ends_the_server_with_a_status() -> None:
             try:
                 pid = checked.daemon_pid()
             except (PipeSwitchError, StopIteration):
-                break  # it is leaving
+                break  # the server is exiting
             if pid and pid not in pids:
                 pids.add(pid)
                 tools.kill(pid)
@@ -124,7 +124,7 @@ def replace_fork_server(checked: tools.Checked) -> None:
     old = checked.fork_server_pid()
 
     def is_another() -> bool:
-        with contextlib.suppress(AssertionError, OSError):  # none at this moment
+        with contextlib.suppress(AssertionError, OSError):  # there may be none at this moment
             return checked.fork_server_pid() != old
         return False
 
@@ -133,7 +133,7 @@ def replace_fork_server(checked: tools.Checked) -> None:
 
 
 def test_two_deaths_of_the_fork_server_lose_nobody_it_has_forked(running: tools.Checked) -> None:
-    """Its children are watched by their own descriptors, each once."""
+    """Check that children are watched by their own descriptors, each once."""
     running.wait_until_whole()
     workers = running.worker_pids()
     for _ in range(2):
@@ -170,7 +170,7 @@ def serve_until_it_ends(
     environment: Mapping[str, str] | None = None,
     when_ready: object = None,
 ) -> tuple[subprocess.CompletedProcess[str], str]:
-    """A server that ends by itself: how, and the line it said when it was ready."""
+    """Run a server that ends on its own; return how it ended, and its ready line."""
     command = [
         sys.executable,
         "-P",
@@ -192,7 +192,7 @@ def serve_until_it_ends(
         str(folder / "state"),
     ]
     mark = f"health-{os.getpid()}-{time.monotonic_ns()}"
-    # A socket's path is short, and a test's folder is not.
+    # A socket's path must be short, and a test's folder is long.
     import tempfile
 
     with tempfile.TemporaryDirectory(prefix="pipeswitch-", dir="/tmp") as runtime:
@@ -255,11 +255,11 @@ def test_a_scheduler_that_never_returns_ends_the_server_with_the_stacks_in_its_l
 
 
 def test_a_server_that_was_stopped_as_a_whole_goes_on(tmp_path: Path) -> None:
-    """Its own clock shows that much time has passed without a turn; that is no hang."""
+    """Check that a gap in the server's own clock is not taken for a hang."""
     environment = {**tools.ENVIRONMENT, "PIPESWITCH_SERVER__WATCHDOG": "1s"}
     with tools.checked_server(arena="64MiB", environment=environment) as checked:
         tools.stop(checked.pid)
-        time.sleep(2.5)  # the time itself is what is tested
+        time.sleep(2.5)  # the test is about this time
         tools.kill(checked.pid, signal.SIGCONT)
         assert checked.client.ping(deep=True)["ready"]
         assert "scheduler=hung" not in checked.running.log()
@@ -332,11 +332,11 @@ def test_a_model_in_an_endless_loop_is_killed_and_the_device_is_free_again(tmp_p
 
 
 def test_a_fork_server_is_replaced_though_its_log_cannot_be_written(running: tools.Checked) -> None:
-    """As on a disk that has become read-only."""
+    """Make the log unwritable, as on a disk that has become read-only."""
     logs = running.running.state_dir / "logs"
     path, old_path = logs / "processes.log", logs / "processes.log.kept"
     path.rename(old_path)
-    path.mkdir()  # a folder cannot be opened for writing, not even by root
+    path.mkdir()  # even root cannot open a folder for writing
     replace_fork_server(running)
     worker = running.worker_pids()[0]
     tools.kill(worker)

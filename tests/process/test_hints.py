@@ -1,7 +1,7 @@
-"""A refused registration leads on: each hint is followed once, literally, and the model serves.
+"""Hints of refused registrations: each is followed once, literally, and the model is served.
 
-Each module is built as a registration does it, loaded as a worker does it, and compared bit for bit
-with a module that was made apart.
+Each module is built as in a registration, loaded as in a worker, and compared bit for bit with a
+module that was made separately.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ X = {"x": ((2, 4), "float32")}
 
 
 class Base(nn.Module):
-    """A layer, then ``after``; the branch on a value makes it run in module mode."""
+    """A layer, then ``after``. A branch on a value makes it run in module mode."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -78,14 +78,14 @@ class Item(Base):
 class Filters(Base):
     def made(self) -> None:
         self.register_buffer("bank", torch.from_numpy(np.eye(4, dtype="float32")) + torch.eye(4))
-        self.window = torch.from_numpy(np.hanning(4).astype("float32"))  # no buffer
+        self.window = torch.from_numpy(np.hanning(4).astype("float32"))  # not a buffer
 
     def after(self, y: T) -> T:
         return y @ self.bank * self.window
 
 
 class Drawn(Base):
-    """Draws its structure: a worker's copy must draw the same one."""
+    """Module with a random structure, which a worker's copy must draw again."""
 
     def made(self) -> None:
         self.order = torch.randperm(4).tolist()
@@ -113,7 +113,7 @@ class Unread(Base):
     def made(self) -> None:
         alignment = torch.eye(4, dtype=torch.bool).to_sparse()
         self.register_buffer("alignment", alignment, persistent=False)
-        self.other = torch.eye(3).to_sparse()  # no buffer
+        self.other = torch.eye(3).to_sparse()  # not a buffer
 
 
 class Forces(Base):
@@ -228,7 +228,7 @@ class MaxNormOnce(MaxNorm):
         self.table.max_norm = None
 
 
-# What is refused, a part of its hint, and the same model after the hint was followed.
+# A refused class, a part of its hint, and the same model after the hint was followed.
 FOLLOWED: list[tuple[type[Base], str, type[Base]]] = [
     (Sparse, "a.to_dense()", SparseAsDense),
     (Sparse, "torch.sparse_coo_tensor", SparseInParts),
@@ -261,7 +261,7 @@ def fresh(kind: Callable[[], nn.Module]) -> nn.Module:
 
 def built(spec: BuildSpec, folder: Path) -> tuple[Manifest, BoundProgram]:
     manifest = build(spec, folder, lambda stage, done: None)
-    random.seed(1)  # a worker's own generators stand elsewhere
+    random.seed(1)  # a worker's generators have other states
     image = load_image(folder / weights_file(manifest), manifest)
     program = make_program(manifest, read_graph(manifest, folder / BUNDLE_FILE), "cpu")
     return manifest, program.bind(lambda one: tensor_over(image.untyped_storage(), one, 0))
@@ -289,7 +289,7 @@ def is_served_right(bound: BoundProgram, module: nn.Module, *inputs: T, **named:
 
 @pytest.mark.parametrize("kind", SERVED)
 def test_a_factory_that_module_mode_is_told_for_is_served(kind: type[Base], tmp_path: Path) -> None:
-    """The hint of a module that does not export says to register a factory."""
+    """Follow the hint of a module that does not export: register a factory."""
     module = fresh(kind)
     with pytest.raises(RegistrationRefused) as refused:
         export_module_to_bundle(module, torch.randn(2, 4), tmp_path / "it.bundle")
@@ -405,7 +405,7 @@ def test_the_note_of_a_fixed_batch_says_what_opens_it(tmp_path: Path) -> None:
 
 
 class Lengths(nn.Module):
-    """Refuses a length that is above the extent, and one of nothing."""
+    """Module that refuses a length above the extent, and a length of 0."""
 
     def forward(self, x: T, lengths: T) -> T:
         if not torch.compiler.is_exporting():
@@ -450,7 +450,7 @@ def test_a_factory_gets_what_it_takes_by_keyword_alone(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("mode", ["module", "graph"])
 def test_a_version_is_the_same_program_with_a_files_weights(mode: str, tmp_path: Path) -> None:
-    """As the server asks for it: a factory again, or the served bundle."""
+    """Build the version from a factory or the served bundle, as the server does."""
     kind = Item if mode == "module" else plain
     manifest, _ = by_factory(kind, tmp_path / "one")
     assert manifest.mode == mode
@@ -580,7 +580,7 @@ def test_a_request_is_written_as_the_modules_own_call(
 
 
 class Wrapped(Base):
-    """Its weight is of a library's own class, as after torchao's int4."""
+    """Module with a weight of a library's own class, as after torchao's int4."""
 
     def made(self) -> None:
         from torch.testing._internal.two_tensor import TwoTensor

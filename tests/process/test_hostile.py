@@ -1,8 +1,8 @@
-"""Hostile peers beside one good client: they may cost time, never an answer, nor memory.
+"""Hostile peers beside one good client: they may cost time, but no answer and no memory.
 
-The attackers are a process of their own. A tenth of a second apart, each of its connections does
-one more bad thing; one that is closed comes again, where it is not said to come once. The long
-run prints figures: ``pytest -m soak tests/process/test_hostile.py -s``.
+The attackers run in their own process. Every 0.1 s each connection does one more bad thing. A
+closed connection is opened again, unless the test forbids it. The long run prints figures:
+``pytest -m soak tests/process/test_hostile.py -s``.
 """
 
 from __future__ import annotations
@@ -113,7 +113,7 @@ def attacked(
     comes_again: bool = True,
     with_keys: bool = False,
 ) -> Iterator[dict[str, int]]:
-    """So many hostile connections meanwhile; afterwards ``ended`` says how many were cut."""
+    """Keep ``count`` hostile connections in the block; then ``ended`` says how many were cut."""
     host, port = address.removeprefix("tcp://").split(":")
     figures: dict[str, int] = {}
     how_often = "again" if comes_again else "once"
@@ -148,7 +148,7 @@ def attacked(
 
 
 class Rss:
-    """The largest resident size of a process while this runs, in bytes."""
+    """Monitor of a process's largest resident size, in bytes, while the block runs."""
 
     def __init__(self, pid: int) -> None:
         self._path = Path("/proc", str(pid), "statm")
@@ -178,7 +178,7 @@ class Rss:
 
 
 def ask_for(client: ps.Client, seconds: float) -> list[float]:
-    """Latencies in ms of one request after the other; every one must be answered."""
+    """Return the latencies in ms of consecutive requests; each of them must be answered."""
     times_ms = []
     until_s = time.monotonic() + seconds
     while time.monotonic() < until_s:
@@ -218,7 +218,7 @@ def measure(
     comes_again: bool = True,
     with_keys: bool = False,
 ) -> dict[str, Any]:
-    """Quiet, then attacked; the good client's times and the controller's growth."""
+    """Return the good client's latencies without and with an attack, and the RSS growth."""
     ask_for(client, min(seconds, 2.0))
     quiet = ask_for(client, seconds)
     address = checked.running.tcp_address
@@ -273,7 +273,7 @@ def test_a_thousand_hostile_connections(
 @pytest.mark.soak
 @pytest.mark.parametrize("with_keys", [False, True], ids=["open", "keys"])
 def test_a_thousand_hostile_connections_that_come_once(with_keys: bool, tmp_path: Path) -> None:
-    """Without the storm of new connections, which costs more than what any of them does."""
+    """Leave out reconnects, which cost more than anything that the connections do."""
     limit_mib = 64 if with_keys else 256
     with publishing(f"hostile_{'keys' if with_keys else 'open'}_once") as figures:
         figures.update(keys=with_keys, kinds=KINDS, rss_limit_mib=limit_mib)

@@ -1,8 +1,8 @@
-"""Bundles made by an enemy who knows torch's kernels, registered through the TCP listener.
+"""Bundles by an attacker who knows torch's kernels, registered through the TCP listener.
 
-Each of these was answered once: with another model's weights, with another client's request, with
-freed memory, or with a worker's death. Now a registration refuses them in words, at the batch at
-which they would go wrong, and the server serves on.
+Once, each of these leaked another model's weights, another client's request or freed memory, or
+killed a worker. Now registration refuses each, names the batch at which it would go wrong, and the
+server continues.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def bundle(
     result: int = -1,
     batch_max: int = 8,
 ) -> Path:
-    """One input x, float32 weights, an output y: the value of the last node, or of another."""
+    """Write a bundle: input x, float32 weights, and y from node ``result`` (default: the last)."""
     first = 1 + len(weights)
     graph = Graph(
         version=2,
@@ -79,7 +79,7 @@ def norm(*arguments: Any) -> Node:
 
 
 def flat_channels(read: int) -> list[Node]:
-    """x [B, 4] as [1, 4 * B]: the channels grow with the batch."""
+    """Reshape x [B, 4] to [1, 4 * B], so that the number of channels grows with the batch."""
     return [
         node("reshape.default", X, [1, -1]),
         norm(value(read), None, None, value(1), value(1)),
@@ -89,18 +89,18 @@ def flat_channels(read: int) -> list[Node]:
 
 
 def integer_trap() -> list[Node]:
-    """Extents of an LSTM's state that are right at the batches 1, 2 and 5, and not at 3.
+    """Return nodes that compute an LSTM state's extents: right for batches 1, 2 and 5, wrong for 3.
 
-    12 + (b - 1) (b - 2) (b - 5) columns, cut from sixteen.
+    There are 12 + (b - 1) (b - 2) (b - 5) columns, cut from sixteen.
     """
     terms = [
-        node("sym_size.int", X, 0),  # 3
+        node("sym_size.int", X, 0),  # value(3)
         Node("_operator.sub", (value(3), 1)),
         Node("_operator.sub", (value(3), 2)),
         Node("_operator.sub", (value(3), 5)),
         Node("_operator.mul", (value(4), value(5))),
         Node("_operator.mul", (value(7), value(6))),
-        Node("_operator.add", (value(8), 12)),  # 9
+        Node("_operator.add", (value(8), 12)),  # value(9)
     ]
     return [
         *terms,
@@ -267,13 +267,13 @@ def test_a_range_with_more_batches_than_a_registration_tries_is_served(
     stranger.register("wide", bundle(tmp_path, nodes, **extents, batch_max=65_536))
     with pytest.raises(ps.InvalidInput):
         stranger.infer("wide", np.zeros((65_537, 4), np.float32))
-    for batch in (256, 65_536):  # a check of each would have taken a minute
+    for batch in (256, 65_536):  # checking every batch would take a minute
         assert np.all(stranger.infer("wide", np.zeros((batch, 4), np.float32))["y"] == 1)
 
 
 def kept_by_an_older_server(tmp_path: Path) -> tuple[Path, Path, Manifest]:
-    """Register a model; return the state, the model's folder, and the manifest before it was
-    marked as checked by an older server."""
+    """Register a model and mark it as checked by an older server.
+    Return the state directory, the model's folder, and the manifest before the mark."""
     nodes = [node("add.Tensor", X, value(1))]
     extents: dict[str, Any] = {"x": (BATCH, 4), "y": (BATCH, 4), "weights": {"w": (4,)}}
     state = tmp_path / "state"
@@ -289,7 +289,7 @@ def kept_by_an_older_server(tmp_path: Path) -> tuple[Path, Path, Manifest]:
 def test_a_program_that_older_contracts_let_through_is_checked_again_at_a_restart(
     tmp_path: Path,
 ) -> None:
-    """What a journal names was checked by the server that wrote it, perhaps by an older one."""
+    """Restart on a journal whose model was checked by an older server."""
     state, folder, manifest = kept_by_an_older_server(tmp_path)
     (tmp_path / "hostile.bundle").unlink()
     with checked_server(arena="64MiB", host_store="128MiB", state_dir=state) as checked:

@@ -1,5 +1,5 @@
-"""What is installed, not what is checked out: the image's steps in an empty environment, and a
-server as the compose file starts it. torch and its like are those that are here."""
+"""The installed package, not the checkout: the image's steps in an empty environment, and a server
+that starts as the compose file says. torch and other dependencies come from this environment."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ SMALL = ("--device", "cpu", "--arena", "64MiB", "--host-store", "256MiB")
 
 @dataclass(frozen=True)
 class Installed:
-    """An environment with the wheel, and a folder that stands for the image's root."""
+    """An environment with the installed wheel, and a folder that stands for the image's root."""
 
     root: Path
     python: Path
@@ -41,7 +41,7 @@ class Installed:
 
     @property
     def environment(self) -> dict[str, str]:
-        """The image's; its places below our root."""
+        """The image's environment variables, with paths below our root."""
         image = dict(re.findall(r"\b([A-Z_]+)=(/(?:var|run)/\S+)", DOCKERFILE))
         moved = {name: f"{self.root}{place}" for name, place in image.items()}
         return {"PATH": os.environ["PATH"], **moved}
@@ -70,7 +70,7 @@ def installed() -> Iterator[Installed]:
                 for source in sources:
                     copy(ROOT / source, Path(f"{root}{target}"))
         wheels = root / "wheels"
-        # make wheel
+        # As ``make wheel`` does.
         arguments = ["wheel", "--no-build-isolation", "--wheel-dir", wheels, root / "src"]
         pip(sys.executable, *arguments)
         shutil.rmtree(root / "src")
@@ -90,7 +90,7 @@ def installed() -> Iterator[Installed]:
 
 
 def environment_at(folder: Path) -> Path:
-    """Make an environment that has our dependencies, and return its Python."""
+    """Make an environment that can import our dependencies; return its Python."""
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", folder], check=True)
     packages = next(folder.glob("lib/*/site-packages"))
     (packages / "there.pth").write_text(f"{Path(torch.__file__).parents[1]}\n")
@@ -113,7 +113,7 @@ def pip(python: str | Path, verb: str, *words: str | Path) -> None:
 
 
 def copy(source: Path, target: Path) -> None:
-    """Copy as a step of the image does: a file into a folder, a folder as the target."""
+    """Copy as a COPY step of the image does: a file into a folder, a folder as the target."""
     if source.is_dir():
         skipped = shutil.ignore_patterns("__pycache__")
         shutil.copytree(source, target, symlinks=True, ignore=skipped)
@@ -140,7 +140,7 @@ def status(address: str, path: str, token: str = "") -> int:
 
 @contextlib.contextmanager
 def served(installed: Installed, *args: str, **environment: str) -> Iterator[str]:
-    """The ready line of a server that is stopped as a container is."""
+    """Yield the ready line of a server; then stop the server as a container is stopped."""
     command = installed.command("serve", *args, *SMALL)
     with subprocess.Popen(
         command,
@@ -166,7 +166,7 @@ def address_of(line: str, scheme: str) -> str:
 @pytest.mark.slow
 def test_the_wheel_serves_as_the_compose_file_says(installed: Installed) -> None:
     packages = next((installed.root / "opt").glob("pipeswitch/lib/*/site-packages"))
-    ours = files(ROOT / "pipeswitch")  # each module, each data file
+    ours = files(ROOT / "pipeswitch")  # all modules and data files
     for name in ("workers", "memory_daemon"):
         assert files(ROOT / name) != set()
         ours |= {f"{name}/{file}" for file in files(ROOT / name)}
@@ -182,7 +182,7 @@ def test_the_wheel_serves_as_the_compose_file_says(installed: Installed) -> None
     args = [re.sub(r":800[01]$", ":0", word) for word in args]
     args = [str(tokens) if word.startswith("/run/secrets/") else word for word in args]
     with served(installed, *args, **COMPOSED["environment"]) as line:
-        assert installed.run("ping").startswith("ready")  # the image's check
+        assert installed.run("ping").startswith("ready")  # the image's health check
         source = ("torchvision:mobilenet_v2", "--weights", "random:0")
         installed.run("register", "m", *source, "--input", "1x3x32x32:float32")
         assert installed.run("infer", "m", "-n", "2").endswith("\n")
@@ -233,7 +233,7 @@ PROJECT = {
 
 @pytest.mark.slow
 def test_a_projects_own_modules_keep_their_names(installed: Installed) -> None:
-    """Modules of a user named as folders of this repository, imported by the server's processes."""
+    """Import a user's modules, named like folders of this repository, in the server's processes."""
     project = installed.root / "project"
     for name, text in PROJECT.items():
         (project / name).parent.mkdir(parents=True, exist_ok=True)

@@ -1,4 +1,4 @@
-"""A server whose fork server was forked by a process that imported torch before."""
+"""Servers from the keeper, a process that imported torch before."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from process_tools import Checked, checked_server, children_of, command_of, kill
 
 
 def test_a_kept_server_is_like_any_other() -> None:
-    """Its processes carry its environment, its fork server is the controller's child and is
-    replaced by one that imports for itself, and its exit status is ours to read."""
+    """Check the processes' environment, that the fork server is the controller's child and its
+    successor imports by itself, and that we can read the exit status."""
     with checked_server() as checked:
         checked.wait_until_whole()
         old = checked.fork_server_pid()

@@ -1,7 +1,7 @@
-"""An answer depends on its request and the weights alone: whatever else is refused at registration.
+"""Answers depend only on the request and the weights; other models are refused at registration.
 
-Each module is a kind of memory. ``graph`` ones export; ``module`` ones do not, and run as the
-operator's own code. A module that is taken is asked in several orders and must answer as a new one.
+Each module remembers in one way. ``graph`` modules can be exported; ``module`` ones cannot, and run
+as the operator's own code. An accepted module must answer in any order like a new one.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ LATEST: T | None = None
 
 
 class Base(nn.Module):
-    """Subtracts ``of(x)``; ``does_export`` decides whether torch can trace it."""
+    """Module that subtracts ``of(x)``; ``does_export`` says whether torch can trace it."""
 
     def __init__(self, *, does_export: bool) -> None:
         super().__init__()
@@ -175,7 +175,7 @@ class Counts(Base):
 
 
 class Largest(Base):
-    """As a quantizer's observer."""
+    """Module that remembers the largest value, like a quantizer's observer."""
 
     def made(self) -> None:
         self.largest = 0.0
@@ -205,7 +205,7 @@ class RunningStatistics(Base):
 
 
 class StillStatistics(Base):
-    """Writes its statistics anew in each call, without a word in an operator's schema."""
+    """Module that writes equal statistics in each call, which the operator's schema hides."""
 
     def made(self) -> None:
         self.norm = nn.BatchNorm1d(4)
@@ -235,7 +235,7 @@ class DrawsInPython(Base):
 
 
 class ByShape(Base):
-    """Keeps what the extents alone decide: it may."""
+    """Module that caches a value that depends only on the shape, which is allowed."""
 
     def made(self) -> None:
         self.tables: dict[int, T] = {}
@@ -275,7 +275,7 @@ SERVED = [ByShape, WritesItsInput]
 
 @pytest.fixture(autouse=True)
 def _package(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let nothing be remembered, and the factories be an operator's package."""
+    """Clear all remembered values, and make the factories an operator's package."""
     forget()
     kinds = [*REFUSED, *MODULE_MODE_ALONE, *SERVED]
     makers = {
@@ -353,7 +353,7 @@ def test_a_factorys_module_that_remembers_is_refused(kind: type[Base], tmp_path:
 
 @pytest.mark.parametrize("kind", REFUSED)
 def test_a_factorys_graph_has_no_memory_in_it(kind: type[Base], tmp_path: Path) -> None:
-    """It is refused, or runs as the operator's own code, where nothing that it keeps matters."""
+    """Check that the graph is refused."""
     with pytest.raises(RegistrationRefused):
         by_factory(kind, tmp_path / "graph", does_export=True)
 
@@ -383,7 +383,7 @@ class Uncopied:
         raise AssertionError("forward does not use it")
 
 
-layer = Uncopied()  # as an attribute that forward reads
+layer = Uncopied()  # forward reads an attribute of this name
 
 
 def test_globals_that_only_have_an_attributes_name_are_left_alone(tmp_path: Path) -> None:
@@ -391,7 +391,7 @@ def test_globals_that_only_have_an_attributes_name_are_left_alone(tmp_path: Path
 
 
 class Connected:
-    """A user's connection: its end closes the other side."""
+    """A user's connection, whose end closes the other side."""
 
     def __init__(self, ended: SimpleQueue[int]) -> None:
         self.ended = ended
@@ -401,14 +401,14 @@ class Connected:
 
 
 class Owning(dict[str, Any]):
-    """A container of the same kind."""
+    """A container that owns a connection."""
 
     def __del__(self) -> None:
         self["ended"].put(id(self))
 
 
 class Calls(nn.Module):
-    """A layer beside a function that its process gave it."""
+    """Module with a layer and with a function of the process that made it."""
 
     def __init__(self, function: Callable[[], Any]) -> None:
         super().__init__()
@@ -423,7 +423,7 @@ class Calls(nn.Module):
 def test_what_a_models_code_reaches_is_not_ended_by_its_registration(
     way: str, tmp_path: Path
 ) -> None:
-    """A copy of an object would run the object's ``__del__``, on what both share."""
+    """Check that objects are not copied: the copy's ``__del__`` would run on what both share."""
     ended: SimpleQueue[int] = SimpleQueue()
     owner: Any = Owning(ended=ended) if way == "container" else Connected(ended)
     module = Calls(lambda: None if way == "attribute" else owner).eval()
@@ -432,7 +432,7 @@ def test_what_a_models_code_reaches_is_not_ended_by_its_registration(
     export_module_to_bundle(module, torch.randn(2, 4), tmp_path / "it.bundle")
     gc.collect()
     assert ended.empty()
-    module.connection = owner  # it lives until here
+    module.connection = owner  # keeps it alive until here
     module.connection = owner = None
     gc.collect()
     assert ended.qsize() == 1
@@ -441,7 +441,7 @@ def test_what_a_models_code_reaches_is_not_ended_by_its_registration(
 def test_objects_of_installed_packages_are_used_as_they_are(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """They reach far: a test's fixture reaches the whole test session."""
+    """Check that such objects are not copied: a pytest fixture reaches the whole test session."""
     ids: SimpleQueue[int] = SimpleQueue()
     Fresh(Calls(lambda: ids.put(id(monkeypatch))).eval())([torch.randn(2, 4)])
     assert ids.get() == id(monkeypatch)
@@ -450,7 +450,7 @@ def test_objects_of_installed_packages_are_used_as_they_are(
 def test_a_models_own_package_is_no_library_where_it_is_installed(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """A model that remembers is refused also if ``pip`` put its code there."""
+    """Check that a model that remembers is refused even if pip installed its code."""
     package = tmp_path / "site-packages" / "installed_model.py"
     package.parent.mkdir()
     package.write_text(INSTALLED)

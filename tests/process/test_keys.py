@@ -1,4 +1,4 @@
-"""Who comes in where keys are asked for: real sockets, real handshakes."""
+"""Admission to a server that requires keys: real sockets, real handshakes."""
 
 from __future__ import annotations
 
@@ -36,9 +36,9 @@ X = np.ones((1, 4), np.float32)
 
 
 def own_address() -> str:
-    """An address of this machine that others can reach, where it has one."""
+    """Return an address of this machine that other machines can reach, if it has one."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        probe.connect(("192.0.2.1", 9))  # sends nothing
+        probe.connect(("192.0.2.1", 9))  # connecting a UDP socket sends nothing
         return str(probe.getsockname()[0])
 
 
@@ -91,7 +91,7 @@ def test_an_address_of_this_machines_own_needs_keys_too(tmp_path: Path) -> None:
 
 
 class Guarded:
-    """A server that asks for keys, and the keys of its clients."""
+    """A server that requires keys, and the keys of its clients."""
 
     def __init__(self, directory: Path, **server: Any) -> None:
         self.directory = directory
@@ -131,7 +131,7 @@ def test_keys_may_come_from_the_environment(
 
 
 def test_a_request_says_who_asks_and_only_the_owner_names_another(guarded: Guarded) -> None:
-    """No key does outside a cluster, whatever its name."""
+    """Check that outside a cluster no client can name another caller, whatever its key's name."""
     with (
         guarded.client(key=guarded.admit(GATEWAY_KEY)) as stranger,
         pytest.raises(ps.PermissionDenied),
@@ -159,7 +159,7 @@ async def _ask_as_gateway(address: str, *tenants: str) -> None:
 
 
 def refused(guarded: Guarded, text: str, **options: Any) -> None:
-    with guarded.client(timeout_s=60.0, **options) as client:  # not because time ran out
+    with guarded.client(timeout_s=60.0, **options) as client:  # long enough that no timeout occurs
         with pytest.raises(ps.PermissionDenied, match=text) as caught:
             client.models()
         assert caught.value.hint
@@ -169,14 +169,14 @@ def refused(guarded: Guarded, text: str, **options: Any) -> None:
 def test_a_refusal_that_comes_before_the_hello_is_one_in_words_too(
     guarded: Guarded, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """libzmq gives a refused connection up: from then on the socket takes nothing more."""
+    """Force libzmq to give up a refused connection, whose socket then accepts no messages."""
     secret_file, _ = make_pair("stranger", guarded.directory)
     attach = ZmqLink.attach
 
     def attach_when_refused(link: ZmqLink, poller: Any) -> None:
         attach(link, poller)
         until(lambda: not link.sock.poll(0, zmq.POLLOUT))
-        link.sock.setsockopt(zmq.SNDTIMEO, 1000)  # where a send would block for ever
+        link.sock.setsockopt(zmq.SNDTIMEO, 1000)  # otherwise a send would block for ever
 
     monkeypatch.setattr(ZmqLink, "attach", attach_when_refused)
     refused(guarded, "does not admit this client's key", key=str(secret_file))
@@ -191,7 +191,7 @@ def test_a_client_that_expects_another_server_says_so(guarded: Guarded) -> None:
 def test_a_revoked_key_is_refused_and_its_connection_ends(guarded: Guarded) -> None:
     other_key = guarded.admit("b")
     with guarded.client() as client, guarded.client(key=other_key, timeout_s=60.0) as revoked:
-        assert client.infer("m", X)["y"][0, 0] == 2.0  # both are in, so one is left at the end
+        assert client.infer("m", X)["y"][0, 0] == 2.0  # both are admitted, so one is left
         assert revoked.infer("m", X)["y"][0, 0] == 2.0
         guarded.folder.revoke("b")
         until(lambda: len(guarded.fake.tcp.sessions.clients) == 1)
@@ -209,7 +209,7 @@ def test_a_key_admitted_later_needs_no_restart(guarded: Guarded) -> None:
 
 
 def first_record(fake: FakeScheduler, subscribe: Callable[[], Any]) -> Any:
-    """What a subscription gets, once it is made."""
+    """Subscribe, publish a record and return the first record that arrives."""
     records = subscribe()
     fake.post(Publish(topic="switch.m", body={"n": 1}))
     try:
@@ -223,7 +223,7 @@ def test_events_need_an_admitted_key_too(guarded: Guarded) -> None:
         record = first_record(guarded.fake, lambda: client.events(timeout_s=DEADLINE_S))
         assert record == {"topic": "switch.m", "n": 1}
 
-        client._connection.keys = None  # a reader without a key
+        client._connection.keys = None  # now the reader has no key
         with pytest.raises(ps.PermissionDenied, match="asks for a key"):
             client.events(timeout_s=0.5)
 
@@ -250,7 +250,7 @@ def raw_ask(sock: zmq.Socket[bytes], **fields: Any) -> Any:
 
 @pytest.fixture
 def dealer(guarded: Guarded) -> Iterator[Callable[..., zmq.Socket[bytes]]]:
-    """Makes bare clients, by key."""
+    """Return a function that makes a bare client with a key."""
     context: zmq.Context[Any] = zmq.Context()
     sockets: list[zmq.Socket[bytes]] = []
 
@@ -329,11 +329,11 @@ def test_a_client_that_does_not_read_holds_up_its_own_answers_alone(
     assert heard == {str(number) for number in range(20)}
 
 
-# ---- what libzmq holds -------------------------------------------------------------------------
+# ---- memory that libzmq holds -----------------------------------------------------------------
 
 
 class Pair:
-    """Both ends of a TCP connection; ``caller`` is the door's."""
+    """Both ends of a TCP connection; ``caller`` is the listener's view of one."""
 
     def __init__(self) -> None:
         with socket.create_server(("127.0.0.1", 0)) as listener:
@@ -364,7 +364,7 @@ def test_what_the_kernel_received_and_is_no_message_yet_is_held(pair: Pair) -> N
     assert pair.caller.held_bytes(0.0) > 100_000
     pair.caller.taken_bytes += curve_listener.wire_bytes([bytes(100_000)])
     assert pair.caller.held_bytes(0.0) == 0
-    pair.send(1_000_000)  # a day of pings
+    pair.send(1_000_000)  # as many bytes as pings of a day
     assert pair.caller.held_bytes(86_400.0) == 0
 
 
@@ -376,7 +376,7 @@ def test_who_is_hung_up_reads_the_end(pair: Pair) -> None:
 def test_a_number_that_means_something_else_now_is_left_alone(pair: Pair) -> None:
     number = pair.ours.fileno()
     left, right = socket.socketpair()
-    os.dup2(left.fileno(), number)  # another one's channel took the number
+    os.dup2(left.fileno(), number)  # the number now is another descriptor
     assert curve_listener.inode_of(number, pair.port) == 0
     assert pair.caller.held_bytes(0.0) == -1
     pair.caller.hang_up()
@@ -418,14 +418,14 @@ def test_a_thousand_refusals_leave_nothing(guarded: Guarded) -> None:
 
 
 def descriptors() -> Iterator[tuple[str, str]]:
-    """This process's, and what each one is."""
+    """Yield number and target of each descriptor of this process."""
     for name in os.listdir("/proc/self/fd"):
         with contextlib.suppress(OSError):
             yield name, os.readlink(f"/proc/self/fd/{name}")
 
 
 def test_a_door_that_dies_is_opened_again_and_clients_go_on(tmp_path: Path) -> None:
-    """The whole server, without HTTP: its gateway is there for the keys alone."""
+    """Kill the gateway of a server without HTTP, which needs its gateway for the keys alone."""
     folder = KeyFolder(tmp_path / "keys").open()
     options = {"server_key": folder.make_server().public.decode()}
     options["key"], public = make_pair("a", tmp_path)
@@ -446,7 +446,7 @@ def test_a_door_that_dies_is_opened_again_and_clients_go_on(tmp_path: Path) -> N
 def test_a_client_waits_while_its_port_listens_and_nobody_answers_there_yet(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The server keeps the port while its gateway is started again, however long that takes."""
+    """Restart the gateway slowly: the client must wait, because the server keeps the port."""
     guarded, looks = Guarded(tmp_path), 0
     look = Connection._poll
 
@@ -461,7 +461,7 @@ def test_a_client_waits_while_its_port_listens_and_nobody_answers_there_yet(
         connection = client._connection
         port = int(guarded.address.rpartition(":")[2])
         guarded.fake.close()
-        with socket.create_server(("127.0.0.1", port)):  # the kernel takes the connection
+        with socket.create_server(("127.0.0.1", port)):  # the kernel accepts the connection
             connection._timeout_s = 0.3
             future = client.submit("m", X)
             until(lambda: looks >= 3 or future.done())

@@ -1,6 +1,6 @@
-"""The owner's plain socket: the same answers, memory that a client's end frees, and hostile peers.
+"""The owner's plain socket: equal answers, memory that a client's end frees, and hostile peers.
 
-The server is ``frontend_rig``'s: its answers are made in the test's process, its sockets are real.
+The server is ``frontend_rig``'s: answers are made in the test's process, but the sockets are real.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ from pipeswitch.wire.frames import INLINE, MAGIC, RequestHeader, encode_header, 
 from pipeswitch.wire.stream import ShmSegment, Stream
 from tests.raw_peer import RawPeer
 
-WIDTH = 1 << 15  # 128 KiB a row: it goes to the share
-HALF = 1 << 20  # of the rig's share
+WIDTH = 1 << 15  # 128 KiB a row, large enough for shared memory
+HALF = 1 << 20  # half of the shared memory of the rig's clients
 
 
 @pytest.fixture
@@ -61,7 +61,7 @@ def shares(server: FakeScheduler) -> int:
 
 
 class Raw(RawPeer):
-    """A peer with a session and a share."""
+    """A raw peer with a session and shared memory."""
 
     def __init__(self, server: FakeScheduler) -> None:
         super().__init__(server.listeners.ipc.address)
@@ -122,7 +122,7 @@ def test_answers_are_the_same_by_every_way_and_the_callers_own(server: FakeSched
     address = server.listeners.ipc.address
     with ps.Client(address) as ours, ps.Client(address, shared_memory=False) as plain:
         answers = []
-        for seed, count in enumerate((1, 8, 3, 1)):  # 8 rows have no room in the share
+        for seed, count in enumerate((1, 8, 3, 1)):  # 8 rows do not fit in the shared memory
             x = rows(count, seed)
             for client in (ours, plain):
                 y = client.infer("double", x)["y"]
@@ -132,7 +132,7 @@ def test_answers_are_the_same_by_every_way_and_the_callers_own(server: FakeSched
         answers += [(future.result()["y"], expected) for future, expected in futures]
         assert all(
             y.tobytes() == expected.tobytes() for y, expected in answers
-        )  # no later one wrote there
+        )  # no later answer overwrote them
         assert ours.stats()["shares"] == 1
     until(lambda: not shares(server))
     assert_balanced(server.tcp)
@@ -214,7 +214,7 @@ def test_a_client_goes_on_with_the_next_server(tmp_path: Path) -> None:
 def test_an_event_loop_asks_by_itself_takes_back_and_goes_on_with_the_next_server(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(looped, "INLINE_BYTES", 8 * WIDTH)  # more than two rows: by a thread
+    monkeypatch.setattr(looped, "INLINE_BYTES", 8 * WIDTH)  # larger requests are copied by a thread
 
     async def scenario(server: FakeScheduler) -> FakeScheduler:
         connection = looped.LoopConnection(server.listeners.ipc.address, 20.0)
@@ -239,7 +239,7 @@ def test_an_event_loop_asks_by_itself_takes_back_and_goes_on_with_the_next_serve
         for task in tasks:
             task.cancel()
         late = asyncio.create_task(is_doubled(4))
-        await asyncio.sleep(0)  # it copies
+        await asyncio.sleep(0)  # now it copies
         late.cancel()
         await asyncio.to_thread(until, lambda: not server.held)
         server.is_holding = False
@@ -365,7 +365,7 @@ def test_a_place_without_a_share_cuts_the_peer(server: FakeScheduler, peer: Raw)
 
 
 def _with_an_answer_that_waits(server: FakeScheduler, peer: Raw) -> Any:
-    """It is larger than what a socket holds and the peer does not read."""
+    """Ask for an answer that is larger than the socket's buffer, and do not read it."""
     peer.greeted(with_share=False)
     x = rows(8)
     inputs: Any = ({"name": "", "dtype": "float32", "shape": x.shape, "frame": 0},)
@@ -392,7 +392,7 @@ def test_a_second_hello_does_not_change_what_is_on_its_way(
     expected = _with_an_answer_that_waits(server, peer)
     peer.say(op="hello")
     with ps.Client(server.listeners.ipc.address) as other:
-        other.infer("double", rows(8, seed=1))  # it would get the room of the answer
+        other.infer("double", rows(8, seed=1))  # it would reuse the answer's memory
     assert bytes(peer.hear()[2]) == expected.tobytes()
     assert b"session" in bytes(peer.hear()[1])
 
@@ -404,7 +404,7 @@ def test_a_share_is_brought_when_there_is_room_for_it(server: FakeScheduler) -> 
         client = Stream(theirs, 1 << 20, takes_descriptors=True)
         message = pack_table([(1000, INLINE)]) + bytes(1000)
         sent_count = 0
-        with contextlib.suppress(BlockingIOError):  # answers that it has not read
+        with contextlib.suppress(BlockingIOError):  # until its unread answers fill the buffers
             while ours.send(message):
                 sent_count += 1
         client.put(pack_table(()))
@@ -439,10 +439,10 @@ def test_descriptors_that_a_peer_sends_are_closed(server: FakeScheduler, peer: R
 
 
 def descriptors_of(memory: int) -> int:
-    """How many descriptors of this process are this file: others come and go beside the test."""
+    """Count the descriptors of this process that refer to this file; others may change."""
     file, count = os.fstat(memory), 0
     for name in os.listdir("/proc/self/fd"):
-        with contextlib.suppress(OSError):  # the listing's own
+        with contextlib.suppress(OSError):  # the listing's own descriptor
             count += os.path.samestat(os.stat(f"/proc/self/fd/{name}"), file)
     return count
 

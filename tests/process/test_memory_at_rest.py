@@ -1,4 +1,4 @@
-"""Memory at rest after abuse: what was done twice as often holds no more."""
+"""Memory at rest after abuse: twice as many repetitions hold no more memory."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ PARTS, ONES = BODY % (b"[]," * 300_000 + b"[]"), BODY % (b"1," * 63 + b"1")
 
 
 def sent(family: int, address: object, data: bytes, reads: int = 0) -> None:
-    """Send, take the beginning of an answer, and hang up."""
-    with socket.socket(family) as sock, contextlib.suppress(BrokenPipeError):  # it is refused
+    """Send data, read the first ``reads`` bytes of an answer, and disconnect."""
+    with socket.socket(family) as sock, contextlib.suppress(BrokenPipeError):  # if it is refused
         sock.settimeout(60)
         sock.connect(address)
         sock.sendall(data)
@@ -55,7 +55,7 @@ def running() -> Iterator[tools.Checked]:
     with tools.checked_server(arena="64MiB", http=True, args=args) as checked:
         checked.client.register("wide", Wide(), example_inputs=(torch.zeros(1, 64),))
         for abuse in ABUSES.values():
-            abuse(checked)  # what is imported and cached for good
+            abuse(checked)  # so that imports and caches are not counted later
         yield checked
 
 

@@ -1,4 +1,4 @@
-"""The memory daemon as a real process: what it answers, refuses, and what survives its death."""
+"""The memory daemon as a real process: answers, refusals, and the state that survives it."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ M = TypeVar("M", bound=base_msg.Message)
 
 
 class DaemonRig:
-    """A running daemon; its store and commit areas belong to the test and outlive it."""
+    """A running daemon. The test owns its store and commit areas, which outlive it."""
 
     def __init__(self, store: int, *, rate: float = 0.0) -> None:
         self.doorbells = [new_doorbell(), new_doorbell()]
@@ -102,7 +102,7 @@ class DaemonRig:
         self.control.send(daemon_msg.OpenCommits(job=JOB, slot_bytes=SLOT_BYTES), [area])
 
     def end(self) -> int:
-        """Hang up; its exit status."""
+        """Close the channel; return the daemon's exit status."""
         self.control.close()
         status = self.process.wait()
         self.close()
@@ -203,12 +203,12 @@ def image_of(step: int) -> bytes:
 
 
 def put_slice(daemon: DaemonRig, step: int) -> None:
-    """What a training job's memory holds after ``step``."""
+    """Write the bytes that a training job's slice holds after ``step``."""
     os.pwrite(daemon.work, image_of(step), 4096)
 
 
 def committed(area: int, slot_bytes: int = SLOT_BYTES) -> tuple[int, bytes] | None:
-    """(step, image) as a resuming worker finds it."""
+    """Return (step, image) as a resuming worker finds them, or None."""
     reader = CommitArea(area, slot_bytes)
     newest = reader.newest()
     commit = None if newest is None else (newest.step, bytes(reader.image(newest)))
@@ -217,7 +217,7 @@ def committed(area: int, slot_bytes: int = SLOT_BYTES) -> tuple[int, bytes] | No
 
 
 def persisted(directory: Path) -> tuple[int, bytes] | None:
-    """(step, image) as a restarted server finds it."""
+    """Return (step, image) as a restarted server finds them, or None."""
     loaded = load_commit(directory)
     if loaded is None:
         return None
@@ -227,7 +227,7 @@ def persisted(directory: Path) -> tuple[int, bytes] | None:
 
 
 def write_model(directory: Path, data: bytes) -> Path:
-    """A program of one tensor, with padding behind it."""
+    """Write a program with one tensor and padding after it; return its folder."""
     tensor = TensorSpec(
         name="w",
         dtype="uint8",
@@ -265,7 +265,7 @@ def store_model(
     )
 
 
-# ---- what it does ---------------------------------------------------------------------------
+# ---- orders ---------------------------------------------------------------------------------
 
 
 def test_a_model_goes_from_its_files_to_the_arena(daemon: DaemonRig, tmp_path: Path) -> None:
@@ -298,14 +298,14 @@ def test_a_cancelled_transmission_is_answered_and_its_range_is_free_again(start:
     assert ended.group_count < 16
     daemon.control.send(
         daemon_msg.CancelTransmit(op_id=base_msg.OpId(1))
-    )  # late: no answer, no harm
+    )  # it comes late: no answer and no error
     assert daemon.ask(transmit(2, MIB, 1024), daemon_msg.TransmitEnded).is_complete
 
 
 def test_loading_a_model_does_not_hold_up_a_transmission(daemon: DaemonRig, tmp_path: Path) -> None:
     weights = write_model(tmp_path, b"x" * 1000) / BUNDLE_FILE
     weights.unlink()
-    os.mkfifo(weights)  # opening it blocks until it has a writer
+    os.mkfifo(weights)  # opening it blocks until a writer opens it
     daemon.control.send(store_model(tmp_path, MIB, offset=8 * MIB))
     assert daemon.ask(transmit(2, MIB, MIB), daemon_msg.TransmitEnded).is_complete
     with weights.open("wb"):
@@ -339,7 +339,7 @@ def test_it_ignores_the_terminals_signals_and_has_a_name(daemon: DaemonRig) -> N
     assert comm.startswith("pipeswitch-mem")
 
 
-# ---- what it refuses ------------------------------------------------------------------------
+# ---- refusals -------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -351,7 +351,7 @@ def test_it_ignores_the_terminals_signals_and_has_a_name(daemon: DaemonRig) -> N
         transmit(5, MIB, 100, fence=FENCE_COUNT),
         daemon_msg.Scrub(op_id=base_msg.OpId(5), offset_bytes=-1, size_bytes=10),
         daemon_msg.Scrub(op_id=base_msg.OpId(5), offset_bytes=ARENA_BYTES, size_bytes=1),
-        commit_copy(5, 1),  # no such job
+        commit_copy(5, 1),  # there is no such job
         daemon_msg.PersistCommit(job=JOB, op_id=base_msg.OpId(5), directory="/nowhere"),
     ],
     ids=lambda message: type(message).__name__,
@@ -381,7 +381,7 @@ def test_overlapping_and_stale_transmissions_are_refused(start: Start) -> None:
     "packet", [b"\xc1", b"\x80", encode_message(ForgetModel(model=MODEL))[:-1], b""], ids=repr
 )
 def test_an_order_that_cannot_be_read_ends_the_daemon(daemon: DaemonRig, packet: bytes) -> None:
-    """A client of what it asked would wait for ever: the next daemon gets it again."""
+    """End the daemon: the sender would wait for ever. The next daemon gets the order again."""
     raw = socket.socket(fileno=os.dup(daemon.control.fileno()))
     raw.send(bytes(EVENT_BYTES) + packet)
     raw.close()
@@ -402,7 +402,7 @@ def test_commit_copies_out_of_bounds_or_stale_are_refused(daemon: DaemonRig, are
         commit_copy(8, 2, (0, 2 * MIB + 1)),
         commit_copy(8, 2, (-1, 10)),
         commit_copy(8, 2, (0, 2 * MIB), (0, 1)),  # larger than a slot
-        commit_copy(6, 2),  # stale
+        commit_copy(6, 2),  # an old operation id
         msgspec.structs.replace(commit_copy(8, 2), slice_offset_bytes=ARENA_BYTES - MIB),
         msgspec.structs.replace(commit_copy(8, 2), slice_offset_bytes=-4096),
     ):
@@ -422,7 +422,7 @@ def test_refused_descriptors_are_not_kept(daemon: DaemonRig, area: int, store: i
         daemon.control.send(daemon_msg.CancelTransmit(op_id=base_msg.OpId(1)), [area])
         for _ in range(3):
             daemon.answer(daemon_msg.DaemonFault)
-    # Answered by another thread, after the control thread is through with what came before.
+    # Another thread answers, after the control thread has handled the earlier orders.
     daemon.ask(transmit(1, MIB, MIB), daemon_msg.TransmitEnded)
     assert len(list(folder.iterdir())) == before
 
@@ -449,16 +449,16 @@ def test_a_commit_that_is_ordered_again_is_neither_copied_nor_answered(
     for number in (1, 2):
         put_slice(daemon, number)
         assert daemon.ask(commit_copy(3, number), base_msg.StepCommitted).number == number
-    put_slice(daemon, 7)  # it was answered: the slice's owner goes on
+    put_slice(daemon, 7)  # the commit was answered, so the slice's owner trains on
     for number in (2, 1):
         daemon.control.send(commit_copy(3, number))
     daemon.ask(
         base_msg.Ping(op_id=base_msg.OpId(1)), base_msg.Pong
-    )  # first: no fault, which would end a copy under way
+    )  # the first answer: there was no fault, which would end a copy
     assert committed(area) == (2, image_of(2))
     answer = daemon.ask(
         commit_copy(4, 1), base_msg.StepCommitted
-    )  # first: the thread that copies is one
+    )  # the first answer, because one thread makes all copies
     assert (answer.op_id, answer.number) == (4, 1)
 
 
@@ -511,7 +511,7 @@ def test_exit_finishes_accepted_commits_and_leaves_with_status_0(
 def test_when_the_controller_is_gone_it_leaves_at_once(start: Start) -> None:
     idle = start()
     assert idle.end() == 1
-    busy = start(rate=1 * MIB)  # 16 s of work ahead
+    busy = start(rate=1 * MIB)  # 16 s of work
     busy.control.send(transmit(1, MIB, 16 * MIB))
     assert busy.end() == 1
 
@@ -543,5 +543,5 @@ def all_maps() -> Iterator[str]:
     for maps in Path("/proc").glob("[0-9]*/maps"):
         try:
             yield from maps.read_text().splitlines()
-        except OSError:  # it exited meanwhile, or is not ours
+        except OSError:  # it has exited, or is not ours
             continue

@@ -1,6 +1,5 @@
-"""Models and clients that were not foreseen: code that takes another path than the one that was
-measured, that sets torch for everybody, that is not what export sees; callers that mix things up.
-"""
+"""Unexpected models and clients: code that takes another path than the measured one, that changes
+torch's settings for all models, or that differs from its export; clients that call in odd ways."""
 
 from __future__ import annotations
 
@@ -132,7 +131,7 @@ FACTORIES = """
 
 @pytest.fixture(scope="module")
 def factories(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ModuleType]:
-    """The operator's package, here and in the server's ``PYTHONPATH``."""
+    """Import the operator's package here and put it on the server's ``PYTHONPATH``."""
     folder = tmp_path_factory.mktemp("operators")
     write_script(folder, "odd_operators.py", FACTORIES)
     sys.path.insert(0, str(folder))
@@ -146,7 +145,7 @@ def running(factories: ModuleType) -> Iterator[Checked]:
     with checked_server(
         arena="16MiB",
         host_store="64MiB",
-        args=("--link-gbps", "0.2"),  # the last group comes 50 ms after the first
+        args=("--link-gbps", "0.2"),  # the last group arrives 50 ms after the first
         environment={"PYTHONPATH": f"{folder}:{ROOT}"},
     ) as checked:
         evictor = mlp(1024, 3, 0)
@@ -155,7 +154,7 @@ def running(factories: ModuleType) -> Iterator[Checked]:
 
 
 def made(factory: Callable[[], nn.Module]) -> nn.Module:
-    """As the server makes it with ``random:5``."""
+    """Make a module as the server does with ``random:5``."""
     torch.manual_seed(5)
     return factory().eval().requires_grad_(False)
 
@@ -184,7 +183,7 @@ def test_no_weight_is_read_before_it_has_arrived_whatever_path_is_taken(
     name = register_factory(running, factories, factory)
     module = made(getattr(factories, factory))
     for sign in (1, -1, 1):
-        running.client.infer("evictor", torch.zeros(1, 1024))  # another model's bytes lie there
+        running.client.infer("evictor", torch.zeros(1, 1024))  # leaves another model's bytes there
         x = torch.full((2, WIDTH), 0.5 * sign)
         answer = running.client.infer(name, x)
         assert not answer.timing.resident
@@ -236,7 +235,7 @@ def test_what_one_model_sets_in_torch_is_not_set_for_another(
         return torch.cat([x @ x.t(), subnormal.view(torch.int64).float() @ x.t() / 3])
 
     class Tells(nn.Module):
-        """Its bits show a matmul's precision, subnormal numbers, autocast, and the dtype of /."""
+        """Module whose bits show matmul precision, subnormals, autocast, and the dtype of /."""
 
         def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
             return tell(x), x.to(torch.int64) / 3
@@ -246,14 +245,14 @@ def test_what_one_model_sets_in_torch_is_not_set_for_another(
         running.client.register("tells", Tells(), example_inputs=torch.ones(64, 64), max_batch=1)
     expected = eager(Tells(), x)
     name = register_factory(running, factories, f"sets_{what}")
-    for _ in range(3):  # one of them runs in the worker that the other has just left
+    for _ in range(3):  # at least one run uses the worker that the other model used last
         running.client.infer(name, torch.ones(2, WIDTH))
         outputs = list(running.client.infer("tells", x).outputs.values())
         assert [is_bit_equal(a, b) for a, b in zip(outputs, expected, strict=True)] == [True, True]
     running.client.unregister(name)
 
 
-# ------------------------------------------------------------------------------- what is sent
+# ------------------------------------------------------------------------------- inputs
 
 
 def encoder() -> nn.Module:
@@ -281,7 +280,7 @@ def test_a_graph_that_does_not_compute_the_modules_bits_is_refused(running: Chec
 
 
 class Tables(nn.Module):
-    """Makes tensors of whatever the default dtype is."""
+    """Module that makes tensors of the default dtype."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return x * torch.linspace(0, 1, 4) + torch.full((4,), 0.1)
@@ -360,7 +359,7 @@ def test_numpys_scalars_and_texts_travel_in_every_verb(client: ps.Client) -> Non
 
 
 def within(work: Callable[[], Any]) -> Any:
-    """What ``work`` returns or raises; fails where it would wait for ever."""
+    """Return the result of ``work``, or raise its error; fail after WAIT_S."""
     done: Future[Any] = Future()
 
     def run() -> None:
@@ -395,7 +394,7 @@ def test_a_callback_may_submit_and_close_but_not_wait_for_its_own_client(running
     second: Future[Future[ps.Result]] = Future()
 
     def call_back(_: object) -> None:
-        # Where the answer was there before the callback, who added it runs it, and may wait.
+        # If the answer came before the callback was added, the adding thread runs it and may wait.
         if threading.current_thread() is threading.main_thread() or second.done():
             return
         for wait in (
@@ -431,7 +430,7 @@ def test_a_subscription_that_somebody_holds_does_not_hold_close_up(running: Chec
     heard = threading.Event()
 
     def make_news() -> None:
-        while not heard.is_set():  # a subscription takes effect when the server has read it
+        while not heard.is_set():  # a subscription starts when the server has read it
             running.client.register("news", mlp(8, 1, 0), example_inputs=torch.zeros(1, 8))
             running.client.unregister("news")
 

@@ -1,4 +1,4 @@
-"""What users bring: served in graph or module mode, or told in one sentence what to type."""
+"""Models of users: served in graph or module mode, or refused with one sentence of advice."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ SEED = 5
 
 
 class Found(nn.Module):
-    """``torch.where`` of one argument: as many places as the data has."""
+    """``torch.where`` with one argument, whose output size depends on the data."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -50,7 +50,7 @@ class Found(nn.Module):
 
 
 class Experts(nn.Module):
-    """Each expert computes the tokens that chose it."""
+    """Experts that each compute the tokens that chose them."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -96,7 +96,7 @@ class Sounds(nn.Module):
 
 
 class OneKey(nn.Module):
-    """Heads that share their keys and values, as Falcon's do."""
+    """Heads that share keys and values, as in Falcon."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -110,7 +110,7 @@ class OneKey(nn.Module):
 
 
 class Detector(nn.Module):
-    """Anchors that are no buffers, put anew in each call; as many rows as are over a threshold."""
+    """Module with new anchors in each call, without buffers; returns rows above a threshold."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -168,18 +168,18 @@ PACKAGE = "as_they_come"
 
 @pytest.fixture(autouse=True)
 def _package(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Stands in ``sys.modules`` for an operator's package."""
+    """Install a module in ``sys.modules`` that stands for an operator's package."""
     monkeypatch.setitem(sys.modules, PACKAGE, SimpleNamespace(**FACTORIES))  # type: ignore[arg-type]
 
 
 def fresh(name: str) -> nn.Module:
-    """As the builder makes it."""
+    """Make a module as the builder does."""
     torch.manual_seed(SEED)
     return FACTORIES[name]().eval().requires_grad_(False)
 
 
 def served(name: str, folder: Path, **options: Any) -> tuple[Manifest, BoundProgram]:
-    """Built as a registration is, and loaded as a worker does it."""
+    """Build as a registration does, and load as a worker does."""
     spec = BuildSpec(
         name=name,
         source=f"{PACKAGE}:{name}",
@@ -300,7 +300,7 @@ def test_windows_that_are_copied_have_the_transforms_bits(options: dict[str, Any
 
 
 class Rows8(torch.Tensor):
-    """Int8 weights with a scale for each row, as libraries of quantization wrap them."""
+    """Int8 weights with a scale for each row, wrapped as quantization libraries do."""
 
     q: torch.Tensor
     scale: torch.Tensor
@@ -350,7 +350,7 @@ def test_int8_weights_that_a_library_wraps_are_streamed_as_int8(tmp_path: Path) 
 
 def quantized() -> nn.Module:
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # torch itself advises against it
+        warnings.simplefilter("ignore")  # torch itself discourages it
         return torch.ao.quantization.quantize_dynamic(Sounds(), {nn.Linear}, dtype=torch.qint8)
 
 
@@ -493,7 +493,7 @@ class Pairs(Found):
 
 
 class Ordered(nn.Module):
-    """Takes integers that nobody would guess."""
+    """Module that takes integers within a range that cannot be guessed."""
 
     def __init__(self) -> None:
         super().__init__()

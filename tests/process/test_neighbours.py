@@ -1,4 +1,4 @@
-"""What others were bitten by, tried here: bytes and connections (docs/threat-model.md)."""
+"""Known faults of other servers, tried here: bytes and connections (docs/threat-model.md)."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ TENSOR = {"name": "x", "dtype": "float32", "shape": [1, 4], "frame": 0}
 
 
 def asked(peer: RawPeer, *frames: bytes, **fields: Any) -> Any:
-    """Send a request whole; its reply."""
+    """Send a request in one piece; return its reply."""
     peer.sock.sendall(as_bytes(*frames, **fields))
     return decode_reply(peer.hear())
 
 
 def as_bytes(*frames: bytes, **fields: Any) -> bytes:
-    """A request as it travels."""
+    """Return the bytes of a request on the wire."""
     parts = [msgspec.msgpack.encode({"v": 1, "id": "1", **fields}), *frames]
     return b"".join([pack_table([(len(part), INLINE) for part in parts]), *parts])
 
@@ -77,31 +77,31 @@ def test_shadowmq_a_pickle_in_any_frame_stays_bytes(server: FakeScheduler, tmp_p
         sock.send(msgspec.msgpack.encode(header))
         assert decode_reply(sock.hear()).error.type in ("InvalidInput", "RemoteProtocolError")
     assert not target.exists()
-    pickle.loads(raw)  # it would have
+    pickle.loads(raw)  # shows that unpickling has an effect
     assert target.exists()
 
 
 def sizes(pid: int | str = "self") -> tuple[int, int]:
-    """Virtual and resident bytes."""
+    """Return the virtual and the resident size in bytes."""
     total, resident = Path("/proc", str(pid), "statm").read_text().split()[:2]
     page = os.sysconf("SC_PAGE_SIZE")
     return int(total) * page, int(resident) * page
 
 
 def is_cut(sock: socket.socket) -> bool:
-    """Whether the server ends this connection, within its deadline."""
-    if not sock.gettimeout():  # it has a timeout, or does not block
+    """Return True when the server ends this connection; raise TimeoutError at the deadline."""
+    if not sock.gettimeout():  # a timeout of None or 0
         sock.settimeout(DEADLINE_S)
     with contextlib.suppress(ConnectionError):
         while sock.recv(4096):
             pass
-    return True  # TimeoutError otherwise
+    return True  # recv raises TimeoutError otherwise
 
 
 def test_zeromq_eight_gigabytes_declared_and_ten_bytes_sent_cost_nothing(
     server: FakeScheduler,
 ) -> None:
-    """CVE-2026-55646: a body is read first, and its size looked at afterwards."""
+    """Send a huge declared size (CVE-2026-55646: the body is read before its size is checked)."""
     with raw_peer(server.listeners.tcp.address) as peer:
         limit = asked(peer, op="hello").body["max_message_bytes"]
     before = sizes()
@@ -123,10 +123,10 @@ def test_messages_that_never_end_are_cut_when_they_hold_much(tmp_path: Path) -> 
         for peer in peers:
             asked(peer, op="hello")
             peer.sock.sendall(pack_table([(10, INLINE), (64 << 20, INLINE)]))
-            peer.sock.sendall(bytes(900 << 10))  # each may have that much, and two together
+            peer.sock.sendall(bytes(900 << 10))  # allowed for one peer and for two, but not for all
         until(lambda: server.tcp.sessions.connections.hung_up)
         for peer in peers:
-            with contextlib.suppress(OSError):  # reset, broken pipe, or no end takes any more
+            with contextlib.suppress(OSError):  # connection reset, broken pipe, or a full buffer
                 for _ in range(1_000):  # 60 MB
                     peer.sock.sendall(bytes(60 << 10))
         until(lambda: server.tcp.sessions.connections.hung_up["unfinished messages"] == 3)
@@ -139,7 +139,7 @@ def test_messages_that_never_end_are_cut_when_they_hold_much(tmp_path: Path) -> 
 def test_pipeswitch_requests_that_arrive_in_turns_byte_by_byte_are_not_mixed_up(
     server: FakeScheduler, peers: list[RawPeer]
 ) -> None:
-    """In the original, names and data of two clients meet in two queues."""
+    """Alternate bytes of two clients, whose names and data the original mixes up."""
     server.announce("other")
     sessions = [asked(peer, op="hello").session for peer in peers]
     data = [np.full((1, 4), n, np.float32) for n in (1, 2)]
@@ -160,7 +160,7 @@ def test_pipeswitch_requests_that_arrive_in_turns_byte_by_byte_are_not_mixed_up(
 def test_pipeswitch_another_number_of_bytes_than_declared_reaches_no_model(
     server: FakeScheduler, peers: list[RawPeer], came: tuple[int, ...]
 ) -> None:
-    """The original asks a client for a length, up to 4 GiB, and does not look how much it read."""
+    """Send another length than declared: the original trusts a client's length, up to 4 GiB."""
     session = asked(peers[0], op="hello").session
     frames = [bytes(size) for size in came]
     reply = asked(peers[0], *frames, op="infer", model="m", session=session, inputs=[TENSOR])
@@ -171,7 +171,7 @@ def test_pipeswitch_another_number_of_bytes_than_declared_reaches_no_model(
 def test_pipeswitch_a_client_that_names_a_model_and_vanishes_holds_nobody_up(
     server: FakeScheduler,
 ) -> None:
-    """In the original, the scheduler then waits for that client's data for ever."""
+    """Name a model and vanish: the original's scheduler would wait for the data for ever."""
     with connected(server) as sock:
         sock.sendall(as_bytes(bytes(16), op="infer", model="m", inputs=[TENSOR])[:-10])
     with ps.Client(server.listeners.tcp.address) as client:
@@ -204,7 +204,7 @@ print(len(router.recv_multipart()))
 
 
 def test_zeromq_a_flood_and_a_reset_do_not_abort_the_server() -> None:
-    """libzmq 4.3.5 aborts where a heartbeat is due on a connection that ended unread."""
+    """Flood and reset a connection, where libzmq 4.3.5 aborts at a heartbeat."""
     command = [sys.executable, "-c", FLOODED]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
     assert (done.returncode, done.stdout) == (0, "2\n"), done.stderr
@@ -213,7 +213,7 @@ def test_zeromq_a_flood_and_a_reset_do_not_abort_the_server() -> None:
 def test_triton_a_message_of_very_many_parts_is_refused_by_its_table(
     server: FakeScheduler, peers: list[RawPeer]
 ) -> None:
-    """In Triton, very many small chunks of one request end the server."""
+    """Send very many small parts, which crash Triton."""
     hostile, good = peers
     session = asked(good, op="hello").session
     hostile.sock.sendall(b"PSW1" + (1_000_000).to_bytes(4, "little") + bytes(64 << 10))
@@ -223,14 +223,14 @@ def test_triton_a_message_of_very_many_parts_is_refused_by_its_table(
 
 
 def a_web_page_posts(*requests: dict[str, Any]) -> bytes:
-    """What a browser sends for ``fetch(url, {method: "POST", body})``."""
+    """Return the bytes that a browser sends for ``fetch(url, {method: "POST", body})``."""
     body = b"".join(as_bytes(**request) for request in requests)
     lines = f" HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(body)}\r\n\r\n".encode()
     return b"POST /PSW1" + lines + body
 
 
 def test_ray_a_web_page_on_this_machine_commands_nothing(server: FakeScheduler) -> None:
-    """CVE-2025-62593: a page in a local browser talks to a port that asks for nothing."""
+    """Post from a web page to a port without authentication (CVE-2025-62593)."""
     with connected(server) as browser:
         browser.sendall(
             a_web_page_posts({"op": "hello"}, {"op": "stop"}, {"op": "train", "session": "x"})
@@ -244,7 +244,7 @@ def test_ray_a_web_page_on_this_machine_commands_nothing(server: FakeScheduler) 
 def test_uvicorn_half_a_message_is_cut_however_slowly_it_goes_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Slow loris: uvicorn keeps connections whose headers never end."""
+    """Send endless headers slowly: uvicorn keeps such connections (slow loris)."""
     monkeypatch.setattr("pipeswitch.frontend.transport.connection_limits.HELLO_S", 0.3)
     server = FakeScheduler(tmp_path)
     hello = as_bytes(op="hello", model="m" * 1000)
@@ -259,7 +259,7 @@ def test_uvicorn_half_a_message_is_cut_however_slowly_it_goes_on(
 
 
 def is_cut_after(sock: socket.socket, byte: bytes) -> bool:
-    """Whether the connection had ended when this was sent, or ends within its timeout."""
+    """Return whether the connection ended before this byte or ends within its timeout."""
     try:
         sock.sendall(byte)
         return is_cut(sock)

@@ -1,5 +1,5 @@
-"""What others were bitten by, tried on a whole server, umask 0; in the long tests it runs without
-``assert``, for which all that it imports is compiled anew."""
+"""Known faults of other servers, tried on a whole server with umask 0.
+The long tests also run it without ``assert``, so that all its imports are compiled anew."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ FACTORIES = """
 @pytest.fixture(
     scope="module",
     params=[
-        pytest.param("OMP_NUM_THREADS", id="plain"),  # it starts by itself, so its umask is ours
+        pytest.param("OMP_NUM_THREADS", id="plain"),  # not from the keeper, so it has our umask
         pytest.param("PYTHONOPTIMIZE", id="without assert", marks=pytest.mark.slow),
     ],
 )
@@ -86,7 +86,7 @@ def register(checked: Checked, name: str) -> None:
 
 
 def test_what_the_server_writes_is_its_owners_alone(running: Checked) -> None:
-    """Whatever the umask is: models, logs, journal and both sockets."""
+    """Check models, logs, journal and both sockets, independent of the umask."""
     listener = Path(running.running.ipc_address.removeprefix("ipc://"))
     state = running.running.state_dir
     for folder in (state, listener.parent):
@@ -95,7 +95,7 @@ def test_what_the_server_writes_is_its_owners_alone(running: Checked) -> None:
 
 
 def test_vllm_one_request_that_kills_its_engine_is_that_requests_alone(running: Checked) -> None:
-    """There, one request ends the engine for everybody, and /health says 200 afterwards."""
+    """Kill a worker by a request: vLLM's engine would end, while its /health still returned 200."""
     register(running, "poisonable")
     assert np.array_equal(running.client.infer("poisonable", X)["y"], 3 * X)
     with ThreadPoolExecutor(1) as pool:
@@ -123,7 +123,7 @@ def saved_by_torch(path: Path, target: Path) -> None:
 
 
 def an_archive(path: Path, target: Path) -> None:
-    """What TorchScript, .pt2 and .mar files are: pickles and code in a zip."""
+    """Write a zip with pickles and code, like TorchScript, .pt2 and .mar files."""
     with zipfile.ZipFile(path, "w") as archive:
         archive.writestr("net/data.pkl", pickled(target))
         archive.writestr("net/code/__torch__.py", f"import os; os.mkdir({str(target)!r})")
@@ -142,7 +142,7 @@ def a_library(path: Path, target: Path) -> None:
 def test_torch_no_file_that_holds_code_is_a_model(
     running: Checked, tmp_path: Path, write: Callable[[Path, Path], None]
 ) -> None:
-    """By its own name, called a bundle, and called weights; uploaded, and by path as the owner."""
+    """Register code by its own name, as bundle and as weights; by upload and the owner's path."""
     target = tmp_path / "it-ran"
     for name in ("net.bundle", "net.safetensors", "net.pt2", "net.pt", "net.py", "net.so"):
         write(tmp_path / name, target)
@@ -160,7 +160,7 @@ def test_torch_no_file_that_holds_code_is_a_model(
 
 
 def listening(pids: set[int]) -> set[str]:
-    """Where these processes accept connections: ``address:port`` or a unix socket's name."""
+    """Return where these processes accept connections: ``address:port`` or a unix socket's name."""
     inodes = set()
     for pid in pids:
         for entry in Path("/proc", str(pid), "fd").iterdir():
@@ -182,11 +182,11 @@ def listening(pids: set[int]) -> set[str]:
 
 
 def test_pipeswitch_nobody_reaches_the_memory_who_was_not_given_it(running: Checked) -> None:
-    """The original serves its memory's handle to every peer that connects to 0.0.0.0:9001."""
+    """Check listening sockets: the original gives a memory handle to each peer at 0.0.0.0:9001."""
     folder = Path(running.running.ipc_address.removeprefix("ipc://")).parent
     listeners = listening(marked_pids(running.mark))
     by_name = {listener for listener in listeners if listener.startswith("/")}
-    assert len(by_name) == 1  # the owner's
+    assert len(by_name) == 1  # the owner's socket
     assert {Path(listener).parent for listener in by_name} == {folder}
     assert len(listeners - by_name) == 1
     assert {listener.split(":")[0] for listener in listeners - by_name} == {"0100007F"}  # 127.0.0.1
@@ -196,7 +196,7 @@ def test_pipeswitch_nobody_reaches_the_memory_who_was_not_given_it(running: Chec
 def test_pipeswitch_a_job_is_not_done_before_it_ran(
     running: Checked, tmp_path: Path, request: pytest.FixtureRequest
 ) -> None:
-    """The original answers FNSH to a training request, then trains."""
+    """Check a job's state: the original answers FNSH to a training request before it trains."""
     gate, traces = tmp_path / "gate", tmp_path / "traces"
     os.mkfifo(gate)
     script = write_script(
@@ -212,14 +212,14 @@ def test_pipeswitch_a_job_is_not_done_before_it_ran(
     reached: list[int] = []
 
     def is_at_the_gate() -> bool:
-        with contextlib.suppress(OSError):  # it has no reader yet
+        with contextlib.suppress(OSError):  # the pipe has no reader yet
             reached.append(os.open(gate, os.O_WRONLY | os.O_NONBLOCK))
         return bool(reached)
 
     until(is_at_the_gate, "the script waits in the middle")
     assert task.status()["state"] not in FINAL_JOB_STATES
     assert not traces.exists()
-    os.close(reached[0])  # it goes on
+    os.close(reached[0])  # the job continues
     assert task.wait(30)["state"] == "done"
     removes_asserts = "without assert" in request.node.name
     assert traces.read_text() == f"optimize={int(removes_asserts)}"
@@ -230,7 +230,7 @@ def disk_bytes(folder: Path) -> int:
 
 
 def test_vllm_requests_leave_nothing_behind_on_the_disk(running: Checked) -> None:
-    """CVE-2025-29770: each odd request left a file in a cache without a limit."""
+    """Repeat odd requests, which left files in an unlimited cache (CVE-2025-29770)."""
 
     def ask(number: int) -> None:
         running.client.infer("good", np.full((1, 4), number, np.float32))
@@ -246,4 +246,4 @@ def test_vllm_requests_leave_nothing_behind_on_the_disk(running: Checked) -> Non
     before = disk_bytes(running.running.state_dir)
     for number in range(100):
         ask(number)
-    assert disk_bytes(running.running.state_dir) - before < 128 << 10  # lines of logs
+    assert disk_bytes(running.running.state_dir) - before < 128 << 10  # room for lines of logs

@@ -1,4 +1,4 @@
-"""What others were bitten by, tried here: what a well-formed request asks for."""
+"""Known faults of other servers, tried here: contents of well-formed requests."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def server(tmp_path: Path) -> Iterator[FakeScheduler]:
 
 
 class Stranger:
-    """A client whose headers may hold anything."""
+    """A client whose headers may have any content."""
 
     def __init__(self, sock: RawPeer) -> None:
         self._sock = sock
@@ -129,7 +129,7 @@ def test_triton_no_verb_takes_a_name_that_leads_out_of_its_folder(
 def test_shelltorch_no_source_is_fetched_from_an_address(
     server: FakeScheduler, stranger: Stranger, scheme: str
 ) -> None:
-    """TorchServe fetched models from any address it was given, and ran them."""
+    """Register from an address: TorchServe fetched models from any address and ran them."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
         listener.setblocking(False)
         url = f"{scheme}127.0.0.1:{listener.getsockname()[1]}/net"
@@ -145,7 +145,7 @@ def test_shelltorch_no_source_is_fetched_from_an_address(
 
 
 def test_shadowray_a_stranger_starts_no_job(server: FakeScheduler, stranger: Stranger) -> None:
-    """Ray runs the code of every peer that reaches its port."""
+    """Submit a job as a stranger: Ray runs code of each peer that reaches its port."""
     for entry in ("os:abort", "/bin/true", "train.py", "pickle:loads", "__main__:x"):
         reply = stranger.ask(op="train", body={"name": "j", "entry": entry, "args": []})
         assert reply.error.type == "PermissionDenied", entry
@@ -159,7 +159,7 @@ def test_shadowray_a_stranger_starts_no_job(server: FakeScheduler, stranger: Str
 def test_torch_pretrained_weights_are_never_unpickled(
     source: str, reason: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Hubs deliver pickles; found in the cache here, as after a download."""
+    """Put a hub's pickles into the cache, as after a download."""
     from pipeswitch.programs.build.sources import load_source
 
     monkeypatch.setenv("TORCH_HOME", str(tmp_path))
@@ -181,7 +181,7 @@ def test_torch_pretrained_weights_are_never_unpickled(
 def test_torch_a_hubs_configuration_names_no_compiled_attention(
     weights: str, tmp_path: Path
 ) -> None:
-    """transformers fetches it from a repository and loads it, where ``kernels`` is installed."""
+    """Name a hub's kernel: transformers fetches and loads it if ``kernels`` is installed."""
     from pipeswitch.programs.build.sources import load_source
 
     config = {"model_type": "gpt2", "n_layer": 1, "n_embd": 12}
@@ -193,7 +193,7 @@ def test_torch_a_hubs_configuration_names_no_compiled_attention(
 
 @pytest.mark.parametrize("key", ["if", "x=1, y", "__import__('os')", "a.b", "é", "", "None"])
 def test_torch_a_bundles_words_never_become_code_of_its_own(key: str) -> None:
-    """torch.export's own loader evaluates text of the file; ours makes source of checked words."""
+    """Use odd argument names: torch.export's loader evaluates text; ours checks each word."""
     value = ValueSpec(name="x", dtype="float32", shape=(1, 4))
     graph = Graph(
         version=2,
@@ -232,7 +232,7 @@ ODD_TENSORS: dict[str, dict[str, Any]] = {
 def test_vllm_and_triton_only_dense_tensors_in_their_own_frame_reach_a_model(
     server: FakeScheduler, stranger: Stranger, what: str
 ) -> None:
-    """Sparse tensors corrupted vLLM; a client could name Triton's own shared memory."""
+    """Send sparse tensors, which corrupted vLLM, and names of Triton's shared memory."""
     tensor = msgspec.msgpack.encode({**TENSOR, **ODD_TENSORS[what]}) if "half" not in what else b""
     reply = (
         stranger.ask(bytes(16), op="infer", model="m", inputs=[msgspec.Raw(tensor)])
@@ -274,7 +274,7 @@ ODD_FIELDS: list[dict[str, Any]] = [
 def test_gateways_no_odd_value_is_an_error_of_the_servers_own(
     server: FakeScheduler, stranger: Stranger, fields: dict[str, Any]
 ) -> None:
-    """An HTTP stub answered 500 to ``"datatype": {}``, NaN, 1e999 and half a character."""
+    """Send ``"datatype": {}``, NaN, 1e999 and half a character: an HTTP stub answered 500."""
     reply = stranger.ask(*([bytes(16)] if "inputs" in fields else []), **fields)
     assert is_refused(reply), reply
     assert not server.seen
@@ -305,16 +305,16 @@ def test_a_clients_text_starts_no_line_of_its_own_in_the_log(
 def test_a_files_size_is_refused_before_a_byte_of_it_is_written(
     server: FakeScheduler, stranger: Stranger
 ) -> None:
-    """CVE-2026-55646: what was declared is believed, or looked at when it has been read."""
+    """Send more or fewer bytes than declared (CVE-2026-55646)."""
     uploads = Path(server.config.server.state_dir, "uploads")
     assert is_refused(stranger.put(b"x", "0" * 64, (1 << 20) + 1))
     assert is_refused(stranger.put(b"xy", "0" * 64, 1))
     assert is_refused(stranger.put(b"x", "0" * 64, 1 << 20, offset=1 << 19))
     assert list(uploads.iterdir()) == []
     assert stranger.put(b"x", "1" * 64, 2).error is None
-    assert is_refused(stranger.put(b"yz", "1" * 64, 2, offset=1))  # longer than it said
+    assert is_refused(stranger.put(b"yz", "1" * 64, 2, offset=1))  # longer than declared
     (unfinished,) = uploads.iterdir()
-    assert unfinished.read_bytes() == b"x\0"  # as long as was said: what is promised counts
+    assert unfinished.read_bytes() == b"x\0"  # the declared size, which counts
 
 
 def folder_bytes(folder: Path) -> int:
@@ -324,16 +324,16 @@ def folder_bytes(folder: Path) -> int:
 def test_vllm_uploads_that_nobody_uses_do_not_fill_the_disk(
     server: FakeScheduler, stranger: Stranger, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """CVE-2025-29770: each odd request left a file in a cache without a limit."""
+    """Upload without registering: odd requests left files without limit (CVE-2025-29770)."""
     monkeypatch.setattr("pipeswitch.frontend.uploads.FRESH_S", 0.0)
     uploads = Path(server.config.server.state_dir, "uploads")
     for number in range(12):
         data = bytes([number]) * (1 << 20)
         digest = hashlib.sha256(data).hexdigest()
         assert stranger.put(data, digest, len(data)).body["complete"]
-        assert (uploads / f"{digest}.bundle").is_file()  # the newest is there
+        assert (uploads / f"{digest}.bundle").is_file()  # the newest upload exists
         assert folder_bytes(uploads) <= KEPT_UPLOADS * (1 << 20)
-    for number in range(KEPT_UPLOADS - 1):  # promised, and not sent
+    for number in range(KEPT_UPLOADS - 1):  # announced, but not sent
         assert stranger.put(b"", f"{number:064x}", 1 << 20).error is None
     assert stranger.put(b"", "f" * 64, 1 << 20).error.type == "QueueFull"
 
@@ -347,10 +347,10 @@ def test_vllm_uploads_leave_room_on_the_disk_for_others(
     monkeypatch.setattr("pipeswitch.frontend.uploads.MIN_FREE_BYTES", 1 << 60)
     reply = stranger.put(b"y", "0" * 64, 1)
     assert "No space left" in reply.error.message
-    assert list(Path(server.config.server.state_dir, "uploads").iterdir()) == []  # it went first
+    assert list(Path(server.config.server.state_dir, "uploads").iterdir()) == []  # removed first
 
 
-# ---- what the language does --------------------------------------------------------------------
+# ---- the language ------------------------------------------------------------------------------
 
 
 GUARDS = (
@@ -367,10 +367,10 @@ REFUSALS = """
 """
 
 
-@pytest.mark.slow  # all that it imports is compiled anew
+@pytest.mark.slow  # all imports are compiled anew
 @pytest.mark.skipif(not __debug__, reason="this is the run without assert")
 def test_no_guard_of_ours_is_an_assert_that_an_option_removes() -> None:
-    """CVE-2026-41523: ``python -O`` removes every assert; a test's own stay (pytest has them)."""
+    """Run with ``python -O`` (CVE-2026-41523), which removes all asserts but those of tests."""
     done = subprocess.run(
         [
             sys.executable,
@@ -404,11 +404,11 @@ ATTACHED = "import mmap, os, sys; mmap.mmap(int(sys.argv[1]), 0)[0] = 7; {}"
 
 @pytest.mark.parametrize("end", ["sys.exit()", "os.kill(os.getpid(), 9)"])
 def test_python_a_process_that_leaves_takes_no_memory_of_others_along(end: str) -> None:
-    """SharedMemory of Python 3.11: who attached to a segment removes it when it leaves."""
+    """Exit after attaching: SharedMemory of Python 3.11 would remove the segment."""
     descriptor = sealed_memfd("shared", 4096)
     try:
         command = [sys.executable, "-c", ATTACHED.format(end), str(descriptor)]
-        for _ in range(2):  # the next one finds it too
+        for _ in range(2):  # the second process finds it, too
             subprocess.run(command, pass_fds=[descriptor], check=False, timeout=60)
             with mmap.mmap(descriptor, 0) as memory:
                 assert memory[0] == 7

@@ -1,4 +1,4 @@
-"""The page in a real browser: it shows what happens, and runs nothing that it is told."""
+"""The page in a real browser: it shows events, and executes none of the text that it shows."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tests.models.sequences import WIDTH as CELL_WIDTH
 
 pytest.importorskip("httptools", reason="make installs it")
 
-WIDTH = 1024  # of the models: 36 MiB each, two do not fit into the arena
+WIDTH = 1024  # width of the models: 36 MiB each, so two do not fit in the arena
 EVIL = "<img src=x onerror=window.hacked=1>"
 SCRIPT = f"""
     import torch
@@ -87,8 +87,8 @@ LOOK_BACK = r"""
 
 
 def program(*names: str) -> str:
-    """Where one of these programs is; without it there is no test, which must not go unnoticed
-    where PIPESWITCH_NEED_BROWSER says that there is a browser."""
+    """Return the path of one of these programs. Without one, skip the test, or fail it if
+    PIPESWITCH_NEED_BROWSER says that there is a browser."""
     for name in names:
         path_of_tool = shutil.which(name)
         if path_of_tool:
@@ -103,7 +103,7 @@ def without(why: str) -> Any:
 
 
 class Tab:
-    """A browser's tab with the page."""
+    """A browser tab with the page."""
 
     def __init__(self, driver: Any) -> None:
         self.driver = driver
@@ -131,7 +131,7 @@ class Tab:
         self.driver.find_element("css selector", "#lanes").send_keys(key)
 
     def ink(self, canvas: str, colour: str) -> int:
-        """Pixels of a colour of the page."""
+        """Return the number of pixels with a colour of the page."""
         return int(self.driver.execute_script(INK, canvas, colour))
 
     @property
@@ -139,12 +139,12 @@ class Tab:
         return str(self.driver.execute_script("return document.body.dataset.state"))
 
     def complaints(self) -> list[str]:
-        """What the console said since the last look."""
+        """Return the messages in the browser's console since the last call."""
         return [entry["message"] for entry in self.driver.get_log("browser")]
 
 
 def folded(driver: Any) -> set[str]:
-    """Titles of the panels that are headings alone."""
+    """Return the ids of the panels that are folded to their headings."""
     elements = driver.find_elements("css selector", ".folded h2")
     return {one.get_attribute("id") for one in elements}
 
@@ -175,7 +175,7 @@ def driver() -> Iterator[Any]:
 
 @contextlib.contextmanager
 def serving(state: Path, port: int, devices: tuple[str, ...] = ("cpu",)) -> Iterator[Checked]:
-    """One life of a server; its next one has the same address and state."""
+    """Run one life of a server; the next life has the same address and state."""
     args = ("--http", f"127.0.0.1:{port}", "--grpc", "off")
     with checked_server(
         http=True, devices=devices, args=args, arena="64MiB", state_dir=state, settles=False
@@ -199,7 +199,7 @@ def test_the_page_shows_a_switch_and_a_preemption_and_outlives_the_server(
             checked.client.register(name, net, example_inputs=(torch.zeros(1, WIDTH),))
         page = f"http://127.0.0.1:{port}/ui"
 
-        driver.get(page)  # a stranger
+        driver.get(page)  # without a token
         tab.shows("#login", "pipeswitch ui")
         assert not driver.find_element("css selector", "#live").is_displayed()
         driver.find_element("css selector", "#token").send_keys("a-token-of-nobody\n")
@@ -214,7 +214,7 @@ def test_the_page_shows_a_switch_and_a_preemption_and_outlives_the_server(
         tab.shows("#status", "live")
         until(lambda: {"jobs-title", "request-title"} <= folded(driver), "empty panels fold")
         tab.shows("#request-line", "No request yet")
-        assert driver.current_url == page  # the token is not in the history
+        assert driver.current_url == page  # so the token is not in the history
         assert driver.get_cookies() == []
 
         script = write_script(tmp_path, "evil.py", SCRIPT)
@@ -275,7 +275,7 @@ def test_the_page_shows_a_switch_and_a_preemption_and_outlives_the_server(
         assert "holds" not in tab.text("#device")
         quiet = write_script(tmp_path, "quiet.py", "import pipeswitch\n")
         checked.client.train(quiet, name="quiet").wait()
-        tab.click("Details of quiet")  # without a complaint: it has no history
+        tab.click("Details of quiet")  # without an error, although it has no history
         tab.shows("#loss-title", "none logged")
         driver.find_element("css selector", "#log button").click()
         cell = tuple(torch.zeros(1, width) for width in (8, CELL_WIDTH, CELL_WIDTH))
@@ -289,7 +289,7 @@ def test_the_page_shows_a_switch_and_a_preemption_and_outlives_the_server(
         driver.find_element("css selector", "#all-events").click()
         tab.shows("#events", EVIL)
         assert driver.execute_script("return window.hacked") is None
-        assert driver.execute_script("return document.querySelectorAll('img').length") == 1  # ours
+        assert driver.execute_script("return document.querySelectorAll('img').length") == 1  # logo
         tab.press("d")
         assert driver.execute_script("return document.documentElement.dataset.theme") == "dark"
 
@@ -315,4 +315,4 @@ def test_the_page_shows_a_switch_and_a_preemption_and_outlives_the_server(
         checked.client.task("digits").cancel()
         tab.shows("#jobs", "cancelled")
         missed = [line for line in tab.complaints() if "Failed to load resource" not in line]
-        assert missed == []  # that a server which is gone does not answer is the browser's to say
+        assert missed == []  # but the browser may report that a stopped server does not answer

@@ -1,7 +1,7 @@
-"""The live server decides as the simulator does: the same policy, the same arrivals.
+"""The live server decides like the simulator: with equal policy and arrivals.
 
-While one long request computes, others come: no instant of the link or the device decides which
-of them goes next, so both sides must serve them in the same order and with the same switches.
+The other requests arrive while one long request computes. So the timing of the link and device does
+not decide which is next, and both must serve them in the same order with the same switches.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from pipeswitch.simulator.arrivals import Arrival
 from pipeswitch.simulator.costs import Costs, Link
 from pipeswitch.simulator.replay import PaperJob, PaperModel, Setting, replay
 
-WIDTH, DEPTH = 512, 5  # 5 MiB of weights and some: regions of 6 MiB
+WIDTH, DEPTH = 512, 5  # a little more than 5 MiB of weights, in regions of 6 MiB
 MIB = 1 << 20
 ORDER = ["long", "a", "b", "a", "c", "b", "a", "c", "c", "a", "b"]
-APART = 3  # so many come one after the other, the rest at once
-STEPS, STEP_MS = 24, 50.0  # of a job: more than its first cycle of a second
-WIDTHS = {"large": 1024, "small": 64}  # the large one comes first
+APART = 3  # the first requests arrive one after the other, the rest together
+STEPS, STEP_MS = 24, 50.0  # per job: longer than the first cycle of 1 s
+WIDTHS = {"large": 1024, "small": 64}  # the large job is submitted first
 TRAINS = """
     import sys, time
     import torch
@@ -43,30 +43,30 @@ TRAINS = """
     with open(out, "a") as file:
         file.write(f"{width} ")
 """
-DEADLINES_MS = {3: 40e3, 5: 20e3, 8: 10e3, 9: 30e3}  # by number; the others have none
+DEADLINES_MS = {3: 40e3, 5: 20e3, 8: 10e3, 9: 30e3}  # by request number, else none
 
 
 class Long(torch.nn.Module):
-    """Computes for a second with one small weight."""
+    """Module that computes for a second with one small weight."""
 
     def __init__(self) -> None:
         super().__init__()
         self.linear = torch.nn.Linear(WIDTH, WIDTH)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = x.repeat(2048, 1)  # here: a large input would come after the small ones
+        x = x.repeat(2048, 1)  # here, because copying a large input would delay its arrival
         for _ in range(40):
             x = self.linear(x)
         return x[:1]
 
 
 class Slow(torch.nn.Module):
-    """Computes for longer than its copy takes: who is there in time is no matter of instants."""
+    """Module that computes longer than its copy takes, so the copy's timing does not matter."""
 
     def __init__(self, number: int) -> None:
         super().__init__()
-        # Four times as long as the one before: on a busy machine a first run, by which sjf goes on,
-        # took twice as long as it should.
+        # Each model takes four times as long as the previous one: sjf uses a first run's time,
+        # which can double on a busy machine.
         self.net, self.rows = mlp(WIDTH, DEPTH, number), 512 << 2 * number
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -83,7 +83,7 @@ def models() -> dict[str, tuple[torch.nn.Module, torch.Tensor]]:
 
 @pytest.fixture
 def state(tmp_path: Path) -> Path:
-    """Of one server alone: a restored model is ready before each worker loads it."""
+    """Return the state directory of one server: restored models are ready before workers load."""
     return tmp_path / "state"
 
 
@@ -97,7 +97,7 @@ def test_the_live_server_decides_as_the_simulator_does(policy: str, state: Path)
 
 
 def test_jobs_end_live_in_the_order_in_which_they_do_in_the_simulator(tmp_path: Path) -> None:
-    assert _simulated_ends("rotate") == ["large", "small"]  # else the live order says nothing
+    assert _simulated_ends("rotate") == ["large", "small"]  # else the live order proves nothing
     script, out = write_script(tmp_path, "trains.py", TRAINS), tmp_path / "ends"
     with checked_server(environment={"PIPESWITCH_SCHEDULER__TRAINING": "pack"}) as checked:
         tasks = [
@@ -122,8 +122,8 @@ def _simulated_ends(training: str) -> list[str]:
 
 
 def _live(policy: str, state: Path) -> tuple[tuple[int, ...], int]:
-    """Room for two of the models beside the long one."""
-    patient = {"PIPESWITCH_SCHEDULER__MAX_WAIT": "60s"}  # a busy machine: age decides nothing here
+    """Return order and switches on a server with room for two models beside the long one."""
+    patient = {"PIPESWITCH_SCHEDULER__MAX_WAIT": "60s"}  # so that age decides nothing
     with checked_server(
         arena="16MiB", args=("--policy", policy), environment=patient, state_dir=state
     ) as checked:
@@ -134,18 +134,18 @@ def _live(policy: str, state: Path) -> tuple[tuple[int, ...], int]:
                 client.register(name, module, example_inputs=(example,))
             inputs[name] = example
         until(lambda: {row["state"] for row in client.models()} == {"ready"}, "all are stored")
-        # A worker that loads a program takes no request meanwhile: all have loaded all.
+        # A worker takes no request while it loads a program, so wait until all have loaded all.
         until(lambda: not any(row["why"].startswith("preparing") for row in client.ps()), "standby")
-        client.infer("long", inputs["long"])  # else its copy decides who is there when it is over
+        client.infer("long", inputs["long"])  # so that no copy delays it below
         before = client.stats()["switches"]
         futures = []
         for number, name in enumerate(ORDER):
             deadline_ms = DEADLINES_MS.get(number)
             futures.append(client.submit(name, inputs[name], deadline_ms=deadline_ms))
-            if number < APART:  # the others' order decides nothing then: there is no more room
+            if number < APART:  # later models find no room: their order decides nothing
                 until(lambda: _is_on_the_device(client, ORDER[: len(futures)]), "it is there")
         timings: list[Any] = [future.result(60.0).timing for future in futures]
-        assert timings[0].compute_ms > 50.0  # or what came meanwhile may have come later
+        assert timings[0].compute_ms > 50.0  # else later requests may have arrived after it
         order = sorted(range(len(ORDER)), key=lambda number: timings[number].op_id)
         return tuple(order), client.stats()["switches"] - before
 

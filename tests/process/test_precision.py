@@ -1,4 +1,4 @@
-"""Models in another precision on a real server: whatever dies or leaves, the same bits."""
+"""Models in other precisions on a real server: equal bits after deaths and evictions."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ TRAINS = """
             job.publish("live")
 """
 X = torch.linspace(-1, 1, 3 * 56 * 56).reshape(1, 3, 56, 56)
-ARENA = "24MiB"  # two of the models do not fit beside each other, nor beside the words
+ARENA = "24MiB"  # has no room for two of the models beside the fences
 FORMS = {"fast": "fast", "exact": "exact", "other": "fast", "half": "bf16", "quarter": "int8"}
 
 
@@ -105,7 +105,7 @@ def bits(result: Result) -> bytes:
 
 
 def alone(state_dir: Path, digest: str, x: torch.Tensor) -> bytes:
-    """What the program on disk answers in this process, with nothing beside it."""
+    """Return the output of the program on disk, computed in this process."""
     folder = state_dir / "models" / digest
     manifest = load_manifest(folder)
     path = folder / weights_file(manifest)
@@ -187,7 +187,7 @@ def test_bits_of_every_form_survive_eviction_and_dead_workers(
     rows = {name: client.show(name) for name in FORMS}
     expected = {name: alone(state_dir, row["digest"], X) for name, row in rows.items()}
     for number in range(20):
-        name = [*FORMS][number * 3 % len(FORMS)]  # takes another one's place
+        name = [*FORMS][number * 3 % len(FORMS)]  # its copy evicts another model
         if number % 3 == 0:
             for pid in running.worker_pids().values():
                 tools.kill(pid, signal.SIGKILL)
@@ -284,7 +284,7 @@ def test_a_language_model_says_the_same_tokens_whatever_dies(form: str) -> None:
 @pytest.mark.soak
 @pytest.mark.timeout(1800)
 def test_two_hundred_evictions_kills_and_rebuilds_change_no_bit(tmp_path: Path) -> None:
-    """Each answer equals the same form's answer computed alone."""
+    """Check that each answer equals the answer of the same program computed alone."""
     state, draw = tmp_path / "state", random.Random(39)
     done, expected = 0, dict[str, bytes]()
     while done < 200:
@@ -293,7 +293,7 @@ def test_two_hundred_evictions_kills_and_rebuilds_change_no_bit(tmp_path: Path) 
             for name, form in FORMS.items():
                 if name not in {row["name"] for row in client.models()}:
                     client.register(name, Network().eval(), example_inputs=(X,), precision=form)
-            for name in FORMS:  # a program of another machine is built again first
+            for name in FORMS:  # rebuilds programs that another machine packed
                 client.infer(name, {"x": X.numpy()})
             rows = {row["name"]: row for row in client.models()}
             expected = {name: alone(state, row["digest"], X) for name, row in rows.items()}
@@ -302,18 +302,18 @@ def test_two_hundred_evictions_kills_and_rebuilds_change_no_bit(tmp_path: Path) 
                 match draw.randrange(10):
                     case 0 | 1 | 2:
                         tools.kill(draw.choice([*checked.worker_pids().values()]), signal.SIGKILL)
-                    case 3:  # registered anew, in another precision
+                    case 3:  # register it again in another precision
                         client.unregister(name)
                         form = draw.choice(["exact", "fast", "bf16", "int8"])
                         row = client.register(
                             name, Network().eval(), example_inputs=(X,), precision=form
                         )
                         expected[name] = alone(state, row["digest"], X)
-                    case _:  # it takes another one's place
+                    case _:  # only infer, which evicts another model
                         pass
                 assert bits(client.infer(name, {"x": X.numpy()})) == expected[name]
                 done += 1
-        for folder in (state / "models").iterdir():  # the next server is another machine's
+        for folder in (state / "models").iterdir():  # as if the next server ran on another machine
             if folder.is_dir() and draw.random() < 0.5:
                 as_if_packed_elsewhere(folder)
 

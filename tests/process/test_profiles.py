@@ -18,7 +18,7 @@ from pipeswitch.planning.grouping import spans
 from pipeswitch.planning.profile import Profile, decode, encode
 
 WIDTH = 256
-DEPTH = 24  # layers of 257 KiB: 6 MiB, more groups than one bucket makes
+DEPTH = 24  # layers of 257 KiB: 6 MiB, more than one bucket
 
 
 @pytest.fixture(scope="module")
@@ -29,7 +29,7 @@ def net() -> torch.nn.Module:
 
 @pytest.fixture(scope="module")
 def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Checked, Path]]:
-    """A server and the folder of its profiles that came along."""
+    """Start a server; yield it and the folder of its shipped profiles."""
     folder = tmp_path_factory.mktemp("profiles")
     with checked_server(arena="64MiB", args=("--profiles-dir", str(folder))) as checked:
         yield checked, folder
@@ -37,7 +37,7 @@ def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Checked, 
 
 @pytest.fixture
 def roomy(shared: tuple[Checked, Path]) -> Iterator[tuple[Checked, Path]]:
-    """The same, without a model or a profile."""
+    """Yield the same server; then remove all models and profiles."""
     yield shared
     checked, folder = shared
     checked.settle()
@@ -57,7 +57,7 @@ def value(seed: int, batch: int = 2) -> torch.Tensor:
 
 
 def in_force(checked: Checked, grouping: str, name: str = "net") -> dict[str, Any]:
-    """The model's row once its groups are of that kind."""
+    """Wait until the model's groups are of this kind; return its row."""
 
     def look() -> dict[str, Any] | None:
         row = checked.client.show(name)
@@ -74,13 +74,13 @@ def sizes_of(profile: dict[str, Any], plan: list[int]) -> list[int]:
 
 
 def make_gone(checked: Checked) -> None:
-    """Another model is on the device, complete."""
+    """Load another model onto the device, completely."""
     checked.client.infer("other", value(0))
     until(lambda: checked.client.show("other")["residency"] == "resident", "the copy has ended")
 
 
 def make_cold(checked: Checked, name: str = "net") -> None:
-    """Throw a model off the device: the other one needs its place."""
+    """Evict a model by loading another one that needs its memory."""
     make_gone(checked)
     assert checked.client.show(name)["residency"] == "host"
 
@@ -108,7 +108,7 @@ def test_a_profile_is_measured_and_its_plan_is_what_the_device_then_does(
         planned = profile["checks"][-1]
         assert row["plan"] == planned["plan"]
         assert row["groups"] == len(planned["plan"])
-        # Its next cold switch: copies and computed groups are the plan's, in order and in size.
+        # The next cold switch copies and computes the plan's groups, in order and in size.
         make_cold(checked)
         answers(checked, net)
         until(lambda: checked.client.show("net")["residency"] == "resident", "the copy has ended")
@@ -133,8 +133,8 @@ def test_a_profile_is_its_owners_file_and_the_next_server_uses_it(
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
     assert decode(path.read_bytes()) == msgspec.convert(profile, Profile)
     with checked_server(state_dir=tmp_path) as checked:
-        assert in_force(checked, "planned")["plan"] == plan  # from the journal, and the file
-        assert checked.stats()["transmissions"] == 0  # nothing was measured
+        assert in_force(checked, "planned")["plan"] == plan  # from the journal and the file
+        assert checked.stats()["transmissions"] == 0  # so nothing was measured
         answers(checked, net)
         assert "is not used" not in checked.running.log()
 
@@ -155,7 +155,7 @@ def _spoil(path: Path, how: str) -> None:
 
 @pytest.fixture(scope="module")
 def measured(net: torch.nn.Module, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A state directory with the model and its profile."""
+    """Return a state directory with the model and its profile."""
     folder = tmp_path_factory.mktemp("measured")
     with checked_server(state_dir=folder) as checked:
         register(checked, net)
@@ -196,7 +196,7 @@ def test_a_profile_that_is_not_true_here_is_one_warning_and_buckets(
     (warning,) = warnings() - before
     assert f'model "net": profile {source.name} is not used' in warning
     answers(checked, net)
-    checked.client.profile("net", [2])  # and it can be measured anew
+    checked.client.profile("net", [2])  # it can be measured again
     in_force(checked, "planned")
     answers(checked, net)
 
@@ -249,7 +249,7 @@ def test_a_model_that_takes_no_made_up_inputs_is_measured_with_the_clients(
     profile = checked.client.profile("net", [2, 3], inputs=inputs)
     assert sent == [2, 3]
     assert [batch["batch"] for batch in profile["batches"]] == [2, 3]
-    with pytest.raises(errors.ServerUnavailable):  # the server asked for two rows
+    with pytest.raises(errors.ServerUnavailable):  # ``inputs`` returns one row instead of two
         checked.client.profile("net", [2], inputs=lambda batch: value(0, 1))
     until(lambda: checked.client.show("net")["grouping"] == "planned", "they are as before")
 

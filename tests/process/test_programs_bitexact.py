@@ -1,8 +1,8 @@
-"""From a module to a program over a shared mapping: the bits are the plain module's.
+"""From a module to a program over a shared mapping: the bits equal those of the plain module.
 
-Each model goes the whole way: build, bundle, load, bind over a read-only memfd, run. The mapping
-starts as poison and a group's bytes appear only when the program waits for that group, so a
-weight that is read too early, or packed into the wrong group, shows in the result.
+Each model is built, bundled, loaded, bound over a read-only memfd and run. The mapping starts with
+poison, and a group's bytes appear when the program waits for that group. So the result shows a
+weight that is read too early or packed into the wrong group.
 """
 
 from __future__ import annotations
@@ -72,8 +72,8 @@ class Arena:
 
 
 class Programs:
-    """Programs over arenas of their own. One spec is built once: to build takes seconds, and what
-    lies in the folder is read only."""
+    """Programs over arenas of their own. Each spec is built once, because a build takes seconds.
+    Tests only read its folder."""
 
     def __init__(self, root: Path) -> None:
         self._root = root
@@ -81,7 +81,7 @@ class Programs:
         self._arenas: list[Arena] = []
 
     def folder(self, spec: BuildSpec) -> Path:
-        """Where it is built."""
+        """Build the spec, unless it was built before; return its folder."""
         key = msgspec.json.encode(spec)
         if key not in self._folders:
             folder = self._root / str(len(self._folders))
@@ -122,7 +122,7 @@ def programs(_all_programs: Programs) -> Iterator[Programs]:
 
 
 def check_layout(manifest: Manifest) -> None:
-    """Groups tile the region and tensors lie in their group, aligned."""
+    """Check that groups tile the region, and tensors lie aligned in their groups."""
     position = 0
     for group in manifest.groups:
         assert group.offset_bytes == position
@@ -153,7 +153,7 @@ def check_bits(
         assert all(same_bits(a, b) for a, b in zip(inputs, clones, strict=True))
 
 
-# test_server_bitequal.py serves ten more.
+# test_server_bitequal.py tests ten other models.
 FAMILIES = [
     ("squeezenet1_1", 64),
     ("mnasnet0_5", 64),
@@ -166,7 +166,7 @@ FAMILIES = [
 def test_a_torchvision_family_computes_the_plain_models_bits(
     name: str, side: int, programs: Programs, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    loaded: list[Loaded] = []  # initialising a large model twice would be half of the test's time
+    loaded: list[Loaded] = []  # a second initialisation would take half of the test's time
 
     def load_once(spec: BuildSpec) -> Loaded:
         loaded.append(load_source(spec))
@@ -306,7 +306,7 @@ class Tied(nn.Module):
 
 
 class Hidden(nn.Module):
-    """A non-persistent buffer and a plain tensor attribute."""
+    """Module with a non-persistent buffer and a plain tensor attribute."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -370,7 +370,7 @@ class Several(nn.Module):
 
 
 class InPlace(nn.Module):
-    """Writes into its input, which lies in the request's own memory."""
+    """Module that writes to its input, which is in the request's own memory."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -382,7 +382,7 @@ class InPlace(nn.Module):
 
 
 class Reversed(nn.Module):
-    """Registered in one order, used in another, and one buffer only returned."""
+    """Module that uses layers in another order than registered, and only returns one buffer."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -395,7 +395,7 @@ class Reversed(nn.Module):
 
 
 class Folded(nn.Module):
-    """Its output's size is a multiple of the batch."""
+    """Module with an output whose size is a multiple of the batch."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -415,7 +415,7 @@ class Fixed(nn.Module):
 
 
 class Infinite(nn.Module):
-    """Constants JSON cannot say, an integer weight, a strided copy."""
+    """Module with constants that JSON cannot represent, an integer weight, and a strided copy."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -461,7 +461,7 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], dict[str, Any], list[int]]] = {
 
 
 class _Factories:
-    """Stands in ``sys.modules`` for an operator's package: one factory per model above."""
+    """Substitute in ``sys.modules`` for an operator's package, with one factory per model."""
 
     def __getattr__(self, name: str) -> Callable[[], nn.Module]:
         for table in (MODELS, MODULE_MODE, REFUSED):
@@ -560,7 +560,7 @@ def test_a_preemption_between_groups_passes_through_and_the_next_run_is_whole(
 
 
 class Branching(nn.Module):
-    """Data-dependent control flow: does not export."""
+    """Module with data-dependent control flow, which cannot be exported."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -579,7 +579,7 @@ class Branching(nn.Module):
 
 
 class Recurrent(nn.Module):
-    """Its kernel is another one with gradients on, and differs in the last bits."""
+    """Module with another kernel when gradients are enabled, whose last bits differ."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -620,7 +620,7 @@ class Flat(nn.Module):
 
 
 class Early(nn.Module):
-    """Reads a submodule's weight before the submodule is called."""
+    """Module that reads a submodule's weight before it calls the submodule."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -633,7 +633,7 @@ class Early(nn.Module):
 
 
 class Nested(nn.Module):
-    """Arguments and answers that nest, and a way through it that depends on data."""
+    """Module with nested arguments and outputs, and a branch that depends on data."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -691,7 +691,7 @@ def test_a_module_gets_its_arguments_and_gives_its_answer_nested(programs: Progr
 
 
 def plans_of(layer_count: int) -> list[Plan]:
-    """One shot, layer by layer, every second layer, and a first layer alone."""
+    """Return plans: one group, a group per layer, a group per two layers, a first layer alone."""
     every = [(0,), tuple(range(layer_count)), tuple(range(0, layer_count, 2)), (0, 1)]
     return [plan for plan in dict.fromkeys(every) if plan[-1] < layer_count]
 
@@ -749,7 +749,7 @@ class Counter(nn.Module):
 
 
 class StillTraining(nn.Module):
-    """Batch statistics although in eval: running ones change without a word in the schema."""
+    """Module with batch statistics in eval mode; no schema shows that running ones change."""
 
     def __init__(self) -> None:
         super().__init__()

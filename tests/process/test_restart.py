@@ -1,4 +1,4 @@
-"""What a client sees of the models that a server had before it was started again."""
+"""Models of a server, as clients see them after a restart."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ READ = "daemon.store.read"
 
 
 def register(state: Path) -> str:
-    """A first server's life; the digest of what it leaves."""
+    """Run a first server; return the digest of its model."""
     with checked_server(state_dir=state) as checked:
         checked.client.register("a", MODULE, example_inputs=(X,))
         return str(checked.client.show("a")["digest"])
@@ -66,7 +66,7 @@ def test_a_request_for_a_model_that_cannot_be_brought_back_reads_why(tmp_path: P
 
 
 def test_a_model_with_a_damaged_file_is_failed_and_never_wrong(tmp_path: Path) -> None:
-    """One digit of the manifest, one character of the graph."""
+    """Change one digit of the manifest, and then one character of the graph."""
     digest = register(tmp_path / "state")
     folder = tmp_path / "state" / "models" / digest
     for name, old, new in (

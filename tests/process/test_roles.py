@@ -1,4 +1,4 @@
-"""What TCP clients may do without a key, with one, and with which role: real sockets."""
+"""Permissions of TCP clients without a key, with a key, and with each role: real sockets."""
 
 from __future__ import annotations
 
@@ -44,14 +44,14 @@ BODIES: dict[str, dict[str, Any]] = {
     "cancel": {"id": "none"},
     "ping": {"deep": True},
 }
-SILENT = ("hello", "prefetch", "infer", "ping", "caller")  # asked in another way, or elsewhere
+SILENT = ("hello", "prefetch", "infer", "ping", "caller")  # tested in other ways, or elsewhere
 
 
 @pytest.mark.parametrize("role", [*Role, None])
 def test_without_a_key_a_verb_is_served_when_its_role_is_the_addresss(
     tmp_path: Path, role: Role | None
 ) -> None:
-    roles = () if role is None else (role.value,)  # none: not even infer
+    roles = () if role is None else (role.value,)  # None: no role, not even infer
     fake = FakeScheduler(tmp_path, tcp_roles=roles, allow_code=("pkg.*",))
     fake.announce("m")
     try:
@@ -79,7 +79,7 @@ def test_without_a_key_a_verb_is_served_when_its_role_is_the_addresss(
 
 
 class Keyed:
-    """A server that asks for keys, and clients by name."""
+    """A server that requires keys, and its clients by name."""
 
     def __init__(self, folder: Path, **options: Any) -> None:
         self.folder = KeyFolder(folder / "keys").open()
@@ -144,7 +144,7 @@ def test_the_owners_socket_needs_no_role(keyed: Keyed) -> None:
 
 
 def heard(fake: FakeScheduler, reader: Any) -> bool:
-    """A record gets there."""
+    """Return whether the reader gets a published record."""
     fake.post(Publish(topic="job.t", body={}))
     return reader.take(0.3) is not None
 

@@ -1,4 +1,4 @@
-"""A server that is asked to take more than there is refuses before it takes anything."""
+"""A server whose settings exceed the machine refuses to start before it allocates anything."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ SERVE = ("serve", "--device", "cpu", "--listen", "tcp://127.0.0.1:0")
 
 
 def serve(state: Path, *arguments: str, group: Path | None = None) -> tuple[int, str]:
-    """Status and words of a server that does not start."""
+    """Run a server that does not start; return its exit status and error text."""
 
     def enter() -> None:
         if group is not None:
@@ -36,7 +36,7 @@ def test_more_than_the_machine_has_is_refused_with_the_numbers(option: str, tmp_
 
 @pytest.fixture
 def small_group() -> Iterator[Path]:
-    """A cgroup of 600 MiB around the server's process."""
+    """Make a cgroup of 600 MiB for the server's process."""
     group = _memory_group() / f"pipeswitch-{uuid.uuid4().hex[:8]}"
     try:
         group.mkdir()
@@ -52,7 +52,7 @@ def small_group() -> Iterator[Path]:
 
 
 def _memory_group() -> Path:
-    """This process's own, in the hierarchy that accounts for memory."""
+    """Return this process's cgroup in the hierarchy that accounts for memory."""
     for line in Path("/proc/self/cgroup").read_text().splitlines():
         _, controllers, path = line.split(":", 2)
         if "memory" in controllers.split(","):

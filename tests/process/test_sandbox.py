@@ -1,4 +1,4 @@
-"""The sandbox of workers and builders, tried by processes that want out of it."""
+"""The sandbox of workers and builders, tested by processes that try to leave it."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def test_a_confined_process_opens_no_file_no_socket_and_reaches_no_process(victi
     code = CONFINED.format(
         here=str(Path(__file__).parent), victim=victim.pid, a_file=str(a_file), memory=0
     )
-    for tried in json.loads(run(code)):  # by the thread that entered, and by one beside it
+    for tried in json.loads(run(code)):  # results of the thread that entered, and of another thread
         assert len(tried) > 150
         assert {name: got for name, got in tried.items() if got not in ("EPERM", "ENOSYS")} == {}
     assert a_file.read_text() == "of another"
@@ -106,8 +106,8 @@ settings = BuildSettings(model="m", op_id=7, spec=msgspec.msgpack.encode(spec), 
                          directory={models!r}, is_sandboxed=True)
 builder.run(settings, channel)
 """
-# What a hostile builder may do beside a worker: own descriptors, its own memory as a file, and
-# ask whether a file is there and how large it is, which Landlock does not hide.
+# A hostile builder may use its own descriptors and its own memory as a file. It may also ask
+# whether a file exists and how large it is, which Landlock does not hide.
 HARMLESS_IN_A_BUILDER = {
     "statx",
     "newfstatat",
@@ -150,7 +150,7 @@ def test_a_builder_reads_libraries_and_its_source_and_writes_its_own_folder(vict
     assert list(work.iterdir()) == []
 
 
-# The fork server imports this: its workers' Python is an enemy's from then on.
+# The fork server imports this, so that an attacker controls Python in its workers.
 HOSTILE = """
 import importlib.util, json, os, sys
 sys.path.insert(0, {here!r})
@@ -223,7 +223,7 @@ sys.meta_path.insert(0, Finder())
 
 
 def enemys_path(folder: Path, *only: str) -> dict[str, str]:
-    """What makes a server's children hostile, in these modules."""
+    """Write modules that make a server's children hostile; return the environment for them."""
     code = HOSTILE.format(here=str(Path(__file__).parent), only=only)
     (folder / "sitecustomize.py").write_text(code)
     return {"PYTHONPATH": os.pathsep.join([str(folder), str(ROOT)])}

@@ -1,4 +1,4 @@
-"""A server with its owner's own policy, and deadlines that cannot be met."""
+"""A server with its owner's policy, and deadlines that cannot be met."""
 
 from __future__ import annotations
 
@@ -134,7 +134,7 @@ def test_a_tenant_has_its_turns_by_weight_between_a_greedy_ones_requests(running
 
 
 async def _order_of(address: str) -> list[str]:
-    """Who was given a run, in order: all ask while a long run computes, the greedy one first."""
+    """Return the callers in order of their runs. All ask during a long run, the greedy first."""
     upstream = Upstream(address)
     x = WireTensor(name="", dtype="float32", shape=(1, WIDTH), frame=0)
     request = InferRequest(id="", inputs=(x,), frames=[bytes(4 * WIDTH)])
@@ -152,7 +152,7 @@ async def _order_of(address: str) -> list[str]:
 
 
 class Long(torch.nn.Module):
-    """Computes for most of a second."""
+    """Module that computes for most of a second."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Training scripts as people write them, killed and evicted: bit-equal, or refused in words."""
+"""Unusual training scripts, killed and evicted: bit-equal, or refused with a reason."""
 
 from __future__ import annotations
 
@@ -286,7 +286,7 @@ def script(folder: Path, name: str, body: str) -> Path:
 @pytest.fixture(scope="module")
 def running() -> Iterator[Checked]:
     with checked_server(arena="64MiB", environment=ENVIRONMENT) as checked:
-        # The large one needs all of the 62 MiB there are: a job's slice must leave for it.
+        # The large model needs all of the 62 MiB, so a job's slice must be evicted for it.
         for name, width in WIDTHS.items():
             module = mlp(width, 4, 1)
             checked.client.register(name, module, example_inputs=(torch.zeros(1, width),))
@@ -295,7 +295,7 @@ def running() -> Iterator[Checked]:
 
 @pytest.fixture(scope="module")
 def exact(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """The scripts; beside each lies what it ends with undisturbed."""
+    """Write the scripts; put the output of an undisturbed run beside each."""
     folder = tmp_path_factory.mktemp("exact")
     scripts = {name: script(folder, name, body) for name, body in EXACT.items()}
     for path in scripts.values():
@@ -312,14 +312,14 @@ def test_an_odd_script_that_is_killed_and_evicted_ends_bit_equal(
     task = running.client.train(path, args=[str(out), "served"])
     for what in DISTURBANCES:
         until(lambda: task.status()["step"] > 0, "it trains")
-        threading.Event().wait(dice.uniform(0.02, 0.1))  # an instant of a step, not a condition
+        threading.Event().wait(dice.uniform(0.02, 0.1))  # a random instant, not a condition
         try:
             if what == "pause":
                 task.pause()
                 task.resume()
             else:
                 running.client.infer(what, torch.ones(1, WIDTHS[what]))
-        except InvalidInput:  # it was over first
+        except InvalidInput:  # the job has ended already
             break
     row = finish(task)
     assert out.read_text() == Path(f"{path}.plain").read_text()

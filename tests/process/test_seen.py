@@ -1,4 +1,4 @@
-"""What a server says of what went on: its logs, and what Triton's clients ask of that."""
+"""A server's logs and metrics, and Triton's clients that read them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Sequences: state that stays on the server, bit-equal to a plain loop, and nothing left behind."""
+"""Sequences with state on the server: bit-equal to a plain loop, without leftovers."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ STEPS = 40
 
 
 class Sliding(torch.nn.Module):
-    """A causal convolution that is given a sound piece by piece."""
+    """Causal convolution whose input is a sound in pieces."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -84,14 +84,14 @@ def plain_loop(inputs: list[torch.Tensor], h: torch.Tensor, c: torch.Tensor) -> 
 
 
 def strike(running: Checked, are_over: threading.Event) -> None:
-    """At whatever the workers do; a request is tried three times at most."""
+    """Kill a worker every 0.15 s, so rarely that no request needs more than its three tries."""
     while not are_over.wait(0.15):
         for pid in list(running.worker_pids().values())[:1]:
             kill(pid)
 
 
 def test_many_at_once_equal_plain_loops_while_workers_are_killed(running: Checked) -> None:
-    """Each of another batch; one begins with a state of its own."""
+    """Use sequences of different batch sizes; one begins with an explicit state."""
     client = running.client
     inputs = [pieces(1 + seed % 3, seed) for seed in range(6)]
     starts = [cell_inputs(len(one[0]))[1:] for one in inputs]
@@ -143,10 +143,10 @@ def test_a_state_that_grows_is_appended_where_it_lies(running: Checked) -> None:
         assert past.shape[1] == 400
         with pytest.raises(InvalidInput, match="would have 401 rows; the model takes at most 400"):
             one.infer(torch.zeros(1, 1, 8))
-        assert client.sequences()[0]["bytes"] == 4 * 128 * 8 * 4  # blocks of a page
+        assert client.sequences()[0]["bytes"] == 4 * 128 * 8 * 4  # 4 pages of 128 rows
         with pytest.raises(InvalidInput, match='"past" is the state'):
             one.infer(x=torch.zeros(1, 1, 8), past=past)
-    with pytest.raises(InvalidInput):  # zeros are no rows
+    with pytest.raises(InvalidInput):  # a growing state has no default
         client.sequence("recalls").infer(x=torch.zeros(1, 1, 8))
     for wrong in (torch.zeros(1, 401, 8), torch.zeros(1, 0, 8), torch.zeros(1, 1, 7)):
         with pytest.raises(InvalidInput, match='input "past" expects'):
@@ -181,7 +181,7 @@ def test_what_fails_leaves_the_state_and_what_is_over_is_said(running: Checked) 
             "wrong", seeded(Cell), example_inputs=cell_inputs(2), state={"h": ("h_out", 5)}
         )
     example = (torch.zeros(1, 3, 8), torch.zeros(1, 5, 8))
-    with pytest.raises(RegistrationRefused, match="dynamic="):  # nothing could be appended
+    with pytest.raises(RegistrationRefused, match="dynamic="):  # without it the state cannot grow
         client.register("wrong", seeded(Recalls), example_inputs=example, state=RECALLS)
     for odd in ({"h": 5}, {"h": ("h_out", -2)}):
         with pytest.raises(InvalidInput, match="register: state"):
@@ -195,7 +195,7 @@ def test_a_client_that_is_gone_leaves_nothing_and_another_cannot_go_on(running: 
         mine.infer(x)
         with running.running.client(tcp=True) as other:
             theirs = other.sequence("cell", id="shared-name")
-            theirs._is_started = True  # it says so
+            theirs._is_started = True  # claims to be started
             with pytest.raises(SequenceNotFound):
                 theirs.infer(x)
 

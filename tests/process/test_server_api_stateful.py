@@ -1,12 +1,12 @@
-"""Hypothesis against the whole server API: any verbs in any order, kills and restarts among them.
+"""Hypothesis against the whole server API: any verbs in any order, with kills and restarts.
 
-A real server is asked; ``api_oracle`` says what it must answer. All examples share one server:
-each begins with an empty one and leaves it empty. After a failure the next begins with a new one.
+The rules send requests to a real server; ``api_oracle`` knows the right answers. All examples share
+one server, which is empty before and after each. After a failure the next example gets a new one.
 
 The long form, ``pytest -m soak``, takes its size from ``PIPESWITCH_STATEFUL_EXAMPLES`` and
-``..._STEPS``, and tries other examples with another ``..._SEED``; as it is, it stays under half an
-hour on two busy cores. A failure is told as it happened; ``..._SHRINK=1`` makes it as small as it
-can be, with a new server for each try.
+``..._STEPS``, and tries other examples with another ``..._SEED``. Its default size takes less than
+half an hour on two busy cores. By default a failure is reported as it happened; ``..._SHRINK=1``
+minimises it, with a new server for each attempt.
 """
 
 from __future__ import annotations
@@ -55,22 +55,22 @@ from tests.process.api_oracle import OK, Oracle, Outcomes, Program, only
 from tests.process.figures import publishing
 
 ROOT: Final = Path(__file__).parents[2]
-ANSWER_S: Final = 60.0  # a question that takes longer has no answer
-ARENA_MIB: Final = 10  # 2 of them are fences; two wide models and nothing else
-STORE_MIB: Final = 6  # two wide models, not three
+ANSWER_S: Final = 60.0  # a request without an answer after this time fails
+ARENA_MIB: Final = 10  # 2 MiB of fences, and room for exactly two wide models
+STORE_MIB: Final = 6  # room for two wide models, not for three
 ENVIRONMENT: Final = {
     "PIPESWITCH_SCHEDULER__COMMIT_EVERY": "50ms",
-    "PIPESWITCH_SCHEDULER__MAX_WAIT": "600s",  # priorities hold, however long one waits
+    "PIPESWITCH_SCHEDULER__MAX_WAIT": "600s",  # priorities hold for any waiting time
     "PIPESWITCH_WORKERS__RESTART_BACKOFF": "20ms",
 }
-MAX_KILLS: Final = 8  # an example: a job whose workers die ten times without a commit is given up
-MAX_DAEMON_DEATHS: Final = 3  # in a row: after five without an answer in between the server ends
+MAX_KILLS: Final = 8  # per example: a job fails after ten deaths without a commit
+MAX_DAEMON_DEATHS: Final = 3  # consecutive: the server ends after five without an answer
 DEADLY: Final = 13.0
-HELD: Final = 17.0  # computes until the gate is opened
-HOLDER: Final = "holder"  # the name of the model that can; no other rule asks for it
-SHORT_DEADLINE_MS: Final = 5.0  # of a request that cannot run before it
-RESTART_EVERY: Final = 14  # examples: once in the short form
-NO_ROW: Final = 10  # of the embedding
+HELD: Final = 17.0  # an input that computes until the gate is opened
+HOLDER: Final = "holder"  # the model with such an input; no other rule uses this name
+SHORT_DEADLINE_MS: Final = 5.0  # too short for the request to run
+RESTART_EVERY: Final = 14  # examples between two restarts: one restart in the short form
+NO_ROW: Final = 10  # an index above the embedding's rows
 
 Given = ParamSpec("Given")
 Answered = TypeVar("Answered")
@@ -146,7 +146,7 @@ SCRIPTS: Final = {"endless": ENDLESS, "short": SHORT, "broken": BROKEN}
 
 
 class Picks(torch.nn.Module):
-    """An index that is out of its range raises."""
+    """Embedding that raises for an index out of range."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -182,7 +182,7 @@ WIDTHS: Final = {"small": 16, "other": 16, "wide": WIDE, "picks": 3, "made": 16,
 
 
 def value(program: str, batch: int, seed: int) -> torch.Tensor:
-    """An input that this program can take."""
+    """Return an input that this program accepts."""
     generator = torch.Generator().manual_seed(seed)
     if program == "picks":
         return torch.randint(0, NO_ROW, (batch, 3), generator=generator)
@@ -190,7 +190,7 @@ def value(program: str, batch: int, seed: int) -> torch.Tensor:
 
 
 def misfit(program: str, how: str) -> tuple[Any, dict[str, Any]]:
-    """Inputs and options of a request that no model takes."""
+    """Return inputs and options of a request that no model accepts."""
     x = value(program, 1, 0)
     inputs: dict[str, Any] = {
         "dtype": x.to(torch.int16),
@@ -226,7 +226,7 @@ MISFITS: Final = (
 
 
 class Material:
-    """What all examples use: bundles, scripts, factories, and what the plain modules answer."""
+    """Data of all examples: bundles, scripts, factories, and outputs of the plain modules."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -240,7 +240,7 @@ class Material:
             export_module_to_bundle(module, (value(name, 1, 0),), folder / f"{name}.bundle")
         huge = tools.mlp(1800, 1, 0)  # 12.4 MiB
         export_module_to_bundle(huge, (torch.zeros(1, 1800),), folder / "huge.bundle")
-        head = b'{"x": {"dtype": "U8", "shape": [990], "data_offsets": [0, 990]}}'  # of no program
+        head = b'{"x": {"dtype": "U8", "shape": [990], "data_offsets": [0, 990]}}'  # not a program
         size = len(head).to_bytes(8, "little")
         (folder / "garbage.bundle").write_bytes(size + head + b"\xff" * 990)
         factories = runpy.run_path(str(tools.write_script(folder, "stateful_models.py", FACTORIES)))
@@ -249,13 +249,13 @@ class Material:
             kind: tools.write_script(folder, f"{kind}.py", text) for kind, text in SCRIPTS.items()
         }
         self.printed = _printed(self.scripts["short"])
-        self.digests: dict[tuple[str, int], set[str]] = {}  # as servers have told; see ``Oracle``
+        self.digests: dict[tuple[str, int], set[str]] = {}  # as servers reported; see ``Oracle``
         self._gate = folder / "gate"
         self._gate.touch()
 
     @contextlib.contextmanager
     def shut_gate(self) -> Iterator[None]:
-        """A worker that computes a held input waits in the kernel until this ends."""
+        """Make workers that compute a held input wait in the kernel until the block ends."""
         with self._gate.open() as gate:
             fcntl.flock(gate, fcntl.LOCK_EX)
             yield
@@ -266,7 +266,7 @@ class Material:
         return answer
 
     def source(self, program: str) -> tuple[Any, dict[str, Any]]:
-        """For ``Client.register``."""
+        """Return source and options for ``Client.register``."""
         if PROGRAMS[program].is_code:
             inputs = {"inputs": FACTORY_INPUTS[program], "weights": ""}
             return f"stateful_models:{program}", inputs
@@ -274,7 +274,7 @@ class Material:
 
 
 def _printed(script: Path) -> str:
-    """What a script prints without a server, with one compute thread."""
+    """Return the output of a script without a server, with one compute thread."""
 
     def run() -> str:
         with contextlib.redirect_stdout(io.StringIO()) as printed:
@@ -293,14 +293,14 @@ def _printed(script: Path) -> str:
 
 
 class Stage:
-    """The server of all examples: started, killed, started again on the same state."""
+    """Owner of the server of all examples, which can be killed and restarted on the same state."""
 
     def __init__(self, material: Material, folder: Path) -> None:
         self.material = material
-        self.sent: set[str] = set()  # verbs, since it was last cleared
-        self.ran: Counter[str] = Counter()  # rules
+        self.sent: set[str] = set()  # verbs sent since the last clear
+        self.ran: Counter[str] = Counter()  # counts by rule
         self.examples = 0
-        self.is_spoilt = False  # an example failed: what it left behind is not looked at
+        self.is_spoilt = False  # an example failed, so its leftovers are not checked
         self.threads = ThreadPoolExecutor(16)
         self._folder = folder
         self._start()
@@ -324,11 +324,11 @@ class Stage:
         )
         self.checked = tools.Checked(running, self.mark)
         self._stack.callback(self.checked.client.close)
-        self.clients: dict[bool, Client] = {True: self.checked.client}  # is it the owner's?
+        self.clients: dict[bool, Client] = {True: self.checked.client}  # by is_owner
         self.greet(False)
 
     def greet(self, is_owner: bool) -> None:
-        """Another connection through that listener, instead of the one there is."""
+        """Replace the connection through this listener by a new one."""
         old = self.clients.get(is_owner)
         if old is not None:
             old.close()
@@ -353,7 +353,7 @@ class Stage:
         self._start()
 
     def start_anew(self) -> None:
-        """After a failure: a server that knows nothing."""
+        """Start a server with empty state, after a failure."""
         self._end()
         self._folder = self._folder.with_name(f"{self._folder.name}-next")
         self.is_spoilt = False
@@ -372,11 +372,11 @@ class Stage:
 
 
 RULES: Final[dict[str, frozenset[str]]] = {}
-"""The verbs that each rule speaks whenever it runs."""
+"""The verbs that each rule always sends."""
 
 
 def speaks(*verbs: str) -> Callable[[Callable[Given, None]], Callable[Given, None]]:
-    """A rule that sends these verbs; a failure in it spoils the server."""
+    """Mark a rule that sends these verbs; a failure in it spoils the server."""
 
     def mark(method: Callable[Given, None]) -> Callable[Given, None]:
         RULES[method.__name__] = frozenset(verbs)
@@ -426,7 +426,7 @@ SURE_FATES: Final = [
     (HOLDER, "", "taken back", False),
     (HOLDER, "", "late", True),
 ]
-"""The holder itself can always be asked."""
+"""Requests for the holder, which is always served."""
 ORDERS = st.lists(st.tuples(st.sampled_from(STORM), MODELS, OWNERS), min_size=3, max_size=12)
 STORM_OUTCOMES: Final = {
     "register": only(OK, "AlreadyExists", "HostStoreFull"),
@@ -435,9 +435,9 @@ STORM_OUTCOMES: Final = {
     "unload": only(OK, "ModelNotFound"),
     "infer": only(OK, "ModelNotFound", "InvalidInput", "OutOfDeviceMemory", "ModelQuarantined"),
 }
-"""What each may be answered while others of them are under way."""
+"""The allowed outcomes of each verb while other verbs of the storm are in flight."""
 
-# A request of each verb that is right, but for the field ``surprise`` that is added to its body.
+# A valid request body for each verb, to which a field ``surprise`` is added.
 BODIES: Final[Mapping[str, Mapping[str, Any]]] = {
     "infer": {},
     "ping": {"deep": True},
@@ -469,7 +469,7 @@ BODIES: Final[Mapping[str, Mapping[str, Any]]] = {
 
 
 class ServerApi(RuleBasedStateMachine):
-    """Each rule asks the server something and the oracle what it must answer."""
+    """State machine: each rule sends a request and compares the outcome with the oracle's."""
 
     def __init__(self, stage: Stage) -> None:
         super().__init__()
@@ -483,13 +483,13 @@ class ServerApi(RuleBasedStateMachine):
         self.steps = 0
         self._rebase()
 
-    # ---- asking --------------------------------------------------------------------------------
+    # ---- requests to the server -----------------------------------------------------------------
 
     def client(self, is_owner: bool = True) -> Client:
         return self.stage.clients[is_owner]
 
     def outcome(self, question: Callable[[], Answered]) -> tuple[str, Any]:
-        """OK and the answer, or the error's name and the error. Any other exception is a bug."""
+        """Return OK and the answer, or the error's name and the error; raise other exceptions."""
         future = self.stage.threads.submit(question)
         try:
             return OK, future.result(ANSWER_S)
@@ -511,21 +511,21 @@ class ServerApi(RuleBasedStateMachine):
         body: Mapping[str, Any] | None = None,
         **options: Any,
     ) -> Future[Any]:
-        """A request that the SDK has no method for, or whose id is wanted."""
+        """Send a request for which the SDK has no method, or whose id is needed."""
         connection = self.client(is_owner)._connection
         return connection.request(op, body=dict(body or {}), **options)
 
     def job(self, name: str) -> str:
-        """Jobs that are over stay listed: each example has names of its own."""
+        """Return a job name of this example, because ended jobs stay listed."""
         return f"{name}-{self.number}"
 
     def program(self, name: str) -> str:
-        """Of a registered model; any other has no input to be right or wrong."""
+        """Return the program of a registered model; else a program with any valid input."""
         model = self.oracle.models.get(name)
         return model.program.name if model is not None else "small"
 
     def answered(self, name: str, batch: int, seed: int, outcome: str, answer: Any) -> None:
-        """Account for one request; its result must be the plain module's, bit for bit."""
+        """Record a request; check that its result equals the plain module's, bit for bit."""
         if outcome == OK:
             expected = self.stage.material.expected(self.program(name), batch, seed)
             (got,) = answer.outputs.values()
@@ -568,7 +568,7 @@ class ServerApi(RuleBasedStateMachine):
     @rule(name=MODELS, program=st.sampled_from(["small", "made"]), is_owner=st.just(True))
     @speaks("register")
     def register_at_once(self, name: str, program: str, is_owner: bool) -> None:
-        """A plain one: there is something to ask for in most examples."""
+        """Register without options, so that most examples have a model."""
         self._register(name, program, 0, "", False, is_owner)
 
     @rule(
@@ -611,7 +611,7 @@ class ServerApi(RuleBasedStateMachine):
     @rule(name=MODELS, program=st.sampled_from(["small", "made"]), wait_ms=st.integers(0, 60))
     @speaks("register", "cancel")
     def cancel_a_registration(self, name: str, program: str, wait_ms: int) -> None:
-        """Taken back: nothing of it is left. Too late: it is registered."""
+        """Cancel a registration: nothing of it is left, or it was too late and the model exists."""
         source, options = self.stage.material.source(program)
         if not PROGRAMS[program].is_code:
             source = self.client().upload(source, "bundle")
@@ -628,7 +628,7 @@ class ServerApi(RuleBasedStateMachine):
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(connection, "_header", noted)
             future = self.raw("register", model=name, body={"source": source, "inputs": inputs})
-        threading.Event().wait(wait_ms / 1000)  # a moment inside the build, not a condition
+        threading.Event().wait(wait_ms / 1000)  # a moment during the build, not a condition
         is_found = self.raw("cancel", body={"id": ids[0]}).result(ANSWER_S).body["found"]
         allowed = self.oracle.may_register(name, PROGRAMS[program], 0, is_owner=True)
         allowed |= {"Cancelled"} if is_found and name not in self.oracle.models else set()
@@ -658,7 +658,7 @@ class ServerApi(RuleBasedStateMachine):
     def unregister_behind_requests(
         self, name: str, others: list[tuple[str, int, int, bool]], is_owner: bool
     ) -> None:
-        """What was asked before is answered first."""
+        """Check that earlier requests are answered before the model is removed."""
         requests = [(other, batch, seed, is_owner) for other, batch, seed, _ in others]
         requests.append((name, 1, 0, is_owner))
         futures = self.submit(requests)
@@ -671,7 +671,7 @@ class ServerApi(RuleBasedStateMachine):
     @rule(name=MODELS, is_owner=OWNERS)
     @speaks("rollback", "publish")
     def ask_for_other_versions(self, name: str, is_owner: bool) -> None:
-        """No job of these has published: each model is its first version, and stays it."""
+        """Check that each model keeps its first version, because no job has published another."""
         none, client = only("ModelNotFound"), self.client(is_owner)
         self.ask(none, lambda: client.rollback(name))
         self.ask(none, lambda: client.rollback(name, 7))
@@ -689,7 +689,7 @@ class ServerApi(RuleBasedStateMachine):
         self._pin(name, False, is_owner)
 
     def _pin(self, name: str, is_pinned: bool, is_owner: bool) -> None:
-        """Load or unload; a pinned one that nothing hinders is brought to the device."""
+        """Load or unload a model; wait for a pinned one if it is certain to come to the device."""
         client = self.client(is_owner)
         outcome, row = self.ask(
             self.oracle.may_find(name),
@@ -705,7 +705,7 @@ class ServerApi(RuleBasedStateMachine):
     @rule(programs=st.permutations(["wide", "wide", "small"]), is_owner=OWNERS)
     @speaks("unregister", "register")
     def crowd_the_device(self, programs: list[str], is_owner: bool) -> None:
-        """More than it can hold: idle ones make room, pinned ones do not until they may again."""
+        """Fill the device: idle models are evicted, pinned models stay until they are unloaded."""
         names = ("a", "b", "c")
         for name in names:
             self._unregister(name, is_owner)
@@ -717,7 +717,7 @@ class ServerApi(RuleBasedStateMachine):
             for name in wide:
                 self._pin(name, name in pinned, is_owner)
             self.oracle.check_models(self.client().models())
-            # Who is asked least goes first, unless it must stay.
+            # The model with the fewest requests is evicted first, unless it is pinned.
             for name in [name for name in known if name not in pinned] * 3 + known:
                 self._infer(name, is_owner)
 
@@ -725,7 +725,7 @@ class ServerApi(RuleBasedStateMachine):
     @speaks("profile")
     def profile(self, name: str, batches: list[int], is_owner: bool) -> None:
         if name in self.oracle.models:
-            self.oracle.models[name].stays = False  # its own copy is timed
+            self.oracle.models[name].stays = False  # profiling evicts it, to time its copy
         outcome, profile = self.ask(
             self.oracle.may_profile(name, batches),
             lambda: self.client(is_owner).profile(name, batches),
@@ -734,7 +734,7 @@ class ServerApi(RuleBasedStateMachine):
             assert profile["digest"] == self.oracle.models[name].digest
             measured = [one["batch"] for one in profile["batches"]]
             assert measured == list(dict.fromkeys(batches)) or not batches
-        self._rebase()  # its requests were counted too
+        self._rebase()  # profiling's requests were counted, too
 
     @rule(name=MODELS, is_owner=OWNERS)
     @speaks("show", "plan", "trace")
@@ -816,7 +816,7 @@ class ServerApi(RuleBasedStateMachine):
     @rule(name=MODELS, before=st.integers(0, 3), is_owner=OWNERS)
     @speaks("infer", "cancel")
     def take_a_request_back(self, name: str, before: int, is_owner: bool) -> None:
-        """It is answered all the same: with its result, if it was too late."""
+        """Cancel a request; it is answered in any case, with its result if it was too late."""
         requests = [(name, 1, 0, is_owner)] * before
         futures = self.submit(requests)
         allowed = self.oracle.may_infer(name)
@@ -830,21 +830,21 @@ class ServerApi(RuleBasedStateMachine):
         self.answered(name, 1, 1, outcome, result)
 
     def _last_id(self, is_owner: bool) -> str:
-        """Of the latest request: ids are numbered, and no other thread uses this client."""
+        """Return the id of the latest request: ids are numbered, and this client has one thread."""
         connection = self.client(is_owner)._connection
-        header_id = connection._header("ps", "", None)["id"]  # never sent
+        header_id = connection._header("ps", "", None)["id"]  # this request is never sent
         prefix, number = header_id.rsplit("-", 1)
         return f"{prefix}-{int(number) - 1}"
 
     @rule(fates=FATES)
     @speaks()
     def wait_behind_a_held_one(self, fates: list[tuple[str, str, str, bool]]) -> None:
-        """While the device is held, nothing behind is left to chance.
+        """Queue requests behind one that holds the device, so that their order is certain.
 
-        1. One holds it, another is dispatched and waits for its turn: all later ones are queued.
-        2. What is taken back, or too late, is answered so at once, and never runs.
-        3. The device is let go: the others run in the order of their classes; requests of one
-           class, model and connection in the order they came.
+        1. One request holds the device, another is dispatched; all later ones are queued.
+        2. Cancelled and late requests are answered at once and never run.
+        3. When the device is released, the others run in the order of their classes. Requests of
+           one class, model and connection run in the order of their arrival.
         """
         if not self._has_holder():
             return
@@ -857,7 +857,7 @@ class ServerApi(RuleBasedStateMachine):
             tools.until(
                 lambda: self.stage.checked.row(HOLDER)["state"] == "active", "it is held"
             )  # 1.
-            x = value("poison", 1, 1)  # another caller's: its own might have to give way to them
+            x = value("poison", 1, 1)  # from another client: it cannot have to yield to them
             behind = self.client(is_owner=False).submit(HOLDER, x, priority="high")
             self._wait_until_queued(0)
             run = self._queue_up(fates)  # 2.
@@ -868,20 +868,20 @@ class ServerApi(RuleBasedStateMachine):
         self._judge_order(run)  # 3.
 
     def _has_holder(self) -> bool:
-        """There is that model, or there is now, and a request for it is served for certain."""
+        """Register the holder if necessary; return whether it is certain to be served."""
         if HOLDER not in self.oracle.models:
             self._register(HOLDER, "poison", 0, "high", False, True)
         return self.oracle.may_infer(HOLDER) == {OK}
 
     def _waiting(self) -> tuple[int, int]:
-        """Requests in flight, and how many of them are queued."""
+        """Return the numbers of requests in flight and of queued requests."""
         stats = self.stage.checked.stats()
         return stats["inference"]["in_flight"], stats["queued"]
 
     def _queue_up(
         self, fates: Sequence[tuple[str, str, str, bool]]
     ) -> list[tuple[tuple[str, str, bool], Future[Any]]]:
-        """Send these, and see those that are taken back or late end; the rest of them."""
+        """Send requests; check that cancelled and late ones end; return the others."""
         run = []
         taken_back = []
         for name, priority, fate, is_owner in fates:
@@ -908,11 +908,11 @@ class ServerApi(RuleBasedStateMachine):
         return run
 
     def _wait_until_queued(self, count: int) -> None:
-        """So many, behind the one that computes and the one that goes next."""
+        """Wait until ``count`` requests are queued behind the running one and the next one."""
         tools.until(lambda: self._waiting() == (2 + count, count), f"{count} are queued")
 
     def _judge_order(self, run: Sequence[tuple[tuple[str, str, bool], Future[Any]]]) -> None:
-        """Epochs are numbered as they are dispatched."""
+        """Check the order of the runs by their operation ids, which are numbered at dispatch."""
         ran: list[tuple[int, str, bool, int]] = []
         for (name, priority, is_owner), future in run:
             outcome, answer = self.ask(only(OK), functools.partial(future.result, ANSWER_S))
@@ -931,7 +931,7 @@ class ServerApi(RuleBasedStateMachine):
         self._infer_what_it_dies_of(name, is_owner)
 
     def _infer_what_it_dies_of(self, name: str, is_owner: bool) -> None:
-        """Its code raises, or takes its worker down again and again until it is set aside."""
+        """Send an input that makes the code raise, or kill workers until it is quarantined."""
         program = self.program(name)
         x = value(program, 1, 0)
         allowed = self.oracle.may_infer(name)
@@ -952,7 +952,7 @@ class ServerApi(RuleBasedStateMachine):
     @rule(is_owner=OWNERS, unpins=st.booleans())
     @speaks()
     def pardon_what_was_set_aside(self, is_owner: bool, unpins: bool) -> None:
-        """It takes workers down, is refused, loaded, and then served again."""
+        """Quarantine the holder, check a refusal, load it, and check that it is served again."""
         if not self._has_holder():
             return
         self.oracle.kills += 1
@@ -968,12 +968,12 @@ class ServerApi(RuleBasedStateMachine):
     @speaks("prefetch", "stats")
     def prefetch(self, name: str, is_owner: bool) -> None:
         self.client(is_owner).prefetch(name)
-        self.client(is_owner).stats()  # behind it
+        self.client(is_owner).stats()  # answered after the prefetch
 
     @rule(name=MODELS, count=st.integers(1, 5))
     @speaks("infer", "hello")
     def leave_before_the_answer(self, name: str, count: int) -> None:
-        """Each request ends as something, and nothing of it stays."""
+        """Disconnect before the answers; each request must be counted and leave nothing behind."""
         before = self.stage.checked.stats()["inference"]
         requests = [(name, 1, 0, False)] * count
         with self.stage.checked.running.client(tcp=True) as visitor:
@@ -991,7 +991,7 @@ class ServerApi(RuleBasedStateMachine):
         return stats if stats["inference"]["in_flight"] == 0 and stats["queued"] == 0 else None
 
     def _rebase(self) -> None:
-        """Count from here on: how many of these requests arrived is not known."""
+        """Take over the server's counts, because it is unknown how many requests arrived."""
         checked = self.stage.checked
         stats = checked.stats()
         counts = stats["inference"]
@@ -1005,15 +1005,15 @@ class ServerApi(RuleBasedStateMachine):
     def ask_for_everything_at_once(
         self, orders: list[tuple[str, str, bool]], daemon_dies: bool
     ) -> None:
-        """In an order that only the server knows: each is answered in one of the ways it may be.
+        """Send many verbs at once, in an order that only the server knows; check each outcome.
 
-        What it came to is then taken over: ``models`` says it, and all the rest must agree.
+        Then the oracle takes over the state that ``models`` shows; all other answers must agree.
         """
         material, x = self.stage.material, value("small", 1, 0)
         answers = [material.expected(program, 1, 0) for program in ("small", "other", "made")]
         bundles = {}
         for program, _ in itertools.product(("small", "other"), orders):
-            source, _ = material.source(program)  # a put for each: with its answer the file may go
+            source, _ = material.source(program)  # one upload per use, which may remove the file
             bundles[program] = self.client().upload(source, "bundle")
         pid = self.stage.checked.daemon_pid()
         futures = []
@@ -1031,20 +1031,20 @@ class ServerApi(RuleBasedStateMachine):
             outcome, answer = self.outcome(functools.partial(future.result, ANSWER_S))
             allowed = STORM_OUTCOMES[what.split()[0]]
             if what.startswith("register") and any(o[:2] == ("unregister", name) for o in orders):
-                allowed |= {"Cancelled"}  # an unregister ends the build
+                allowed |= {"Cancelled"}  # an unregister cancels the build
             assert outcome in allowed, f"{what} {name}: {outcome} {answer}"
             if what == "infer" and outcome == OK and answer.outputs["y"].shape == x.shape:
                 assert any(tools.is_bit_equal(answer["y"], y) for y in answers), name
             elif what.startswith("register") and outcome == OK:
                 program = what.split()[1]
                 self.oracle.know_digest(program, DEFAULT_MAX_BATCH, answer.body["digest"])
-        if daemon_dies:  # until then ``models`` may speak of a device that is no more
+        if daemon_dies:  # until then ``models`` may describe the old device
             self._wait_for_another_daemon(pid)
         self.stage.checked.wait_until_whole()
         self._adopt()
 
     def _adopt(self) -> None:
-        """The models that ``models`` shows are the oracle's."""
+        """Take over the models that ``models`` shows into the oracle."""
         known = {one: PROGRAMS[p] for (p, _), all_ in self.oracle.digests.items() for one in all_}
         rows = {row["name"]: row for row in self.client().models()}
         for name in set(self.oracle.models) - set(rows):
@@ -1068,7 +1068,7 @@ class ServerApi(RuleBasedStateMachine):
     @rule(name=JOBS, kind=st.sampled_from(["endless", "short"]), action=ACTIONS)
     @speaks("train", "job")
     def train_at_once(self, name: str, kind: str, action: str) -> None:
-        """There is a job to act on in most examples, and one that may just have begun."""
+        """Start a job, so that most examples have one, and act on it shortly after its start."""
         self._train(self.job(name), kind, "", True)
         self._act(self.job(name), action, False)
 
@@ -1112,7 +1112,7 @@ class ServerApi(RuleBasedStateMachine):
     @rule(name=JOBS, is_owner=OWNERS)
     @speaks("job")
     def wait(self, name: str, is_owner: bool) -> None:
-        """For the end: its own, or, where it has none, that of a cancellation."""
+        """Wait for the end of a job; cancel it if it would not end on its own."""
         name = self.job(name)
         future = self.raw("job", is_owner=is_owner, body={"name": name, "action": "wait"})
         job = self.oracle.jobs.get(name)
@@ -1140,7 +1140,7 @@ class ServerApi(RuleBasedStateMachine):
         client.about()
         if outcome == OK:
             whole = "".join(client.task(name).logs()).encode()
-            end_bytes = piece["end_bytes"]  # when it was read: a job that lives goes on printing
+            end_bytes = piece["end_bytes"]  # at the time of reading; a running job prints more
             assert min(offset_bytes, end_bytes) <= piece["offset_bytes"] <= end_bytes
             assert whole.endswith(b"\n") or not whole
             if self.oracle.jobs[name].end:
@@ -1148,7 +1148,7 @@ class ServerApi(RuleBasedStateMachine):
                 assert piece["text"].encode() in whole
 
     def _judge_log(self, name: str) -> None:
-        """What a job that is over has printed, the last time that it ran."""
+        """Check the output of an ended job's last run."""
         job = self.oracle.jobs[name]
         text = "".join(self.client().task(name).logs())
         if job.kind == "short" and job.end == "done":
@@ -1169,7 +1169,7 @@ class ServerApi(RuleBasedStateMachine):
             times_ms = [deep["daemon_ms"], *(worker["ms"] for worker in deep["workers"])]
             return bool(deep["ready"]) and None not in times_ms
 
-        # Short jobs use their workers up: for a moment there may be none that has started.
+        # Short jobs use up workers, so for a moment there may be none that has started.
         tools.until(all_answer, "the daemon and the workers answer")
         about = client.about()
         assert about["pid"] == self.stage.checked.pid
@@ -1183,7 +1183,7 @@ class ServerApi(RuleBasedStateMachine):
     @rule(verb=st.sampled_from(sorted(BODIES)), is_owner=OWNERS)
     @speaks()
     def say_too_much(self, verb: str, is_owner: bool) -> None:
-        """A field that no verb has."""
+        """Send a field that no verb has."""
         model = "a" if verb == "register" else next(iter(self.oracle.models), "a")
         body = {**BODIES[verb], "surprise": 1}
         if verb in ("job", "train"):
@@ -1217,9 +1217,9 @@ class ServerApi(RuleBasedStateMachine):
     )
     @speaks("put")
     def put(self, content: bytes, how: str, is_owner: bool) -> None:
-        """In two pieces. A file that is there already needs none."""
+        """Upload in two pieces; a file that exists needs none."""
         kind = "pickle" if how == "kind" else "safetensors"
-        content += uuid.uuid4().bytes  # never there before
+        content += uuid.uuid4().bytes  # always a new file
         digest = hashlib.sha256(content if how != "digest" else b"another").hexdigest()
         body = {"digest": digest, "size_bytes": len(content), "kind": kind}
         half = len(content) // 2
@@ -1283,7 +1283,7 @@ class ServerApi(RuleBasedStateMachine):
     @rule(how=st.sampled_from(WAYS_TO_END))
     @speaks("hello")
     def restart(self, how: str) -> None:
-        """Another server on the same state knows what was acknowledged. It takes seconds."""
+        """Restart the server and check that it knows everything acknowledged. Takes seconds."""
         self._restart(how)
 
     def _restart(self, how: str) -> None:
@@ -1300,9 +1300,9 @@ class ServerApi(RuleBasedStateMachine):
         )
 
     def _leave_marks(self) -> None:
-        """What a server could forget is there: pins, their ends, a name given back, a pause."""
+        """Set state that a restart could lose: pins, unpins, a removed name, a pause."""
         for name in ("a", "b", "c"):
-            self._register(name, "small", 0, "low", True, True)  # refused, where there is one
+            self._register(name, "small", 0, "low", True, True)  # refused if the name exists
         self._unregister("c", True)
         self._pin("a", True, True)
         self._pin("a", False, True)
@@ -1327,8 +1327,8 @@ class ServerApi(RuleBasedStateMachine):
         self.stage.is_spoilt = spoilt
 
     def _be_sharp(self) -> None:
-        """The rules that leave least to chance, where chance has not chosen them before: what a
-        machine draws depends on what the server answered, and so on its load."""
+        """Run the rules with the most certain outcomes if no example has chosen them.
+        Hypothesis's choices depend on the server's answers, and so on its load."""
         sharp: dict[str, Callable[[], None]] = {
             "wait_behind_a_held_one": lambda: self.wait_behind_a_held_one([]),
             "pardon_what_was_set_aside": lambda: self.pardon_what_was_set_aside(True, False),
@@ -1341,7 +1341,7 @@ class ServerApi(RuleBasedStateMachine):
                 self.server_and_oracle_agree()
 
     def teardown(self) -> None:
-        """Back to an empty server: every byte, lease and slab has come back."""
+        """Empty the server; check that every byte, lease and slab is free."""
         if self.stage.is_spoilt:
             return
         if self.number % RESTART_EVERY == RESTART_EVERY - 1:
@@ -1353,11 +1353,11 @@ class ServerApi(RuleBasedStateMachine):
         checked = self.stage.checked
         for name, job in self.oracle.jobs.items():
             if not job.end:
-                with contextlib.suppress(InvalidInput):  # it is over by itself
+                with contextlib.suppress(InvalidInput):  # it has ended on its own
                     checked.client.job(name, "cancel")
         for name in self.oracle.models:
             checked.client.unregister(name)
-        if self.oracle.daemon_deaths:  # an answer, and they are forgiven
+        if self.oracle.daemon_deaths:  # an answer resets the count
             checked.client.register("last", self.stage.material.folder / "small.bundle")
             checked.client.infer("last", value("small", 1, 0))
             checked.client.unregister("last")
@@ -1404,7 +1404,7 @@ def test_every_verb_of_the_protocol_has_a_rule() -> None:
     documented = set(re.findall(r"\*\*(\w+)\*\*", section))
     assert documented == set(VERBS), "the document and the table list the same verbs"
     spoken = frozenset().union(*RULES.values()) | {"models", "jobs"}  # asked after every rule
-    # test_tcp, test_keys; test_chains; test_sequences; test_generate; test_cluster
+    # The other verbs are tested in test_tcp, test_keys, test_chains, test_sequences, and others.
     elsewhere = {"caller", "events", "chain", "sequences", "generation", "generate", "nodes"}
     here = documented - elsewhere
     assert spoken == here
@@ -1425,7 +1425,7 @@ QUICK = settings(
     deadline=None,
     derandomize=True,
     database=None,
-    phases=[Phase.generate],  # a failure is told as it happened
+    phases=[Phase.generate],  # no shrinking
     report_multiple_bugs=False,
     suppress_health_check=list(HealthCheck),
 )

@@ -1,4 +1,4 @@
-"""Whatever is wrong with a request: one clear typed error, and nothing else is disturbed."""
+"""Bad requests: each gets one clear typed error, and nothing else is affected."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def test_weights_of_another_model_are_refused(running: Checked, tmp_path: Path) 
         )
 
 
-# ------------------------------------------------------------------------------- code, and jobs
+# ------------------------------------------------------------------------------- code and jobs
 
 
 def test_a_module_that_does_not_exist_fails_the_job(running: Checked) -> None:

@@ -1,4 +1,4 @@
-"""Through switches, evictions and preempted training, outputs stay those of the plain model."""
+"""Outputs equal those of the plain model through switches, evictions and preempted training."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from torch import nn
 
 SEED = 20261121
 
-# name, side of the square input; ViT's position table fixes its side
+# name, side of the square input; ViT's position table requires its side
 FAMILIES = [
     ("resnet18", 64),
     ("inception_v3", 96),
@@ -29,7 +29,7 @@ FAMILIES = [
     ("shufflenet_v2_x0_5", 64),
 ]
 FEW = [family for family in FAMILIES if family[0] in ("resnet18", "vit_b_32", "convnext_tiny")]
-ARENA = "400MiB"  # ViT's 337 MiB and one middling model; all together they need twice that
+ARENA = "400MiB"  # ViT's 337 MiB and one medium model; all models need twice as much
 
 
 @pytest.fixture(scope="module")
@@ -39,14 +39,14 @@ def running() -> Iterator[Checked]:
 
 
 def plain(name: str, seed: int) -> nn.Module:
-    """The eager model with the weights that ``random:SEED`` stands for."""
+    """Return the eager model with the weights of ``random:SEED``."""
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # Inception announces a slow initialisation
+        warnings.simplefilter("ignore")  # Inception warns of a slow initialisation
         torch.manual_seed(seed)
         return torchvision.models.get_model(name, weights=None).eval()
 
 
-@pytest.mark.timeout(900)  # to build ten models takes a minute, several beside other work
+@pytest.mark.timeout(900)  # building ten models takes a minute, or several on a busy machine
 @pytest.mark.parametrize(
     "families", [FEW, pytest.param(FAMILIES, marks=pytest.mark.slow)], ids=["three", "ten"]
 )
@@ -76,12 +76,12 @@ def test_families_answer_bit_equal_while_they_evict_each_other_and_training_runs
     futures = [(name, client.submit(name, x), y) for name, x, y in requests]
     wrong = [name for name, future, y in futures if not is_bit_equal(future.result(60)["y"], y)]
     assert wrong == []
-    # and one at a time, so that the training comes between any two
+    # One at a time, so that the job trains between any two requests.
     wrong = [name for name, x, y in requests if not is_bit_equal(client.infer(name, x)["y"], y)]
     assert wrong == []
 
     after = running.stats()
-    assert after["evictions"] > before["evictions"]  # they did not just all fit
+    assert after["evictions"] > before["evictions"]  # not all models fit
     assert after["preemptions"] > before["preemptions"]
     assert all(job["suspensions"] > 0 for job in client.jobs())
 

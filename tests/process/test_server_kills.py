@@ -14,7 +14,7 @@ import torch
 
 from pipeswitch.base.errors import PipeSwitchError, ServerUnavailable
 
-SLOW_LINK = ("--link-gbps", "0.05")  # GB/s: 32 MB are on their way for more than half a second
+SLOW_LINK = ("--link-gbps", "0.05")  # GB/s: copying 32 MB takes more than half a second
 WIDE = 1024
 WIDE_DEPTH = 8  # 32 MiB: one model fits at a time
 X = torch.linspace(-1, 1, WIDE).reshape(1, WIDE)
@@ -26,28 +26,25 @@ def test_a_worker_killed_in_every_part_of_a_switch_costs_no_answer() -> None:
         arena="42MiB", environment=tools.ENVIRONMENT, args=SLOW_LINK
     ) as checked:
         register_both(checked)
-        for delay_s in (0.0, 0.05, 0.15, 0.3, 0.45, 0.6):  # of about 0.65 s
+        for delay_s in (0.0, 0.05, 0.15, 0.3, 0.45, 0.6):  # within about 0.65 s
             checked.client.infer("other", X)
             assert checked.row("wide")["state"] == "host"
             checked.wait_until_whole()
             future = checked.client.submit("wide", X)
             pid = tools.until(lambda: checked.row("wide")["pid"], "a worker has it")
-            threading.Event().wait(delay_s)  # a moment inside the transfer, not a condition
+            threading.Event().wait(delay_s)  # a random moment during the transfer, not a condition
             tools.kill(pid)
             assert tools.is_bit_equal(future.result(30)["y"], expected), f"{delay_s} s"
         checked.wait_until_whole()
 
 
 def outcome(future: Future[Any]) -> type[PipeSwitchError] | None:
-    """None for a result, else the error's type."""
+    """Return None for a result, else the error's type."""
     try:
         future.result(40)
     except PipeSwitchError as error:
         return type(error)
     return None
-
-
-# ------------------------------------------------------------------------------- clients
 
 
 # ------------------------------------------------------------------------------- the server
@@ -66,7 +63,7 @@ def register_both(checked: tools.Checked) -> None:
 
 
 def submit_both(checked: tools.Checked, count: int) -> list[Future[Any]]:
-    """Requests that are accepted and each need a switch."""
+    """Send requests that are accepted and need a switch each."""
     before = checked.stats()["inference"]["accepted"]
     futures = [checked.client.submit(("wide", "other")[i % 2], X) for i in range(count)]
     tools.until(
@@ -96,12 +93,12 @@ def test_a_signal_drains_what_was_accepted_is_answered_and_what_is_new_refused(
 def test_a_second_signal_ends_it_at_once_and_answers_what_was_left() -> None:
     with busy_server() as checked:
         register_both(checked)
-        futures = submit_both(checked, 12)  # eight seconds of transfers
+        futures = submit_both(checked, 12)  # 8 s of transfers
         tools.kill(checked.pid, signal.SIGTERM)
         tools.until(lambda: is_draining(checked), "it drains")
         tools.kill(checked.pid, signal.SIGTERM)
         answers = [outcome(future) for future in futures]
-        assert ServerUnavailable in answers  # it did not wait for all of them
+        assert ServerUnavailable in answers  # not all of them were computed
         assert set(answers) <= {ServerUnavailable, None}
         assert checked.running.process.wait(20) == 0
         tools.gone(checked.mark)
@@ -122,7 +119,7 @@ def test_children_of_a_killed_controller_leave(are_stopped: bool, tmp_path: Path
         futures = submit_both(checked, 4)
         children = tools.marked_pids(checked.mark) - {checked.pid}
         assert len(children) >= 5  # fork server, daemon, workers
-        if are_stopped:  # who would kill them for it is killed first
+        if are_stopped:  # the controller would kill stopped children, but dies first
             for pid in children:
                 tools.kill(pid, signal.SIGSTOP)
         tools.kill(checked.pid)
@@ -153,7 +150,7 @@ def test_a_restarted_server_has_its_models_and_resumes_its_jobs(tmp_path: Path) 
         args = [str(tmp_path / "served"), "12", "512"]
         task = first.client.train(script, name="resumes", args=args)
         tools.until(lambda: task.status()["step"] > 20, "it trains")
-        paused = task.pause()  # what is put aside is written to disk at once
+        paused = task.pause()  # a paused job is evicted and written to disk at once
         persisted = paused["committed_step"]
         tools.until(lambda: task.status()["persisted_step"] == persisted > 0, "it is on disk")
         task.resume()

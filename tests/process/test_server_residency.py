@@ -1,4 +1,4 @@
-"""What stays on the device is not sent again, and a job that stays there loses no step."""
+"""Resident models are not copied again, and a resident job loses no step."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ import torch
 from process_tools import Checked, checked_server, mlp, start_endless_job, until
 
 WIDTH = 512
-DEPTH = 5  # 5 MiB of weights and some: regions of 6 MiB
+DEPTH = 5  # a little more than 5 MiB of weights, in regions of 6 MiB
 
 
 @pytest.fixture(scope="module")
 def running() -> Iterator[Checked]:
-    """Room for three of the four models, or two and a training slice."""
+    """Start a server with room for three of the four models, or for two and a slice."""
     with checked_server(arena="22MiB") as checked:
         for seed, name in enumerate("abcd"):
             checked.client.register(name, mlp(WIDTH, DEPTH, seed), example_inputs=value(0.0))
@@ -30,7 +30,7 @@ def _settled(running: Checked) -> Iterator[None]:
 
 
 def still(checked: Checked) -> dict[str, Any]:
-    """Counters when no copy is on its way: its end is told after the answer that it carried."""
+    """Return counters when no copy is in flight; a copy's end is reported after the answer."""
     until(
         lambda: all(m["residency"] != "transmitting" for m in checked.client.models()),
         "no model is on its way",
@@ -53,7 +53,7 @@ def test_a_cold_request_transmits_the_model_once_and_the_bill_says_so(running: C
     size = running.client.show("d")["bytes"]
     assert after["transmitted_bytes"] - before["transmitted_bytes"] == size
     assert after["transmissions"] - before["transmissions"] == 1
-    assert after["evictions"] - before["evictions"] == 1  # one of the three had to go
+    assert after["evictions"] - before["evictions"] == 1  # one of the three was evicted
     assert sum(m["residency"] == "resident" for m in running.client.models()) == 3
 
 
@@ -73,7 +73,7 @@ def test_training_that_is_suspended_in_place_loses_no_step(
         lambda: (lambda r: r if r["suspensions"] >= 10 else None)(task.status()), "it was suspended"
     )
     assert (row["restarts"], row["evictions"], row["steps_recomputed"]) == (0, 0, 0)
-    assert row["worker"] == worker  # the same process all the time
+    assert row["worker"] == worker  # always the same process
     assert row["lease_bytes"] > 0
     after = still(running)
     assert after["preemptions"] - before["preemptions"] >= row["suspensions"]

@@ -1,4 +1,4 @@
-"""A thousand switches leave no process larger, and nothing open, than after the first ones."""
+"""A thousand switches: no process grows or keeps descriptors after its warm-up."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ from tests.process.figures import publishing, say
 
 WIDTH = 64
 WARM_UP, SAMPLE_EVERY = 200, 20
-LONG_WARM_UP = 2_000  # by then every worker has had requests
-# A worker takes 10 MiB once, when the first request reaches it.
+LONG_WARM_UP = 2_000  # until every worker has had requests
+# A worker grows by 10 MiB once, at its first request.
 OWNER_MIB, WORKER_MIB = 1.0, 16.0
 
 
 def processes(checked: Checked) -> dict[str, int]:
-    """Everything that must not grow, by name."""
+    """Return the pids of the processes that must not grow, by name."""
     workers = {f"worker-{slot}": pid for slot, pid in checked.worker_pids().items()}
     return {"controller": checked.pid, "daemon": checked.daemon_pid(), **workers}
 
 
 def holdings(pid: int) -> dict[str, int]:
-    """Descriptors, memfds among them (mapped ones too) and threads of a process."""
+    """Count a process's descriptors, memfds among them, mapped memfds and threads."""
     links = []
     for entry in Path("/proc", str(pid), "fd").iterdir():
         links.append(os.readlink(entry))
@@ -41,7 +41,7 @@ def holdings(pid: int) -> dict[str, int]:
 
 
 def slope_mib(samples: list[int]) -> float:
-    """Growth in MiB per 10,000 switches, by least squares."""
+    """Return the growth in MiB per 10,000 switches, by least squares."""
     count = len(samples)
     mean_x, mean_y = (count - 1) / 2, sum(samples) / count
     over = sum((x - mean_x) * (y - mean_y) for x, y in enumerate(samples))
@@ -49,11 +49,11 @@ def slope_mib(samples: list[int]) -> float:
     return per_sample / SAMPLE_EVERY * 10_000 / (1 << 20)
 
 
-KEPT = ("arena_free_bytes", "store_free_bytes", "pool_free_bytes", "workers")  # delta 0
+KEPT = ("arena_free_bytes", "store_free_bytes", "pool_free_bytes", "workers")  # must not change
 
 
 class Soak:
-    """Three models of which two fit: every request is a switch; all processes are watched."""
+    """Three models in an arena for two: every request is a switch. All processes are monitored."""
 
     def __init__(self, checked: Checked) -> None:
         self.checked = checked
@@ -72,7 +72,7 @@ class Soak:
             self.number += 1
 
     def run(self, warm_up: int, switches: int, figures: dict[str, Any]) -> None:
-        """Switch, watch, and note; judges what must not change at all."""
+        """Switch, sample memory and fill ``figures``; check everything that must not change."""
         self.switch(warm_up)
         before, pids = self.checked.stats(), processes(self.checked)
         held_before = {name: holdings(pid) for name, pid in pids.items()}
@@ -97,14 +97,14 @@ class Soak:
                 for kind in ("descriptors", "memfds", "mapped memfds", "threads")
             },
         )
-        assert processes(self.checked) == pids  # none died on the way
+        assert processes(self.checked) == pids  # no process died
         assert held_after == held_before
         assert not any(figures["deltas"].values()), figures
         assert figures["transmissions"] >= switches * 0.9
         assert figures["evictions"] >= switches * 0.9
 
 
-ARENA = "6MiB"  # 2 MiB of words and two regions of 2 MiB
+ARENA = "6MiB"  # 2 MiB of fences and two regions of 2 MiB
 
 
 @pytest.mark.timeout(240)
@@ -115,7 +115,7 @@ def test_a_thousand_switches_grow_nothing() -> None:
     for name, grown_mib in figures["grown_mib"].items():
         is_worker = name.startswith("worker")
         assert grown_mib < (WORKER_MIB if is_worker else OWNER_MIB), figures
-        assert is_worker or figures["slope_mib_per_10000"][name] < 10.0, figures  # noise
+        assert is_worker or figures["slope_mib_per_10000"][name] < 10.0, figures  # noise in workers
 
 
 @pytest.mark.soak

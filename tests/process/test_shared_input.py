@@ -1,4 +1,4 @@
-"""Jobs that share their input: one load for all, and each ends as it would alone."""
+"""Jobs that share their input: each batch is loaded once, and each job ends as it would alone."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from process_tools import Checked, checked_server, finish, kill, run_plain, unti
 from pipeswitch.base.errors import TaskFailed
 from pipeswitch.client.client import Task
 
-BATCHES: Final = 8  # of a pass
+BATCHES: Final = 8  # per pass
 
 SCRIPT: Final = """
     import hashlib, os, random, sys
@@ -91,7 +91,7 @@ def test_two_jobs_load_their_input_once_and_end_as_each_alone(
         assert said(checked, f"calm-{width}") == expected[width]
     loaded = (tmp_path / "shared.calls").stat().st_size
     each = passes * BATCHES * 8
-    assert each < loaded <= each + 2 * 8  # and the first that each found, to compare
+    assert each < loaded <= each + 2 * 8  # and each job's first batch, to compare
 
 
 def test_a_job_that_is_killed_evicted_and_resumed_leaves_itself_and_the_other_exact(
@@ -116,7 +116,7 @@ def test_a_job_that_is_killed_evicted_and_resumed_leaves_itself_and_the_other_ex
     goes_on(tasks[32])
     victim.resume()
     goes_on(victim)
-    (tmp_path / "s.enough").touch()  # of the pass under way: no life begins any more
+    (tmp_path / "s.enough").touch()  # they stop after the current pass; no process starts again
     for width, task in tasks.items():
         row = finish(task)
         alone = arguments(tmp_path / f"alone-{width}", width, row["step"] // BATCHES)
@@ -125,7 +125,7 @@ def test_a_job_that_is_killed_evicted_and_resumed_leaves_itself_and_the_other_ex
 
 
 def goes_on(task: Task) -> None:
-    """It ends a pass at least, so it also resumes from a commit if it had to."""
+    """Wait for at least one more pass, so that the job has resumed from a commit if necessary."""
     step = task.status()["step"]
     until(lambda: task.status()["step"] > step + BATCHES, f"{task.name} goes on")
 

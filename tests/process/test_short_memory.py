@@ -1,4 +1,4 @@
-"""Clients' requests in a process that cannot allocate: an error each time, never a crash."""
+"""Clients' requests in a process that cannot allocate: always an error, never a crash."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""Workers and the gateway without descriptors, memory or threads: the rest is served.
+"""Workers and the gateway without descriptors, memory or threads: other requests are served.
 
-What could not be done is refused in one clear way, and works again later.
+Requests that cannot be served get one clear error and succeed later.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ SMALL = torch.linspace(-1, 1, 64).reshape(1, 64)
 ONE, LARGE = np.ones((1, 64), np.float32), np.ones((1, MIB), np.float32)
 
 
-WIDE = 12 * MIB  # 48 MiB: no allocator keeps so much for the next request
+WIDE = 12 * MIB  # 48 MiB, more than an allocator keeps for the next request
 
 
 class Wide(torch.nn.Module):
@@ -42,7 +42,7 @@ class Wide(torch.nn.Module):
 @pytest.fixture(scope="module")
 def running() -> Iterator[tools.Checked]:
     options: Any = {"arena": "64MiB", "http": True, "args": ("--gateway-roles", "infer")}
-    with tools.checked_server(**options) as checked:  # workers in the sandbox: no failpoints
+    with tools.checked_server(**options) as checked:  # sandboxed workers: no failpoints
         checked.client.register("small", tools.mlp(64, 2, 1), example_inputs=(SMALL,))
         checked.client.register("wide", Wide(), example_inputs=(torch.zeros(1, 1),))
         checked.client.register("echo", torch.nn.Hardtanh(), example_inputs=(torch.zeros(1, MIB),))
@@ -68,7 +68,7 @@ def wide(checked: tools.Checked) -> float:
 
 @contextlib.contextmanager
 def limited(pids: Iterable[int], kind: int, more: int) -> Iterator[None]:
-    """Let processes have no more than they have now, and so much."""
+    """Limit processes to what they use now and ``more``."""
     old = [(pid, resource.prlimit(pid, kind)) for pid in pids]
     for pid, (_, hard) in old:
         data = int(Path("/proc", str(pid), "statm").read_text().split()[5]) * resource.getpagesize()
@@ -88,7 +88,7 @@ def gateway_pid(checked: tools.Checked) -> int:
 
 
 def test_workers_without_descriptors_take_a_new_model(running: tools.Checked) -> None:
-    """A program's files come as descriptors."""
+    """Register a model: workers get its files as descriptors."""
     with limited(running.worker_pids().values(), resource.RLIMIT_NOFILE, 0):
         running.client.register("fresh", tools.mlp(64, 3, 2), example_inputs=(SMALL,))
         output = running.client.submit("fresh", SMALL).result(60)["y"]
@@ -106,7 +106,7 @@ def test_workers_without_memory_refuse_what_is_large_alone(running: tools.Checke
 
 
 def test_a_worker_whose_threads_cannot_start_is_started_again(running: tools.Checked) -> None:
-    """It inherits the limit of the process that forks it, which is less than a thread's stack."""
+    """Limit the forking process to less memory than a thread's stack; a worker inherits that."""
     worker = running.worker_pids()[0]
     with limited([running.fork_server_pid()], resource.RLIMIT_DATA, 4 * MIB):
         tools.kill(worker)
@@ -131,7 +131,7 @@ def test_a_gateway_without_descriptors_takes_later_who_waits(running: tools.Chec
 
 
 def status(checked: tools.Checked, model: str, x: np.ndarray[Any, Any]) -> int:
-    """Ask over HTTP on a connection of its own; 0: hung up."""
+    """Send a request on a new HTTP connection; return the status, or 0 if it broke."""
     tensor = {"name": "x", "shape": x.shape, "datatype": "FP32"}
     head = json.dumps({"inputs": [{**tensor, "parameters": {"binary_data_size": x.nbytes}}]})
     lines = {"Inference-Header-Content-Length": str(len(head))}
@@ -155,7 +155,7 @@ def test_a_gateway_without_memory_or_threads_goes_on(running: tools.Checked) -> 
 
 
 def test_a_gateway_without_memory_refuses_long_json(running: tools.Checked) -> None:
-    """There is memory for its bytes, and none for what it becomes."""
+    """Leave memory for the bytes of the JSON, but not for the decoded values."""
     pid, statuses = gateway_pid(running), []
     tensor = {"name": "x", "shape": ONE.shape, "datatype": "FP32", "data": ONE.tolist()}
     body = json.dumps({"id": "x" * 4 * MIB, "inputs": [tensor]})

@@ -1,4 +1,4 @@
-"""A model three times as large as the arena: its groups stream through, whatever dies meanwhile."""
+"""A model three times as large as the arena: its groups stream through, despite deaths."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from pipeswitch.base.errors import InvalidInput, OutOfDeviceMemory
 
 WIDE = 1024
 DEPTH = 30  # 120 MiB
-ARENA = "42MiB"  # 40 and the fences
+ARENA = "42MiB"  # 40 MiB and the fences
 SLOW_LINK = ("--link-gbps", "0.2")  # a pass takes more than half a second
 X = torch.linspace(-1, 1, WIDE).reshape(1, WIDE)
 
 
 class Tied(torch.nn.Module):
-    """A table that its first layer reads and its last one, and weights that are views for long."""
+    """A table that the first and the last layer read, and weights that stay views for long."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -93,7 +93,7 @@ def test_a_small_one_keeps_its_place_beside_it(running: tools.Checked, large: to
 def test_a_pass_lets_a_small_one_in_between_two_groups(
     running: tools.Checked, large: torch.Tensor
 ) -> None:
-    """With luck it is asked in the middle of the pass; in ten tries it is."""
+    """Send the small request during the pass; up to ten attempts, as the moment is random."""
     small = tools.eager(tools.mlp(WIDE, 2, 1), X)
     order: list[str] = []
     for _ in range(10):
@@ -128,7 +128,7 @@ def test_a_worker_killed_in_the_middle_of_a_pass_costs_no_answer(
 ) -> None:
     future = running.client.submit("large", X)
     pid = tools.until(lambda: running.row("large")["pid"], "a worker has it")
-    threading.Event().wait(delay_s)  # a moment inside the pass, not a condition
+    threading.Event().wait(delay_s)  # a random moment during the pass, not a condition
     tools.kill(pid)
     assert tools.is_bit_equal(future.result(60)["y"], large)
     running.wait_until_whole()
@@ -151,7 +151,7 @@ def test_what_it_cannot_do_is_said(running: tools.Checked, large: torch.Tensor) 
         running.client.profile("large")
     with pytest.raises(InvalidInput):
         running.client.infer("large", torch.zeros(1, WIDE + 1))
-    wide = torch.nn.Linear(2816, 2816, bias=False)  # 30 MiB in one piece
+    wide = torch.nn.Linear(2816, 2816, bias=False)  # 30 MiB in one group
     module = torch.nn.Sequential(wide, torch.nn.Linear(2816, 2816, bias=False))
     with pytest.raises(OutOfDeviceMemory, match=r"the largest has 30\.2 MiB"):
         running.client.register("lump", module, example_inputs=(torch.zeros(1, 2816),))

@@ -1,4 +1,4 @@
-"""The frontend with real sockets and the SDK, against a scheduler that only answers."""
+"""The frontend with real sockets and the SDK, and a fake scheduler."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def test_a_call_before_the_clients_thread_runs_shares_its_connection(
             client.stats()
         finally:
             may_run.set()
-        first, second = (client._connection.request("ping") for _ in range(2))  # by the thread
+        first, second = (client._connection.request("ping") for _ in range(2))  # sent by its thread
         assert first.result(DEADLINE_S)
         assert second.result(DEADLINE_S)
         assert len(server.tcp.sessions.clients) == 1
@@ -90,7 +90,7 @@ def test_an_answer_comes_back_with_its_bill(server: FakeScheduler, client: ps.Cl
 
 
 def test_a_warm_request_is_so_many_calls_of_the_loops_thread(server: FakeScheduler) -> None:
-    """A budget, as those of ``test_budgets.py``: it was twice as much."""
+    """Check the number of calls, which was twice as large, against a budget."""
     calls = Counter[str]()
 
     def note(frame: Any, what: str, _: Any) -> None:
@@ -152,7 +152,7 @@ def test_an_unknown_model_is_answered_with_the_nearest(
 
 
 def test_a_full_pool_is_queue_full_with_numbers(server: FakeScheduler, client: ps.Client) -> None:
-    server.announce("wide", width=1 << 18)  # 1 MiB in and out; a client's share is 6 MiB
+    server.announce("wide", width=1 << 18)  # 1 MiB in and out; one client may use 6 MiB
     server.is_holding = True
     x = np.zeros((1, 1 << 18), np.float32)
     futures = [client.submit("wide", x) for _ in range(3)]
@@ -178,7 +178,7 @@ def test_a_cancelled_future_takes_the_request_back(
 
 
 class HeldCopier(WorkerThread):
-    """Copies when the test says so."""
+    """Copier that waits until the test allows a copy."""
 
     def __init__(self) -> None:
         super().__init__("held")
@@ -190,7 +190,7 @@ class HeldCopier(WorkerThread):
 
 @pytest.fixture
 def held_copier(server: FakeScheduler) -> Iterator[HeldCopier]:
-    """A server whose large payloads wait to be copied; width 1 << 18 and 2 rows are 2 MiB."""
+    """Start a server whose large payloads wait to be copied; 2 rows of width 1 << 18 are 2 MiB."""
     server.announce("wide", width=1 << 18)
     copier, before = HeldCopier(), server.tcp.inference.copier
     server.tcp.inference.copier = copier
@@ -219,7 +219,7 @@ def test_a_request_taken_back_while_it_is_copied_is_answered_once(
     future = client.submit("wide", LARGE)
     until(lambda: held_copier.held)
     assert future.cancel()
-    client.models()  # the cancellation was sent before it
+    client.models()  # answered after the earlier cancellation
     held_copier.held[0]()
     until(lambda: server.tcp.requests.counts.in_flight == 0)
     assert server.tcp.requests.counts.error == 1
@@ -314,7 +314,7 @@ def test_a_reader_that_never_reads_is_dropped(
     assert server.tcp.requests.counts.undeliverable > 0
 
 
-# ---- what is not of the protocol ---------------------------------------------------------------
+# ---- bytes outside the protocol -----------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -348,15 +348,15 @@ def test_nonsense_without_an_id_is_counted_and_the_server_goes_on(server: FakeSc
     "data",
     [
         b"GET / HTTP/1.1\r\n",
-        b"\xff" + bytes(8) + b"\x7f\x03\x00CURVE",  # of ZeroMQ
-        b"\x01\x00\x05\x01PSW1\x03\x00ab",  # of its first version
+        b"\xff" + bytes(8) + b"\x7f\x03\x00CURVE",  # ZeroMQ's
+        b"\x01\x00\x05\x01PSW1\x03\x00ab",  # the first version's
         b"PSW1" + b"\xff" * 12,
         frames.pack_table([(frames.MAX_HEADER_BYTES + 1, frames.INLINE)]),
         frames.pack_table(
             [(10, frames.INLINE), (SESSIONLESS_BYTES, frames.INLINE)]
-        ),  # that much needs a session
+        ),  # this size needs a session
         frames.pack_table([(10, frames.INLINE), (10, 0)]),
-        frames.pack_table([]),  # only the owner's may share memory
+        frames.pack_table([]),  # only the owner's client may share memory
     ],
 )
 def test_what_is_no_message_ends_its_connection_and_no_other(
@@ -421,7 +421,7 @@ def test_registration_reports_progress_and_ends(server: FakeScheduler, client: p
 def test_an_upload_arrives_whole_and_is_found_by_its_digest(
     server: FakeScheduler, client: ps.Client, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(server.tcp.uploads, "unpin", lambda names: None)  # it would be removed
+    monkeypatch.setattr(server.tcp.uploads, "unpin", lambda names: None)  # it would remove them
     size = (9 << 20) + 17
     head = json.dumps({"x": {"dtype": "U8", "shape": [size], "data_offsets": [0, size]}}).encode()
     data = len(head).to_bytes(8, "little") + head + os.urandom(size)
@@ -431,7 +431,7 @@ def test_an_upload_arrives_whole_and_is_found_by_its_digest(
     stored = Path(msgspec.msgpack.decode(request.spec, type=BuildSpec).source)
     assert stored.read_bytes() == data
     assert stored.parent == Path(server.config.server.state_dir, "uploads")
-    client.register("net", tmp_path / "net.bundle")  # there already: nothing is sent again
+    client.register("net", tmp_path / "net.bundle")  # it exists already: nothing is sent
 
 
 def test_code_comes_through_the_owners_listener_only(server: FakeScheduler, tmp_path: Path) -> None:
@@ -464,7 +464,7 @@ def test_logs_are_paged_at_characters(server: FakeScheduler, client: ps.Client) 
 
 
 def first_event(server: FakeScheduler, client: ps.Client) -> dict[str, Any]:
-    """Of the topic ``switch.``, while two topics are published."""
+    """Publish two topics; return the first event of the topic ``switch.``."""
     events = client.events("switch.", timeout_s=DEADLINE_S)
     server.post(ev.Publish(topic="job.step", body={"n": 1}))
     server.post(ev.Publish(topic="switch.m", body={"n": 2}))

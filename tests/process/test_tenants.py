@@ -1,4 +1,4 @@
-"""Tenants that share no process: what a hostile one reaches, and what serves beside it (ADR 23)."""
+"""Tenants with separate processes: the reach of a hostile one, and service beside it (ADR 23)."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ from pipeswitch.testing import server
 
 ROOT = Path(__file__).parents[2]
 MIB = 1 << 20
-FENCES_BYTES = 64 << 10  # fences, at the start of each tenant's file
+FENCES_BYTES = 64 << 10  # at the start of each tenant's file
 BLOCK_BYTES = 512
 
 pytestmark = pytest.mark.skipif(
     bool(missing()), reason="without the sandbox tenants cannot be kept apart"
 )
 
-# The fork server imports this: its workers' Python is an enemy's where a model of that name runs.
+# The fork server imports this: an attacker controls Python in workers that run such a model.
 HOSTILE = """
 import importlib.util, sys
 
@@ -140,7 +140,7 @@ def output(answer: Any) -> torch.Tensor:
 def test_a_workers_hostile_python_reads_and_maps_nothing_of_another_tenant(
     tmp_path: Path, mode: str
 ) -> None:
-    """Where tenants share workers it finds all of it: the search is a good one."""
+    """Check also that shared workers find everything, which proves that the search works."""
     code = HOSTILE.format(values=VALUES, largest=2 * ARENA_BYTES)
     (tmp_path / "sitecustomize.py").write_text(code)
     environment = {
@@ -185,18 +185,18 @@ def test_a_workers_hostile_python_reads_and_maps_nothing_of_another_tenant(
 
 
 def report(ended: Future[Any]) -> tuple[list[str], list[tuple[int, bool]]]:
-    """What a hostile process found, and the files it could map, by size: some to be written."""
+    """Return a hostile process's findings, and the files that it could map: (size, writable)."""
     with pytest.raises(TaskFailed) as caught:
         ended.result()
     values, mapped = json.loads(caught.value.message)
     return values, [(size, can_write) for size, can_write in mapped]
 
 
-# -- what serves beside it -------------------------------------------------------------------------
+# -- service beside a hostile tenant -------------------------------------------------------------
 
 
 class Pair:
-    """Two tenants with a model each, of which the arena holds one."""
+    """Two tenants with one model each, in an arena for one of them."""
 
     def __init__(self, checked: tools.Checked, stranger: Client) -> None:
         self.checked = checked
@@ -213,7 +213,7 @@ class Pair:
         return answer
 
     def tenants_files(self, what: str, pid: int) -> dict[int, int]:
-        """Bytes that each of a process's files of this name takes, by inode."""
+        """Return the allocated bytes of a process's files with this name, by inode."""
         bytes_by_file = {}
         for entry in Path("/proc", str(pid), "fd").iterdir():
             if os.readlink(entry).startswith(f"/memfd:pipeswitch-{what}"):
@@ -222,7 +222,7 @@ class Pair:
         return bytes_by_file
 
     def wait_until_arena_is_bounded(self) -> None:
-        """Pages of the place that a copy took are given back right after that copy."""
+        """Wait until the pages of evicted models are freed, which happens right after a copy."""
 
         def is_bounded() -> bool:
             models = self.tenants_files("models", self.checked.daemon_pid())

@@ -1,4 +1,4 @@
-"""transformers' Trainer, Lightning and accelerate, evicted and killed anywhere: bit-equal."""
+"""transformers' Trainer, Lightning and accelerate, evicted and killed at random: bit-equal."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from pipeswitch.base.errors import InvalidInput, TaskPreempted
 from tests.process import tools
 from tests.process.test_training_exact import Crashed, FakeHost, HookedGate, begun
 
-pytestmark = pytest.mark.filterwarnings("default")  # theirs
+pytestmark = pytest.mark.filterwarnings("default")  # warnings of the libraries
 DOCS = Path(__file__).parents[2] / "docs/guide/trainers.md"
 SEED = 1125
 ENVIRONMENT = {
@@ -340,12 +340,12 @@ def needs(name: str) -> None:
     for one in (library, "accelerate" if library == "transformers" else library):
         if importlib.util.find_spec(one) is None:
             pytest.skip(f"{one} is not installed: pip install -e '.[test]'")
-    importlib.import_module(library)  # the first time it draws from the generators
+    importlib.import_module(library)  # the first import draws from the generators
 
 
 @pytest.fixture(autouse=True)
 def as_a_worker() -> Iterator[None]:
-    """One thread, and a process that the scripts may change."""
+    """Use one thread, and restore the process after the scripts."""
     threads, argv, environment = torch.get_num_threads(), sys.argv, dict(os.environ)
     torch.set_num_threads(1)
     yield
@@ -357,8 +357,8 @@ def as_a_worker() -> Iterator[None]:
 
 
 def run(path: Path, out: Path, lives: int, poke: Callable[[], None]) -> str:
-    """What the script saves: digests of more and more of its end."""
-    random.seed()  # another process has other generators
+    """Run the script; return the digests of its end state, from its output file."""
+    random.seed()  # another process has other random states
     np.random.seed(random.randrange(1 << 30))
     torch.manual_seed(random.randrange(1 << 30))
     sys.argv = [str(path), str(out), str(lives)]
@@ -367,7 +367,7 @@ def run(path: Path, out: Path, lives: int, poke: Callable[[], None]) -> str:
 
 
 def live(host: FakeHost, path: Path, out: Path, lives: int, dice: random.Random) -> str:
-    """One life, which ends at the gate in a layer, or as by kill -9 in a step; empty: it did."""
+    """Run one life; return "" if an eviction in a layer or a simulated kill -9 ended it."""
     gate = HookedGate(lambda *_: None)
     gate.grant(1)
     gate.countdown = dice.randrange(1, 120) if dice.random() < 0.7 else -1
@@ -375,7 +375,7 @@ def live(host: FakeHost, path: Path, out: Path, lives: int, dice: random.Random)
 
     def poke() -> None:
         if gate.countdown < 0 and next(chances, None) is None:
-            session.place.is_over = True  # no more commits, whatever is closed on the way out
+            session.place.is_over = True  # no more commits, even during the exit
             raise Crashed
 
     session = begun(host, gate, commit_every_ms=9.0)
@@ -450,7 +450,7 @@ def test_what_a_callback_keeps_and_cannot_be_captured_is_warned_of_once(
 def test_the_documents_example_survives_its_worker_and_its_server(
     tmp_path: Path, library: str
 ) -> None:
-    """``kill -9`` of the worker, an eviction, ``kill -9`` of the server."""
+    """Kill the worker, evict the job, and kill the server."""
     needs(library)
     blocks = re.findall(r"```python\n(.*?)```", DOCS.read_text("utf-8"), re.DOTALL)
     (example,) = [block for block in blocks if re.search(rf"(import|from) {library}", block)]

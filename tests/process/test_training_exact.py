@@ -1,4 +1,4 @@
-"""Suspended, evicted, killed: training ends bit-equal to the undisturbed plain run (I2)."""
+"""Suspended, evicted or killed training ends bit-equal to the undisturbed plain run (I2)."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ SAMPLES, BATCH = 40, 8
 
 
 class FakeHost:
-    """The worker's side with two buffers in this process; the copy runs in its own thread."""
+    """The worker's side with two buffers in this process; a thread makes the copies."""
 
     device = "cpu"
 
@@ -59,7 +59,7 @@ class FakeHost:
 
     def lease(self, slice_bytes: int, state_bytes: int) -> torch.Tensor:
         assert 0 < state_bytes <= slice_bytes
-        self._slice.fill_(255)  # a tensor that still lies in the old slice reads NaN
+        self._slice.fill_(255)  # a tensor that is still in the old slice reads NaN
         self._slice = torch.zeros(slice_bytes, dtype=torch.uint8)
         self.leases += 1
         return self._slice
@@ -123,7 +123,7 @@ class FakeHost:
         return self.clock_ms
 
     def crash(self) -> None:
-        """The worker is gone; what was committed stays."""
+        """End the worker; keep what was committed."""
         if self._copy is not None:
             self._copy.join()
             self._copy = None
@@ -137,7 +137,7 @@ class FakeHost:
 
 
 class Noisy(Dataset[tuple[torch.Tensor, int]]):
-    """Augments with three random generators, in the loader."""
+    """Dataset that augments with three random generators, in the loader."""
 
     def __init__(self) -> None:
         self.x = torch.randn(SAMPLES, 3, 6, 6, generator=torch.Generator().manual_seed(1))
@@ -173,7 +173,7 @@ Trace = dict[int, str]
 
 
 class Result:
-    """What a run left behind, hashed bit for bit."""
+    """Final state of a run, hashed bit for bit."""
 
     def __init__(self) -> None:
         self.trace: Trace = {}
@@ -225,7 +225,7 @@ def script(
     limit: Mapping[str, str] = MappingProxyType({}),
     poke: Body = lambda: None,
 ) -> None:
-    """An ordinary training script. ``poke`` stands for time passing in the body."""
+    """Run an ordinary training script; ``poke`` is called in the body of each step."""
     torch.manual_seed(0)
     random.seed(0)
     np.random.seed(0)
@@ -277,7 +277,7 @@ def script(
         for x, y in steps:
             if zero_at_start and job.step % accumulate == 0:
                 clear()
-            if shrink:  # writes parameters before the forward, without an optimizer
+            if shrink:  # writes parameters before the forward pass, without an optimizer
                 with torch.no_grad():
                     model.head.weight.mul_(0.9)
             poke()
@@ -380,7 +380,7 @@ def one_thread() -> Iterator[None]:
 
 
 def begun(host: FakeHost, gate: Gate | None = None, **options: Any) -> TrainingSession:
-    """A session that ``job`` speaks to; by default nothing stops it."""
+    """Begin a session that ``job`` uses; with the default gate nothing stops it."""
     if gate is None:
         gate = Gate(lambda *_: None)
         gate.grant(1)
@@ -399,14 +399,14 @@ def undisturbed(**variant: Any) -> Result:
 
 
 class Crashed(BaseException):
-    """Stands for kill -9: nothing of the session runs any more."""
+    """Exception that simulates kill -9: no code of the session runs any more."""
 
 
 def attempt(
     host: FakeHost, result: Result, disturb: Callable[[Gate], None], **variant: Any
 ) -> bool:
-    """One life of a worker process; true when the script came to its end."""
-    random.seed()  # another process has other generators
+    """Run one life of a worker process; return true if the script reached its end."""
+    random.seed()  # another process has other random states
     np.random.seed(random.randrange(1 << 30))
     torch.manual_seed(random.randrange(1 << 30))
     gate = Gate(lambda *_: None)
@@ -416,13 +416,13 @@ def attempt(
         script(result, poke=lambda: disturb(gate), **variant)
     except (TaskPreempted, Crashed) as end:
         if isinstance(end, Crashed):
-            session.place.is_over = True  # no more commits; the hooks must go, this process stays
+            session.place.is_over = True  # no more commits; remove the hooks
             host.crash()
         session.close()
-        for loader in persistent_loaders._numbers:  # this process stays, and shall not wait for GC
+        for loader in persistent_loaders._numbers:  # do not wait for garbage collection
             if loader._iterator is not None:
                 loader._iterator._shutdown_workers()
-        host.charged = 0  # the process is reaped
+        host.charged = 0  # as when the process is reaped
         return False
     session.finish()
     assert host.charged == 0, "the loop is over"
@@ -445,14 +445,14 @@ def test_evicted_and_crashed_at_random_it_ends_bit_equal(variant: dict[str, Any]
     while not attempt(host, result, disturb, **variant):
         lives += 1
         assert lives < 400, "no progress"
-    assert lives > 5  # some 150 interruptions over all variants
+    assert lives > 5  # about 150 interruptions over all variants
     differ = [step for step in expected.trace if expected.trace[step] != result.trace.get(step)]
     assert not differ
     assert result.final == expected.final
 
 
 class HookedGate(Gate):
-    """Evicts at the n-th look of any hook: every layer, forward and backward."""
+    """Gate that evicts at the n-th check in a hook of any layer, forward or backward."""
 
     countdown = -1
     unwound_in = ""
@@ -491,7 +491,7 @@ def test_evicted_in_the_middle_of_forward_and_backward_it_ends_bit_equal(name: s
             ended = True
         except TaskPreempted:
             session.close()
-            if name != "accumulation":  # it goes on to the next update, else steps would be lost
+            if name != "accumulation":  # it first completes the update
                 assert gate.unwound_in in ("forward", "backward"), "at once, in a closure too"
         assert lives < 200
     assert lives > 5
@@ -500,7 +500,7 @@ def test_evicted_in_the_middle_of_forward_and_backward_it_ends_bit_equal(name: s
 
 
 class Saved:
-    """A tensor that forward keeps for backward."""
+    """A tensor that forward saves for backward."""
 
     def __init__(self, tensor: torch.Tensor) -> None:
         self.tensor = tensor
@@ -512,7 +512,7 @@ LIVING: weakref.WeakSet[Saved] = weakref.WeakSet()
 
 @pytest.mark.parametrize("at_boundary", [False, True], ids=["for a request", "for another job"])
 def test_suspended_in_place_at_random_nothing_is_lost(at_boundary: bool) -> None:
-    """For another job it is between two steps, where nothing is kept for a backward pass."""
+    """Suspend for a request or, between two steps where nothing is saved, for another job."""
     expected = undisturbed(epochs=20)
     host, result, dice = FakeHost(), Result(), random.Random(3)
     parked = threading.Semaphore(0)
@@ -573,7 +573,7 @@ def test_an_eviction_loses_no_finished_step(name: str) -> None:
     def disturb(gate: Gate) -> None:
         nonlocal pokes
         pokes += 1
-        if pokes == 3 * 8 + 1:  # three a step: in the ninth body, before its forward
+        if pokes == 3 * 8 + 1:  # three per step: in the ninth body, before its forward pass
             gate.request_evict()
 
     assert not attempt(host, result, disturb, every_ms=1e9, **VARIANTS[name])
@@ -610,7 +610,7 @@ def test_the_commit_is_a_self_describing_image_that_survives_the_disk(tmp_path: 
     assert content["tensors"]["model.head.weight"]["shape"] == [4, 8]
     write_commit(tmp_path, 15, image)
     record = read_record(tmp_path)
-    on_disk = load_file(tmp_path / record.image)  # as anybody may read it
+    on_disk = load_file(tmp_path / record.image)  # with safetensors' own reader
     for name, entry in content["tensors"].items():
         offset, size = ranges[name]
         tensor = on_disk[name]
@@ -797,7 +797,7 @@ def test_an_iterable_without_state_warns_once() -> None:
     session.finish()
     assert len(caught) == 1
     [warning] = [values for kind, values in host.events if kind == "warning"]
-    assert "batches" in warning["text"]  # which ``jobs`` shows as its ``why``
+    assert "batches" in warning["text"]  # ``jobs`` shows it as its ``why``
 
 
 def test_another_torch_has_loaders_as_they_were(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -829,7 +829,7 @@ def test_a_loader_is_itself_again_after_the_script() -> None:
 
 
 class Drawn(Dataset[float]):
-    """Samples that a generator of the dataset's own draws."""
+    """Samples drawn by the dataset's own generator."""
 
     def __init__(self) -> None:
         self.rng = np.random.default_rng(4)
@@ -850,7 +850,7 @@ class Endless(IterableDataset[float]):
 
 
 class Batches:
-    """A batch sampler that draws when it is asked for an iterator."""
+    """A batch sampler that draws random numbers when an iterator is made."""
 
     def __iter__(self) -> Iterator[list[int]]:
         return iter(torch.randperm(10).view(5, 2).tolist())
@@ -883,12 +883,12 @@ def test_new_workers_continue_where_the_old_ones_were(kind: str) -> None:
         ended, drawn = persistent_loaders.capture(), torch.get_rng_state()
         begun_pass = iter(loader)
         next(begun_pass)
-        under_way = persistent_loaders.capture()  # it is repeated
+        under_way = persistent_loaders.capture()  # this pass is repeated
         assert digest(ended) == digest(under_way)
         for workers in (ended, under_way):
             persistent_loaders.watch()
             loader = made()
-            list(loader)  # before the script comes to its loop
+            list(loader)  # before the loop, so it has no effect
             persistent_loaders.restore(workers)
             torch.set_rng_state(drawn)
             assert (

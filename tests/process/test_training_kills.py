@@ -1,9 +1,9 @@
 """``kill -9`` under a real job, at every instant of a step and of a commit: it ends bit-equal (I2).
 
-The victim is the worker that trains, or the memory daemon that commits for it. An instant is
-named after where the victim was: a failpoint, a place in the script, or ``at random``. After each
-kill the next life must begin at or behind the last acknowledged commit and skip nothing, compute
-the same loss at each step as the undisturbed run, and commit.
+The victim is the worker that trains, or the memory daemon that commits for it. An instant is named
+after the victim's position: a failpoint, a place in the script, or ``at random``. The next life
+must begin at the last acknowledged commit or later, skip no step, compute the same losses as the
+undisturbed run, and commit.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ ENVIRONMENT: Final = {
     "PIPESWITCH_SCHEDULER__COMMIT_EVERY": "10ms",
     "PIPESWITCH_WORKERS__RESTART_BACKOFF": "20ms",
 }
-HELD_MS: Final = 60  # the daemon stands there while the worker is killed
+HELD_MS: Final = 60  # the daemon waits this long while the worker is killed
 EPOCH_STEPS: Final = 8
-KILLS_A_JOB: Final = 25  # so that the undisturbed run of each stays short
+KILLS_A_JOB: Final = 25  # few, so that the undisturbed run of each job stays short
 
 VICTIM: Final = """
     import hashlib, json, os, signal, sys, time
@@ -96,7 +96,7 @@ VICTIM: Final = """
 
 @dataclass
 class Life:
-    """What one process of the job left in the trace."""
+    """The trace of one process of the job."""
 
     pid: int
     first_step: int
@@ -108,7 +108,7 @@ class Life:
 
 
 def lives(trace: str) -> list[Life]:
-    """The lives of a job in their order; the steps of each follow each other."""
+    """Return the lives of a job in order; check that the steps of each are consecutive."""
     lives_seen: list[Life] = []
     for line in trace.splitlines():
         pid, step, loss = line.split()
@@ -120,7 +120,7 @@ def lives(trace: str) -> list[Life]:
 
 
 class Killer:
-    """Kills under one job; each aim returns once the victim is dead."""
+    """Killer of one job's processes. Each aim returns when the victim is dead."""
 
     def __init__(self, checked: Checked, points: Path, out: Path, task: Task, seed: int) -> None:
         self.checked, self.points, self.out, self.task = checked, points, out, task
@@ -129,7 +129,7 @@ class Killer:
         self.recovery_ms: dict[str, list[float]] = defaultdict(list)
 
     def strike(self, name: str) -> None:
-        """Kill at that instant, then wait until a life after it has committed steps of its own."""
+        """Kill at that instant, then wait until a later life has committed steps of its own."""
         before, known = self.task.status(), len(self.lives())
         deaths = AIMS[name](self)
         dead_at_s = time.monotonic()
@@ -144,7 +144,7 @@ class Killer:
 
         life = until(recovered, f"it commits after: {name}")
         self.recovery_ms[name].append((time.monotonic() - dead_at_s) * 1000)
-        committed = before["committed_step"]  # acknowledged, hence never computed again
+        committed = before["committed_step"]  # acknowledged, so it is never computed again
         assert life.first_step >= committed, f"{name}: {life.first_step} after {committed}"
         assert self.task.status()["restarts"] == before["restarts"] + deaths, name
 
@@ -171,7 +171,7 @@ class Killer:
         return 1
 
     def beside(self) -> int:
-        """While the job is stopping, parked, or going on again."""
+        """Kill while the job stops, is parked, or continues."""
         future = self.checked.client.submit("small", torch.ones(1, 64))
         assert kill(self._pid())
         future.result(30)
@@ -204,7 +204,7 @@ class Killer:
         return 1
 
     def start(self, point: str) -> int:
-        """The worker dies, and the next one when it starts over."""
+        """Kill the worker, and then its successor during the start."""
         pid = self._pid()
         fired = self._arm(point, "crash")
         assert kill(pid)
@@ -212,20 +212,20 @@ class Killer:
         return 2
 
     def held(self, point: str) -> int:
-        """The daemon stands at ``point`` of this job's commit while the worker is killed."""
+        """Kill the worker while the daemon waits at ``point`` of this job's commit."""
         pid = self._pid()
         self._wait(self._arm(point, f"delay {HELD_MS}"))
         assert kill(pid)
         return 1
 
-    # -- means --------------------------------------------------------------------------------
+    # -- tools --------------------------------------------------------------------------------
 
     def _moment(self) -> None:
-        """Any instant of some steps and of the commits between them."""
-        threading.Event().wait(self.generator.uniform(0, 0.05))  # an instant, not a condition
+        """Wait for a random time within some steps and the commits between them."""
+        threading.Event().wait(self.generator.uniform(0, 0.05))  # a random instant, not a condition
 
     def _arm(self, point: str, action: str) -> Path:
-        """Written whole, then shown."""
+        """Arm a failpoint. The rename makes the whole file visible at once."""
         draft = self.points / f".{point}"
         draft.write_text(action)
         return draft.rename(self.points / point)
@@ -270,7 +270,7 @@ AIMS: Final[Mapping[str, Callable[[Killer], int]]] = {
     **{f"worker, daemon at {point}": partial(Killer.held, point=point) for point in COMMIT},
     **{f"daemon at {point}": partial(Killer.at, point=point) for point in (*COMMIT, *PERSIST)},
 }
-"""Every instant by name; its function kills and returns how many workers that cost."""
+"""Functions by name of the instant; each kills and returns the number of workers that died."""
 ALL_AIMS: Final = [*AIMS, *["worker at random"] * 8, *["daemon at random"] * 2]
 SHORT_AIMS: Final = [
     "worker at half update",
@@ -283,7 +283,7 @@ SHORT_AIMS: Final = [
 
 
 def judge(killer: Killer, plain: Path) -> dict[str, Any]:
-    """The job's end and every step on the way, against the undisturbed run."""
+    """Compare the job's end and every step with the undisturbed run; return the figures."""
     served, out = killer.lives(), killer.out
     (expected,) = lives(Path(f"{plain}.trace").read_text())
     assert out.read_text() == plain.read_text(), "the final states differ"
@@ -303,7 +303,7 @@ def judge(killer: Killer, plain: Path) -> dict[str, Any]:
 
 
 def kill_one_job(checked: Checked, folder: Path, aims: list[str], seed: int) -> Killer:
-    """Train, strike at each of ``aims``, let it end; judged against its undisturbed run."""
+    """Train, strike at each of ``aims``, and end the job; return its killer, to be judged."""
     script, out = folder / "victim.py", folder / f"served-{seed}"
     name = f"victim-{seed}"
     task = checked.client.train(script, name=name, args=[str(seed), str(out), "-1"])
@@ -312,13 +312,13 @@ def kill_one_job(checked: Checked, folder: Path, aims: list[str], seed: int) -> 
     for aim in aims:
         killer.strike(aim)
     furthest = max(life.last_step for life in killer.lives())
-    Path(f"{out}.enough-{furthest // EPOCH_STEPS + 5}").touch()  # no process is beyond that yet
+    Path(f"{out}.enough-{furthest // EPOCH_STEPS + 5}").touch()  # no process is that far
     finish(task)
     return killer
 
 
 def kill_real_jobs(folder: Path, kills: int, aims: list[str], figures: dict[str, Any]) -> None:
-    """At least so many kills over as many jobs as it takes; ``aims`` one after the other."""
+    """Kill at least ``kills`` times, in as many jobs as needed, at each of ``aims`` in turn."""
     write_script(folder, "victim.py", VICTIM)
     (folder / "points").mkdir()
     generator = random.Random(SEED)
@@ -337,7 +337,7 @@ def kill_real_jobs(folder: Path, kills: int, aims: list[str], figures: dict[str,
             plain = folder / f"plain-{seed}"
             epochs = killer.out.read_text().split()[-1]
             run_plain(folder / "victim.py", str(seed), str(plain), epochs)
-            figures["differences"] += 1  # until judged
+            figures["differences"] += 1  # counts as different until judged
             figures_of_job = judge(killer, plain)
             figures["differences"] -= 1
             figures["jobs"] += 1

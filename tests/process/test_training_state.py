@@ -1,4 +1,4 @@
-"""Training jobs lose neither work nor state without a word, whatever the script keeps."""
+"""Training jobs lose neither work nor state without a message, for any state of the script."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from tests.process.test_training_exact import Crashed, FakeHost, HookedGate, beg
 from tests.process.tools import checked_server, finish, run_plain, write_script
 
 Poke = Callable[[], None]
-Script = Callable[[Poke], str]  # returns a digest of all that it ends with
+Script = Callable[[Poke], str]  # returns a digest of its final state
 
 
 @pytest.fixture(autouse=True)
@@ -46,8 +46,8 @@ def plain(script: Script) -> str:
 def live(
     host: FakeHost, script: Script, *, evict_at: int = -1, crash_at: int = -1, every_ms: float = 1e9
 ) -> str:
-    """One life of the script, which ends at the n-th layer or the n-th poke; "": it was ended."""
-    random.seed()  # another process has other generators
+    """Run one life of the script; return "" if layer ``evict_at`` or poke ``crash_at`` ends it."""
+    random.seed()  # another process has other random states
     np.random.seed(random.randrange(1 << 30))
     torch.manual_seed(random.randrange(1 << 30))
     gate = HookedGate(lambda *_: None)
@@ -85,7 +85,7 @@ def data(count: int = 48) -> DataLoader[Any]:
 
 
 def late_optimizer(poke: Poke) -> str:
-    """The second optimizer steps in the last epoch only."""
+    """Step the second optimizer only in the last epoch."""
     loader, gen, dis = data(), nn.Linear(6, 6), nn.Linear(6, 1)
     og, od = torch.optim.Adam(gen.parameters(), 0.01), torch.optim.Adam(dis.parameters(), 0.01)
     for _ in job.epochs(3):
@@ -115,7 +115,7 @@ def gan(poke: Poke) -> str:
 
 
 def critic_steps_more_often(poke: Poke) -> str:
-    """WGAN: the generator steps in each fifth body."""
+    """Train a WGAN: the generator steps in each fifth body."""
     loader, gen, dis = data(), nn.Linear(6, 6), nn.Linear(6, 1)
     od = torch.optim.RMSprop(dis.parameters(), 0.01)
     og = torch.optim.RMSprop(gen.parameters(), 0.01)
@@ -159,7 +159,7 @@ def accumulates(poke: Poke) -> str:
 
 
 def learns_late(poke: Poke) -> str:
-    """Reinforcement learning: a memory is filled before the first step."""
+    """Fill a memory before the first step, as in reinforcement learning."""
     loader, net, note = data(), nn.Linear(6, 6), {"memory": []}
     opt = torch.optim.Adam(net.parameters(), 0.01)
     for _ in job.epochs(3):
@@ -212,7 +212,7 @@ def test_commits_go_on_whether_an_optimizer_has_stepped_or_not(script: Script) -
 
 
 class SmallHost(FakeHost):
-    """Grants no slice over ``limit_bytes``, and may refuse commits."""
+    """Host that grants no slice over ``limit_bytes``, and may refuse commits."""
 
     limit_bytes = 1 << 40
     fails = False
@@ -257,7 +257,7 @@ def growing(kind: str) -> Script:
 
 
 class Unforeseen(torch.optim.Optimizer):
-    """Keeps four tensors for a parameter, and reads values: it does not run on meta."""
+    """Optimizer with four tensors per parameter; it reads values, so it cannot run on meta."""
 
     def __init__(self, parameters: Any) -> None:
         super().__init__(parameters, {"lr": 0.01})
@@ -360,7 +360,7 @@ def test_a_failed_job_is_started_again_from_its_last_commit_also_by_the_next_ser
 
 
 def resumes(script: Script, *, crash_at: int = 9, lives: int = 3) -> None:
-    """The script ends as the plain run, though it is killed, and evicted, on the way."""
+    """Check that the script ends like the plain run despite kills and evictions."""
     expected, host, ended, count = plain(script), FakeHost(), "", 0
     while not ended:
         count += 1
@@ -427,7 +427,7 @@ def kept_list(poke: Poke) -> str:
 
 
 def notes_of_each_epoch(poke: Poke) -> str:
-    """New objects for each loop, by the same names."""
+    """Use new objects for each loop, under the same names."""
     loader, net, totals = data(), nn.Linear(6, 1), list[float]()
     opt, draws = torch.optim.SGD(net.parameters(), 0.1), random.Random(4)
     for _ in job.epochs(4):
@@ -506,7 +506,7 @@ def test_a_state_dict_that_nothing_loads_is_refused_at_once() -> None:
 
 
 class Stream(IterableDataset[torch.Tensor]):
-    """Goes on from pass to pass, and keeps where it is."""
+    """A stream that continues from pass to pass, and saves its position."""
 
     def __init__(self, passes: int = 32) -> None:
         self.at, self.passes = 0, passes
@@ -526,7 +526,7 @@ class Stream(IterableDataset[torch.Tensor]):
 
 
 class Shuffled(Stream):
-    """Its state leaves the buffer out."""
+    """A stream whose state lacks the buffer."""
 
     def __iter__(self) -> Iterator[torch.Tensor]:
         dice, buffer = random.Random(3 + self.at), list[torch.Tensor]()
@@ -538,14 +538,14 @@ class Shuffled(Stream):
 
 
 class OneSided(Stream):
-    """As of streaming libraries: its state wants to know how much was used."""
+    """A stream as in streaming libraries: ``state_dict`` needs the number of used samples."""
 
     def state_dict(self, samples: int, at_start: bool) -> dict[str, Any]:  # type: ignore[override]
         return {"at": samples}
 
 
 class ForgetfulLoader:
-    """Its state has the place, and not the generator that it augments with."""
+    """A loader whose state has the position, but not the generator for augmentation."""
 
     def __init__(self) -> None:
         self.at = 0
@@ -565,7 +565,7 @@ class ForgetfulLoader:
 
 
 class Bar:
-    """tqdm's shape."""
+    """A wrapper with tqdm's attributes."""
 
     def __init__(self, inner: Any, most: int = 99) -> None:
         self.iterable, self.most = inner, most
@@ -577,7 +577,7 @@ class Bar:
 
 
 class Endless(DataLoader[Any]):
-    """A loader with a loop of its own."""
+    """A loader with its own iterator."""
 
     def __iter__(self) -> Any:
         for _ in range(2):
@@ -624,7 +624,7 @@ def test_whatever_loads_the_data_a_resumed_job_sees_the_same_or_warns(name: str)
 
 def test_a_source_that_never_brings_a_batch_back_is_warned_of_as_the_job_resumes() -> None:
     class Live(Stream):
-        """What it yields has no seed."""
+        """A stream whose samples have no seed."""
 
         def __iter__(self) -> Iterator[torch.Tensor]:
             for one in super().__iter__():
@@ -639,7 +639,7 @@ def test_a_source_that_never_brings_a_batch_back_is_warned_of_as_the_job_resumes
 
 
 def many_folds(poke: Poke) -> str:
-    """A ``job.epochs`` for each fold, and what is computed behind each."""
+    """Run ``job.epochs`` for each fold, with computations after each."""
     loader, scores = data(), list[float]()
     x = torch.randn(20, 6)
     for fold in range(9):
@@ -656,7 +656,7 @@ def many_folds(poke: Poke) -> str:
 
 
 def many_loops(poke: Poke) -> str:
-    """Loops outside ``job.epochs``, of one model; a part of it grows."""
+    """Run loops of one model outside ``job.epochs``; a list grows from loop to loop."""
     loader, net, scores = data(), nn.Linear(6, 1), list[float]()
     for _ in range(7):
         opt = torch.optim.SGD(net.parameters(), 0.05)
@@ -688,11 +688,11 @@ def test_a_phase_whose_end_is_no_longer_kept_is_warned_of(
     assert len(warned) == 1
 
 
-# ------------------------------------------------------------- what the script keeps beside it
+# ------------------------------------------------------- state that the script keeps beside it
 
 
 class Early:
-    """Early stopping, as people write it."""
+    """Early stopping, as often written."""
 
     def __init__(self) -> None:
         self.bad, self.best = 0, 9.0
@@ -718,7 +718,7 @@ KEPT: dict[str, Callable[[], Any]] = {
 
 
 def use(note: Any, net: nn.Module, loss: float) -> Any:
-    """Change it as a loop's body does; returns what the variable is assigned."""
+    """Change an object as a loop's body does; return the variable's new value."""
     if isinstance(note, float):
         return note + loss
     if isinstance(note, list):

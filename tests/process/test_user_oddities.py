@@ -1,4 +1,4 @@
-"""What people try on their first day: odd modules, odd arrays, odd scripts."""
+"""Unusual first uses: odd modules, odd arrays, odd scripts."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def running() -> Iterator[Checked]:
 
 
 class Calls(nn.Module):
-    """A module from a function of its inputs."""
+    """A module that calls a function of its inputs."""
 
     def __init__(self, function: Callable[..., Any]) -> None:
         super().__init__()
@@ -128,7 +128,7 @@ class State:
 
 
 class Nested(nn.Module):
-    """Takes and returns what nests; 20 MiB, so that two do not stay on the device together."""
+    """Module with nested inputs and outputs; 20 MiB, so that two do not fit on the device."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -167,7 +167,7 @@ def test_what_nests_goes_in_and_comes_back_as_it_was_also_after_evictions() -> N
 
 
 class Counts(nn.Module):
-    """Not a function: every call has another answer."""
+    """Module with another answer at each call, so it is not a function."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -256,7 +256,7 @@ def test_a_client_in_a_forked_child_says_so_and_the_parents_goes_on(running: Che
     with running.running.client() as client:
         client.about()
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # that forking beside threads is dangerous
+            warnings.simplefilter("ignore")  # Python warns of forking beside threads
             pid = os.fork()
         if pid == 0:
             try:

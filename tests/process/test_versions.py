@@ -1,4 +1,4 @@
-"""Trained here, served here: what a job leaves, and what is published of it, on one real server."""
+"""Models trained and served on one real server: exports and published versions of a job."""
 
 from __future__ import annotations
 
@@ -196,7 +196,7 @@ def by_hand(checked: tools.Checked, *words: str) -> Any:
 
 
 def trained_as(net: torch.nn.Module, task: Task, folder: Path) -> torch.nn.Module:
-    """The model with the parameters that a job exports."""
+    """Return a copy of the model with the parameters that a job exports."""
     path = folder / f"{task.name}.safetensors"
     task.export(path)
     other = copy.deepcopy(net)
@@ -251,7 +251,7 @@ def test_a_jobs_parameters_become_the_next_version_and_the_old_one_can_come_back
         lambda: {p.name for p in folders.iterdir() if p.is_dir()} == digests,
         "no other program is on disk",
     )
-    assert not any(Path(checked.running.state_dir, "published").glob("*"))  # or no folder at all
+    assert not any(Path(checked.running.state_dir, "published").glob("*"))  # or there is no folder
 
 
 def test_what_does_not_fit_is_refused_and_changes_nothing(
@@ -309,14 +309,14 @@ PUBLISHES = """
 
 
 class Asker:
-    """Requests one after the other in a thread of its own, and each answer with its version.
-    A request that finds no server is asked again."""
+    """Thread that sends consecutive requests and records each answer by version.
+    It repeats a request that finds no server."""
 
     def __init__(self, client: Client, model: str, x: torch.Tensor, pause_s: float = 0.0) -> None:
         self._client, self._model, self._x = client, model, x
         self._pause_s = pause_s
         self.answers: dict[int, list[torch.Tensor]] = {}
-        self.without_server: list[tuple[float, float]] = []  # from, to
+        self.without_server: list[tuple[float, float]] = []  # each from, to
         self.error: Exception | None = None
         self._is_over = threading.Event()
         self._thread = threading.Thread(target=self._run)
@@ -379,7 +379,7 @@ def test_each_answer_is_of_one_version_while_a_script_publishes(
         assert task.status()["why"] == ""
 
 
-CALLERS, EACH_S = 4, 0.04  # a hundred requests a second
+CALLERS, EACH_S = 4, 0.04  # together a hundred requests a second
 
 
 @pytest.mark.slow
@@ -387,7 +387,7 @@ CALLERS, EACH_S = 4, 0.04  # a hundred requests a second
 def test_publications_under_load_outlive_worker_daemon_and_server(
     net: torch.nn.Module, tmp_path: Path
 ) -> None:
-    """Every 200 steps the next version; each answer is of one of them, whatever is killed."""
+    """Publish a version every 200 steps; each answer must be of one version, whatever is killed."""
     x, state = torch.randn(5, 8), tmp_path / "state"
     options: dict[str, Any] = {
         "environment": tools.ENVIRONMENT,
@@ -572,7 +572,7 @@ def test_an_average_is_served_by_its_name_after_a_kill_and_never_the_other_one_u
 
 
 def by_http(checked: tools.Checked, path: str, x: torch.Tensor | None = None) -> Any:
-    """The answer of the gateway, with ``x`` as the first input."""
+    """Return the gateway's answer, with ``x`` as the first input if given."""
     data = None
     if x is not None:
         name = next(iter(checked.client.show("kept")["inputs"]))

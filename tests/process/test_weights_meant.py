@@ -1,4 +1,4 @@
-"""The weights that are served are those that the user meant, or there is a refusal with names."""
+"""The served weights are those that the user meant; else there is a refusal with names."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def lazy() -> nn.Module:
 
 
 def misaligned(tensor: torch.Tensor) -> torch.Tensor:
-    """The same values 8 bytes behind where torch would put them, as a mapped file may have them."""
+    """Return a copy 8 bytes off torch's alignment, as in a mapped file."""
     memory = bytearray(tensor.nbytes + 128)
     start = -torch.frombuffer(memory, dtype=torch.uint8).data_ptr() % 64 + 8
     copy = torch.frombuffer(memory, dtype=tensor.dtype, count=tensor.numel(), offset=start)

@@ -1,7 +1,7 @@
-"""What the tests of a running server share; conftest.py loads it as ``process_tools``.
+"""Tools for tests of a running server; conftest.py loads this module as ``process_tools``.
 
-Conditions are waited for with a deadline, never slept for. Processes are found by a mark in
-their environment: every child of a server inherits it, whatever its parent is by now.
+Tests wait for conditions with a deadline and do not sleep. Processes are found by a mark in their
+environment, which every child of a server inherits, even if its parent has changed.
 """
 
 from __future__ import annotations
@@ -36,13 +36,13 @@ from pipeswitch.client.client import FINAL_JOB_STATES, Task
 from pipeswitch.testing import RunningServer, server
 
 DEADLINE_S = 30.0
-POLL_S = 0.002  # between two looks at a condition
+POLL_S = 0.002  # between two checks of a condition
 MARK = "PIPESWITCH_TESTS_MARK"
 ENVIRONMENT = {
     "PIPESWITCH_SCHEDULER__COMMIT_EVERY": "50ms",
     "PIPESWITCH_WORKERS__RESTART_BACKOFF": "20ms",
 }
-"""A server's that commits all the time, and starts again at once what dies."""
+"""Settings of a server that commits without pause and restarts dead processes at once."""
 
 COMMAND = [sys.executable, "-P", "-c", "from pipeswitch.cli.main import main; main()"]
 
@@ -52,7 +52,7 @@ T = TypeVar("T")
 def command(
     *words: str, environment: Mapping[str, str] | None = None, **options: Any
 ) -> subprocess.CompletedProcess[str]:
-    """``pipeswitch`` in a process of its own: its status, and what it said."""
+    """Run ``pipeswitch`` in its own process; return its status and output."""
     return subprocess.run(
         [*COMMAND, *words],
         env={**os.environ, **(environment or {})},
@@ -65,7 +65,7 @@ def command(
 
 
 def until(look: Callable[[], T], what: str, deadline_s: float = DEADLINE_S) -> T:
-    """The first true value of ``look()``; fails with its last value after the deadline."""
+    """Return the first true value of ``look()``; after the deadline, fail with the last value."""
     ends_at = time.monotonic() + deadline_s
     while True:
         value = look()
@@ -79,7 +79,7 @@ def until(look: Callable[[], T], what: str, deadline_s: float = DEADLINE_S) -> T
 
 
 def marked_pids(mark: str) -> set[int]:
-    """Living processes (no zombies) with this mark in their environment."""
+    """Return the living processes, without zombies, that have this mark in their environment."""
     mark_text, pids = f"{MARK}={mark}".encode(), set()
     for entry in os.listdir("/proc"):
         if not entry.isdigit():
@@ -92,7 +92,7 @@ def marked_pids(mark: str) -> set[int]:
 
 
 def children_of(pid: int) -> set[int]:
-    """Direct children of a process, of all its threads."""
+    """Return the direct children of all threads of a process."""
     pids: set[int] = set()
     for task in Path("/proc", str(pid), "task").iterdir():
         pids.update(int(child) for child in (task / "children").read_text().split())
@@ -100,7 +100,7 @@ def children_of(pid: int) -> set[int]:
 
 
 def command_of(pid: int) -> str:
-    """A process's command line; empty when it is gone."""
+    """Return a process's command line, or "" if it has exited."""
     with contextlib.suppress(OSError):
         return Path("/proc", str(pid), "cmdline").read_bytes().replace(b"\0", b" ").decode()
     return ""
@@ -111,19 +111,19 @@ def rss_bytes(pid: int) -> int:
 
 
 def private_bytes(pid: int) -> int:
-    """Return a process's own memory: without pages of files and regions that others share."""
+    """Return a process's own memory, without pages of files and of shared regions."""
     maps = psutil.Process(pid).memory_maps()
     return sum(m.private_clean + m.private_dirty for m in maps if m.path[:7] != "/memfd:")
 
 
 def shm_names() -> set[str]:
-    """What lies in /dev/shm, less what others may have there: fuzzers, another program."""
+    """Return the names in /dev/shm, except those of fuzzers and other programs."""
     others = ("pipeswitch-fuzz-", "sem.mp-")
     return {name for name in os.listdir("/dev/shm") if not name.startswith(others)}
 
 
 def kill(pid: int, number: int = signal.SIGKILL) -> bool:
-    """Signal a process; false when it is gone already."""
+    """Signal a process; return false if it has exited already."""
     assert pid > 1
     try:
         os.kill(pid, number)
@@ -133,7 +133,7 @@ def kill(pid: int, number: int = signal.SIGKILL) -> bool:
 
 
 def stop(pid: int) -> None:
-    """SIGSTOP; returns when no thread of it runs any more: one may still answer until then."""
+    """Stop a process and wait until none of its threads runs; until then one may still answer."""
     is_there = kill(pid, signal.SIGSTOP)
     assert is_there, f"{pid} is gone"
     until(lambda: _stands_still(pid), f"{pid} stands still")
@@ -142,7 +142,7 @@ def stop(pid: int) -> None:
 def _stands_still(pid: int) -> bool:
     try:
         stats = [path.read_bytes() for path in Path("/proc", str(pid), "task").glob("*/stat")]
-    except OSError:  # a thread has just ended
+    except OSError:  # a thread has just exited
         return False
     assert stats, f"{pid} is gone"
     return all(stat.rpartition(b")")[2].split()[0] == b"T" for stat in stats)
@@ -152,7 +152,7 @@ def _stands_still(pid: int) -> bool:
 
 
 class Checked:
-    """A running server, a client of its owner's listener, and the questions tests ask."""
+    """A running server with an owner's client, and checks for tests."""
 
     def __init__(self, running: RunningServer, mark: str) -> None:
         self.running = running
@@ -178,7 +178,7 @@ class Checked:
         return int(self.stats()[key])
 
     def fork_server_pid(self) -> int:
-        """The controller's own child (others may be orphans it adopted)."""
+        """Return the pid of the controller's own child; other children may be adopted orphans."""
         for pid in children_of(self.pid):
             if Path("/proc", str(pid), "comm").read_text().strip() == "pipeswitch-fork":
                 return pid
@@ -188,12 +188,12 @@ class Checked:
         return int(self.row("memory-daemon")["pid"])
 
     def worker_pids(self) -> dict[int, int]:
-        """Slot -> pid of every living worker."""
+        """Return the pids of all living workers by slot."""
         rows = self.rows("worker")
         return {row["worker"]: row["pid"] for row in rows if row["state"] != "dead" and row["pid"]}
 
     def wait_until_whole(self, workers: int = 3) -> None:
-        """The daemon and so many workers are up (a suspended job has one more started)."""
+        """Wait until the daemon and ``workers`` workers are up (a suspended job needs one more)."""
 
         def is_whole() -> bool:
             rows = self.client.ps()
@@ -210,7 +210,7 @@ class Checked:
             raise AssertionError(f"{error}: {self.client.ps()}") from None
 
     def settle(self) -> dict[str, Any]:
-        """End what is left, then every lease and every slab must come back; the last stats."""
+        """Cancel all jobs; wait until every lease and slab is free; return the last statistics."""
         for row in self.client.jobs():
             if row["state"] not in FINAL_JOB_STATES:
                 self.client.job(row["name"], "cancel")
@@ -222,7 +222,7 @@ class Checked:
                 last["arena_leases"] == 0
                 and last["pool_slabs"] == last["pool_spare_slabs"]
                 and last["queued"] == 0
-                and last["in_flight"] == 1  # this very question
+                and last["in_flight"] == 1  # this request itself
             )
 
         try:
@@ -233,14 +233,14 @@ class Checked:
 
 
 def check_identity(stats: dict[str, Any]) -> None:
-    """I1: every accepted request is answered, in flight, or counted undeliverable."""
+    """Check I1: every accepted request is answered, in flight, or counted undeliverable."""
     for counts in (stats, stats["inference"]):
         answered = counts["ok"] + counts["error"] + counts["undeliverable"]
         assert counts["accepted"] == answered + counts["in_flight"], stats
 
 
 def gone(mark: str, deadline_s: float = DEADLINE_S, *, but: frozenset[int] = frozenset()) -> None:
-    """No process of this server is left, but those."""
+    """Wait until no process of this server is left, except those in ``but``."""
     try:
         until(lambda: marked_pids(mark) <= but, "every process left", deadline_s)
     except AssertionError:
@@ -252,13 +252,12 @@ def gone(mark: str, deadline_s: float = DEADLINE_S, *, but: frozenset[int] = fro
 
 @contextlib.contextmanager
 def checked_server(*, settles: bool = True, status: int = 0, **options: Any) -> Iterator[Checked]:
-    """A server with one compute thread; at the end nothing of it may be left.
+    """Start a server with one compute thread; check at the end that nothing of it is left.
 
     Args:
-        settles: ask for cancelled jobs and returned leases before the stop; False where the test
-            ends the server itself.
-        status: what it must exit with.
-        **options: of ``pipeswitch.testing.server``; here TCP clients have all roles by default.
+        settles: cancel jobs and check leases before the stop; False if the test ends the server.
+        status: the expected exit status.
+        **options: for ``pipeswitch.testing.server``; by default TCP clients have all roles.
     """
     options.setdefault("tcp_roles", tuple(Role))
     mark, names = uuid.uuid4().hex, shm_names()
@@ -282,7 +281,7 @@ def checked_server(*, settles: bool = True, status: int = 0, **options: Any) -> 
                 assert "the grace period is over" not in running.log(), "it waited for nothing"
     finally:
         gone(mark)
-    # Loaders of scripts in another test come and go there.
+    # Loaders of scripts in another test use /dev/shm for a moment.
     until(lambda: shm_names() <= names, f"nothing is left in /dev/shm beside {names}")
 
 
@@ -311,7 +310,7 @@ LOOP = """
             optimizer.step()
             optimizer.zero_grad()
 """
-"""A job that trains until it is cancelled."""
+"""Script that trains until it is cancelled."""
 
 
 DIGESTED = """
@@ -334,15 +333,15 @@ DIGESTED = """
     with open(sys.argv[1], "w") as file:
         file.write(f"{job.step} {hashlib.sha256(state).hexdigest()}")
 """
-"""OUT EPOCHS ROWS: epochs of 100 steps, each of so many rows; it ends before epoch N if
-``OUT.enough-N`` is there. Then step and digest of the parameters are in OUT."""
+"""Script with arguments OUT EPOCHS ROWS: epochs of 100 steps of so many rows.
+It ends before epoch N if ``OUT.enough-N`` exists. It writes step and parameter digest to OUT."""
 
 
 _numbers = itertools.count()
 
 
 def start_endless_job(checked: Checked, folder: Path, name: str = "") -> Task:
-    """Submit it, by default under a new name, and wait until it makes steps."""
+    """Submit an endless job, by default under a new name, and wait until it makes steps."""
     name = name or f"endless-{next(_numbers)}"
     task = checked.client.train(write_script(folder, f"{name}.py", LOOP), name=name)
     until(lambda: task.status()["step"] > 0, f"{name} trains")
@@ -350,7 +349,7 @@ def start_endless_job(checked: Checked, folder: Path, name: str = "") -> Task:
 
 
 def finish(task: Task, deadline_s: float = 60.0) -> dict[str, Any]:
-    """Wait for a job that must end well; its last row. Shows the log when it does not."""
+    """Wait for a job that must end well; return its last row. Show the log if it fails."""
     try:
         row = task.wait(deadline_s)
     except (TaskFailed, TimeoutError) as error:
@@ -361,14 +360,14 @@ def finish(task: Task, deadline_s: float = 60.0) -> dict[str, Any]:
 
 
 def hurt(checked: Checked, task: Task, how: str) -> None:
-    """A job loses its process ("kill") or its memory; the others are not asked."""
+    """Kill a job's process (``how`` "kill") or evict the job, without effect on other jobs."""
     if how != "kill":
         task.pause()
         task.resume()
         return
     before = task.status()["restarts"]
     pid = until(lambda: checked.row(task.name)["pid"], "it has a worker")
-    kill(pid)  # unless it has just left
+    kill(pid)  # unless it has just exited
     until(
         lambda: task.status()["restarts"] > before or checked.row(task.name)["pid"] not in (0, pid),
         "its death is known",
@@ -393,7 +392,7 @@ _plain_lock = threading.Lock()
 
 @functools.cache
 def _plain() -> subprocess.Popen[str]:
-    """Forks for each plain script, so that torch is imported once."""
+    """Start the process that forks for each plain script, so that torch is imported once."""
     process = subprocess.Popen(
         [sys.executable, "-c", _PLAIN],
         env={**os.environ, "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"},
@@ -406,7 +405,7 @@ def _plain() -> subprocess.Popen[str]:
 
 
 def run_plain(script: Path, *args: str) -> str:
-    """The same script without a server, one compute thread; what it printed."""
+    """Run a script without a server, with one compute thread; return its output."""
     with _plain_lock, tempfile.NamedTemporaryFile("r") as printed:
         process = _plain()
         process.stdin.write(json.dumps([printed.name, str(script), *args]) + "\n")
@@ -420,7 +419,7 @@ def run_plain(script: Path, *args: str) -> str:
 
 
 def mlp(width: int, depth: int, seed: int) -> Any:
-    """``[B, width] -> [B, width]`` float32, ``4 * depth * width ** 2`` bytes of weights."""
+    """Return a ``[B, width] -> [B, width]`` float32 model, ``4 * depth * width ** 2`` bytes."""
     import torch
 
     torch.manual_seed(seed)
@@ -431,7 +430,7 @@ def mlp(width: int, depth: int, seed: int) -> Any:
 
 
 def eager(module: Any, *inputs: Any) -> Any:
-    """What the plain module answers with one compute thread, and beside no export."""
+    """Return the plain module's output with one compute thread, and while no export runs."""
     import torch
 
     from pipeswitch.programs.build.export_lock import one_export_at_a_time
@@ -447,7 +446,7 @@ def eager(module: Any, *inputs: Any) -> Any:
 
 
 def is_bit_equal(one: Any, other: Any) -> bool:
-    """Same dtype, shape and bytes."""
+    """Return whether two tensors have the same dtype, shape and bytes."""
     import torch
 
     if one.dtype != other.dtype or one.shape != other.shape:
@@ -458,10 +457,10 @@ def is_bit_equal(one: Any, other: Any) -> bool:
 
 @contextlib.contextmanager
 def ray_of_its_own(**environment: str) -> Iterator[tuple[Path, list[psutil.Process]]]:
-    """Yield a folder for a Ray, and a list for its processes; nothing of it stays.
+    """Yield a folder for a Ray and a list for its processes; remove everything at the end.
 
-    One Ray runs at a time on a machine, whichever test starts it: nodes of two take each other's
-    names. The next one waits here, so its file's tests need a longer timeout.
+    One Ray at a time runs on a machine, because nodes of two use the same names. Other tests wait
+    here for it, so they need a longer timeout.
     """
     with open(Path(tempfile.gettempdir(), "pipeswitch-tests-ray.lock"), "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
@@ -469,8 +468,8 @@ def ray_of_its_own(**environment: str) -> Iterator[tuple[Path, list[psutil.Proce
 
 
 def _ray_of_its_own(environment: dict[str, str]) -> Iterator[tuple[Path, list[psutil.Process]]]:
-    before = dict(os.environ)  # Ray adds to it
-    folder = Path(tempfile.mkdtemp(prefix="ray-", dir="/tmp"))  # its sockets want a short name
+    before = dict(os.environ)  # Ray adds variables
+    folder = Path(tempfile.mkdtemp(prefix="ray-", dir="/tmp"))  # short, as its sockets are in it
     token = folder / "token"
     token.write_text(secrets.token_hex(32))
     os.environ |= {"RAY_TMPDIR": str(folder), "RAY_AUTH_TOKEN_PATH": str(token), **environment}

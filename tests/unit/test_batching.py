@@ -813,3 +813,20 @@ def test_generations_run_after_the_leader_with_their_tokens(others: int, event: 
     if not event:  # their inputs were asked for anew
         assert all(not run.batched for _, run in server.runs if run.inputs[0].shape[1] > 1)
         assert server.renewed == {*led}
+
+
+def test_a_generation_that_arrives_while_its_leader_returns_is_prepared_again() -> None:
+    server = Steps()
+    leader = server.step(past=1, length=40, tokens=3)
+    led, ended = list[ev.Token](), server.clients.run_ended
+
+    def run_ended(command: ev.RunEnded) -> None:
+        if not led:
+            led.append(server.step(past=1, length=40, tokens=3, leader=leader))
+        ended(command)
+
+    server.clients.run_ended = run_ended  # type: ignore[method-assign]
+    server.run()
+    assert server.renewed == {*led}
+    assert len([run for _, run in server.runs if run.inputs[0].shape[1] > 1]) == 1
+    assert not any(map(server.error, [leader, *led]))

@@ -543,6 +543,22 @@ def test_a_crowd_that_comes_fast_is_looked_at_once_for_many_and_the_oldest_go_fi
     assert not good_wire.is_closed
 
 
+def test_the_connections_of_two_crowded_addresses_are_compared_once_for_each(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rig.server = HttpServer(rig.admit, Limits(connections_per_address=20))
+    monkeypatch.setattr(http, "CLAIMS_S", 1000.0)
+    addresses, claim, compared = ("10.0.0.1", "10.0.0.2"), HttpConnection.claim, []
+    for connection, _ in [rig.connect(address) for address in addresses for _ in range(20)]:
+        connection.since_s -= 10
+    monkeypatch.setattr(
+        HttpConnection, "claim", lambda one, now: compared.append(one) or claim(one, now)
+    )
+    for address in addresses * 10:
+        assert not rig.connect(address)[1].is_closed
+    assert len(compared) <= 2 * 20 + 20
+
+
 def test_a_crowded_server_gives_up_the_longest_idle_connection_and_no_busy_one(rig: Rig) -> None:
     rig.gate = asyncio.Event()
     busy, busy_wire = rig.connect("10.0.0.1")

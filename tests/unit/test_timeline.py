@@ -56,7 +56,7 @@ def test_the_ring_forgets_the_oldest_and_never_grows() -> None:
     for number in range(KEPT + 5):
         timeline.add(span(str(number), float(number)))
     names = [event["name"] for event in complete(timeline.chrome_trace(0.0))]
-    assert (len(names), names[0], names[-1]) == (KEPT, "5", str(KEPT + 4))
+    assert (len(names), names[0], names[-1]) == (KEPT - 1, "6", str(KEPT + 4))
     for _ in range(400):  # larger ones: bytes run out before numbers do
         timeline.add(Spans(spans=span("x" * 90).spans * 270))
     assert len(timeline._ring) == RING_BYTES
@@ -64,6 +64,23 @@ def test_the_ring_forgets_the_oldest_and_never_grows() -> None:
     assert set(names) == {"x" * 90}
     assert len(names) % 270 == 0
     assert len(names) > 50 * 300
+
+
+def test_a_reader_during_a_write_does_not_decode_the_group_that_is_replaced() -> None:
+    """The new group takes the slot of the oldest one, and its bytes are written last."""
+    timeline, traces = Timeline(), list[dict[str, Any]]()
+    for _ in range(KEPT):
+        timeline.add(span("x"))
+
+    class Ring(bytearray):
+        def __setitem__(self, key: Any, value: Any) -> None:
+            traces.append(timeline.chrome_trace(0.0))
+            super().__setitem__(key, value)
+
+    timeline._ring = Ring(timeline._ring)
+    timeline.add(span("a longer name"))
+    assert len(traces) == 1
+    assert {event["name"] for event in complete(traces[0])} == {"x"}
 
 
 def test_a_flow_starts_once_and_goes_on() -> None:

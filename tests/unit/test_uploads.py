@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from pipeswitch.base.errors import HostStoreFull, QueueFull
+from pipeswitch.base.errors import HostStoreFull, PipeSwitchError, QueueFull
 from pipeswitch.base.units import SizeSpec
 from pipeswitch.frontend import uploads
 from pipeswitch.frontend.disk import Disk
@@ -124,6 +124,22 @@ def test_unfinished_files_have_their_share_and_lose_it_when_nothing_comes(
     assert put(writer, "friend", "friend-0", size_bytes=100)[1] is None
     writer.remove_session("friend")
     assert put(writer, "enemy", "enemy-9", size_bytes=100)[1] is None
+
+
+@pytest.mark.parametrize("step", ["os.fsync", "os.replace", "sync_directory"])
+def test_a_file_that_cannot_be_published_leaves_nothing_and_costs_no_share(
+    writer: Uploads, monkeypatch: pytest.MonkeyPatch, step: str
+) -> None:
+    def fail(*_: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as broken:
+        broken.setattr(f"pipeswitch.frontend.uploads.{step}", fail)
+        for _ in range(9):
+            assert isinstance(put(writer, "me", "mine".rjust(600, "x"))[1], PipeSwitchError)
+        assert [*writer.directory.iterdir()] == []
+    name, error = put(writer, "me", "mine".rjust(600, "x"))
+    assert (names(writer), error) == ({name}, None)
 
 
 def test_what_one_session_sends_never_lies_in_anothers_file(writer: Uploads) -> None:

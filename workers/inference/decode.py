@@ -1,8 +1,8 @@
-"""Steps of a language model: each token is chosen here, and is the next step's input (ADR 54).
+"""Decode steps of a language model: a chosen token is the next step's input (ADR 54).
 
-The caches are gathered from blocks of the pool into memory of ours, with room for the new rows.
-What is there is not copied for the next run. New rows are written to the pool behind those in use,
-so a run that is killed is computed again.
+The caches are gathered from blocks of the pool into this process's memory, with room for new rows.
+A row that is already there is not copied again for the next run. A run writes its new rows to the
+pool behind the rows in use, so another worker can compute a killed run again.
 """
 
 from __future__ import annotations
@@ -35,26 +35,26 @@ from pipeswitch.programs.running.executor import BoundProgram
 
 from .pool import MappedPool
 
-RUN_MS: Final = 40.0  # then the clients hear of it: 25 times a second
-ROWS_STEP: Final = 16  # most runs have the last one's shape, and few rows that are not used
+RUN_MS: Final = 40.0  # run time after which the clients get their tokens: 25 times a second
+ROWS_STEP: Final = 16  # consecutive runs mostly have equal shapes, and few rows are unused
 
 Requests = Sequence[RunInference | BatchedRequest]
-Known = tuple[int, int, int]  # a sequence, the run that made its last rows, and how many it has
+Known = tuple[int, int, int]  # a sequence, the run that computed its last rows, number of rows
 
 
 class KVBatchCache:
-    """Caches of a model's last runs; the pool has all of their contents too."""
+    """Caches of a model's last runs; the pool holds all of their contents, too."""
 
     def __init__(self) -> None:
         self._memory = torch.empty(0, dtype=torch.uint8)
         self.let_go()
 
     def let_go(self) -> None:
-        """Free the caches: another model's run has a limit of its own."""
+        """Free the caches, because another model's run has its own memory limit."""
         self.model = ""
         self._memory = torch.empty(0, dtype=torch.uint8)
         self._rows = torch.empty(0, 0, 0)
-        self._known: list[Known | None] = []  # of each row
+        self._known: list[Known | None] = []  # what each row of ``_rows`` holds
 
     def place(
         self,
@@ -65,10 +65,10 @@ class KVBatchCache:
         most: int,
         pool: MappedPool,
     ) -> tuple[list[int], torch.Tensor]:
-        """Return all caches as one tensor, and the row of each.
+        """Return all caches as one tensor, and the row of each cache in it.
 
-        Its extent is the given one or larger, up to ``most``. Caches that are there from the last
-        run are not copied.
+        The tensor has at least ``extent`` and at most ``most`` places for tokens. Caches that are
+        still there from the last run are not copied.
         """
         rows, width, count = self._rows, slabs[0].shape[2], len(slabs)
         dtype = getattr(torch, slabs[0].dtype)
@@ -87,29 +87,29 @@ class KVBatchCache:
                 row = free.pop(0)
                 pool.gather(value, self._rows[row])
             order.append(row)
-        self._known[:count] = [None] * count  # until the run has ended well
+        self._known[:count] = [None] * count  # ``keep`` sets it again if the run succeeds
         return order, self._rows[:count, :extent]
 
     def _make_room(self, dtype: torch.dtype, width: int, count: int, extent: int) -> None:
-        """Make room for the rows, in old pages: a copy to fresh ones takes five times as long."""
+        """Make room, in old pages if possible: a copy to fresh pages takes five times as long."""
         shape = (count, extent, width)
         size_bytes = math.prod(shape) * dtype.itemsize
         if size_bytes > len(self._memory):
-            self.let_go()  # first, or both would be there for a moment
+            self.let_go()  # else old and new memory would exist at once
             self._memory = torch.empty(size_bytes, dtype=torch.uint8)
         self._rows = self._memory[:size_bytes].view(dtype).view(shape)
         self._known = [None] * count
 
     def keep(self, row: int, known: Known) -> None:
-        """Record the sequence whose cache the row now holds."""
+        """Record which sequence's cache the row holds."""
         self._known[row] = known
 
 
 class DecodeRunner:
-    """State that a worker keeps of its last runs: the time of a step, and the caches."""
+    """State that a worker keeps between runs: the time of a step, and the caches."""
 
     def __init__(self) -> None:
-        self._step_ms: dict[tuple[ModelName, int], float] = {}  # by rows, of the last run
+        self._step_ms: dict[tuple[ModelName, int], float] = {}  # in the last run, by model and rows
         self.caches = KVBatchCache()
         self.tokenizers = Tokenizers()
 
@@ -121,7 +121,7 @@ class DecodeRunner:
         device: str,
         is_over: Callable[[], bool],
     ) -> DecodeRun | None:
-        """Return the run's steps, or None if no request selects tokens here."""
+        """Return the run's steps, or None if no request has ``sampling_params``."""
         requests: Requests = (message, *message.batched)
         if not any(one.sampling_params for one in requests):
             return None
@@ -131,10 +131,10 @@ class DecodeRunner:
         return steps
 
     def _most(self, message: RunInference, requests: Requests, manifest: Manifest) -> int:
-        """Return how many steps may follow one another; 0: one step, whose cache is not kept.
+        """Return how many steps may follow one another; 0 for one step whose cache is not kept.
 
-        A prompt is a single step, as is the first step that this process computes, whose time it
-        learns.
+        A prompt is computed as a single step. The first step of a model in this process is single,
+        too, because its duration is not known yet.
         """
         sampling_params = [
             one.sampling_params for one in requests if one.sampling_params is not None
@@ -151,7 +151,7 @@ class DecodeRunner:
         return most
 
     def ended(self, message: RunInference, steps: DecodeRun, ms: float) -> None:
-        """Keep what a run that ended well has left."""
+        """Keep the step time, the caches and the matchers of a successful run."""
         self._step_ms[message.model, 1 + len(message.batched)] = ms / steps.count
         steps.keep(message.op_id)
         if steps.matchers:
@@ -159,7 +159,7 @@ class DecodeRunner:
 
 
 class DecodeRun:
-    """Steps of one run, with a sequence for each request."""
+    """Decode steps of one run, with one sequence for each request."""
 
     def __init__(
         self,
@@ -173,10 +173,10 @@ class DecodeRun:
     ) -> None:
         self._bound, self.most, self._caches = bound, most, caches
         self._pool, self._device, self._is_over = pool, device, is_over
-        self._requests, self._order = requests, [*range(len(requests))]  # the row of each
+        self._requests, self._order = requests, [*range(len(requests))]  # the row of each request
         self._cache: torch.Tensor
-        self._first: list[int] = []  # of each row, where the first step's token lies
-        self._tokens: list[list[int]] = []  # of each step, of each row
+        self._first: list[int] = []  # for each row, the position of the first step's token
+        self._tokens: list[list[int]] = []  # for each step, the token of each row
         hows = [one.sampling_params for one in requests]
         self._samplings = [
             None if how is None or how.is_piece else sampling_of(how) for how in hows
@@ -186,11 +186,11 @@ class DecodeRun:
 
     @property
     def count(self) -> int:
-        """Steps that were computed."""
+        """Number of steps that were computed."""
         return len(self._tokens)
 
     def follow_schemas(self, tokenizers: Tokenizers) -> None:
-        """Read the schemas of answers that follow one."""
+        """Create a matcher for each request whose answer must follow a schema."""
         manifest = self._bound.manifest
         for number, one in enumerate(self._requests):
             how = one.sampling_params
@@ -200,7 +200,7 @@ class DecodeRun:
                 self.matchers[number] = tokenizers.matcher(*place, how.schema, how.answer)
 
     def inputs(self) -> list[torch.Tensor]:
-        """Return the program's inputs; only for ``most`` other than 0."""
+        """Return the program's inputs; call it only if ``most`` is not 0."""
         manifest, pool = self._bound.manifest, self._pool
         slabs = [_slabs_of(one, manifest) for one in self._requests]
         ids, used = ([pool.number(one[name]) for one in slabs] for name in (IDS, USED))
@@ -225,7 +225,7 @@ class DecodeRun:
         """Run all steps like ``BoundProgram.run``; return the last step's outputs."""
         began_ms, specs = now_ms(), self._bound.manifest.inputs
         named = {spec.name: value for spec, value in zip(specs, inputs, strict=True)}
-        upto = (named[USED] + named[COUNT]).tolist()  # tokens, with those of this step
+        upto = (named[USED] + named[COUNT]).tolist()  # tokens of each sequence with this step's
         self._first, self._tokens = named[USED].tolist(), []
         if self.most:
             self._cache = named[CACHE] = named[CACHE].to(self._device)
@@ -247,9 +247,9 @@ class DecodeRun:
     def outputs_of(
         self, number: int, own: Sequence[torch.Tensor]
     ) -> tuple[Sequence[ValueSpec], Sequence[torch.Tensor]]:
-        """Return what a request gets, where ``own`` is its part of the last step's outputs; with
-        ``sampling_params`` only the tokens from ``tokens``: its new rows are written to its
-        cache."""
+        """Return the values of a request's reply; ``own`` is its part of the last step's outputs.
+
+        Empty with ``sampling_params``: new rows go to its cache, and ``tokens`` has its tokens."""
         manifest, row = self._bound.manifest, self._order[number]
         if self._requests[number].sampling_params is None:
             return manifest.outputs, own
@@ -276,7 +276,7 @@ class DecodeRun:
         return tuple(map(tuple, self._chances)) if any(self._chances) else ()
 
     def keep(self, op_id: int) -> None:
-        """Keep the caches for the next run; on devices other than the cpu nothing is kept."""
+        """Keep the caches for the next run; devices other than the cpu keep none."""
         if not self.most or self._cache.device.type != "cpu":
             return
         for one, row in zip(self._requests, self._order, strict=True):
@@ -307,7 +307,7 @@ class DecodeRun:
             if (options := sampling.options) is None:
                 tokens[row] = next_token(values[row], sampling, upto[row])
                 continue
-            token_counts = Counter(dict(how.seen))  # zeros too: tokens of the prompt
+            token_counts = Counter(dict(how.seen))  # the prompt's tokens have zero counts
             token_counts.update(step[row] for step in self._tokens)
             own = values[row]
             if (matcher := self.matchers.get(number)) is not None:
@@ -324,10 +324,10 @@ class DecodeRun:
 
 
 def _slabs_of(request: RunInference | BatchedRequest, manifest: Manifest) -> dict[str, SlabTensor]:
-    """Return a request's inputs by name."""
+    """Return a request's input slabs by input name."""
     pairs = zip(manifest.inputs, request.inputs, strict=True)
     return {spec.name: slab for spec, slab in pairs}
 
 
 def _is_there(_: int) -> None:
-    """Do nothing: the groups arrived with the first step."""
+    """Do nothing: all groups arrived during the first step."""

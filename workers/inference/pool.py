@@ -1,4 +1,4 @@
-"""The request/reply pool as a worker sees it: tensors over slabs, copies of joined ones."""
+"""Request pool as mapped in a worker: tensors over slabs, and copies of batched inputs."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from pipeswitch.programs.running.padding import padded, padded_shape
 from pipeswitch.programs.running.tensor_views import bytes_over
 
 REPLY_ALIGN_BYTES = 64
-KEPT_VIEWS: Final = 64  # of slabs: the next request often lies where one did
+KEPT_VIEWS: Final = 64  # cached tensors over slabs: a new request often reuses an earlier slab
 
 
 class MappedPool:
-    """A mapping of the pool memfd; where kernels are kept from it, a hidden one for our copies."""
+    """Mapping of the pool memfd. On a host device our own copies use a second, hidden mapping."""
 
     def __init__(self, descriptor: int, size_bytes: int, *, is_hidden: bool = False) -> None:
         self.size_bytes = size_bytes
@@ -32,12 +32,12 @@ class MappedPool:
             mmap.mmap(descriptor, size_bytes), dtype=torch.uint8
         ).untyped_storage()
         self._own = self._storage
-        if is_hidden:  # no slab is opened and closed for what this code copies
+        if is_hidden:  # so that our own copies need not open and close a slab
             address = map_by_chance(descriptor, size_bytes, mmap.PROT_READ | mmap.PROT_WRITE)
             self._own = bytes_over((ctypes.c_char * size_bytes).from_address(address))
         self._bytes = torch.empty(0, dtype=torch.uint8).set_(self._own)
         self.batched_for, self._joined = "", torch.empty(0, dtype=torch.uint8)
-        # To make a tensor is two of torch's operations, of the five of a small request.
+        # Creating a tensor takes two of the five torch operations of a small request.
         self._kept = functools.lru_cache(KEPT_VIEWS)(functools.partial(self._view, self._storage))
         self._reply = functools.lru_cache(KEPT_VIEWS)(functools.partial(self._view, self._own))
 
@@ -49,7 +49,7 @@ class MappedPool:
     def tensor(self, slab: SlabTensor, *, is_code: bool) -> torch.Tensor:
         """Return a tensor over a request's slab, valid until the reply is sent.
 
-        ``is_code``: the operator's own module may change the tensor itself, so it is a new one.
+        ``is_code``: the operator's own module may change the tensor, so each call makes a new one.
         """
         if slab.pieces:
             return self.own(slab)
@@ -64,7 +64,7 @@ class MappedPool:
         return gathered
 
     def gather(self, slab: SlabTensor, into: torch.Tensor) -> None:
-        """Copy a tensor in pieces to a contiguous one, with zeros behind it."""
+        """Copy a tensor that lies in pieces to a contiguous one, and fill the rest with zeros."""
         flat, at = into.view(torch.uint8).view(-1), 0
         for start, size in slab.places(0, slab.size_bytes):
             flat[at : at + size] = self._bytes[start : start + size]
@@ -72,27 +72,27 @@ class MappedPool:
         flat[at:].zero_()
 
     def extend(self, slab: SlabTensor, rows: torch.Tensor) -> None:
-        """Write rows behind those of a tensor in pieces; they count when the run has ended."""
+        """Write rows behind a tensor that lies in pieces; they become valid when the run ends."""
         flat, at = rows.cpu().contiguous().view(torch.uint8).view(-1), 0
         for start, size in slab.places(slab.size_bytes, len(flat)):
             self._bytes[start : start + size] = flat[at : at + size]
             at += size
 
     def number(self, slab: SlabTensor) -> int:
-        """Return the single number of an input, int64."""
+        """Return the value of an int64 input with one element."""
         return int(self._bytes[slab.offset_bytes :][:8].view(torch.int64).item())
 
     def batched(self, columns: Iterable[Sequence[SlabTensor]], model: str) -> list[torch.Tensor]:
-        """Return for each input the rows of several requests in sequence, in private memory.
+        """Return each input's rows of several requests in one tensor, in private memory.
 
-        The model's next requests reuse that memory: taking fresh pages costs five times the copy.
+        The model's next requests reuse that memory: fresh pages cost five times the copy's time.
         """
         inputs = [[self.own(slab) for slab in slabs] for slabs in columns]
         shapes = [padded_shape(parts) for parts in inputs]
         sizes = [math.prod(s) * p[0].itemsize for s, p in zip(shapes, inputs, strict=True)]
         starts = [0, *accumulate(aligned(size, REPLY_ALIGN_BYTES) for size in sizes)]
         if starts[-1] > len(self._joined):
-            self.let_go()  # first, or both would be there for a moment
+            self.let_go()  # else old and new memory would exist at once
             self._joined = torch.empty(starts[-1], dtype=torch.uint8)
         self.batched_for = model
         return [
@@ -101,7 +101,7 @@ class MappedPool:
         ]
 
     def let_go(self) -> None:
-        """Free the memory of the last joined requests: another model's run has its own limit."""
+        """Free the memory of the last batch, because another model's run has its own limit."""
         self.batched_for, self._joined = "", torch.empty(0, dtype=torch.uint8)
 
     def _view(self, storage: torch.UntypedStorage, slab: SlabTensor) -> torch.Tensor:
@@ -125,10 +125,10 @@ class MappedPool:
         offset_bytes: int,
         reply_bytes: int,
     ) -> tuple[SlabTensor, ...]:
-        """Copy outputs into a reply slab; from a device this is enqueued, not done, on return.
+        """Copy outputs into a reply slab; a copy from a device may be unfinished on return.
 
         Raises:
-            InvalidInput: they need more bytes than their declared shapes said.
+            InvalidInput: an output has an unknown dtype, or more bytes than its declared shape.
         """
         slabs, cursor = [], 0
         for value, output in zip(values, outputs, strict=True):

@@ -1,4 +1,4 @@
-"""One inference task: group by group, each as soon as it has arrived (PipeSwitch 4.2)."""
+"""One inference task: each layer group computes as soon as it has arrived (PipeSwitch 4.2)."""
 
 from __future__ import annotations
 
@@ -54,25 +54,25 @@ from .pool import MappedPool
 WARM_SIDE: Final = 512  # enough elements that torch gives each of its threads a part
 
 Wanted = RunInference | PrepareModel
-Version = tuple[str, tuple[int, ...]]  # digest and plan: what a loaded program was made for
-Place = tuple[int, tuple[int, ...]]  # a region's home, and of one that streams the landings
-Source = str | os.PathLike[str] | int  # a path, or a descriptor where nothing can be opened
+Version = tuple[str, tuple[int, ...]]  # digest and plan for which a program was loaded
+Place = tuple[int, tuple[int, ...]]  # region's offset; of a streamed model also the groups'
+Source = str | os.PathLike[str] | int  # a path, or a descriptor if the sandbox forbids opening
 
 
 class Programs:
-    """Structures this worker has loaded, and their parameters bound at home addresses."""
+    """Program structures that this worker has loaded, and their parameters bound in the arena."""
 
     def __init__(self, view: WorkerDevice) -> None:
         self._view = view
-        self._files: dict[ModelName, list[int]] = {}  # of the manifest and the bundle, unread
-        self._read: dict[ModelName, tuple[str, Manifest, Graph | None]] = {}  # by digest
+        self._files: dict[ModelName, list[int]] = {}  # manifest and bundle, until they are read
+        self._read: dict[ModelName, tuple[str, Manifest, Graph | None]] = {}  # with the digest
         self._programs: dict[ModelName, tuple[Version, Program]] = {}
         self._bound: dict[ModelName, tuple[Version, Place, BoundProgram]] = {}
         self.stepping = DecodeRunner()
         allocator_switch()  # while this process may still open a file
 
     def take_files(self, model: ModelName, descriptors: list[int]) -> None:
-        """Take the files of a program that will be requested; they are read only then."""
+        """Keep the descriptors of a program's files; they are read at the first request for it."""
         self._close_files(model)
         self._files[model] = descriptors
 
@@ -81,7 +81,7 @@ class Programs:
             os.close(descriptor)
 
     def prepare(self, message: PrepareModel) -> None:
-        """Load the structure; bind when the model has a home already."""
+        """Load the structure; bind the parameters if the model has a region in the arena."""
         self._program(message)
         if message.arena_offset_bytes >= 0:
             self.bound(message)
@@ -116,7 +116,7 @@ class Programs:
         return known
 
     def bound(self, model: Wanted) -> BoundProgram:
-        """Return the program with its parameters over its region; cached, since it seldom moves."""
+        """Return the program bound in its region; cached, because regions seldom move."""
         version, offset = (model.digest, model.plan), model.arena_offset_bytes
         place = (offset, model.staging)
         known = self._bound.get(model.model)
@@ -149,17 +149,17 @@ class Programs:
 
 
 def read_graph(manifest: Manifest, bundle: Source) -> Graph | None:
-    """Return the graph of a bundle, as ``read_program``."""
+    """Return the graph of a bundle; None in module mode. Raises like ``read_program``."""
     program = read_program(manifest, bundle)
     return None if program is None else program.graph
 
 
 def read_program(manifest: Manifest, bundle: Source) -> Bundle | None:
-    """Return a bundle; None in module mode, which has none.
+    """Return the bundle; None in module mode, which has no bundle.
 
     Raises:
-        RegistrationRefused: the file is damaged, or other contracts than ours let the program
-            through.
+        RegistrationRefused: the file is damaged, or was not checked by this server's version of
+            torch and of the operators' contracts.
     """
     if not is_checked(manifest):
         raise RegistrationRefused("manifest", "not checked by this server", hint="register again")
@@ -175,9 +175,9 @@ def make_program(
     device: torch.device | str,
     kernels: PackedKernels | None = None,
 ) -> Program:
-    """Compile the graph; or, in module mode, call the operator's factory and keep no data.
+    """Return a program that compiles the graph or, in module mode, runs the operator's factory.
 
-    Tensor bytes are the memory daemon's business.
+    It holds no parameter bytes: the memory daemon copies them to the arena.
     """
     if graph is not None:
         return GraphProgram(manifest, graph, device, kernels)
@@ -187,12 +187,12 @@ def make_program(
 
 
 def warm_up() -> None:
-    """Make torch read and start what its first computation needs, before the sandbox forbids it.
+    """Start what torch's first computation needs, before the sandbox forbids it.
 
-    That is every compute thread of this process; the libraries also inspect the processor.
+    This starts all compute threads of this process; the libraries also inspect the processor.
     """
     checked_by()  # reads torch's version from a file
-    missing_half()  # asks Linux for the processor's matrix registers (AMX)
+    missing_half()  # requests the processor's matrix registers (AMX) from Linux
     fingerprint()
     square = torch.ones(WARM_SIDE, WARM_SIDE)
     torch.mm(square, square).sum()
@@ -215,7 +215,7 @@ class _Groups:
         self._groups = manifest.groups
         self._first_word = message.first_fence
         self._epoch = message.residency_id
-        self._landings = message.staging  # of one that streams: others land where it has computed
+        self._landings = message.staging  # for a streamed model: each group's offset
         self._is_timed = message.is_timed
         self.begins_ms: list[float] = []
         self.ends_ms: list[float] = []
@@ -241,14 +241,14 @@ class _Groups:
         self.begins_ms.append(now_ms())
 
     def end(self) -> None:
-        """Record the end of a timed run's last group, before its outputs are written."""
+        """Record the end of the last group of a timed run, before the outputs are written."""
         self._view.quiesce()
         self.ends_ms.append(now_ms())
 
     def _step_aside(self) -> None:
-        """Leave the device to another task until the turn word is ours; compute nothing."""
+        """Give the device to another task and wait for the next turn; compute nothing meanwhile."""
         control_page = self._view.control_page
-        control_page.write_stop(self._slot, 0)  # it is written again when the next one waits
+        control_page.write_stop(self._slot, 0)  # the scheduler sets it again if another task waits
         control_page.write_turn(0)
         self._task.send(Yielded(op_id=self._turn))
         self.stall_ms += self._view.wait_turn(self._turn)
@@ -262,7 +262,7 @@ def infer(
     task: Channel,
     slot: int,
 ) -> bool:
-    """Run one request and report; return True if the report says that this worker is clean."""
+    """Run one request and report the result; return True if the report calls this worker clean."""
     try:
         if failpoints.is_on:
             reach("worker.infer.received")
@@ -271,7 +271,7 @@ def infer(
         view.wait_turn(message.op_id)
         turn_at_ms = now_ms()
         reach("worker.infer.turn")
-        view.control_page.write_begun(slot, message.op_id)  # a death may be the model's
+        view.control_page.write_begun(slot, message.op_id)  # from here a death may be the model's
         while True:
             groups = _Groups(view, message, bound.manifest, task, slot)
             try:
@@ -285,12 +285,12 @@ def infer(
                 break
             except torch.OutOfMemoryError:
                 if not view.leave_slice(bound) or message.staging:
-                    raise  # the first groups of what streams are not there any more
+                    raise  # a streamed model's first groups are already overwritten
         ended_at_ms = now_ms()
         groups.ends_ms += [] if message.is_timed else [ended_at_ms]
         if steps is not None:
             programs.stepping.ended(message, steps, ended_at_ms - turn_at_ms)
-    except BaseException as error:  # the one place where a model's own code may fail, or sys.exit
+    except BaseException as error:  # a model's own code may fail here, or call sys.exit
         _report_failure(message, view, task, error)
         return False  # the error's traceback still holds the task's tensors
     is_clean = not view.can_improve(bound)
@@ -324,7 +324,7 @@ def _opened(
     view: WorkerDevice,
     slot: int,
 ) -> tuple[DecodeRun | None, list[torch.Tensor], list[int]]:
-    """Open the memory of the program and of its inputs; return its steps, inputs and their rows."""
+    """Open the memory of program and inputs; return the decode run, the inputs, and their rows."""
     manifest, region_bytes = bound.manifest, bound.manifest.total_bytes
     if message.staging:
         pairs = zip(message.staging, manifest.groups, strict=True)
@@ -347,29 +347,29 @@ def _opened(
 def _report_failure(
     message: RunInference, view: WorkerDevice, task: Channel, error: BaseException
 ) -> None:
-    """Report a failed task when its turn comes; raise the error if this process is lost."""
+    """Report a failed task when its turn comes; re-raise if this process cannot continue."""
     if view.is_lost(error):
         fault = view.fault()
-        if fault is not None:  # a retry would break one worker after the other
+        if fault is not None:  # a retry would break one worker after another
             task.send(_failure(message, fault))
-        raise error  # this process ends and is replaced; without an answer the request is retried
-    view.wait_turn(message.op_id)  # an early failure still ends its turn in order
+        raise error  # this process is replaced; unless a failure was sent, the request is retried
+    view.wait_turn(message.op_id)  # an early failure still takes and ends its turn
     task.send(_failure(message, error))
 
 
 def _waits(view: WorkerDevice, slot: int, message: RunInference) -> bool:
-    """Return True if another request waits."""
+    """Return True if another request waits for this task's turn to end."""
     return view.control_page.stop(slot) == message.op_id
 
 
 def _lend_inputs(view: WorkerDevice, message: RunInference, manifest: Manifest) -> None:
-    """Open a request's inputs for writing by the operator's own module, until the next task.
+    """Map a request's inputs until the next task; the operator's own module may write to them.
 
-    They lie in one slab, in this order; what a chain or a sequence kept lies in slabs of its own,
-    and between two slabs are other requests'."""
+    Inputs of one request lie in one slab, in order. Inputs that a chain or a sequence kept lie in
+    slabs of their own, and other requests' slabs may lie between them."""
     slabs: list[tuple[int, int]] = []
     for one in message.inputs if not message.batched else ():
-        if one.pieces:  # it is gathered
+        if one.pieces:  # pieces are gathered into a copy instead
             continue
         start, end = one.offset_bytes, one.offset_bytes + one.size_bytes
         if slabs and 0 <= start - slabs[-1][1] < TENSOR_ALIGN_BYTES:
@@ -385,9 +385,9 @@ def _lend_inputs(view: WorkerDevice, message: RunInference, manifest: Manifest) 
 def _inputs(
     message: RunInference, pool: MappedPool, steps: DecodeRun | None, caches: KVBatchCache
 ) -> tuple[list[torch.Tensor], list[int]]:
-    """Return the program's inputs, and the row count of each request if they are joined.
+    """Return the program's inputs, and the row count of each request if requests are batched.
 
-    Joined requests lie in one tensor, in private memory of the pool or of the caches.
+    Batched requests lie in one tensor, in private memory of the pool or of the caches.
     """
     if not message.batched and (steps is None or not steps.most):
         return [pool.tensor(slab, is_code=message.is_code) for slab in message.inputs], []
@@ -409,8 +409,8 @@ def _write(
     pool: MappedPool,
     steps: DecodeRun | None,
 ) -> list[tuple[SlabTensor, ...]]:
-    """Each request's outputs to its own slab; ``split`` raises when there are other rows. Of what
-    was padded each gets its own extents; of ``steps`` their tokens."""
+    """Write each request's outputs to its own slab, without padding; a decode run writes its cache.
+    ``split`` raises if the outputs have other row counts than the inputs."""
     manifest = bound.manifest
     parts: Iterable[Sequence[torch.Tensor]] = [outputs]
     if rows:
@@ -453,7 +453,7 @@ def _failure(message: RunInference, error: BaseException) -> InferenceFailed:
 
 
 def _text(error: BaseException) -> str:
-    """Return the error's text in a form that can be sent; the text is the model's own code too."""
+    """Return the error's text in a form that can be sent; a model's own ``__str__`` may raise."""
     try:
         return str(error)[:2000].encode("utf-8", "replace").decode()
     except Exception:

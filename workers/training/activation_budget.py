@@ -1,10 +1,10 @@
 """Activation memory that a device's jobs share: each job claims tiles on the control page.
 
-Only the job that has the turn may increase its claim; one that waits for copies or parks can only
-release memory. So no two words grow at once, and no messages are needed: memory that no other job
-claims is free to the job that has the turn. A job in its step claims what it holds, and at least
-what it can finish with (``least``), so it can always finish. A job between two steps claims
-nothing; as long as all of them could be in their steps at once, room to begin is left for it.
+Only the job that has the turn on the device may increase its claim; a job that waits for copies or
+parks can only lower it. So only one claim grows at a time, and no messages are needed: tiles that
+no job claims are free for the job that has the turn. During its step a job claims its tiles, but at
+least ``least``, with which it can always finish. Between two steps it claims nothing. If the
+``least`` of all jobs fit together, each job leaves room for the others to begin their steps.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ TILE_BYTES: Final = 64 << 10
 
 
 class ActivationBudget:
-    """Tiles of one job.
+    """Tiles that one job claims.
 
     Attributes:
-        least: tiles that a step can finish with; until known all, so that the job steps alone.
-        most: the most tiles that all jobs held at once, at any increase by this one.
+        least: tiles with which a step can finish; until measured all, so the job steps alone.
+        most: the most tiles that all jobs together claimed when this job's claim grew.
     """
 
     def __init__(self, view: WorkerDevice, slot: int, total_bytes: int) -> None:
@@ -36,7 +36,7 @@ class ActivationBudget:
 
     @property
     def may_begin(self) -> bool:
-        """A step could be finished, whatever those that are in theirs do."""
+        """True if a step could finish now, whatever the other jobs' current steps claim."""
         return self._total - sum(self._others()[0]) >= self.least
 
     @property
@@ -49,16 +49,16 @@ class ActivationBudget:
 
     @property
     def can_wait(self) -> bool:
-        """True if a job in its step will continue, and release memory."""
+        """True if another job is in its step and not stuck, so it will release memory."""
         return any(claim and least >= 0 for claim, least in zip(*self._others(), strict=True))
 
     def learn(self, min_bytes: int) -> None:
-        """Set ``least`` from a measured step."""
+        """Set ``least`` to the bytes with which a measured step could finish."""
         self.least = min(self._total, _tiles(min_bytes))
         self.is_known = True
 
     def remove(self) -> None:
-        """Reset ``least`` to all tiles: the steps changed, so the job is to have them alone."""
+        """Reset ``least`` to all tiles, because the steps have changed: the job steps alone."""
         self.least, self.is_known = self._total, False
 
     def enter_step(self, *, is_in: bool = True) -> None:
@@ -66,7 +66,7 @@ class ActivationBudget:
         self.hold(self.held * TILE_BYTES)
 
     def hold(self, size_bytes: int) -> None:
-        """Set the bytes that the job holds."""
+        """Set the bytes that the job holds, and write its claim to the control page."""
         before, self.held = self.held, _tiles(size_bytes)
         claim = max(self.held, self.least) if self._is_in_step else self.held
         least = self.least * self.is_known

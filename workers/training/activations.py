@@ -1,21 +1,21 @@
-"""A step's saved tensors under a budget: what is over it waits in host memory.
+"""Saved tensors of a training step under a budget: what exceeds it is moved to host memory.
 
-PyTorch's saved-tensor hooks show each tensor that forward keeps for backward. What counts is its
-*storage*, once, however many views of it are saved; parameters, buffers and the batch are no
-activations and stay themselves. Life of a storage, in numbered steps:
+PyTorch's saved-tensor hooks show each tensor that forward keeps for backward. Each *storage* counts
+once, however many views of it are saved. Parameters, buffers and the batch are not activations and
+are never moved. Life of a storage, in numbered steps:
 
-1. *saved*: there must be room for it, else forward waits for copies under way, or sends others;
-2. *leaving*, when the plan (``offload="auto"``) or the mode says so: the copy lanes carry it;
-3. *on the host*: nothing here refers to the device's bytes any more;
-4. *coming*: from the first use in backward on, in the order of use, as far as there is room;
-5. *used*: autograd gets a view of the bytes; they are counted until autograd lets go.
+1. *saved*: if there is no room, forward waits for copies under way or sends other storages first;
+2. *leaving*: a copy thread copies it out, as the plan (``offload="auto"``) or the mode says;
+3. *on the host*: this module holds no reference to the device's bytes any more;
+4. *coming*: backward fetches storages ahead, in the order of use, as far as there is room;
+5. *used*: autograd gets a view of the bytes, which count until autograd drops the view.
 
-All but the copies themselves is done by the thread that computes. The lanes' results and the ends
-of saved tensors (which any thread's collector may find) wait in queues for its next call.
+The thread that computes does everything except the copies. Finished copies and dropped saved
+tensors (which any thread's garbage collector may find) wait in queues for that thread's next call.
 
-In-place writes: hooks lose autograd's check, so each saved tensor keeps a *witness* that shares its
-version counter and none of its bytes. A storage that is saved again while its copy may be older
-than what is saved now counts, and travels, as a new one.
+In-place writes: hooks disable autograd's check, so each saved tensor keeps a *witness*, a tensor
+that shares its version counter and has no bytes. If a storage is saved again and its copy may be
+older than its current contents, the storage counts, and is copied, as a new one.
 """
 
 from __future__ import annotations
@@ -48,9 +48,9 @@ CONVOLUTIONS: Final = (
     nn.ConvTranspose2d,
     nn.ConvTranspose3d,
 )
-WORTH_MS: Final = 3.0  # a wait in which another job can compute: two switches
-CHARGE_BYTES: Final = 1 << 20  # host memory is asked for in so large pieces: seldom, and not ahead
-AskedFor = tuple[str, int | None]  # ``offload``, and the budget
+WORTH_MS: Final = 3.0  # shortest wait that another job can use: two switches
+CHARGE_BYTES: Final = 1 << 20  # unit in which host memory is reserved: few requests, little unused
+AskedFor = tuple[str, int | None]  # ``offload`` and ``budget_bytes`` of ``Activations``
 
 
 class _Handle:
@@ -67,11 +67,11 @@ class _Handle:
         self.witness.data = tensor.new_empty(0)
 
     def tensor(self) -> torch.Tensor:
-        """Return the saved view over the bytes where they are now."""
+        """Return the saved view; its bytes must be on the device."""
         assert self.saved.device is not None
         tensor = self.saved.device.new_empty(0, dtype=self.dtype)
         tensor.set_(self.saved.device.untyped_storage(), self.offset, self.shape, self.stride)
-        shown = self.witness.detach()  # of the same version counter
+        shown = self.witness.detach()  # shares the version counter
         shown.data = tensor
         return shown
 
@@ -80,7 +80,7 @@ class _Handle:
 
 
 class _Kept:
-    """A saved tensor that is no activation."""
+    """A saved tensor that is not an activation."""
 
     __slots__ = ("kept", "version")
 
@@ -89,7 +89,7 @@ class _Kept:
 
 
 class _Storages:
-    """A set of storages; one that dies leaves it."""
+    """A map from live storages to values; a storage that is freed leaves the map."""
 
     def __init__(self) -> None:
         self._known: dict[int, tuple[weakref.ref[Any], Any]] = {}
@@ -103,7 +103,7 @@ class _Storages:
 
 
 class _Layers:
-    """Index of the layer that computes, counted in each body."""
+    """Number of the layer that computes now; each body starts to count at 0."""
 
     def __init__(
         self, keep: Callable[[Iterable[torch.Tensor]], None], streams: CopyStreams
@@ -114,7 +114,7 @@ class _Layers:
 
     def enter(self, module: nn.Module, _: Any) -> None:
         if torch.compiler.is_compiling():
-            return  # what is compiled has no layers
+            return  # compiled code has no layers
         self.number += 1
         self.is_convolution = isinstance(module, CONVOLUTIONS)
         if module not in self._seen:
@@ -129,13 +129,13 @@ class _Layers:
 
 
 class Activations:
-    """Activations of one loop. ``body`` wraps each of its bodies; ``figures`` are the last
-    one's.
+    """Activations of one loop. ``body`` wraps each of its bodies; ``figures`` describe the last
+    body.
 
     Args:
-        offload: as ``pipeswitch.job.steps``.
-        budget_bytes: None: there is none, and ``all`` or ``conv`` keep two layers on the device.
-        charge: called at each increase with the host memory needed, in bytes, before it is taken.
+        offload: see ``pipeswitch.job.steps``.
+        budget_bytes: None for no budget: ``all`` and ``conv`` then keep two layers on the device.
+        charge: called before more host memory is taken, with the total need in bytes.
     """
 
     def __init__(
@@ -154,11 +154,11 @@ class Activations:
         self.plan = StepPlan(offload, gate, self._streams)
         self._layers = _Layers(self.keep, self._streams)
         self._own = _Storages()  # parameters, buffers, the batch
-        self._table = _Storages()  # those that are saved
+        self._table = _Storages()  # saved storages, each with its ``Saved``
         self._handles_ended: deque[Saved] = deque()
         self._bytes_ended: deque[int] = deque()
         self._alive: dict[Saved, None] = {}
-        self._ahead: list[Saved] | None = None  # to be used, the next one last; None in forward
+        self._ahead: list[Saved] | None = None  # fetched next, in reverse order; None in forward
         self.away_ms = 0.0
         self._moved = self._asked_ahead = self._asked_late = 0
         self._on_host = self._host_peak = 0
@@ -179,14 +179,14 @@ class Activations:
         return cls(*asked_for, host.host_copies(), gate, host.charge_host, host.tiles)
 
     def keep(self, tensors: Iterable[torch.Tensor]) -> None:
-        """Exclude these tensors from the activations."""
+        """Exclude the storages of these tensors from the activations."""
         for tensor in tensors:
             if tensor.layout is torch.strided:
                 self._own.put(tensor.untyped_storage())
 
     @contextmanager
     def body(self, batch: Any) -> Iterator[None]:
-        """Treat tensors that are saved during the block as activations."""
+        """Treat tensors that are saved during the block, a loop's body, as activations."""
         self.keep(_tensors_in(batch))
         self._begin()
         hooks = [register_module_forward_pre_hook(self._layers.enter)]
@@ -201,14 +201,14 @@ class Activations:
         self._end()
 
     def give_back(self) -> None:
-        """Return unused host memory at a loop's end, all but that of tensors still there."""
+        """Release the reserved host memory that no tensor uses; called at a loop's end."""
         self._finish_copies()
         if self._charged > self._on_host:
             self._charge(self._on_host)
             self._charged = self._on_host
 
     def close(self) -> None:
-        """Close the lanes; nothing is used after that."""
+        """Close the copy threads; call no other method after that."""
         self._streams.close()
 
     def _begin(self) -> None:
@@ -255,7 +255,7 @@ class Activations:
         return _Handle(saved, tensor, self._handles_ended)
 
     def _admit(self, storage: torch.UntypedStorage) -> Saved:
-        """1. of a storage's life, and 2."""
+        """Count a new storage (steps 1 and 2 of its life); mark it as refused without room."""
         self._ahead = None
         size_bytes = storage.nbytes()
         may_leave = size_bytes >= MIN_BYTES and self._offload in ("auto", "all")
@@ -307,7 +307,7 @@ class Activations:
         return handle.tensor()
 
     def _bring(self, saved: Saved) -> None:
-        """4. and 5. of a storage's life: after this its bytes are on the device."""
+        """Wait until the storage's bytes are on the device (steps 4 and 5 of its life)."""
         if self.memory.refused:
             raise self.memory.over_budget(self._offload, self.plan.of_step)
         if not saved.is_used:
@@ -328,7 +328,7 @@ class Activations:
             self._wait("backward", saved.size_bytes, lambda: saved.place is not StoragePlace.COMING)
 
     def _look_ahead(self, current: Saved) -> None:
-        """Ask back what is used next, as far as there is room; without a budget, of one layer."""
+        """Fetch the next storages as far as there is room; without a budget, those of one layer."""
         if self._ahead is None:
             away = [
                 one
@@ -352,7 +352,7 @@ class Activations:
             self._ahead.pop()
 
     def _make_room(self, size_bytes: int, where: Where) -> bool:
-        """Wait for copies under way, drop what is on the host as well, send what may leave."""
+        """Wait for copies, drop device copies, or send storages; return False if that fails."""
         while not self.memory.fits(size_bytes):
             if self._streams.is_busy:
                 self._wait(where, size_bytes, lambda: self.memory.fits(size_bytes))
@@ -366,7 +366,7 @@ class Activations:
         return True
 
     def _drop_a_copy(self) -> bool:
-        """Drop the device copy of a returned tensor: used (``retain_graph``), then last-used."""
+        """Drop a fetched storage's device copy: a used one first, then the one used last."""
         came = [one for one in self._alive if one.host is not None and one.device is not None]
         if not came:
             return False
@@ -377,7 +377,7 @@ class Activations:
         return True
 
     def _send_another(self) -> bool:
-        """Send the tensor saved first, whose use is the farthest; return False without one."""
+        """Send the storage saved first, whose use is the last; return False if none may leave."""
         if self.memory.budget < UNLIMITED:
             for saved in self._alive:
                 if saved.place is StoragePlace.DEVICE and saved.may_leave and saved.host is None:
@@ -405,7 +405,7 @@ class Activations:
         saved.copy = self._streams.submit(saved, saved.host, to_host=False)
 
     def _stay(self, saved: Saved) -> None:
-        """Cancel an unfinished copy to the host, so that the tensor stays."""
+        """Cancel a copy to the host, so that the storage stays on the device."""
         if saved.place is StoragePlace.LEAVING:
             assert saved.copy is not None
             self._streams.cancel(saved.copy)
@@ -413,7 +413,7 @@ class Activations:
             saved.copy, saved.place = None, StoragePlace.DEVICE
 
     def _forget_bytes(self, saved: Saved) -> None:
-        """Drop the device copy; while autograd may compute with it, its bytes still count."""
+        """Drop the device copy; its bytes count on while autograd may compute with them."""
         assert saved.device is not None
         storage, saved.device = saved.device.untyped_storage(), None
         saved.place = StoragePlace.HOST
@@ -424,9 +424,9 @@ class Activations:
             self.memory.change(-saved.size_bytes)
 
     def _wait(self, where: Where, size_bytes: int, is_over: Callable[[], bool]) -> None:
-        """Wait for a copy, or leave the device until ``is_over``.
+        """Wait for a copy. If the wait is long, leave the device until ``is_over`` returns True.
 
-        It leaves for a long copy, in a step whose times are known.
+        Leaving requires a step whose times are known.
         """
         gate, streams = self._gate, self._streams
         may_leave = gate.allows_copies and not (self.plan.measuring or gate.in_optimizer_step)
@@ -449,7 +449,7 @@ class Activations:
         self.memory.waited_ms += now_ms() - began_ms
 
     def _finish_copies(self) -> bool:
-        """Take what the queues hold; whether there was anything."""
+        """Process finished copies and dropped tensors; return True if there were any."""
         has_changed = False
         for copy in self._streams.take_ended():
             has_changed = True
@@ -486,7 +486,7 @@ class Activations:
                 saved.place = StoragePlace.DEVICE
 
     def _drop(self, saved: Saved) -> None:
-        """Autograd has let go of it."""
+        """Release a storage that autograd has dropped."""
         self.plan.note("release", saved, self.memory.waited_ms)
         self._alive.pop(saved, None)
         copy, saved.copy = saved.copy, None
@@ -499,12 +499,12 @@ class Activations:
         elif saved.place is not StoragePlace.HOST:
             self.memory.change(-saved.size_bytes)
         if saved.end is not None and saved.end.detach():
-            self.memory.change(-saved.size_bytes)  # the script holds it still: not counted
+            self.memory.change(-saved.size_bytes)  # the script still holds the bytes: not counted
         saved.host = saved.device = None
 
 
 def _is_plain(tensor: torch.Tensor) -> bool:
-    """Return True if the bytes describe all of the tensor."""
+    """Return True if strided bytes describe the tensor completely."""
     return (
         type(tensor) in (torch.Tensor, nn.Parameter)
         and tensor.layout is torch.strided
@@ -516,22 +516,22 @@ def _is_plain(tensor: torch.Tensor) -> bool:
 
 
 def _may_be_copied(saved: Saved) -> bool:
-    """Return True if a copy was begun, perhaps before the last write to the tensor."""
+    """Return True if a copy has begun, which may miss the last write to the tensor."""
     return saved.host is not None or (saved.copy is not None and saved.copy.is_begun)
 
 
 def _is_as_saved(saved: Saved, tensor: torch.Tensor) -> bool:
     """Return True if the tensor, or another view of its root, was saved and not written since.
 
-    Pieces that torch cuts without recording a view (``unsafe_chunk``, in recurrent cells) are
-    written in place one after the other, and no version shows it.
+    torch cuts some pieces without recording them as views (``unsafe_chunk`` in recurrent cells).
+    These pieces are written in place one after the other, and no version counter shows it.
     """
     one, now = root(tensor), version(tensor)
     return any(known() is one and now == then for known, then in saved.roots)
 
 
 def _tensors_in(batch: Any) -> Iterator[torch.Tensor]:
-    """Yield the tensors of a batch: of lists, tuples and mappings."""
+    """Yield the tensors of a batch, also those inside lists, tuples and mappings."""
     if isinstance(batch, torch.Tensor):
         yield batch
     elif isinstance(batch, Mapping):

@@ -1,9 +1,9 @@
 """Commit points and commit images of a training job (ADR 8; invariant I2).
 
-A *point* is the state between two steps: small things are copied when it is captured (random
-generators, options, data position, buffers), large ones are only watched (parameters, optimizer
-tensors, left-over gradients), because they stay as they are until the next ``optimizer.step()``.
-So a point can still be committed in the middle of the next forward or backward, exactly.
+A *point* is the state between two steps. Small state is copied when the point is captured (random
+generators, options, data position, buffers). Large tensors (parameters, optimizer state, left-over
+gradients) are only watched, because they do not change before the next ``optimizer.step()``. So a
+point can still be committed exactly in the middle of the next forward or backward.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ from .slice_layout import history_bytes, sparse_gradient_bytes
 from .snapshot import Captured, DataState, captured
 from .torch_private import mark_optimizer_called, optimizer_was_called, version
 
-SPARE_STATE_BYTES: Final = 256 << 10  # random generators, the JSON, and space to grow
-JSON_NAMES: Final = 16  # how often the JSON names each parameter: its tensors, and their owners
+SPARE_STATE_BYTES: Final = 256 << 10  # random generators, the JSON, and room for growth
+JSON_NAMES: Final = 16  # times that the JSON names each parameter: as a tensor, and as an owner
 
 
 @dataclass
@@ -39,13 +39,13 @@ class Point:
     position: CursorPosition
     random: RandomState
     data: DataState
-    entry: Mapping[str, Any]  # states at script, epoch and loop start, for ``tagged``
-    options: Captured  # of optimizers' groups, schedulers, extra_state
-    marks: list[tuple[int, bool]]  # of each parameter: version, requires_grad
-    training: bytes  # of each module: its training flag
-    gradients: list[tuple[str, torch.Tensor, int]]  # left over, with their versions
+    entry: Mapping[str, Any]  # states at the start of script, epoch and loop, for ``state_codec``
+    options: Captured  # optimizers' groups, schedulers, extra_state
+    marks: list[tuple[int, bool]]  # version and requires_grad of each parameter
+    training: bytes  # training flag of each module
+    gradients: list[tuple[str, torch.Tensor, int]]  # left-over ones, with their versions
     gradients_copied: bool
-    sparse_gradients: Mapping[str, torch.Tensor]  # left over, copied
+    sparse_gradients: Mapping[str, torch.Tensor]  # left-over ones, as copies
 
 
 class Committer:
@@ -63,7 +63,7 @@ class Committer:
         self._has_state = False
         self._in_flight: Point | None = None
         self._tensors_json = b""
-        self._other_bytes = 0  # other bytes of the state area
+        self._other_bytes = 0  # size of the state area's contents except the options
         self.committed: Point | None = None
         self.last_duration_ms = 0.0
         for phase, image in past.items():
@@ -84,14 +84,14 @@ class Committer:
         """Return the current state as a commit point.
 
         Args:
-            last: the previous point.
+            last: the previous point; its options are used again if they are unchanged.
         """
-        self.finish()  # its snapshot and its gradients are about to be overwritten
+        self.finish()  # the commit under way reads the snapshot and gradients that this overwrites
         if last is not None and not self._copies_gradients:
-            # A script that zeroes or accumulates in place destroys left-over gradients before
-            # they can be committed in mid-step; seen once, they are copied at every point.
+            # A script that zeroes or accumulates in place destroys left-over gradients before a
+            # commit in mid-step. Once that was seen, each point copies them.
             self._copies_gradients = not _are_intact(last.gradients)
-        if not self._has_state:  # after the first step; later changes are met at the commits
+        if not self._has_state:  # ``begin`` adopts later changes
             self._has_state = any(o.state for o in self._objects.optimizers.values())
             self._adopt()
         self._layout.gather_parameters()
@@ -125,12 +125,12 @@ class Committer:
         )
 
     def parameters_are_intact(self, point: Point) -> bool:
-        """Return True if no parameter was written since; writes through ``.data`` are not seen."""
+        """Return True if no parameter was written since, except through ``.data``."""
         parameters = self._objects.parameters.values()
         return all(version(p) == mark[0] for p, mark in zip(parameters, point.marks, strict=True))
 
     def sum_of_parameters(self) -> int:
-        """Return a sum over the parameters, which shows writes that versions do not."""
+        """Return a sum over the parameters; it also shows writes that no version counter shows."""
         return self._layout.sum_of_parameters()
 
     def is_intact(self, point: Point) -> bool:
@@ -144,16 +144,16 @@ class Committer:
     # --------------------------------------------------------------------------- committing
 
     def outgrown_bytes(self, point: Point) -> int:
-        """Return the size that the state area needs for this point; 0 if it fits."""
+        """Return the needed size of the state area in bytes if this point outgrows it, else 0."""
         needed_bytes = point.options.size_bytes + self._other_bytes
         return needed_bytes if needed_bytes > self._layout.state.capacity_bytes else 0
 
     def begin(self, point: Point) -> None:
-        """Write the image's head and start the copy. The point must be intact.
+        """Write the image's header and state, and start the copy. The point must be intact.
 
         Raises:
             OutOfDeviceMemory: the state outgrew its area.
-            InvalidInput: the models are no longer those that the loop began with.
+            InvalidInput: the models' structure has changed since the loop began.
         """
         self.finish()
         self._objects.refuse_other_structure()
@@ -167,7 +167,7 @@ class Committer:
         self._host.begin_commit(point.position.step, [(0, size)])
 
     def finish(self) -> None:
-        """Wait for the commit under way, if any; what the host raises is raised."""
+        """Wait for the commit under way, if there is one; raise if its copy failed."""
         if self._in_flight is not None:
             point, self._in_flight = self._in_flight, None
             self.last_duration_ms = self._host.wait_commit()
@@ -175,7 +175,7 @@ class Committer:
 
     @property
     def is_in_flight(self) -> bool:
-        """A commit was begun and not yet waited for."""
+        """True if a commit was begun and has not been waited for."""
         return self._in_flight is not None
 
     def _adopt(self) -> None:
@@ -212,7 +212,7 @@ class Committer:
         self._layout.write(0, pack_header(document, offset, image_bytes))
 
     def _tensors(self, point: Point) -> bytes:
-        """Return the JSON of the tensors; cached, since it changes with the layout only."""
+        """Return the JSON of the tensors, cached until the layout changes, except gradients."""
         if point.gradients:
             places = self._layout.gradient_places
             names = [name for name, *_ in point.gradients]
@@ -253,7 +253,7 @@ class Committer:
         }
 
     def _optimizer_values(self, key: str) -> dict[str, Any]:
-        """State by parameter; what lies in the slice is named, the rest is a value."""
+        """Return an optimizer's state by parameter: for a tensor in the slice its name."""
         optimizer = self._objects.optimizers[key]
         names = {id(p): name for name, p in self._objects.parameters.items()}
         entries: list[Any] = []
@@ -274,10 +274,10 @@ class Committer:
     # --------------------------------------------------------------------------- restoring
 
     def restore(self, saved: SavedImage) -> None:
-        """Put parameters, buffers, gradients, optimizers, schedulers, extra_state back.
+        """Restore parameters, buffers, gradients, optimizers, schedulers and extra_state.
 
         Raises:
-            InvalidInput: the image is of other models or optimizers: the script changed.
+            InvalidInput: the image has other models or optimizers, because the script has changed.
         """
         self.finish()
         self._restore_tensors(saved)
@@ -337,10 +337,10 @@ class Committer:
 
 
 def state_area_bytes(objects: TrainedObjects, before: int) -> int:
-    """Size of the state area: what it needs now, a quarter more, LBFGS's history, and some.
+    """Return the state area's size: today's need, a quarter more, LBFGS's history and a reserve.
 
     Args:
-        before: its size in an earlier life of the script; it never shrinks.
+        before: the size in an earlier run of the script; the area never shrinks.
     """
     options = Captured(options_of(objects))
     tensors = 4 * len(objects.parameters) + len(objects.buffers)

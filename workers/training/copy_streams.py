@@ -1,8 +1,8 @@
-"""Copy lanes: one thread copies saved tensors to the host, another copies them back.
+"""Copy lanes: one thread copies saved tensors to the host, a second one copies them back.
 
-Each copies in the order of submission; a link carries both directions at once. While the job is
-suspended the lanes pause: between two pieces each checks the gate, and waits until the main thread
-continues. If the main thread waits for a copy, it then parks, as in a layer's hook.
+Each lane copies in the order of submission, and both directions run at once. While the job is
+suspended, the lanes pause: each checks the gate between two pieces, and waits until the main thread
+continues. If the main thread waits for a copy then, it parks, as in a layer's hook.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ from pipeswitch.ipc.gate import Gate, Where
 
 @dataclass(eq=False, slots=True)
 class Copy:
-    """Copy of all bytes of one storage, created by the main thread; the lane sets its result."""
+    """Copy of all bytes of one storage; the main thread creates it, a lane sets its result."""
 
-    of: Any  # what the main thread knows it by
+    of: Any  # the main thread's object for it
     source: torch.Tensor
     to_host: bool
     mark: Any
     target: torch.Tensor | None = None
     is_begun: bool = False
-    is_cancelled: bool = False  # if begun, it still comes back from ``take_ended``
+    is_cancelled: bool = False  # a begun copy is still returned by ``take_ended``
     error: BaseException | None = None
 
 
@@ -48,21 +48,21 @@ class CopyStreams:
         self._under_way = 0
         self._ended: deque[Copy] = deque()
         self._is_closed = False
-        self._aside: set[bool] = set()  # of lanes that have seen that the gate is asked
+        self._aside: set[bool] = set()  # lanes that pause because a stop was requested
         self._carried_bytes, self._busy_ms = {True: 0, False: 0}, {True: 0.0, False: 0.0}
         self._threads = {
             True: ThreadPoolExecutor(1, "copy-out"),
             False: ThreadPoolExecutor(1, "copy-in"),
         }
         for executor in self._threads.values():
-            executor.submit(int)  # starts the thread; raises here if the system has no room for it
+            executor.submit(int)  # starts the thread, or raises here if the system cannot
 
     def submit(self, of: Any, source: torch.Tensor, *, to_host: bool) -> Copy:
-        """Queue a copy; return at once."""
+        """Queue a copy and return at once."""
         copy = Copy(of, source, to_host, self._copies.mark())
         with self._changed:
             self._queues[to_host].append(copy)
-        if self._is_closed:  # backward through a graph of an earlier loop
+        if self._is_closed:  # backward uses the graph of an earlier loop
             self._carry_next(to_host)
         else:
             self._threads[to_host].submit(self._carry_next, to_host)
@@ -79,12 +79,12 @@ class CopyStreams:
 
     @property
     def is_busy(self) -> bool:
-        """Return whether there is a copy to wait for."""
+        """True if a copy is queued, under way, or not yet taken by ``take_ended``."""
         with self._changed:
             return any(self._queues.values()) or bool(self._under_way or self._ended)
 
     def bytes_per_ms(self, *, to_host: bool) -> float:
-        """Return this lane's measured rate; before its first copy, the other lane's."""
+        """Return this lane's measured bytes per ms; before its first copy the other lane's."""
         way = to_host if self._busy_ms[to_host] else not to_host
         return self._carried_bytes[way] / self._busy_ms[way] if self._busy_ms[way] else 1.0
 
@@ -93,12 +93,12 @@ class CopyStreams:
         return [self._ended.popleft() for _ in range(len(self._ended))]
 
     def wait(self, where: Where) -> float:
-        """Wait until a copy has ended or the gate was checked; the caller must look again. Return
-        the milliseconds waited for copies.
+        """Wait until a copy has ended or all lanes pause; return the ms waited for copies.
+
+        If all lanes pause, check the gate, which may park. The caller then checks its copy again.
 
         Raises:
-            TaskPreempted: as the gate's ``check``.
-        """
+            TaskPreempted: the gate's ``check`` found an eviction."""
         began_s = time.monotonic()
         with self._changed:
             self._changed.wait_for(lambda: self._ended or self._is_quiet)
@@ -109,20 +109,20 @@ class CopyStreams:
         return waited_ms
 
     def wait_away(self) -> bool:
-        """Wait without the device until a copy has ended; return False if all copies pause."""
+        """Wait without the device until a copy has ended; return False if all lanes pause."""
         with self._changed:
             self._changed.wait_for(lambda: self._ended or self._is_quiet)
         return bool(self._ended)
 
     def resume(self) -> None:
-        """Let paused copies continue, unless the gate has a new request. Call before computing."""
+        """Continue paused copies, unless a stop is requested. Call it before computing."""
         if self._aside and not self._must_stand_aside():
             with self._changed:
                 self._aside.clear()
                 self._changed.notify_all()
 
     def close(self) -> None:
-        """Let each thread end after its last copy; do not wait for it."""
+        """Tell each thread to end after its last copy; return without waiting."""
         with self._changed:
             self._is_closed = True
             self._changed.notify_all()
@@ -131,7 +131,7 @@ class CopyStreams:
 
     @property
     def _is_quiet(self) -> bool:
-        """Return whether all copies under way pause."""
+        """True if all copies under way pause."""
         return bool(self._aside) and len(self._aside) == self._under_way
 
     # -- a lane's thread -------------------------------------------------------------------------
@@ -177,7 +177,7 @@ class CopyStreams:
             self._aside.discard(way)
 
     def _must_stand_aside(self) -> bool:
-        """Return whether the task must wait: within ``optimizer.step()`` it cannot park."""
+        """Return True if a lane must pause: the task is to stop and is not in an optimizer step."""
         gate = self._gate
         is_stopping = gate.is_pending and not gate.allows_copies
         return is_stopping and not (gate.in_optimizer_step or self._is_closed)

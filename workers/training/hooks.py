@@ -1,12 +1,12 @@
-"""The public PyTorch hooks through which training looks at the gate.
+"""Public PyTorch hooks in which training checks the gate for a stop request.
 
 Forward: ``Module.register_forward_pre_hook`` on every module that owns parameters, and on leaf
-modules. Backward: ``Tensor.register_post_accumulate_grad_hook`` on one parameter per module; what
-it raises goes straight through ``backward()``. Optimizers: ``register_step_pre_hook`` and
-``register_step_post_hook``. (``register_full_backward_pre_hook`` would rewire the graph.)
+modules. Backward: ``Tensor.register_post_accumulate_grad_hook`` on one parameter of each module; an
+exception raised there propagates through ``backward()``. Optimizers: ``register_step_pre_hook`` and
+``register_step_post_hook``. (``register_full_backward_pre_hook`` would change the graph.)
 
-The hooks are module-level functions that find the gate in a module-level variable, not closures:
-so a script may still deep-copy its model. A model that it saves or scripts is without them.
+The hooks are module-level functions that find the gate in a module-level variable. They are not
+closures, so a script may deep-copy its model. A saved or scripted model does not contain them.
 """
 
 from __future__ import annotations
@@ -47,19 +47,19 @@ def look_at_the_gate_in_backward(parameter: torch.Tensor) -> None:
 
 
 def use_gate(gate: Gate | None) -> None:
-    """Make ``gate`` the one that all module hooks of this process look at."""
+    """Set the gate that all module hooks of this process check; None: they check none."""
     global _gate
     _gate = gate
 
 
 def use_pace(pace: Callable[[], None] | None) -> None:
-    """Call ``pace`` at every gate point: it keeps the script from running far ahead of a device."""
+    """Set the function that every hook calls to keep the script from running far ahead."""
     global _pace
     _pace = pace
 
 
 def hook_modules(models: Iterable[nn.Module]) -> list[RemovableHandle]:
-    """Put the gate's hooks on every layer of ``models``; returns handles to remove them."""
+    """Register the gate's hooks on every layer of ``models``; return the handles to remove them."""
     handles: list[RemovableHandle] = []
     visited: set[int] = set()
     for model in models:

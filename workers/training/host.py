@@ -1,4 +1,4 @@
-"""Services of the process for a training session: leases, commits, reports."""
+"""Services of the worker process for a training session: leases, commits, reports."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ from pipeswitch.ipc.sparse import keep_newest
 
 from .activation_budget import ActivationBudget
 
-MAX_HISTORY_BYTES: Final = 64 << 20  # a line of three numbers takes about 60
+MAX_HISTORY_BYTES: Final = 64 << 20  # a line with three numbers has about 60 bytes
 
 
 class JobHost:
-    """Services for a session over the worker's channels.
+    """Services for a session, over the worker's channels.
 
-    The main thread sends requests, the termination thread delivers the replies. (Tests of sessions
-    have hosts of their own.)
+    The main thread sends requests, and the termination thread delivers the replies. Session tests
+    use their own hosts.
     """
 
     def __init__(
@@ -47,15 +47,15 @@ class JobHost:
         self._task = task
         self._view = view
         self.device = view.device
-        self.tiles: ActivationBudget | None = None  # where all jobs share what activations may take
+        self.tiles: ActivationBudget | None = None  # set if jobs share activation memory
         self._changed = threading.Condition()
         self._lease: (
             worker_msg.LeaseGranted | worker_msg.LeaseRefused | worker_msg.HostGranted | None
         ) = None
         self._committed: StepCommitted | None = None
-        self._commit_number = 0  # of the last one that was begun: 1, 2, … in each dispatch
+        self._commit_number = 0  # number of the last commit begun: 1, 2, … in each dispatch
         self._evicting = False
-        self._publishing = 0  # that are not copied yet
+        self._publishing = 0  # published states whose copy is not finished
         self._published: worker_msg.PublishAnswered | None = None
         self._history: BinaryIO | None = None
         self._history_bytes = 0
@@ -64,20 +64,20 @@ class JobHost:
         self._has_leased = False
         *areas, last = (-1, *descriptors)
         self._ring_descriptor = last if message.share else -1
-        # The job's commit area, to read.
+        # Descriptor of the job's commit area, to read from.
         self._commits = areas[-1] if message.share else last
 
     def host_copies(self) -> HostCopies:
-        """See ``WorkerDevice``."""
+        """Return the device's copier of saved tensors (``WorkerDevice.host_copies``)."""
         return self._view.host_copies()
 
     def now_ms(self) -> float:
-        """Monotonic."""
+        """Return the monotonic time in milliseconds."""
         return now_ms()
 
     @functools.cached_property
     def ring(self) -> Ring | None:
-        """Ring with the batches of the job's group, from the first ``job.shared`` on."""
+        """Ring with the batches of the job's group, opened at the first ``job.shared``; or None."""
         if self._ring_descriptor < 0:
             return None
         return Ring(self._ring_descriptor, self._message.job)
@@ -85,21 +85,21 @@ class JobHost:
     # -- main thread ---------------------------------------------------------------------------
 
     def lease(self, slice_bytes: int, state_bytes: int) -> torch.Tensor:
-        """Return a zeroed, writable uint8 tensor over the slice; block until granted.
+        """Return a zeroed, writable uint8 tensor over the slice; block until it is granted.
 
-        The caller has left the device. A second call (the next phase) gives the first slice back.
-        The last commit stays until the next one.
+        The caller has left the device. A second call (the next phase) returns the first slice, and
+        the last commit stays valid until the next one.
 
         Args:
-            slice_bytes: of parameters, buffers, gradients, optimizer state and the state area.
-            state_bytes: of the largest commit image.
+            slice_bytes: for parameters, buffers, gradients, optimizer state and the state area.
+            state_bytes: size of the largest commit image.
 
         Raises:
             OutOfDeviceMemory, HostStoreFull: it can never fit.
             TaskPreempted: the job was evicted while it waited.
         """
         reach("job.lease")
-        self._view.synchronize()  # what still reads the former slice: it may be given to another
+        self._view.synchronize()  # kernels may still use the former slice, which others get
         request = worker_msg.LeaseRequest(
             op_id=self._message.op_id, slice_bytes=slice_bytes, state_bytes=state_bytes
         )
@@ -109,16 +109,16 @@ class JobHost:
         assert isinstance(answer, worker_msg.LeaseGranted)
         slice_tensor = self._view.slice_bytes(answer.offset_bytes, slice_bytes)
         if self._has_leased:
-            slice_tensor.zero_()  # the first slice again, for the next phase
+            slice_tensor.zero_()  # the first slice is reused for the next phase
         self._has_leased = True
         reach("job.leased")
         return slice_tensor
 
     def charge_host(self, size_bytes: int) -> None:
-        """Reserve host memory for activations: ``size_bytes`` in total from now on.
+        """Reserve ``size_bytes`` of host memory in total for activations; block until granted.
 
         Raises:
-            HostStoreFull: there is no room; earlier grants stay.
+            HostStoreFull: there is no room; the earlier reservation stays.
         """
         self._ask(
             worker_msg.HostRequest(op_id=self._message.op_id, size_bytes=size_bytes),
@@ -128,7 +128,7 @@ class JobHost:
     def _ask(
         self, request: worker_msg.LeaseRequest | worker_msg.HostRequest, *, or_evicted: bool
     ) -> worker_msg.LeaseGranted | worker_msg.HostGranted | None:
-        """Request memory and wait for the grant; return None when an eviction comes first."""
+        """Request memory and wait for the grant; return None if an eviction comes first."""
         with self._changed:
             self._lease = None
         self._task.send(request)
@@ -140,12 +140,12 @@ class JobHost:
         return answer
 
     def begin_commit(self, step: int, ranges: Sequence[tuple[int, int]]) -> None:
-        """Let the daemon copy these pieces of the slice; returns at once."""
+        """Order the daemon to copy these ranges of the slice; do not wait for the copy."""
         reach("job.commit")
         with self._changed:
             self._committed = None
             self._commit_number += 1
-        self._view.synchronize()  # the daemon reads the slice: every kernel before has run
+        self._view.synchronize()  # all earlier kernels must run before the daemon reads
         self._task.send(
             worker_msg.CommitStep(
                 op_id=self._message.op_id,
@@ -156,10 +156,10 @@ class JobHost:
         )
 
     def wait_commit(self) -> float:
-        """Wait for the acknowledgement of the last ``begin_commit``; its duration in ms.
+        """Wait until the last ``begin_commit`` is acknowledged; return the copy's duration in ms.
 
         Raises:
-            PipeSwitchError: the daemon could not copy it; the older commit is intact.
+            PipeSwitchError: the daemon could not copy the state; the previous commit is intact.
         """
         with self._changed:
             while self._committed is None:
@@ -172,11 +172,11 @@ class JobHost:
 
     @property
     def is_publishing(self) -> bool:
-        """A commit is about to be copied: the next one would come into its place."""
+        """True if a commit is being copied to a model; the next commit would overwrite it."""
         return self._publishing > 0
 
     def await_copy(self) -> None:
-        """Wait until all published data is copied; the caller has left the device.
+        """Wait until all published states are copied; the caller has left the device.
 
         Raises:
             TaskPreempted: the job was evicted while it waited.
@@ -189,10 +189,10 @@ class JobHost:
     def publish(
         self, model: str, step: int, part: str, tensors: Sequence[tuple[str, str, tuple[int, ...]]]
     ) -> None:
-        """Ask for the state after ``step`` to be a model's next version; the answer is awaited.
+        """Request that the state after ``step`` becomes a model's next version; await the answer.
 
         Raises:
-            PipeSwitchError: no such model, another client's, other names or shapes.
+            PipeSwitchError: the model is unknown, another client's, or has other names or shapes.
             TaskPreempted: the job was evicted while it waited.
         """
         with self._changed:
@@ -216,19 +216,19 @@ class JobHost:
             raise from_wire(answer.error, answer.message, answer.hint, answer.data)
 
     def _await_publish(self) -> worker_msg.PublishAnswered | None:
-        """Wait for the answer; return None when an eviction comes first."""
+        """Wait for the answer to ``publish``; return None if an eviction comes first."""
         with self._changed:
             self._changed.wait_for(lambda: self._published is not None or self._evicting)
             return self._published
 
     def restore(self) -> memoryview | None:
-        """Return a private copy of the last committed image, or None."""
+        """Return a private copy of the last committed image, or None if there is no commit."""
         reach("job.restore")
         image = _last_image(self._commits) if self._commits >= 0 else None
         return memoryview(image) if image is not None else None
 
     def remember(self, step: int, values: Mapping[str, float]) -> None:
-        """Add a line to the job's history, which outlives it; what the disk refuses is lost."""
+        """Append a line to the job's history, a file that outlives it; ignore a full disk."""
         with contextlib.suppress(OSError):
             if self._history is None:
                 path = Path(self._message.log_path).with_suffix(".history")
@@ -239,7 +239,7 @@ class JobHost:
                 self._history_bytes += self._history.write(line)
 
     def reached(self, step: int) -> None:
-        """Told to the next server; a disk without room for it costs a count."""
+        """Store the step for the server's next start; a full disk costs only this count."""
         if self._progress is not None:
             self._progress.at(step)
         elif self._message.log_path:
@@ -249,7 +249,7 @@ class JobHost:
                 self._progress = Progress(Path(self._message.log_path).with_suffix(SUFFIX), life)
 
     def resumes_at(self, step: int) -> None:
-        """Report the lost steps that a dead process had not reported."""
+        """Report steps that an earlier process computed and lost, and had not reported."""
         if self._message.restarts and self._message.log_path:
             life = read_life(Path(self._message.log_path).with_suffix(SUFFIX))
             self._unseen_steps = max(0, life.step - max(step, self._message.last_step))
@@ -257,21 +257,21 @@ class JobHost:
                 self.report("unseen", steps=self._unseen_steps)
 
     def ended(self) -> None:
-        """Record that the script ended or was stopped: the next run is no restart."""
+        """Record that the script ended or was stopped, so that the next run is not a restart."""
         if self._progress is not None:
             self._progress.ended()
 
     def flush(self) -> None:
-        """Write remembered values where others can read them; a long log keeps its newest part."""
+        """Flush the history for other readers, and cut a long log to its newest part."""
         if self._message.log_bytes:
-            with contextlib.suppress(OSError):  # where a file has no holes it stays whole
+            with contextlib.suppress(OSError):  # without holes in files the log stays whole
                 keep_newest(self._message.log_path, self._message.log_bytes)
         if self._history is not None:
             with contextlib.suppress(OSError):
                 self._history.flush()
 
     def report(self, kind: str, /, **values: Any) -> None:
-        """Tell the controller: progress, log, warnings, events. Does not block."""
+        """Send progress, a log, a warning or an event to the controller. Does not block."""
         reach("job.report")
         self._task.send(worker_msg.JobReport(op_id=self._message.op_id, kind=kind, values=values))
 
@@ -282,9 +282,9 @@ class JobHost:
         message: worker_msg.LeaseGranted | worker_msg.LeaseRefused | worker_msg.HostGranted,
         descriptors: Sequence[int],
     ) -> None:
-        """Handle an answer to ``lease`` or ``charge_host``, which may bring a commit area."""
+        """Pass on the answer to ``lease`` or ``charge_host``, and any commit area with it."""
         with self._changed:
-            for descriptor in descriptors:  # the main thread, which reads the old one, waits here
+            for descriptor in descriptors:  # the main thread, the area's reader, waits meanwhile
                 if self._commits >= 0:
                     os.close(self._commits)
                 self._commits = descriptor
@@ -294,7 +294,7 @@ class JobHost:
     def commit_answered(self, message: StepCommitted) -> None:
         with self._changed:
             if message.number != self._commit_number:
-                return  # told again: the one that is waited for is still being copied
+                return  # sent again; the awaited commit is still being copied
             self._committed = message
             self._changed.notify_all()
 
@@ -305,7 +305,7 @@ class JobHost:
             if isinstance(message, worker_msg.PublishAnswered):
                 self._published = message
             else:
-                self._publishing = max(0, self._publishing - 1)  # it may be of an earlier process
+                self._publishing = max(0, self._publishing - 1)  # may be an earlier process's
             self._changed.notify_all()
 
     def wake(self) -> None:
@@ -320,7 +320,7 @@ def _private(path: str, flags: int) -> int:
 
 
 def _last_image(descriptor: int) -> bytes | None:
-    """Return a private copy of the newest complete commit: the area continues to be written."""
+    """Return a private copy of the newest complete commit; the area may be overwritten later."""
     area = CommitArea(descriptor, slot_bytes_of(descriptor))
     try:
         commit = area.newest()

@@ -1,9 +1,9 @@
-"""Lightning's ``Trainer`` as a job: it fetches from a feed.
+"""Lightning's ``Trainer`` as a job: its training batches come from a ``LoaderProxy``.
 
-Between two batches its loop keeps everything in objects, nothing in local variables. So a resumed
-script begins as the first time, and at the first fetch the whole of it goes to where it was. Of
-Lightning's private names these are used: the data fetcher's count, the results of the epoch so far,
-and the metrics that callbacks last saw.
+Between two batches Lightning's loop keeps its whole state in objects, none in local variables. So a
+resumed script begins like the first run, and all state is restored at the first fetch. These of
+Lightning's private names are used: the data fetcher's count, the epoch's results so far, and the
+metrics that callbacks saw last.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from pipeswitch.base.errors import InvalidInput
 
 from .loader_proxy import Keepers, LoaderProxy, TrainerLoop
 
-NUMBERED: Final = ("CSVLogger", "TensorBoardLogger")  # they begin a folder, version_N, each time
+NUMBERED: Final = ("CSVLogger", "TensorBoardLogger")  # they start a folder, version_N, in each run
 
 
 class LightningLoop(TrainerLoop):
-    """See ``TrainerLoop``.
+    """Lightning's fit loop as a loop of the session.
 
     Raises:
-        InvalidInput: it trains on several devices, or makes new loaders on its way.
+        InvalidInput: the trainer uses several devices or reloads its loaders between epochs.
     """
 
     def __init__(self, session: Any, trainer: Any) -> None:
@@ -50,11 +50,11 @@ class LightningLoop(TrainerLoop):
         callback.on_train_start, callback.on_train_end = self.began, self.ended
         callback.on_train_batch_end = self.batch_ended
         trainer.callbacks.append(callback)
-        self._rows, self._tables = 0, list[Path]()  # of metrics.csv
+        self._rows, self._tables = 0, list[Path]()  # rows of metrics.csv, and the files
         self._keep_logs()
 
     def _keep_logs(self) -> None:
-        """Log to the folders of this job's first run, where these loggers number theirs."""
+        """Log to the folders of this job's first run, if the loggers number their folders."""
         place = self.session.place
         versions = [] if place.saved is None else place.saved.values.get("logs", [])
         loggers = [one for one in self.trainer.loggers if type(one).__name__ in NUMBERED]
@@ -66,7 +66,7 @@ class LightningLoop(TrainerLoop):
             if version is not None and path.exists():
                 table = path.read_bytes()
                 with warnings.catch_warnings():
-                    warnings.simplefilter("ignore")  # that it deletes the table, which it does
+                    warnings.simplefilter("ignore")  # its warning that it deletes the table
                     logger.experiment.metrics_keys = next(
                         csv.reader([table.decode().splitlines()[0]])
                     )
@@ -80,7 +80,7 @@ class LightningLoop(TrainerLoop):
         log(*args, **options)
 
     def fit(self, *args: Any, **options: Any) -> Any:
-        """``Trainer.fit``; a commit of this job goes before a checkpoint of the script."""
+        """Run ``Trainer.fit``; if the job has a commit, ignore the script's ``ckpt_path``."""
         upcoming, self.feed = self.session.place.upcoming(), None
         call = inspect.signature(self._fit).bind(*args, **options)
         self.was_over = upcoming is not None and upcoming[1]
@@ -89,7 +89,7 @@ class LightningLoop(TrainerLoop):
         return self._fit(*call.args, **call.kwargs)
 
     def loader(self, loader: Any) -> Any:
-        """``Strategy.process_dataloader``: of the training's, and of others."""
+        """Replace ``Strategy.process_dataloader``; wrap a training loader in ``LoaderProxy``."""
         loader = self._process(loader)
         if not self.trainer.training:
             return loader
@@ -135,7 +135,7 @@ class LightningLoop(TrainerLoop):
         trainer, loop = self.trainer, self.trainer.fit_loop
         loop.load_state_dict(json.loads(state["loops"]))
         for one in _loops(loop):
-            one.on_iteration_done()  # they are in the middle, and do not begin anew
+            one.on_iteration_done()  # the loops continue in the middle instead of starting over
         if loop._data_fetcher is not None:
             loop._data_fetcher.fetched = state["fetched"]
         trainer.should_stop = state["stops"]
@@ -152,7 +152,7 @@ class LightningLoop(TrainerLoop):
         _fill_when_logged(loop.epoch_loop._results, dict(state["results"]))
         batches = getattr(self.feed, "batch_sampler", None)
         for sampler in (getattr(self.feed, "sampler", None), getattr(batches, "sampler", None)):
-            if sampler is not None and hasattr(sampler, "set_epoch"):  # Lightning did so, with 0
+            if sampler is not None and hasattr(sampler, "set_epoch"):  # Lightning set epoch 0
                 sampler.set_epoch(loop.epoch_progress.current.processed)
 
     def _metrics(self) -> list[tuple[str, Any]]:
@@ -166,9 +166,9 @@ def _of_metric(metric: Any) -> dict[str, Any]:
 
 
 def _cut_rows(table: Path, count: int) -> None:
-    """Drop the rows of steps that are going to be computed again."""
+    """Drop the rows of steps that are about to be computed again."""
     lines = table.read_bytes().splitlines(keepends=True)
-    table.write_bytes(b"".join(lines[: count + 1]))  # and the header
+    table.write_bytes(b"".join(lines[: count + 1]))  # and keep the header
 
 
 def _loops(loop: Any) -> Iterator[Any]:
@@ -180,7 +180,7 @@ def _loops(loop: Any) -> Iterator[Any]:
 
 
 def _fill_when_logged(results: Any, sums: dict[str, dict[str, Any]]) -> None:
-    """Lightning makes a mean over an epoch when its first value is logged: it gets its sum then."""
+    """Restore each epoch mean when its first value is logged: Lightning creates it only then."""
     update = results.update_metrics
 
     def filled(key: str, value: Any, batch_size: int) -> None:

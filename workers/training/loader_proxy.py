@@ -1,8 +1,8 @@
-"""Loaders of accelerate, and loops that somebody else owns: Trainer and Lightning.
+"""Loaders of accelerate, and training loops of Transformers' and Lightning's ``Trainer``.
 
-They fetch from a ``LoaderProxy``, and each fetch ends a step. All epochs of one ``train()`` are one
-loop of the session: what its framework does between two epochs belongs to the last step of the
-first.
+These loops fetch from a ``LoaderProxy``, and each fetch ends a step. All epochs of one ``train()``
+are one loop of the session: work of the framework between two epochs belongs to the last step of
+the earlier epoch.
 """
 
 from __future__ import annotations
@@ -31,17 +31,17 @@ from .snapshot import DataPosition, DataState, filled, has_state, load_state, st
 LIBRARIES = ("lightning", "pytorch_lightning", "transformers", "accelerate", "tqdm", "rich")
 CONSTANTS = (os.PathLike, io.IOBase, enum.Enum, datetime.timedelta, logging.Logger, Dataset)
 
-Moment = tuple[tuple[Any, ...], tuple[Any, ...]]  # random generators: global ones, the loader's
+Moment = tuple[tuple[Any, ...], tuple[Any, ...]]  # random generators: global, the loader's
 
 
 class Source:
-    """The batches of a feed, epoch after epoch, and where they are taken up again.
+    """Batches of a framework's loader, epoch after epoch, and the position to resume from.
 
-    Accelerate's loader is one batch ahead, to know the last one. That batch was fetched with the
-    random generators of a step ago, so a resumed script fetches it with those once more.
+    Accelerate's loader fetches one batch ahead, to recognise the last one. That batch was fetched
+    with the random generators of the step before, so a resumed script fetches it with these again.
     """
 
-    # No __dict__: the session looks there for generators, and these are kept here.
+    # No __dict__: the session would find this object's generators there and capture them, too.
     __slots__ = (
         "_ahead",
         "_before",
@@ -62,21 +62,21 @@ class Source:
         self._data = DataPosition(loader.base_dataloader if self._ahead else loader, {})
         self._data.warn_if_inexact()
         self._held: deque[Any] = deque()
-        self._entry: Moment | None = None  # as this epoch began
-        self._before: Moment | None = None  # as the last fetch began
-        self._is_fresh = False  # an epoch has begun, and nothing was fetched
-        self.given = 0  # of this epoch
-        self.is_closed = False  # the framework has ended: no batch comes any more
+        self._entry: Moment | None = None  # at the start of this epoch
+        self._before: Moment | None = None  # at the start of the last fetch
+        self._is_fresh = False  # an epoch has begun, but no batch was fetched
+        self.given = 0  # batches of this epoch that were returned
+        self.is_closed = False  # the framework has finished and fetches no more batches
 
     def begin(self, behind: int) -> None:
-        """Begin the next epoch, after ``behind`` of its batches."""
+        """Begin the next epoch behind its first ``behind`` batches."""
         self.given, self._is_fresh = behind, True
         self._entry = self._before = now = self._now()
         self._open(DataState(*now[1]) if behind else None)
 
     @property
     def is_over(self) -> bool:
-        """True if this epoch's last batch was given."""
+        """True if this epoch's last batch was returned."""
         if self._ahead:
             return not (self._is_fresh or self._held)
         return bool(self.given == len(self._loader))
@@ -102,7 +102,7 @@ class Source:
         return batch
 
     def state_dict(self) -> dict[str, Any]:
-        """Asked for between two steps, with no fetch under way."""
+        """Return the position; called between two steps, while no fetch is under way."""
         names = ("given", "is_closed", "_is_fresh", "_entry", "_before")
         iteration = self._loader.iteration if self._ahead else 0
         state = {name: getattr(self, name) for name in names}
@@ -111,7 +111,7 @@ class Source:
         return {**state, "held": len(self._held), "iteration": iteration, "now": now}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go to where it was: nothing that was used is fetched again, where the loader allows."""
+        """Restore the position; used batches are fetched again only if the loader requires it."""
         for name in ("given", "is_closed", "_is_fresh", "_entry", "_before"):
             setattr(self, name, state[name])
         if self.is_closed:
@@ -126,19 +126,19 @@ class Source:
         self._data.restore_generators(now)
 
     def pass_by(self, state: dict[str, Any]) -> None:
-        """Skip a loader that was at its end; nothing is fetched."""
+        """Skip the batches of a loader that had ended; fetch nothing."""
         if self._ahead:
             self._loader.iteration = state["iteration"]
 
     def _open(self, data: DataState | None) -> None:
-        """Open the loader at a position; None: at the start."""
+        """Open the loader at a position; with None, at its start."""
         self._held.clear()
-        if self._ahead:  # as DataLoaderShard.__iter__ begins
+        if self._ahead:  # like DataLoaderShard.__iter__
             self._loader.begin()
             self._loader.set_epoch(self._loader.iteration)
         if data is None:
             self._iterator = self._data.open_new()
-        elif self._data.is_checked and self._entry is not None:  # its state may leave a buffer out
+        elif self._data.is_checked and self._entry is not None:  # its state may omit a buffer
             self._iterator = self._data.open_again(self.given, DataState(*self._entry[1]))
         else:
             self._iterator = self._data.open_at(self.given, data)
@@ -160,7 +160,7 @@ class Source:
 
 
 class AcceleratedEpoch(Source):
-    """One epoch of a loader of accelerate, for ``job.steps``."""
+    """One epoch of accelerate's loader in a ``job.steps`` loop."""
 
     __slots__ = ()
 
@@ -168,14 +168,14 @@ class AcceleratedEpoch(Source):
         return len(self._loader)
 
     def __iter__(self) -> Iterator[Any]:
-        if self._entry is None:  # not taken up
+        if self._entry is None:  # not resumed
             self.begin(0)
         return self
 
     def __next__(self) -> Any:
         from accelerate.utils import send_to_device
 
-        if self.is_over:  # as DataLoaderShard.__iter__ ends
+        if self.is_over:  # like the end of DataLoaderShard.__iter__
             self._loader.iteration += 1
             self._loader.end()
             raise StopIteration
@@ -183,7 +183,7 @@ class AcceleratedEpoch(Source):
 
 
 class LoaderProxy:
-    """Stands in for a framework's loader; everything but iterating is the loader's."""
+    """Proxy of a framework's loader: it iterates itself; all other attributes are the loader's."""
 
     def __init__(self, loop: TrainerLoop, loader: Any) -> None:
         self._loop, self._loader, self._behind = loop, loader, 0
@@ -199,7 +199,7 @@ class LoaderProxy:
     def __setattr__(self, name: str, value: Any) -> None:
         if name.startswith("_"):
             super().__setattr__(name, value)
-        else:  # Lightning gives loaders a worker_init_fn
+        else:  # Lightning sets the loader's worker_init_fn
             setattr(self._loader, name, value)
 
     def __iter__(self) -> Iterator[Any]:
@@ -213,35 +213,35 @@ class LoaderProxy:
         return self.step()
 
     def step(self) -> Any:
-        """Begin or resume the session's loop, at the first batch that is fetched."""
+        """Return the next batch; the first call begins or resumes the session's loop."""
         if self._steps is None:
             self._steps = self._loop.session.steps(self._source, **self._loop.objects())
         return next(self._steps)
 
     def skip(self, batches: int) -> LoaderProxy:
-        """Begin the next epoch behind these, unless a commit says where."""
+        """Begin the next epoch behind ``batches`` batches, unless a commit sets the position."""
         if self._loop.session.place.upcoming() is None:
             self._behind = batches
         return self
 
     def close(self) -> None:
-        """End and commit the loop: the framework has finished."""
+        """End and commit the session's loop, because the framework has finished."""
         self._source.is_closed = True
         if self._steps is not None:
             next(self._steps, None)
 
 
 class Keepers:
-    """Callbacks that keep state of their own, and have no ``state_dict()`` for it.
+    """State of callbacks that have no ``state_dict()`` for it.
 
-    Their attributes are captured: plain values, tensors, generators, and the state of modules (an
-    average of the weights). An attribute of another type causes one warning.
+    Their attributes are captured: plain values, tensors, generators, and the state of modules (such
+    as averaged weights). An attribute of another type causes a warning, once.
 
     Args:
-        callbacks: of a trainer, in order.
-        hook: method with which a callback puts its own state into checkpoints. A callback that
-        overrides it is captured even if it has a ``state_dict()`` or is the library's own.
-        model: the trained model, which is captured anyway.
+        callbacks: the trainer's callbacks, in order.
+        hook: method in which a callback adds its state to checkpoints. A callback that overrides it
+            is captured even if it has a ``state_dict()`` or belongs to the library.
+        model: the trained model, whose state is captured elsewhere.
     """
 
     def __init__(self, callbacks: list[Any], hook: str, model: Any) -> None:
@@ -270,7 +270,7 @@ class Keepers:
                     self._warn(key, name, now, "is created after training has started")
 
     def _state_of(self, key: str, one: Any) -> tuple[dict[str, Any], dict[str, Any]]:
-        """Return plain values, and the states of attributes that have one."""
+        """Return the plain values, and the states of attributes that have a ``state_dict()``."""
         values: dict[str, Any] = {}
         states: dict[str, Any] = {}
         for name, value in vars(one).items():
@@ -303,21 +303,21 @@ class Keepers:
 
 
 def _overrides(callback: Any, method: str) -> bool:
-    """Return whether it has that method, and not from the library's base class."""
+    """Return True if a class other than the library's base class defines the method."""
     kinds = (kind for kind in type(callback).__mro__ if method in vars(kind))
     return any(not kind.__module__.endswith(".callback") for kind in kinds)
 
 
 class TrainerLoop:
-    """State of one trainer's loop; as an ``extra_state`` it is what the trainer itself keeps."""
+    """One trainer's loop; as an ``extra_state`` it captures the trainer's own state."""
 
     def __init__(self, session: Any, trainer: Any) -> None:
         self.session, self.trainer = session, trainer
         self.feed: LoaderProxy | None = None
-        self.was_over = False  # as the job's last commit knows it
+        self.was_over = False  # the loop had ended in the job's last commit
 
     def objects(self) -> dict[str, Any]:
-        """Objects for ``job.steps``."""
+        """Return the keyword arguments for ``job.steps``."""
         raise NotImplementedError
 
     def extras(self, scaler: Any, keepers: Keepers) -> dict[str, Any]:
@@ -325,7 +325,7 @@ class TrainerLoop:
         return extras if scaler is None else {**extras, "scaler": scaler}
 
     def began(self, *_: Any, **__: Any) -> None:
-        """Restore, as a callback, a loop that had ended."""
+        """Restore a loop that had ended; called as a callback when training begins."""
         if self.was_over and self.feed is not None:
             with contextlib.suppress(StopIteration):
                 self.feed.step()

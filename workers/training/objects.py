@@ -31,10 +31,10 @@ class TrainedObjects:
     extras: Mapping[str, Any]
     parameters: dict[str, nn.Parameter] = field(default_factory=dict)
     buffers: dict[str, torch.Tensor] = field(default_factory=dict)
-    owners: dict[str, tuple[nn.Module, str]] = field(default_factory=dict)  # of buffers, None too
+    owners: dict[str, tuple[nn.Module, str]] = field(default_factory=dict)  # of buffers, Nones
     modules: list[nn.Module] = field(default_factory=list)
-    groups: dict[str, list[int]] = field(default_factory=dict)  # parameters in each group
-    with_extra_state: dict[str, nn.Module] = field(default_factory=dict)  # torch's own hook for it
+    groups: dict[str, list[int]] = field(default_factory=dict)  # number of parameters in each group
+    with_extra_state: dict[str, nn.Module] = field(default_factory=dict)  # with own get_extra_state
 
     def __post_init__(self) -> None:
         visited: set[int] = set()
@@ -80,10 +80,10 @@ class TrainedObjects:
         ]
 
     def refuse_other_structure(self) -> None:
-        """Refuse a script that changed its models: resumed, it builds them as before the loop.
+        """Raise if the script has changed its models: a resumed script builds them as before.
 
         Raises:
-            InvalidInput: layers or parameters came or went since.
+            InvalidInput: layers or parameters were added, replaced or removed since the loop began.
         """
         now = TrainedObjects(self.models, self.optimizers, self.schedulers, self.extras)
         ours = {name: id(parameter) for name, parameter in self.parameters.items()}
@@ -103,10 +103,10 @@ class TrainedObjects:
             )
 
     def refuse_shared_memory(self) -> None:
-        """Refuse parameters in another tensor's memory: each gets a place of its own.
+        """Raise if a parameter shares another tensor's memory, as each gets its own place.
 
         Raises:
-            InvalidInput: two of them overlap, or a parameter and a buffer.
+            InvalidInput: two parameters overlap, or a parameter and a buffer.
         """
         spans = []
         for name, tensor in (*self.parameters.items(), *self.buffers.items()):
@@ -125,13 +125,13 @@ class TrainedObjects:
                 )
 
     def aliased(self) -> list[str]:
-        """Return the parameters whose memory something else of the script refers to."""
+        """Return the names of parameters whose memory another tensor of the script shares."""
         modules = (module for model in self.models.values() for module in model.modules())
         known = Counter(t.data_ptr() for module in modules for t in made_in_forward(module))
         return [n for n, one in self.parameters.items() if has_aliases(one, known[one.data_ptr()])]
 
     def warn_of_what_is_lost(self) -> None:
-        """Say what a resumed script will not find as it was."""
+        """Warn about state that a resumed script will not restore."""
         groups = [g for o in self.optimizers.values() for g in o.param_groups]
         if not self.schedulers and any("initial_lr" in group for group in groups):
             warnings.warn(
@@ -172,14 +172,14 @@ class TrainedObjects:
 
 
 def bare(optimizer: Any) -> Any:
-    """Return the optimizer inside accelerate's wrapper, which steps it: hooks belong there."""
+    """Return the optimizer inside accelerate's wrapper, or the optimizer: hooks belong there."""
     return optimizer.optimizer if type(optimizer).__name__ == "AcceleratedOptimizer" else optimizer
 
 
 def options_of(
     objects: TrainedObjects, odd_buffers: Mapping[str, torch.Tensor | None] | None = None
 ) -> dict[str, Any]:
-    """Return the small state that a step boundary pins: lr, momentum, scheduler, extra_state."""
+    """Return the small state at a step boundary: groups' options, schedulers, extra_state."""
     return {
         "odd_buffers": dict(odd_buffers or {}),
         "modules": {path: m.get_extra_state() for path, m in objects.with_extra_state.items()},
@@ -193,10 +193,10 @@ def options_of(
 
 
 def load_options(objects: TrainedObjects, options: Mapping[str, Any]) -> None:
-    """Inverse of ``options_of``, in place.
+    """Load the result of ``options_of`` into the objects, in place.
 
     Raises:
-        InvalidInput: other optimizers, groups, schedulers or extras than committed.
+        InvalidInput: the commit has other optimizers, groups, schedulers or extras.
     """
     for kind, items in (("schedulers", objects.schedulers), ("extras", objects.extras)):
         if options[kind].keys() != items.keys():

@@ -1,11 +1,11 @@
-"""Random state of DataLoaders' persistent workers, with which a resumed script continues.
+"""Random state of DataLoaders' persistent workers, so that a resumed script continues it.
 
 A loader with ``persistent_workers`` starts its workers in its first pass and keeps them. So a later
-pass draws no base seed, and its workers' generators continue where the last pass left them. A
-resumed script starts new workers in the middle of the job: a base seed more would be drawn from the
-generator that also shuffles, and the workers' generators would start over. So the workers
-send their generators with each batch, commits contain these, and new workers begin with them.
-Loaders are told apart by the order in which the script creates them.
+pass draws no base seed, and its workers' generators continue from the last pass. A resumed script
+starts new workers in the middle of the job. They would draw one more base seed, from the generator
+that also shuffles, and their own generators would start over. So workers send the state of their
+generators with each batch, commits contain these states, and new workers begin with them. A loader
+is identified by the order in which the script creates its loaders.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ from pipeswitch.inputs.randomness import RandomState, generators_of
 from .snapshot import load_state, state_of
 
 Workers = tuple[torch.Tensor, dict[int, Any]]
-"""Workers of one loader: the generator that drew their base seed, as it was before, and the
-generators of each worker that has made a batch."""
+"""Workers of one loader: the state from which their base seed was drawn, and the generators of each
+worker that has made a batch."""
 _Base: Any = getattr(dataloader, "_MultiProcessingDataLoaderIter", object)
 _Loader: Any = DataLoader
 _begin = _Loader.__init__
@@ -38,14 +38,14 @@ _saved: WeakKeyDictionary[Any, Workers] = WeakKeyDictionary()
 
 
 class _Sent:
-    """Generators of a worker. Pinned memory turns tuples into lists, and keeps other objects."""
+    """Generators of a worker; a class, as pinning memory turns tuples into lists."""
 
     def __init__(self, worker_id: int, states: Any) -> None:
         self.worker_id, self.states = worker_id, states
 
 
 class _Worker:
-    """The script's ``worker_init_fn`` and ``collate_fn``, with the worker's generators."""
+    """The script's ``worker_init_fn`` and ``collate_fn``, with restored and sent generators."""
 
     def __init__(self, loader: Any, states: dict[int, Any]) -> None:
         self._init, self._collate, self._states = loader.worker_init_fn, loader.collate_fn, states
@@ -76,7 +76,7 @@ class PersistentIterator(_Base):  # type: ignore[misc]
     """Iterator of a loader whose workers send their generators with each batch.
 
     Args:
-        saved: the workers that these continue; None: they are the first ones.
+        saved: the workers whose state is continued; None for a loader's first workers.
     """
 
     def __init__(self, loader: Any, saved: Workers | None) -> None:
@@ -86,7 +86,7 @@ class PersistentIterator(_Base):  # type: ignore[misc]
         self._states = dict(states)
         worker, view = _Worker(loader, states), copy.copy(loader)
         view.worker_init_fn, view.collate_fn = worker.start, worker.collate
-        if saved is not None:  # the same base seed; no other draw, no early start of the sampler
+        if saved is not None:  # equal base seed, no other draw, no early sampler start
             view.generator = torch.Generator()
             view.generator.set_state(self._drawn_from)
             vars(view)["sampler" if loader.batch_sampler is None else "batch_sampler"] = ()
@@ -113,8 +113,8 @@ class PersistentIterator(_Base):  # type: ignore[misc]
         return batch
 
     def end_pass(self) -> None:
-        """End this pass: wait for the batches that the workers fetch ahead, and drop them."""
-        # Workers that are at the end of their iterable dataset answer no more.
+        """End this pass: wait for the batches that workers fetch ahead, and drop them."""
+        # Workers at the end of their iterable dataset send no more replies.
         count: int = 0 if isinstance(self._dataset, IterableDataset) else self._tasks_outstanding
         if not self.is_exhausted:
             self.is_exhausted = True
@@ -126,16 +126,16 @@ class PersistentIterator(_Base):  # type: ignore[misc]
                 self._states[sent.worker_id] = sent.states
 
     def workers(self) -> Workers | None:
-        """Return what other workers continue; None: they begin. A pass under way is repeated."""
+        """Return the state for new workers, or None if they start fresh; a current pass repeats."""
         return (self._drawn_from, {**self._states}) if self.is_exhausted else self._began_with
 
 
 def watch() -> None:
-    """Replace the two methods of ``DataLoader`` by which loaders and workers begin."""
+    """Replace the methods of ``DataLoader`` that create loaders and iterators."""
     _numbers.clear()
     _saved.clear()
     if _Base is object or _get_iterator is None:
-        return  # another torch
+        return  # this torch has other names
     created = itertools.count()
 
     @functools.wraps(_begin)
@@ -153,7 +153,7 @@ def watch() -> None:
 
 
 def unwatch() -> None:
-    """Put the methods of ``DataLoader`` back."""
+    """Restore the methods of ``DataLoader``."""
     _Loader.__init__, _Loader._get_iterator = _begin, _get_iterator
 
 
@@ -166,20 +166,20 @@ HELD_ONCE: Final = _references(SimpleNamespace(_iterator=object()))
 
 
 def capture() -> dict[int, Workers]:
-    """Return the workers of each loader that has begun, by its number."""
+    """Return the workers of each loader that has begun, by the loader's number."""
     pools: dict[int, Workers | None] = {}
     for loader, number in _numbers.items():
         if not isinstance(loader._iterator, PersistentIterator):
             pools[number] = _saved.get(loader)
             continue
-        if _references(loader) <= HELD_ONCE:  # by the loader: nobody continues the pass
+        if _references(loader) <= HELD_ONCE:  # only the loader holds it: nobody continues
             loader._iterator.end_pass()
         pools[number] = loader._iterator.workers()
     return {number: workers for number, workers in pools.items() if workers is not None}
 
 
 def restore(workers: dict[int, Workers]) -> None:
-    """Let each loader's next pass continue with these workers."""
+    """Continue with these workers in each loader's next pass."""
     for loader, number in _numbers.items():
         loader._iterator = None
         _saved.pop(loader, None)
@@ -188,7 +188,7 @@ def restore(workers: dict[int, Workers]) -> None:
 
 
 def end_pass(loader: Any) -> None:
-    """End the pass of a loop's loader, which the loop may have left early."""
+    """End the pass of a loader whose loop may have been left early."""
     iterator = getattr(loader, "_iterator", None)
     if isinstance(iterator, PersistentIterator):
         iterator.end_pass()

@@ -1,4 +1,4 @@
-"""Phase of a script: its objects in a leased slice, its commit points and their commits."""
+"""Phase of a script: its objects in a leased slice, its commit points and commits."""
 
 from __future__ import annotations
 
@@ -24,15 +24,15 @@ from .snapshot import DataPosition
 from .timing import CommitTiming, WriteWatch
 
 MAX_BODIES_TO_A_POINT: Final = 64
-GROWS_AGAIN_MS: Final = 5000.0  # pause after a growth that found no room
-GROWTH: Final = 2  # factor of the need, so that the state area grows rarely
+GROWS_AGAIN_MS: Final = 5000.0  # pause before the next attempt to grow, after one found no room
+GROWTH: Final = 2  # factor on the needed size, so that the state area grows rarely
 
 
 class Phase:
-    """Objects that one phase trains, bound to the memory that this class leases.
+    """Objects that one phase of the script trains, bound to a slice that this class leases.
 
     Raises:
-        OutOfDeviceMemory, HostStoreFull: there is no room for its slice.
+        OutOfDeviceMemory, HostStoreFull: there is no room for the slice.
     """
 
     def __init__(
@@ -49,8 +49,8 @@ class Phase:
         self._timing, self._watch = timing, watch
         self.number, self.objects = place.phase, objects
         self.point: Point | None = None
-        self.has_stepped = False  # an optimizer has stepped since the last point
-        self.data: DataPosition  # of the current loop
+        self.has_stepped = False  # an optimizer has stepped since ``point``
+        self.data: DataPosition  # position within the current loop
         self.activations: Activations | None = None
         saved = place.saved
         before = 0 if saved is None else int(saved.values["state_capacity"])
@@ -83,7 +83,7 @@ class Phase:
             raise
 
     def _moves(self, point: Point) -> bool:
-        """Make room for the next commits; return True if the state must be captured again."""
+        """Grow the state area if possible; return True if the state must be captured again."""
         if self._host.now_ms() < self._timing.grows_at_ms or self._gate.is_evicting:
             return False
         try:
@@ -99,7 +99,7 @@ class Phase:
         Call this only between two bodies. The caller captures the state again.
 
         Raises:
-            OutOfDeviceMemory, HostStoreFull: there is no room; the slice is as before.
+            OutOfDeviceMemory, HostStoreFull: there is no room; the slice has its old size.
         """
         old, problem = self._layout, None
         self.finish_commit()
@@ -123,13 +123,13 @@ class Phase:
             raise problem
 
     def keep_parameters(self) -> None:
-        """Tell the activations to ignore parameters and buffers."""
+        """Exclude parameters and buffers from the activations."""
         if self.activations is not None:
             objects = self.objects
             self.activations.keep((*objects.parameters.values(), *objects.buffers.values()))
 
     def leave(self) -> None:
-        """Leave the slice, and keep this phase's last state with those of past phases."""
+        """Unbind the objects from the slice, and keep the phase's last state for later images."""
         self.finish_commit()
         if self.place.saved is None:
             if self.committer.committed is None:
@@ -164,7 +164,7 @@ class Phase:
         )
 
     def capture(self) -> None:
-        """Capture the current state as the last point."""
+        """Capture the current state as the new ``point``."""
         self.finish_commit()
         entry = {
             **self.place.entry,
@@ -176,7 +176,7 @@ class Phase:
         try:
             self.point = self.committer.capture(*now)
             outgrown_bytes = self.committer.outgrown_bytes(self.point)
-        except OutOfDeviceMemory:  # an optimizer keeps more than its dry run has shown
+        except OutOfDeviceMemory:  # an optimizer keeps more state than the dry run predicted
             self._grow(0)
             outgrown_bytes = 0
             self.point = self.committer.capture(*now)
@@ -189,15 +189,15 @@ class Phase:
         """Put the state of ``saved`` back into the objects."""
         try:
             self.committer.restore(saved)
-        except OutOfDeviceMemory:  # an optimizer keeps more than its dry run has shown
+        except OutOfDeviceMemory:  # an optimizer keeps more state than the dry run predicted
             self._grow(0)
             self.committer.restore(saved)
 
     def is_at_point(self, *, is_counted: bool) -> bool:
-        """Return whether this boundary is a commit point.
+        """Return True if this boundary is a commit point.
 
         Args:
-            is_counted: a trainer or accelerate counts bodies itself and restarts at an update.
+            is_counted: a trainer or accelerate counts bodies and can restart only at an update.
                 If False, each boundary before the first update is a point.
         """
         assert self.point is not None
@@ -206,7 +206,7 @@ class Phase:
         return self.has_stepped or is_free or bodies >= MAX_BODIES_TO_A_POINT
 
     def is_whole(self) -> bool:
-        """Return whether the last point still equals the current state."""
+        """Return True if the last point still equals the current state."""
         return (
             self.point is not None
             and self.point.position == self.place.position
@@ -215,7 +215,7 @@ class Phase:
         )
 
     def watch_writes(self) -> None:
-        """Check whether the body wrote parameters itself, before any optimizer step."""
+        """Check if the body wrote parameters before any optimizer step."""
         if self.point is not None:
             is_intact = self.committer.parameters_are_intact(self.point)
             if not self._watch.before_optimizer(is_intact, self.committer.sum_of_parameters):
@@ -224,8 +224,8 @@ class Phase:
     def end(self, *, force: bool = False) -> None:
         """Commit the last point before the script continues after the loop.
 
-        If code after the last loop has written parameters, the point is lost. Then the last commit
-        stays, and a resume recomputes from there. With ``force``, commit the current state.
+        If code after the last loop has written parameters, the point is lost: the last commit stays
+        valid, and a resume recomputes from there. With ``force``, commit the current state instead.
         """
         if self.activations is not None:
             self.activations.give_back()
@@ -243,7 +243,7 @@ class Phase:
         return None if committed is None else committed.position.step
 
     def commit_point(self) -> None:
-        """Commit the last point if that is possible and not done, and wait for the commit."""
+        """Commit the last point if possible and not yet done; wait until it is committed."""
         self.finish_commit()
         point = self.point
         if self._watch.may_commit and point is not None and self.committer.committed is not point:
@@ -286,7 +286,7 @@ class Phase:
         self._reports.warn_once("commit", text, UserWarning)
 
     def _commit_before_unwinding(self) -> None:
-        """Commit the last point. The gate calls this on the main thread before it unwinds."""
+        """Commit the last point; the gate calls this on the main thread before it unwinds."""
         if not self.place.may_commit:
             return
         step = self.place.step
@@ -297,7 +297,7 @@ class Phase:
         self._host.report("evicting", step=step, committed_step=self.committed_step)
 
     def goes_to_point(self) -> bool:
-        """Return whether an eviction now would lose finished steps."""
+        """Return True if an eviction now would lose finished steps that waiting can save."""
         point = self.point
         if point is None or not self.place.may_commit:
             return False
@@ -309,11 +309,11 @@ class Phase:
 
 
 class OptimizerSteps:
-    """Calls of ``optimizer.step()`` in one phase, and all hooks of its models and optimizers."""
+    """Calls of ``optimizer.step()`` in one phase, and all hooks on its models and optimizers."""
 
     def __init__(self, phase: Phase, gate: Gate) -> None:
         self._phase, self._gate = phase, gate
-        self._depth = 0  # nesting: an optimizer may call another's step
+        self._depth = 0  # nesting depth, as an optimizer may call another's step
         self._hooks = hook_modules(phase.objects.models.values())
         for optimizer in phase.objects.optimizers.values():
             # Closures, not methods: a deep copy of the optimizer must not copy this object.
@@ -326,7 +326,7 @@ class OptimizerSteps:
             hook.remove()
 
     def reset(self) -> None:
-        """Note that no optimizer steps now: one may have raised in its step."""
+        """Reset the nesting depth at a boundary, as an optimizer may have raised in its step."""
         self._depth, self._gate.in_optimizer_step = 0, False
 
     def _before_step(self, _: Any, args: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
@@ -336,7 +336,7 @@ class OptimizerSteps:
         return args[:1], {**keywords, "closure": self._before_closure(closure)}
 
     def _before(self) -> None:
-        """Check the gate a last time; wait for the commit under way, which reads the parameters."""
+        """Check the gate one last time; wait for the commit under way, which reads parameters."""
         if self._depth == 0:
             self._gate.check("backward")
             if not self._phase.has_stepped:
@@ -346,8 +346,8 @@ class OptimizerSteps:
         self._depth += 1
 
     def _before_closure(self, closure: Closure) -> Closure:
-        """Wrap ``closure``. Until parameters change, its first run may be preempted like a body:
-        Lightning runs forward and backward in there."""
+        """Wrap ``closure``. While parameters are unchanged, its first run may be preempted like a
+        body, because Lightning runs forward and backward in it."""
         self._gate.check("boundary")
         self._phase.finish_commit()
         self._gate.in_optimizer_step = True

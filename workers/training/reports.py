@@ -15,15 +15,15 @@ from pipeswitch.job import InexactResumeWarning, as_number, script_level
 from .host import JobHost
 
 REPORT_EVERY_MS: Final = 100.0  # a fast loop must not flood the controller
-FETCHES: Final = 16  # the last ones; of these the mean is told
+FETCHES: Final = 16  # recent fetches over which ``away_ms`` is averaged
 
 
 class Reports:
-    """Reports to the controller, at most every ``REPORT_EVERY_MS``; the newest values win."""
+    """Reports to the controller; a progress report is due after ``REPORT_EVERY_MS``."""
 
     def __init__(self, host: JobHost) -> None:
         self._host = host
-        self.warned: set[str] = set()  # keys of warnings
+        self.warned: set[str] = set()  # keys of warnings given
         self._log: dict[str, float] = {}
         self._at_ms = 0.0
         self._away_ms: deque[float] = deque(maxlen=FETCHES)
@@ -35,7 +35,7 @@ class Reports:
             warnings.warn(text, kind, stacklevel=script_level())
 
     def inexact(self, key: str, text: str, step: int) -> None:
-        """Tell the job's owner, once for each key, how a resume may differ; the log has more."""
+        """Report once for each key how a resume may differ; the job's log has the details."""
         self.warned.add(key)
         text = f"{text} (see its log)"
         self._host.report("warning", what="inexact_resume", text=text, step=step)
@@ -45,9 +45,9 @@ class Reports:
         return self._host.now_ms() >= self._at_ms
 
     def log(self, values: Mapping[str, Any], step: int) -> dict[str, float]:
-        """Log the numbers that are read now, when reports are due or they are cheap to read.
+        """Store the values in the job's history, and return them as numbers.
 
-        The result holds those numbers.
+        Values on a device are slow to read, so they are skipped unless a report is due.
         """
         due = self.are_due
         known: dict[str, float] = {}
@@ -59,11 +59,11 @@ class Reports:
         return known
 
     def was_away(self, ms: float) -> None:
-        """Record time off the device, for a batch or for the last step's copies."""
+        """Record time off the device, spent on a fetch or on the last step's copies."""
         self._away_ms.append(ms)
 
     def progress(self, step: int, epoch: int, steps_left: int, **activations: Any) -> None:
-        """``steps_left``: steps until the job ends; -1: not known."""
+        """Report progress. ``steps_left``: steps until the job ends; -1 if unknown."""
         self._at_ms = self._host.now_ms() + REPORT_EVERY_MS
         self._host.flush()
         more = {"activations": activations} if activations else {}

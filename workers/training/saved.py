@@ -1,4 +1,4 @@
-"""Storages that a step saves for backward, and the plan which of them leave the device."""
+"""Storages that a step saves for backward, and the plan that says which leave the device."""
 
 from __future__ import annotations
 
@@ -20,40 +20,40 @@ from pipeswitch.planning.swaps import Event, Forecast, LinkQueue, Step, What, mi
 from .activation_budget import ActivationBudget
 from .copy_streams import Copy, CopyStreams
 
-STEPS_MEASURED: Final = 2  # at the start of a loop; the first one has cold caches
-SEARCH_MS: Final = 200.0  # time limit for planning, once in a loop; a waiting request ends it
+STEPS_MEASURED: Final = 2  # at the start of a loop; caches are cold in the first one
+SEARCH_MS: Final = 200.0  # time limit for planning, once per loop; a stop request ends it early
 UNLIMITED: Final = 1 << 62
-LOOK_AGAIN_S: Final = 0.01  # interval between checks for room that other jobs release
+LOOK_AGAIN_S: Final = 0.01  # interval of polling for memory that other jobs release
 
 
 class StoragePlace(Enum):
-    """Place of a storage's bytes; all but HOST and REFUSED are on the device and counted."""
+    """Place of a storage's bytes; all except HOST and REFUSED count as device memory."""
 
     DEVICE = "device"
     LEAVING = "leaving"
     HOST = "host"
     COMING = "coming"
-    REFUSED = "refused"  # there was no room: only counted, for the error's text
-    GONE = "gone"  # not needed any more, but its copy has not stopped yet
+    REFUSED = "refused"  # there was no room; counted only for the error's text
+    GONE = "gone"  # autograd dropped it, but its copy is still running
 
 
 @dataclass(eq=False, slots=True)
 class Saved:
     """A storage that autograd keeps."""
 
-    number: int  # in its step
+    number: int  # index in its step
     size_bytes: int
     layer: int
     may_leave: bool
     place: StoragePlace = StoragePlace.DEVICE
-    device: torch.Tensor | None = None  # all its bytes
+    device: torch.Tensor | None = None  # view of all its bytes
     host: torch.Tensor | None = None
-    copy: Copy | None = None  # under way
+    copy: Copy | None = None  # the copy under way
     roots: list[tuple[weakref.ref[torch.Tensor], int]] = field(default_factory=list)
-    """Tensors whose views were saved, each with its version."""
+    """Base tensors whose views were saved, each with its version at that time."""
     handles: int = 0
     is_used: bool = False
-    end: weakref.finalize[..., Any] | None = None  # reports when bytes that were in use are free
+    end: weakref.finalize[..., Any] | None = None  # reports when autograd no longer uses the bytes
 
 
 class StepPlan:
@@ -63,7 +63,7 @@ class StepPlan:
         self._is_auto, self._gate, self._streams = offload == "auto", gate, streams
         self.forecast: Forecast | None = None
         self.planned = 0  # number of storages in the measured step
-        self.rank: Mapping[int, int] = {}  # by a storage's number in that step: rank of its use
+        self.rank: Mapping[int, int] = {}  # rank of use by a storage's number in the measured step
         self.measuring = STEPS_MEASURED if self._is_auto else 0
         self.of_step: list[Saved] = []
         self._events: list[Event] = []
@@ -72,12 +72,12 @@ class StepPlan:
         self.measured: Step | None = None
 
     def begin(self) -> None:
-        """Begin a body."""
+        """Reset the records at the start of a body."""
         self.of_step, self._events, self._event_waited_ms = [], [], 0.0
         self._event_at_ms = self._began_ms = now_ms()
 
     def note(self, what: What, saved: Saved, waited_ms: float) -> None:
-        """Record an event of the step if it is measured."""
+        """Record an event if the step is measured and ``saved`` belongs to it."""
         of_step = self.of_step
         if self.measuring and saved.number < len(of_step) and of_step[saved.number] is saved:
             at_ms, waited_ms_since = now_ms(), waited_ms - self._event_waited_ms
@@ -86,7 +86,7 @@ class StepPlan:
             self._event_at_ms, self._event_waited_ms = at_ms, waited_ms
 
     def end(self, memory: ActivationMemory) -> dict[str, Any]:
-        """End a body: return its figures, and plan the next ones if it was measured."""
+        """End a body: return its figures; after a measured body, plan the next ones."""
         took_ms, planned = now_ms() - self._began_ms, self.forecast
         figures = {
             "saved_bytes": sum(one.size_bytes for one in self.of_step),
@@ -95,12 +95,12 @@ class StepPlan:
             "planned_step_ms": planned and round(self.compute_ms + planned.wait_ms, 3),
         }
         if self._is_auto and not self.measuring and len(self.of_step) > self.planned:
-            self.measuring = STEPS_MEASURED  # another model's loop
+            self.measuring = STEPS_MEASURED  # more storages: this is another model's loop
         elif self.measuring and self.of_step:
             self.measuring -= 1
             self.compute_ms = took_ms - memory.waited_ms
             self._make(memory.budget)
-        if (tiles := memory.tiles) is not None:  # tell the tiles how many bytes a step needs
+        if (tiles := memory.tiles) is not None:  # set the tiles that a step needs
             if not self._is_auto:
                 tiles.learn(memory.peak_bytes)
             elif self.measuring or self.measured is None:
@@ -140,35 +140,35 @@ class ActivationMemory:
             self.budget = min(self.budget, tiles.total_bytes)
         self.tiles, self._gate = tiles, gate
         self.held = self.refused = self.needed = self.peak_bytes = 0
-        self.waited_ms = 0.0  # in this body
+        self.waited_ms = 0.0  # in the current body
 
     def begin(self) -> None:
-        """Wait until a body is certain to finish within the tiles, and begin it."""
+        """Wait until a body is certain to finish within the tiles; then mark it as begun."""
         if self.tiles is not None:
             self._await(lambda tiles: tiles.may_begin)
             self.tiles.enter_step()
         self.waited_ms, self.needed = 0.0, 0
 
     def fits(self, size_bytes: int) -> bool:
-        """Return whether ``size_bytes`` more may be held now."""
+        """Return True if ``size_bytes`` more may be held now."""
         tiles = self.tiles
         most = self.budget if tiles is None else min(self.budget, tiles.free_bytes)
         return self.held + size_bytes <= most
 
     def hold(self, size_bytes: int) -> None:
-        """Hold ``size_bytes`` more."""
+        """Hold ``size_bytes`` more, and record the peak."""
         self.change(size_bytes)
         self.peak_bytes = max(self.peak_bytes, self.held)
         assert self.held <= self.budget
 
     def change(self, size_bytes: int) -> None:
-        """Hold ``size_bytes`` more, or less if negative."""
+        """Change the held bytes by ``size_bytes``, which may be negative."""
         self.held += size_bytes
         if self.tiles is not None:
             self.tiles.hold(self.held)
 
     def _await(self, is_there: Callable[[ActivationBudget], bool]) -> None:
-        """Leave the device until other jobs have released enough; poll, as nothing signals that."""
+        """Leave the device until ``is_there`` returns True; poll, because no signal exists."""
         tiles, began_ms = self.tiles, now_ms()
         assert tiles is not None
         while not is_there(tiles):
@@ -178,8 +178,8 @@ class ActivationMemory:
         self.waited_ms += now_ms() - began_ms
 
     def outlast_others(self, size_bytes: int, plan: StepPlan) -> bool:
-        """Wait until other jobs' steps end, if this step needs more than the measured ones did.
-        Return False if it cannot fit, or if they wait for this step."""
+        """Wait for other jobs' steps to end, because this step needs more than its measured ones.
+        Return False if the bytes cannot fit, or if the others wait for this step."""
         tiles, needed = self.tiles, self.held + size_bytes
         if tiles is None or needed > self.budget or self._gate.in_optimizer_step:
             return False
@@ -192,7 +192,7 @@ class ActivationMemory:
         return is_there
 
     def over_budget(self, offload: str, of_step: Sequence[Saved]) -> OutOfDeviceMemory:
-        """Return the error of a step over the budget; its hint names enough for it."""
+        """Return the error of a step over its budget; the hint names a sufficient budget."""
         needed = self.needed
         if offload in ("none", "conv"):  # nothing more could be offloaded
             needed = max(needed, self.held + self.refused)
@@ -209,8 +209,8 @@ class ActivationMemory:
 
 
 def least_for(of_step: Sequence[Saved]) -> int:
-    """Return a budget that is enough for a step that saves these storages, without a plan: backward
-    uses them layer by layer, the last one first, each layer's together."""
+    """Return a budget in bytes that is enough for a step with these storages, without a plan:
+    backward uses them layer by layer, last layer first, all storages of a layer together."""
     events = [Event("save", one.number, 0.0) for one in of_step]
     for _, layer in groupby(sorted(of_step, key=lambda one: -one.layer), lambda one: one.layer):
         numbers = [one.number for one in layer][::-1]

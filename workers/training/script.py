@@ -1,4 +1,4 @@
-"""Run a user's training script in this worker and say how it ended."""
+"""Run a user's training script in this worker and report how it ended."""
 
 from __future__ import annotations
 
@@ -30,15 +30,15 @@ from .session import TrainingSession
 log = logging.getLogger(__name__)
 
 Outcome = Literal["done", "preempted", "failed"]
-KEPT_BYTES: Final = 1 << 30  # malloc keeps blocks up to this size, and this much at the heap's top
+KEPT_BYTES: Final = 1 << 30  # malloc keeps blocks and free heap up to this size
 SIGNALS: Final = (signal.SIGINT, signal.SIGTERM)
 MALLOPT_CODES: Final = {"M_MMAP_THRESHOLD": -3, "M_TRIM_THRESHOLD": -1}  # malloc.h
 
-_forking = threading.local()  # .mask: the signal mask to restore after a fork
+_forking = threading.local()  # ``mask`` is the signal mask to restore after a fork
 
 
 def run_script(message: RunJob, host: JobHost, gate: Gate) -> JobEnded:
-    """Run ``message.entry`` from the top. Only this function catches ``TaskPreempted``."""
+    """Run ``message.entry`` from its start. Only this function catches ``TaskPreempted``."""
     session = TrainingSession(
         host, gate, commit_every_ms=message.commit_every_ms, defaults=message.defaults
     )
@@ -63,8 +63,8 @@ def run_script(message: RunJob, host: JobHost, gate: Gate) -> JobEnded:
     except TaskPreempted:
         reach("job.evicted")
         outcome = "preempted"
-    except BaseException as error:  # user code may raise anything, KeyboardInterrupt included
-        if gate.is_evicting:  # maybe the script caught TaskPreempted and raised this
+    except BaseException as error:  # user code may raise anything, even KeyboardInterrupt
+        if gate.is_evicting:  # perhaps the script caught TaskPreempted and raised this instead
             outcome = "preempted"
         elif isinstance(error, SystemExit):
             outcome, kind, text = "failed", "SystemExit", f"exit status {error.code}"[:2000]
@@ -83,7 +83,7 @@ def run_script(message: RunJob, host: JobHost, gate: Gate) -> JobEnded:
 
 
 def _print_error(error: BaseException) -> None:
-    """Print the traceback as Python does for the plain script: without our own frames."""
+    """Print the traceback as for the plain script: without this project's frames."""
     frames = error.__traceback__
     while frames and frames.tb_frame.f_code.co_filename.startswith((__file__, "<frozen ")):
         frames = frames.tb_next
@@ -101,7 +101,7 @@ def _clean_exit() -> Iterator[None]:
 
 
 def run_entry(entry: str, args: Sequence[str]) -> None:
-    """Run ``SCRIPT.py`` or ``package.module:main`` as if it was started by hand."""
+    """Run ``SCRIPT.py`` or ``package.module:main`` as if a user had started it."""
     if entry.endswith(".py"):
         path = Path(entry).resolve()
         sys.path.insert(0, str(path.parent))
@@ -116,12 +116,12 @@ def run_entry(entry: str, args: Sequence[str]) -> None:
 
 
 def keep_freed_memory() -> None:
-    """Let this process reuse freed blocks instead of faulting new ones in; no-op without glibc.
+    """Make this process reuse freed memory instead of returning it; no-op without glibc.
 
     A step frees memory that the next step allocates again. By default glibc returns large blocks,
-    and the top of the heap, to the kernel, so each step faults them in again. That costs up to 800
-    page faults in each step of an MLP of 4 x 512 x 512 with batch 448: 3 % of its time, and as much
-    variation between runs. The process ends with its job and then returns all memory. CUDA's
+    and the top of the heap, to the kernel, so each step faults these pages in again. An MLP of
+    4 x 512 x 512 with batch 448 has up to 800 such faults in each step: 3 % of its time, and as
+    much variation between runs. The process ends with its job and then returns all memory. CUDA's
     caching allocator keeps freed blocks for the same reason.
     """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
@@ -145,14 +145,14 @@ def give_freed_memory_back() -> None:
 
 
 def _join_threads() -> None:
-    """Wait for the script's threads, as the interpreter does at exit: one of them may train."""
-    shutdown = getattr(threading, "_shutdown", None)  # private; it also ends idle thread pools
+    """Wait for the script's threads like the interpreter at exit: one of them may train."""
+    shutdown = getattr(threading, "_shutdown", None)  # private name; it also ends idle thread pools
     if shutdown is not None:
         shutdown()
 
 
 def _run_exit_hooks() -> None:
-    """Run the script's ``atexit`` hooks; a worker exits without the interpreter's shutdown."""
+    """Run the script's ``atexit`` hooks, as a worker exits without the interpreter's shutdown."""
     run = getattr(atexit, "_run_exitfuncs", None)
     if run is not None:
         with contextlib.suppress(BaseException):  # atexit has printed the traceback
@@ -160,11 +160,12 @@ def _run_exit_hooks() -> None:
 
 
 def _let_children_be_ended() -> None:
-    """Let SIGTERM and SIGINT end the script's own processes, though this one ignores them.
+    """Let SIGTERM and SIGINT end the script's child processes, although this process ignores them.
 
-    An ignored signal stays ignored across exec, so a pool that ends its children with SIGTERM
-    would wait for ever. So this process installs a handler that does nothing: exec resets it, and
-    a forked child restores the defaults. Signals are blocked during the fork until it has done so.
+    An ignored signal stays ignored across exec, so a pool that ends its children with SIGTERM would
+    wait for ever. So this process installs a handler that does nothing: exec resets the signal to
+    its default, and a forked child restores the default itself. Both signals are blocked from the
+    fork until the child has done that.
     """
     for number in SIGNALS:
         signal.signal(number, _stay)
@@ -175,7 +176,7 @@ def _let_children_be_ended() -> None:
 
 
 def _stay(number: int, frame: object) -> None:
-    """Ignore the signal: the controller decides when a process exits."""
+    """Ignore the signal, because the controller decides when a process exits."""
 
 
 def _hold_signals() -> None:
@@ -202,7 +203,7 @@ def _redirect_output(path: str) -> None:
 
 
 def _flush() -> None:
-    """Flush stdout and stderr. On a full disk the text is lost, but not the job's outcome."""
+    """Flush stdout and stderr; a full disk may lose text, but not the job's outcome."""
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(OSError):
             stream.flush()

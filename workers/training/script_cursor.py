@@ -1,8 +1,8 @@
-"""Place of a job in its script, and the commit image from which each of its loops resumes.
+"""Position of a job in its script, and the commit images from which its loops resume.
 
-A *phase* is a ``job.epochs`` or a ``job.steps`` outside of one. The end of a phase is always
-committed, and kept in the images of the later ones: a resumed script replays a finished phase
-from its end (no batches), so code between two phases finds the state that it had before.
+A *phase* is a ``job.epochs``, or a ``job.steps`` outside of any ``job.epochs``. A phase's end is
+always committed, and later images contain it. A resumed script skips a finished phase without
+fetching batches and restores its end, so code between two phases finds the state that it had.
 """
 
 from __future__ import annotations
@@ -18,30 +18,30 @@ from pipeswitch.inputs.randomness import RandomState
 from .snapshot import DataState
 
 PAST: Final = "past/"
-MIN_PAST_PHASES: Final = 4  # each costs its image once more, in every commit
-MAX_PAST_BYTES: Final = 32 << 20  # limit for all phases: small models may have many (folds)
+MIN_PAST_PHASES: Final = 4  # each adds its image to every commit
+MAX_PAST_BYTES: Final = 32 << 20  # limit for all phases: cross-validation has many small models
 
 
 @dataclass(frozen=True)
 class CursorPosition:
-    """Position in the script: the loop, and the progress in it."""
+    """Position in the script: a loop, and the progress in that loop."""
 
-    phase: int  # loops outside job.epochs, and job.epochs themselves, counted
+    phase: int  # number of the job.epochs, or of the job.steps outside of them
     epoch: int  # -1 outside job.epochs
-    loop: int  # of the epoch
-    batches: int  # used so far
-    finished: bool  # left early, or ended between two commit points: nothing more to do
+    loop: int  # number of the loop in its epoch
+    batches: int  # number of batches used so far
+    finished: bool  # the loop was left early, or ended between two commit points
     name: str
     step: int
 
     @property
     def order(self) -> tuple[int, int, int]:
-        """Grows from loop to loop."""
+        """Sort key of the loop: it grows from each loop to the next one in the script."""
         return self.phase, self.epoch, self.loop
 
 
 class SavedImage:
-    """A parsed commit image; valid as long as the memory under it."""
+    """A parsed commit image; valid only while the memory under it is."""
 
     def __init__(self, image: memoryview) -> None:
         self._image = image.cast("B")
@@ -54,54 +54,54 @@ class SavedImage:
         self.position = CursorPosition(*self.values["position"])
 
     def blob(self, name: str) -> memoryview:
-        """Bytes of a tensor or blob."""
+        """Return the bytes of a tensor or blob, without copying them."""
         offset, size = self._ranges[name]
         return self._image[offset : offset + size]
 
     def random(self, name: str) -> RandomState:
-        """Return a stored set of random generators."""
+        """Return the stored random generators with this name."""
         return RandomState.from_values(self.values[name])
 
     def data(self, name: str) -> DataState:
-        """Return a stored data position."""
+        """Return the stored data position with this name."""
         return DataState(*self.values[name])
 
     def past(self) -> dict[int, bytes]:
-        """Images of finished phases."""
+        """Return the images of finished phases by phase number."""
         names = [name for name in self.content["blobs"] if name.startswith(PAST)]
         return {int(name.removeprefix(PAST)): bytes(self.blob(name)) for name in names}
 
 
 class ScriptCursor:
-    """The loop that the script is in, and the images of the job's last commit.
+    """The script's current loop, and the images in the job's last commit.
 
     Args:
-        image: of the last commit; None: the job begins.
+        image: the last commit; None if the job begins.
     """
 
     def __init__(self, image: memoryview | None) -> None:
-        self.saved = None if image is None else SavedImage(image)  # until it was resumed
+        self.saved = None if image is None else SavedImage(image)  # None once it was resumed
         self.past: dict[int, bytes] = {} if self.saved is None else self.saved.past()
         self.has_updated = self.saved is not None and bool(self.saved.values["has_updated"])
-        self.is_over = False  # the script has ended: no further commits
-        self.phase = -1  # of the newest loop
+        self.is_over = False  # the script has ended: there are no further commits
+        self.phase = -1  # number of the newest phase
         self.in_epochs = False
-        self.position = CursorPosition(0, -1, 0, 0, False, "", 0)  # the last finished body's
-        self.step = 0  # finished ones, over all loops
+        self.position = CursorPosition(0, -1, 0, 0, False, "", 0)  # after the last finished body
+        self.step = 0  # finished steps, over all loops
         self.entry: dict[str, Any] = {}  # states at the start of script, epoch and loop
         self._epoch, self._loop = -1, 0
 
     @property
     def may_commit(self) -> bool:
-        """Return whether the script runs and has reached the place of its last commit."""
+        """True if the script runs and has reached the position of its last commit."""
         return self.saved is None and not self.is_over
 
     def begin_epochs(self, count: int) -> SavedImage | None:
-        """Begin a ``job.epochs`` and with it a phase; return the image from which it resumes.
+        """Begin a ``job.epochs`` and with it a phase; return the image to resume from, or None.
 
         Raises:
-            InvalidInput: it had another ``count`` when it was committed: a script that skips
-                epochs by itself would have ``job`` skip others on top of them.
+            InvalidInput: the commit has another ``count``. If a script skips epochs itself, ``job``
+                would skip epochs a second time.
         """
         if self.in_epochs:
             raise InvalidInput(
@@ -134,7 +134,7 @@ class ScriptCursor:
         self.entry["epochs"] = 0
 
     def begin_loop(self, name: str | None) -> CursorPosition:
-        """Return the place where the next ``job.steps`` begins."""
+        """Return the position at which the next ``job.steps`` begins."""
         name = name or f"steps-{self.phase}"
         start = CursorPosition(self.phase, self._epoch, self._loop, 0, False, name, self.step)
         self._loop += 1
@@ -145,7 +145,7 @@ class ScriptCursor:
         self.position = replace(self.position, batches=self.position.batches + 1, step=self.step)
 
     def steps_left(self, length: int | None) -> int:
-        """Return the steps until the last of ``epochs`` ends; -1: the loader has no ``length``."""
+        """Return the steps until the last epoch ends; -1 if the loader has no ``length``."""
         if length is None:
             return -1
         epoch = self.position.epoch
@@ -153,14 +153,13 @@ class ScriptCursor:
         return int(loops * length - self.position.batches)
 
     def end_loop(self) -> None:
-        """Mark the loop as finished."""
+        """Mark the current loop as finished."""
         self.position = replace(self.position, finished=True, step=self.step)
 
     def upcoming(self) -> tuple[SavedImage, bool] | None:
-        """Return the image from which the next ``job.steps`` resumes, and whether its loop was
-        over.
+        """Return the image to resume the next ``job.steps`` from, and whether that loop was over.
 
-        None means that it starts afresh.
+        Return None if the loop begins from its start.
         """
         if self.in_epochs:
             raise InvalidInput("a Trainer inside job.epochs", hint="use range() here")
@@ -168,7 +167,7 @@ class ScriptCursor:
         saved = self.image_of_phase(phase)
         if saved is None:
             return None
-        own = saved.data("data").own  # a feed's says when it was closed
+        own = saved.data("data").own  # a ``LoaderProxy`` stores whether it was closed
         is_over = saved.position.finished or saved.position.phase != phase
         return saved, is_over or (isinstance(own, dict) and bool(own.get("is_closed")))
 
@@ -185,7 +184,7 @@ class ScriptCursor:
         return SavedImage(memoryview(self.past[later[0]])) if later else self.saved
 
     def go_to(self, saved: SavedImage, start: CursorPosition) -> None:
-        """Resume the loop that begins at ``start`` where ``saved`` was committed."""
+        """Continue the loop that begins at ``start`` from the position of ``saved``."""
         place = saved.position
         if place.phase == start.phase and start.order > place.order:
             raise InvalidInput("the script passed the position of its commit: it has changed")
@@ -193,16 +192,16 @@ class ScriptCursor:
 
     @property
     def past_bytes(self) -> int:
-        """Return the bytes of the ends of finished phases in a slice."""
+        """Number of bytes that images of finished phases take in a slice."""
         return sum(len(image) + 64 for image in self.past.values())
 
     def keep_past(self, phase: int, image: memoryview) -> bool:
-        """Keep the end of ``phase`` for later images; return False if older ends were dropped."""
+        """Keep the image of a finished phase; return False if older images were dropped for it."""
         self.past[phase] = compact_image(image, without=PAST)
         return not self.drop_past(MAX_PAST_BYTES)
 
     def drop_past(self, max_bytes: int) -> bool:
-        """Drop the oldest ends of phases beyond the limit; return False if all stayed."""
+        """Drop the oldest images of phases beyond the limit; return True if any was dropped."""
         dropped = False
         while len(self.past) > MIN_PAST_PHASES and sum(map(len, self.past.values())) > max_bytes:
             del self.past[min(self.past)]

@@ -1,7 +1,7 @@
-"""``pipeswitch plan --train``: a script's first steps in a process of their own, measured.
+"""``pipeswitch plan --train``: run a script's first steps in a separate process and measure them.
 
-Nothing is limited here and nothing moves. What a step saves, and the pace of the copies, is written
-for others to plan with; then the script ends as one that is evicted does.
+The run has no budget, and no tensor leaves the device. It writes which tensors a step saves and how
+fast copies are, as input for planning. Then the script ends like an evicted one.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ PROBE_BYTES: Final = 16 << 20
 
 
 class ScriptDryRun(job_api._PlainSession):
-    """``job`` of a script that is only measured: ``out`` has its last step."""
+    """Session of a script that is only measured; ``out`` is the file for its last measured step."""
 
     def __init__(self, out: str, device: str, copies: HostCopies) -> None:
         super().__init__()
@@ -40,7 +40,7 @@ class ScriptDryRun(job_api._PlainSession):
 
     @property
     def device(self) -> str:
-        """Device name, as the server's session reports it."""
+        """Device name in the form of the server's session."""
         return self._device
 
     def steps(self, loader: Iterable[Any], *, model: Any = None, **_: Any) -> Iterator[Any]:
@@ -86,7 +86,7 @@ def _bytes_per_ms(copies: HostCopies, device: str, *, to_host: bool) -> float:
 
 
 def main(out: str, device: str, link_bytes_per_s: str, entry: str, *args: str) -> None:
-    """Entry: what the script prints goes to stderr."""
+    """Measure the script ``entry`` and write ``out``; the script's output goes to stderr."""
     os.dup2(2, 1)
     if device.startswith("cuda") or (device == "auto" and torch.cuda.is_available()):
         from pipeswitch.devices.cuda.copies import CudaCopies

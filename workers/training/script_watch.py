@@ -1,8 +1,8 @@
-"""Detection of variables that a script's loop changes and ``job.steps`` does not capture: they
-start over in a resumed script.
+"""Detection of variables that a script's loop changes and ``job.steps`` does not capture.
 
-A variable that exists before the loop is marked (value, length, version) and compared when a commit
-is due and when the loop ends. Nothing is restored here; the variables are only named.
+Such variables start over in a resumed script. Each variable that exists before the loop is marked
+(value, length, version) and compared when a commit is due and when the loop ends. Nothing is
+restored here: a warning names the variables.
 """
 
 from __future__ import annotations
@@ -25,20 +25,20 @@ from .objects import TrainedObjects
 from .snapshot import NOTES, has_state, state_of
 from .torch_private import version
 
-MOST_LOOKED_AT: Final = 64  # entries of a list or dict; of longer ones only the length
+MOST_LOOKED_AT: Final = 64  # entries of a list or dict to compare; of longer ones only the length
 MAX_MODULES: Final = 200
 CLOCKS: Final = (time.time, time.monotonic, time.perf_counter)
 
 
 class ScriptWatch:
-    """The marks of one phase's variables, from its first loop on."""
+    """Marks of one phase's variables, taken before its first loop."""
 
     def __init__(self, frame: FrameType, objects: TrainedObjects, loader: Any) -> None:
         self._began_s, self._code = time.monotonic(), frame.f_code
         self._marks = dict(_marks(frame, objects, loader))
 
     def changed(self, frame: FrameType | None, objects: TrainedObjects, loader: Any) -> list[str]:
-        """Return the names of changed variables, except clocks and targets of ``for``."""
+        """Return the names of changed variables, without clock values and ``for`` targets."""
         if frame is None or frame.f_code is not self._code:
             return []
         now = dict(_marks(frame, objects, loader))
@@ -75,8 +75,8 @@ def _known(objects: TrainedObjects, loader: Any) -> set[int]:
 def _marks(
     frame: FrameType, objects: TrainedObjects, loader: Any
 ) -> Iterator[tuple[str, tuple[Any, ...]]]:
-    """Return the script's variables: those of its function, its file and the object whose method it
-    is, and the attributes of its own modules, dataset and samplers."""
+    """Yield name and mark of the script's variables: those of its function, its file and a method's
+    ``self``, and the attributes of its own modules, dataset and samplers."""
     known, targets = _known(objects, loader), _targets(frame.f_code)
     places = [("", frame.f_globals)]
     if frame.f_locals is not frame.f_globals:
@@ -99,7 +99,7 @@ def _marks(
 
 @functools.cache
 def _targets(code: CodeType) -> set[str]:
-    """Return the targets of ``for`` loops: a resumed script assigns them again."""
+    """Return the targets of ``for`` loops, which a resumed script assigns again."""
     names: set[str] = set()
     is_target = False
     for step in dis.get_instructions(code):
@@ -113,11 +113,11 @@ def _targets(code: CodeType) -> set[str]:
 
 
 def _mark(value: Any) -> tuple[Any, ...] | None:
-    """Return type and value; None if the type is not watched."""
+    """Return type or identity with the value or version; None if the type is not watched."""
     kind = type(value)
     if kind in (int, float):
         return (kind, value)
-    if isinstance(value, (torch.Tensor, np.ndarray)):  # another object is another value
+    if isinstance(value, (torch.Tensor, np.ndarray)):  # replacing the object counts as a change
         return (id(value), version(value) if isinstance(value, torch.Tensor) else 0)
     if kind in NOTES:
         parts = value.values() if hasattr(value, "values") else value
@@ -131,6 +131,6 @@ def _mark(value: Any) -> tuple[Any, ...] | None:
         try:
             data, attachments = state_codec.encode(state_of(value))
             return (id(value), repr(data), *(one.read() for one in attachments))
-        except Exception:  # the script's own object
+        except Exception:  # its state_dict() is the script's own code
             return None
     return None

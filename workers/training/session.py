@@ -1,19 +1,19 @@
-"""Session behind ``job`` in a worker: loops that can be suspended, evicted, resumed.
+"""Session behind ``job`` in a worker: loops that can be suspended, evicted and resumed.
 
 Life of a loop, in numbered steps:
-1. ``steps`` sizes and leases the slice (first loop of a phase), binds the tensors, restores
-   the commit if the job has one for this place of the script, or skips a finished loop.
-2. Between two bodies is a *boundary*. After an update, whichever optimizer has stepped, and
-   before the first update it is a commit point: captured, and committed when the interval is
-   over. Then the gate is checked. A body that was seen to write parameters behind torch's back
-   (``.data``) overlaps no commit.
-3. The next batch is fetched with the device given up; the body runs while the hooks of
+1. ``steps`` sizes and leases the slice (first loop of a phase) and binds the tensors. Then it
+   restores the commit, if the job has one for this place of the script, or skips a finished loop.
+2. Between two bodies is a *boundary*. It is a commit point before the first update and after each
+   update, whichever optimizer made it: the state is captured, and committed if a commit is due.
+   Then the gate is checked. If bodies were seen to write parameters behind torch's back
+   (``.data``), no body overlaps a commit.
+3. The job leaves the device while it fetches the next batch. Then the body runs, and the hooks of
    ``hooks.py`` check the gate at every layer, forward and backward.
-4. ``optimizer.step()`` first waits for the commit in progress, and is never interrupted; its
-   closure may be, the first time, like a body.
-5. An eviction commits the last point and unwinds the script. If finished steps would be lost,
-   the script first continues to the next point, but no longer than
-   ``CommitTiming.waits_for_step`` allows. At most the current step is recomputed.
+4. ``optimizer.step()`` first waits for the commit in progress and is never interrupted, except that
+   the first run of its closure may be interrupted like a body.
+5. An eviction commits the last point and unwinds the script. If finished steps would be lost, the
+   script first continues to the next point, for at most the time of
+   ``CommitTiming.waits_for_step``. At most the current step is recomputed.
 """
 
 from __future__ import annotations
@@ -49,11 +49,11 @@ _Batch = TypeVar("_Batch")
 
 
 class TrainingSession:
-    """``job`` inside the server; made by the worker before the script, used by its main thread.
+    """``job`` inside the server; created before the script runs, used by the main thread only.
 
     Args:
-        commit_every_ms: time between two commits, reached by doubling from a short one.
-        defaults: ``offload`` and ``activation_bytes`` of ``steps``, where they are not named there.
+        commit_every_ms: interval of commits; the first intervals are shorter and double up to it.
+        defaults: ``offload`` and ``activation_bytes`` of ``steps`` calls that do not set them.
     """
 
     def __init__(
@@ -74,16 +74,16 @@ class TrainingSession:
         self._phase: Phase | None = None
         self._activations: Activations | None = None
         self._loader: Any = None
-        self._script: ScriptWatch | None = None  # watch of this run's first phase
+        self._script: ScriptWatch | None = None  # watch of variables in the first phase
         self._frame_of_epochs = 0
         self._open_loop: object | None = None
-        self._has_failed = False  # an error ended the last loop and may have been caught
-        self._publish_due = False  # a commit is wanted at the next boundary
+        self._has_failed = False  # an error left the last loop; the script may have caught it
+        self._publish_due = False  # ``publish`` wants a commit at the next boundary
 
     # ------------------------------------------------------------------------- the worker's
 
     def begin(self) -> None:
-        """Call right before the script: its random generators start as in its first run."""
+        """Restore the random generators of the script's start; called right before the script."""
         saved = self.place.saved
         if saved is not None:
             saved.random("script_random").restore(self.device)
@@ -94,10 +94,10 @@ class TrainingSession:
         persistent_loaders.watch()
 
     def finish(self) -> None:
-        """Call when the script has ended well: commits its end and gives the device up.
+        """Commit the end of the script and leave the device; called when it has ended well.
 
         Raises:
-            InvalidInput: it ended before it came to the loop in which it was interrupted.
+            InvalidInput: the script ended before it reached the position of its last commit.
         """
         if self.place.saved is not None:
             place = self.place.saved.position
@@ -119,13 +119,13 @@ class TrainingSession:
         self.close()
 
     def fail(self) -> None:
-        """Keep the last finished step of a failed script, if its state is still whole."""
+        """Commit the last finished step of a failed script if its state is still intact."""
         if self._phase is not None and self.place.may_commit:
             with contextlib.suppress(PipeSwitchError):
                 self._phase.commit_point()
 
     def close(self) -> None:
-        """Call in any case (also after an error or a preemption): hooks off, device given up."""
+        """Remove all hooks and leave the device; called at every end of the script."""
         self.place.is_over = True
         self._host.flush()
         if self._phase is not None:
@@ -146,7 +146,7 @@ class TrainingSession:
 
     @property
     def step(self) -> int:
-        """Finished steps, over all loops and preemptions."""
+        """Number of finished steps, over all loops and preemptions."""
         return self.place.step
 
     @property
@@ -157,7 +157,7 @@ class TrainingSession:
     def epochs(self, count: int) -> Iterator[int]:
         """See ``pipeswitch.job.epochs``."""
         place = self.place
-        self._frame_of_epochs = id(sys._getframe(1))  # which lives as long as this
+        self._frame_of_epochs = id(sys._getframe(1))  # this frame lives as long as the generator
         saved = place.begin_epochs(count)
         first = 0 if saved is None else saved.position.epoch
         try:
@@ -189,7 +189,7 @@ class TrainingSession:
         activation_bytes: int | None = None,
     ) -> Iterator[_Batch]:
         """See ``pipeswitch.job.steps``."""
-        probe: dict[str, Any] = {}  # as an extra_state that is written in the call: held here alone
+        probe: dict[str, Any] = {}  # only this call refers to it, as to an extra_state literal
         is_literal = sys.getrefcount(extra_state) <= sys.getrefcount(probe)
         objects = TrainedObjects(
             named(model, "model"),
@@ -198,7 +198,7 @@ class TrainingSession:
             named_extras(extra_state, is_literal=is_literal),
         )
         if self._open_loop is not None or self._has_failed:
-            self._end_loop()  # left by ``break``, and something still refers to it; or an error
+            self._end_loop()  # an error or ``break`` left the last loop open
         self._open_loop = this_loop = object()
         if not self.place.in_epochs:
             self.place.begin_phase()
@@ -221,7 +221,7 @@ class TrainingSession:
             self._reports.inexact("loader", "a resumed script may see other batches", self.step)
         if self._script is not None and id(sys._getframe(1)) == self._frame_of_epochs:
             self._watch_script()
-        elif not isinstance(loader, Source):  # a function that is called anew has new variables
+        elif not isinstance(loader, Source):  # each call of a function has new variables
             self._script = ScriptWatch(sys._getframe(1), objects, loader)
         iterator, is_left = self._open(phase, start), True
         try:
@@ -231,8 +231,8 @@ class TrainingSession:
         finally:
             if self._open_loop is this_loop:
                 self._open_loop = None
-                # One that fails shall not resume behind the loop; one that catches the error ends
-                # the loop with whatever it calls next.
+                # A script that fails must not resume behind this loop. If it catches the error, its
+                # next call of ``job`` ends the loop.
                 self._has_failed = is_left and is_left_by_error(sys._getframe(1))
                 if not self._is_unwinding and not self._has_failed:
                     self._end_loop()
@@ -260,14 +260,14 @@ class TrainingSession:
     def publish(self, name: str, part: str) -> None:
         """See ``pipeswitch.job.publish``."""
         if self.place.saved is not None:
-            return  # this life only comes to the place where an earlier one was
+            return  # this run has not reached the position of the last commit yet
         phase = self._phase
         if phase is None or phase.point is None:
             raise InvalidInput(
                 "job.publish: no loop has begun, so there are no weights to publish",
                 hint="call it in a job.steps loop or after one",
             )
-        if self._host.is_publishing and not self._publish_due:  # another step's, probably
+        if self._host.is_publishing and not self._publish_due:  # probably another step is published
             self._gate.leave()
             self._host.await_copy()
             self._gate.enter()
@@ -281,16 +281,16 @@ class TrainingSession:
             self._publish_due = True
 
     def _bind(self, objects: TrainedObjects) -> Phase:
-        """Lease and rebind for a new phase; within a phase the objects must stay the same."""
+        """Return the phase of the next loop; lease and bind a slice if the phase is new."""
         phase, warned = self._phase, self._reports.warned
         if phase is not None and phase.number == self.place.phase:
             phase.objects.refuse_other_objects(objects)
-            phase.objects.extras = objects.extras  # may be other objects with the same names
+            phase.objects.extras = objects.extras  # other objects with equal names are allowed
             return phase
         if phase is not None:
             phase.leave()
         if self._script is not None:
-            warned.add("script")  # code between phases runs again
+            warned.add("script")  # code between phases runs again, so its changes are not lost
         objects.refuse_shared_memory()
         if "lost" not in warned:
             warned.add("lost")
@@ -301,25 +301,25 @@ class TrainingSession:
         return new_phase
 
     def _open(self, phase: Phase, start: CursorPosition) -> Iterator[Any] | None:
-        """Start, resume or skip (None) the loop that begins at ``start``."""
+        """Start, resume or skip the loop that begins at ``start``; return None to skip it."""
         saved = self.place.image_of_phase()
         if saved is None:
             return self._open_fresh(phase, start)
         self.place.go_to(saved, start)
         if saved.position.phase != start.phase:
-            # its own end was dropped: show a later one, if it is of these models
+            # The phase's own end was dropped; restore a later one if its models are the same.
             with contextlib.suppress(InvalidInput):
                 phase.restore(saved)
             return None
         phase.restore(saved)
         if start.order < saved.position.order:
-            return None  # finished before the commit
+            return None  # this loop finished before the commit
         if start.name != saved.position.name:
             raise InvalidInput(f"loop {start.name!r} was {saved.position.name!r} when committed")
         return self._open_saved(phase, saved)
 
     def _open_fresh(self, phase: Phase, start: CursorPosition) -> Iterator[Any]:
-        # First: a loader that is asked for its state may begin, and draw.
+        # Captured first, because asking a loader for its state may begin it and draw numbers.
         self.place.entry["loop_random"] = RandomState(self.device).values()
         data = phase.data.capture()
         self.place.entry["loop_data"] = (data.generators, data.own)
@@ -329,7 +329,7 @@ class TrainingSession:
         return iterator
 
     def _open_saved(self, phase: Phase, saved: SavedImage) -> Iterator[Any] | None:
-        """Random generators of the loop's start, iterator, skip; those of the commit."""
+        """Restore the loop's position in its data, and the random generators of the commit."""
         for key in ("epoch_random", "loop_random", "loop_data"):
             self.place.entry[key] = saved.values[key]
         persistent_loaders.restore(saved.data("data").workers)
@@ -359,7 +359,7 @@ class TrainingSession:
     def _run(self, phase: Phase, iterator: Iterator[Any], this_loop: object) -> Iterator[Any]:
         away_ms = 0.0
         while True:
-            if self._gate.is_evicting:  # a later check would take the device
+            if self._gate.is_evicting:  # a later check would first take the device
                 self._gate.check()
             self._gate.leave("loader")
             began_ms = self._host.now_ms()
@@ -391,7 +391,7 @@ class TrainingSession:
             self._boundary(phase)
 
     def _boundary(self, phase: Phase) -> None:
-        """Capture the commit point between two bodies."""
+        """Capture and commit at the boundary between two bodies if due; then check the gate."""
         phase.optimizers.reset()
         self._report()
         if not phase.has_stepped:
@@ -408,13 +408,13 @@ class TrainingSession:
         self._gate.check("boundary")
 
     def _end_loop(self) -> None:
-        """End a loop after its last batch, or a ``break``; later code finds the current state."""
+        """End a loop after its last batch or a ``break``, and capture its end."""
         self._has_failed = False
         persistent_loaders.end_pass(self._loader)
         self._watch_script()
         phase, self._watch.is_in_body = self._phase, False
         if phase is None:
-            return  # the objects were refused
+            return  # ``_bind`` refused the objects
         phase.optimizers.reset()
         if self.place.may_commit and not phase.is_whole():
             self.place.end_loop()
@@ -423,7 +423,7 @@ class TrainingSession:
             phase.end()
 
     def _watch_script(self) -> None:
-        """Warn once about changed variables that start over in a resumed script."""
+        """Warn once about changed variables that would start over in a resumed script."""
         if self._script is None or "script" in self._reports.warned:
             return
         assert self._phase is not None
@@ -444,7 +444,7 @@ class TrainingSession:
 
     @property
     def _is_unwinding(self) -> bool:
-        # ``break`` ends a body, too.
+        # ``break`` in a body does not unwind.
         is_leaving = self._gate.is_evicting and not self._watch.is_in_body
         return self.place.is_over or self._gate.is_unwinding or is_leaving
 

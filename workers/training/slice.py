@@ -1,11 +1,11 @@
-"""The memory of a training job: one slice of the arena, and which tensor lies where in it.
+"""Memory of a training job: a slice of the arena, and the place of each tensor in it.
 
     [state area | past phases | parameters | optimizer | buffer snapshot | gradients | buffers]
     |<------------------------- the commit image --------------------------->|
 
-The image is one contiguous range, so committing is one copy; gradients end it only when a commit
-point has leftovers. Live buffers move in forward, so an image holds their snapshot instead.
-Rebinding keeps every Python object: identity, hooks and optimizers stay valid.
+The image is one contiguous range, so a commit is one copy. It ends with the gradients only if a
+commit point has left-over ones. Forward changes the live buffers, so the image has a snapshot of
+them. Rebinding keeps every Python object: identity, hooks and optimizers stay valid.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from .torch_private import bytes_of_their_own
 
 
 class TrainingSlice:
-    """Layout first (sizes only), then ``bind`` to the leased memory."""
+    """Slice of a job: created as a layout of sizes, then bound to leased memory by ``bind``."""
 
     def __init__(
         self,
@@ -46,13 +46,13 @@ class TrainingSlice:
         self.snapshot = Area("buffers", self.optimizer.end_bytes, buffers)
         self.gradients = Area("gradients", self.snapshot.end_bytes, parameters)
         self.buffers = Area("buffers", self.gradients.end_bytes, buffers)
-        self.places: dict[str, SlicePlace] = {}  # of the image, without gradients
+        self.places: dict[str, SlicePlace] = {}  # in the image, without gradients
         self.gradient_places: dict[str, SlicePlace] = {}
         self._buffer_places: dict[str, SlicePlace] = {}
         self._homes: dict[tuple[str, int, Any], tuple[SlicePlace, torch.Tensor]] = {}
-        self._homes_of_parameters: list[tuple[str, nn.Parameter, int]] = []  # and their addresses
+        self._homes_of_parameters: list[tuple[str, nn.Parameter, int]] = []  # with their addresses
         self._memory = torch.empty(0, dtype=torch.uint8)
-        self._bound: dict[int, torch.Tensor] = {}  # by offset: a replaced one is let go
+        self._bound: dict[int, torch.Tensor] = {}  # by offset, so that replaced tensors are freed
         for name, parameter in objects.parameters.items():
             self.places[name] = self.parameters.place(name, parameter)
             self.gradient_places[name] = self.gradients.place(f"{name}.grad", parameter)
@@ -67,7 +67,7 @@ class TrainingSlice:
 
     @property
     def image_bytes(self) -> int:
-        """The largest commit image."""
+        """Number of bytes of the largest commit image."""
         return self.gradients.end_bytes
 
     def bind(self, memory: torch.Tensor) -> None:
@@ -85,7 +85,7 @@ class TrainingSlice:
         self.adopt_optimizer_state()
 
     def unbind(self) -> None:
-        """Move everything back to memory of its own: the lease is about to be given back."""
+        """Move all tensors out of the slice into separate memory, before the lease ends."""
         with torch.no_grad():
             for tensor in self._bound.values():
                 rebind(tensor, tensor.detach().clone())
@@ -93,13 +93,13 @@ class TrainingSlice:
         self._homes.clear()
 
     def adopt_optimizer_state(self) -> bool:
-        """Move state tensors that are new, or were replaced, into the slice.
+        """Move new and replaced state tensors into the slice.
 
         Returns:
-            True when the layout changed (new names).
+            True if the layout has new names.
 
         Raises:
-            OutOfDeviceMemory: more state than the dry run foresaw.
+            OutOfDeviceMemory: there is more state than the dry run predicted.
         """
         changed = False
         names = {id(p): name for name, p in self.objects.parameters.items()}
@@ -124,7 +124,7 @@ class TrainingSlice:
         return changed
 
     def holds(self, tensor: torch.Tensor) -> bool:
-        """State on the slice's device, dense in memory, can lie in the slice."""
+        """Return True if a state tensor can lie in the slice: dense, and on the slice's device."""
         return tensor.device.type == self._memory.device.type and tensor.layout is torch.strided
 
     def home_of(self, optimizer: str, parameter: torch.Tensor, key: Any) -> SlicePlace | None:
@@ -133,7 +133,7 @@ class TrainingSlice:
         return None if home is None else home[0]
 
     def view(self, place: SlicePlace) -> torch.Tensor:
-        """Return a tensor over a place, with a storage of just its bytes.
+        """Return a tensor over a place; its storage has only the bytes of that place.
 
         So ``torch.save`` of a parameter does not write the whole arena.
         """
@@ -144,19 +144,19 @@ class TrainingSlice:
         return flat.as_strided(place.shape, place.stride, flat.storage_offset())
 
     def bytes_at(self, offset_bytes: int, size_bytes: int) -> torch.Tensor:
-        """Raw bytes of the slice."""
+        """Return a range of the slice as a uint8 tensor, without copying it."""
         if self._memory.device.type != "cpu":
             return bytes_of_their_own(self._memory, offset_bytes, size_bytes)
         part = self._memory[offset_bytes : offset_bytes + size_bytes]
         return torch.from_numpy(part.numpy())
 
     def gather_parameters(self) -> None:
-        """Copy home what the script has put elsewhere by ``parameter.data = …``.
+        """Copy parameters that the script moved by ``parameter.data = …`` to their places.
 
-        Such a parameter stays where it is: something else of the script may refer to it.
+        The parameter itself is not moved back, because other objects of the script may refer to it.
 
         Raises:
-            InvalidInput: it changed its shape or type.
+            InvalidInput: a moved parameter has another shape or dtype.
         """
         for name, parameter in self._moved():
             place = self.places[name]
@@ -170,7 +170,7 @@ class TrainingSlice:
                 self.view(place).copy_(parameter)
 
     def bring_parameters_home(self) -> None:
-        """Let every parameter lie in the slice again; its values are about to be restored."""
+        """Bind moved parameters to their places again, before their values are restored."""
         for name, parameter in self._moved():
             with torch.no_grad():
                 rebind(parameter, self.view(self.places[name]))
@@ -181,15 +181,15 @@ class TrainingSlice:
         ]
 
     def sum_of_parameters(self) -> int:
-        """Return a number that changes when any of their bits does, in all likelihood."""
+        """Return a checksum: it almost certainly changes if any bit of a parameter does."""
         used = self.bytes_at(self.parameters.offset_bytes, self.parameters.used_bytes)
         return int(used.view(torch.int64).sum()) if used.numel() else 0
 
     def snapshot_buffers(self) -> dict[str, torch.Tensor | None]:
-        """Copy the live buffers to the snapshot: one copy, plus those the model replaced.
+        """Copy the live buffers to the snapshot, all at once, and then each replaced buffer.
 
         Returns:
-            What has no place in it: buffers that are None, or have another shape or type by now.
+            Buffers without a place in the snapshot: None, or with another shape or dtype by now.
         """
         odd: dict[str, torch.Tensor | None] = {}
         size = self.snapshot.used_bytes
@@ -217,18 +217,18 @@ class TrainingSlice:
             target.copy_(torch.frombuffer(bytearray(raw), dtype=torch.uint8))
 
     def restore_odd_buffers(self, odd: Mapping[str, torch.Tensor | None]) -> None:
-        """Put the result of ``snapshot_buffers`` back on its modules."""
+        """Set the buffers that ``snapshot_buffers`` returned on their modules again."""
         for name, value in odd.items():
             module, key = self.objects.owners[name]
             setattr(module, key, None if value is None else value.to(self._memory.device))
 
     def restore_buffer(self, name: str, raw: memoryview) -> None:
-        """Write a committed buffer back into the one that the model uses now."""
+        """Write a committed buffer to its place, and set it on its module if it was replaced."""
         module, key = self.objects.owners[name]
         place = self._buffer_places[name]
         self.write(place.offset_bytes, raw)
         now = getattr(module, key, None)
-        if now is not self.objects.buffers[name]:  # replaced since; it may have another shape
+        if now is not self.objects.buffers[name]:  # replaced since the loop began
             setattr(module, key, self.objects.buffers[name])
 
     def _move(self, tensor: torch.Tensor, place: SlicePlace) -> None:
@@ -241,6 +241,6 @@ class TrainingSlice:
 
 
 def rebind(tensor: torch.Tensor, memory: torch.Tensor) -> None:
-    """Let ``tensor``, the same object, lie where ``memory`` lies."""
+    """Make ``tensor``, as the same Python object, use the memory of ``memory``."""
     offset = int(memory.storage_offset())
     tensor.set_(memory.untyped_storage(), offset, memory.shape, memory.stride())

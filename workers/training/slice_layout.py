@@ -1,4 +1,4 @@
-"""Places in the slice of a training job, and how many bytes its tensors will need."""
+"""Places of tensors in a training job's slice, and estimates of how many bytes they need."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from torch import nn
 from pipeswitch.base.errors import OutOfDeviceMemory
 from pipeswitch.programs.interface.layout import aligned
 
-TENSOR_BYTES: Final = 512  # as torch's own on cuda: cuBLASLt chooses by an operand's alignment
-HISTORY_ENTRY_BYTES: Final = 2048  # the scalars of one LBFGS update, and the JSON that names them
-FALLBACK_STATE_FACTOR: Final = 2  # an optimizer that does not run on meta: two moments, like Adam
+TENSOR_BYTES: Final = 512  # like torch's own on cuda: cuBLASLt chooses kernels by alignment
+HISTORY_ENTRY_BYTES: Final = 2048  # scalars of one LBFGS update, and the JSON that names them
+FALLBACK_STATE_FACTOR: Final = 2  # for an optimizer that fails on meta: two moments, like Adam
 
 
 @dataclass
@@ -31,7 +31,7 @@ class SlicePlace:
     stride: tuple[int, ...]
 
     def entry(self) -> dict[str, Any]:
-        """Return the entry of the image's JSON."""
+        """Return the place as an entry of the image's JSON."""
         return {
             "dtype": str(self.dtype).removeprefix("torch."),
             "shape": list(self.shape),
@@ -41,12 +41,12 @@ class SlicePlace:
         }
 
     def fits(self, tensor: torch.Tensor) -> bool:
-        """Return True if a tensor's values fit here."""
+        """Return True if the tensor has this place's dtype and shape."""
         return self.dtype == tensor.dtype and self.shape == tuple(tensor.shape)
 
 
 class Area:
-    """A stretch of the slice, filled front to back."""
+    """A contiguous range of the slice that is filled from front to back."""
 
     def __init__(self, name: str, offset_bytes: int, capacity_bytes: int) -> None:
         self.name = name
@@ -56,11 +56,11 @@ class Area:
 
     @property
     def end_bytes(self) -> int:
-        """Offset of the next area."""
+        """Offset at which the area ends and the next one begins."""
         return self.offset_bytes + self.capacity_bytes
 
     def place(self, name: str, tensor: torch.Tensor) -> SlicePlace:
-        """Take the next place for a tensor like ``tensor``.
+        """Reserve the next place for a tensor of this size, dtype and shape.
 
         Raises:
             OutOfDeviceMemory: the area is full.
@@ -83,7 +83,7 @@ class Area:
 
 
 def is_dense(tensor: torch.Tensor) -> bool:
-    """Return True if the elements fill one stretch without holes or overlap, in any order."""
+    """Return True if the elements fill one range without holes or overlap, in any order."""
     expected = 1
     for stride, extent in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
         if extent == 1:
@@ -95,7 +95,7 @@ def is_dense(tensor: torch.Tensor) -> bool:
 
 
 def row_major(shape: Iterable[int]) -> tuple[int, ...]:
-    """Strides of a contiguous tensor."""
+    """Return the strides of a contiguous tensor of this shape."""
     stride, expected = [], 1
     for extent in reversed(tuple(shape)):
         stride.append(expected)
@@ -104,19 +104,18 @@ def row_major(shape: Iterable[int]) -> tuple[int, ...]:
 
 
 def padded_bytes(tensors: Iterable[torch.Tensor]) -> int:
-    """Return the bytes that the tensors take one after the other in an area."""
+    """Return the bytes that the tensors take in an area, each with its alignment."""
     return sum(aligned(_bytes_of(tensor), TENSOR_BYTES) for tensor in tensors)
 
 
 def optimizer_state_bytes(optimizer: torch.optim.Optimizer) -> int:
-    """Return the bytes of the optimizer's future state tensors, by one dry step on the meta device.
+    """Return the bytes of the optimizer's future state tensors, from a dry step on the meta device.
 
-    Works for any optimizer whose ``step`` runs on meta tensors (torch's Adam, AdamW, SGD,
-    RMSprop, Adagrad, ...). Otherwise it returns an estimate: twice the parameters, or the size of
-    the current state.
-    Tensors in lists: ``history_bytes``.
+    This works for each optimizer whose ``step`` runs on meta tensors (torch's Adam, AdamW, SGD,
+    RMSprop, Adagrad, ...). For others it returns an estimate: twice the parameters or the size of
+    the current state, whichever is larger. Tensors in lists are counted by ``history_bytes``.
     """
-    dry = copy.copy(optimizer)  # shares nothing that the next lines do not replace; no hooks
+    dry = copy.copy(optimizer)  # shares only what the next lines replace; no hooks
     dry.state = defaultdict(dict)
     dry.param_groups = []
     estimate = 0
@@ -133,14 +132,14 @@ def optimizer_state_bytes(optimizer: torch.optim.Optimizer) -> int:
         dry.param_groups.append({**copy.copy(group), **plain, "params": metas})
     try:
         type(optimizer).step(dry)
-    except Exception:  # whatever a foreign optimizer raises on meta: only the size is at stake
+    except Exception:  # any error of a foreign optimizer: only the size is at stake
         estimate += 4096 * sum(len(group["params"]) for group in optimizer.param_groups)
         return max(estimate, padded_bytes(tensor for _, tensor in state_tensors(optimizer)))
     return padded_bytes(tensor for _, tensor in state_tensors(dry))
 
 
 def history_bytes(optimizer: torch.optim.Optimizer) -> int:
-    """Bytes of what an optimizer will keep in lists, which belongs into the state area.
+    """Return the bytes of the tensors that an optimizer will keep in lists, in the state area.
 
     LBFGS fills two lists of up to ``history_size`` vectors, each as large as all its parameters.
     """
@@ -154,7 +153,7 @@ def history_bytes(optimizer: torch.optim.Optimizer) -> int:
 
 
 def sparse_gradient_bytes(modules: Iterable[nn.Module]) -> int:
-    """Bytes of the largest sparse gradients that embeddings may leave behind."""
+    """Return the bytes of the largest sparse gradients that embeddings may leave behind."""
     total = 0
     for module in modules:
         if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.sparse:
@@ -176,7 +175,7 @@ def _bytes_of(tensor: torch.Tensor) -> int:
 
 
 def state_tensors(optimizer: torch.optim.Optimizer) -> Iterator[tuple[Any, torch.Tensor]]:
-    """((parameter, key), tensor) for every tensor directly in the optimizer's state."""
+    """Yield ((parameter, key), tensor) for every tensor directly in the optimizer's state."""
     for parameter, state in optimizer.state.items():
         if isinstance(parameter, torch.Tensor):
             for key, value in state.items():

@@ -1,7 +1,7 @@
-"""Small state that moves within a step: random generators, options, schedulers, data position.
+"""Small state that changes within a step: random generators, options, schedulers, data position.
 
-What is captured here is taken at every commit point, so it must stay cheap: tens of microseconds.
-Parameters and optimizer tensors are not here; they do not move before ``optimizer.step()``.
+It is captured at every commit point, so capturing must stay cheap: tens of microseconds. Parameters
+and optimizer tensors are not captured here; they do not change before ``optimizer.step()``.
 """
 
 from __future__ import annotations
@@ -33,21 +33,21 @@ from pipeswitch.job import InexactResumeWarning, script_level
 from .torch_private import advance_sampler, is_plain_map_loader, version
 
 _logger = logging.getLogger(__name__)
-KNOWN_LOADERS: Final = (list, tuple, range, str, dict, torch.Tensor, np.ndarray)  # no own state
+KNOWN_LOADERS: Final = (list, tuple, range, str, dict, torch.Tensor, np.ndarray)  # without state
 BLOB_BYTES: Final = 96  # overhead of an attachment in a commit
-SMALL_BYTES: Final = 1 << 16  # attachments up to here are copied at once; larger ones are watched
+SMALL_BYTES: Final = 1 << 16  # smaller attachments are copied at once, larger ones are watched
 
 
 class Captured:
-    """A tagged value as it was: small attachments copied, large tensors watched by version."""
+    """State at one instant: small attachments are copied, large tensors watched by version."""
 
     def __init__(self, value: Any, fingerprint: bytes | None = None) -> None:
         self.data, attachments = state_codec.encode(value)
         text = json.dumps(self.data)
-        # ``marshal`` writes bytes and numpy's scalars alike.
+        # ``marshal`` cannot distinguish bytes from numpy's scalars.
         has_raw = bool(attachments) or '{"bytes":' in text or '{"scalar":' in text
         self.fingerprint = None if has_raw else fingerprint
-        # Size in a commit, with the names of its attachments.
+        # Number of bytes in a commit, including the names of attachments.
         self.size_bytes = len(text) + sum(part.size_bytes + BLOB_BYTES for part in attachments)
         self._parts: list[bytes | tuple[torch.Tensor, int]] = []
         for part in attachments:
@@ -55,7 +55,7 @@ class Captured:
             self._parts.append((part.source, version(part.source)) if watch else part.read())
 
     def is_intact(self) -> bool:
-        """Return True if no watched tensor was written since."""
+        """Return True if no watched tensor was written since the capture."""
         return all(
             version(part[0]) == part[1] for part in self._parts if not isinstance(part, bytes)
         )
@@ -71,9 +71,9 @@ class Captured:
 def captured(value: Any, last: Captured | None) -> Captured:
     """Capture ``value``, or return ``last`` if it is plain data and unchanged.
 
-    Learning rates and the like seldom change, and capturing them costs five times the comparison.
-    ``marshal`` distinguishes values that are equal (1, 1.0, True; 0.0, -0.0); its bytes are never
-    loaded. It refuses tensors, so values that contain tensors are captured each time.
+    Learning rates and the like seldom change, and comparing costs a fifth of capturing them.
+    ``marshal`` distinguishes equal values of other types (1, 1.0, True; 0.0, -0.0). Its bytes are
+    never loaded. It refuses tensors, so values that contain tensors are captured each time.
     """
     try:
         fingerprint = marshal.dumps(value, 2)  # 2: the last version that ignores identities
@@ -85,7 +85,7 @@ def captured(value: Any, last: Captured | None) -> Captured:
 
 
 def named(value: Any, what: str) -> dict[str, Any]:
-    """Return one object, several or a dict of them, as a dict with stable names."""
+    """Return one object, several objects, or a dict of objects as a dict with stable names."""
     if value is None:
         return {}
     if has_state(value):
@@ -105,24 +105,24 @@ def named(value: Any, what: str) -> dict[str, Any]:
 
 _DICTS: Final = (dict, OrderedDict, Counter)
 NOTES: Final = (*_DICTS, list, set, deque, torch.Tensor, np.ndarray)
-"""Containers in which a script may keep plain values: the best loss so far, a hidden state, a
-memory."""
+"""Containers in which a script may keep plain values, such as the best loss so far or a hidden
+state."""
 
 
 def has_state(value: Any) -> bool:
-    """Return True if a value's state can be captured and restored on its own."""
+    """Return True if the value is a generator or has a ``state_dict()``."""
     return hasattr(value, "state_dict") or isinstance(value, GENERATORS)
 
 
 def named_extras(value: Any, *, is_literal: bool) -> dict[str, Any]:
-    """Return ``extra_state`` by name. A dict or list of plain values is itself one.
+    """Return ``extra_state`` by name. A dict or list of plain values is one state itself.
 
     Args:
-        is_literal: only the call refers to it, so it does not see later assignments to the script's
-        variables.
+        is_literal: True if only the call refers to ``value``. Then later assignments to the
+            script's variables do not change it.
 
     Raises:
-        InvalidInput: something in it cannot be captured.
+        InvalidInput: it contains something that cannot be captured.
     """
     kind = type(value)
     items = value.values() if kind in _DICTS else value if kind in (list, tuple) else ()
@@ -161,13 +161,13 @@ def named_extras(value: Any, *, is_literal: bool) -> dict[str, Any]:
 
 
 def _values_of_now(value: Any, path: str) -> list[str]:
-    """Return the paths of plain values in containers that nothing else refers to."""
+    """Return the paths of plain values in containers that only the call refers to."""
     (alone,) = [sys.getrefcount(one) for one in [dict[str, Any]()]]
     pairs = value.items() if isinstance(value, Mapping) else enumerate(value)
     paths: list[str] = []
     for key, item in [*pairs]:
         if type(item) in (*_DICTS, list, tuple):
-            if type(item) is tuple or sys.getrefcount(item) <= alone + 1:  # the list of pairs, too
+            if type(item) is tuple or sys.getrefcount(item) <= alone + 1:  # 1 for the list
                 paths += _values_of_now(item, f"{path}[{key!r}]")
         elif not (has_state(item) or type(item) in NOTES):
             paths.append(f"{path}[{key!r}]")
@@ -175,7 +175,7 @@ def _values_of_now(value: Any, path: str) -> list[str]:
 
 
 def state_of(item: Any) -> Any:
-    """Return the state of one scheduler, EMA, GradScaler, generator, or of a script's notes."""
+    """Return the state of a scheduler, EMA, GradScaler or generator, or a container of values."""
     if isinstance(item, torch.Generator):
         return item.get_state()
     if isinstance(item, np.random.Generator):
@@ -188,7 +188,7 @@ def state_of(item: Any) -> Any:
 
 
 def load_state(item: Any, state: Any) -> None:
-    """Inverse of ``state_of``."""
+    """Load a result of ``state_of`` into the item."""
     if isinstance(item, torch.Generator):
         item.set_state(state)
     elif isinstance(item, np.random.Generator):
@@ -204,7 +204,7 @@ def load_state(item: Any, state: Any) -> None:
 
 
 def filled(item: Any, state: Any) -> Any:
-    """Copy ``state`` into ``item`` and return it, or ``state`` if their types differ."""
+    """Copy ``state`` into ``item`` and return ``item``; if their types differ, return ``state``."""
     kind = type(item)
     if kind is not type(state) and not (kind is torch.Tensor and isinstance(state, torch.Tensor)):
         return state
@@ -236,16 +236,16 @@ def filled(item: Any, state: Any) -> Any:
 
 @dataclass(frozen=True)
 class Proof:
-    """The newest batch and the state before it, to prove that a ``state_dict()`` brings it back."""
+    """Newest batch and the state before its fetch, to prove that the state brings it back."""
 
     random: RandomState
     generators: dict[str, Any]
     own: Any
-    batch: Any  # as fetched; if the script writes to it, there is no proof
+    batch: Any  # as it was fetched; if the script has written to it, there is no proof
     versions: tuple[int, ...]
 
     def values(self) -> tuple[Any, ...] | None:
-        """Return the values for ``tagged``; None if the batch can no longer be identified."""
+        """Return the values for ``state_codec``, or None if the batch has changed or is unknown."""
         is_as_fetched = tuple(map(version, tensors_of(self.batch))) == self.versions
         mark = digest_of(self.batch) if is_as_fetched else None
         return None if mark is None else (self.random.values(), self.generators, self.own, mark)
@@ -271,7 +271,7 @@ def tensors_of(batch: Any) -> list[torch.Tensor]:
 
 
 def digest_of(batch: Any) -> str | None:
-    """Return a digest of a batch; None if it holds objects of unknown types."""
+    """Return a digest of a batch, or None if it contains objects of unknown types."""
     total = hashlib.sha256()
     for part in _parts_of(batch):
         if isinstance(part, torch.Tensor) and part.layout is torch.strided:
@@ -288,20 +288,20 @@ def digest_of(batch: Any) -> str | None:
 
 @dataclass(frozen=True)
 class DataState:
-    """Position of a loader: its generators and, where it has one, its ``state_dict()``."""
+    """Position of a loader: the states of its generators, and its ``state_dict()`` if any."""
 
-    generators: dict[str, Any]  # states by the path of the generator
+    generators: dict[str, Any]  # by the generator's path
     own: Any  # state_dict() of the loader or its dataset, or None
     workers: dict[int, Any] = field(default_factory=dict)  # see ``persistent_loaders.py``
     proof: Proof | None = None
 
 
 class DataPosition:
-    """Position of a loader in its data, captured and restored without fetching the data.
+    """Position of a loader in its data; capturing it fetches no data.
 
     Args:
         loader: the argument of ``job.steps``.
-        extras: ``extra_state``; a sampler may use generators in it.
+        extras: ``extra_state``, whose generators a sampler may use.
     """
 
     def __init__(self, loader: Any, extras: Mapping[str, Any]) -> None:
@@ -321,29 +321,29 @@ class DataPosition:
 
     @property
     def length(self) -> int | None:
-        """Batches of one pass; None where the loader does not say."""
+        """Number of batches in one pass, or None if the loader has no length."""
         try:
             return len(self._loader)
         except Exception:  # the script's own object
             return None
 
     def capture(self) -> DataState:
-        """Cheap; called at every commit point, with no fetch under way."""
+        """Return the position; cheap, called at every commit point while no fetch is under way."""
         own = None if self._keeper is None else self._keeper.state_dict()
         generators = {path: state_of(g) for path, g in self._generators.items()}
         return DataState(generators, own, proof=self._proof)
 
     def fetched(self, batch: Any, random: RandomState, before: DataState) -> None:
-        """Record the batch, and the state with which it was fetched."""
+        """Record a batch with the state before its fetch, as a proof for a checked loader."""
         if self.is_checked:
             versions = tuple(map(version, tensors_of(batch)))
             self._proof = Proof(random, before.generators, before.own, batch, versions)
 
     def restore_generators(self, state: DataState) -> None:
-        """Put the loader's generators back.
+        """Restore the loader's generators.
 
         Raises:
-            InvalidInput: a generator is missing: made in the loop, or the script has changed.
+            InvalidInput: a generator is missing: the loop created it, or the script has changed.
         """
         for path, value in state.generators.items():
             if path not in self._generators:
@@ -360,7 +360,7 @@ class DataPosition:
             self._loader.pass_by(state.own)
 
     def open_new(self) -> Iterator[Any]:
-        """Return an iterator from the start."""
+        """Return an iterator that begins at the start of the data."""
         return iter(self._loader)
 
     def open_at(
@@ -369,7 +369,7 @@ class DataPosition:
         """Return an iterator that continues after ``batches``; generators as at loop entry.
 
         Args:
-            begin: the start of the loop; the object behind a wrapper is restored to it.
+            begin: state at the loop's start; a loader behind a wrapper is restored to it.
 
         Raises:
             InvalidInput: the loader has fewer batches than were already used.
@@ -397,7 +397,7 @@ class DataPosition:
         return iterator
 
     def open_again(self, batches: int, begin: DataState) -> Iterator[Any]:
-        """Return an iterator after ``batches`` batches, which are fetched again."""
+        """Return an iterator after ``batches`` batches; it fetches them again from ``begin``."""
         self._keeper.load_state_dict(begin.own)
         iterator: Iterator[Any] = iter(self._loader)
         _drop(iterator, batches)
@@ -410,15 +410,15 @@ class DataPosition:
         begins: Sequence[tuple[RandomState, DataState]],
         device: str,
     ) -> Iterator[Any] | None:
-        """Return an iterator whose last batch is the one that was used last; None if no way brings
-        it back.
+        """Return an iterator that has just fetched the last used batch, or None if that fails.
 
-        A ``state_dict()`` may omit something: a buffer, or the generators of worker processes. So
-        it must bring the last batch back; otherwise the loop's batches are fetched once more.
+        A ``state_dict()`` may omit state: a buffer, or the generators of worker processes. So the
+        restored state must bring the last batch back; if it does not, all batches of the loop are
+        fetched again.
 
         Args:
-            proof: of the commit: ``Proof.values``.
-            begins: random generators and data at the loop's start.
+            proof: the commit's ``Proof.values``.
+            begins: random generators and data position at the loop's start.
         """
         random, generators, own, mark = proof
         ways = [(RandomState.from_values(random), DataState(generators, own), 1)]
@@ -474,7 +474,7 @@ class DataPosition:
 
 
 def _drop(iterator: Iterator[Any], batches: int) -> Any:
-    """Fetch a number of batches; return the last one."""
+    """Fetch ``batches`` batches and return the last one."""
     batch = None
     for _ in range(batches):
         batch = next(iterator)
@@ -482,8 +482,8 @@ def _drop(iterator: Iterator[Any], batches: int) -> Any:
 
 
 def _state_keeper(loader: Any, depth: int = 3) -> Any:
-    """Return the loader or the dataset that it reads in this process, its own or a wrapped
-    loader's, if that can store its state."""
+    """Return the object that can store the loader's state, or None: the loader, its dataset if this
+    process reads it, or one of those of a loader that it wraps."""
     in_process = getattr(loader, "num_workers", 0) == 0
     for candidate in (loader, getattr(loader, "dataset", None) if in_process else None):
         if _keeps_state(candidate):
@@ -496,7 +496,7 @@ def _state_keeper(loader: Any, depth: int = 3) -> Any:
 
 
 def _keeps_state(candidate: Any) -> bool:
-    """Return whether it has ``load_state_dict`` and ``state_dict`` without arguments."""
+    """Return True if it has ``load_state_dict``, and ``state_dict`` without arguments."""
     if not (hasattr(candidate, "state_dict") and hasattr(candidate, "load_state_dict")):
         return False
     try:

@@ -1,27 +1,27 @@
-"""Timing of a job's commits: when one is due, and if its copy may overlap the next body."""
+"""Timing of a job's commits: when one is due, and whether it may overlap the next body."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Final
 
-FIRST_COMMIT_GAP_MS: Final = 50.0  # of each start of the script
-COMMIT_SHARE: Final = 50  # a commit may take 1/50 of the time: the copy costs memory bandwidth
-MIN_WAIT_FOR_STEP_MS: Final = 1000.0  # minimum wait of an eviction for a body that has begun
+FIRST_COMMIT_GAP_MS: Final = 50.0  # at each start of the script
+COMMIT_SHARE: Final = 50  # a commit may take 1/50 of the time, as copies cost memory bandwidth
+MIN_WAIT_FOR_STEP_MS: Final = 1000.0  # an eviction may wait at least this long for a step to end
 
 
 class CommitTiming:
-    """The gap doubles up to the configured one: a worker that keeps dying early makes progress
-    all the same, and no commit takes more than its share."""
+    """Times at which commits are due. The gap between commits doubles up to ``every_ms``: a worker
+    that keeps dying early still makes progress, and commits take a limited share of the time."""
 
     def __init__(self, every_ms: float, now_ms: Callable[[], float]) -> None:
         self._every_ms = every_ms
         self._now_ms = now_ms
         self._gap_ms = min(FIRST_COMMIT_GAP_MS, every_ms)
-        self.committed_at_ms = now_ms()  # the last commit; before that the start
+        self.committed_at_ms = now_ms()  # time of the last commit; at first, of the start
         self._next_at_ms = self.committed_at_ms + self._gap_ms
-        self.grows_at_ms = 0.0  # when the state area grows, after it was too small
-        self._evicted_at_ms: float | None = None  # seen in a body that cannot end without loss
+        self.grows_at_ms = 0.0  # time before which the state area must not grow again
+        self._evicted_at_ms: float | None = None  # when an eviction was first seen in a step
 
     @property
     def is_due(self) -> bool:
@@ -37,12 +37,12 @@ class CommitTiming:
         self._next_at_ms = self._now_ms() + self._every_ms
 
     def hurry(self) -> None:
-        """Make the next commit due now, because the present one may mix two states."""
+        """Make the next commit due now, because the current one may mix two states."""
         self._next_at_ms = self._now_ms()
 
     def waits_for_step(self) -> bool:
-        """Return whether an evicted job may still wait for its next point. The limit is the time of
-        the steps since the last commit, because the wait saves at most that time."""
+        """Return True while an evicted job may run on to its next point. The limit is the time of
+        the steps since the last commit, because waiting saves at most that time."""
         now_ms = self._now_ms()
         if self._evicted_at_ms is None:
             self._evicted_at_ms = now_ms
@@ -51,33 +51,33 @@ class CommitTiming:
 
 
 class WriteWatch:
-    """Watch for bodies that write parameters before the optimizer does.
+    """Detector of bodies that write parameters before the optimizer does.
 
-    Version counters detect most writes, but not those through ``.data``. So the first bodies, and
-    those after a commit, are watched by a sum over the parameters. A body that writes must not
-    overlap a commit, and its point must not be committed within the step.
+    Version counters show most writes, but not writes through ``.data``. So the first bodies, and
+    bodies after a commit, are checked by a sum over the parameters. A body that writes must not
+    overlap a commit, and a point must not be committed during such a body.
 
     Args:
-        was_watched, writes_unseen: results of an earlier run of the script.
+        was_watched, writes_unseen: results of the job's earlier runs of the script.
     """
 
     def __init__(self, was_watched: bool, writes_unseen: bool) -> None:
-        self.was_watched = was_watched  # a body did not change its parameters
-        self.writes_unseen = writes_unseen  # one did, and no version counter changed
+        self.was_watched = was_watched  # a watched body left its parameters unchanged
+        self.writes_unseen = writes_unseen  # a body wrote without changing a version counter
         self.is_in_body = False
-        self._is_clean = False  # the last body wrote nothing before its step
-        self._sum: int | None = None  # at the last point; None: this body is not watched
+        self._is_clean = False  # the last body wrote no parameters before its optimizer step
+        self._sum: int | None = None  # of parameters, at the last point; None: not watched
 
     def begin_body(self) -> None:
         self._is_clean, self.is_in_body = False, True
 
     def at_point(self, sum_now: Callable[[], int], *, is_due: bool) -> None:
-        """Watch the body after a captured point, if that is worth the time."""
+        """Decide whether to watch the next body; watching costs two sums over the parameters."""
         watch = (is_due or not self.was_watched) and not self.writes_unseen
         self._sum = sum_now() if watch else None
 
     def before_optimizer(self, is_intact: bool, sum_now: Callable[[], int]) -> bool:
-        """Check a finished body; return False if it was caught writing unseen.
+        """Check a finished body; return False if it wrote without changing a version counter.
 
         Args:
             is_intact: True if no version counter changed.
@@ -94,15 +94,15 @@ class WriteWatch:
 
     @property
     def is_trusted(self) -> bool:
-        """A point may be committed while a body runs."""
+        """True if a point may be committed while a body runs."""
         return self.was_watched and not self.writes_unseen
 
     @property
     def may_commit(self) -> bool:
-        """Return whether a point may be committed now."""
+        """True if a point may be committed now."""
         return self.is_trusted or not self.is_in_body
 
     @property
     def may_overlap(self) -> bool:
-        """Return whether the next body will probably not change the parameters."""
+        """True if the next body will probably not change the parameters."""
         return self._is_clean and self.is_trusted

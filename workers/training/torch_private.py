@@ -1,7 +1,7 @@
-"""Private names of PyTorch and Python that training relies on, each with its fallback.
+"""Private names of PyTorch and Python that training uses, each with a fallback.
 
-Nothing else under ``workers/training*.py`` touches an underscore of torch. Tested on torch 2.15;
-where a name is gone, the fallback is slower or loses nothing but a warning.
+No other module under ``workers/training`` uses a private name of torch. Tested with torch 2.15. If
+a name is gone, the fallback is slower or loses only a warning.
 """
 
 from __future__ import annotations
@@ -34,15 +34,15 @@ RAISING: Final = (
     "GET_ITER",
     "BEFORE_WITH",
 )
-"""Prefixes of the names of Python's instructions that may raise."""
+"""Prefixes of names of Python instructions that may raise."""
 
 
 def advance_sampler(iterator: Any, batches: int) -> bool:
     """Draw ``batches`` index lists from a DataLoader iterator without fetching any data.
 
     Returns:
-        False when this iterator has no such way in (worker processes, iterable datasets, another
-        torch): the caller fetches and drops instead, which is public, exact and slow.
+        False if this iterator cannot do that (worker processes, iterable dataset, other torch).
+        The caller then fetches and drops batches, which is exact and public but slow.
 
     Raises:
         StopIteration: the sampler has fewer batches.
@@ -62,7 +62,7 @@ def advance_sampler(iterator: Any, batches: int) -> bool:
 def is_plain_map_loader(loader: Any) -> bool:
     """Return True for a DataLoader without worker processes over a map-style dataset.
 
-    Only public attributes are read.
+    It reads only public attributes.
     """
     return (
         isinstance(loader, DataLoader)
@@ -72,11 +72,11 @@ def is_plain_map_loader(loader: Any) -> bool:
 
 
 def bytes_of_their_own(memory: torch.Tensor, offset_bytes: int, size_bytes: int) -> torch.Tensor:
-    """Bytes of a device's uint8 ``memory`` as a storage of just their size; nothing is copied.
+    """Return bytes of a device's uint8 ``memory`` as a tensor with a storage of only that size.
 
-    A view would share the storage of the whole arena: ``torch.save`` of a parameter would write
-    all of it, ``copy.deepcopy`` of a buffer copy it. Falls back to the view. ``memory`` must be
-    contiguous, bounds are the caller's, and it must outlive the result.
+    A view would share the storage of the whole arena, and ``torch.save`` of a parameter, or
+    ``copy.deepcopy`` of a buffer, would copy all of it. Nothing is copied here; the fallback is the
+    view. ``memory`` must be contiguous and outlive the result; the caller checks the bounds.
     """
     storage_at = getattr(torch._C, "_construct_storage_from_data_pointer", None)
     tensor_at = getattr(torch._C, "_construct_CUDA_Tensor_From_Storage_And_Metadata", None)
@@ -90,7 +90,7 @@ def bytes_of_their_own(memory: torch.Tensor, offset_bytes: int, size_bytes: int)
 
 
 def registered_buffers(module: torch.nn.Module) -> list[tuple[str, torch.Tensor | None]]:
-    """Return a module's own buffers, including None; without these where the attribute is gone."""
+    """Return a module's own buffers; those that are None only if torch has ``_buffers``."""
     buffers = getattr(module, "_buffers", None)
     if buffers is None:
         return list(module.named_buffers(recurse=False))
@@ -98,11 +98,11 @@ def registered_buffers(module: torch.nn.Module) -> list[tuple[str, torch.Tensor 
 
 
 class _HookTable(OrderedDict[int, Any]):
-    """Forward pre-hooks of a module; ``hidden`` runs, but pickle and TorchScript do not see it."""
+    """Forward pre-hooks of a module. ``hidden`` runs, but pickle and TorchScript do not see it."""
 
     hidden: Any = None
 
-    def values(self) -> Any:  # what torch.jit.script compiles; a call goes by ``items``
+    def values(self) -> Any:  # torch.jit.script reads ``values``, a call reads ``items``
         return [hook for hook in super().values() if hook is not self.hidden]
 
     def __reduce_ex__(self, protocol: Any) -> Any:
@@ -116,7 +116,7 @@ class _HookTable(OrderedDict[int, Any]):
 
 
 def hook_unseen(module: torch.nn.Module, hook: Any) -> RemovableHandle:
-    """Register a forward pre-hook that is not part of the module where it is saved or scripted."""
+    """Register a forward pre-hook that is left out when the module is saved or scripted."""
     table = getattr(module, "_forward_pre_hooks", None)
     if type(table) is OrderedDict and not isinstance(module, torch.jit.ScriptModule):
         hooks = _HookTable(table)
@@ -126,32 +126,32 @@ def hook_unseen(module: torch.nn.Module, hook: Any) -> RemovableHandle:
 
 
 def made_in_forward(module: torch.nn.Module) -> list[torch.Tensor]:
-    """Return the attributes that a module's forward pre-hooks make anew, as spectral_norm does."""
+    """Return tensors that a module's forward pre-hooks make at each call, like spectral_norm."""
     hooks = getattr(module, "_forward_pre_hooks", {}).values()
     tensors = [vars(module).get(getattr(hook, "name", None) or "") for hook in hooks]
     return [one for one in tensors if isinstance(one, torch.Tensor)]
 
 
 def has_aliases(tensor: torch.Tensor, known: int = 0) -> bool:
-    """Return whether other tensors than the ``known`` number lie in this one's storage: views,
-    ``.data``, a ``state_dict()``.
+    """Return True if more than ``known`` other tensors share this tensor's storage.
 
-    False where this torch cannot tell.
+    Such tensors are views, ``.data`` and the values of a ``state_dict()``. Return False if this
+    torch has no count of users.
     """
     count = getattr(torch._C, "_storage_Use_Count", None)
     storage = tensor.untyped_storage()
-    # The tensor and ``storage`` are two.
+    # The tensor itself and ``storage`` count as two.
     return count is not None and int(count(storage._cdata)) > 2 + known
 
 
 def is_left_by_error(frame: Any) -> bool:
-    """Return whether an error, not ``break``, ended a ``for`` loop's body and closed its generator.
+    """Return True if an error, not ``break``, ended a ``for`` loop's body and closed its generator.
 
-    An error leaves the frame at the instruction that raised; ``break`` and ``return`` pop the
-    iterator by an instruction of their own. Return False if this Python has other instructions.
+    An error leaves the frame at the instruction that raised; ``break`` and ``return`` remove the
+    iterator by another instruction. Return False if this Python has other instructions.
 
     Args:
-        frame: of the loop, or of a generator around it that is closed as well.
+        frame: the frame of the loop, or of a generator around it that is closed as well.
     """
     while frame is not None:
         name = dis.opname[frame.f_code.co_code[frame.f_lasti]]
@@ -162,20 +162,20 @@ def is_left_by_error(frame: Any) -> bool:
 
 
 def version(tensor: torch.Tensor) -> int:
-    """Return the count of in-place writes (autograd's own counter); not those through ``.data``."""
+    """Return autograd's count of in-place writes; writes through ``.data`` do not count."""
     return tensor._version
 
 
 def root(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the tensor that this is a view of, or itself: all views share its version."""
+    """Return the tensor that this is a view of, or itself; all its views share one version."""
     return tensor if tensor._base is None else tensor._base
 
 
 def optimizer_was_called(optimizer: torch.optim.Optimizer) -> bool:
-    """Return the flag that shows a scheduler if ``optimizer.step()`` was called first."""
+    """Return the flag by which schedulers detect if ``optimizer.step()`` was called first."""
     return bool(getattr(optimizer, "_opt_called", False))
 
 
 def mark_optimizer_called(optimizer: torch.optim.Optimizer) -> None:
-    """Spare a resumed script that warning: the call was made before the preemption."""
+    """Set the flag of ``optimizer_was_called``: the call was made before the preemption."""
     optimizer._opt_called = True  # type: ignore[attr-defined]

@@ -1,10 +1,10 @@
-"""``transformers.Trainer`` as a job: it fetches from a feed, and resumes as from a checkpoint.
+"""``transformers.Trainer`` as a job: it fetches from a ``LoaderProxy`` and resumes like Trainer.
 
-Its loop keeps the place in local variables, which only ``resume_from_checkpoint`` sets. So a
-resumed script finds a checkpoint with nothing in it but the trainer's state; all else comes from
-the commit, at the first fetch. Of Trainer's private names these are used:
+Trainer's loop keeps its position in local variables, which only ``resume_from_checkpoint`` sets. So
+a resumed script gets a checkpoint that contains only the trainer's state; the commit restores
+everything else at the first fetch. These of Trainer's private names are used:
 ``_load_from_checkpoint``, the running loss in ``LOSSES`` and ``_tr_loss``, and
-``skip_first_batches``, which its module imports.
+``skip_first_batches``, which Trainer's module imports.
 """
 
 from __future__ import annotations
@@ -28,17 +28,17 @@ LOSSES: Final = (
     "_initial_num_input_tokens_seen",
     "current_flos",
 )
-MAX_LOGGED: Final = 200  # of ``log_history``, the newest: a commit keeps what is small
-FOREVER: Final = 1 << 80  # updates: a train() that had ended runs no epoch
+MAX_LOGGED: Final = 200  # newest entries of ``log_history`` in a commit, which must stay small
+FOREVER: Final = 1 << 80  # number of updates: with it a finished train() runs no epoch
 
 _skip_first_batches = transformers.trainer.skip_first_batches
 
 
 class TransformersLoop(TrainerLoop):
-    """See ``TrainerLoop``.
+    """Trainer's loop as a loop of the session.
 
     Raises:
-        InvalidInput: it trains on several devices.
+        InvalidInput: the trainer uses several devices.
     """
 
     def __init__(self, session: Any, trainer: Any) -> None:
@@ -55,7 +55,7 @@ class TransformersLoop(TrainerLoop):
         transformers.trainer.skip_first_batches = _skip
 
     def train(self, resume_from_checkpoint: Any = None, *args: Any, **options: Any) -> Any:
-        """``Trainer.train``; a commit of this job goes before a checkpoint of the script."""
+        """Run ``Trainer.train``; if the job has a commit, ignore the script's checkpoint."""
         upcoming, self.was_over = self.session.place.upcoming(), False
         if upcoming is None:
             return self._train(resume_from_checkpoint, *args, **options)
@@ -74,7 +74,7 @@ class TransformersLoop(TrainerLoop):
             self.trainer.args.eval_on_start = evaluates
 
     def loader(self) -> Any:
-        """``Trainer.get_train_dataloader``."""
+        """Replace ``Trainer.get_train_dataloader``: return its loader in a ``LoaderProxy``."""
         loader = self._loader()
         if type(loader).__name__ == "DataLoaderDispatcher":
             raise InvalidInput(
@@ -96,7 +96,7 @@ class TransformersLoop(TrainerLoop):
         }
 
     def epoch_ended(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        if control.should_epoch_stop:  # Trainer would count the steps to find its epoch again
+        if control.should_epoch_stop:  # Trainer would count full epochs to find its epoch again
             raise InvalidInput("job.trainer: an epoch that a callback ends early cannot be resumed")
 
     def log(self, args: Any, state: Any, control: Any, logs: Any = None, **_: Any) -> None:
@@ -129,7 +129,7 @@ class TransformersLoop(TrainerLoop):
 
 
 def _skip(loader: Any, num_batches: int = 0) -> Any:
-    """``accelerate.skip_first_batches``, which would make a loader of its own."""
+    """Replace ``accelerate.skip_first_batches``, which would create another loader."""
     if isinstance(loader, LoaderProxy):
         return loader.skip(num_batches)
     return _skip_first_batches(loader, num_batches)

@@ -24,11 +24,11 @@ from ...programs.interface.layout import aligned
 from ...wire.slabs import SLAB_ALIGN_BYTES
 from ..request_pool import RequestPool
 
-BLOCK_ROWS: Final = 16  # or a multiple
-MOST_WASTE: Final = 32  # a block's pages exceed its rows by at most this part
-BLOCK_BYTES: Final = 1024  # memory beside the pool of a block: its record and its place in the tree
-TOKEN_BYTES: Final = 4  # and of each token, here and in its generation
-MOST_SIBLINGS: Final = 32  # the newest of them are compared token by token
+BLOCK_ROWS: Final = 16  # a block has this many rows, or a multiple
+MOST_WASTE: Final = 32  # whole pages waste at most 1/32 of a block's rows
+BLOCK_BYTES: Final = 1024  # memory of a block outside the pool: its record and tree node
+TOKEN_BYTES: Final = 4  # memory of a token outside the pool, here and again in its generation
+MOST_SIBLINGS: Final = 32  # newest siblings that are compared token by token
 
 Tokens = array  # array of C ints: no vocabulary has more than 2**21
 
@@ -42,12 +42,12 @@ class BlockNamespace(msgspec.Struct, kw_only=True, eq=False):
     """Blocks that may be shared: those of one caller, program and row size."""
 
     key: Hashable
-    holder: str  # whose share of the pool they count toward
+    holder: str  # caller whose share of the pool they count toward
     model: str
     tenant: str
     row_bytes: int
-    rows: int  # of a block
-    tables: int = 0  # open ones
+    rows: int  # rows per block
+    tables: int = 0  # open tables
     blocks: int = 0
     unlocked: int = 0
     is_gone: bool = False  # its model was removed: nothing stays cached
@@ -66,7 +66,7 @@ class Block(msgspec.Struct, kw_only=True, eq=False):
     offset_bytes: int
     locks: int = 1  # sequences that use it
     tokens: bytes = b""  # empty: it is not in the tree
-    siblings: dict[bytes, Block] = {}  # where it lies in the tree
+    siblings: dict[bytes, Block] = {}  # dict of the tree that contains it
     children: dict[bytes, Block] = {}
     used_at_ms: float = 0.0
 
@@ -76,9 +76,9 @@ class BlockTable(msgspec.Struct, kw_only=True, eq=False):
 
     space: BlockNamespace
     blocks: list[Block] = []
-    used: int = 0  # rows
+    used: int = 0  # rows with content
     inserted: int = 0  # leading blocks that are in the tree
-    tail: Tokens[int] = msgspec.field(default_factory=lambda: array("i"))  # of the rows after them
+    tail: Tokens[int] = msgspec.field(default_factory=lambda: array("i"))  # tokens not in the tree
 
     @property
     def capacity(self) -> int:
@@ -87,7 +87,7 @@ class BlockTable(msgspec.Struct, kw_only=True, eq=False):
 
     @property
     def size_bytes(self) -> int:
-        """Bytes of the pool; shared blocks count."""
+        """Bytes of its blocks in the pool, with shared blocks."""
         return len(self.blocks) * self.space.block_bytes
 
     @property
@@ -99,8 +99,8 @@ class BlockTable(msgspec.Struct, kw_only=True, eq=False):
 class BlockPool:
     """Pool of the blocks of all sequences.
 
-    Invariants (``tests/unit/sequence_world.py``): a block has as many locks as tables have it; one
-    without locks is in the tree, and its children come before it in the order of eviction.
+    Invariants (``tests/unit/sequence_world.py``): a block's locks equal the number of tables with
+    it. A block without locks is in the tree, and its children are evicted before it.
     """
 
     def __init__(self, pool: RequestPool, now_ms: Callable[[], float]) -> None:
@@ -111,7 +111,7 @@ class BlockPool:
     # ---- the four operations -------------------------------------------------------------------
 
     def match(self, space: BlockNamespace, tokens: Tokens[int]) -> tuple[list[Block], int]:
-        """Return the blocks with the first of these tokens, and the number of rows."""
+        """Return the cached blocks of the longest known prefix, and the number of rows in it."""
         data, size = tokens.tobytes(), TOKEN_BYTES * space.rows
         children, matched, at = space.children, list[Block](), 0
         while at + size <= len(data) and (block := children.get(data[at : at + size])) is not None:
@@ -128,8 +128,8 @@ class BlockPool:
         return (matched, count) if count >= BLOCK_ROWS else ([], 0)
 
     def insert(self, before: Block | None, block: Block, tokens: bytes) -> Block:
-        """Put a locked block with these tokens into the tree, under the block before it; return
-        it, or the locked one that is there already."""
+        """Put a locked block with these tokens into the tree, under ``before``, and return it.
+        If the tree has these tokens already, unlock it, and lock and return the tree's block."""
         siblings = block.space.children if before is None else before.children
         known = siblings.get(tokens)
         if known is not None:
@@ -141,7 +141,7 @@ class BlockPool:
         return block
 
     def lock(self, blocks: Sequence[Block]) -> None:
-        """Keep blocks of one chain."""
+        """Lock the blocks of one path in the tree."""
         for block in blocks:
             if not block.locks:
                 del self.unlocked[block]
@@ -149,7 +149,7 @@ class BlockPool:
             block.locks += 1
 
     def unlock(self, blocks: Sequence[Block]) -> None:
-        """Release blocks of one chain. Those in the tree stay until they are evicted."""
+        """Unlock a table's blocks. Unused ones in the tree stay cached; others are freed."""
         for block in reversed(blocks):
             block.locks -= 1
             if block.locks:
@@ -162,7 +162,7 @@ class BlockPool:
                 self._free(block)
 
     def evict(self) -> bool:
-        """Free the oldest block that nobody uses. False: there is none."""
+        """Free the block that has been without locks for longest. False: there is none."""
         block = next(iter(self.unlocked), None)
         if block is not None:
             self._free(block)
@@ -185,7 +185,7 @@ class BlockPool:
         return BlockTable(space=space)
 
     def resize(self, table: BlockTable, rows: int) -> None:
-        """Resize a table to the blocks that ``rows`` rows, or the rows in use, need.
+        """Resize a table to the blocks for ``rows`` rows, or for its rows in use if these are more.
 
         Raises:
             QueueFull: the pool has no room; the table is unchanged.
@@ -203,8 +203,8 @@ class BlockPool:
             self.unlock(more)
 
     def reuse(self, table: BlockTable, tokens: Tokens[int]) -> tuple[int, int, int] | None:
-        """Begin an empty table with the rows of the first of these tokens that are known; return a
-        copy that its owner makes at once: to, from and bytes."""
+        """Fill an empty table with the cached rows of the longest known prefix of ``tokens``.
+        Return the copy that the caller must make at once (target, source, bytes), or None."""
         space = table.space
         blocks, count = self.match(space, tokens)
         whole, rest = divmod(count, space.rows)
@@ -224,7 +224,7 @@ class BlockPool:
         return copy
 
     def extend(self, table: BlockTable, rows: int, tokens: Tokens[int] | None = None) -> None:
-        """Note rows that were written; with their tokens, full blocks are shared from now on."""
+        """Count rows that were written. If their tokens are given, put full blocks in the tree."""
         table.used += rows
         if tokens is None:
             return
@@ -243,7 +243,7 @@ class BlockPool:
         table.space.tables -= 1
         self._forget_empty(table.space)
 
-    # ---- the rest ------------------------------------------------------------------------------
+    # ---- eviction and removal ------------------------------------------------------------------
 
     @property
     def cached_bytes(self) -> int:
@@ -251,7 +251,7 @@ class BlockPool:
         return sum(one.unlocked * one.block_bytes for one in self.spaces.values())
 
     def expire(self, idle_ms: float) -> float | None:
-        """Evict blocks that nobody has used for so long; return the time until the next is due."""
+        """Evict blocks without locks for ``idle_ms``; return the ms until the next one is due."""
         for block in [*self.unlocked]:
             left_ms = block.used_at_ms + idle_ms - self._now_ms()
             if left_ms > 0:
@@ -260,7 +260,7 @@ class BlockPool:
         return None
 
     def remove(self, model: str) -> None:
-        """Forget a removed model's blocks; those in use go with their last table."""
+        """Free a removed model's cached blocks; those in use are freed with their last table."""
         for space in [one for one in self.spaces.values() if one.model == model]:
             space.is_gone = True
             for block in [one for one in self.unlocked if one.space is space]:
@@ -310,7 +310,7 @@ def beside_bytes(rows: int) -> int:
 
 
 def _common(these: bytes, those: bytes) -> int:
-    """Return the number of leading tokens that both have."""
+    """Return the number of tokens in the common prefix."""
     count = min(len(these), len(those)) // TOKEN_BYTES
     if not count:
         return 0

@@ -33,14 +33,14 @@ class Caches(Sequences):
         return sequence
 
     def reuse(self, sequence: SequenceState, ids: Tokens[int], rows: int) -> int:
-        """Share the rows of the longest known beginning of ``ids``, but for the last one; return
-        their number.
+        """Start a cache with the rows of the longest known prefix of ``ids``; return their number.
+        The prefix is never all of ``ids``: the last id is always computed.
 
         Args:
-            rows: the number of rows that there must be room for now.
+            rows: the number of rows to allocate memory for.
 
         Raises:
-            QueueFull: over its caller's share of the pool.
+            QueueFull: the caller's share, or the pool, is used up.
         """
         table = sequence.grown[CACHE]
         if copy := self.blocks.reuse(table, ids[:-1]):
@@ -51,11 +51,11 @@ class Caches(Sequences):
         return table.used
 
     def fit(self, sequence: SequenceState, row_count: int, steps: int = 1) -> None:
-        """Make room in a language model's cache for ``row_count`` rows and no more, the last
-        ``steps`` of which come one by one.
+        """Resize a language model's cache to ``row_count`` rows.
+        The next run writes the last ``steps`` of them one by one.
 
         Raises:
-            QueueFull: over its caller's share of the pool.
+            QueueFull: the caller's share, or the pool, is used up.
         """
         table, (spec, width) = sequence.grown[CACHE], _cache(sequence)
         self.blocks.resize(table, row_count)
@@ -68,7 +68,7 @@ class Caches(Sequences):
         sequence.values[CACHE] = lent(spec, (1, rows, *width), table)
 
     def append(self, sequence: SequenceState, fed: Tokens[int], op_id: OpId, tokens: int) -> None:
-        """Note the rows that a run wrote of the tokens ``fed``; ``tokens`` were chosen."""
+        """Count the rows that a run wrote for the tokens ``fed``, and the tokens that it chose."""
         self.blocks.extend(sequence.grown[CACHE], len(fed), fed)
         sequence.op_id, model = op_id, sequence.announced.model
         sequence.steps += 1
@@ -77,6 +77,6 @@ class Caches(Sequences):
 
 
 def _cache(sequence: SequenceState) -> tuple[ValueSpec, tuple[int, ...]]:
-    """Return the input that is the cache, and the shape of a row."""
+    """Return the spec of the model's cache input, and the shape of one row."""
     [spec] = [one for one in sequence.announced.manifest.inputs if one.name == CACHE]
     return spec, shape_at(spec.shape[2:], {})

@@ -21,21 +21,21 @@ from .blocks import Tokens, tokens_of
 from .manager import longest
 from .sequence_state import SequenceState
 
-MAX_TOKENS: Final = 1 << 40  # no context is so long
+MAX_TOKENS: Final = 1 << 40  # longer than any context
 MAX_STOP_IDS: Final = 2 * MAX_EOS
-MOST_CHANCES: Final = 96  # likeliest tokens that one run reports
+MOST_CHANCES: Final = 96  # log probabilities that one run may report
 
 
 class GenerateBody(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Body of ``generate``, without the caller."""
 
     max_tokens: Annotated[int, msgspec.Meta(ge=1, le=MAX_TOKENS)] = 128
-    so_far: tuple[int, ...] = ()  # tokens that came from a server that is gone
+    so_far: tuple[int, ...] = ()  # tokens from an earlier try of this request
     temperature: float = 0.0
     top_p: float = 1.0
     seed: int = 0
     stop_ids: Annotated[tuple[int, ...], msgspec.Meta(max_length=MAX_STOP_IDS)] = ()
-    ignore_eos: bool = False  # the model's own end tokens end nothing
+    ignore_eos: bool = False  # do not end at the model's own end tokens
     options: Options | None = None
 
 
@@ -47,20 +47,20 @@ class Generation(msgspec.Struct, kw_only=True, eq=False):
     announced: ModelAvailable  # the version that it began with
     ids: Tokens[int]  # the prompt and the tokens so far
     prompt_count: int
-    scored: Tokens[int]  # the prompt, if its tokens are reported as if they were chosen
-    most: int  # new tokens
-    piece: int  # ids of one run
+    scored: Tokens[int]  # the prompt, if the reply reports its tokens' log probabilities
+    most: int  # maximum number of new tokens
+    piece: int  # maximum number of ids of one run
     stop: tuple[int, ...]
     sampling: Sampling
     began_at_ms: float = 0.0
     first_token_ms: float = 0.0
     sequence: SequenceState | None = None  # None: it has no cache now
-    number: int = 0  # order among generations; the younger ones give up their caches first
-    count: int = 0  # ids of the current run
-    ahead: int = MOST_STEPS  # steps of a run: twice those that one of single tokens took last
-    sampling_params: SamplingParams = SamplingParams()  # of the current run
-    reused: int = 0  # ids of the prompt that were not computed
-    allocation: PoolAllocation | None = None  # for the inputs of a run
+    number: int = 0  # order of arrival; the youngest gives up its cache first
+    count: int = 0  # ids that the current run reads
+    ahead: int = MOST_STEPS  # limit of a run's steps: twice the tokens of the last decode run
+    sampling_params: SamplingParams = SamplingParams()  # parameters of the current run
+    reused: int = 0  # ids of the prompt whose rows were cached
+    allocation: PoolAllocation | None = None  # pool memory for a run's inputs
 
     @property
     def token_count(self) -> int:
@@ -69,13 +69,13 @@ class Generation(msgspec.Struct, kw_only=True, eq=False):
 
     @property
     def rows(self) -> int:
-        """Number of rows to make room for at once. A generation that lost its cache requests
-        more, so that it restarts only a few times."""
+        """Number of rows to allocate memory for at once.
+        A generation that lost its cache requests more, so that it restarts only a few times."""
         ahead = max(len(self.ids) // 2, MOST_STEPS) if self.token_count else 0
         return min(len(self.ids) + ahead, self.prompt_count + self.most)
 
     def next(self, used: int) -> SamplingParams:
-        """Return the next run, for a sequence with ``used`` rows."""
+        """Begin the next run, for a sequence with ``used`` rows; return its sampling parameters."""
         self.count = min(len(self.ids) - used, self.piece)
         is_piece, remaining = used + self.count < len(self.ids), self.most - self.token_count
         how, options = self.sampling, self.sampling.options
@@ -84,7 +84,7 @@ class Generation(msgspec.Struct, kw_only=True, eq=False):
             token_counts = tuple(seen_of(self.ids, self.prompt_count).items())
         forced = () if is_piece else tuple(self.scored[len(self.ids) :][:MOST_STEPS])
         most_steps, answer = min(self.ahead, len(forced) or remaining), tuple[int, ...]()
-        if options is not None and options.logprobs:  # a run's results fit in a packet
+        if options is not None and options.logprobs:  # a run's results must fit in one packet
             most_steps = min(most_steps, max(1, MOST_CHANCES // options.logprobs))
         if options is not None and options.json_schema and not is_piece:
             answer = tuple(self.ids[self.prompt_count :])
@@ -107,7 +107,7 @@ class Generation(msgspec.Struct, kw_only=True, eq=False):
         """Return True if a run reported log probabilities for exactly the requested tokens."""
         options, chances = self.sampling.options, body.get("logprobs", ())
         if options is None or options.logprobs is None:
-            body.pop("logprobs", None)  # of other requests of the batch
+            body.pop("logprobs", None)  # computed for other requests of the batch
             return not chances
         vocabulary = self.announced.manifest.extra["generation"]["vocabulary"]
         return len(chances) == len(body["tokens"]) and all(
@@ -116,15 +116,15 @@ class Generation(msgspec.Struct, kw_only=True, eq=False):
         )
 
     def new_rows(self, tokens: int) -> int:
-        """Return the number of rows left by a run that chose ``tokens`` tokens."""
+        """Return the number of rows that a run adds if it chooses ``tokens`` tokens."""
         return self.count + max(tokens - 1, 0)
 
 
 def facts_of(
     announced: ModelAvailable, model: str, share_bytes: int
 ) -> tuple[Mapping[str, Any], int, int]:
-    """Return what a bundle says of its tokens, the maximum number of tokens of a prompt with its
-    answer, and of one run.
+    """Return a bundle's facts about its tokens, and two limits for the number of tokens.
+    The limits are for a prompt with its answer, and for one run.
 
     Raises:
         InvalidInput: the model generates no text, or the pool has no room for an answer.
@@ -155,7 +155,7 @@ def generation_of(
     """Return the generation that a request asks for.
 
     Args:
-        share_bytes: what one caller may hold of the request pool.
+        share_bytes: bytes of the request pool that one caller may hold.
 
     Raises:
         InvalidInput: the model generates no text, the prompt does not fit it, or a setting is out
@@ -176,7 +176,7 @@ def generation_of(
         raise InvalidInput(f"so_far has {came} tokens; the maximum is {most}")
     if sampling.options is not None:
         sampling.options.check(vocabulary)
-    # A sender could still change its own bytes: they are read once.
+    # The sender can still change shared memory, so the ids are copied first.
     prompt = [*memoryview(bytes(frames[0])).cast("q")]
     ids = [*prompt, *request.so_far]
     if odd := [one for one in (min(ids), max(ids)) if not 0 <= one < vocabulary]:

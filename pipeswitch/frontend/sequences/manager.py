@@ -1,16 +1,16 @@
 """Sequences: requests that continue from the state of the one before (``register(…, state=…)``).
 
-A sequence keeps the outputs that are its state where its worker wrote them, in the request pool,
-and its next request gets them as inputs. So the scheduler sees ordinary requests, and a worker that
-dies costs nothing: the request is computed again from the same bytes.
+The outputs that are a sequence's state stay in the request pool, where a worker wrote them. The
+next request gets them as inputs. So the scheduler sees ordinary requests, and a worker that dies
+costs nothing: the request is computed again from the same bytes.
 
 The state counts toward its caller's share of the pool. A sequence has one request at a time. A
-failed request leaves the state as it was. An answer that did not reach its client ends the
-sequence: its client could not know its step.
+failed request leaves the state unchanged. An answer that did not reach its client ends the
+sequence, because its client cannot know whether the step was done.
 
-State that grows lies in blocks (``blocks``). A generation's cache is such a sequence too (``open``,
-``fit``, ``append``): a generation of the same caller that begins with the same tokens shares its
-blocks (``reuse``), which stay cached after its end until their memory is needed.
+State that grows lies in blocks (``blocks``). A generation's cache is such a sequence, too
+(``open``, ``fit``, ``append``). Generations of one caller that begin with the same tokens share
+blocks (``reuse``). After their end, the blocks stay cached until their memory is needed.
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ from ..validation import check_brought
 from .blocks import BlockPool, BlockTable, beside_bytes, rows_of_block
 from .sequence_state import MAX_STEP_TOKENS, Key, SequenceOptions, SequenceState
 
-ROWS_STEP: Final = 16  # what grows does by so many: most steps have the last one's shape
-PIECES: Final = 8  # a step's rows are such a part of the longest cache at most
+ROWS_STEP: Final = 16  # a shape grows by this many rows, so most steps have the last step's shape
+PIECES: Final = 8  # a step has at most 1/8 of the longest cache's rows
 SMALL_BYTES: Final = 64 << 10  # limit of a step's request without its ids
-IDLE_MS: Final = 300_000.0  # one that nobody asks so long is abandoned
+IDLE_MS: Final = 300_000.0  # a sequence without a request for this long is dropped
 HINT: Final = "start another one: it has ended, was idle for 5 minutes, or the server was restarted"
 
 
@@ -50,18 +50,18 @@ class Sequences:
         self.held: dict[Key, SequenceState] = {}
         self.blocks = BlockPool(pool, now_ms)
         self._steps = self.tokens_reused = 0
-        self._tokens: dict[str, int] = {}  # that were answered, by language model
+        self._tokens: dict[str, int] = {}  # tokens in answers, by language model
         pool.give_up = self.blocks.evict
-        self._look_at_ms = 0.0  # none is abandoned before
+        self._look_at_ms = 0.0  # nothing expires before this time
         self._number = 0
 
     def of(
         self, options: SequenceOptions, client: Session, caller: str, announced: ModelAvailable
     ) -> SequenceState:
-        """Return the sequence that a request continues, or a new one, which ``begin`` will keep.
+        """Return the sequence that a request continues, or a new one; ``begin`` stores it.
 
         Raises:
-            InvalidInput: the model has no state; another request is under way.
+            InvalidInput: the model has no state; the sequence has a running request.
             SequenceNotFound: no sequence has this name, or it belongs to another model.
         """
         self.expire()
@@ -104,7 +104,7 @@ class Sequences:
     ) -> tuple[RequestHeader, list[Any]]:
         """Return a request's inputs and frames with the state added, as if the client had sent it.
 
-        The first request may contain the state. The rest begins as zeros, or without rows.
+        The first request may contain the state. A missing part begins as zeros, or without rows.
 
         Raises:
             InvalidInput: an input does not fit the model, a later request contains the state, or
@@ -143,7 +143,7 @@ class Sequences:
                 shape = value.shape
                 size = ITEM_BYTES[spec.dtype] * math.prod(shape)
                 memory = sequence.memory(self._pool)[value.offset_bytes :][:size]
-                # pieces: only its length counts
+                # for pieces, only the length of the data is used
                 data: Any = range(size) if value.pieces else memory
             else:
                 shape = _beginning(spec, values, sequence)
@@ -175,7 +175,7 @@ class Sequences:
         is_ok: bool,
         is_sent: bool,
     ) -> None:
-        """Note the end of its request, and release the reply's room."""
+        """Update a sequence at the end of its request, and free the reply's slab."""
         sequence.is_busy, sequence.used_at_ms = False, self._now_ms()
         outputs, sequence.made = sequence.made, {}
         is_here = self.held.get(sequence.key) is sequence
@@ -210,7 +210,7 @@ class Sequences:
         tables, sequence.grown, sequence.values = sequence.grown, {}, {}
         for table in tables.values():
             self.blocks.close(table)
-        if tables and self._pool.on_release is not None:  # others may wait for room
+        if tables and self._pool.on_release is not None:  # generations may wait for memory
             self._pool.on_release()
 
     def as_dict(self) -> dict[str, Any]:
@@ -249,15 +249,15 @@ class Sequences:
     def _make_room(
         self, sequence: SequenceState, spec: ValueSpec, axis: int, values: Values, first: Any = None
     ) -> None:
-        """Make room for the rows of the answer to come, so that it cannot fail then.
+        """Allocate memory for the rows of the coming answer, so that it cannot fail later.
 
         Args:
             first: the rows in the request that starts the sequence.
 
         Raises:
-            QueueFull: over its caller's share of the pool.
-            InvalidInput: the sequence has several rows, which would grow side by side; it is full;
-            or it has no rows, and the model cannot distinguish zeros from rows.
+            QueueFull: the caller's share, or the pool, is used up.
+            InvalidInput: the batch is not 1; the sequence is full; or it has no rows, and the model
+                cannot distinguish zeros from rows.
         """
         manifest, (output, _) = sequence.announced.manifest, sequence.state[spec.name]
         (spec_out,) = [one for one in manifest.outputs if one.name == output]
@@ -297,7 +297,7 @@ class Sequences:
             sequence.brought.append((spec.name, first))
 
     def _table(self, sequence: SequenceState, row_bytes: int, name: str) -> BlockTable:
-        """Open an empty table; generations of one program share its blocks."""
+        """Open an empty table. Tables of one caller and program share blocks."""
         announced = sequence.announced
         program = f"{announced.manifest.digest} {name}"
         return self.blocks.open(
@@ -311,7 +311,7 @@ class Sequences:
                 self.drop(sequence)
 
     def expire(self) -> float:
-        """Drop abandoned sequences and blocks; return the milliseconds until the next may be."""
+        """Drop idle sequences and blocks; return the milliseconds until the next check is due."""
         now_ms, next_ms = self._now_ms(), IDLE_MS
         if now_ms < self._look_at_ms:
             return self._look_at_ms - now_ms
@@ -329,11 +329,11 @@ class Sequences:
         return next_ms
 
     def end(self, name: str, caller: str) -> Token | None:
-        """End a sequence at its client's request, after a request that is under way; for a
-        generation, return the request that must be cancelled.
+        """End a sequence at its client's request: now, or after its running request.
+        For a generation, return the token of its request, which the caller must cancel.
 
         Raises:
-            SequenceNotFound: there is none.
+            SequenceNotFound: the caller has no sequence of this name.
         """
         sequence = self.held.get((caller, name))
         if sequence is None:
@@ -356,8 +356,8 @@ class Sequences:
 
 
 def longest(manifest: Manifest, share_bytes: int) -> tuple[int, int]:
-    """Return the maximum number of tokens of a language model's answer with its prompt, and of
-    a step, such that its cache and request fit a caller's share of the pool."""
+    """Return the maximum number of tokens of a prompt with its answer, and of one step.
+    Within these limits, a cache and a request fit into a caller's share of the pool."""
     high = {dim.name: dim.high for dim in manifest.dims}
     (cache,) = [one for one in manifest.inputs if one.name == CACHE]
     row_bytes = ITEM_BYTES[cache.dtype] * shape_at(cache.shape[2:], {})[0]

@@ -23,7 +23,7 @@ MAX_ID: Final = 64
 
 MAX_STEP_TOKENS: Final = 1 << 16  # limit of one request; reading it takes the loop 1 ms
 
-Key = tuple[str, str]  # who asks, and what it calls the sequence
+Key = tuple[str, str]  # caller, and the caller's name for the sequence
 
 
 class SequenceState(msgspec.Struct, kw_only=True, eq=False):
@@ -34,18 +34,18 @@ class SequenceState(msgspec.Struct, kw_only=True, eq=False):
     client: Session
     announced: ModelAvailable  # the version that it began with
     used_at_ms: float
-    values: dict[str, SlabTensor] = {}  # by the input that each will be
-    allocation: PoolAllocation | None = None  # where those that are replaced lie
-    grown: dict[str, BlockTable] = {}  # where those lie that grow
-    made: dict[str, SlabTensor] = {}  # by the request that is being answered
-    run: OpId = OpId(0)  # that answers it
-    op_id: OpId = OpId(0)  # of the run that answered the one before
-    steps: int = 0  # that were answered
+    values: dict[str, SlabTensor] = {}  # the current state, by input
+    allocation: PoolAllocation | None = None  # slab of the values that each answer replaces
+    grown: dict[str, BlockTable] = {}  # blocks of the values that grow, by input
+    made: dict[str, SlabTensor] = {}  # the next state, from the request being answered
+    run: OpId = OpId(0)  # the run that computed ``made``
+    op_id: OpId = OpId(0)  # the run that computed ``values``
+    steps: int = 0  # number of answered requests
     is_busy: bool = False
-    is_ending: bool = False  # with the request that it has
-    is_left: bool = False  # the same, however that ends
-    brought: list[tuple[str, Any]] = []  # rows that its first request brings, by input
-    token: Token | None = None  # the request of a generation, which has it
+    is_ending: bool = False  # it ends when its current request succeeds
+    is_left: bool = False  # it ends after its current request in any case
+    brought: list[tuple[str, Any]] = []  # rows in its first request, by input
+    token: Token | None = None  # the generation that owns it
 
     @property
     def copy_bytes(self) -> int:
@@ -60,7 +60,7 @@ class SequenceState(msgspec.Struct, kw_only=True, eq=False):
 
     @property
     def state(self) -> Mapping[str, tuple[str, int]]:
-        """State inputs, each with the output that it comes from and the dimension that grows."""
+        """State inputs, each with its output and the dimension that grows (below 0: none)."""
         states: Mapping[str, tuple[str, int]] = self.announced.manifest.extra["state"]
         return states
 
@@ -88,18 +88,18 @@ class SequenceState(msgspec.Struct, kw_only=True, eq=False):
         }
 
     def memory(self, pool: RequestPool) -> memoryview:
-        """Return the pool file that has the sequence."""
+        """Return the memory of the pool file with the sequence's values."""
         return pool.memory_of_tenant(self.announced.tenant)
 
     def copy(self, pool: RequestPool) -> None:
-        """Copy the rows that the request brings to their places. Any thread may call this."""
+        """Copy the first request's rows into their blocks. Any thread may call this."""
         for name, rows in self.brought:
             pool.copy_rows(self.announced.tenant, self.values[name].places(0, len(rows)), rows)
         self.brought = []
 
     def apart(self, admitted: ValidatedRequest) -> ValidatedRequest:
-        """Return the request without what is not copied into its own room. An operator's module may
-        write to its inputs, so it has copies; a worker makes those of ``grown``."""
+        """Return the request with only the inputs that are copied to its slab.
+        State is copied only if a ``module`` may write to it; a worker copies the ``grown`` part."""
         is_module = self.announced.manifest.mode == "module"
         stays, inputs, offset = self.grown if is_module else self.values, [], 0
         for one in admitted.inputs:
@@ -109,13 +109,13 @@ class SequenceState(msgspec.Struct, kw_only=True, eq=False):
         return replace(admitted, inputs=tuple(inputs), input_bytes=offset)
 
     def among(self, placed: Sequence[SlabTensor]) -> tuple[SlabTensor, ...]:
-        """Return all inputs in order: the placed ones, and the state where it lies."""
+        """Return all inputs in call order: those in the request's slab, and the state elsewhere."""
         known = self.values | {one.name: one for one in placed}
         return tuple(known[one.name] for one in self.announced.manifest.inputs)
 
     def answered(self, answer: Reply) -> Reply:
-        """Return the client's answer, without the state. If the worker's claims are wrong, the
-        sequence is unchanged, and the answer is an error."""
+        """Return the client's answer, without the state.
+        If the worker's claims are wrong, the sequence is unchanged, and the answer is an error."""
         if answer.error is not None:
             return answer
         by_output = {output: name for name, (output, _) in self.state.items()}
@@ -132,7 +132,7 @@ class SequenceState(msgspec.Struct, kw_only=True, eq=False):
 
 
 def has_room_for(table: BlockTable, output: SlabTensor | None) -> bool:
-    """Return True if these are whole rows that fit the remaining capacity."""
+    """Return True if an output has whole rows that fit into the table's free capacity."""
     size, row_bytes = -1 if output is None else output.size_bytes, table.space.row_bytes
     return 0 <= size <= (table.capacity - table.used) * row_bytes and size % row_bytes == 0
 

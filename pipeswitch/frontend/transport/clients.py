@@ -43,9 +43,9 @@ class Outgoing(msgspec.Struct, kw_only=True, eq=False):
     """A message for one client, until the kernel has taken all of it."""
 
     frames: list[Any]
-    on_end: Callable[[bool], None] | None = None  # it has left, or never will
-    size_bytes: int = 0  # the outbox's
-    since_ms: float = 0.0  # it waits there
+    on_end: Callable[[bool], None] | None = None  # called with True when it left, False if lost
+    size_bytes: int = 0  # set by the send queue
+    since_ms: float = 0.0  # set when it begins to wait in the send queue
 
 
 class Peer(Protocol):
@@ -53,13 +53,13 @@ class Peer(Protocol):
 
     @property
     def needs_poll(self) -> bool:
-        """True if it can continue without waiting."""
+        """True if there is work that need not wait for the socket."""
 
     def transmit(self, outgoing: Outgoing) -> bool:
-        """Send a message, or the rest of it. False: not all has left, call again with the same one.
+        """Send a message, or the rest of it. False: some is left; call again with the same message.
 
         Raises:
-            OSError: it is gone.
+            OSError: the connection is gone.
         """
 
     def close(self) -> None: ...
@@ -72,11 +72,11 @@ class Session:
     peer: Peer
     session: str = field(default_factory=lambda: secrets.token_hex(16))
     principal: Principal
-    requests: dict[str, Token] = field(default_factory=dict)  # that wait for their final answer
-    # of events: their topics
+    requests: dict[str, Token] = field(default_factory=dict)  # those without a final answer, by id
+    # topics of each event subscription, by request id
     subscriptions: dict[str, tuple[str, ...]] = field(default_factory=dict)
     backlog: deque[Outgoing] = field(default_factory=deque)
     unsent_bytes: int = 0
     upload_chunks: int = 0
-    counts: Counters = field(default_factory=Counters)  # of this session's requests
+    counts: Counters = field(default_factory=Counters)  # counters of this session's requests
     is_gone: bool = False

@@ -1,15 +1,15 @@
 """Connections of unknown clients: limits on their number and on the memory that they occupy.
 
-The received part of an incomplete message is *held* for its connection:
+A connection *holds* the received part of an incomplete message. The limits are:
 
-1. without a session a connection may hold SESSIONLESS_BYTES, must say hello within HELLO_S, and
-   may send few other messages before;
-2. with a session it may hold ``client_bytes``, all together ``total_bytes``; over that the
-   largest are closed first, of the tenant that holds most;
-3. over ``max_count`` connections, the one that has waited longest to say hello is closed while
-   another waits too; over as many sessions, the newest of the tenant that has most.
+1. Without a session, a connection may hold SESSIONLESS_BYTES, must say hello within HELLO_S, and
+   may send few other messages before that.
+2. With a session, it may hold ``client_bytes``. All connections together may hold ``total_bytes``;
+   over that, the largest ones of the tenant that holds most are closed first.
+3. A new connection over ``max_count`` closes the one that has waited longest to say hello, if
+   several wait. If it says hello, the newest session of the tenant with most sessions is closed.
 
-An honest client's library connects again by itself.
+The client library then connects again.
 """
 
 from __future__ import annotations
@@ -22,22 +22,22 @@ from typing import Final
 _logger = logging.getLogger(__name__)
 
 HELLO_S: Final = 30.0
-SESSIONLESS_BYTES: Final = 16 << 10  # greeting, keys, hello and a few pings are a tenth of it
-SESSIONLESS_MESSAGES: Final = 32  # pings and nonsense: they cost the loop time
+SESSIONLESS_BYTES: Final = 16 << 10  # greeting, keys, hello and a few pings need a tenth of it
+SESSIONLESS_MESSAGES: Final = 32  # pings and invalid messages: they cost the loop time
 SESSIONLESS_MESSAGES_PER_S: Final = 10
-ROUND_S: Final = 0.1  # every connection is looked at once in this time
-SLICE: Final = 64  # connections at a time: no request waits longer for it
+ROUND_S: Final = 0.1  # every connection is checked once in this time
+SLICE: Final = 64  # connections checked at a time: a request waits no longer than this
 
 
 class LimitedConnection:
-    """Accepted connection. Its owner reports the bytes that it holds, and ends it."""
+    """Accepted connection. A subclass reports the bytes that it holds, and hangs it up."""
 
     since_s = 0.0
-    tenant = ""  # with a session
+    tenant = ""  # empty without a session
     has_session = False
-    is_ended = False  # by us; it is closed soon
-    message_count = 0  # without a session
-    last_held_bytes = 0  # when it was last looked at
+    is_ended = False  # we hung it up; it is closed soon
+    message_count = 0  # messages before its session
+    last_held_bytes = 0  # held bytes at the last check
 
     def held_bytes(self, now_s: float) -> int:
         """Return the bytes of an incomplete message; below 0: the connection has ended."""
@@ -52,17 +52,17 @@ class ConnectionLimits:
     """All connections at one port."""
 
     def __init__(self, *, max_count: int, client_bytes: int, total_bytes: int) -> None:
-        """Limits: connections; bytes held for one client, and for all of them."""
+        """Set the limits: the number of connections, and the bytes held for one and for all."""
         self._max_count = max_count
         self._client_bytes = client_bytes
         self._total_bytes = total_bytes
-        self._connections: dict[LimitedConnection, None] = {}  # in order of their coming
-        self._waiting: dict[LimitedConnection, None] = {}  # of them, those without a session
-        self._count = 0  # of those that we have not ended
-        self._sessions: Counter[str] = Counter()  # of those, by tenant
-        self._round: list[LimitedConnection] = []  # still to be looked at
-        self.next_at_s = math.inf  # when ``tick`` has something to do
-        self.hung_up: Counter[str] = Counter()  # by us, and why
+        self._connections: dict[LimitedConnection, None] = {}  # in order of arrival
+        self._waiting: dict[LimitedConnection, None] = {}  # connections without a session
+        self._count = 0  # connections that were not hung up
+        self._sessions: Counter[str] = Counter()  # sessions of these connections, by tenant
+        self._round: list[LimitedConnection] = []  # connections still to be checked
+        self.next_at_s = math.inf  # time of the next check by ``tick``
+        self.hung_up: Counter[str] = Counter()  # connections that we hung up, by cause
 
     def __len__(self) -> int:
         """Return the number of connections, including those that are ending."""
@@ -144,7 +144,7 @@ class ConnectionLimits:
             self.end(largest, "unfinished messages")
 
     def end(self, one: LimitedConnection, cause: str) -> None:
-        """Hang the connection up; its received messages are ignored."""
+        """Hang the connection up; messages that it has sent already are ignored."""
         if one.is_ended:
             return
         held_bytes = one.last_held_bytes
@@ -152,7 +152,7 @@ class ConnectionLimits:
         one.is_ended = True
         one.hang_up()
         self.hung_up[cause] += 1
-        if self.hung_up[cause].bit_count() == 1:  # the 1st, 2nd, 4th, 8th…: no storm in the log
+        if self.hung_up[cause].bit_count() == 1:  # log only the 1st, 2nd, 4th, 8th…
             _logger.warning(
                 "hung up cause=%r held=%d times=%d", cause, held_bytes, self.hung_up[cause]
             )

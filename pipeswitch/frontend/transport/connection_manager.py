@@ -1,9 +1,9 @@
 """Connections of clients, each a plain stream (docs/adr/0039).
 
-A peer represents one connection: it passes received messages on, and sends ``Outgoing`` ones;
-``ConnectionManager`` has all of them. The owner's connections may have a share: a tensor that comes
-in it is copied once, into its request's slab, since the client can still change it; answers are
-copied to it a piece at a time, so that a large one never blocks the loop.
+A *peer* (``ClientConnection``) yields received messages and sends ``Outgoing`` ones. An owner's
+peer may have a *share*, memory shared with its client. A tensor in the share is copied once, into
+its request's slab, because the client can still change it. Answers are copied to the share a piece
+at a time, so that a large one never blocks the loop.
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ from .listeners import Listener
 
 _logger = logging.getLogger(__name__)
 
-MAX_SHARES: Final = 8  # at once; a client without one sends through the socket
-POOL_PARTS: Final = 4  # a share is a quarter of the pool: in each direction an eighth
-PIECE_BYTES: Final = 1 << 20  # of an answer, copied in one turn of the loop
-BURST_PEERS: Final = 16  # accepted in one turn
-BURST_MESSAGES: Final = 16  # of one peer, before the others and the answers get their turn
-REST_S: Final = 0.5  # between two attempts to accept when descriptors are short
+MAX_SHARES: Final = 8  # shares in use at once; other clients send through the socket
+POOL_PARTS: Final = 4  # a share is a quarter of the pool, an eighth for each direction
+PIECE_BYTES: Final = 1 << 20  # bytes of an answer copied in one iteration of the loop
+BURST_PEERS: Final = 16  # connections accepted in one iteration of the loop
+BURST_MESSAGES: Final = 16  # messages read from one peer before other work
+REST_S: Final = 0.5  # pause before the next attempt to accept when descriptors are short
 _CREDENTIALS: Final = Struct("3i")  # pid, uid, gid
 
 
@@ -48,7 +48,7 @@ class ClientSegments:
     """Shared memory for local clients: at most MAX_SHARES of a fixed size."""
 
     def __init__(self, size_bytes: int) -> None:
-        """``size_bytes``: of each share; 0: no client gets one."""
+        """Set the size of each share; 0: no client gets one."""
         self._size_bytes = size_bytes
         self.count = 0
 
@@ -82,23 +82,23 @@ class ClientConnection(LimitedConnection):
     def __init__(
         self, sock: socket.socket, principal: Principal, max_bytes: int, shares: ClientSegments
     ) -> None:
-        """``max_bytes``: of a message's tensors, in a session."""
+        """Wrap an accepted socket; ``max_bytes`` limits a message's tensors in a session."""
         self._stream = Stream(sock, max_bytes)
-        self.principal = principal  # who comes by it, with a session or without
+        self.principal = principal  # the client, with a session or without
         self._max_bytes = MAX_HEADER_BYTES + max_bytes
-        self.is_owners = principal.is_owner  # also where the owner's process speaks for another
+        self.is_owners = principal.is_owner  # True also while it sends for a caller
         self._stream.max_bytes = self._max_bytes if self.is_owners else SESSIONLESS_BYTES
-        self.client: Session | None = None  # its session's
+        self.client: Session | None = None  # its session, after hello
         self._shares = shares
         self._has_share = self._owes_share = False
-        self._is_mapped = False  # the client wrote into the share: it has our half of it too
-        self._lent: deque[int] = deque()  # places of our parts that the client has not taken yet
-        self._taken_count = 0  # of all that it took
-        self._begun: Outgoing | None = None  # leaves now
-        self._pieces: deque[tuple[memoryview, Any]] = deque()  # of it, to be copied: to and from
+        self._is_mapped = False  # the client wrote into the share, so it has mapped our half, too
+        self._lent: deque[int] = deque()  # offsets of our parts that the client has not read yet
+        self._taken_count = 0  # parts that the client has read
+        self._begun: Outgoing | None = None  # the message being sent
+        self._pieces: deque[tuple[memoryview, Any]] = deque()  # not yet copied: target, source
         self.is_closed = False
-        self.wants_write = False  # it would go on when its socket is writable
-        self.on_change: Callable[[], None] = _nothing  # ``wants_write`` is another
+        self.wants_write = False  # it has data to send when the socket is writable
+        self.on_change: Callable[[], None] = _nothing  # called when ``wants_write`` changes
 
     def fileno(self) -> int:
         return self._stream.fileno()
@@ -128,16 +128,16 @@ class ClientConnection(LimitedConnection):
     # ---- in ------------------------------------------------------------------------------------
 
     def messages(self) -> Iterator[WireMessage]:
-        """Yield the messages that have arrived, at most a burst.
+        """Yield the messages that have arrived, at most BURST_MESSAGES.
 
         Raises:
             EOFError: the client is gone.
-            RemoteProtocolError: it sent nonsense.
+            RemoteProtocolError: it violated the protocol.
         """
         if self._owes_share:
             self._bring_share()
         for message in self._stream.receive(BURST_MESSAGES):
-            if self.is_closed:  # by what an earlier one led to
+            if self.is_closed:  # closed while an earlier message was handled
                 return
             if message.taken_count != self._taken_count:
                 self._took(message.taken_count)
@@ -160,7 +160,7 @@ class ClientConnection(LimitedConnection):
             self._taken_count += 1
 
     def _bring_share(self) -> None:
-        """Send the share, or that there is none; later when the socket is full."""
+        """Send the share, or reply that there is none. If the socket is full, try again later."""
         if not self._owes_share or self._stream.is_sending:
             return
         descriptor = self._shares.take()
@@ -183,10 +183,10 @@ class ClientConnection(LimitedConnection):
     # ---- out -----------------------------------------------------------------------------------
 
     def transmit(self, outgoing: Outgoing) -> bool:
-        """Send a message, or the rest of it. False: not all has left, call again with the same one.
+        """Send a message, or the rest of it. False: some is left; call again with the same message.
 
         Raises:
-            OSError: it is gone.
+            OSError: the connection is gone.
         """
         if self.is_closed:
             raise BrokenPipeError
@@ -227,7 +227,7 @@ class ClientConnection(LimitedConnection):
         self._stream.put(pack_table(table), inline)
 
     def _copy_piece(self) -> None:
-        """Copy a piece into the share, which must be complete before its table is sent."""
+        """Copy one piece into the share. The message's table is sent after all pieces."""
         target, source = self._pieces.popleft()
         np.copyto(np.frombuffer(target, dtype=np.uint8), np.frombuffer(source, dtype=np.uint8))
 
@@ -244,15 +244,15 @@ class ClientConnection(LimitedConnection):
         if not self.is_closed:
             self.is_closed = True
             self._pieces.clear()
-            # Both refer to this peer, which may hold much memory.
+            # The callback and the session refer to this peer, which may hold much memory.
             self.on_change, self.client = _nothing, None
-            if self._has_share:  # before the client can see that it is cut
+            if self._has_share:  # before the client can see the end of the stream
                 self._shares.give_back()
             self._stream.close()
 
 
 class ConnectionManager:
-    """All connections. Those of unknown clients obey the limits of ``ConnectionLimits``."""
+    """All connections. ``ConnectionLimits`` applies to those that are not the owner's."""
 
     def __init__(
         self,
@@ -265,9 +265,11 @@ class ConnectionManager:
         gone: Callable[[Session, str], None],
         now_ms: Callable[[], float],
     ) -> None:
-        """Args:
-        hear: takes a message; raises nothing.
-        gone: called with the client whose connection ends, and the cause.
+        """Start without connections.
+
+        Args:
+            hear: handles a message; it must not raise.
+            gone: called with the client whose connection ends, and the cause.
         """
         self._limits = limits
         self._complaints = complaints
@@ -275,9 +277,9 @@ class ConnectionManager:
         self._max_message_bytes = max_message_bytes
         self._on_message, self._gone, self._now_ms = hear, gone, now_ms
         self.all: set[ClientConnection] = set()
-        self.turns: set[ClientConnection] = set()  # those that may have something to read
-        self._selector: selectors.BaseSelector | None = None  # that they are registered with
-        self.resting: list[Listener] = []  # where nothing is accepted for now
+        self.turns: set[ClientConnection] = set()  # peers that may have something to read
+        self._selector: selectors.BaseSelector | None = None  # where the peers are registered
+        self.resting: list[Listener] = []  # paused listeners: descriptors are short
         self.rests_until_s = math.inf
 
     def watch(self, selector: selectors.BaseSelector, listeners: Iterable[Listener]) -> None:
@@ -308,38 +310,38 @@ class ConnectionManager:
                 if not peer.is_owners:
                     self._limits.add(peer, self._now_ms() / 1000)
                 peer.on_change = functools.partial(self._follow, peer)
-        except OSError as error:  # descriptors are short: the loop would find it readable for ever
+        except OSError as error:  # descriptors are short, and the listener would stay readable
             _logger.warning("no connection is accepted for %s s: %s", REST_S, error)
             self._selector.unregister(listener.sock)
             self.resting.append(listener)
             self.rests_until_s = self._now_ms() / 1000 + REST_S
 
     def wake(self) -> None:
-        """Resume listeners that paused; ``rests_until_s`` says when."""
+        """Resume the paused listeners; the loop calls this at ``rests_until_s``."""
         resting, self.resting, self.rests_until_s = self.resting, [], math.inf
         if self._selector is not None:
             self.watch(self._selector, resting)
 
     def _follow(self, peer: ClientConnection) -> None:
-        """Let the selector wake the loop when the peer can send, while it has something to send."""
+        """Wait for the peer's socket to be writable, too, while the peer has data to send."""
         if self._selector is not None and peer in self.all:
             events = selectors.EVENT_READ | (selectors.EVENT_WRITE if peer.wants_write else 0)
             self._selector.modify(peer, events, functools.partial(self.turns.add, peer))
 
     def turn(self) -> None:
-        """Read the messages of each peer that wants a turn."""
+        """Read the messages of each peer in ``turns``."""
         for peer in list(self.turns):
             self.read(peer)
             if not peer.needs_poll:
                 self.turns.discard(peer)
 
     def read(self, peer: ClientConnection) -> None:
-        """Read a peer's messages; close it if it sent nonsense or is gone."""
+        """Read a peer's messages; close it if it violated the protocol or is gone."""
         cause = ""
         try:
             for message in peer.messages():
                 if not (peer.is_owners or self._limits.took(peer, self._now_ms() / 1000)):
-                    return  # it is being hung up: its end follows
+                    return  # it was hung up: a later read finds its end
                 self._on_message(peer, message)
         except EOFError:
             cause = "disconnected"
@@ -365,18 +367,18 @@ class ConnectionManager:
 def accept(
     listener: Listener, max_bytes: int, shares: ClientSegments
 ) -> Iterator[ClientConnection]:
-    """Accept the waiting connections of a listener. At the owner's socket accept only this user:
-    its folder is closed to other users, but a process may pass them a connection.
+    """Accept the waiting connections of a listener; at the owner's socket, only this user's.
+    Its folder is closed to other users, but a process may pass them a connection.
 
     Raises:
-        OSError: descriptors or memory are short.
+        OSError: too few descriptors or too little memory is left.
     """
     for _ in range(BURST_PEERS):
         try:
             sock, _ = listener.sock.accept()
         except OSError as error:
             if error.errno in SHORTAGES and not isinstance(error, BlockingIOError):
-                raise  # the others wait in the backlog
+                raise  # the other connections wait in the backlog
             return
         if not listener.principal.is_owner:
             keep_alive(sock)

@@ -1,9 +1,9 @@
 """Listeners for clients: a TCP address and the owner's unix socket.
 
-Both are plain streams. The frontend listens at TCP on loopback. Where other machines can reach it,
-or if the owner configures it, each client needs a CURVE key, and the gateway listens there
-(``gateway/curve_listener.py``). The owner's socket lies in a folder that only the owner can enter,
-so its clients are the owner's: they have every role, and need no key.
+Both are plain streams. The frontend accepts TCP connections on loopback. If other machines can
+reach the address, or if the owner configures it, each client needs a CURVE key, and the gateway
+accepts instead (``gateway/curve_listener.py``). The unix socket lies in a folder that only the
+owner can enter, so its clients are the owner's: they have every role, and need no key.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ BACKLOG_CONNECTIONS: Final = 512
 
 @dataclass(frozen=True, kw_only=True)
 class Listener:
-    """Listening socket, and the standing of its clients."""
+    """Listening socket, and the tenant and roles of its clients."""
 
     sock: socket.socket
     address: str
     principal: Principal
-    needs_keys: bool = False  # it is the gateway's to accept there
+    needs_keys: bool = False  # the gateway accepts its connections
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,10 +45,10 @@ class Listeners:
 
     tcp: Listener
     ipc: Listener
-    warnings: tuple[str, ...] = ()  # for who starts the server
+    warnings: tuple[str, ...] = ()  # to be shown when the server starts
 
     def keyed(self, config: ServerConfig) -> KeyedSettings | None:
-        """Return the settings of the gateway that accepts at TCP; None: the frontend accepts."""
+        """Return the gateway's settings if it accepts TCP connections; None: the frontend does."""
         if not self.tcp.needs_keys:
             return None
         return KeyedSettings(
@@ -66,7 +66,7 @@ class Listeners:
         return [one for one in (self.tcp, self.ipc) if not one.needs_keys]
 
     def close(self) -> None:
-        """Close both listeners, and remove the owner's file."""
+        """Close both listeners, and remove the unix socket's file."""
         self.tcp.sock.close()
         self.ipc.sock.close()
         Path(self.ipc.address.removeprefix("ipc://")).unlink(missing_ok=True)
@@ -114,7 +114,7 @@ def check_access(config: ServerConfig, host: str) -> tuple[bool, list[str]]:
 
 
 def open_listeners(config: ServerConfig) -> Listeners:
-    """Bind everything or nothing.
+    """Bind both listeners, or none.
 
     Raises:
         ConfigError: the address, the folder or the name cannot be used.

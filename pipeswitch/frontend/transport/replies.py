@@ -40,7 +40,7 @@ def reply_frames(
     error: PipeSwitchError | None = None,
     more: bool = False,
 ) -> list[Any]:
-    """Return magic and header; a body too large for a header follows as its own tensor."""
+    """Return the frames of a reply. A body that is too large for the header becomes a tensor."""
     header = ReplyHeader(
         v=VERSION,
         id=request_id,
@@ -53,11 +53,11 @@ def reply_frames(
         error=WireError(**printed(to_wire(error))) if error is not None else None,
     )
     try:
-        encoder.encode_into(header, packed := bytearray())  # ``encode_header`` is a call more
+        encoder.encode_into(header, packed := bytearray())  # saves a call of ``encode_header``
     except (TypeError, ValueError, OverflowError, RecursionError):
         if header.error is None:
             raise
-        bare = msgspec.structs.replace(header.error, data={})  # a refusal always leaves
+        bare = msgspec.structs.replace(header.error, data={})  # without data, it can always be sent
         encoder.encode_into(msgspec.structs.replace(header, error=bare), packed := bytearray())
     if len(packed) <= INLINE_BODY_BYTES or outputs:
         return [MAGIC, bytes(packed)]
@@ -92,10 +92,10 @@ def answer_frames(request_id: str, session: str, answer: Reply, memory: memoryvi
 def redact(
     op: str, body: dict[str, Any], principal: Principal, counts: Mapping[str, int]
 ) -> dict[str, Any]:
-    """Return a listing without facts for operators only: paths, and other clients' data.
+    """Return a reply's body without the facts for operators: paths, and other clients' data.
 
     Args:
-        counts: of the caller's own requests.
+        counts: counters of the caller's own requests.
     """
     if principal.may_operate or not body:
         return body
@@ -148,13 +148,13 @@ def _envelope(parts: Sequence[Any]) -> _Envelope | None:
 
 
 def output_outside(outputs: Sequence[SlabTensor], start_bytes: int, size_bytes: int) -> str:
-    """Return why a worker's outputs are refused: they may only name its own reply slab."""
+    """Return why a worker's outputs are refused, or "". They must lie in their own reply slab."""
     end_bytes = start_bytes + size_bytes
     for tensor in outputs:
         size = ITEM_BYTES.get(tensor.dtype, 0)
         for extent in tensor.shape:
             size *= extent
-        if tensor.dtype == BYTES:  # what a function returned: measured where it was packed
+        if tensor.dtype == BYTES:  # a function's texts: the size is that of the packed bytes
             size = tensor.size_bytes
         if tensor.pieces:
             return f"{tensor.name} claims pieces of the pool"

@@ -32,7 +32,7 @@ class SendQueue:
 
     @property
     def needs_poll(self) -> bool:
-        """Return True if a message could continue without waiting for its socket."""
+        """True if a message can continue without waiting for its socket."""
         return any(one.peer.needs_poll for one in self.backlogged)
 
     def send(self, client: Session, outgoing: Outgoing) -> None:

@@ -23,7 +23,7 @@ from .send_queue import EventSubscribers, SendQueue
 _logger = logging.getLogger(__name__)
 
 STOP_LOOK_MS: Final = 2.0
-SLOW: Final = "slow or gone"  # why a client is dropped whose end was not read
+SLOW: Final = "slow or gone"  # the cause if the send queue drops a client
 
 
 class Sessions:
@@ -39,18 +39,20 @@ class Sessions:
         ended: Callable[[Session], None],
         now_ms: Callable[[], float],
     ) -> None:
-        """Args:
-        pool_share_bytes: one client's part of the request pool.
-        hear: takes a message; raises nothing.
-        ended: called with a client that is gone.
+        """Start without clients.
+
+        Args:
+            pool_share_bytes: one client's part of the request pool.
+            hear: handles a message; it must not raise.
+            ended: called with a client that is gone.
         """
         self._ended, self._now_ms = ended, now_ms
         self.clients: dict[str, Session] = {}  # by session
         self.complaints = RateLimitedLog(now_ms)
-        self.slow_count = 0  # clients that did not read
+        self.slow_count = 0  # clients that the send queue dropped
         self.connections = ConnectionLimits(
             max_count=config.max_connections,
-            client_bytes=config.pool_bytes,  # more than its requests could ever take
+            client_bytes=config.pool_bytes,  # more than a client's requests can ever need
             total_bytes=2 * config.pool_bytes,
         )
         self.peers = ConnectionManager(
@@ -67,13 +69,13 @@ class Sessions:
         self.readers = EventSubscribers(self.outbox)
 
     def greet(self, peer: ClientConnection) -> Session:
-        """Return the client of a connection that says hello.
+        """Open and return the session of a connection that says hello.
 
         Raises:
-            RemoteProtocolError: it has one.
+            RemoteProtocolError: the connection already has a session.
         """
         if peer.client is not None:
-            # Its answer may have left by half: the rest points at the room that it would give back.
+            # An answer may be half sent: the rest lies in pool memory that a second hello frees.
             raise RemoteProtocolError(
                 "this connection already has a session", hint="open another one"
             )
@@ -97,7 +99,7 @@ class Sessions:
     def reply_now(self, peer: ClientConnection, request_id: str, **fields: Any) -> None:
         """Reply to a connection, with a session or without.
 
-        While an answer is on its way the reply is dropped; a session's waits behind the answer.
+        While another message is being sent, a session's reply waits; without a session it is lost.
         """
         if peer.client is not None and not peer.client.is_gone:
             self.outbox.reply(peer.client, request_id, **fields)
@@ -122,7 +124,7 @@ class Sessions:
         self._ended(client)
 
     def finish(self, limit_ms: float) -> None:
-        """Send what waits, for so long; the rest is lost."""
+        """Send the waiting messages for at most ``limit_ms``, and drop the rest. Blocks."""
         until_ms = self._now_ms() + limit_ms
         while self.outbox.backlogged and self._now_ms() < until_ms:
             self.outbox.sweep()
@@ -136,10 +138,10 @@ class Sessions:
 
 
 def caller_of(principal: Principal, header: RequestHeader) -> Principal:
-    """Return for whom the owner's process speaks from now on.
+    """Return the principal that a ``caller`` request of the owner's process names.
 
     Raises:
-        PermissionDenied: another's does not.
+        PermissionDenied: the sender is not the owner.
     """
     if not principal.is_owner:
         raise PermissionDenied("only the owner's socket may name another caller")

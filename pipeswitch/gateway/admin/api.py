@@ -1,7 +1,7 @@
-"""``/api``: what PipeSwitch alone has over HTTP: jobs, models, events, the timeline.
+"""``/api``, PipeSwitch's own HTTP interface: jobs, models, events, the timeline.
 
-One table of routes says what there is, who may ask it and how it is described (openapi.py). The
-gateway speaks through the owner's socket, which may do all, so each route names its role.
+One table has all routes, each with its role and description (openapi.py). The gateway sends
+requests as the server's owner, who may do everything, so each route must name the role it needs.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ HINT: Final = "GET /api/openapi.json lists all paths"
 OLLAMAS: Final = {f"/api/{verb}" for verb in ("chat", "embed", "embeddings", "generate", "tags")}
 INSTEAD: Final = "use OpenAI's API: base URL http://HOST:PORT/v1, EMPTY or a token as the key"
 MAX_QUERY_FIELDS: Final = 16
-LOG_LOOK_S: Final = 0.5  # between two looks at a log that is followed when no event came
+LOG_LOOK_S: Final = 0.5  # between two reads of a followed log if no event arrives
 MAX_OFFSET: Final = 1 << 50
 OFFSET: Final = {"offset": ("integer", "First byte; a negative number counts from the end")}
 MAX_VERSION: Final = 1 << 30
@@ -56,7 +56,7 @@ class RouteRequest:
     caller: Principal
     head: Head
     body: Any  # a buffer
-    names: Mapping[str, str]  # what stands for the braces of its path
+    names: Mapping[str, str]  # values of the placeholders in the route's path
     query: Mapping[str, str]
 
     def flag(self, name: str) -> bool:
@@ -92,12 +92,12 @@ Verb = Callable[[RouteRequest], Awaitable[Response]]
 
 
 class Api:
-    """The routes, over one server."""
+    """Routes of ``/api`` to one server."""
 
     def __init__(
         self, upstream: Upstream, feed: EventLog, *, version: str, allow_code: Sequence[str]
     ) -> None:
-        """``allow_code``: as ``[server] allow_code``; no other code comes in here."""
+        """Build the table of routes; ``allow_code`` is ``[server] allow_code``."""
         self._upstream = upstream
         self._feed = feed
         self._rules = Rules(allow_code=allow_code)
@@ -233,7 +233,7 @@ class Api:
         )
 
     def _route(self, op: str, http: Http, role: Role) -> Route:
-        """Return the route that a verb's row in ``VERBS`` gives it."""
+        """Return the route of a verb whose row in ``VERBS`` has ``http``."""
 
         async def run(request: RouteRequest) -> Response:
             fields = {
@@ -251,7 +251,7 @@ class Api:
         )
 
     def find(self, head: Head, caller: Principal) -> Work:
-        """Return the work that a request asks for.
+        """Return the work that answers a request.
 
         Raises:
             NotFound, MethodNotAllowed, PermissionDenied, InvalidInput: before its body is read.
@@ -285,7 +285,7 @@ class Api:
         seconds = request.number("seconds", 10.0, MAX_TRACE_S)
         reply = await self._upstream.ask("trace", body={"seconds": seconds})
         trace = {**reply["trace"], "now_ms": time.monotonic() * 1000.0}
-        text = await asyncio.to_thread(encode_json, trace)  # an hour has megabytes
+        text = await asyncio.to_thread(encode_json, trace)  # the trace of an hour has megabytes
         return Response(parts=[text], headers=GUARDS)
 
     async def _events(self, request: RouteRequest) -> Response:
@@ -340,7 +340,7 @@ class Api:
         )
 
     async def _register(self, request: RouteRequest) -> Response:
-        """1. What may not be, before a byte of a bundle goes on; 2. the bundle; 3. the model."""
+        """Check the registration, upload the bundle if there is one, and register the model."""
         caller = request.caller
         require = partial(require_role, caller)
         if request.head.headers.get("content-type", "").startswith(BUNDLE):
@@ -363,7 +363,7 @@ class Api:
 
 
 class JobText:
-    """A job's log or history from a place on; an ``http.Stream``, one that the feed counts."""
+    """A job's log or history from an offset on: a ``BodyStream`` that counts as a feed's reader."""
 
     def __init__(
         self,
@@ -384,7 +384,7 @@ class JobText:
 
     async def next(self) -> bytes:
         while True:
-            # Asked before reading: what is written before the end is read after it.
+            # Ask before reading, so that all text from before the job's end is read.
             is_over = not self._is_followed or await self._has_ended()
             piece = await self._upstream.job(self._job, self._kind, offset_bytes=self._offset)
             self._offset = piece["offset_bytes"]
@@ -418,7 +418,7 @@ def _json(value: Any) -> Response:
 
 
 def _query(head: Head, route: Route) -> dict[str, str]:
-    """Raise InvalidInput if the route lacks a field, or one appears twice."""
+    """Return the query. InvalidInput: a field is unknown to the route, or appears twice."""
     try:
         pairs = parse_qsl(head.query, keep_blank_values=True, max_num_fields=MAX_QUERY_FIELDS)
     except ValueError:

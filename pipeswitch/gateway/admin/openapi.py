@@ -1,4 +1,4 @@
-"""The description of ``/api`` for machines: OpenAPI 3.1, made from the table of routes."""
+"""OpenAPI 3.1 description of ``/api``, generated from the table of routes."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Route:
     what: str
     run: Callable[[Any], Awaitable[Response]]
     query: Mapping[str, tuple[str, str]] = field(default_factory=dict)  # type and meaning
-    takes: Mapping[str, Any] = field(default_factory=dict)  # a struct or a schema, by type
+    takes: Mapping[str, Any] = field(default_factory=dict)  # struct or schema, by content type
     gives: str = "application/json"
 
     def names_in(self, parts: Sequence[str]) -> dict[str, str] | None:
@@ -46,11 +46,11 @@ class Route:
 
 
 def document(routes: Iterable[Route], *, prefix: str, version: str) -> dict[str, Any]:
-    """Return all routes by path and method.
+    """Return the OpenAPI document of the routes.
 
     Args:
-        prefix: before each path.
-        version: of the program.
+        prefix: prefix of each path.
+        version: version of PipeSwitch.
     """
     paths: dict[str, dict[str, Any]] = {}
     schemas: dict[str, Any] = {
@@ -116,7 +116,7 @@ def _operation(route: Route, schemas: dict[str, Any]) -> dict[str, Any]:
 
 
 def _schema(kind: Any, schemas: dict[str, Any]) -> Any:
-    """Return the schema of a struct, which joins ``schemas``; anything else already is a schema."""
+    """Return the schema of a struct, and add it to ``schemas``; other values are schemas."""
     if not isinstance(kind, type):
         return kind
     (schema,), more = msgspec.json.schema_components([kind], ref_template=SCHEMAS)

@@ -1,4 +1,4 @@
-"""``/ui``: the page's files, as they lie in the package (docs/adr/0027-the-page.md)."""
+"""``/ui``: the files of the web page, as they are in the package (docs/adr/0027-the-page.md)."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ HEADERS: Final = (
 
 
 class Page:
-    """Answers by path. They hold no secret: what the page shows, it asks ``/api`` for."""
+    """Answers by path. They have no secret, because the page gets all its data from ``/api``."""
 
     def __init__(self) -> None:
         folder = Path(__file__).with_name("static")
@@ -48,4 +48,4 @@ class Page:
             path: Response(parts=[(folder / name).read_bytes()], content_type=kind, headers=HEADERS)
             for path, (name, kind) in FILES.items()
         }
-        self.answers[""] = Response(status=303, headers=(("Location", "/ui"),))  # of GET /
+        self.answers[""] = Response(status=303, headers=(("Location", "/ui"),))  # answer to GET /

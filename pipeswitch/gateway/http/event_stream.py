@@ -1,7 +1,7 @@
-"""The server's events for callers who read them as they come (server-sent events).
+"""The server's events for HTTP callers, as they happen (server-sent events).
 
-Events are numbered here and kept in one ring that all readers share, so a reader who does not read
-costs nothing: it has a place in the ring, and is told how many it missed.
+Events are numbered and kept in one ring that all readers share. A reader is only a position in the
+ring, so a slow reader costs nothing; it gets the number of the events that it missed.
 """
 
 from __future__ import annotations
@@ -16,19 +16,19 @@ from typing import Any, Final
 from ...base.codec import encode_json
 from ...base.errors import QueueFull
 
-KEPT: Final = 2000  # events: a minute of training and a request each 50 ms
-MAX_BATCH: Final = 100  # events of one piece
-KEEP_ALIVE_S: Final = 15.0  # proxies close what is silent for a minute
+KEPT: Final = 2000  # events: a minute of training with a request every 50 ms
+MAX_BATCH: Final = 100  # events sent at once
+KEEP_ALIVE_S: Final = 15.0  # proxies close a connection that is silent for a minute
 MAX_READERS: Final = 256
 MAX_READERS_PER_ADDRESS: Final = 32
 CONTENT_TYPE: Final = "text/event-stream"
 
 
 class EventLog:
-    """The ring. Owned by the gateway's loop."""
+    """Ring of events. Owned by the gateway's loop."""
 
     def __init__(self) -> None:
-        self._name = secrets.token_hex(4)  # of this life: its numbers mean nothing in another
+        self._name = secrets.token_hex(4)  # identifies this process and its event numbers
         self._events: deque[tuple[str, bytes]] = deque(maxlen=KEPT)  # topic and whole record
         self._next = 1  # the number of the next event
         self._news = asyncio.Event()
@@ -47,14 +47,14 @@ class EventLog:
         return self._name.encode()
 
     def read(self, peer: str, topics: Sequence[str] = (), last_id: str = "") -> Reader:
-        """Return a reader from now on, or behind ``last_id``, a reader's ``Last-Event-ID``.
+        """Return a reader of the events from now on, or after ``last_id`` (``Last-Event-ID``).
 
         Args:
-            peer: its address.
-            topics: prefixes; none: all.
+            peer: address of the caller.
+            topics: prefixes of topics; empty: all topics.
 
         Raises:
-            QueueFull: too many read, from this address or together.
+            QueueFull: there are too many readers, of this address or in total.
         """
         self.enter(peer)
         name, _, number = last_id.partition("-")
@@ -65,10 +65,10 @@ class EventLog:
         )
 
     def enter(self, peer: str) -> None:
-        """Count one more stream of this address.
+        """Count one more reader of this address.
 
         Raises:
-            QueueFull: it has too many, or all have together.
+            QueueFull: there are too many readers, of this address or in total.
         """
         if self._readers.total() >= MAX_READERS or self._readers[peer] >= MAX_READERS_PER_ADDRESS:
             raise QueueFull("too many streams are open", hint="close one: each page holds one")
@@ -81,7 +81,7 @@ class EventLog:
 
     @property
     def first(self) -> int:
-        """The number of the oldest event that is kept."""
+        """Number of the oldest event in the ring."""
         return self._next - len(self._events)
 
     def records(self, number: int) -> list[tuple[str, bytes]]:
@@ -103,7 +103,7 @@ class EventLog:
 
 
 class Reader:
-    """One caller's place in the feed; an ``http.Stream``."""
+    """One caller's position in the ring; a ``BodyStream``."""
 
     def __init__(
         self, feed: EventLog, peer: str, topics: tuple[str, ...], number: int, *, has_gap: bool
@@ -111,12 +111,12 @@ class Reader:
         self._feed = feed
         self._peer = peer
         self._topics = topics
-        self._number = number  # of the next event to read
-        self._has_gap = has_gap  # it read of another life: what came between is not known
+        self._number = number  # number of the next event to read
+        self._has_gap = has_gap  # it read another process's events: an unknown number is missing
         self._has_begun = False
 
     async def next(self) -> bytes:
-        """1. A greeting; 2. what was missed, as a number; 3. events; 4. a sign of life."""
+        """Return a greeting first; later the number of missed events, events, or a keep-alive."""
         if not self._has_begun:
             self._has_begun = True
             gap = _dropped(None) if self._has_gap else b""
@@ -144,5 +144,5 @@ def _named(name: str, **fields: Any) -> bytes:
 
 
 def _dropped(count: int | None) -> bytes:
-    """Told instead of events that are gone; None: how many is not known."""
+    """Return the record that replaces missed events; ``count`` None: the number is unknown."""
     return _named("dropped", count=count)

@@ -1,8 +1,8 @@
-"""HTTP/1.1 on asyncio: what a peer may make us hold, and for how long.
+"""HTTP/1.1 server on asyncio, with limits on the memory and time that a peer may use.
 
-httptools (llhttp) parses. What this adds is what no server library has whole (docs/adr/0022):
-limits in bytes and seconds on head and body, on connections and on all bodies together; a body of
-known length is received straight into its own buffer. A connection answers its requests in order.
+httptools (llhttp) parses requests. This module adds limits that no server library has together
+(docs/adr/0022): in bytes and seconds, on heads, bodies, connections, and all bodies together. It
+receives a body of known length directly into a buffer. A connection answers requests in order.
 """
 
 from __future__ import annotations
@@ -33,26 +33,26 @@ from ..offload import CROWD, Shared
 log = logging.getLogger(__name__)
 
 AGAIN: Final = "send again in a moment"
-LOOK_EVERY_S: Final = 0.5  # at all connections: how exact the limits in seconds are
-LOOKS: Final = 64  # in one turn of the loop
-SCRATCH_BYTES: Final = 16 << 10  # received at once, of all but bodies of known length
-JOIN_BYTES: Final = 64 << 10  # an answer up to here leaves in one call
-PIECE_BYTES: Final = 256 << 10  # of a larger one, before the peer has taken what came before
+LOOK_EVERY_S: Final = 0.5  # between checks of all connections: the precision of time limits
+LOOKS: Final = 64  # connections checked in one iteration of the loop
+SCRATCH_BYTES: Final = 16 << 10  # maximum received at once, except for bodies of known length
+JOIN_BYTES: Final = 64 << 10  # an answer up to this size is written in one call
+PIECE_BYTES: Final = 256 << 10  # pieces of a larger answer, each sent after the last one is read
 MAX_HEADERS: Final = 100
-UNREAD_BYTES: Final = 16 << 10  # of answers, before the next one is computed
-MAX_AHEAD: Final = 16  # requests of one connection, sent before the answers to those ahead of them
-GROWTH: Final = 2  # of a body in chunks: bytes held while it grows, at most, for each that came
-CHUNK_OVERHEAD: Final = 8  # bytes around each byte of a body in chunks: chunks of one byte have 5
-CODINGS: Final = ("gzip", "x-gzip", "deflate")  # of bodies, as Triton's clients send them
-INLINE_BYTES: Final = 2 << 10  # of a compressed body: a thousand times as much at most, 2 ms
-GRACE_S: Final = 1.0  # no crowd takes the place of who moved so lately: good requests come at once
-ANSWERED_GRACE_S: Final = 10.0  # the same, of who has asked before
-CLAIMS_S: Final = 0.05  # between two looks at who makes room: one takes a millisecond
-LINGER_S: Final = 2.0  # a refused peer may still send: hung up on at once, it would not read why
-_scratch = memoryview(bytearray(SCRATCH_BYTES))  # parsed before any other connection's turn
-KEPT_HEAD_BYTES: Final = 2 << 10  # of a head, kept to know it again
-MAX_DIGITS: Final = 6  # of the length of a body that came with it
-# 499 is nginx's own.
+UNREAD_BYTES: Final = 16 << 10  # limit of unread answers, at which no other one is computed
+MAX_AHEAD: Final = 16  # limit of one connection's requests that wait for an answer
+GROWTH: Final = 2  # bytes held at most for each received byte of a chunked body
+CHUNK_OVERHEAD: Final = 8  # limit of framing bytes per byte of a chunked body; small chunks have 5
+CODINGS: Final = ("gzip", "x-gzip", "deflate")  # compressions of bodies that Triton's clients use
+INLINE_BYTES: Final = 2 << 10  # compressed bytes that the loop inflates itself: at most 2 MB, 2 ms
+GRACE_S: Final = 1.0  # a connection that was active this recently is never evicted
+ANSWERED_GRACE_S: Final = 10.0  # the same, for a connection that has had an answer
+CLAIMS_S: Final = 0.05  # minimum time between comparisons of all connections; one takes 1 ms
+LINGER_S: Final = 2.0  # a refused peer is read for this long, so that it can read the reason
+_scratch = memoryview(bytearray(SCRATCH_BYTES))  # is parsed before another connection receives
+KEPT_HEAD_BYTES: Final = 2 << 10  # limit of a head that is remembered
+MAX_DIGITS: Final = 6  # limit of the digits of Content-Length in such a head
+# nginx defined 499.
 _REASONS: Final = {one.value: one.phrase for one in HTTPStatus} | {499: "Client Closed Request"}
 _LENGTH: Final = re.compile(rb"\r\nContent-Length: ?([0-9]+)\r\n", re.IGNORECASE)
 
@@ -62,20 +62,20 @@ class Limits:
     """Limits on what the gateway holds for one peer, and for all together."""
 
     head_bytes: int = 64 << 10
-    head_s: float = 10.0  # from a connection, or a head's first byte, to the head's end
-    idle_s: float = 75.0  # between two requests
-    body_bytes: int = 64 << 20  # of one request
-    body_bytes_per_s: int = 4 << 10  # slower bodies are cut off…
-    body_look_s: float = 10.0  # …after this long
-    waiting_bytes: int = 256 << 20  # of whole bodies that wait for their answer
-    answer_bytes: int = 256 << 20  # of long answers until their peers have taken them
-    unread_s: float = 30.0  # an answer of which the peer takes nothing
+    head_s: float = 10.0  # from the connection's start, or the head's first byte, to the head's end
+    idle_s: float = 75.0  # time between two requests
+    body_bytes: int = 64 << 20  # body of one request
+    body_bytes_per_s: int = 4 << 10  # a slower body is cut off
+    body_look_s: float = 10.0  # time over which a body's speed is measured
+    waiting_bytes: int = 256 << 20  # complete bodies that wait for their answer
+    answer_bytes: int = 256 << 20  # long answers that peers have not read yet
+    unread_s: float = 30.0  # limit of the time in which a peer reads nothing of its answer
     connections: int = 1024
     connections_per_address: int = 512
 
     @property
     def unfinished_bytes(self) -> int:
-        """Limit for all unfinished requests together; with overhead, one largest request."""
+        """Limit for all incomplete requests together. With overhead, they take ``body_bytes``."""
         return self.body_bytes * 3 // 4
 
 
@@ -83,11 +83,11 @@ class Head(msgspec.Struct, frozen=True, kw_only=True):
     """A request before its body."""
 
     method: str
-    path: str  # as it came, percent signs and all
+    path: str  # as received, with percent-encoding
     query: str
     headers: Mapping[str, str]  # names in lower case; repeated ones joined by a comma
     peer: str
-    length: int | None  # of the body; None: in chunks
+    length: int | None  # bytes of the body; None: chunked
 
     @property
     def coding(self) -> str:
@@ -96,14 +96,14 @@ class Head(msgspec.Struct, frozen=True, kw_only=True):
 
 
 Claim = tuple[bool, float]
-"""Reasons to keep a connection, the strongest first; see ``HttpConnection.claim``."""
+"""Rank of a connection in a crowd, see ``HttpConnection.claim``; the lowest is evicted first."""
 
 
 class BodyStream(Protocol):
-    """A body that comes bit by bit. It holds what it needs until it is closed."""
+    """A body that is produced in pieces. It holds its resources until ``close``."""
 
     async def next(self) -> bytes:
-        """Return the next piece, made when the peer has taken the earlier ones; empty: the end."""
+        """Return the next piece, or b"" at the end; called when the peer has read the others."""
         ...
 
     def close(self) -> None: ...
@@ -113,23 +113,23 @@ class Response(msgspec.Struct, frozen=True, kw_only=True):
     """HTTP response."""
 
     status: int = 200
-    parts: Sequence[Any] = ()  # buffers of the body, one behind the other
+    parts: Sequence[Any] = ()  # buffers of the body, in order
     content_type: str = "application/json"
     headers: Sequence[tuple[str, str]] = ()
-    stream: BodyStream | None = None  # instead of the parts; the connection ends with it
-    cut: Callable[[PipeSwitchError], bytes] | None = None  # the stream's last words, if we cut it
+    stream: BodyStream | None = None  # used instead of ``parts``; the connection ends after it
+    cut: Callable[[PipeSwitchError], bytes] | None = None  # returns a cut stream's last piece
 
 
 Work = Callable[[Any], Awaitable[Response]]
-"""What a request asks for, given its body; see ``answered``. It may be asked again, for a request
-whose head is the same. It is cancelled when the peer hangs up."""
+"""Function that answers a request, given its body; see ``answered``. It may be called again for a
+later request with the same head. It is cancelled when the peer hangs up."""
 
 Admit = Callable[[Head], Work | Response]
-"""What to do for a request, or a refusal before a byte of its body is taken."""
+"""Function that returns the work for a request, or a refusal, before the body is received."""
 
 
 Refuse = Callable[[str, PipeSwitchError], Response]
-"""Return an error in the form that a path's clients read."""
+"""Function that returns an error in the form that the clients of a path expect."""
 
 
 async def answered(work: Work, body: Any, path: str = "", refuse: Refuse | None = None) -> Response:
@@ -139,7 +139,7 @@ async def answered(work: Work, body: Any, path: str = "", refuse: Refuse | None 
     except PipeSwitchError as error:
         return refuse(path, error) if refuse else refusal(error)
     except Exception as error:
-        log.exception("http=failed")  # no head: it may have a token
+        log.exception("http=failed")  # without the head, which may have a token
         return (
             refuse(path, http_errors.as_ours(error))
             if refuse
@@ -156,7 +156,7 @@ def refusal(error: PipeSwitchError) -> Response:
     """Return an error's answer in our own form: ``{"error", "code", "hint"}``."""
     status = http_errors.status_of(error)
     headers = []
-    # Of a deadline that could not be met, as was known when it came: later it may be.
+    # A request whose deadline cannot be met now may succeed later.
     if status.may_retry or "predicted_ms" in error.data:
         headers.append(("Retry-After", str(http_errors.RETRY_AFTER_S)))
     if isinstance(error, http_errors.Unauthenticated):
@@ -169,7 +169,7 @@ def refusal(error: PipeSwitchError) -> Response:
 
 
 class HttpServer:
-    """All connections of one process, and what they hold together."""
+    """All connections of one process, and the memory that they hold together."""
 
     def __init__(
         self,
@@ -182,9 +182,9 @@ class HttpServer:
         self.shared = shared or Shared(limits.waiting_bytes, limits.answer_bytes)
         self.limits = limits
         self.connections: set[HttpConnection] = set()
-        self.unfinished_bytes = 0  # of heads and bodies that are not whole yet
-        self.by_peer: Counter[str] = Counter()  # connections
-        # Of an address or of all (None): when looked at, and who of them goes first, last.
+        self.unfinished_bytes = 0  # bytes of incomplete heads and bodies
+        self.by_peer: Counter[str] = Counter()  # number of connections by address
+        # By address (None: all): time of a comparison, and its candidates; the last one goes first.
         self._claims: dict[str | None, tuple[float, list[tuple[Claim, HttpConnection]]]] = {}
 
     def __call__(self) -> HttpConnection:
@@ -197,7 +197,7 @@ class HttpServer:
             connection.reading.known = None
 
     async def watch(self) -> None:
-        """Look at all connections for ever: what takes too long is cut off."""
+        """Check all connections forever, and cut off those that take too long."""
         while True:
             await asyncio.sleep(LOOK_EVERY_S)
             now = time.monotonic()
@@ -205,10 +205,10 @@ class HttpServer:
                 if connection in self.connections:
                     connection.look(now)
                 if not number % LOOKS:
-                    await asyncio.sleep(0)  # between them, those that ask are served
+                    await asyncio.sleep(0)  # serve requests in between
 
     async def drain(self, timeout_s: float) -> None:
-        """Close what is idle, and the others when they have their answers or it is late."""
+        """Close idle connections now, and the others after their answers or ``timeout_s``."""
         ends_at = time.monotonic() + timeout_s
         for connection in list(self.connections):
             connection.leave()
@@ -225,7 +225,7 @@ class HttpServer:
             least = self._least(peer if is_crowded else None)
             if least is None:
                 return False
-            self.leave(least)  # now: several may come before asyncio tells of its end
+            self.leave(least)  # now: more may come before asyncio reports its end
             least.abort()
         self.connections.add(connection)
         self.by_peer[peer] += 1
@@ -234,14 +234,14 @@ class HttpServer:
     def _least(self, peer: str | None) -> HttpConnection | None:
         """Return the connection with the weakest claim, of an address or of all; None: all stay.
 
-        A crowd arrives too fast to compare all connections each time, so one comparison serves for
-        a while: it keeps those that never sent a request, which are evicted first.
+        A crowd arrives too fast to compare all connections each time. So a comparison's candidates
+        without an answer so far, which are evicted first, are kept for the next calls.
         """
         now_s = time.monotonic()
         looked_at_s, strangers = self._claims.get(peer, (-CLAIMS_S, []))
         while strangers:
             claim, other = strangers.pop()
-            if other in self.connections and other.claim(now_s) == claim:  # it has not moved since
+            if other in self.connections and other.claim(now_s) == claim:  # not active since
                 return other
         if now_s - looked_at_s < CLAIMS_S:
             return None
@@ -252,7 +252,8 @@ class HttpServer:
         ]
         idle.sort(key=lambda one: one[0], reverse=True)
         least = idle.pop()[1] if idle else None
-        self._claims = {peer: (now_s, [one for one in idle if not one[0][0]])}
+        recent = {key: one for key, one in self._claims.items() if now_s - one[0] < CLAIMS_S}
+        self._claims = recent | {peer: (now_s, [one for one in idle if not one[0][0]])}
         return least
 
     def leave(self, connection: HttpConnection) -> None:
@@ -267,49 +268,49 @@ class HttpServer:
         while self.unfinished_bytes > self.limits.unfinished_bytes:
             largest = max(self.connections, key=lambda one: one.reading.held_bytes)
             if largest.reading.held_bytes == self.unfinished_bytes:
-                return  # alone it may
+                return  # a single request may exceed the limit
             largest.refuse(QueueFull("too many bytes of incomplete requests", hint=AGAIN))
 
 
 class _WholeRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """A request that is whole."""
+    """A complete request."""
 
     work: Work | Response
     body: Any  # a buffer
     is_compressed: bool
-    is_kept: bool  # the connection, afterwards
-    has_body: bool  # its answer
-    is_chunked: bool = True  # its answer, if that is a stream: HTTP/1.0 has no chunks
+    is_kept: bool  # the connection stays open afterwards
+    has_body: bool  # the answer has a body
+    is_chunked: bool = True  # a streamed answer is chunked; False for HTTP/1.0
     path: str
 
 
 Known = tuple[bytes, bytes, Work, str]
-"""A head that was admitted, before and after the digits of its body's length, and its path. A
-request whose head differs only in these digits is not parsed again."""
+"""An admitted head: its bytes before and after the digits of Content-Length, its work, its path. A
+request whose head differs only in these digits is not parsed."""
 
 
 class _Reading:
-    """The request that is received behind those being answered: its head, then its body."""
+    """Receiver of the next request, while earlier ones are answered: its head, then its body."""
 
     def __init__(self, connection: HttpConnection, server: HttpServer) -> None:
         self._connection, self._server, self._limits = connection, server, server.limits
         self._parser: Any = httptools.HttpRequestParser(self)
-        self._is_between = True  # two requests: the parser has none that is not whole
-        self.known: Known | None = None  # the last head
+        self._is_between = True  # the parser has no incomplete request
+        self.known: Known | None = None  # the last head, if it may be repeated
         self._url = b""
-        self.path = ""  # as far as it is known
+        self.path = ""  # the part of it that is parsed
         self._headers: dict[str, str] = {}
-        self.head_bytes = 0  # of a head that is not whole yet
-        self.head: Head | None = None  # of the body that is being received
-        self._work: Work | Response | None = None  # what that head asks for
+        self.head_bytes = 0  # received bytes of an incomplete head
+        self.head: Head | None = None  # head of the body that is being received
+        self._work: Work | Response | None = None  # work for this head
         self._body: Any = bytearray()
-        self.received_bytes = 0  # of a body that is not whole yet; in chunks, what it holds
-        self.marked_bytes = 0  # of it, when the connection's since_s was set
-        self._raw_bytes = 0  # of a body in chunks: with all that is around them
-        self.rest: memoryview | None = None  # of a body of known length, still to be received
+        self.received_bytes = 0  # bytes of an incomplete body; if chunked, those in memory
+        self.marked_bytes = 0  # ``received_bytes`` when the connection's ``since_s`` was set
+        self._raw_bytes = 0  # received bytes of a chunked body, with its framing
+        self.rest: memoryview | None = None  # unfilled part of a body of known length
         self.is_kept = False
-        self.is_current = True  # it speaks HTTP/1.1
-        self.error: PipeSwitchError | None = None  # what is wrong with what was parsed
+        self.is_current = True  # the request is HTTP/1.1
+        self.error: PipeSwitchError | None = None  # error in the parsed bytes
 
     def close(self) -> None:
         """Drop the parser, which points back here."""
@@ -328,7 +329,7 @@ class _Reading:
             self._receive(nbytes)
             if not len(self.rest):
                 self.rest = None
-                self._parser = httptools.HttpRequestParser(self)  # the old one waits for the body
+                self._parser = httptools.HttpRequestParser(self)  # the old one expects the body
                 self.on_message_complete()
 
     def clear(self) -> None:
@@ -346,10 +347,10 @@ class _Reading:
             self._raw_bytes += len(data)
         try:
             self._parser.feed_data(data)
-        except httptools.HttpParserUpgrade:  # to what is not spoken here: answered as it is
+        except httptools.HttpParserUpgrade:  # the new protocol is not supported: answer in HTTP/1.1
             self._connection.is_ending = True
         except httptools.HttpParserCallbackError:
-            if self.error is None:  # else it was to stop
+            if self.error is None:  # else the callback raised to stop the parser
                 log.exception("http=%s", self._connection.peer)
                 self.error = PipeSwitchError("the gateway failed to read this request")
         except httptools.HttpParserError as error:
@@ -371,7 +372,7 @@ class _Reading:
             self.rest = self._body[self.received_bytes :]
 
     def repeats(self, nbytes: int, before: bytes, behind: bytes, work: Work, path: str) -> bool:
-        """Queue a message that is one request with the last one's head; return whether it is."""
+        """Queue a message if it is exactly one request with the known head; return True if so."""
         if not self._is_between:
             return False
         data, at = bytes(_scratch[:nbytes]), len(before)
@@ -385,7 +386,7 @@ class _Reading:
         return True
 
     def _learn(self, nbytes: int, request: _WholeRequest) -> None:
-        """Learn the head of a request that arrived whole, and alone."""
+        """Remember the head of a request that arrived complete and alone."""
         self.known, size = None, nbytes - len(request.body)
         if isinstance(request.work, Response) or request.is_compressed or not request.is_kept:
             return
@@ -407,7 +408,7 @@ class _Reading:
 
     def on_header(self, name: bytes, value: bytes) -> None:
         if self.head is not None:
-            return  # behind the body: it came too late to count
+            return  # a trailer behind the body is ignored
         if len(self._headers) >= MAX_HEADERS:
             self.error = _head_too_large(self._limits)
             return
@@ -423,7 +424,7 @@ class _Reading:
             return
         headers = self._headers
         path, _, query = self._url.decode("latin-1").partition("?")
-        if path.startswith(("http://", "https://")):  # as a proxy is asked: its host is what counts
+        if path.startswith(("http://", "https://")):  # the form for proxies: this host counts
             site = path.split("/", 3)
             headers["host"], path = site[2], "/" + "".join(site[3:])
         self.path = path
@@ -450,7 +451,7 @@ class _Reading:
         if isinstance(self._work, Response) and length != 0:
             self.is_kept = False
             self._connection.queue_up(self._work, bytearray(), head)
-            self._connection.stop_reading()  # its body would be a waste
+            self._connection.stop_reading()  # the body is not needed
             return
         try:
             self._body = bytearray() if length is None else _untouched(length)
@@ -488,7 +489,7 @@ class _Reading:
         self._forget_body()
         if len(self._connection.queue) >= MAX_AHEAD:
             self.error = QueueFull(f"more than {MAX_AHEAD} requests without an answer")
-            raise self.error  # parse no more of what has come: others wait for their turn
+            raise self.error  # parse no more of the received bytes, to serve other connections
         if self._work is not None:
             self._connection.queue_up(self._work, body, head)
 
@@ -518,18 +519,18 @@ class HttpConnection(asyncio.BufferedProtocol):
         self._server = server
         self._limits = server.limits
         self.peer = ""
-        self.since_s = time.monotonic()  # of what it does now: idle, a head, a body, its end
+        self.since_s = time.monotonic()  # start of its current state: idle, head, body or end
         self.reading = _Reading(self, server)
         self._transport: Any = None
-        self.is_ending = False  # nothing that is read counts any more
+        self.is_ending = False  # all further bytes are ignored
         self.queue: deque[_WholeRequest] = deque()
         self._task: InlineTask | None = None
-        self._streaming: Callable[[bytes], bytes] | None = None  # what frames a piece of it
+        self._streaming: Callable[[bytes], bytes] | None = None  # frames a stream's piece
         self._cut: Callable[[PipeSwitchError], bytes] | None = None
-        self._has_answered = False  # a whole request
+        self._has_answered = False  # it has answered a complete request
         self._can_write = asyncio.Event()
         self._can_write.set()
-        self._unread_bytes = 0  # of answers, at the last look
+        self._unread_bytes = 0  # unread bytes of answers at the last check
         self._unread_since_s = 0.0
 
     # ---- asyncio's side ------------------------------------------------------------------------
@@ -542,7 +543,7 @@ class HttpConnection(asyncio.BufferedProtocol):
         return self._server.enter(self)
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        is_in = self in self._server.connections or self.enter(transport)  # TLS has let it in
+        is_in = self in self._server.connections or self.enter(transport)  # TLS called ``enter``
         self._transport = transport
         self._transport.set_write_buffer_limits(high=UNREAD_BYTES)
         if not is_in:
@@ -577,7 +578,7 @@ class HttpConnection(asyncio.BufferedProtocol):
             self._task.step()
 
     def eof_received(self) -> bool:
-        return False  # a peer that sends no more has hung up: its request is taken back
+        return False  # a peer that closed its side has hung up: cancel its request
 
     def pause_writing(self) -> None:
         self._can_write.clear()
@@ -585,20 +586,20 @@ class HttpConnection(asyncio.BufferedProtocol):
     def resume_writing(self) -> None:
         self._can_write.set()
 
-    # ---- what is answered ----------------------------------------------------------------------
+    # ---- answers -------------------------------------------------------------------------------
 
     def stop_reading(self) -> None:
-        """Drop what has come of a request that is not whole."""
+        """Drop an incomplete request, and ignore all further bytes."""
         self.is_ending = True
         self.reading.clear()
 
     def ask_for_body(self) -> None:
-        """Tell the peer to send its body, unless another answer is due."""
+        """Ask the peer to send its body, unless another answer is pending."""
         if self._task is None and not self.queue:
             self._transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
 
     def refuse(self, error: PipeSwitchError) -> None:
-        """Say what is wrong with what comes, unless another answer is due: that is the last."""
+        """Stop reading, and answer with the error, unless other answers are pending."""
         if not self.is_ending:
             self.stop_reading()
             if self._task is None and not self.queue:
@@ -623,7 +624,7 @@ class HttpConnection(asyncio.BufferedProtocol):
             path=self.reading.path,
         )
         if self._task is not None or self.queue:
-            self._transport.pause_reading()  # the next is read when this one is answered
+            self._transport.pause_reading()  # read on after the queue is answered
         self.queue.append(request)
 
     async def _end_with(self, answer: Response) -> None:
@@ -651,13 +652,13 @@ class HttpConnection(asyncio.BufferedProtocol):
                     self._server.shared.waiting.give(self.peer, len(request.body))
                 is_kept, has_body = request.is_kept and not self.is_ending, request.has_body
                 frame = _chunk if request.is_chunked else bytes
-                del request  # its body, before the answer is on its way
+                del request  # free its body before the answer is sent
                 if answer.stream is not None:
                     writing = self._write_stream(
                         answer, answer.stream, frame=frame, has_body=has_body
                     )
                     try:
-                        await asyncio.create_task(writing)  # it has timeouts
+                        await asyncio.create_task(writing)  # asyncio's timeouts need a task
                     finally:
                         answer.stream.close()
                     return
@@ -666,7 +667,7 @@ class HttpConnection(asyncio.BufferedProtocol):
                 if not is_kept:
                     return
                 if self.queue:
-                    await asyncio.sleep(0)  # the other connections' turn
+                    await asyncio.sleep(0)  # serve the other connections
                 else:
                     self._transport.resume_reading()
         finally:
@@ -681,7 +682,7 @@ class HttpConnection(asyncio.BufferedProtocol):
             if len(data) <= INLINE_BYTES:
                 body = _inflated(data, most)
             else:
-                # Inflated it may be as large as any: one at a time, the others as they were sent.
+                # The result may be large: one body is inflated at a time, others stay compressed.
                 body = await shared.aside.run(self.peer, _inflated, data, most)
             shared.waiting.take(self.peer, len(body))
         except PipeSwitchError as error:
@@ -713,7 +714,7 @@ class HttpConnection(asyncio.BufferedProtocol):
             self._end()
 
     async def _write_long(self, answer: Response, size: int, path: str, *, is_kept: bool) -> None:
-        """Piece by piece, each when the peer has taken those before it."""
+        """Write an answer in pieces, each when the peer has read the earlier ones."""
         try:
             self._server.shared.answers.take(self.peer, size)
         except QueueFull as error:
@@ -760,7 +761,7 @@ class HttpConnection(asyncio.BufferedProtocol):
         self._end()
 
     def _end(self) -> None:
-        """Send no more answers, but read for a while, or the peer might miss the last answer."""
+        """Send no more answers, but read for LINGER_S, so that the peer can read the last one."""
         self.stop_reading()
         self.since_s = time.monotonic()
         self._transport.resume_reading()
@@ -772,13 +773,13 @@ class HttpConnection(asyncio.BufferedProtocol):
         except OSError:  # the peer has reset the connection, which asyncio has not seen yet
             self.abort()
 
-    # ---- what takes too long -------------------------------------------------------------------
+    # ---- time limits ---------------------------------------------------------------------------
 
     def claim(self, now_s: float) -> Claim | None:
         """Return the connection's claim to stay in a crowd; None if it may not be evicted.
 
-        A connection that asked and read before ranks first, then one that moved recently. One that
-        is at work, or was just now, may not be evicted.
+        Connections that have had and read an answer rank highest, then the recently active ones. A
+        connection that computes an answer, or was active just now, may not be evicted.
         """
         if self._task is not None and not self._unread_bytes:
             return None
@@ -789,9 +790,9 @@ class HttpConnection(asyncio.BufferedProtocol):
         return is_known, since_s
 
     def look(self, now_s: float) -> None:
-        """Cut off a connection whose time is over.
+        """Cut off a connection that exceeds a time limit.
 
-        An answer's time is the server's responsibility, until the peer does not take it.
+        Computing an answer has no limit here. Only a peer that does not read the answer is cut off.
         """
         unread = self._transport.get_write_buffer_size()
         if not unread or unread != self._unread_bytes:
@@ -831,7 +832,7 @@ class HttpConnection(asyncio.BufferedProtocol):
 
 
 def _untouched(size: int) -> memoryview:
-    """Memory that costs nothing before bytes come: a length alone is soon said."""
+    """Return a buffer without pages until bytes arrive: a peer may claim a length and send none."""
     if size > INLINE_BYTES:
         check_memory(size, each_bytes=1)
     raw: Any = np.empty(size, np.uint8)
@@ -841,10 +842,10 @@ def _untouched(size: int) -> memoryview:
 def _inflated(data: Any, most: int) -> bytes:
     """Return the inflated body.
 
-
     Raises:
         InvalidInput: the body does not match its head.
-        TooLarge: the result exceeds ``most`` bytes. OSError: memory is short.
+        TooLarge: the result exceeds ``most`` bytes.
+        OSError: memory is short.
     """
     if len(data) > INLINE_BYTES:
         check_memory(most, each_bytes=2)  # the pieces, and their concatenation
@@ -871,14 +872,14 @@ def _chunk(piece: bytes) -> bytes:
 def _head_of(
     answer: Response, size: int | None, *, is_kept: bool, is_chunked: bool = False
 ) -> bytes:
-    """Return the head; ``size``: of the body in bytes; None: in chunks, or until the end."""
+    """Return an answer's head. ``size``: bytes of the body; None: chunked, or until the end."""
     lines = [
         f"HTTP/1.1 {answer.status} {_REASONS[answer.status]}",
         f"Content-Type: {answer.content_type}",
         *([] if size is None else [f"Content-Length: {size}"]),
         *(["Transfer-Encoding: chunked"] if is_chunked else []),
         *[f"{name}: {value}" for name, value in answer.headers],
-        f"Connection: {'keep-alive' if is_kept else 'close'}\r\n\r\n",  # said for HTTP/1.0
+        f"Connection: {'keep-alive' if is_kept else 'close'}\r\n\r\n",  # HTTP/1.0 needs it
     ]
     return "\r\n".join(lines).encode("latin-1")
 

@@ -1,7 +1,7 @@
-"""TLS below HTTP, with a place in the count of connections from the first byte on.
+"""TLS below HTTP, with connections counted from the first byte on.
 
-asyncio tells of a connection when its handshake has ended. One that stops half-way would hold
-a descriptor and a third of a MiB, and count nowhere: six hundred of them shut everybody out.
+asyncio reports a connection only after its handshake. A connection that stops in the handshake
+holds a descriptor and a third of a MiB: without the count, 600 of them would block all others.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any, Final, cast
 
 from .http_server import HttpConnection, HttpServer
 
-RECEIVED_BYTES: Final = 64 << 10  # at once: asyncio's 256 KiB are four times as much per connection
+RECEIVED_BYTES: Final = 64 << 10  # receive buffer of a connection; asyncio's own has 256 KiB
 
 
 def context_of(certificate: str, key: str) -> ssl.SSLContext:
@@ -25,7 +25,7 @@ def context_of(certificate: str, key: str) -> ssl.SSLContext:
 
 
 class Secured(SSLProtocol):
-    """TLS protocol that ``loop.create_server(ssl=…)`` puts before a connection, with its count."""
+    """The TLS protocol of ``loop.create_server(ssl=…)``, which also counts the connection."""
 
     max_size = RECEIVED_BYTES
 

@@ -42,25 +42,25 @@ log = logging.getLogger(__name__)
 
 SERVICE: Final = "inference.GRPCInferenceService"
 HEALTH_SERVICE: Final = "grpc.health.v1.Health"
-SPARE_BYTES: Final = 1 << 20  # of a message, beside its tensors
-CONNECTIONS_SHARE: Final = 8  # one for so many of HTTP: one that resets calls costs up to 0.6 MiB
-WATCH_EVERY_S: Final = 1.0  # how soon a watcher of the health learns of a change
-MAX_CALLS: Final = 1024  # of all callers, at once
+SPARE_BYTES: Final = 1 << 20  # bytes of a message in addition to its tensors
+CONNECTIONS_SHARE: Final = 8  # HTTP connections per gRPC connection, which may cost 0.6 MiB
+WATCH_EVERY_S: Final = 1.0  # interval between checks of the health for watchers
+MAX_CALLS: Final = 1024  # concurrent calls of all callers
 CALLS_PER_ADDRESS: Final = MAX_CALLS // 2
-ARRIVING_MESSAGES: Final = 4  # memory of messages that arrive, in messages of the largest size
+ARRIVING_MESSAGES: Final = 4  # memory for incomplete messages, in messages of the largest size
 MESSAGE_S: Final = 60.0  # time limit for the only message of a call; it occupies a place meanwhile
-MAX_WATCHERS: Final = 64  # of the health: it is told without a token, and each is a call for good
+MAX_WATCHERS: Final = 64  # watchers of the health need no token, and their calls do not end
 OPTIONS: Final = (
     ("grpc.max_send_message_length", -1),
-    ("grpc.max_concurrent_streams", 256),  # of one connection
+    ("grpc.max_concurrent_streams", 256),  # for each connection
     ("grpc.max_metadata_size", 16 << 10),
     ("grpc.max_connection_idle_ms", 300_000),
-    ("grpc.keepalive_time_ms", 60_000),  # a peer that is gone is found
+    ("grpc.keepalive_time_ms", 60_000),  # detects a peer that is gone
     ("grpc.keepalive_timeout_ms", 20_000),
     ("grpc.http2.min_ping_interval_without_data_ms", 5_000),
     ("grpc.so_reuseport", 1),  # the controller holds the port
-    # Limit of what a stream may send before its last answer is read. Probing would raise it to
-    # many MiB. A message that is being read may exceed it: ``Arrivals`` counts it.
+    # Limit of the bytes that a stream may send before its last answer is read. Probing would raise
+    # it to many MiB. A message that is being read may exceed it, so ``Arrivals`` counts its bytes.
     ("grpc.http2.lookahead_bytes", 256 << 10),
     ("grpc.http2.bdp_probe", 0),
 )
@@ -76,27 +76,27 @@ _CONTENTS: Final[Mapping[str, str]] = {
     "bytes": "bytes_contents",
 }
 
-_RAW_TAG: Final = 7 << 3 | 2  # of raw_input_contents, as protobuf writes it
-_OUTPUT_TAG: Final = 6 << 3 | 2  # of raw_output_contents
-_STREAMED_TAG: Final = 2 << 3 | 2  # of a stream's infer_response
-SPLIT_BYTES: Final = 64 << 10  # of a message: less is as soon copied
-MAX_PARTS: Final = 4 * MAX_TENSORS + 16  # inputs, outputs, contents, parameters; and the model
-SMALL_BYTES: Final = 64 << 10  # of a message without tensors
+_RAW_TAG: Final = 7 << 3 | 2  # protobuf's tag of raw_input_contents
+_OUTPUT_TAG: Final = 6 << 3 | 2  # protobuf's tag of raw_output_contents
+_STREAMED_TAG: Final = 2 << 3 | 2  # protobuf's tag of a stream's infer_response
+SPLIT_BYTES: Final = 64 << 10  # a smaller message is copied as fast as it is split
+MAX_PARTS: Final = 4 * MAX_TENSORS + 16  # inputs, outputs, contents, parameters; and other fields
+SMALL_BYTES: Final = 64 << 10  # limit of a message without tensors
 MAX_MODELS: Final = 1024  # maximum number of models whose long answers are remembered
 
 CARRIER: ContextVar[Mapping[str, Any]] = ContextVar("carrier", default=MappingProxyType({}))
 """Metadata of the call that this task serves."""
 LEFT_S: ContextVar[float | None] = ContextVar("left_s", default=None)
-"""What the call's own deadline leaves it; not of a stream, which has many requests."""
+"""Seconds until the call's own deadline; None for a stream, which has many requests."""
 Verb = Callable[[Principal, Any], Awaitable[Any]]
 Answered = Callable[[Principal, str, bytes], Awaitable[bytes]]
-"""The answer to a message of a caller, at an address."""
+"""Function that returns the answer to a message, given its caller and address."""
 
 
 async def open_server(
     service: Service, callers: Authenticator, settings: GatewaySettings, shared: Shared
 ) -> grpc.aio.Server:
-    """Return a server that listens."""
+    """Return a server that has started to listen."""
     max_bytes = settings.max_body_bytes + SPARE_BYTES
     bounds = (
         ("grpc.max_receive_message_length", max_bytes),
@@ -116,11 +116,11 @@ async def open_server(
 
 
 class GrpcVerbs:
-    """Calls to verbs.
+    """Router from calls to verbs.
 
-    All calls are streams of messages, though most have one message. Otherwise gRPC's library would
-    read it before the caller is checked, and would not report when an answer has left. Messages
-    are read through the call's context, because the library's iterator keeps the last one.
+    All calls are registered as streams, though most have one message. Otherwise gRPC's library
+    would read the message before the caller is checked, and would not report when the answer has
+    left. Messages are read through the context: the library's iterator keeps the last one.
     """
 
     def __init__(
@@ -132,7 +132,7 @@ class GrpcVerbs:
         self._arrivals = arrivals
         self._watchers = FairQuota(MAX_WATCHERS, "watches of the health")
         self._by_address: Counter[str] = Counter()
-        self._answer_bytes: dict[str, int] = {}  # of the last long answer, by model
+        self._answer_bytes: dict[str, int] = {}  # size of the last long answer, by model
 
     def handlers(self) -> tuple[grpc.GenericRpcHandler, ...]:
         verbs: dict[str, Verb] = {
@@ -189,7 +189,7 @@ class GrpcVerbs:
                     async with self._answered(
                         verb, caller, address, context.peer(), data
                     ) as answer:
-                        data = b""  # the client may be slow to read the answer
+                        data = b""  # free it: the client may read slowly
                         yield answer
                 return
             except PipeSwitchError as error:
@@ -205,25 +205,25 @@ class GrpcVerbs:
     async def _answered(
         self, verb: Answered, caller: Principal, address: str, peer: str, data: bytes
     ) -> AsyncIterator[bytes]:
-        """Return a message's answer and hold its bytes until it has left.
+        """Yield the answer to a message, and count the bytes of both toward the address's shares.
 
         Raises:
-            QueueFull: its address has as many bytes here as it may have.
+            QueueFull: a share of the address is used up.
         """
         with self._shared.waiting.holding(address, _charged(len(data))):
             if self._by_address[address] > CROWD:
                 await self._shared.passes.turn(address, peer)
             answer = await verb(caller, address, data)
-        del data  # it is no longer charged
+        del data  # its bytes are no longer counted
         with self._shared.answers.holding(address, _charged(len(answer))):
             yield answer
 
     @contextlib.contextmanager
     def _place(self, context: grpc.aio.ServicerContext) -> Iterator[tuple[str, Arriving]]:
-        """Count a call as under way; yield its address and its messages.
+        """Count a call toward its address; yield the address, and the reader of the messages.
 
         Raises:
-            QueueFull: its address has half of all calls.
+            QueueFull: the address has CALLS_PER_ADDRESS calls.
         """
         address = _address(context)
         if self._by_address[address] >= CALLS_PER_ADDRESS:
@@ -350,10 +350,10 @@ class GrpcVerbs:
             request, infer_request = await self._shared.aside.run(address, read_infer, rest, raw)
         left_s = LEFT_S.get()
         if left_s is not None and infer_request.deadline_ms is None:
-            left_ms = max(left_s * 1000.0, 0.001)  # one that has passed is refused as such
+            left_ms = max(left_s * 1000.0, 0.001)  # the server refuses one that has passed
             infer_request = msgspec.structs.replace(infer_request, deadline_ms=left_ms)
         model = request.model_name
-        # Otherwise a client that reads no answers could have them computed again and again.
+        # Otherwise a client that reads no answers could request ever more of them.
         if refusal := self._shared.answers.refusal(address, self._answer_bytes.get(model, 0)):
             raise refusal
         outputs, timing = await self._service.infer(
@@ -366,11 +366,11 @@ class GrpcVerbs:
         if len(self._answer_bytes) >= MAX_MODELS:
             self._answer_bytes.clear()
         self._answer_bytes[model] = size_bytes
-        with self._shared.answers.holding(address, size_bytes):  # before it is copied
+        with self._shared.answers.holding(address, size_bytes):  # counted before it is copied
             return await self._shared.aside.run(address, joined, parts)
 
     async def _stream(self, _: object, context: grpc.aio.ServicerContext) -> AsyncIterator[bytes]:
-        """Yield one answer for each request, in order; an error is an answer and ends nothing."""
+        """Yield one answer for each request, in order. An error is an answer, too."""
         response = INFERENCE["ModelStreamInferResponse"]
         streamed = functools.partial(self._infer, is_offloaded=True)
         try:
@@ -381,21 +381,21 @@ class GrpcVerbs:
                         async with self._answered(
                             streamed, caller, address, context.peer(), data
                         ) as answer:
-                            data = b""  # the client may be slow to read the answer
+                            data = b""  # free it: the client may read slowly
                             yield answer
                         continue
                     except PipeSwitchError as error:
                         failed = response(error_message=_told(error)[1])
                     if request_id := _id_of(data):
                         failed.infer_response.id = request_id
-                    del data  # nothing large is held while nobody reads this
+                    del data  # free it: the client may not read the answer
                     yield _to_bytes(failed)
         except PipeSwitchError as error:
             await context.abort(*_told(error))
 
 
 def _address(context: grpc.aio.ServicerContext) -> str:
-    return str(context.peer()).rpartition(":")[0].partition(":")[2]  # of ipv4:ADDRESS:PORT
+    return str(context.peer()).rpartition(":")[0].partition(":")[2]  # ipv4:ADDRESS:PORT
 
 
 def _told(error: PipeSwitchError) -> tuple[grpc.StatusCode, str, tuple[tuple[str, str], ...]]:
@@ -405,7 +405,7 @@ def _told(error: PipeSwitchError) -> tuple[grpc.StatusCode, str, tuple[tuple[str
 
 
 async def _only(arriving: Arriving) -> bytes:
-    """Return the message of a call that has one.
+    """Return the only message of a call.
 
     Raises:
         InvalidInput: there is none.
@@ -428,7 +428,7 @@ def _of_model(name: str, ask: Callable[..., Awaitable[Any]], field: str = "") ->
 
 
 def _small(message: Any, verb: Verb) -> Answered:
-    """Return a verb whose message has no tensors."""
+    """Return a function of bytes for a verb, whose messages have no tensors."""
 
     async def answered(caller: Principal, address: str, data: bytes) -> bytes:
         return _to_bytes(await verb(caller, _read(message, data)))
@@ -437,12 +437,11 @@ def _small(message: Any, verb: Verb) -> Answered:
 
 
 def _read(message: Any, data: bytes, max_bytes: int = SMALL_BYTES) -> Any:
-    """Read a message.
-
+    """Parse a message.
 
     Raises:
-        InvalidInput: the bytes are no such message; gRPC's own reader would say UNKNOWN.
-        TooLarge: they are more than any such message has.
+        InvalidInput: the bytes are not such a message; gRPC's own parser would report UNKNOWN.
+        TooLarge: there are more than ``max_bytes``.
     """
     if len(data) > max_bytes:
         raise TooLarge(f"{len(data)} bytes of a message, the limit is {max_bytes}")
@@ -457,11 +456,11 @@ def _no_message(message: Any) -> InvalidInput:
 
 
 def read_infer(data: bytes, raw: Sequence[Any] = ()) -> tuple[Any, InferRequest]:
-    """Return a ModelInferRequest, and its inference request. ``data``, ``raw``: see ``split_raw``.
+    """Return a ModelInferRequest, and its decoded form; ``split_raw`` gives ``data`` and ``raw``.
 
     Raises:
-        InvalidInput: it is no such message, or a tensor is not what it says.
-        TooLarge: too much of it is no raw contents.
+        InvalidInput: it is not such a message, or a tensor contradicts its shape or dtype.
+        TooLarge: the message without raw contents is too large.
     """
     request = _read(INFERENCE["ModelInferRequest"], data, oip.MAX_JSON_BYTES)
     return request, decode_request(request, raw)
@@ -476,12 +475,12 @@ def _id_of(data: bytes) -> str:
 
 
 def split_raw(data: bytes) -> tuple[bytes, Sequence[memoryview]]:
-    """Return a ModelInferRequest less its raw contents, and those as they lie in ``data``.
+    """Return a ModelInferRequest without its raw contents, and views of these in ``data``.
 
-    protobuf would copy each twice. A small message is left as it is.
+    protobuf would copy each raw content twice. A small message is not split.
 
     Raises:
-        InvalidInput: it is no such message, or has more parts than one has.
+        InvalidInput: it is not such a message, or has more than MAX_PARTS parts.
     """
     if len(data) < SPLIT_BYTES:
         return data, ()
@@ -508,10 +507,10 @@ def split_raw(data: bytes) -> tuple[bytes, Sequence[memoryview]]:
 
 
 def _number(data: memoryview, at: int) -> tuple[int, int]:
-    """Return a varint, and where it ends.
+    """Return a varint, and the offset of its end.
 
     Raises:
-        IndexError: it does not end, or not within ten bytes.
+        IndexError: it does not end within ten bytes.
     """
     value = 0
     for shift in range(0, 70, 7):
@@ -534,10 +533,10 @@ def _to_bytes(message: Any) -> bytes:
 
 
 def decode_request(request: Any, raw: Sequence[Any] = ()) -> InferRequest:
-    """Decode a ModelInferRequest, its tensors raw or as typed numbers; ``raw``: see ``read_infer``.
+    """Decode a ModelInferRequest with raw or typed tensors; ``split_raw`` gives ``raw``.
 
     Raises:
-        InvalidInput: a tensor is not what it says.
+        InvalidInput: a tensor contradicts its shape or dtype.
     """
     oip.check_count(len(request.inputs))
     oip.check_count(len(request.raw_input_contents), "raw contents")
@@ -588,7 +587,7 @@ def _typed(name: str, dtype: str, shape: Sequence[int], contents: Any) -> memory
 
 
 def _plain(parameters: Mapping[str, Any]) -> dict[str, Any]:
-    """Parameters by name; one that says nothing is not there."""
+    """Return the parameters by name, without those that have no value."""
     oip.check_parameters(parameters)
     return {
         name: getattr(value, choice)
@@ -605,11 +604,11 @@ def encode_answer(
     *,
     is_offloaded: bool = False,
 ) -> list[Any]:
-    """Return the buffers of a serialized ModelInferResponse, or of one in a
-    ModelStreamInferResponse. Raw tensors stay where they are: protobuf would copy each twice.
+    """Return the buffers of a serialized ModelInferResponse, or ModelStreamInferResponse.
+    Raw tensors stay where they are, because protobuf would copy each twice.
 
     Raises:
-        InvalidInput: an output is asked for that the model does not have.
+        InvalidInput: a requested output does not exist.
     """
     version = str(timing.get("version", oip.FIRST_VERSION))
     answer = INFERENCE["ModelInferResponse"](
@@ -623,7 +622,7 @@ def encode_answer(
         )
         if output.place is not None:
             _set(row.parameters, output.place.parameters())
-        raw += [_head(_OUTPUT_TAG, len(output.data)), output.data]  # one for each output
+        raw += [_head(_OUTPUT_TAG, len(output.data)), output.data]  # one content for each output
     parts = [_to_bytes(answer), *raw]
     return [_head(_STREAMED_TAG, sum(map(len, parts))), *parts] if is_offloaded else parts
 

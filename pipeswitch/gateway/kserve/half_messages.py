@@ -40,7 +40,7 @@ class Arrivals:
         self._shares = shares
         self._arrived = arrived
         self._connections: dict[str, _GrpcConnection] = {}
-        self._is_due = False  # a look is scheduled
+        self._is_due = False  # ``look`` is scheduled
 
     @contextmanager
     def call(self, context: grpc.aio.ServicerContext, address: str) -> Iterator[Arriving]:
@@ -88,7 +88,7 @@ class _GrpcConnection:
         self.waiting: set[Arriving] = set()
         self.unfinished_bytes = 0  # counted in the share of its address
         self._arrived = 0  # bytes received, at the last count
-        self._passed = 0  # of those, bytes that are in no unfinished message
+        self._passed = 0  # received bytes that belong to no unfinished message
 
     def count(self, arrived: int | None) -> None:
         """Update the counts; ``arrived``: bytes received so far, None: the connection has ended."""
@@ -163,7 +163,7 @@ class Sockets:
 
     def __init__(self, port: int) -> None:
         self._port = port
-        self._descriptors: set[int] = set()  # of the connected sockets
+        self._descriptors: set[int] = set()  # connected sockets of the port
 
     def arrived(self, peers: Collection[str]) -> dict[str, int]:
         """Return the bytes read from each peer, by gRPC's name for it (``ipv4:HOST:PORT``)."""

@@ -1,8 +1,8 @@
-"""Messages of ``inference.GRPCInferenceService``, health and reflection, in a pool of their own.
+"""Messages of ``inference.GRPCInferenceService``, health and reflection, in a private pool.
 
-Two packages that register the protobuf package ``inference`` cannot live in one process. A private
-pool registers nothing: this may be imported beside ``tritonclient.grpc`` or ``kserve``. The
-messages stand in ``proto/``, and are read from there: what ``protoc`` would write registers them.
+One process cannot import two modules that register the protobuf package ``inference``. A private
+pool registers nothing, so a process can import this and ``tritonclient.grpc`` or ``kserve``. The
+messages are read from ``proto/``, because modules that ``protoc`` generates would register them.
 """
 
 from __future__ import annotations
@@ -31,15 +31,15 @@ _RPC: Final = re.compile(r"rpc (\w+) \((stream )?(\w+)\) returns \((stream )?(\w
 
 
 class _ProtoReader:
-    """Parser of the ``proto/`` files, one statement a line."""
+    """Parser of the ``proto/`` files, which have one statement per line."""
 
     def __init__(self, text: str, package: str) -> None:
         self.file = descriptor_pb2.FileDescriptorProto(
             name=f"pipeswitch/{package}.proto", package=package, syntax="proto3"
         )
         self._enums = re.findall(r"enum (\w+)", text)
-        self._within: list[Any] = [self.file]  # the innermost one last
-        self._choice: dict[str, int] = {}  # of a oneof
+        self._within: list[Any] = [self.file]  # enclosing definitions, the innermost last
+        self._choice: dict[str, int] = {}  # index of the current oneof
         for line in text.splitlines():
             self._read(line.strip())
 
@@ -76,7 +76,7 @@ class _ProtoReader:
             case _ if match := _FIELD.fullmatch(line):
                 self._add_field(within, *match.groups())
             case _:
-                pass  # a remark, or what is said of the file
+                pass  # a comment, or an option of the file
 
     def _add_field(
         self,
@@ -87,7 +87,7 @@ class _ProtoReader:
         name: str,
         number: str,
     ) -> None:
-        """``value``: of a map, whose keys are texts."""
+        """Add a field; ``value`` is the type of a map's values, whose keys are strings."""
         field = message.field.add(name=name, number=int(number), **self._choice)
         if value:
             entry = message.nested_type.add(name=f"{name.title().replace('_', '')}Entry")
@@ -125,4 +125,4 @@ REFLECTION: Final = {
     package: _classes("reflection", package)
     for package in ("grpc.reflection.v1", "grpc.reflection.v1alpha")
 }
-"""By package: clients ask one or the other."""
+"""Message classes by package; a client uses one or the other."""

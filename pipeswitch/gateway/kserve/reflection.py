@@ -1,4 +1,4 @@
-"""``grpc.reflection``: what generic clients (grpcurl, Postman) ask before they call anything."""
+"""``grpc.reflection``, which generic clients (grpcurl, Postman) query before they call a verb."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Answers of language models: one request of verb ``generate`` each, whose tokens come as replies.
+"""Answers of language models: each is one request of verb ``generate`` with many replies.
 
-The model's text process (``texts.py``) encodes the prompt and decodes the tokens. At a stop string
-the request is cancelled.
+The model's text process (``tokenizer_worker.py``) encodes the prompt and decodes the tokens. At a
+stop string the request is cancelled.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from .tokenizer_worker import TokenizerRequest as TextAsked
 from .tokenizers import Inline, ProcessLost, TokenizerClient, TokenizerPool
 
 ANSWERS: Final = 256  # maximum number under way; each holds a cache on the server
-TRIES: Final = 3  # for a request whose processes end while they compute it
+TRIES: Final = 3  # tries of a request whose process ends while computing it
 _numbers = count(1)
 
 
@@ -49,10 +49,10 @@ class Answers:
     ) -> AnswerStream:
         """Return an answer of that model; ``next`` yields its tokens.
 
-        ``asked(own=defaults)`` returns the request, given the defaults of the model's author.
+        ``begin_of(own=defaults)`` returns the request, given the defaults of the model's author.
 
         Raises:
-            QueueFull: too many are under way.
+            QueueFull: too many answers are under way.
             InvalidInput: the model generates no text, or the request does not fit it.
         """
         turn = turn_of(caller, head.peer)
@@ -64,7 +64,7 @@ class Answers:
             except BaseException:
                 await answering.close()
                 raise
-            self.under_way.add(turn, 1)  # until it is closed
+            self.under_way.add(turn, 1)  # until the answer is closed
             answering.is_counted = True
             return answering
 
@@ -84,7 +84,7 @@ class AnswerStream:
         self.step: DecodedText
         self.tokens: list[Token] = []
         self.scored: list[Token] = []  # tokens of the prompt, if their chances were requested
-        self.names: dict[int, str] = {}  # the texts of single tokens, with logprobs
+        self.names: dict[int, str] = {}  # texts of single tokens, if logprobs are requested
         self.is_counted = False  # among the answers under way
         self._came: deque[Token] = deque()
         self.model, self.version = model, facts.version
@@ -95,11 +95,11 @@ class AnswerStream:
         self._replies: asyncio.Queue[Mapping[str, Any] | None] = asyncio.Queue()
         self._talk: TokenizerClient | Inline | None = None
         self._begin: StartGeneration
-        self._prompt = b""  # its ids, once they are known
-        self._made: list[int] = []  # tokens of the model
-        self._chances: list[tuple[Any, ...]] = []  # of each of them, with logprobs
-        self._told = 0  # tokens with text
-        self._first: Sequence[int] = ()  # token of a scored prompt
+        self._prompt = b""  # the prompt's ids (int32), once they are known
+        self._made: list[int] = []  # tokens that the model generated
+        self._chances: list[tuple[Any, ...]] = []  # their log probabilities, if requested
+        self._told = 0  # generated tokens whose text is known
+        self._first: Sequence[int] = ()  # first token of a scored prompt
         self._unscored = 0  # tokens of the prompt that are still to be reported
 
     async def begin(self, begin: StartGeneration) -> None:
@@ -112,7 +112,7 @@ class AnswerStream:
         options = self._begin.sampling.options
         if options is not None and options.scores_prompt:
             self._first, self._unscored = array("i", self._prompt)[:1], self.step.prompt_count - 1
-            self.scored.append(Token(self._first[0], ""))  # it has no chance
+            self.scored.append(Token(self._first[0], ""))  # it has no log probability
 
     async def next(self) -> Token | None:
         """Return the next token, or None after the last."""
@@ -172,16 +172,16 @@ class AnswerStream:
         return request
 
     def _end(self) -> None:
-        """Cancel the request if it is not over, as at a stop string."""
+        """Cancel the request if it still runs, for example at a stop string."""
         if (
             self._request is not None
             and not self._request.cancel()
             and not (self._request.cancelled())
         ):
-            self._request.exception()  # nobody else asks
+            self._request.exception()  # otherwise asyncio logs an unread error
 
     async def _ask(self, message: TextAsked) -> None:
-        """Set ``step``. If the process has ended, start a new one and send it the answer so far."""
+        """Send a message, and set ``step``. If the process has ended, continue with a new one."""
         tries = 0
         while True:
             if self._talk is None or self._talk.is_over:

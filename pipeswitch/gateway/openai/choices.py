@@ -15,19 +15,19 @@ MAX_CHOICES = 64
 
 
 class ParallelAnswers:
-    """Answers that are read side by side; if one fails, all do."""
+    """Answers that are read in parallel; if one fails, all fail."""
 
     def __init__(self, answerings: Sequence[AnswerStream], per_prompt: int = 1) -> None:
         self.answerings, self._per_prompt = answerings, per_prompt
         self._ready: deque[tuple[int, Token | None]] = deque()
         self._reading: dict[asyncio.Task[Token | None], int] = {}
-        self._is_over = False  # the only one
+        self._is_over = False  # used for a single answer: it has ended
 
     @staticmethod
     async def begin(
         begins: Sequence[Callable[[], Awaitable[AnswerStream]]], per_prompt: int
     ) -> ParallelAnswers:
-        """Begin one after the other; if one is refused, close those before it."""
+        """Begin the answers one after the other; if one is refused, close the earlier ones."""
         answerings: list[AnswerStream] = []
         async with contextlib.AsyncExitStack() as undo:
             for one in begins:

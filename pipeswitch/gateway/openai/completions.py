@@ -1,6 +1,6 @@
 """Text over HTTP: OpenAI's ``/v1``, and Triton's ``generate`` and ``generate_stream``.
 
-What OpenAI's clients may say and is not done here is refused by its name, in their form of errors.
+OpenAI's options that are not supported are refused by name, with errors in OpenAI's form.
 """
 
 from __future__ import annotations
@@ -48,13 +48,13 @@ EMBED: Final = "/v1/embeddings"
 PATHS: Final = (MODELS, TEXT, CHAT, EMBED)
 MAX_BODY_BYTES: Final = 1 << 20
 MAX_FIELDS: Final = 256
-MAX_LIST_BYTES: Final = 16 << 10  # of ``logit_bias``, and others
+MAX_LIST_BYTES: Final = 16 << 10  # limit of ``logit_bias`` and similar fields
 NEUTRAL_BYTES: Final = 256  # limit of a value without effect
 NULL: Final = msgspec.Raw(b"null")
 ABSENT: Final = msgspec.Raw()
-DEFAULT_MAX_TOKENS: Final = 16  # OpenAI's own, where a completion does not say
+DEFAULT_MAX_TOKENS: Final = 16  # OpenAI's default for completions
 NO_LIMIT: Final = 1 << 40
-SIGNATURE: Final = ({"ids", "count", "used", CACHE}, {LOGITS, CACHE_NEW})  # ADR 49
+SIGNATURE: Final = ({"ids", "count", "used", CACHE}, {LOGITS, CACHE_NEW})  # language model (ADR 49)
 _NEUTRAL: Final = """
 user metadata safety_identifier request_id prompt_cache_key prompt_cache_retention = "*"
 keep_alive ttl = "*"
@@ -96,7 +96,7 @@ class StreamOptions(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class TritonRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """Triton's body; its ``parameters`` may stand beside the text as well."""
+    """Triton's body. Its ``parameters`` may also be fields of the body itself."""
 
     text_input: str = ""
     max_tokens: int | None = None
@@ -117,7 +117,7 @@ class TritonRequest(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class CompletionRequest(TritonRequest, frozen=True, kw_only=True):
-    """Either of OpenAI's; null is as if it were left out."""
+    """OpenAI's body of a completion or a chat; null means absent."""
 
     model: str
     prompt: list[str | list[int]] | None = None  # one prompt is a list of one: ``_prompts``
@@ -129,13 +129,13 @@ class CompletionRequest(TritonRequest, frozen=True, kw_only=True):
     tool_choice: str | Tool | None = None
     n: int | None = None
     best_of: int | None = None
-    messages: msgspec.Raw = ABSENT  # read where the template is: it may be made of much
+    messages: msgspec.Raw = ABSENT  # decoded in the text process, because it may be large
     max_completion_tokens: int | None = None
     stream_options: StreamOptions | None = None
 
     @property
     def form(self) -> AnswerForm:
-        """Raises InvalidInput: the tools or the response format are not valid."""
+        """Form of the answer. InvalidInput: the tools or the response format are not valid."""
         return form_of(self.response_format, self.tools or [], self.tool_choice)
 
     @property
@@ -152,11 +152,11 @@ Prompts, Inputs = (
     )
     for most in (MAX_CHOICES, MAX_TEXTS)
 )
-"""Lists with a limit, at which decoding stops."""
+"""Types of lists with a maximum length; decoding stops when it is exceeded."""
 
 
 class Completions:
-    """The paths below ``/v1``, and two of a model."""
+    """Paths below ``/v1``, and ``generate`` and ``generate_stream`` of a model."""
 
     def __init__(self, service: Service, aside: OffloadThread) -> None:
         self._service, self._answers, self._aside = service, Answers(service), aside
@@ -164,7 +164,7 @@ class Completions:
         self._closing: set[asyncio.Task[None]] = set()
 
     def find(self, head: Head, caller: Principal) -> Work:
-        """Return the work that a request below ``/v1`` asks for.
+        """Return the work that answers a request below ``/v1``.
 
         Raises:
             NotFound, MethodNotAllowed, TooLarge: before its body is read.
@@ -253,11 +253,11 @@ class Completions:
             return await self._answer(form.choices, form, is_stream=bool(request.stream))
         except InvalidInput as error:
             if answer_form.is_forced and error.data.get("param") == "response_format":
-                error.data["param"] = "tools"  # the schema is theirs
+                error.data["param"] = "tools"  # the schema is that of the tools
             raise
 
     async def _read(self, head: Head, body: Any, kind: type[S]) -> S:
-        """Decode a request; a long one beside the loop, in its address's turn."""
+        """Decode a request. A long one is decoded on another thread, where addresses take turns."""
         _check_size(len(body))
         if len(body) <= LONG_BYTES:
             request = _said(body, kind)
@@ -271,7 +271,7 @@ class Completions:
     async def generate(
         self, caller: Principal, model: str, version: str, head: Head, body: Any, *, is_stream: bool
     ) -> Response:
-        """Triton's, of one model."""
+        """Answer Triton's ``generate`` or ``generate_stream`` of one model."""
         request = await self._read(head, body, TritonRequest)
         begin = partial(_begin, request, request.text_input, temperature=0.0, seed=request.seed)
         choices = ParallelAnswers([await self._answers.begin(caller, head, model, begin, version)])
@@ -280,7 +280,7 @@ class Completions:
     async def _answer(
         self, choices: ParallelAnswers, form: _OpenAi | _Triton, *, is_stream: bool
     ) -> Response:
-        """Return all of it, or a stream; the first tokens decide whether it is refused."""
+        """Return the whole answer or a stream. Errors before the first tokens are raised."""
         try:
             await choices.start()
             if is_stream:
@@ -300,7 +300,7 @@ class Completions:
 
     def _close(self, choices: ParallelAnswers) -> None:
         task = asyncio.get_running_loop().create_task(choices.close())
-        self._closing.add(task)  # else nothing would hold it
+        self._closing.add(task)  # otherwise the task might be garbage-collected
         task.add_done_callback(self._closing.discard)
 
 
@@ -317,8 +317,8 @@ class _OpenAi:
         self._readers = [CallReader(form) for _ in range(len(prompts) * n) if form.names]
         self._echo = [one if body.echo else "" for one in prompts for _ in range(n)]
         self._has_ids, self._has_logprobs = isinstance(prompts[0], list), body.logprobs is not None
-        self.hides = body.scores_prompt and body.max_tokens == 0  # all that is not the prompt's
-        self._began, self._shown = set[int](), Counter[int]()  # characters of each choice
+        self.hides = body.scores_prompt and body.max_tokens == 0  # show only the prompt
+        self._began, self._shown = set[int](), Counter[int]()  # choices; characters shown
         self._is_chat, self._created_s = body.messages != ABSENT, int(time.time())
         self._tells_usage = bool(body.stream_options and body.stream_options.include_usage)
 
@@ -372,7 +372,7 @@ class _OpenAi:
         return openai_body(error)
 
     def _echo_of(self, index: int) -> str:
-        """Return the text of a choice's prompt; if it came as ids, of each token alone."""
+        """Return the text of a choice's prompt; if it came as ids, its tokens' joined texts."""
         echo, answering = self._echo[index], self.choices.answerings[index]
         scored = "".join([answering.names[one.id] for one in answering.scored])
         return echo if isinstance(echo, str) else scored
@@ -436,7 +436,7 @@ class _Triton:
 
 
 class _Events:
-    """An answer as it comes; an ``http.Stream``."""
+    """A streamed answer; a ``BodyStream``."""
 
     def __init__(self, pieces: AsyncIterator[bytes], close: Callable[[], None]) -> None:
         self._pieces, self.close = pieces, close
@@ -463,7 +463,7 @@ def _event(value: dict[str, Any]) -> bytes:
 
 
 def openai_body(error: PipeSwitchError) -> dict[str, Any]:
-    """OpenAI's form of an error."""
+    """Return an error in OpenAI's form."""
     name, status = type(error).__name__, status_of(error).http
     kind = "rate_limit_error" if status == 429 else "invalid_request_error"
     content = {
@@ -476,7 +476,7 @@ def openai_body(error: PipeSwitchError) -> dict[str, Any]:
 
 
 def refused(error: PipeSwitchError) -> Response:
-    """Return an error like ``http.refusal``, for OpenAI's clients."""
+    """Return ``http_server.refusal`` of an error, with the body in OpenAI's form."""
     return replace(refusal(error), parts=[encode_json(openai_body(error))])
 
 
@@ -486,7 +486,7 @@ def _check_size(size: int) -> None:
 
 
 def _said(body: Any, kind: type[S]) -> S:
-    """Decode a request; raise InvalidInput if it is none, or not supported."""
+    """Decode a request; raise InvalidInput if it is malformed, or has an unsupported option."""
     check_memory(len(body))
     try:
         fields = _fields(body)
@@ -529,7 +529,7 @@ def _check_neutral(
     if "*" in neutral:
         return
     value = msgspec.json.decode(raw) if len(raw) <= NEUTRAL_BYTES else ...
-    is_flag = isinstance(value, bool)  # which equals a number
+    is_flag = isinstance(value, bool)  # True equals 1
     if not any(value == one and isinstance(one, bool) is is_flag for one in neutral):
         near = nearest(name, known)
         hint = ", or ".join(["leave it out", *map(json.dumps, neutral)])
@@ -546,7 +546,7 @@ def _begin(
     temperature: float | None = None,
     seed: int | None = None,
 ) -> StartGeneration:
-    """Return the requested answer.
+    """Return the message that starts the requested answer.
 
     Options that the request omits come from ``tokens`` and ``temperature``; if these are None, from
     the model's author (``own``), else from OpenAI's defaults.
@@ -578,7 +578,7 @@ def _options(request: TritonRequest, own: Mapping[str, Any]) -> Options | None:
     """Return the rarer options of a request, or of the model's author; None: there are none."""
     named = {name: getattr(request, name, None) for name in Options.__struct_fields__}
     values = {**own, **{name: value for name, value in named.items() if value is not None}}
-    values["top_k"] = max(values.get("top_k", 0), 0)  # -1 is another word for all
+    values["top_k"] = max(values.get("top_k", 0), 0)  # -1 means all, like 0
     options = Options(**{name: values[name] for name in named if name in values})
     return None if options == Options() else options
 

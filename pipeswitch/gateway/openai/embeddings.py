@@ -24,13 +24,13 @@ from .answer_stream import Answers, turn_of
 from .tokenizer_worker import Abort, StartGeneration
 from .tokenizers import TokenizerClient
 
-MAX_TEXTS: Final = 2048  # of one request, as OpenAI has it
+MAX_TEXTS: Final = 2048  # texts of one request; OpenAI's limit
 AT_ONCE: Final = 8
-NUMBER: Final = 0  # no answer of a language model has it
+NUMBER: Final = 0  # number that no answer of a language model has
 
 
 class Embed(msgspec.Struct, frozen=True, kw_only=True):
-    """OpenAI's body."""
+    """OpenAI's body of an embeddings request."""
 
     model: str
     input: list[str | list[int]]
@@ -40,7 +40,7 @@ class Embed(msgspec.Struct, frozen=True, kw_only=True):
 async def embedded(
     answers: Answers, caller: Principal, head: Head, request: Embed
 ) -> dict[str, Any]:
-    """Return OpenAI's answer."""
+    """Return the embeddings in OpenAI's form."""
     facts = await answers.service.generation(caller, request.model, "", embeds=True)
     rows: list[tuple[int, NDArray[np.float32]]] = []
     for start in range(0, len(request.input), AT_ONCE):

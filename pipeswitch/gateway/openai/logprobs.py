@@ -12,7 +12,7 @@ from ...programs.decoding.model_config import Token
 def requested(logprobs: bool | int | None, top: int | None, *, is_chat: bool) -> int | None:
     """Return the number of likeliest tokens to report for each token; None: report nothing.
 
-    ``logprobs`` is a flag for a chat, and a number for a completion; ``top`` is a chat's alone.
+    ``logprobs`` is a flag for a chat, and a number for a completion; only a chat has ``top``.
     """
     is_absent = logprobs is None or logprobs is False
     if top and (is_absent or not is_chat):
@@ -39,7 +39,7 @@ def of_chat(tokens: Sequence[Token], names: Mapping[int, str]) -> dict[str, Any]
 def of_text(tokens: Sequence[Token], names: Mapping[int, str], offset: int) -> dict[str, Any]:
     """Return the ``logprobs`` of a completion's choice, whose first token begins at ``offset``.
 
-    The prompt's first token has none, so null stands there.
+    The prompt's first token has no log probability, so its entry is null.
     """
     texts, offsets, tops = [names[one.id] for one in tokens], [], []
     for text, one in zip(texts, tokens, strict=True):
@@ -47,7 +47,7 @@ def of_text(tokens: Sequence[Token], names: Mapping[int, str], offset: int) -> d
         offset += len(text)
         top: dict[str, float] = {}
         own = [] if one.logprob is None else [(one.id, one.logprob)]
-        for id, logprob in (*one.top, *own):  # of two with one text the likelier one
+        for id, logprob in (*one.top, *own):  # the likelier one of two equal texts comes first
             top.setdefault(names[id], logprob)
         tops.append(top or None)
     return {

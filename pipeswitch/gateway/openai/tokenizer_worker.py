@@ -1,7 +1,7 @@
-"""The process of one model's texts: it renders its chat template, encodes, and decodes.
+"""Process that renders one model's chat template, encodes its prompts, and decodes its tokens.
 
-Whoever registered the model wrote both, and a template or an expression of a tokenizer can be made
-to take for ever. So they run here, confined as workers are (ADR 52); who asks bounds the time.
+The template and the tokenizer come from the client that registered the model, and may take forever.
+So they run in this process, which is confined like a worker (ADR 52); the gateway limits the time.
 """
 
 from __future__ import annotations
@@ -36,14 +36,14 @@ from ...programs.decoding.sampling import Sampling
 from ...sandbox.confine import confine_worker, missing
 from ..decoding import check_memory
 
-MEMORY_BYTES: Final = 1 << 30  # beside what it imports; the largest tokenizer known takes 400 MB
-CHARS_PER_TOKEN: Final = 64  # of a prompt, at most: a longer one is not even cut into tokens
-USUAL_CHARS: Final = 4  # of a usual token; of a longer prompt the beginning is tried first
-SURE: Final = 2  # contexts that such a beginning fills: all of it would not fit either
-GROWTH: Final = 4  # growth of that beginning from try to try
+MEMORY_BYTES: Final = 1 << 30  # in addition to imports; the largest known tokenizer takes 400 MB
+CHARS_PER_TOKEN: Final = 64  # limit per token of the context; a longer prompt is not encoded
+USUAL_CHARS: Final = 4  # usual characters per token; a longer prompt's beginning is encoded first
+SURE: Final = 2  # if the beginning fills this many contexts, the prompt cannot fit
+GROWTH: Final = 4  # factor by which the beginning grows for the next try
 NICENESS: Final = 10  # lower priority than workers: they get nine times the processor time
 MAX_MESSAGES: Final = 1024
-MAX_REST_BYTES: Final = 256 << 10  # of a chat beside its texts; decoded it is 24 times as much
+MAX_REST_BYTES: Final = 256 << 10  # limit of a chat without texts; decoded, it takes 24 times that
 LENGTH_BYTES: Final = 4
 PR_SET_PDEATHSIG: Final = 1
 NO_TEXT: Final = msgspec.Raw(b"null")
@@ -56,32 +56,32 @@ class AnswerMessage(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 
 class StartGeneration(AnswerMessage, frozen=True, kw_only=True, tag=True):
-    """A new one."""
+    """Message that starts an answer."""
 
     prompt: str | list[int] = ""
-    messages: bytes | None = None  # JSON, instead: the template makes the prompt of them
+    messages: bytes | None = None  # JSON, instead of ``prompt``: the template renders it
     tools: bytes = b""  # JSON, for the template
     sampling: Sampling
     ending: StopCriteria
-    # For an answer that another process began: the tokens so far, and how many of them have text.
+    # For an answer that another process began: its tokens, and how many of their texts were sent.
     so_far: list[int] = []
     told: int = 0
-    names: list[int] = []  # as of ``TokensGenerated``
+    names: list[int] = []  # see ``TokensGenerated``
 
 
 class TokensGenerated(AnswerMessage, frozen=True, kw_only=True, tag=True):
-    """The tokens of a reply."""
+    """Message with the tokens of the server's reply."""
 
     tokens: list[int]
-    names: list[int] = []  # tokens to return the text of, each alone
+    names: list[int] = []  # tokens whose own texts are requested
 
 
 class Abort(AnswerMessage, frozen=True, kw_only=True, tag=True):
-    """Message that no more of the answer is wanted; the only message without a reply."""
+    """Message that ends an answer early; the only message without a reply."""
 
 
 class Hello(msgspec.Struct, frozen=True, tag=True):
-    """Reply that the process is ready, to the message with the model's facts."""
+    """Reply to the message with the model's facts: the process is ready."""
 
 
 class DecodedText(msgspec.Struct, frozen=True, kw_only=True, tag=True):
@@ -89,13 +89,13 @@ class DecodedText(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
     prompt_count: int
     tokens: list[Token] = []
-    reason: str | None = None  # why the answer is over
+    reason: str | None = None  # reason of the answer's end; None: it continues
     prompt: bytes = b""  # ids of a new answer's prompt, int32
     names: list[str] = []
 
 
 class InvalidPrompt(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """Back: it cannot be; as InvalidInput says it."""
+    """Reply that a request is not valid, with the fields of InvalidInput."""
 
     message: str
     hint: str = ""
@@ -107,7 +107,7 @@ TokenizerRequest = StartGeneration | TokensGenerated | Abort
 
 
 class TokenizerWorker:
-    """One model's answers."""
+    """State of one model's answers."""
 
     def __init__(self, facts: LanguageModelConfig) -> None:
         self._facts = facts
@@ -122,7 +122,7 @@ class TokenizerWorker:
         except InvalidInput as error:
             named = {key: error.data.get(key) or "" for key in ("param", "code")}
             return InvalidPrompt(message=error.message, hint=error.hint, **named)
-        except Exception as error:  # a template's own refusal of a role too, and MemoryError
+        except Exception as error:  # also a template's refusal of a role, and MemoryError
             is_new = isinstance(message, StartGeneration) and not message.so_far
             if isinstance(error, MemoryError) and not is_new:
                 raise  # a begun answer needs little memory: another process continues it
@@ -155,7 +155,7 @@ class TokenizerWorker:
         text = message.prompt if message.messages is None else self._rendered(message)
         context = self._facts.context
         check_length(text, context)
-        with_special = message.messages is None  # a template writes its own
+        with_special = message.messages is None  # a template writes the special tokens
         size = USUAL_CHARS * context
         while size < len(text):
             if len(encode(text[:size], with_special=with_special)) > SURE * context:
@@ -261,7 +261,7 @@ def compiled(template: str) -> Callable[..., str]:
     from jinja2.sandbox import ImmutableSandboxedEnvironment
 
     class Marked(Extension):
-        """Extension for the tag around the model's own text; only training needs it: ignored."""
+        """Extension that ignores the tag around the model's own text, which only training needs."""
 
         def __init__(self, environment: Any) -> None:
             super().__init__(environment)
@@ -287,18 +287,18 @@ def compiled(template: str) -> Callable[..., str]:
 
 
 def framed(data: bytes) -> bytes:
-    """Return data after its length."""
+    """Return the data, preceded by its length."""
     return len(data).to_bytes(LENGTH_BYTES, "big") + data
 
 
 def _frame(source: BinaryIO) -> bytes:
-    """Empty: who asked is gone."""
+    """Read one frame; empty: the gateway is gone."""
     head = source.read(LENGTH_BYTES)
     return source.read(int.from_bytes(head, "big")) if len(head) == LENGTH_BYTES else b""
 
 
 def main() -> None:
-    """Entry. Descriptor 0 is the socket to the gateway; what is read later is imported before."""
+    """Serve the socket at descriptor 0. Imports come first: a confined process opens no files."""
     os.nice(NICENESS)
     from jinja2.exceptions import TemplateError
 
@@ -306,7 +306,7 @@ def main() -> None:
         compiled("{{ messages | tojson | trim }}{{ strftime_now('%Y') }}{{ raise_exception('') }}")(
             messages=[]
         )
-    with contextlib.suppress(ImportError):  # said to who brings a text
+    with contextlib.suppress(ImportError):  # reported to the caller of the first text
         import tokenizers  # noqa: F401
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     source, sink = os.fdopen(0, "rb", closefd=False), os.fdopen(0, "wb", closefd=False)

@@ -41,8 +41,8 @@ from .tokenizer_worker import (
 TEXT_S: Final = 10.0  # limit of one reply, from the sending of the request
 LEAST_SHARE: Final = 0.2  # minimum share on a processor; below it the machine is busy
 START_S: Final = 60.0  # limit of the start; also the maximum of TEXT_S on a busy machine
-TURN_S: Final = 10.0  # turn of a busy model while others wait for a process
-END_S: Final = 0.005  # interval between checks of a killed process; a thread may not start
+TURN_S: Final = 10.0  # minimum time of a busy model's process while other models wait
+END_S: Final = 0.005  # interval between checks of a killed process; a waiting thread may not start
 LOOK_S: Final = 0.25  # interval between checks of turns
 MAX_REPLY_BYTES: Final = 16 << 20
 AGAIN: Final = "send again in a moment"
@@ -55,15 +55,15 @@ _Stream = tuple[asyncio.StreamReader, asyncio.StreamWriter]
 class ProcessLost(ServerUnavailable):
     """A text process ended before it replied; another one may do the work."""
 
-    was_computing = False  # this request
+    was_computing = False  # it ended during this request
 
 
 class TokenizerSlot(msgspec.Struct, frozen=True, kw_only=True):
     """One model's text process, or its pending request for one."""
 
-    owner: str  # of the model
-    caller: str = ""  # that wishes for it
-    since_s: float  # when the process began; of a wish: when that came
+    owner: str  # tenant that registered the model
+    caller: str = ""  # caller that waits for the process
+    since_s: float  # start of the process, or of the wait for it
     idle_since_s: float | None = None  # None: it has answers under way
     is_starting: bool = False
 
@@ -74,12 +74,13 @@ def next_place(
     most: int,
     now_s: float,
 ) -> tuple[str, str] | None:
-    """Choose the model whose process starts next, and the one that ends for it (empty: none); None
-    means wait.
+    """Return the model whose process starts next, and the model whose process ends before that.
+    The second is empty if none must end. The result is None if all must wait.
 
-    First comes the owner with the fewest processes, then the caller with the fewest wishes. An idle
-    process ends for a model of its own owner, or of one that has fewer. So does a busy one after
-    its turn, or at once where its owner has two more. What was idle for a turn ends for any.
+    The owner with the fewest processes comes first, then the caller that waits for the fewest. An
+    idle process may end for a model of the same owner, or of one with fewer processes; a busy one
+    may do so after TURN_S. A busy process may end at once if its owner has two more than the other
+    owner; a process that was idle for TURN_S may end for any model.
     """
     has = Counter(one.owner for one in slots.values())
     wishes = Counter(one.caller for one in waiting.values())
@@ -135,7 +136,7 @@ class TokenizerClient:
         self._turns: TurnQueue[_Request] = TurnQueue()
         self._owner, self._since_s = owner, time.monotonic()
         self.idle_since_s = self._since_s
-        self.answers = 0  # under way
+        self.answers = 0  # number of answers under way
         self.is_over = self._is_late = self._is_started = False
         self._begin(_Request(encode_msgpack(facts)), START_S)
         self._reading = asyncio.create_task(self._read())
@@ -183,7 +184,7 @@ class TokenizerClient:
         try:
             return _step(await request.reply)
         finally:
-            request.data = b""  # a caller that has hung up keeps nothing while it waits
+            request.data = b""  # free it: if the caller hung up, the request stays in the queue
 
     def send(self, message: Abort) -> None:
         """Send a message that has no reply."""
@@ -239,7 +240,7 @@ class TokenizerClient:
                     request.reply.set_result(message)
                 self._next()
         except (EOFError, OSError, msgspec.DecodeError):
-            pass  # it died, or lies
+            pass  # the process died, or sent invalid data
         finally:
             self.is_over = True
             self._clock.cancel()
@@ -251,7 +252,7 @@ class TokenizerClient:
                 await asyncio.sleep(END_S)
 
     def _fail(self, request: _Request) -> None:
-        """Fail a request: finally if it took too long, else so that another process may do it."""
+        """Fail a request: ServerUnavailable if it took too long, else ProcessLost, to try again."""
         error = _lost()
         error.was_computing = request is self._computing or not self._is_started
         is_for_good = error.was_computing and self._is_late
@@ -282,7 +283,7 @@ class TokenizerPool:
 
     def __init__(self, service: Service) -> None:
         self._service = service
-        self._talks: dict[str, TokenizerClient] = {}  # by program, as all below
+        self._talks: dict[str, TokenizerClient] = {}  # by program digest, like the next three
         self._opening: dict[str, _Opening] = {}
         self._wanted: dict[str, TokenizerSlot] = {}
         self._starting: dict[str, TokenizerSlot] = {}
@@ -291,13 +292,13 @@ class TokenizerPool:
     async def enter(
         self, caller: Principal, turn: str, model: str, facts: LanguageModelConfig
     ) -> TokenizerClient | Inline:
-        """Return the model's process, started in its turn, and count one more answer."""
+        """Return the model's process, and count one more answer there. Start it first if needed."""
         if not facts.has_tokenizer:
             return Inline(facts)
         talk, name = self._talks.get(facts.digest), facts.digest
         if talk is None or talk.is_over:
             opening = self._opening.get(name)
-            if opening is None or opening.task.done():  # what it began is over already
+            if opening is None or opening.task.done():  # the opened process has ended
                 opening = self._opening[name] = _Opening(self._open(caller, turn, model, facts))
             opening.waiting += 1
             try:
@@ -341,7 +342,7 @@ class TokenizerPool:
             return talk
         finally:
             for places in (self._wanted, self._starting):
-                if places.get(name) is place:  # not that of a later one
+                if places.get(name) is place:  # not the entry of a later call
                     del places[name]
             self._news.set()
 
@@ -366,7 +367,7 @@ def _lost() -> ProcessLost:
 
 
 def _step(message: Hello | DecodedText | InvalidPrompt | None) -> DecodedText:
-    """Raise the error that the process reported."""
+    """Return a reply's text, or raise the error that the process reported."""
     if isinstance(message, InvalidPrompt):
         named: dict[str, Any] = {"param": message.param or None}
         named |= {"code": message.code} if message.code else {}

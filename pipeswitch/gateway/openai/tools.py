@@ -11,15 +11,15 @@ import msgspec
 from ...base.codec import encode_json
 from ...base.errors import InvalidInput
 
-MAX_TOOLS: Final = 128  # as OpenAI has it
+MAX_TOOLS: Final = 128  # OpenAI's limit
 MAX_TOOLS_BYTES: Final = 64 << 10
-MAX_HELD_CHARS: Final = 256  # of a text that may become a call: no name is longer
-MARK, CLOSE = "<tool_call>", "</tool_call>"  # around a call, as Qwen, Hermes and others have it
+MAX_HELD_CHARS: Final = 256  # held text that may become a call: the start of a call is shorter
+MARK, CLOSE = "<tool_call>", "</tool_call>"  # around a call of Qwen, Hermes and other models
 HEAD: Final = re.compile(
     rf'\s*(?:{MARK}\s*)?(?:\[\s*)?\{{\s*(?:"type"\s*:\s*"function"\s*,\s*)?'
     r'"name"\s*:\s*"([^"\\]*)"\s*,\s*"(?:arguments|parameters)"\s*:\s*(?=\{)'
 )
-START: Final = re.compile(r'\s*\[?\s*(?:\Z|\{\s*(?:\Z|"(?:\Z|[nt])))')  # of a call without a mark
+START: Final = re.compile(r'\s*\[?\s*(?:\Z|\{\s*(?:\Z|"(?:\Z|[nt])))')  # a call without a mark
 TAIL: Final = re.compile(rf"\s*\}}?\s*(?:{CLOSE})?[\s,;\]]*")
 # White space as models are trained to write it in calls; no other white space is allowed.
 COMPACT: Final = b'{"whitespace_flexible":false,"item_separator":", ","key_separator":": "}'
@@ -27,7 +27,7 @@ CALL: Final = (
     b'{"type":"object","properties":{"name":{"const":"%b"},"arguments":%b},'
     b'"required":["name","arguments"],"additionalProperties":false}'
 )
-REFERENCE: Final = re.compile(rb'"\$ref"\s*:\s*"#')  # in a string its quotes have a backslash
+REFERENCE: Final = re.compile(rb'"\$ref"\s*:\s*"#')  # quotes inside a string have a backslash
 NO_ARGUMENTS: Final = {"additionalProperties": msgspec.Raw(b"false")}
 
 Tools = Annotated[list[msgspec.Raw], msgspec.Meta(max_length=MAX_TOOLS)]
@@ -58,9 +58,9 @@ class AnswerForm(msgspec.Struct, frozen=True, kw_only=True):
     """Form of an answer: the schema that it follows, and the tools that it may call."""
 
     schema: str = ""  # empty: any text
-    names: tuple[str, ...] = ()  # of the tools; empty: it calls none
+    names: tuple[str, ...] = ()  # names of the tools; empty: no calls
     rendered: bytes = b""  # the tools as JSON, for the chat's template
-    is_forced: bool = False  # it must be a call
+    is_forced: bool = False  # the answer must be a call
 
 
 def form_of(
@@ -111,7 +111,7 @@ def _schema_of_call(function: Function) -> bytes:
 
 
 def _moved(schema: bytes, place: bytes) -> bytes:
-    """Return a schema that lies at ``place`` of another one: its references point there."""
+    """Return a schema for ``place`` in another one; its references point to that place."""
     return REFERENCE.sub(rb"\g<0>" + place, schema)
 
 
@@ -138,18 +138,18 @@ def schema_of(response_format: ResponseFormat | None) -> str:
 class CallReader:
     """Reader of one answer: divides its text, as it arrives, into content and calls.
 
-    A call is ``{"name": …, "arguments": {…}}``: between the marks, or where the text or an earlier
-    call ends, alone or in a list. Text that may become a call is held back.
+    A call is ``{"name": …, "arguments": {…}}``, alone or in a list. It stands between the marks, at
+    the start of the text, or after an earlier call. Text that may become a call is held back.
     """
 
     def __init__(self, form: AnswerForm) -> None:
         self.count = 0  # calls so far
         self._form, self._held, self._part = form, "", "text"
-        self._may_begin = True  # a call without a mark
-        self._depth, self._is_text, self._is_escaped = 0, False, False  # in the arguments
+        self._may_begin = True  # a call without a mark may begin here
+        self._depth, self._is_text, self._is_escaped = 0, False, False  # position in the JSON
 
     def push(self, text: str, *, is_last: bool) -> dict[str, Any]:
-        """Return what a text adds to the answer, as a delta of OpenAI's; empty: nothing yet."""
+        """Add text to the answer, and return OpenAI's delta; empty: nothing is known yet."""
         self._held += text
         content, calls = "", list[dict[str, Any]]()
         while self._held:
@@ -172,7 +172,7 @@ class CallReader:
                     self._held, self._part = self._held[head.end() :], "arguments"
                     self.count += 1
                 elif head or is_last or len(self._held) >= MAX_HELD_CHARS or CLOSE in self._held:
-                    place = len(self._held) - len(self._held.lstrip()) + 1  # it becomes no call
+                    place = len(self._held) - len(self._held.lstrip()) + 1  # it is not a call
                     content, self._held = content + self._held[:place], self._held[place:]
                     self._may_begin = False
                 else:

@@ -1,2 +1,1 @@
-"""Parts that all protocols share: the verbs of the Open Inference Protocol, and the server
-behind them."""
+"""Verbs of the Open Inference Protocol, for all protocols, and the connection to the server."""

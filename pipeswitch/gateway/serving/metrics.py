@@ -1,7 +1,7 @@
-"""``/metrics``: what Prometheus reads, in the controller's words and in base units.
+"""``/metrics`` for Prometheus, with the controller's names and in base units.
 
-Everyone who may ask models is told of requests that came through the gateway, by model; operators
-are told of the server too, from its listings at each look.
+Each caller who may use models gets counts of the gateway's requests, by model. Operators also get
+the server's numbers, which are queried for each scrape.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _COUNTERS: Final[Mapping[str, str]] = {
 }
 _OUTCOMES: Final = (OK, "error", "undeliverable")
 _TIERS: Final[Mapping[str, str]] = {"arena": "device", "store": "host", "pool": "requests"}
-_NV_COUNTERS: Final[Mapping[str, tuple[str, str, float]]] = {  # Triton's: phase, field, per unit
+_NV_COUNTERS: Final[Mapping[str, tuple[str, str, float]]] = {  # name: phase, field, divisor
     "nv_inference_request_success": ("success", "count", 1),
     "nv_inference_request_failure": ("fail", "count", 1),
     "nv_inference_request_duration_us": ("success", "ns", 1000),
@@ -63,19 +63,19 @@ class Metrics:
     """Prometheus output of the counters."""
 
     def __init__(self, model_stats: ModelStats, *, has_nv_names: bool = False) -> None:
-        """``has_nv_names``: tell Triton's metrics by their names too."""
+        """Create the registry; ``has_nv_names`` adds metrics under Triton's names."""
         self._registry = CollectorRegistry()
         self._registry.register(model_stats)
         self._server = _Server(has_nv_names=has_nv_names)
         self._registry.register(self._server)
 
     def text(self, accept: str, facts: Mapping[str, Any] | None) -> tuple[bytes, str]:
-        """Return the page and its type.
+        """Return the metrics as text, and their content type.
 
         Args:
             accept: the scraper's ``Accept``.
             facts: ``stats``, ``jobs``, ``ps`` and ``models`` (all versions) of the server, and
-                ``model_stats``, the rows of Triton's statistics; None: not for this caller.
+                ``model_stats``, the rows of Triton's statistics; None: the caller sees none.
         """
         encode, content_type = choose_encoder(accept)
         self._server.facts = facts
@@ -91,7 +91,7 @@ class _Server:
     def __init__(self, *, has_nv_names: bool) -> None:
         self.facts: Mapping[str, Any] | None = None
         self._has_nv_names = has_nv_names
-        self._idle_s: dict[str, float] = {}  # of each device, and these, as of the last look
+        self._idle_s: dict[str, float] = {}  # by device, of the last scrape; so are the next two
         self._up_s = self._busy_s = 0.0
 
     def collect(self) -> Iterable[Metric]:
@@ -151,11 +151,11 @@ class _Server:
     def _device_time(self, stats: Mapping[str, Any]) -> Iterable[Metric]:
         """Yield device time by kind, and by device if there are several.
 
-        A computation counts only when it is over, so idle time, the rest, is kept from falling: a
-        falling counter counts as restarted.
+        A computation counts only at its end, and idle time is the rest, so it could fall. It is
+        kept from falling, because Prometheus takes a falling counter for a restarted one.
         """
         up_s = stats["up_s"]
-        if up_s < self._up_s:  # another server
+        if up_s < self._up_s:  # the server was restarted
             self._idle_s, self._up_s, self._busy_s = {}, 0.0, 0.0
         busy_s = sum(stats["device_s"].values())
         several = stats.get("devices", [])
@@ -205,7 +205,7 @@ class _Server:
 
     @staticmethod
     def _triton(rows: Iterable[Mapping[str, Any]]) -> Iterable[Metric]:
-        """Gauges to the library, since Triton's counters do not end in _total."""
+        """Yield Triton's counters as gauges, because the library adds ``_total`` to counters."""
         rows = list(rows)
         row = {
             name: [row["inference_stats"][phase][field] / unit for row in rows]

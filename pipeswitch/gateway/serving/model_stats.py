@@ -42,8 +42,8 @@ PHASES: Final[Mapping[str, str]] = {
 }
 TRITONS: Final = {"queue": "queue", "compute_input": "switch", "compute_infer": "compute"}
 OK: Final = "ok"
-MAX_NAME_CHARS: Final = 64  # a longer one is no model's
-MAX_COUNTED: Final = 1 << 14  # models and outcomes; an operator's look forgets what is gone
+MAX_NAME_CHARS: Final = 64  # no model has a longer name
+MAX_COUNTED: Final = 1 << 14  # pairs of model and outcome; operators' queries drop old models
 _ENDS_MS: Final = [seconds * 1000.0 for seconds in SECONDS]
 _ENDS: Final = [floatToGoString(seconds) for seconds in (*SECONDS, float("inf"))]
 
@@ -68,9 +68,9 @@ def _filled(family: CounterMetricFamily | GaugeMetricFamily, values: Values) -> 
 
 
 class _Phase(msgspec.Struct, gc=False):
-    key: str  # in a timing
+    key: str  # field of a timing
     ms: float
-    counts: list[int]  # by the first of ``SECONDS`` that it does not pass
+    counts: list[int]  # by the smallest of ``SECONDS`` that is not exceeded
 
 
 class _Model(msgspec.Struct):
@@ -79,9 +79,9 @@ class _Model(msgspec.Struct):
     failed: int = 0
     failed_ms: float = 0.0
     last_ms: int = 0
-    rows: float = 0.0  # of joined runs each request counts its share
+    rows: float = 0.0  # computed rows; each request of a batch counts its share
     runs: float = 0.0
-    phases: list[_Phase] = []  # once one was answered
+    phases: list[_Phase] = []  # empty before the first answer
 
     def ns_of(self, phase: str) -> int:
         return round(sum(one.ms for one in self.phases if one.key == f"{phase}_ms") * 1e6)
@@ -92,7 +92,7 @@ class ModelStats:
 
     def __init__(self) -> None:
         self._models: dict[str, _Model] = {}
-        self._counted = 0  # models and outcomes
+        self._counted = 0  # pairs of model and outcome
 
     def answered(self, model: str, took_ms: float, timing: Mapping[str, Any]) -> None:
         stats = self._models.get(model)
@@ -114,8 +114,8 @@ class ModelStats:
     def failed(self, model: str, outcome: str, took_ms: float | None = None) -> bool:
         """Count a failure; return False if it is not counted.
 
-        ``outcome``: the error's name; ``took_ms``: None where the model did not cause it. A failure
-        may name a model that does not exist, and a stranger could send one name after the other.
+        ``outcome`` is the error's name; ``took_ms`` is None if the model did not cause it. The
+        number of names is limited, because a client may send any number of unknown names.
         """
         is_full = self._counted >= MAX_COUNTED or len(model) > MAX_NAME_CHARS
         if is_full and outcome not in self._models.get(model, _Model()).outcomes:

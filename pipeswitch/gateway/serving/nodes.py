@@ -1,9 +1,9 @@
 """Connections of one node's gateway to all nodes of a cluster.
 
 The node's actor writes placement's table into a file, which the gateway reads; it does not use Ray.
-A request goes to the server beside the gateway if that holds the model, else to another node's
-server, by its port for clients with keys. No server forwards a request, so there is at most one
-hop. If a node does not answer, the request goes to the model's other holders, each once.
+A request goes to this node's server if it holds the model, else to the server of another node, at
+its port for clients with keys. No server forwards a request, so there is at most one hop. If a node
+does not answer, the request goes to each of the model's other holders once.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from ...wire.curve_keys import ClientKeys
 HELLO_S: Final = 2.5  # limit for the answer of a live node
 LOOK_S: Final = 0.25  # interval between checks of the table
 FAILED_S: Final = 5.0  # time for which a node that did not answer is tried last
-MAX_SEQUENCES: Final = 1 << 16  # limit of remembered nodes; holders are asked about others
+MAX_SEQUENCES: Final = 1 << 16  # limit of remembered nodes; ``home_of`` finds the others
 log = logging.getLogger(__name__)
 
 
@@ -40,14 +40,14 @@ class NodeConnections:
     """Replacement for a ``LoopConnection``; used by the loop's thread."""
 
     def __init__(self, local: LoopConnection, path: Path) -> None:
-        """``path``: the file of the table, which need not exist yet."""
+        """Read the table from ``path``, which need not exist yet, and follow its changes."""
         self._local, self._path = local, path
         self._seen: tuple[int, int] = (0, 0)
         self._table = holders.Table()
         self._links: dict[holders.NodeAddress, Connection] = {}
         self._balance = holders.Balance()
         self._busy: Counter[str] = Counter()  # requests under way, by address
-        self._failed_s: dict[str, float] = {}  # by address
+        self._failed_s: dict[str, float] = {}  # last failures, by address
         self._began: dict[tuple[str, str], str] = {}  # nodes, by tenant and sequence
         self._read()
         self._reading = asyncio.get_running_loop().create_task(self._follow())
@@ -121,7 +121,7 @@ class NodeConnections:
         """Return the node for a request; this node if no node is known to have the model.
 
         Raises:
-            SequenceNotFound: its node is gone.
+            SequenceNotFound: the node that has the sequence is gone.
         """
         if not nodes:
             return self._table.here
@@ -133,7 +133,7 @@ class NodeConnections:
         self._began.pop(key, None)
         if node and node not in nodes:
             raise holders.no_sequence(body["sequence"])
-        if not node:  # its next request may come in at another gateway
+        if not node:  # by a hash, because the next request may reach another gateway
             node = holders.home_of("\0".join(key), self._fresh(nodes))
         if not body.get("end"):
             self._began[key] = node
@@ -175,7 +175,7 @@ class NodeConnections:
         return msgspec.structs.replace(first, body={"models": holders.models_of(bodies)})
 
     async def _ping(self, options: dict[str, Any]) -> Any:
-        """Return the answer of the first ready node, this one first; else this node's."""
+        """Return the answer of the first ready node, else of the first that answers."""
         first_reply: Any = None
         for node in dict.fromkeys((self._table.here, *self._table.nodes)):
             with contextlib.suppress(*holders.ELSEWHERE):
@@ -234,7 +234,7 @@ class NodeConnections:
             self._read()
 
     def _read(self) -> bool:
-        """Read a changed table and return whether there is one; ignore an unreadable file."""
+        """Read the table if it has changed; return True if it was read. An error is logged."""
         try:
             facts = self._path.stat()
             stamp = facts.st_mtime_ns, facts.st_ino
@@ -250,8 +250,8 @@ class NodeConnections:
         living = {facts.address for facts in self._table.nodes.values()}
         self._failed_s = {one: at_s for one, at_s in self._failed_s.items() if one in living}
         for node in self._links.keys() - {*self._table.nodes.values()}:
-            if not self._busy[node.address]:  # one that is drained finishes first
-                link = self._links.pop(node)  # another thread waits for its thread's end
+            if not self._busy[node.address]:  # a drained node's requests finish first
+                link = self._links.pop(node)  # ``close`` waits for its thread's end
                 asyncio.get_running_loop().run_in_executor(None, link.close)
         return True
 

@@ -1,8 +1,8 @@
-"""The Open Inference Protocol's requests and answers as bytes; pure, no socket.
+"""Encoding and decoding of the Open Inference Protocol's requests and answers. Pure: no socket.
 
-A body is JSON, and behind it the bytes of those tensors that name a ``binary_data_size``, in their
-order (Triton's ``binary_tensor_data``). Inside, a tensor is what travels to the server: a
-``WireTensor`` with its dense little-endian bytes, so that nothing is converted that came binary.
+A body is JSON, followed by the bytes of the tensors that have a ``binary_data_size``, in order
+(Triton's ``binary_tensor_data``). A decoded tensor is a ``WireTensor`` with dense little-endian
+bytes, which is the form that the server gets. So binary tensors are not converted.
 """
 
 from __future__ import annotations
@@ -41,20 +41,20 @@ DATATYPES: Final[Mapping[str, str]] = {
     "FP64": "float64",
     "BYTES": BYTES,
 }
-"""The protocol's names of the dtypes that a model can have here, or the functions around it."""
+"""Protocol's name -> dtype, for models and their preprocessing and postprocessing functions."""
 DATATYPE_OF: Final = {dtype: name for name, dtype in DATATYPES.items()}
-FIRST_VERSION: Final = 1  # where a timing does not say
+FIRST_VERSION: Final = 1  # for a timing without a version
 PRIORITIES: Final = ("", "high", "normal", "low")  # by number; 0 is the model's own
 MAX_JSON_BYTES: Final = 8 << 20  # numbers in Python take ten times their text
-MAX_NUMBERS: Final = MAX_JSON_BYTES // 4  # the same for gRPC's typed contents, and for answers
-LONG_BYTES: Final = 64 << 10  # of JSON or typed contents: what is longer is not read on the loop
-LONG_NUMBERS: Final = LONG_BYTES // 4  # of an answer's, the same
-ANY_SIZE: Final = -1  # of a tensor whose shape does not tell it
-MAX_PARAMETERS: Final = 64  # of a request or a tensor
-MAX_MARKS: Final = 1 << 16  # of each of ``MARKS``: a list costs thirty times a number's memory
-MARKS: Final = (b"[", b"{", b":")  # what begins a list, an object, one of its values
+MAX_NUMBERS: Final = MAX_JSON_BYTES // 4  # same limit for gRPC's typed contents, and for answers
+LONG_BYTES: Final = 64 << 10  # longer JSON or typed contents are decoded on another thread
+LONG_NUMBERS: Final = LONG_BYTES // 4  # answers with more numbers are encoded on another thread
+ANY_SIZE: Final = -1  # size of a tensor that its shape does not determine
+MAX_PARAMETERS: Final = 64  # limit for a request, and for each tensor
+MAX_MARKS: Final = 1 << 16  # limit for each of ``MARKS``: a list takes 30 times a number's memory
+MARKS: Final = (b"[", b"{", b":")  # these begin a list, an object, and a value of an object
 MAX_TIMEOUT_US: Final = 1 << 53
-# By the kinds of numpy's dtypes: what JSON's values may become, and what others are called.
+# By kind of numpy's dtypes: accepted kinds of JSON values, and names of the others in errors.
 _TAKES: Final[Mapping[str, str]] = {"b": "biu", "u": "iu", "i": "iu", "f": "iuf"}
 _GIVEN: Final[Mapping[str, str]] = {"b": "true or false", "f": "with fractions"}
 BINARY_EXTENSION: Final = "binary_tensor_data"
@@ -78,14 +78,14 @@ class RequestedOutput(msgspec.Struct, kw_only=True):
 
 
 class RegionPlace(msgspec.Struct, frozen=True, kw_only=True):
-    """A tensor's in a region of shared memory (Triton's ``system_shared_memory``)."""
+    """Place of a tensor in a region of shared memory (Triton's ``system_shared_memory``)."""
 
     region: str
     offset_bytes: int
     size_bytes: int
 
     def parameters(self) -> dict[str, Any]:
-        """Shared memory parameters, as in an answer."""
+        """Return the parameters that name this place in an answer."""
         return {
             "shared_memory_region": self.region,
             "shared_memory_offset": self.offset_bytes,
@@ -115,12 +115,12 @@ class InferRequest(msgspec.Struct, frozen=True, kw_only=True):
 
     id: str
     inputs: tuple[WireTensor, ...]
-    frames: Sequence[Any]  # buffers, or the places where they lie
+    frames: Sequence[Any]  # buffers, or their places in regions
     priority: str = ""
     deadline_ms: float | None = None
-    sequence: Mapping[str, Any] = {}  # as the body of ``infer`` names it; empty: it stands alone
+    sequence: Mapping[str, Any] = {}  # fields for the body of ``infer``; empty: no sequence
     outputs: tuple[RequestedOutput, ...] | None = None  # None: all of them
-    is_binary: bool = False  # what an output is that does not say it
+    is_binary: bool = False  # default for outputs without ``binary_data``
 
 
 class Output(msgspec.Struct, frozen=True, kw_only=True):
@@ -130,7 +130,7 @@ class Output(msgspec.Struct, frozen=True, kw_only=True):
     dtype: str
     shape: tuple[int, ...]
     data: Any  # its bytes
-    place: RegionPlace | None = None  # where they were written instead
+    place: RegionPlace | None = None  # where the bytes were written instead
 
 
 _decoder = msgspec.json.Decoder(_Body)
@@ -141,11 +141,11 @@ def decode_request(body: Any, json_bytes: int | None) -> InferRequest:
 
     Args:
         body: a buffer; the frames of the result share its memory.
-        json_bytes: how much of it is JSON (``Inference-Header-Content-Length``); None: all.
+        json_bytes: length of its JSON (``Inference-Header-Content-Length``); None: all.
 
     Raises:
-        InvalidInput: it is not of the protocol, or a tensor is not what it says.
-        TooLarge: too much of it is JSON.
+        InvalidInput: the body violates the protocol, or a tensor contradicts its shape or dtype.
+        TooLarge: the JSON is too long.
     """
     whole = memoryview(body)
     end = len(whole) if json_bytes is None else json_bytes
@@ -227,7 +227,7 @@ def _parsed(whole: memoryview, end: int) -> _Body:
                 parsed = msgspec.convert(json.loads(str(text, "utf-8")), _Body)
                 inputs = (*parsed.inputs, *(parsed.outputs or ()))
                 named = [(one.name, one.parameters) for one in inputs]
-                # It reads halves of characters too, which no answer could repeat.
+                # It also reads lone surrogates, which no answer could repeat.
                 json.dumps([parsed.id, parsed.parameters, named], ensure_ascii=False).encode()
                 return parsed
         if isinstance(error, OSError):
@@ -239,12 +239,12 @@ def _parsed(whole: memoryview, end: int) -> _Body:
 
 
 def raw_request(body: Any, row: Mapping[str, Any]) -> InferRequest:
-    """Decode a body that is only the bytes of a model's single input (Triton's raw binary
-    request).
+    """Decode a body that is only the bytes of a model's single input.
+    Triton calls it a raw binary request.
 
     Args:
         body: a buffer.
-        row: the model's, with ``inputs`` by name.
+        row: the model's row, with ``inputs`` by name.
     """
     if len(row["inputs"]) != 1:
         raise InvalidInput(
@@ -252,7 +252,7 @@ def raw_request(body: Any, row: Mapping[str, Any]) -> InferRequest:
             hint="Inference-Header-Content-Length: the length of the JSON before the tensors",
         )
     ((name, (extents, dtype)),) = row["inputs"].items()
-    if dtype == BYTES:  # as of Triton: one text, without its length
+    if dtype == BYTES:  # like Triton: one text, without its length
         text = WireTensor(name=name, dtype=dtype, shape=(1,) * len(extents), frame=0)
         return InferRequest(
             id="", inputs=(text,), frames=[memoryview(pack([bytes(body)]))], is_binary=True
@@ -280,10 +280,10 @@ def raw_request(body: Any, row: Mapping[str, Any]) -> InferRequest:
 def encode_answer(
     model: str, request: InferRequest, outputs: Sequence[Output], timing: Mapping[str, Any]
 ) -> tuple[list[Any], int | None]:
-    """Return an answer's body in parts, and how many bytes of it are JSON if there are others.
+    """Return an answer's body in parts, and the length of its JSON; None: all of it is JSON.
 
     Raises:
-        InvalidInput: an output is asked for that the model does not have.
+        InvalidInput, TooLarge: a requested output does not exist, or is too long for JSON.
     """
     rows, binary = [], []
     chosen = requested_outputs(request, outputs)
@@ -318,7 +318,7 @@ def encode_answer(
 
 def is_long(request: InferRequest, outputs: Sequence[Output]) -> bool:
     """Return True if ``encode_answer`` is slow because it writes many numbers as text."""
-    size_bytes = 0  # a number is a byte at the least
+    size_bytes = 0  # a number has at least one byte
     for output in outputs:
         size_bytes += len(output.data)
     return (
@@ -328,7 +328,7 @@ def is_long(request: InferRequest, outputs: Sequence[Output]) -> bool:
 
 
 def _numbers_of(chosen: Sequence[tuple[Output, bool]]) -> int:
-    """Return how many of an answer's numbers are written as text."""
+    """Return the number of an answer's numbers that are written as text."""
     count = 0
     for output, is_binary in chosen:
         if not is_binary and output.place is None:
@@ -339,10 +339,10 @@ def _numbers_of(chosen: Sequence[tuple[Output, bool]]) -> int:
 def requested_outputs(
     request: InferRequest, outputs: Sequence[Output]
 ) -> list[tuple[Output, bool]]:
-    """Return the requested outputs in that order, and whether each is to be binary.
+    """Return the requested outputs in their order; each with True if it is sent as bytes.
 
     Raises:
-        InvalidInput: the model has none of a name.
+        InvalidInput: a requested output does not exist, or is requested as classification.
     """
     if not request.outputs:
         return [*zip(outputs, repeat(request.is_binary), strict=False)]
@@ -363,15 +363,15 @@ def requested_outputs(
 
 
 def schedule(parameters: Mapping[str, Any]) -> dict[str, Any]:
-    """``priority`` (1 is the highest, 0 the model's own) and ``timeout`` in microseconds.
+    """Return the sequence, priority (1: highest, 0: the model's) and deadline of a request.
 
     Raises:
-        InvalidInput: one is no such number.
+        InvalidInput: a value is not valid; ``timeout`` is a number of microseconds.
     """
     priority = _whole("priority", parameters, high=(1 << 64) - 1)
     timeout_us = _whole("timeout", parameters, high=MAX_TIMEOUT_US)
     sequence: dict[str, Any] = {}
-    if named := parameters.get("sequence_id"):  # a number or a text; 0 and "" are none
+    if named := parameters.get("sequence_id"):  # a number or a text; 0 and "" mean none
         sequence = {"sequence": str(named)} | {
             word: True for word in ("start", "end") if flag(f"sequence_{word}", parameters)
         }
@@ -385,7 +385,7 @@ def schedule(parameters: Mapping[str, Any]) -> dict[str, Any]:
 def _whole(name: str, parameters: Mapping[str, Any], high: int) -> int:
     value = parameters.get(name, 0)
     if isinstance(value, str) and value.isascii() and value.isdigit() and len(value) <= 20:
-        value = int(value)  # as some clients send what may be large
+        value = int(value)  # some clients send large numbers as text
     if type(value) is not int or not 0 <= value <= high:
         raise InvalidInput(f"{name} must be a whole number from 0, got {value!r:.80}")
     return value
@@ -395,7 +395,7 @@ def flag(name: str, parameters: Mapping[str, Any], *, default: bool = False) -> 
     """Return a boolean parameter.
 
     Raises:
-        InvalidInput: it is neither.
+        InvalidInput: it is neither true nor false.
     """
     value = parameters.get(name, default)
     if type(value) is not bool:
@@ -404,13 +404,13 @@ def flag(name: str, parameters: Mapping[str, Any], *, default: bool = False) -> 
 
 
 def check_count(count: int, what: str = "inputs") -> None:
-    """Raise InvalidInput if there are more than can be sent."""
+    """Raise InvalidInput if there are more tensors than a message can have."""
     if count > MAX_TENSORS:
         raise InvalidInput(f"{count} {what} are more than {MAX_TENSORS}")
 
 
 def check_outputs(outputs: Sequence[RequestedOutput]) -> None:
-    """Raise InvalidInput if one is requested twice, or there are more than any answer has."""
+    """Raise InvalidInput if an output is requested twice, or if there are too many."""
     check_count(len(outputs), "outputs")
     names = {one.name for one in outputs}
     if len(names) < len(outputs):
@@ -420,16 +420,16 @@ def check_outputs(outputs: Sequence[RequestedOutput]) -> None:
 
 
 def check_parameters(parameters: Mapping[str, Any] | None) -> None:
-    """Raise InvalidInput if there are more than any client sends."""
+    """Raise InvalidInput if there are more than MAX_PARAMETERS."""
     if parameters is not None and len(parameters) > MAX_PARAMETERS:
         raise InvalidInput(f"{len(parameters)} parameters are more than {MAX_PARAMETERS}")
 
 
 def dtype_of(name: str, datatype: str) -> str:
-    """Our name of a datatype.
+    """Return the dtype of a protocol's datatype.
 
     Raises:
-        InvalidInput: no model here can take it.
+        InvalidInput: no model can have it.
     """
     if datatype not in DATATYPES:
         raise InvalidInput(
@@ -441,10 +441,10 @@ def dtype_of(name: str, datatype: str) -> str:
 
 
 def check_shape(name: str, dtype: str, shape: Sequence[int]) -> int:
-    """Return the bytes of a tensor of this shape; texts may have any number of bytes.
+    """Return the size in bytes of a tensor of this shape; ANY_SIZE for texts.
 
     Raises:
-        InvalidInput: it is none.
+        InvalidInput: the shape is not valid.
     """
     if len(shape) > MAX_DIMS or min(shape, default=0) < 0 or max(shape, default=0) >> 63:
         raise InvalidInput(
@@ -473,7 +473,7 @@ def place_of(name: str, parameters: Mapping[str, Any]) -> RegionPlace | None:
 
 
 def check_bytes(name: str, dtype: str, shape: Sequence[int], data: Any, size: int) -> None:
-    """Raise InvalidInput if the bytes, or their place, are not as many as the shape says."""
+    """Raise InvalidInput if the size of the data, or of its place, does not match the shape."""
     is_placed = isinstance(data, RegionPlace)
     data_bytes = data.size_bytes if is_placed else len(data)
     where = "are in shared memory" if is_placed else "came"
@@ -485,13 +485,13 @@ def check_bytes(name: str, dtype: str, shape: Sequence[int], data: Any, size: in
 
 
 def from_numbers(name: str, dtype: str, shape: Sequence[int], values: Any) -> memoryview:
-    """Return the bytes of flat or nested numbers in row-major order; too large ones: infinite.
+    """Return the bytes of flat or nested numbers in row-major order.
 
-    None is not-a-number, for which JSON has no word.
+    A float that is too large becomes infinite. None becomes NaN, which JSON cannot express.
 
     Raises:
-        InvalidInput: they are ragged, of another kind than the dtype, too large for it, or not as
-            many as the shape asks for.
+        InvalidInput: the numbers are ragged, of another kind than the dtype, too large for an
+            integer, or their number does not match the shape.
     """
     if isinstance(values, list) and len(values) > max(math.prod(shape), LONG_NUMBERS):
         raise _other_count(name, len(values), shape)
@@ -509,7 +509,7 @@ def from_numbers(name: str, dtype: str, shape: Sequence[int], values: Any) -> me
         return memoryview(b"")
     target = np.dtype("float32" if dtype == "bfloat16" else dtype)
     if array.dtype.kind not in _TAKES[target.kind]:
-        exact = np.asarray(values, object)  # numpy makes floats of integers that lie far apart
+        exact = np.asarray(values, object)  # numpy makes floats of integers in a wide range
         if target.kind not in "iu" or any(type(one) is not int for one in exact.flat):
             kind = _GIVEN.get(array.dtype.kind, "no numbers")
             raise InvalidInput(f'input "{name}" is {DATATYPE_OF[dtype]}, its data is {kind}')
@@ -554,11 +554,11 @@ def _are_numbers(array: Any) -> bool:
 def as_numbers(output: Output) -> list[Any]:
     """Return an output's values, flat, in row-major order.
 
-    A number that is not finite becomes null, the one word that every client's parser takes: orjson
-    and rapidjson refuse 1e999, most others Infinity.
+    A number that is not finite becomes null, which every client's parser accepts: orjson and
+    rapidjson refuse 1e999, most others refuse Infinity.
 
     Raises:
-        InvalidInput: a byte string that is no text.
+        InvalidInput: a byte string is not UTF-8.
     """
     if output.dtype == BYTES:
         try:
@@ -578,7 +578,7 @@ def as_numbers(output: Output) -> list[Any]:
 
 
 def _to_bfloat16(values: Any) -> Any:
-    """Return the upper halves of float32, rounded to the nearest even one; NaN stays NaN."""
+    """Return float32 values as bfloat16 bits, rounded to nearest even; NaN stays NaN."""
     bits = values.view(np.uint32)
     rounded = (bits + np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1))) >> np.uint32(16)
     return np.where(np.isnan(values), np.uint32(0x7FC0), rounded).astype(np.uint16)
@@ -590,15 +590,15 @@ def _dense(array: Any) -> memoryview:
 
 
 def shown(extents: Sequence[int | str]) -> list[int]:
-    """Return a signature's shape as the protocol writes it: -1 is any."""
+    """Return a signature's shape in the protocol's form, where -1 means any extent."""
     return [extent if isinstance(extent, int) else -1 for extent in extents]
 
 
-# ---- what is told of models --------------------------------------------------------------------
+# ---- descriptions of models --------------------------------------------------------------------
 
 
 def metadata(row: Mapping[str, Any]) -> dict[str, Any]:
-    """``/v2/models/M`` of a model's row."""
+    """Return the body of ``/v2/models/M`` for a model's row."""
 
     def tensors(values: Mapping[str, Any]) -> list[dict[str, Any]]:
         return [
@@ -616,9 +616,10 @@ def metadata(row: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def config(row: Mapping[str, Any]) -> dict[str, Any]:
-    """``/v2/models/M/config``: with a ``max_batch_size`` above 0 the first dimension is implicit.
+    """Return the body of ``/v2/models/M/config`` for a model's row.
 
-    It is implicit only where every input and output begins with it.
+    If each input and output begins with the batch, ``max_batch_size`` is above 0, and the shapes
+    omit that dimension.
     """
     values = [*row["inputs"].values(), *row["outputs"].values()]
     is_batched = bool(values) and all(
@@ -651,7 +652,7 @@ def config(row: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _ensemble(row: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a chain's steps; a step's result is called ``STEP.OUTPUT`` inside."""
+    """Return a chain's steps, in which a step's result is named ``STEP.OUTPUT``."""
     return {
         "step": [
             {"model_name": step["model"], "model_version": -1, "input_map": step["inputs"]}

@@ -56,12 +56,12 @@ LOGGED: Final[Mapping[str, Any]] = {
     "log_verbose_level": 0,
     "log_format": "default",
 }
-THREAD_BYTES: Final = 1 << 20  # of shared memory: less is copied on the loop's own thread
+THREAD_BYTES: Final = 1 << 20  # a larger copy of shared memory runs on another thread
 _STATES: Final[Mapping[str, str]] = {READY: "READY", "building": "LOADING", "storing": "LOADING"}
 
 
 class Service:
-    """Verbs; no bytes of either protocol."""
+    """Verbs, without the encoding of either protocol."""
 
     def __init__(
         self,
@@ -71,26 +71,24 @@ class Service:
         regions: SharedMemoryRegions | None = None,
         tracer: Any = None,
     ) -> None:
-        """``regions``: where all callers are on this machine; ``tracer``: of requests' spans."""
-        self.text_processes = 8  # that run at once, at most
-        self.aliases: dict[str, str] = {}  # models by OpenAI's clients' names for them
+        """Create the verbs; ``regions`` is None unless all callers are on this machine."""
+        self.text_processes = 8  # maximum number of running text processes
+        self.aliases: dict[str, str] = {}  # alias for OpenAI's clients -> model
         self._upstream = upstream
         self._tracer = tracer
         self._regions = regions
         self._tally = ModelStats()
         self._metrics = Metrics(self._tally, has_nv_names=has_nv_metrics)
-        self.version = importlib.metadata.version("pipeswitch")  # a file is read for it
+        self.version = importlib.metadata.version("pipeswitch")  # once: it reads a file
 
     def about(self) -> dict[str, Any]:
-        """``/v2``: nothing that the server must be asked for."""
+        """Return the body of ``/v2``, without a request to the server."""
         shared = () if self._regions is None else (REGIONS_EXTENSION,)
         return {"name": "pipeswitch", "version": self.version, "extensions": [*EXTENSIONS, *shared]}
 
     @property
     def regions(self) -> SharedMemoryRegions:
-        """Raises:
-        InvalidInput: this gateway has no shared memory regions.
-        """
+        """Regions of shared memory. InvalidInput: this gateway has none."""
         if self._regions is None:
             raise InvalidInput(
                 "shared memory is not supported here",
@@ -119,7 +117,7 @@ class Service:
     async def why_not_ready(
         self, caller: Principal, model: str, version: str
     ) -> ServerUnavailable | None:
-        """Return a model's state as a refusal, with the reason for those who may know it."""
+        """Return a refusal if the model is not ready, with the reason if the caller may see it."""
         row = await self._row(caller, model, version)
         return None if row["state"] == READY else _unready(row)
 
@@ -157,7 +155,7 @@ class Service:
         """Pin a registered model on the device.
 
         Raises:
-            InvalidInput: the model's files, or a configuration, came along.
+            InvalidInput: the parameters have model files or a configuration.
         """
         require(caller, "load")
         if any(name.startswith("file:") for name in parameters):
@@ -173,7 +171,7 @@ class Service:
         await self._upstream.ask("load", model)
 
     async def unload(self, caller: Principal, model: str) -> None:
-        """Unpin it; it stays registered."""
+        """Unpin a model; it stays registered."""
         require(caller, "unload")
         await self._upstream.ask("unload", model)
 
@@ -186,10 +184,10 @@ class Service:
         carrier: Mapping[str, str] = MappingProxyType({}),
         address: str = "",
     ) -> tuple[list[Output], dict[str, Any]]:
-        """Return the outputs, and the timing with the gateway's own share.
+        """Return the outputs, and the timing with the gateway's own time.
 
-        ``carrier``: headers that may name the caller's trace; ``address``: the caller's, which
-        takes turns.
+        ``carrier`` has headers, which may name the caller's trace. ``address`` is the caller's;
+        addresses take turns.
         """
         require(caller, "infer")
         if request.priority == URGENT_PRIORITY:
@@ -206,7 +204,7 @@ class Service:
             traced = Traced(self._tracer, model, carrier)
             traceparent = traced.traceparent
         elif traceparent and not TRACEPARENT.fullmatch(traceparent):
-            traceparent = ""  # a wrong one is none, says W3C
+            traceparent = ""  # W3C: ignore an invalid one
         try:
             tenant = caller.tenant
             answer = self._upstream.infer(model, number, request, tenant, address, traceparent)
@@ -237,7 +235,7 @@ class Service:
         carrier: Mapping[str, str] = MappingProxyType({}),
         address: str = "",
     ) -> dict[str, Any]:
-        """Return a generation's final reply, with the tokens after those ``request`` was given."""
+        """Return a generation's final reply, with the tokens that no earlier reply had."""
         require(caller, "generate")
         number, began = number_of(model, version), time.perf_counter()
         traced, traceparent = None, carrier.get("traceparent", "")
@@ -277,7 +275,7 @@ class Service:
             return
         if "version" in error.data:
             raise NotFound(error.message, hint=error.hint) from None
-        if not isinstance(error, ModelNotFound):  # no name of a stranger's is kept
+        if not isinstance(error, ModelNotFound):  # do not store names that clients invent
             is_models = not isinstance(error, ServerUnavailable | Cancelled)
             took_ms = (time.perf_counter() - began) * 1000.0
             self._tally.failed(model, type(error).__name__, took_ms if is_models else None)
@@ -326,8 +324,8 @@ class Service:
     async def settings(
         self, caller: Principal, changes: Mapping[str, Any], model: str | None = None
     ) -> dict[str, Any]:
-        """Triton's, of the server's log, or of a model's or all models' (``""``) traces; raises
-        InvalidInput where another value is wanted: none can be set."""
+        """Return Triton's settings of the server's log, or of the traces of ``model`` ("": of all).
+        They are fixed: InvalidInput is raised if ``changes`` has another value."""
         require(caller, "models")
         current, hint = LOGGED, "set [log] max and [log] requests before the server starts"
         if model is not None:
@@ -337,7 +335,7 @@ class Service:
         if model:
             await self._row(caller, model, "")
         for name, value in changes.items():
-            known = current.get(name)  # some clients send lists, of one value too
+            known = current.get(name)  # some clients send one value as a list
             if value is not None and (known is None or value not in (known, [known])):
                 stays = "" if known is None else f" and is {known!r}"
                 raise InvalidInput(f"{name[:80]!r} cannot be changed here{stays}", hint=hint)
@@ -362,7 +360,7 @@ class Service:
 
 
 def _named(rows: Sequence[Mapping[str, Any]]) -> list[tuple[str, int]]:
-    """Return the models' names and aliases, which are counted apart, with their versions."""
+    """Return (name, version) of each model and each alias, which are counted separately."""
     return [
         (name, row["version"]) for row in rows for name in (row["name"], *row.get("aliases", ()))
     ]
@@ -375,7 +373,7 @@ def _places(request: InferRequest) -> list[RegionPlace]:
 
 
 async def _copied(tensors: Sequence[RegionPlace | Output], copy: Callable[..., R], *args: Any) -> R:
-    """``copy``, on a thread of its own where it takes long."""
+    """Return the result of ``copy``, which runs on another thread if it takes long."""
     total = sum(
         one.size_bytes if isinstance(one, RegionPlace) else len(one.data) for one in tensors
     )

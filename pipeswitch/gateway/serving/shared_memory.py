@@ -1,9 +1,9 @@
-"""Triton's ``system_shared_memory``: tensors that lie in POSIX shared memory of the caller's.
+"""Triton's ``system_shared_memory``: tensors in POSIX shared memory of the caller.
 
-A region is a stretch of a file in ``/dev/shm`` that a caller has named. Its owner may truncate or
-rewrite it at any time, so it is never mapped: an input is read into memory of ours with ``pread``,
-once, and an answer is written with ``pwrite``. Who may name such a file reads and writes what the
-server's user may: that takes the role ``code``, and a gateway that only this machine reaches.
+A region is a range of a file in ``/dev/shm`` that a caller has registered. The file's owner may
+truncate or rewrite it at any time, so it is never mapped: an input is read once with ``pread``, and
+an output is written with ``pwrite``. A caller can thus read and write each file there that the
+server's user can, so it needs the role ``code``, and a gateway that only this machine can reach.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ from .oip import InferRequest, Output, RegionPlace
 
 # Where shm_open(3) keeps its files.
 FOLDER: Final = "/dev/shm"
-MAX_REGIONS: Final = 256  # of all callers
+MAX_REGIONS: Final = 256  # regions of all callers together
 MAX_NAME: Final = 256
 WHAT: Final = "to name shared memory"
-# As shm_open takes it: one slash at most, at the front.
+# Like shm_open(3): an optional slash is the first character.
 _KEY: Final = re.compile(r"/?(?!\.{1,2}\Z)[A-Za-z0-9._-]{1,200}")
 _OPEN: Final = os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_NOCTTY
 
@@ -41,7 +41,7 @@ class _Region:
     key: str
     offset_bytes: int
     size_bytes: int
-    descriptor: int  # open for reading, as long as this is used: a thread may be reading still
+    descriptor: int  # open for reading while this is used: a thread may still read
 
     def __post_init__(self) -> None:
         weakref.finalize(self, os.close, self.descriptor)
@@ -57,10 +57,10 @@ class _Region:
 
 
 class SharedMemoryRegions:
-    """Regions by caller and name; a caller sees its own alone."""
+    """Regions by caller and name; a caller sees only its own."""
 
     def __init__(self, max_bytes: int) -> None:
-        """``max_bytes``: of one request's inputs in regions, together."""
+        """Start without regions; ``max_bytes`` limits one request's inputs in regions together."""
         self._max_bytes = max_bytes
         self._regions: dict[tuple[str, str], _Region] = {}
 
@@ -68,7 +68,7 @@ class SharedMemoryRegions:
         self._regions.clear()
 
     def register(self, caller: Principal, name: str, fields: Mapping[str, Any]) -> None:
-        """``fields``: ``key``, ``offset`` (0) and ``byte_size``.
+        """Register a region; ``fields`` has ``key``, ``offset`` (default 0) and ``byte_size``.
 
         Raises:
             PermissionDenied, InvalidInput, AlreadyExists, QueueFull.
@@ -101,7 +101,7 @@ class SharedMemoryRegions:
         )
 
     def unregister(self, caller: Principal, name: str = "") -> None:
-        """Remove one region, or all of the caller's; a missing one is no error."""
+        """Remove one region, or all of the caller's; a missing one is not an error."""
         require_role(caller, Role.CODE, WHAT)
         for tenant, known in list(self._regions):
             if tenant == caller.tenant and name in ("", known):
@@ -124,11 +124,11 @@ class SharedMemoryRegions:
         return rows
 
     def filled(self, caller: Principal, request: InferRequest) -> InferRequest:
-        """Return a request with the bytes of its inputs in regions; blocks while it reads.
+        """Return the request with the bytes of the inputs that lie in regions. Block while reading.
 
         Raises:
-            PermissionDenied, NotFound, InvalidInput, TooLarge: also for its outputs' places, before
-                anything is computed for them.
+            PermissionDenied, NotFound, InvalidInput, TooLarge: for inputs, and for the outputs'
+                places, before the request is computed.
         """
         for one in request.outputs or ():
             if one.place is not None:
@@ -160,10 +160,10 @@ class SharedMemoryRegions:
     def placed(
         self, caller: Principal, request: InferRequest, outputs: Sequence[Output]
     ) -> list[Output]:
-        """Write the outputs that are asked for in regions; they have no data then.
+        """Write the outputs that were requested in regions, and return them without their data.
 
         Raises:
-            InvalidInput: one does not fit, or its region cannot be written.
+            InvalidInput: an output does not fit, or its region cannot be written.
         """
         places = {one.name: one.place for one in request.outputs or () if one.place is not None}
         return [
@@ -179,7 +179,7 @@ class SharedMemoryRegions:
             )
         at = region.offset_bytes + place.offset_bytes
         try:
-            # The same file, whatever its name means by now.
+            # Open the same file, even if its name now means another one.
             descriptor = os.open(f"/proc/self/fd/{region.descriptor}", os.O_RDWR | os.O_CLOEXEC)
             try:
                 if os.fstat(descriptor).st_size < at + size:

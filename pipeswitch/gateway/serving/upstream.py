@@ -1,4 +1,4 @@
-"""The server, as the gateway sees it: one connection to the owner's socket, awaited."""
+"""The gateway's connection to the owner's socket of the server, for asyncio."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ from ...wire.request_timing import RequestTiming
 from .nodes import NodeConnections
 from .oip import InferRequest, Output
 
-HELLO_S: Final = 2.0  # a server that is there answers within this
-EVENTS_AGAIN_S: Final = 0.5  # when the server is gone: it may come back
+HELLO_S: Final = 2.0  # a running server answers within this time
+EVENTS_AGAIN_S: Final = 0.5  # pause before the next try to follow events of a lost server
 AGAIN: Final = "try again when the server is back"
 
 Take = Callable[[str, dict[str, Any]], None]
-"""Called by the loop with an event's topic and record."""
+"""Callback with an event's topic and record, called by the loop."""
 
 
 class _Connection(LoopConnection):
-    """Connection to one server that may be absent; errors do not name it to callers."""
+    """Connection to one server that may be absent; its errors do not reveal the address."""
 
     def _fail(self, call: Call, error: PipeSwitchError) -> None:
         if isinstance(error, ServerUnavailable):
@@ -36,13 +36,13 @@ class _Connection(LoopConnection):
 
 
 class Upstream:
-    """Connections to the server, which outlive a restart.
+    """Connections to the server, which survive its restart.
 
     Every call raises the server's own error, or ServerUnavailable if it is absent or shutting down.
     """
 
     def __init__(self, address: str, cluster: str = "") -> None:
-        """``cluster``: file of the table of the cluster's nodes; empty: the server is alone."""
+        """Create the connections; ``cluster`` is the file of the table of nodes, or empty."""
         self._connection: _Connection | NodeConnections = _Connection(address, HELLO_S)
         if cluster:
             self._connection = NodeConnections(self._connection, Path(cluster))
@@ -68,7 +68,7 @@ class Upstream:
 
         Version 0 is the current one; ``tenant`` and ``address`` are the caller's.
         """
-        body: dict[str, Any] = {"tenant": tenant} if tenant else {}  # none: the owner
+        body: dict[str, Any] = {"tenant": tenant} if tenant else {}  # without one: the owner
         if address:
             body["address"] = address
         if version:
@@ -85,7 +85,7 @@ class Upstream:
             priority=request.priority,
             deadline_ms=request.deadline_ms,
             body=body,
-            is_safe=not request.sequence,  # twice it would be two steps
+            is_safe=not request.sequence,  # repeated, it would compute two steps
             convert=_outputs,
         )
 
@@ -112,7 +112,7 @@ class Upstream:
         return await self.ask("job", body=body, is_safe=action in ("show", "logs"))
 
     async def upload(self, data: memoryview, kind: str, tenant: str) -> str:
-        """Hand a file of that tenant's on, chunk after chunk; what ``register`` calls it."""
+        """Send a tenant's file to the server in chunks; return its source for ``register``."""
         digest = (await asyncio.to_thread(hashlib.sha256, data)).hexdigest()
         body = {"digest": digest, "size_bytes": len(data), "kind": kind, "tenant": tenant}
         state = await self.ask("put", body={**body, "offset_bytes": 0}, is_safe=False)
@@ -123,7 +123,7 @@ class Upstream:
         return f"put:{digest}"
 
     async def follow(self, take: Take) -> None:
-        """Call ``take`` with all events from now on; only the first call counts.
+        """Call ``take`` with all events from now on; only the first call has an effect.
 
         Raises:
             ServerUnavailable: there is no server now.

@@ -19,6 +19,12 @@ from torch.nn import functional
 from ...base.errors import RegistrationRefused
 
 NAME: Final = "pipeswitch"  # of these implementations in transformers
+UNUSUAL: Final = "register it without generate; each request then computes the whole text"
+_READ: Final = frozenset({"sliding_window", "softcap", "s_aux"})
+# Keywords without effect here: keys contain their positions already, and nothing is dropped out.
+_UNREAD: Final = frozenset(
+    ("dropout", "is_causal", "position_ids", "cache_position", "use_cache", "return_dict")
+)
 EXPERTS_TOGETHER: Final = 8  # experts in one product, which limits the memory of its result
 
 
@@ -119,14 +125,16 @@ def attention(
         mask: the result of ``AttentionStep.full``.
         scaling: factor of the scores; None: ``size ** -0.5``.
         more: ``sliding_window`` of this layer in the model's own code; ``softcap``, the bound of
-            the scores; ``s_aux`` [heads], scores of a token without a value (attention sinks).
-            Other keys are ignored.
+            the scores; ``s_aux`` [heads], scores of a token without a value (attention sinks);
+            and keywords that are ignored here (``_UNREAD``).
 
     Raises:
-        RegistrationRefused: ``more`` has a ``position_bias``.
+        RegistrationRefused: another keyword has a value, so it may change the result.
     """
-    if more.get("position_bias") is not None:
-        refuse("its attention has a position_bias")
+    for keyword, argument in more.items():
+        is_known = keyword in _READ | _UNREAD or keyword.startswith("output_")
+        if not is_known and argument is not None and argument is not False:
+            refuse(f"its attention takes {keyword}, which is not supported", UNUSUAL)
     softcap, sinks = more.get("softcap"), more.get("s_aux")
     batch, heads, length, size = query.shape
     shared = key.shape[1]

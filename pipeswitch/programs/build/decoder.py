@@ -29,8 +29,8 @@ from ..decoding.generation_settings import (
 )
 from ..running.factories import parameters_of
 from . import attention
-from .attention import AttentionStep, refuse
-from .decoder_spec import UNUSUAL, decoder_spec, text_config
+from .attention import UNUSUAL, AttentionStep, refuse
+from .decoder_spec import decoder_spec, text_config
 from .dynamic import Dynamic
 
 MAX_CACHE_BYTES: Final = 1 << 30  # of one sequence; the build computes the longest one
@@ -44,7 +44,7 @@ _SHORT: Final = 64
 
 
 class Decoder(nn.Module):
-    """A causal language model with its cache as an input (shapes: ``generation_settings``)."""
+    """Causal language model with its cache as an input (``generation_settings.py``: the shapes)."""
 
     def __init__(self, model: Any) -> None:
         """Wrap ``model`` without changing it.

@@ -8,10 +8,9 @@ from typing import Any, Final, Literal
 
 import torch
 
-from .attention import NAME, AttentionStep, refuse
+from .attention import NAME, UNUSUAL, AttentionStep, refuse
 
 Kind = Literal["full", "window", "shared"]  # shared: the layer reads another's keys and values
-UNUSUAL: Final = "register it without generate; each request then computes the whole text"
 _STATES: Final[Mapping[str, str]] = {
     "linear_attention": "a recurrent state (Mamba, linear attention)",
     "conv": "the last inputs of a convolution",

@@ -20,9 +20,9 @@ from ..state.states import Residency, TaskState
 
 FENCES = Owner("fences")
 
-# What a place costs: bytes of running jobs, leaving jobs, ranges soon free, the policy's price of
-# models. The first difference decides: better any idle model goes than a wait, better a wait for a
-# job that leaves already than one more commit.
+# Cost of a place: bytes of running jobs, leaving jobs, ranges that are soon free, and the policy's
+# cost of models. Costs are compared as tuples: to evict idle models is better than to wait, and to
+# wait for a job that already leaves is better than to evict another job.
 FREE: Cost = (0.0, 0.0, 0.0, 0.0)
 SOON_FREE: Cost = (0.0, 0.0, 1.0, 0.0)
 JOB_LEAVES: Cost = (0.0, 1.0, 0.0, 0.0)
@@ -86,12 +86,12 @@ class ArenaAllocator:
     def costs(self, *, for_request: bool, mover: DeviceModel | None = None) -> Costs:
         """Return the cost of taking each region's place; None when its owner must stay.
 
-        1. Arrival words, a slice or model being copied in, pinned models and models in use stay.
-        2. An idle model costs what the policy says. A model with waiting requests is evicted only
+        1. Fences, models that are being copied, pinned models and models in use stay.
+        2. The policy sets the cost of an idle model. A model with waiting requests is evicted only
            for a request that ranks before them, never for a prefetch or a job.
         3. A range being zeroed, an abandoned copy and the slice of a leaving job are soon free.
-        4. A job's slice is taken only for a request, and only as the last resort.
-        5. Groups that the model to be placed keeps itself are free.
+        4. A training job's slice is taken only for a request, and only as the last resort.
+        5. Groups that ``mover``, the model to be placed, keeps itself cost nothing.
         """
         view, own = self._device.view, mover.owner if mover is not None else None  # 5.
         return [
@@ -107,7 +107,7 @@ class ArenaAllocator:
         if kind == "scrub":
             return SOON_FREE  # 3.
         if kind == "slice":
-            job = device.jobs.get(JobName(name))  # None: it was removed, its process leaves
+            job = device.jobs.get(JobName(name))  # None: it was removed
             if job is None or job.slot is None or job.state.state not in COMPUTING:
                 return JOB_LEAVES  # 3.
             return (float(region.size_bytes), 0.0, 0.0, 0.0) if for_request else None  # 4.
@@ -135,14 +135,14 @@ class ArenaAllocator:
         return (0.0, 0.0, 0.0, *cost)
 
     def find_extent(self, replica: DeviceModel, *, for_request: bool) -> Extent | None:
-        """Return its home when nothing is cheaper, else the cheapest window anywhere.
+        """Return the model's last place (its home) if no place is cheaper, else the cheapest place.
 
-        A model returns to its home offset so that cached parameter views (and CUDA graphs) stay
-        valid. It gets a new home rather than evict a model while there is room elsewhere:
-        models whose homes overlap would throw each other out for ever.
+        At its home offset, cached parameter views (and CUDA graphs) stay valid. While there is room
+        elsewhere, the model gets a new home rather than evict another model: models whose homes
+        overlap would evict each other for ever.
 
-        A pinned model lies as high as it can, so that what the pinned ones leave is one piece.
-        A pinned model that lies lower moves if a request, a job or another pinned model finds no
+        A pinned model gets the highest possible place, so that the rest of the arena is one piece.
+        A pinned model at a lower place moves if a request, a job or another pinned model finds no
         place otherwise.
         """
         costs = self.costs(for_request=for_request, mover=replica)
@@ -165,13 +165,13 @@ class ArenaAllocator:
     def window_after_packing(self, size_bytes: int, costs: Costs) -> Extent | None:
         """Return a window that exists once the pinned models lie at the end of the arena.
 
-        Its victims are those in the window and the pinned models that move; ``bring_pinned`` sends
-        these again, to the places that were chosen here.
+        Its victims are the regions in the window and the pinned models that move; ``bring_pinned``
+        copies these again, to the places that were chosen here.
 
         1. No pinned model can move: there is none, or tasks read them.
-        2. Something is about to be free, which may be enough: the caller waits for that.
-        3. Only idle models leave for the pinned ones; else slices do as well, where ``costs``
-           let them.
+        2. A range will soon be free, which may be enough: the caller waits for it.
+        3. First, only idle models leave for the pinned ones. If that is not enough, slices leave,
+           too, where ``costs`` allows it.
         """
         device = self._device
         pinned = [
@@ -223,9 +223,9 @@ class ArenaAllocator:
     def _place_to_stream(self, replica: DeviceModel, costs: Costs) -> Extent | None:
         """Return a window for a model that is larger than the arena.
 
-        1. Its last place, if its kept groups are there and nobody took the ring's place.
+        1. Its last place, if its kept groups are there and the ring's place is free.
         2. The longest hole; half of the arena if that is more and only idle models must leave.
-        3. The smallest usable window, whatever must leave.
+        3. The smallest usable window, even if jobs must leave.
         """
         assert replica.staging is not None
         regions, least = self.regions, replica.min_bytes
@@ -256,7 +256,7 @@ class ArenaAllocator:
         return land(sizes, last_groups(manifest), window_bytes, REGION_ALIGN_BYTES)
 
     def min_bytes(self, manifest: Manifest) -> int:
-        """Return the smallest window for a model larger than the arena; 0: it is not larger."""
+        """Return the smallest window for a streaming model; 0: it fits whole, or cannot stream."""
         is_whole = aligned(manifest.total_bytes, REGION_ALIGN_BYTES) <= self.leasable_bytes
         if is_whole or manifest.mode == "module":
             return 0
@@ -277,10 +277,10 @@ class ArenaAllocator:
         return replica is not None and replica.residency.state is Residency.ABANDONED
 
     def check_fits(self, model: Model) -> None:
-        """Check that the model can ever run: it fits, or its groups can stream through.
+        """Check that the model can ever run: it fits, or its groups can stream through the arena.
 
         Raises:
-            OutOfDeviceMemory: it can never run, or it is to be pinned and cannot be.
+            OutOfDeviceMemory: it can never run, or it must be pinned and cannot be.
         """
         size, largest = stored_bytes(model), self.leasable_bytes
         why = ""
@@ -305,7 +305,7 @@ class ArenaAllocator:
             )
 
     def can_ever_hold(self, size_bytes: int) -> bool:
-        """Return True if the size fits once everything that is not pinned has left."""
+        """Return True if the size fits beside the pinned models, once all else is evicted."""
         return aligned(size_bytes, REGION_ALIGN_BYTES) <= self.largest_for_all_bytes
 
     def may_take(self, replica: DeviceModel, size_bytes: int) -> bool:
@@ -349,10 +349,10 @@ class HostStoreAllocator:
     def __init__(self, core: Core) -> None:
         self.regions = RegionAllocator(core.settings.store_bytes, TENSOR_ALIGN_BYTES)
         self._held_bytes: Counter[str] = Counter()  # by tenant
-        self.offloaded: dict[JobName, int] = {}  # bytes, of jobs whose process lives
+        self.offloaded: dict[JobName, int] = {}  # bytes of jobs with a process
 
     def charge(self, name: JobName, size_bytes: int) -> None:
-        """Set the host memory that a job may use from now on; 0: its process has nothing there.
+        """Set the host memory that a job may use for offloading; 0: its process uses none.
 
         Raises:
             HostStoreFull: that exceeds the free memory; the job keeps its former amount.
@@ -378,7 +378,7 @@ class HostStoreAllocator:
         """Reserve the model's place.
 
         Raises:
-            HostStoreFull: no room beside the others, or over its tenant's share of the free bytes.
+            HostStoreFull: there is no room, or the tenant has used its share of the free bytes.
         """
         size = stored_bytes(model)
         if refusal := self._over_share(model, size):
@@ -420,7 +420,7 @@ class HostStoreAllocator:
 
 
 def _without_jobs(costs: Costs) -> Costs:
-    """Return the same prices with only idle models as victims."""
+    """Return the same costs, but with only idle models as victims."""
     return [None if cost is None or any(cost[:3]) else cost for cost in costs]
 
 
@@ -431,7 +431,7 @@ def stored_bytes(model: Model) -> int:
 
 
 def gib(size_bytes: int) -> str:
-    """Bytes for people, as error texts show them."""
+    """Return a number of bytes as a text in GiB or MiB."""
     if size_bytes >= 1 << 30:
         return f"{size_bytes / (1 << 30):.2f} GiB"
     return f"{size_bytes / (1 << 20):.1f} MiB"

@@ -1,4 +1,4 @@
-"""A job's commits: images of its slice in the host store, copied by the daemon, kept on disk."""
+"""Commits of jobs: images of a slice that the daemon copies to the host store and to disk."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ from ..state.records import NO_OP_ID, Job, Worker
 from ..state.states import TASK_FINAL
 from .allocators import ArenaAllocator, HostStoreAllocator
 
-HEADER_BYTES: Final = 4096  # before the two slots of a commit area
+HEADER_BYTES: Final = 4096  # size of the header before the two slots of a commit area
 NO_COPY: Final = (NO_OP_ID, 0)
-DISK_SHARE: Final = 20  # a job may keep the disk busy for 1/20 of the time: large states come later
+DISK_SHARE: Final = 20  # a job's writes may take 1/20 of the time: large ones are less frequent
 
 
 class Commits:
-    """Commit areas of all jobs, and the one commit of each that is on its way."""
+    """Commit areas of a device's jobs, each with at most one commit in progress."""
 
     def __init__(
         self, device: DeviceState, arena: ArenaAllocator, store: HostStoreAllocator
@@ -39,14 +39,14 @@ class Commits:
         self._store = store
 
     def restore(self, job: Job, slot_bytes: int, step: int) -> bool:
-        """Take an area loaded from disk. False: no room, so the job starts from the top."""
+        """Adopt a commit area loaded from disk. False: there is no room, so the job starts anew."""
         if self._store.regions.reserve(job.commits, HEADER_BYTES + 2 * slot_bytes):
             job.memory.commit_slot_bytes = slot_bytes
             job.progress.step = job.memory.committed_step = job.memory.persisted_step = step
         return bool(job.memory.commit_slot_bytes)
 
     def take_over(self, job: Job, loaded: LoadedCommit, *, is_on_disk: bool = False) -> None:
-        """Give a job the area that was loaded for it.
+        """Give a job the commit area that was loaded for it.
 
         Raises:
             HostStoreFull: the host store has no room for it.
@@ -68,7 +68,7 @@ class Commits:
         self._tell_daemon(job)
 
     def open(self, job: Job, state_bytes: int) -> None:
-        """Reserve a commit area for two images; it is kept over restarts of worker and daemon.
+        """Reserve a commit area for two images; it outlives the worker and the daemon.
 
         Raises:
             HostStoreFull: no room for two images.
@@ -107,10 +107,10 @@ class Commits:
         self._device.daemon.send(OpenCommits(job=name, slot_bytes=slot_bytes), commits_of=name)
 
     def commit(self, worker: Worker, message: CommitStep) -> None:
-        """Let the daemon copy the pieces of the slice; it flips and acknowledges.
+        """Order the daemon to copy ranges of the slice, make the copy current and acknowledge it.
 
-        Each number is copied once: after the acknowledgement the owner writes the slice again, so a
-        late or repeated message would copy a torn image.
+        Each commit number is copied once. After the acknowledgement the job writes its slice again,
+        so a late or repeated message would copy an inconsistent image.
         """
         job = self._device.job_of(worker, message.op_id)
         if job is None or message.number <= job.memory.commit_number:
@@ -118,7 +118,7 @@ class Commits:
             return
         region = self._arena.regions.get(job.slice)
         if region is None or not self._device.daemon.is_ready:
-            return  # nothing is copied, so nothing is acknowledged and the number is not used up
+            return  # no copy and no acknowledgement: the worker may use the number again
         job.memory.commit_number = message.number
         job.memory.copy_id, job.memory.copying_number = job.op_id, message.number
         self._device.daemon.send(
@@ -139,11 +139,11 @@ class Commits:
         job = device.jobs.get(message.job)
         commit_ids = (message.op_id, message.number)
         if job is None or commit_ids != (job.memory.copy_id, job.memory.copying_number):
-            core.counts["stale_messages"] += 1  # of an older job of this name, or told again
+            core.counts["stale_messages"] += 1  # an older job's message, or repeated
             return
         job.memory.copy_id, job.memory.copying_number = NO_COPY
         if not message.error:
-            if core.is_draining:  # there is no later
+            if core.is_draining:  # the commit could not be written later
                 job.memory.persist_due_at_ms = core.now_ms
             job.memory.committed_step = max(job.memory.committed_step, message.step)
             job.progress.deaths_without_progress = 0
@@ -154,8 +154,8 @@ class Commits:
             self._device.send(job.slot, message, "signal")
 
     def persist_due(self) -> None:
-        """Write each commit to disk, as far as its writes keep to their share of the time; the one
-        of a job that was put aside at once."""
+        """Write the commits to disk that are due: each job's writes take their share of the time.
+        The last commit of a job that was paused or has ended is due at once."""
         core, device = self._core, self._device
         for job in device.jobs.values():
             memory = job.memory
@@ -178,7 +178,7 @@ class Commits:
         return memory.commit_slot_bytes > 0 and memory.committed_step > memory.persisted_step
 
     def persisted(self, message: CommitPersisted) -> None:
-        """Note that a commit is on disk, or why not; training continues."""
+        """Record that a commit is on disk, or why the write failed; training continues."""
         job = self._device.jobs.get(message.job)
         if job is None or message.op_id <= job.created_op_id:
             return
@@ -190,7 +190,7 @@ class Commits:
             job.memory.persisted_step = max(job.memory.persisted_step, message.step)
 
     def _has_written(self, job: Job, *, is_well: bool) -> None:
-        """Note the end of a write; schedule the next one unless an earlier time was requested."""
+        """Record the end of a write; schedule the next one unless an earlier time was requested."""
         now_ms = self._core.now_ms
         job.memory.is_persisting = False
         if job.memory.persist_due_at_ms == math.inf:
@@ -204,7 +204,7 @@ class Commits:
         self._core.refuse_all(error, job.exporters)
 
     def save_last(self, job: Job) -> None:
-        """Drop an ended job's newest commit from the host store once it is on disk.
+        """Drop an ended job's commit area from the host store once its newest commit is on disk.
 
         A failed write is retried: there is no other copy.
         """
@@ -236,7 +236,7 @@ class Commits:
             self._core.emit(DropCommits(job=job.spec.name))
 
     def daemon_died(self) -> None:
-        """Handle the daemon's death: slices are gone with the device, commits are not."""
+        """Handle the daemon's death: slices are lost with the device memory, commits are kept."""
         for job in self._device.jobs.values():
             job.memory.lease_bytes = job.memory.lease_asked_bytes = 0
             if job.memory.is_persisting:
@@ -247,12 +247,12 @@ class Commits:
         for job in self._device.jobs.values():
             if job.memory.commit_slot_bytes:
                 self._tell_daemon(job)
-            if job.exporters or job.state.state in TASK_FINAL:  # the daemon before was asked
+            if job.exporters or job.state.state in TASK_FINAL:  # ordered again
                 job.memory.persist_due_at_ms = self._core.now_ms
 
     @property
     def is_quiet(self) -> bool:
-        """True if no commit is on its way to host or disk, or due."""
+        """True if no commit is being copied or written, and none is due."""
         now_ms = self._core.now_ms
         return not any(
             job.memory.copy_id

@@ -18,8 +18,8 @@ class DevicePlacement:
     """Choice of a device. A request is placed on arrival, and again when it waits while another
     device is idle; a job is placed on arrival and after it has left its device.
 
-    A device without a running memory daemon, or without room beside its pinned models, gets
-    nothing while another device is able.
+    A device without a running memory daemon, or without room beside its pinned models, is chosen
+    only if all other devices have this problem, too.
     """
 
     def __init__(
@@ -43,7 +43,7 @@ class DevicePlacement:
         return self.states[choice.device], choice.reason
 
     def has_place(self, state: DeviceState, name: ModelName, size_bytes: int) -> bool:
-        """Return True if the model fits there beside the pinned ones."""
+        """Return True if the model fits on that device beside the pinned models."""
         return self._arenas[state.index].may_take(state.replicas[name], size_bytes)
 
     def job(self, job: Job, home: int | None, counts: Sequence[int]) -> int:
@@ -59,7 +59,7 @@ class DevicePlacement:
             return others, state.index != home, state.index
 
         places = _ready(self._living(job.allowed))
-        if all(state.daemon.is_given_up for state in places):  # those of its kind can go on with it
+        if all(state.daemon.is_given_up for state in places):  # devices of its kind can continue it
             names = [state.settings.device for state in self.states]
             places = _ready(self._living(limit(kinds_of(job.allowed), names)))
         return min(places, key=order).index
@@ -85,7 +85,7 @@ class DevicePlacement:
         )
 
     def _queue_ms(self, state: DeviceState, request: Request) -> float:
-        """Return the predicted time of the running and waiting requests there, without this one."""
+        """Return the predicted time of the device's requests, without this one."""
         now_ms, total_ms = state.core.now_ms, 0.0
         for task in state.owner.tasks:
             compute_ms = self._of_last(state, state.replicas[task.model].model).compute_ms
@@ -120,7 +120,7 @@ def _ready(states: list[DeviceState]) -> list[DeviceState]:
 
 
 def kind_of(name: str) -> str:
-    """Return the kind of a device: ``cuda`` of ``cuda:1``."""
+    """Return the kind of a device, such as ``cuda`` for ``cuda:1``."""
     return name.partition(":")[0]
 
 
@@ -132,8 +132,8 @@ def kinds_of(names: Iterable[str]) -> list[str]:
 def limit(wishes: Sequence[str], names: Sequence[str]) -> tuple[str, ...]:
     """Return the devices of ``names`` that are requested; empty: all of them.
 
-    ``cuda`` means each cuda device; devices that are not here are left out. Devices of two kinds
-    answer with different last bits: without a request, only the first one's kind is used.
+    ``cuda`` means each cuda device; unknown devices are left out. Results of different kinds of
+    devices differ in the last bits, so without ``wishes`` only the first device's kind is used.
     """
     choices = tuple(name for name in names if name in wishes or kind_of(name) in wishes)
     if choices or len(kinds_of(names)) == 1:

@@ -21,20 +21,20 @@ from .residency import Residents
 
 
 class Slices:
-    """Slices of a device. A range gets another owner only after it reads as zeros."""
+    """Slices of a device. A range gets another owner only after it has been zeroed."""
 
     def __init__(self, device: DeviceState, arena: ArenaAllocator, residents: Residents) -> None:
         self._core = device.core
         self._device = device
         self._arena = arena
         self._residents = residents
-        self._unscrubbed: dict[OpId, float] = {}  # of a scrub that failed: when to try again
+        self._unscrubbed: dict[OpId, float] = {}  # failed scrubs, with the time of the next try
 
     def lease(self, owner: Owner, size_bytes: int) -> Region | Literal["soon"] | None:
         """Take a place for a job's state; idle models are evicted for it.
 
         Returns:
-            "soon" when enough is about to be free; None when another job would have to leave.
+            "soon" if enough will soon be free; None if another job would have to leave.
 
         Raises:
             OutOfDeviceMemory: it would not fit in an empty arena beside the pinned models.
@@ -66,13 +66,13 @@ class Slices:
             )
 
     def release(self, owner: Owner) -> None:
-        """Zero a slice without writers; then its range is free, even for another tenant."""
+        """Have a slice without writers zeroed; then its range is free, even for other tenants."""
         if self._arena.regions.get(owner) is None:
             return
         self._core.dirty |= RESIDENCY
         region = self._arena.regions.release(owner)
         if not self._device.daemon.is_ready:
-            return  # the memory went with its owner
+            return  # the memory was lost with the daemon
         op_id = self._core.next_op_id()
         scrubbed = self._arena.regions.reserve(
             Owner("scrub", str(op_id)), region.size_bytes, region.offset_bytes
@@ -86,10 +86,10 @@ class Slices:
         )
 
     def scrub_again(self) -> int:
-        """Retry ranges that the daemon failed to zero: nobody may own a range before that."""
+        """Retry ranges that the daemon failed to zero: nobody may own them before."""
         for op_id, at_ms in list(self._unscrubbed.items()):
             region = self._arena.regions.get(Owner("scrub", str(op_id)))
-            if region is None:  # the memory went with its owner
+            if region is None:  # the memory was lost with the daemon
                 del self._unscrubbed[op_id]
             elif self._core.now_ms < at_ms:
                 self._core.wake_at(at_ms, RESIDENCY)
@@ -115,12 +115,12 @@ class Slices:
                 assert any(w.job == name for w in self._device.workers.values()), region
 
 
-MIN_STARTS: Final = 10  # so many times as long as it took to start, a job may keep its memory
+MIN_STARTS: Final = 10  # a job may keep its memory for this many times its start time
 
 
 class Leases:
     """Slices of jobs: at most one per job, from its first ``job.steps`` until its process is
-    reaped. The job's offloaded activations in host memory live as long."""
+    reaped. The job's offloaded activations stay in host memory for the same time."""
 
     def __init__(
         self,
@@ -137,30 +137,30 @@ class Leases:
         self._store = store
 
     def requested(self, worker: Worker, message: worker_msg.LeaseRequest) -> None:
-        """Handle a job's request for its slice; the job waits outside the device's turn."""
+        """Handle a job's request for its slice; the job waits without the device's turn."""
         job = self._device.job_of(worker, message.op_id)
         if job is None or job.state.state is TaskState.EVICTING:
-            return  # EvictTask is on its way to it
+            return  # EvictTask is on its way to the job
         old = self._arena.regions.get(job.slice)
         grows = old is not None and old.size_bytes < message.slice_bytes
         try:
-            if grows:  # else it waits for what has been pinned since
+            if grows:  # else it may wait for models that were pinned later
                 self._slices.refuse_too_large(job.slice, message.slice_bytes)
             self._commits.open(job, message.state_bytes)
         except PipeSwitchError as error:
             self._refuse(job, error)
             return
-        if grows:  # the script asks only when it has moved out
+        if grows:  # the script has copied its state elsewhere
             self._slices.release(job.slice)
         job.memory.lease_asked_bytes = max(1, message.slice_bytes)
-        if not job.memory.lease_bytes:  # a later phase of the script asks again
+        if not job.memory.lease_bytes:  # else a later phase of the script asks again
             job.timing.start_ms = self._device.core.now_ms - job.timing.dispatched_at_ms
 
     def host_requested(self, worker: Worker, message: worker_msg.HostRequest) -> None:
-        """Answer a host memory request at once, even of a leaving job: it may be mid-layer."""
+        """Answer a host memory request at once, even of a leaving job: it may be inside a layer."""
         job = self._device.job_of(worker, message.op_id)
         if job is None:
-            return  # it is being killed
+            return  # the job is being killed
         assert job.slot is not None
         try:
             self._store.charge(job.spec.name, max(0, message.size_bytes))
@@ -178,11 +178,11 @@ class Leases:
         """Grant slices to waiting jobs, but not while requests wait, since their models may need
         the room.
 
-        A job that no longer fits because models were pinned after its commit waits: failing it
-        would lose its work.
+        If a job that has committed no longer fits because of models that were pinned later, it
+        waits: a failure would lose its work.
 
         Yields:
-            A job that must leave before the next can have its slice, and why.
+            A job that must leave before the next job can have its slice, and the reason.
         """
         device = self._device
         if device.queue.requests or not device.daemon.is_ready:
@@ -192,10 +192,10 @@ class Leases:
         order = JOB_ORDERS[device.settings.training]
         for job in sorted(asks, key=lambda job: (job.spec.priority, *order.rank(job.view(0.0)))):
             memory = job.memory
-            if not memory.lease_asked_bytes or job.slot is None:  # it was evicted for another job
+            if not memory.lease_asked_bytes or job.slot is None:  # evicted for another job
                 continue
             try:
-                lease = self._arena.regions.get(job.slice)  # asked again: the same one
+                lease = self._arena.regions.get(job.slice)  # a repeated request gets it again
                 region = lease or self._slices.lease(job.slice, memory.lease_asked_bytes)
             except OutOfDeviceMemory as error:
                 may_fit = memory.lease_asked_bytes <= self._arena.leasable_bytes
@@ -226,13 +226,13 @@ class Leases:
             self._device.send(job.slot, granted, "signal", commits_of=job.spec.name)
 
     def may_grant(self, job: Job) -> bool:
-        """Return True if a job waits for memory other than that of pinned models."""
+        """Return True if the slice that a job waits for fits beside the pinned models."""
         return self._arena.can_ever_hold(job.memory.lease_asked_bytes)
 
     def who_leaves_for(self, job: Job) -> Job | None:
-        """Return a suspended job that holds memory, and is less important or has had its turn.
+        """Return a suspended job that has a slice, and a lower priority or no training time left.
 
-        None while models are in use: those leave soon.
+        None while tasks run: their models can soon be evicted instead.
         """
         device = self._device
         if device.owner.tasks:

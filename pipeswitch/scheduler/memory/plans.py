@@ -59,7 +59,7 @@ class Plans:
 
     def use(self, replica: DeviceModel, profile: Profile) -> bool:
         """Plan from the profile; the plan takes effect as soon as the model is off the device. A
-        streaming model keeps its groups, and has its passes predicted."""
+        streaming model keeps its groups; the profile only predicts its passes."""
         if replica.staging is not None:
             replica.grouping.profile = profile
             return True
@@ -103,8 +103,8 @@ class Plans:
     def _cut(self, replica: DeviceModel, plan: Plan) -> bool:
         """Cut a model into other groups. False: it is being read, sent or waited for.
 
-        A model on the device is evicted first: the fences of the new groups have not risen.
-        Its next request is cold, once.
+        A model on the device is evicted first, because the fences of the new groups are not set.
+        Only its next request is cold.
         """
         if plan == replica.grouping.plan:
             return True
@@ -132,10 +132,10 @@ def plan_row(replica: DeviceModel) -> dict[str, Any]:
 
 
 def stream_of(state: DeviceState, replica: DeviceModel) -> dict[str, Any] | None:
-    """Return the cost of a pass of a model that is larger than the arena; None if it is not.
+    """Return the cost of a pass of a model that is larger than the arena; None for other models.
 
-    ``pass_ms`` is predicted from the model's profile; without a profile it is the measured time of
-    its passes; before the first pass, the time of the copy. 0: the link's speed is unknown.
+    ``pass_ms`` is predicted from the model's profile. Without a profile it is the measured time of
+    its passes, or before the first pass the time of the copy. 0: the link's speed is unknown.
     """
     if replica.staging is None:
         return None
@@ -161,7 +161,7 @@ def stream_of(state: DeviceState, replica: DeviceModel) -> dict[str, Any] | None
 
 
 def _link_bytes_per_ms(state: DeviceState) -> float:
-    """Return the link's modelled speed, else that of the fastest recent copy, or 0."""
+    """Return the link's modelled speed, else the speed of the fastest recent copy, or 0."""
     sent = [one for r in state.replicas.values() if (one := r.transfer.report) is not None]
     rates = [one.copied_bytes / max(0.01, one.ended_at_ms - one.started_at_ms) for one in sent]
     return state.settings.identity.link_bytes_per_s / 1000.0 or max(rates, default=0.0)

@@ -20,7 +20,7 @@ from .allocators import WHOLE, ArenaAllocator, RingPlace, Streamed
 
 
 class Residents:
-    """Residents of a device: leases are decided here, copies are commands to the memory daemon."""
+    """Models on a device. This class decides on their leases; the memory daemon copies them."""
 
     def __init__(self, device: DeviceState, arena: ArenaAllocator) -> None:
         self._core = device.core
@@ -42,13 +42,13 @@ class Residents:
 
     @staticmethod
     def _land(replica: DeviceModel, staging: StagingLayout | None) -> None:
-        """Set where a streaming model's groups land. None: this device may not serve it."""
+        """Set the places of a streaming model's groups; None: this device cannot serve it."""
         replica.staging = staging
         if staging is not None:
             replica.region_bytes = staging.size_bytes
 
     def is_idle(self, replica: DeviceModel) -> bool:
-        """Return True if no request wants it, no task reads it, and it is not being copied in."""
+        """Return True if no request waits for it, no task reads it, and it is not being sent."""
         is_wanted = replica.users or self._device.queue.count(replica.name)
         return not is_wanted and not replica.is_being_sent
 
@@ -62,16 +62,16 @@ class Residents:
         self._device.predictions.remove(replica.name)
 
     def device_lost(self) -> None:
-        """Handle the daemon's death: every byte on the device is gone, the host store is not."""
+        """Handle the daemon's death: all bytes on the device are lost; the host store is kept."""
         for replica in self._device.replicas.values():
             self._device.move(replica, ResidencyEvent.DEVICE_LOST, "daemon exited")
             replica.users = 0
             replica.transfer.is_prefetch = False
 
     def cut_anew(self, replica: DeviceModel, plan: Plan) -> bool:
-        """Cut other groups over the same bytes, for a model that is only in the host store.
+        """Divide a model, which must be only in the host store, into other groups.
 
-        False: there are not enough fences, and nothing has changed.
+        Return False if there are not enough fences; then nothing has changed.
         """
         assert replica.residency.state is Residency.HOST, replica.residency.story
         assert replica.model.manifest is not None
@@ -92,7 +92,7 @@ class Residents:
     def transmit(self, replica: DeviceModel, window: Extent, cause: str) -> OpId:
         """Evict the window's models, lease it, and tell the daemon to send the groups.
 
-        The window has no obstacles (the scheduler waits until they have left).
+        The window must have no obstacles (the scheduler waits until they have left).
         """
         core, device, manifest = self._core, self._device, replica.manifest
         assert manifest is not None
@@ -127,8 +127,8 @@ class Residents:
     def _take(self, replica: DeviceModel, window: Extent, cause: str) -> Container[int]:
         """Lease the window for a model; return the groups that are already on the device.
 
-        1. The ring of a model that streams: the groups that it keeps.
-        2. A new place: none.
+        1. The window is the ring of a streaming model: the groups that it keeps are there.
+        2. The window is a new place: no group is there.
         """
         if not isinstance(window, RingPlace) and replica.residency.state is Residency.PARTIAL:
             self.evict(replica, cause)
@@ -162,7 +162,7 @@ class Residents:
                 self.evict(replica, cause)
 
     def evict(self, replica: DeviceModel, cause: str) -> None:
-        """Evict the model. Only the ledger changes: the bytes may then be overwritten."""
+        """Evict the model. Only the ledger changes; after that the bytes may be overwritten."""
         if replica.residency.state is Residency.PINNED:
             self._device.move(replica, ResidencyEvent.UNPIN, cause)
         self._device.move(replica, ResidencyEvent.EVICTED, cause)
@@ -171,7 +171,7 @@ class Residents:
         self._device.publish("switch.evicted", model=replica.name, cause=cause)
 
     def transmit_ended(self, message: TransmitEnded) -> None:
-        """Handle the end of a copy: the daemon writes no byte of that operation id any more."""
+        """Handle the end of a copy: the daemon writes nothing more for this operation id."""
         core, device = self._core, self._device
         replica = device.replicas.get(message.model)
         if replica is None or replica.residency_id != message.op_id:
@@ -216,10 +216,10 @@ class Residents:
             self._broke_off(replica, "transmission cancelled")
 
     def _broke_off(self, replica: DeviceModel, cause: str) -> None:
-        """Handle a copy that broke off: a task would wait for the missing groups for ever.
+        """Handle a copy that ended early: a task would wait for the missing groups for ever.
 
         1. No task reads the model: its place is free.
-        2. A worker reads it: kill the worker; the place is free when it is reaped (``unused``).
+        2. A worker reads it: kill that worker. The place is free when it is reaped (``unused``).
         """
         core, device = self._core, self._device
         replica.transfer.is_prefetch = False
@@ -232,7 +232,7 @@ class Residents:
                 device.kill(device.workers[activation.slot], cause, blame=False)  # 2.
 
     def unused(self, replica: DeviceModel) -> None:
-        """Note that a task which read the model has ended, or that its worker is reaped."""
+        """Record that a task that read the model has ended, or that its worker was reaped."""
         replica.users -= 1
         replica.last_used_at_ms = self._core.now_ms
         if replica.residency.state is Residency.ABANDONED and not replica.users:
@@ -243,9 +243,9 @@ class Residents:
     def _pass_ended(self, replica: DeviceModel) -> None:
         """Free the ring of a streaming model that no task reads any more.
 
-        1. No end of its copy was reported yet. If the task failed, the copy waits for a computation
-           that will not come: cancel it. Cancelling an ended copy does no harm.
-        2. The groups that the model keeps stay.
+        1. The end of its copy is not reported yet. If the task failed, the copy waits for a
+           computation that will not come: cancel it. The cancel of a finished copy has no effect.
+        2. Only the groups that the model keeps stay.
         """
         cause = "its pass has ended"
         if replica.users:
@@ -264,9 +264,9 @@ class Residents:
         self._arena.release(replica)
 
     def prefetch(self, name: ModelName) -> bool:
-        """Send a model ahead of its request, if that disturbs no request (no answer is owed).
+        """Send a model ahead of its request, if the copy disturbs no request.
 
-        False: not now.
+        Return False if it is not sent now.
         """
         core, device = self._core, self._device
         replica = device.replicas.get(name)
@@ -274,8 +274,8 @@ class Residents:
             replica is None
             or replica.model.state.state is not ModelState.READY
             or replica.is_on_device
-            or replica.staging is not None  # its copy would wait in the ring for its request
-            or device.measurement.model == name  # its copy is timed with the request that needs it
+            or replica.staging is not None  # the copy would wait in the ring for a request
+            or device.measurement.model == name  # the copy is timed with the request that needs it
             or not device.may_serve(replica.model)
         ):
             return False
@@ -300,7 +300,7 @@ class Residents:
         return True
 
     def cancel_prefetches(self) -> None:
-        """Cancel prefetches, which were a guess: a real request needs the link or the place."""
+        """Cancel prefetches, which are only guesses: a request needs the link or the memory."""
         device = self._device
         for name in list(device.sending):
             replica = device.replicas[name]
@@ -312,7 +312,7 @@ class Residents:
                 device.daemon.send(CancelTransmit(op_id=replica.residency_id))
 
     def bring_pinned(self) -> int:
-        """Send pinned models that are not on the device when nothing waits for the link."""
+        """Send pinned models that are not on the device, while no request may need the link."""
         core, device = self._core, self._device
         if not core.pins:
             return 0

@@ -1,4 +1,4 @@
-"""Order of builds: one build per client at a time, and clients take turns."""
+"""Order of builds: each client has one build at a time, and clients take turns."""
 
 from __future__ import annotations
 
@@ -14,24 +14,24 @@ from ..state.records import Registration
 class BuildQueue:
     """Registrations that wait for their build, and the running builds.
 
-    Builds of one client run one after the other: each uses every core. The client whose last turn
-    is longest ago is next, so another client waits for at most one of a client's many builds.
+    Builds of one client run one after the other, since each uses all cores. The client whose last
+    turn is longest ago is next, so a client waits for at most one build of another client.
     """
 
     def __init__(self, core: Core, machine: ServerState) -> None:
         self._core = core
         self._machine = machine
         self._waiting: list[Registration] = []  # in order of arrival
-        self._running: dict[OpId, Registration] = {}  # until the process is gone
-        self._last_turns: dict[str, OpId] = {}  # of clients that wait for another one
+        self._running: dict[OpId, Registration] = {}  # until its process exits
+        self._last_turns: dict[str, OpId] = {}  # last build of each client with builds
 
     @property
     def is_idle(self) -> bool:
-        """Return True if no build runs."""
+        """True if no build runs."""
         return not self._running
 
     def check_room(self, client: str) -> None:
-        """Raise QueueFull if no other registration of this client may wait."""
+        """Raise QueueFull if no further registration of this client may wait."""
         size, waiting = self._core.settings.max_waiting_builds, len(self._waiting)
         own = sum(one.client == client for one in self._waiting)
         if client and not left(size, waiting, own):
@@ -72,5 +72,5 @@ class BuildQueue:
             self._waiting.remove(one)
 
     def exited(self, op_id: OpId) -> Registration | None:
-        """Return the registration whose builder is gone."""
+        """Return the registration of a builder that has exited; None if it is unknown."""
         return self._running.pop(op_id, None)

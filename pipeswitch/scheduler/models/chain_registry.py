@@ -1,7 +1,7 @@
 """Chains: names that stand for several models, run one after the other. Pure.
 
-Only the list is here: members, owner, and journal. The frontend turns a chain's requests into
-ordinary ones (``frontend/chain_requests.py``), and nothing else of the scheduler knows of chains.
+This module has only the list: members, owners, and journal entries. The frontend turns a request
+for a chain into requests for its models (``frontend/chain_requests.py``), which are scheduled.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class Chains:
 
     @handles(ChainRequest)
     def on_request(self, event: ChainRequest) -> None:
-        """Register a chain; the same one again by the same client is a no-op."""
+        """Register a chain. A repeated registration by the same client is a no-op."""
         core, name = self._core, event.model
         chain = event.restored or self._checked(event)
         if name not in self._machine.chains:
@@ -82,7 +82,7 @@ class Chains:
         return chain
 
     def _models(self) -> dict[str, Manifest]:
-        """Return the manifests of the models that serve, as their clients see them."""
+        """Return the manifests of the current versions, as clients see them."""
         current = [self._versions.current(name) for name in self._machine.served]
         return {
             one.base: one.manifest if one.processor is None else one.processor.public(one.manifest)

@@ -53,8 +53,8 @@ class Registry:
 
     @handles(ev.RegisterModelRequest)
     def register(self, event: ev.RegisterModelRequest) -> None:
-        """Outcomes: 1. same name, spec and tenant: a no-op; 2. same name, other spec or tenant: an
-        error; 3. a build starts; progress and one final answer follow."""
+        """Register a model. 1. Same name, spec and tenant as before: a no-op; 2. same name, other
+        spec or tenant: an error; 3. else a build starts; progress and one final answer follow."""
         core = self._core
         if core.is_draining:
             raise errors.ServerUnavailable("the server is draining")
@@ -97,14 +97,14 @@ class Registry:
         self._begin(event, (event.token,))
 
     def _is_same(self, event: ev.RegisterModelRequest, old: Model) -> bool:
-        """Return True if the registration repeats the old one, by the same tenant: requests of
-        two tenants must not share a model unasked."""
+        """Return True if the registration repeats the old one, from the same tenant. Two tenants
+        must not share a model without their consent."""
         served = self._versions.served(event.model)
         is_of_one = old.tenant == event.tenant
         return is_of_one and served is not None and served.spec_digest == event.spec_digest
 
     def begin_version(self, before: Model, spec: bytes, token: ev.Token | None) -> Model:
-        """Build the next version of a name from ``spec``; it becomes current when it is there."""
+        """Build the next version of a name from ``spec``; it becomes current when it is ready."""
         served = self._versions.served(before.base)
         assert served is not None
         event = ev.RegisterModelRequest(
@@ -175,7 +175,7 @@ class Registry:
 
     @property
     def is_quiet(self) -> bool:
-        """True if no client waits for a registration or for its end."""
+        """True if no client waits for a registration or an unregistration."""
         ones, names = self.registrations.values(), self._machine.served.values()
         return not any(one.waiters or one.end_waiters for one in ones) and not any(
             served.end_waiters for served in names
@@ -203,9 +203,9 @@ class Registry:
     def built(
         self, message: BuildDone, manifest: Manifest, profiles: tuple[ProfileFile, ...]
     ) -> None:
-        """Reserve room for a built model, let the daemon load it, and plan its groups.
+        """Reserve space for a built model, order the daemon to load it, and plan its groups.
 
-        From here on requests are admitted, and wait: after a restart they come before the bytes do.
+        Requests are admitted from now on, and wait until the model is in the host store.
         """
         model = self._of(message.model, message.op_id)
         if model is None or model.state.state is not ModelState.BUILDING:
@@ -236,7 +236,7 @@ class Registry:
             device.plans.use_profiles(device.state.replicas[model.name], profiles)
 
     def _is_new(self, model: Model) -> bool:
-        """Return True if the version was built by this server, not restored from an earlier one."""
+        """Return True if the version was made by this server, not restored from an earlier one."""
         return self.registrations[model.name].takes_over
 
     def _leave_as_it_is(self, model: Model, current: Model) -> None:
@@ -251,7 +251,7 @@ class Registry:
         self._refuse(model, same)
 
     def _store_again(self, model: Model) -> None:
-        """Send the load order to a daemon that is ready: one writes for all. There may be none."""
+        """Order one ready daemon to load the model for all devices; do nothing if none is ready."""
         assert model.manifest is not None
         registration = self.registrations[model.name]
         ready = (d.state for d in self._machine.devices if d.state.daemon.is_ready)
@@ -270,7 +270,7 @@ class Registry:
         )
 
     def store_from(self, device: int | None) -> None:
-        """Send again what that daemon was storing when it died; None: what no daemon stores."""
+        """Repeat the load orders of a daemon that died; None: the orders that no daemon got."""
         for model in self._machine.models.values():
             is_storing = model.state.state is ModelState.STORING
             if is_storing and self.registrations[model.name].storing == device:
@@ -317,7 +317,7 @@ class Registry:
             self._refuse(model, error)
 
     def builder_exited(self, event: ev.Exited) -> None:
-        """Refuse the model of a builder that died without a message: its code brought it down."""
+        """Refuse the model of a builder that died without a report, because of the model's code."""
         one = self._builds.exited(OpId(event.source.generation))
         model = self._of(one.model, one.build_id) if one is not None else None
         if model is not None and model.state.state is ModelState.BUILDING:
@@ -331,13 +331,13 @@ class Registry:
     def _refuse(self, model: Model, error: errors.PipeSwitchError) -> None:
         """Remove everything of a refused model, and free its name."""
         core = self._core
-        if model.manifest is not None:  # it may have been announced
+        if model.manifest is not None:  # the frontend may know the model
             core.emit(ev.ModelRemoved(model=model.name))
             self._admission.not_stored(model, error)
         model.state.apply(ModelEvent.REFUSED, type(error).__name__)
         registration = self.names.remove(model)
         registration.error = error
-        if registration.is_known:  # its entry and its files stay
+        if registration.is_known:  # the model's journal entry and files stay
             model.reason = str(error)
             self.names.failed[model.name] = model
         self.names.release(model.base)
@@ -365,10 +365,10 @@ class Registry:
         )
 
     def cancel(self, event: ev.CancelRequest) -> None:
-        """Cancel the registration of a client that is gone or gave up.
+        """Cancel a registration whose client cancelled it or disconnected.
 
-        It is too late while the bytes are being stored: the model is about to be registered, and
-        the answer says so.
+        A model that is being stored is not cancelled any more: it will be registered, and the
+        client gets that answer.
         """
         core = self._core
         for one in list(self.registrations.values()):
@@ -389,10 +389,10 @@ class Registry:
 
     @handles(ev.UnregisterRequest)
     def unregister(self, event: ev.UnregisterRequest) -> None:
-        """Stop admitting requests; answer when the queued ones are through.
+        """Stop admitting requests; answer when the queued requests have ended.
 
-        A name removes all its versions, a version's own name only that one. A registration whose
-        build waits or runs is cancelled: a build may take arbitrarily long.
+        A name removes all its versions, a version's own name only that version. A registration
+        whose build waits or runs is cancelled, since a build may take arbitrarily long.
         """
         core = self._core
         if event.model in self.names.aliases.names:
@@ -418,7 +418,7 @@ class Registry:
                 self.give_up(model, errors.Cancelled(f'registration of "{model.name}" cancelled'))
                 core.emit(ev.Journal(entry={"kind": "model-gone", "name": model.name}))
         self.names.drop_failed(failed)
-        staying.sort(key=self._versions.is_current)  # at its turn no other is left to take over
+        staying.sort(key=self._versions.is_current)  # the current version leaves last
         for model in staying:
             self.names.leave(model, "requested by the user")
         served = self._versions.served(event.model)

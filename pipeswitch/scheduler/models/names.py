@@ -17,16 +17,16 @@ from ..state.records import Model, Registration
 from ..state.states import ModelEvent, ModelState, Residency, ResidencyEvent
 from ..state.versions import PRESENT, Versions, split_name
 
-MAX_ALIASES: Final = 16  # of a model
+MAX_ALIASES: Final = 16  # limit for each model
 
 
 class Names:
     """Life of a model after its registration.
 
     Attributes:
-        registrations: of all models.
-        leaving: models that take no new request and wait for the queued ones.
-        failed: models of an earlier server that could not be restored; their reason says why.
+        registrations: registration of each model.
+        leaving: models that take no new request and wait for the end of the queued requests.
+        failed: models of an earlier server that could not be restored, with their ``reason``.
     """
 
     def __init__(
@@ -40,13 +40,13 @@ class Names:
         self.registrations: dict[ModelName, Registration] = {}
         self.leaving: dict[ModelName, Model] = {}
         self.failed: dict[ModelName, Model] = {}
-        self._has_gone = False  # a model, whose files are to be given back
+        self._has_gone = False  # a model was removed; its files were not yet
 
     def pump(self, *, is_idle: bool) -> None:
         """Finish unregistrations whose model is idle now.
 
         Args:
-            is_idle: no build runs, which may have found its program among the files that go.
+            is_idle: no build runs. A running build may reuse files that would be removed.
         """
         for model in list(self.leaving.values()):
             self._finish(model)
@@ -63,7 +63,7 @@ class Names:
         self._has_gone = False
 
     def remember(self, model: Model, accepts: tuple[Token, ...] = ()) -> None:
-        """Write the model to the journal, for a restore without a build, pinned or not."""
+        """Write the model and its pin to the journal, for a restore without a build."""
         assert model.manifest is not None
         registration = self.registrations[model.name]
         entry = {
@@ -79,11 +79,11 @@ class Names:
         self._core.emit(Journal(entry=entry, accepts=accepts))
 
     def check_free(self, model: ModelName, aliases: Sequence[ModelName]) -> None:
-        """Check that a model may have this name, and these further ones.
+        """Check that a model may have this name and these aliases.
 
         Raises:
-            AlreadyExists: one of them is another model's.
-            InvalidInput: they are too many.
+            AlreadyExists: one of them belongs to another model.
+            InvalidInput: there are too many aliases.
         """
         served, chains = self._machine.served, self._machine.chains
         for name in (model, *aliases):
@@ -109,13 +109,13 @@ class Names:
         self._core.answer(event.token, model=event.model)
 
     def release(self, name: ModelName) -> None:
-        """Free the aliases of a name that stands for nothing any more."""
+        """Free the aliases of a name that has no version any more."""
         if name not in self._machine.served and not self.failed_of(name):
             for alias in self.aliases.of(name):
                 self.aliases.remove(alias)
 
     def hand_over(self, model: Model, cause: str) -> None:
-        """Make a version current; what was pinned is pinned again, and outdated versions leave."""
+        """Make a version current and move the pin to it; remove outdated versions."""
         before = self._versions.choose(model, cause)
         if before is not None:
             if before.want_pinned:
@@ -164,18 +164,18 @@ class Names:
         return registration
 
     def failed_of(self, name: ModelName) -> list[Model]:
-        """Return the failed versions of a name, or the one that has this name itself."""
+        """Return the failed versions of a name, or the failed version with exactly this name."""
         return [model for model in self.failed.values() if name in (model.base, model.name)]
 
     def mark_lost(self, name: ModelName, reason: str, tenant: str = "") -> None:
-        """List a model as failed, because its entry or configuration is unusable."""
+        """List a model as failed, because its journal entry or configuration is unusable."""
         base, version = split_name(name)
         model = Model(name, 1, False, self._core.now_ms, base, version, tenant, reason=reason)
         model.state.apply(ModelEvent.REFUSED, reason)
         self.failed[name] = model
 
     def drop_failed(self, models: Iterable[Model]) -> None:
-        """Remove models that could not be restored, for good."""
+        """Remove models that could not be restored, also from the journal."""
         for model in models:
             del self.failed[model.name]
             self._core.emit(Journal(entry={"kind": "model-gone", "name": model.name}))
@@ -247,7 +247,7 @@ class Names:
             replica = device.replicas[model.name]
             if is_pinned and replica.residency.state is Residency.RESIDENT:
                 device.move(replica, ResidencyEvent.PIN, "requested by the user")
-                # One that is not there is brought when nothing waits (Residents.bring_pinned).
+                # Otherwise Residents.bring_pinned copies it when no request waits.
             elif not is_pinned and replica.residency.state is Residency.PINNED:
                 device.move(replica, ResidencyEvent.UNPIN, "requested by the user")
         if model.state.state in PRESENT:

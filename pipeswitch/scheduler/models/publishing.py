@@ -1,14 +1,14 @@
 """Publication of a job's commit as the next version of a model: wait, copy, build. Pure.
 
-1. *waits* until its commit exists: a script publishes the step it is in, a client the newest
-   commit when the name's earlier publications are through. A script's publication waits too
-   while ``MAX_COPIES`` of its name lie on disk, and its next ``job.publish`` waits for it;
-2. *copies*: the daemon writes that commit to a folder of its own. A script commits nothing else
-   in the meantime. The commit of an ended job lies on disk already;
-3. *copied*: one publication of a name is built at a time, when the model it follows is ready, in
-   the order of arrival. A publication whose commit does not exist yet delays no other;
-4. *builds*: the model's program with these weights, as a registration of its own. Its name stands
-   for it when its bytes are in the host store.
+1. *waits*: the commit does not exist yet. A script publishes its current step, a client the newest
+   commit after the earlier publications of the name. A script's publication also waits while
+   ``MAX_COPIES`` of its name are on disk; the script's next ``job.publish`` waits for it;
+2. *copies*: the daemon writes the commit to a separate folder. A script makes no other commit
+   meanwhile. The commit of an ended job is on disk already;
+3. *copied*: it waits to be built. The publications of a name are built one at a time, in order of
+   arrival, when the current version is ready. Publications that still wait delay no other;
+4. *builds*: the model's program is built with these weights, as a separate registration. The
+   version becomes current when its bytes are in the host store.
 """
 
 from __future__ import annotations
@@ -42,31 +42,31 @@ from ..state.versions import Versions
 from .model_registry import Registry
 
 UNDER_WAY: Final = (ModelState.BUILDING, ModelState.STORING)
-MAX_COPIES: Final = 8  # copies of a name that wait to be built; each takes disk space
+MAX_COPIES: Final = 8  # copied commits of a name that wait to be built; each takes disk space
 
 
 @dataclass
 class Publication:
-    """One publication, from its acceptance until its version is there or refused."""
+    """One publication, from its acceptance until its version is ready or refused."""
 
     name: ModelName
     job: JobName
-    step: int  # -1: of whatever commit is the newest
-    part: str  # of the job; empty: the only one that fits
+    step: int  # step of the commit; -1: the newest commit
+    part: str  # name of the trained module; empty: the only one that fits
     token: Token | None
-    since: OpId  # its acceptance: a younger job or model only has the same name
-    is_script: bool  # a later commit than its step's does too
+    since: OpId  # drawn at its acceptance: a younger job or model only has the same name
+    is_script: bool  # a script requested it; a later commit than that of ``step`` serves, too
     stage: Literal["waits", "copies", "copied", "builds"] = "waits"
-    op_id: OpId = NO_OP_ID  # of the order to copy
-    device: int = 0  # whose daemon copies
-    directory: str = ""  # its copy of the commit; none: where the job keeps it
-    is_cancelled: bool = False  # it ends when the daemon has left its folder
+    op_id: OpId = NO_OP_ID  # operation id of its copy
+    device: int = 0  # index of the device whose daemon copies
+    directory: str = ""  # folder of the copied commit; empty: the job's own folder
+    is_cancelled: bool = False  # the publication ends when the daemon has left its folder
     version: Model | None = None
     registration: Registration | None = None
 
 
 class Publishing:
-    """All publications that are under way, by the name of the model, in the order they came."""
+    """All unfinished publications, by the name of the model, in order of arrival."""
 
     def __init__(
         self, core: Core, machine: ServerState, registry: Registry, versions: Versions
@@ -79,13 +79,13 @@ class Publishing:
 
     @handles(PublishRequest)
     def on_request(self, event: PublishRequest) -> None:
-        """Publish a commit for a client; the answer follows when the version serves."""
+        """Publish a commit for a client, who is answered when the version is ready."""
         self._check(event)
         self._accept(event.model, event.job, event.step, event.part, event.token)
 
     @handles(VersionRequest)
     def version_asked(self, event: VersionRequest) -> None:
-        """Build the next version of a model with a client's file; answered when it serves."""
+        """Build a model's next version from a client's file; answer when it is ready."""
         if self._core.is_draining:
             raise ServerUnavailable("the server is draining")
         name = self._versions.aliases.names.get(event.model, event.model)
@@ -141,7 +141,7 @@ class Publishing:
             raise _other_step(event.job, event.step, job.memory.committed_step)
 
     def model_for(self, name: ModelName, tenant: str | None) -> Model:
-        """Return the model that a publication is to follow, if it is ready.
+        """Return the current version of a name, if a publication can follow it.
 
         Raises:
             ModelNotFound, PermissionDenied, InvalidInput.
@@ -165,7 +165,7 @@ class Publishing:
         one = Publication(name, job, step, part, token, since, token is None)
         self._lines.setdefault(name, []).append(one)
 
-    # -- what happens to them ------------------------------------------------------------------
+    # -- progress ------------------------------------------------------------------------------
 
     def pump(self) -> int:
         """Begin the publications that can begin, and end the finished ones."""
@@ -185,10 +185,10 @@ class Publishing:
 
     @staticmethod
     def _may_begin(one: Publication, line: list[Publication]) -> bool:
-        """Return True if its commit may be copied, if that is there."""
+        """Return True if the publication's commit may be copied as soon as it exists."""
         begun = [other for other in line if other.stage != "waits"]
         if one.is_script:
-            return len(begun) <= MAX_COPIES  # the first of them is built, or is about to be
+            return len(begun) <= MAX_COPIES  # beside the first one, which is built or is next
         return one.step >= 0 or not any(other.since < one.since for other in begun)
 
     def _is_awaited(self, name: ModelName) -> bool:
@@ -213,7 +213,7 @@ class Publishing:
             )
 
     def persisted(self, message: CommitPersisted) -> bool:
-        """Note a finished copy. Return False if it belongs to no publication."""
+        """Record a finished copy. Return False if it belongs to no publication."""
         one = self._copying(message.op_id)
         if one is None:
             return False
@@ -240,14 +240,14 @@ class Publishing:
         return next((a for a in every if (a.stage, a.op_id) == ("copies", op_id)), None)
 
     def _tell_script(self, one: Publication) -> None:
-        """Let the script commit again."""
+        """Allow the script to commit again."""
         job = self._job_of(one)
         if one.is_script and job is not None and job.slot is not None:
             device = self._machine.jobs.home(job).state
             device.send(job.slot, PublishCopied(op_id=job.op_id), "signal")
 
     def _build(self, one: Publication) -> None:
-        """Build the current version's program with other weights, checked like a new one."""
+        """Build the current version's program with the commit's weights, and check it."""
         served = self._versions.served(one.name)
         try:
             if served is not None and served.born > one.since:
@@ -262,7 +262,7 @@ class Publishing:
             return
         weights = one.directory or f"{self._core.settings.commits_dir}/{one.job}"
         token = one.token
-        one.stage, one.token = "builds", None  # the registry answers it
+        one.stage, one.token = "builds", None  # the registry answers the client
         one.version = self._begin_version(before, weights, one.part, token)
         one.registration = self._registry.registrations[one.version.name]
 
@@ -284,7 +284,7 @@ class Publishing:
         assert one.registration is not None
         is_building = one.version.state.state is ModelState.BUILDING
         if is_building and not one.directory and self._job_of(one) is None:
-            self._registry.give_up(one.version, _no_job(one.job))  # its state goes with it
+            self._registry.give_up(one.version, _no_job(one.job))  # no commit is left
         if one.registration.error is not None:
             self._end(one, one.registration.error)
         elif one.version.state.state not in UNDER_WAY:
@@ -308,12 +308,12 @@ class Publishing:
         core.publish("model.publish_failed", model=one.name, job=one.job, error=error.message)
 
     def _job_of(self, one: Publication) -> Job | None:
-        """Return the publication's job; its name may belong to another job by now."""
+        """Return the publication's job; None if it is gone, even if another one has its name."""
         job = self._machine.jobs.get(one.job)
         return job if job is not None and job.created_op_id < one.since else None
 
     def cancel(self, token: Token) -> None:
-        """Cancel a client's publications, except versions in build: the registry owns those."""
+        """Cancel a client's publications. The registry cancels versions that are being built."""
         for one in [one for line in self._lines.values() for one in line if one.token == token]:
             error = Cancelled(f'publication of "{one.name}" cancelled')
             if one.stage == "copies":

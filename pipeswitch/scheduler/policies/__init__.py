@@ -1,6 +1,6 @@
-"""Scheduling policies: pure objects that rank what waits and price what could be evicted.
+"""Scheduling policies: pure objects that rank waiting requests and give evictions a cost.
 
-One object drives the live server, the simulator and the model checker.
+The live server, the simulator and the model checker use the same objects.
 A policy sees an immutable view and returns numbers; the scheduler keeps the invariants.
 """
 
@@ -34,14 +34,14 @@ MAKERS: Final[dict[str, Maker]] = {
     "collate": partial(_with, "collate", Collate),
     "alternating": _alternating,
 }
-"""Those that come along, by name; the first is the default."""
+"""Built-in policies by name; the first one is the default."""
 
 
 def make_policy(name: str, *, max_wait_ms: float) -> Policy:
     """Return the policy of that name.
 
     Raises:
-        KeyError: there is none; the message lists them.
+        KeyError: no policy has that name; the message lists all names.
     """
     if name not in MAKERS:
         raise KeyError(f"no policy {name!r}; there are: {', '.join(MAKERS)}")

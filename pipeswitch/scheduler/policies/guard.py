@@ -15,16 +15,16 @@ from . import Policy, Resident, View, Waiting, make_policy
 from .policy import SortsBy
 
 PLAIN = (float, int)
-FAILURES = BaseException  # of a policy: neither its ``sys.exit()`` nor an interrupt ends the server
-Failed = Callable[[str, str], None]  # told the policy's name and what happened
+FAILURES = BaseException  # a policy's ``sys.exit()`` or interrupt must not end the server
+Failed = Callable[[str, str], None]  # called with the policy's name and the error
 
 
 class PolicyGuard:
-    """Guard of a policy, which may be a user's: its answers are checked before use, and made
-    plain numbers, so that no code of the user's runs where they are compared.
+    """Guard of a policy, which may be a user's. It checks the answers before use and makes them
+    plain numbers, so that no code of the user runs when they are compared.
 
     Attributes:
-        generation: number of failed policies; ranks of an earlier one are void.
+        generation: number of failed policies; ranks of an earlier generation are invalid.
     """
 
     def __init__(self, policy: Policy, max_wait_ms: float) -> None:
@@ -90,7 +90,7 @@ class PolicyGuard:
         try:
             cost = self.policy.eviction.cost(resident, view)
             if type(cost) is tuple and len(cost) == 1 and type(cost[0]) is float and cost[0] >= 0.0:
-                return cost  # as ours are: one for each region, in each search
+                return cost  # the fast path for built-in policies: each search has many costs
             cost = _numbers(cost)
             if min(cost, default=0.0) < 0.0:
                 raise ValueError(f"{cost} is below 0")
@@ -110,7 +110,7 @@ class PolicyGuard:
 
 
 def described(error: BaseException) -> str:
-    """Return the error's type and text; the text may also come from a user's failing code."""
+    """Return the error's type and text; the user's code that makes the text may fail, too."""
     try:
         return f"{type(error).__name__}: {error}"
     except FAILURES:
@@ -147,7 +147,7 @@ def _numbers(values: tuple[Any, ...]) -> tuple[float, ...]:
     for value in values:
         kind = type(value)
         if kind is int:
-            float(value)  # else it could not be added to one
+            float(value)  # raises if it is too large to be added to a float
         elif kind is not float:
             return _numbers(tuple(map(_plain, values)))
         elif value != value:

@@ -8,25 +8,25 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Final, NamedTuple
 
-WORTH_MS: Final = 3.0  # from the device's leaving one job to its coming back: two switches
+WORTH_MS: Final = 3.0  # shortest time without the device that is worth two switches
 
 
 class JobView(NamedTuple):
     """A job, as an order sees it."""
 
-    place: int  # behind all that had a whole cycle later
-    share_ms: float  # of the device's time, since a job came to it last
-    left_ms: float  # of it until its script ends, as it goes now; 0: not known yet
-    state_bytes: int  # of its memory on the device, as it was last; 0: not known yet
-    born: int = 0  # the smaller, the earlier it was submitted
-    priority: int = 0  # the smaller, the earlier
-    away_ms: float = -1.0  # of a step in which it does without the device; negative: not known yet
+    place: int  # position in the round robin: the smallest goes first
+    share_ms: float  # device time since a job was last added to the device
+    left_ms: float  # device time until its script ends, at its current speed; 0: unknown
+    state_bytes: int  # last size of its memory on the device; 0: unknown
+    born: int = 0  # order of submission: the smallest is the oldest
+    priority: int = 0  # the smallest goes first
+    away_ms: float = -1.0  # time of a step without the device; negative: unknown
 
 
 class JobOrder:
-    """Round robin: each job has a cycle, then the next one. Derive from it."""
+    """Round robin: each job trains for a cycle, then the next job. Base class of all orders."""
 
-    shares = False  # one may stop for another in its step, while it waits for copies
+    shares = False  # True: a job that waits for copies inside a step stops for another job
 
     def rank(self, job: JobView) -> tuple[float, ...]:
         """Return the job's rank; the smallest goes next."""
@@ -56,14 +56,14 @@ class Fifo(_Ranked):
 
 
 class Fair(_Ranked):
-    """Least device time first, counted since the last of the jobs came."""
+    """Least device time first, counted since a job was last added to the device."""
 
     def rank(self, job: JobView) -> tuple[float, ...]:
         return (job.share_ms, job.place)
 
 
 class ShortestJobFirst(_Ranked):
-    """Shortest remaining time first (srtf). A job with an unknown time runs until it is known."""
+    """Shortest remaining time first (srtf). A job goes first until its time is known."""
 
     def rank(self, job: JobView) -> tuple[float, ...]:
         return (job.left_ms, job.place)
@@ -73,14 +73,14 @@ class ShortestJobFirst(_Ranked):
 
 
 class Pack(_Ranked):
-    """Smallest job first: the most jobs have their memory on the device at the same time."""
+    """Smallest job first, so that as many jobs as possible have their memory on the device."""
 
     def rank(self, job: JobView) -> tuple[float, ...]:
         return (job.state_bytes, job.place)
 
 
 class Coshift(JobOrder):
-    """Two jobs phase by phase, as in Zico: one has the device while the other does without."""
+    """Two jobs phase by phase, as in Zico: one computes while the other needs no device."""
 
     shares = True
 

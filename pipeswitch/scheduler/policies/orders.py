@@ -7,13 +7,13 @@ from collections.abc import Sequence
 from ...planning.windows import WindowJob, alternating
 from .policy import Order, View, Waiting, deadline_of, reuse_of
 
-MAX_WAITS = 10  # of ``max_wait_ms``: what a request without a deadline is given for one
-WINDOW = 8  # models
+MAX_WAITS = 10  # requests without a deadline get this many times ``max_wait_ms``
+WINDOW = 8  # number of models
 
 
 class AgingOrder(Order):
-    """Order in which requests older than ``max_wait_ms`` go first, the oldest before all. The
-    device is not left idle for any other request that has no memory yet."""
+    """Order in which requests older than ``max_wait_ms`` go first, the oldest before the others.
+    Only for such a request may the device stay idle until its model has memory."""
 
     def __init__(self, *, max_wait_ms: float) -> None:
         self.aging_ms = max_wait_ms
@@ -72,21 +72,21 @@ class ShortestFirst(AgingOrder):
 
 class Collate(AgingOrder):
     """Requests grouped by model (A A A B B): first the computing model, then models on the
-    device, then the model whose first request waited longest. The fewest switches that
-    patience allows."""
+    device, then the model whose first request waited longest. There are as few switches as
+    ``max_wait_ms`` allows."""
 
     def rank_in_time(self, head: Waiting, view: View) -> tuple[float, ...]:
         return (reuse_of(head),)
 
 
 class Alternating(Order):
-    """The thesis' order of the oldest heads, by their models' loads and work."""
+    """Order of the thesis: the oldest heads, arranged by load and compute times of their models."""
 
     window = WINDOW
     ranks_runs = False
 
     def may_backfill(self, request: Waiting, blocked: Waiting, view: View) -> bool:
-        return True  # inside a window, which ends
+        return True  # only inside a window, which ends
 
     def arrange(self, heads: Sequence[Waiting], counts: Sequence[int], view: View) -> Sequence[int]:
         jobs = []

@@ -12,17 +12,17 @@ class Place(NamedTuple):
     """A device as one request sees it; times are predicted, in milliseconds."""
 
     device: int
-    is_resident: bool  # its model lies there, or is on its way
-    is_busy: bool  # something computes or waits there
-    waiting: int  # requests that are not done
-    queue_ms: float  # until those are done; 0: none, or nothing was measured yet
-    switch_ms: float  # its model's copy; 0: it is there, or nothing was measured yet
+    is_resident: bool  # the request's model is on the device, or is being copied
+    is_busy: bool  # a request computes or waits there
+    waiting: int  # number of unfinished requests
+    queue_ms: float  # time until they are finished; 0: none, or no measurement yet
+    switch_ms: float  # time to copy the model; 0: it is there, or no measurement yet
     free_bytes: int
-    size_bytes: int  # of its model
+    size_bytes: int  # size of the model
 
     @property
     def finish_ms(self) -> float:
-        """Predicted start of its computation. An eviction costs a second switch, back."""
+        """Predicted start of its computation. An eviction counts as a second switch."""
         has_room = self.size_bytes <= self.free_bytes
         return self.queue_ms + self.switch_ms * (1 if has_room else 2)
 
@@ -63,5 +63,5 @@ PLACEMENTS: Final[dict[str, Rank]] = {
 
 
 def best(places: Sequence[Place], rank: Rank) -> Place:
-    """Return the first place by that rank; there is at least one."""
+    """Return the place with the smallest rank; ``places`` must not be empty."""
     return min(places, key=rank)

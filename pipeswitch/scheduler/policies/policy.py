@@ -17,9 +17,9 @@ class Waiting(NamedTuple):
     deadline_at_ms: float | None
     arrived_at_ms: float
     batch: int = 1
-    size_bytes: int = 0  # of its model
-    is_resident: bool = False  # its model lies on the device or is on its way
-    is_current: bool = False  # its model is the one computing now
+    size_bytes: int = 0  # size of its model
+    is_resident: bool = False  # the model is on the device or is being copied
+    is_current: bool = False  # the model computes now
 
 
 class Resident(NamedTuple):
@@ -30,24 +30,24 @@ class Resident(NamedTuple):
     priority: int
     last_used_at_ms: float
     use_count: int
-    waiting_count: int  # queued requests for it
+    waiting_count: int  # number of queued requests for it
 
 
 class Prediction(NamedTuple):
     """Predicted times of one request in milliseconds, from measurements; 0: not measured yet."""
 
-    load_ms: float  # its model's copy to the device
-    compute_ms: float  # on the device, its model being there
-    p95_ms: float  # what 95 of 100 computations did not exceed
+    load_ms: float  # copy of its model to the device
+    compute_ms: float  # computation, without the copy
+    p95_ms: float  # 95th percentile of the computations
 
 
 @dataclass(frozen=True, slots=True)
 class View:
-    """One instant, as a policy sees it.
+    """State of a device at one instant, as a policy sees it.
 
     Attributes:
-        predict: of a request for a model, by its name and the request's batch.
-        capacity_bytes: of the device, for models and jobs.
+        predict: returns the predicted times for a model's name and a batch.
+        capacity_bytes: memory of the device for models and jobs.
         residents: names and sizes of the models on the device.
     """
 
@@ -61,23 +61,23 @@ SortsBy = Literal["", "arrival", "deadline"]
 
 
 class Order:
-    """Order of one caller's requests; callers take turns. Derive from it: the base class serves
-    first come, first served.
+    """Order of one caller's requests; callers take turns. Derive your order from this class, which
+    serves first come, first served.
 
     A caller's requests of one model and one priority form a *line*, and only the head of each line
     is ranked: a decision reads the lines whose head or model has changed, never the whole queue.
 
-    Order alone decides which request gets memory: a request is considered only after every head
-    that ranks before it, so only later requests can want a model that is evicted for it. Therefore
-    two models that do not fit together never block each other, nor a low priority a high one.
+    Only the order decides which request gets memory: a request is considered after all heads that
+    rank before it. So only later requests can need a model that is evicted for it, two models that
+    do not fit together never block each other, and a low priority never blocks a high one.
 
     Attributes:
-        aging_ms: a request that waited longer goes first in its line, the oldest before all.
+        aging_ms: a request that waited longer goes first in its line, the oldest of them first.
         window: number of lines that ``arrange`` orders at a time, or 0. A line in a window
             runs as many requests as waited in it when the window was made, back to back, and no
             later request runs before the window is done.
-        sorts_by: the single key that sorts all requests whatever their models and priorities, if
-            there is one: then admission knows the requests that go before a new one.
+        sorts_by: name of the key, if a single key sorts all requests of any model and priority.
+            Then admission knows which requests go before a new one.
         ranks_runs: True if ``rank`` reads ``is_current`` or predictions. If False, lines are not
             ranked again when a run of their model begins or ends.
     """
@@ -88,25 +88,25 @@ class Order:
     ranks_runs: bool = True
 
     def key(self, request: Waiting) -> tuple[float, ...]:
-        """Return the request's place in its line, the smallest first. Called once per request,
-        without the time and whether the model is on the device."""
+        """Return the request's place in its line; the smallest goes first. Called once per request:
+        the place depends neither on the time nor on the model's residency."""
         return (request.arrived_at_ms,)
 
     def rank(self, head: Waiting, view: View) -> tuple[float, ...]:
-        """Return the rank of a head: the smallest of all runs first. Called again when its line,
+        """Return the rank of a head; the smallest one runs first. Called again when its line,
         its model's residency or its prediction has changed."""
         return (head.arrived_at_ms,)
 
     def stays_until_ms(self, head: Waiting, view: View) -> float:
-        """Return when time alone changes the head's rank; infinity if it never does."""
+        """Return the instant at which time alone changes the head's rank; infinity: never."""
         return math.inf
 
     def may_backfill(self, request: Waiting, blocked: Waiting, view: View) -> bool:
         """Return True if ``request`` may run while ``blocked``, which ranks before it, has no
         memory.
 
-        A policy must refuse every request at some time, or a large model starves behind small ones
-        that keep its place in use.
+        When ``blocked`` has waited for some time, a policy must return False for all requests.
+        Otherwise small models, which keep the memory in use, could make a large one wait for ever.
         """
         return False
 
@@ -120,9 +120,8 @@ class Eviction:
     """Cost of an eviction. Derive from it: the base class evicts the least recently used model."""
 
     def cost(self, resident: Resident, view: View) -> tuple[float, ...]:
-        """Return a cost of at least 0, in any unit; the cheapest model is evicted. Costs of
-        models that would leave together are added place by place, and the first place that
-        differs decides."""
+        """Return a cost of at least 0, in any unit; the cheapest model is evicted. The costs of
+        several victims are added element by element, and the sums are compared as tuples."""
         # Waiting requests do not protect a model; they only make it the last choice.
         idle_ms = max(0.0, view.now_ms - resident.last_used_at_ms)
         return (1.0 if resident.waiting_count else 0.0, 1.0 / (1.0 + idle_ms))
@@ -138,7 +137,7 @@ class Policy:
 
 
 Maker = Callable[..., Any]
-"""Called with ``max_wait_ms``, returns a ``Policy``: what ``[scheduler] policy`` may name."""
+"""Function of ``max_wait_ms`` that returns a ``Policy``; ``[scheduler] policy`` may name one."""
 
 
 def deadline_of(request: Waiting) -> float:

@@ -1,4 +1,4 @@
-"""Inference before training, priorities, deadlines, residency reuse, aging (the default)."""
+"""Default policy: priorities, aging, models that are on the device first, deadlines."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ class Priority(Order):
     1. priority class, raised by one for every ``max_wait_ms`` waited, so nothing starves;
     2. inside a class, a request that waited longer than ``max_wait_ms`` goes before any reuse, the
        one that waited longest first;
-    3. models already on the device: reuse of residency is worth more than any order. The running
-    model has no preference, since a change between resident models is free;
+    3. models already on the device: a copy that is saved is worth more than the order. The running
+    model is not preferred, since a change between resident models costs nothing;
     4. the earlier deadline;
     5. the earlier arrival.
     """
@@ -43,8 +43,8 @@ class Priority(Order):
         return head.arrived_at_ms + (self._waits(head, view.now_ms) + 1) * self.aging_ms
 
     def may_backfill(self, request: Waiting, blocked: Waiting, view: View) -> bool:
-        # Inside a class the device is not left idle for one that cannot run yet; a lower class
-        # never runs in front of a higher one; and no request waits for ever.
+        # Inside a class the device does not stay idle for a request that cannot run yet. A lower
+        # class never runs before a higher one, and no request waits for ever.
         same_class = self._class(request, view.now_ms) <= self._class(blocked, view.now_ms)
         return same_class and view.now_ms - blocked.arrived_at_ms < self.aging_ms
 
@@ -59,8 +59,8 @@ class Priority(Order):
 
 
 class CostAwareEviction(Eviction):
-    """Bytes that would have to be sent again, weighted by priority, use and waiting requests,
-    for each millisecond that the model has been idle."""
+    """Bytes that would have to be sent again, weighted by priority, use and waiting requests, and
+    divided by the time for which the model has been idle."""
 
     def cost(self, resident: Resident, view: View) -> tuple[float, ...]:
         _, size_bytes, priority, last_used_at_ms, use_count, waiting_count = resident

@@ -1,1 +1,1 @@
-"""Workers, stages and their health."""
+"""Workers, preprocessing processes, and their health."""

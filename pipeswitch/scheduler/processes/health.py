@@ -17,12 +17,12 @@ from ..state.device_state import DeviceState
 from ..state.records import Worker
 from ..state.states import WORKER_SERVES
 
-SILENT_AFTER_MS: Final = 1000.0  # a process silent until then is as good as dead to the asker
+SILENT_AFTER_MS: Final = 1000.0  # a process that needs longer counts as silent
 
 
 @dataclass
 class Probe:
-    """One round of pings on one device. ``None``: sent, not answered yet."""
+    """One round of pings on one device. A time is None until the process has answered."""
 
     op_id: OpId
     asked_at_ms: float
@@ -31,7 +31,7 @@ class Probe:
 
 
 class Health:
-    """One device's part of a round."""
+    """One device's part of a round of pings."""
 
     def __init__(self, device: DeviceState) -> None:
         self._core = device.core
@@ -62,7 +62,7 @@ class Health:
 
     @property
     def is_complete(self) -> bool:
-        """True if no answer is awaited: a process that has died since will send none."""
+        """True if no answer is awaited any more; dead processes will not answer."""
         probe = self._probe
         assert probe is not None
         for slot, (generation, _) in list(probe.workers.items()):
@@ -71,7 +71,7 @@ class Health:
                 del probe.workers[slot]
         if not self._device.daemon.is_ready:
             probe.daemon_ms = None
-            return True  # dead: nothing else matters
+            return True  # the device is not ready, whatever its workers answer
         took = [ms for _, ms in probe.workers.values()]
         return probe.daemon_ms is not None and None not in took
 
@@ -108,7 +108,7 @@ class Pings:
         self._core = core
         self._devices = devices
         self._asked_at_ms = 0.0
-        self._answering: list[Token] = []  # of the round that is under way
+        self._answering: list[Token] = []  # clients of the current round
         self._waiting: list[Token] = []
 
     @handles(PingRequest)
@@ -116,15 +116,15 @@ class Pings:
         self._waiting.append(event.token)
 
     def pump(self) -> int:
-        """Answer a round that is complete or has waited long enough; begin the next."""
+        """Answer a round that is complete or has waited long enough; begin the next round."""
         self._conclude()
         if not self._answering and self._waiting:
             self._answering, self._waiting = self._waiting, []
             self._asked_at_ms = self._core.now_ms
             for device in self._devices:
                 device.ask()
-            self._conclude()  # no process may be there to be asked
-        return PINGS | WORKERS if self._answering else PINGS  # one that has left is not waited for
+            self._conclude()  # there may be no process
+        return PINGS | WORKERS if self._answering else PINGS  # an exit may end it
 
     def _conclude(self) -> None:
         core = self._core

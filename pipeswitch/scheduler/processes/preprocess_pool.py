@@ -1,8 +1,8 @@
-"""Stages: processes that run requests' functions, before or after the model (ADR 34).
+"""Stages: processes that run functions of the model's owner before or after the model (ADR 34).
 
-A stage computes on no device: a request is here before its device is chosen, or after it has
-computed, while another model computes. A process has one request at a time; it reads its tensors in
-the pool and returns into its slot's memory, from where ``TakeResult`` has them copied.
+A stage uses no device: a request is here before its device is chosen, or after its model has
+computed, while other models compute. A process has one request at a time. It reads the inputs in
+the request pool and writes its result to its slot's memory, from which ``TakeResult`` copies it.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ class PreprocessSlot:
 
     slot: Slot
     state: StateMachine[WorkerState, WorkerEvent] = field(init=False)
-    generation: OpId = NO_OP_ID  # of the process; what was registered later it has not imported
+    generation: OpId = NO_OP_ID  # drawn at its start: it imported no function registered later
     pid: int = 0
-    op_id: OpId = NO_OP_ID  # of the call
-    token: ev.Token | None = None  # whose inputs it makes, or whose result is being copied
-    function: str = ""  # that it calls
-    began_at_ms: float = 0.0  # the call
+    op_id: OpId = NO_OP_ID  # operation id of the current call
+    token: ev.Token | None = None  # request of the call, or of the result that is being copied
+    function: str = ""  # name of the function of the last call
+    began_at_ms: float = 0.0  # start of the last call
     respawn_at_ms: float = 0.0
-    is_copied: bool = False  # from its memory, into the pool: nothing may write there meanwhile
+    is_copied: bool = False  # its result is being copied: nothing may write to its memory
 
     def __post_init__(self) -> None:
         name = f"stage {self.slot}"
@@ -45,17 +45,17 @@ class PreprocessSlot:
 
 @dataclass
 class Raw:
-    """Request whose inputs, or answer, a function is to make."""
+    """Request whose inputs or answer a function has to make."""
 
     request: Request
     function: str
-    born: OpId  # of its model's registration
+    born: OpId  # registration id of its model
     tenant: str
-    error: PipeSwitchError | None = None  # it was taken back while its inputs were copied
+    error: PipeSwitchError | None = None  # set if it was cancelled while its result was copied
 
 
 class PreprocessPool:
-    """All and only the PREPROCESSING requests, and the processes that serve them.
+    """All PREPROCESSING requests, and the processes that serve them.
 
     Processes are started with the first request that needs one.
 
@@ -74,11 +74,11 @@ class PreprocessPool:
         return len(self.waits)
 
     def count(self, name: ModelName) -> int:
-        """Return the number of a model's requests that are here."""
+        """Return the number of a model's requests in this pool."""
         return sum(raw.request.model == name for raw in self.waits.values())
 
     def held_by(self, caller: str, model: str = "") -> int:
-        """Return the number of a caller's requests that are here, for one model or for all."""
+        """Return the number of a caller's requests in this pool, for one model or for all."""
         raws = [raw.request for raw in self.waits.values() if raw.request.caller == caller]
         return sum(not model or request.model == model for request in raws)
 
@@ -95,7 +95,7 @@ class PreprocessPool:
         self.advance()
 
     def prepared(self, event: ev.Prepared) -> Request | None:
-        """Remove a request whose copy has ended; return it if its inputs lie in the pool."""
+        """Remove a request whose result was copied; return it unless it failed or was cancelled."""
         request = self._prepared(event)
         self.advance()
         return request
@@ -124,7 +124,7 @@ class PreprocessPool:
         return request
 
     def cancel(self, token: ev.Token) -> bool:
-        """Take a request back; its function runs on for nothing. False: it is not here."""
+        """Cancel a request, but not its running function. False: it is not in this pool."""
         raw = self.waits.get(token)
         if raw is None:
             return False
@@ -136,7 +136,7 @@ class PreprocessPool:
         return True
 
     def refuse_all(self, error: PipeSwitchError) -> None:
-        """Refuse every waiting client; the frontend answers the ones in copy after the copy."""
+        """Refuse every waiting client; the frontend answers those whose result is being copied."""
         for token, raw in list(self.waits.items()):
             if not self._is_copied(token):
                 self._refuse(raw, TaskEvent.ERROR, error)
@@ -190,8 +190,8 @@ class PreprocessPool:
         self.advance()
 
     def _ended(self, process: PreprocessSlot) -> Raw | None:
-        """End a call; return its request if that still waits for it."""
-        process.state.apply(WorkerEvent.TASK_ENDED, f"epoch {process.op_id}")
+        """End a call; return its request if the request still waits for the result."""
+        process.state.apply(WorkerEvent.TASK_ENDED, f"operation {process.op_id}")
         process.op_id = NO_OP_ID
         return None if process.token is None else self.waits.get(process.token)
 
@@ -215,7 +215,7 @@ class PreprocessPool:
             request.batching.deaths += is_blamed
             if request.batching.deaths >= core.settings.max_deaths:
                 self._refuse(raw, TaskEvent.ERROR, _lost(raw, event.status))
-        elif is_blamed and not was_called:  # of itself, not of a function
+        elif is_blamed and not was_called:  # the process died without a call
             process.respawn_at_ms = core.now_ms + core.settings.restart_backoff_ms
             core.wake_at(process.respawn_at_ms, STAGES)
         if not process.is_copied:
@@ -228,12 +228,12 @@ class PreprocessPool:
         self._expire()
         tokens = {process.token for process in self.processes}
         waiting = [raw for token, raw in self.waits.items() if token not in tokens]
-        waiting.sort(key=lambda raw: raw.request.priority)  # stable: then the first that came
+        waiting.sort(key=lambda raw: raw.request.priority)  # stable: older ones first
         for process in self.processes:
             if process.state.state is WorkerState.STANDBY and waiting:
                 if process.generation > waiting[0].born:
                     self._call(process, waiting.pop(0))
-                else:  # the function may be another one since it was imported there
+                else:  # the process may have imported an older function
                     self._kill(process, "something was registered since")
         for process in self.processes:
             is_free = process.state.state is WorkerState.DEAD and not process.is_copied
@@ -288,7 +288,7 @@ def kind(raw: Raw) -> str:
 
 
 def failed(raw: Raw, reason: str) -> TaskFailed:
-    """Return the client's error for a function that returned nothing useful."""
+    """Return the client's error for a function that failed, or whose result is invalid."""
     return TaskFailed(
         f'{kind(raw)} {raw.function} of "{raw.request.model}": {reason}',
         hint=f"pipeswitch show {raw.request.model} says what the model takes",

@@ -11,8 +11,8 @@ from ..state.records import Worker
 from ..state.states import WORKER_FREE, WORKER_LEAVES, ModelState, WorkerEvent, WorkerState
 from ..training.training import MAX_IN_PLACE
 
-MIN_TO_KEEP_ONE_UNBOUND = 3  # workers: two tenants in turns then keep theirs
-MAX_DOUBLINGS = 3  # of the restart delay: 8 s at the default of 1 s
+MIN_TO_KEEP_ONE_UNBOUND = 3  # workers: with fewer, two alternating tenants would lose theirs
+MAX_DOUBLINGS = 3  # doublings of the restart delay: 8 s with the default of 1 s
 
 
 def max_workers(standby: int) -> int:
@@ -68,7 +68,7 @@ class WorkerPool:
             device.kill(worker, "the memory daemon exited", blame=False)
         if self._daemon_deaths > core.settings.max_daemon_restarts:
             device.daemon.is_given_up = True
-            if device.label:  # else the server leaves, and says why
+            if device.label:  # with a single device, the server stops and says why
                 text = (
                     f"device {device.label} is given up, because its memory daemon died too often"
                 )
@@ -86,7 +86,7 @@ class WorkerPool:
     # -- workers ------------------------------------------------------------------------------
 
     def pump(self) -> int:
-        """Respawn missing processes that are due; let standbys prepare unknown programs."""
+        """Respawn missing processes when due; order standby workers to load further programs."""
         core, device = self._core, self._device
         if not self.is_daemon_alive and self._daemon_respawn_at_ms is not None:
             if device.has_processes:
@@ -136,13 +136,12 @@ class WorkerPool:
         self._device.publish("worker.ready", worker=worker.slot, pid=pid)
 
     def worker_exited(self, worker: Worker, status: int, *, ended_well: bool) -> None:
-        """Handle a reaped worker. The first death is replaced at once, a row of them with
+        """Handle a reaped worker. It is replaced at once; after several deaths in a row, with a
         growing delay.
 
-        Only processes that die before they are ready count for the delay: then the machine is at
-        fault, and an immediate retry would only load it. A death under a task counts against the
-        model or the job, which have limits of their own; a process that was ready and idle was
-        killed.
+        Only deaths before the process is ready count for the delay: then the machine is at fault,
+        and an immediate retry would only load it. A death during a task counts against the model
+        or the job, which have their own limits. An idle process was killed by the server.
         """
         core = self._core
         was_starting = not worker.pid
@@ -173,7 +172,7 @@ class WorkerPool:
             return
         workers = device.workers.values()
         if any(w.tenant is None or w.state.state in WORKER_LEAVES for w in workers):
-            return  # there is one, or soon will be
+            return  # a worker is unbound, or soon will be
         idle = [w for w in workers if w.state.state is WorkerState.STANDBY and w.preparing is None]
         if idle:
             device.spawn(min(idle, key=lambda worker: worker.dispatch_id))
@@ -183,8 +182,8 @@ class WorkerPool:
     def _prepare_idle(self) -> None:
         """Prepare one program at a time per standby, while no request waits.
 
-        A program may take seconds to load, and its worker takes no task until then: so where two
-        workers are free, one of them always stays ready for the next request.
+        A program may take seconds to load, and its worker takes no task until then. So if two
+        workers are free, one of them stays ready for the next request.
         """
         core, device = self._core, self._device
         if device.queue or device.owner.pending is not None or device.measurement.model is not None:
@@ -199,7 +198,7 @@ class WorkerPool:
                 worker.state.state is not WorkerState.STANDBY
                 or worker.complete_at == core.models_generation
             ):
-                continue  # with a thousand models a look at each would cost milliseconds
+                continue  # a check of a thousand models would take milliseconds
             name = self._next_to_prepare(worker)
             if name is None:
                 continue
@@ -223,7 +222,7 @@ class WorkerPool:
             )
 
     def _next_to_prepare(self, worker: Worker) -> ModelName | None:
-        """Return the newest model unknown to the worker; None: it waits for the next tenant."""
+        """Return the last used model that the worker can still load; None if there is none."""
         if self._core.settings.separates_tenants and worker.tenant is None:
             return None
         missing = [
@@ -247,7 +246,7 @@ class WorkerPool:
         return latest.name
 
     def prepared(self, worker: Worker, message: ModelPrepared) -> None:
-        """Note that the worker has prepared a program, or could not."""
+        """Record that the worker has loaded a program, or could not load it."""
         if worker.preparing == message.model:
             worker.preparing = None
         if message.error:
@@ -257,7 +256,7 @@ class WorkerPool:
             )
         elif self._is_known(message):
             worker.warm[message.model] = (message.digest, message.plan)
-        else:  # unregistered meanwhile
+        else:  # the model was unregistered meanwhile
             self._device.send(worker.slot, ForgetModel(model=message.model))
 
     def remove(self, name: ModelName) -> None:

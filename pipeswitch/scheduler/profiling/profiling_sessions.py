@@ -1,11 +1,11 @@
-"""Measurement of a model on an idle device, with requests of the client that wants its profile.
+"""Measurement of a model on an idle device, with requests of the client that profiles it.
 
 1. Only that client uses the device. If another request or a job comes, the client gets
 ``DeviceBusy``.
-2. The model gets the groups of the next run, and leaves the device if that run is to be cold.
-3. The client is asked for a request. It is served like any other; only its worker waits for the
-   device after each group (``RunInference.is_timed``).
-4. The times of that run go to the measurement. Then 1., until the profile is complete.
+2. The model gets the groups of the next run, and is evicted if that run must be cold.
+3. The client is asked for a request. It is served like any other, except that its worker waits
+   for the device after each group (``RunInference.is_timed``).
+4. The times of that run are recorded. Steps 1 to 4 repeat until the profile is complete.
 """
 
 from __future__ import annotations
@@ -40,16 +40,16 @@ MAX_RETRIES: Final = 20  # consecutive retries of one run
 class ProfilingSession:
     """One model being measured."""
 
-    token: Token  # of its client
+    token: Token  # the client's request
     device: Device
     replica: DeviceModel
     measurement: Measurement
-    served_count: int | None = None  # by the device when a request was asked for; None: none is
+    served_count: int | None = None  # ``served`` before the expected request; None: none expected
     retries: int = 0
 
 
 class Profiling:
-    """At most one measurement at a time."""
+    """Measurements of models, at most one at a time."""
 
     def __init__(self, core: Core, machine: ServerState, versions: Versions) -> None:
         self._core = core
@@ -195,7 +195,7 @@ class Profiling:
         """Ask for the next request when the device is at rest, or finish after the last run.
 
         Raises:
-            DeviceBusy: others use the device.
+            DeviceBusy: another request or a job uses the device.
             OutOfDeviceMemory: there are too few fences.
         """
         state, trial = session.device.state, session.measurement.next

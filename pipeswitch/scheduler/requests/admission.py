@@ -13,7 +13,7 @@ from ...programs.interface.dims import BATCH, values_of
 from ...programs.interface.layout import Manifest
 from ...wire.request_timing import RequestTiming
 from ..core import DUE, QUEUE, RESIDENCY, TURN, WORKERS, Core
-from ..events import CancelRequest, InferArrived, NextRun, NextRuns, Prepared, Reply
+from ..events import CancelRequest, InferArrived, NextRun, NextRuns, Prepared, Reply, RunEnded
 from ..memory.device_placement import DevicePlacement
 from ..processes.preprocess_pool import PreprocessPool
 from ..state.device_state import DeviceState
@@ -21,6 +21,7 @@ from ..state.records import Model, Request, Steps
 from ..state.states import MODEL_AWAITED, ModelState, TaskEvent, TaskState
 from ..state.versions import Versions, split_name
 from . import forecast
+from .batching import take_led
 from .completion import batch_of, quarantined
 from .dispatch import Dispatch
 
@@ -86,7 +87,7 @@ class Admission:
             self.preprocess_pool.take(request, model.processor.function, served.born, event.tenant)
 
     def _computed(self, event: InferArrived) -> None:
-        """Pass a model's outputs, which lie in the pool, to its postprocessing function."""
+        """Pass a model's outputs in the request pool to its postprocessing function."""
         core, name = self._core, split_name(event.model)[0]
         core.going_on.discard(event.token)
         served, model = self._versions.served(name), self._versions.current(name)
@@ -159,7 +160,7 @@ class Admission:
                 break
 
     def _of_a_version_that_is_there(self, event: InferArrived) -> InferArrived:
-        """Redirect a request without a version to the current one, or by a split."""
+        """Redirect a request without a version number to the current version, or by the shares."""
         model = self._models.get(event.model)
         if model is not None and model.state.state is not ModelState.LEAVING:
             if model.split is None or event.registration_id != model.split.born:
@@ -196,7 +197,7 @@ class Admission:
                 break
         else:
             if not self.preprocess_pool.waits:
-                return None  # whatever the limits are
+                return None  # nothing waits, so no limit applies
         return self._full(event, model)
 
     def _gone(self, event: InferArrived) -> PipeSwitchError:
@@ -224,7 +225,7 @@ class Admission:
         limit = core.settings.max_queue_per_model
         if waiting and not left(limit, waiting, own):
             return _full(f"requests for {name}", waiting, own, "max_queue_per_model", limit)
-        if waiting and core.settings.max_queue_time_ms:  # a request waits where that is shortest
+        if waiting and core.settings.max_queue_time_ms:  # the shortest queue counts
             places = [one for one in states if one.may_serve(model) and not one.daemon.is_given_up]
             waiting, own = min(forecast.waiting_ms(state, name, caller) for state in places)
             limit = round(core.settings.max_queue_time_ms)
@@ -257,13 +258,21 @@ class Admission:
         return self.preprocess_pool.cancel(event.token)
 
     def on_next_runs(self, event: NextRuns) -> None:
-        """Queue all generations at once whose run has ended, or that waited for room."""
+        """Queue all generations of an event, whose run has ended or which waited for room.
+
+        A generation that arrived after its leader's run had ended and before this event was
+        prepared without the run's tokens: its inputs are requested again.
+        """
+        led: list[Reply] = []
         for run in event.runs:
             for state in self._states:
                 request = state.between.get(run.token)
                 if request is not None and request.runs is not None:
                     request.runs.is_returning = False
+                    led += take_led(state, request.model, (run.token,))
                     self._go_on(state, request, run)
+        if led:
+            self._core.emit(RunEnded(answers=tuple(led)))
 
     def _go_on(self, state: DeviceState, request: Request, run: NextRun) -> None:
         model = self._models.get(request.model)
@@ -287,10 +296,10 @@ class Admission:
             if request.deadline_at_ms is not None:
                 self._core.wake_at(request.deadline_at_ms, DUE)
         else:
-            self._core.dirty |= QUEUE  # those that it would have joined wait no longer
+            self._core.dirty |= QUEUE  # others need not wait for this generation
 
     def stored(self, model: Model) -> None:
-        """Dispatch the early requests in order: the model's bytes are in the host store."""
+        """Queue the early requests in order for dispatch: the model is in the host store."""
         for state in self._states:
             for request in state.awaiting_model.of(model.name):
                 self._place(state, request)
@@ -304,7 +313,7 @@ class Admission:
     def reassign(self) -> int:
         """Move requests from devices without a memory daemon to devices with one.
 
-        The workers there are reaped first: one of them may still write a request's outputs.
+        A device's workers are reaped first: one of them may still write a request's outputs.
         Requests that no longer fit beside the pinned models move to a device where they fit.
         """
         states = self._states
@@ -361,7 +370,7 @@ class Admission:
 
 
 def _measure(request: Request, built: Manifest) -> None:
-    """Note the extents of a request's inputs, by which padded requests are batched."""
+    """Record the extents of a request's inputs, by which padded requests are batched."""
     shapes = (tensor.shape for tensor in request.inputs)
     values = values_of((spec.shape for spec in built.inputs), shapes) or {}
     request.batching.padded = tuple([values.pop(name) for name in built.pads])

@@ -1,10 +1,10 @@
-"""Batches of waiting requests, and how long a batch waits for others. Pure.
+"""Batches of waiting requests, and the time that a batch waits for more requests. Pure.
 
-Requests are joined along the batch, where the model's owner has enabled it (ADR 28): the requests
-of one line, with one model, one version and one priority, in the line's order.
+If the model's owner has enabled it (ADR 28), requests are joined along the batch dimension: the
+requests of one line, which have the same model, version and priority, in the line's order.
 
 The worker pads requests of unequal extents if the program allows it (``Manifest.pads``, ADR 53).
-Generations are padded: when their run ends they wait again, and all that wait at that time form the
+Generations are padded. When their run ends they wait again, and all that wait at that time form the
 next batch (ADR 62).
 """
 
@@ -12,24 +12,26 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Container, Iterator, Sequence
 from operator import add
 from typing import Final, NamedTuple
 
+from ...ipc.messages.base import ModelName
 from ...programs.interface.layout import MAX_JOINED_BYTES
+from ..events import Reply, Token
 from ..state.device_state import DeviceState
 from ..state.records import DeviceModel, Request
 from .forecast import free_at_ms
 
-MOST_LOOKED_AT: Final = 256  # of a line, for those whose other dimensions are the same
-MAX_PADDING: Final = 1.5  # times what is real, of each dimension: twice is as slow as apart
+MOST_LOOKED_AT: Final = 256  # requests of a line that are searched for the batch
+MAX_PADDING: Final = 1.5  # padded over real size of each dimension; at 2 it saves no time
 
 
 class Batch(NamedTuple):
     """Requests that one run computes."""
 
     requests: list[Request]
-    is_full: bool  # another one that comes would not change it
+    is_full: bool  # a later request would not change the batch
 
     @property
     def size(self) -> int:
@@ -46,7 +48,7 @@ class Joined:
         self._sizes = [tensor.size_bytes for tensor in head.inputs]
 
     def take(self, request: Request) -> bool:
-        """Add a request. False: it does not belong to the earlier ones."""
+        """Add a request. Return False if it does not fit the batch."""
         if _key(request) != self._key:
             return False
         rows = self._rows + request.batch
@@ -79,7 +81,7 @@ def batch_for(device: DeviceState, replica: DeviceModel, head: Request) -> Batch
     1. at the first request that is too large for the rest of the limit;
     2. where the predicted end of the run would miss a deadline within it.
 
-    Requests of other extents, with a leader in the batch, or that run alone are passed over.
+    Requests with other extents, with a leader in the batch, or that run alone are skipped.
     """
     members, size = [head], head.batch
     limit = _limit(device, replica, head)
@@ -104,8 +106,9 @@ def batch_for(device: DeviceState, replica: DeviceModel, head: Request) -> Batch
 
 
 def batch_start_ms(device: DeviceState, replica: DeviceModel, batch: Batch) -> float:
-    """Return until when a batch waits for others: its oldest request's arrival plus the delay,
-    or earlier to meet each deadline. A deadline forbids waiting until a run was measured."""
+    """Return the instant until which a batch waits for more requests: the arrival of its oldest
+    request plus the delay, or earlier to meet each deadline. A batch with a deadline does not wait
+    if no run was measured yet."""
     batching = replica.built.batching
     compute_ms = _compute_ms(device, replica, batch.size)
     due_ms = min(request.due_ms for request in batch.requests)
@@ -117,8 +120,8 @@ def batch_start_ms(device: DeviceState, replica: DeviceModel, batch: Batch) -> f
 
 
 def should_wait_for_batch(device: DeviceState, replica: DeviceModel, batch: Batch) -> bool:
-    """Return True if requests of the model's current run may still join this batch, or need that
-    run's tokens: a dispatched run takes no more requests."""
+    """Return True if requests of the model's current run may join this batch after it, or if this
+    batch needs tokens of the run. The run itself takes no more requests."""
     running = device.owner.running
     is_same = running is not None and running.model == replica.name
     if running is not None and any(one.batching.leader in running.tokens for one in batch.requests):
@@ -126,10 +129,20 @@ def should_wait_for_batch(device: DeviceState, replica: DeviceModel, batch: Batc
     return bool(replica.built.pads) and not batch.is_full and is_same
 
 
-def failed(device: DeviceState, replica: DeviceModel, requests: Sequence[Request]) -> None:
-    """Note a failed run, caused by one request or by joining: each request is retried alone.
+def take_led(device: DeviceState, model: ModelName, leaders: Container[Token]) -> Iterator[Reply]:
+    """Take the queued generations of these leaders out of the queue, and ask for their inputs
+    again: the leaders' runs have computed tokens of their prompts."""
+    for one in device.queue.of(model) if device.queue.requests else ():
+        if one.batching.leader in leaders and one.runs is not None:
+            device.queue.discard(one)
+            device.between[one.token], one.runs.is_returning = one, True
+            yield Reply(token=one.token, more=True)
 
-    A run with a schema, which may be the cause, does not count: no client's schema may end the
+
+def failed(device: DeviceState, replica: DeviceModel, requests: Sequence[Request]) -> None:
+    """Record a failed batch, caused by one request or by the batching: all are retried alone.
+
+    A run with a schema, which may be the cause, does not count: a client's schema must not end the
     batching of a model.
     """
     hows = [one.sampling_params for one in requests]

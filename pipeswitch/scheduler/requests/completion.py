@@ -3,7 +3,7 @@ shutdown."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from ...base import errors
@@ -18,11 +18,11 @@ from ..memory.residency import Residents
 from ..state.device_state import DeviceState
 from ..state.records import DeviceModel, MeasuredRun, Model, Request, RunningTask, Runs, Worker
 from ..state.states import ModelEvent, ModelState, TaskEvent, WorkerEvent
-from .batching import failed
+from .batching import failed, take_led
 
 
 class TaskCompletion:
-    """End of each dispatched task, once."""
+    """Ends of dispatched tasks; each task ends once."""
 
     def __init__(self, device: DeviceState, residents: Residents) -> None:
         self._core = device.core
@@ -31,7 +31,7 @@ class TaskCompletion:
         self._ended: list[tuple[RunningTask, list[Request], InferenceDone]] = []  # not traced yet
 
     def done(self, worker: Worker, message: InferenceDone) -> None:
-        """Answer the requests with the timing: their outputs lie in the reply slabs."""
+        """Answer the requests of a run with their timing; their outputs are in the reply slabs."""
         core, device = self._core, self._device
         task = self._device.owner.task_of(worker.slot, message.op_id)
         if task is None:
@@ -39,13 +39,13 @@ class TaskCompletion:
         counts = len(message.batched_outputs) + 1, len(message.chances) or len(task.tokens)
         is_whole = set(counts) == {len(task.tokens)}
         if not is_whole or (task.chooses and not self._has_chosen(task, message.tokens)):
-            # It may write to their slabs until it is reaped, so they are retried only then.
+            # It may write to the slabs until it is reaped, so the requests are retried only then.
             device.kill(worker, "it answered other requests than those of its run")
             return
         activation, requests, replica = self._end(worker, task)
         replica.model.deaths = 0
         worker.deaths = 0
-        worker.warm[replica.name] = replica.version  # it has just run this version
+        worker.warm[replica.name] = replica.version  # the worker has just run this version
         self._ended.append((activation, requests, message))
         device.spend("switch", message.stall_ms)
         device.spend("infer", message.ended_at_ms - message.turn_at_ms - message.stall_ms)
@@ -87,17 +87,9 @@ class TaskCompletion:
                 core.going_on.add(request.token)
             device.requests.pop(request.token)
             core.emit(Reply(token=request.token, body=body, outputs=outputs, timing=total))
-        more += self._take_led(task) if task.chooses and device.queue.requests else ()
+        more += take_led(device, task.model, task.tokens) if task.chooses else ()
         if more:
             core.emit(RunEnded(answers=tuple(more)))
-
-    def _take_led(self, task: RunningTask) -> Iterator[Reply]:
-        """Ask for the inputs of queued generations anew: the run has computed tokens of theirs."""
-        for one in self._device.queue.of(task.model):
-            if one.batching.leader in task.tokens and one.runs is not None:
-                self._device.queue.discard(one)
-                self._device.between[one.token], one.runs.is_returning = one, True
-                yield Reply(token=one.token, more=True)
 
     def _has_chosen(self, task: RunningTask, tokens: Sequence[Sequence[int]]) -> bool:
         """Return True if the number of chosen tokens is valid for each request."""
@@ -108,7 +100,7 @@ class TaskCompletion:
         )
 
     def _has_more(self, request: Request, runs: Runs) -> bool:
-        """Let an unfinished generation wait again, as a new arrival. False: it was cancelled."""
+        """Set an unfinished generation aside until its next run. False: it was cancelled."""
         core, device = self._core, self._device
         request.state.apply(TaskEvent.MORE, "its run has ended")
         if runs.is_cancelled:
@@ -127,7 +119,7 @@ class TaskCompletion:
     ) -> None:
         """Record the run's time for predictions, and its batch as the model's usual one."""
         replica.model.last_batch = activation.batch
-        # Our clock, from the turn to the answer: the next task waits for this long.
+        # By the controller's clock, from the turn to the answer: the next task waits for this time.
         now_ms = self._core.now_ms
         took_ms = max(0.0, now_ms - activation.began_at_ms - message.stall_ms)
         steps = max([1, *map(len, message.tokens)])
@@ -143,7 +135,7 @@ class TaskCompletion:
         self._ended.clear()
 
     def failed(self, worker: Worker, message: InferenceFailed) -> None:
-        """Handle an error of the model's code, or an invalid output; the worker is fine."""
+        """Handle an error of the model's code, or an invalid output; the worker continues."""
         task = self._device.owner.task_of(worker.slot, message.op_id)
         if task is None:
             return
@@ -163,7 +155,7 @@ class TaskCompletion:
         replica: DeviceModel,
         error: errors.PipeSwitchError,
     ) -> None:
-        """Refuse a single request; run joined ones again alone: the error may be another's."""
+        """Refuse a single request; run those of a batch again alone, as only one may be faulty."""
         if not activation.is_batched:
             self._device.refuse(requests[0], TaskEvent.ERROR, error)
             return
@@ -177,10 +169,10 @@ class TaskCompletion:
     ) -> tuple[RunningTask, list[Request], DeviceModel]:
         """Take the task off the device.
 
-        It may still be pending: a parked worker has written its turn, but that worker's message has
+        The task may be pending: a parked worker has written its turn, but that worker's message has
         not arrived; or the task failed before it had the turn.
         """
-        device, cause = self._device, f"epoch {activation.op_id}"
+        device, cause = self._device, f"operation {activation.op_id}"
         self._reconcile_cost(activation)
         device.owner.drop(activation, cause)
         worker.state.apply(WorkerEvent.TASK_ENDED, cause)
@@ -230,7 +222,7 @@ class TaskCompletion:
         elif is_blamed:
             failed(device, replica, requests)
         self._queue_again(requests, f"status {status}")
-        if activation.hung_why and not activation.is_batched:  # it is not retried
+        if activation.hung_why and not activation.is_batched:  # a hung request is not retried
             self._device.refuse(request, TaskEvent.EXPIRE, _hung(replica, activation))
         self._judge(requests, replica, status)
 
@@ -284,7 +276,7 @@ class TaskCompletion:
 
 
 def batch_of(manifest: Manifest, inputs: tuple[SlabTensor, ...]) -> int:
-    """Return a request's batch; 1 if the program has no dynamic one."""
+    """Return a request's batch; 1 if the program has no batch dimension."""
     for value, tensor in zip(manifest.inputs, inputs, strict=False):
         if BATCH in value.shape:
             return tensor.shape[value.shape.index(BATCH)]
@@ -309,7 +301,7 @@ def _timing(
     if not activation.was_resident:
         ended = replica.transfer.ended_at_ms or message.ended_at_ms
         copy_ms = max(0.0, ended - replica.transfer.started_at_ms)
-    # The switch ends with the first group, so this wait is in no other part.
+    # The switch ends with the first group: the wait for it must not count as a stall, too.
     waited_ms = max(0.0, message.first_group_at_ms - message.turn_at_ms)
     stall_ms = max(0.0, message.stall_ms - waited_ms)
     compute_ms = message.ended_at_ms - message.first_group_at_ms - stall_ms

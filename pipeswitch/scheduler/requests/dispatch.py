@@ -28,7 +28,7 @@ from .completion import quarantined
 
 
 class Turns:
-    """Turns of inference tasks: starts dispatched tasks, and handles late ones."""
+    """Turns of inference tasks: starts dispatched tasks, and finds hanging ones."""
 
     def __init__(self, device: DeviceState) -> None:
         self._core = device.core
@@ -45,7 +45,7 @@ class Turns:
             self._core.emit(RaiseTurn(self._device.address(task.slot), task.turn))
 
     def passed(self, turn: Turn) -> None:
-        """Note that the parked worker has raised the turn itself."""
+        """Record that the parked worker has written the turn word itself."""
         owner = self._device.owner
         if owner.state is states.OwnerState.IDLE and owner.pending and owner.pending.turn == turn:
             self._start(owner.pending, "turn passed on")
@@ -67,9 +67,9 @@ class Turns:
     # -- a pass of a model that streams: it may take as long as its copy ---------------------------
 
     def request_yield(self) -> None:
-        """Interrupt a streaming pass between two groups for the next task, if that needs no
-        copy. The total interruption is limited to the time for which the policy lets a
-        request that waits for memory be overtaken."""
+        """Interrupt a streaming pass between two groups for the next task, if that task needs no
+        copy. The policy limits the total interruption, as if the pass were a request that waits
+        for memory and is overtaken."""
         device, owner = self._device, self._device.owner
         passing, waiting = owner.running, owner.pending
         if passing is None or waiting is None or not passing.streamed:
@@ -82,7 +82,7 @@ class Turns:
             self._core.emit(Interrupt(device.address(passing.slot), passing.op_id))
 
     def stepped_aside(self, worker: Worker, op_id: OpId) -> None:
-        """Note that the pass gave up the turn: the next task gets it, and then the pass again."""
+        """Record that the pass has yielded: the next task gets the turn, then the pass again."""
         owner = self._device.owner
         passing = owner.running
         if passing is None or (passing.slot, passing.op_id) != (worker.slot, op_id):
@@ -91,13 +91,13 @@ class Turns:
             self._device.kill(worker, "it yielded while another yielded task waits")
             return
         passing.yielded_at_ms = self._core.now_ms
-        owner.step_aside(f"epoch {op_id}")
+        owner.step_aside(f"operation {op_id}")
 
     def hung(self) -> RunningTask | None:
         """Return the task that computes for too long, if any; its ``hung_why`` says why.
 
         1. It still computes long after its deadline, or the last deadline of its batch.
-        2. It has had the turn for ``max_compute_ms``: assumed to be an endless loop, which would
+        2. It has had the turn for ``max_compute_ms``. It may be in an endless loop, which would
            hold the device for ever. The model's earlier times do not count: a caller could raise
            the limit by ever larger requests.
         """
@@ -111,7 +111,7 @@ class Turns:
         endless_at_ms = activation.began_at_ms + (settings.max_compute_ms or math.inf)
         at_ms = min(late_at_ms, endless_at_ms)
         if core.now_ms < at_ms:
-            # Only one timer for many short tasks: an earlier look finds the task again.
+            # One timer serves many short tasks: when it fires, this check runs again.
             if at_ms < core.wakeups.first_ms(HUNG):
                 core.wake_at(at_ms, HUNG)
             return None
@@ -172,27 +172,27 @@ class Dispatch:
             )
 
     def pump(self) -> None:
-        """Dispatch all requests that can be dispatched; these are the outcomes.
+        """Dispatch all requests that can be dispatched. These are the outcomes for a request.
 
-        0. It was dispatched on arrival (``at_once``).
-        1. A task waits for its turn already, or nothing is queued: nothing to do.
+        0. The request was dispatched on arrival (``at_once``).
+        1. Another task already waits for its turn, or nothing is queued: nothing to do.
         2. The best request's model is on the device, or the link and a place for it are free or can
-           be freed: transmit and activate in one step; training is ordered to stop.
-        3. A training slice has its place: that job is evicted; the request waits. It also waits for
-           a range that is being zeroed, or a cancelled copy.
-        4. Models that must stay have its place, or another copy has the link: it waits.
-        5. While a request waits for memory or the link, the next best is tried if the policy lets
-           it overtake: a lower priority never runs before a higher one, and none is overtaken for
-           ever. The search ends after ``MAX_BLOCKED`` models, not after the whole queue.
-        6. It waits for others to join it: the next best requests run first. A request that may join
-           generations whose run has just ended waits as in 4: its turn is the next one.
-        7. Its caller had a long run, or has one under way and another may go first (``Accounts``).
-        8. Its model streams through the arena for another request: each has a pass of its own.
-        9. Steps that continue by themselves end when a request waits, dispatched or not.
-        10. Its model is being copied: a request that ends before the device needs that model goes
-            first, if the policy lets it overtake.
-        11. The run of generations has just ended, and their next runs come in a moment: all wait
-            for them, else requests for other models would evict this one after each run.
+           be freed: the model is sent and the task dispatched in one step; a job must stop.
+        3. A job's slice is in its place: the job is evicted, and the request waits. It also waits
+           for a range that is being zeroed, or a cancelled copy.
+        4. Models that must stay are in its place, or another copy uses the link: it waits.
+        5. While a request waits for memory or the link, the next best one is tried if the policy
+           lets it overtake: a lower priority never runs before a higher one, and no request is
+           overtaken for ever. The search ends after ``MAX_BLOCKED`` models.
+        6. It waits for others to join its batch, and the next best requests run first. If requests
+           of the model's current run may return and join it, others overtake it only as in 5.
+        7. Its caller had a long run, or has a task while another may go first (``CallerQueue``).
+        8. Its model streams through the arena for another request: each request has its own pass.
+        9. A run of several steps ends early when a request waits, dispatched or not.
+        10. Its model is being copied: a request that ends before the copy goes first, if the policy
+            lets it overtake.
+        11. A run of generations has just ended, and their next runs will come in a moment. All
+            requests wait for them: others would evict the generations' model after each run.
         """
         device = self._device
         if not device.daemon.is_ready:
@@ -211,7 +211,7 @@ class Dispatch:
             and running.is_multi_step
             and (device.queue.requests or owner.pending)
         ):
-            running.is_multi_step = False  # it ends after its current step
+            running.is_multi_step = False  # the run ends after its current step
             self._core.emit(Interrupt(device.address(running.slot), running.op_id))
 
     def _refuse_the_impossible(self) -> None:
@@ -239,7 +239,7 @@ class Dispatch:
     def _dispatch_best(self) -> bool:
         core, device = self._core, self._device
         if not self._has_worker():
-            return False  # one will be clean, reaped, prepared or respawned: that pumps again
+            return False  # ``pump`` is called again when a worker is free
         now, is_link_busy, idle_ms = device.view, False, 0.0
         coming: tuple[Request, DeviceModel, bool] | None = None
         blocked: list[Waiting] = []
@@ -251,14 +251,14 @@ class Dispatch:
             ):
                 break  # 5.
             model = device.replicas[request.model].model
-            if model.state.state is states.ModelState.QUARANTINED:  # by another device
+            if model.state.state is states.ModelState.QUARANTINED:  # while on another device
                 device.refuse(request, states.TaskEvent.ERROR, quarantined(model))
                 return True
             if forecast.cannot_meet_deadline(device, request):
                 device.refuse(
                     request, states.TaskEvent.EXPIRE, forecast.deadline_error(device, request)
                 )
-                return True  # another one is first now
+                return True  # another request is first now
             replica = device.replicas[request.model]
             if replica.built.batching is not None:
                 batch = batch_for(device, replica, request)
@@ -292,7 +292,7 @@ class Dispatch:
             request, replica, is_sent = coming
             self.activate(request, replica, is_sent=is_sent)
             return True
-        # Time alone may change who goes first, and who may overtake.
+        # Time alone may change the order, and the requests that may overtake.
         again_at_ms = device.accounts.again_at_ms
         self._wake_at(min(again_at_ms, device.queue.until_ms) if blocked else again_at_ms)
         return False
@@ -304,7 +304,7 @@ class Dispatch:
         return self._core.now_ms < at_ms
 
     def _wake_at(self, at_ms: float) -> None:
-        """Schedule the next look, unless an earlier one is scheduled."""
+        """Schedule the next call, unless an earlier one is scheduled."""
         if self._core.now_ms < at_ms < self._core.wakeups.first_ms(DUE):
             self._core.wake_at(at_ms, DUE)
 
@@ -315,15 +315,15 @@ class Dispatch:
         return QUEUE | TURN | RESIDENCY
 
     def look_ahead(self) -> int:
-        """Send the next request's model while others compute."""
+        """Send the next request's model while another model computes."""
         if self._device.queue.requests:
             self._look_ahead()
         return QUEUE | TURN | RESIDENCY | DUE
 
     def _look_ahead(self) -> None:
-        """Send the model of the next request that has none on the device, if the link is idle, a
-        task computes and another has its turn next. The model must fit beside used, pinned
-        and awaited ones; the request is dispatched later, in its own order."""
+        """Send the model of the next request whose model is absent, if the link is idle, a task
+        computes and another task waits for the turn. The model must fit beside models that are
+        used, pinned or awaited. The request itself is dispatched later, in its order."""
         device = self._device
         is_ahead = device.owner.running is not None and device.owner.pending is not None
         if not is_ahead or device.sending or not device.settings.look_ahead:
@@ -347,20 +347,20 @@ class Dispatch:
 
     def _has_worker(self) -> bool:
         """Return True if a worker could begin. A worker that loads a program, perhaps for
-        seconds, gets a task only if no other worker becomes free before."""
+        seconds, gets a task only while no task runs whose worker could be free earlier."""
         free = [w for w in self._device.workers.values() if w.state.state in states.WORKER_FREE]
         return any(worker.preparing is None for worker in free) or (
             bool(free) and self._device.owner.running is None
         )
 
     def _send(self, request: Request, replica: DeviceModel) -> bool:
-        """Dispatch a request if its model can be sent now."""
+        """Send the model of a request if possible; return True if it is sent now."""
         arena = self._arena
         if replica.residency.state is states.Residency.ABANDONED:
-            return False  # its own region blocks it until the copy has ended
+            return False  # the model's region is in use until the copy has ended
         self._residents.cancel_prefetches()
         if self._is_link_busy():
-            return False  # 4. Behind another's copy a more urgent one could not overtake it.
+            return False  # 4. A more urgent copy could not overtake one that waits for the link.
         window = arena.find_extent(replica, for_request=True)
         if window is None:
             return False  # 4.
@@ -379,9 +379,9 @@ class Dispatch:
         return any(self._device.replicas[name].is_on_device for name in self._device.sending)
 
     def _pick_worker(self, replica: DeviceModel) -> Worker:
-        """Return a free worker. Preferred are workers that know the model, then one that is
-        loading it, then one that must load it; last, one that loads another program, or is to
-        be replaced."""
+        """Return a free worker: if possible one that has loaded the model, else one that is
+        loading it, else one that must load it. The last choice is one that loads another program
+        or must be replaced."""
         name, version, is_code = replica.name, replica.version, replica.is_code
         tenant = self._core.tenant_of(replica.model.tenant)
 
@@ -417,7 +417,7 @@ class Dispatch:
         """Give a new request to a worker without ranking it: outcome 0 of ``pump``.
 
         Nothing waits, computes or trains, its model is on the device and loaded in a free worker,
-        and it waits for no batch: it would be next under any policy. False: it is queued as usual.
+        and it waits for no batch: it would be next under any policy. False: it must be queued.
         """
         core, device, replica = self._core, self._device, self._device.replicas[request.model]
         owner = device.owner
@@ -434,7 +434,7 @@ class Dispatch:
         if may_wait or request.due_ms <= core.now_ms:
             return False
         if replica.transfer.ahead_id != NO_OP_ID:
-            return False  # it was copied ahead, which counts as a switch
+            return False  # a model copied ahead counts as a switch
         account = device.accounts.of(request.caller)
         if core.now_ms < max(account.throttled_until_ms, account.penalty_until_ms):
             return False
@@ -459,8 +459,8 @@ class Dispatch:
     def activate(self, request: Request, replica: DeviceModel, *, is_sent: bool) -> RunningTask:
         """Give the request to a worker, with the requests that join it.
 
-        ``is_sent``: its model was sent for it just now; a model sent ahead for it counts as a
-        switch too.
+        ``is_sent``: its model was sent for it just now. A model that was sent ahead for it counts
+        as a switch, too.
         """
         core, device = self._core, self._device
         batch = batch_for(device, replica, request)

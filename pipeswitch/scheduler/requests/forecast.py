@@ -8,15 +8,15 @@ prediction is therefore the sum of
    the squares of (95th percentile - mean);
 3. a margin: how much later dispatched requests ended than was predicted.
 
-The prediction of a waiting request uses means alone: it was promised an answer, and is dropped when
-that will probably be late.
+The prediction of a waiting request uses only means: it was accepted, so it is dropped only if its
+answer will probably be late.
 
-All requests before a new one are known if the policy sorts a caller's requests by one key
-(``Order.sorts_by``), and other callers have their turns. Otherwise only the requests of its own
-line are counted, a lower bound.
+If the policy sorts a caller's requests by one key (``Order.sorts_by``), all requests before a new
+one are known, and other callers' turns are added. Otherwise only the requests of its own line are
+counted, which gives a lower bound.
 
-All measurements may come from a slow moment. If they refuse every request, no new ones are added,
-so a request is accepted as a probe once they are old.
+If all measurements come from a slow moment, every request may be refused, and nothing is measured
+any more. So once the measurements are old, a request is accepted as a probe.
 """
 
 from __future__ import annotations
@@ -34,16 +34,16 @@ from ..state.device_state import DeviceState
 from ..state.records import Request
 from ..state.states import Residency
 
-SURE = 2.0  # times what 95 of 100 sums do not exceed: a slow moment lasts for many runs together
-MOST_AHEAD: Final = 4  # requests that are searched for the next cold one
+SURE = 2.0  # doubles the spread of a sum: slow moments last for many runs
+MOST_AHEAD: Final = 4  # heads or models that are searched for a model to send ahead
 MAX_BLOCKED: Final = 8  # models without memory that are skipped; each costs a search
-MOST_LOOKED_AT: Final = 64  # requests that wait, for models that are sent ahead
-ROUNDING_MS: Final = 1e-6  # later a check would be too late
-MARGIN_MS = 0.01  # for sums of floating-point numbers; no prediction is that exact
+MOST_LOOKED_AT: Final = 64  # waiting requests that are searched for models to send ahead
+ROUNDING_MS: Final = 1e-6  # a check must come just after the limit, not exactly at it
+MARGIN_MS = 0.01  # tolerance for rounding; predictions are less exact than this
 
 
 def predicted_end_ms(device: DeviceState, request: Request) -> float:
-    """Return when a new request, or the next one in the queue, ends, without a margin."""
+    """Return the predicted end of a new request, or of the next queued one, without a margin."""
     is_next, sorts_by = request.token in device.queue, device.core.judge.sorts_by
     if sorts_by and not is_next:
         return _ends_ms(device, device.queue.around(request, sorts_by)[0], [request])[request.token]
@@ -60,12 +60,12 @@ def predicted_end_ms(device: DeviceState, request: Request) -> float:
 
 
 def _ends_ms(device: DeviceState, before: list[Request], then: list[Request]) -> dict[Token, float]:
-    """Return when each request ends if no other arrives.
+    """Return the predicted end of each request if no other request arrives.
 
-    Simulates dispatcher and link for one caller whose requests are sorted. A request is dispatched
-    when the one before it begins: the first whose model is there, is coming, or can be sent since
-    the link is free. Until it begins, absent models that are needed next are copied. Requests of
-    ``before`` are joined in the best possible way.
+    This simulates dispatcher and link for one caller, whose requests are sorted. When a request
+    begins, the next one is dispatched: the first whose model is on the device, is being copied, or
+    can be copied because the link is free. Meanwhile, absent models that are needed next are
+    copied. Requests of ``before`` are batched in the best possible way.
     """
     overtakes = device.core.judge.sorts_by == "deadline"
     at_ms = begins_ms = device.core.now_ms
@@ -77,7 +77,7 @@ def _ends_ms(device: DeviceState, before: list[Request], then: list[Request]) ->
     kinds = {(one.model, one.batch): one for one in waiting}
     times = {key: (*_run_ms(device, *key), _sent_ms(device, one)) for key, one in kinds.items()}
     load_ms = {name: device.predictions.safe(name, 1).load_ms for name, _ in times}
-    comes_ms: dict[ModelName, float] = {}  # models that are there, or when they will be
+    comes_ms: dict[ModelName, float] = {}  # arrivals of models; 0: already there
     for name in load_ms:
         replica = device.replicas[name]
         if replica.is_on_device and replica.staging is None:
@@ -122,9 +122,9 @@ def _ends_ms(device: DeviceState, before: list[Request], then: list[Request]) ->
 
 
 def _others_ms(device: DeviceState, request: Request, own_ms: float) -> float:
-    """Return the device time of other callers before the request's turn: their share of the time
-    if that much of their work waits, and all work of a more urgent priority. Requests that
-    may still arrive delay the request but do not refuse it."""
+    """Return the device time of other callers before the request's turn: all their waiting work of
+    a more urgent priority, and of equal priority at most their share. Requests that may still
+    arrive are not counted: they may delay the request, but it is not refused for them."""
     accounts, effective_priority, total_ms = device.accounts, request.priority, 0.0
     account = accounts.of(request.caller)
     turn = accounts.tag(account, effective_priority) + own_ms / account.weight
@@ -150,7 +150,7 @@ def _all_ms(device: DeviceState, requests: list[Request]) -> tuple[float, float]
 
 
 def waiting_ms(device: DeviceState, model: ModelName, caller: str) -> tuple[int, int]:
-    """Return the computing time of a model's waiting requests, and the caller's part of it."""
+    """Return the computing time of a model's waiting requests, and the caller's part, in ms."""
     requests = device.queue.of(model)
     own = [one for one in requests if one.caller == caller]
     return round(_all_ms(device, requests)[0]), round(_all_ms(device, own)[0])
@@ -180,7 +180,7 @@ def is_refused(device: DeviceState, request: Request) -> bool:
 
 
 def infeasible_after_ms(device: DeviceState, request: Request) -> float | None:
-    """Return when a request becomes late even if dispatched at once; None: it has no deadline."""
+    """Return the last instant for a dispatch in time; None: the request's end is not predicted."""
     if not _is_asked(device, request):
         return None
     assert request.deadline_at_ms is not None
@@ -189,21 +189,21 @@ def infeasible_after_ms(device: DeviceState, request: Request) -> float | None:
 
 
 def absent_until_ms(device: DeviceState, request: Request) -> float:
-    """Return until when the next request, whose model is absent, can be in time."""
+    """Return the last instant for the copy of the next request's absent model; else infinity."""
     if not _is_asked(device, request) or not _is_absent(device, request):
         return math.inf
     return request.due_ms - _sent_ms(device, request) + MARGIN_MS + ROUNDING_MS
 
 
 def waits_for_copy_ms(device: DeviceState, request: Request) -> float:
-    """Return how long the device would wait for the model of a request that has its turn next."""
+    """Return the time for which the device would wait for the model of the next request."""
     arrives_ms = device.replicas[request.model].transfer.started_at_ms + _sent_ms(device, request)
     own_ms, _ = _run_ms(device, request.model, request.batch)
     return arrives_ms - own_ms - free_at_ms(device)
 
 
 def fits_in(device: DeviceState, request: Request, idle_ms: float) -> bool:
-    """Return whether a run surely ends in that time; false if others may join it."""
+    """Return True if the request's run surely ends in that time; False if others may join it."""
     run_ms = sum(_run_ms(device, request.model, request.batch))
     is_batched = device.replicas[request.model].built.batching is not None
     return not is_batched and 0.0 < run_ms <= idle_ms
@@ -220,8 +220,8 @@ def cannot_meet_deadline(device: DeviceState, request: Request) -> bool:
 
 
 def note_end(device: DeviceState, request: Request) -> None:
-    """Store the predicted end of a dispatched request, to compare it with the real one. Requests
-    whose model is copied are left out: the copy waits for its place, too."""
+    """Store the predicted end of a dispatched request, to compare it with the real end. Requests
+    whose model is being copied are left out: the copy also waits for memory."""
     running = device.owner.running
     is_warm = running is None or running.was_resident
     is_there = device.replicas[request.model].residency.state in (
@@ -233,14 +233,14 @@ def note_end(device: DeviceState, request: Request) -> None:
 
 
 def is_worth_a_probe(device: DeviceState, request: Request) -> bool:
-    """Return True if a seemingly hopeless request is to be accepted as a measurement."""
+    """Return True if a request that seems late should be accepted, to measure its model again."""
     return device.predictions.is_due(
         request.model, request.batch, is_sent=_is_absent(device, request), now_ms=device.core.now_ms
     )
 
 
 def will_be_measured(device: DeviceState, request: Request) -> None:
-    """Note that the request is accepted: the next hopeless one is not a probe."""
+    """Record that the request is accepted: the next one that seems late is not a probe."""
     device.predictions.on_dispatched(
         request.model, request.batch, is_sent=_is_absent(device, request), now_ms=device.core.now_ms
     )
@@ -272,8 +272,8 @@ def _is_absent(device: DeviceState, request: Request) -> bool:
 
 
 def _sent_ms(device: DeviceState, request: Request) -> float:
-    """Return the time of copy and computing together on an idle device. Groups are computed as they
-    arrive; the last one, which is like the others, is computed after its arrival."""
+    """Return the time of copy and computation on an idle device. Groups are computed as they
+    arrive; the last group, assumed to be as large as the others, is computed after the copy."""
     manifest, own_ms = (
         device.replicas[request.model].manifest,
         _run_ms(device, request.model, request.batch)[0],
@@ -283,7 +283,7 @@ def _sent_ms(device: DeviceState, request: Request) -> float:
 
 
 def _link_free_at_ms(device: DeviceState) -> float:
-    """Return when the running copies end."""
+    """Return the instant at which the running copies end."""
     free_ms = device.core.now_ms
     for name in device.sending:
         load_ms = device.predictions.safe(name, 1).load_ms
@@ -292,7 +292,7 @@ def _link_free_at_ms(device: DeviceState) -> float:
 
 
 def free_at_ms(device: DeviceState, *, is_safe: bool = True) -> float:
-    """Return when the dispatched tasks end: on average, or (``is_safe``) almost surely."""
+    """Return the instant at which the dispatched tasks end: on average, or (``is_safe``) surely."""
     now_ms = free_ms = device.core.now_ms
     for task in device.owner.tasks:
         begins_ms = free_ms if task is device.owner.pending else task.began_at_ms
@@ -314,7 +314,7 @@ def _run_ms(device: DeviceState, model: ModelName, batch: int) -> tuple[float, f
 
 
 def _is_known(device: DeviceState, model: ModelName) -> bool:
-    """Return True if only the batch varies: measurements are by batch, not by length."""
+    """Return True if only the model's batch varies: measurements are kept by batch alone."""
     replica = device.replicas.get(model)
     if replica is None or replica.manifest is None:
         return False

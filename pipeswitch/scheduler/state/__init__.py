@@ -1,1 +1,1 @@
-"""State of the scheduler: records, states, queues, names, ranges. No decisions."""
+"""State of the scheduler: records, states, queues, names, ranges. It decides nothing."""

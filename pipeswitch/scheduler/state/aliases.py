@@ -1,4 +1,4 @@
-"""Further names of models: which name each stands for. Pure."""
+"""Aliases: further names of models. Pure."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ from ..events import Journal, Token
 
 
 class Aliases:
-    """Book of further names. The journal has those of models that are there."""
+    """Table of aliases; the journal has those of registered models."""
 
     def __init__(self, core: Core) -> None:
         self._core = core
-        self.names: dict[ModelName, ModelName] = {}  # what each alias stands for
+        self.names: dict[ModelName, ModelName] = {}  # name that each alias stands for
         self._of: dict[ModelName, tuple[ModelName, ...]] = {}
 
     def of(self, name: ModelName) -> tuple[ModelName, ...]:
         return self._of.get(name, ())
 
     def add(self, name: ModelName, aliases: Iterable[ModelName]) -> bool:
-        """Return True if one of them is new."""
+        """Add aliases of a name; return True if at least one is new."""
         new = tuple(one for one in aliases if one not in self.names)
         self.names |= dict.fromkeys(new, name)
         self._of[name] = (*self.of(name), *new)

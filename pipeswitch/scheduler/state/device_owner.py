@@ -12,7 +12,7 @@ class DeviceOwner(states.StateMachine[states.OwnerState, states.OwnerEvent]):
 
     Attributes:
         running: the inference task that has the turn.
-        pending: the task that is dispatched and waits for the turn. Any state may have one.
+        pending: the task that is dispatched and waits for the turn; possible in any state.
         yielded: the pass of a streamed model that stepped aside and waits to continue.
         job: the job that has the turn.
         promised: for each worker, the turn that it must write to the control page when it parks. It
@@ -102,7 +102,7 @@ class DeviceOwner(states.StateMachine[states.OwnerState, states.OwnerEvent]):
         self.job = job
 
     def stop_job(self, slot: Slot, next_turn: Turn) -> None:
-        """Record that the job must pass the turn on; ``next_turn`` 0: to nobody."""
+        """Record that the job must pass the turn on; if ``next_turn`` is 0, nobody gets it."""
         self.apply(states.OwnerEvent.STOP_REQUESTED, f"turn {next_turn}")
         self.promised.pop(slot, None)
         if next_turn:

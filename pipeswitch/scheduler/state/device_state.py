@@ -20,7 +20,7 @@ from .queue import Queue
 from .records import DeviceModel, Job, MeasuredRun, Model, Request, Worker
 from .states import WORKER_SERVES, Residency, ResidencyEvent, TaskEvent, WorkerEvent
 
-FENCE_BYTES = 4  # of one group's arrival
+FENCE_BYTES = 4  # size of one group's fence
 
 
 @dataclass
@@ -28,21 +28,21 @@ class Daemon:
     """Memory daemon of one device: the live process, or the one that died last."""
 
     core: Core
-    index: int  # of its device
+    index: int  # index of its device
     generation: int = 0
     pid: int = 0
     is_ready: bool = False
-    is_given_up: bool = False  # it died too often
+    is_given_up: bool = False  # the daemon died too often and is not started again
 
     @property
     def address(self) -> Address:
         return Address("daemon", self.index, generation=self.generation)
 
     def send(self, message: Message, commits_of: JobName | None = None) -> None:
-        """Send it a message; to one that is not ready, nothing.
+        """Send a message to the daemon; drop the message if the daemon is not ready.
 
-        What a new daemon must know is sent again when it is ready, so that nothing reaches it
-        twice and nothing is ordered from memory it has not taken yet.
+        A new daemon gets the necessary state when it becomes ready. So no message reaches it
+        twice, and no order concerns memory that it does not own yet.
         """
         if self.is_ready:
             self.core.emit(Send(self.address, message, commits_of=commits_of))
@@ -50,7 +50,7 @@ class Daemon:
 
 @dataclass
 class ModelMeasurement:
-    """The model that a device measures, and its runs, for ``Profiling`` to take."""
+    """Model that a device measures, and the measured runs that ``Profiling`` collects."""
 
     model: ModelName | None = None
     runs: list[MeasuredRun] = field(default_factory=list)
@@ -62,24 +62,24 @@ class DeviceState:
 
     core: Core
     settings: SchedulerSettings
-    index: int = 0  # its place among the server's devices
-    label: str = ""  # its name, where there are several
+    index: int = 0  # index among the server's devices
+    label: str = ""  # name of the device, if there are several
     replicas: dict[ModelName, DeviceModel] = field(default_factory=dict)
-    requests: dict[Token, Request] = field(default_factory=dict)  # live ones
+    requests: dict[Token, Request] = field(default_factory=dict)  # live requests
     accounts: CallerQueue = field(init=False)
-    queue: Queue = field(init=False)  # QUEUED
-    awaiting_model: Queue = field(default_factory=Queue)  # QUEUED too: their model is awaited
-    between: dict[Token, Request] = field(default_factory=dict)  # QUEUED too: between two runs
-    jobs: dict[JobName, Job] = field(default_factory=dict)  # those that are placed here
+    queue: Queue = field(init=False)  # QUEUED requests that may be dispatched
+    awaiting_model: Queue = field(default_factory=Queue)  # QUEUED, until their model is stored
+    between: dict[Token, Request] = field(default_factory=dict)  # QUEUED, between two runs
+    jobs: dict[JobName, Job] = field(default_factory=dict)  # jobs that are placed here
     workers: dict[Slot, Worker] = field(default_factory=dict)
-    owner: DeviceOwner = field(default_factory=DeviceOwner)  # of its turn
+    owner: DeviceOwner = field(default_factory=DeviceOwner)  # owner of the device's turn
     measurement: ModelMeasurement = field(default_factory=ModelMeasurement)
     daemon: Daemon = field(init=False)
     predictions: Predictions = field(default_factory=Predictions)
-    pinned: dict[ModelName, None] = field(default_factory=dict)  # those in that state
-    sending: dict[ModelName, None] = field(default_factory=dict)  # to which the daemon may write
-    served: int = 0  # requests answered with outputs
-    spent_us: Counter[str] = field(default_factory=Counter)  # of its time, by kind
+    pinned: dict[ModelName, None] = field(default_factory=dict)  # models in the state PINNED
+    sending: dict[ModelName, None] = field(default_factory=dict)  # models that the daemon may write
+    served: int = 0  # number of requests answered with outputs
+    spent_us: Counter[str] = field(default_factory=Counter)  # device time, by kind
 
     def __post_init__(self) -> None:
         self.daemon = Daemon(self.core, self.index)
@@ -98,7 +98,7 @@ class DeviceState:
         return not model.devices or self.settings.device in model.devices
 
     def job_of(self, worker: Worker, op_id: int) -> Job | None:
-        """Return the job that a message is about; None if it is about an older dispatch."""
+        """Return the worker's job if ``op_id`` is its current dispatch, else None."""
         job = self.jobs.get(worker.job) if worker.job is not None else None
         return job if job is not None and job.op_id == op_id and job.slot == worker.slot else None
 
@@ -162,7 +162,7 @@ class DeviceState:
 
     @property
     def view(self) -> View:
-        """View that a policy gets."""
+        """Device as a policy sees it."""
         capacity_bytes = self.settings.arena_bytes - FENCE_BYTES * self.settings.fence_count
         return View(self.core.now_ms, self.predictions.predict, capacity_bytes, self._residents)
 
@@ -175,7 +175,7 @@ class DeviceState:
 
     @property
     def queue_view(self) -> tuple[IsResident, ModelName | None, View]:
-        """Inputs of the ranking: which models are on the device, which one computes, the view."""
+        """Inputs of the ranking: the test for models on the device, the running model, the view."""
         running = self.owner.running
         return self._is_on_device, running.model if running is not None else None, self.view
 
@@ -199,11 +199,11 @@ class DeviceState:
 
     @property
     def are_returning(self) -> bool:
-        """Return True if generations whose run has just ended will be queued again in a moment."""
+        """True if the next run of a generation, whose last run just ended, will soon be queued."""
         return any(one.runs and one.runs.is_returning for one in self.between.values())
 
     def take(self, request: Request, *, is_early: bool = False) -> None:
-        """Queue the request; an early one waits until its model is in the host store."""
+        """Queue the request; if it is early, it waits until its model is in the host store."""
         self.requests[request.token] = request
         self.core.dirty |= QUEUE
         (self.awaiting_model if is_early else self.queue).add(request)
@@ -220,7 +220,7 @@ class DeviceState:
         self.core.refuse(request.token, error)
 
     def spawn(self, worker: Worker) -> None:
-        """Spawn a fresh process for a slot; the present one is killed."""
+        """Spawn a new process for a slot; the previous one is killed."""
         worker.generation += 1
         worker.respawn_at_ms = None
         worker.kill_reason = ""
@@ -249,7 +249,7 @@ class DeviceState:
             self.send(worker.slot, BindTenant(tenant=tenant, is_code=is_code))
 
     def kill(self, worker: Worker, reason: str, *, blame: bool = True) -> None:
-        """Send SIGKILL once; the worker's memory is reused after ``Exited``.
+        """Kill a worker with SIGKILL, once; its memory is reused after ``Exited``.
 
         ``blame``: the worker is at fault, so its death counts against its task.
         """

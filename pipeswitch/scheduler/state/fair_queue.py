@@ -1,10 +1,10 @@
 """Fair queues over a device's callers, and over the connections of each caller.
 
-Start-time fair queueing inside each priority (docs/adr/0037-turns-by-tenant.md): a member's *tag*
-is its service time over its weight, and the smallest goes first. The *clock* is the tag of the last
-turn: a member that begins to wait is not behind it, so idle time earns nothing. A run is charged
-with its prediction when it is dispatched, since the next one is chosen before it ends, and
-corrected to its real time when it has ended.
+Start-time fair queueing inside each urgency (docs/adr/0037-turns-by-tenant.md): a member's *tag* is
+its service time divided by its weight, and the smallest tag goes first. The *clock* is the tag of
+the last turn. A member that begins to wait gets at least the clock as its tag, so idle time earns
+nothing. A run is charged with its predicted time at its dispatch, because the next run is chosen
+before it ends; at its end the charge is corrected.
 """
 
 from __future__ import annotations
@@ -18,28 +18,26 @@ from dataclasses import dataclass, field
 from itertools import chain
 from typing import Any, Final, Generic, NamedTuple, TypeVar
 
-LONG_MS: Final = 100.0  # of one run: then the device is left to others, if need be idle
-MAX_DEATHS: Final = 3  # of workers, that a caller may cause one soon after the other
-BAR_MS: Final = 1000.0  # after one more; twice as long after the next
-HALF_MS: Final = 60_000.0  # in which half of them are forgotten
-UNKNOWN_MS: Final = 1.0  # charged for a run of which nothing is known, until it has ended
-MAX_IDLE: Final = 64  # members without requests that are kept before the oldest are looked at
+LONG_MS: Final = 100.0  # a run this long makes its caller yield, even if the device is idle
+MAX_DEATHS: Final = 3  # recent worker deaths that a caller may cause without a penalty
+BAR_MS: Final = 1000.0  # penalty for one more death; each further one doubles it
+HALF_MS: Final = 60_000.0  # half-life of the count of deaths
+UNKNOWN_MS: Final = 1.0  # charge for a run without a prediction, until it has ended
+MAX_IDLE: Final = 64  # members without requests that are always kept
 
 
 @dataclass(eq=False, slots=True)
 class MemberShare:
-    """One member's part of a fair queue."""
+    """One member's part of a fair queue; ``tags`` are by urgency (``effective_priority``)."""
 
-    caller: str  # the tenant, or the connection
+    caller: str  # name of the tenant or of the connection
     weight: float = 1.0
-    waiting: Counter[int] = field(default_factory=Counter)  # requests, by priority; none is 0
-    effective_priority: float = (
-        math.inf
-    )  # the most urgent of these; which one runs is the policy's to say
-    tags: defaultdict[float, float] = field(default_factory=lambda: defaultdict(float))  # by it
-    running: int = 0  # runs that it has a part in
-    number: int = 0  # the order of its creation, which decides between equal tags
-    place: tuple[float, tuple[float, int, Any]] | None = None  # urgency, and its entry there
+    waiting: Counter[int] = field(default_factory=Counter)  # requests by priority
+    effective_priority: float = math.inf  # urgency: the most urgent priority in ``waiting``
+    tags: defaultdict[float, float] = field(default_factory=lambda: defaultdict(float))
+    running: int = 0  # number of dispatched runs in which it has a part
+    number: int = 0  # number in the order of creation: decides between equal tags
+    place: tuple[float, tuple[float, int, Any]] | None = None  # urgency, entry in ``_order``
 
 
 S = TypeVar("S", bound=MemberShare)
@@ -49,21 +47,21 @@ S = TypeVar("S", bound=MemberShare)
 class CallerShare(MemberShare):
     """Share of one caller on one device."""
 
-    used_ms: float = 0.0  # by runs that are over
-    seen_at_ms: float = -math.inf  # it asked, or was answered
+    used_ms: float = 0.0  # total time of its finished runs
+    seen_at_ms: float = -math.inf  # time of the caller's last request or reply
     throttled_until_ms: float = -math.inf
-    deaths: float = 0.0  # of workers, in its runs; they are forgotten by and by
+    deaths: float = 0.0  # count of worker deaths in its runs, halved in every ``HALF_MS``
     died_at_ms: float = -math.inf
     penalty_until_ms: float = -math.inf
-    connections: FairQueue[MemberShare] | None = None  # while requests of more than one wait
+    connections: FairQueue[MemberShare] | None = None  # set while several of them wait
 
 
 class Charge(NamedTuple):
-    """Advance charge for a run that is not over."""
+    """Advance charge for a run that has not ended."""
 
     effective_priority: float
     ms: float
-    parts: dict[CallerShare, float]  # by rows
+    parts: dict[CallerShare, float]  # each caller's fraction of the rows
     connections: tuple[tuple[FairQueue[MemberShare], float, dict[MemberShare, float]], ...] = ()
 
 
@@ -71,13 +69,13 @@ class FairQueue(Generic[S]):
     """Fair queue of members. A decision looks only at the next members, never at all of them."""
 
     def __init__(self, max_wait_ms: float, make: Callable[[str], S]) -> None:
-        """``make``: creates a member with a name."""
+        """``make``: creates a member from its name."""
         self._max_wait_ms = max_wait_ms
         self._make = make
         self._of: dict[str, S] = {}
-        self._clock: defaultdict[float, float] = defaultdict(float)  # by urgency, as the next one
-        self._had_at_ms: dict[float, float] = {}  # a turn, or nobody who waits for one
-        self._order: dict[float, list[tuple[float, int, S]]] = {}  # by urgency: tags that wait
+        self._clock: defaultdict[float, float] = defaultdict(float)  # by urgency
+        self._had_at_ms: dict[float, float] = {}  # by urgency: last turn or empty time
+        self._order: dict[float, list[tuple[float, int, S]]] = {}  # waiting members, by urgency
         self._changed: dict[S, None] = {}  # members whose place in the order may have changed
         self._idle: dict[S, None] = {}  # members with nothing waiting; the latest change is last
         self._made = 0
@@ -95,7 +93,7 @@ class FairQueue(Generic[S]):
         return self._of[caller]
 
     def tag(self, share: S, effective_priority: float) -> float:
-        """Return the member's tag if it waits, or were to wait, at that urgency."""
+        """Return the member's tag at an urgency; if it does not wait there, at least the clock."""
         tag = share.tags[effective_priority]
         return (
             tag
@@ -116,14 +114,14 @@ class FairQueue(Generic[S]):
     def in_rounds(self, switch_ms: Callable[[S], float], now_ms: float) -> list[Iterator[S]]:
         """Return the waiting members by urgency; within an urgency the first one has the next turn.
 
-        The iterators are lazy and valid until a request comes or leaves. An urgency is raised by
-        one for each ``max_wait`` in which it had no turn. The age of requests does not count, since
-        the member with the most requests has the oldest.
+        The iterators are lazy and valid until a request is added or removed. An urgency is raised
+        by one for each ``max_wait`` in which it had no turn. The age of requests does not count: it
+        would favour the member with the most requests.
 
         Args:
-            switch_ms: the time to bring the model that a member wants to the device. Others go
-            before it for that time. Otherwise models that do not fit together would swap for each
-            request.
+            switch_ms: returns the time to copy a member's next model to the device. The member's
+            tag counts as later by that time. Otherwise two models that do not fit together would
+            replace each other at every request.
         """
         self._update(now_ms)
         by: dict[float, Iterator[S]] = {}
@@ -168,7 +166,7 @@ class FairQueue(Generic[S]):
         return True
 
     def _update(self, now_ms: float) -> None:
-        """Sort changed members into their places; drop idle members without state."""
+        """Sort changed members into the order; drop idle members without state."""
         for share in self._changed:
             if share.place is not None:
                 effective_priority, entry = share.place
@@ -208,7 +206,7 @@ class FairQueue(Generic[S]):
         del self._idle[share], self._of[share.caller]
 
     def take(self, parts: Mapping[S, float], ms: float, now_ms: float) -> float:
-        """Charge the first member's turn to its parts; return the urgency of the turn."""
+        """Charge a turn of the first member to all members in ``parts``; return its urgency."""
         first = next(iter(parts))
         effective_priority, tag = first.effective_priority, first.tags[first.effective_priority]
         self._clock[effective_priority], self._had_at_ms[effective_priority] = (
@@ -230,14 +228,14 @@ class FairQueue(Generic[S]):
 
 
 class CallerQueue(FairQueue[CallerShare]):
-    """Fair queue of all callers, which have keys or tokens from the owner.
+    """Fair queue of all callers. Each caller has a key or a token from the owner.
 
     Attributes:
-        again_at_ms: when a caller that gave way in the last ``in_rounds`` may no longer do so.
+        again_at_ms: earliest instant at which a caller that yielded in ``in_rounds`` may go.
     """
 
     def __init__(self, weights: Mapping[str, float], max_wait_ms: float) -> None:
-        self._forgotten_ms: dict[str, float] = {}  # used by callers that have no account now
+        self._forgotten_ms: dict[str, float] = {}  # ``used_ms`` of dropped callers
 
         def make(caller: str) -> CallerShare:
             used_ms = self._forgotten_ms.pop(caller, 0.0)
@@ -273,9 +271,9 @@ class CallerQueue(FairQueue[CallerShare]):
         return now_ms >= share.throttled_until_ms or not self._should_yield(share, now_ms)
 
     def _should_yield(self, account: CallerShare, now_ms: float) -> bool:
-        """Return True if a caller with less service is active and may send a request. Its queue
-        may be empty only because it still waits for a reply when the next run is chosen, or
-        when a long one has ended."""
+        """Return True if another caller, with less service, may soon send a request. That caller
+        may have no waiting request only because its last reply is on its way, or has just arrived
+        after a long run."""
         tag = account.tags[account.effective_priority]
         for one in reversed(self._idle):
             if not one.running and now_ms >= one.seen_at_ms + self._max_wait_ms:
@@ -287,8 +285,8 @@ class CallerQueue(FairQueue[CallerShare]):
         return False
 
     def _has_nothing(self, share: CallerShare, now_ms: float) -> bool:
-        """Return True if only the used time of an account must be kept: it was idle for longer than
-        its lead over the others, and has no penalty."""
+        """Return True if only the used time of a caller must be kept: it has been idle for longer
+        than its lead over the others, and has no penalty."""
         away_from_ms = share.seen_at_ms + max(self._max_wait_ms, self._ahead_ms(share))
         held_until_ms = max(away_from_ms, share.throttled_until_ms, share.penalty_until_ms)
         deaths = share.deaths * 0.5 ** ((now_ms - share.died_at_ms) / HALF_MS)
@@ -300,9 +298,9 @@ class CallerQueue(FairQueue[CallerShare]):
             self._forgotten_ms[share.caller] = share.used_ms
 
     def charge(self, rows: Counter[str], predicted_ms: float, now_ms: float) -> Charge:
-        """Charge a dispatched run in the first caller's turn; its requests still count as waiting.
+        """Charge a dispatched run, whose requests must still count as waiting, to its callers.
 
-        ``rows``: by caller. ``predicted_ms``: 0 when nothing is known.
+        ``rows``: rows by caller; the first caller has the turn. ``predicted_ms``: 0 if unknown.
         """
         ms, total = predicted_ms or UNKNOWN_MS, rows.total()
         parts = {self.of(caller): own / total for caller, own in rows.items()}
@@ -312,7 +310,7 @@ class CallerQueue(FairQueue[CallerShare]):
     def charge_connections(
         charge: Charge, rows: Iterable[tuple[str, str, int]], now_ms: float
     ) -> Charge:
-        """Charge the same run inside callers whose connections take turns.
+        """Charge the run of ``charge`` also inside callers whose connections take turns.
 
         ``rows``: caller, connection and rows of each request.
         """
@@ -351,8 +349,8 @@ class CallerQueue(FairQueue[CallerShare]):
         return Charge(effective_priority, ms, {account: 1.0})
 
     def reconcile_cost(self, charge: Charge, took_ms: float, now_ms: float) -> float:
-        """Settle a finished run. A caller with a long run rests for as long, or less by its
-        weight; return until when, if any rests."""
+        """Correct the charge of a finished run. A caller whose part was long yields for that time,
+        divided by its weight (at least 1). Return the latest end of such a period."""
         for account, part in charge.parts.items():
             own_ms = part * took_ms
             account.used_ms += own_ms
@@ -367,9 +365,9 @@ class CallerQueue(FairQueue[CallerShare]):
         return max([account.throttled_until_ms for account in charge.parts])
 
     def died(self, charge: Charge, now_ms: float) -> float:
-        """Note that the run killed its worker, and return until when its caller is barred. A
-        caller that keeps killing workers, with one model after another, is barred for longer
-        each time (8 to 16 s in the end). The owner is never barred."""
+        """Record that the run killed its worker; return the instant at which its caller's penalty
+        ends. The penalty of a caller that keeps killing workers, with one model after another,
+        grows to 8 to 16 s. The owner never has one."""
         account = next(iter(charge.parts))
         decay = 0.5 ** ((now_ms - account.died_at_ms) / HALF_MS)
         account.deaths, account.died_at_ms = account.deaths * decay + 1.0, now_ms

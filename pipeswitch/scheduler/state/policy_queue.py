@@ -1,6 +1,6 @@
 """Order of the waiting requests under a policy, updated without a scan of all requests.
 
-The policy's answers come through its guard (``policies/guard.py``).
+All questions to the policy go through its guard (``policies/guard.py``).
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from ..policies.guard import PolicyGuard
 from .fair_queue import CallerQueue, CallerShare, MemberShare
 from .records import Request
 
-# A rank is asked for anew a little before it changes: a sum of floating-point numbers may say
-# that it is not yet time when their difference says that it is.
+# A rank is computed again slightly before it changes: with rounding, ``now < begin + wait`` may be
+# true although ``now - begin >= wait`` is true, too.
 MARGIN_MS = 1e-3
 
 Rank = tuple[float, ...]
-Place = tuple[Rank, int, "SubQueue", Waiting]  # of a line among all: its head's rank and number
-Until = tuple[float, int, "SubQueue"]  # when its place must be looked at again
+Place = tuple[Rank, int, "SubQueue", Waiting]  # place of a line: its head's rank and number
+Until = tuple[float, int, "SubQueue"]  # instant at which a line must be ranked again
 T = TypeVar("T", Place, Until)
 S = TypeVar("S", Place, Request)
 IsResident = Callable[[ModelName], bool]
@@ -45,7 +45,7 @@ def shown(request: Request, is_resident: bool = False, is_current: bool = False)
 
 
 class SubQueue:
-    """The waiting requests of one connection, model and priority, sorted by key and by age."""
+    """Line: the waiting requests of one connection, model and priority, by key and by age."""
 
     __slots__ = (
         "account",
@@ -65,7 +65,7 @@ class SubQueue:
         self.account = account
         self.connection = connection
         self.model = model
-        self.smallest_batch = smallest_batch  # since it was empty
+        self.smallest_batch = smallest_batch  # smallest since the line was last empty
         self.entries: dict[int, tuple[Rank, int, Waiting, Request]] = {}  # by number
         self.by_key: list[tuple[Rank, int]] = []
         self.by_age: list[tuple[float, int]] = []
@@ -83,13 +83,13 @@ class SubQueue:
 
 
 class PolicyQueue:
-    """All waiting requests, in lines; each connection's lines are in the order of their heads.
+    """All waiting requests, in lines (``SubQueue``), which are sorted by their heads.
 
     Callers take turns (``CallerQueue``), and so do the connections of one caller, unless the policy
-    sorts all of a caller's requests by one key. The policy orders a connection's own requests, age
-    and windows included. A line is ranked again when a request comes or leaves, when its model
-    comes to the device or leaves it, when its model starts or ends computing (if the policy ranks
-    by that), and when time alone changes its rank.
+    sorts all of a caller's requests by one key. The policy orders the requests of a connection,
+    with its rules for age and windows. A line is ranked again when a request is added or removed,
+    when its model is copied to the device or evicted, when its model starts or ends computing (if
+    the policy ranks by that), and when time alone changes its rank.
     """
 
     def __init__(self, judge: PolicyGuard, accounts: CallerQueue) -> None:
@@ -98,16 +98,16 @@ class PolicyQueue:
         self._generation = judge.generation
         self._has_connections = not judge.sorts_by
         self._lines: dict[ModelName, dict[tuple[CallerShare, str, int], SubQueue]] = {}
-        self._ranked: dict[CallerShare, dict[str, list[Place]]] = {}  # by connection, if any waits
+        self._ranked: dict[CallerShare, dict[str, list[Place]]] = {}  # by connection
         self._until: list[Until] = []
         self._stale: dict[SubQueue, None] = {}
         self._current: ModelName | None = None
-        # Of each connection its window: lines, with the last number that belongs to it.
+        # Window of each connection: lines, each with its last request number in the window.
         self._windows: dict[tuple[CallerShare, str], list[tuple[SubQueue, int]]] = {}
         self._last_number = 0
 
     def add(self, request: Request, number: int) -> None:
-        """Add a request to its line. ``number``: the order of otherwise equal requests."""
+        """Add a request to its line. ``number`` decides between otherwise equal requests."""
         waiting = shown(request)
         key = self._judge.key(waiting)
         self._renew()
@@ -135,8 +135,8 @@ class PolicyQueue:
         self._stale[line] = None
 
     def _split(self, account: CallerShare, newcomer: str) -> None:
-        """Start turns when a second connection of the caller begins to wait. The first connection
-        had all turns so far, so the new one has the next."""
+        """Make the caller's connections take turns from now, since a second one begins to wait.
+        The first connection had all turns so far, so the second one gets the next turn."""
         account.connections = queue = self._accounts.connections()
         queue.of(newcomer)
         for lines in self._lines.values():
@@ -172,9 +172,9 @@ class PolicyQueue:
                 account.connections = None
 
     def ahead(self, request: Request) -> tuple[int, int]:
-        """Return the minimum number of requests of its model and priority that go before a new one,
-        and a lower bound of their batch. These are the requests of its line, and those with earlier
-        turns of its caller's other connections that wait for nothing else."""
+        """Return lower bounds for the requests with its model and priority that precede a new
+        request: their number and their batch. They are the requests of the same line, and earlier
+        turns of the caller's other connections that wait only for that model and priority."""
         account = self._accounts.of(request.caller)
         own, priority = request.connection if self._has_connections else "", request.priority
         lines, queue = self._lines.get(request.model, {}), account.connections
@@ -197,8 +197,8 @@ class PolicyQueue:
         return sum([one for one, _ in entries]), min([rows for _, rows in entries], default=1)
 
     def of_line(self, request: Request) -> Iterator[Request]:
-        """Yield all requests of its model and priority, itself included, in turns over the callers
-        and over each caller's connections, by key."""
+        """Yield all requests with its model and priority, itself included: callers take turns, and
+        so do each caller's connections, whose requests are sorted by key."""
         by: dict[CallerShare, list[SubQueue]] = {}
         for (account, _, priority), line in self._lines[request.model].items():
             if priority == request.priority:
@@ -214,16 +214,16 @@ class PolicyQueue:
         )
 
     def changed(self, model: ModelName | None) -> None:
-        """Mark the model's lines for ranking: its residency or its computing has changed."""
+        """Mark the model's lines for ranking: it was copied or evicted, or began or ended a run."""
         if model is not None:
             self._stale.update(dict.fromkeys(self._lines.get(model, {}).values()))
 
     def heads(
         self, is_resident: IsResident, current: ModelName | None, view: View
     ) -> Iterator[tuple[Waiting, Request]]:
-        """Yield the head of each line, best first; valid until a request comes or leaves.
+        """Yield the head of each line, best first; valid until a request is added or removed.
 
-        Callers of one urgency have one line each in turn, as if all runs were equally long.
+        Callers of equal urgency take turns, one line each, as if all runs were equally long.
         """
         self.reorder(is_resident, current, view)
 
@@ -238,7 +238,7 @@ class PolicyQueue:
                 yield waiting, line.entries[number][3]
 
     def _connections(self, account: CallerShare, view: View) -> list[Iterator[MemberShare]]:
-        """Yield a caller's waiting requests, in turns."""
+        """Return the caller's connections by urgency, each group in the order of turns."""
         assert account.connections is not None
 
         def switch_ms(share: MemberShare) -> float:
@@ -251,7 +251,7 @@ class PolicyQueue:
         return 0.0 if head.is_resident else view.predict(head.model, head.batch).load_ms
 
     def _places(self, account: CallerShare, view: View) -> Iterator[Place]:
-        """Yield one caller's requests: connections take turns, each in the policy's order."""
+        """Yield one caller's lines: connections take turns, each in the policy's order."""
         if account.connections is None:
             yield from self._of_connection(account, next(iter(self._ranked[account])), view)
             return
@@ -259,13 +259,13 @@ class PolicyQueue:
             yield from _in_rounds(self._of_connection(account, one.caller, view) for one in same)
 
     def _of_connection(self, account: CallerShare, connection: str, view: View) -> Iterator[Place]:
-        """Return the connection's lines in order; a window is created only when it is due."""
+        """Return the connection's lines in order; this may form the next window."""
         if self._judge.window:
             return iter(self._in_window(account, connection, view))
         return iter(self._ranked[account][connection])
 
     def reorder(self, is_resident: IsResident, current: ModelName | None, view: View) -> None:
-        """Rank changed lines after each event, so that no decision has to rank many."""
+        """Rank changed lines. Called after each event, so that no decision has to rank many."""
         self._renew()
         if current != self._current:
             if self._judge.ranks_runs:
@@ -288,7 +288,7 @@ class PolicyQueue:
         return self._until[0][0] if self._until else math.inf
 
     def _renew(self) -> None:
-        """Discard all keys and ranks of a policy that has failed."""
+        """Compute all keys and ranks again if the policy has failed and was replaced."""
         if self._generation == self._judge.generation:
             return
         self._generation = self._judge.generation
@@ -339,7 +339,7 @@ class PolicyQueue:
             place = (request.caller, connection, request.model, request.priority)
             first_of.setdefault(place, request)
         if self._judge.generation != self._generation:
-            return  # it failed at these questions
+            return  # the policy failed during this check
         for account in self._accounts:
             own: dict[str, list[Request]] = {}
             for (caller, connection, *_), one in first_of.items():
@@ -374,7 +374,7 @@ class PolicyQueue:
 
 
 def _moved(sorted_list: list[T], old: T | None, new: T | None) -> T | None:
-    """Replace ``old`` by ``new`` in the list, and return ``new``; most ranks stay as they are."""
+    """Replace ``old`` by ``new`` in the sorted list and return ``new``; often both are equal."""
     if old != new:
         if old is not None:
             del sorted_list[bisect.bisect_left(sorted_list, old)]

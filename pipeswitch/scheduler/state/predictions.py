@@ -9,9 +9,9 @@ from typing import Final, NamedTuple
 
 from ..policies import Prediction
 
-KEPT: Final = 64  # measurements of each kind: an old one says little of today
-KEPT_BATCHES: Final = 64  # of each model: clients choose them, the server remembers them
-OLD_MS: Final = 5000.0  # so long one measurement is believed, two for twice as long
+KEPT: Final = 64  # measurements of each kind: older ones say little about today
+KEPT_BATCHES: Final = 64  # batches of each model, limited because clients choose them
+OLD_MS: Final = 5000.0  # one measurement is valid for this time, two for twice as long
 
 
 class Rolling:
@@ -32,7 +32,7 @@ class Rolling:
             del ordered[bisect.bisect_left(ordered, self._values.popleft())]
         self._values.append(value)
         bisect.insort(ordered, value)
-        self.high = ordered[int(0.95 * (len(ordered) - 1))]  # one slow one of few is not believed
+        self.high = ordered[int(0.95 * (len(ordered) - 1))]  # ignores one slow value of few
         self.p50 = ordered[(len(ordered) - 1) // 2]
         self.p95 = ordered[math.ceil(0.95 * len(ordered)) - 1]
 
@@ -41,19 +41,19 @@ class Rolling:
         return min(self.high, sum(self._ordered) / len(self._ordered))
 
     def is_old(self, now_ms: float) -> bool:
-        """Return True if it is time to measure again. A single slow value may come from a slow
+        """Return True if it is time to measure again. A single high value may come from a slow
         moment; the more values there are, the longer they stay valid."""
         return now_ms - self.fresh_at_ms >= OLD_MS * len(self._ordered)
 
 
 class ByBatch:
-    """One model's computations by batch; beyond a limit the oldest measured batch is dropped."""
+    """Computation times of a model by batch; beyond a limit the oldest batch is dropped."""
 
     __slots__ = ("_batches", "_of")
 
     def __init__(self) -> None:
-        self._of: dict[int, Rolling] = {}  # the last measured last
-        self._batches: list[int] = []  # in order
+        self._of: dict[int, Rolling] = {}  # by batch, in the order of their last measurement
+        self._batches: list[int] = []  # sorted
 
     def add(self, batch: int, value: float, now_ms: float) -> None:
         """Add a measurement of that batch."""
@@ -74,7 +74,7 @@ class ByBatch:
         return self._of[self._batches[index - 1]] if index else None
 
     def at_most_ms(self, batch: int) -> float:
-        """Return the 95th percentile of the nearest smaller batch, scaled; else of a larger one."""
+        """Return the scaled 95th percentile of the nearest smaller batch, else a larger one's."""
         index = bisect.bisect_right(self._batches, batch)
         known = self._batches[max(0, index - 1)]
         return self._of[known].p95 * max(1.0, batch / known)
@@ -85,7 +85,7 @@ class Safe(NamedTuple):
 
     load_ms: float
     compute_ms: float
-    mean_ms: float  # of many computations each
+    mean_ms: float  # mean computation, to predict the total of many
 
 
 class Predictions:
@@ -94,11 +94,11 @@ class Predictions:
     def __init__(self) -> None:
         self._loads: dict[str, Rolling] = {}
         self._computations: dict[str, ByBatch] = {}
-        self._errors = Rolling()  # of predicted ends; later is positive
+        self._errors = Rolling()  # actual minus predicted end
 
     @property
     def margin_ms(self) -> float:
-        """Robust 95th percentile of how much later requests ended than was predicted."""
+        """Robust 95th percentile of the requests' delay beyond their predicted end; at least 0."""
         return max(0.0, self._errors.high)
 
     def ended(self, late_ms: float, now_ms: float) -> None:
@@ -119,7 +119,7 @@ class Predictions:
         self._computations.pop(model, None)
 
     def predict(self, model: str, batch: int) -> Prediction:
-        """Return that batch's times, else the nearest smaller one's, a lower bound, else zeros."""
+        """Return the times of that batch, else of the nearest smaller one, else zeros."""
         loads, known = self._known(model, batch)
         return Prediction(
             loads.p50 if loads is not None else 0.0,
@@ -128,7 +128,7 @@ class Predictions:
         )
 
     def safe(self, model: str, batch: int) -> Safe:
-        """Return the high ends of the same measurements, which a request hardly exceeds."""
+        """Return high percentiles of the same measurements: few requests exceed them."""
         loads, known = self._known(model, batch)
         return Safe(
             loads.high if loads is not None else 0.0,
@@ -137,18 +137,18 @@ class Predictions:
         )
 
     def at_most_ms(self, model: str, batch: int) -> float:
-        """Return the time that 95 of 100 runs of that batch should not exceed: joined rows cost
-        no more than separate ones. 0: nothing is measured."""
+        """Return a time that 95 % of the batch's runs should not exceed; 0 if nothing is measured.
+        A larger batch is assumed to cost at most as much as its rows in smaller batches."""
         known = self._computations.get(model)
         return known.at_most_ms(batch) if known is not None else 0.0
 
     def is_due(self, model: str, batch: int, *, is_sent: bool, now_ms: float) -> bool:
-        """Return True if the times for that batch are old, and no request that renews them was
-        accepted since. ``is_sent``: the model has to be copied."""
+        """Return True if the times for that batch are old and no dispatched request will renew
+        them. ``is_sent``: the model has to be copied."""
         return any(one.is_old(now_ms) for one in self._counted(model, batch, is_sent=is_sent))
 
     def on_dispatched(self, model: str, batch: int, *, is_sent: bool, now_ms: float) -> None:
-        """Note a request that will be measured: old times stay valid for the same time again."""
+        """Record that a request will be measured: old times stay valid for one more period."""
         for one in self._counted(model, batch, is_sent=is_sent):
             if one.is_old(now_ms):
                 one.fresh_at_ms = now_ms

@@ -16,15 +16,15 @@ from .fair_queue import CallerQueue
 from .policy_queue import IsResident, PolicyQueue
 from .records import Request
 
-SPARE_DEADLINES = 64  # of requests that have left, before the heap is made anew
+SPARE_DEADLINES = 64  # extra deadlines of removed requests before the heap is rebuilt
 
 
 class Queue:
-    """Requests in the order in which they were added, and in that of a policy.
+    """Waiting requests, in the order in which they were added and in the order of a policy.
 
     Attributes:
-        unchecked: models whose requests may be impossible: their first request has just come, or
-            the pinned models have changed.
+        unchecked: models that must be checked for a place on the device: their first request was
+            just added, or the pinned models have changed.
     """
 
     def __init__(
@@ -32,11 +32,11 @@ class Queue:
     ) -> None:
         self.unchecked: dict[ModelName, None] = {}
         self._lines = PolicyQueue(judge, accounts) if judge and accounts else None
-        self.requests: dict[Token, tuple[int, Request]] = {}  # with the number it was added as
+        self.requests: dict[Token, tuple[int, Request]] = {}  # with numbers in order of arrival
         self._of: dict[ModelName, dict[Token, Request]] = {}
-        self._held: Counter[tuple[str, str]] = Counter()  # by caller, of a model and ("") of all
-        self._deadlines: list[tuple[float, int, Request]] = []  # a heap; some have left
-        self._due: list[tuple[float, int, Request]] = []  # by deadline, those that have one
+        self._held: Counter[tuple[str, str]] = Counter()  # by caller and model ("": all)
+        self._deadlines: list[tuple[float, int, Request]] = []  # a heap with removed requests too
+        self._due: list[tuple[float, int, Request]] = []  # requests with a deadline, sorted by it
         self._added = 0
 
     def __len__(self) -> int:
@@ -76,7 +76,7 @@ class Queue:
             heapq.heappush(self._deadlines, (due_at_ms, self._added, request))
 
     def discard(self, request: Request) -> None:
-        """Remove a request; one that is not here stays where it is."""
+        """Remove a request; do nothing if it is not in this queue."""
         entry = self.requests.pop(request.token, None)
         if entry is None:
             return
@@ -98,7 +98,7 @@ class Queue:
     def heads(
         self, is_resident: IsResident, current: ModelName | None, view: View
     ) -> Iterator[tuple[Waiting, Request]]:
-        """Yield the first request of each caller, model and priority: callers in turns, in
+        """Yield the first request of each caller, model and priority. Callers take turns, each in
         policy order.
 
         Valid only until a request is added or discarded.
@@ -107,7 +107,7 @@ class Queue:
         return self._lines.heads(is_resident, current, view)
 
     def reorder(self, is_resident: IsResident, current: ModelName | None, view: View) -> None:
-        """Update the ranks of changed lines."""
+        """Update the ranks of changed lines (``SubQueue``)."""
         assert self._lines is not None
         self._lines.reorder(is_resident, current, view)
 
@@ -118,16 +118,16 @@ class Queue:
         return self._lines.until_ms
 
     def held_by(self, caller: str, model: str = "") -> int:
-        """Return how many of the caller's requests wait, for one model or for all."""
+        """Return the number of the caller's waiting requests, for one model or for all."""
         return self._held[caller, model]
 
     def ahead(self, request: Request) -> tuple[int, int]:
-        """Return how many of its caller's requests surely precede it, and their smallest batch."""
+        """Return lower bounds for its caller's requests before it: their number and their batch."""
         assert self._lines is not None
         return self._lines.ahead(request)
 
     def around(self, request: Request, sorts_by: SortsBy) -> tuple[list[Request], list[Request]]:
-        """Return its caller's requests before a new one, and those behind it with deadlines."""
+        """Return the caller's requests before a new one, and its requests with later deadlines."""
         if sorts_by == "arrival":
             return [one for one in self if one.caller == request.caller], []
         at = (request.due_ms, self._added + 1)
@@ -135,7 +135,7 @@ class Queue:
         return [due[2] for due in own if due <= at], [due[2] for due in own if due > at]
 
     def of_line(self, request: Request) -> Iterator[Request]:
-        """Yield the requests of its model and priority, itself included: one per caller in turn."""
+        """Yield the requests with its model and priority, itself included: callers take turns."""
         assert self._lines is not None
         return self._lines.of_line(request)
 
@@ -162,7 +162,7 @@ class Queue:
         return list(self._of.get(model, {}).values())
 
     def expired(self, now_ms: float) -> list[Request]:
-        """Return the requests whose deadline cannot be met any more, each once per ``add``."""
+        """Return the requests whose deadline can no longer be met; each is returned only once."""
         if not self._deadlines:
             return []
         due = []

@@ -1,4 +1,4 @@
-"""Records of a model, a request, a job and a worker. Owned by the scheduler."""
+"""Records of models, requests, jobs and workers. The scheduler owns them."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ from .states import (
 NO_OP_ID = OpId(0)
 NO_TURN = Turn(0)
 NO_NAME = ModelName("")
-Version = tuple[str, Plan]  # digest and groups: what a worker has loaded
+Version = tuple[str, Plan]  # digest and groups of a program, as a worker loads it
 
 
 @dataclass
@@ -57,51 +57,51 @@ class Registration:
     spec_digest: str
     client: str  # builds take turns among clients
     build_id: OpId
-    storing: int | None = None  # the device whose daemon was told to bring its bytes to the store
-    takes_over: bool = False  # its name stands for it as soon as it is there
-    is_known: bool = False  # an earlier server had it: it is listed as failed if it is refused
+    storing: int | None = None  # index of the device whose daemon loads it into the host store
+    takes_over: bool = False  # the version becomes current as soon as it is ready
+    is_known: bool = False  # restored from the journal: listed as failed if it is refused
     waiters: list[Token] = field(default_factory=list)
-    end_waiters: list[Token] = field(default_factory=list)  # for the end of this version alone
-    error: PipeSwitchError | None = None  # why it was refused
+    end_waiters: list[Token] = field(default_factory=list)  # clients that await its removal
+    error: PipeSwitchError | None = None  # reason for the refusal
 
 
 @dataclass
 class Served:
-    """Name that requests use. Its versions have records of their own."""
+    """Name that requests use. Each of its versions has its own record (``Model``)."""
 
     name: ModelName
-    current: int  # the version that it stands for
-    last: int  # the highest number that it ever gave
-    spec_digest: str  # of the registration that began it: the same again is a no-op
-    born: OpId  # tells its versions from those of another registration under this name
-    shares: dict[int, int] = field(default_factory=dict)  # percent of requests, of other versions
-    drawn: int = 0  # requests that were dealt out by them
-    end_waiters: list[Token] = field(default_factory=list)  # for the end of its last version
+    current: int  # number of the current version
+    last: int  # highest version number so far
+    spec_digest: str  # digest of the first registration; repeating that one is a no-op
+    born: OpId  # registration id of its versions; the name gets a new one if it is used again
+    shares: dict[int, int] = field(default_factory=dict)  # other versions' percent of requests
+    drawn: int = 0  # number of requests that the shares have distributed
+    end_waiters: list[Token] = field(default_factory=list)  # clients that await its removal
 
 
 @dataclass
 class Model:
-    """Version that is served, or will be: the same on all devices."""
+    """Version that is served or will be; the record is the same for all devices."""
 
-    name: ModelName  # of the version: versions.version_name
+    name: ModelName  # versions.version_name(base, version)
     priority: int
     want_pinned: bool
     registered_at_ms: float
-    base: ModelName = NO_NAME  # the name that requests use; none: this one
+    base: ModelName = NO_NAME  # name that requests use; empty: ``name``
     version: int = 1
-    tenant: str = ""  # who registered it; empty: the server's owner
-    devices: tuple[str, ...] = ()  # that may serve it; none named: all
-    processor: Processor | None = None  # what makes its inputs; None: its clients
-    split: Served | None = None  # it is the current one, and others get a share of its requests
-    chosen_op_id: OpId = NO_OP_ID  # when its name came to stand for it, the last time
+    tenant: str = ""  # tenant that registered it; empty: the server's owner
+    devices: tuple[str, ...] = ()  # names of the devices that may serve it; empty: all
+    processor: Processor | None = None  # functions before and after the model; None: none
+    split: Served | None = None  # set if this version is current and others have shares
+    chosen_op_id: OpId = NO_OP_ID  # drawn when it last became the current version
     state: StateMachine[ModelState, ModelEvent] = field(init=False)
     serving: StateMachine[VersionState, VersionEvent] = field(init=False)
-    manifest: Manifest | None = None  # as it was built; until then an earlier server's, if at all
+    manifest: Manifest | None = None  # from the build; before it, from the journal if restored
     store_offset_bytes: int = -1
-    reason: str = ""  # why it failed or is quarantined
-    deaths: int = 0  # workers it killed since its last success
-    last_batch: int = 0  # of the last run; 0: none yet
-    failed_batches: int = 0  # joined runs in a row that ended badly
+    reason: str = ""  # reason for its failure or quarantine
+    deaths: int = 0  # number of workers that it killed since its last success
+    last_batch: int = 0  # batch of its last run; 0: it has not run yet
+    failed_batches: int = 0  # number of failed runs of several requests, in a row
 
     def __post_init__(self) -> None:
         self.state = StateMachine(f"model {self.name}", ModelState.BUILDING, MODEL_TRANSITIONS)
@@ -112,13 +112,13 @@ class Model:
 
     @property
     def built(self) -> Manifest:
-        """Program of a model that was built."""
+        """Manifest of the model, which must have been built."""
         assert self.manifest is not None
         return self.manifest
 
     @property
     def owner(self) -> Owner:
-        """Owner of the model's bytes on a device and in the host store, and of its words."""
+        """Owner of the model's bytes on a device and in the host store, and of its fences."""
         return Owner("model", self.name)
 
 
@@ -126,12 +126,12 @@ class Model:
 class Grouping:
     """Layer groups of a model on a device, and their reason."""
 
-    plan: Plan = ()  # empty: as built
+    plan: Plan = ()  # empty: the groups of the build
     source: str = "buckets"
     why: str = "it has no profile"
-    next: tuple[Plan, str, str] | None = None  # plan, source, why: when it can be cut
-    profile: Profile | None = None  # the one the plan was made from
-    planned: Plan = ()  # what it planned
+    next: tuple[Plan, str, str] | None = None  # plan, source and why, to apply when possible
+    profile: Profile | None = None  # measurements that ``planned`` was made from
+    planned: Plan = ()  # plan that the profile led to
 
 
 @dataclass
@@ -140,10 +140,10 @@ class Transfer:
 
     started_at_ms: float = 0.0
     ended_at_ms: float = 0.0
-    report: TransmitEnded | None = None  # of the last complete one
-    ahead_id: OpId = NO_OP_ID  # of a copy that was sent ahead of its request
+    report: TransmitEnded | None = None  # report of the last complete copy
+    ahead_id: OpId = NO_OP_ID  # residency id of a copy that was sent ahead of its request
     is_prefetch: bool = False  # in flight only because of a hint: may be cancelled
-    retry_at_ms: float = 0.0  # after one that broke off
+    retry_at_ms: float = 0.0  # earliest retry after a failed copy
 
 
 @dataclass
@@ -151,22 +151,22 @@ class DeviceModel:
     """Model on one device: its groups there, their place, its measurements."""
 
     model: Model
-    name: ModelName = field(init=False)  # of that
+    name: ModelName = field(init=False)  # name of ``model``
     residency: StateMachine[Residency, ResidencyEvent] = field(init=False)
-    manifest: Manifest | None = None  # in the groups of ``plan``
+    manifest: Manifest | None = None  # the model's manifest, with the groups of the plan
     grouping: Grouping = field(default_factory=Grouping)
     transfer: Transfer = field(default_factory=Transfer)
-    resident_groups: int = 0  # of a model that streams: groups that stay between two passes
+    resident_groups: int = 0  # number of a streaming model's groups that stay between passes
     resident_bytes: int = 0  # bytes of those groups that the last transfer did not send
-    predicted_ms: dict[int, float] = field(default_factory=dict)  # a cold switch, by batch
-    region_bytes: int = 0  # of the arena: for all of it, or the window that it streams through
-    staging: StagingLayout | None = None  # of one that is larger than the arena: it streams
-    min_bytes: int = 0  # the smallest window that such a one can do with
-    preferred_offset_bytes: int = -1  # sticky arena offset: cached views stay valid
+    predicted_ms: dict[int, float] = field(default_factory=dict)  # cold switch time, by batch
+    region_bytes: int = 0  # needed part of the arena: the whole model, or a streaming window
+    staging: StagingLayout | None = None  # set if the model streams: the arena is too small
+    min_bytes: int = 0  # smallest window in which the model can stream; 0: it does not stream
+    preferred_offset_bytes: int = -1  # last arena offset: reuse keeps workers' views valid
     first_fence: int = -1
     residency_id: OpId = NO_OP_ID
-    computed_op_id: OpId = NO_OP_ID  # residency operation id of the last copy that computed
-    users: int = 0  # dispatched tasks that read it now
+    computed_op_id: OpId = NO_OP_ID  # residency id of the last copy that a finished run used
+    users: int = 0  # number of dispatched tasks that read it
     last_used_at_ms: float = 0.0
     use_count: int = 0
 
@@ -176,7 +176,7 @@ class DeviceModel:
 
     @property
     def owner(self) -> Owner:
-        """Owner of its fences and its bytes; if it streams, of the bytes that it keeps."""
+        """Owner of its fences and bytes on the device; if it streams, of the groups that stay."""
         return self.model.owner
 
     @property
@@ -186,7 +186,7 @@ class DeviceModel:
 
     @property
     def built(self) -> Manifest:
-        """Program in the groups of its plan; the model was built."""
+        """Manifest with the groups of its plan; the model must have been built."""
         assert self.manifest is not None
         return self.manifest
 
@@ -205,18 +205,18 @@ class DeviceModel:
 
     @property
     def is_code(self) -> bool:
-        """True if the model, which was built, is the operator's own module instead of a graph."""
+        """True if the built model is the operator's own module instead of a graph."""
         return self.built.mode == "module"
 
     @property
     def version(self) -> Version:
-        """Version that a worker must have loaded to run the model, which has a manifest."""
+        """Digest and groups that a worker must have loaded to run the built model."""
         assert self.manifest is not None
         return (self.manifest.digest, self.grouping.plan)
 
     @property
     def is_on_device(self) -> bool:
-        """True if the model is resident or on its way: nothing needs to be sent for it."""
+        """True if the model is resident or being copied: no copy needs to be started."""
         return self.residency.state in (
             Residency.TRANSMITTING,
             Residency.RESIDENT,
@@ -233,11 +233,11 @@ class DeviceModel:
 class Runs:
     """Runs of a generation so far. For policies each run is a new arrival."""
 
-    born_at_ms: float  # when the first one arrived
-    allowed_ms: float | None  # to the first token, and for each run after it
-    timing: RequestTiming | None = None  # their sum
-    is_returning: bool = False  # one has ended, and the next one is not known yet
-    is_cancelled: bool = False  # while one was dispatched, whose end is the request's
+    born_at_ms: float  # arrival of the generation
+    allowed_ms: float | None  # time to the first token, and for each later run
+    timing: RequestTiming | None = None  # sum of the times of its runs
+    is_returning: bool = False  # a run has ended, and the next run is not known yet
+    is_cancelled: bool = False  # cancelled during a run: the generation ends with that run
 
 
 @dataclass
@@ -247,9 +247,9 @@ class BatchingFacts:
     Attributes:
         padded: Extents by ``Manifest.pads``; empty: the request is not padded.
         fixed: The other extents of a padded request, except the batch.
-        is_alone: A run with other requests failed, or its schema forbids one: it runs alone.
+        never_batch: A run with other requests failed, or its schema forbids one: it runs alone.
         deaths: Number of workers that died while the request ran alone.
-        leader: Generation whose run computes tokens that both have; the request runs after it.
+        leader: Generation whose next run computes tokens of both; this request runs after it.
     """
 
     padded: tuple[int, ...] = ()
@@ -265,9 +265,9 @@ class RequestForecast:
 
     Attributes:
         infeasible_after_ms: Instant after which no answer can arrive before the deadline.
-        predicted_end_ms: Prediction made at dispatch; None: nobody needs one.
+        predicted_end_ms: End that was predicted at dispatch; None if no prediction is needed.
         is_probe: Accepted although it seems late, so that its model is measured again.
-        placed: Reason for the choice of its device, if there are several.
+        placed: Reason for the choice of its device; empty if there is only one device.
     """
 
     infeasible_after_ms: float | None = None
@@ -282,8 +282,8 @@ class Steps:
 
     Attributes:
         is_raw: A preprocessing function has yet to make the inputs.
-        is_after: The inputs are the model's outputs, of which postprocessing makes the answer.
-        follows: Another step of the chain will come.
+        is_postprocess: The inputs are the model's outputs; postprocessing makes the answer.
+        follows: Another step of the chain will follow.
         preprocess_ms: Time that preprocessing took.
     """
 
@@ -306,17 +306,17 @@ class Request:
     reply_offset_bytes: int
     reply_bytes: int
     arrived_at_ms: float
-    caller: str = ""  # who asks; empty: the server's owner
+    caller: str = ""  # tenant of the client; empty: the server's owner
     batch: int = 1
-    size_bytes: int = 0  # of its model
+    size_bytes: int = 0  # size of its model
     batching: BatchingFacts = field(default_factory=BatchingFacts)
     forecast: RequestForecast = field(default_factory=RequestForecast)
     steps: Steps = field(default_factory=Steps)
-    sequence: tuple[int, OpId] = (0, NO_OP_ID)  # its number (0: none), and its last run
-    sampling_params: SamplingParams | None = None  # of a generation's next or current run
-    runs: Runs | None = None  # of a generation
+    sequence: tuple[int, OpId] = (0, NO_OP_ID)  # sequence number (0: none), and its last run
+    sampling_params: SamplingParams | None = None  # for a generation's next or current run
+    runs: Runs | None = None  # set for a generation
     state: StateMachine[TaskState, TaskEvent] = field(init=False)
-    connection: str = ""  # the caller's session, or its address over the gateway
+    connection: str = ""  # the client's session, or its address behind the gateway
 
     def __post_init__(self) -> None:
         first = TaskState.PREPROCESSING if self.steps.is_raw else TaskState.QUEUED
@@ -345,12 +345,12 @@ class JobSpec:
     priority: int
     tenant: str = ""  # empty: the server's owner
     share: str = ""  # the group of jobs that read the same input; empty: none
-    devices: tuple[str, ...] = ()  # that may train it; empty: all
+    devices: tuple[str, ...] = ()  # names of the devices that may train it; empty: all
     defaults: tuple[tuple[str, str], ...] = ()  # arguments of ``job.steps`` that the script omits
 
     @classmethod
     def from_row(cls, name: JobName, row: Mapping[str, Any]) -> JobSpec:
-        """Read a job of the journal. Raises msgspec.ValidationError: it is not one."""
+        """Return the job of a journal row. Raise msgspec.ValidationError if it is malformed."""
         return msgspec.convert({**row, "name": name}, cls)
 
     @property
@@ -374,16 +374,16 @@ class JobProgress:
     step: int = 0
     epoch_index: int = 0
     steps_per_s: float = 0.0
-    steps_left: int = -1  # until its script ends, by its last report; -1: not known
-    reported_op_id: OpId = NO_OP_ID  # dispatch of its last report
+    steps_left: int = -1  # steps until its script ends, from its last report; -1: unknown
+    reported_op_id: OpId = NO_OP_ID  # dispatch that sent its last report
     steps_recomputed: int = 0
     suspensions: int = 0
     evictions: int = 0
-    restarts: int = 0  # after its worker crashed
+    restarts: int = 0  # number of restarts after its worker died
     deaths_without_progress: int = 0
-    stops_missed: int = 0  # graces in a row that it used up: it did not stop, or did not leave
-    missed_at: int = 0  # suspensions by the last one
-    beside: dict[str, object] = field(default_factory=dict)  # whose turn began before its last one
+    stops_missed: int = 0  # grace periods in a row in which it did not stop or did not unwind
+    missed_at: int = 0  # value of ``suspensions`` when it last missed a grace period
+    beside: dict[str, object] = field(default_factory=dict)  # job that had the turn before it
     last_log: dict[str, object] = field(default_factory=dict)
     error: str = ""
     why: str = ""
@@ -394,42 +394,42 @@ class JobMemory:
     """A job's memory on the device, and its commits in the host store and on disk."""
 
     lease_bytes: int = 0
-    lease_asked_bytes: int = 0  # waiting for memory
-    activations: dict[str, object] = field(default_factory=dict)  # of its last step, if limited
-    is_blocked: bool = False  # it needs memory for activations that other jobs have
-    blocked_at_ms: float = 0.0  # since when, or since another job left for it
-    beside_blocked: dict[JobName, int] = field(default_factory=dict)  # steps of others by then
+    lease_asked_bytes: int = 0  # size of the lease that it waits for
+    activations: dict[str, object] = field(default_factory=dict)  # report of its last step
+    is_blocked: bool = False  # the job waits for activation memory that other jobs use
+    blocked_at_ms: float = 0.0  # start of that wait, or of the last eviction against it
+    beside_blocked: dict[JobName, int] = field(default_factory=dict)  # jobs' steps at that start
     commit_slot_bytes: int = 0  # 0: no commit area yet
     committed_step: int = -1
-    commit_number: int = 0  # last commit of this dispatch that the daemon was sent
+    commit_number: int = 0  # number of this dispatch's last commit that the daemon got
     copy_id: OpId = NO_OP_ID  # dispatch whose commit the daemon copies now
     copying_number: int = 0  # number of that commit
     persisted_step: int = -1
     is_persisting: bool = False
-    persist_id: OpId = NO_OP_ID  # names the write under way
-    persist_began_at_ms: float = 0.0  # the last write to disk
-    persist_due_at_ms: float = 0.0  # earliest start of the next one
+    persist_id: OpId = NO_OP_ID  # operation id of the current write to disk
+    persist_began_at_ms: float = 0.0  # start of the last write to disk
+    persist_due_at_ms: float = 0.0  # earliest start of the next write to disk
 
 
 @dataclass
 class JobTiming:
-    """Times at which a job got and lost the device, and how long it had it."""
+    """Times at which a job got and lost the device, and durations of its use."""
 
     dispatched_at_ms: float = 0.0
-    start_ms: float = 0.0  # from its dispatch to its lease request: the cost of an eviction
-    turn_left_ms: float = 0.0  # of training, before another job may take its memory
+    start_ms: float = 0.0  # time from dispatch to lease request: the cost of an eviction
+    turn_left_ms: float = 0.0  # training time left before another job may take its memory
     cycle_began_at_ms: float = 0.0
     cycle_left_ms: float = 0.0
     stop_asked_at_ms: float = 0.0
     evict_asked_at_ms: float = 0.0
     last_ran_at_ms: float = 0.0
-    parked_at_ms: float = 0.0  # when it was suspended last
-    preempted_ms: float = 0.0  # all that it waited in place for requests
-    away_ms: float = -1.0  # of a step, by its last report: it fetched, and others could compute
-    trained_ms: float = 0.0  # of the device's time
-    counted_from_ms: float = 0.0  # of that, when a job came to its device last
-    reported_trained_ms: float = 0.0  # of that, by its last report
-    ended_at_ms: float = 0.0  # by the calendar, once it is over
+    parked_at_ms: float = 0.0  # time of its last suspension
+    preempted_ms: float = 0.0  # total time that it was suspended
+    away_ms: float = -1.0  # reported part of a step without the device (fetches, copies)
+    trained_ms: float = 0.0  # total time that it had the device
+    counted_from_ms: float = 0.0  # ``trained_ms`` when a job last came to its device
+    reported_trained_ms: float = 0.0  # ``trained_ms`` at its last report
+    ended_at_ms: float = 0.0  # Unix time of its end
 
 
 @dataclass
@@ -437,35 +437,35 @@ class Job:
     """A training job from its acceptance to its end."""
 
     spec: JobSpec
-    sent_to: str = ""  # the one of its devices that its user moved it to
+    sent_to: str = ""  # name of the device that its user moved it to; empty: none
     progress: JobProgress = field(default_factory=JobProgress)
     memory: JobMemory = field(default_factory=JobMemory)
     timing: JobTiming = field(default_factory=JobTiming)
     state: StateMachine[TaskState, TaskEvent] = field(init=False)
-    wanted: Wanted = "run"  # what to do when it has unwound
-    created_op_id: OpId = NO_OP_ID  # operation ids up to it name an older job of this name
-    op_id: OpId = NO_OP_ID  # of its current dispatch
+    wanted: Wanted = "run"  # the action after it has unwound
+    created_op_id: OpId = NO_OP_ID  # ids up to this one belong to an older job of this name
+    op_id: OpId = NO_OP_ID  # operation id of its current dispatch
     turn: Turn = NO_TURN
     slot: Slot | None = None
-    place: OpId = NO_OP_ID  # in the round robin: the smallest goes first
-    stops_at_boundary: bool = False  # the stop asked for may wait for a step boundary
-    is_away: bool = False  # it gave its turn up, and has not reported that it can compute again
+    place: OpId = NO_OP_ID  # position in the round robin: the smallest goes first
+    stops_at_boundary: bool = False  # the last stop may wait for a step boundary
+    is_away: bool = False  # the job gave its turn up, and has not reported that it is back
     leaves_for: int | None = None  # index of the device for which it was evicted
     waiters: list[Token] = field(default_factory=list)
     answer_on_change: list[Token] = field(default_factory=list)
-    exporters: list[Token] = field(default_factory=list)  # wait for its newest commit on disk
-    movers: list[Token] = field(default_factory=list)  # wait until it is placed where they asked
+    exporters: list[Token] = field(default_factory=list)  # clients that wait for a disk write
+    movers: list[Token] = field(default_factory=list)  # clients that wait for its move
 
     def __post_init__(self) -> None:
         self.state = StateMachine(f"job {self.spec.name}", TaskState.QUEUED, TASK_TRANSITIONS)
 
     @property
     def allowed(self) -> tuple[str, ...]:
-        """Devices that the job may be on now; none: all."""
+        """Names of the devices that may hold the job now; empty: all."""
         return (self.sent_to,) if self.sent_to else self.spec.devices
 
     def view(self, now_ms: float) -> JobView:
-        """Return what job orders see at ``now_ms``; 0: the job does not have the device."""
+        """Return the job as job orders see it; ``now_ms`` 0: it does not have the device."""
         progress, timing = self.progress, self.timing
         left_s = progress.steps_left / progress.steps_per_s if progress.steps_per_s else 0.0
         return JobView(
@@ -499,19 +499,19 @@ class Worker:
     generation: int = 0
     pid: int = 0
     state: StateMachine[WorkerState, WorkerEvent] = field(init=False)
-    warm: dict[ModelName, Version] = field(default_factory=dict)  # what it has loaded
+    warm: dict[ModelName, Version] = field(default_factory=dict)  # programs that it has loaded
     unpreparable: set[tuple[ModelName, Version]] = field(default_factory=set)
-    complete_at: int = -1  # the edition of the models of which it lacks no program it could load
+    complete_at: int = -1  # ``models_generation`` at which it had nothing left to load
     preparing: ModelName | None = None
     dispatch_id: OpId = NO_OP_ID
     job: JobName | None = None  # from its dispatch until the process is reaped
     retired_at_ms: float = 0.0
-    deaths: int = 0  # in a row, without a task ended well
+    deaths: int = 0  # deaths in a row before its process was ready
     respawn_at_ms: float | None = None
-    kill_reason: str = ""  # of a doomed one
-    runs_code: bool | None = None  # its process ran the operator's code; False: programs; None: yet
-    tenant: str | None = None  # the one its process serves, where tenants are separate; None: yet
-    is_blamed: bool = True  # killed for what it did itself
+    kill_reason: str = ""  # reason for its kill, if it is DOOMED
+    runs_code: bool | None = None  # True: it ran operator code; False: programs; None: neither
+    tenant: str | None = None  # tenant that its process is bound to; None: not bound
+    is_blamed: bool = True  # a death counts against the worker's task
 
     def __post_init__(self) -> None:
         self.state = StateMachine(f"worker {self.slot}", WorkerState.DEAD, WORKER_TRANSITIONS)
@@ -528,21 +528,21 @@ class RunningTask:
 
     op_id: OpId
     slot: Slot
-    tokens: tuple[Token, ...]  # of all requests that it computes, in the order of their rows
+    tokens: tuple[Token, ...]  # all requests that it computes, in the order of their rows
     model: ModelName
     dispatched_at_ms: float
     was_resident: bool
-    batch: int = 1  # of all of them
-    residency_id: OpId = NO_OP_ID  # of the copy it reads
+    batch: int = 1  # total batch of its requests
+    residency_id: OpId = NO_OP_ID  # operation id of the copy that it reads
     resident_bytes: int = 0  # bytes of a streaming model that were on the device before
-    streamed: int = 0  # bytes of a model larger than the arena, which come while it computes
-    is_multi_step: bool = False  # with further steps, until another request waits
-    chooses: bool = False  # tokens, for generations
-    began_at_ms: float = 0.0  # when it was given the turn; later by what it was aside
-    yielded_at_ms: float = 0.0  # when it stepped aside last
-    yielded_ms: float = 0.0  # all that it was aside, without that
-    hung_why: str = ""  # it computed for too long: its worker is killed
-    preempted: str = ""  # the job that stepped aside for it
+    streamed: int = 0  # bytes copied during the run of a model larger than the arena
+    is_multi_step: bool = False  # the task computes steps until another request waits
+    chooses: bool = False  # the task samples tokens for generations
+    began_at_ms: float = 0.0  # start of its turn, moved later by the time that it yielded
+    yielded_at_ms: float = 0.0  # start of its last yield
+    yielded_ms: float = 0.0  # total time of its finished yields
+    hung_why: str = ""  # set if it hangs: the reason for the kill of its worker
+    preempted: str = ""  # name of the job that was stopped for it
     charge: Charge | None = None
     event: int = 0  # number of the event that caused the dispatch
 

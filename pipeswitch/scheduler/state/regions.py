@@ -1,6 +1,6 @@
 """Arithmetic on bytes: owners of ranges in an arena or a store. Pure.
 
-Accounting identity, checked always: free + reserved = capacity; a live region has one owner;
+The accounting identity always holds: free + reserved = capacity; a live region has one owner;
 regions never overlap (invariant I3).
 """
 
@@ -36,8 +36,8 @@ class Region(NamedTuple):
         return self.offset_bytes + self.size_bytes
 
 
-Cost = tuple[float, ...]  # the first place where two differ decides; empty: nothing is evicted
-Costs = Sequence[Cost | None]  # of all regions, in order; None: its owner must stay
+Cost = tuple[float, ...]  # compared as a tuple; empty: nothing is evicted
+Costs = Sequence[Cost | None]  # cost of each region, in order; None: its owner must stay
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,7 @@ BEGIN = attrgetter("offset_bytes")
 
 
 def _plus(one: Cost, other: Cost) -> Cost:
-    """Return the sum by place; the shorter cost is extended with zeros."""
+    """Return the sum, element by element; the shorter cost is extended with zeros."""
     if len(one) == len(other):
         return tuple(map(add, one, other))
     return tuple(a + b for a, b in zip_longest(one, other, fillvalue=0.0))
@@ -83,7 +83,7 @@ class RegionAllocator:
         self._regions: list[Region] = []  # sorted by offset
         self._by_owner: dict[Owner, Region] = {}
         self._reserved_bytes = 0
-        self.withheld_bytes = 0  # of the capacity: they lie elsewhere, so no range is theirs
+        self.withheld_bytes = 0  # part of the capacity that is used outside this range
 
     def __iter__(self) -> Iterator[Region]:
         return iter(self._regions)
@@ -115,7 +115,7 @@ class RegionAllocator:
             yield cursor, self.capacity_bytes
 
     def largest_hole(self, without: Owner) -> tuple[int, int]:
-        """Return size and offset of the longest hole if that owner's region were free."""
+        """Return size and offset of the longest hole, as if that owner's region were free."""
         cursor, largest = 0, (0, 0)
         for region in (*self._regions, Region(self.capacity_bytes, 0, without)):
             if region.owner != without or not region.size_bytes:
@@ -129,7 +129,7 @@ class RegionAllocator:
         return self._regions[first:behind]
 
     def _places(self, offset_bytes: int, size_bytes: int) -> tuple[int, int]:
-        """Return the indices of the first overlapping region, and after the last one."""
+        """Return the index of the first overlapping region, and the index after the last one."""
         regions, end = self._regions, offset_bytes + size_bytes
         first = bisect.bisect_left(regions, offset_bytes, key=BEGIN)
         if first and regions[first - 1].end_bytes > offset_bytes:
@@ -140,10 +140,10 @@ class RegionAllocator:
         """Take a range for ``owner``: at ``at_bytes``, else in the smallest hole that fits.
 
         Returns:
-            None when it does not fit there now; nothing was changed.
+            The new region; None if it does not fit there now, and nothing has changed.
 
         Raises:
-            ValueError: the owner already holds a region, or the request makes no sense.
+            ValueError: the owner already holds a region, or the size is not positive.
         """
         if owner in self._by_owner:
             raise ValueError(f"{owner} already holds a region")
@@ -171,7 +171,7 @@ class RegionAllocator:
         """Release the owner's range.
 
         Raises:
-            KeyError: it holds none.
+            KeyError: the owner has no range.
         """
         region = self._by_owner.pop(owner)
         del self._regions[bisect.bisect_left(self._regions, region)]
@@ -179,21 +179,21 @@ class RegionAllocator:
         return region
 
     def clear(self) -> None:
-        """Drop every region: the memory itself is gone."""
+        """Drop every region, because the memory itself is lost."""
         self._regions.clear()
         self._by_owner.clear()
         self._reserved_bytes = 0
 
     def cheapest_window(self, size_bytes: int, costs: Costs) -> Extent | None:
-        """Return the window for a region at the least total cost of evicted owners.
+        """Return the place for a region at which the evicted owners cost least in total.
 
-        Candidates start where a region ends: any window can be slid down to such a place and
-        touches no other owner. Ties go to the lower offset.
+        Candidates start where a region ends: any other window can slide down to such a place
+        without touching another owner. Ties go to the lower offset.
         """
         size = aligned(size_bytes, self.align_bytes)
         regions, last_start = self._regions, self.capacity_bytes - size
         begins = [*map(BEGIN, regions), self.capacity_bytes]
-        best: tuple[Cost, int, int, int] | None = None  # cost, start, its victims' places
+        best: tuple[Cost, int, int, int] | None = None  # cost, start, range of victims' indices
         start = behind = 0
         for first in range(len(begins)):
             if first:
@@ -212,7 +212,7 @@ class RegionAllocator:
         return Extent(start, tuple(regions[first:behind]), total)
 
     def last_window(self, size_bytes: int, costs: Costs) -> Extent | None:
-        """Return the highest place where a region fits, whatever its victims cost.
+        """Return the highest place where a region fits, at any cost of its victims.
 
         Candidates end where a region begins: a window can be slid up to such a place.
         """
@@ -224,7 +224,7 @@ class RegionAllocator:
         return None
 
     def window_at(self, offset_bytes: int, size_bytes: int, costs: Costs) -> Extent | None:
-        """Return the window at exactly this place; None if an owner there must stay."""
+        """Return the window at exactly this offset; None if an owner there must stay."""
         size = aligned(size_bytes, self.align_bytes)
         if offset_bytes < 0 or offset_bytes + size > self.capacity_bytes:
             return None

@@ -1,56 +1,55 @@
-"""All states and all transitions, one table each, and the only place that defines them.
+"""States and transitions of all records, one table for each kind. No other module defines any.
 
-Glossary. Each record (a request, a job, a worker, a model) is owned by the scheduler.
+The scheduler owns each record (a request, a job, a worker, a model). The states mean:
 
 Task (an inference request or a training job; ``ps`` shows jobs and running requests):
-  PREPROCESSING  an owner's function makes the request's inputs, or will do so: the request waits
-                for no device yet, and is in ``Stages.requests``.
-  QUEUED        accepted and waiting for its turn to be dispatched; also an evicted job, and a
-                generation between two runs.
-  TRANSMITTING  dispatched to a worker: its model's groups still stream, or its script starts up.
-  RUNNING       has the device's turn; later groups may still stream (PipeSwitch 4.2).
-  STOPPING      was asked to step aside and has not parked yet.
-  SUSPENDED     parked in place: its worker waits inside the step, its memory stays.
-  EVICTING      commits its last step and unwinds: its memory is needed, or the user ordered it.
+  PREPROCESSING  a function of the model's owner makes the request's inputs, or will make them. The
+                request does not wait for a device yet and is in ``PreprocessPool.waits``.
+  QUEUED        waits to be dispatched; also an evicted job, and a generation between two runs.
+  TRANSMITTING  dispatched to a worker: its model's groups are still copied, or its script starts.
+  RUNNING       has the device's turn; later groups may still be copied (PipeSwitch 4.2).
+  STOPPING      was told to stop and has not parked yet.
+  SUSPENDED     parked in place: its worker waits inside the step, and its memory stays.
+  EVICTING      commits and unwinds, because its memory is needed or the user ordered it.
   PAUSED        held by the user until ``resume``; holds no worker and no device memory.
   DONE, FAILED, CANCELLED, EXPIRED   final.
 
 Worker (a slot; the process behind it changes):
   STARTING   forked, not yet ready.           STANDBY    ready, holds no task.
   ACTIVE     holds a dispatched task.         SUSPENDED  holds a parked training job.
-  CLEANING   drops the last task's references while the next task already transmits elsewhere.
-  RETIRING   its job's script is over; the process leaves, and takes no other task.
-  DOOMED     was killed and is not reaped: it may still write, its messages still come.
-  DEAD       exited; the scheduler's fleet starts another one in its slot.
+  CLEANING   drops references to the last task while another worker may run the next task.
+  RETIRING   its job's script has ended: the process exits and takes no other task.
+  DOOMED     was killed and is not reaped yet: it may still write, and messages may still come.
+  DEAD       exited; ``WorkerPool`` starts another process in its slot.
 
 Owner (of a device's turn; ``device_owner.py`` records the task or job that has it):
   IDLE        nobody has the turn; a dispatched task may wait for it.
-  INFERENCE   an inference task has it.
-  YIELDED     a pass of a streamed model stepped aside between two groups: a dispatched task has the
-              turn next, or the pass itself if none is dispatched.
-  LENT        a task dispatched since then has the turn; the pass waits.
-  RECLAIMED   that task is over: the pass has the turn next, even if another task is dispatched.
+  INFERENCE   an inference task has the turn.
+  YIELDED     a pass (one run of a streamed model) yielded between two groups: a dispatched task has
+              the turn next, or the pass itself if none is dispatched.
+  LENT        a dispatched task has the turn, and the pass waits.
+  RECLAIMED   that task has ended: the pass has the turn next, even before a dispatched task.
   TRAINING    a job has the turn.
-  STOPPING    a job has the turn and was asked to pass it on. Once it has parked, nobody has it.
+  STOPPING    a job has the turn and was told to pass it on. When it has parked, IDLE follows.
 
 Residency (a model on the device):
   HOST          only in the host store.       TRANSMITTING  groups are being copied in.
-  RESIDENT      complete on the device.       PINNED        complete, and never a victim.
-  PARTIAL       larger than the arena: between two passes only what it keeps is there.
-  ABANDONED     its copy was cancelled or broke off: free when no byte is written or read there.
+  RESIDENT      complete on the device.       PINNED        complete, and never evicted.
+  PARTIAL       larger than the arena: between two passes only some of its groups stay there.
+  ABANDONED     its copy was cancelled or failed; its range is free once nobody writes or reads it.
 
 Registration (a model on the server):
   BUILDING  a builder child exports and packs it.
   STORING   the daemon loads it into the host store.
   READY     takes requests.
-  LEAVING   takes no new request; gone when the queued ones are through.
-  QUARANTINED  killed too many workers in a row; refused until it is pardoned.
-  FAILED    was refused; its name is free again.
+  LEAVING   takes no new request; removed when its queued requests have ended.
+  QUARANTINED  killed too many workers in a row; its requests are refused until it is pardoned.
+  FAILED    the registration was refused; its name is free again.
 
-Version (of the registrations that share a name):
-  COMING    built or stored, or back after a restart: only its number leads to it.
-  CURRENT   the name stands for it.
-  KEPT      it was current: its number leads to it, and it may become current again.
+Version (one of several registered models that share a name):
+  COMING    is being built or stored, or was just restored: requests reach it only by its number.
+  CURRENT   serves the requests that use the name without a number.
+  KEPT      was current: requests reach it by its number, and it may become current again.
 """
 
 from __future__ import annotations
@@ -64,8 +63,8 @@ from ...base.errors import InvalidTransition
 
 
 class Name(enum.Enum):
-    """Name of a state or an event. Members hash by identity, faster than by their text: a
-    decision looks up about twenty."""
+    """Name of a state or an event. Members hash by identity, which is faster than hashing their
+    names: one decision looks up about twenty of them."""
 
     __hash__ = object.__hash__
 
@@ -118,8 +117,8 @@ TASK_LIVE: Final = frozenset(TaskState) - TASK_FINAL
 
 TASK_TRANSITIONS: Final[Mapping[tuple[TaskState, TaskEvent], TaskState]] = {
     (_S.PREPROCESSING, _E.PREPARED): _S.QUEUED,
-    (_S.PREPROCESSING, _E.FINISHED): _S.DONE,  # what its function made is the answer
-    (_S.PREPROCESSING, _E.WORKER_DIED): _S.PREPROCESSING,  # tried again, a bounded number of times
+    (_S.PREPROCESSING, _E.FINISHED): _S.DONE,  # the result of its function is the answer
+    (_S.PREPROCESSING, _E.WORKER_DIED): _S.PREPROCESSING,  # tried again, up to a limit
     (_S.PREPROCESSING, _E.CANCEL): _S.CANCELLED,
     (_S.PREPROCESSING, _E.EXPIRE): _S.EXPIRED,
     (_S.QUEUED, _E.DISPATCHED): _S.TRANSMITTING,
@@ -127,30 +126,30 @@ TASK_TRANSITIONS: Final[Mapping[tuple[TaskState, TaskEvent], TaskState]] = {
     (_S.QUEUED, _E.CANCEL): _S.CANCELLED,
     (_S.QUEUED, _E.EXPIRE): _S.EXPIRED,
     (_S.PAUSED, _E.RESUME): _S.QUEUED,
-    (_S.FAILED, _E.RESUME): _S.QUEUED,  # a job, from its last commit
+    (_S.FAILED, _E.RESUME): _S.QUEUED,  # a job resumes from its last commit
     (_S.PAUSED, _E.CANCEL): _S.CANCELLED,
-    (_S.TRANSMITTING, _E.STARTED): _S.RUNNING,  # later groups still stream
-    (_S.TRANSMITTING, _E.FINISHED): _S.DONE,  # so short that only its end was reported
-    (_S.TRANSMITTING, _E.STOP_REQUESTED): _S.STOPPING,  # a job whose script is still starting
+    (_S.TRANSMITTING, _E.STARTED): _S.RUNNING,  # later groups are still copied
+    (_S.TRANSMITTING, _E.FINISHED): _S.DONE,  # a short run: only its end was reported
+    (_S.TRANSMITTING, _E.STOP_REQUESTED): _S.STOPPING,  # the job's script is still starting
     (_S.TRANSMITTING, _E.EVICT_REQUESTED): _S.EVICTING,
     (_S.RUNNING, _E.STOP_REQUESTED): _S.STOPPING,
-    (_S.RUNNING, _E.EVICT_REQUESTED): _S.EVICTING,  # pause or cancel by the user
+    (_S.RUNNING, _E.EVICT_REQUESTED): _S.EVICTING,  # the user pauses or cancels the job
     (_S.RUNNING, _E.FINISHED): _S.DONE,
     (_S.STOPPING, _E.PARKED): _S.SUSPENDED,
-    (_S.STOPPING, _E.FINISHED): _S.DONE,  # it ended before it saw the stop
+    (_S.STOPPING, _E.FINISHED): _S.DONE,  # the task ended before it saw the stop
     (_S.STOPPING, _E.EVICT_REQUESTED): _S.EVICTING,
-    (_S.SUSPENDED, _E.TURN_GIVEN): _S.RUNNING,  # in place: nothing was lost
-    (_S.SUSPENDED, _E.FINISHED): _S.DONE,  # its script ended while it needed no device
+    (_S.SUSPENDED, _E.TURN_GIVEN): _S.RUNNING,  # the job continues in place
+    (_S.SUSPENDED, _E.FINISHED): _S.DONE,  # the script ended while the job was parked
     (_S.SUSPENDED, _E.EVICT_REQUESTED): _S.EVICTING,
-    (_S.EVICTING, _E.STOP_REQUESTED): _S.EVICTING,  # it parks before it unwinds
-    (_S.EVICTING, _E.PARKED): _S.EVICTING,  # also: the park crossed the eviction on the wire
-    (_S.EVICTING, _E.UNWOUND): _S.QUEUED,  # resumes from its last commit
+    (_S.EVICTING, _E.STOP_REQUESTED): _S.EVICTING,  # the job parks before it unwinds
+    (_S.EVICTING, _E.PARKED): _S.EVICTING,  # also if the two messages crossed
+    (_S.EVICTING, _E.UNWOUND): _S.QUEUED,  # the job will resume from its last commit
     (_S.EVICTING, _E.FINISHED): _S.DONE,
     **{(state, _E.WORKER_DIED): _S.QUEUED for state in TaskState if state in TASK_ON_WORKER},
-    (_S.TRANSMITTING, _E.SEPARATED): _S.QUEUED,  # the run that it was joined to failed
+    (_S.TRANSMITTING, _E.SEPARATED): _S.QUEUED,  # the batch failed: each request runs alone
     (_S.RUNNING, _E.SEPARATED): _S.QUEUED,
-    (_S.TRANSMITTING, _E.MORE): _S.QUEUED,  # so short that only its end was reported
-    (_S.RUNNING, _E.MORE): _S.QUEUED,  # a generation's run has ended, and there is more to do
+    (_S.TRANSMITTING, _E.MORE): _S.QUEUED,  # a short run: only its end was reported
+    (_S.RUNNING, _E.MORE): _S.QUEUED,  # a generation needs another run
     **{(state, _E.ERROR): _S.FAILED for state in TaskState if state in TASK_LIVE},
 }
 
@@ -168,7 +167,7 @@ class WorkerState(Name):
     DEAD = "dead"
 
 
-WORKER_FREE: Final = (WorkerState.STANDBY, WorkerState.CLEANING)  # it may be given a task
+WORKER_FREE: Final = (WorkerState.STANDBY, WorkerState.CLEANING)  # workers that may get a task
 WORKER_LEAVES: Final = (WorkerState.DEAD, WorkerState.DOOMED, WorkerState.RETIRING)
 
 
@@ -190,7 +189,7 @@ class WorkerEvent(Name):
 _W, _V = WorkerState, WorkerEvent
 WORKER_SERVES: Final = frozenset(WorkerState) - {_W.STARTING, _W.DOOMED, _W.DEAD}
 _GONE: Final = (_W.DOOMED, _W.DEAD)
-_CROSSES_A_KILL: Final = (  # said before the process was dead, or decided before it is reaped
+_CROSSES_A_KILL: Final = (  # sent before the process died, or decided before it was reaped
     _V.READY,
     _V.PARKED,
     _V.TURN_GIVEN,
@@ -201,13 +200,13 @@ _CROSSES_A_KILL: Final = (  # said before the process was dead, or decided befor
 WORKER_TRANSITIONS: Final[Mapping[tuple[WorkerState, WorkerEvent], WorkerState]] = {
     (_W.STARTING, _V.READY): _W.STANDBY,
     (_W.STANDBY, _V.ACTIVATED): _W.ACTIVE,
-    (_W.CLEANING, _V.ACTIVATED): _W.ACTIVE,  # it reads the next task when it has cleaned
+    (_W.CLEANING, _V.ACTIVATED): _W.ACTIVE,  # the worker reads the task after cleaning
     (_W.CLEANING, _V.CLEANED): _W.STANDBY,
     (_W.ACTIVE, _V.PARKED): _W.SUSPENDED,
     (_W.ACTIVE, _V.TASK_ENDED): _W.CLEANING,
     (_W.SUSPENDED, _V.TURN_GIVEN): _W.ACTIVE,
     (_W.ACTIVE, _V.RETIRED): _W.RETIRING,
-    (_W.SUSPENDED, _V.RETIRED): _W.RETIRING,  # its script ended while it needed no device
+    (_W.SUSPENDED, _V.RETIRED): _W.RETIRING,  # the script ended while the job was parked
     **{(state, _V.KILLED): _W.DOOMED for state in WorkerState if state not in _GONE},
     **{(_W.DOOMED, event): _W.DOOMED for event in _CROSSES_A_KILL},
     **{(state, _V.EXITED): _W.DEAD for state in WorkerState if state is not _W.DEAD},
@@ -242,25 +241,25 @@ class OwnerEvent(Name):
 
 
 _D, _H = OwnerState, OwnerEvent
-OWNER_GIVES: Final = frozenset({_D.IDLE, _D.YIELDED, _D.RECLAIMED})  # a task may have the turn
-OWNER_COMPUTES: Final = frozenset({_D.INFERENCE, _D.LENT})  # an inference task has it
-OWNER_WAITED_FOR: Final = frozenset({_D.YIELDED, _D.LENT, _D.RECLAIMED})  # by a pass
+OWNER_GIVES: Final = frozenset({_D.IDLE, _D.YIELDED, _D.RECLAIMED})  # a task may get the turn
+OWNER_COMPUTES: Final = frozenset({_D.INFERENCE, _D.LENT})  # an inference task has the turn
+OWNER_WAITED_FOR: Final = frozenset({_D.YIELDED, _D.LENT, _D.RECLAIMED})  # a pass awaits the turn
 OWNER_TRAINS: Final = frozenset({_D.TRAINING, _D.STOPPING})
 OWNER_TRANSITIONS: Final[Mapping[tuple[OwnerState, OwnerEvent], OwnerState]] = {
     (_D.IDLE, _H.TASK_STARTED): _D.INFERENCE,
     (_D.INFERENCE, _H.TASK_ENDED): _D.IDLE,
     (_D.INFERENCE, _H.STEPPED_ASIDE): _D.YIELDED,
     (_D.YIELDED, _H.TASK_STARTED): _D.LENT,
-    (_D.YIELDED, _H.RESUMED): _D.INFERENCE,  # no task waits any more
+    (_D.YIELDED, _H.RESUMED): _D.INFERENCE,  # no other task waits
     (_D.LENT, _H.TASK_ENDED): _D.RECLAIMED,
     (_D.RECLAIMED, _H.RESUMED): _D.INFERENCE,
-    (_D.YIELDED, _H.YIELDED_ENDED): _D.IDLE,  # its worker died
+    (_D.YIELDED, _H.YIELDED_ENDED): _D.IDLE,  # the worker of the pass died
     (_D.LENT, _H.YIELDED_ENDED): _D.INFERENCE,
     (_D.RECLAIMED, _H.YIELDED_ENDED): _D.IDLE,
     (_D.IDLE, _H.JOB_STARTED): _D.TRAINING,
     (_D.TRAINING, _H.STOP_REQUESTED): _D.STOPPING,
-    (_D.STOPPING, _H.STOP_REQUESTED): _D.STOPPING,  # at a step's end, then at once
-    (_D.TRAINING, _H.JOB_LEFT): _D.IDLE,  # it fetches a batch, ended or died
+    (_D.STOPPING, _H.STOP_REQUESTED): _D.STOPPING,  # first at a step's end, now at once
+    (_D.TRAINING, _H.JOB_LEFT): _D.IDLE,  # the job fetches a batch, ended or died
     (_D.STOPPING, _H.JOB_LEFT): _D.IDLE,
     **{(state, _H.TASKS_LOST): state if state in OWNER_TRAINS else _D.IDLE for state in _D},
 }
@@ -297,7 +296,7 @@ RESIDENCY_TRANSITIONS: Final[Mapping[tuple[Residency, ResidencyEvent], Residency
     (_R.PARTIAL, _T.TRANSMIT): _R.TRANSMITTING,
     (_R.TRANSMITTING, _T.ARRIVED): _R.RESIDENT,
     (_R.TRANSMITTING, _T.ABANDONED): _R.ABANDONED,
-    (_R.ABANDONED, _T.ABANDONED): _R.ABANDONED,  # it was cancelled, and now it broke off
+    (_R.ABANDONED, _T.ABANDONED): _R.ABANDONED,  # a cancelled copy failed
     (_R.ABANDONED, _T.ARRIVED): _R.RESIDENT,  # the cancel came too late
     (_R.ABANDONED, _T.RELEASED): _R.HOST,
     (_R.RESIDENT, _T.PIN): _R.PINNED,
@@ -332,7 +331,7 @@ class ModelEvent(Name):
 
 
 _M, _N = ModelState, ModelEvent
-MODEL_AWAITED: Final = frozenset({_M.BUILDING, _M.STORING})  # a request for one waits
+MODEL_AWAITED: Final = frozenset({_M.BUILDING, _M.STORING})  # requests for such a model wait
 MODEL_TRANSITIONS: Final[Mapping[tuple[ModelState, ModelEvent], ModelState]] = {
     (_M.BUILDING, _N.BUILT): _M.STORING,
     (_M.BUILDING, _N.REFUSED): _M.FAILED,
@@ -342,7 +341,7 @@ MODEL_TRANSITIONS: Final[Mapping[tuple[ModelState, ModelEvent], ModelState]] = {
     (_M.QUARANTINED, _N.PARDONED): _M.READY,  # `load NAME` ends the quarantine
     (_M.READY, _N.UNREGISTERED): _M.LEAVING,
     (_M.QUARANTINED, _N.UNREGISTERED): _M.LEAVING,
-    (_M.LEAVING, _N.POISONED): _M.LEAVING,  # the queued ones are refused, and it is gone
+    (_M.LEAVING, _N.POISONED): _M.LEAVING,  # the queued requests are refused
 }
 
 
@@ -371,7 +370,7 @@ VERSION_TRANSITIONS: Final[Mapping[tuple[VersionState, VersionEvent], VersionSta
 State = TypeVar("State", bound=Name)
 Event = TypeVar("Event", bound=Name)
 
-STORY_LENGTH: Final = 12  # enough to read a whole preemption back, small enough to keep for all
+STORY_LENGTH: Final = 12  # enough for a whole preemption, small enough for every record
 
 
 class StateMachine(Generic[State, Event]):
@@ -391,7 +390,7 @@ class StateMachine(Generic[State, Event]):
 
     @property
     def story(self) -> list[str]:
-        """The last transitions as text, made when it is read: a request has six."""
+        """Last transitions as texts. They are made only when they are read: a request has six."""
         return [
             f"{source.value}->{target.value} {event.value} {cause}".rstrip()
             for source, target, event, cause in self._steps
@@ -402,7 +401,7 @@ class StateMachine(Generic[State, Event]):
         return (self.state, event) in self._table
 
     def apply(self, event: Event, cause: str = "") -> State:
-        """Follow the table, and return the new state."""
+        """Return the new state from the table; raise InvalidTransition if the table has none."""
         try:
             target = self._table[(self.state, event)]
         except KeyError:

@@ -1,8 +1,8 @@
 """Versions of models, and the version that a name stands for. Pure.
 
-A version is a model of its own, with its own program, place and states. Its number adds a name that
-several versions share, and that stands for one of them at any time. Requests are bound to a version
-on arrival: each answer is of exactly one (docs/adr/0025-versions.md).
+A version is a separate model, with its own program, memory and states. Several versions share a
+name and differ in their number. The name stands for the current version. A request is bound to a
+version on arrival, so exactly one version computes its answer (docs/adr/0025-versions.md).
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from .aliases import Aliases
 from .records import Model, Served
 from .states import ModelState, VersionEvent, VersionState
 
-AT: Final = "@"  # between a name and a number; no name that a client may choose has it
-SPREAD: Final = 0.6180339887498949  # from each request's place to the next's: never the same
+AT: Final = "@"  # separates name and number; no client may use it in a name
+SPREAD: Final = 0.6180339887498949  # golden ratio: spreads successive requests evenly
 PRESENT: Final = frozenset({ModelState.READY, ModelState.QUARANTINED})
 
 
@@ -35,7 +35,7 @@ def split_name(name: str) -> tuple[ModelName, int]:
 
 
 class Versions:
-    """Book of names and their versions."""
+    """Table of names and their versions."""
 
     def __init__(
         self, core: Core, models: dict[ModelName, Model], served: dict[ModelName, Served]
@@ -54,7 +54,7 @@ class Versions:
         return None if served is None else self.of(name, served.current)
 
     def newest(self, name: ModelName) -> Model | None:
-        """Return the current version; the last one that leaves if the name is about to end."""
+        """Return the current version; without one, the newest version that is being removed."""
         return self.current(name) or next(reversed(self.all_of(name)), None)
 
     def of(self, name: ModelName, version: int) -> Model | None:
@@ -90,7 +90,7 @@ class Versions:
             version=which,
         )
 
-    # -- what happens to them ------------------------------------------------------------------
+    # -- changes -------------------------------------------------------------------------------
 
     def restore(
         self,
@@ -101,10 +101,10 @@ class Versions:
         there: Collection[int],
         shares: Iterable[tuple[int, int]] = (),
     ) -> None:
-        """Restore a name from the journal, before its versions ``there`` themselves.
+        """Restore a name from the journal, before its versions. ``there``: the versions' numbers.
 
-        The journal may lack the current version: its entry was refused by a full disk, or is
-        damaged. Then the newest of the others becomes the current one.
+        The journal may lack the current version: its entry is damaged, or the disk was full. Then
+        the newest of the other versions becomes current.
         """
         if there:
             self._open(name, current if current in there else max(there), last, spec_digest)
@@ -127,7 +127,7 @@ class Versions:
             model.split = served if served.shares else None
 
     def choose(self, model: Model, cause: str) -> Model | None:
-        """Make a version current for later requests; return the one that was current before."""
+        """Make a version current for later requests; return the previous current version."""
         served = self._served[model.base]
         before = self.current(model.base)
         if before is not None:
@@ -159,7 +159,7 @@ class Versions:
         return True
 
     def drawn(self, served: Served, current: Model) -> Model:
-        """Return the version that gets the next request, by the shares."""
+        """Return the version that gets the next request without a number, by the shares."""
         served.drawn += 1
         place = served.drawn * SPREAD % 1.0 * 100
         for version, percent in served.shares.items():
@@ -193,7 +193,7 @@ class Versions:
         )
 
     def outdated(self, name: ModelName) -> list[Model]:
-        """Return the versions beyond the limit; the ones that were current last are kept."""
+        """Return the versions beyond ``keep_versions``: those that were current longest ago."""
         present = [m for m in self.all_of(name) if m.state.state in PRESENT]
         present.sort(key=_when_chosen)
         return present[: max(0, len(present) - self._core.settings.keep_versions)]
@@ -201,8 +201,8 @@ class Versions:
     def successor(self, name: ModelName) -> Model | None:
         """Return the successor of the current version: the version that was current before it.
 
-        A version that is not in the host store yet can succeed (its requests wait), a quarantined
-        one only if there is no other; None if all versions are leaving.
+        A version that is not in the host store yet may succeed: its requests wait. A quarantined
+        version succeeds only if there is no other. None if all versions are leaving.
         """
         bad = ModelState.QUARANTINED
         return max(
@@ -212,10 +212,10 @@ class Versions:
         )
 
     def gone(self, model: Model) -> None:
-        """Remove a version. Its name ends with the last one."""
+        """Remove a version. The name is removed with its last version."""
         served, successor = self._served[model.base], self.successor(model.base)
         if model.serving.state is VersionState.COMING and model.version == served.last:
-            served.last -= 1  # it never was one
+            served.last -= 1  # the version never became current
         if not self.all_of(model.base):
             del self._served[model.base]
             if served.last > 1:

@@ -15,15 +15,15 @@ from .jobs import Jobs
 
 
 class JobRequests:
-    """Requests for jobs; each is answered at once, or when its condition is met."""
+    """Client requests for jobs; each is answered at once, or when its condition is met."""
 
     def __init__(self, core: Core, jobs: Jobs) -> None:
         self._core = core
         self._jobs = jobs
-        self._after_others: list[TrainRequest] = []  # a job of that name is being written to disk
+        self._after_others: list[TrainRequest] = []  # an older job is being written
 
     def pump(self) -> int:
-        """Accept jobs that waited for another one's end; answer requests whose condition is met."""
+        """Accept jobs that waited for an older job's disk write; answer requests that are due."""
         waiting, self._after_others = self._after_others, []
         for event in waiting:
             try:
@@ -39,7 +39,7 @@ class JobRequests:
             if job.movers:
                 self._answer_movers(job)
         self._jobs.tidy()
-        return 0  # a turn more or less of a job changes nothing here
+        return 0  # jobs' turns change nothing here
 
     def refuse_all(self, error: errors.PipeSwitchError) -> None:
         """Refuse every waiting client: the server cannot go on."""
@@ -53,7 +53,7 @@ class JobRequests:
 
     @handles(TrainRequest)
     def train(self, event: TrainRequest) -> None:
-        """Accept a job, and answer as soon as it is on the books."""
+        """Accept a job, and answer when it is in the journal."""
         core = self._core
         if core.is_draining:
             raise errors.ServerUnavailable("the server is draining")
@@ -64,13 +64,13 @@ class JobRequests:
                 f'a job "{event.job}" is {old.state.state.value}',
                 hint=f"choose another --name, or pipeswitch jobs cancel {event.job}",
             )
-        if old is not None and old.memory.is_persisting:  # into the folder that this one will have
+        if old is not None and old.memory.is_persisting:  # into the new job's future folder
             self._after_others.append(event)
             return
         if old is not None:
             self._jobs.remove(old)
-        # The process of an old job of that name may still be leaving: this one waits for it
-        # in the queue (see Training).
+        # The process of an old job of that name may still be exiting: the new job waits for that
+        # in the queue (``Ranking.runnable``).
         spec = JobSpec(
             event.job,
             event.entry,
@@ -99,7 +99,7 @@ class JobRequests:
         core.answer(event.token, job=self._jobs.row(job))
 
     def _check_devices(self, devices: Sequence[str]) -> None:
-        """Raise InvalidInput if a job cannot have these."""
+        """Raise InvalidInput if a job cannot train on these devices."""
         kinds = device_placement.kinds_of(device_placement.limit(devices, self._jobs.names))
         if len(kinds) < 2:
             if refusal := device_placement.refusal(devices, self._jobs.names):
@@ -137,18 +137,18 @@ class JobRequests:
         if job.state.state is TaskState.FAILED:
             if self._core.is_draining:
                 raise errors.ServerUnavailable("the server is draining")
-            if not job.spec.entry:  # it is listed so that its loss is seen
+            if not job.spec.entry:  # the job is listed only because it was lost
                 raise errors.InvalidInput(
                     f'the script of job "{event.job}" is unknown: its journal entry was damaged',
                     hint=f"pipeswitch jobs rm {event.job}, then pipeswitch train SCRIPT",
                 )
             if event.loaded is not None and not job.memory.commit_slot_bytes:
-                # A commit sets the step back: the next dispatch counts what is lost.
+                # A commit sets the step back: the next dispatch counts the lost steps.
                 failed_at = job.progress.step
                 self._jobs.home(job).commits.take_over(job, event.loaded, is_on_disk=True)
                 job.progress.step = max(failed_at, job.progress.step)
             elif job.memory.persisted_step >= 0 and not job.memory.commit_slot_bytes:
-                self._core.emit(LoadCommits(request=event))  # its area was given back
+                self._core.emit(LoadCommits(request=event))  # the commit area was released
                 return
             self._core.emit(Journal(entry={"kind": "job", **job.spec.row}))
             job.progress.error, job.timing.ended_at_ms = "", 0.0
@@ -177,7 +177,7 @@ class JobRequests:
         job.memory.persist_due_at_ms = self._core.now_ms  # answered by ``pump``
 
     def _move_asked(self, job: Job, event: JobRequest) -> None:
-        """Bind the job to that device (``Moves`` evicts it; ``reassign`` places it if it waits)."""
+        """Bind the job to a device (``JobMigrations`` evicts it, and places it if it waits)."""
         states = [home.state for home in self._jobs.homes if not home.state.daemon.is_given_up]
         names = [state.settings.device for state in states]
         _check_live(job)
@@ -194,7 +194,7 @@ class JobRequests:
         job.movers.append(event.token)
 
     def _answer_movers(self, job: Job) -> None:
-        """Answer the clients that moved a job which has arrived, or never will."""
+        """Answer the clients that moved a job, if it has arrived or never will."""
         name, state = job.spec.name, self._jobs.home(job).state
         there = next(h.state for h in self._jobs.homes if h.state.settings.device == job.sent_to)
         if there is not state and there.daemon.is_given_up and job.state.state not in TASK_FINAL:
@@ -219,7 +219,7 @@ class JobRequests:
         self._core.answer(token, job=row)
 
     def _hold_asked(self, job: Job, token: Token, action: str) -> None:
-        """Pause or cancel a job; answer when it holds no worker any more."""
+        """Pause or cancel a job; answer when it no longer has a worker."""
         event = TaskEvent.PAUSE if action == "pause" else TaskEvent.CANCEL
         _check_live(job)
         job.answer_on_change.append(token)
@@ -229,11 +229,11 @@ class JobRequests:
         elif job.state.state is TaskState.PAUSED:
             self._jobs.changed(job)
         else:
-            job.wanted = "pause" if action == "pause" else "cancel"  # Training evicts it
+            job.wanted = "pause" if action == "pause" else "cancel"  # TrainingJobs evicts it
 
 
 def _check_live(job: Job, but: TaskState | None = None) -> None:
-    """Raise InvalidInput if it is over."""
+    """Raise InvalidInput if the job has ended, unless its state is ``but``."""
     if job.state.state in TASK_FINAL and job.state.state is not but:
         raise errors.InvalidInput(
             f'job "{job.spec.name}" has ended: it is {job.state.state.value}',

@@ -1,4 +1,4 @@
-"""Book of the machine's jobs: client requests, script reports, ends."""
+"""All jobs of the machine: their devices, script reports and ends."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from ..state.device_state import DeviceState
 from ..state.records import Job, JobSpec
 from ..state.states import TASK_FINAL, TASK_ON_WORKER, TaskEvent, TaskState
 
-Place = Callable[[Job, int | None, Sequence[int]], int]  # job, its home, jobs on each device
-RATE_WEIGHT: Final = 0.2  # of the newest report in a job's steps per second
+Place = Callable[[Job, int | None, Sequence[int]], int]  # job, its device, jobs per device
+RATE_WEIGHT: Final = 0.2  # weight of the newest report in a job's steps per second
 
 
 class Home(NamedTuple):
-    """Device and its commits, in the book of jobs."""
+    """Device on which jobs are placed, with their commits."""
 
     state: DeviceState
     commits: Commits
@@ -32,28 +32,28 @@ class Home(NamedTuple):
 class RestoredJob(NamedTuple):
     """State of an unfinished job that a restarted server finds."""
 
-    slot_bytes: int = 0  # of its commit area, loaded from disk; 0: none
-    step: int = -1  # of the commit in it
+    slot_bytes: int = 0  # slot size of its commit area, loaded from disk; 0: none
+    step: int = -1  # step of the commit in it
     is_paused: bool = False
-    placed: Mapping[str, Any] | None = None  # its last device, if it ever moved
+    placed: Mapping[str, Any] | None = None  # device of its last move; None: it never moved
     restarts: int = 0  # including the one that the server's end caused
-    steps_recomputed: int = 0  # excluding those that its next dispatch counts
-    last_step: int = 0  # of the process that ended with the server
+    steps_recomputed: int = 0  # without the steps that its next dispatch counts
+    last_step: int = 0  # last step of the process that ended with the server
     why: str = ""  # note for the user about its restart; empty if nothing was damaged
 
 
 class Jobs:
-    """Book of jobs and their desired states; ``Training`` gives them the device.
+    """All jobs and their desired states; ``TrainingJobs`` gives them the device.
 
-    Each job is placed on one device, which may change whenever the job has left it: commits belong
-    to the machine.
+    Each job is placed on one device. It may move while it has no process, because commits belong to
+    the machine.
     """
 
     def __init__(self, core: Core) -> None:
         self._core = core
-        self.homes: list[Home] = []  # of the machine's devices, in order
+        self.homes: list[Home] = []  # all devices, in order
         self.place: Place = lambda job, home, counts: home or 0
-        self._sharers: Counter[str] = Counter()  # jobs that are not over, by group; as was told
+        self._sharers: Counter[str] = Counter()  # unfinished jobs by group, as last reported
 
     def __iter__(self) -> Iterator[Job]:
         return (job for home in self.homes for job in home.state.jobs.values())
@@ -64,11 +64,11 @@ class Jobs:
         return [home.state.settings.device for home in self.homes]
 
     def get(self, name: JobName) -> Job | None:
-        """Return the job of that name, wherever it is."""
+        """Return the job of that name, on any device."""
         return next((h.state.jobs[name] for h in self.homes if name in h.state.jobs), None)
 
     def home(self, job: Job) -> Home:
-        """Return the home of a job on the books."""
+        """Return the device of a known job."""
         return next(home for home in self.homes if home.state.jobs.get(job.spec.name) is job)
 
     def tidy(self) -> None:
@@ -83,7 +83,7 @@ class Jobs:
         self._forget_old()
 
     def counts(self) -> list[int]:
-        """Return the number of jobs that are not over on each device."""
+        """Return the number of unfinished jobs on each device."""
         return [
             sum(job.state.state not in TASK_FINAL for job in home.state.jobs.values())
             for home in self.homes
@@ -92,14 +92,14 @@ class Jobs:
     def has_process_of(self, name: JobName) -> bool:
         """Return True if a process of the job lives on any device, even a leaving one.
 
-        A job never has two: the old one's slice is released by name when it is reaped, and it may
-        still hold the job's log and commits.
+        A job never has two processes: the old one's slice is released by the job's name when it is
+        reaped, and it may still write the job's log and commits.
         """
         workers = (worker for home in self.homes for worker in home.state.workers.values())
         return any(worker.job == name for worker in workers)
 
     def adopt(self, spec: JobSpec, *, sent_to: str = "", on: str = "") -> Job:
-        """Add a job: a new one, or one of the journal, whose last device was ``on``."""
+        """Add a new job, or a job of the journal whose last device was ``on``."""
         core = self._core
         job = Job(replace(spec, devices=device_placement.limit(spec.devices, self.names)), sent_to)
         job.created_op_id = OpId(core.last_epoch)
@@ -115,15 +115,15 @@ class Jobs:
         self.count_anew(home)
 
     def count_anew(self, home: Home) -> None:
-        """Count each job's share of the device's time from now, as in Salus, since a job comes.
-        Otherwise the newcomer would have the device until it has had as much as the oldest."""
+        """Count each job's device time from now on, as in Salus, since a job is added. Otherwise
+        the new job would have the device until its time equals that of the oldest job."""
         state = home.state
         for job in state.jobs.values():
             now_ms = self._core.now_ms if state.owner.job == job.spec.name else 0.0
             job.timing.counted_from_ms += job.view(now_ms).share_ms
 
     def restore(self, spec: JobSpec, restored: RestoredJob) -> None:
-        """Restore a job of the journal that was not over."""
+        """Restore a job of the journal that had not ended."""
         placed = restored.placed
         on = placed["device"] if placed is not None and placed["device"] in self.names else ""
         sent_to = on if placed is not None and placed["is_sent"] else ""
@@ -141,13 +141,13 @@ class Jobs:
         """Restore an ended job, and the step of its state on disk (-1: none).
 
         Raises:
-            ValueError, TypeError, KeyError, msgspec.ValidationError: not a record of ours.
+            ValueError, TypeError, KeyError, msgspec.ValidationError: the record is invalid.
         """
         state = TaskState(record["state"])
         if state not in TASK_FINAL:
             raise ValueError(f"{state.value} is no end")
         job = self.adopt(JobSpec.from_row(name, record))
-        job.state.state = state  # without a story: that was another server's
+        job.state.state = state  # the transitions were in another server
         progress = job.progress
         progress.step, progress.epoch_index = int(record["step"]), int(record["epoch"])
         progress.error, progress.why = str(record["error"]), str(record["why"])
@@ -156,7 +156,7 @@ class Jobs:
         job.memory.committed_step = job.memory.persisted_step = persisted_step
 
     def remove(self, job: Job) -> None:
-        """Remove everything of a job that is over."""
+        """Remove everything of a job that has ended."""
         home = self.home(job)
         home.commits.remove(job)
         self._core.dirty = ALL
@@ -193,7 +193,7 @@ class Jobs:
             "state": job.state.state.value,
             "entry": spec.entry,
             "args": list(spec.args),
-            # The script reports its steps now and then.
+            # The script does not report each step.
             "step": max(progress.step, memory.committed_step),
             "epoch": progress.epoch_index,
             "committed_step": memory.committed_step,
@@ -224,9 +224,9 @@ class Jobs:
         values = {str(key): value for key, value in message.values.items()}
         if message.kind == "progress":
             self._progress(job, values)
-            if len(self.home(job).state.jobs) > 1:  # which of them is next may follow from it
+            if len(self.home(job).state.jobs) > 1:  # the report may change the order
                 self._core.dirty |= JOBS
-        elif message.kind == "unseen":  # steps behind the last report of a process that died
+        elif message.kind == "unseen":  # a dead process's steps after its last report
             job.progress.steps_recomputed += max(0, _number(values.get("steps"), 0))
         elif message.kind == "nan_loss":
             name, value, step = map(values.get, ("name", "value", "step"))
@@ -236,7 +236,7 @@ class Jobs:
         self.publish(job, f"job.{message.kind}", **values)
 
     def _progress(self, job: Job, values: dict[str, Any]) -> None:
-        """Update the finished steps and the speed with the device since the last report."""
+        """Update a job's finished steps, and its speed while it had the device."""
         progress, timing = job.progress, job.timing
         before = progress.step
         progress.step = _number(values.get("step"), progress.step)
@@ -264,14 +264,14 @@ class Jobs:
             elif job.wanted == "cancel":
                 job.state.apply(TaskEvent.CANCEL, "requested by the user")
             if job.wanted in ("pause", "drain"):
-                job.memory.persist_due_at_ms = self._core.now_ms  # at once
+                job.memory.persist_due_at_ms = self._core.now_ms  # the commit is written at once
         self.changed(job)
 
     def changed(self, job: Job) -> None:
         core = self._core
         progress = job.progress
         self.publish(job, f"job.{job.state.state.value}", step=progress.step, error=progress.error)
-        if job.state.state is TaskState.PAUSED:  # also for the next server
+        if job.state.state is TaskState.PAUSED:  # the next server restores this
             core.emit(Journal(entry={"kind": "hold", "name": job.spec.name, "why": "paused"}))
         core.answer_all(job.answer_on_change, job=self.row(job))
         job.wanted = "run" if job.wanted != "drain" else job.wanted
@@ -308,11 +308,11 @@ class Jobs:
         ]
 
     def drain(self) -> None:
-        """Commit and unwind every job, and write all to disk; the journal restores them."""
+        """Have each job commit and unwind, and write all commits to disk, for the next server."""
         for job in self:
-            job.memory.persist_due_at_ms = self._core.now_ms  # also of one that waits in the queue
+            job.memory.persist_due_at_ms = self._core.now_ms  # also for a queued job
             if job.state.state in TASK_ON_WORKER and job.wanted == "run":
-                job.wanted = "drain"  # Training evicts it
+                job.wanted = "drain"  # TrainingJobs evicts it
 
     @property
     def is_quiet(self) -> bool:
@@ -325,14 +325,14 @@ def _number(value: Any, default: int) -> int:
 
 
 def activations_row(job: Job) -> dict[str, int]:
-    """Return the bytes that a job's steps hold outside its slice, and that they offload."""
+    """Return the bytes of a job's activations: those outside its slice, and the offloaded ones."""
     figures = job.memory.activations if job.memory.lease_bytes else {}
     named = {"activation_bytes": "peak_bytes", "offloaded_bytes": "offloaded_bytes"}
     return {name: _number(figures[key], 0) for name, key in named.items() if key in figures}
 
 
 def behind(job: Job, device: DeviceState) -> str:
-    """Return how many requests a job that could train waits for, as a sentence."""
+    """Return a sentence with the number of requests that a job waits for; empty: none."""
     if job.state.state not in (TaskState.QUEUED, TaskState.STOPPING, TaskState.SUSPENDED):
         return ""
     count = len(device.owner.tasks) + len(device.queue) + len(device.awaiting_model)

@@ -32,14 +32,14 @@ from ..state.states import (
 )
 from .jobs import Jobs
 
-JOBS_TENANT: Final = ""  # who may run code has the operator's power: jobs are the owner's
-MAX_IN_PLACE: Final = 4  # jobs that have a process each, and their slice if it fits
+JOBS_TENANT: Final = ""  # jobs run code, so they belong to the server's owner
+MAX_IN_PLACE: Final = 4  # number of jobs with a process, and with a slice if it fits
 MIN_GRACE_MS: Final = 1000.0
 GATE_ADVICE: Final = "compute in the loop, in modules that are passed to job.steps"
-MAX_MISSED: Final = 4  # missed graces in a row before a job is paused
-FORGIVEN_AFTER: Final = 100  # stops in time after which missed ones no longer count
-STARVED_CYCLES: Final = 5  # time that a job waits for activations of others,
-STARVED_STEPS: Final = 5  # and steps of the keeper meanwhile: it keeps them between steps
+MAX_MISSED: Final = 4  # missed grace periods in a row before a job is paused
+FORGIVEN_AFTER: Final = 100  # number of punctual stops after which missed ones no longer count
+STARVED_CYCLES: Final = 5  # cycles that a job waits for the activation memory of another job
+STARVED_STEPS: Final = 5  # steps of the other job meanwhile: it keeps activations between steps
 WHY_EVICTED: Final = {
     "pause": "pause requested by the user",
     "cancel": "cancel requested by the user",
@@ -57,7 +57,7 @@ class Ranking:
         self.order = JOB_ORDERS[device.settings.training]
 
     def runnable(self) -> list[Job]:
-        """Return the jobs that could have the device, in the order they would get it."""
+        """Return the jobs that could have the device, in the order in which they would get it."""
         able = [
             job
             for job in self._device.jobs.values()
@@ -72,15 +72,15 @@ class Ranking:
         return (is_blocked, priority, job.is_away, *self.order.rank(job.view(0.0)))
 
     def _is_leaving(self, job: Job) -> bool:
-        """Return True if something of its last dispatch is not over yet.
+        """Return True if a process or a commit of the job's last dispatch has not ended yet.
 
-        A commit that is still being copied is the one to resume from: a script that began before
-        the flip would start from the one before it, and could commit an older step over it.
+        The job must resume from the commit that is still being copied. A script that began before
+        this commit is current would resume from an older one and could overwrite the new one.
         """
         return self._jobs.has_process_of(job.spec.name) or bool(job.memory.copy_id)
 
     def behind(self, running: Job) -> list[Job]:
-        """Return the jobs that want the device, or memory that the running one may have."""
+        """Return the jobs that wait for the device or memory, and may follow the running job."""
         waiting = self.runnable() + [
             job
             for job in self._device.jobs.values()
@@ -106,7 +106,7 @@ class Ranking:
         return running.memory.is_blocked or any(
             self.order.is_impatient(own, job.view(0.0))
             for job in behind
-            if not (job.memory.lease_asked_bytes and self.order.shares)  # it cannot compute yet
+            if not (job.memory.lease_asked_bytes and self.order.shares)  # cannot compute yet
         )
 
     def in_place(self) -> list[Job]:
@@ -129,7 +129,7 @@ class TrainingJobs:
         self._ranking = Ranking(device, jobs, leases)
 
     def pump(self) -> int:
-        """Give the idle device to the next job, and enforce the limits on suspended ones."""
+        """Give the idle device to the next job, and enforce limits on the other jobs."""
         core, device = self._core, self._device
         if not device.jobs:
             return 0
@@ -187,7 +187,7 @@ class TrainingJobs:
         job.turn = Turn(core.next_op_id())
         job.memory.commit_number = 0
         last_step, job.progress.step = job.progress.step, max(job.memory.committed_step, 0)
-        # Whatever ended its last process.
+        # Counted for every kind of end of the last process.
         job.progress.steps_recomputed += max(0, last_step - job.progress.step)
         job.slot, job.leaves_for = worker.slot, None
         job.state.apply(TaskEvent.DISPATCHED, f"worker {worker.slot}")
@@ -242,7 +242,7 @@ class TrainingJobs:
         self._core.wake_at(job.timing.cycle_began_at_ms + job.timing.cycle_left_ms, JOBS)
 
     def _beside(self, job: Job) -> dict[str, object]:
-        """Return the other job whose turn began last, and how long before this one."""
+        """Return the other job whose turn began last, and the time since then; empty: none."""
         others = [one for one in self._ranking.in_place() if one is not job]
         if not others:
             return {}
@@ -265,7 +265,7 @@ class TrainingJobs:
                 core.wake_at(ends_at_ms, JOBS)
         elif state is TaskState.STOPPING and job.stops_at_boundary:
             step_late_at_ms = job.timing.stop_asked_at_ms + settings.training_cycle_ms
-            if core.now_ms >= step_late_at_ms:  # it shares the device in the middle of its steps
+            if core.now_ms >= step_late_at_ms:  # now it stops inside its step
                 self.stop(job.spec.name, Turn(0), Slot(0))
             else:
                 core.wake_at(step_late_at_ms, JOBS)
@@ -274,7 +274,7 @@ class TrainingJobs:
             self._kill_after(job, asked_at_ms, settings.stop_grace_ms, "did not stop")
 
     def reported(self, job: Job) -> None:
-        """Note that the job computes; start its next cycle if one is over and no job waits."""
+        """Record that the job computes; start its next cycle if one is over and no job waits."""
         now_ms = self._core.now_ms
         if job.memory.beside_blocked and not job.memory.is_blocked:
             job.memory.beside_blocked, job.progress.why = {}, ""
@@ -288,10 +288,10 @@ class TrainingJobs:
             job.timing.cycle_left_ms = self._core.settings.training_cycle_ms
 
     def _kill_after(self, job: Job, asked_at_ms: float, grace_ms: float, what: str) -> None:
-        """Kill a job's process when its grace is over.
+        """Kill a job's process when its grace period is over.
 
-        Requests wait during the grace. So each time that a job uses it up, its next grace is a
-        quarter of it, but at least a second. After ``MAX_MISSED`` times the job is paused
+        Requests wait during this period. So each time that a job uses it up, its next period is a
+        quarter as long, but at least a second. After ``MAX_MISSED`` times the job is paused
         (``worker_died``).
         """
         core, device = self._core, self._device
@@ -301,7 +301,7 @@ class TrainingJobs:
             return
         worker = device.workers[job.slot]
         if not worker.state.allows(WorkerEvent.KILLED):
-            return  # it is dying
+            return  # the process was killed already
         progress = job.progress
         if progress.suspensions - progress.missed_at >= FORGIVEN_AFTER:
             progress.stops_missed = 0
@@ -316,7 +316,7 @@ class TrainingJobs:
         device.kill(worker, reason)
 
     def _make_place(self) -> None:
-        """Evict a job whose turn is over for the next queued one, if all places are taken."""
+        """Evict a job whose turn is over for the next queued job, if too many have processes."""
         if len(self._device.jobs) <= MAX_IN_PLACE:
             return
         in_place, queued = self._ranking.in_place(), self._device.jobs.values()
@@ -330,8 +330,8 @@ class TrainingJobs:
             self.evict(leaves.spec.name, f"job {first.spec.name} is next")
 
     def _rebalance_starved(self) -> None:
-        """Evict a job that keeps activations from step to step if others need their memory to
-        begin: its process holds them. It comes back in its turn, from its last step."""
+        """Evict a job whose process keeps activations between steps, if another job needs their
+        memory to begin. The evicted job resumes later from its last step."""
         core, in_place = self._core, self._ranking.in_place()
         for job in in_place:
             memory = job.memory
@@ -354,14 +354,14 @@ class TrainingJobs:
             )
             due_ms = memory.blocked_at_ms + STARVED_CYCLES * core.settings.training_cycle_ms
             if core.now_ms >= due_ms:
-                memory.blocked_at_ms = core.now_ms  # if that does not help, another one is next
+                memory.blocked_at_ms = core.now_ms  # without success, another job is evicted
                 why = f"keeps activations between steps; job {job.spec.name} waits for their memory"
                 self.evict(keeper.spec.name, why)
             else:
                 core.wake_at(due_ms, JOBS)
 
     def _kill_who_stays(self) -> None:
-        """Kill a script that swallows the eviction, or a process that does not leave after it."""
+        """Kill a script that ignores its eviction, or a process that does not exit after it."""
         core, device, grace_ms = self._core, self._device, self._core.settings.evict_grace_ms
         for job in device.jobs.values():
             if job.state.state is TaskState.EVICTING:
@@ -376,13 +376,13 @@ class TrainingJobs:
     def stop(
         self, name: JobName, next_turn: Turn, next_slot: Slot, *, at_boundary: bool = False
     ) -> None:
-        """Ask the job that holds the device to step aside and to pass the turn on.
+        """Order the job that has the device to park and to pass the turn on.
 
-        Once per turn: a later request is served when the job has parked. A job that is being
-        evicted is asked too; it answers before it commits and unwinds. For another job it may end
-        its step (``at_boundary``), so that its activations are gone when the other one makes its
-        own. If that takes too long it is asked again, and the controller passes the turn on, since
-        the answer to the first request may be on its way.
+        This happens once per turn: a later request is served when the job has parked. A job that is
+        being evicted gets the order, too; it parks before it commits and unwinds. If it stops for
+        another job, it may first end its step (``at_boundary``), which frees its activations. If
+        that takes too long it gets a second order, and the controller passes the turn on, since the
+        answer to the first order may be on its way.
         """
         core, owner, job = self._core, self._device.owner, self._device.jobs[name]
         if job.slot is None:
@@ -407,9 +407,9 @@ class TrainingJobs:
         self._device.send(job.slot, order, "signal")
 
     def parked(self, worker: Worker, message: JobParked) -> bool:
-        """Note that the job has parked; the caller passes the turn on. Return False if late.
+        """Record that the job has parked; the caller passes the turn on. Return False if late.
 
-        The message may come after its own JobEnded: the two come over different channels.
+        The message may arrive after the job's JobEnded, which uses another channel.
         """
         core, promised = self._core, self._device.owner.promised
         if worker.dispatch_id == message.op_id and promised.get(worker.slot) == message.next_turn:
@@ -440,13 +440,13 @@ class TrainingJobs:
         return True
 
     def back(self, worker: Worker, message: JobReady) -> None:
-        """Note that the job could compute again if it had the device."""
+        """Record that the job could compute again if it had the device."""
         job = self._device.job_of(worker, message.op_id)
         if job is not None and message.turn == job.turn:
             job.is_away, job.memory.is_blocked = False, message.is_blocked
 
     def _device_left(self, job: Job) -> None:
-        """Account the cycle; rotate the jobs when it is used up."""
+        """Record the end of the job's turn; if its cycle is used up, put it behind other jobs."""
         core, device = self._core, self._device
         if device.owner.job != job.spec.name:
             return
@@ -469,14 +469,14 @@ class TrainingJobs:
             timing.turn_left_ms -= trained_ms
 
     def evict(self, name: JobName, cause: str) -> None:
-        """Ask a job on a worker to commit its last step and unwind."""
+        """Order a job on a worker to commit its last step and unwind."""
         core, job = self._core, self._device.jobs.get(name)
         if job is None or not job.state.allows(TaskEvent.EVICT_REQUESTED) or job.slot is None:
-            return  # its process is about to leave
+            return  # the job's process is about to exit
         job.state.apply(TaskEvent.EVICT_REQUESTED, cause)
         job.progress.evictions += 1
         job.timing.evict_asked_at_ms = core.now_ms
-        job.memory.lease_asked_bytes = 0  # it unwinds out of the wait
+        job.memory.lease_asked_bytes = 0  # the eviction ends its wait
         job.progress.why = cause
         core.counts["job_evictions"] += 1
         core.dirty |= JOBS
@@ -485,7 +485,7 @@ class TrainingJobs:
         self._device.publish("job.evicting", job=name, cause=cause)
 
     def ended(self, worker: Worker, message: JobEnded) -> None:
-        """Retire the process of a script that is over; only then its memory is free."""
+        """Retire the process of a script that has ended; its memory is free after its exit."""
         job = self._device.job_of(worker, message.op_id)
         if job is None:
             return
@@ -503,7 +503,7 @@ class TrainingJobs:
             job.state.apply(TaskEvent.ERROR, message.error_type)
         elif job.state.state is TaskState.EVICTING:
             job.state.apply(TaskEvent.UNWOUND, "preempted")
-        else:  # its own code raised TaskPreempted without being asked
+        else:  # the script's own code raised TaskPreempted
             job.progress.error = "the script itself raised TaskPreempted"
             job.state.apply(TaskEvent.ERROR, "TaskPreempted")
         self._jobs.unwound(job)

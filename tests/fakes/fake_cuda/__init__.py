@@ -1,17 +1,18 @@
-"""A fake of ``cuda.bindings``: a device in host memory that really holds bytes.
+"""Fake of ``cuda.bindings``: a device in host memory that really holds bytes.
 
-Device memory is a memfd, so another process that opens the fake's IPC handle maps the same bytes.
-A stream is a queue: what is enqueued runs, in order, when a caller synchronises, queries or steps,
-never at once. So a source that is overwritten too early, a word that overtakes its data, or a
-wait that is forgotten shows up as wrong bytes.
+Device memory is a memfd. Another process that opens the fake's IPC handle maps the same bytes. A
+stream is a queue. Its operations run in order, when a caller synchronises, queries or steps, and
+never at once. So wrong bytes show a source that is overwritten too early, a word that overtakes its
+data, or a forgotten wait.
 
-``World`` is one machine; the modules ``runtime`` and ``driver`` speak for ``WORLD``, this process's
-own. Errors are injected by call: ``world.fail("cudaHostRegister", "cudaErrorNotPermitted")``.
+``World`` is one machine. The modules ``runtime`` and ``driver`` serve ``WORLD``, the machine of
+this process. Tests inject errors per call: ``world.fail("cudaHostRegister",
+"cudaErrorNotPermitted")``.
 
-As strict as the driver, where a mistake would cost a day: a call of the driver interface in a
-thread without a context; an IPC handle opened by its own maker; a handle that is no more; memory
-unpinned or freed under a copy that is still queued; a copy over the end of a registration; what
-must not be called while the thread captures; a kernel's assertion, after which nothing works.
+The fake is as strict as the driver where a mistake would cost a day. It rejects a driver call in a
+thread without a context; an IPC handle opened by its own maker; a handle that was destroyed; memory
+unpinned or freed under a queued copy; a copy over the end of a registration; and calls that are not
+allowed while the thread captures. After a kernel's assertion nothing works.
 """
 
 from __future__ import annotations
@@ -35,11 +36,11 @@ from uuid import UUID
 MAGIC = b"FAKECUDA"
 WAIT_DEADLINE_S = 30.0
 _world_numbers = itertools.count()
-POLL_S = 0.0005  # the fake GPU's own patience with a word
+POLL_S = 0.0005  # how often the fake GPU polls a word
 
 
 class cudaError_t(enum.IntEnum):
-    """The codes that are met here; their numbers are the real ones."""
+    """Error codes that occur here, with the numbers of the real ones."""
 
     cudaSuccess = 0
     cudaErrorInvalidValue = 1
@@ -63,7 +64,7 @@ class cudaError_t(enum.IntEnum):
 
 
 class CUresult(enum.IntEnum):
-    """As ``cudaError_t``, of the driver interface."""
+    """Error codes of the driver interface that occur here."""
 
     CUDA_SUCCESS = 0
     CUDA_ERROR_INVALID_VALUE = 1
@@ -79,7 +80,7 @@ STICKY = {
     "cudaErrorAssert": CUresult.CUDA_ERROR_ASSERT,
     "cudaErrorUnknown": CUresult.CUDA_ERROR_ILLEGAL_ADDRESS,
 }
-"""After one of these no call works any more, of either interface."""
+"""Sticky errors: after one of these every call of both interfaces fails."""
 
 WITHOUT_CONTEXT = frozenset(
     {
@@ -90,7 +91,7 @@ WITHOUT_CONTEXT = frozenset(
         "cudaGetErrorString",
     }
 )
-"""Calls of the runtime that need no context; every other one makes it, and makes it current."""
+"""Runtime calls that need no context. Every other call makes the context and makes it current."""
 
 NOT_IN_A_CAPTURE = frozenset(
     {
@@ -108,7 +109,7 @@ NOT_IN_A_CAPTURE = frozenset(
         "cudaIpcCloseMemHandle",
     }
 )
-"""What a thread must not call while it captures (mode ``thread_local``)."""
+"""Calls that a thread must not make while it captures (mode ``thread_local``)."""
 
 
 class MemcpyKind(enum.IntEnum):
@@ -117,7 +118,7 @@ class MemcpyKind(enum.IntEnum):
 
 
 class Handle:
-    """An IPC handle: 64 bytes behind ``getPtr``."""
+    """IPC handle: 64 bytes behind ``getPtr``."""
 
     def __init__(self, data: bytes = b"") -> None:
         self._raw = ctypes.create_string_buffer(data.ljust(64, b"\0"), 64)
@@ -143,11 +144,11 @@ class Block:
         self.map = mmap.mmap(descriptor, max(size_bytes, 1))
         self._hold = (ctypes.c_uint8 * max(size_bytes, 1)).from_buffer(self.map)
         self.address = ctypes.addressof(self._hold)
-        self.open_count = 1  # of an imported one
+        self.open_count = 1  # counts the opens of an imported block
 
     def close(self) -> None:
         del self._hold
-        with contextlib.suppress(BufferError):  # a test's tensor may still look at it
+        with contextlib.suppress(BufferError):  # a test's tensor may still use it
             self.map.close()
         os.close(self.descriptor)
 
@@ -167,7 +168,7 @@ class Stream:
             self.enqueued += 1
 
     def touches(self, address: int, size_bytes: int) -> bool:
-        """Whether something queued reads or writes there (``touched`` of its operation)."""
+        """Return whether a queued operation reads or writes in this range (its ``touched``)."""
         with self.lock:
             ranges = [part for run in self.queue for part in getattr(run, "touched", ())]
         return any(
@@ -175,7 +176,7 @@ class Stream:
         )
 
     def step(self) -> bool:
-        """Run the next operation; False when there is none, or it waits for a word."""
+        """Run the next operation; return False if there is none, or if it waits for a word."""
         with self.lock:
             if not self.queue or not self.queue[0]():
                 return False
@@ -185,13 +186,13 @@ class Stream:
 
 
 class World:
-    """A machine with (or without) a fake GPU.
+    """Machine with or without a fake GPU.
 
     Args:
-        bytes_per_s: how fast a copy runs; 0: at once.
-        has_driver: without one the runtime says cudaErrorInsufficientDriver, the driver raises.
-        devices: how many the driver shows.
-        first: the number of the first of them among the machine's.
+        bytes_per_s: the speed of a copy; 0: a copy takes no time.
+        has_driver: if false, the runtime returns cudaErrorInsufficientDriver and the driver raises.
+        devices: the number of devices that the driver shows.
+        first: the number of the first of these devices among the machine's.
     """
 
     def __init__(
@@ -209,13 +210,13 @@ class World:
         self.has_driver = has_driver
         self.devices = devices
         self.first = first
-        self.blocking_waits = blocking_waits  # torch's stream waits at once: it computes at once
+        self.blocking_waits = blocking_waits  # waits on torch's stream block: it computes at once
         self.torch_streams: set[int] = set()
-        self.ledger: Path | None = None  # a folder: what each process of the machine has allocated
-        self.broken: dict[str, str] = {}  # calls, and what torch does, that fail each time
+        self.ledger: Path | None = None  # folder with the bytes that each process has allocated
+        self.broken: dict[str, str] = {}  # error code by call or torch operation; permanent
         self.calls: list[tuple[str, tuple[Any, ...]]] = []
         self.blocks: dict[int, Block] = {}
-        self.opened: dict[int, Block] = {}  # of other worlds, by address here
+        self.opened: dict[int, Block] = {}  # blocks of other worlds, by address in this process
         self.opened_handles: dict[bytes, Block] = {}
         self.host_blocks: dict[int, Block] = {}
         self.registered: dict[int, int] = {}
@@ -223,8 +224,8 @@ class World:
         self.streams: dict[int, Stream] = {}
         self.default_stream = Stream()
         self.events: dict[int, tuple[Stream, int] | None] = {}
-        self.capturing: set[int] = set()  # threads
-        self._current = threading.local()  # has_context: of this thread
+        self.capturing: set[int] = set()  # thread idents
+        self._current = threading.local()  # has_context, per thread
         self._number = next(_world_numbers)
         self._failures: dict[str, list[tuple[int, str]]] = {}
         self._broken: str | None = None
@@ -234,11 +235,11 @@ class World:
         self.driver = Driver(self)
 
     def fail(self, call: str, code: str, *, after: int = 0) -> None:
-        """The call of this name fails once, after ``after`` good ones."""
+        """Make the call of this name fail once, after ``after`` successful calls."""
         self._failures.setdefault(call, []).append((after, code))
 
     def failure(self, call: str) -> str | None:
-        """What this call must answer, if not success; a sticky code stays for good."""
+        """Return the error code that this call must return, or None; a sticky code is kept."""
         self.calls.append((call, ()))
         if call in self.broken:
             return self.must_hang_or(self.broken[call])
@@ -257,7 +258,7 @@ class World:
 
     @staticmethod
     def must_hang_or(code: str) -> str:
-        """The code, but for ``hang``, which never returns, and ``crash``."""
+        """Return the code; ``hang`` never returns, and ``crash`` kills the process with SIGSEGV."""
         if code == "crash":
             os.kill(os.getpid(), signal.SIGSEGV)
         while code == "hang":
@@ -265,16 +266,16 @@ class World:
         return code
 
     def reach(self, name: str) -> None:
-        """Torch does this now; raises where it is broken."""
+        """Raise RuntimeError if torch's operation ``name`` is broken."""
         if name in self.broken:
             raise RuntimeError(f"CUDA error: {self.must_hang_or(self.broken[name])}")
 
     def break_down(self, code: str) -> None:
-        """A kernel failed: the context is gone for good."""
+        """Fail every later call with the code of a failed kernel: the context is lost."""
         self._broken = code
 
     def enter(self) -> None:
-        """This thread has a context from now on."""
+        """Give this thread a context."""
         self._current.has_context = True
 
     @property
@@ -282,11 +283,11 @@ class World:
         return getattr(self._current, "has_context", False)
 
     def stream_of(self, handle: int) -> Stream | None:
-        """None: there is no such stream (any more). 0 is the default one."""
+        """Return the stream of a handle (0: the default stream), or None if it does not exist."""
         return self.default_stream if handle == 0 else self.streams.get(handle)
 
     def must_be_idle(self, address: int, size_bytes: int, call: str) -> None:
-        """What a driver would answer with a crash, later and elsewhere."""
+        """Raise AssertionError if a queued copy uses the range; a real driver would crash later."""
         for stream in [self.default_stream, *self.streams.values()]:
             if stream.touches(address, size_bytes):
                 raise AssertionError(f"{call}: a queued copy still uses that memory")
@@ -302,7 +303,7 @@ class World:
 
     @property
     def free_bytes(self) -> int:
-        """Of the device: what other processes have allocated is not free, until they are gone."""
+        """Free bytes of the device; other processes' allocations count until they have exited."""
         used = self.used_bytes
         for entry in self.ledger.iterdir() if self.ledger else ():
             if entry.name != str(os.getpid()) and Path("/proc", entry.name).exists():
@@ -310,16 +311,16 @@ class World:
         return self.device_bytes - used
 
     def note_use(self) -> None:
-        """For the other processes of this machine."""
+        """Write the bytes that this process uses to the ledger, where other processes read them."""
         if self.ledger:
             (self.ledger / str(os.getpid())).write_text(str(self.used_bytes))
 
     def bytes_at(self, address: int, size_bytes: int) -> bytes:
-        """Device bytes as they are now, whatever is still queued."""
+        """Return the device's bytes as they are now, without regard to queued operations."""
         return ctypes.string_at(address, size_bytes)
 
     def drain(self, stream: Stream, until: int | None = None) -> None:
-        """Run a stream up to its operation number ``until`` (all)."""
+        """Run a stream up to its operation number ``until``, or to its end. Blocks."""
         ends_at = time.monotonic() + WAIT_DEADLINE_S
         target = stream.enqueued if until is None else until
         while stream.done < target:
@@ -330,14 +331,14 @@ class World:
             threading.Event().wait(POLL_S)
 
     def is_device(self, address: int, size_bytes: int) -> bool:
-        """Whether the range lies inside one allocation of the device."""
+        """Return whether the range lies inside one allocation of the device."""
         known = [*self.blocks.values(), *self.opened.values()]
         return any(
             b.address <= address and address + size_bytes <= b.address + b.size_bytes for b in known
         )
 
     def is_pinned(self, address: int, size_bytes: int) -> bool:
-        """Whether the range lies inside *one* registration."""
+        """Return whether the range lies inside *one* registration."""
         return any(
             start <= address and address + size_bytes <= start + size
             for start, size in list(self.registered.items())
@@ -345,7 +346,7 @@ class World:
 
 
 def _uuid(number: int) -> bytes:
-    """Of the machine's GPU with that number."""
+    """Return the UUID of the machine's GPU with this number."""
     return bytes(range(15)) + bytes([number])
 
 
@@ -356,7 +357,7 @@ class _Properties:
 
 
 class Runtime:
-    """``cuda.bindings.runtime``: every call returns ``(error, values…)``."""
+    """Fake of ``cuda.bindings.runtime``: every call returns ``(error, values…)``."""
 
     cudaMemcpyKind = MemcpyKind
     cudaIpcMemHandle_t = Handle
@@ -365,7 +366,7 @@ class Runtime:
         self._world = world
 
     def __getattribute__(self, name: str) -> Any:
-        """Failures are looked up here, so that no call can forget them."""
+        """Return the attribute; wrap every call, so that it checks for injected failures."""
         value = object.__getattribute__(self, name)
         if not name.startswith("cuda") or name in ("cudaMemcpyKind", "cudaIpcMemHandle_t"):
             return value
@@ -465,13 +466,13 @@ class Runtime:
             return cudaError_t.cudaErrorInvalidValue
         touched = [s for s, n in list(world.registered.items()) if s < host + size and host < s + n]
         if touched and not world.is_pinned(host, size):
-            return cudaError_t.cudaErrorInvalidValue  # over the end of a registration
+            return cudaError_t.cudaErrorInvalidValue  # the copy crosses the end of a registration
         queue = world.stream_of(stream)
         if queue is None:
             return cudaError_t.cudaErrorInvalidResourceHandle
         if not touched and threading.get_ident() in world.capturing:
             return cudaError_t.cudaErrorStreamCaptureUnsupported
-        if device == target and not touched:  # pageable: staged before the call returns
+        if device == target and not touched:  # a pageable source is staged before the call returns
             staged = ctypes.create_string_buffer(ctypes.string_at(source, size), size)
             world.staged.append(staged)
             source = ctypes.addressof(staged)
@@ -484,7 +485,7 @@ class Runtime:
 
         run.touched = [(target, size), (source, size)]  # type: ignore[attr-defined]
         queue.put(run)
-        if device == source and not touched:  # into pageable memory: back when it has run
+        if device == source and not touched:  # a copy to pageable memory returns after it has run
             world.drain(queue)
         return ()
 
@@ -539,7 +540,7 @@ class Runtime:
             return cudaError_t.cudaErrorInvalidValue
         pid, number, descriptor, size, gpu = struct.unpack_from("<qqqqq", handle.data, len(MAGIC))
         world = self._world
-        if gpu != world.first:  # another GPU's memory, where this process sees its own alone
+        if gpu != world.first:  # the memory of a GPU that this process cannot see
             return cudaError_t.cudaErrorInvalidValue
         if (pid, number) == (os.getpid(), world._number):
             return cudaError_t.cudaErrorDeviceUninitialized  # "invalid device context"
@@ -623,7 +624,7 @@ class Runtime:
 
 
 class Driver:
-    """``cuda.bindings.driver``: without the library its calls raise."""
+    """Fake of ``cuda.bindings.driver``: without the library its calls raise."""
 
     def __init__(self, world: World) -> None:
         self._world = world
@@ -677,10 +678,10 @@ class Driver:
 
 
 def _world_of_environment() -> World:
-    """This process's own machine: what ``CUDA_FAKE`` says of it, or a plain one."""
+    """Return this process's machine, as the environment variable ``CUDA_FAKE`` describes it."""
     wish = os.environ.get("CUDA_FAKE", "")
     devices, first = int(os.environ.get("CUDA_FAKE_DEVICES", "1")), 0
-    if visible := os.environ.get("CUDA_VISIBLE_DEVICES"):  # one, by its UUID
+    if visible := os.environ.get("CUDA_VISIBLE_DEVICES"):  # one device, by its UUID
         first = int(visible[-2:], 16)
         devices = int(visible == f"GPU-{UUID(bytes=_uuid(first))}" and first < devices)
     world = World(
@@ -702,7 +703,7 @@ WORLD = _world_of_environment()
 
 
 def torch_side(index: int) -> Any:
-    """What a worker gets instead of ``torch.cuda``: see ``host_torch.py``."""
+    """Return the substitute for ``torch.cuda`` that a worker gets, see ``host_torch.py``."""
     from .host_torch import HostTorch
 
     return HostTorch(WORLD)

@@ -1,4 +1,4 @@
-"""``cuda.bindings.driver`` of this process's fake machine."""
+"""``cuda.bindings.driver`` for this process's fake machine."""
 
 from __future__ import annotations
 

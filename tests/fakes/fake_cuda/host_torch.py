@@ -1,4 +1,4 @@
-"""``CudaTorch`` over the fake GPU: tensors are host tensors over the fake's memory."""
+"""``CudaTorch`` for the fake GPU: its tensors are host tensors over the fake's memory."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ from . import Stream, World
 SYNCHRONISE = frozenset(
     f"aten.{name}.default" for name in ("item", "_local_scalar_dense", "nonzero", "masked_select")
 )
-"""Operators whose result the host must see: none can be captured."""
+"""Operators whose result the host needs; a capture that contains one fails."""
 
 
 class LateCopies(TorchDispatchMode):
-    """A copy to pinned memory is done when the stream comes to it: until then the host reads
-    nonsense, as it may from a real device."""
+    """Dispatch mode that delays copies to pinned memory until the stream reaches them.
+    Before that, the host reads nonsense, as it may from a real device."""
 
     def __init__(self, world: World, stream: int) -> None:
         super().__init__()
@@ -53,13 +53,13 @@ class LateCopies(TorchDispatchMode):
 
 
 class HostTorch(CudaTorch):
-    """Computes at once, what leaves it comes later; a real device computes later, too."""
+    """``CudaTorch`` that computes at once but delays copies; a real device delays both."""
 
     device = "cpu"
 
     def __init__(self, world: World) -> None:
         self._world = world
-        world.enter()  # torch makes the context in the thread that computes
+        world.enter()  # as torch makes the context in the thread that computes
         self.stream = world.new()
         world.streams[self.stream] = Stream()
         world.torch_streams.add(self.stream)
@@ -83,7 +83,7 @@ class HostTorch(CudaTorch):
 
     @contextlib.contextmanager
     def computing(self, *, in_slice: bool) -> Iterator[None]:
-        """An index out of range is an assertion in a kernel: the context is gone."""
+        """Turn an index out of range into a device-side assertion, which destroys the context."""
         self.in_slice.append(in_slice)
         try:
             with LateCopies(self._world, self.stream):
@@ -115,7 +115,7 @@ def is_tensor(value: object) -> bool:
 
 
 class Tape(TorchDispatchMode):
-    """A fake CUDA graph: the operators that ran, with the very tensors they read and wrote."""
+    """Fake CUDA graph: the recorded operators with the exact tensors that they read and wrote."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -129,7 +129,7 @@ class Tape(TorchDispatchMode):
         return result
 
     def poison(self) -> None:
-        """A capture computes nothing: what it returned holds nonsense until a replay."""
+        """Fill the results with NaN until a replay, because a real capture computes nothing."""
         for _, args, kwargs, results in self._entries:
             pointers = {
                 v.untyped_storage().data_ptr() for v in tree_leaves((args, kwargs)) if is_tensor(v)
@@ -139,7 +139,7 @@ class Tape(TorchDispatchMode):
                     value.fill_(torch.nan)
 
     def replay(self) -> None:
-        """The same operators on the same addresses, results into the same places."""
+        """Run the same operators on the same addresses; write the results into the same tensors."""
         with torch.inference_mode():
             for func, args, kwargs, results in self._entries:
                 again = func(*args, **kwargs)
@@ -149,11 +149,11 @@ class Tape(TorchDispatchMode):
 
 
 class TapeRecorder(CudaRecorder):
-    """``CudaRecorder``; what is captured has run once, on nonsense for all that anybody can see."""
+    """``CudaRecorder`` that runs the operators once and then spoils their results."""
 
     def __init__(self, world: World | None = None) -> None:
         self._world = world or World()
-        self.cost_bytes = 1 << 20  # of each session
+        self.cost_bytes = 1 << 20  # per session
         self._free_bytes = 1 << 34
         self.fails = False
 

@@ -1,4 +1,4 @@
-"""``cuda.bindings.runtime`` of this process's fake machine."""
+"""``cuda.bindings.runtime`` for this process's fake machine."""
 
 from __future__ import annotations
 
