@@ -195,8 +195,8 @@ class Ring:
         return Lent(state_codec.decode(content["data"], blobs), [everything], was_found=was_found)
 
     def _keep_what_is_old(self) -> None:
-        """Release the batches that the script dropped, and copy those that it still uses into
-        private memory, except the newest: the loop's variable usually refers to that one."""
+        """Release batches that the script dropped, and copy others into private memory.
+        The newest is not copied: usually only the loop's variable refers to it."""
         alive = {id: own for id, ref in self._held.items() if (own := ref()) is not None}
         for id in list(alive)[:-1]:
             with memoryview(alive.pop(id)) as view:

@@ -284,8 +284,8 @@ class Measurement:
         )
 
     def _overheads(self) -> Overheads:
-        """Return sigma from the gaps between resident groups, wake from groups that the worker
-        waited for, and launch from the same layers computed as many groups and as one."""
+        """Return the costs of a group: sigma from gaps between resident groups, wake from waits.
+        Launch is measured by computing the same layers as many groups and as one."""
         finest, batch = self._program.finest, self._batches[0]
         gaps = [ms for run in self._resident(finest, batch) for ms in run.gaps_ms]
         wakes = [

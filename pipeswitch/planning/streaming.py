@@ -74,8 +74,8 @@ Ring = dict[int, tuple[int, int]]  # group -> (offset, wait), without the groups
 def _ring(
     sizes: Sequence[int], until: Sequence[int], fixed: frozenset[int], ring_bytes: int
 ) -> Ring | None:
-    """Return places one after the other, continuing at the ring's start. Return None if a group
-    does not fit, or would have to wait for itself or for the group before it."""
+    """Return places one after the other, continuing at the ring's start.
+    Return None if a group does not fit, or must wait for itself or for the group before it."""
     lying: list[tuple[int, int, int]] = []  # start, end, last group that reads this range
     ring: Ring = {}
     cursor = 0
@@ -103,8 +103,8 @@ def _least_ring(
     max_bytes: int,
     unit_bytes: int,
 ) -> int:
-    """Return the first size tried that suffices for ``_ring``. The search starts with the largest
-    two neighbours and grows by 1/16, so a client's program cannot make it long."""
+    """Return the first size in the search that suffices for ``_ring``.
+    It starts with the largest two neighbours and grows by 1/16: no client can make it long."""
     streams = [size for index, size in enumerate(sizes) if index not in fixed]
     ring_bytes = max(map(sum, pairwise((0, *streams))), default=0)
     while ring_bytes <= max_bytes and _ring(sizes, until, fixed, ring_bytes) is None:
@@ -113,8 +113,8 @@ def _least_ring(
 
 
 def _spread(sizes: Sequence[int], needed: frozenset[int], budget_bytes: int) -> frozenset[int]:
-    """Return the groups that stay: first those in ``needed``, then groups spread evenly over the
-    model, beginning with the first one, then the earliest groups that fit in the budget."""
+    """Return the groups that stay: ``needed``, then others as far as the budget allows.
+    These are spread evenly over the model, from its first group on; then the earliest that fit."""
     total = sum(size for index, size in enumerate(sizes) if index not in needed)
     fixed, resident_bytes, passed_bytes = set(needed), 0, 0
     for only_due in (True, False):
@@ -144,8 +144,8 @@ def _placed(
 
 
 def pass_ms(plan: Plan, costs: LayerCosts, staging: StagingLayout) -> float:
-    """Return the time from the start of the first copy to the end of the last group, in ms, if the
-    resident groups are on the device already."""
+    """Return the time from the start of the first copy to the end of the last group, in ms.
+    The resident groups are on the device already."""
     link_ms = device_ms = 0.0
     ends_ms = [0.0]  # index n: when n groups have computed
     for index, (first, end) in enumerate(spans(plan, costs.layer_count)):

@@ -264,9 +264,9 @@ def min_bytes(step: Step) -> int:
 
 
 def hiding(step: Step, budget_bytes: int, links: Links) -> list[Forecast]:
-    """Return the plans of vDNN's rule: storages whose copies hide best behind computation leave
-    first (``_ranked``). The first plan has the fewest storages that keep the budget; later plans
-    have more."""
+    """Return the plans of vDNN's rule: storages leave in the order of ``_ranked``.
+    First leave those whose copies hide best behind computation. The first plan has the fewest
+    storages that keep the budget; later plans have more."""
     ranked = _ranked(step, links)
     low, high = 0, len(ranked)
     while low < high:  # binary search: the step needs less room if more storages leave
@@ -337,8 +337,8 @@ def _cost(one: Forecast) -> tuple[float, int]:
 
 
 def _ranked(step: Step, links: Links) -> list[int]:
-    """Return the storages that may leave, ordered by falling slack: the time between save and first
-    use, minus the time of both copies."""
+    """Return the storages that may leave, ordered by falling slack.
+    Slack is the time between save and first use, minus the time of both copies."""
     now_ms, saved_ms, slack_ms = 0.0, {}, {}
     for event in step.events:
         now_ms += event.compute_ms

@@ -126,7 +126,7 @@ def attention(
         scaling: factor of the scores; None: ``size ** -0.5``.
         more: ``sliding_window`` of this layer in the model's own code; ``softcap``, the bound of
             the scores; ``s_aux`` [heads], scores of a token without a value (attention sinks);
-            and keywords that are ignored here (``_UNREAD``).
+            and ignored keywords (``_UNREAD`` and ``output_*``).
 
     Raises:
         RegistrationRefused: another keyword has a value, so it may change the result.

@@ -80,8 +80,8 @@ ROUNDING: Final = {
 
 
 def is_rounded(actual: torch.Tensor, own: torch.Tensor, least: float = 0.0) -> bool:
-    """Return whether two tensors differ by at most ``ROUNDING`` or, if larger, ``least``, relative
-    to the largest number."""
+    """Return whether two tensors differ only by rounding: at most ``ROUNDING`` or ``least``.
+    The larger limit counts. Both are relative to the largest number."""
     if actual.shape != own.shape or actual.dtype is not own.dtype or actual.dtype not in ROUNDING:
         return False
     most = max(ROUNDING[own.dtype], least) * float(own.nan_to_num().abs().max())
@@ -338,8 +338,8 @@ def _is_integer(value: torch.Tensor) -> bool:
 
 
 def _like(tensor: torch.Tensor, example: torch.Tensor, way: int) -> torch.Tensor:
-    """Return integers in the example's range; if its integers are all equal, choose a range by
-    ``way``: 0: any; 1: from 0 to that integer; 2: that integer and the next one."""
+    """Return integers in the example's range.
+    If these are all equal to n, ``way`` is the range: 0: any integer; 1: 0 to n; 2: n and n + 1."""
     low, high = int(example.min()), int(example.max())
     if low == high:
         low, high = ((0, int(tensor.max())), (min(0, low), high), (low, high + 1))[way]

@@ -262,10 +262,9 @@ class Decoder(nn.Module):
 
 
 def _chat_template(template: Any) -> tuple[str, list[str]]:
-    """Return the template that transformers uses for a chat: the one named ``tool_use`` if there
-    are tools, else the default one, or the only one.
+    """Return the template that transformers uses for a chat, and a note if there is none.
 
-    If there is no default among several, a note says so.
+    It is the template ``tool_use`` if there are tools, else ``default``, or the only template.
     """
     named = template if isinstance(template, dict) else {"default": template or ""}
     if "default" in named and "tool_use" in named:

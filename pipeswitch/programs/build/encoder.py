@@ -159,8 +159,8 @@ class Encoder:
         return source[target].detach()
 
     def _weight(self, target: str, tensor: Any) -> Any:
-        """Return a weight's value key; tied tensors share one, and a permuted tensor is stored in
-        the order of its bytes."""
+        """Return a weight's value key, which tied tensors share.
+        A permuted tensor is stored in the order of its bytes."""
         key = _identity(tensor)
         name = self._first_names.get(key, target).removeprefix(_PREFIX)
         dtype_name(tensor.dtype, f"weight {name!r}")

@@ -352,8 +352,8 @@ class _Fusing:
         rest: tuple[Any, ...],
         new: NewWeights,
     ) -> _Form:
-        """Return a chain's packed call. ``arguments`` refer to the input, the weight and the bias;
-        ``values`` are the tensors of weight and bias."""
+        """Return a chain's packed call.
+        ``arguments`` refer to input, weight and bias; ``values`` are the latter two's tensors."""
         operators, (source, w, b) = self._kernels.operators(), arguments
         key = (tuple(values[0].shape), str(rest), b is None, chain.norm is None)
         if chain.addition is None:

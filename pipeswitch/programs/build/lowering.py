@@ -105,7 +105,7 @@ class _Lowering:
         return renumbered(graph, calls, results, weights, self._derived.plain_count)
 
     def _forget(self, value: int) -> None:
-        """Drop the data of a value that no call reads any more."""
+        """Drop the data of a value that no later call reads."""
         for dtype in (_HALF, torch.float32):
             self._cast.pop((value, dtype), None)
         self._made.pop(value, None)
@@ -288,8 +288,8 @@ def _is_stored_half(weight: torch.Tensor) -> bool:
 
 
 def _aliases(graph: Graph) -> tuple[list[int], set[int]]:
-    """Return a number for each value, which is equal for values that may share memory, and the set
-    of these numbers whose memory is changed in place while an older value is still read."""
+    """Return a number for each value, equal for values that may share memory, and a set of numbers.
+    Their memory is changed in place while a call still reads an older value of it."""
     root = list(range(graph.first_node_value + len(graph.nodes)))
 
     def find(value: int) -> int:

@@ -183,8 +183,8 @@ def _gain(
 
 
 def stays_exact(manifest: Manifest, name: str, why: str) -> Manifest:
-    """Return the plain program's manifest with a note and a new digest, because the same program
-    without a note may have been registered as exact."""
+    """Return the plain program's manifest with a note and a new digest.
+    The same program without a note may have been registered as exact under the old digest."""
     noted = with_note(manifest, f"precision {name}: {why}; it stays exact")
     return _named(noted, manifest, name, f"{manifest.digest} {name} stays exact")
 
@@ -237,8 +237,8 @@ def _written(
 def _compared(
     plain: Run, fast: Run, inputs: Sequence[Sequence[torch.Tensor]], name: str, limit: float
 ) -> tuple[float, float, float]:
-    """Return the largest and the mean error, relative to the largest output, and the share of the
-    first output's rows whose largest element is the same."""
+    """Return the largest and the mean error, relative to the largest output, and the agreement.
+    Agreement is the share of the first output's rows whose largest element is the same."""
     errors, means, rows, agreed = [0.0], [0.0], 0, 0
     for batch in inputs:
         for number, (theirs, ours) in enumerate(zip(plain(batch), fast(batch), strict=True)):

@@ -456,8 +456,8 @@ def _class(transformers: Any, wished: str, config: Any) -> Any:
 
 
 def _usual_inputs(cls: Any, config: Any) -> OpenShapes:
-    """Return the default inputs: a text of up to ``LONGEST_TEXT`` tokens, or a picture up to the
-    model's size. For other models return none: their inputs must be declared."""
+    """Return the default inputs: a text of up to ``LONGEST_TEXT`` tokens, or a picture.
+    A picture has at most the model's size. For other models return none: they must be declared."""
     main = getattr(cls, "main_input_name", "input_ids")
     if main == "pixel_values":
         size = getattr(config, "image_size", 224)

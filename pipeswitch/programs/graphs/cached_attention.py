@@ -43,8 +43,8 @@ class DecodeRows:
         _ROWS.reset(self._token)
 
     def put(self, past: torch.Tensor, new: torch.Tensor) -> torch.Tensor:
-        """Write ``new`` [batch, heads, 1, size] after the used rows of ``past``, a view of the
-        cache: [batch, heads, rows, size]. Return ``past``."""
+        """Write ``new`` [batch, heads, 1, size] after the used rows of ``past``; return ``past``.
+        It is a view of the cache: [batch, heads, rows, size]."""
         if self.is_even:
             past.narrow(2, self.used[0], 1).copy_(new)
         else:
@@ -52,10 +52,10 @@ class DecodeRows:
         return past
 
     def spans(self, mask: torch.Tensor) -> list[Span]:
-        """Return the span of each sequence; empty if all tokens attend to the same number of rows,
-        from row 0 on, without a mask.
+        """Return each sequence's span, or an empty list if one span without a mask fits all.
 
-        ``mask`` is the graph's: [batch, 1, heads that share keys, rows + 1]. Layers share it.
+        That is so if all tokens attend to the same number of rows, from row 0 on. ``mask`` is the
+        graph's: [batch, 1, heads that share keys, rows + 1]. Layers share it.
         """
         if id(mask) not in self._spans:
             bias = mask if mask.is_floating_point() else mask.float().log()
@@ -73,8 +73,8 @@ class DecodeRows:
 
 
 def calls_in_place(graph: Graph, look_up: Callable[[str], Call]) -> dict[str | int, Call]:
-    """Return replacements, by node position, for the calls that append to the cache and the calls
-    that attend to the result. Return no replacement if another call reads the result."""
+    """Return replacements, by node position, for calls that append to the cache or attend to that.
+    Return none if another call reads the extended cache."""
     views = {index for index, spec in enumerate(graph.inputs) if spec.name == CACHE}
     appended: dict[int, str | int] = {}  # value -> position of the node that appends
     attending: list[str | int] = []

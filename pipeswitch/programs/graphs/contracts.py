@@ -127,8 +127,8 @@ def _not_repeated(args: Arguments) -> None:
 
 
 def _division(args: Arguments) -> None:
-    """Refuse truncating division of integers unless the divisor is a positive number: the processor
-    ends a process that divides the smallest integer by -1."""
+    """Refuse truncating division of integers unless the divisor is a positive number.
+    The processor ends a process that divides the smallest integer by -1."""
     value, divisor = args["self"], args["other"]
     dtype = torch.result_type(value, divisor)
     if args.get("rounding_mode") == "trunc" and not (dtype.is_floating_point or dtype.is_complex):
@@ -366,8 +366,8 @@ def _closed_circle(args: Arguments) -> None:
 
 @_with_options
 def _along(args: Arguments, *others: str) -> None:
-    """Require, for gather and scatter, an index no larger than ``self`` (except along ``dim``) and
-    than ``others``, whose dtype is that of ``self``."""
+    """Require, for gather and scatter, an index no larger than ``self`` except along ``dim``.
+    It must also be no larger than ``others``, whose dtype must be that of ``self``."""
     value, index = args["self"], args["index"]
     axis = args["dim"] + (value.dim() if args["dim"] < 0 else 0)
     _need(index.dim() == value.dim() and 0 <= axis < max(value.dim(), 1), "dimensions differ")

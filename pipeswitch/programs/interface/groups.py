@@ -88,8 +88,8 @@ def last_groups(manifest: Manifest) -> tuple[int, ...]:
 
 
 def landed_tensors(manifest: Manifest, staging: Sequence[int]) -> dict[str, TensorSpec]:
-    """Return the tensors of a model larger than the arena, with offsets in its groups' staging
-    slots; ``staging`` has the slots' offsets, and is empty for other models."""
+    """Return the tensors of a model larger than the arena, with offsets in its staging slots.
+    ``staging`` has the offset of each group's slot, and is empty for other models."""
     return {
         (spec := manifest.tensors[index]).name: msgspec.structs.replace(
             spec, offset_bytes=landing + spec.offset_bytes - group.offset_bytes

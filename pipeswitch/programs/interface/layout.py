@@ -132,8 +132,8 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 
     @property
     def pads(self) -> Mapping[str, str]:
-        """Dimensions that may be padded with zeros at the end without a change of the answer, each
-        with the input that has the size without padding."""
+        """Dimensions that zeros at the end may pad without changing the answer.
+        Each is mapped to the name of the input that has the size without padding."""
         pads: Mapping[str, str] = self.extra.get("pads", {})
         return pads
 

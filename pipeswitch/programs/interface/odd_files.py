@@ -25,8 +25,12 @@ _BEGINNINGS: Final = (
 
 
 def check_file(path: str | os.PathLike[str], part: str) -> None:
-    """Raise RegistrationRefused, with the reason, for a file that is empty, cut short or of another
-    format, and OSError for a file that cannot be read."""
+    """Refuse a file that is empty, cut short, or of another format.
+
+    Raises:
+        RegistrationRefused: the file is unusable; the error says why.
+        OSError: the file cannot be read.
+    """
     with open(path, "rb") as file:
         head = file.read(64)
         size_bytes = os.fstat(file.fileno()).st_size

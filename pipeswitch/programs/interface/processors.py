@@ -1,5 +1,6 @@
-"""Stages: functions of a model's owner that make the model's inputs from requests, and answers from
-its outputs. Pure.
+"""Stages: functions of a model's owner that run before and after the model. Pure.
+
+They make the model's inputs from requests, and answers from its outputs.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""Import of the operator's own models (``package.module:factory``) in builders and workers, and the
-arguments of a call of any model."""
+"""Import of the operator's own models (``package.module:factory``) in builders and workers.
+It also splits the arguments of a call of any model into positional and keyword arguments."""
 
 from __future__ import annotations
 
