@@ -55,7 +55,7 @@ class Authenticator:
 
     def learn(self, tokens: Mapping[str, Principal]) -> None:
         """Replace all tokens but the owner's."""
-        # Digests: the time of a comparison reveals nothing about a token, not even its length.
+        # Digests are compared: the time of that reveals nothing about a token, not even its length.
         self._tokens = {
             _digest(token): principal for token, principal in {**tokens, **self._owner}.items()
         }
@@ -89,7 +89,7 @@ class Authenticator:
         return Principal(tenant=match.tenant, roles=match.roles | self._roles)
 
     def check_host(self, host: str) -> None:
-        """Refuse an unknown ``Host``. Another site's page can send requests, but not forge it.
+        """Refuse an unknown ``Host``: a page of another site cannot forge this header.
 
         Raises:
             WrongHost: ``Host`` is not a name of this address.
