@@ -162,7 +162,7 @@ def print_done(row: Any, text: str, as_json: bool) -> None:
 
 
 def part(module: str, name: str) -> Any:
-    """Return a function, imported only now, of a module that few commands need."""
+    """Import a module that few commands need, and return its function ``name``."""
     return getattr(importlib.import_module(module), name)
 
 
@@ -177,7 +177,7 @@ def milliseconds(option: str, text: str) -> float:
 
 
 def size_option(option: str, text: str | None) -> int | None:
-    """Return an option's size in bytes, at least 1, or None; raise BadParameter otherwise."""
+    """Return an option's size in bytes (at least 1), or None; raise BadParameter if it is wrong."""
     from ..base.units import parse_size
 
     try:
