@@ -41,7 +41,7 @@ logger = logging.getLogger(__name__)
 AnyLink: TypeAlias = "StreamLink | ZmqLink"
 
 AGAIN_S: Final = 0.05  # interval of attempts to connect while nobody listens
-MIN_DEADLINE_MS: Final = 0.001  # sent as the deadline of a call that waited until its deadline
+MIN_DEADLINE_MS: Final = 0.001  # sent for a call whose deadline passed while it waited
 MAX_TRIES: Final = 3  # maximum number of times that a safe call is sent while connections break
 MAX_WAIT_S: Final = 2_000_000.0  # longest wait in seconds, because a poll takes its ms as 31 bits
 
@@ -259,7 +259,7 @@ class Calls:
 
         The first search ends ``timeout_s`` after it began. A later search ends ``timeout_s`` after
         a server last listened, because a server that listens is only restarting its gateway. It
-        also ends ``return_s`` after it began, or ``timeout_s``, if that is longer.
+        ends at the latest ``return_s`` (or ``timeout_s``, if that is longer) after it began.
         """
         if not self._was_connected:
             return self._began_s + self._timeout_s
@@ -304,7 +304,7 @@ class Calls:
 
     def _broken(self, *, was_forgotten: bool = False) -> None:
         """Send the calls again over a new link. Calls that were sent and are unsafe to repeat, or
-        were sent ``MAX_TRIES`` times, fail. A server that forgot this client did none of them."""
+        were sent ``MAX_TRIES`` times, fail. If ``was_forgotten``, all are safe to repeat."""
         link = self._link
         self._shut()
         if link is not None and not link.session:

@@ -221,7 +221,7 @@ class Members:
             return connection
 
     def _again(self, failover: Failover, node: str, model: str) -> str:
-        """Return another node that serves a model, also for this client's next requests.
+        """Return another node that serves a model, and use it for this client's next requests.
 
         Raises:
             PipeSwitchError: the last node's error, because no other node is left.

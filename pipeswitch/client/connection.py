@@ -84,8 +84,8 @@ class Connection(Calls):
         self._posts: deque[Callable[[], None]] = deque()
         self._poller.register(self._wake, select.POLLIN)
         self._is_closing = False
-        # Guards _is_closing against late posts. The lock is reentrant: while a thread holds it, the
-        # garbage collector may delete a stream there, which posts a cancellation.
+        # Prevents posts after ``_is_closing`` is set. Reentrant: while a thread holds the lock,
+        # the garbage collector may delete a stream there, which posts a cancellation.
         self._lock = threading.RLock()
         self._role = threading.Lock()  # its holder may use socket, link, poller and calls
         self._holder = 0  # ident of the thread that holds the role; 0: none

@@ -75,8 +75,8 @@ class GenerationStream(Iterator[Token]):
         self, answer: OutputProcessor, begin: Callable[[Callable[[Mapping[str, Any]], None]], Any]
     ) -> None:
         """Args:
-        begin: sends the request and returns the future of the final reply. The callable that it
-            gets is called with each reply's body, in another thread.
+        begin: sends the request and returns the future of the final reply. In another thread, each
+            reply's body is passed to the callable that ``begin`` gets.
         """
         self._answer = answer
         self._came: deque[Token] = deque()
@@ -135,7 +135,7 @@ class GenerationStream(Iterator[Token]):
             raise
         for token, *chance in zip(body.get("tokens", ()), *chances_in(body), strict=True):
             self._came.append(Token(token, self._answer.push(token), *chance))
-            if self._answer.reason is not None:  # a stop string, which the server does not know
+            if self._answer.reason is not None:  # at a stop string; the server does not know these
                 self.close()
                 return
 
@@ -201,7 +201,7 @@ def generated(
 
 
 def chances_in(body: Mapping[str, Any]) -> list[list[Any]]:
-    """Return log probabilities of a reply's tokens, and of the likeliest ones; [] without any."""
+    """Return lists of the tokens' log probabilities and of their likeliest tokens; [] if none."""
     if not (chances := body.get("logprobs")):
         return []
     return [[one for one, _ in chances], [[(id, own) for id, own in top] for _, top in chances]]

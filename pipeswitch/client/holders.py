@@ -85,7 +85,7 @@ class Failover:
 
     The caller reports each failure with ``failed``. Then it performs the steps from ``next`` until
     ``next`` returns nodes. Each address is tried once. If the last node died, the table's other
-    holders are tried. If it lacks the model, the table is renewed first.
+    holders are tried. If that node lives but lacks the model, the table is renewed first.
     """
 
     def __init__(self, model: str, options: Mapping[str, Any], now_s: float, look_s: float) -> None:

@@ -19,7 +19,7 @@ from ..base.errors import PermissionDenied, RemoteProtocolError
 from ..wire.frames import INLINE, ZMTP, pack_table
 from ..wire.stream import SHARED_BYTES, ShmSegment, Stream, keep_alive
 
-MAX_REPLY_BYTES: Final = 1 << 32  # for one frame; high, because a client trusts its server
+MAX_REPLY_BYTES: Final = 1 << 32  # limit of one frame; high, because a client trusts its server
 BURST_MESSAGES: Final = 16
 _BRING: Final = (
     "key= and server_key=, or PIPESWITCH_KEY and PIPESWITCH_SERVER_KEY; "
