@@ -23,7 +23,7 @@ class AnnouncedModels:
         self.current: dict[str, ModelAvailable] = {}
         self.aliases: dict[str, str] = {}  # alias -> model name
         self.versions: dict[tuple[str, int], ModelAvailable] = {}
-        self._fitting: dict[Hashable, ValidatedRequest] = {}  # results, by model, inputs and sizes
+        self._fitting: dict[Hashable, ValidatedRequest] = {}  # cached results of checks
 
     def announce(self, announced: ModelAvailable) -> None:
         """Add or update a version of a model, which may become the current one."""

@@ -26,7 +26,7 @@ def begins(announced: ModelAvailable, models: Mapping[str, ModelAvailable]) -> M
 
 
 def run_of(chain: Chain, event: InferArrived, priority: int | None, pending: Pending) -> ChainRun:
-    """Return a new run, which takes over the request's allocation. Its inputs may be incomplete."""
+    """Return a run that takes over the request's allocation. Its inputs may not be copied yet."""
     values = {one.name: one for one in event.inputs}
     allocations = [(pending.allocation, values.keys())] if pending.allocation is not None else []
     pending.allocation = None
@@ -40,7 +40,7 @@ def model_of(step: ChainStep, models: Mapping[str, ModelAvailable], tenant: str)
 
     Raises:
         ModelNotFound: the model was unregistered in the meantime.
-        InvalidInput: clients are separate, and the model now belongs to another one.
+        InvalidInput: clients are separate, and the model now belongs to another client.
     """
     model = models.get(step.model)
     if model is None or model.chain is not None:

@@ -62,9 +62,9 @@ class Disk:
     # ---- budgets -----------------------------------------------------------------------------
 
     def left_bytes(self, tenant: str, program: str = "") -> int:
-        """Return the bytes that this tenant may write; the owner has only the total limit.
+        """Return the bytes that this tenant may write, below 0 if it is over its limit.
 
-        A program with the digest ``program`` counts as this tenant's. Below 0: exceeded.
+        The owner has only the total limit. Also count the program with the digest ``program``.
         """
         return min(limit - used for _, used, limit in self._budgets(tenant, program))
 

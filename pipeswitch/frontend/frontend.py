@@ -1,8 +1,8 @@
 """Frontend of the controller: converts clients' bytes to typed events, and answers to bytes.
 
 It owns the sockets and runs in the controller's one loop (docs/adr/0009). It decides nothing about
-models or devices: a message that is well formed and allowed becomes an event for the scheduler, an
-answer becomes a message. Its parts: ``Sessions`` (clients, their connections and messages),
+models or devices. An allowed, well-formed message becomes an event for the scheduler, and an answer
+becomes a message. Its parts: ``Sessions`` (clients, their connections and messages),
 ``Inference`` with the ``RequestPool`` (inputs and replies), ``Requests`` (pending answers),
 ``OwnVerbs`` (verbs handled here), ``VERBS`` (table of all verbs). See docs/protocol.md.
 """
@@ -405,7 +405,7 @@ class Frontend:
             answer = self._generations.ended(pending, answer)
         client, verb = pending.client, VERBS[pending.op]
         if pending.op == "ps":
-            known = self.sequences.by_model()  # for the first row of a model; it has one per device
+            known = self.sequences.by_model()  # for the first of a model's rows (one per device)
             for row in answer.body.get("rows", ()):
                 row |= known.pop(row["name"], {}) if row["kind"] == "model" else {}
         if pending.op in ("register", "models", "show"):

@@ -46,7 +46,7 @@ MAX_SPARE: Final = 4  # a run reuses an allocation of up to this many times its 
 
 
 class Generations:
-    """All generations. Only the loop's thread uses it."""
+    """State of all generations. Only the loop's thread uses it."""
 
     def __init__(self, inference: Inference, send: Callable[[Session, Outgoing], None]) -> None:
         """Start without generations; ``send`` sends a reply."""
@@ -281,7 +281,7 @@ class Generations:
     # ---- waiting for memory --------------------------------------------------------------------
 
     def wake_at(self) -> None:
-        """Schedule ``_poll`` if generations wait, because memory was freed."""
+        """Schedule ``_poll`` after memory was freed, if generations wait for it."""
         if not self._waiting:
             self._pool.on_release = None
         elif not self._is_looking:

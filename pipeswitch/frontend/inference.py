@@ -39,7 +39,7 @@ from .sequences.sequence_state import SequenceOptions, SequenceState, sequence_o
 from .transport.clients import Session
 from .validation import Body, ValidatedRequest
 
-INLINE_COPY_BYTES: Final = 1 << 20  # copied in 0.1 ms, like a switch to a thread and back
+INLINE_COPY_BYTES: Final = 1 << 20  # copied in 0.1 ms, as long as two thread switches take
 _NO_RUN: Final = OpId(0)
 
 
@@ -236,7 +236,7 @@ class Inference:
         """Return the current announcement of the version with which the sequence began.
 
         Raises:
-            InvalidInput, ModelNotFound: the request names another version, or it was removed.
+            InvalidInput, ModelNotFound: the request names another version; the version was removed.
         """
         began = sequence.announced
         base = began.base or began.model

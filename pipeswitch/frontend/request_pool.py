@@ -34,7 +34,7 @@ class PoolAllocation(msgspec.Struct, kw_only=True, eq=False):
     """Slabs of the pool that one request holds. Offsets are bytes from the pool's start."""
 
     holder: str  # caller whose share it counts toward
-    held_bytes: int  # requested bytes; slabs are whole pages
+    held_bytes: int  # requested bytes, without the padding to whole pages
     input_offset_bytes: int
     reply_offset_bytes: int
     reply_bytes: int
@@ -129,7 +129,7 @@ class RequestPool:
         """Allocate slabs for a request's inputs and its reply in a tenant's file: both, or neither.
 
         Raises:
-            QueueFull: the holder's share is used up, or no hole is large enough; it has the sizes.
+            QueueFull: the share is used up, or no hole is large enough; the error has the sizes.
         """
         wanted_bytes = input_bytes + reply_bytes
         counted_bytes = _paged(input_bytes, reply_bytes)

@@ -150,7 +150,7 @@ class Requests:
             pending.allocation = None
 
     def read(self, run: ChainRun, needed: Set[str] = frozenset()) -> None:
-        """Free the allocations of a chain's run that hold no needed value."""
+        """Free those allocations of a chain's run whose values are not in ``needed``."""
         for allocation, names in run.allocations:
             if needed.isdisjoint(names):
                 self.pool.release_inputs(allocation)
@@ -200,7 +200,7 @@ class Requests:
         )
 
     def checked(self, pending: Pending, answer: Reply) -> Reply:
-        """Return the answer, or an error if it names bytes outside of its own reply."""
+        """Return the answer, or an error answer if an output lies outside of its own slab."""
         allocation = pending.allocation
         at, size = (
             (allocation.reply_offset_bytes, allocation.reply_bytes)

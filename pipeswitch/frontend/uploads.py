@@ -4,10 +4,10 @@ One writer thread does all file work, so that a slow disk never blocks the poll 
 visible under its sha256 only after all its bytes were received, checked and fsynced. Nothing is
 parsed here: the builder interprets the bytes.
 
-A ``put`` reply that a file is present keeps it until one registration of the file is answered; the
-built program has a copy. A file that is never registered is removed if its client needs the space,
-or at the server's next start. A client's files count toward its own share of the folder, and never
-displace another client's finished files.
+If a ``put`` reply reports a file as present, the file stays until one registration of it is
+answered; the built program has a copy. A file that is never registered is removed if its client
+needs the space, or at the server's next start. A client's files count toward its own share of the
+folder, and never displace another client's finished files.
 """
 
 from __future__ import annotations

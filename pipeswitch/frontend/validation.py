@@ -64,7 +64,7 @@ def priority_number(name: str, default: int) -> int:
 
 
 def deadline_at_ms(deadline_ms: float, now_ms: float) -> float:
-    """Return the instant of a relative deadline."""
+    """Return the monotonic time of a relative deadline; raise InvalidInput if not positive."""
     if not math.isfinite(deadline_ms) or deadline_ms <= 0:
         raise InvalidInput(f"deadline_ms must be a positive number, got {deadline_ms}")
     return now_ms + deadline_ms
@@ -116,7 +116,7 @@ def check_infer(
         max_bytes: limit for all inputs together.
 
     Raises:
-        InvalidInput: with the model's signature in the text.
+        InvalidInput: a tensor does not match; the text has the model's signature.
     """
     processor = announced.processor
     manifest = announced.manifest

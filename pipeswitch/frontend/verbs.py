@@ -53,7 +53,7 @@ class Question:
     ) -> None:
         self.op = header.op
         self.model = ModelName(header.model)
-        self.token = token  # token for the event
+        self.token = token  # the event's token
         self.body = Body(header.op, header.body)
         self.principal = principal
         self.rules = rules
@@ -181,7 +181,7 @@ def _profile(q: Question) -> Event:
 
 
 def _ping(q: Question) -> Event:
-    """Parse a deep ``ping``. The frontend answers one without a body by itself."""
+    """Parse a deep ``ping``. The frontend answers others itself, even without a session."""
     if not q.body.flag("deep"):
         raise InvalidInput("ping: the body must be empty or have deep: true")
     return ev.PingRequest(token=q.token)

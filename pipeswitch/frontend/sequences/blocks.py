@@ -66,7 +66,7 @@ class Block(msgspec.Struct, kw_only=True, eq=False):
     offset_bytes: int
     locks: int = 1  # sequences that use it
     tokens: bytes = b""  # empty: it is not in the tree
-    siblings: dict[bytes, Block] = {}  # dict of the tree that contains it
+    siblings: dict[bytes, Block] = {}  # the tree's dict that contains this block
     children: dict[bytes, Block] = {}
     used_at_ms: float = 0.0
 
@@ -149,7 +149,7 @@ class BlockPool:
             block.locks += 1
 
     def unlock(self, blocks: Sequence[Block]) -> None:
-        """Unlock a table's blocks. Blocks in the tree stay cached, others are freed."""
+        """Unlock a table's blocks. A block without locks is cached if in the tree, else freed."""
         for block in reversed(blocks):
             block.locks -= 1
             if block.locks:

@@ -8,7 +8,7 @@ The state counts toward its caller's share of the pool. A sequence has one reque
 failed request leaves the state unchanged. An answer that did not reach its client ends the
 sequence, because its client cannot know whether the step was done.
 
-State that grows lies in blocks (``blocks``). A generation's cache is such a sequence, too
+State that grows lies in blocks (``blocks``). A generation's cache is such a state, too
 (``open``, ``fit``, ``append``). Generations of one caller that begin with the same tokens share
 blocks (``reuse``). After their end, the blocks stay cached until their memory is needed.
 """

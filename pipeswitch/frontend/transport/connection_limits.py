@@ -7,7 +7,7 @@ A connection *holds* the received part of an incomplete message. The limits are:
 2. With a session, it may hold ``client_bytes``. All connections together may hold ``total_bytes``;
    over that, the largest ones of the tenant that holds most are closed first.
 3. If a new connection exceeds ``max_count`` and several wait to say hello, the one that waited
-   longest is closed. If a hello exceeds it, the newest session of the tenant with most is closed.
+   longest is closed. If a hello exceeds it, the tenant with most sessions loses its newest one.
 
 A client whose connection was closed connects again.
 """
@@ -23,7 +23,7 @@ _logger = logging.getLogger(__name__)
 
 HELLO_S: Final = 30.0
 SESSIONLESS_BYTES: Final = 16 << 10  # greeting, keys, hello and a few pings need a tenth of this
-SESSIONLESS_MESSAGES: Final = 32  # pings and invalid messages, because they cost the loop time
+SESSIONLESS_MESSAGES: Final = 32  # number of pings and invalid messages, which cost the loop time
 SESSIONLESS_MESSAGES_PER_S: Final = 10
 ROUND_S: Final = 0.1  # every connection is checked once in this time
 SLICE: Final = 64  # connections checked at once; more would delay requests
@@ -132,7 +132,7 @@ class ConnectionLimits:
             self.end(one, "no hello")
 
     def _shed(self) -> None:
-        """End the largest connections of the heaviest tenant until the total limit is met."""
+        """End the largest connections of the tenant that holds most, until the limit is met."""
         held_bytes = Counter[str]()
         for one in self._connections:
             held_bytes[one.tenant] += one.last_held_bytes

@@ -99,7 +99,7 @@ class Sessions:
     def reply_now(self, peer: ClientConnection, request_id: str, **fields: Any) -> None:
         """Reply to a connection, with a session or without.
 
-        While another message is being sent, a session's reply waits; without one, it is dropped.
+        While another message is being sent, a session's reply waits; other replies are dropped.
         """
         if peer.client is not None and not peer.client.is_gone:
             self.outbox.reply(peer.client, request_id, **fields)
