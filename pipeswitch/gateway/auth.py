@@ -55,7 +55,7 @@ class Authenticator:
 
     def learn(self, tokens: Mapping[str, Principal]) -> None:
         """Replace all tokens but the owner's."""
-        # Digests are compared: the time of that reveals nothing about a token, not even its length.
+        # Digests: the time of comparing them reveals nothing about a token, not even its length.
         self._tokens = {
             _digest(token): principal for token, principal in {**tokens, **self._owner}.items()
         }
@@ -75,7 +75,7 @@ class Authenticator:
         match = None
         if authorization[: len(SCHEME)].lower() == SCHEME:
             digest_given = _digest(authorization[len(SCHEME) :].strip())
-            for digest, principal in self._tokens.items():  # compare all: the time reveals nothing
+            for digest, principal in self._tokens.items():  # all, so that the time reveals nothing
                 if hmac.compare_digest(digest, digest_given):
                     match = principal
         if match is None:

@@ -116,7 +116,7 @@ class Reader:
         self._has_begun = False
 
     async def next(self) -> bytes:
-        """Return a greeting first; later missed events' number and events, or a keep-alive."""
+        """Return a greeting; later the number of missed events and new events, or a keep-alive."""
         if not self._has_begun:
             self._has_begun = True
             gap = _dropped(None) if self._has_gap else b""

@@ -33,7 +33,7 @@ from ..offload import CROWD, Shared
 log = logging.getLogger(__name__)
 
 AGAIN: Final = "send again in a moment"
-LOOK_EVERY_S: Final = 0.5  # interval between checks of all connections: time limits are as precise
+LOOK_EVERY_S: Final = 0.5  # interval between checks of connections: the precision of time limits
 LOOKS: Final = 64  # connections checked in one iteration of the loop
 SCRATCH_BYTES: Final = 16 << 10  # maximum received at once, except for bodies of known length
 JOIN_BYTES: Final = 64 << 10  # an answer up to this size is written in one call
@@ -103,7 +103,7 @@ class BodyStream(Protocol):
     """A body that is produced in pieces. It holds its resources until ``close``."""
 
     async def next(self) -> bytes:
-        """Return the next piece, or b"" at the end; call it when earlier ones were read."""
+        """Return the next piece, b"" at the end; called when the peer has read the earlier ones."""
         ...
 
     def close(self) -> None: ...
@@ -232,7 +232,7 @@ class HttpServer:
         return True
 
     def _least(self, peer: str | None) -> HttpConnection | None:
-        """Return the connection with the weakest claim to stay; None if none may be evicted.
+        """Return the evictable connection with the weakest claim, of ``peer`` or, if None, of all.
 
         Comparing all connections for each new one of a crowd would take too long. So the candidates
         of a comparison that had no answer, which are evicted first, are kept for the next calls.
@@ -543,7 +543,7 @@ class HttpConnection(asyncio.BufferedProtocol):
         return self._server.enter(self)
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        is_in = self in self._server.connections or self.enter(transport)  # TLS calls ``enter``
+        is_in = self in self._server.connections or self.enter(transport)  # TLS called it before
         self._transport = transport
         self._transport.set_write_buffer_limits(high=UNREAD_BYTES)
         if not is_in:
@@ -832,7 +832,7 @@ class HttpConnection(asyncio.BufferedProtocol):
 
 
 def _untouched(size: int) -> memoryview:
-    """Return a buffer without memory until bytes arrive, as a peer may send none of them."""
+    """Return a buffer that takes no memory until bytes arrive, as a peer may send none."""
     if size > INLINE_BYTES:
         check_memory(size, each_bytes=1)
     raw: Any = np.empty(size, np.uint8)

@@ -48,7 +48,7 @@ WATCH_EVERY_S: Final = 1.0  # interval between checks of the health for watchers
 MAX_CALLS: Final = 1024  # concurrent calls of all callers
 CALLS_PER_ADDRESS: Final = MAX_CALLS // 2
 ARRIVING_MESSAGES: Final = 4  # memory for incomplete messages, in messages of the largest size
-MESSAGE_S: Final = 60.0  # time limit for a call's only message; the call has a place meanwhile
+MESSAGE_S: Final = 60.0  # a call occupies a place while it waits this long for its only message
 MAX_WATCHERS: Final = 64  # watchers of the health need no token, and their calls do not end
 OPTIONS: Final = (
     ("grpc.max_send_message_length", -1),
@@ -480,7 +480,7 @@ def split_raw(data: bytes) -> tuple[bytes, Sequence[memoryview]]:
     protobuf would copy each raw content twice. A small message is not split.
 
     Raises:
-        InvalidInput: the bytes are not such a message, or has more than MAX_PARTS parts.
+        InvalidInput: the bytes are not such a message, or have more than MAX_PARTS parts.
     """
     if len(data) < SPLIT_BYTES:
         return data, ()
@@ -523,7 +523,7 @@ def _number(data: memoryview, at: int) -> tuple[int, int]:
 
 
 def _charged(size: int) -> int:
-    """Return the bytes to count toward a share: 0 if small, as calls have a limit, too."""
+    """Return the bytes to count toward a share: 0 if a message is small, as calls are limited."""
     return size if size > SMALL_BYTES else 0
 
 

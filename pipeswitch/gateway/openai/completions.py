@@ -592,7 +592,7 @@ def _prompts(name: str, prompt: msgspec.Raw, most: Any) -> msgspec.Raw:
     """Return a request's prompts as a list.
 
     Raises:
-        InvalidInput: neither one prompt nor a list; decoding stops as soon as that is clear.
+        InvalidInput: it is neither one prompt nor a list; decoding stops as soon as that is clear.
     """
     with contextlib.suppress(msgspec.ValidationError):
         msgspec.json.decode(prompt, type=str | list[int])

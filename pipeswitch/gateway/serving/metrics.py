@@ -92,7 +92,7 @@ class _Server:
         self.facts: Mapping[str, Any] | None = None
         self._has_nv_names = has_nv_names
         self._idle_s: dict[str, float] = {}  # device -> idle time at the last scrape
-        self._up_s = self._busy_s = 0.0
+        self._up_s = self._busy_s = 0.0  # also at the last scrape
 
     def collect(self) -> Iterable[Metric]:
         if self.facts is None:

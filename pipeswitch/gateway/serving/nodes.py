@@ -111,7 +111,7 @@ class NodeConnections:
             nodes, options = step, failover.options(options, time.monotonic())
 
     def _fresh(self, nodes: list[str]) -> list[str]:
-        """Return the nodes that have not failed recently; all nodes if there are none."""
+        """Return the nodes that have not failed recently; all nodes if each one has."""
         since_s, table = time.monotonic() - FAILED_S, self._table
         return [
             node for node in nodes if self._failed_s.get(table.address(node), -math.inf) < since_s

@@ -107,7 +107,7 @@ class Upstream:
         return dict((await self._connection.ask(op, model=model, body=body, is_safe=is_safe)).body)
 
     async def job(self, name: str, action: str, **fields: Any) -> dict[str, Any]:
-        """Perform one action on a job, as ``Client.job``."""
+        """Perform one action on a job, like ``Client.job``."""
         body = {"name": name, "action": action, **fields}
         return await self.ask("job", body=body, is_safe=action in ("show", "logs"))
 
