@@ -118,7 +118,7 @@ def checked_plot(path: Path) -> str:
 
 
 def _names_of(verb: str) -> Callable[[click.Context, click.Parameter, str], list[str]]:
-    """Return a shell completion of names from a listing; it returns none without a server."""
+    """Return a shell completion of the names in a listing; without a server there are none."""
 
     def complete(ctx: click.Context, _: click.Parameter, incomplete: str) -> list[str]:
         from ..client.client import Client

@@ -224,7 +224,7 @@ def _ports(config: Config) -> list[Finding]:
 
 
 def _copy_speed() -> list[Finding]:
-    """Measure the fastest of a few copies by one thread: no model reaches the cpu device faster."""
+    """Measure how fast one thread copies (the best of a few times), which limits the cpu device."""
     import numpy as np
 
     source = np.ones(COPY_BYTES, dtype=np.uint8)

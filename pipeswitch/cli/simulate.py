@@ -76,7 +76,7 @@ JOB: Final = "NAME:STEPS:STEP:MEMORY[@AT]"
 REQUESTS: Final = 200_000  # default number for a cluster, which takes some minutes
 
 
-Run = tuple[str, Setting, Outcome, dict[str, Any]]  # label of the memory, ..., placement's counters
+Run = tuple[str, Setting, Outcome, dict[str, Any]]  # str: memory label; dict: placement's counters
 
 
 class _Row(msgspec.Struct, forbid_unknown_fields=True):
@@ -689,7 +689,7 @@ def _memory(text: str, sizes: Mapping[str, int]) -> tuple[str, int]:
 
 
 def _load(models: Sequence[PaperModel], requests: Sequence[arrivals.Arrival]) -> float:
-    """Return the computing time of all requests, without prompts, over the trace's length."""
+    """Return the total computing time of the requests, without prompts, per ms of the trace."""
     length_ms = requests[-1].at_ms - requests[0].at_ms if requests else 0.0
     took_ms = sum(models[a.model % len(models)].compute_ms * a.tokens for a in requests)
     return took_ms / length_ms if length_ms else math.inf
