@@ -68,7 +68,7 @@ class Upstream:
 
         Version 0 is the current one; ``tenant`` and ``address`` are the caller's.
         """
-        body: dict[str, Any] = {"tenant": tenant} if tenant else {}  # without one: the owner
+        body: dict[str, Any] = {"tenant": tenant} if tenant else {}  # no tenant: the owner
         if address:
             body["address"] = address
         if version:
@@ -85,7 +85,7 @@ class Upstream:
             priority=request.priority,
             deadline_ms=request.deadline_ms,
             body=body,
-            is_safe=not request.sequence,  # repeated, it would compute two steps
+            is_safe=not request.sequence,  # a repeated step of a sequence would be computed twice
             convert=_outputs,
         )
 
@@ -107,7 +107,7 @@ class Upstream:
         return dict((await self._connection.ask(op, model=model, body=body, is_safe=is_safe)).body)
 
     async def job(self, name: str, action: str, **fields: Any) -> dict[str, Any]:
-        """Perform one action on a job, as ``Client.job``."""
+        """Perform one action on a job, like ``Client.job``."""
         body = {"name": name, "action": action, **fields}
         return await self.ask("job", body=body, is_safe=action in ("show", "logs"))
 
