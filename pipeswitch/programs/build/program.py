@@ -1,7 +1,7 @@
 """Registration: from a source to a verified program on disk (graph mode, or module mode).
 
 This runs in a builder, a short-lived process with torch. All errors of a model become
-``RegistrationRefused``. Each program has computed the bits of the plain module (rounded, for text).
+``RegistrationRefused``. A program must compute the module's bits; texts may differ by rounding.
 """
 
 from __future__ import annotations
@@ -165,7 +165,7 @@ def _build_bundle(
 
 
 def _weights_in(path: Path) -> dict[str, Weight]:
-    """Return the weights of a safetensors file, named like those of a job with one part."""
+    """Return the weights of a safetensors file, named like the weights of a job with one part."""
     check_file(path, "weights")
     return {
         f"file.{one.name}": Weight(
@@ -189,7 +189,7 @@ def _write_weights(path: Path, bundle: Bundle, weights: Mapping[str, Weight], pa
 
 
 def _build_version(spec: BuildSpec, out_dir: Path, progress: Progress, disk_bytes: int) -> Manifest:
-    """Build a program with a job's weights.
+    """Build a program with the weights that a job committed.
 
     A bundle keeps its graph and is checked again. Another source is built again from its module.
     """
@@ -208,7 +208,7 @@ def _build_module(spec: BuildSpec, out_dir: Path, progress: Progress, disk_bytes
     progress("build", 0.0)
     loaded = load_source(spec)
     _check_disk(loaded.module, disk_bytes)
-    settings = TorchSettings.now()  # as its constructor set them, before its first call
+    settings = TorchSettings.now()  # as the constructor set them, before a first call
     specs = example_specs(loaded.inputs)
     examples = loaded.examples or acceptable_inputs(specs, {}, loaded.outputs)
     progress("export", 0.0)
@@ -321,7 +321,7 @@ def _finish_graph(
         whole = GraphProgram(regrouped(manifest, (0,)), graph, "cpu")
         everything = whole.bind(lambda t: tensor_over(image.untyped_storage(), t, 0))
         fresh = Fresh(nn.Module(), _without_waiting(everything))  # a graph keeps no state
-    # Bits may depend on the address of a weight. A language model need only give the same tokens.
+    # Bits may depend on the address of a weight. A language model may differ by rounding.
     generates = bundle.generation is not None and not bundle.generation.pooling
     is_same = checking.is_rounded if generates else checking.same_bits
     _verify_graph(manifest, bound, fresh, shapes, progress, examples, is_same)

@@ -20,9 +20,9 @@ _MAX_SHOWN: Final = 8
 
 
 def match(weights: Given, own: Given, part: str = "") -> dict[str, str]:
-    """Return the job's tensor name for each of the program's weights, without its constants.
+    """Return the job's tensor name for each weight of the program, except its constants.
 
-    The job may have more tensors than the program: those that only training uses.
+    The job may have more tensors than the program, such as tensors that only training uses.
 
     Args:
         weights: the program's weights.
@@ -61,7 +61,7 @@ def match(weights: Given, own: Given, part: str = "") -> dict[str, str]:
 
 
 def _readings(own_weights: Given, parts: Iterable[str]) -> Iterator[tuple[str, dict[str, str]]]:
-    """Yield (part, mapping) with mappings of names that the program may use to the job's names."""
+    """Yield (part, names) for each way to read the job's names: program's name -> job's name."""
     for part in parts:
         named = {
             name.partition(".")[2]: name for name in own_weights if name.startswith(f"{part}.")
