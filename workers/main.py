@@ -36,7 +36,7 @@ from .training.hooks import use_pace
 from .training.host import JobHost
 from .training.script import give_freed_memory_back, run_script
 
-STATUS_FAILED = 70  # as for every child that an exception ends (launch.py)
+STATUS_FAILED = 70  # exit status of each child that an exception ends (launch.py)
 REST_S = 5.0  # idle time after which a worker returns freed memory
 PREFAULT_BYTES = 8 << 20  # faulting in a piece holds the GIL for less than a millisecond
 
@@ -66,7 +66,7 @@ def run(settings: worker_msg.WorkerSettings, descriptors: Sequence[int]) -> int:
 
 
 def _log_to_stderr(slot: int) -> None:
-    """Log to stderr, which is the server's ``processes.log``; keep a script's logging as it is."""
+    """Log to stderr, which is the server's ``processes.log``; do not change a script's logging."""
     handler = logging.StreamHandler()
     form = f"worker={slot} %(levelname)s event=%(event)d %(name)s %(message)s"
     handler.setFormatter(PrintableFormatter(form))

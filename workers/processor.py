@@ -91,7 +91,7 @@ def check(settings: stage_msg.CheckStage, channel: Channel) -> int:
 
 @functools.cache
 def _load(name: str) -> Function:
-    """Return the function named by ``package.module:function``; raise ``Unusable`` without one."""
+    """Import and return ``package.module:function``; raise ``Unusable`` if that fails."""
     module, _, attribute = name.partition(":")
     try:
         owner: Any = importlib.import_module(module)

@@ -64,7 +64,7 @@ class MappedPool:
         return gathered
 
     def gather(self, slab: SlabTensor, into: torch.Tensor) -> None:
-        """Copy a tensor that lies in pieces to a contiguous one, and fill the rest with zeros."""
+        """Copy a tensor that lies in pieces to the start of ``into``; fill the rest with zeros."""
         flat, at = into.view(torch.uint8).view(-1), 0
         for start, size in slab.places(0, slab.size_bytes):
             flat[at : at + size] = self._bytes[start : start + size]

@@ -51,11 +51,11 @@ from pipeswitch.programs.spec import (
 from .decode import DecodeRun, DecodeRunner, KVBatchCache, Requests
 from .pool import MappedPool
 
-WARM_SIDE: Final = 512  # enough elements that torch gives each of its threads a part
+WARM_SIDE: Final = 512  # side of a matrix; large enough that torch uses all its threads
 
 Wanted = RunInference | PrepareModel
 Version = tuple[str, tuple[int, ...]]  # digest and plan for which a program was loaded
-Place = tuple[int, tuple[int, ...]]  # region's offset; of a streamed model also the groups'
+Place = tuple[int, tuple[int, ...]]  # region's offset; for a streamed model, also each group's
 Source = str | os.PathLike[str] | int  # a path, or a descriptor if the sandbox forbids opening
 
 
@@ -69,7 +69,7 @@ class Programs:
         self._programs: dict[ModelName, tuple[Version, Program]] = {}
         self._bound: dict[ModelName, tuple[Version, Place, BoundProgram]] = {}
         self.stepping = DecodeRunner()
-        allocator_switch()  # while this process may still open a file
+        allocator_switch()  # must run while this process may still open a file
 
     def take_files(self, model: ModelName, descriptors: list[int]) -> None:
         """Keep the descriptors of a program's files; they are read at the first request for it."""
@@ -187,7 +187,7 @@ def make_program(
 
 
 def warm_up() -> None:
-    """Start what torch's first computation needs, before the sandbox forbids it.
+    """Run torch's first computations now, before the sandbox forbids their system calls.
 
     This starts all compute threads of this process; the libraries also inspect the processor.
     """
@@ -223,7 +223,7 @@ class _Groups:
 
     def __call__(self, index: int) -> None:
         if self._is_timed:
-            self._view.quiesce()  # measure its computation, not its enqueueing
+            self._view.quiesce()  # measure the group's computation, not its enqueueing
         if self._landings:
             self._view.report_computed(self._epoch, index)
         if self.begins_ms:
@@ -262,7 +262,7 @@ def infer(
     task: Channel,
     slot: int,
 ) -> bool:
-    """Run one request and report the result; return True if the report calls this worker clean."""
+    """Run one request and report the result; return True if the report has ``is_clean``."""
     try:
         if failpoints.is_on:
             reach("worker.infer.received")
@@ -271,7 +271,7 @@ def infer(
         view.wait_turn(message.op_id)
         turn_at_ms = now_ms()
         reach("worker.infer.turn")
-        view.control_page.write_begun(slot, message.op_id)  # from here a death may be the model's
+        view.control_page.write_begun(slot, message.op_id)  # from here the model may cause a death
         while True:
             groups = _Groups(view, message, bound.manifest, task, slot)
             try:

@@ -1,10 +1,10 @@
 """Activation memory that a device's jobs share: each job claims tiles on the control page.
 
-Only the job that has the turn on the device may increase its claim; a job that waits for copies or
-parks can only lower it. So only one claim grows at a time, and no messages are needed: tiles that
-no job claims are free for the job that has the turn. During its step a job claims its tiles, but at
-least ``least``, with which it can always finish. Between two steps it claims nothing. If the
-``least`` of all jobs fit together, each job leaves room for the others to begin their steps.
+A tile is a unit of memory. Only the job that has the turn on the device may increase its claim; a
+job that waits for copies or parks can only lower it. So only one claim grows at a time, and no
+messages are needed: the job that has the turn may take all tiles that no job claims. During a step
+a job claims the tiles that it uses, but at least ``least``, with which it can always finish.
+Between steps it claims none. If all jobs' ``least`` fit together, each leaves room for others.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ class ActivationBudget:
     """Tiles that one job claims.
 
     Attributes:
-        least: tiles with which a step can finish; until measured all, so the job steps alone.
+        least: tiles with which a step can finish; all, until it is measured: the job steps alone.
         most: the most tiles that all jobs together claimed when this job's claim grew.
     """
 

@@ -91,15 +91,15 @@ class JobHost:
         the last commit stays valid until the next one.
 
         Args:
-            slice_bytes: for parameters, buffers, gradients, optimizer state and the state area.
+            slice_bytes: size for parameters, buffers, gradients, optimizer state and state area.
             state_bytes: size of the largest commit image.
 
         Raises:
-            OutOfDeviceMemory, HostStoreFull: it can never fit.
+            OutOfDeviceMemory, HostStoreFull: the request can never fit.
             TaskPreempted: the job was evicted while it waited.
         """
         reach("job.lease")
-        self._view.synchronize()  # kernels may still use the former slice, which others get
+        self._view.synchronize()  # kernels may still use the former slice, which another task gets
         request = worker_msg.LeaseRequest(
             op_id=self._message.op_id, slice_bytes=slice_bytes, state_bytes=state_bytes
         )
@@ -192,7 +192,7 @@ class JobHost:
         """Request that the state after ``step`` becomes a model's next version; await the answer.
 
         Raises:
-            PipeSwitchError: the model is unknown, another client's, or has other names or shapes.
+            PipeSwitchError: the model is unknown, of another client, or has other names or shapes.
             TaskPreempted: the job was evicted while it waited.
         """
         with self._changed:
@@ -239,7 +239,7 @@ class JobHost:
                 self._history_bytes += self._history.write(line)
 
     def reached(self, step: int) -> None:
-        """Store the step for the server's next start; a full disk costs only this count."""
+        """Store the step for the server's next start; on a full disk only this count is lost."""
         if self._progress is not None:
             self._progress.at(step)
         elif self._message.log_path:
@@ -264,7 +264,7 @@ class JobHost:
     def flush(self) -> None:
         """Flush the history for other readers, and cut a long log to its newest part."""
         if self._message.log_bytes:
-            with contextlib.suppress(OSError):  # without holes in files the log stays whole
+            with contextlib.suppress(OSError):  # if files cannot have holes, the log stays whole
                 keep_newest(self._message.log_path, self._message.log_bytes)
         if self._history is not None:
             with contextlib.suppress(OSError):
@@ -282,9 +282,9 @@ class JobHost:
         message: worker_msg.LeaseGranted | worker_msg.LeaseRefused | worker_msg.HostGranted,
         descriptors: Sequence[int],
     ) -> None:
-        """Pass on the answer to ``lease`` or ``charge_host``, and any commit area with it."""
+        """Deliver the answer to ``lease`` or ``charge_host``, with a commit area if it has one."""
         with self._changed:
-            for descriptor in descriptors:  # the main thread, the area's reader, waits meanwhile
+            for descriptor in descriptors:  # the main thread, which reads the area, waits meanwhile
                 if self._commits >= 0:
                     os.close(self._commits)
                 self._commits = descriptor
@@ -294,7 +294,7 @@ class JobHost:
     def commit_answered(self, message: StepCommitted) -> None:
         with self._changed:
             if message.number != self._commit_number:
-                return  # sent again; the awaited commit is still being copied
+                return  # an earlier answer, sent again; the awaited commit is still being copied
             self._committed = message
             self._changed.notify_all()
 
@@ -305,7 +305,7 @@ class JobHost:
             if isinstance(message, worker_msg.PublishAnswered):
                 self._published = message
             else:
-                self._publishing = max(0, self._publishing - 1)  # may be an earlier process's
+                self._publishing = max(0, self._publishing - 1)  # may be an earlier process's copy
             self._changed.notify_all()
 
     def wake(self) -> None:

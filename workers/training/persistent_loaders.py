@@ -38,7 +38,7 @@ _saved: WeakKeyDictionary[Any, Workers] = WeakKeyDictionary()
 
 
 class _Sent:
-    """Generators of a worker; a class, as pinning memory turns tuples into lists."""
+    """Generator states of a worker; no tuple, because pinning memory turns tuples into lists."""
 
     def __init__(self, worker_id: int, states: Any) -> None:
         self.worker_id, self.states = worker_id, states
@@ -86,7 +86,7 @@ class PersistentIterator(_Base):  # type: ignore[misc]
         self._states = dict(states)
         worker, view = _Worker(loader, states), copy.copy(loader)
         view.worker_init_fn, view.collate_fn = worker.start, worker.collate
-        if saved is not None:  # equal base seed, no other draw, no early sampler start
+        if saved is not None:  # same base seed, no other draw, and the sampler does not start
             view.generator = torch.Generator()
             view.generator.set_state(self._drawn_from)
             vars(view)["sampler" if loader.batch_sampler is None else "batch_sampler"] = ()
@@ -122,11 +122,11 @@ class PersistentIterator(_Base):  # type: ignore[misc]
             ahead = [info[1] for info in self._task_info.values() if len(info) == 2]
             with contextlib.suppress(RuntimeError):  # a worker has died
                 ahead += [self._get_data()[1] for _ in range(count)]
-            for _, sent in (one for one in ahead if isinstance(one, (tuple, list))):  # no errors
+            for _, sent in (one for one in ahead if isinstance(one, (tuple, list))):  # but errors
                 self._states[sent.worker_id] = sent.states
 
     def workers(self) -> Workers | None:
-        """Return the state for new workers, or None if they start fresh; a current pass repeats."""
+        """Return the state for new workers (None: fresh ones), which repeat an unfinished pass."""
         return (self._drawn_from, {**self._states}) if self.is_exhausted else self._began_with
 
 

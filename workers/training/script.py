@@ -160,7 +160,7 @@ def _run_exit_hooks() -> None:
 
 
 def _let_children_be_ended() -> None:
-    """Let SIGTERM and SIGINT end the script's child processes, although this process ignores them.
+    """Allow SIGTERM and SIGINT to end the script's child processes; this process ignores both.
 
     An ignored signal stays ignored across exec, so a pool that ends its children with SIGTERM would
     wait for ever. So this process installs a handler that does nothing: exec resets the signal to

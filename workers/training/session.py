@@ -3,10 +3,10 @@
 Life of a loop, in numbered steps:
 1. ``steps`` sizes and leases the slice (first loop of a phase) and binds the tensors. Then it
    restores the commit, if the job has one for this place of the script, or skips a finished loop.
-2. Between two bodies is a *boundary*. It is a commit point before the first update and after each
-   update, whichever optimizer made it: the state is captured, and committed if a commit is due.
-   Then the gate is checked. If bodies were seen to write parameters behind torch's back
-   (``.data``), no body overlaps a commit.
+2. A *body* is the script's code for one batch, and between two bodies is a *boundary*. It is a
+   commit point before the first update and after each update, by any optimizer: the state is
+   captured, and committed if a commit is due. Then the gate is checked. If bodies were seen to
+   write parameters without torch's knowledge (``.data``), no body overlaps a commit.
 3. The job leaves the device while it fetches the next batch. Then the body runs, and the hooks of
    ``hooks.py`` check the gate at every layer, forward and backward.
 4. ``optimizer.step()`` first waits for the commit in progress and is never interrupted, except that
@@ -94,7 +94,7 @@ class TrainingSession:
         persistent_loaders.watch()
 
     def finish(self) -> None:
-        """Commit the end of the script and leave the device; called when it has ended well.
+        """Commit the end of the script and leave the device; called if it ended without an error.
 
         Raises:
             InvalidInput: the script ended before it reached the position of its last commit.
@@ -141,7 +141,7 @@ class TrainingSession:
 
     @property
     def device(self) -> str:
-        """Device on which models belong."""
+        """Device for the script's models."""
         return self._host.device
 
     @property
@@ -221,7 +221,7 @@ class TrainingSession:
             self._reports.inexact("loader", "a resumed script may see other batches", self.step)
         if self._script is not None and id(sys._getframe(1)) == self._frame_of_epochs:
             self._watch_script()
-        elif not isinstance(loader, Source):  # each call of a function has new variables
+        elif not isinstance(loader, Source):  # new marks: each call of a function has new variables
             self._script = ScriptWatch(sys._getframe(1), objects, loader)
         iterator, is_left = self._open(phase, start), True
         try:
@@ -231,8 +231,8 @@ class TrainingSession:
         finally:
             if self._open_loop is this_loop:
                 self._open_loop = None
-                # A script that fails must not resume behind this loop. If it catches the error, its
-                # next call of ``job`` ends the loop.
+                # A failed script must not resume after this loop. If it catches the error, its next
+                # call of ``job`` ends the loop.
                 self._has_failed = is_left and is_left_by_error(sys._getframe(1))
                 if not self._is_unwinding and not self._has_failed:
                     self._end_loop()

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Final
 
-FIRST_COMMIT_GAP_MS: Final = 50.0  # at each start of the script
+FIRST_COMMIT_GAP_MS: Final = 50.0  # gap before the first commit of each run of the script
 COMMIT_SHARE: Final = 50  # a commit may take 1/50 of the time, as copies cost memory bandwidth
 MIN_WAIT_FOR_STEP_MS: Final = 1000.0  # an eviction may wait at least this long for a step to end
 
@@ -37,11 +37,11 @@ class CommitTiming:
         self._next_at_ms = self._now_ms() + self._every_ms
 
     def hurry(self) -> None:
-        """Make the next commit due now, because the current one may mix two states."""
+        """Make the next commit due now, because the commit under way may mix two states."""
         self._next_at_ms = self._now_ms()
 
     def waits_for_step(self) -> bool:
-        """Return True while an evicted job may run on to its next point. The limit is the time of
+        """Return True while an evicted job may continue to its next point. The limit is the time of
         the steps since the last commit, because waiting saves at most that time."""
         now_ms = self._now_ms()
         if self._evicted_at_ms is None:
@@ -51,7 +51,7 @@ class CommitTiming:
 
 
 class WriteWatch:
-    """Detector of bodies that write parameters before the optimizer does.
+    """Detector of loop bodies (code for one batch) that write parameters before the optimizer does.
 
     Version counters show most writes, but not writes through ``.data``. So the first bodies, and
     bodies after a commit, are checked by a sum over the parameters. A body that writes must not
@@ -66,7 +66,7 @@ class WriteWatch:
         self.writes_unseen = writes_unseen  # a body wrote without changing a version counter
         self.is_in_body = False
         self._is_clean = False  # the last body wrote no parameters before its optimizer step
-        self._sum: int | None = None  # of parameters, at the last point; None: not watched
+        self._sum: int | None = None  # sum of parameters at the last point; None: not watched
 
     def begin_body(self) -> None:
         self._is_clean, self.is_in_body = False, True
