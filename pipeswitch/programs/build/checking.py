@@ -42,7 +42,7 @@ ALIGNED_BYTES: Final = 64  # alignment of torch's own tensors; the arena uses a 
 
 
 def align(module: torch.nn.Module) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """Copy weights that are not aligned like torch's own tensors, such as those mapped from files.
+    """Copy weights that are not aligned like torch's own tensors, for example mapped weights.
 
     Kernels may compute other last bits from unaligned weights.
 
@@ -339,7 +339,7 @@ def _is_integer(value: torch.Tensor) -> bool:
 
 def _like(tensor: torch.Tensor, example: torch.Tensor, way: int) -> torch.Tensor:
     """Return integers in the example's range.
-    If all of the example's are n, ``way`` selects the range: 0: any; 1: 0 to n; 2: n and n + 1."""
+    If all its integers are n, ``way`` selects the new range: 0: any; 1: 0 to n; 2: n and n + 1."""
     low, high = int(example.min()), int(example.max())
     if low == high:
         low, high = ((0, int(tensor.max())), (min(0, low), high), (low, high + 1))[way]

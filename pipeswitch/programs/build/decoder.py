@@ -251,7 +251,7 @@ class Decoder(nn.Module):
         changed = torch.cat([ids[:, :-1], ids[:, :1]], 1)
         others = self.model(input_ids=changed, use_cache=False, return_dict=True).logits[0]
         difference = float((others[:-1] - logits[:-1]).abs().max())
-        # Sums of experts may have another order, which matters more in bfloat16.
+        # Sums over experts may be computed in another order, which matters more in bfloat16.
         limit = _ROUNDING if self.dtype == torch.float32 else _CLOSE
         if not difference <= limit * float(logits.abs().max()):
             refuse(

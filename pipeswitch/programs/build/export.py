@@ -366,7 +366,7 @@ def export_module_to_bundle(
     max_batch: int = 64,
     dynamic: Dynamic | None = None,
 ) -> dict[str, Any]:
-    """Export a module in its own process, and write it as a bundle.
+    """Export a module in this process, and write it as a bundle.
 
     Any thread may call it. It blocks while another export runs. Do not use the module meanwhile: it
     is in eval mode with frozen parameters. ``one_export_at_a_time`` says how other threads are

@@ -14,7 +14,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Final
 
-FOLDER: Final = "hub"  # in the folder of a build
+FOLDER: Final = "hub"  # name of the hub folder inside a build's folder
 LOOK_EVERY_S: Final = 0.1
 _TOKENS: Final = ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN")
 _CACHES: Final = (

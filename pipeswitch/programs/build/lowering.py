@@ -1,4 +1,4 @@
-"""Derivation of a graph that computes in bfloat16, as autocast does, from one with packed calls.
+"""Conversion of a graph with packed calls to a graph that computes in bfloat16, like autocast.
 
 Matrix products and convolutions compute in bfloat16, and so do calls that only move or activate
 their results. Norms, softmax, reductions and the residual stream stay in float32: a sum of a
@@ -281,7 +281,7 @@ def _is_half(value: Any) -> bool:
 
 
 def _is_stored_half(weight: torch.Tensor) -> bool:
-    """Return whether a weight is stored in bfloat16: a large matrix that fits its range."""
+    """Return whether a weight is stored in bfloat16: a large matrix that does not overflow."""
     if weight.dtype is not torch.float32 or weight.dim() < 2 or weight.numel() < MIN_STORED:
         return False
     return bool((weight.to(_HALF).isfinite() == weight.isfinite()).all())

@@ -2,7 +2,7 @@
 
 There is no graph. A worker constructs the module without data and sets its parameters over the
 region. Pre-hooks on submodules wait for the group with the submodule's weights. The build runs the
-once to measure the order of submodules.
+module once to measure the order of submodules.
 """
 
 from __future__ import annotations
@@ -154,7 +154,7 @@ def _refuse_writes(names: Sequence[str]) -> None:
 
 
 def _tensors(module: nn.Module) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
-    """Return parameters and buffers by first name, and the first name by each further name."""
+    """Return parameters and buffers by first name, and further name -> first name if tied."""
     tensors: dict[str, torch.Tensor] = {}
     aliases: dict[str, str] = {}
     first_name: dict[int, str] = {}
@@ -213,7 +213,7 @@ def _layers(
 ) -> tuple[list[str], list[Layer], list[str]]:
     """Return names of weights by first use, layers, and the submodule that opens each layer.
 
-    A weight belongs to the submodule that owns it. If that is never called (attention reads its
+    A weight belongs to the submodule that owns it. If it is never called (attention reads its
     projection's weight without a call), it belongs to the nearest ancestor that is called. A tied
     weight belongs to its first called owner, and ``loose`` tensors belong to the root.
     """

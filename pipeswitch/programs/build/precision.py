@@ -190,7 +190,7 @@ def stays_exact(manifest: Manifest, name: str, why: str) -> Manifest:
 
 
 def _named(ours: Manifest, plain: Manifest, name: str, text: str) -> Manifest:
-    """Return ``ours`` with a digest of ``text``, and a ``program`` digest for all machines."""
+    """Return ``ours`` with a digest of ``text``, and a ``program`` digest equal on all machines."""
     program, digest = (
         hashlib.sha256(one.encode()).hexdigest() for one in (f"{plain.digest} {name}", text)
     )

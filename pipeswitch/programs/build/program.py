@@ -81,7 +81,7 @@ def build(
         progress: called with (stage, finished fraction) when the stages "build", "export",
             "partition", "verify" and "pack" begin or end.
         disk_bytes: maximum bytes to write; 0: no limit.
-        packs_weights: whether its devices can read weights that this processor's kernels packed.
+        packs_weights: True if its devices can read weights that this processor's kernels packed.
 
     Raises:
         RegistrationRefused: the model cannot be served; the error says which part and why.
@@ -208,7 +208,7 @@ def _build_module(spec: BuildSpec, out_dir: Path, progress: Progress, disk_bytes
     progress("build", 0.0)
     loaded = load_source(spec)
     _check_disk(loaded.module, disk_bytes)
-    settings = TorchSettings.now()  # as the constructor set them, before a first call
+    settings = TorchSettings.now()  # as the constructor set them; no call has changed them
     specs = example_specs(loaded.inputs)
     examples = loaded.examples or acceptable_inputs(specs, {}, loaded.outputs)
     progress("export", 0.0)
@@ -258,7 +258,7 @@ def _export(
         embeds = loaded.generation is not None and loaded.generation.pooling
         program.generation = loaded.generation if not embeds or HIDDEN in outputs else None
         write_program(path, program)
-        bundle = read_bundle(path)  # checks that our own reader accepts it
+        bundle = read_bundle(path)  # checks that our reader accepts the file
         if program.graph.dims:
             checking.dry_run_ends(program.graph, program.weights)
         own = values_of(
@@ -432,7 +432,7 @@ def _verify_graph(
 
 
 def _shapes_of(spec: BuildSpec, graph: Graph) -> list[dict[str, int]]:
-    """Return the shapes of a bundle's comparison: with the declared batch, and with another."""
+    """Return the shapes at which a bundle is compared: with the declared batch and another."""
     low, high = batch_range(graph.dims)
     declared = next((shape[0] for shape, _ in spec.inputs.values() if shape), 1)
     first = min(max(declared if isinstance(declared, int) else 1, low), high)

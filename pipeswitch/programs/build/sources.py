@@ -94,7 +94,7 @@ class Loaded:
     examples: list[torch.Tensor] = field(default_factory=list)  # declared values of the inputs
     loose: dict[str, torch.Tensor] = field(default_factory=dict)  # tensors in plain attributes
     imported_before: frozenset[str] = frozenset()  # modules imported before the source
-    output_names: list[str] = field(default_factory=list)  # order of outputs; empty: the module's
+    output_names: list[str] = field(default_factory=list)  # output order; empty: the module's own
     # settings of a model that generates or embeds texts
     generation: GenerationSettings | None = None
     notes: list[str] = field(default_factory=list)  # decisions of the build, for people

@@ -33,7 +33,7 @@ def compare(
     """
     opened: list[int] = []
     expected = on_clones(plain, inputs) if expected is None else expected
-    # A module has its own torch settings; a graph runs with those of a worker.
+    # A module has its own torch settings; a graph runs with a worker's settings.
     with workers_default_dtype() if manifest.mode == "graph" else contextlib.nullcontext():
         outputs = bound.run([value.clone() for value in inputs], opened.append)
     if opened != list(range(len(manifest.groups))):

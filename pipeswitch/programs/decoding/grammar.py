@@ -18,8 +18,8 @@ from .generation_settings import tokenizer_json
 # Intersecting regular expressions takes twice as long with each one, and llguidance has no limit.
 EXPRESSIONS: Final = ("pattern", "patternProperties", "propertyNames", "format", "not")
 MOST_EXPRESSIONS: Final = 8
-MAX_MATCHERS: Final = 16  # kept between the steps of their answers
-MOST_TOKENIZERS: Final = 2  # in memory; one with 150,000 tokens needs 105 MiB, and 2 s to load
+MAX_MATCHERS: Final = 16  # matchers kept between the steps of their answers
+MOST_TOKENIZERS: Final = 2  # kept in memory; a tokenizer of 150,000 tokens needs 105 MiB and 2 s
 
 
 class Tokenizers:

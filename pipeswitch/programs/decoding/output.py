@@ -32,7 +32,7 @@ class StopCriteria(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     max_new_tokens: int
     eos_ids: tuple[int, ...] = ()
     stop: tuple[str, ...] = ()  # strings that end the answer and are not shown
-    min_new_tokens: int = 0  # number of first tokens at which neither token nor string ends it
+    min_new_tokens: int = 0  # end tokens and stop strings end no answer with fewer tokens
     ignore_eos: bool = False  # True: the model's own end tokens do not end the answer
 
     def check(self) -> None:

@@ -35,7 +35,7 @@ class Options(
 
     top_k: int = 0  # number of candidates; 0: all tokens
     min_p: float = 0.0  # minimum probability of a candidate, relative to the likeliest token's
-    repetition_penalty: float = 1.0  # divides positive logits of prompt and answer tokens
+    repetition_penalty: float = 1.0  # divides positive logits of earlier tokens, multiplies others
     presence_penalty: float = 0.0  # subtracted from the logits of tokens in the answer
     frequency_penalty: float = 0.0  # subtracted for each occurrence of the token in the answer
     logit_bias: dict[int, float] = {}  # token -> number added to its logit

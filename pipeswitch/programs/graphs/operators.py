@@ -11,7 +11,7 @@ The list does not contain:
   ``as_strided``, ``_reshape_alias`` and the unchecked ``_unsafe_*`` index operators could read
   another model's memory;
 - overlapping windows (``unfold``): some kernels assume usual strides, and omitted most of an
-  answer. Its copy (``unfold_copy``) is allowed, so only ``expand`` lets elements share memory;
+  answer. Its copy (``unfold_copy``) is allowed, so elements share memory only after ``expand``;
 - uninitialised memory (``empty``, ``new_empty``), which may contain another tenant's bytes;
 - random numbers: a repeated request must get the same bits;
 - ``embedding_bag``: its kernel does not check the offsets, which are data (fuzzing read freed

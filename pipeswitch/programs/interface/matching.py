@@ -15,7 +15,7 @@ Given = Mapping[str, tuple[str, tuple[int, ...]]]
 ALL_PARTS: Final = "*"  # label of all parts of a job together
 WRAPPER: Final = "model."  # prefix of the names in a program from an ``hf:`` source
 AVERAGED: Final = "module."  # prefix of the names in ``torch.optim.swa_utils.AveragedModel``
-_CONSTANT: Final = re.compile(r"(.*\.)?_?(lifted_tensor|tensor_constant)_?\d+")  # in a graph
+_CONSTANT: Final = re.compile(r"(.*\.)?_?(lifted_tensor|tensor_constant)_?\d+")  # constant's name
 _MAX_SHOWN: Final = 8
 
 

@@ -40,7 +40,7 @@ class Precision(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     """Precision of a derived program, and its comparison with the plain one on this machine."""
 
     name: Literal["fast", "bf16", "int8"]
-    fingerprint: str  # of all machines whose kernels can read the derived weights
+    fingerprint: str  # equal on all machines whose kernels can read the weights
     plain_ms: float  # processor time of one run of the plain program, on the example
     ms: float  # processor time of one run of the derived program
     plain_bytes: int
