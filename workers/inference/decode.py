@@ -39,7 +39,7 @@ RUN_MS: Final = 40.0  # target time of a run; clients get its tokens at its end:
 ROWS_STEP: Final = 16  # rows are a multiple of this, so shapes seldom change; few rows are unused
 
 Requests = Sequence[RunInference | BatchedRequest]
-Known = tuple[int, int, int]  # a sequence, the run that computed its last rows, number of rows
+Known = tuple[int, int, int]  # sequence, run that computed its last rows, number of rows
 
 
 class KVBatchCache:
@@ -109,7 +109,7 @@ class DecodeRunner:
     """State that a worker keeps between runs: the time of a step, and the caches."""
 
     def __init__(self) -> None:
-        self._step_ms: dict[tuple[ModelName, int], float] = {}  # step time of the last run
+        self._step_ms: dict[tuple[ModelName, int], float] = {}  # duration of a step in the last run
         self.caches = KVBatchCache()
         self.tokenizers = Tokenizers()
 
@@ -131,7 +131,7 @@ class DecodeRunner:
         return steps
 
     def _most(self, message: RunInference, requests: Requests, manifest: Manifest) -> int:
-        """Return the maximum number of steps; 0 for one step whose cache is not kept.
+        """Return the maximum number of steps of a run; 0: one step whose cache is not kept.
 
         A prompt is computed as a single step. The first step of a model in this process is single,
         too, because its duration is not known yet.
@@ -249,7 +249,7 @@ class DecodeRun:
     ) -> tuple[Sequence[ValueSpec], Sequence[torch.Tensor]]:
         """Return the values of a request's reply; ``own`` is its part of the last step's outputs.
 
-        With ``sampling_params`` there are none: new rows go to its cache, ids to ``tokens``."""
+        With ``sampling_params`` there are none: new rows go to the cache; see ``tokens``."""
         manifest, row = self._bound.manifest, self._order[number]
         if self._requests[number].sampling_params is None:
             return manifest.outputs, own
@@ -261,7 +261,7 @@ class DecodeRun:
         return [], []
 
     def tokens(self) -> tuple[tuple[int, ...], ...]:
-        """Return the tokens of each request."""
+        """Return the tokens that were chosen for each request, in the order of the steps."""
         return tuple(
             [
                 ()
@@ -272,7 +272,7 @@ class DecodeRun:
         )
 
     def chances(self) -> tuple[tuple[Chance, ...], ...]:
-        """Return the chances of each request's tokens; empty if no request has ``logprobs``."""
+        """Return each token's log probabilities by request; empty if none has ``logprobs``."""
         return tuple(map(tuple, self._chances)) if any(self._chances) else ()
 
     def keep(self, op_id: int) -> None:

@@ -80,7 +80,7 @@ class _Handle:
 
 
 class _Kept:
-    """A saved tensor that is not an activation."""
+    """Tensor that autograd keeps, but that is not an activation."""
 
     __slots__ = ("kept", "version")
 
@@ -167,7 +167,7 @@ class Activations:
     def of_loop(
         cls, before: Activations | None, asked_for: AskedFor, host: JobHost, gate: Gate
     ) -> Activations | None:
-        """Return a loop's activations, or None if it needs none; reuse ``before`` if it fits."""
+        """Return a loop's activations, or None; reuse ``before`` if it has the same settings."""
         if before is not None and before.asked_for == asked_for:
             return before
         if before is not None:
@@ -185,7 +185,7 @@ class Activations:
 
     @contextmanager
     def body(self, batch: Any) -> Iterator[None]:
-        """Treat tensors that are saved during the block, a loop's body, as activations."""
+        """Treat tensors that are saved inside the block (one step) as activations."""
         self.keep(_tensors_in(batch))
         self._begin()
         hooks = [register_module_forward_pre_hook(self._layers.enter)]
@@ -523,7 +523,7 @@ def _is_as_saved(saved: Saved, tensor: torch.Tensor) -> bool:
     """Return True if the tensor, or another view of its root, was saved and not written since.
 
     torch cuts some pieces without recording them as views (``unsafe_chunk`` in recurrent cells).
-    These pieces are written in place one after the other, and no version counter shows it.
+    These pieces are written in place one after the other, and no version counter shows that.
     """
     one, now = root(tensor), version(tensor)
     return any(known() is one and now == then for known, then in saved.roots)

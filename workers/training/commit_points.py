@@ -91,7 +91,7 @@ class Committer:
             # A script that zeroes or accumulates in place destroys left-over gradients before a
             # commit in mid-step. Once that was seen, each point copies them.
             self._copies_gradients = not _are_intact(last.gradients)
-        if not self._has_state:  # ``begin`` adopts later changes
+        if not self._has_state:  # ``begin`` moves later state into the slice
             self._has_state = any(o.state for o in self._objects.optimizers.values())
             self._adopt()
         self._layout.gather_parameters()
@@ -144,7 +144,7 @@ class Committer:
     # --------------------------------------------------------------------------- committing
 
     def outgrown_bytes(self, point: Point) -> int:
-        """Return the needed size of the state area in bytes if this point outgrows it, else 0."""
+        """Return the bytes of state area that this point needs if the area is too small, else 0."""
         needed_bytes = point.options.size_bytes + self._other_bytes
         return needed_bytes if needed_bytes > self._layout.state.capacity_bytes else 0
 
@@ -167,7 +167,7 @@ class Committer:
         self._host.begin_commit(point.position.step, [(0, size)])
 
     def finish(self) -> None:
-        """Wait for the commit under way, if there is one; raise if its copy failed."""
+        """Wait for the commit under way, if there is one; raise PipeSwitchError if it failed."""
         if self._in_flight is not None:
             point, self._in_flight = self._in_flight, None
             self.last_duration_ms = self._host.wait_commit()

@@ -30,7 +30,7 @@ class Copy:
     mark: Any
     target: torch.Tensor | None = None
     is_begun: bool = False
-    is_cancelled: bool = False  # a begun copy is still returned by ``take_ended``
+    is_cancelled: bool = False  # ``take_ended`` also returns a cancelled copy that had begun
     error: BaseException | None = None
 
 
@@ -55,7 +55,7 @@ class CopyStreams:
             False: ThreadPoolExecutor(1, "copy-in"),
         }
         for executor in self._threads.values():
-            executor.submit(int)  # starts the thread, or raises here if the system cannot
+            executor.submit(int)  # starts the thread now, and raises if the system refuses
 
     def submit(self, of: Any, source: torch.Tensor, *, to_host: bool) -> Copy:
         """Queue a copy and return at once."""
@@ -177,7 +177,7 @@ class CopyStreams:
             self._aside.discard(way)
 
     def _must_stand_aside(self) -> bool:
-        """Return True if a lane must pause: the task is to stop and is not in an optimizer step."""
+        """Return True if a lane must pause: a stop is requested outside of an optimizer step."""
         gate = self._gate
         is_stopping = gate.is_pending and not gate.allows_copies
         return is_stopping and not (gate.in_optimizer_step or self._is_closed)

@@ -87,8 +87,8 @@ class JobHost:
     def lease(self, slice_bytes: int, state_bytes: int) -> torch.Tensor:
         """Return a zeroed, writable uint8 tensor over the slice; block until it is granted.
 
-        The caller has left the device. A second call (the next phase) returns the first slice, and
-        the last commit stays valid until the next one.
+        The caller has left the device. A second call (the next phase) returns the first slice
+        again; the last commit stays valid until the next commit.
 
         Args:
             slice_bytes: size for parameters, buffers, gradients, optimizer state and state area.
@@ -228,7 +228,7 @@ class JobHost:
         return memoryview(image) if image is not None else None
 
     def remember(self, step: int, values: Mapping[str, float]) -> None:
-        """Append a line to the job's history, a file that outlives it; ignore a full disk."""
+        """Append a line to the job's history file, which outlives the job; ignore a full disk."""
         with contextlib.suppress(OSError):
             if self._history is None:
                 path = Path(self._message.log_path).with_suffix(".history")
@@ -249,7 +249,7 @@ class JobHost:
                 self._progress = Progress(Path(self._message.log_path).with_suffix(SUFFIX), life)
 
     def resumes_at(self, step: int) -> None:
-        """Report steps that an earlier process computed and lost, and had not reported."""
+        """Report the steps that an earlier process computed and lost without reporting them."""
         if self._message.restarts and self._message.log_path:
             life = read_life(Path(self._message.log_path).with_suffix(SUFFIX))
             self._unseen_steps = max(0, life.step - max(step, self._message.last_step))

@@ -66,7 +66,7 @@ class LightningLoop(TrainerLoop):
             if version is not None and path.exists():
                 table = path.read_bytes()
                 with warnings.catch_warnings():
-                    warnings.simplefilter("ignore")  # its warning that it deletes the table
+                    warnings.simplefilter("ignore")  # Lightning warns that it deletes the table
                     logger.experiment.metrics_keys = next(
                         csv.reader([table.decode().splitlines()[0]])
                     )

@@ -37,8 +37,8 @@ Moment = tuple[tuple[Any, ...], tuple[Any, ...]]  # states of generators: global
 class Source:
     """Batches of a framework's loader, epoch after epoch, and the position to resume from.
 
-    Accelerate's loader fetches one batch ahead, to recognise the last one. That batch was fetched
-    with the random generators of the step before, so a resumed script fetches it with these again.
+    Accelerate's loader fetches one batch ahead, to recognise the last batch. This fetch used the
+    generators' states of the step before, so a resumed script restores them to fetch it again.
     """
 
     # No __dict__: the session would find this object's generators there and capture them, too.
@@ -126,7 +126,7 @@ class Source:
         self._data.restore_generators(now)
 
     def pass_by(self, state: dict[str, Any]) -> None:
-        """Skip the batches of a loader that had ended; fetch nothing."""
+        """Set the loader's epoch to that of ``state``; fetch nothing."""
         if self._ahead:
             self._loader.iteration = state["iteration"]
 
@@ -314,7 +314,7 @@ class TrainerLoop:
     def __init__(self, session: Any, trainer: Any) -> None:
         self.session, self.trainer = session, trainer
         self.feed: LoaderProxy | None = None
-        self.was_over = False  # the loop had ended in the job's last commit
+        self.was_over = False  # True: the loop had ended in the job's last commit
 
     def objects(self) -> dict[str, Any]:
         """Return the keyword arguments for ``job.steps``."""

@@ -80,7 +80,7 @@ class TrainedObjects:
         ]
 
     def refuse_other_structure(self) -> None:
-        """Raise if the script has changed its models: a resumed script builds them as before.
+        """Raise if the script has changed its models: a resumed script would build the old ones.
 
         Raises:
             InvalidInput: layers or parameters were added, replaced or removed since the loop began.

@@ -122,7 +122,7 @@ class PersistentIterator(_Base):  # type: ignore[misc]
             ahead = [info[1] for info in self._task_info.values() if len(info) == 2]
             with contextlib.suppress(RuntimeError):  # a worker has died
                 ahead += [self._get_data()[1] for _ in range(count)]
-            for _, sent in (one for one in ahead if isinstance(one, (tuple, list))):  # but errors
+            for _, sent in (one for one in ahead if isinstance(one, (tuple, list))):  # no errors
                 self._states[sent.worker_id] = sent.states
 
     def workers(self) -> Workers | None:
@@ -172,7 +172,7 @@ def capture() -> dict[int, Workers]:
         if not isinstance(loader._iterator, PersistentIterator):
             pools[number] = _saved.get(loader)
             continue
-        if _references(loader) <= HELD_ONCE:  # only the loader holds it: nobody continues
+        if _references(loader) <= HELD_ONCE:  # no loop refers to it: the pass is over
             loader._iterator.end_pass()
         pools[number] = loader._iterator.workers()
     return {number: workers for number, workers in pools.items() if workers is not None}

@@ -83,7 +83,7 @@ class Phase:
             raise
 
     def _moves(self, point: Point) -> bool:
-        """Grow the state area if possible; return True if the state must be captured again."""
+        """Grow the state area if possible; return True if the caller must capture the state."""
         if self._host.now_ms() < self._timing.grows_at_ms or self._gate.is_evicting:
             return False
         try:
@@ -286,7 +286,7 @@ class Phase:
         self._reports.warn_once("commit", text, UserWarning)
 
     def _commit_before_unwinding(self) -> None:
-        """Commit the last point; the gate calls this on the main thread before it unwinds."""
+        """Commit the last point; the gate calls this before it unwinds the main thread."""
         if not self.place.may_commit:
             return
         step = self.place.step
@@ -297,7 +297,7 @@ class Phase:
         self._host.report("evicting", step=step, committed_step=self.committed_step)
 
     def goes_to_point(self) -> bool:
-        """Return True if an eviction now would lose finished steps that a wait can save."""
+        """Return True if finished steps would be lost by an eviction now, but not after a wait."""
         point = self.point
         if point is None or not self.place.may_commit:
             return False

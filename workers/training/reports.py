@@ -59,7 +59,7 @@ class Reports:
         return known
 
     def was_away(self, ms: float) -> None:
-        """Record time off the device, spent on a fetch or on the last step's copies."""
+        """Record ms that the job spent off the device for a fetch or for the last step's copies."""
         self._away_ms.append(ms)
 
     def progress(self, step: int, epoch: int, steps_left: int, **activations: Any) -> None:

@@ -178,7 +178,7 @@ class ActivationMemory:
         self.waited_ms += now_ms() - began_ms
 
     def outlast_others(self, size_bytes: int, plan: StepPlan) -> bool:
-        """Wait for other jobs' steps to end, because this step needs more than its measured ones.
+        """Wait for other jobs' steps to end, because this step needs more than the measured steps.
         Return False if the bytes cannot fit, or if the others wait for this step."""
         tiles, needed = self.tiles, self.held + size_bytes
         if tiles is None or needed > self.budget or self._gate.in_optimizer_step:

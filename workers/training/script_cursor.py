@@ -157,7 +157,7 @@ class ScriptCursor:
         self.position = replace(self.position, finished=True, step=self.step)
 
     def upcoming(self) -> tuple[SavedImage, bool] | None:
-        """Return the image to resume the next ``job.steps`` from, and whether that loop was over.
+        """Return the image from which the next ``job.steps`` resumes, and whether it had ended.
 
         Return None if the loop begins from its start.
         """
@@ -196,7 +196,7 @@ class ScriptCursor:
         return sum(len(image) + 64 for image in self.past.values())
 
     def keep_past(self, phase: int, image: memoryview) -> bool:
-        """Keep the image of a finished phase; return False if older images were dropped for it."""
+        """Keep the image of a finished phase; return False if older images had to be dropped."""
         self.past[phase] = compact_image(image, without=PAST)
         return not self.drop_past(MAX_PAST_BYTES)
 

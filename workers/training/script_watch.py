@@ -75,8 +75,8 @@ def _known(objects: TrainedObjects, loader: Any) -> set[int]:
 def _marks(
     frame: FrameType, objects: TrainedObjects, loader: Any
 ) -> Iterator[tuple[str, tuple[Any, ...]]]:
-    """Yield name and mark of the script's variables: those of its function, its file and a method's
-    ``self``, and the attributes of its own modules, dataset and samplers."""
+    """Yield name and mark of the script's variables: locals, globals and attributes of ``self``.
+    The attributes of its own modules, dataset and samplers are included."""
     known, targets = _known(objects, loader), _targets(frame.f_code)
     places = [("", frame.f_globals)]
     if frame.f_locals is not frame.f_globals:

@@ -78,7 +78,7 @@ class TrainingSession:
         self._frame_of_epochs = 0
         self._open_loop: object | None = None
         self._has_failed = False  # an error left the last loop; the script may have caught it
-        self._publish_due = False  # ``publish`` wants a commit at the next boundary
+        self._publish_due = False  # ``publish`` needs a commit at the next boundary
 
     # ------------------------------------------------------------------------- the worker's
 
@@ -157,7 +157,7 @@ class TrainingSession:
     def epochs(self, count: int) -> Iterator[int]:
         """See ``pipeswitch.job.epochs``."""
         place = self.place
-        self._frame_of_epochs = id(sys._getframe(1))  # this frame lives as long as the generator
+        self._frame_of_epochs = id(sys._getframe(1))  # valid while the generator lives
         saved = place.begin_epochs(count)
         first = 0 if saved is None else saved.position.epoch
         try:
@@ -189,7 +189,7 @@ class TrainingSession:
         activation_bytes: int | None = None,
     ) -> Iterator[_Batch]:
         """See ``pipeswitch.job.steps``."""
-        probe: dict[str, Any] = {}  # only this call refers to it, as to an extra_state literal
+        probe: dict[str, Any] = {}  # has as few references as an extra_state literal
         is_literal = sys.getrefcount(extra_state) <= sys.getrefcount(probe)
         objects = TrainedObjects(
             named(model, "model"),
@@ -307,7 +307,7 @@ class TrainingSession:
             return self._open_fresh(phase, start)
         self.place.go_to(saved, start)
         if saved.position.phase != start.phase:
-            # The phase's own end was dropped; restore a later one if its models are the same.
+            # The image of this phase's end was dropped; restore a later one if its models fit.
             with contextlib.suppress(InvalidInput):
                 phase.restore(saved)
             return None
@@ -319,7 +319,7 @@ class TrainingSession:
         return self._open_saved(phase, saved)
 
     def _open_fresh(self, phase: Phase, start: CursorPosition) -> Iterator[Any]:
-        # Captured first, because asking a loader for its state may begin it and draw numbers.
+        # Captured first, because reading a loader's state may start the loader and draw numbers.
         self.place.entry["loop_random"] = RandomState(self.device).values()
         data = phase.data.capture()
         self.place.entry["loop_data"] = (data.generators, data.own)

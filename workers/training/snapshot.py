@@ -167,7 +167,7 @@ def _values_of_now(value: Any, path: str) -> list[str]:
     paths: list[str] = []
     for key, item in [*pairs]:
         if type(item) in (*_DICTS, list, tuple):
-            if type(item) is tuple or sys.getrefcount(item) <= alone + 1:  # 1 for the list
+            if type(item) is tuple or sys.getrefcount(item) <= alone + 1:  # 1: the list
                 paths += _values_of_now(item, f"{path}[{key!r}]")
         elif not (has_state(item) or type(item) in NOTES):
             paths.append(f"{path}[{key!r}]")
@@ -175,7 +175,7 @@ def _values_of_now(value: Any, path: str) -> list[str]:
 
 
 def state_of(item: Any) -> Any:
-    """Return the state of a scheduler, EMA, GradScaler or generator; of a container, itself."""
+    """Return a generator's or other object's state; for a container, return the container."""
     if isinstance(item, torch.Generator):
         return item.get_state()
     if isinstance(item, np.random.Generator):

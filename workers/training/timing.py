@@ -18,7 +18,7 @@ class CommitTiming:
         self._every_ms = every_ms
         self._now_ms = now_ms
         self._gap_ms = min(FIRST_COMMIT_GAP_MS, every_ms)
-        self.committed_at_ms = now_ms()  # time of the last commit; at first, of the start
+        self.committed_at_ms = now_ms()  # time of the last commit, or of the start
         self._next_at_ms = self.committed_at_ms + self._gap_ms
         self.grows_at_ms = 0.0  # time before which the state area must not grow again
         self._evicted_at_ms: float | None = None  # when an eviction was first seen in a step
@@ -37,7 +37,7 @@ class CommitTiming:
         self._next_at_ms = self._now_ms() + self._every_ms
 
     def hurry(self) -> None:
-        """Make the next commit due now, because the commit under way may mix two states."""
+        """Make the next commit due now, because the latest commit may mix two states."""
         self._next_at_ms = self._now_ms()
 
     def waits_for_step(self) -> bool:
@@ -54,7 +54,7 @@ class WriteWatch:
     """Detector of loop bodies (code for one batch) that write parameters before the optimizer does.
 
     Version counters show most writes, but not writes through ``.data``. So the first bodies, and
-    bodies after a commit, are checked by a sum over the parameters. A body that writes must not
+    bodies after a commit, are checked with a sum of the parameters. A body that writes must not
     overlap a commit, and a point must not be committed during such a body.
 
     Args:

@@ -1,7 +1,7 @@
 """Private names of PyTorch and Python that training uses, each with a fallback.
 
-No other module under ``workers/training`` uses a private name of torch. Tested with torch 2.15. If
-a name is gone, the fallback is slower or loses only a warning.
+Under ``workers/training``, only ``persistent_loaders`` uses further private names of torch. Tested
+with torch 2.15. If a name is gone, the fallback is slower or loses only a warning.
 """
 
 from __future__ import annotations
@@ -147,8 +147,8 @@ def has_aliases(tensor: torch.Tensor, known: int = 0) -> bool:
 def is_left_by_error(frame: Any) -> bool:
     """Return True if an error, not ``break``, ended a ``for`` loop's body and closed its generator.
 
-    An error leaves the frame at the instruction that raised; ``break`` and ``return`` remove the
-    iterator by another instruction. Return False if this Python has other instructions.
+    After an error the frame is at the instruction that raised; ``break`` and ``return`` remove the
+    iterator with another instruction. Return False if this Python has other instructions.
 
     Args:
         frame: the frame of the loop, or of a generator around it that is closed as well.

@@ -96,7 +96,7 @@ class TransformersLoop(TrainerLoop):
         }
 
     def epoch_ended(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        if control.should_epoch_stop:  # Trainer would count full epochs to find its epoch again
+        if control.should_epoch_stop:  # a resumed Trainer finds its epoch by counting full epochs
             raise InvalidInput("job.trainer: an epoch that a callback ends early cannot be resumed")
 
     def log(self, args: Any, state: Any, control: Any, logs: Any = None, **_: Any) -> None:
