@@ -87,7 +87,7 @@ class RandomState:
 
     @classmethod
     def from_values(cls, values: tuple[Any, ...]) -> RandomState:
-        """Return the state whose method ``values`` returns ``values``."""
+        """Return the state from a result of its method ``values``."""
         state = cls.__new__(cls)
         state._torch, (kind, words, gauss), state._numpy, state._device = values
         state._python = (kind, tuple(int(word) for word in words), gauss)

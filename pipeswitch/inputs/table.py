@@ -140,7 +140,7 @@ class BatchTable(msgspec.Struct):
     def place(self, id: int, size_bytes: int) -> int | None:
         """Return the offset for a loaded batch, and remove the batches that it overwrites.
 
-        Return None if all batches there are mapped or needed sooner: this one is then not shared.
+        Return None, and do not share the batch, if mapped or sooner needed batches take all places.
         """
         new = self.entry(id)
         distance = self._distance(new)
