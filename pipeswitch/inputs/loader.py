@@ -36,7 +36,7 @@ class SharedLoader:
         step: Callable[[], int],
         ring: Ring | None = None,
     ) -> None:
-        """``step`` returns the job's step; without a ``ring``, this process loads each batch.
+        """Wrap ``loader``; ``step`` returns the job's step. Without ``ring``, load each batch here.
 
         Raises:
             SharedInputRefused: this loader's batches are not a function of seed, pass and index.
@@ -80,7 +80,7 @@ class SharedLoader:
             (begins, skip), self._resumed = self._resumed, None
             begun = _Pass(self, begins, skip)
         outer = self._outer()
-        if outer is None or outer.is_over:  # else this pass runs inside the body of the outer one
+        if outer is None or outer.is_over:  # else this pass runs inside the body of the outer pass
             self._outer = weakref.ref(begun)
         return begun
 

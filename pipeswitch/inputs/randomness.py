@@ -87,7 +87,7 @@ class RandomState:
 
     @classmethod
     def from_values(cls, values: tuple[Any, ...]) -> RandomState:
-        """Return the state from which ``values`` made these values."""
+        """Return the state from a result of its method ``values``."""
         state = cls.__new__(cls)
         state._torch, (kind, words, gauss), state._numpy, state._device = values
         state._python = (kind, tuple(int(word) for word in words), gauss)
@@ -101,7 +101,7 @@ def _module(device: str) -> Any:
 
 @contextlib.contextmanager
 def own_random() -> Iterator[None]:
-    """Restore the script's global generators after the body has drawn from them."""
+    """Restore the script's global generators after the block has drawn from them."""
     random_state = RandomState("cpu")
     try:
         yield
@@ -141,7 +141,7 @@ def generators_of(loader: Any) -> dict[str, Any]:
 
 
 def _parts_of(owner: Any) -> list[tuple[str, Any]]:
-    """Return ``owner``'s parts that may hold a generator, with names that each start repeats."""
+    """Return ``owner``'s parts that may hold a generator; their names are equal in each run."""
     if isinstance(owner, (list, tuple)) and len(owner) <= MAX_PARTS:
         return [(str(index), item) for index, item in enumerate(owner)]
     if type(owner) is dict and len(owner) <= MAX_PARTS:

@@ -1,10 +1,11 @@
 """Batches in shared memory: a sealed memfd with a table of the batches at its start.
 
-Each subscriber maps a batch privately (copy on write), so its writes do not reach the others. A
-writer of the table overwrites the older of two copies, so the newer one survives its death.
+Each subscriber maps a batch privately (copy on write), so other subscribers do not see its writes.
+The table has two copies. A writer overwrites the older copy, so the newer one survives its death.
 
-Locks are open file description locks of one byte each, which end with their process: one for the
-table; for each subscriber one while it lives, and one while it loads. Others wait for the latter.
+Locks are open file description locks of one byte each, which end with their process. One protects
+the table. Each subscriber has two: it holds the first while it lives, and the second while it loads
+a batch. Other subscribers wait for the second lock.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ class Lent:
 
     Attributes:
         value: the batch as the loader returned it.
-        was_found: whether another job had loaded it.
+        was_found: True if another job had loaded the batch.
     """
 
     def __init__(self, value: Any, tensors: list[torch.Tensor], *, was_found: bool) -> None:
@@ -86,7 +87,7 @@ class Ring:
         self._newer = memoryview(self._head)[:8].cast("q")
         self._sharers = memoryview(self._head)[SHARERS_BYTE:][:8].cast("q")  # 0: not counted
         self._held: dict[int, weakref.ref[mmap.mmap]] = {}  # entry id -> mapping, oldest first
-        self._exhausted: set[str] = set()  # loaders without batches to come, if this job is alone
+        self._exhausted: set[str] = set()  # loaders with no later batch in a lone job's ring
         self._compared: set[str] = set()  # loaders whose batches equal those of the other jobs
         self._me = self._join()
 
@@ -121,7 +122,7 @@ class Ring:
                     self._lock(LOADING + other, fcntl.F_UNLCK)
 
     def _is_alone(self, label: Label) -> bool:
-        """Return True if no other job shares the ring and it has no batch at or after ``label``."""
+        """Return True if no other job shares the ring and it has no batch from ``label`` on."""
         if self._sharers[0] != 1:
             self._exhausted.clear()
             return False
@@ -161,7 +162,7 @@ class Ring:
                     table.abandon(id)
 
     def _has_memory(self, offset: int, size_bytes: int) -> bool:
-        """Allocate the range; return False without memory, where a write would raise SIGBUS."""
+        """Allocate the range; return False if memory is short: writes would raise SIGBUS."""
         try:
             os.posix_fallocate(self._descriptor, HEAD_BYTES + offset, size_bytes)
         except OSError:
@@ -169,7 +170,7 @@ class Ring:
         return True
 
     def _found(self, entry: Entry, load: Callable[[], Any]) -> Lent:
-        """Return another job's batch; compare the first one of each loader with an own load."""
+        """Return another job's batch; load the first batch of each loader, too, to compare it."""
         lent = self._lent(entry, was_found=True)
         loader = entry.label.loader
         if loader not in self._compared:
@@ -195,8 +196,8 @@ class Ring:
         return Lent(state_codec.decode(content["data"], blobs), [everything], was_found=was_found)
 
     def _keep_what_is_old(self) -> None:
-        """Release batches that the script dropped, and copy others into private memory.
-        The newest is not copied: usually only the loop's variable refers to it."""
+        """Release batches that the script dropped, and copy the others into private memory.
+        The newest batch is not copied: usually only the loop's variable refers to it."""
         alive = {id: own for id, ref in self._held.items() if (own := ref()) is not None}
         for id in list(alive)[:-1]:
             with memoryview(alive.pop(id)) as view:
@@ -207,7 +208,7 @@ class Ring:
 
     @contextlib.contextmanager
     def _table(self) -> Iterator[BatchTable]:
-        """Lock and yield the table; write it back unless the body raises."""
+        """Lock and yield the table; write it back unless the block raises."""
         self._lock(TABLE_LOCK, fcntl.F_WRLCK)
         try:
             newer = self._newer[0]

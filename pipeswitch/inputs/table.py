@@ -25,8 +25,8 @@ class Label(msgspec.Struct, frozen=True):
     """Identity of a batch: its loader, pass and index."""
 
     loader: str
-    begins: tuple[int, int]  # job's step when the pass began, number of earlier passes at it
-    index: int  # in the pass
+    begins: tuple[int, int]  # job's step when the pass began, number of earlier passes at that step
+    index: int  # index in the pass
     order: str  # hash of the batch's sample indices and of the loader's facts
 
     @property
@@ -78,7 +78,7 @@ class Wait:
 class Load:
     """Order to load a batch."""
 
-    id: int  # of the batch's entry
+    id: int  # id of the batch's entry
 
 
 class BatchTable(msgspec.Struct):
@@ -102,7 +102,7 @@ class BatchTable(msgspec.Struct):
     def take(
         self, subscriber: int, job: str, label: Label, facts: dict[str, str], own: Sequence[int]
     ) -> HeldBatch | Wait | Load:
-        """Return whether to use, await or load the batch; ``own`` has the entries still mapped.
+        """Return whether to use, await or load the batch; ``own`` are ids of entries still mapped.
 
         Raises:
             SharedInputRefused: the subscriber's loader differs from that of another subscriber.
@@ -140,7 +140,7 @@ class BatchTable(msgspec.Struct):
     def place(self, id: int, size_bytes: int) -> int | None:
         """Return the offset for a loaded batch, and remove the batches that it overwrites.
 
-        Return None if all batches there are mapped or needed sooner: this one is then not shared.
+        Return None, and do not share the batch, if mapped or sooner needed batches take all places.
         """
         new = self.entry(id)
         distance = self._distance(new)
@@ -182,7 +182,7 @@ class BatchTable(msgspec.Struct):
         return entry.loading == READY and not is_held and is_less_wanted
 
     def _distance(self, entry: Entry) -> float:
-        """Return how many batches from now a subscriber first needs this one, or infinity."""
+        """Return in how many batches a subscriber needs this one; infinity if none needs it."""
         number = entry.label.number
         return min(
             (

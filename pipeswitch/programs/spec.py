@@ -52,10 +52,10 @@ class BuildSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     generate: bool = False  # a language model, with the cache of a sequence as its state
     max_batch: int = DEFAULT_MAX_BATCH
     batch: int = 0  # maximum size of a batch of several requests; 0: each request runs alone
-    batch_delay_ms: float = 0.0  # how long a request waits for others
+    batch_delay_ms: float = 0.0  # maximum wait of a request for others
     allow_module_mode: bool = False
     bucket_bytes: int = 0  # 0: ``grouping.DEFAULT_BUCKET_BYTES``
-    devices: tuple[str, ...] = ()  # devices that may serve the model; empty: all of the server
+    devices: tuple[str, ...] = ()  # devices that may serve the model; empty: all devices
     preprocess: str = ""  # package.module:function that makes the inputs; empty: clients send them
     raw: dict[str, tuple[tuple[int | tuple[int, int], ...], str]] = {}  # arguments of preprocess
     postprocess: str = ""  # package.module:function of the outputs; empty: they are the answer
@@ -78,7 +78,7 @@ def files_of(spec: bytes) -> list[Path]:
 
 
 def devices_of(spec: bytes) -> tuple[str, ...]:
-    """Return the devices to which an encoded spec limits its model; empty: all, or not a spec."""
+    """Return the devices to which an encoded spec limits its model; empty: all, or invalid spec."""
     try:
         return msgspec.msgpack.decode(spec, type=BuildSpec).devices
     except (msgspec.DecodeError, UnicodeDecodeError):
@@ -86,7 +86,7 @@ def devices_of(spec: bytes) -> tuple[str, ...]:
 
 
 def processor_of(spec: bytes) -> Processor | None:
-    """Return the stages of an encoded spec's model; None if it has none or ``spec`` is not one."""
+    """Return the stages of an encoded spec's model; None if there are none or it is invalid."""
     try:
         decoded = msgspec.msgpack.decode(spec, type=BuildSpec)
     except msgspec.DecodeError:
@@ -103,7 +103,7 @@ def needs_more(spec: bytes) -> bool:
 
 
 def with_state(manifest: Manifest, state: Mapping[str, tuple[str, int]]) -> Manifest:
-    """Return the manifest of a program whose outputs are inputs of a sequence's next request.
+    """Return the manifest with ``state``: outputs that are inputs of a sequence's next request.
 
     Raises:
         RegistrationRefused: an input or output does not exist, or does not fit its counterpart.
@@ -139,7 +139,7 @@ def with_state(manifest: Manifest, state: Mapping[str, tuple[str, int]]) -> Mani
 
 
 def batched_as(manifest: Manifest, spec: BuildSpec) -> tuple[int, float] | None:
-    """Return the maximum batch of several requests and the delay, or None: each runs alone.
+    """Return the maximum batch of several requests and the delay; None: requests run alone.
 
     Without a limit in ``spec``, requests that may be padded get the program's largest batch.
     """
@@ -224,7 +224,7 @@ def fingerprint() -> str:
 
 
 def is_checked(manifest: Manifest) -> bool:
-    """Return True if the program's checks and packed weights are valid here; else rebuild it."""
+    """Return True if the program's checks and packed weights are valid here; else it is rebuilt."""
     extra = manifest.extra
     is_known = extra.get("checked_by") == checked_by() and "last_readers" in extra
     if manifest.precision is not None and manifest.precision.fingerprint != fingerprint():

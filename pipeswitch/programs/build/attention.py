@@ -1,8 +1,8 @@
 """Attention and experts of served language models, for all model families.
 
-Models of transformers call both through an interface. These implementations can be exported with
-open lengths: the attention supports windows, soft caps and sinks, and no shape of the experts
-depends on data.
+Models of transformers call both through an interface of that library. These implementations can be
+exported with open lengths: the attention supports windows, soft caps and sinks, and the shapes of
+the experts' tensors do not depend on data.
 """
 
 from __future__ import annotations
@@ -18,18 +18,18 @@ from torch.nn import functional
 
 from ...base.errors import RegistrationRefused
 
-NAME: Final = "pipeswitch"  # of these implementations in transformers
+NAME: Final = "pipeswitch"  # name of these implementations in transformers
 UNUSUAL: Final = "register it without generate; each request then computes the whole text"
 _READ: Final = frozenset({"sliding_window", "softcap", "s_aux"})
 # Keywords without effect here: keys contain their positions already, and nothing is dropped out.
 _UNREAD: Final = frozenset(
     ("dropout", "is_causal", "position_ids", "cache_position", "use_cache", "return_dict")
 )
-EXPERTS_TOGETHER: Final = 8  # experts in one product, which limits the memory of its result
+EXPERTS_TOGETHER: Final = 8  # experts per product, to limit the memory of its result
 
 
 class AttentionStep:
-    """Masks of one forward pass of several sequences: the rows to which a new token attends."""
+    """Attention masks for one forward pass over several sequences with a cache."""
 
     def __init__(
         self, step: torch.Tensor, used: torch.Tensor, past: int, windows: Sequence[int] = ()
@@ -40,7 +40,7 @@ class AttentionStep:
             step: [length], the new tokens' numbers: 0, 1, ...
             used: [batch], number of used rows of the cache.
             past: number of rows of the cache.
-            windows: for each layer, the tokens to which a token attends, with itself; 0: all.
+            windows: for each layer, the tokens to which a token attends, itself included; 0: all.
         """
         self._step, self._used, self._past, self._windows = step, used, past, windows
         self.asked: dict[int, int] = {}  # layer -> window that the model's own code requested
@@ -56,9 +56,9 @@ class AttentionStep:
             _STEP.reset(token)
 
     def full(self, dtype: torch.dtype) -> torch.Tensor:
-        """Return the mask without a window: 0 for used rows, the token itself and earlier new ones.
+        """Return the mask without a window: [batch, 1, length, past + length].
 
-        All else is -inf. It is added to the scores: [batch, 1, length, past + length].
+        It is added to the scores: 0 for used rows, the token and earlier new tokens, else -inf.
         """
         batch, length = self._used.shape[0], self._step.shape[0]
         rows = torch.arange(self._past, device=self._step.device)
@@ -67,7 +67,7 @@ class AttentionStep:
         return self._added(torch.cat([is_used, is_before], -1), dtype)
 
     def mask(self, full: torch.Tensor, window: int, groups: int) -> torch.Tensor:
-        """Return the mask for all layers with this window, whose heads share keys in groups."""
+        """Return the mask for layers with this window and ``groups`` heads for each key."""
         key = (id(full), window, groups)
         if key not in self._masks:
             mask = full + self._within(window, full.dtype) if window else full
@@ -164,13 +164,13 @@ def attention(
 def experts(
     module: Any, hidden: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor
 ) -> torch.Tensor:
-    """Compute all experts for all tokens, and add up the results of the chosen ones.
+    """Compute all experts for all tokens, and add up the results of the chosen experts.
 
-    Gathering the chosen experts' weights copies them for each token. That takes gigabytes for a
-    prompt, and is slower even for one token: 22 ms for 8 of 32 experts, while all take 13 ms.
+    Gathering the chosen experts' weights would copy them for each token. That takes gigabytes for a
+    prompt, and is slower even for one token: 22 ms for 8 of 32 experts, against 13 ms for all 32.
 
     Args:
-        module: the experts of transformers, with the weights of all in one tensor.
+        module: the experts of transformers, with the weights of all experts in one tensor.
         hidden: [tokens, size].
         chosen: [tokens, top_k], numbers of experts.
         weights: [tokens, top_k], factors of the results.

@@ -32,8 +32,8 @@ BATCHES: Final = (2, 3, 5, 8, 13)  # sizes of batches that are compared with sin
 def with_batching(manifest: Manifest, limit: int, delay_ms: float, folder: Path) -> Manifest:
     """Return the manifest of a program whose requests are batched, up to ``limit``.
 
-    Rows of a batch are compared with the same rows computed alone, for two requests and for the
-    limit. If the program pads requests, these have unequal extents.
+    Rows of a batch are compared with the same rows computed alone, for a batch of two requests and
+    for one of ``limit``. If the program pads requests, the compared requests have unequal extents.
 
     Raises:
         RegistrationRefused: ``check_joinable`` refuses the program, or the answer to a request
@@ -72,9 +72,9 @@ def with_batching(manifest: Manifest, limit: int, delay_ms: float, folder: Path)
 
 
 def is_batch_invariant(manifest: Manifest, compute: Plain, limit: int) -> bool | None:
-    """Return whether each row of a batch has the bits of the row alone; None without batches.
+    """Return whether a batch's rows have the bits of rows computed alone; None without batches.
 
-    ``limit`` is the maximum batch of several requests; 0: each runs alone, with its own batch.
+    ``limit`` is the maximum batch of several requests; 0: requests are not batched.
     """
     low, high = manifest.batch
     limit = min(limit or high, MAX_COMPARED * low)
@@ -89,8 +89,8 @@ def is_batch_invariant(manifest: Manifest, compute: Plain, limit: int) -> bool |
 def _are_exact(manifest: Manifest, sizes: Iterable[int], compute: Plain, most: float) -> bool:
     """Return whether rows in batches of these sizes equal the rows computed alone, bit for bit.
 
-    Other differences than rounding are refused. ``most`` is the accepted rounding, relative to the
-    largest number; it is raised to ``ROUNDING`` of the dtype.
+    A difference beyond rounding is refused. ``most`` is the accepted rounding, relative to the
+    largest number; ``ROUNDING`` of the dtype counts instead if it is larger.
     """
     low, sizes = manifest.batch[0], sorted(sizes)
     if manifest.pads:
@@ -154,7 +154,7 @@ def _counted(compute: Plain, count: Plain, inputs: Sequence[torch.Tensor]) -> li
 def _with_counts(
     manifest: Manifest, values: Values, inputs: Sequence[torch.Tensor]
 ) -> list[torch.Tensor]:
-    """Return the inputs; those that ``Manifest.pads`` names get the sizes without padding."""
+    """Return the inputs; inputs named in ``Manifest.pads`` are set to sizes before padding."""
     counted = {name: values[dim] for dim, name in manifest.pads.items()}
     return [
         torch.full_like(x, counted[spec.name]) if spec.name in counted else x

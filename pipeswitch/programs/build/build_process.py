@@ -1,6 +1,6 @@
 """Entry of a builder: a forked process that builds one model and exits (ADR 3).
 
-A faulty model can only end this process, not the server.
+A faulty model can end only this process, not the server.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from . import hub
 
 
 def exports(settings: BuildSettings) -> bool:
-    """Return True if this build exports the source, which is then not a bundle. Never raises."""
+    """Return True if the source is not a bundle, so that this build exports it. Never raises."""
     try:
         spec = msgspec.msgpack.decode(settings.spec, type=BuildSpec)
     except Exception:  # the build refuses this spec
@@ -69,7 +69,7 @@ def run(settings: BuildSettings, channel: Channel) -> int:
         spec = msgspec.msgpack.decode(settings.spec, type=BuildSpec)
         reach("build.begin")
         if spec.source.startswith("hf:") and not settings.is_owners:
-            os.chdir(work)  # else ``hf:a/b`` could be the folder a/b in the server's directory
+            os.chdir(work)  # else ``hf:a/b`` could mean a folder of the server
         missing_half()  # requests the processor's matrix registers, which the sandbox forbids
         if settings.is_sandboxed and not needs_more(settings.spec) and not are_enabled():
             _confine(settings.spec, spec.source, work)
@@ -128,7 +128,7 @@ def _metered(
 
 
 def _limit(settings: BuildSettings) -> None:
-    """Set limits of time and memory: the kernel ends a build that takes too long."""
+    """Set limits of time and memory. If a build exceeds the time limit, the kernel ends it."""
     if settings.timeout_s:
         signal.setitimer(signal.ITIMER_REAL, settings.timeout_s)  # SIGALRM ends the process
         cpu_s = math.ceil(settings.timeout_s * (settings.threads + 1))
@@ -153,7 +153,7 @@ def _check_memory(manifest: Manifest, limit_bytes: int) -> None:
 
 
 def work_prefix(op_id: int) -> str:
-    """Return the folder prefix of an unfinished build; a killed builder leaves the folder."""
+    """Return the name prefix of an unfinished build's folder, which a killed builder leaves."""
     return f".build-{op_id}-"
 
 

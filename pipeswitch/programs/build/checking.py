@@ -1,8 +1,8 @@
-"""Checks that an exported graph computes the plain module's bits, before it is sent.
+"""Checks that an exported graph computes the plain module's bits, before the graph is sent.
 
 A graph can differ from its module: torch has fused kernels that cannot be exported, and a graph
 does not contain settings of the process, such as the default dtype. The server has only the graph,
-so it cannot detect that.
+so it cannot detect such a difference.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from ..interface.synthetic_inputs import random_inputs
 from ..running.values import bytes_of
 from .dynamic import NotDynamic, working_end
 
-if TYPE_CHECKING:  # workers import this module for its inputs, but not the exporter
+if TYPE_CHECKING:  # workers import this module, but not the exporter
     from .encoder import EncodedProgram
 
 Compute = Callable[[Sequence[torch.Tensor]], list[torch.Tensor]]
@@ -38,11 +38,11 @@ _FUSED: Final = (
 )
 
 
-ALIGNED_BYTES: Final = 64  # alignment of torch's own tensors; that of the arena is a multiple
+ALIGNED_BYTES: Final = 64  # alignment of torch's own tensors; the arena uses a multiple
 
 
 def align(module: torch.nn.Module) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """Copy weights that are not aligned like torch's own tensors, such as those mapped from files.
+    """Copy weights that are not aligned like torch's own tensors, for example mapped weights.
 
     Kernels may compute other last bits from unaligned weights.
 
@@ -55,7 +55,7 @@ def align(module: torch.nn.Module) -> list[tuple[torch.Tensor, torch.Tensor]]:
         former = weight.data
         is_usual = type(former) is torch.Tensor and former.layout is torch.strided
         if is_usual and former.device.type == "cpu" and former.data_ptr() % ALIGNED_BYTES:
-            key = (former.data_ptr(), former.shape, former.stride(), former.dtype)  # equal if tied
+            key = (former.data_ptr(), former.shape, former.stride(), former.dtype)  # tied: equal
             if key not in copies:
                 copies[key] = former.clone()
             weight.data = copies[key]
@@ -76,12 +76,12 @@ ROUNDING: Final = {
     torch.float16: 2e-2,
     torch.bfloat16: 5e-2,
 }
-"""Accepted difference between batch sizes, relative to an output's largest number."""
+"""Dtype -> accepted difference of an output between batch sizes, relative to its largest number."""
 
 
 def is_rounded(actual: torch.Tensor, own: torch.Tensor, least: float = 0.0) -> bool:
-    """Return whether two tensors differ only by rounding: at most ``ROUNDING`` or ``least``.
-    The larger limit counts. Both are relative to the largest number."""
+    """Return whether two tensors differ by rounding only: by ``ROUNDING``, or ``least`` if larger.
+    Both limits are relative to the largest number of ``own``."""
     if actual.shape != own.shape or actual.dtype is not own.dtype or actual.dtype not in ROUNDING:
         return False
     most = max(ROUNDING[own.dtype], least) * float(own.nan_to_num().abs().max())
@@ -108,7 +108,7 @@ def keeps_state(what: str) -> RegistrationRefused:
 def check_program(
     program: EncodedProgram, plain: Compute, fresh: Compute, inputs: Sequence[torch.Tensor]
 ) -> None:
-    """Compare the program with the module, at the example's extents and at others that it admits.
+    """Compare the program with the module, at the example's extents and at other valid extents.
 
     Args:
         program: the exported program, with its weights on the host.
@@ -210,7 +210,7 @@ def compare_at(
 
     Raises:
         NotDynamic: they differ, or the module refuses these extents. If only the batch differs
-            from ``own``, a refusal is accepted: a request with it gets the module's error.
+            from ``own``, a refusal is accepted: requests with such a batch get the module's error.
         RegistrationRefused: an earlier call has changed the module's answer.
     """
     try:
@@ -232,7 +232,7 @@ def compare_at(
 def refuse_state(
     now: Compute, inputs: Sequence[torch.Tensor], actual: Sequence[torch.Tensor], values: Values
 ) -> None:
-    """Check whether kept state explains a program's answer that differs from the fresh module's.
+    """Refuse a module whose kept state explains why the program differs from the fresh module.
 
     Raises:
         RegistrationRefused: the used module (``now``) gives the same answer as the program.
@@ -250,8 +250,8 @@ def on_what_it_takes(
 ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
     """Return inputs that the module accepts, and its answer.
 
-    An example's integers may be indices into another dimension (edges refer to nodes), or sizes of
-    one (lengths). If the module refuses them because that dimension is smaller, they are reduced.
+    An example's integers may be indices into another dimension (edges refer to nodes) or its size
+    (lengths). If the module refuses them because that dimension is smaller, they are reduced.
     """
     try:
         return inputs, on_clones(plain, inputs)
@@ -308,14 +308,14 @@ def resized(
 def on_other_values(
     plain: Compute, specs: Sequence[ValueSpec], values: Values, examples: Sequence[torch.Tensor]
 ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-    """Return inputs with other values than the example's that ``plain`` accepts, and its answer.
+    """Return inputs that ``plain`` accepts, with other values than the example's, and its answer.
 
     A signature does not say what an integer means (an index, a length). If the example's integers
     differ from each other, new ones are within their range. Otherwise smaller and smaller ranges
     are tried. The last attempts use the example's own integers.
 
     Raises:
-        Exception: the module's own, if it refuses these extents.
+        Exception: the module's own exception, if it refuses these extents.
     """
     tensors = to_tensors(specs, values, seed=1)
     sized = resized([spec.shape for spec in specs], examples, values)
@@ -339,7 +339,7 @@ def _is_integer(value: torch.Tensor) -> bool:
 
 def _like(tensor: torch.Tensor, example: torch.Tensor, way: int) -> torch.Tensor:
     """Return integers in the example's range.
-    If these are all equal to n, ``way`` is the range: 0: any integer; 1: 0 to n; 2: n and n + 1."""
+    If all its integers are n, ``way`` selects the new range: 0: any; 1: 0 to n; 2: n and n + 1."""
     low, high = int(example.min()), int(example.max())
     if low == high:
         low, high = ((0, int(tensor.max())), (min(0, low), high), (low, high + 1))[way]

@@ -33,18 +33,18 @@ from .attention import UNUSUAL, AttentionStep, refuse
 from .decoder_spec import decoder_spec, text_config
 from .dynamic import Dynamic
 
-MAX_CACHE_BYTES: Final = 1 << 30  # of one sequence; the build computes the longest one
-MAX_PIECE: Final = 512  # tokens of one step; a longer prompt takes several steps
+MAX_CACHE_BYTES: Final = 1 << 30  # maximum cache of a sequence; the build runs one of this size
+MAX_PIECE: Final = 512  # maximum tokens of one step; a longer prompt takes several steps
 UNLIMITED: Final = 2048  # context of a model without a limit; BLOOM was trained with it
-_CLOSE: Final = 0.02  # of the largest logit: bfloat16 changes logits by 0.01, a wrong mask by 0.3
-_BATCH_LENGTH_PAST: Final = (2, 5, 7)  # of the example; all differ, and export treats 1 specially
-_ROUNDING: Final = 1e-4  # of the largest logit: possible effect of another order of a sum
-_CHECKED: Final = 8  # tokens of ``check``; a window of up to ``_SHORT`` tokens needs more
+_CLOSE: Final = 0.02  # accepted error / largest logit: bfloat16 causes 0.01, a wrong mask 0.3
+_BATCH_LENGTH_PAST: Final = (2, 5, 7)  # the example's; all differ, and none is 1: export fixes 1
+_ROUNDING: Final = 1e-4  # effect of another order of a sum, relative to the largest logit
+_CHECKED: Final = 8  # minimum tokens of ``check``; a window of up to ``_SHORT`` tokens needs more
 _SHORT: Final = 64
 
 
 class Decoder(nn.Module):
-    """Causal language model with its cache as an input (``generation_settings.py``: the shapes)."""
+    """Causal language model with its cache as an input (shapes: ``generation_settings.py``)."""
 
     def __init__(self, model: Any) -> None:
         """Wrap ``model`` without changing it.
@@ -107,7 +107,7 @@ class Decoder(nn.Module):
 
         batch, length = ids.shape
         step = torch.arange(length, device=ids.device)
-        # Padding may extend past a table of positions, so clamp; results of padding are ignored.
+        # Padding may extend past a table of positions, so clamp; its results are ignored.
         position = (used[:, None] + step).clamp(0, self.context - 1)
         if self.spec.has_our_attention:
             mask = self._mask(step, used, cache)
@@ -130,7 +130,7 @@ class Decoder(nn.Module):
         return {LOGITS: logits[:, 0], CACHE_NEW: torch.cat(rows, -1)}
 
     def _past(self, cache: torch.Tensor) -> Iterator[Any]:
-        """Yield each layer's past for transformers; keys and values are views of the rows."""
+        """Yield each layer's cache for transformers; its keys and values are views of the rows."""
         from transformers.cache_utils import DummyLayer
 
         parts = iter(torch.split(cache, self.spec.sizes, -1))
@@ -151,7 +151,7 @@ class Decoder(nn.Module):
 
     @contextlib.contextmanager
     def _as_decoder(self, count: torch.Tensor) -> Iterator[None]:
-        """Make the model compute with our attention and experts, and logits of last tokens only."""
+        """Use our attention and experts, and compute only last tokens' logits, inside the block."""
 
         def last(head: nn.Module, hidden: tuple[torch.Tensor]) -> torch.Tensor:
             batch = torch.arange(count.shape[0], device=count.device)
@@ -230,7 +230,7 @@ class Decoder(nn.Module):
             for length in (3, 1, 1, total - 6, 1):
                 piece = ids[:, position : position + length]
                 counts = torch.tensor([length]), torch.tensor([position])
-                padding = torch.ones(1, 3, self.width, dtype=self.dtype)  # as for a longer one
+                padding = torch.ones(1, 3, self.width, dtype=self.dtype)  # as in a batch
                 outputs = self(piece, *counts, torch.cat([rows, padding], 1))
                 rows = torch.cat([rows, outputs[CACHE_NEW]], 1)
                 position += length
@@ -246,12 +246,12 @@ class Decoder(nn.Module):
     def _check_causal(self, ids: torch.Tensor, logits: torch.Tensor) -> None:
         """Refuse a model whose logits depend on a later token, such as an encoder.
 
-        The limit is strict: with random weights, such a change is below bfloat16's rounding.
+        The limit is strict: with random weights, a later token may change logits very little.
         """
         changed = torch.cat([ids[:, :-1], ids[:, :1]], 1)
         others = self.model(input_ids=changed, use_cache=False, return_dict=True).logits[0]
         difference = float((others[:-1] - logits[:-1]).abs().max())
-        # Sums of experts may have another order, which matters more in bfloat16.
+        # Sums over experts may be computed in another order, which matters more in bfloat16.
         limit = _ROUNDING if self.dtype == torch.float32 else _CLOSE
         if not difference <= limit * float(logits.abs().max()):
             refuse(
@@ -264,7 +264,7 @@ class Decoder(nn.Module):
 def _chat_template(template: Any) -> tuple[str, list[str]]:
     """Return the template that transformers uses for a chat, and a note if there is none.
 
-    It is the template ``tool_use`` if there are tools, else ``default``, or the only template.
+    With several templates, a chat with tools uses ``tool_use``, and other chats use ``default``.
     """
     named = template if isinstance(template, dict) else {"default": template or ""}
     if "default" in named and "tool_use" in named:
@@ -282,7 +282,7 @@ def _past_layer() -> Any:
     from transformers.cache_utils import DynamicLayer
 
     class Past(DynamicLayer):  # type: ignore[misc]  # untyped upstream
-        """A layer's keys and values; ``new`` has those of the new tokens."""
+        """Keys and values of one layer; ``new`` has the keys and values of the new tokens."""
 
         def __init__(self, keys: torch.Tensor, values: torch.Tensor) -> None:
             super().__init__()
@@ -300,8 +300,8 @@ def _without_gaps(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Move the used rows to the end, next to the new ones, for a model's own attention.
 
-    Such an attention computes distances from row numbers (ALiBi, local attention), as in a batch
-    that is padded on the left.
+    The model's own attention (ALiBi, local attention) computes distances from row numbers, as in a
+    batch that is padded on the left.
 
     Returns:
         The cache, and a mask [batch, past + length]: 1 for a used or new row, else 0.
@@ -321,7 +321,7 @@ def refuse_encoder(config: Any) -> None:
 
 
 def decoder(model: Any) -> Decoder:
-    """Return ``model``, which must have its weights, as a checked module with a state.
+    """Wrap ``model``, which must have its weights, in a checked ``Decoder``.
 
     Raises:
         RegistrationRefused: the model cannot be served with a state; the error says why.

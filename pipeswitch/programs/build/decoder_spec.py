@@ -10,7 +10,7 @@ import torch
 
 from .attention import NAME, UNUSUAL, AttentionStep, refuse
 
-Kind = Literal["full", "window", "shared"]  # shared: the layer reads another's keys and values
+Kind = Literal["full", "window", "shared"]  # shared: it reads another layer's keys and values
 _STATES: Final[Mapping[str, str]] = {
     "linear_attention": "a recurrent state (Mamba, linear attention)",
     "conv": "the last inputs of a convolution",
@@ -26,7 +26,7 @@ class DecoderLayer:
     """Layer of a model, with the sizes of its keys and values in a token's cache row."""
 
     kind: Kind
-    window: int = 0  # number of tokens to which a token attends, with itself; 0: all
+    window: int = 0  # number of tokens to which a token attends, including itself; 0: all
     heads: int = 0
     key_size: int = 0
     value_size: int = 0
@@ -62,7 +62,7 @@ def text_config(model: Any) -> Any:
 
 
 def decoder_spec(model: Any, cache_keyword: str) -> DecoderSpec:
-    """Read a model's layers from its configuration, and run it on two tokens.
+    """Return a model's layers, read from its configuration and from a run on two tokens.
 
     Raises:
         RegistrationRefused: a layer keeps another state than a cache row for each token.

@@ -1,7 +1,7 @@
-"""Choice of a model's open dimensions: the requested ones, within the limits of its export.
+"""Choice of a model's open dimensions, whose extents may differ from request to request.
 
 Dimension 0 is the batch if all inputs share it. Other dimensions are open if the caller or the
-source gives a range. ``choices`` lists the attempts, beginning with the most open dimensions.
+source gives a range. ``choices`` lists the exports to try, the one with most open dimensions first.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _USUAL_NAMES: Final[Mapping[tuple[int, int], str]] = {
     (4, 3): "width",
 }
 """(number of the input's dimensions, dimension) -> the dimension's usual name."""
-_CHANNELS: Final = (1, 3, 4)  # of a picture; other inputs of four dimensions may be caches
+_CHANNELS: Final = (1, 3, 4)  # channels of a picture; other inputs of four dimensions may be caches
 
 
 ENDLESS: Final = 512  # largest extent of a dimension without an upper end
@@ -47,7 +47,7 @@ class NotDynamic(Exception):
 
 
 def narrowed(axes: Axes, shapes: Sequence[Sequence[int]], works: Works) -> Axes:
-    """Return ``axes`` with the ranges of ``works``, if these contain the example's extent."""
+    """Return ``axes``, narrowed to the ranges of ``works`` that contain the example's extent."""
     own = {dim.name: shapes[number][axis] for (number, axis), dim in axes.items()}
     ranges = {}
     for place, dim in axes.items():
@@ -61,7 +61,7 @@ def narrowed(axes: Axes, shapes: Sequence[Sequence[int]], works: Works) -> Axes:
 def working_end(
     values: Values, own: Values, is_same: Callable[[Values], bool]
 ) -> dict[str, tuple[int | None, int | None]]:
-    """Return the working end of the range of the only dimension in which ``values`` differs.
+    """Return a working end for the only dimension in which ``values`` differs from ``own``.
 
     The search goes from the failing ``values`` to ``own``. The result is empty if several
     dimensions differ.
@@ -79,7 +79,7 @@ def working_end(
 
 
 def asked_axes(names: Sequence[str], shapes: Sequence[Sequence[int]], dynamic: Dynamic) -> Axes:
-    """Return the requested dimensions; those of equal usual name, range and example are one.
+    """Return the requested dimensions; axes of equal usual name, range and extent share one.
 
     Raises:
         RegistrationRefused: an input or dimension does not exist, or a range is invalid.
@@ -171,7 +171,7 @@ def _named(
 
 
 def batch_axes(shapes: Sequence[Sequence[int]], max_batch: int, axes: Axes) -> tuple[Axes, str]:
-    """Return dimension 0 of all inputs as their shared batch; or none, and the reason.
+    """Return dimension 0 of all inputs as their shared batch, or no axes and the reason.
 
     Inputs without dimensions are ignored. So are inputs of one number (a time step, a temperature)
     if the other inputs have several rows.
@@ -198,7 +198,7 @@ def batch_axes(shapes: Sequence[Sequence[int]], max_batch: int, axes: Axes) -> t
 
 
 def choices(batch: Axes, axes: Axes, *, is_wish: bool) -> list[Axes]:
-    """Return the attempts in order; ``is_wish`` allows dropping the requested dimensions."""
+    """Return the exports to try, in order; ``is_wish`` allows dropping requested dimensions."""
     tried = [{**batch, **axes}]
     if not any(axis == 0 for _, axis in axes):
         tried.append(axes)

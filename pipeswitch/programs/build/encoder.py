@@ -36,7 +36,7 @@ _OF_GRADIENTS: Final[dict[str, tuple[int, tuple[str, ...]]]] = {
     "aten.embedding.default": (3, ("scale_grad_by_freq", "sparse")),
     "aten.gather.default": (3, ("sparse_grad",)),
 }
-"""Operator -> position of its first argument that only backward reads, and such names."""
+"""Operator -> position of the first argument that only backward reads, and such keywords."""
 
 
 @dataclass
@@ -47,7 +47,7 @@ class EncodedProgram:
         graph: as in a bundle.
         weights: contiguous tensors on the host, one for each of ``graph.weights``.
         notes: decisions of the export (such as why the batch is fixed), for people.
-        suspects: values of its dimensions for which the graph may be wrong.
+        suspects: extents of the dimensions at which the graph may be wrong.
         generation: settings of a model that generates or embeds texts.
     """
 
@@ -85,7 +85,7 @@ class Encoder:
         self._wrapped: dict[str, tuple[str, Any]] = {}  # weights that consist of other tensors
         self._values: dict[str, Any] = {}  # fx node name -> value key, before numbering
         self._tensors: dict[tuple[Any, ...], int] = {}
-        self._permuted: dict[int, list[int]] = {}  # weight -> permutation that restores its order
+        self._permuted: dict[int, list[int]] = {}  # weight -> permutation that restores its shape
         self._permutation_nodes: dict[int, int] = {}
         self._weight_names: list[str] = []
         self._weights: list[torch.Tensor] = []
@@ -126,7 +126,7 @@ class Encoder:
             self._values[node.name] = {"v": ("i", len(inputs))}
             inputs.append(self._value_spec(f"input {name!r}", name, value))
         elif kind in ("PARAMETER", "BUFFER", "CONSTANT_TENSOR"):
-            tensor: Any = self._tensor(spec.target)  # may be of a subclass
+            tensor: Any = self._tensor(spec.target)  # may be a subclass
             if is_traceable_wrapper_subclass(tensor):
                 self._wrapped[node.name] = (spec.target, tensor)
             elif node.users:
@@ -197,7 +197,7 @@ class Encoder:
     def _call(self, node: Any) -> None:
         target = node.target
         if node not in self._needed:
-            return  # only a dropped check reads the result, or nothing
+            return  # nothing reads the result, or only a dropped check does
         if target is _INNER:
             wrapper, part = node.args
             of, tensor = self._wrapped[wrapper.name]
@@ -344,7 +344,7 @@ def inline_regions(module: torch.fx.GraphModule) -> None:
 
 
 def _identity(tensor: torch.Tensor) -> tuple[Any, ...]:
-    """Return a key that is equal for all names of a tied weight, of which export keeps any."""
+    """Return a key that all names of a tied weight share; export keeps any one of the names."""
     if tensor.layout is not torch.strided:
         return (id(tensor),)
     return (tensor.data_ptr(), tuple(tensor.shape), tensor.stride(), tensor.dtype)
@@ -365,7 +365,7 @@ def _needed(exported: torch.export.ExportedProgram) -> set[Any]:
 
 
 def _takes_default_dtype(node: Any) -> bool:
-    """Return True if the node creates a tensor of this process's default dtype, unlike a worker."""
+    """Return True if the node's dtype is this process's default, and a worker's default differs."""
     if torch.get_default_dtype() is torch.float32 or not isinstance(
         node.target, torch._ops.OpOverload
     ):
@@ -384,7 +384,7 @@ def _writes(target: Any) -> bool:
 def _weights_by_first_use(
     nodes: Sequence[tuple[str, list[Any], dict[str, Any]]], results: Sequence[Any]
 ) -> list[int]:
-    """Return indices of the weights that are used, by first use; those only returned come last."""
+    """Return the used weights' indices by first use; weights that are only returned come last."""
     order: dict[int, None] = {}
 
     def visit(argument: Any) -> None:

@@ -32,7 +32,7 @@ from .naming import Example, Flat, named_inputs
 from .recurrent import OneCallEach
 from .statefulness import Fresh, check_keeps_nothing
 
-MAX_NARROWED: Final = 4  # exports of one registration that are repeated with a narrower range
+MAX_NARROWED: Final = 4  # maximum repeated exports of a registration, with narrower ranges
 SYMBOLIC_SHAPES_LOG: Final = "torch.fx.experimental.symbolic_shapes"
 
 Verify = Callable[[EncodedProgram], None]
@@ -155,7 +155,7 @@ def _evaluated(module: nn.Module) -> Iterator[None]:
 
 
 def _modes(module: nn.Module) -> list[tuple[nn.Module, bool]]:
-    """Return the mode of each submodule; those of frozen TorchScript have no mode."""
+    """Return the mode of each submodule; submodules of frozen TorchScript have no mode."""
     return [(one, one.training) for one in module.modules() if hasattr(one, "training")]
 
 
@@ -188,7 +188,7 @@ _RELATED: Final = re.compile(r"(\w+) = (.*[A-Za-z].*)")
 
 
 def _not_dynamic(error: BaseException) -> NotDynamic:
-    """Build a NotDynamic from the dimensions that torch suggests, or from the first line."""
+    """Build a NotDynamic from the ranges that torch suggests, or from the error's first line."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     if not lines or not lines[0].startswith("Constraints violated"):
         return NotDynamic(f"torch.export: {first_line(error)}")
@@ -260,10 +260,10 @@ def _checked_program(
     max_batch: int,
     dynamic: Dynamic,
 ) -> EncodedProgram:
-    """Export a module, with fewer open dimensions if the graph's bits differ at other extents.
+    """Export a module; open fewer dimensions if the graph's bits differ at other extents.
 
     A request must have one answer, the module's own. A module that counts its calls or draws random
-    numbers has several, and an exported graph contains Python state as a constant.
+    numbers has several answers, and an exported graph contains its Python state as a constant.
     """
     _check_kind(module)
     input_names = input_names or _scripted_names(module)
@@ -293,9 +293,9 @@ def _checked_program(
 
 
 def _is_scripted(module: nn.Module) -> bool:
-    """Return True for a scripted module, by name, because torch.jit does not export the class.
+    """Return True for a scripted module; compare the name, because torch.jit hides the class.
 
-    A traced module is of a subclass, and torch can export it.
+    A traced module has another class, and torch can export it.
     """
     return type(module).__name__ == "RecursiveScriptModule"
 
@@ -308,7 +308,7 @@ def _scripted_names(module: Any) -> list[str] | None:
 
 
 def _traceable(module: Any, example: Example) -> Any:
-    """Return the module; instead of a scripted one, return a graph that torch can export."""
+    """Return the module, or a graph that torch can export if the module is scripted."""
     if not _is_scripted(module):
         return module
     from torch._export.converter import TS2EPConverter  # a slow import
@@ -366,7 +366,7 @@ def export_module_to_bundle(
     max_batch: int = 64,
     dynamic: Dynamic | None = None,
 ) -> dict[str, Any]:
-    """Export a module in its own process, and write it as a bundle.
+    """Export a module in this process, and write it as a bundle.
 
     Any thread may call it. It blocks while another export runs. Do not use the module meanwhile: it
     is in eval mode with frozen parameters. ``one_export_at_a_time`` says how other threads are
@@ -392,7 +392,7 @@ def export_decoder_to_bundle(
     *,
     max_batch: int = DEFAULT_SEQUENCES,
 ) -> dict[str, Any]:
-    """Export a causal language model of transformers, whose sequences have their cache as state.
+    """Export a causal language model of transformers, with its cache as the sequence's state.
 
     Threads, result and errors are those of ``export_module_to_bundle``. ``tokenizer`` is the
     model's own fast tokenizer; without it, prompts and answers are ids.

@@ -25,20 +25,20 @@ def _backends() -> dict[str, bool]:
     backends: Any = torch.backends
     return {
         "mkldnn": backends.mkldnn.enabled,
-        "nnpack": torch._C._get_nnpack_enabled(),  # torch.backends.nnpack cannot return it
+        "nnpack": torch._C._get_nnpack_enabled(),  # torch.backends.nnpack has no getter
         "cudnn": backends.cudnn.enabled,
     }
 
 
 @contextlib.contextmanager
 def one_export_at_a_time() -> Iterator[None]:
-    """Hold the lock of exports for the block, and restore torch's backends at its end.
+    """Hold the lock of exports in the block, and restore torch's backends at its end.
 
-    Inside, modules of ``torch.compile`` run uncompiled, because compiled ones have other last bits.
+    Inside, modules of ``torch.compile`` run uncompiled, because compiled code has other last bits.
     Two traces at the same time fail, or leave mkldnn, nnpack and cudnn disabled in this process.
-    Other threads compute without these during an export: more slowly, and with other last bits. If
-    that matters, hold this lock while you compute. It blocks until it is free. Direct calls of
-    ``torch.export`` do not wait for it.
+    During an export, other threads compute without these three: more slowly, and with other last
+    bits. If that matters, hold this lock while you compute. The call blocks until the lock is free.
+    Direct calls of ``torch.export`` do not wait for it.
     """
     with _alone:
         before = _backends()
@@ -55,7 +55,7 @@ def one_export_at_a_time() -> Iterator[None]:
 
 
 class _OthersStderr(io.TextIOBase):
-    """Stream that discards text of the thread that made it, and forwards all other text."""
+    """Stream that discards text of the thread that created it, and forwards all other text."""
 
     def __init__(self, stderr: TextIO) -> None:
         self._stderr = stderr

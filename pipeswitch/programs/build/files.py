@@ -25,7 +25,7 @@ from .naming import Flat, named_inputs
 from .sources import OpenShapes, checked_inputs, example_specs
 from .verify import acceptable_inputs
 
-MAX_REFUSED: Final = 32  # extents to try at the low end of a range in a file
+MAX_REFUSED: Final = 32  # number of extents to try at the low end of a file's range
 
 _INNER: Final = ("state_dict", "model_state_dict", "model")  # keys of the weights in a checkpoint
 
@@ -42,13 +42,13 @@ def convert(
     """Convert a ``.pt2`` or TorchScript file to a bundle, as ``export_module_to_bundle`` does.
 
     Raises:
-        RegistrationRefused: the file is neither, needs an example, or cannot be exported.
+        RegistrationRefused: the file is of neither kind, needs an example, or cannot be exported.
     """
     if path.endswith(".pt2"):
         return convert_pt2(path, out)
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # they are for the author of the file
+            warnings.simplefilter("ignore")  # torch's warnings are for the file's author
             load: Any = torch.jit.load
             module = load(path, map_location="cpu")
     except Exception as error:  # torch's RuntimeError for a file with other content
@@ -100,7 +100,7 @@ def convert_weights(path: str | os.PathLike[str], out: str | os.PathLike[str]) -
         )
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # they are about sparse tensors
+            warnings.simplefilter("ignore")  # torch's warnings are about sparse tensors
             content = torch.load(path, map_location="cpu", weights_only=True)
     except FileNotFoundError:
         raise
@@ -205,7 +205,7 @@ def _open_in(loaded: torch.export.ExportedProgram, names: Sequence[str]) -> Open
 
 
 def _ends(loaded: torch.export.ExportedProgram, symbol: Any) -> tuple[int, int]:
-    """Return a symbol's range in a file; without an upper end, that is ``ENDLESS``."""
+    """Return a symbol's range in a file; ``ENDLESS`` replaces a missing upper end."""
     ends: Any = loaded.range_constraints.get(symbol)
     if ends is None:
         raise RegistrationRefused(

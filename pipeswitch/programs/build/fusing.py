@@ -1,9 +1,9 @@
 """Derivation of a graph with packed weights and fused calls from a verified graph.
 
-A call is packed only if that is faster on this machine. Both forms are timed at the example's shape
-and at a batch, with the weight evicted from the processor's caches, as in a run of a whole model.
-Positions are those of nodes in the plain graph. The reference of a new weight is ``{"w": name}``
-until the values of the derived graph are numbered.
+A call is packed only if that is faster on this machine. The plain and the packed call are timed at
+the example's shape and at a batch. Before each call the weight is evicted from the processor's
+caches, as in a run of a whole model. A position is the index of a node in the plain graph. The
+reference of a new weight is ``{"w": name}`` until the values of the derived graph are numbered.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from ..interface import packing
 from ..running.executor import PackedKernels
 
 TIMED: Final = 2  # number of shapes at which calls are timed
-ROUNDS: Final = 7  # minimum number of rounds of a timing, whose result is the minimum
+ROUNDS: Final = 7  # minimum number of rounds of a timing; the fastest round counts
 MAX_ROUNDS: Final = 200
-ENOUGH_MS: Final = 40.0  # duration of a timing of short calls, which other programs may disturb
-EVICTED_BYTES: Final = 32 << 20  # bytes to read between two calls, limited to the model's bytes
+ENOUGH_MS: Final = 40.0  # minimum duration of a timing: other programs disturb a shorter one
+EVICTED_BYTES: Final = 32 << 20  # bytes to read to evict caches, or the model's bytes if less
 COPY: Final = "aten.contiguous.default"
-MAX_LOSS: Final = 0.05  # share of all products' time that packing may cost at one shape
-MAX_PADDED: Final = 1.1  # maximum of a packed weight's bytes over its bytes in plain bfloat16,
-PADDED_BYTES: Final = 64 << 10  # unless padding adds at most this many bytes
+MAX_LOSS: Final = 0.05  # packing may slow down one shape by this share of the time of all products
+MAX_PADDED: Final = 1.1  # a packed weight may have this many times its bytes in plain bfloat16,
+PADDED_BYTES: Final = 64 << 10  # or this many bytes more, whichever is larger
 PRODUCTS: Final = {"aten.conv2d.default": 0, "aten.linear.default": 0, "aten.addmm.default": 1}
 """Calls that may be packed -> position of their input among the arguments."""
 
@@ -54,14 +54,14 @@ class Derived:
     """A derived graph with its weights, in order of first use."""
 
     graph: Graph
-    weights: list[torch.Tensor]  # packed ones are uint8
+    weights: list[torch.Tensor]  # packed weights are uint8
     packed_count: int  # calls that read packed weights
     plain_count: int  # calls that could read packed weights but are faster without
 
 
 @dataclass(frozen=True)
 class _Chain:
-    """Positions of a product and of the calls that are fused into it."""
+    """Positions of a product (matrix product or convolution) and of the calls fused into it."""
 
     product: int
     norm: int | None = None
@@ -82,8 +82,8 @@ class _Form:
     node: Node
     weights: NewWeights  # new weights of the call
     run: Callable[[torch.Tensor, torch.Tensor], object]  # takes the input and the other addend
-    source: Any  # reference of its input
-    key: tuple[Any, ...]  # equal for forms that take the same time
+    source: Any  # reference of the call's input
+    key: tuple[Any, ...]  # forms with equal keys take the same time
 
 
 def fused(
@@ -101,7 +101,7 @@ def fused(
         examples: inputs at several shapes; calls are timed at the first two.
         kernels: operators that pack weights and read packed weights.
         precision: ``fast``: pack float32 weights if that is faster. ``bf16`` or ``int8``: pack in
-            this precision if that saves bytes, and let calls take bfloat16 (``lowering``).
+            this precision if that saves bytes; packed calls may take bfloat16 (``lowering``).
     """
     traces = [_Trace(graph, weights, inputs) for inputs in examples]
     return _Fusing(graph, weights, traces, kernels, precision).run()
@@ -114,7 +114,7 @@ class _Trace:
         self, graph: Graph, weights: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]
     ) -> None:
         self.shapes = {value: tuple(tensor.shape) for value, tensor in enumerate(inputs)}
-        self.taken: dict[int, torch.Tensor] = {}  # position of a product -> its input, on meta
+        self.taken: dict[int, torch.Tensor] = {}  # position of a product -> its input (meta device)
         spans = [(position, position + 1) for position in range(len(graph.nodes))]
         compiled = CompiledGraph(graph, spans, "cpu")
         environment = compiled.start([value.clone() for value in inputs])
@@ -144,7 +144,7 @@ class _Fusing:
     ) -> None:
         self._graph, self._weights, self._kernels = graph, weights, kernels
         self._precision, self._is_fast = precision, precision == "fast"
-        self._dtype = torch.float32 if self._is_fast else torch.bfloat16  # of packed weights
+        self._dtype = torch.float32 if self._is_fast else torch.bfloat16  # dtype of packed weights
         self._packs = self._is_fast or kernels.half() == "packed"
         self._traces, self._taken = traces, traces[0].taken
         self._readers: dict[int, list[int]] = {}
@@ -153,7 +153,7 @@ class _Fusing:
                 self._readers.setdefault(value, []).append(position)
         self._new: NewWeights = {}
         self._calls: dict[int, Node] = {}  # position of a chain's last member -> packed call
-        self._gone: set[int] = set()  # positions of the other members, which are removed
+        self._gone: set[int] = set()  # positions of the chains' other members, which are removed
         self._times: dict[tuple[Any, ...], tuple[float, ...]] = {}
         count = min(sum(weight.nbytes for weight in weights), EVICTED_BYTES) // 8
         self._others = torch.ones(count, dtype=torch.int64)  # read to evict caches before a timing
@@ -188,7 +188,7 @@ class _Fusing:
         return self._numbered()
 
     def _limit_losses(self, packed: dict[tuple[int, ...], _Times], measured: list[_Times]) -> None:
-        """Undo packed calls, the least gain per loss first, until each shape loses little."""
+        """Undo calls with the least gain per loss until no shape loses more than ``MAX_LOSS``."""
         for at in range(len(measured[0]) if measured else 0):
             most_ms = MAX_LOSS * sum(times[at][0] for times in measured)
             lost_ms = {one: times[at][1] - times[at][0] for one, times in packed.items()}
@@ -210,7 +210,7 @@ class _Fusing:
         at = self._reader(position)
         if at is not None and is_convolution and self._is_foldable(nodes[at]):
             chain, at = _Chain(position, norm=at), self._reader(at)
-        # A transformer's residual stream stays float32. Grouped convolutions add only in float32.
+        # In bfloat16 only convolutions without groups add: transformers' residuals stay float32.
         is_lone = is_convolution and (*nodes[position].args, 1)[6:7] in ((), (1,))
         may_add = self._is_fast or is_lone
         if at is not None and may_add and (other := self._addend(chain, at)) is not None:
@@ -232,7 +232,7 @@ class _Fusing:
         return self._graph.first_node_value + position
 
     def _reader(self, position: int) -> int | None:
-        """Return the position of a value's only reader; None if it belongs to another chain."""
+        """Return the only reader's position; None if there are others, or a chain contains it."""
         readers = self._readers.get(self._value(position), [])
         if len(readers) != 1 or self._value(position) in self._graph.results:
             return None
@@ -253,7 +253,7 @@ class _Fusing:
         )
 
     def _addend(self, chain: _Chain, at: int) -> Any:
-        """Return the other operand of a sum of equal shapes; None if the call is not such a sum.
+        """Return the value that a call adds to the chain's; None unless it adds equal shapes.
 
         ``x.add_(product)`` writes to ``x``, which other calls may read, so it is not fused.
         """
@@ -333,7 +333,7 @@ class _Fusing:
         )
 
     def _int8(self, node: Node, arguments: tuple[Any, Any, Any], weight: torch.Tensor) -> _Form:
-        """Return a product over int8 weights, quantized symmetrically with a scale per output."""
+        """Return a product with an int8 weight, quantized symmetrically with a scale per output."""
         source, weight_at, bias_at = arguments
         name = f"{self._name_of(weight_at)}:int8"
         scales = (weight.abs().amax(1).clamp(min=1e-30) / 127.0).bfloat16()
@@ -353,7 +353,7 @@ class _Fusing:
         new: NewWeights,
     ) -> _Form:
         """Return a chain's packed call.
-        ``arguments`` refer to input, weight and bias; ``values`` are the latter two's tensors."""
+        ``arguments`` refer to input, weight and bias; ``values`` are the weight and the bias."""
         operators, (source, w, b) = self._kernels.operators(), arguments
         key = (tuple(values[0].shape), str(rest), b is None, chain.norm is None)
         if chain.addition is None:
@@ -486,13 +486,13 @@ def renumbered(
     weights: NewWeights,
     plain_count: int,
 ) -> Derived:
-    """Return a graph of other calls with the same inputs and outputs, and new value numbers.
+    """Return a graph of the calls ``nodes_kept`` with new value numbers.
 
     Args:
         graph: the former graph.
-        nodes_kept: the calls in order, each with the value number by which others refer to it.
+        nodes_kept: the calls in order, each with the value number by which other calls refer to it.
         results: references of the outputs.
-        weights: all weights by name. Calls refer to them by ``{"w": name}`` or the former number.
+        weights: all weights by name. Calls refer to them by ``{"w": name}`` or the old number.
         plain_count: ``Derived.plain_count`` of the result.
     """
     first, order = len(graph.inputs), dict[str, int]()
@@ -546,7 +546,7 @@ def _wastes(form: _Form) -> bool:
 
 
 def _activation(node: Node) -> Activation | None:
-    """Return how a packed call applies a node's activation; None if it cannot."""
+    """Return a packed call's arguments for a node's activation; None if it is not supported."""
     name = node.target.split(".")[1].removesuffix("_")
     rest = [*node.args[1:], *node.kwargs.values()]
     if not all(isinstance(one, int | float | str) for one in rest):
@@ -570,7 +570,7 @@ def _activation(node: Node) -> Activation | None:
 def min_ms(
     calls: Sequence[Callable[[], object]], before: Callable[[], object] = lambda: None
 ) -> tuple[float, ...]:
-    """Return each call's minimum processor time in ms; they alternate, each after ``before``."""
+    """Return each call's least processor time in ms. Calls alternate; ``before`` is not timed."""
     least = [float("inf")] * len(calls)
     began_s = time.thread_time()
     for number in range(MAX_ROUNDS):

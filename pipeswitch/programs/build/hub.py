@@ -14,7 +14,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Final
 
-FOLDER: Final = "hub"  # in the folder of a build
+FOLDER: Final = "hub"  # name of the hub folder inside a build's folder
 LOOK_EVERY_S: Final = 0.1
 _TOKENS: Final = ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN")
 _CACHES: Final = (
@@ -30,7 +30,7 @@ _CACHES: Final = (
 def readable(source: str) -> list[Path]:
     """Return the host paths that a confined build of this source may read.
 
-    This is the hub cache without the token next to it, or the folder that the owner named.
+    This is the hub cache, but not the token file next to it, or the folder that the owner named.
     """
     scheme, _, name = source.partition(":")
     if scheme != "hf":
@@ -67,7 +67,7 @@ class Meter:
     """Thread that measures the bytes of a folder every ``LOOK_EVERY_S`` seconds until closed."""
 
     def __init__(self, folder: Path, limit_bytes: int, on_over: Callable[[int], None]) -> None:
-        """Start; the thread calls ``on_over`` once, with the bytes, if they exceed the limit."""
+        """Start; the thread calls ``on_over(bytes)`` once if the bytes exceed the limit."""
         self._folder = folder
         self._limit_bytes = limit_bytes
         self._on_over = on_over
@@ -88,7 +88,7 @@ class Meter:
 
 
 def folder_bytes(folder: Path) -> int:
-    """Return the bytes of a folder's files; of a link, count only the link itself."""
+    """Return the bytes of a folder's files; a link counts as itself, not as its target."""
     total_bytes = 0
     for path, _, names in os.walk(folder):
         for name in names:

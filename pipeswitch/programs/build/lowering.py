@@ -1,4 +1,4 @@
-"""Derivation of a graph that computes in bfloat16, as autocast does, from one with packed calls.
+"""Conversion of a graph with packed calls to a graph that computes in bfloat16, like autocast.
 
 Matrix products and convolutions compute in bfloat16, and so do calls that only move or activate
 their results. Norms, softmax, reductions and the residual stream stay in float32: a sum of a
@@ -47,7 +47,7 @@ FOLLOWERS: Final = frozenset(_FOLLOWERS.split())
 LOOK_UPS: Final = frozenset({"embedding", "index", "index_select"})
 """Operators that take a few rows out of a table: the rows are converted, not the table."""
 
-NEW: Final = 1 << 32  # larger than each value number of the former graph
+NEW: Final = 1 << 32  # first value number of new calls; larger than any number of the old graph
 _HALF: Final = torch.bfloat16
 _Made = tuple[Any, Any]  # an argument of the new graph, and its value in the run on the example
 
@@ -120,7 +120,7 @@ class _Lowering:
             reads = [self._made[value][1] for value in node_references(node)]
             if (
                 any(map(_is_half, reads)) and name[:-1] in OVERLOADS
-            ):  # not in place: later calls do not read the argument (``_aliases``)
+            ):  # not in place: no later call reads the argument (``_aliases``)
                 name = name[:-1]
                 target = f"aten.{name}.{target.split('.')[2]}"
             else:
@@ -156,7 +156,7 @@ class _Lowering:
         return self._emit(target, node, ways[-1])
 
     def _int8_rows(self, node: Node) -> _Made | None:
-        """Return rows of an embedding from its int8 copy; None if no product has such a copy."""
+        """Return an embedding's rows from the int8 copy of a tied product; None without a copy."""
         table = node.args[0]["v"]
         if not len(self._graph.inputs) <= table < self._graph.first_node_value:
             return None
@@ -240,7 +240,7 @@ class _Lowering:
         return self._weight(value, is_stored=True) or self._made[value]
 
     def _followed(self, value: int) -> _Made:
-        """Return a value in its present dtype; a weight in float32, so that float32 sums stay."""
+        """Return a value in its dtype; a weight in float32, so that sums with it stay float32."""
         return self._float(value) if self._is_row(value) else self._made[value]
 
     def _weight(self, value: int, is_stored: bool) -> _Made | None:
@@ -281,15 +281,15 @@ def _is_half(value: Any) -> bool:
 
 
 def _is_stored_half(weight: torch.Tensor) -> bool:
-    """Return whether a weight is stored in bfloat16: a large matrix of finite numbers."""
+    """Return whether a weight is stored in bfloat16: a large matrix that does not overflow."""
     if weight.dtype is not torch.float32 or weight.dim() < 2 or weight.numel() < MIN_STORED:
         return False
     return bool((weight.to(_HALF).isfinite() == weight.isfinite()).all())
 
 
 def _aliases(graph: Graph) -> tuple[list[int], set[int]]:
-    """Return a number for each value, equal for values that may share memory, and a set of numbers.
-    Their memory is changed in place while a call still reads an older value of it."""
+    """Return each value's memory number, equal if values may share memory, and the frozen numbers.
+    Memory is frozen if a call can only write in place, or if a later call reads an older value."""
     root = list(range(graph.first_node_value + len(graph.nodes)))
 
     def find(value: int) -> int:

@@ -1,8 +1,8 @@
 """Build in module mode, for code of the operator that cannot be exported.
 
-There is no graph. A worker constructs the module without data and sets parameters over the region.
-Pre-hooks on submodules wait for the group with the submodule's weights. The build runs the module
-once to measure the order of submodules.
+There is no graph. A worker constructs the module without data and sets its parameters over the
+region. Pre-hooks on submodules wait for the group with the submodule's weights. The build runs the
+module once to measure the order of submodules.
 """
 
 from __future__ import annotations
@@ -118,10 +118,10 @@ def _with_digest(manifest: Manifest, code: dict[str, Any]) -> Manifest:
 
 
 def _without_sparse(loaded: Loaded, examples: Sequence[torch.Tensor]) -> tuple[Loaded, list[str]]:
-    """Return the module without the sparse tensors that forward does not read, and their names.
+    """Return the module without sparse tensors that forward does not read, and their names.
 
     Raises:
-        RegistrationRefused: forward reads one.
+        RegistrationRefused: forward reads a sparse tensor.
     """
     module = loaded.module
     named = {**dict(module.named_parameters()), **dict(module.named_buffers()), **loaded.loose}
@@ -154,7 +154,7 @@ def _refuse_writes(names: Sequence[str]) -> None:
 
 
 def _tensors(module: nn.Module) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
-    """Return parameters and buffers by first name, and further name -> first name of tied ones."""
+    """Return parameters and buffers by first name, and further name -> first name if tied."""
     tensors: dict[str, torch.Tensor] = {}
     aliases: dict[str, str] = {}
     first_name: dict[int, str] = {}
@@ -213,7 +213,7 @@ def _layers(
 ) -> tuple[list[str], list[Layer], list[str]]:
     """Return names of weights by first use, layers, and the submodule that opens each layer.
 
-    A weight belongs to the submodule that owns it. If that is never called (attention reads its
+    A weight belongs to the submodule that owns it. If it is never called (attention reads its
     projection's weight without a call), it belongs to the nearest ancestor that is called. A tied
     weight belongs to its first called owner, and ``loose`` tensors belong to the root.
     """
@@ -249,11 +249,11 @@ def _layers(
 def _opened(
     loaded: Loaded, examples: Sequence[torch.Tensor], outputs: Sequence[ValueSpec]
 ) -> tuple[tuple[ValueSpec, ...], tuple[Dim, ...], tuple[ValueSpec, ...], list[list[torch.Tensor]]]:
-    """Return the signature with the extents that requests choose, and inputs for checks.
+    """Return the signature with open dimensions, and inputs for checks.
 
     The inputs have other values than the example. Their extents are the example's, and the ends
-    and the middle of each range. An output's extent is a dimension if the two are always equal,
-    else the largest extent of these runs.
+    and the middle of each range. If an output's extent always equals a dimension, it becomes that
+    dimension; otherwise it is the largest extent in these runs.
 
     Raises:
         RegistrationRefused: the module fails at the end or in the middle of a range.
@@ -321,7 +321,7 @@ class _Writes(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 class _OneCopy:
-    """Copy of a module as in a worker: its state stays from call to call."""
+    """Copy of a module that keeps its state from call to call, as in a worker."""
 
     def __init__(self, manifest: Manifest, loaded: Loaded, image: torch.Tensor) -> None:
         self.manifest = manifest

@@ -1,8 +1,8 @@
 """Programs in another precision: derived from the verified program, and compared with it.
 
-``fast`` packs the weights of linear layers and convolutions, folds a BatchNorm into the
-convolution before it, and fuses activations and residual additions into both (``fusing``).
-Clients cannot send packed data: their bundles are plain, and this module derives the packed form.
+``fast`` packs the weights of linear layers and convolutions, folds a BatchNorm into the convolution
+before it, and fuses activations and residual additions into convolutions and linear layers
+(``fusing``). Clients cannot send packed weights: their bundles are plain, and this module packs.
 """
 
 from __future__ import annotations
@@ -35,13 +35,13 @@ from .verify import acceptable_inputs, load_image
 
 MAX_ERROR: Final = {"fast": 1e-3, "bf16": 5e-2, "int8": 1e-1}
 """Default limits of the error, relative to the largest output."""
-GROSS_ERROR: Final = 0.1  # limit of the mean error, relative to the largest output; not an option
-MIN_GAIN: Final = 0.03  # share of the plain times' sum; a smaller gain may be noise
-MAX_LOSS: Final = 0.1  # share of the plain time that the form may lose at one measured shape
-MAX_SHAPES: Final = 6  # number of shapes at which the two forms are compared
-SEVERAL: Final = 8  # rows of the batch at which the forms are timed
-MAX_ROWS: Final = 16  # maximum rows of a comparison; more rows take long and show nothing new
-SEEDS: Final = (1, 2)  # seeds of further inputs for the comparison, at the example's shape
+GROSS_ERROR: Final = 0.1  # limit of the mean error, relative to the largest output; cannot be set
+MIN_GAIN: Final = 0.03  # ``fast`` must save this share of the plain time; less may be noise
+MAX_LOSS: Final = 0.1  # ``fast`` may be slower at one shape by this share of the plain time
+MAX_SHAPES: Final = 6  # maximum number of shapes at which the outputs of both programs are compared
+SEVERAL: Final = 8  # rows of the batch at which both programs are timed
+MAX_ROWS: Final = 16  # maximum batch of the comparison; more rows take long and show nothing new
+SEEDS: Final = (1, 2)  # seeds of more inputs at the example's shape, for the comparison
 
 
 Run = Callable[[Sequence[torch.Tensor]], list[torch.Tensor]]
@@ -58,11 +58,11 @@ def derive(
 ) -> Manifest:
     """Write the program in precision ``name`` into ``folder`` and return its manifest.
 
-    If nothing becomes faster or smaller, return the plain program's manifest with a note. ``limit``
-    is the maximum batch of several requests; 0: requests are not batched.
+    If the derived program is not faster (``fast``) or smaller (others), return the plain program's
+    manifest with a note. ``limit`` is the maximum batch of several requests; 0: none are batched.
 
     Raises:
-        RegistrationRefused: an output of the derived form is not finite, or differs by more than
+        RegistrationRefused: an output of the derived program is not finite, or differs by more than
             ``max_error`` (0: the default), relative to the largest output.
     """
     bundle = read_bundle(folder / BUNDLE_FILE)
@@ -123,7 +123,7 @@ def _measured(times_ms: Sequence[float], errors: Sequence[float]) -> dict[str, A
 
 
 def _with_copies(manifest: Manifest) -> Manifest:
-    """Return the manifest with the memory of a run that also has converted copies of values."""
+    """Return the manifest with more ``intermediate_bytes``, for a run's copies in other dtypes."""
     held_bytes = manifest.extra.get("intermediate_bytes", 0)
     int8_bytes = [spec.size_bytes for spec in manifest.tensors if spec.dtype == "int8"]
     taken_bytes = held_bytes + held_bytes // 2 + 2 * max(int8_bytes, default=0)
@@ -142,9 +142,9 @@ def _runner(program: GraphProgram, storage: torch.UntypedStorage) -> Run:
 
 
 def _shapes(manifest: Manifest, is_decoder: bool) -> list[Values]:
-    """Return the example's dimensions, those of a batch, then combinations of the ranges' ends.
+    """Return the extents at which programs are compared: the example, a batch, the ranges' ends.
 
-    For a language model the first shape is one token of one sequence, its most frequent step.
+    For a language model the example is one token of one sequence, its most frequent step.
     """
     example: dict[str, int] = dict(manifest.extra["example_dims"])
     if is_decoder:
@@ -167,7 +167,7 @@ def _shapes(manifest: Manifest, is_decoder: bool) -> list[Values]:
 def _gain(
     name: str, shapes: Sequence[Values], times: Sequence[tuple[float, ...]], *, saves: bool
 ) -> tuple[str, str]:
-    """Return why the derived form is not used (empty if it is), and a note of both forms' times."""
+    """Return the reason to stay exact (empty: use the derived program), and a note of the times."""
     summary = " and ".join(
         f"{ours_ms:.3g} ms instead of {plain_ms:.3g} at {values_text(values)}"
         for values, (plain_ms, ours_ms) in zip(shapes, times, strict=False)
@@ -190,7 +190,7 @@ def stays_exact(manifest: Manifest, name: str, why: str) -> Manifest:
 
 
 def _named(ours: Manifest, plain: Manifest, name: str, text: str) -> Manifest:
-    """Return ``ours`` with the digest of ``text``, and with ``Manifest.program``."""
+    """Return ``ours`` with a digest of ``text``, and a ``program`` digest equal on all machines."""
     program, digest = (
         hashlib.sha256(one.encode()).hexdigest() for one in (f"{plain.digest} {name}", text)
     )
@@ -237,8 +237,8 @@ def _written(
 def _compared(
     plain: Run, fast: Run, inputs: Sequence[Sequence[torch.Tensor]], name: str, limit: float
 ) -> tuple[float, float, float]:
-    """Return the largest and the mean error, relative to the largest output, and the agreement.
-    Agreement is the share of the first output's rows whose largest element is the same."""
+    """Return the maximum and the mean error, relative to the largest output, and the agreement.
+    Agreement is the share of the first output's rows whose largest element has the same index."""
     errors, means, rows, agreed = [0.0], [0.0], 0, 0
     for batch in inputs:
         for number, (theirs, ours) in enumerate(zip(plain(batch), fast(batch), strict=True)):

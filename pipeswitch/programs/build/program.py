@@ -1,7 +1,7 @@
 """Registration: from a source to a verified program on disk (graph mode, or module mode).
 
 This runs in a builder, a short-lived process with torch. All errors of a model become
-``RegistrationRefused``. Each program has computed the bits of the plain module (rounded, for text).
+``RegistrationRefused``. A program must compute the module's bits; texts may differ by rounding.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ def build(
         progress: called with (stage, finished fraction) when the stages "build", "export",
             "partition", "verify" and "pack" begin or end.
         disk_bytes: maximum bytes to write; 0: no limit.
-        packs_weights: whether its devices can read weights that this processor's kernels packed.
+        packs_weights: True if its devices can read weights that this processor's kernels packed.
 
     Raises:
         RegistrationRefused: the model cannot be served; the error says which part and why.
@@ -165,7 +165,7 @@ def _build_bundle(
 
 
 def _weights_in(path: Path) -> dict[str, Weight]:
-    """Return the weights of a safetensors file, named like those of a job with one part."""
+    """Return the weights of a safetensors file, named like the weights of a job with one part."""
     check_file(path, "weights")
     return {
         f"file.{one.name}": Weight(
@@ -189,7 +189,7 @@ def _write_weights(path: Path, bundle: Bundle, weights: Mapping[str, Weight], pa
 
 
 def _build_version(spec: BuildSpec, out_dir: Path, progress: Progress, disk_bytes: int) -> Manifest:
-    """Build a program with a job's weights.
+    """Build a program with the weights that a job committed.
 
     A bundle keeps its graph and is checked again. Another source is built again from its module.
     """
@@ -208,7 +208,7 @@ def _build_module(spec: BuildSpec, out_dir: Path, progress: Progress, disk_bytes
     progress("build", 0.0)
     loaded = load_source(spec)
     _check_disk(loaded.module, disk_bytes)
-    settings = TorchSettings.now()  # as its constructor set them, before its first call
+    settings = TorchSettings.now()  # as the constructor set them; no call has changed them
     specs = example_specs(loaded.inputs)
     examples = loaded.examples or acceptable_inputs(specs, {}, loaded.outputs)
     progress("export", 0.0)
@@ -258,7 +258,7 @@ def _export(
         embeds = loaded.generation is not None and loaded.generation.pooling
         program.generation = loaded.generation if not embeds or HIDDEN in outputs else None
         write_program(path, program)
-        bundle = read_bundle(path)  # checks that our own reader accepts it
+        bundle = read_bundle(path)  # checks that our reader accepts the file
         if program.graph.dims:
             checking.dry_run_ends(program.graph, program.weights)
         own = values_of(
@@ -321,7 +321,7 @@ def _finish_graph(
         whole = GraphProgram(regrouped(manifest, (0,)), graph, "cpu")
         everything = whole.bind(lambda t: tensor_over(image.untyped_storage(), t, 0))
         fresh = Fresh(nn.Module(), _without_waiting(everything))  # a graph keeps no state
-    # Bits may depend on the address of a weight. A language model need only give the same tokens.
+    # Bits may depend on the address of a weight. A language model may differ by rounding.
     generates = bundle.generation is not None and not bundle.generation.pooling
     is_same = checking.is_rounded if generates else checking.same_bits
     _verify_graph(manifest, bound, fresh, shapes, progress, examples, is_same)
@@ -432,7 +432,7 @@ def _verify_graph(
 
 
 def _shapes_of(spec: BuildSpec, graph: Graph) -> list[dict[str, int]]:
-    """Return the shapes of a bundle's comparison: with the declared batch, and with another."""
+    """Return the shapes at which a bundle is compared: with the declared batch and another."""
     low, high = batch_range(graph.dims)
     declared = next((shape[0] for shape, _ in spec.inputs.values() if shape), 1)
     first = min(max(declared if isinstance(declared, int) else 1, low), high)

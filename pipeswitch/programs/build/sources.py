@@ -39,7 +39,7 @@ from .statefulness import Fresh
 
 InputShapes = dict[str, tuple[tuple[int, ...], str]]
 OpenShapes = Mapping[str, tuple[tuple[Any, ...], str]]
-"""Declared inputs: name -> (shape, dtype); an extent is a number, or a range for requests."""
+"""Declared inputs: name -> (shape, dtype); an extent is a number, or the range for requests."""
 
 _DIGEST: Final = re.compile(r"[0-9a-f]{64}\.safetensors")
 _FACTORY: Final = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*")
@@ -75,8 +75,8 @@ _WELL_KNOWN: Final[Mapping[str, tuple[str, dict[str, Any]]]] = {
 
 MAX_SHOWN: Final = 8  # names of weights in an error
 WRAPPERS: Final = ("module.", "model.")  # prefixes of DataParallel and Lightning
-LONGEST_TEXT: Final = 512  # tokens of a text, unless inputs are declared
-MIN_SIDE: Final = 32  # of a picture, in pixels
+LONGEST_TEXT: Final = 512  # maximum tokens of a text, unless inputs are declared
+MIN_SIDE: Final = 32  # minimum side of a picture, in pixels
 
 _WEIGHTS_ONLY: Final = "TORCH_FORCE_WEIGHTS_ONLY_LOAD"
 
@@ -94,11 +94,11 @@ class Loaded:
     examples: list[torch.Tensor] = field(default_factory=list)  # declared values of the inputs
     loose: dict[str, torch.Tensor] = field(default_factory=dict)  # tensors in plain attributes
     imported_before: frozenset[str] = frozenset()  # modules imported before the source
-    output_names: list[str] = field(default_factory=list)  # order of outputs; empty: the module's
+    output_names: list[str] = field(default_factory=list)  # output order; empty: the module's own
     # settings of a model that generates or embeds texts
     generation: GenerationSettings | None = None
-    notes: list[str] = field(default_factory=list)  # for people, about decisions of the build
-    seed: int = 0  # of the random generators when the module was constructed
+    notes: list[str] = field(default_factory=list)  # decisions of the build, for people
+    seed: int = 0  # seed with which the module was constructed
 
     def __post_init__(self) -> None:
         """Save the module's initial state, before its first call."""
@@ -172,7 +172,7 @@ def load_source(spec: BuildSpec) -> Loaded:
 def _embedding(
     spec: BuildSpec, module: nn.Module, inputs: InputShapes, dynamic: Dynamic
 ) -> GenerationSettings | None:
-    """Return the settings of a model that embeds texts; None for others, or without a tokenizer."""
+    """Return a text-embedding model's settings; None for other models, or without a tokenizer."""
     is_text = isinstance(module, _ByPosition) and [*inputs] == ["input_ids", "attention_mask"]
     longest = dynamic.get("input_ids", {}).get(1)
     if not is_text or not isinstance(longest, tuple) or (tokenizer := _tokenizer(spec)) is None:
@@ -240,7 +240,7 @@ def _tokenizer(spec: BuildSpec) -> Any:
 
 
 def _examples(path: str, inputs: InputShapes, dynamic: Dynamic) -> dict[str, torch.Tensor]:
-    """Return values for the inputs, in order; none without a file: uploads may be deleted."""
+    """Return the inputs' values in order, or none if the file is gone: uploads may be deleted."""
     if not os.path.isfile(path):
         return {}
     from safetensors.torch import load_file
@@ -309,7 +309,7 @@ def _torchvision(name: str, is_pretrained: bool) -> tuple[Callable[[], nn.Module
 
 @contextlib.contextmanager
 def _unpickling_refused() -> Iterator[None]:
-    """Forbid torch.hub to unpickle files, by an environment variable: it has no parameter."""
+    """Forbid torch.hub to unpickle files; only an environment variable can do that."""
     before = os.environ.get(_WEIGHTS_ONLY)
     os.environ[_WEIGHTS_ONLY] = "1"
     try:
@@ -340,7 +340,7 @@ class _ByPosition(nn.Module):
 
 
 def _transformers(name: str, spec: BuildSpec) -> tuple[Callable[[], nn.Module], OpenShapes]:
-    """Return the constructor and the inputs of ``NAME``, or of ``NAME#Class`` with that class."""
+    """Return the constructor and the inputs of ``NAME``; ``NAME#Class`` also names the class."""
     try:
         import transformers
     except ImportError as error:
@@ -373,9 +373,9 @@ def _transformers(name: str, spec: BuildSpec) -> tuple[Callable[[], nn.Module], 
         elif cls is bare:
             model = bare.from_config(config)
         else:
-            model = cls._from_config(config)  # as auto classes do: it uses the config's dtype
+            model = cls._from_config(config)  # like auto classes, this uses the config's dtype
         if getattr(config, "_experts_implementation", None) == "grouped_mm":
-            model.set_experts_implementation("batched_mm")  # the only one that can be exported
+            model.set_experts_implementation("batched_mm")  # no other can be exported
         return _ByPosition(model, names)
 
     return construct, inputs
@@ -408,7 +408,7 @@ def _as_plain_tensors(name: str, config: Any) -> dict[str, Any]:
 
 
 def _refuse_missing(part: str, missing: Sequence[str], what: str) -> None:
-    """Refuse a checkpoint that lacks weights: transformers would make them random."""
+    """Refuse a checkpoint that lacks weights: transformers would initialize them randomly."""
     if missing:
         more = f" and {len(missing) - MAX_SHOWN} more" if len(missing) > MAX_SHOWN else ""
         raise RegistrationRefused(
@@ -457,7 +457,7 @@ def _class(transformers: Any, wished: str, config: Any) -> Any:
 
 def _usual_inputs(cls: Any, config: Any) -> OpenShapes:
     """Return the default inputs: a text of up to ``LONGEST_TEXT`` tokens, or a picture.
-    A picture has at most the model's size. For other models return none: they must be declared."""
+    A picture has at most the model's size. Other models get none: inputs must be declared."""
     main = getattr(cls, "main_input_name", "input_ids")
     if main == "pixel_values":
         size = getattr(config, "image_size", 224)
@@ -509,7 +509,7 @@ def _with_weights(spec: BuildSpec, construct: Callable[[], nn.Module]) -> nn.Mod
         )
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # they are for the model's author
+            warnings.simplefilter("ignore")  # the warnings are for the model's author
             module = construct()
     except RegistrationRefused:
         raise

@@ -2,7 +2,7 @@
 
 A module that keeps state (a cache, a hidden state, the scale of the first data) has no unique
 answer to a request. Two runs on the same inputs may still agree, and a graph traced after them
-contains the state as a constant. So answers are compared with those of the initial module.
+contains the state as a constant. So answers are compared with those of the module's initial state.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 _LIBRARIES: Final = {*sys.stdlib_module_names, "pipeswitch"}
 _INSTALLED: Final = {"site-packages", "dist-packages"}
 """Folders of installed packages. Like ``_LIBRARIES``, they contain no state of a model, except for
-the packages of the model's own classes. Packages in ``_SHARED`` never contain any."""
+the packages of the model's own classes. Packages in ``_SHARED`` never contain such state."""
 _SHARED: Final = {"numpy", "torch", "torchvision", "transformers"}
 _ABSENT: Final = object()
 _AROUND: Final[dict[type, str]] = {
@@ -178,7 +178,7 @@ class _Reach:
         self.caches: list[Any] = []
         self._seen: set[int] = set()
         for child in module.modules():
-            self._add(child, "__class__", "__dict__")  # a lazy module changes its class
+            self._add(child, "__class__", "__dict__")  # because a lazy module changes its class
             self._look(type(child))
             for value in list(vars(child).values()):
                 self._look(value)
@@ -247,7 +247,7 @@ def _names(code: CodeType) -> set[str]:
 
 
 def _globals(code: CodeType) -> set[str]:
-    """Return the subset of ``_names`` that are globals, not attributes."""
+    """Return the names in ``_names`` that are globals, not attributes."""
     inner = (one for one in code.co_consts if isinstance(one, CodeType))
     own = {one.argval for one in dis.get_instructions(code) if one.opname.endswith("_GLOBAL")}
     return own.union(*map(_globals, inner))
@@ -268,7 +268,7 @@ def check_keeps_nothing(
     last_outputs: list[torch.Tensor] = []
 
     def both(values: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        # The program first: the module's run may write the weights that both have.
+        # The program first: the module's run may write the weights that both share.
         last_outputs.clear()
         with contextlib.suppress(Exception):  # values may be invalid, such as indices out of range
             last_outputs.extend(compute([value.clone() for value in values]))

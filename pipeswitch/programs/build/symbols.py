@@ -11,8 +11,8 @@ from torch.utils._sympy import functions
 from ..interface.dims import Dim, Expr, Extent, NoExtent, Values, all_values, evaluate, shape_count
 from .dynamic import NotDynamic
 
-MAX_CONDITION_CASES: Final = 1 << 18  # about a second
-MAX_SUSPECTS: Final = 4  # shapes per condition: the module takes the same other path at all of them
+MAX_CONDITION_CASES: Final = 1 << 18  # testing so many takes about a second
+MAX_SUSPECTS: Final = 4  # shapes per condition; at all of them the module takes the same path
 MAX_POWER: Final = 4
 
 _FUNCTIONS: Final[Mapping[type, str]] = {
@@ -44,7 +44,7 @@ def extent_of(expression: Any, names: Mapping[Any, str], *, divides_by_any: bool
     Args:
         expression: an expression of torch.
         names: symbol -> name of a dimension.
-        divides_by_any: allow divisors that are not numbers, for conditions: bundles have none.
+        divides_by_any: allow any divisor in conditions; in a bundle a divisor must be a number.
 
     Raises:
         NotDynamic: the expression cannot be an extent.

@@ -27,13 +27,13 @@ def compare(
     is_same: Callable[[torch.Tensor, torch.Tensor], bool] = same_bits,
     expected: Sequence[torch.Tensor] | None = None,
 ) -> str:
-    """Return the difference between group-wise and plain execution as text; empty if there is none.
+    """Return how group-wise and plain execution differ, as text; empty if they are equal.
 
     ``expected`` is the result of ``plain``, if it is known.
     """
     opened: list[int] = []
     expected = on_clones(plain, inputs) if expected is None else expected
-    # A module has its own torch settings; a graph runs with those of a worker.
+    # A module has its own torch settings; a graph runs with a worker's settings.
     with workers_default_dtype() if manifest.mode == "graph" else contextlib.nullcontext():
         outputs = bound.run([value.clone() for value in inputs], opened.append)
     if opened != list(range(len(manifest.groups))):
@@ -55,8 +55,8 @@ def acceptable_inputs(
 ) -> list[torch.Tensor]:
     """Return random inputs that ``plain`` accepts.
 
-    A signature does not say what integers mean. If random ones are not valid (indices into ten
-    rows, offsets of bags), zeros usually are, or ones (lengths of sequences).
+    A signature does not say what integers mean. If random integers are invalid (as indices into ten
+    rows, as offsets of bags), zeros usually are valid, or ones (as lengths of sequences).
     """
     inputs = to_tensors(specs, values, seed)
     if all(value.is_floating_point() or value.dtype is torch.bool for value in inputs):

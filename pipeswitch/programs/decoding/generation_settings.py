@@ -1,4 +1,4 @@
-"""Language model data in a bundle, beside its graph: tokenizer, end tokens, defaults. Pure.
+"""Language model data that a bundle has besides its graph: tokenizer, end tokens, defaults. Pure.
 
 One program computes the prompt and each later token (ADR 49). Its inputs are ``ids`` [batch,
 length], ``count`` [batch] (number of ids without padding), ``used`` [batch] (number of cache rows
@@ -42,19 +42,19 @@ MAX_SPECIALS: Final = 64  # special tokens that a template uses
 MAX_NOTES: Final = 32
 MAX_NOTE_CHARS: Final = 1000
 RARE: Final = ("top_k", "min_p", "repetition_penalty")
-DEFAULTS: Final = ("temperature", "top_p", "max_new_tokens", *RARE)  # author's that are used
+DEFAULTS: Final = ("temperature", "top_p", "max_new_tokens", *RARE)  # author's settings in use
 # Settings of a generation_config that do not affect the tokens, or that other code reads.
 SILENT: Final = re.compile(
     "(_|output_|use_|cache_|return_|assistant_|num_assistant|is_assistant|speculation|prompt_lookup|compile|disable_compile|continuous_batching|max_cache|max_matching|target_lookbehind|prefill|low_memory|renormalize|remove_invalid|decoder_start|(eos|bos|pad)_token_id$|do_sample$|transformers_version$)"
 )
-# For other settings: the values that change no token, besides None, False and empty ones.
+# Value -> settings that change no token with it. None, False and empty values change none, either.
 NEUTRAL: Final = {
     1: "repetition_penalty encoder_repetition_penalty length_penalty num_beams num_beam_groups "
     "num_return_sequences guidance_scale typical_p top_h",
     0: "top_k min_p min_length min_new_tokens no_repeat_ngram_size encoder_no_repeat_ngram_size "
     "epsilon_cutoff eta_cutoff penalty_alpha diversity_penalty",
 }
-MAX_TOKENIZER_BYTES: Final = 64 << 20  # the largest known, with 262,000 tokens, has 33 MB
+MAX_TOKENIZER_BYTES: Final = 64 << 20  # the largest known one, for 262,000 tokens, has 33 MB
 
 
 class GenerationSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -62,7 +62,7 @@ class GenerationSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unkno
 
     version: int
     vocabulary: int  # number of logits for one token
-    context: int  # tokens of prompt and answer together
+    context: int  # maximum tokens of prompt and answer together
     eos_ids: tuple[int, ...] = ()  # each of them ends an answer
     bos_id: int | None = None
     chat_template: str = ""  # Jinja of the model's author; it must be rendered in a sandbox

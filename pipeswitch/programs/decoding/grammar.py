@@ -15,11 +15,11 @@ from numpy.typing import NDArray
 from ...base.errors import InvalidInput
 from .generation_settings import tokenizer_json
 
-# The time to intersect regular expressions doubles with each of them, and llguidance has no limit.
+# Intersecting regular expressions takes twice as long with each one, and llguidance has no limit.
 EXPRESSIONS: Final = ("pattern", "patternProperties", "propertyNames", "format", "not")
 MOST_EXPRESSIONS: Final = 8
-MAX_MATCHERS: Final = 16  # kept between the steps of their answers
-MOST_TOKENIZERS: Final = 2  # in memory; one with 150,000 tokens needs 105 MiB, and 2 s to load
+MAX_MATCHERS: Final = 16  # matchers kept between the steps of their answers
+MOST_TOKENIZERS: Final = 2  # kept in memory; a tokenizer of 150,000 tokens needs 105 MiB and 2 s
 
 
 class Tokenizers:
@@ -59,7 +59,7 @@ class Tokenizers:
     def matcher(
         self, digest: str, size: int, ends: tuple[int, ...], schema: str, answer: Sequence[int]
     ) -> Matcher:
-        """Return an answer's matcher: the kept one, or a new one that has taken the answer."""
+        """Return an answer's matcher: the kept one, or a new one that has taken its tokens."""
         key = digest, ends, schema, [*answer]
         for number, one in enumerate(self._kept):
             if (*one.key, one.answer) == key:
@@ -118,7 +118,7 @@ def refusal(why: str) -> InvalidInput:
 
 
 def ends_of(own: Sequence[int], stop: Sequence[int]) -> tuple[int, ...]:
-    """Return the end tokens of a whole answer: the model's own in ``stop``, or all of ``stop``."""
+    """Return the tokens that end a whole answer: those of ``own`` in ``stop``, else ``stop``."""
     return tuple([one for one in own if one in stop] or stop)
 
 

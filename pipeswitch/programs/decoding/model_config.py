@@ -1,4 +1,4 @@
-"""Facts about a language model that a server sends to clients, and its answers' ends. Pure."""
+"""Facts about a language model that a server sends to clients, and limits of its answers. Pure."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from .generation_settings import tokenizer_json
 from .output import StopCriteria
 from .sampling import Options, Sampling
 
-TOO_LONG: Final = "context_length_exceeded"  # OpenAI's code, for which some clients shorten a chat
+TOO_LONG: Final = "context_length_exceeded"  # OpenAI's code; some clients then shorten a chat
 LONGEST: Final = "this model's maximum context length is {} tokens"  # OpenAI's words, for clients
 
 
 class LanguageModelConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Facts about a language model that the server sends to clients."""
 
-    version: int  # of the model
-    digest: str  # of its program
+    version: int  # version of the model
+    digest: str  # digest of its program
     vocabulary: int
-    context: int  # tokens of prompt and answer together
+    context: int  # maximum tokens of prompt and answer together
     eos_ids: tuple[int, ...] = ()
     bos_id: int | None = None
     chat_template: str = ""
@@ -69,7 +69,7 @@ def ending_of(
 def fitted(
     sampling: Sampling, facts: LanguageModelConfig, prompt_count: int, ending: StopCriteria
 ) -> Sampling:
-    """Return ``sampling`` so that no end token is sampled before ``ending.min_new_tokens``.
+    """Return ``sampling``, changed to sample no end token before ``ending.min_new_tokens``.
 
     Raises:
         InvalidInput: a token is not in the vocabulary, or a setting is out of its range.
@@ -98,7 +98,7 @@ def tokenizer_of(facts: LanguageModelConfig) -> Tokenizer:
     """Return the model's own tokenizer, from the library ``tokenizers``.
 
     Raises:
-        InvalidInput: the model has none, or the library is not installed.
+        InvalidInput: the model has no tokenizer, or the library is not installed.
     """
     if not facts.tokenizer:
         raise InvalidInput("the model has no tokenizer", hint="give the prompt as token ids")

@@ -21,7 +21,7 @@ FinishReason = Literal["stop", "length"]
 MAX_STOPS: Final = 16
 MAX_STOP_CHARS: Final = 256
 _MISSING: Final = "\ufffd"
-_MAX_WAIT: Final = 16  # tokens; a character has at most 4 bytes, so more tokens never complete it
+_MAX_WAIT: Final = 16  # maximum tokens to wait for a whole character, which has at most 4 bytes
 _CONTEXT: Final = 6  # number of prompt tokens to decode: enough for a whole character
 _MARKS: Final = range(0xD800, 0xE000)  # surrogates, which no text has, stand for special tokens
 
@@ -32,8 +32,8 @@ class StopCriteria(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     max_new_tokens: int
     eos_ids: tuple[int, ...] = ()
     stop: tuple[str, ...] = ()  # strings that end the answer and are not shown
-    min_new_tokens: int = 0  # no end token or stop string ends the answer before this number
-    ignore_eos: bool = False  # whether the model's own end tokens do not end the answer
+    min_new_tokens: int = 0  # end tokens and stop strings end no answer with fewer tokens
+    ignore_eos: bool = False  # True: the model's own end tokens do not end the answer
 
     def check(self) -> None:
         """Raise InvalidInput if a number is out of its range or a stop string is invalid."""
@@ -54,7 +54,7 @@ class Detokenizer:
     """Incremental decoder: the text that each new token adds."""
 
     def __init__(self, decode: Decode, prompt: Sequence[int] = ()) -> None:
-        """``prompt`` has the tokens before: the first new token's space may depend on them."""
+        """Start after the tokens ``prompt``: the first new token's space may depend on them."""
         self._decode = decode
         self._tokens = list(prompt[-_CONTEXT:])
         self._shown = len(self._tokens)  # number of tokens whose text was returned
@@ -86,7 +86,7 @@ class OutputProcessor:
     def __init__(
         self, ending: StopCriteria, decode: Decode | None = None, prompt: Sequence[int] = ()
     ) -> None:
-        """Raise InvalidInput for stop strings without ``decode``; without it there is no text."""
+        """Start; without ``decode`` there is no text, and stop strings raise InvalidInput."""
         if decode is None and ending.stop:
             raise InvalidInput("stop strings need a tokenizer, which this model does not have")
         self._ending = ending
@@ -143,6 +143,6 @@ class OutputProcessor:
 
 
 def _overlap(text: str, stop: str) -> int:
-    """Return the length of the longest end of ``text`` that begins ``stop``."""
+    """Return the length of the longest end of ``text`` with which ``stop`` begins."""
     longest = min(len(text), len(stop) - 1)
     return next((n for n in range(longest, 0, -1) if text.endswith(stop[:n])), 0)

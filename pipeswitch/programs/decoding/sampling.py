@@ -25,7 +25,7 @@ MAX_LOGPROBS: Final = 20  # OpenAI's limit
 NO_TOKENS: Final[Mapping[int, int]] = {}
 
 Chance = tuple[float, tuple[tuple[int, float], ...]]
-"""A token's log probability, and (token, log probability) of the likeliest ones at its place."""
+"""A token's log probability, and (token, log probability) of the likeliest tokens at its place."""
 
 
 class Options(
@@ -35,7 +35,7 @@ class Options(
 
     top_k: int = 0  # number of candidates; 0: all tokens
     min_p: float = 0.0  # minimum probability of a candidate, relative to the likeliest token's
-    repetition_penalty: float = 1.0  # divides positive logits of prompt and answer tokens
+    repetition_penalty: float = 1.0  # divides positive logits of earlier tokens, multiplies others
     presence_penalty: float = 0.0  # subtracted from the logits of tokens in the answer
     frequency_penalty: float = 0.0  # subtracted for each occurrence of the token in the answer
     logit_bias: dict[int, float] = {}  # token -> number added to its logit
@@ -47,7 +47,7 @@ class Options(
 
     @property
     def needs_seen(self) -> bool:
-        """Return True if a penalty depends on earlier tokens."""
+        """True if a penalty depends on earlier tokens."""
         penalties = self.repetition_penalty - 1.0, self.presence_penalty, self.frequency_penalty
         return any(penalties)
 
@@ -204,7 +204,7 @@ def chance_of(logits: NDArray[np.floating], token: int, count: int) -> Chance:
 
 
 def _top_filter(weights: NDArray[np.float64], top_p: float) -> NDArray[np.intp]:
-    """Return the smallest set of tokens that has ``top_p`` of the total, likeliest first."""
+    """Return the smallest set of tokens that has ``top_p`` of the total weight, likeliest first."""
     total = float(weights.sum())
     # All tokens below this weight together have less than 1 - top_p, so none of them is needed.
     [heavy] = np.nonzero(weights >= (1.0 - top_p) * total / len(weights))

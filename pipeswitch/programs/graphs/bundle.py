@@ -61,12 +61,12 @@ NOTES_KEY: Final = "pipeswitch.notes"
 MAX_HEADER_BYTES: Final = 16 << 20  # the largest known program needs less than 1 MiB
 MAX_WEIGHTS: Final = 65_536
 MAX_NODES: Final = 131_072
-MAX_VALUES: Final = 64  # inputs or outputs
+MAX_VALUES: Final = 64  # limit for inputs, and for outputs
 MAX_DIMS: Final = 8
 MAX_NAME_CHARS: Final = 256
-MAX_NESTING: Final = 3  # of lists in arguments; operators of aten need 2, as in index([[...]])
+MAX_NESTING: Final = 3  # maximum nesting of lists in arguments; aten's need 2, as in index([[...]])
 MAX_LIST_ITEMS: Final = 65_536
-MAX_TEXT_CHARS: Final = 64  # of an argument such as "bilinear" or an einsum equation
+MAX_TEXT_CHARS: Final = 64  # for a text argument such as "bilinear" or an einsum equation
 
 SAFETENSORS_DTYPES: Final = {
     "F64": "float64",
@@ -113,7 +113,7 @@ class Graph(
     nodes: tuple[Node, ...]
     results: tuple[int, ...]  # numbers of the values that are the outputs
     outputs: tuple[ValueSpec, ...]
-    dims: tuple[Dim, ...] = ()  # each is an extent of an input
+    dims: tuple[Dim, ...] = ()  # each occurs in an input's shape
     takes: Tree = None  # tree of the arguments; None: each input is an argument
     returns: Tree = None  # tree of the outputs' nesting; None: unknown, or a single tensor
     packed: dict[str, PackedLayout] = {}  # weight -> layout; only in derived graphs
@@ -131,7 +131,7 @@ class FileTensor(msgspec.Struct, frozen=True, kw_only=True):
     dtype: str
     shape: tuple[int, ...]
     size_bytes: int
-    file_offset_bytes: int  # absolute
+    file_offset_bytes: int  # from the start of the file
 
 
 class Bundle(msgspec.Struct, frozen=True, kw_only=True):
@@ -140,7 +140,7 @@ class Bundle(msgspec.Struct, frozen=True, kw_only=True):
     graph: Graph
     tensors: tuple[FileTensor, ...]  # in the order of graph.weights
     generation: GenerationSettings | None = None  # None: not a language model
-    notes: tuple[str, ...] = ()  # of the export, for people
+    notes: tuple[str, ...] = ()  # notes of the export, for people
 
 
 def _refuse(part: str, reason: str) -> NoReturn:
@@ -153,8 +153,8 @@ def read_bundle(
     """Read and check a bundle's header. Tensor bytes are not read.
 
     Args:
-        head_sha256: expected digest of its head; empty: unknown.
-        is_derived: whether the build of this server wrote it; only then it may have packed weights.
+        head_sha256: expected digest of the file's head; empty: unknown.
+        is_derived: True if this server's build wrote it; only then weights may be packed.
 
     Raises:
         RegistrationRefused: the file is not a valid bundle; the error names the part.
@@ -194,7 +194,7 @@ def write_bundle(
     generation: GenerationSettings | None = None,
     notes: Sequence[str] = (),
 ) -> None:
-    """Write a bundle: ``tensors`` are (name, dtype, shape) in order, ``data`` their bytes.
+    """Write a bundle of ``tensors`` (name, dtype, shape) in order; ``data`` yields their bytes.
 
     Notes that are too long or too many are cut.
     """
@@ -217,7 +217,7 @@ def decode_graph(text: str, *, is_derived: bool = False) -> Graph:
     """Decode and check a graph.
 
     Raises:
-        RegistrationRefused: ``text`` is not a valid graph.
+        RegistrationRefused: ``text`` is not a valid graph, or a client's graph with packed weights.
     """
     try:
         graph = msgspec.json.decode(text, type=Graph)
@@ -281,7 +281,7 @@ def check_trees(of: Graph | Manifest) -> None:
 
 
 def _check_value(part: str, spec: ValueSpec, dims: Sequence[Dim]) -> int:
-    """Check the name, dtype and shape of an input or output; return its extents' node count.
+    """Check the name, dtype and shape of an input or output; return the node count of its extents.
 
     Shapes are checked at the ends of the ranges. At other sizes an output's shape may still be
     invalid; then the request fails.

@@ -30,7 +30,7 @@ class DecodeRows:
     """Context manager of one decode step: one token for each sequence of a batch."""
 
     def __init__(self, used: Sequence[int]) -> None:
-        """Take each sequence's number of used rows; one more must be free. Empty: not a step."""
+        """Take each sequence's number of used rows; one more must be free. Empty: no decoding."""
         self.used, self.is_even = used, len({*used}) == 1
         if not self.is_even:
             self._places = torch.arange(len(used)), torch.tensor(used)
@@ -44,7 +44,7 @@ class DecodeRows:
 
     def put(self, past: torch.Tensor, new: torch.Tensor) -> torch.Tensor:
         """Write ``new`` [batch, heads, 1, size] after the used rows of ``past``; return ``past``.
-        It is a view of the cache: [batch, heads, rows, size]."""
+        ``past`` is a view of the cache: [batch, heads, rows, size]."""
         if self.is_even:
             past.narrow(2, self.used[0], 1).copy_(new)
         else:
@@ -54,8 +54,8 @@ class DecodeRows:
     def spans(self, mask: torch.Tensor) -> list[Span]:
         """Return each sequence's span, or an empty list if one span without a mask fits all.
 
-        That is so if all tokens attend to the same number of rows, from row 0 on. ``mask`` is the
-        graph's: [batch, 1, heads that share keys, rows + 1]. Layers share it.
+        One span fits if all tokens attend to the same number of rows, beginning at row 0. ``mask``
+        is the graph's: [batch, 1, heads that share keys, rows + 1]. Layers share it.
         """
         if id(mask) not in self._spans:
             bias = mask if mask.is_floating_point() else mask.float().log()
@@ -73,7 +73,7 @@ class DecodeRows:
 
 
 def calls_in_place(graph: Graph, look_up: Callable[[str], Call]) -> dict[str | int, Call]:
-    """Return replacements, by node position, for calls that append to the cache or attend to that.
+    """Return replacements by node position for calls that extend the cache or attend to the result.
     Return none if another call reads the extended cache."""
     views = {index for index, spec in enumerate(graph.inputs) if spec.name == CACHE}
     appended: dict[int, str | int] = {}  # value -> position of the node that appends

@@ -1,11 +1,11 @@
 """Contracts: requirements of the kernels of ``operators.BY_CONTRACT`` on their arguments.
 
-These kernels index one tensor by the extents of another, or use a number without a check. With
-arguments that torch accepts on meta (broadcasting a weight, a mode that does not exist) they can
-read or write past a tensor, or leave another tenant's bytes in the result. A contract requires the
-extents, dtypes and numbers that torch's own modules pass. It may be stricter than a kernel needs,
-but not looser. Contracts do not read the values of tensors, such as indices. Kernels check each
-index themselves, and ``make fuzz`` tests that.
+These kernels index one tensor by the extents of another, or use a number without a check. Torch
+accepts some arguments on meta (broadcasting a weight, a mode that does not exist) with which the
+kernels read or write past a tensor, or leave another tenant's bytes in the result. A contract
+requires the extents, dtypes and numbers that torch's own modules pass. It may be stricter than a
+kernel needs, but not looser. Contracts do not read the values of tensors, such as indices. Kernels
+check each index themselves, and ``make fuzz`` tests that.
 """
 
 from __future__ import annotations
@@ -50,13 +50,13 @@ def _all_of(args: Arguments, *contracts: Contract) -> None:
 
 
 def _tensors(args: Arguments, names: Iterable[str]) -> dict[str, torch.Tensor]:
-    """Return the tensors with these names, without optional ones that are None."""
+    """Return the tensors with these names; leave out optional tensors that are None."""
     return {name: args[name] for name in names if args.get(name) is not None}
 
 
 @_with_options
 def _extents(args: Arguments, /, **patterns: str) -> None:
-    """Require extents by pattern: equal letters mean equal extents, a final ``*`` any others."""
+    """Require extents by pattern: equal letters mean equal extents, a final ``*`` any rest."""
     split = {name: pattern.split() for name, pattern in patterns.items()}
     known: dict[str, int] = {}
     for name, tensor in _tensors(args, split).items():
@@ -120,7 +120,7 @@ def _not_empty(args: Arguments, *names: str) -> None:
 
 
 def _not_repeated(args: Arguments) -> None:
-    """Refuse a value with a stride of 0, as ``expand`` makes it: the kernel uses only extents."""
+    """Refuse a value with a stride of 0, such as ``expand`` makes: the kernel uses only extents."""
     value = args["self"]
     pairs = zip(value.shape, value.stride(), strict=True)
     _need(all(n == 1 or stride for n, stride in pairs), f"it has strides {list(value.stride())}")
@@ -266,7 +266,7 @@ def _convolution(args: Arguments) -> None:
 
 
 def _each(numbers: Any, rank: int) -> list[int]:
-    """Return one number for each dimension, from such a list or from one number for all."""
+    """Return one number for each dimension, from a list or from one number for all dimensions."""
     numbers_of_axes = list(numbers) if isinstance(numbers, list | tuple) else [numbers]
     numbers_of_axes = numbers_of_axes * rank if len(numbers_of_axes) == 1 else numbers_of_axes
     _need(len(numbers_of_axes) == rank, f"{len(numbers_of_axes)} numbers for {rank} dimensions")
@@ -367,7 +367,7 @@ def _closed_circle(args: Arguments) -> None:
 @_with_options
 def _along(args: Arguments, *others: str) -> None:
     """Require, for gather and scatter, an index no larger than ``self`` except along ``dim``.
-    It must also be no larger than ``others``, whose dtype must be that of ``self``."""
+    It must also be no larger than each of ``others``, whose dtype must be that of ``self``."""
     value, index = args["self"], args["index"]
     axis = args["dim"] + (value.dim() if args["dim"] < 0 else 0)
     _need(index.dim() == value.dim() and 0 <= axis < max(value.dim(), 1), "dimensions differ")
@@ -441,7 +441,7 @@ _NO_CHANCE: Final = _is("train", False)
 _FAMILIES: Final[Mapping[str, Contract]] = {
     "batch_norm": _all_of(
         _MEAN_OF_BATCH,
-        # In training without running statistics, batch_norm uses the batch's and writes nothing.
+        # Without running statistics, training uses the batch's statistics and writes nothing.
         lambda g: _need(
             (g["running_mean"] is None and g["running_var"] is None)
             if g["training"] is True

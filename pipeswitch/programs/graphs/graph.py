@@ -33,15 +33,15 @@ from .schema_types import element, fits, returned
 from .zeroed import on_zeros
 
 Environment = dict[int, Any]
-"""Values that later groups need, by number; without weights."""
+"""Number of a value -> value that later groups need; without weights."""
 
 GroupCall = Callable[[Environment, Sequence[torch.Tensor]], None]
 """Function of a group: reads the environment, removes values not needed later, adds results."""
 
 NO_WEIGHT: Final = 1 << 62  # larger than every value's number
-MAX_VALUE_BYTES: Final = 64 << 30  # of one intermediate value
-MAX_REMEMBERED: Final = 1 << 14  # calls on meta whose results are kept during a check
-MAX_CHECKS: Final = 1 << 16  # nodes times shapes in a registration's check, which takes seconds
+MAX_VALUE_BYTES: Final = 64 << 30  # maximum size of one intermediate value
+MAX_REMEMBERED: Final = 1 << 14  # maximum calls on meta whose results are kept during a check
+MAX_CHECKS: Final = 1 << 16  # maximum nodes times shapes in a registration's check; takes seconds
 
 
 def _bounded(compute: Callable[..., Any]) -> Callable[..., int]:
@@ -87,7 +87,7 @@ def resolve(target: str) -> Callable[..., Any]:
     """Return the callable of a node's target.
 
     Raises:
-        RegistrationRefused: it is not on the closed list, or this torch has no such overload.
+        RegistrationRefused: ``target`` is not on the closed list, or torch has no such overload.
     """
     namespace, name, overload = split_target(target)
     if namespace == "_operator":
@@ -122,7 +122,7 @@ def _signature(target: str, call: Any, node: Node) -> dict[str, tuple[Any, Any]]
 
 
 def check_kinds(graph: Graph) -> None:
-    """Refuse an argument of another kind than its operator's schema requires.
+    """Refuse an argument whose kind its operator's schema does not allow.
 
     Raises:
         RegistrationRefused: the error names node, argument and kind.
@@ -161,8 +161,8 @@ def mutations(graph: Graph) -> list[tuple[int, frozenset[int]]]:
         RegistrationRefused: this torch lacks an operator, or arguments do not fit their operator.
     """
     inputs = len(graph.inputs)
-    # Two numbers for each value, whatever it may alias. Sets would need memory for nodes times
-    # weights.
+    # Two numbers for each value: the inputs and the first weight that it may alias. Sets would need
+    # memory for nodes times weights.
     aliases = [
         (1 << value, NO_WEIGHT) if value < inputs else (0, value)
         for value in range(graph.first_node_value)
@@ -285,7 +285,7 @@ class CompiledGraph:
     def finish(
         self, environment: Environment, weights: Sequence[torch.Tensor]
     ) -> list[torch.Tensor]:
-        """Return the outputs, without copies: one may be an input or a weight itself."""
+        """Return the outputs without copies: an output may be an input or a weight itself."""
         first_weight = len(self._graph.inputs)
         return [
             weights[value - first_weight]
@@ -383,8 +383,8 @@ def _last_uses(graph: Graph) -> dict[int, int]:
 class RunMemory(NamedTuple):
     """Memory that one run needs, computed from extents."""
 
-    largest_bytes: int  # of the largest value
-    peak_bytes: int  # of all values that are alive at the same time
+    largest_bytes: int  # size of the largest value
+    peak_bytes: int  # size of all values alive at the same time
 
 
 class Checked(NamedTuple):
@@ -395,10 +395,10 @@ class Checked(NamedTuple):
 
 
 def check_shapes(graph: Graph, weights: Sequence[torch.Tensor]) -> Checked:
-    """Run the graph without data at all shapes that it admits, or at the ranges' ends if too many.
+    """Run the graph without data at all valid shapes, or at the ranges' ends if they are too many.
 
-    Integer arithmetic on extents can be right at the ends of a range and wrong within it. So at a
-    shape that is not checked here, the first run checks the contract of each call
+    Integer arithmetic on extents can be right at the ends of a range and wrong inside it. So if a
+    shape is not checked here, the first run with it checks the contract of each call
     (``behind_contract``).
 
     Raises:
@@ -437,8 +437,8 @@ class DryRun:
 
         Returns:
             An upper bound of the memory of the run's values. Values that share their argument's
-            memory are counted, too, unless the operator's schema declares the sharing. Kernels' own
-            workspaces are not counted.
+            memory are counted, too, unless the operator's schema declares the sharing. The
+            kernels' own temporary memory is not counted.
 
         Raises:
             RegistrationRefused: a call fails or breaks its operator's contract, a shape depends on

@@ -1,8 +1,8 @@
 """Checks of a graph manifest's numbers before any process relies on them. Pure, no torch.
 
 The builder of a client's program writes the manifest, and the program may have compromised the
-builder. Scheduler, memory daemon and workers rely on these numbers. So they must be as
-``partition.place`` makes them: tensors follow each other, and layers and groups cover all of them.
+builder. Scheduler, memory daemon and workers rely on the manifest. So its numbers must be those of
+``partition.place``: tensors follow each other, and layers and groups cover all of them.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from .bundle import MAX_NAME_CHARS, MAX_NODES, check_dtype_and_shape, is_name
 
 MAX_TEXT_CHARS: Final = 4096
 MAX_NOTES: Final = 64
-_NUMBERS: Final = ("largest_value_bytes", "intermediate_bytes")  # of ``Manifest.extra``
+_NUMBERS: Final = ("largest_value_bytes", "intermediate_bytes")  # keys of ``Manifest.extra``
 
 
 def check_claims(manifest: layout.Manifest) -> None:
@@ -87,7 +87,7 @@ def _check_texts(manifest: layout.Manifest) -> None:
 
 
 def check_tensors(tensors: Sequence[layout.TensorSpec], total_bytes: int) -> None:
-    """Refuse tensors with gaps, with wrong sizes for their shapes, or with bytes after the last.
+    """Refuse tensors with gaps or wrong sizes for their shapes, or bytes after the last tensor.
 
     Raises:
         RegistrationRefused: the error names the tensor.

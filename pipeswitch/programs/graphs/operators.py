@@ -11,7 +11,7 @@ The list does not contain:
   ``as_strided``, ``_reshape_alias`` and the unchecked ``_unsafe_*`` index operators could read
   another model's memory;
 - overlapping windows (``unfold``): some kernels assume usual strides, and omitted most of an
-  answer. Its copy (``unfold_copy``) is allowed, so only ``expand`` lets elements share memory;
+  answer. Its copy (``unfold_copy``) is allowed, so elements share memory only after ``expand``;
 - uninitialised memory (``empty``, ``new_empty``), which may contain another tenant's bytes;
 - random numbers: a repeated request must get the same bits;
 - ``embedding_bag``: its kernel does not check the offsets, which are data (fuzzing read freed
@@ -22,12 +22,12 @@ The list does not contain:
 
 Two groups of operators differ in the reason why their kernels are safe. Operators *checked by meta*
 use TensorIterator, a structured kernel or a view: their kernels are safe with all arguments that
-torch accepts on meta. The others index one argument by the extents of another, or use an
-enumeration without a check. Each of those has a contract in ``contracts``, and ``make fuzz`` calls
+torch accepts on meta. The other operators index one argument by the extents of another, or use an
+enumeration without a check. Each of them has a contract in ``contracts``, and ``make fuzz`` calls
 all of them with memory between unmapped pages.
 
-The division into fresh and may-alias is for ``graph.check_no_mutation``: can an in-place call
-change a weight or a request's input?
+Operators are also divided into those with fresh results and those whose results may alias an
+argument. ``graph.check_no_mutation`` uses this to detect writes to a weight or a request's input.
 """
 
 from __future__ import annotations
@@ -149,8 +149,8 @@ BY_CONTRACT: Final = frozenset(
 """Operators that have a contract."""
 
 ZEROED: Final = BY_CONTRACT - frozenset(_table(_WRITTEN_WHOLE))
-"""Operators whose results are zeroed first, because their kernels might not write all elements:
-unwritten ones must not contain another request's bytes. Kernels of the other operators use
+"""Operators whose results are zeroed first, because their kernels might not write all elements, and
+the rest must not contain another request's bytes. Kernels of the other operators use
 TensorIterator or are very common, and write whole results."""
 
 FRESH: Final = frozenset(_table(_POINTWISE + _FRESH + _FRESH_BY_CONTRACT))
@@ -190,7 +190,7 @@ def checked_by() -> str:
 
 
 def split_target(target: str) -> tuple[str, str, str]:
-    """Return the parts of a target: ``("aten", "add", "Tensor")`` of ``"aten.add.Tensor"``.
+    """Return the parts of a target: ``("aten", "add", "Tensor")`` for ``"aten.add.Tensor"``.
 
     Raises:
         RegistrationRefused: the name is not on the closed list.
@@ -199,7 +199,7 @@ def split_target(target: str) -> tuple[str, str, str]:
         return ("_operator", "getitem", "")
     if target.startswith("_operator.") and target[10:] in INTEGER_OPERATORS:
         return ("_operator", target[10:], "")
-    if target in TARGETS:  # ``bundle.decode_graph`` refuses these in other than derived graphs
+    if target in TARGETS:  # ``bundle.decode_graph`` accepts these only in derived graphs
         return (NAMESPACE, target.partition(".")[2], "")
     match = _ATEN.fullmatch(target)
     if match is None or match[2] not in OVERLOADS.get(match[1], ()):

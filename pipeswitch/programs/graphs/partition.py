@@ -13,7 +13,7 @@ from .bundle import Graph, weights_of_node
 
 @dataclass(frozen=True)
 class Layer:
-    """Consecutive nodes (or one submodule), and the weights that they are the first to use."""
+    """Consecutive nodes (or one submodule), and the weights that no earlier layer uses."""
 
     first_node: int
     end_node: int
@@ -22,7 +22,7 @@ class Layer:
 
 @dataclass(frozen=True)
 class UnplacedWeight:
-    """A weight without an offset yet."""
+    """A weight before it has an offset."""
 
     name: str
     dtype: str
@@ -62,7 +62,7 @@ def layers_of_graph(graph: Graph) -> list[Layer]:
 def default_plan(
     layers: Sequence[Layer], weights: Sequence[UnplacedWeight], bucket_bytes: int
 ) -> Plan:
-    """Return the plan without a profile; 0 means the default bucket size."""
+    """Return the plan without a profile; ``bucket_bytes`` 0 means the default size."""
     sizes = [sum(weights[index].size_bytes for index in layer.weights) for layer in layers]
     size = bucket_bytes or DEFAULT_BUCKET_BYTES
     return bucket(sizes, size, min(FIRST_BUCKET_BYTES, size))

@@ -1,9 +1,9 @@
 """Kinds of a graph's values and arguments, checked against the operators' schemas.
 
 Python's callables accept a number as the code of a dtype, a layout or a memory format. A graph may
-compute numbers from extents, so a number that is harmless at the checked shapes could be another
-dtype at other shapes. So here a value of such a kind must be a constant with the kind's own tag
-(``bundle.TAGS``). Kinds that are not in the table are refused.
+compute numbers from extents, so a number that is harmless at the checked shapes could mean another
+dtype at other shapes. So a dtype, layout or memory format must be a constant with the tag of its
+kind (``bundle.TAGS``). Kinds that are not in the table are refused.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def returned(schema: Any) -> str:
 
 
 def element(kind: str) -> str:
-    """Return the kind of a value's items; ``nothing``, which fits no argument, if it has none."""
+    """Return the kind of a value's items: ``nothing``, which fits no argument, if not a list."""
     return "Tensor" if kind == _SEVERAL else "nothing"
 
 
@@ -47,7 +47,7 @@ def fits(kind: str, argument: Any, kinds: list[str]) -> bool:
 
     Args:
         kind: the schema's kind, such as ``Optional[List[int]]``.
-        argument: in the bundle's form: a constant, a tagged constant, a reference, or a list.
+        argument: a constant, a tagged constant, a reference, or a list, as in the bundle.
         kinds: the kinds of earlier values, by number.
     """
     if kind.startswith("Optional["):
@@ -56,7 +56,7 @@ def fits(kind: str, argument: Any, kinds: list[str]) -> bool:
         inner = kind[5:-1]
         if isinstance(argument, list | tuple):
             return all(fits(inner, item, kinds) for item in argument)
-        return inner != "Tensor" and fits(inner, argument, kinds)  # one item counts for all axes
+        return inner != "Tensor" and fits(inner, argument, kinds)  # one item, for all axes
     if isinstance(argument, dict):
         return _is_reference(argument, kind, kinds) or _is_tagged(argument, kind)
     return type(argument) in _CONSTANTS.get(kind, ())  # a bool does not count as an integer

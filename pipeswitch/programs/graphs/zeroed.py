@@ -1,7 +1,7 @@
 """Zeroed memory for operators whose kernels might not write all of their results.
 
-A new tensor is uninitialised heap memory, which may contain bytes of another request. For the
-operators in ``operators.ZEROED``, torch zeroes it first. ADR 19 says why not for all operators.
+A new tensor is uninitialised heap memory, which may contain bytes of another request. Torch zeroes
+it first for the operators in ``operators.ZEROED``. ADR 19 says why not for all operators.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import torch
 
 log = logging.getLogger(__name__)
 
-SWITCH: Final = "FLAGS_caffe2_cpu_allocator_do_zero_fill"  # in libc10, for every cpu allocation
+SWITCH: Final = "FLAGS_caffe2_cpu_allocator_do_zero_fill"  # True: libc10 zeroes cpu memory
 
 
 def on_zeros(call: Callable[..., Any]) -> Callable[..., Any]:

@@ -17,7 +17,7 @@ from .layout import Manifest, ValueSpec
 from .signature import signature_text
 
 MAX_STEPS: Final = 16
-MAX_VALUES: Final = 64  # of inputs and of outputs: the most tensors that a message can have
+MAX_VALUES: Final = 64  # limit for inputs, and for outputs: maximum tensors of a message
 HINT: Final = "pipeswitch chain NAME encoder head:x=encoder.y --output label=head.label"
 
 _Name = Annotated[str, msgspec.Meta(min_length=1, max_length=128)]
@@ -45,13 +45,13 @@ class Chain(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     dims: tuple[Dim, ...] = ()
 
     def needed(self, number: int) -> set[str]:
-        """Return the sources that the answer and the steps from ``number`` on read."""
+        """Return the sources that are read by the answer or by a step from ``number`` on."""
         later = (step.inputs.values() for step in self.steps[number:])
         return set(self.returns.values()).union(*later)
 
     @property
     def manifest(self) -> Manifest:
-        """Return the manifest for admission: it has only the inputs of a request."""
+        """Manifest for admission: it has only the inputs of a request."""
         return Manifest(
             digest="",
             mode="graph",
@@ -170,8 +170,8 @@ class _Resolver:
     ) -> Extent:
         """Return a model's extent in the chain's dimensions.
 
-        A dimension becomes a new one of the chain if it is unbound, or if it is bound to a computed
-        extent and a request sends the input.
+        A dimension becomes a new dimension of the chain if it is unbound, or if it is bound to a
+        computed extent and a request sends the input.
         """
         if isinstance(extent, Expr):
             parts = [self._extent(one, bound, ranges, step) for one in extent.args]

@@ -27,9 +27,9 @@ MAX_EXTENT: Final = 1 << 24  # a minute of sound has 2**22 samples
 MAX_EXPR_NODES: Final = 64  # forty convolutions in a row need fewer
 MAX_EXPR_DEPTH: Final = 24
 MAX_NUMBER: Final = 1 << 62  # absolute value of any intermediate number
-MAX_ELEMENTS: Final = 1 << 40  # of one tensor
+MAX_ELEMENTS: Final = 1 << 40  # maximum elements of one tensor
 MAX_PARTS: Final = 1024  # nodes of all inputs' and outputs' extents: each request computes them
-TYPICAL_EXTENT: Final = 128  # of random inputs, if the range admits it
+TYPICAL_EXTENT: Final = 128  # extent of random inputs, if the range admits it
 
 Values = Mapping[str, int]
 """Size of each open dimension in one request."""

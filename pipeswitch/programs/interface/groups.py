@@ -71,7 +71,7 @@ def regrouped(manifest: Manifest, plan: Plan) -> Manifest:
 
 
 def plan_in_force(manifest: Manifest) -> Plan:
-    """Return the plan of the manifest's groups: the first layer of each."""
+    """Return the plan of the manifest's groups: the first layer of each group."""
     starts = {layer.first_node: i for i, layer in reversed(list(enumerate(manifest.layers)))}
     return tuple(starts[group.first_node] for group in manifest.groups)
 

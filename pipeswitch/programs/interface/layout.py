@@ -16,7 +16,7 @@ import msgspec
 from .dims import Dim, Shape, Values, batch_range, shape_at
 from .packing import Precision
 
-MAX_JOINED_BYTES: Final = 512 << 20  # inputs of one batch of padded requests; a worker copies them
+MAX_JOINED_BYTES: Final = 512 << 20  # maximum inputs of a padded batch; a worker copies them
 BUNDLE_FILE: Final = "program.bundle"  # in the folder of a program in graph mode
 TENSOR_ALIGN_BYTES: Final = 512  # as in torch's caching allocator, so all kernels accept it
 REGION_ALIGN_BYTES: Final = 2 << 20
@@ -95,9 +95,9 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 
     digest: str  # sha256 hex over graph, weights and signature; identifies the program
     mode: Literal["graph", "module"]
-    mode_reason: str  # why module mode, or empty
+    mode_reason: str  # reason for module mode; empty: graph mode
     source: str  # as registered: "torchvision:resnet152", "pkg.mod:factory", "bundle"
-    total_bytes: int  # of the region, before rounding to REGION_ALIGN_BYTES
+    total_bytes: int  # size of the region, before rounding to REGION_ALIGN_BYTES
     tensors: tuple[TensorSpec, ...]
     groups: tuple[GroupSpec, ...]  # from the build; ``groups.regrouped`` makes others from a plan
     inputs: tuple[ValueSpec, ...]  # in call order
@@ -107,10 +107,10 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     returns: Any = None  # tree of the outputs' nesting; None: unknown, or a single tensor
     triggers: tuple[str, ...] = ()  # module mode: the submodule whose pre-hook opens group i
     layers: tuple[LayerSpec, ...] = ()  # empty in manifests of older releases
-    weights_sha256: str = ""  # of the region's image, checked when it is loaded into the host store
+    weights_sha256: str = ""  # hash of the region's image, checked when the host store loads it
     head_sha256: str = ""  # digest of the bundle's head with the graph; empty: older release
     batching: Batching | None = None  # None: each request runs alone
-    precision: Precision | None = None  # of a derived form, whose tensors these are; None: exact
+    precision: Precision | None = None  # of a derived program, which has these tensors; None: exact
     extra: dict[str, Any] = {}
 
     @property
@@ -120,12 +120,12 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 
     @property
     def program(self) -> str:
-        """Digest that is equal on all machines; ``digest`` of a derived form differs by machine."""
+        """Digest that is equal on all machines, unlike the ``digest`` of a derived program."""
         return str(self.extra.get("program", self.digest))
 
     @property
     def plain_weights(self) -> dict[str, tuple[str, tuple[int, ...]]]:
-        """Dtype and shape of each weight in the plain program, also if this is a derived form."""
+        """Dtype and shape of each weight in the plain program, also if this program is derived."""
         if self.precision is None:
             return {spec.name: (spec.dtype, spec.shape) for spec in self.tensors}
         return {name: (dtype, tuple(shape)) for name, dtype, shape in self.precision.weights}

@@ -15,14 +15,14 @@ Given = Mapping[str, tuple[str, tuple[int, ...]]]
 ALL_PARTS: Final = "*"  # label of all parts of a job together
 WRAPPER: Final = "model."  # prefix of the names in a program from an ``hf:`` source
 AVERAGED: Final = "module."  # prefix of the names in ``torch.optim.swa_utils.AveragedModel``
-_CONSTANT: Final = re.compile(r"(.*\.)?_?(lifted_tensor|tensor_constant)_?\d+")  # in a graph
+_CONSTANT: Final = re.compile(r"(.*\.)?_?(lifted_tensor|tensor_constant)_?\d+")  # constant's name
 _MAX_SHOWN: Final = 8
 
 
 def match(weights: Given, own: Given, part: str = "") -> dict[str, str]:
-    """Return the job's tensor name for each of the program's weights, without its constants.
+    """Return the job's tensor name for each weight of the program, except its constants.
 
-    The job may have more tensors than the program: those that only training uses.
+    The job may have more tensors than the program, such as tensors that only training uses.
 
     Args:
         weights: the program's weights.
@@ -61,7 +61,7 @@ def match(weights: Given, own: Given, part: str = "") -> dict[str, str]:
 
 
 def _readings(own_weights: Given, parts: Iterable[str]) -> Iterator[tuple[str, dict[str, str]]]:
-    """Yield (part, mapping) with mappings of names that the program may use to the job's names."""
+    """Yield (part, names) for each way to read the job's names: program's name -> job's name."""
     for part in parts:
         named = {
             name.partition(".")[2]: name for name in own_weights if name.startswith(f"{part}.")

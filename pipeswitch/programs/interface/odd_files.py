@@ -11,7 +11,7 @@ from ...base.errors import RegistrationRefused
 
 AGAIN: Final = "copy or download the file again"
 _LENGTH_BYTES: Final = 8  # a safetensors file begins with its header's length
-_MAX_HEADER_BYTES: Final = 100 << 20  # of the safetensors format
+_MAX_HEADER_BYTES: Final = 100 << 20  # limit of the safetensors format
 _BEGINNINGS: Final = (
     (
         b"version https://git-lfs",

@@ -24,32 +24,32 @@ TARGETS: Final = frozenset({LINEAR, LINEAR_ADD, LINEAR_INT8, CONVOLUTION, CONVOL
 PRECISIONS: Final = ("exact", "fast", "bf16", "int8")
 HALF: Final = ("bf16", "int8")  # precisions whose products are computed in bfloat16
 Half = Literal["packed", "plain", ""]  # how bfloat16 products are computed; "": there are none
-DERIVED_FILE: Final = "derived.bundle"  # in a program's folder, beside the plain bundle
+DERIVED_FILE: Final = "derived.bundle"  # in a program's folder, next to the plain bundle
 
 
 class PackedLayout(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Layout of a packed weight's bytes."""
 
     dtype: str
-    shape: tuple[int, ...]  # of the weight in the module
-    description: bytes  # the kernel library's own, opaque
+    shape: tuple[int, ...]  # shape of the weight in the module
+    description: bytes  # the kernel library's own description, opaque
     input_shape: tuple[int, ...] = ()  # input of the convolution for which the layout was chosen
 
 
 class Precision(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A derived form of a program, and its comparison with the plain program on this machine."""
+    """Precision of a derived program, and its comparison with the plain one on this machine."""
 
     name: Literal["fast", "bf16", "int8"]
-    fingerprint: str  # of the machines whose kernels can read this form
+    fingerprint: str  # equal on all machines whose kernels can read the weights
     plain_ms: float  # processor time of one run of the plain program, on the example
-    ms: float  # processor time of one run of this form
+    ms: float  # processor time of one run of the derived program
     plain_bytes: int
     max_error: float  # largest difference between outputs, relative to the largest output
     mean_error: float
     agreement: float  # share of rows with the same most likely class or next token, 0 to 1
     is_batch_invariant: bool | None = None
-    """Whether each row of a batch has the bits of the row alone; None: no batch dimension."""
-    weights: tuple[tuple[str, str, tuple[int, ...]], ...] = ()  # of the plain program
+    """Whether a batch's rows have the bits of rows computed alone; None: no batch dimension."""
+    weights: tuple[tuple[str, str, tuple[int, ...]], ...] = ()  # weights of the plain program
     packed_count: int  # calls that read packed weights
     plain_count: int  # calls that could read packed weights but are faster without
 

@@ -17,7 +17,7 @@ MAX_RANDOM_INTEGER = 100  # a valid index into almost every embedding
 def random_value(spec: ValueSpec, values: Values, seed: int = 0) -> NDArray[np.generic]:
     """Return a random value of ``spec`` at these dimensions; equal seeds give equal values.
 
-    Integers are 0 to 100, so that they are valid indices of embeddings. Masks are 0 and 1. numpy
+    Integers are 0 to 100: valid indices of most embeddings. A mask is 1, and 0 at its end. numpy
     has no bfloat16, so such values are returned as uint16: the upper halves of float32 values.
     """
     generator = np.random.default_rng([seed, *spec.name.encode()])

@@ -1,7 +1,7 @@
 """Execution of a program, group by group, in workers and in the build's verification.
 
-A program is bound to a region once, and workers cache the result. So a switch costs nothing here:
-the argument tuples of the groups already refer to the region.
+A program is bound to a region once, and workers cache the bound program. So a switch costs nothing
+here: the argument tuples of the groups already refer to the region.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ class PackedKernels(Protocol):
         """
 
     def wrap(self, data: torch.Tensor, layout: packing.PackedLayout) -> torch.Tensor:
-        """Return packed bytes as a weight, without a copy; the bytes must outlive the weight."""
+        """Return packed bytes as a weight, without copying; the bytes must outlive the weight."""
 
     def half(self) -> packing.Half:
         """Return how products in bfloat16 are computed."""
@@ -87,7 +87,7 @@ class PackedKernels(Protocol):
 def _check_packed(
     graph: Graph, kernels: PackedKernels | None, sizes_bytes: Mapping[str, int]
 ) -> None:
-    """Refuse packed weights whose layout differs from the one that these kernels make.
+    """Refuse packed weights whose layout differs from the layout that these kernels make.
 
     Kernels do not check a layout, and a compromised builder may have written it. So each layout is
     computed again, from a weight of zeros.
@@ -129,7 +129,7 @@ def fitting(call: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
             (w for w in rest if getattr(w, "layout", torch.strided) is not torch.strided), None
         )
         if weight is None:
-            return call(x, *rest)  # the weight is int8, whose kernel checks all extents
+            return call(x, *rest)  # an int8 weight's kernel checks all extents
         if x.dtype is not weight.dtype:
             raise BrokenContract(f"input is {x.dtype}, the packed weight {weight.dtype}")
         is_linear = weight.dim() == 2
@@ -202,7 +202,7 @@ class GraphProgram:
         return self._is_whole or _key(self._values(shapes)) in self._tried
 
     def asking(self) -> Sequence[GroupCall]:
-        """Return the groups for untried shapes, in which each call checks its contract first."""
+        """Return the groups' calls for untried shapes: each operator checks its contract first."""
         if self._asking is None:
             self._asking = CompiledGraph(
                 self.graph, self._spans, self._device, self._look_up_asking
@@ -210,7 +210,7 @@ class GraphProgram:
         return self._asking.calls
 
     def returned(self, inputs: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor]) -> None:
-        """Record that a run with these shapes succeeded; later runs with them skip the contracts.
+        """Record that a run with these shapes succeeded; later such runs skip the contracts.
 
         Raises:
             InvalidInput: the outputs do not match the signature.
@@ -232,7 +232,7 @@ class GraphProgram:
         self._tried.add(_key(values))
 
     def _values(self, shapes: Shapes) -> Values:
-        """Return the dimensions' sizes; raise InvalidInput if shapes do not fit the signature."""
+        """Return the dimensions' sizes; raise InvalidInput if ``shapes`` violate the signature."""
         values = values_of((spec.shape for spec in self.manifest.inputs), shapes)
         if values is None:
             raise InvalidInput(f"the inputs' shapes {list(shapes)} are not of the signature")
@@ -249,7 +249,7 @@ def _shapes(inputs: Sequence[torch.Tensor]) -> Shapes:
 
 
 class BoundGraph:
-    """A graph program over one region; CUDA graph capture calls the steps of ``run`` one by one."""
+    """A graph program over one region. CUDA graph capture calls the steps of ``run`` separately."""
 
     def __init__(self, program: GraphProgram, weights: Sequence[torch.Tensor]) -> None:
         self.manifest = program.manifest
@@ -395,7 +395,7 @@ class ModuleProgram:
                 vars(owner)[attribute] = _Awaited(attributes, known, self._open)
 
     def bind(self, tensor_for: TensorFor) -> BoundModule:
-        """Make parameters over one region; a run puts them into the module."""
+        """Create parameters over one region; each run sets them in the module."""
         tensors = {spec.name: tensor_for(spec) for spec in self.manifest.tensors}
         return BoundModule(self, tensors)
 
@@ -437,7 +437,7 @@ class ModuleProgram:
         return outputs
 
     def _in_order(self, outputs: Mapping[str, torch.Tensor]) -> list[torch.Tensor]:
-        """Return the outputs in declared order; another path may return other keys or order."""
+        """Return the outputs in declared order; other paths may return other keys or orders."""
         declared = [value.name for value in self.manifest.outputs]
         if set(declared) != outputs.keys():
             raise ValueError(f"it returned {', '.join(outputs)} instead of {', '.join(declared)}")

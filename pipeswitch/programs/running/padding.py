@@ -8,13 +8,13 @@ import torch
 
 
 def padded_shape(parts: Sequence[torch.Tensor]) -> tuple[int, ...]:
-    """Return the smallest shape for the rows of all parts, one after the other."""
+    """Return the smallest shape that holds the rows of all parts, one part after the other."""
     extents = (max(sizes) for sizes in zip(*(part.shape[1:] for part in parts), strict=True))
     return (sum(part.shape[0] for part in parts), *extents)
 
 
 def padded(parts: Sequence[torch.Tensor], out: torch.Tensor | None = None) -> torch.Tensor:
-    """Return the padded rows of all parts, in ``out`` (of ``padded_shape``) if it is given."""
+    """Return the rows of all parts, padded; written to ``out`` (of ``padded_shape``) if given."""
     if out is None:
         out = parts[0].new_empty(padded_shape(parts))
     counts = [part.shape[0] for part in parts]

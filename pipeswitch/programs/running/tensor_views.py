@@ -19,7 +19,7 @@ def bytes_over(
     offset_bytes: int = 0,
     size_bytes: int = -1,
 ) -> torch.UntypedStorage:
-    """Return a host buffer, or a part of it, as a storage, which keeps the buffer alive.
+    """Return a host buffer, or a part of it, as a storage; the storage keeps the buffer alive.
 
     Mappings of a model's weights are read-only, so that no worker can write to them. Programs that
     write to weights are refused at registration. So torch's warning about such mappings is ignored.

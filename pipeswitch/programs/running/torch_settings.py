@@ -1,7 +1,7 @@
 """Torch's process-wide settings, kept apart so that one model's code cannot change another's.
 
-In module mode an operator's code runs in a worker that also computes other models. If it changed a
-setting (default dtype, matmul precision, autocast) for good, their outputs would change.
+In module mode an operator's code runs in a worker that also computes other models. A lasting change
+of a setting (default dtype, matmul precision, autocast) would change the other models' outputs.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def _set_default_device(device: torch.device) -> None:
 def _matmul_precision() -> str:
     try:
         return torch.get_float32_matmul_precision()
-    except RuntimeError:  # set by the ``fp32_precision`` of backends, which ``_settings`` restores
+    except RuntimeError:  # backends' ``fp32_precision`` was set; ``_settings`` restores it
         return _MIXED
 
 
@@ -101,14 +101,14 @@ class TorchSettings:
         return cls(tuple(get() for get, _ in _settings()))
 
     def apply(self) -> None:
-        """Set each setting that has another value now."""
+        """Set each setting whose present value differs."""
         for (get, set_), value in zip(_settings(), self.values, strict=True):
             if get() != value:
                 set_(value)
 
     @contextlib.contextmanager
     def inside(self) -> Iterator[None]:
-        """Apply these settings for the block, and restore the former ones after it."""
+        """Apply these settings inside the block, and restore the former settings after it."""
         before = TorchSettings.now()
         self.apply()
         try:

@@ -1,8 +1,8 @@
 """Modules without data, and their loose tensors: plain attributes such as anchors and tables.
 
 A module that is constructed on meta has no data for loose tensors. So in module mode they are
-tensors of the program, like its weights. No hook can detect when one is read. So they belong to the
-first group, which is on the device before the module runs.
+tensors of the program, like its weights. No hook can detect when a loose tensor is read. So loose
+tensors belong to the first group, which is on the device before the module runs.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def without_data(construct: Callable[[], nn.Module]) -> nn.Module:
     meta. It runs on the host, and its tensors are moved to meta afterwards.
 
     Raises:
-        Exception: the constructor's own, from its run on the host.
+        Exception: the constructor's own exception, from its run on the host.
     """
     try:
         with torch.device("meta"):
