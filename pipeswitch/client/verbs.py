@@ -38,6 +38,7 @@ REACHES: Final[Mapping[str, Reach]] = {
 }
 """Other verbs work in a cluster only if ``ClusterVerbs`` has a ``_do_`` method for them."""
 
+SAFE_JOB_ACTIONS: Final = frozenset({"show", "wait", "logs", "history", "export", "state"})  # reads
 PING_TIMEOUT_S: Final = 5.0  # a healthy server answers in ms, and waits 1 s for a silent process
 
 Progress = Callable[[str, float], None]
@@ -166,7 +167,7 @@ class Verbs:
 
     def job(self, /, name: str, action: str, **fields: Any) -> dict[str, Any]:
         """Perform an action on a job (``to`` is the target of a move)."""
-        is_safe = action in ("show", "wait", "logs", "history", "export", "state")
+        is_safe = action in SAFE_JOB_ACTIONS
         return self._ask("job", body={"name": name, "action": action, **fields}, is_safe=is_safe)
 
     # ---- the server ----------------------------------------------------------------------------

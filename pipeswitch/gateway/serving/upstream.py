@@ -13,6 +13,7 @@ from ...base.errors import PipeSwitchError, ServerUnavailable
 from ...client.calls import Call, FinalReply
 from ...client.generation import GenerateRequest
 from ...client.looped import LoopConnection
+from ...client.verbs import SAFE_JOB_ACTIONS
 from ...wire.frames import CHUNK_BYTES
 from ...wire.request_timing import RequestTiming
 from .nodes import NodeConnections
@@ -109,7 +110,7 @@ class Upstream:
     async def job(self, name: str, action: str, **fields: Any) -> dict[str, Any]:
         """Perform one action on a job, like ``Client.job``."""
         body = {"name": name, "action": action, **fields}
-        return await self.ask("job", body=body, is_safe=action in ("show", "logs"))
+        return await self.ask("job", body=body, is_safe=action in SAFE_JOB_ACTIONS)
 
     async def upload(self, data: memoryview, kind: str, tenant: str) -> str:
         """Send a tenant's file to the server in chunks; return its source for ``register``."""
