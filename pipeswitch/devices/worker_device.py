@@ -226,7 +226,7 @@ class WorkerDevice(Signals):
         """Block until all work of this process has run, on any stream. Any thread may call this."""
 
     def pacer(self) -> Callable[[], None] | None:
-        """Return a function that a script calls at gate points to bound its queued work, or None."""
+        """Return a function that a script calls at gate points to limit its queue, or None."""
         return None
 
     def is_lost(self, error: BaseException) -> bool:

@@ -331,7 +331,7 @@ class _Flight:
 
 
 def chunks(group: GroupCopy) -> Iterator[tuple[int, int]]:
-    """Yield (offset in the group, bytes) of each copy; no copy crosses a pinned piece's boundary."""
+    """Yield (offset in the group, bytes) of each copy. No copy crosses a pinned piece's end."""
     done = 0
     while done < group.size_bytes:
         source = group.store_offset_bytes + done
