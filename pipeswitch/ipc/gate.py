@@ -138,7 +138,7 @@ class Gate:
             self._unwind()
 
     def _answer(self, where: Where) -> Callable[[], None] | None:
-        """Answer a stop and take the device; or return a function to call first without the lock."""
+        """Answer a stop and take the device; or return a function to call first, without lock."""
         with self._changed:
             if self._state is GateState.STOPPING and not self.waits_for_boundary:
                 self._acknowledge(where, GateState.PARKED)
@@ -173,7 +173,7 @@ class Gate:
             self.after_boundary()
 
     def pause(self, timeout_s: float) -> None:
-        """While away, wait up to ``timeout_s`` or until the turn is given up: others compute."""
+        """If away, wait for up to ``timeout_s``, or until the turn is given up: others compute."""
         with self._changed:
             if self._state is GateState.AWAY and not self.is_evicting:
                 self.on_back(self._turn, True)
