@@ -52,8 +52,8 @@ LIBRARIES: Final = {
 OFFLOADS: Final = ("auto", "all", "conv", "none")
 
 device: str  # device for the model: "cpu", "cuda:0"
-step: int  # finished bodies over all epochs and loops; survives preemption and restarts
-step_in_epoch: int  # finished bodies of this loop, for gradient accumulation
+step: int  # number of finished steps of all loops; survives preemption and restarts
+step_in_epoch: int  # number of finished steps of this loop, for gradient accumulation
 
 
 class InexactResumeWarning(UserWarning):
@@ -182,7 +182,7 @@ def trainer(trainer: _Trainer) -> _Trainer:
 
 
 def shared(loader: Any, name: str = "input", *, seed: int = 0) -> Iterable[Any]:
-    """Return ``loader`` for several jobs: batches that one job has loaded lie in shared memory.
+    """Return a loader that several jobs share: each batch is loaded once, into shared memory.
 
     Jobs with the same ``pipeswitch train --share GROUP`` share batches. Each job gets the batches
     that it would get alone or outside a server. Draws of sampler and dataset from the global
@@ -253,7 +253,7 @@ def script_level() -> int:
 
 
 def warn_if_not_finite(name: str, value: float, at_step: int) -> bool:
-    """Warn about a NaN or infinite ``value``; return True if it is one."""
+    """Warn if ``value`` is NaN or infinite; return True if a warning was due."""
     if math.isfinite(value):
         return False
     warnings.warn(

@@ -24,7 +24,7 @@ from .policies import policy_call
 
 log = logging.getLogger(__name__)
 
-LOOKS: Final = 10  # number of checks in a row without an iteration
+LOOKS: Final = 10  # a loop hangs if this many checks in a row find no new iteration
 TELL_WAIT_S: Final = 1.0
 EXIT_HUNG: Final = os.EX_SOFTWARE
 
@@ -102,7 +102,7 @@ class LoopWatchdog:
     Args:
         limit_s: maximum time of an iteration; 0: no limit.
         streams: descriptors that get the stacks of all threads.
-        end: called on the watchdog's thread to end the process; it must not return there.
+        end: called on the watchdog's thread to end the process; it must not return.
     """
 
     def __init__(
