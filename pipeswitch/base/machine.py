@@ -21,9 +21,9 @@ MEMBERSHIP: Final = Path("/proc/self/cgroup")
 
 
 M_ARENA_MAX: Final = -8  # parameter of glibc's mallopt
-RETURN_BYTES: Final = 8 << 20  # growth of private memory, since the start, that is returned
+RETURN_BYTES: Final = 8 << 20  # growth of private memory since the start after which it is returned
 RETURN_S: Final = 2.0
-RETURN_MAX_S: Final = 30.0  # longest interval of attempts, after some that gained little
+RETURN_MAX_S: Final = 30.0  # longest interval between attempts, if these gain little
 
 
 class FreedMemory:
