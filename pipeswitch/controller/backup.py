@@ -87,7 +87,7 @@ def _copy(root: Path, target: Path) -> None:
     for folder in FOLDERS:
         for old in (target / folder).glob("*~*"):
             old.unlink()
-        for place, below, names in os.walk(root / folder):  # yields the top folder first
+        for place, below, names in os.walk(root / folder):  # the top folder, with entries, is first
             below[:] = [name for name in below if not name.startswith(".")]
             there = target / Path(place).relative_to(root)
             there.mkdir(mode=0o700, parents=True, exist_ok=True)

@@ -36,7 +36,7 @@ log = logging.getLogger(__name__)
 class ServerContext:
     """Parts of the server that all devices share."""
 
-    sizes: ResourceLimits  # of device 0; only fields that are equal on all devices are read
+    sizes: ResourceLimits  # device 0's; only fields that are equal on all devices are read
     places: StateDir
     memory: ServerMemory
     shares: Sequence[DeviceShare]  # by device index
@@ -124,7 +124,7 @@ class DeviceEffects:
         return [self._memory.commits[command.commits_of]]
 
     def _memory_for(self, message: worker_msg.BindTenant) -> list[int]:
-        """Return the files that a tenant's worker maps: pool, arena and, for code, the slices."""
+        """Return the files that a tenant's worker maps; if it runs code, also training slices."""
         pool, arena = self._memory.pool_of(message.tenant), self._share.arena_of(message.tenant)[1]
         return [pool, arena, *(self._share.arena if message.is_code else ())]
 

@@ -46,13 +46,13 @@ FIELDS: Final[Mapping[str, Mapping[str, type]]] = {
         "devices": list,
         "defaults": list,
     },
-    "hold": {"why": str},  # by name of a job that stays paused until its user resumes it
-    "placed": {"device": str, "is_sent": bool},  # by job name: the device that its user chose
-    # by model name; each share is [version, percent], for a version that is not the served one
+    "hold": {"why": str},  # for a job that stays paused until its user resumes it
+    "placed": {"device": str, "is_sent": bool},  # for a job; the device that its user chose
+    # for a model; each share is [version, percent], for a version that is not the served one
     "serving": {"version": int, "last": int, "spec_digest": str, "shares": list},
     "chain": {"spec": bytes, "tenant": str},
     "alias": {"model": str},  # name of the model that the alias stands for
-    "ended": {"record": dict},  # by job name: the job's settings, and how it ended
+    "ended": {"record": dict},  # for a job; its settings, and how it ended
 }
 """Kind of an entry -> its required fields besides the name. Each kind is a table."""
 

@@ -110,7 +110,7 @@ class StateDir:
         return opened
 
     def take_away(self, digests: Collection[str]) -> list[Path]:
-        """Rename all programs but ``digests``; return the new paths, which the caller removes.
+        """Rename programs not in ``digests``; return the new paths, which the caller removes.
 
         Call this only while no builder runs: it may rely on a program that is already there.
         """

@@ -42,7 +42,7 @@ NEEDS: Final = {
 }  # protocol -> the modules that it needs
 BACKLOG: Final = 512
 LIVED_BACKOFFS: Final = 5.0  # a gateway that lived this many backoffs is restarted at once
-MAX_AGAIN_S: Final = 60.0  # maximum pause; it doubles after each start that fails early
+MAX_AGAIN_S: Final = 60.0  # maximum pause before a restart; it doubles after each early death
 FORMER_WAIT_S: Final = 5.0
 STOP_WAIT_S: Final = 3.0
 LOCK_FILE: Final = "gateway.lock"
@@ -100,12 +100,12 @@ class Gateway:
 
         Raises:
             PipeSwitchError: an address cannot be bound, for example because it is in use.
-            ConfigError: modules are missing, a former gateway does not exit, or as ``check_doors``.
+            ConfigError: modules are missing, a former gateway stays, or ``check_doors`` raises.
         """
         addresses = check_doors(self._config)
         if any(address not in ("auto", "off") for address in addresses.values()):
             self._unnamed = [name for name, address in addresses.items() if address == "auto"]
-            addresses |= dict.fromkeys(self._unnamed, "off")  # no default ports beside a named one
+            addresses |= dict.fromkeys(self._unnamed, "off")  # an address is named: open no default
         is_off = all(address == "off" for address in addresses.values())
         if not is_off:
             owner_token(self._token_path)
@@ -133,7 +133,7 @@ class Gateway:
         return {"http": self.addresses[0], "token_file": str(self._token_path)}
 
     def _bind(self, name: str, address: str) -> None:
-        """Bind a protocol's address. If the default is in use, bind a free port; else warn."""
+        """Bind a protocol's address. A default may become another port, or only a warning."""
         is_default = address == "auto"
         host, port = _parsed(DEFAULTS[name] if is_default else address)
         lacks = [module for module in NEEDS[name] if not _is_installed(module)]

@@ -228,7 +228,7 @@ class JournalFile:
             log.warning("journal=%s slow disk: an entry took %.0f ms", self._path, took_ms)
 
     def owe(self, entry: Entry) -> None:
-        """Keep an entry that the disk refused in memory, because its change stands all the same.
+        """Keep in memory an entry that the disk refused; its change stands all the same.
 
         The next ``append`` writes it. A server that starts before that does not know the change.
         """

@@ -267,8 +267,8 @@ class Processes:
         except ProcessLookupError:
             pass  # it was reaped; its exit follows
         except OSError as error:
-            # No descriptor is left for a pidfd, so kill the child now, by its pid. The child is
-            # hardly reaped yet: the fork server reports its exit after this message.
+            # No descriptor is left for a pidfd, so kill the child now, by its pid. The pid is most
+            # likely still valid, because the fork server reports an exit after this message.
             log.error("child=%s cannot be watched, killing it: %s", child.name, error)
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)

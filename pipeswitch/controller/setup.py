@@ -26,7 +26,7 @@ from .server_memory import ResourceLimits
 log = logging.getLogger(__name__)
 
 FENCE_COUNT: Final = 16384  # the fences take 64 KiB of a 2 MiB region
-MAX_BUILDS: Final = 2  # at once; with two, an endless build does not block other clients
+MAX_BUILDS: Final = 2  # concurrent builds: an endless build does not block other clients
 
 
 def sizes_of(config: Config, devices: Sequence[ChosenDevice]) -> list[ResourceLimits]:
