@@ -63,7 +63,7 @@ class Signals:
         Args:
             fences_descriptor: a file that begins with the fences.
             doorbell: this worker's own eventfd; must outlive this object.
-            doorbells: all workers' doorbells by slot, then the memory daemon's; must outlive it.
+            doorbells: all workers' doorbells by slot, then the daemon's; must outlive this object.
         """
         self.control_page = Board(control_page)
         self._doorbell, self._bells = doorbell, tuple(doorbells)
@@ -138,7 +138,7 @@ class WorkerDevice(Signals):
     def show_landing(self, offset_bytes: int, size_bytes: int) -> None:
         """Open a group of a streamed model, wherever it is in the region.
 
-        The group begins at a unit, and the daemon has zeroed the rest of its last unit.
+        The group begins at a unit of 2 MiB, and the daemon has zeroed the rest of its last unit.
         """
 
     def leave(self) -> None:
@@ -148,7 +148,7 @@ class WorkerDevice(Signals):
         """Prepare the request pool: pin it on cuda, close it to kernels on cpu."""
 
     def map_inputs(self, slabs: tuple[tuple[int, int], ...], *, writable: bool) -> None:
-        """Allow kernels only these ranges of the pool; each is (start, end) in bytes."""
+        """Open only these ranges of the pool to kernels; each is (start, end) in bytes."""
 
     def unmap_inputs(self) -> None:
         """Close all slabs to kernels."""
@@ -234,7 +234,7 @@ class WorkerDevice(Signals):
         return False
 
     def fault(self) -> PipeSwitchError | None:
-        """Return the error of the task that broke the device if a retry fails too, else None."""
+        """Return the error of a task that broke the device if a retry would fail too, else None."""
         return None
 
     def close(self) -> None:

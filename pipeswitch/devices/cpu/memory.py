@@ -181,7 +181,7 @@ class CpuDeviceMemory(DeviceMemory):
                 if job.cancelled.is_set():
                     break  # perhaps in the middle of this group, so do not set its fence
                 reach("daemon.transmit.group")
-                ends_at_ms.append(now_ms())  # read before a woken worker takes this core
+                ends_at_ms.append(now_ms())  # before a woken worker takes this core
                 self._models.signal_fence(order.tenant, group.fence, order.op_id & FENCE_MASK)
                 self._ring_all()
         except Exception:

@@ -72,7 +72,7 @@ class Guarded:
 
 
 class ProtectedMapping:
-    """Hidden read-only mapping of a memfd. Open are one range, or several of a streamed model.
+    """Hidden read-only mapping of a memfd, with one open range, or several of a streamed model.
 
     Each page is mapped once. An open page is at its offset from ``address``. A closed page is at
     the same offset of a hidden mapping, whose address is random. Opening and closing move page

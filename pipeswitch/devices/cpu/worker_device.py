@@ -93,7 +93,7 @@ class CpuWorkerDevice(WorkerDevice):
         self._window.populate(offset_bytes, size_bytes)
 
     def enter(self, offset_bytes: int, size_bytes: int, last_fence: int, op_id: int) -> None:
-        """Close the previous region, unless ``offset_bytes``, size and ``op_id`` are the same.
+        """Select a region; close the previous one if place, size or operation id differ.
 
         Raises:
             RemoteProtocolError: the region is outside of the arena.

@@ -51,7 +51,7 @@ class GraphBudget:
             self.remove(oldest)
 
     def touch(self, key: tuple[int, Shapes]) -> None:
-        """Mark these shapes as the last used."""
+        """Mark these shapes as the most recently used."""
         self._held.move_to_end(key)
 
     def remove(self, key: tuple[int, Shapes]) -> None:
@@ -93,7 +93,7 @@ class DeviceProgram:
         self.is_replaying = False
 
     def run(self, inputs: Sequence[torch.Tensor], before_group: BeforeGroup) -> list[torch.Tensor]:
-        """Implement ``BoundProgram.run``; return when all work is enqueued, before it has run.
+        """Implement ``BoundProgram.run``; return when all work is enqueued, not when it has run.
 
         The inputs must stay unchanged until it has run. The next replay overwrites the outputs.
 

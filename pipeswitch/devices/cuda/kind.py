@@ -178,7 +178,7 @@ def arena_size(wish: SizeSpec, free_bytes: int) -> int:
 def private_size(free_bytes: int, arena_bytes: int) -> int:
     """Return the bytes that one worker may allocate outside of the arena and the slice.
 
-    Each worker may use all free bytes: only the computing one and a suspended job need many.
+    Each worker may use all of them: only the computing worker and a suspended job need many.
     """
     return max(GIB // 2, free_bytes - arena_bytes) // UNIT_BYTES * UNIT_BYTES
 

@@ -326,7 +326,7 @@ class _Flight:
         memory._cuda.wait(mark.event)
         self._bytes -= mark.size_bytes
         if mark.fence >= 0:
-            self.ends_at_ms.append(now_ms())  # read before a woken worker takes this core
+            self.ends_at_ms.append(now_ms())  # before a woken worker takes this core
             memory._landed(mark.fence, self._value)
 
 

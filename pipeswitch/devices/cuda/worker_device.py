@@ -28,9 +28,9 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-LOOKS_PER_GROUP: Final = 8  # a group is this many gate points; ResNet-50 has about 30 in a step
+LOOKS_PER_GROUP: Final = 8  # gate points of a group; a step of ResNet-50 has about 30 groups
 GROUPS_AHEAD: Final = 2
-ENDING_S: Final = 5.0  # limit for the queue to run empty; it hangs on a fence that is never set
+ENDING_S: Final = 5.0  # limit for queued work to end; it hangs on a fence that is never set
 LOOK_S: Final = 0.001
 
 
@@ -265,7 +265,7 @@ class RunAhead:
         self._events = [cuda.event() for _ in range(GROUPS_AHEAD + 1)]
 
     def look(self) -> None:
-        """Record an event every ``LOOKS_PER_GROUP`` calls; wait for that of two groups before."""
+        """Record an event every ``LOOKS_PER_GROUP`` calls; wait for the event two groups before."""
         self._looks += 1
         if self._looks % LOOKS_PER_GROUP:
             return
@@ -275,6 +275,6 @@ class RunAhead:
         newest = self._groups % len(self._events)
         self._cuda.record(self._events[newest], stream)
         self._groups += 1
-        oldest = self._events[self._groups % len(self._events)]  # an unrecorded event is done
+        oldest = self._events[self._groups % len(self._events)]  # done if never recorded
         if not self._cuda.is_done(oldest):
             self._cuda.wait(oldest)
