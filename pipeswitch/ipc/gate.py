@@ -173,7 +173,7 @@ class Gate:
             self.after_boundary()
 
     def pause(self, timeout_s: float) -> None:
-        """If away, wait for up to ``timeout_s``, or until the turn is given up: others compute."""
+        """Wait while away, up to ``timeout_s`` or until the turn is given up; others compute."""
         with self._changed:
             if self._state is GateState.AWAY and not self.is_evicting:
                 self.on_back(self._turn, True)

@@ -47,7 +47,7 @@ class SlabTensor(Message, frozen=True):
     piece_bytes: int = 0  # size of each piece
 
     def places(self, at: int, size_bytes: int) -> Iterator[tuple[int, int]]:
-        """Yield ranges (offset, size) of the pool: ``size_bytes`` of the pieces from byte ``at``.
+        """Yield the pool's ranges (offset, size) of ``size_bytes`` from the pieces' byte ``at``.
 
         Raises:
             IndexError: the pieces are too short.

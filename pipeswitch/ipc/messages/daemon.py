@@ -77,8 +77,8 @@ class TransmitModel(Message, frozen=True):
     region_bytes: int
     groups: tuple[GroupCopy, ...]
     tenant: str = ""  # whose file of the arena to use, with separate tenants (ADR 23)
-    # For a model that streams through a ring (ADR 43): for each group, the number of groups that
-    # must have computed before its copy begins (see the control page).
+    # Only for a streamed model (ADR 43): for each group, the number of groups that must have
+    # computed before its copy begins, because the copy overwrites them (see the control page).
     waits: tuple[int, ...] = ()
 
 

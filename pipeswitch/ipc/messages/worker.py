@@ -9,7 +9,7 @@ import msgspec
 
 from .base import ByteRange, JobName, Message, ModelName, OpId, SlabTensor, Slot, Turn
 
-LARGE_BYTES: Final = 3000  # of sampling parameters; a packet has space for 64 times as much
+LARGE_BYTES: Final = 3000  # size of one request's parameters; a packet has space for 64 requests
 
 
 class WorkerSettings(Message, frozen=True):
@@ -167,7 +167,7 @@ class RunInference(Message, frozen=True):
     is_code: bool = False  # as in PrepareModel
     sampling_params: SamplingParams | None = None  # None: the outputs are the model's own
     sequence: int = 0  # the sequence that this run continues; 0: none
-    after: OpId = OpId(0)  # the run that made the sequence's newest state; its worker may keep it
+    after: OpId = OpId(0)  # the run that made the sequence's newest state; its worker may have it
 
 
 class InferenceDone(Message, frozen=True):
