@@ -100,7 +100,6 @@ class Stream:
         self._socket = sock
         self._max_part_bytes = max_part_bytes
         self._takes_descriptors = takes_descriptors
-        # Maximum size of a message.
         self.max_bytes = frames.MAX_HEADER_BYTES + frames.MAX_TENSORS * max_part_bytes
         self.share: ShmSegment | None = None
         self._buffer = bytearray(FIRST_READ_BYTES)
