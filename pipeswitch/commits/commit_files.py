@@ -5,7 +5,7 @@ finds the parameters in it, and resuming needs no conversion (ADR 0008).
 
 A crash leaves a complete commit. The image is written to a temporary file, synced and renamed; only
 then ``commit.json`` is replaced in the same way. Each image has a new name, so the image that the
-old ``commit.json`` names is not touched before.
+old ``commit.json`` names is intact until then.
 
 The previous commit stays until the next one is written; a job resumes from it if the newest one is
 damaged. An image's name has its step and digest, so it can be used without its record.
