@@ -52,7 +52,7 @@ class Nodes:
 
     def __init__(self) -> None:
         self._nodes: dict[str, NodeLoad] = {}
-        self._numbers: dict[str, int] = {}  # by name; of equal nodes, the lowest is chosen
+        self._numbers: dict[str, int] = {}  # by node; of equal nodes, the lowest number is chosen
         self._names: list[str] = []
         self.holders: defaultdict[str, set[str]] = defaultdict(set)  # model -> nodes that have it
         # Link speed -> bit length of free bytes -> heap of entries. An outdated entry is dropped
@@ -136,7 +136,7 @@ class Nodes:
 
     def _first(self, size_bytes: int, without: Collection[str]) -> list[Place]:
         """Return for each link speed the earliest node that has space for the model, and the
-        earliest without space. Holders may be among them, because they rank better as holders."""
+        earliest without space. Holders need not be excluded: each ranks better as a holder."""
         ranked = []
         for link in list(self._orders):
             with_room: list[Entry] = []

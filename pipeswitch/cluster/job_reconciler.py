@@ -14,7 +14,7 @@ class JobReplica(NamedTuple):
     """Record of a job on one node."""
 
     incarnation: int
-    state: str  # home: the job runs here; over: it ended here; gone: it was removed; or replica
+    state: str  # home (the job runs here), replica, over (it ended here), gone (it was removed)
     step: int = -1  # step of the commit on disk; -1: no commit yet
     is_paused: bool = False  # paused by its user
     is_held: bool = False  # paused by the cluster: the lease ended, or the job moves

@@ -57,7 +57,7 @@ class NodeActor(NodeJobs):
     again; the server then restores its models and jobs from its journal."""
 
     def __init__(self, name: str, folder: str, host: str, flags: tuple[str, ...]) -> None:
-        if os.environ.get("RAY_AUTH_MODE") != "token":  # how Ray authenticates
+        if os.environ.get("RAY_AUTH_MODE") != "token":  # then Ray accepts anyone
             raise ConfigError(
                 "this Ray accepts everyone who can connect: it was started without a token",
                 hint="ray get-auth-token --generate; RAY_AUTH_MODE=token ray start …",
@@ -100,7 +100,7 @@ class NodeActor(NodeJobs):
             *self._same_ports(flags),
             *flags,
         ]
-        self._table = self._state / "table.json"  # the previous server's until ``learn``
+        self._table = self._state / "table.json"  # has the old server's table until ``learn``
         self._process = subprocess.Popen(
             command,
             stdin=subprocess.PIPE,
@@ -119,7 +119,7 @@ class NodeActor(NodeJobs):
         self._lock = threading.Lock()  # guards ``cluster.json``, the lease and the answers
         self._is_leaving = False
         self._learned = 0  # number of the table that was written last
-        self._answered = int(time.time() * 1000)  # larger than the previous process's
+        self._answered = int(time.time() * 1000)  # larger than the previous process's numbers
         self._answered_s: dict[int, float] = {}  # number of an answer to placement -> its time
         threading.Thread(target=self._leave_with_it, daemon=True).start()
 
@@ -229,7 +229,7 @@ class NodeActor(NodeJobs):
         """Store a model's registration, with which other nodes can copy it; None removes it."""
         with self._lock:
             bodies = {**self._bodies(), model: body}
-            for one in filter(None, bodies.values() if body is None else ()):  # it may be an alias
+            for one in filter(None, bodies.values() if body is None else ()):  # drop aliases, too
                 one["aliases"] = [alias for alias in one.get("aliases", ()) if alias != model]
             text = json.dumps({name: one for name, one in bodies.items() if one is not None})
             write_whole(self._state / "cluster.json", text.encode())

@@ -35,10 +35,10 @@ class Overview:
         self._facts: dict[str, dict[str, Any]] = {}  # living node -> its last report
         self._serving: dict[str, str] = {}  # model -> the node that gets its requests
         self._leaving: set[str] = set()
-        self._silent_since: dict[str, float] = {}  # Ray's nodes without a report
+        self._silent_since: dict[str, float] = {}  # by node without a report
         self._claims: dict[str, tuple[float, dict[str, int]]] = {}  # by node; see ``claim``
         self._troubles: dict[str, str] = {}  # name of a piece of work -> its last logged problem
-        self._version = int(time.time() * 1000)  # larger than the previous process's
+        self._version = int(time.time() * 1000)  # larger than the previous process's versions
         self._shown: Any = None
         self._shared: dict[str, Any] = {}  # the newest table that was sent to gateways
         self._shared_number = self._version
@@ -211,7 +211,7 @@ class JobPlacement(Overview):
         self._ordered: dict[tuple[str, str], Any] = {}  # (node, job) -> Ray's future of the answer
 
     def train(self, body: dict[str, Any], script: bytes) -> dict[str, Any]:
-        """Start a job on the node with the fewest jobs, or on one where a namesake has ended.
+        """Start a job on the node with the fewest jobs, or where a job of that name has ended.
 
         Raises:
             AlreadyExists: a job with this name is not over.
@@ -350,7 +350,7 @@ class Placement(JobPlacement):
         super().__init__()
         self._started_with = folder, flags  # arguments for new nodes
         self._deciding = threading.Lock()
-        self._short_since: dict[str, float] = {}  # by model with too few copies
+        self._short_since: dict[str, float] = {}  # model with too few copies -> since when
         self._requested = -1  # number of machines requested from Ray's autoscaler
         self._copier = ThreadPoolExecutor(1, "pipeswitch-copies")
         self._copying: Future[None] = Future()  # the copy that the loop has started
@@ -475,7 +475,7 @@ class Placement(JobPlacement):
             self._log_once("copies", self._copy_short)
 
     def _follow(self, scale: Scale) -> None:
-        """Adapt to the load: request machines of Ray, and start or drain a node on a machine."""
+        """Adapt to the load: request machines from Ray, and start or drain a node on a machine."""
         ray = connect_ray()
         names, (free, hosts) = node_names(ray), machines(ray, only_ours=True)
         with self._lock:
@@ -546,7 +546,7 @@ class Placement(JobPlacement):
     def _copy(self, model: str, leaving: str = "", *, is_short: bool = False) -> list[str]:
         """Copy a model to another node if it has too few copies; return the problems. Blocks.
 
-        ``leaving``: source if no other node has the model. ``is_short``: exceed ``COPIES``."""
+        ``leaving``: source if no other node has the model. ``is_short``: ``COPIES`` are too few."""
         with self._lock:
             holders = self._nodes.holders.get(model, set()) - self._leaving
             others = [name for name in self._facts if name not in holders | self._leaving]
