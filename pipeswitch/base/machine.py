@@ -27,7 +27,7 @@ RETURN_MAX_S: Final = 30.0  # longest interval between attempts, if these gain l
 
 
 class FreedMemory:
-    """Returns memory to the system that this process has freed but its allocator still holds.
+    """Memory that this process has freed but its allocator still holds; ``give_back`` returns it.
 
     Python's collector seldom makes a full run, and the allocator keeps freed blocks. Only private
     pages count; pages of arenas, pools and stores are shared by all processes.
