@@ -85,7 +85,7 @@ class Plan:
     host_store: str = "2GiB"  # each model twice, exact and fast
     requests: int = 40
     load: float = 0.4  # share of time that requests should take; it sets their rate
-    alone_s: float = 4.0  # length of a measurement of training alone, before and after
+    alone_s: float = 4.0  # length of each measurement of training without requests
     start_rounds: int = 1  # stop-and-start trials per model
     seed: int = 0
 
