@@ -182,7 +182,7 @@ def trainer(trainer: _Trainer) -> _Trainer:
 
 
 def shared(loader: Any, name: str = "input", *, seed: int = 0) -> Iterable[Any]:
-    """Return a loader that several jobs share: each batch is loaded once, into shared memory.
+    """Return a loader that shares its batches with other jobs, through shared memory.
 
     Jobs with the same ``pipeswitch train --share GROUP`` share batches. Each job gets the batches
     that it would get alone or outside a server. Draws of sampler and dataset from the global
@@ -196,7 +196,8 @@ def shared(loader: Any, name: str = "input", *, seed: int = 0) -> Iterable[Any]:
 
     Returns:
         An iterable like ``loader``, for ``job.steps`` or a plain loop. Its tensors are read-only:
-        use ``x = x.clone()`` before an in-place operation. ``loaded`` and ``found`` count batches.
+        use ``x = x.clone()`` before an in-place operation. ``loaded`` counts the batches that this
+        job loaded, ``found`` those that it found in shared memory.
 
     Raises:
         SharedInputRefused: it cannot be shared, another job's input of that name differs, or (in

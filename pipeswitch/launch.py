@@ -80,7 +80,7 @@ def without_threads(environment: Mapping[str, str]) -> dict[str, str]:
 
 
 class ForkServer:
-    """Forks on request, reaps children and reports their exits. One thread, one selector."""
+    """Server that forks on request, reaps children and reports their exits, on one thread."""
 
     def __init__(self, channel: Channel) -> None:
         self._channel = channel

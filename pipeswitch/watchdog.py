@@ -97,7 +97,7 @@ class TurnLooks:
 
 
 class LoopWatchdog:
-    """Ends the process if the loop of the thread that calls ``start`` hangs for ``limit_s``.
+    """Watchdog that ends the process if the loop of the thread that calls ``start`` hangs.
 
     Args:
         limit_s: maximum time of an iteration; 0: no limit.
