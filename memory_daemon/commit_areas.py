@@ -23,7 +23,7 @@ NO_COPY: Final = (OpId(0), 0)
 """Operation id and number of the last copy, for a job without copies."""
 
 PERSIST_TRIES = 3
-"""Tries of a write to disk. Two new commits during a write spoil it; then the newest is tried."""
+"""Maximum tries to write a commit. Two new commits overwrite it; the next try writes the newest."""
 
 
 class CommitAreas:

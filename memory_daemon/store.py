@@ -30,8 +30,8 @@ def load_model(directory: Path, image: memoryview) -> Manifest:
     """Fill ``image`` (the model's range of the store) from ``directory``. Blocks.
 
     Raises:
-        UnusableModel: the program is damaged, incomplete or larger than ``image``, which may be
-            half filled and must not be used.
+        UnusableModel: the program is damaged, incomplete or larger than ``image``. The image may
+            be half filled, and must not be used.
     """
     try:
         manifest = load_manifest(directory)

@@ -36,7 +36,7 @@ class TransmitGuard:
         self._fence_count = fence_count
         self._lock = threading.Lock()
         self._live: dict[OpId, TransmitModel] = {}
-        self._accepted: list[_Span] = []  # disjoint, because later spans replace parts of earlier
+        self._accepted: list[_Span] = []  # disjoint: a new span replaces parts of old ones
 
     def accept(self, order: TransmitModel) -> None:
         """Record an order as live, or refuse it and change nothing.

@@ -19,7 +19,7 @@ from ..scheduler.policies.placement import PLACEMENTS, Place, best
 RANK: Final = PLACEMENTS["least-finish"]
 COPIES: Final = 2  # copies of each model, on different nodes
 ROUND_S: Final = 1.0  # interval between two queries of all nodes
-MISSED_S: Final = 10.0  # a silent node is expected to come back with its models for this long
+MISSED_S: Final = 10.0  # for this long a silent node may come back with its models
 LINK_BYTES_PER_MS: Final = 12e6  # link speed of a node that has not measured its own
 
 
@@ -43,7 +43,7 @@ class Decision(NamedTuple):
     """Placement's choice for a request."""
 
     node: str
-    reason: str  # from ``Place``; or "kept": another node is earlier, but not by enough
+    reason: str  # from ``Place``; or "kept": no node is much earlier than the current one
     finish_ms: float
 
 
@@ -52,11 +52,11 @@ class Nodes:
 
     def __init__(self) -> None:
         self._nodes: dict[str, NodeLoad] = {}
-        self._numbers: dict[str, int] = {}  # of equal nodes the one that was added first is chosen
+        self._numbers: dict[str, int] = {}  # by node; of equal nodes, the lowest number is chosen
         self._names: list[str] = []
         self.holders: defaultdict[str, set[str]] = defaultdict(set)  # model -> nodes that have it
-        # Link speed -> bits of free memory -> heap of entries. An outdated entry of a node is
-        # dropped when it is at the top.
+        # Link speed -> bit length of free bytes -> heap of entries. An outdated entry is dropped
+        # when it is at the top.
         self._orders: dict[float, dict[int, list[Entry]]] = {}
         self._entries: dict[str, Entry] = {}
 
@@ -136,7 +136,7 @@ class Nodes:
 
     def _first(self, size_bytes: int, without: Collection[str]) -> list[Place]:
         """Return for each link speed the earliest node that has space for the model, and the
-        earliest without space. A holder ranks better as a holder, so it need not be excluded."""
+        earliest without space. Holders need not be excluded: each ranks better as a holder."""
         ranked = []
         for link in list(self._orders):
             with_room: list[Entry] = []

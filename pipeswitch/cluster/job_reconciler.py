@@ -14,7 +14,7 @@ class JobReplica(NamedTuple):
     """Record of a job on one node."""
 
     incarnation: int
-    state: str  # home: it runs on this node; replica; over: it ended here; gone: it was removed
+    state: str  # home (the job runs here), replica, over (it ended here), gone (it was removed)
     step: int = -1  # step of the commit on disk; -1: no commit yet
     is_paused: bool = False  # paused by its user
     is_held: bool = False  # paused by the cluster: the lease ended, or the job moves
@@ -32,7 +32,7 @@ class JobAction(NamedTuple):
 
 
 Copies = Mapping[str, Mapping[str, JobReplica]]  # node -> job -> what the node stores about it
-Claims = Mapping[str, Mapping[str, int]]  # starting node -> job that it would continue -> its life
+Claims = Mapping[str, Mapping[str, int]]  # starting node -> job that it would continue -> life
 
 
 def rows_of(job: str, copies: Copies) -> dict[str, JobReplica]:

@@ -1,6 +1,6 @@
 """Actor of one node: it runs an ordinary server as its child process.
 
-Ray pickles the messages between actors. Data of a *server's* clients is in them only as bytes: a
+Ray pickles the messages between actors. They have data of the servers' clients only as bytes: a
 program is sent as its bundle file, and the receiving server parses it like an untrusted client's.
 """
 
@@ -57,7 +57,7 @@ class NodeActor(NodeJobs):
     again; the server then restores its models and jobs from its journal."""
 
     def __init__(self, name: str, folder: str, host: str, flags: tuple[str, ...]) -> None:
-        if os.environ.get("RAY_AUTH_MODE") != "token":  # the authentication of this Ray
+        if os.environ.get("RAY_AUTH_MODE") != "token":  # then Ray accepts anyone
             raise ConfigError(
                 "this Ray accepts everyone who can connect: it was started without a token",
                 hint="ray get-auth-token --generate; RAY_AUTH_MODE=token ray start …",
@@ -100,7 +100,7 @@ class NodeActor(NodeJobs):
             *self._same_ports(flags),
             *flags,
         ]
-        self._table = self._state / "table.json"  # has the last server's table until ``learn``
+        self._table = self._state / "table.json"  # has the old server's table until ``learn``
         self._process = subprocess.Popen(
             command,
             stdin=subprocess.PIPE,
@@ -116,10 +116,10 @@ class NodeActor(NodeJobs):
         server_key = self._keys.server.decode()
         # Copied models get the same tenant as models that the cluster's clients register.
         self._tenant = Client(self._address, key=secret, server_key=server_key)
-        self._lock = threading.Lock()  # guards the bodies' file, the lease and the answers
+        self._lock = threading.Lock()  # guards ``cluster.json``, the lease and the answers
         self._is_leaving = False
         self._learned = 0  # number of the table that was written last
-        self._answered = int(time.time() * 1000)  # larger than the last process's numbers
+        self._answered = int(time.time() * 1000)  # larger than the previous process's numbers
         self._answered_s: dict[int, float] = {}  # number of an answer to placement -> its time
         threading.Thread(target=self._leave_with_it, daemon=True).start()
 
@@ -229,7 +229,7 @@ class NodeActor(NodeJobs):
         """Store a model's registration, with which other nodes can copy it; None removes it."""
         with self._lock:
             bodies = {**self._bodies(), model: body}
-            for one in filter(None, bodies.values() if body is None else ()):  # an alias goes too
+            for one in filter(None, bodies.values() if body is None else ()):  # drop aliases, too
                 one["aliases"] = [alias for alias in one.get("aliases", ()) if alias != model]
             text = json.dumps({name: one for name, one in bodies.items() if one is not None})
             write_whole(self._state / "cluster.json", text.encode())
@@ -249,7 +249,7 @@ class NodeActor(NodeJobs):
         return b""
 
     def adopt(self, model: str, body: dict[str, Any], digest: str, bundle: bytes) -> str:
-        """Register another node's model; return its digest. Raise PipeSwitchError if it differs."""
+        """Register another node's model; return its id. Raise PipeSwitchError if the id differs."""
         if bundle:
             with tempfile.NamedTemporaryFile(suffix=".bundle") as file:
                 file.write(bundle)
@@ -282,7 +282,7 @@ def _program(row: Mapping[str, Any]) -> str:
 
 
 def _wait_for_the_one_before(state: Path) -> None:
-    """Wait until the server of a killed node has exited; it commits its jobs before that."""
+    """Wait until the killed node's server, which first commits its jobs, has exited."""
     with open(state / "lock", "a") as lock:
         os.chmod(state / "lock", 0o600)
         fcntl.flock(lock, fcntl.LOCK_EX)

@@ -144,7 +144,7 @@ class NodeJobs:
             raise ServerUnavailable("this node has lost contact with placement")
         entry = Path(record["body"]["entry"])
         own = self._jobs / job / entry.name
-        if own.exists():  # prefer an equal file at the original path, beside its imports
+        if own.exists():  # if the original is equal, use it: its imports are beside it
             is_same = entry.exists() and entry.read_bytes() == own.read_bytes()
             entry = entry if is_same else own
         commit, life_before = self._jobs / job / "commit", Life(*record.get("progress", ()))

@@ -35,10 +35,10 @@ class Overview:
         self._facts: dict[str, dict[str, Any]] = {}  # living node -> its last report
         self._serving: dict[str, str] = {}  # model -> the node that gets its requests
         self._leaving: set[str] = set()
-        self._silent_since: dict[str, float] = {}  # nodes that Ray has or starts, without a report
-        self._claims: dict[str, tuple[float, dict[str, int]]] = {}  # starting nodes; see ``claim``
+        self._silent_since: dict[str, float] = {}  # by node without a report
+        self._claims: dict[str, tuple[float, dict[str, int]]] = {}  # by node; see ``claim``
         self._troubles: dict[str, str] = {}  # name of a piece of work -> its last logged problem
-        self._version = int(time.time() * 1000)  # larger than the last process's versions
+        self._version = int(time.time() * 1000)  # larger than the previous process's versions
         self._shown: Any = None
         self._shared: dict[str, Any] = {}  # the newest table that was sent to gateways
         self._shared_number = self._version
@@ -177,7 +177,7 @@ class Overview:
         self._nodes.remove(name)
 
     def _place(self) -> None:
-        """Choose the holder that gets each model's requests; if one changed, raise the version."""
+        """Choose the holder that gets each model's requests; update the version if it changed."""
         serving = {}
         for model, holders in self._nodes.holders.items():
             if holders:
@@ -190,7 +190,7 @@ class Overview:
             self._shown, self._version = shown, self._version + 1
 
     def _log_once(self, what: str, work: Callable[[], Any]) -> None:
-        """Call ``work``; log an error or the problems it returns, unless they are as last time."""
+        """Call ``work``; log its error or returned problems, unless the last call had the same."""
         try:
             trouble = work()
             now = "; ".join(trouble) if isinstance(trouble, list) else ""
@@ -202,7 +202,7 @@ class Overview:
 
 
 class JobPlacement(Overview):
-    """Placement of jobs: starts, moves, and starts on another node after a node's death."""
+    """Placement of jobs: starts, moves, and restarts on another node after a node's death."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -211,7 +211,7 @@ class JobPlacement(Overview):
         self._ordered: dict[tuple[str, str], Any] = {}  # (node, job) -> Ray's future of the answer
 
     def train(self, body: dict[str, Any], script: bytes) -> dict[str, Any]:
-        """Start a job on the node with the fewest jobs, or where a job with its name has ended.
+        """Start a job on the node with the fewest jobs, or where a job of that name has ended.
 
         Raises:
             AlreadyExists: a job with this name is not over.
@@ -230,7 +230,7 @@ class JobPlacement(Overview):
                 self._moving.discard(job)
 
     def move(self, job: str, to: str) -> None:
-        """Let a job commit its last step and continue on the node ``to``. Blocks.
+        """Make a job commit its last step and continue on the node ``to``. Blocks.
 
         Raises:
             ModelNotFound: the job or node does not exist, or the job is being moved already."""
@@ -283,7 +283,7 @@ class JobPlacement(Overview):
                 raise ServerUnavailable(
                     "the cluster has no node left", hint="pipeswitch cluster up"
                 )
-            self._facts[target]["jobs"] += 1  # until the node's next report
+            self._facts[target]["jobs"] += 1  # the next report replaces this count
             return target
 
     def _targets(self) -> list[str]:
@@ -320,7 +320,7 @@ class JobPlacement(Overview):
         return answer
 
     def _reconcile(self) -> None:
-        """Send the orders of ``plan_actions``, one for a job at a time, and collect the answers."""
+        """Collect answers, and send the orders that are due for jobs without unanswered orders."""
         ray, now_s = connect_ray(), time.monotonic()
         for (node, job), answer in list(self._ordered.items()):
             if ray.wait([answer], timeout=0)[0]:
@@ -348,9 +348,9 @@ class Placement(JobPlacement):
 
     def __init__(self, folder: str, flags: tuple[str, ...], scale: tuple[int, int] | None) -> None:
         super().__init__()
-        self._started_with = folder, flags  # arguments of new nodes
+        self._started_with = folder, flags  # arguments for new nodes
         self._deciding = threading.Lock()
-        self._short_since: dict[str, float] = {}  # models with too few copies
+        self._short_since: dict[str, float] = {}  # model with too few copies -> since when
         self._requested = -1  # number of machines requested from Ray's autoscaler
         self._copier = ThreadPoolExecutor(1, "pipeswitch-copies")
         self._copying: Future[None] = Future()  # the copy that the loop has started
@@ -369,7 +369,7 @@ class Placement(JobPlacement):
         """Make a second copy of a model that ``node`` has registered; return the problems. Blocks.
 
         Raises:
-            AlreadyExists: another model has one of its names; the node unregisters the new one.
+            AlreadyExists: another model has one of the names; the node then unregisters the model.
         """
         ray = connect_ray()
         with self._deciding:  # the first registration of a name wins
@@ -388,7 +388,7 @@ class Placement(JobPlacement):
                 )
             own, is_known = (model, *body.get("aliases", ())), model in self._facts[node]["bodies"]
             if clashes := dict(one for one in self._names() if one[0] in own and one[1] != model):
-                for name in clashes if is_known else [model]:  # a known model only loses aliases
+                for name in clashes if is_known else [model]:  # a known model keeps its name
                     answer_of(ray, node_of(ray, node).unregister.remote(name))
                 words = f"{', '.join(clashes)}: already a name of {', '.join(clashes.values())}"
                 raise AlreadyExists(words, hint="choose another name")
@@ -475,13 +475,13 @@ class Placement(JobPlacement):
             self._log_once("copies", self._copy_short)
 
     def _follow(self, scale: Scale) -> None:
-        """Adapt to the load: request machines of Ray, and start or drain a node on a machine."""
+        """Adapt to the load: request machines from Ray, and start or drain a node on a machine."""
         ray = connect_ray()
         names, (free, hosts) = node_names(ray), machines(ray, only_ours=True)
         with self._lock:
             facts = {one: of for one, of in self._facts.items() if one not in self._leaving}
             jobs = sum(of["jobs"] for of in facts.values())
-            queues_ms = [  # without the request that computes
+            queues_ms = [  # each node's queue, without the request that computes
                 of["queue_ms"] * max(0, of["waiting"] - 1) / max(1, of["waiting"])
                 for of in facts.values()
             ]
@@ -546,7 +546,7 @@ class Placement(JobPlacement):
     def _copy(self, model: str, leaving: str = "", *, is_short: bool = False) -> list[str]:
         """Copy a model to another node if it has too few copies; return the problems. Blocks.
 
-        ``leaving``: source if no other node has the model. ``is_short``: ignore ``COPIES``."""
+        ``leaving``: source if no other node has the model. ``is_short``: ``COPIES`` are too few."""
         with self._lock:
             holders = self._nodes.holders.get(model, set()) - self._leaving
             others = [name for name in self._facts if name not in holders | self._leaving]
@@ -588,9 +588,9 @@ def start_nodes(
     Args:
         names: name of each node -> id of Ray's node for it.
         hosts: name of each node -> host on which its server listens.
-        scale: minimum and maximum number of nodes; placement then starts others. None: no scaling.
+        scale: minimum and maximum of nodes, if placement may start and stop some; None: it may not.
     """
-    here = ray.get_runtime_context().get_node_id()  # a machine that Ray does not remove
+    here = ray.get_runtime_context().get_node_id()  # Ray does not remove this machine
     actor = detached(ray, Placement, PLACEMENT, here, soft=True).remote(folder, flags, scale)
     handles = [  # placement must exist first, because nodes send it their claims
         start_node(ray, name, where, hosts[name], folder, flags, holds=scale is not None)

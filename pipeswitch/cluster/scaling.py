@@ -17,13 +17,13 @@ class Scale:
     def __init__(self, least: int, most: int, target: int) -> None:
         self._least, self._most = least, most
         self.wanted = max(least, min(most, target))
-        self._run = 0  # rounds in a row that need more nodes; negative: that need fewer
+        self._run = 0  # rounds in a row that need more nodes; negative: fewer nodes
 
     def look(self, queues_ms: Sequence[float], jobs: int) -> int:
         """Return the wanted number of nodes; call it once a round with the nodes' predicted queues.
 
-        1. One more after MORE_ROUNDS in which all wanted nodes run and are overloaded.
-        2. One fewer after FEWER_ROUNDS in which the remaining nodes would have short queues, and
+        1. Add one after MORE_ROUNDS in which all wanted nodes run and are overloaded.
+        2. Subtract one after FEWER_ROUNDS in which the remaining nodes would have short queues, and
            no more jobs than nodes.
         """
         is_behind = len(queues_ms) >= self.wanted and min(queues_ms, default=0.0) > LONG_MS

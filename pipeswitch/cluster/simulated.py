@@ -36,13 +36,13 @@ class Cluster:
     devices: int = 1  # devices of each node
     tiles: int = 1  # number of clients, each with its own models
     failures: float = 0.0  # share of the nodes that die within an hour
-    need: float = 0.0  # required share of requests in time; 0: use all nodes
+    need: float = 0.0  # required share of requests that end in time; 0: use all nodes
     seed: int = 0
 
 
 @dataclass(frozen=True)
 class Placed:
-    """Outcome of the requests, and its cost."""
+    """Outcome of the requests, and the costs of placement."""
 
     outcome: Outcome
     nodes: int  # number of nodes at the start
@@ -108,7 +108,7 @@ class _ClusterRun:
         # Clients' predictions: a request's time on a node, and when their requests end there.
         self._each_ms: dict[str, float] = {}
         self._done_ms: defaultdict[tuple[int, str], float] = defaultdict(float)
-        self._knows_ms: dict[tuple[int, str], float] = {}  # when a client gives up a dead node
+        self._knows_ms: dict[tuple[int, str], float] = {}  # when a client (tile) gives up a node
         self._coming: list[tuple[float, int, Asked]] = []
         self._short: list[tuple[float, int]] = []  # when to copy a model again, and the model
         self._lost = self._moved_bytes = self._resent = 0
@@ -180,7 +180,7 @@ class _ClusterRun:
         self._lost += 1
 
     def _finish_ms(self, tile: int, at_ms: float, node: str) -> float:
-        """Return how long a client expects a node to need; a dead node reports nothing."""
+        """Return the ms after which a client expects a node's answer; a dead node has no queue."""
         queue_ms = self._told[node].queue_ms if node in self._told else 0.0
         return left_ms(queue_ms, at_ms - self._now_ms, self._done_ms[tile, node] - at_ms)
 
@@ -226,7 +226,7 @@ class _ClusterRun:
         self._holds[node].append(number)
 
     def _serve(self, node: str, number: int) -> None:
-        """Let a node serve a model; a client uses it when it gets its next table."""
+        """Make a node serve a model. A client uses that node when it gets its next table."""
         model = self._models[number]
         before, self._serving[model.name] = self._serving.get(model.name, ""), node
         for name, size_bytes in ((before, -model.size_bytes), (node, model.size_bytes)):
@@ -263,7 +263,7 @@ class _ClusterRun:
             self._busy.discard(name)
 
     def _lose(self, name: str) -> None:
-        """Let a node die; its unanswered requests are sent again."""
+        """Simulate a node's death; clients send its unanswered requests again."""
         self._placing.remove(name)
         del self._told[name]
         self._busy.discard(name)

@@ -1,8 +1,8 @@
-"""A job's commit area: one memfd with a 4 KiB header and two slots; one slot has the commit.
+"""A job's commit area: a memfd with a 4 KiB header and two slots, one of which is active.
 
-The memory daemon writes the area, and the worker that resumes the job reads it. The controller
-keeps the descriptor, so that the area outlives both. A commit (ADR 8) is written in four steps. If
-the writer is killed between two of them, the last complete commit stays valid:
+The active slot has the newest commit. The memory daemon writes the area, and the worker of a
+resumed job reads it. The controller keeps the descriptor, so the area outlives both. A commit
+(ADR 8) is written in four steps. If the writer dies between two, the last commit stays valid:
 
 1. Erase the idle slot's record, because the slot's bytes will change.
 2. Copy the image into the idle slot.
@@ -91,7 +91,7 @@ class CommitArea:
     """Mapping of a commit area. One thread of one process may write it; others may read it."""
 
     def __init__(self, descriptor: int, slot_bytes: int, *, is_writer: bool = False) -> None:
-        """Map the area; the caller keeps the descriptor. A writer formats an area of zeros.
+        """Map the area; the caller keeps the descriptor. A writer writes a missing header.
 
         Raises:
             RemoteProtocolError: the file is not a commit area of this slot size, or could shrink.
@@ -118,8 +118,7 @@ class CommitArea:
     def newest(self) -> Commit | None:
         """Return the last complete commit whose checksum matches; None if there was no commit.
 
-        If the active image is damaged, return the previous commit if that is undamaged. The job
-        then only has to recompute some steps.
+        If the newest image is damaged, return the previous commit; the job recomputes some steps.
 
         Raises:
             RemoteProtocolError: there were commits, but none is undamaged.
@@ -147,7 +146,7 @@ class CommitArea:
 
     def write(self, step: int, size_bytes: int, fill: Callable[[memoryview], None]) -> Commit:
         """Write a commit in the module's four steps; ``fill`` writes the image into its argument.
-        After an error, also one that ``fill`` raises, the previous commit is still valid.
+        After an error, even one that ``fill`` raises, the previous commit is still valid.
 
         Raises:
             RemoteProtocolError: the image is larger than a slot, or the step is invalid.
@@ -187,7 +186,8 @@ class CommitArea:
             self._map.close()
 
     def _reserve(self, slot: int, size_bytes: int) -> None:
-        """Allocate a slot's pages. Without memory this raises OSError, but a write would SIGBUS."""
+        """Allocate a slot's pages; raise OSError if memory is short. A write to a page that is not
+        allocated would end the process with SIGBUS instead."""
         if size_bytes > self._reserved_bytes[slot]:
             start = HEADER_BYTES + slot * self.slot_bytes
             os.posix_fallocate(self._own, start, size_bytes)

@@ -5,7 +5,7 @@ finds the parameters in it, and resuming needs no conversion (ADR 0008).
 
 A crash leaves a complete commit. The image is written to a temporary file, synced and renamed; only
 then ``commit.json`` is replaced in the same way. Each image has a new name, so the image that the
-old ``commit.json`` names is not touched before.
+old ``commit.json`` names is intact until then.
 
 The previous commit stays until the next one is written; a job resumes from it if the newest one is
 damaged. An image's name has its step and digest, so it can be used without its record.
@@ -47,7 +47,7 @@ class CommitRecord(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 
 
 class ImageChanged(Exception):
-    """Error of a write to disk during which newer commits have overwritten the image."""
+    """Error of ``write_commit``: newer commits overwrote the image before it was on disk."""
 
 
 def write_commit(
@@ -211,13 +211,13 @@ def _load(directory: Path, record: CommitRecord) -> tuple[int, int, CommitRecord
 
 
 def remove_unnamed(directory: Path, *, keeps_older: bool = True) -> None:
-    """Remove leftovers and older images; keep the newest commit, and with ``keeps_older`` two."""
+    """Remove leftovers and old images; keep the newest image and, if ``keeps_older``, one more."""
     try:
         record = read_record(directory)
     except RemoteProtocolError:
         return  # the record is damaged: keep the images, so that a person can examine them
     if record is not None and not (directory / record.image).exists():
-        return  # the record is of another folder
+        return  # the record names an image that is not here
     named = {record.image} if record is not None else set()
     if record is not None and keeps_older:
         images = [*map(_IMAGE.fullmatch, (path.name for path in directory.iterdir()))]

@@ -26,7 +26,7 @@ VERSION: Final = 1
 HEADER: Final = struct.Struct("<8sIIQQQ")  # magic, version, crc32, json offset, json size, image
 HEADER_BYTES: Final = 64
 LENGTH: Final = struct.Struct("<Q")  # length of a safetensors header, which follows it
-BYTES_AT: Final = "__bytes_at__"  # with an offset: the name of bytes between two tensors
+BYTES_AT: Final = "__bytes_at__"  # before an offset: the name of the bytes between two tensors
 
 SAFETENSORS_DTYPES: Final[Mapping[str, tuple[str, int]]] = {
     "float64": ("F64", 8),
@@ -151,7 +151,7 @@ def _span(dtype: str, shape: list[int], start: int, end: int) -> dict[str, Any]:
 
 
 def compact_image(image: memoryview, without: str) -> bytes:
-    """Return a packed copy of an image, without the blobs whose name starts with ``without``.
+    """Return a copy of an image without gaps, and without blobs whose name begins with ``without``.
 
     Raises:
         InvalidInput: the bytes are not an image that PipeSwitch has written.

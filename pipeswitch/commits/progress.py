@@ -31,7 +31,7 @@ class Life(NamedTuple):
     step: int = 0  # the last step that was done
 
     def continued(self) -> Life:
-        """Return the progress for the job's next process; count a restart if the last one died."""
+        """Return the progress for the next process; count a restart if the last process died."""
         return Life(False, self.restarts + self.is_running, self.steps_recomputed, self.step)
 
     def packed(self) -> bytes:

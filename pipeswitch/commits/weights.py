@@ -53,7 +53,7 @@ def weights_of(image: memoryview) -> dict[str, Weight]:
 
 
 def for_anybody(weights: Mapping[str, Weight]) -> Mapping[str, Weight]:
-    """Return the weights without the part's name in their names, if the job has only one part."""
+    """Return the weights; if the job has only one part, without that part's name in the names."""
     if len({name.partition(".")[0] for name in weights}) > 1:
         return weights
     return {name.partition(".")[2]: weight for name, weight in weights.items()}

@@ -1,8 +1,8 @@
 """Backup of a state directory while its server runs, and restoration from such a backup.
 
 Programs never change, each image of a commit has a name of its own, and entries and records are
-replaced as a whole. So a read returns a whole file or fails because the file is gone. The backup is
-compared with its source after each pass, and the pass is repeated until both agree.
+replaced as a whole. So a read returns a whole file or fails because the file is gone. A pass copies
+the files that changed, then compares the backup with its source; passes repeat until both agree.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ from .journal import FILE_NAME, copy_journal
 
 FOLDERS: Final = ("models", "commits", "keys", "profiles")
 PASSES: Final = 10
-PAUSE_S: Final = 0.2  # between two passes
+PAUSE_S: Final = 0.2  # pause between two passes
 
 
 def backup(root: Path, target: Path) -> dict[str, int]:
-    """Copy a state directory to a new folder; return how many models and jobs it has. Blocks.
+    """Copy a state directory to a new folder; return the counts of models and jobs. Blocks.
 
     Raises:
         InvalidInput: ``root`` has no journal, or ``target`` is not empty.
@@ -49,7 +49,7 @@ def backup(root: Path, target: Path) -> dict[str, int]:
 
 
 def restore(source: Path, root: Path) -> dict[str, int]:
-    """Create a state directory from a backup; return how many models and jobs it has. Blocks.
+    """Create a state directory from a backup; return the counts of models and jobs. Blocks.
 
     Raises:
         InvalidInput: ``source`` is not a backup, or ``root`` is not empty.
@@ -66,7 +66,7 @@ def restore(source: Path, root: Path) -> dict[str, int]:
 
 @contextlib.contextmanager
 def _made(target: Path, source: Path, *, hint: str) -> Iterator[None]:
-    """Create a folder; remove it if the body raises. ``hint``: a second remedy for a full disk."""
+    """Create a folder; remove it if the body raises. ``hint`` is added to the full-disk error."""
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
         raise InvalidInput(f"{target} is not an empty folder", hint="name a new one")
     try:
@@ -83,11 +83,11 @@ def _made(target: Path, source: Path, *, hint: str) -> Iterator[None]:
 
 
 def _copy(root: Path, target: Path) -> None:
-    """Bring a copy up to date: copy the entries first, then the files that they may name."""
+    """Bring a backup up to date: copy the entries first, then the files that entries name."""
     for folder in FOLDERS:
         for old in (target / folder).glob("*~*"):
             old.unlink()
-        for place, below, names in os.walk(root / folder):  # the top folder first: it has entries
+        for place, below, names in os.walk(root / folder):  # the top folder, with entries, is first
             below[:] = [name for name in below if not name.startswith(".")]
             there = target / Path(place).relative_to(root)
             there.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -99,9 +99,9 @@ def _copy(root: Path, target: Path) -> None:
 
 
 def _agrees(root: Path, target: Path) -> bool:
-    """Copy the journal; return whether the backup has its entries and the files they name.
+    """Copy the journal; return whether the backup has its entries and the files that they name.
 
-    Remove all other files. An entry need not have a copy: the disk may have refused to write it.
+    If so, remove all other files. An entry's copy may be missing: a full disk refuses to write it.
     """
     entries = copy_journal(root / FILE_NAME, target / FILE_NAME)
     copies, damaged = EntryCopies(target).read()

@@ -1,6 +1,6 @@
 """Builder processes, the check of their results, and the publication of their programs.
 
-Runs in the scheduler's thread and sends results back as events. Also removes unused programs.
+``Builds`` runs in the scheduler's thread, sends results as events, and removes unused programs.
 """
 
 from __future__ import annotations
@@ -85,12 +85,12 @@ class Builds:
         self._memory = context.memory
         self._disk, self._remove_files = context.frontend.disk, context.frontend.uploads.remove
         self._profile_folders = profile_folders
-        self.built_before: dict[bytes, str] = {}  # spec -> digest, from the journal
+        self.built_before: dict[bytes, str] = {}  # spec in the journal -> program's digest
 
     def start(self, command: StartBuild) -> None:
         """Fork a builder, unless the journal names a program for this spec that is still on disk.
 
-        If other contracts than this release's accepted that program, rebuild it from its files.
+        If another release checked that program, rebuild it from its files.
         """
         spec, digest = command.spec, self.built_before.pop(command.spec, None)
         if digest is not None and (self._places.models / digest / "manifest.json").is_file():
@@ -104,7 +104,7 @@ class Builds:
             self._refuse(command, refusal)
             self._take(Exited(_builder(command), 0))
             return
-        # The functions of a program in the journal were checked before.
+        # The functions of a program in the journal were checked when it was registered.
         processor = processor_of(spec) if digest is None else None
         if processor is None:
             self._build(command, spec)
@@ -112,7 +112,7 @@ class Builds:
             self._check(command, spec, processor)
 
     def _check(self, command: StartBuild, spec: bytes, processor: Processor) -> None:
-        """Build if the functions can be called; a stage process imports them to find out."""
+        """Import the functions in a stage process; build the program if all can be called."""
         messages: list[Message] = []
         functions = tuple(one for one in (processor.function, processor.after) if one)
 
@@ -156,7 +156,7 @@ class Builds:
         def on_message(message: Message, _: list[int]) -> None:
             # The model's code may control the builder, so a message counts for its own build only.
             if isinstance(message, BuildDone):
-                done.append(message)  # checked after its exit, when it can no longer write
+                done.append(message)  # checked after the builder's exit: it cannot write then
                 self._children.kill(builder)
             elif isinstance(message, BuildProgress | BuildFailed):
                 own = {"model": command.model, "op_id": command.op_id}
@@ -287,7 +287,7 @@ class Builds:
     def sweep(self, command: SweepPrograms) -> None:
         """Remove the programs that neither a model nor the journal names.
 
-        The loop renames them. Another thread removes them, because that is slow for large files.
+        The loop renames them. Another thread removes them, because removal of large files is slow.
         """
         digests = command.digests | self._disk.digests()
         self._remove_files(self._places.take_away(digests))

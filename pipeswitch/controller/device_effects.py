@@ -36,7 +36,7 @@ log = logging.getLogger(__name__)
 class ServerContext:
     """Parts of the server that all devices share."""
 
-    sizes: ResourceLimits  # the fields that are equal on all devices
+    sizes: ResourceLimits  # device 0's; only fields that are equal on all devices are read
     places: StateDir
     memory: ServerMemory
     shares: Sequence[DeviceShare]  # by device index
@@ -46,7 +46,7 @@ class ServerContext:
 
 
 class DeviceEffects:
-    """Processes and shared memory of one device; one method for each command.
+    """Executor of the commands for one device; one method for each command.
 
     Args:
         index: the device's index in the server.
@@ -64,8 +64,8 @@ class DeviceEffects:
         self._sizes, self._memory = sizes, context.memory
         self._children, self._take = context.children, context.take
         self._daemon_has: set[str] = set()  # tenants whose arena file the daemon has
-        self._bound: dict[ev.Address, str] = {}  # the tenant of each worker that has one
-        self._handed: dict[ev.Address, dict[ModelName, str]] = {}  # digests of programs sent
+        self._bound: dict[ev.Address, str] = {}  # worker -> the tenant that it serves
+        self._handed: dict[ev.Address, dict[ModelName, str]] = {}  # worker -> digests it was sent
         # Files of the program that was sent last; at first /dev/null, to reserve two descriptors.
         self._opened = [os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC) for _ in range(2)]
 
@@ -124,13 +124,13 @@ class DeviceEffects:
         return [self._memory.commits[command.commits_of]]
 
     def _memory_for(self, message: worker_msg.BindTenant) -> list[int]:
-        """Return the files that a tenant's worker maps: pool, arena, and for code the slices."""
+        """Return the files that a tenant's worker maps; if it runs code, also training slices."""
         pool, arena = self._memory.pool_of(message.tenant), self._share.arena_of(message.tenant)[1]
         return [pool, arena, *(self._share.arena if message.is_code else ())]
 
     def _files_for(self, target: ev.Address, message: Message) -> list[int]:
-        """Return the descriptors that a message needs, for a program only the first time: the
-        environment for code; the program's files for a sandboxed worker, which cannot open them."""
+        """Return the descriptors for a message: the environment for code; program files for a
+        sandboxed worker, which cannot open them. Each program's descriptors are sent once."""
         handed = self._handed[target]
         match message:
             case worker_msg.RunJob():
@@ -188,7 +188,7 @@ class DeviceEffects:
             return False
         size_bytes = self._memory.slot_bytes(message.job)
         disk, what = self._context.frontend.disk, f'a commit of "{message.job}"'
-        if refusal := disk.refusal("", size_bytes, what):  # the previous commit is removed
+        if refusal := disk.refusal("", size_bytes, what):  # remove the previous commit
             remove_unnamed(Path(message.directory), keeps_older=False)
             refusal = disk.refusal("", size_bytes, what)
         if refusal is None:
@@ -255,7 +255,7 @@ class DeviceEffects:
             options=self._sizes.options,
         )
         descriptors = [self._share.control_page_descriptor, *self._share.doorbells]
-        if not self._sizes.separates_tenants:  # separate tenants get them with BindTenant
+        if not self._sizes.separates_tenants:  # otherwise BindTenant brings these files
             descriptors += [self._memory.pool, *self._share.arena]
         name = f"pipeswitch-w{slot}{self._suffix}"
         self._children.fork(target, name, settings, descriptors, on_exit=on_exit)

@@ -1,6 +1,6 @@
-"""Execution of the scheduler's commands for replies, journal and commits; passes others on.
+"""Execution of the scheduler's commands; those for devices and stages go to other classes.
 
-Runs in the scheduler's thread. It decides nothing, and sends results back as events.
+``Effects`` runs in the scheduler's thread. It decides nothing, and sends results back as events.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from .preprocessors import PreprocessEffects
 
 log = logging.getLogger(__name__)
 
-_SERVER = ev.Token(-(1 << 62))  # for the server's own requests; below the tokens of ``restore``
+_SERVER = ev.Token(-(1 << 62))  # for the server's own requests; ``restore`` uses -1, -2, …
 
 
 class Effects:
@@ -146,7 +146,7 @@ class Effects:
         """Write an entry; if the disk refuses it, refuse the requests and remove the model or job.
 
         If no client waits for the entry (a removal, a pin, a restored model), the change stands.
-        The journal is behind then, until it can write another entry.
+        The journal then lacks the change until it can write another entry.
         """
         entry = command.entry
         if entry["kind"] == "model":
@@ -187,7 +187,7 @@ class Effects:
     def _save_profile(self, profile: Profile) -> None:
         try:
             profile_files.save(self._places.profiles, profile)
-        except OSError as error:  # this server uses it; the next one has to measure again
+        except OSError as error:  # this server uses it; the next server measures again
             log.warning("profile model=%s not written: %s", profile.model, error)
 
     # -- commits -------------------------------------------------------------------------------
@@ -206,7 +206,7 @@ class Effects:
             shutil.copytree(
                 self._places.root / "jobs" / command.job / "commit", target, copy_function=os.link
             )
-        except OSError as error:  # no descriptor, memory or disk; no job trains without commits
+        except OSError as error:  # no descriptor, memory or disk; a job needs commits to train
             log.error("job=%s cancelled: its commits cannot be kept: %s", command.job, error)
             self._take(ev.JobRequest(token=_SERVER, job=command.job, action="cancel"))
 
@@ -235,7 +235,7 @@ class Effects:
 
     def sweep(self, jobs: Collection[str], now_s: float) -> None:
         """Move files that the journal does not name to the trash; called when the server starts.
-        Remove a crash's leftovers beside commits, and files that were in the trash for a day."""
+        Remove a crash's leftovers among commits, and files that were in the trash for a day."""
         old = self._places.old_trash(now_s)
         self._places.set_aside(self._disk.digests(), jobs, f"trash/{now_s:.0f}")
         for path in self._places.commits.iterdir():

@@ -1,11 +1,10 @@
-"""Entries of the journal: their kinds, their check, and a copy of each beside the files that it
-describes.
+"""Entries of the journal: their kinds, their check, and a copy of each entry in its own file.
 
-A copy is a small file: ``models/NAME~model`` (also ``~chain`` and ``~serving``) and
-``commits/NAME~job`` (also ``~ended``, ``~hold`` and ``~placed``). So a journal that is damaged or
-missing can be written again from the folders that it describes. An entry's copy is written after
-the journal has the entry, and removed before the journal drops it. So a copy without an entry
-proves that the journal lost the entry.
+The file is named ``NAME~KIND``. Copies about models (the kinds model, chain, serving and alias) are
+in ``models/``, copies about jobs (job, ended, hold and placed) in ``commits/``. A damaged or
+missing journal is rebuilt from these copies. An entry's copy is written after the journal has the
+entry, and removed before the journal drops the entry. So a copy without an entry proves that the
+journal lost the entry.
 """
 
 from __future__ import annotations
@@ -47,15 +46,15 @@ FIELDS: Final[Mapping[str, Mapping[str, type]]] = {
         "devices": list,
         "defaults": list,
     },
-    "hold": {"why": str},  # named after a job that stays paused until its user resumes it
-    "placed": {"device": str, "is_sent": bool},  # named after a job; the device its user chose
-    # named after a model; shares of its other versions: [version, percent]
+    "hold": {"why": str},  # for a job that stays paused until its user resumes it
+    "placed": {"device": str, "is_sent": bool},  # for a job; the device that its user chose
+    # for a model; each share is [version, percent], for a version that is not the served one
     "serving": {"version": int, "last": int, "spec_digest": str, "shares": list},
     "chain": {"spec": bytes, "tenant": str},
     "alias": {"model": str},  # name of the model that the alias stands for
-    "ended": {"record": dict},  # named after a job: its settings, and how it ended
+    "ended": {"record": dict},  # for a job; its settings, and how it ended
 }
-"""Required fields of each kind of entry, besides its name; each kind is a table."""
+"""Kind of an entry -> its required fields besides the name. Each kind is a table."""
 
 ENDS: Final = {
     "model-gone": ("model",),
@@ -65,15 +64,15 @@ ENDS: Final = {
     "job-over": ("job", "hold", "placed", "ended"),
     "hold-over": ("hold",),
 }
-"""Kind of an entry that only ends entries -> the kinds of the entries that it ends."""
+"""Kind of an entry that is not stored, but deletes others -> the kinds that it deletes."""
 
 REPLACES: Final = {"job": ("ended", "placed"), "ended": ("job", "hold", "placed")}
 """Kind of an entry -> the kinds of other entries that it replaces."""
 
-_NAME: Final = re.compile(NAME_PATTERN.pattern + r"(@[1-9][0-9]{0,8})?")  # models have versions
+_NAME: Final = re.compile(NAME_PATTERN.pattern + r"(@[1-9][0-9]{0,8})?")  # models have a version
 _SEPARATOR: Final = "~"  # between name and kind; not allowed in names
 _OF_MODELS: Final = ("model", "serving", "chain", "alias")
-_DIGEST_CHARS: Final = 64  # the first characters of a copy, before its content
+_DIGEST_CHARS: Final = 64  # length of the hex digest before a file's content
 
 
 def key_of(entry: Entry) -> Key:
@@ -82,7 +81,7 @@ def key_of(entry: Entry) -> Key:
 
 
 def digest_of(values: Any) -> str:
-    """Return the SHA-256 of the values in hex, which shows later whether they are damaged."""
+    """Return the SHA-256 of the values in hex; a later comparison shows damage."""
     return hashlib.sha256(msgspec.msgpack.encode(values)).hexdigest()
 
 

@@ -65,22 +65,22 @@ class StateDir:
         return [path for path in stamped if now_s - int(path.name) >= TRASH_KEPT_S]
 
     def sweep(self) -> None:
-        """Remove leftovers of killed builders. The caller holds the lock, so no builder runs."""
+        """Remove leftovers of killed builders. The server's lock is held, so no builder runs."""
         for leftover in self.models.glob(".build-*"):
             shutil.rmtree(leftover, ignore_errors=True)
         shutil.rmtree(self.published, ignore_errors=True)
 
     @staticmethod
     def name_for(tenant: str, digest: str) -> str:
-        """Return the digest under which the server keeps a program with this builder's digest.
+        """Return the digest that names a program's folder; ``digest`` is the builder's digest.
 
-        It depends on the tenant, because another tenant's code may control its builder and make it
-        claim any digest. Within a tenant, programs with the same digest are the same.
+        A tenant's code may control its builder, which may then claim any digest. So the name
+        depends on the tenant, too. Programs of one tenant with the same digest are the same.
         """
         return hashlib.sha256(f"{tenant}/{digest}".encode()).hexdigest() if tenant else digest
 
     def publish(self, folder: str, digest: str) -> None:
-        """Move a built program to its folder; keep a program that is there with the same digest.
+        """Move a built program to its folder, unless the same program is already there.
 
         Raises:
             OSError: the disk refuses to move it.
@@ -95,9 +95,9 @@ class StateDir:
                 os.replace(work / MANIFEST_FILE, target / MANIFEST_FILE)
 
     def open_program(self, digest: str) -> list[int]:
-        """Open a program's manifest and bundle for reading; return [] if one is missing.
+        """Open a program's manifest and bundle for reading; return [] if a file is missing.
 
-        A derived bundle is preferred, because the manifest then describes that bundle.
+        If there is a derived bundle, it is opened, because the manifest describes it.
         """
         opened: list[int] = []
         is_derived = (self.models / digest / DERIVED_FILE).exists()
@@ -110,9 +110,9 @@ class StateDir:
         return opened
 
     def take_away(self, digests: Collection[str]) -> list[Path]:
-        """Rename the programs of all other digests; return the new paths, which the caller removes.
+        """Rename programs not in ``digests``; return the new paths, which the caller removes.
 
-        Call this only while no builder runs: a builder may have found its program already there.
+        Call this only while no builder runs: it may rely on a program that is already there.
         """
         try:
             names = [path.name for path in self.models.iterdir()]

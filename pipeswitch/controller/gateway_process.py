@@ -39,10 +39,10 @@ DEFAULTS: Final = {"http": "127.0.0.1:8000", "grpc": "127.0.0.1:8001"}
 NEEDS: Final = {
     "http": ("httptools", "prometheus_client"),
     "grpc": ("grpc", "google.protobuf"),
-}  # modules
+}  # protocol -> the modules that it needs
 BACKLOG: Final = 512
 LIVED_BACKOFFS: Final = 5.0  # a gateway that lived this many backoffs is restarted at once
-MAX_AGAIN_S: Final = 60.0  # for other gateways the pause doubles each time, up to this
+MAX_AGAIN_S: Final = 60.0  # maximum pause before a restart; it doubles after each early death
 FORMER_WAIT_S: Final = 5.0
 STOP_WAIT_S: Final = 3.0
 LOCK_FILE: Final = "gateway.lock"
@@ -55,7 +55,7 @@ def command(descriptor: int) -> list[str]:
 
 @dataclass(frozen=True)
 class Keyed:
-    """Listening socket for clients with keys: open in the controller, accepted by the gateway."""
+    """Listening socket for clients with keys: the controller opens it, the gateway accepts."""
 
     sock: socket.socket
     settings: KeyedSettings
@@ -100,12 +100,12 @@ class Gateway:
 
         Raises:
             PipeSwitchError: an address cannot be bound, for example because it is in use.
-            ConfigError: modules are missing, a former gateway stays, or ``check_doors`` refuses.
+            ConfigError: modules are missing, a former gateway stays, or ``check_doors`` raises.
         """
         addresses = check_doors(self._config)
         if any(address not in ("auto", "off") for address in addresses.values()):
             self._unnamed = [name for name, address in addresses.items() if address == "auto"]
-            addresses |= dict.fromkeys(self._unnamed, "off")  # a named protocol opens no other port
+            addresses |= dict.fromkeys(self._unnamed, "off")  # an address is named: open no default
         is_off = all(address == "off" for address in addresses.values())
         if not is_off:
             owner_token(self._token_path)
@@ -116,7 +116,7 @@ class Gateway:
                 self._bind(name, address)
 
     def serve_keyed(self, keyed: Keyed) -> None:
-        """Let the gateway also accept clients with keys, at this socket."""
+        """Make the gateway also accept clients with keys, on this socket."""
         self._keyed = keyed
         if self._lock < 0:
             self._lock = _take_over(self._root / LOCK_FILE)
@@ -133,7 +133,7 @@ class Gateway:
         return {"http": self.addresses[0], "token_file": str(self._token_path)}
 
     def _bind(self, name: str, address: str) -> None:
-        """Bind a protocol's address. If it is the default, use another port or none if need be."""
+        """Bind a protocol's address. A default may become another port, or only a warning."""
         is_default = address == "auto"
         host, port = _parsed(DEFAULTS[name] if is_default else address)
         lacks = [module for module in NEEDS[name] if not _is_installed(module)]
@@ -171,7 +171,7 @@ class Gateway:
     # ---- the process ---------------------------------------------------------------------------
 
     def start(self, server_address: str) -> None:
-        """Start the gateway if it has a socket; ``server_address``: where it connects as owner."""
+        """Start the gateway if it has a socket. It connects to ``server_address`` as the owner."""
         self._server_address = server_address
         if self._sockets or self._keyed is not None:
             self._spawn()
@@ -181,7 +181,7 @@ class Gateway:
         return None if self._due_at_s is None else max(0.0, self._due_at_s - time.monotonic())
 
     def look(self) -> None:
-        """Start the next gateway process if it is due."""
+        """Start the next gateway process if its start is due."""
         if self._due_at_s is not None and time.monotonic() >= self._due_at_s:
             self._spawn()
 
@@ -212,7 +212,7 @@ class Gateway:
             undo.pop_all()
         self._process, self._channel = process, ours
         self._selector.register(self._pidfd, selectors.EVENT_READ, self._exited)
-        with contextlib.suppress(OSError):  # a full disk: the next server cannot end this one then
+        with contextlib.suppress(OSError):  # full disk: the next server cannot end this gateway
             os.ftruncate(self._lock, 0)
             os.pwrite(self._lock, str(process.pid).encode(), 0)
         sockets = [self._sockets.get("http"), None if self._keyed is None else self._keyed.sock]
@@ -220,7 +220,7 @@ class Gateway:
         try:
             ours.send(self._settings(), [self._lock, *numbers])
         except BrokenPipeError:
-            pass  # its exit follows
+            pass  # the gateway has died; its exit follows
         except OSError as error:  # no memory, or too many descriptors in flight
             log.error("gateway=killed: it cannot be sent its settings: %s", error)
             process.kill()
@@ -277,7 +277,7 @@ class Gateway:
         return self._process.wait() if self._process is not None else 0
 
     def stop(self) -> None:
-        """Let the gateway answer for up to ``STOP_WAIT_S``, end it, and release the addresses."""
+        """End the gateway, which may answer for ``STOP_WAIT_S`` more; release the addresses."""
         self._due_at_s = None
         if self._pidfd >= 0 and self._process is not None:
             self._process.terminate()
@@ -354,7 +354,7 @@ def _listening(host: str, port: int) -> socket.socket:
 
 
 def _held(host: str, port: int) -> socket.socket:
-    """Reserve a free port for the gateway: gRPC's library binds it itself."""
+    """Reserve a port without listening; in the gateway, gRPC's library binds it again."""
     with socket.create_server((host, port), family=_family(host)) as probe:
         address = probe.getsockname()[:2]
     sock = socket.socket(_family(host), socket.SOCK_STREAM)

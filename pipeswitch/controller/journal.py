@@ -49,11 +49,11 @@ log = logging.getLogger(__name__)
 
 FILE_NAME: Final = "journal.sqlite"
 SCHEMA_VERSION: Final = 12
-# The file's user_version. 0: a file without tables. Older versions lack: 1 holds, 2 tenants,
-# 3 ended jobs, 4 versions, 5 shared input, 6 devices of jobs, 7 shares of versions, 8 chains,
-# 9 defaults of job.steps, 10 digests, 11 aliases.
+# The file's user_version; 0: no tables yet. Each version added a feature: 2 holds, 3 tenants,
+# 4 ended jobs, 5 versions, 6 shared input, 7 devices of jobs, 8 shares of versions, 9 chains,
+# 10 defaults of job.steps, 11 digests, 12 aliases.
 BACKUPS: Final = ("journal.backup", "journal.backup-1")  # the newest first
-BACKUP_EVERY_S: Final = 60.0  # minimum interval while entries are added; a removal does not wait
+BACKUP_EVERY_S: Final = 60.0  # minimum interval after additions; a removal is backed up at once
 SLOW_APPEND_MS: Final = 100.0  # an append blocks the loop, so a longer one is logged
 DIGEST_COLUMN: Final = "sha256"
 CHECKPOINT_PAGES: Final = 64  # pages of 4 KiB in the write-ahead log before a checkpoint
@@ -115,7 +115,7 @@ class JournalFile:
         """Open the database, repair it if need be, and return its entries.
 
         1. If it is sound and has an entry for each copy, use it as it is.
-        2. If it is sound but lacks entries (its log was damaged), add them from the copies.
+        2. If it is sound but lacks entries (a damaged write-ahead log), add them from the copies.
         3. If it is damaged or missing, create a new one from rows, copies and the newest backup.
         """
         copies, bad = self._copies.read()
@@ -195,7 +195,7 @@ class JournalFile:
                 _insert(self._database, entry)
 
     def append(self, entry: Entry) -> None:
-        """Write and sync an entry and all owed ones, in one transaction. Blocks.
+        """Write and sync an entry and those that ``owe`` kept, in one transaction. Blocks.
 
         Raises:
             OSError: the disk is full or gone; the journal is unchanged.
@@ -228,9 +228,9 @@ class JournalFile:
             log.warning("journal=%s slow disk: an entry took %.0f ms", self._path, took_ms)
 
     def owe(self, entry: Entry) -> None:
-        """Keep an entry in memory, for a change that stands although the disk refused its entry.
+        """Keep in memory an entry that the disk refused; its change stands all the same.
 
-        The next ``append`` writes it. A server that starts before that misses the change.
+        The next ``append`` writes it. A server that starts before that does not know the change.
         """
         kind = str(entry["kind"])
         about = ENDS.get(kind) or REPLACES.get(kind) or (kind,)
@@ -255,7 +255,7 @@ class JournalFile:
 
 
 def copy_journal(path: Path, target: Path) -> dict[Key, Entry] | None:
-    """Copy a journal that a server may have open; return its entries, or None if it just changed.
+    """Copy a journal that a server may have open; return its entries, or None if it changed.
 
     A server's lock keeps other connections out (docs/adr/0010). So the database and its log are
     first copied as files. SQLite then writes their committed rows to ``target``. Blocks.
@@ -295,13 +295,15 @@ def copy_journal(path: Path, target: Path) -> dict[Key, Entry] | None:
 
 
 def _opened(path: Path) -> sqlite3.Connection:
-    """Return a connection that syncs each transaction, to a sound database with our tables.
+    """Open a sound database, create missing tables, and make each transaction sync.
 
     Raises:
         sqlite3.DatabaseError: the database is damaged, or the disk refuses a write.
         OSError, ConfigError: as in ``JournalFile``.
     """
-    os.close(os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600))  # SQLite makes 0644
+    os.close(
+        os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    )  # SQLite would use mode 0644
     database = _connect(path)
     try:
         database.execute("PRAGMA journal_mode = WAL")
@@ -400,7 +402,7 @@ def _delete(database: sqlite3.Connection, keys: Iterable[Key]) -> None:
 
 
 def _insert(database: sqlite3.Connection, entry: Entry) -> None:
-    """Write one checked entry. An entry that replaces another one keeps its place in the order."""
+    """Write one checked entry. It takes the place of an old entry of the same name in the order."""
     kind = entry["kind"]
     fields = FIELDS[kind]
     values = [entry["name"]]
@@ -420,7 +422,7 @@ def _insert(database: sqlite3.Connection, entry: Entry) -> None:
 
 
 def _rows(database: sqlite3.Connection, kind: str) -> Iterator[tuple[Key, Entry | None]]:
-    """Yield the entries of a kind in the order of acceptance; None for one that is damaged.
+    """Yield the entries of a kind in the order of acceptance; None instead of a damaged entry.
 
     Raises:
         sqlite3.DatabaseError: the next row is in a damaged part of the file.
@@ -474,7 +476,7 @@ def _jobs(entries: dict[Key, Entry]) -> set[str]:
 
 
 def _errno(problem: sqlite3.Error) -> int:
-    """Return the disk's error number; EIO for damage and everything else."""
+    """Return the errno of an SQLite error; EIO for damage and for all unlisted errors."""
     code = getattr(problem, "sqlite_errorcode", sqlite3.SQLITE_ERROR) & 0xFF
     return {
         sqlite3.SQLITE_FULL: errno.ENOSPC,

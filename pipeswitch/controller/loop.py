@@ -101,7 +101,7 @@ class Loop:
         return look_s if gateway_s is None else min(look_s, gateway_s)
 
     def handle_inbox(self) -> None:
-        """Handle all queued events in order, then a drain per signal, then a Tick if it is due."""
+        """Handle all queued events in order, then a drain for each signal, then a Tick if due."""
         inbox = self._server.inbox
         while inbox:
             self._handle(inbox.popleft())

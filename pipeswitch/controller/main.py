@@ -113,7 +113,7 @@ def _run(server: Server) -> int:
         log_path = server.places.logs / LOG_NAME
         dump = cleanup.enter_context(open(log_path, "a"))
         watchdog = LoopWatchdog(server.config.server.watchdog_ms / 1000.0, (dump.fileno(), 2))
-        cleanup.callback(watchdog.stop)  # runs after all cleanup that may hang, and watches it
+        cleanup.callback(watchdog.stop)  # runs after the cleanup below, and so watches it
         cleanup.callback(server.processes.stop, STOP_TIMEOUT_S)
         cleanup.callback(server.gateway.stop)
         cleanup.callback(server.frontend.close)  # sends pending answers
@@ -130,7 +130,7 @@ def _run(server: Server) -> int:
             server.effects.perform(command)
         restore(server, time.time())
         server.tell_losses()
-        loop.handle_inbox()  # before any client is read: it may ask for restored models and jobs
+        loop.handle_inbox()  # before a client's message, which may name a restored model or job
         watchdog.start()
         try:
             return loop.run(watchdog)
@@ -184,7 +184,7 @@ def _locked(root: Path) -> Iterator[None]:
 
 
 def _log_to(path: Path, max_bytes: int) -> None:
-    """Log to the server's own file. It is bounded, and has tracebacks that clients do not get."""
+    """Log to a file of limited size. It also has tracebacks, which clients do not get."""
     handler = LogFile(path, maxBytes=max_bytes, backupCount=2)
     form = "%(asctime)s %(levelname)s event=%(event)d %(name)s %(message)s"
     handler.setFormatter(PrintableFormatter(form))

@@ -1,4 +1,4 @@
-"""Execution of the scheduler's commands for stages: their processes, and memory for results."""
+"""Execution of the scheduler's commands for stage processes, which preprocess and postprocess."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _GONE: Final = -9  # exit status that is reported if there was no memory for the
 
 
 class PreprocessEffects:
-    """Stage processes; one method for each command. A slot keeps its result file after a death."""
+    """Executor of the commands for stages. A slot keeps its result file when its process dies."""
 
     def __init__(self, context: ServerContext, result_bytes: int) -> None:
         self._context = context

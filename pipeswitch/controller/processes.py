@@ -33,8 +33,8 @@ log = logging.getLogger(__name__)
 Kind = Literal["worker", "builder", "daemon", "stage"]
 MAX_FAILED_STARTS = 3  # failed starts of the fork server in a row that end the server
 LOOK_EVERY_S = 0.5  # interval of checks for processes that a SIGSTOP has stopped
-URGENT_LOOK_EVERY_S = 0.03  # interval if a request waits longer, perhaps for a stopped process
-STOPPED_LOOKS = 5  # checks in a row that find a process stopped before it is killed: 2 s or 150 ms
+URGENT_LOOK_EVERY_S = 0.03  # interval while a request has waited for longer than this
+STOPPED_LOOKS = 5  # a process that this many checks in a row find stopped (2 s or 150 ms) is killed
 
 
 @dataclass
@@ -244,7 +244,7 @@ class Processes:
         try:
             self._server_channel.send(order, descriptors)
         except BrokenPipeError:
-            log.warning("fork_server=gone child=%s", child.name)  # its end of file follows
+            log.warning("fork_server=gone child=%s", child.name)  # the server's end of file follows
         except OSError as error:  # no memory, or too many descriptors in flight
             log.error("child=%s: %s", child.name, error)
             self._not_forked(self._by_ticket.pop(child.ticket))
@@ -267,8 +267,8 @@ class Processes:
         except ProcessLookupError:
             pass  # it was reaped; its exit follows
         except OSError as error:
-            # No descriptor is left for a pidfd, so a later kill is impossible. The pid is hardly
-            # another process's now: the fork server reports an exit after this message.
+            # No descriptor is left for a pidfd, so kill the child now, by its pid. The pid is most
+            # likely still valid, because the fork server reports an exit after this message.
             log.error("child=%s cannot be watched, killing it: %s", child.name, error)
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
@@ -284,8 +284,8 @@ class Processes:
     def _read_one(self, child: Child, channel: Channel) -> bool:
         """Handle one message, if there is one; return whether there may be more.
 
-        One call of the selector may return a child's channel and its exit. If the exit is handled
-        first, the channel is closed here.
+        One call of the selector may return a child's channel and its exit. If the exit was handled
+        first, the channel is already closed, and nothing is read.
         """
         if channel.fileno() not in child.open_channels:
             return False
@@ -438,14 +438,14 @@ class Processes:
 
 
 class StoppedLooks:
-    """Schedule of checks for stopped processes, and how many checks in a row found each stopped."""
+    """Schedule of checks for stopped processes, and a count for each process that was stopped."""
 
     def __init__(self) -> None:
         self._counts: dict[int, int] = {}  # pid -> checks in a row
         self._looked_at_s = 0.0
 
     def due_at_s(self, waited_since_s: float | None) -> float:
-        """Return when the next check is due; sooner if a request has waited unusually long.
+        """Return the time of the next check; it is earlier if a request has waited unusually long.
 
         Checks take time from requests, so they are frequent only while a request is late anyway.
         """
@@ -455,7 +455,7 @@ class StoppedLooks:
         return min(seldom_s, max(self._looked_at_s, waited_since_s) + URGENT_LOOK_EVERY_S)
 
     def look(self, stopped: Iterable[int], now_s: float) -> list[int]:
-        """Return the pids that were stopped in ``STOPPED_LOOKS`` checks in a row; reset these."""
+        """Return pids that ``STOPPED_LOOKS`` checks in a row found stopped; reset their counts."""
         self._looked_at_s = now_s
         counts = {pid: self._counts.get(pid, 0) + 1 for pid in stopped}
         given_up = [pid for pid, count in counts.items() if count >= STOPPED_LOOKS]
@@ -475,8 +475,8 @@ def open_log(path: Path) -> IO[bytes]:
 def rotate(path: Path, max_bytes: int) -> None:
     """Rotate a log that is larger than ``max_bytes``; keep its newest bytes, and one older file.
 
-    Other processes have the log open, so it is copied and truncated. Lines that are written between
-    both are lost. A hole does not help: a confined worker's limit is a position in the file.
+    Other processes have the log open, so it is copied and truncated; lines written in between are
+    lost. A hole would not help: a confined worker may write only up to a fixed file position.
     """
     try:
         if path.stat().st_size <= max_bytes:

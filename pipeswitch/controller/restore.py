@@ -28,7 +28,7 @@ log = logging.getLogger(__name__)
 
 
 def restore(server: Server, now_s: float) -> None:
-    """Restore models and jobs of the journal, then the models of the configuration.
+    """Restore models and jobs of the journal, then register the models of the configuration.
 
     Skip an unusable entry and report it. ``now_s``: seconds since 1970.
     """
@@ -70,7 +70,7 @@ def restore(server: Server, now_s: float) -> None:
 
 
 def _show_lost(server: Server, kind: str, name: str, now_s: float) -> None:
-    """List the models and jobs that cannot be restored, as failed."""
+    """Show a model or job that cannot be restored as failed."""
     reason = "its entry in the journal is damaged and has no copy"
     if kind == "model":
         server.scheduler.registry.names.mark_lost(ModelName(name), reason)

@@ -52,7 +52,7 @@ class DeviceShare:
         self.doorbells = [new_doorbell() for _ in range(sizes.doorbell_count)]
         self.arena: list[int] = []  # descriptors from DaemonReady; each new daemon sends its own
         self.arena_handle = b""
-        self._arenas: dict[str, tuple[int, int]] = {}  # separate tenants: writable, read-only
+        self._arenas: dict[str, tuple[int, int]] = {}  # tenant -> (writable, read-only)
         self._arena_bytes = sizes.arena_bytes
 
     def take_arena(self, descriptors: list[int], handle: bytes) -> None:
@@ -128,7 +128,7 @@ class ServerMemory:
         self.commits[job] = descriptor
 
     def slot_bytes(self, job: JobName) -> int:
-        """Return the maximum size of the job's commits."""
+        """Return the maximum size of the job's commits in bytes; 0 without a commit area."""
         return slot_bytes_of(self.commits[job]) if job in self.commits else 0
 
     def drop_commits(self, job: JobName) -> None:

@@ -25,8 +25,8 @@ from .server_memory import ResourceLimits
 
 log = logging.getLogger(__name__)
 
-FENCE_COUNT: Final = 16384  # fences: 64 KiB of a 2 MiB region
-MAX_BUILDS: Final = 2  # for two clients, so that an endless build does not block another client
+FENCE_COUNT: Final = 16384  # the fences take 64 KiB of a 2 MiB region
+MAX_BUILDS: Final = 2  # concurrent builds: an endless build does not block other clients
 
 
 def sizes_of(config: Config, devices: Sequence[ChosenDevice]) -> list[ResourceLimits]:
@@ -71,7 +71,7 @@ def sizes_of(config: Config, devices: Sequence[ChosenDevice]) -> list[ResourceLi
 def _check_room(
     sizes: Sequence[ResourceLimits], devices: Sequence[ChosenDevice], available_bytes: int
 ) -> None:
-    """Check that the sizes fit, before a page is touched and the kernel must kill processes.
+    """Check that the sizes fit; otherwise the kernel would kill processes later.
 
     Raises:
         ConfigError: the machine, or this process's cgroup, has less than the server would take.
@@ -139,7 +139,7 @@ def _separates_tenants(
 
 
 def identity_of(device: ChosenDevice, sizes: ResourceLimits) -> Identity:
-    """Return the facts for which profiles measured by this server hold."""
+    """Return the facts about the machine with which this server's profiles are valid."""
     return Identity(
         device=device.kind.opened,
         name=device.title or processor_name(),

@@ -26,11 +26,11 @@ class ChosenDevice:
     """One device of a running server."""
 
     kind: DeviceKind
-    name: str  # cpu, cpu:1 or cuda:0, as the user knows it
+    name: str  # name that the user sees: cpu, cpu:1 or cuda:0
     why: str = ASKED_FOR
     arena_bytes: int = 0
-    options: bytes = b""  # encoded by the kind, for the device's processes
-    # GPUs only: product name, UUID, the mechanisms in use, and why others are not.
+    options: bytes = b""  # options of the kind, encoded for the device's processes
+    # GPUs only: product name, UUID, mechanisms in use, and why other mechanisms are not used.
     title: str = ""
     uuid: str = ""
     rungs: str = ""
@@ -95,7 +95,7 @@ class DeviceKind(Protocol):
 
         Args:
             arena: the descriptors of the daemon's ``DaemonReady``. With separate tenants: one
-                tenant's models (read-only), and *work* if the worker runs code.
+                tenant's models (read-only), and the training slices if the worker runs code.
 
         Raises:
             CudaError, OSError: this process cannot map the memory.

@@ -18,7 +18,7 @@ OnEnd = Callable[[TransmitEnded], None]
 
 
 class Transmission:
-    """One order, from ``transmit`` until its end is reported."""
+    """One order to copy a model, from ``transmit`` until its end is reported."""
 
     __slots__ = ("cancelled", "on_end", "order")
 
@@ -68,7 +68,7 @@ class DeviceMemory:
                 computed, and the doorbell that then wakes the copy thread; -1: no model can stream.
 
         Raises:
-            RemoteProtocolError: sizes that contradict each other.
+            RemoteProtocolError: the sizes contradict each other.
         """
         self.arena_bytes, self.store_bytes = settings.arena_bytes, settings.store_bytes
         if settings.fence_count * FENCE_BYTES > self.arena_bytes:
@@ -140,7 +140,7 @@ class DeviceMemory:
                 ring(self._doorbell)
 
     def _must_wait(self, job: Transmission, index: int) -> bool:
-        """Return True if the group's place is occupied by an earlier group that must compute."""
+        """Return True if an earlier group, which has not computed yet, occupies the place."""
         order, control_page = job.order, self._control_page
         if not order.waits or job.cancelled.is_set():
             return False

@@ -63,7 +63,7 @@ class Signals:
         Args:
             fences_descriptor: a file that begins with the fences.
             doorbell: this worker's own eventfd; must outlive this object.
-            doorbells: all workers' doorbells by slot, then the memory daemon's; must outlive it.
+            doorbells: all workers' doorbells by slot, then the daemon's; must outlive this object.
         """
         self.control_page = Board(control_page)
         self._doorbell, self._bells = doorbell, tuple(doorbells)
@@ -128,8 +128,8 @@ class WorkerDevice(Signals):
     def enter(self, offset_bytes: int, size_bytes: int, last_fence: int, op_id: OpId) -> None:
         """Select a region for a task, and close all other regions to its kernels.
 
-        ``show`` then opens parts of the region; it opens all if ``last_fence`` is set. If region
-        and operation id are the previous task's, its parts stay open.
+        ``show`` then opens parts of the region, or all of it if ``last_fence`` is set. If region
+        and operation id are the previous task's, the open parts stay open.
         """
 
     def show(self, arrived_bytes: int) -> None:
@@ -138,7 +138,7 @@ class WorkerDevice(Signals):
     def show_landing(self, offset_bytes: int, size_bytes: int) -> None:
         """Open a group of a streamed model, wherever it is in the region.
 
-        The group begins at a unit, and the daemon has zeroed the rest of its last unit.
+        The group begins at a unit of 2 MiB, and the daemon has zeroed the rest of its last unit.
         """
 
     def leave(self) -> None:
@@ -148,7 +148,7 @@ class WorkerDevice(Signals):
         """Prepare the request pool: pin it on cuda, close it to kernels on cpu."""
 
     def map_inputs(self, slabs: tuple[tuple[int, int], ...], *, writable: bool) -> None:
-        """Let kernels access only these ranges of the pool; each is (start, end) in bytes."""
+        """Open only these ranges of the pool to kernels; each is (start, end) in bytes."""
 
     def unmap_inputs(self) -> None:
         """Close all slabs to kernels."""
@@ -195,7 +195,7 @@ class WorkerDevice(Signals):
     # -- programs ------------------------------------------------------------------------------
 
     def program(self, bound: BoundProgram) -> BoundProgram:
-        """Return the program in this device's form; its inputs are in host memory."""
+        """Return a program that runs ``bound`` on this device, with inputs in host memory."""
         return bound
 
     def kernels(self) -> PackedKernels | None:
@@ -217,7 +217,7 @@ class WorkerDevice(Signals):
         return _NOTHING
 
     def leave_slice(self, program: BoundProgram) -> bool:
-        """Move a program that ran out of memory to other memory; return False if impossible."""
+        """Move a program out of the activation slice, which was too small; False if impossible."""
         return False
 
     # -- the whole process ---------------------------------------------------------------------
@@ -226,7 +226,7 @@ class WorkerDevice(Signals):
         """Block until all work of this process has run, on any stream. Any thread may call this."""
 
     def pacer(self) -> Callable[[], None] | None:
-        """Return a function for a script's gate points that limits its queue; None if needless."""
+        """Return a function that a script calls at gate points to limit its queue, or None."""
         return None
 
     def is_lost(self, error: BaseException) -> bool:
@@ -234,7 +234,7 @@ class WorkerDevice(Signals):
         return False
 
     def fault(self) -> PipeSwitchError | None:
-        """Return the task's error after a loss if it would also end the next worker, else None."""
+        """Return the error of a task that broke the device if a retry would fail too, else None."""
         return None
 
     def close(self) -> None:

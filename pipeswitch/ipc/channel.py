@@ -129,7 +129,7 @@ class Channel:
         """Return the next message with its descriptors (the caller owns them); None at end of file.
 
         Raises:
-            BlockingIOError: a non-blocking channel has nothing to read, or see ``set_limit``.
+            BlockingIOError: the limit has passed, or a non-blocking channel has nothing to read.
             RemoteProtocolError: the packet is invalid; its descriptors are closed.
         """
         try:

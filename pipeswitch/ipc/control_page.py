@@ -1,12 +1,12 @@
-"""The control page: a small page of shared words, for example the turn; and doorbells.
+"""The control page, whose words all processes of a device share, and doorbells that wake them.
 
 The control page is a sealed memfd that the controller creates and every worker maps. Its words:
 
 - ``TURN_WORD``: the *turn*, the number of the task that may compute on the device now (invariant
   I5). The process that gives the device away writes it: the worker that parks, or the controller
   when a task ended or its worker was reaped.
-- ``COMPUTED_WORD``: how many groups of a streamed model have computed (ADR 43), with its copy's
-  operation id to recognise late values of another pass. The worker that has the turn writes it.
+- ``COMPUTED_WORD``: the number of groups of a streamed model that have computed (ADR 43), and the
+  operation id of the model's copy, to ignore other copies. The worker that has the turn writes it.
 - ``BEGUN + slot``: the operation id of the last task that the slot's worker began to compute. If
   the worker dies, the death counts only against this task.
 - ``STOP + slot``: the operation id of the task that must yield between two groups (a pass of a
@@ -14,8 +14,8 @@ The control page is a sealed memfd that the controller creates and every worker 
 - ``CLAIM + slot``, ``NEED + slot``: the activation memory that the slot's job claims, and the
   minimum that it needs (``workers/training/activation_budget.py``).
 
-A *doorbell* is an eventfd, one for each worker slot and one for the memory daemon. It wakes its
-process, which then reads the words that it waits for. The eventfd loses no wake-up.
+A *doorbell* is an eventfd, one for each worker slot and one for the memory daemon. It wakes the
+process, which then reads the words that it waits for. An eventfd counts, so no wake-up is lost.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def sealed_memfd(name: str, size_bytes: int, *, reserve_bytes: int = 0) -> int:
     """Create an anonymous shared memory file of fixed size, which has no name in /dev/shm.
 
     It is sealed against shrinking and growing, so that no process can cause a SIGBUS in another.
-    ``reserve_bytes`` are allocated now: without memory this raises OSError, not a signal later.
+    ``reserve_bytes`` are allocated now, so a lack of memory raises OSError here, not SIGBUS later.
     """
     descriptor = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     try:

@@ -138,7 +138,7 @@ class Gate:
             self._unwind()
 
     def _answer(self, where: Where) -> Callable[[], None] | None:
-        """Answer a stop and take the device, or return a function to call before, without lock."""
+        """Answer a stop and take the device; or return a function to call first, without lock."""
         with self._changed:
             if self._state is GateState.STOPPING and not self.waits_for_boundary:
                 self._acknowledge(where, GateState.PARKED)
@@ -173,7 +173,7 @@ class Gate:
             self.after_boundary()
 
     def pause(self, timeout_s: float) -> None:
-        """Wait while away, so that other jobs compute first; return if the turn is given up."""
+        """Wait while away, up to ``timeout_s`` or until the turn is given up; others compute."""
         with self._changed:
             if self._state is GateState.AWAY and not self.is_evicting:
                 self.on_back(self._turn, True)
@@ -185,8 +185,8 @@ class Gate:
         """Request the device from this task, which has ``turn``; ``next_turn`` gets it.
 
         Args:
-            at_boundary: let the script compute until it leaves the device, usually at the end of
-                its step. A second request without this flag stops it at the next check.
+            at_boundary: the script computes until it leaves the device, usually at the end of its
+                step. A second request without this flag stops it at the next check.
         """
         with self._changed:
             if turn > self._turn:  # the stop overtook the grant of this turn
@@ -205,7 +205,7 @@ class Gate:
                 self._refresh()
 
     def request_evict(self) -> None:
-        """Make the main thread unwind at its next check, also when it is parked. Sticky."""
+        """Make the main thread unwind at its next check, even if it is parked. Cannot be undone."""
         with self._changed:
             self.is_evicting = True
             self._refresh()
@@ -220,7 +220,7 @@ class Gate:
 
     @property
     def allows_copies(self) -> bool:
-        """True if no request needs the device; another job may compute."""
+        """True if no request needs the device, even if another job computes on it."""
         if self._state is GateState.STOPPING:
             return self.waits_for_boundary
         return not self.is_evicting and (self._is_for_job or not self._is_given_up)
@@ -288,7 +288,7 @@ class Gate:
             self._accept_stop(turn, next_turn)
 
     def _take_device(self, where: Where) -> None:
-        """Block the main thread until running, or until an eviction is requested."""
+        """Block the main thread until its state is RUNNING, or until an eviction is requested."""
         self._take_up_grant()
         if self._state is GateState.STOPPED and not self.is_evicting:
             self._state = GateState.PARKED

@@ -23,14 +23,14 @@ PAGE_BYTES: Final = os.sysconf("SC_PAGESIZE")
 def read_only(descriptor: int) -> int:
     """Return another descriptor of the same memory, which can be mapped read-only.
 
-    A process can make it writable only by opening a file. A seal against writers
-    (``F_SEAL_FUTURE_WRITE``) is not used, because it forbids ``give_back`` too.
+    To write, a process would have to open the file again, which the sandbox forbids. A seal against
+    writers (``F_SEAL_FUTURE_WRITE``) is not used, because it forbids ``give_back`` too.
     """
     return os.open(f"/proc/self/fd/{descriptor}", os.O_RDONLY | os.O_CLOEXEC)
 
 
 def held_bytes(descriptor: int) -> int:
-    """Return the size of a file's allocated pages."""
+    """Return the size of a file's allocated pages in bytes."""
     return os.fstat(descriptor).st_blocks * BLOCK_BYTES
 
 
@@ -61,7 +61,7 @@ def keep_newest(path: str, size_bytes: int) -> None:
 
 
 def open_plain(path: str, _: int) -> int:
-    """Open a regular file. Refuse a link or a pipe, with which a script may have replaced it.
+    """Open a regular file. Refuse a link or a pipe; a script may have put it in the file's place.
 
     Raises:
         OSError: the file does not exist or is not regular.

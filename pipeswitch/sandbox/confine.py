@@ -31,8 +31,8 @@ def missing() -> tuple[str, ...]:
 def confine_worker(memory_bytes: int) -> None:
     """Forbid new files, sockets, processes and threads to all threads of this process, permanently.
 
-    The process keeps its memory and its descriptors, and can receive others. Threads that its
-    computations need must have been started before.
+    The process keeps its memory and its descriptors, and can receive further descriptors. Start the
+    threads that its computations need before this call.
 
     Args:
         memory_bytes: limit on private memory that is allocated after this; 0: no limit.
@@ -45,8 +45,8 @@ def confine_worker(memory_bytes: int) -> None:
 
 
 def confine_builder(readable: Iterable[Path], writable: Path) -> None:
-    """Let this process only read libraries and ``readable``, and write one folder. Forbid network
-    and new processes.
+    """Allow this process only to read libraries and ``readable``, and to write one folder. Forbid
+    network and new processes.
 
     Call this while the process has one thread: Landlock confines only the calling thread, and
     threads that it starts later.

@@ -10,7 +10,7 @@ from typing import Final
 
 from .seccomp import forbid_new_privileges, system_call
 
-CREATE_RULESET, ADD_RULE, RESTRICT_SELF = 444, 445, 446  # numbers are equal on all processors
+CREATE_RULESET, ADD_RULE, RESTRICT_SELF = 444, 445, 446  # system calls; equal on all processors
 ASK_VERSION: Final = 1
 PATH_BENEATH: Final = 1
 
@@ -21,7 +21,7 @@ WRITE_FILE, REMOVE_DIR, REMOVE_FILE, MAKE_DIR, MAKE_FILE = 1 << 1, 1 << 4, 1 << 
 TRUNCATE: Final = 1 << 14  # from version 3
 # Links, pipes and devices are excluded: a later reader of the folder would follow or wait for them.
 WRITE: Final = READ | WRITE_FILE | REMOVE_DIR | REMOVE_FILE | MAKE_DIR | MAKE_FILE | TRUNCATE
-BITS_BY_VERSION: Final = {1: 13, 2: 14, 3: 15, 4: 15, 5: 16}  # number of kinds of access
+BITS_BY_VERSION: Final = {1: 13, 2: 14, 3: 15, 4: 15, 5: 16}  # version -> count of rights
 CONNECT_AND_BIND_TCP: Final = 0b11  # from version 4
 SCOPES: Final = 0b11  # from version 6: abstract sockets, signals
 

@@ -84,7 +84,7 @@ def system_call(*arguments: object) -> int:
 
 
 def program(allowed: Iterable[str], machine: str, pid: int) -> list[Instruction]:
-    """Return the filter's instructions; other calls than ``allowed`` fail with EPERM."""
+    """Return the filter's instructions; all calls except ``allowed`` fail with EPERM."""
     column, architecture = ARCHITECTURES[machine]
     own_conditions = conditions(pid)
     lines: list[Instruction] = [

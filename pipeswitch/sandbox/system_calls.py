@@ -1,7 +1,7 @@
 """The system calls that confined processes may make; all other calls fail with EPERM.
 
 The lists contain the calls that workers and builders were observed to make, and fallbacks of their
-libraries (glibc, libgomp, Python). A call with conditions is allowed only with these arguments.
+libraries (glibc, libgomp, Python). The arguments of a call with conditions must meet all of them.
 """
 
 from __future__ import annotations

@@ -104,7 +104,7 @@ def is_refused(address: str) -> bool:
     except socket.gaierror as error:
         raise ConfigError(f"there is no machine {host!r}: {error.strerror}", hint=HINT) from None
     except (OSError, ValueError):
-        return False  # connecting to the address reports the problem
+        return False  # the client's own connection reports the problem
 
 
 def parse_listen(listen: str) -> tuple[str, int]:

@@ -1,9 +1,9 @@
 """CURVE keys: the server's pair, the public keys of admitted clients, and a client's pair.
 
-A folder (0700) has ``server.key_secret`` and ``clients/NAME.key``, a file with the public key and
-the roles of each admitted client. The files are pyzmq certificates. CURVE only proves that a peer
-*has* a key; the allow-list decides whether the key is admitted (ZAP). Removing a client's file
-revokes its key.
+A folder (0700) has ``server.key_secret``, and for each admitted client a file ``clients/NAME.key``
+with its public key and roles. The files are pyzmq certificates. CURVE only proves that a peer *has*
+a key; the allow-list decides whether the key is admitted (ZAP). Removing a client's file revokes
+its key.
 """
 
 from __future__ import annotations
@@ -178,7 +178,7 @@ class KeyFolder:
         return ServerKeys(public, secret)
 
     def admit(self, name: str, public: bytes, roles: Iterable[str] = ()) -> None:
-        """Admit the client that has this key, with these roles; they replace earlier ones.
+        """Admit a client by its public key; ``roles`` replace the client's earlier roles.
 
         Raises:
             AlreadyExists: the name has another key, or the key has another name.

@@ -1,9 +1,9 @@
 """Encoding and decoding of the client protocol's frames.
 
 A message has the parts ``[b"PSW1"][msgpack header][tensor]…`` (docs/protocol.md). On a stream a
-table of their sizes precedes them; with keys a message is a ZeroMQ message. Messages between our
-processes are msgpack too (``ipc/channel.py``). Nothing is ever unpickled. Decoders raise no other
-error than RemoteProtocolError.
+table of their sizes precedes them; a client with keys sends them as one ZeroMQ message. Messages
+between our processes are msgpack too (``ipc/channel.py``). Nothing is ever unpickled. Decoders
+raise only RemoteProtocolError.
 """
 
 from __future__ import annotations
@@ -35,17 +35,17 @@ TRACEPARENT: Final = re.compile(
 )
 """W3C's traceparent header: version, trace, span, flags."""
 ZMTP: Final = "zmtp"  # ``reason`` of an error: the peer's first byte is libzmq's, not a stream's
-INLINE: Final = (1 << 64) - 1  # place of a part that follows the table instead of using the share
+INLINE: Final = (1 << 64) - 1  # place of a part that follows the table; others are in shared memory
 _ZMTP_BYTE: Final = 0xFF
-_STREAM: Final = Struct("<4sIQ")  # magic, number of parts, number of parts taken from the share
-_PART: Final = Struct("<QQ")  # size and place
+_STREAM: Final = Struct("<4sIQ")  # magic, number of parts, ``taken_count`` of ``Table``
+_PART: Final = Struct("<QQ")  # size and place of a part
 
 T = TypeVar("T")
 Status = Literal["ok", "error", "progress"]
 
 
 class WireTensor(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Tensor of a request or reply. ``frame``: index of the frame with its bytes, from 0."""
+    """Tensor of a request or reply. ``frame``: index among the frames with tensors, from 0."""
 
     name: str
     dtype: str
@@ -173,12 +173,12 @@ def decode_reply(frames: Sequence[Any]) -> ReplyHeader:
 
 
 Table: TypeAlias = tuple[int, int, Sequence[tuple[int, int]]]
-"""Start of a message on a stream: the table's size in bytes; how many of the peer's parts in the
-share were taken so far; each part's size, and place in the sender's half (the header first)."""
+"""Start of a message on a stream: the table's size in bytes; ``taken_count``, the number of parts
+that its sender took from shared memory so far; each part's size and place, the header first."""
 
 
 def pack_table(parts: Sequence[tuple[int, int]], taken_count: int = 0) -> bytes:
-    """Encode a table for ``read_table``. A message without parts requests or carries a share."""
+    """Encode a table for ``read_table``. One without parts requests or announces shared memory."""
     numbers = chain.from_iterable(parts)
     return pack(f"<4sIQ{2 * len(parts)}Q", MAGIC, len(parts), taken_count, *numbers)
 

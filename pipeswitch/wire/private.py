@@ -44,8 +44,8 @@ def check_secret(path: Path) -> None:
 def check_trusted(path: Path, setting: str) -> None:
     """Check that no other user could have written a file or folder; a missing path is accepted.
 
-    Everything below must be a file or folder, not a link, of this user or root. Others must not
-    have write access to it. Inside a folder that others cannot enter, modes do not matter.
+    Everything below the path must be a file or folder, not a link, of this user or root. Others
+    must not have write access to it. Inside a folder that others cannot enter, modes do not matter.
 
     Raises:
         ConfigError: a file or folder fails the check; the hint says how to fix the first one.

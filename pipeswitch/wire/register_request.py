@@ -43,7 +43,7 @@ class BuildRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     raw: Signature = {}
     postprocess: Text = ""
     returns: Signature = {}
-    state: States = {}  # input -> output that continues it, and dimension to append to; -1: replace
+    state: States = {}  # input -> (output that continues it, dimension to append to or -1: replace)
     generate: bool = False
     precision: Text = ""  # empty: exact
     max_error: Annotated[float, Meta(ge=0, le=1)] = 0.0

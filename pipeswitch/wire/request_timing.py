@@ -21,7 +21,7 @@ OPTIONAL: Final = (
 
 
 class Computed(msgspec.Struct, frozen=True, kw_only=True):
-    """Place and form in which a run was computed."""
+    """Worker, device and precision with which a run was computed."""
 
     worker: int = -1
     op_id: int = 0
@@ -81,7 +81,7 @@ def of_steps(timings: Mapping[str, RequestTiming]) -> RequestTiming:
 
 
 def of_runs(before: RequestTiming, last: RequestTiming) -> RequestTiming:
-    """Return the timing of a generation; ``last`` has the total time since its start."""
+    """Return the timing of a generation; ``last.total_ms`` counts from the generation's start."""
     return msgspec.structs.replace(_sum([before, last]), total_ms=last.total_ms)
 
 

@@ -23,7 +23,7 @@ class SlabPool:
     def __init__(self, capacity_bytes: int) -> None:
         self.capacity_bytes = capacity_bytes - capacity_bytes % SLAB_ALIGN_BYTES
         self._taken: dict[int, int] = {}  # offset -> size
-        self._holes: list[tuple[int, int]] = []  # (offset, size), by offset
+        self._holes: list[tuple[int, int]] = []  # (offset, size), sorted
         if self.capacity_bytes:
             self._holes.append((0, self.capacity_bytes))
 

@@ -56,9 +56,9 @@ def make_router(
     authenticator answers, no client is admitted (ZAP_ENFORCE_DOMAIN).
 
     The socket must not send heartbeats. If a connection ends while its bounded queue is full,
-    libzmq keeps it until it is read. If a heartbeat's timer fires meanwhile, libzmq aborts the
-    process (stream_engine_base.cpp, ``!_io_error``). TCP's keep-alive finds dead peers instead, and
-    so does the time to live in our clients' heartbeats.
+    libzmq keeps the connection until the queue is read. If a heartbeat's timer fires meanwhile,
+    libzmq aborts the process (stream_engine_base.cpp, ``!_io_error``). Dead peers are found by
+    TCP's keep-alive instead, and by the time to live in our clients' heartbeats.
     """
     sock = _make_socket(context, zmq.ROUTER, max_part_bytes, QUEUED_MESSAGES)
     sock.setsockopt(zmq.ROUTER_MANDATORY, 1)  # raise for a gone or slow peer; do not drop messages
@@ -73,12 +73,12 @@ def make_router(
 def make_dealer(
     context: zmq.Context[Any], max_part_bytes: int, keys: ClientKeys
 ) -> zmq.Socket[bytes]:
-    """Return a client's socket. Its queues are unlimited: the client bounds what it submits."""
+    """Return a client's socket. Its queues are unlimited: the client limits its requests."""
     sock = _make_socket(context, zmq.DEALER, max_part_bytes, 0)
     for option, value in (
         (zmq.HEARTBEAT_IVL, HEARTBEAT_INTERVAL_MS),
         (zmq.HEARTBEAT_TIMEOUT, HEARTBEAT_TIMEOUT_MS),
-        (zmq.HEARTBEAT_TTL, HEARTBEAT_TIMEOUT_MS),  # after this silence the server closes
+        (zmq.HEARTBEAT_TTL, HEARTBEAT_TIMEOUT_MS),  # silence after which the server disconnects
         (zmq.RECONNECT_IVL, 50),  # ms; short, to connect soon after the server's start
         (zmq.RECONNECT_IVL_MAX, 500),
         (zmq.CURVE_SERVERKEY, keys.server),  # the key that the server must have
@@ -90,7 +90,7 @@ def make_dealer(
 
 
 def is_readable(sock: zmq.Socket[bytes]) -> bool:
-    """Return True if a message can be received; faster than the exception of an empty socket."""
+    """Return True if a message can be received; this is faster than catching an exception."""
     events: Any = sock.get(_EVENTS)
     return bool(events & _POLLIN)
 

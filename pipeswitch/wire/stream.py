@@ -66,12 +66,12 @@ class ShmSegment:
         self._slabs = SlabPool(half)
 
     def place(self, size_bytes: int) -> int:
-        """Allocate space for a part in the own half; return its place, or INLINE if it is full."""
+        """Allocate a part in this side's half; return its place, or INLINE if there is no space."""
         offset = self._slabs.take(size_bytes)
         return frames.INLINE if offset is None else offset
 
     def own(self, place: int, size_bytes: int) -> memoryview:
-        """Return a writable view of a range in the own half."""
+        """Return a writable view of a range in this side's half."""
         return self._own[place : place + size_bytes]
 
     def free(self, place: int) -> None:
@@ -100,13 +100,12 @@ class Stream:
         self._socket = sock
         self._max_part_bytes = max_part_bytes
         self._takes_descriptors = takes_descriptors
-        # Maximum size of a message.
         self.max_bytes = frames.MAX_HEADER_BYTES + frames.MAX_TENSORS * max_part_bytes
         self.share: ShmSegment | None = None
         self._buffer = bytearray(FIRST_READ_BYTES)
         self._start = self._end = 0  # range of the buffer that is not parsed yet
         self._message: WireMessage | None = None  # the message whose parts are being read
-        self._unread: deque[memoryview] = deque()  # its bytes that have not arrived yet
+        self._unread: deque[memoryview] = deque()  # space for its bytes that have not arrived
         self._descriptors: tuple[int, ...] = ()
         self._unsent: list[Any] = []
         self.has_more = False  # True if ``receive`` may have a whole message that it did not return
@@ -152,7 +151,7 @@ class Stream:
         self._unsent += filter(len, inline)
 
     def bring(self, descriptor: int) -> None:
-        """Send a share, or -1 for none, while no other data waits; the caller keeps the descriptor.
+        """Send a share; -1: answer that there is none. No other data may wait to be sent.
 
         Raises:
             OSError: the peer is gone, or does not read.
@@ -332,7 +331,7 @@ def keep_alive(sock: socket.socket) -> None:
 def _pages(size_bytes: int) -> memoryview:
     """Return uninitialised memory, whose pages are allocated when they are written.
 
-    So a table alone costs no memory. The C allocator reuses the memory of earlier messages.
+    A peer that only announces parts thus costs no memory. The C allocator reuses earlier memory.
 
     Raises:
         RemoteProtocolError: there is not enough memory.

@@ -20,8 +20,8 @@ from .request_timing import PARTS
 
 _logger = logging.getLogger(__name__)
 
-# A request's spans in order, and the timing's fields with their lengths. Another span, ``out``, has
-# the rest of the total. All waits for groups are one span, although groups compute between them.
+# A request's spans in order, each with the field of the timing that has its length. A last span,
+# ``out``, has the rest of the total. The waits for all groups are drawn as one span.
 ORDER: Final = (
     ("preprocess", "preprocess_ms"),
     ("queue", "queue_ms"),
@@ -93,7 +93,7 @@ def _ns(ms: float) -> int:
 
 
 def open_tracer(service: str = "") -> Any:
-    """Return the tracer of this process, named ``service`` unless a name is set; None if unused."""
+    """Return this process's tracer; None: tracing is off. ``service``: its default name."""
     api = sys.modules.get("opentelemetry.trace")
     if api is not None and not isinstance(api.get_tracer_provider(), api.ProxyTracerProvider):
         return api.get_tracer("pipeswitch")

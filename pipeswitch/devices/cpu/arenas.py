@@ -25,7 +25,7 @@ Bytes = np.ndarray[tuple[int], np.dtype[np.uint8]]
 class OneFile:
     """One arena for all tenants: populated at the start, and sealed against other writers.
 
-    All methods but ``take`` and ``open_tenant`` belong to the copy thread, as in ``FilePerTenant``.
+    The copy thread calls all methods except ``take`` and ``open_tenant``, as in ``FilePerTenant``.
     """
 
     def __init__(self, arena_bytes: int, fence_count: int) -> None:
@@ -63,14 +63,14 @@ class OneFile:
         np.copyto(self._bytes[start : start + len(source)], source)
 
     def clear(self, tenant: str, start: int, end: int) -> None:
-        """Zero a range: less than a page, or less than a unit after a group that streams."""
+        """Zero a range of less than a page, or of less than 2 MiB after a streamed group."""
         self._bytes[start:end] = 0
 
     def signal_fence(self, tenant: str, index: int, value: int) -> None:
         self._fences[index] = value
 
     def tidy(self) -> None:
-        """Free pages that tenants have lost to other tenants; called after a copy."""
+        """Do nothing: all pages belong to the one file. Called after a copy."""
 
     def close(self) -> None:
         self._fences.release()
@@ -94,7 +94,7 @@ class _TenantsFile:
 
 
 class FilePerTenant:
-    """Sparse files, one for each tenant. An offset is leased in all files together, to one tenant.
+    """Sparse files, one for each tenant. An offset is leased to one tenant, in all files at once.
 
     Invariant (after ``tidy``): a page exists only in the file of the tenant that leases its offset.
     All files together have at most the arena's pages, plus the fences of each file.
@@ -105,7 +105,7 @@ class FilePerTenant:
         self._arena_bytes = arena_bytes
         self._fence_count = fence_count
         self._files: dict[str, _TenantsFile] = {}
-        self._places: list[tuple[int, int, str]] = []  # disjoint: start, end, tenant
+        self._places: list[tuple[int, int, str]] = []  # disjoint (start, end, tenant)
 
     def open_tenant(self, tenant: str, descriptor: int) -> None:
         size_bytes = os.fstat(descriptor).st_size
@@ -131,7 +131,7 @@ class FilePerTenant:
     def tidy(self) -> None:
         """Free the pages of offsets that a tenant no longer leases; takes 35 ms for 64 MiB.
 
-        Runs after the copy, for which a request waits. Later orders are copied after this call.
+        It runs after a copy, so the copy's request does not wait for it. The next copy does.
         """
         places, fences = self._places, (0, self._fence_count * FENCE_BYTES)
         for tenant, file in list(self._files.items()):

@@ -1,5 +1,5 @@
-"""Copies of a process's own tensors between the cpu device and the host. Both use host memory, but
-the bytes are copied all the same, at the speed of the simulated link."""
+"""Copies of a process's own tensors between the cpu device and the host. Both are host memory; the
+bytes are copied as on a real device, at the speed of the simulated link."""
 
 from __future__ import annotations
 

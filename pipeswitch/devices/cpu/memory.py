@@ -1,8 +1,8 @@
 """The memory daemon's side of the cpu device: two memfds as the arena, a thread as the copy engine.
 
-It is not a mock: workers compute on these bytes, so the whole system runs on any machine (ADR 4).
-Only the memory daemon can map *models* for writing. The fences are at the start of *models*, which
-may be one file for each tenant (``arenas.py``). All workers may write *work*, the training slices.
+The device is not a mock: workers compute on these bytes, so the system runs on any machine (ADR 4).
+One memfd, *models* (or one for each tenant, ``arenas.py``), begins with the fences; only the memory
+daemon can map it for writing. The other, *work*, has the training slices; all workers may write it.
 
 A reader that sees a fence also sees the data: one thread copies the data and then stores the fence.
 x86 keeps stores in order, and the C library fences its streaming stores.
@@ -33,7 +33,7 @@ from .page_protection import UNIT_BYTES, unmap
 
 log = logging.getLogger(__name__)
 
-CHUNK_BYTES: Final = 8 << 20  # the cancel flag is checked after each chunk; larger is not faster
+CHUNK_BYTES: Final = 8 << 20  # a cancel is noticed after each chunk; larger chunks are not faster
 THROTTLED_CHUNK_BYTES: Final = 1 << 20
 
 
@@ -50,7 +50,7 @@ class SimulatedLink:
         self._busy_until_s = max(self._busy_until_s, time.monotonic())
 
     def pace(self, size_bytes: int, cancelled: threading.Event | None = None) -> None:
-        """Block until the link would have carried the piece that was just copied, or a cancel."""
+        """Block until the link would have carried the piece just copied, or until a cancel."""
         if self._bytes_per_s <= 0:
             return
         # The schedule is absolute: if one wait takes too long, the next one is shorter.
@@ -80,7 +80,7 @@ class CpuDeviceMemory(DeviceMemory):
 
         Raises:
             OSError: not enough memory.
-            RemoteProtocolError: sizes that contradict each other.
+            RemoteProtocolError: the sizes contradict each other.
         """
         super().__init__(
             settings, store=store, doorbells=doorbells, control_page=control_page, doorbell=doorbell
@@ -181,7 +181,7 @@ class CpuDeviceMemory(DeviceMemory):
                 if job.cancelled.is_set():
                     break  # perhaps in the middle of this group, so do not set its fence
                 reach("daemon.transmit.group")
-                ends_at_ms.append(now_ms())  # before the doorbell: a woken worker takes the core
+                ends_at_ms.append(now_ms())  # before a woken worker takes this core
                 self._models.signal_fence(order.tenant, group.fence, order.op_id & FENCE_MASK)
                 self._ring_all()
         except Exception:
@@ -194,12 +194,12 @@ class CpuDeviceMemory(DeviceMemory):
     ) -> int:
         """Copy the rest of a group, and fill its last unit; return the number of bytes copied.
 
-        A worker opens whole units (``ProtectedMapping``), which may hold another model's old bytes.
-        So before the group's fence is set
+        A worker opens whole units of 2 MiB, which may have another model's old bytes. So before the
+        group's fence is set
 
         1. parts of later groups in this group's last unit are copied,
         2. the rest of the page after the model's last byte is zeroed,
-        3. in a model that streams, whose groups share no unit, the rest of the unit is zeroed.
+        3. or, in a streamed model, whose groups share no unit, only the rest of the unit is zeroed.
 
         ``copied``: bytes of each group that are copied already; updated here.
         """
@@ -233,7 +233,7 @@ class CpuDeviceMemory(DeviceMemory):
         upto: int,
         cancelled: threading.Event,
     ) -> int:
-        """Copy from the store to models until ``upto`` or a cancel; return the bytes copied."""
+        """Copy a group's bytes up to ``upto`` or a cancel; return the number of bytes copied."""
         source, target = group.store_offset_bytes, group.arena_offset_bytes
         first = done = copied[index]
         while done < upto and not cancelled.is_set():

@@ -46,8 +46,8 @@ class CpuKernels:
     ) -> tuple[packing.PackedLayout, torch.Tensor]:
         """Implement ``PackedKernels``.
 
-        Without the input's shape, oneDNN guesses one and often chooses a layout that a call must
-        reorder.
+        Without the input's shape, oneDNN guesses a shape, and often chooses a layout that a call
+        must reorder.
         """
         packed = torch.ops.mkldnn._reorder_convolution_weight(
             weight.contiguous(), padding, stride, dilation, groups, input_shape

@@ -26,7 +26,7 @@ from ..order_checks import check_range
 
 log = logging.getLogger(__name__)
 
-UNIT_BYTES: Final = REGION_ALIGN_BYTES  # memory of one page table, which moves in one step
+UNIT_BYTES: Final = REGION_ALIGN_BYTES  # memory that one page table maps; it moves in one step
 LOWEST, HIGHEST = (
     1 << 44,
     1 << 46,
@@ -72,7 +72,7 @@ class Guarded:
 
 
 class ProtectedMapping:
-    """Hidden read-only mapping of a memfd, with open ranges: one, or several of a streamed model.
+    """Hidden read-only mapping of a memfd, with one open range, or several of a streamed model.
 
     Each page is mapped once. An open page is at its offset from ``address``. A closed page is at
     the same offset of a hidden mapping, whose address is random. Opening and closing move page
@@ -100,7 +100,7 @@ class ProtectedMapping:
         self._hidden = map_by_chance(descriptor, size_bytes, mmap.PROT_READ)
         self._open: list[tuple[int, int]] = []
         self._lock = threading.Lock()  # the thread that populates must not run during a move
-        self.open(0, mmap.PAGESIZE)  # raises here, not in the first request
+        self.open(0, mmap.PAGESIZE)  # on an old kernel, raise here, not in the first request
         self.close()
 
     def populate(self, offset_bytes: int, size_bytes: int) -> None:
@@ -137,7 +137,7 @@ class ProtectedMapping:
 
     @staticmethod
     def _move(source: int, target: int, start: int, end: int) -> None:
-        """Move page tables over the old mapping, without a gap that another thread could map."""
+        """Move page tables onto ``target`` in one step, so that no other thread can map there."""
         flags, size = MREMAP_MAYMOVE | MREMAP_FIXED | MREMAP_DONTUNMAP, end - start
         _kernel("mremap", source + start, size, size, flags, target + start)
 

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 class CpuWorkerDevice(WorkerDevice):
-    """See ``WorkerDevice``. Imports torch with the first tensor."""
+    """See ``WorkerDevice``. It imports torch when the first tensor is requested."""
 
     def __init__(
         self,
@@ -93,7 +93,7 @@ class CpuWorkerDevice(WorkerDevice):
         self._window.populate(offset_bytes, size_bytes)
 
     def enter(self, offset_bytes: int, size_bytes: int, last_fence: int, op_id: int) -> None:
-        """Close the previous task's region, unless it belongs to the same task.
+        """Select a region; close the previous one if place, size or operation id differ.
 
         Raises:
             RemoteProtocolError: the region is outside of the arena.
@@ -149,7 +149,7 @@ class CpuWorkerDevice(WorkerDevice):
         return tensor_over(self._models, spec, region_offset_bytes)
 
     def _slice(self, spec: TensorSpec) -> torch.Tensor:
-        """Return a tensor whose storage is all of *work*."""
+        """Return a tensor, and open its pages. Its storage is the file of all training slices."""
         from ...programs.running.tensor_views import tensor_over
 
         tensor = tensor_over(self._work, spec, 0)

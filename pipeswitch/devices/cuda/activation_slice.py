@@ -8,7 +8,7 @@ module-mode programs (which may cache tensors) and training use ordinary memory.
 
 Torch calls the two functions with its allocator's lock held, and without the interpreter lock. A
 Python function could therefore deadlock with a thread that frees a tensor. To avoid that, one
-thread lets torch reserve the whole slice at the start; torch then needs no more segments.
+thread makes torch reserve the whole slice at the start; torch then needs no more segments.
 """
 
 from __future__ import annotations
@@ -89,12 +89,12 @@ def make_pool(segments: Segments) -> torch.cuda.MemPool:
 
 
 def reserve(pool: torch.cuda.MemPool, segments: Segments, stream: torch.cuda.Stream) -> None:
-    """Let torch take the whole slice; call this once, before any other thread frees tensors.
+    """Make torch take the whole slice; call this once, before any other thread frees tensors.
 
     Torch's free blocks belong to a stream, so ``stream`` must be the one that will compute.
 
     Raises:
-        torch.OutOfMemoryError, RuntimeError: the slice is too small; torch did not use it.
+        torch.OutOfMemoryError, RuntimeError: the slice is too small, or torch did not use it.
     """
     import torch
 

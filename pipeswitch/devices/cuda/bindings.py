@@ -28,9 +28,7 @@ STREAM_NON_BLOCKING: Final = 0x1  # does not wait for the legacy default stream
 EVENT_BLOCKING_SYNC: Final = 0x1  # a waiting thread sleeps instead of spinning
 EVENT_DISABLE_TIMING: Final = 0x2
 IPC_LAZY_PEER_ACCESS: Final = 0x1
-WAIT_VALUE_EQ: Final = (
-    0x1  # CU_STREAM_WAIT_VALUE_EQ: exactly the operation id, as on the cpu device
-)
+WAIT_VALUE_EQ: Final = 0x1  # CU_STREAM_WAIT_VALUE_EQ: until the word equals the operation id
 
 NOT_READY: Final = "cudaErrorNotReady"
 DEVICE_ASSERT: Final = "cudaErrorAssert"
@@ -274,7 +272,7 @@ class Cuda(Queues):
         return int(free), int(total)
 
     def synchronize_device(self) -> None:
-        """Block until all work of this process's context has run. Too slow for a request's path."""
+        """Block until all work of this process's context has run. It is too slow for requests."""
         self._do("cudaDeviceSynchronize")
 
     def still_works(self) -> bool:
@@ -339,7 +337,7 @@ class Cuda(Queues):
         """Map another process's allocation; return its address in this process.
 
         Raises:
-            CudaError: also if this process made the handle, or for another IPC namespace.
+            CudaError: for example, this process or one of another IPC namespace made the handle.
         """
         if len(data) != HANDLE_BYTES:
             raise CudaError(

@@ -23,7 +23,7 @@ class CaptureBroke(CudaError):
 
 
 class CudaRecorder:
-    """Recorder of CUDA graphs on the compute stream; all share one pool, as they never overlap."""
+    """Recorder of CUDA graphs on the compute stream. Graphs never overlap, so they share a pool."""
 
     def __init__(
         self, stream: torch.cuda.Stream, index: int, slice_pool: torch.cuda.MemPool | None
@@ -36,7 +36,7 @@ class CudaRecorder:
 
     @contextlib.contextmanager
     def session(self) -> Iterator[None]:
-        """Enclose all captures of one program, and prevent garbage collection, which spoils one."""
+        """Enclose all captures of a program; prevent garbage collection, which would spoil them."""
         self._stream.synchronize()
         gc.collect()
         with no_collector():
@@ -75,8 +75,8 @@ class CudaRecorder:
     def _mend(self) -> None:
         """Repair torch's allocators and its random generators after a failed capture.
 
-        ``capture_end`` raises before it ends the capture in the allocators. Until repair every use
-        of its pool fails ("already recording to mempool_id"), and with it every request in the
+        ``capture_end`` raises before it ends the capture in the allocators. Without repair, every
+        use of the pool fails ("already recording to mempool_id"), and so does every request in the
         slice. Random numbers fail until another capture succeeds. Repair has four steps: 1. End the
         capture in the device's allocator. 2. Use a new pool, outside of the slice, because the
         host's allocator has no such call. 3. Capture an empty graph. 4. Enter the slice, as a test.
@@ -122,7 +122,7 @@ def no_collector() -> Iterator[None]:
 
 
 class Replayable(Protocol):
-    """Captured work."""
+    """Captured work that can be enqueued again and again."""
 
     def replay(self) -> None:
         """Enqueue the captured work on the current stream."""

@@ -1,6 +1,6 @@
 """Capabilities of this machine's GPU, measured by the self-test program (``selftest.py``).
 
-It runs in its own process, because the controller makes no CUDA context and imports no bindings.
+The program is a separate process: the controller makes no CUDA context and imports no bindings.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ def examine(package: str, index: int, *, tests: Sequence[str] = ()) -> dict[str,
     """Return the result of ``look`` for a device that works.
 
     Raises:
-        ConfigError: the device does not exist or does not work; has the self-test's text.
+        ConfigError: the device does not exist or does not work; the text is the self-test's.
     """
     outcomes = look(package, index, tests)
     device = outcomes["device"]
@@ -36,9 +36,9 @@ def examine(package: str, index: int, *, tests: Sequence[str] = ()) -> dict[str,
 def look(
     package: str, index: int, tests: Sequence[str], *, program: str = PROGRAM
 ) -> dict[str, dict[str, Any]]:
-    """Run the self-test program (blocks); return its findings by name, the device's first.
+    """Run the self-test program (blocks); return its findings by the name of the test.
 
-    ``complaints`` is the end of the program's stderr, its children's included.
+    The finding ``complaints`` has the end of stderr of the program and its children.
 
     Raises:
         NoCudaDevice: there is no driver library.

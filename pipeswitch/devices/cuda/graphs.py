@@ -1,4 +1,4 @@
-"""A program on the cuda device: inputs copied in, groups run eagerly or replayed as CUDA graphs.
+"""A program on the cuda device: it copies inputs in, and runs groups eagerly or as CUDA graphs.
 
 There is one graph for each layer group (ADR 13). The waits for fences stay between the replays, so
 a group still starts when it has arrived, and no Python runs per layer. Graphs are captured after
@@ -51,11 +51,11 @@ class GraphBudget:
             self.remove(oldest)
 
     def touch(self, key: tuple[int, Shapes]) -> None:
-        """Mark these shapes as the last used."""
+        """Mark these shapes as the most recently used."""
         self._held.move_to_end(key)
 
     def remove(self, key: tuple[int, Shapes]) -> None:
-        """Drop these shapes and their bytes."""
+        """Remove these shapes from the list, and their bytes from the sum."""
         size_bytes, _ = self._held.pop(key, (0, None))
         self.used_bytes -= size_bytes
 
@@ -93,9 +93,9 @@ class DeviceProgram:
         self.is_replaying = False
 
     def run(self, inputs: Sequence[torch.Tensor], before_group: BeforeGroup) -> list[torch.Tensor]:
-        """Implement ``BoundProgram.run``; return when all work is enqueued, before it has run.
+        """Implement ``BoundProgram.run``; return when all work is enqueued, not when it has run.
 
-        The inputs must stay unchanged until then. The next replay overwrites a replay's outputs.
+        The inputs must stay unchanged until it has run. The next replay overwrites the outputs.
 
         Raises:
             InvalidInput: an index is out of its table's range; nothing was enqueued.

@@ -3,7 +3,7 @@
 On the cpu device an index out of range raises an exception. On a GPU an assertion fails in a
 kernel, which breaks the context and ends the worker. If a graph looks up rows of a table with a
 request's own input (token ids, positions), the input is checked here, and only that request fails.
-Not checked are indices that a model computes, and inputs of module-mode programs: a bad index there
+Indices that a model computes and inputs of module-mode programs are not checked: a bad index there
 ends the worker.
 """
 
@@ -50,8 +50,8 @@ KEEPS_VALUES: Final = frozenset(
         "_to_copy.default",
     )
 )
-"""Operators whose result has exactly the values of their first argument. Slices are not included:
-a value that they leave out may be out of range."""
+"""Operators whose result has exactly the values of their first argument. Slicing is not included:
+a value that it leaves out is never looked up, so that value need not be in range."""
 
 
 def index_limits(graph: Graph, tensors: Sequence[TensorSpec]) -> dict[int, int]:

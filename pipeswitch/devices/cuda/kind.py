@@ -83,7 +83,7 @@ class CudaKind:
 
     @contextlib.contextmanager
     def reserve(self, device: ChosenDevice, folder: Path | None = None) -> Iterator[None]:
-        """Implement ``DeviceKind.reserve``; without it a second server would run out of memory.
+        """Implement ``DeviceKind.reserve``; two servers on one GPU would run out of memory.
 
         The lock is on a file named by the GPU's UUID, and ends with the process.
         """
@@ -156,7 +156,7 @@ class CudaKind:
 
 
 def index_of(name: str) -> int:
-    """Return the GPU's index, as this process numbers them."""
+    """Return the number in a device's name: 1 for ``cuda:1``, 0 for ``cuda``."""
     return int(name.partition(":")[2] or 0)
 
 
@@ -176,9 +176,9 @@ def arena_size(wish: SizeSpec, free_bytes: int) -> int:
 
 
 def private_size(free_bytes: int, arena_bytes: int) -> int:
-    """Return the bytes that one worker may allocate for itself: the memory beside the arena.
+    """Return the bytes that one worker may allocate outside of the arena and the slice.
 
-    The sum of all workers stays small: only the computing one and a suspended job have activations.
+    Each worker may use all of them: only the computing worker and a suspended job need many.
     """
     return max(GIB // 2, free_bytes - arena_bytes) // UNIT_BYTES * UNIT_BYTES
 

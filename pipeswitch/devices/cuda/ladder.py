@@ -1,6 +1,6 @@
 """Choice of CUDA mechanisms, as a pure function of the settings and the self-test's results.
 
-Each mechanism (rung) has a setting, and a slower one as its fallback (ADR 12). Waits on the CPU and
+Each mechanism (rung) has a setting and a slower fallback (ADR 12). Waits on the CPU and
 ordinary memory work with any driver. Device-side waits, the activation slice and CUDA graphs are
 used only if their self-test passed on this machine. If a test fails, the fallback is used even if
 the setting requests the mechanism, and the reason is reported.
@@ -24,7 +24,7 @@ Graphs = Literal["off", "on"]
 
 AUTO: Final = "auto"
 REQUIRED: Final = ("memory", "ipc", "torch", "tensor")
-"""Tests without which the device is not used: the arena, and workers that compute on it."""
+"""Tests that must pass before the device is used: the arena, and workers that compute on it."""
 
 TESTS: Final = (*REQUIRED, "wait-write", "wait-copy", "slice", "graph")
 """All tests, in the order in which the self-test runs them."""
@@ -70,7 +70,7 @@ class Ladder:
 
 
 def choose(wishes: Wishes, results: Mapping[str, LadderOutcome] | None) -> Ladder:
-    """Return the highest requested rungs that work.
+    """Return the fastest mechanisms that are requested and work.
 
     Args:
         results: results by test name; a missing test did not run. None: the self-test was skipped,
@@ -106,7 +106,8 @@ def _waits(
 ) -> tuple[Waits, Words]:
     """Return how to wait for fences and how to set them; append reasons. In order of preference:
     1. The device waits, and stream writes set fences: CUDA documents that they follow the data.
-    2. The device waits, and copies set fences: other processes need not see them in order.
+    2. The device waits, and copies set fences. CUDA does not promise to other processes that a
+       fence follows its data; the self-test checks it.
     3. The CPU waits."""
     if wishes.waits == "cpu":
         reasons.append("waits=cpu: asked for")
@@ -132,7 +133,7 @@ def _rung(
     results: Mapping[str, LadderOutcome] | None,
     reasons: list[str],
 ) -> bool:
-    """Return True if the upper rung can be used; append the reason if it is not."""
+    """Return True if the mechanism ``upper`` can be used; append the reason if it is not."""
     if wish == lower:
         reasons.append(f"{test}={lower}: asked for")
         return False
@@ -145,7 +146,7 @@ def _rung(
 
 
 class CudaOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Options of the device for daemon and workers: the rungs chosen at the server's start."""
+    """Options for daemon and workers: the mechanisms that were chosen at the server's start."""
 
     package: str
     visible: str = ""  # UUID for CUDA_VISIBLE_DEVICES in children; empty: leave it unchanged

@@ -1,13 +1,13 @@
 """The memory daemon's side of the cuda device: one ``cudaMalloc``, a pinned store, copy streams.
 
 The daemon runs no kernel and never imports ``torch.cuda``. After the bytes of a group, the same
-stream writes its fence: by a stream write, which CUDA documents as a fence for the whole system, or
+stream sets its fence: by a stream write, which CUDA documents as a system-wide memory barrier, or
 by a 4-byte copy from a pinned ring if the self-test or a setting requires it. When the copy thread
-sees that a group's event has run, it writes the fence into a host page too, and rings the
-doorbells. Workers that wait on the CPU read the host page; a GPU that waits reads the device.
+sees that a group's event has run, it also sets the fence in a host page and rings the doorbells.
+Workers that wait on the CPU read the host page; a GPU that waits reads the device's memory.
 
 At most ``WINDOW_BYTES`` are enqueued at a time. So a cancelled transmission ends within one or two
-milliseconds, and the link still never waits for this thread.
+milliseconds, and the link still never waits for the copy thread.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ class CudaDeviceMemory(DeviceMemory):
 
         Raises:
             CudaError: the device does not exist, or has not enough memory.
-            RemoteProtocolError: sizes that contradict each other.
+            RemoteProtocolError: the sizes contradict each other.
         """
         super().__init__(settings, store=store, **descriptors)
         self._cuda = cuda
@@ -155,7 +155,7 @@ class CudaDeviceMemory(DeviceMemory):
         except Exception:
             log.exception("transmission=%d failed", order.op_id)
         ended = job.ended(started_at_ms, flight.ends_at_ms, flight.enqueued_bytes)
-        for group in order.groups:  # unpinned groups were staged this time
+        for group in order.groups:  # unpinned groups were copied slowly this time
             if self._store.needs_pin(group.store_offset_bytes, group.size_bytes):
                 self._to_pin.put((group.store_offset_bytes, group.size_bytes))
         return ended
@@ -167,7 +167,7 @@ class CudaDeviceMemory(DeviceMemory):
             while (place := self._to_pin.get()) is not None:
                 try:
                     self._store.pin(*place)
-                except OSError as error:  # no memory for pages that a piece does not have yet
+                except OSError as error:  # no memory for the range's missing pages
                     log.warning("pinning=put-off offset=%d cause=%s", place[0], error)
 
     def _enqueue(self, job: Transmission, flight: _Flight) -> None:
@@ -326,12 +326,12 @@ class _Flight:
         memory._cuda.wait(mark.event)
         self._bytes -= mark.size_bytes
         if mark.fence >= 0:
-            self.ends_at_ms.append(now_ms())  # before the doorbell: a woken worker takes the core
+            self.ends_at_ms.append(now_ms())  # before a woken worker takes this core
             memory._landed(mark.fence, self._value)
 
 
 def chunks(group: GroupCopy) -> Iterator[tuple[int, int]]:
-    """Yield (offset in the group, bytes) of its copies; none crosses a pinned piece's boundary."""
+    """Yield (offset in the group, bytes) of each copy. No copy crosses a pinned piece's end."""
     done = 0
     while done < group.size_bytes:
         source = group.store_offset_bytes + done

@@ -72,7 +72,7 @@ class PinnedMapping:
     def _pin_piece(self, piece: int) -> None:
         start = piece * PIN_BYTES
         size = min(PIN_BYTES, self._size_bytes - start)
-        # Pinning touches every page. Allocate first: without memory, that raises OSError.
+        # Pinning touches every page. Allocate the pages first: OSError if memory is short.
         os.posix_fallocate(self._descriptor, start, size)
         try:
             self._cuda.register(self.address + start, size)

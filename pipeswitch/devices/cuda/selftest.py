@@ -2,8 +2,8 @@
 
 ``python -m pipeswitch.devices.cuda.selftest '{"package": …, "index": 0, "tests": ["memory", …]}'``
 prints one JSON line per check: first the device (or why there is none), then the requested checks.
-Each check runs in its own process, forked from this one, which makes no context. So a hang or a
-crash fails only this check and the checks that need it. A server's start and ``pipeswitch doctor``
+This process makes no context; it forks a process for each check. So a hang or a crash fails only
+that check and the checks that need it. A server's start and ``pipeswitch doctor``
 run ``ladder.TESTS``; ``make gpu`` runs more (``benchmarks/gpu_mechanisms.py``).
 """
 
@@ -45,7 +45,7 @@ ROUNDS: Final = 10  # rounds of each wait test; one wrong value fails the test
 SILENCE_S: Final = 0.005  # long enough for the peer to enqueue, and to answer if it does not wait
 LIMIT_S: Final = 15.0
 LAST_WORDS_S: Final = 1.0
-IMPORT_S: Final = 100.0  # importing torch and making a context, on a cold disk
+IMPORT_S: Final = 100.0  # limit for importing torch and making a context, on a cold disk
 
 
 @dataclass(frozen=True)
@@ -159,7 +159,7 @@ def _memory(rig: Rig) -> str:
 
 
 def _shared(run: Callable[[Rig, Pipe], None], rig: Rig) -> str:
-    """Let another process open the handle, read and write; check the memory after its death."""
+    """Make another process map, read and write memory; check the memory after its death."""
     pid, peer = fork(partial(run, rig))
     cuda = rig.cuda()
     block = share(cuda, peer, MIB, 7)
@@ -189,7 +189,7 @@ def _by_kernels(rig: Rig, pipe: Pipe) -> None:
 
 
 class Sender:
-    """Sender that works like the daemon: a group in chunks, then its fence, on a busy link."""
+    """Sender that works like the daemon: it sends a group, then the fence, on a busy link."""
 
     def __init__(self, cuda: Cuda, base: int) -> None:
         self._cuda, self._base = cuda, base
@@ -256,7 +256,7 @@ def _graph(rig: Rig) -> str:
 
 
 def _waits(words: Words, rig: Rig) -> str:
-    """Let another process enqueue a wait and a kernel *before* the data is sent; check its sum."""
+    """Make another process enqueue a wait and a sum *before* the data is sent; check the sum."""
     _, peer = fork(partial(_read_behind_waits, rig))
     cuda = rig.cuda()
     sender = Sender(cuda, share(cuda, peer, HEAD_BYTES + GROUP_BYTES, 0))

@@ -1,7 +1,7 @@
 """A worker's use of ``torch.cuda``, and the private names of torch that it needs.
 
 A fake of the bindings (``fake_cuda`` of the tests) has its own ``torch_side``, so that the whole
-system runs on a fake GPU. Its tensors are host tensors over the fake's memory.
+system runs on a fake GPU. The fake's tensors are host tensors over its memory.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class CudaTorch:
     def current_stream(self) -> int | None:
         """Return the handle of this thread's compute stream, which a script may change.
 
-        Return None while the script captures its own graph on the stream, which forbids queries.
+        Return None while the script captures its own graph there; a capture forbids queries.
         """
         if torch.cuda.is_current_stream_capturing():
             return None
@@ -86,7 +86,7 @@ class CudaTorch:
                 yield
 
     def take_slice(self, pointer: int, size_bytes: int) -> None:
-        """Let ``computing(in_slice=True)`` allocate in this range from now on."""
+        """Make ``computing(in_slice=True)`` allocate in this range from now on."""
         segments = Segments(pointer, size_bytes)
         pool = make_pool(segments)
         reserve(pool, segments, self._stream)

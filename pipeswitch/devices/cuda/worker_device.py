@@ -28,9 +28,9 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-LOOKS_PER_GROUP: Final = 8  # gate points per group; a step of ResNet-50 has about thirty groups
+LOOKS_PER_GROUP: Final = 8  # gate points of a group; a step of ResNet-50 has about 30 groups
 GROUPS_AHEAD: Final = 2
-ENDING_S: Final = 5.0  # limit for the queue to run empty; it hangs on a fence that is never set
+ENDING_S: Final = 5.0  # limit for queued work to end; it hangs on a fence that is never set
 LOOK_S: Final = 0.001
 
 
@@ -52,7 +52,7 @@ class CudaWorkerDevice(WorkerDevice):
         control_page: int,
         doorbells: Sequence[int],
     ) -> None:
-        """Map the daemon's allocation and the host copy of the fences, without taking descriptors.
+        """Map the daemon's allocation and the host's fences. The caller keeps the descriptors.
 
         Raises:
             CudaError: this process cannot open the allocation.
@@ -86,7 +86,7 @@ class CudaWorkerDevice(WorkerDevice):
         return self._side.tensor(self._arena, spec, 0)
 
     def take_slice(self, size_bytes: int) -> None:
-        """Let programs allocate behind the arena; call it once, before any other thread."""
+        """Make programs allocate behind the arena; call it once, before other threads start."""
         self._side.take_slice(self._base + self._arena_bytes, size_bytes)
         self.can_yield = False  # another task would overwrite the paused task's activations
 
@@ -136,8 +136,8 @@ class CudaWorkerDevice(WorkerDevice):
         return self._side.computing(in_slice=in_slice)
 
     def leave_slice(self, program: BoundProgram) -> bool:
-        """Let a program use ordinary memory, because the slice was too small; return False if it
-        does already. Blocks until its enqueued work has run."""
+        """Move a program to ordinary memory, because the slice is too small; return False if it
+        uses that already. Blocks until its enqueued work has run."""
         from .graphs import DeviceProgram
 
         if not isinstance(program, DeviceProgram) or not program.may_use_slice:
@@ -161,7 +161,7 @@ class CudaWorkerDevice(WorkerDevice):
     # -- waiting -------------------------------------------------------------------------------
 
     def wait_group(self, fence: int, op_id: OpId) -> float:
-        """Implement ``Signals.wait_group``. Let the device wait only between graph replays.
+        """Implement ``Signals.wait_group``. The device waits only between replays of graphs.
 
         After a device-side wait, loading a kernel or allocating memory may block this thread in the
         driver until the group arrives, or forever if it does not.
@@ -169,7 +169,7 @@ class CudaWorkerDevice(WorkerDevice):
         value = op_id & FENCE_MASK
         is_replay = getattr(self._running, "is_replaying", False)
         if self._options.waits == "cpu" or not is_replay or self._fences[fence] == value:
-            return super().wait_group(fence, op_id)  # the host's copy is set last
+            return super().wait_group(fence, op_id)  # the host's fence is set after the device's
         self._cuda.wait_value(self._side.stream, self._base + fence * FENCE_BYTES, value)
         return 0.0
 
@@ -252,7 +252,7 @@ class CudaWorkerDevice(WorkerDevice):
 class RunAhead:
     """Limit on the work that a script enqueues: at most two groups behind the running one (ADR 14).
 
-    So a request waits for these groups at most after a stop. Only the script's thread uses it.
+    After a stop, a request waits only for these groups. Only the script's thread uses this object.
     """
 
     def __init__(self, cuda: Cuda, current_stream: Callable[[], int | None]) -> None:
@@ -265,7 +265,7 @@ class RunAhead:
         self._events = [cuda.event() for _ in range(GROUPS_AHEAD + 1)]
 
     def look(self) -> None:
-        """Record an event every ``LOOKS_PER_GROUP`` calls; wait for the one two groups before."""
+        """Record an event every ``LOOKS_PER_GROUP`` calls; wait for the event two groups before."""
         self._looks += 1
         if self._looks % LOOKS_PER_GROUP:
             return
@@ -275,6 +275,6 @@ class RunAhead:
         newest = self._groups % len(self._events)
         self._cuda.record(self._events[newest], stream)
         self._groups += 1
-        oldest = self._events[self._groups % len(self._events)]  # done if it was never recorded
+        oldest = self._events[self._groups % len(self._events)]  # done if never recorded
         if not self._cuda.is_done(oldest):
             self._cuda.wait(oldest)

@@ -35,8 +35,8 @@ class ByteRange(Message, frozen=True):
 
 
 class SlabTensor(Message, frozen=True):
-    """Tensor in the request pool: contiguous at ``offset_bytes``, or in ``pieces``. The pieces hold
-    its first ``size_bytes``; the rest of the tensor is zeros. Pieces may be larger than that."""
+    """Tensor in the request pool: contiguous at ``offset_bytes``, or in ``pieces``. The pieces have
+    its first ``size_bytes``, and possibly unused space; the rest of the tensor is zeros."""
 
     name: str
     dtype: str
@@ -47,7 +47,7 @@ class SlabTensor(Message, frozen=True):
     piece_bytes: int = 0  # size of each piece
 
     def places(self, at: int, size_bytes: int) -> Iterator[tuple[int, int]]:
-        """Yield the pool's ranges (offset, size) that have ``size_bytes`` from ``at`` in pieces.
+        """Yield the pool's ranges (offset, size) of ``size_bytes`` from the pieces' byte ``at``.
 
         Raises:
             IndexError: the pieces are too short.
@@ -61,11 +61,11 @@ class SlabTensor(Message, frozen=True):
 
 
 class StepCommitted(Message, frozen=True):
-    """memory daemon -> controller -> worker: the commit is the current one, or ``error`` is set."""
+    """memory daemon -> controller -> worker: the step is committed, or ``error`` says why not."""
 
     job: JobName
     op_id: OpId
-    number: int  # CommitStep's
+    number: int  # as in CommitStep
     step: int
     copy_ms: float
     error: str = ""

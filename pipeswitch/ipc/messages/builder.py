@@ -18,7 +18,7 @@ class BuildSettings(Message, frozen=True):
     directory: str
     threads: int
     timeout_s: float = 0.0  # 0: no limit
-    memory_bytes: int = 0  # limit on top of a new child's mappings; 0: no limit
+    memory_bytes: int = 0  # limit on memory that the build maps itself; 0: no limit
     disk_bytes: int = 0  # limit on written bytes; 0: no limit
     task_memory_bytes: int = 0  # limit on the intermediate values of a run; 0: no limit
     is_sandboxed: bool = False  # run a client's build in the sandbox
@@ -45,7 +45,7 @@ class BuildDone(Message, frozen=True):
 
 
 class BuildFailed(Message, frozen=True):
-    """builder -> controller: refused; ``error`` is a name of errors.py."""
+    """builder -> controller: the registration is refused; ``error`` is a class of errors.py."""
 
     model: ModelName
     op_id: OpId

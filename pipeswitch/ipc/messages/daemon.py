@@ -11,7 +11,7 @@ class DaemonSettings(Message, frozen=True):
     device: str
     arena_bytes: int
     store_bytes: int
-    fence_count: int  # fences at the start of the models memory
+    fence_count: int  # number of fences at the start of the arena
     link_bytes_per_s: float  # speed of the simulated link; 0: no limit
     log_path: str = ""
     log_bytes: int = 0  # size at which the log is rotated; two older files stay; 0: never
@@ -22,8 +22,8 @@ class DaemonSettings(Message, frozen=True):
 class DaemonReady(Message, frozen=True):
     """memory daemon -> controller: the memory is allocated.
 
-    Descriptors for the workers: on cpu models (sealed) and work, or only work with separate
-    tenants; on cuda the host copy of the fences.
+    Descriptors for the workers. On cpu: the memory of models (sealed; not with separate tenants),
+    and that of training slices (*work*). On cuda: the host copy of the fences.
     """
 
     pid: int
@@ -77,13 +77,13 @@ class TransmitModel(Message, frozen=True):
     region_bytes: int
     groups: tuple[GroupCopy, ...]
     tenant: str = ""  # whose file of the arena to use, with separate tenants (ADR 23)
-    # For a model that streams through a ring (ADR 43): for each group, the number of groups that
-    # must have computed before its copy begins (see the control page).
+    # Only for a streamed model (ADR 43): for each group, the number of groups that must have
+    # computed before its copy begins, because the copy overwrites them (see the control page).
     waits: tuple[int, ...] = ()
 
 
 class CancelTransmit(Message, frozen=True):
-    """controller -> memory daemon: stop after the group in flight; answered by TransmitEnded."""
+    """controller -> memory daemon: stop after the current chunk; TransmitEnded is the answer."""
 
     op_id: OpId
 
@@ -102,7 +102,7 @@ class TransmitEnded(Message, frozen=True):
 
 
 class Scrub(Message, frozen=True):
-    """controller -> memory daemon: zero a released range of ``work`` before another owner."""
+    """controller -> memory daemon: zero a released range of ``work`` before another job gets it."""
 
     op_id: OpId
     offset_bytes: int
@@ -136,7 +136,7 @@ class CommitCopy(Message, frozen=True):
 
     job: JobName
     op_id: OpId
-    number: int  # from CommitStep; if it is repeated, nothing is copied again
+    number: int  # as in CommitStep; a repeated number copies nothing again
     step: int
     slice_offset_bytes: int  # offset of the slice in ``work``
     slice_bytes: int

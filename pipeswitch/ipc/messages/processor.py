@@ -1,4 +1,4 @@
-"""Messages between the controller and a stage process."""
+"""Messages between the controller and a stage process, which runs pre- and postprocessing."""
 
 from __future__ import annotations
 

@@ -9,14 +9,14 @@ import msgspec
 
 from .base import ByteRange, JobName, Message, ModelName, OpId, SlabTensor, Slot, Turn
 
-LARGE_BYTES: Final = 3000  # size of one request's sampling parameters; a packet has space for 64
+LARGE_BYTES: Final = 3000  # size of one request's parameters; a packet has space for 64 requests
 
 
 class WorkerSettings(Message, frozen=True):
     """Settings of a worker.
 
-    Descriptors: task and signal channel, control page, ``doorbell_count`` doorbells; then the pool
-    and DaemonReady's. With separate tenants BindTenant carries the latter two.
+    Descriptors: task and signal channel, control page, ``doorbell_count`` doorbells, request pool,
+    and the descriptors of DaemonReady. With separate tenants, BindTenant carries pool and memory.
     """
 
     slot: Slot
@@ -27,8 +27,8 @@ class WorkerSettings(Message, frozen=True):
     threads: int
     doorbell_count: int
     handle: bytes = b""  # as in DaemonReady
-    is_sandboxed: bool = False  # enter the sandbox before the first program that is not code
-    task_memory_bytes: int = 0  # limit on memory allocated after entering it; 0: no limit
+    is_sandboxed: bool = False  # enter the sandbox before the first program without ``is_code``
+    task_memory_bytes: int = 0  # limit on memory allocated in the sandbox; 0: no limit
     separates_tenants: bool = False  # wait for BindTenant before anything else
     link_bytes_per_s: float = 0.0  # as in DaemonSettings
     options: bytes = b""  # encoded options of the device's kind
@@ -62,9 +62,9 @@ class PrepareModel(Message, frozen=True):
     model: ModelName
     digest: str
     directory: str
-    arena_offset_bytes: int  # its region, to bind parameters now; -1 if it has no region yet
+    arena_offset_bytes: int  # the model's region, to bind parameters now; -1: no region yet
     plan: tuple[int, ...] = ()  # first layer of each group; empty: the groups it was built with
-    staging: tuple[int, ...] = ()  # of a streamed model: offsets of its groups in the region
+    staging: tuple[int, ...] = ()  # offsets of a streamed model's groups in the region
     is_code: bool = False  # the operator's own module, which runs outside of the sandbox
 
 
@@ -96,7 +96,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     stop: tuple[int, ...] = ()  # tokens that end the generation
     left: int = 1  # maximum number of further tokens, those of this run included
     answer: tuple[int, ...] = ()  # the answer's tokens so far, if it follows a schema
-    forced: tuple[int, ...] = ()  # prompt tokens that replace the first sampled ones, for scores
+    forced: tuple[int, ...] = ()  # prompt tokens that replace sampled tokens, to score the prompt
     is_piece: bool = False  # the run computes a part of the prompt, so it chooses no token
 
     @property
@@ -106,8 +106,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
 
     @property
     def never_batch(self) -> bool:
-        """True if the request must run alone: before its first token, because its schema may be
-        unusable; and if it is large, because several large ones do not fit in a packet."""
+        """True if a request with a schema must run alone: before its first token, because its
+        schema may be unusable, and if it is large, because a packet must hold the whole batch."""
         if self.options is None or not self.schema:
             return False
         return not self.answer or len(self.schema) + 5 * len(self.answer) > LARGE_BYTES
@@ -145,8 +145,8 @@ class RunInference(Message, frozen=True):
     With ``is_timed`` the worker waits for the device after each group, so that a group's times are
     those of its computation (``pipeswitch profile``).
 
-    With ``sampling_params`` the outputs are tokens instead of logits, and the new cache rows of all
-    steps; the control page's stop word ends the run after its current step.
+    With ``sampling_params`` the outputs are tokens (no logits) and the new cache rows of all steps.
+    The control page's stop word ends such a run after its current step.
     """
 
     op_id: OpId  # also the number of the turn in which this task computes
@@ -167,7 +167,7 @@ class RunInference(Message, frozen=True):
     is_code: bool = False  # as in PrepareModel
     sampling_params: SamplingParams | None = None  # None: the outputs are the model's own
     sequence: int = 0  # the sequence that this run continues; 0: none
-    after: OpId = OpId(0)  # the run that made the sequence's newest state; a worker may have it
+    after: OpId = OpId(0)  # the run that made the sequence's newest state; its worker may have it
 
 
 class InferenceDone(Message, frozen=True):
@@ -175,7 +175,7 @@ class InferenceDone(Message, frozen=True):
 
     op_id: OpId
     outputs: tuple[SlabTensor, ...]
-    turn_at_ms: float  # when it got the device's turn
+    turn_at_ms: float  # when the task got the turn
     first_group_at_ms: float  # when the first group began to compute
     ended_at_ms: float
     stall_ms: float  # time spent waiting for groups, and for tasks to which it yielded
@@ -190,7 +190,7 @@ class InferenceDone(Message, frozen=True):
 
 class Yielded(Message, frozen=True):
     """worker -> controller: a streamed model's pass has paused between two groups, because of the
-    control page's stop word. It continues when the turn word has its number again."""
+    control page's stop word. It continues when the turn word has the task's number again."""
 
     op_id: OpId
 
@@ -205,7 +205,7 @@ class InferenceFailed(Message, frozen=True):
 
 
 class WorkerClean(Message, frozen=True):
-    """worker -> controller: the task's references are dropped."""
+    """worker -> controller: the worker no longer has references to the task's memory."""
 
     op_id: OpId
 
@@ -213,7 +213,7 @@ class WorkerClean(Message, frozen=True):
 class RunJob(Message, frozen=True):
     """controller -> worker: run a training script from its start.
 
-    Descriptors: the job's commit area, if it has one; the ring of batches of its group (ADR 32)."""
+    Descriptors: the job's commit area, if any; the ring of batches shared by its group (ADR 32)."""
 
     op_id: OpId
     turn: Turn  # 0: a GrantTurn follows later
@@ -229,11 +229,11 @@ class RunJob(Message, frozen=True):
     last_step: int = 0  # last step of the previous process that the controller knows
     share: str = ""  # tenant/group of the jobs with which it shares input; empty: none
     defaults: tuple[tuple[str, str], ...] = ()  # for ``job.steps``: offload, activation_bytes
-    activation_bytes: int = 0  # the device's budget for all jobs together; 0: one for each job
+    activation_bytes: int = 0  # budget that all jobs of the device share; 0: each has its own
 
 
 class LeaseRequest(Message, frozen=True):
-    """worker -> controller: a job's first job.steps requests its slice; waits for the answer."""
+    """worker -> controller: a job's first job.steps requests its slice, and waits for it."""
 
     op_id: OpId
     slice_bytes: int
@@ -298,7 +298,7 @@ class JobReady(Message, frozen=True):
 
     op_id: OpId
     turn: Turn
-    is_blocked: bool = False  # it still has the turn, but needs memory that other jobs must free
+    is_blocked: bool = False  # the job has the turn, but needs memory that other jobs must free
 
 
 class GrantTurn(Message, frozen=True):
@@ -335,7 +335,7 @@ class PublishStep(Message, frozen=True):
     op_id: OpId
     model: ModelName
     step: int
-    tensors: tuple[tuple[str, str, tuple[int, ...]], ...]  # of all parts: name, dtype, shape
+    tensors: tuple[tuple[str, str, tuple[int, ...]], ...]  # name, dtype, shape, for all parts
     part: str = ""  # the part to publish; empty: the only one that fits the model
 
 
