@@ -11,7 +11,7 @@ from pathlib import Path
 
 from .profile import MAX_BYTES, Profile, ProfileError, ProfileFile, decode, encode
 
-DIGEST_CHARS = 12  # of the digest in a file's name; the file contains the whole digest
+DIGEST_CHARS = 12  # length of the digest in a file's name; the file has the whole digest
 
 
 def file_name(profile: Profile) -> str:
@@ -34,7 +34,7 @@ def find(folders: Sequence[Path], digest: str) -> Iterator[ProfileFile]:
 
 
 def save(folder: Path, profile: Profile) -> Path:
-    """Write a profile atomically, readable by its owner alone; replace the program's former file.
+    """Write a profile atomically and replace the program's older file; only the owner may read it.
 
     Raises:
         OSError: the disk is full, or the folder may not be written.
