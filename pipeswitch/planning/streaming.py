@@ -114,7 +114,7 @@ def _least_ring(
 
 def _spread(sizes: Sequence[int], needed: frozenset[int], budget_bytes: int) -> frozenset[int]:
     """Return the groups that stay: ``needed``, and others within the budget.
-    They are spread evenly from the first group on; then the earliest that fit use the rest of it."""
+    They are spread evenly from the first group on; the earliest that fit use the rest of it."""
     total = sum(size for index, size in enumerate(sizes) if index not in needed)
     fixed, resident_bytes, passed_bytes = set(needed), 0, 0
     for only_due in (True, False):

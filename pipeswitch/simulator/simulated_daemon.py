@@ -1,5 +1,4 @@
-"""Simulated memory daemon: a control thread, a thread that copies to the device, and one thread
-each for host store, slices and disk."""
+"""Simulated memory daemon: threads for control, copies to the device, host store, slices, disk."""
 
 from __future__ import annotations
 
@@ -37,7 +36,7 @@ class SimulatedDaemon(SimulatedProcess):
         self.copies: deque[SimulatedTransmission] = deque()
         self.is_half = False  # the first half of the current commit is copied
         self._queues: dict[str, deque[Message]] = {}
-        self._areas: dict[JobName, tuple[OpId, int]] = {}  # last commit: operation id, number
+        self._areas: dict[JobName, tuple[OpId, int]] = {}  # operation id and number of last commit
 
     def users(self) -> list[User]:
         """Return every range of the device that the daemon writes."""

@@ -41,7 +41,7 @@ class SimulatedInference:
         return len(self.ends_at_ms)
 
     def computed(self, now_ms: float) -> None:
-        """Record the times of a computed group, which ends now or, after a late group, later."""
+        """Record the times of a computed group; it ends now, or later if the one before was late."""
         cost_ms = self.costs_ms[self.next_group]
         last_ms = self.ends_at_ms[-1] if self.ends_at_ms else self.turn_at_ms
         begin_ms = max(last_ms, now_ms - cost_ms)

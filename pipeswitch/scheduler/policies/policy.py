@@ -68,14 +68,14 @@ class Order:
     is ranked: a decision reads the lines whose head or model has changed, never the whole queue.
 
     Only the order decides which request gets memory: a request is considered after all heads that
-    rank before it. So only later requests can need a model that is evicted for it, two models that
+    rank before it. So only later requests can need a model that is evicted for it. Two models that
     do not fit together never block each other, and a low priority never blocks a high one.
 
     Attributes:
-        aging_ms: a request that waited longer goes first in its line, the oldest of them first.
-        window: number of lines that ``arrange`` orders at a time, or 0. A line in a window
-            runs as many requests as waited in it when the window was made, back to back, and no
-            later request runs before the window is done.
+        aging_ms: requests that waited longer than this go first in their line, the oldest first.
+        window: number of lines that ``arrange`` orders together (a window); 0: no windows. Each
+            line of a window runs, back to back, the number of requests that it had when the
+            window was made. Later requests run after the window.
         sorts_by: name of the key, if a single key sorts all requests of any model and priority.
             Then admission knows which requests go before a new one.
         ranks_runs: True if ``rank`` reads ``is_current`` or predictions. If False, lines are not
@@ -93,8 +93,8 @@ class Order:
         return (request.arrived_at_ms,)
 
     def rank(self, head: Waiting, view: View) -> tuple[float, ...]:
-        """Return the rank of a head; the smallest one runs first. Called again when its line,
-        its model's residency or its prediction has changed."""
+        """Return the rank of a head; the smallest one runs first. It is called again when the
+        head's line, or its model's residency or prediction, has changed."""
         return (head.arrived_at_ms,)
 
     def stays_until_ms(self, head: Waiting, view: View) -> float:
@@ -117,7 +117,7 @@ class Order:
 
 
 class Eviction:
-    """Cost of an eviction. Derive from it: the base class evicts the least recently used model."""
+    """Base class for the cost of an eviction; it evicts the least recently used model."""
 
     def cost(self, resident: Resident, view: View) -> tuple[float, ...]:
         """Return a cost of at least 0, in any unit; the cheapest model is evicted. The costs of

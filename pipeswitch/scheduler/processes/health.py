@@ -1,6 +1,6 @@
 """``ping --deep``: timed pings of each device's memory daemon and workers.
 
-Workers answer on their termination thread, which no task keeps busy, so nothing is scheduled.
+Workers answer on their termination thread, which no task keeps busy, so a ping needs no turn.
 """
 
 from __future__ import annotations
@@ -101,7 +101,7 @@ class Health:
 
 
 class Pings:
-    """Rounds over all devices, one at a time. Clients that ping during a round share the next
+    """Rounds of pings over all devices, one at a time. Clients that ping meanwhile share the next
     one, so a flood of pings has no effect."""
 
     def __init__(self, core: Core, devices: Sequence[Health]) -> None:
@@ -124,7 +124,7 @@ class Pings:
             for device in self._devices:
                 device.ask()
             self._conclude()  # there may be no process
-        return PINGS | WORKERS if self._answering else PINGS  # an exit may end it
+        return PINGS | WORKERS if self._answering else PINGS  # an exit may end a round
 
     def _conclude(self) -> None:
         core = self._core
@@ -154,5 +154,5 @@ class Pings:
         }
 
     def refuse_all(self, error: ServerUnavailable) -> None:
-        """Refuse every waiting client: the server leaves."""
+        """Refuse every waiting client: the server stops."""
         self._core.refuse_all(error, self._answering, self._waiting)

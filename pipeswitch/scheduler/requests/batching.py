@@ -1,7 +1,7 @@
 """Batches of waiting requests, and the time that a batch waits for more requests. Pure.
 
-If the model's owner has enabled it (ADR 28), requests are joined along the batch dimension: the
-requests of one line, which have the same model, version and priority, in the line's order.
+If the model's owner has enabled batching (ADR 28), requests are joined along the batch dimension.
+A batch has requests of one line (same model, version and priority), in the line's order.
 
 The worker pads requests of unequal extents if the program allows it (``Manifest.pads``, ADR 53).
 Generations are padded. When their run ends they wait again, and all that wait at that time form the
@@ -24,7 +24,7 @@ from ..state.records import DeviceModel, Request
 from .forecast import free_at_ms
 
 MOST_LOOKED_AT: Final = 256  # requests of a line that are searched for the batch
-MAX_PADDING: Final = 1.5  # padded over real size of each dimension; at 2 it saves no time
+MAX_PADDING: Final = 1.5  # limit of padded / real size in a dimension; at 2, batches save no time
 
 
 class Batch(NamedTuple):
@@ -79,7 +79,7 @@ def batch_for(device: DeviceState, replica: DeviceModel, head: Request) -> Batch
     The batch ends
 
     1. at the first request that is too large for the rest of the limit;
-    2. where the predicted end of the run would miss a deadline within it.
+    2. at the first request with which the predicted end would miss a deadline in the batch.
 
     Requests with other extents, with a leader in the batch, or that run alone are skipped.
     """
@@ -130,8 +130,8 @@ def should_wait_for_batch(device: DeviceState, replica: DeviceModel, batch: Batc
 
 
 def take_led(device: DeviceState, model: ModelName, leaders: Container[Token]) -> Iterator[Reply]:
-    """Take the queued generations of these leaders out of the queue, and ask for their inputs
-    again: the leaders' runs have computed tokens of their prompts."""
+    """Remove the generations that follow these leaders from the queue, and request their inputs
+    again, because the leaders' runs have computed tokens of their prompts."""
     for one in device.queue.of(model) if device.queue.requests else ():
         if one.batching.leader in leaders and one.runs is not None:
             device.queue.discard(one)

@@ -177,19 +177,20 @@ class Dispatch:
         0. The request was dispatched on arrival (``at_once``).
         1. Another task already waits for its turn, or nothing is queued: nothing to do.
         2. The best request's model is on the device, or the link and a place for it are free or can
-           be freed: the model is sent and the task dispatched in one step; a job must stop.
-        3. A job's slice is in its place: the job is evicted, and the request waits. It also waits
-           for a range that is being zeroed, or a cancelled copy.
-        4. Models that must stay are in its place, or another copy uses the link: it waits.
+           be freed. An absent model is sent, and the task is dispatched, in one step; a job stops.
+        3. A job's slice is in the model's place: the job is evicted, and the request waits. It also
+           waits for a range that is being zeroed, or a cancelled copy.
+        4. Models that must stay are in the place, or another copy uses the link: the request waits.
         5. While a request waits for memory or the link, the next best one is tried if the policy
            lets it overtake: a lower priority never runs before a higher one, and no request is
            overtaken for ever. The search ends after ``MAX_BLOCKED`` models.
-        6. It waits for others to join its batch, and the next best requests run first. If requests
+        6. The request waits for others to join its batch; the next best ones run first. If requests
            of the model's current run may return and join it, others overtake it only as in 5.
-        7. Its caller had a long run, or has a task while another may go first (``CallerQueue``).
-        8. Its model streams through the arena for another request: each request has its own pass.
+        7. The request's caller had a long run, or has a task while another caller may go first
+           (``CallerQueue``).
+        8. The model streams through the arena for another request: each request has its own pass.
         9. A run of several steps ends early when a request waits, dispatched or not.
-        10. Its model is being copied: a request that ends before the copy goes first, if the policy
+        10. The model is being copied: a request that ends before the copy goes first, if the policy
             lets it overtake.
         11. A run of generations has just ended, and their next runs will come in a moment. All
             requests wait for them: others would evict the generations' model after each run.
@@ -215,7 +216,7 @@ class Dispatch:
             self._core.emit(Interrupt(device.address(running.slot), running.op_id))
 
     def _refuse_the_impossible(self) -> None:
-        """Refuse requests whose model does not fit beside the pinned ones: they would never run."""
+        """Refuse requests whose model cannot fit because of pinned ones: they would never run."""
         device = self._device
         unchecked, device.queue.unchecked = device.queue.unchecked, {}
         if not device.pinned:
@@ -251,7 +252,7 @@ class Dispatch:
             ):
                 break  # 5.
             model = device.replicas[request.model].model
-            if model.state.state is states.ModelState.QUARANTINED:  # while on another device
+            if model.state.state is states.ModelState.QUARANTINED:  # by a run elsewhere
                 device.refuse(request, states.TaskEvent.ERROR, quarantined(model))
                 return True
             if forecast.cannot_meet_deadline(device, request):
@@ -292,7 +293,7 @@ class Dispatch:
             request, replica, is_sent = coming
             self.activate(request, replica, is_sent=is_sent)
             return True
-        # Time alone may change the order, and the requests that may overtake.
+        # Time alone may change the order, and which requests may overtake.
         again_at_ms = device.accounts.again_at_ms
         self._wake_at(min(again_at_ms, device.queue.until_ms) if blocked else again_at_ms)
         return False
@@ -322,8 +323,8 @@ class Dispatch:
 
     def _look_ahead(self) -> None:
         """Send the model of the next request whose model is absent, if the link is idle, a task
-        computes and another task waits for the turn. The model must fit beside models that are
-        used, pinned or awaited. The request itself is dispatched later, in its order."""
+        computes and another task waits for the turn. The copy may evict no model that is used,
+        pinned or awaited. The request itself is dispatched later, in its order."""
         device = self._device
         is_ahead = device.owner.running is not None and device.owner.pending is not None
         if not is_ahead or device.sending or not device.settings.look_ahead:
@@ -416,8 +417,8 @@ class Dispatch:
     def at_once(self, request: Request) -> bool:
         """Give a new request to a worker without ranking it: outcome 0 of ``pump``.
 
-        Nothing waits, computes or trains, its model is on the device and loaded in a free worker,
-        and it waits for no batch: it would be next under any policy. False: it must be queued.
+        Nothing waits, computes or trains, the model is on the device and in a free worker, and the
+        request waits for no batch, so any policy would choose it. Else return False: queue it.
         """
         core, device, replica = self._core, self._device, self._device.replicas[request.model]
         owner = device.owner

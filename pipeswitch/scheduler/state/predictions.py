@@ -9,8 +9,8 @@ from typing import Final, NamedTuple
 
 from ..policies import Prediction
 
-KEPT: Final = 64  # measurements of each kind: older ones say little about today
-KEPT_BATCHES: Final = 64  # batches of each model, limited because clients choose them
+KEPT: Final = 64  # number of measurements of each kind; older ones say little about the present
+KEPT_BATCHES: Final = 64  # number of batches of each model; clients choose batches
 OLD_MS: Final = 5000.0  # one measurement is valid for this time, two for twice as long
 
 
@@ -32,7 +32,7 @@ class Rolling:
             del ordered[bisect.bisect_left(ordered, self._values.popleft())]
         self._values.append(value)
         bisect.insort(ordered, value)
-        self.high = ordered[int(0.95 * (len(ordered) - 1))]  # ignores one slow value of few
+        self.high = ordered[int(0.95 * (len(ordered) - 1))]  # ignores one slow value among few
         self.p50 = ordered[(len(ordered) - 1) // 2]
         self.p95 = ordered[math.ceil(0.95 * len(ordered)) - 1]
 
@@ -52,7 +52,7 @@ class ByBatch:
     __slots__ = ("_batches", "_of")
 
     def __init__(self) -> None:
-        self._of: dict[int, Rolling] = {}  # by batch, in the order of their last measurement
+        self._of: dict[int, Rolling] = {}  # batch -> its times, the last measured at the end
         self._batches: list[int] = []  # sorted
 
     def add(self, batch: int, value: float, now_ms: float) -> None:

@@ -53,7 +53,7 @@ BEGIN = attrgetter("offset_bytes")
 
 
 def _plus(one: Cost, other: Cost) -> Cost:
-    """Return the sum, element by element; the shorter cost is extended with zeros."""
+    """Return the sum of two costs, element by element; the shorter one is extended with zeros."""
     if len(one) == len(other):
         return tuple(map(add, one, other))
     return tuple(a + b for a, b in zip_longest(one, other, fillvalue=0.0))
@@ -115,7 +115,7 @@ class RegionAllocator:
             yield cursor, self.capacity_bytes
 
     def largest_hole(self, without: Owner) -> tuple[int, int]:
-        """Return size and offset of the longest hole, as if that owner's region were free."""
+        """Return size and offset of the longest hole, as if the region of ``without`` were free."""
         cursor, largest = 0, (0, 0)
         for region in (*self._regions, Region(self.capacity_bytes, 0, without)):
             if region.owner != without or not region.size_bytes:
