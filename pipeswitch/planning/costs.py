@@ -69,7 +69,7 @@ class LayerCosts:
 
     @cached_property
     def offsets_bytes(self) -> tuple[int, ...]:
-        """Sum of the bytes before each layer, then of all layers: ``layer_count + 1`` values."""
+        """Bytes before each layer, and last the bytes of all layers: ``layer_count + 1`` values."""
         return tuple(accumulate(self.layer_bytes, initial=0))
 
     @cached_property
@@ -106,7 +106,7 @@ def makespan(plan: Plan, costs: LayerCosts) -> float:
 
 
 def bound(costs: LayerCosts) -> float:
-    """Return M*: no plan can have a smaller makespan. In ms.
+    """Return M*, in ms: no plan can have a smaller makespan.
 
     In every plan, layer *i* starts after layers 0 to *i* have been copied; then all layers from *i*
     on must still compute. Every plan also pays the fixed costs of at least one copy and one signal.

@@ -3,7 +3,7 @@
 The PipeSwitch paper searches the groupings and prunes; this planner needs no search. For each
 group, add its arrival time and the compute and signal times (sigma) of itself and all later groups.
 The run ends at the largest of these sums. If the link begins with layer *i* at time 0, sends the
-layers from *i* on in *m* groups, and layer *j* begins the second group, the best such end is
+layers from *i* on in *m* groups, and layer *j* begins the second group, then the earliest end is
 
     rest[m][i] = min over j of  transfer(i, j) + max(compute(i..) + m sigma, rest[m-1][j])
 

@@ -57,8 +57,8 @@ def fit_link(samples: Sequence[tuple[int, float]]) -> LinkProfile:
 
     Sizes span five orders of magnitude. With absolute errors the largest groups would determine
     alpha, but alpha matters most for many small groups. Each error is divided by the time on the
-    fitted line, so the fit needs several rounds. If it were divided by the sample's own time, a
-    copy with a time near zero would outweigh all others. (On a busy machine a modelled link has
+    fitted line, so the fit needs several rounds. If errors were divided by the samples' own times,
+    a copy with a time near zero would outweigh all others. (On a busy machine a modelled link has
     such copies.) Samples are medians, so one outlier has no effect. Alpha and beta are at least 0.
 
     Raises:

@@ -82,7 +82,7 @@ class RunInstants:
 
     @property
     def wakes_ms(self) -> list[float]:
-        """Times from copy's end to computation, for the groups that the worker waited for."""
+        """Times from the end of a copy to the group's start, if the worker waited for the copy."""
         free_at_ms = (self.copy_started_ms, *self.ends_ms[:-1])
         return [
             begin - arrived

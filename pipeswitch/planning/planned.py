@@ -3,8 +3,8 @@
 A machine is not always as fast as during the measurement. The best plan for one set of costs has no
 slack: each group is as large as the computation before it allows, so a copy that is a little late
 stalls the device. Planning for a slower link does not solve this: if the link is the bottleneck,
-such a plan takes up to 20 % longer. So the plan with the least *regret* is chosen. In each scenario
-its makespan is divided by that of the scenario's best plan; the regret is the largest such ratio.
+such a plan takes up to 20 % longer. So the plan with the least *regret* is chosen: the largest
+ratio, over a few scenarios, of its makespan to the makespan of the scenario's best plan.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ SCENARIOS: Final = ((1.0, 1.0), (1.2, 1.0), (1.0, 1.2))
 
 
 def robust_plan(costs: LayerCosts) -> Plan:
-    """Return the plan with the least regret: the best plan of a scenario, or the finest plan."""
+    """Return the plan with the least regret among the scenarios' best plans and the finest plan."""
     worlds = [costs.scaled(*factors) for factors in SCENARIOS]
     optima = [plan_groups(world) for world in worlds]
     best_ms = [makespan(plan, world) for plan, world in zip(optima, worlds, strict=True)]
@@ -40,8 +40,8 @@ def costs_of(profile: Profile, batch: int | None = None) -> LayerCosts:
     """Return the planner's input; ``batch`` defaults to the first measured batch size.
 
     Each layer was measured as a group of its own, so its time includes one call of a subgraph. A
-    plan has only one such call for each group, so the call's time becomes part of sigma. The time
-    to wake a waiting worker is not in sigma. It delays a run only once: the link keeps copying.
+    plan has only one such call for each group, so the call's time becomes part of sigma. Sigma does
+    not include wake-up times of a waiting worker: the link keeps copying, so only one delays a run.
 
     On the cpu device, copies take memory bandwidth and cores from the computation, so the compute
     times during switches are used. A GPU's copy engine takes nothing from the computation, and its

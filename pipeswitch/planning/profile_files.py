@@ -34,14 +34,14 @@ def find(folders: Sequence[Path], digest: str) -> Iterator[ProfileFile]:
 
 
 def save(folder: Path, profile: Profile) -> Path:
-    """Write a profile atomically and replace the program's older file; only the owner may read it.
+    """Write a profile atomically and return its path; an older file of the program is replaced.
 
     Raises:
         OSError: the disk is full, or the folder may not be written.
     """
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     path = folder / file_name(profile)
-    descriptor, temporary = tempfile.mkstemp(prefix=".profile-", dir=folder)  # 0600
+    descriptor, temporary = tempfile.mkstemp(prefix=".profile-", dir=folder)  # mode 0600
     try:
         with os.fdopen(descriptor, "wb") as file:
             file.write(encode(profile))

@@ -2,8 +2,8 @@
 
 The model's window (its range of the arena) has two parts. The first part is a ring: when a group
 has computed, a later group uses its memory again. The second part keeps the other groups on the
-device between passes, while the ring is free; it lies first, next to free memory before the window.
-The groups that stay are spread over the model. While such a group computes, the link copies later
+device. Between passes the ring is free, and it borders on any free memory before the window. The
+groups that stay are spread over the model: while one of them computes, the link copies later
 groups, so a small ring is enough. The first group stays, so a pass begins at once.
 """
 
@@ -114,7 +114,7 @@ def _least_ring(
 
 def _spread(sizes: Sequence[int], needed: frozenset[int], budget_bytes: int) -> frozenset[int]:
     """Return the groups that stay: ``needed``, and others within the budget.
-    They are spread evenly from the first group on; the earliest that fit use the rest of it."""
+    The others are spread evenly from the first group on; then the earliest that fit are added."""
     total = sum(size for index, size in enumerate(sizes) if index not in needed)
     fixed, resident_bytes, passed_bytes = set(needed), 0, 0
     for only_due in (True, False):

@@ -35,7 +35,7 @@ class Event:
     """Save, use or release of a storage in a measured step.
 
     ``compute_ms`` is the time since the previous event, without waits for copies. A storage has one
-    save; only its first use counts.
+    save, and only the first of its uses counts.
     """
 
     what: What

@@ -71,9 +71,9 @@ class SchedulerSettings:
     stop_grace_ms: float = 30000.0  # time limit of a stop inside optimizer.step()
     evict_grace_ms: float = 30000.0  # time limit of an evicted job's commit and exit
     max_compute_ms: float = 60000.0  # a task that computes for longer is hung; 0: no limit
-    deadline_grace_ms: float = 5000.0  # a task is hung this long after its deadline
+    deadline_grace_ms: float = 5000.0  # a task that runs this long past its deadline is hung
     restart_backoff_ms: float = 1000.0
-    preprocess_processes: int = 1  # processes that run functions before and after models
+    preprocess_processes: int = 1  # number of processes for functions before and after models
     max_stage_ms: float = 60000.0  # time limit of a function before or after a model; 0: none
     max_deaths: int = 3  # deaths of workers in a row, for each request and each model
     max_job_deaths: int = 10  # deaths of a job's workers in a row, with no commit between them
@@ -81,7 +81,7 @@ class SchedulerSettings:
     keep_versions: int = 2  # number of kept versions of a model, including the current one
     keep_jobs: int = 20  # number of ended jobs that are kept, with their last state
     keep_jobs_ms: float = 0.0  # time for which ended jobs are kept; 0: only ``keep_jobs`` counts
-    move_after_ms: float = 0.0  # a job suspended by requests for longer moves; 0: it stays
+    move_after_ms: float = 0.0  # a job that requests suspend for longer moves; 0: it stays
     placement: str = "least-finish"  # choice of a device (policies/placement.py)
     admission: str = "off"  # "deadline": refuse requests that cannot be answered in time
     weights: Mapping[str, float] = field(default_factory=dict)  # weights of callers; default 1
@@ -105,7 +105,7 @@ class SchedulerSettings:
 
 class Wakeups:
     """Instants, in milliseconds, at which the scheduler needs a Tick if no other event comes.
-    Each has the bits of the changes for which it counts, so that the right parts are called."""
+    Each has bits: at that instant, the parts that wait for one of these bits are called."""
 
     def __init__(self, instants: Iterable[tuple[float, int]] = ()) -> None:
         self._known: set[tuple[float, int]] = set()
@@ -159,7 +159,7 @@ class Core:
     counts: Counter[str] = field(default_factory=Counter)
     out: list[Command] = field(default_factory=list)
     last_epoch: int = 0
-    going_on: set[Token] = field(default_factory=set)  # run ended; the frontend sends the next one
+    going_on: set[Token] = field(default_factory=set)  # requests that the frontend continues
     models_generation: int = 0  # grows when a model becomes ready or gets other groups
     dirty: int = ALL  # the bits of all changes since the parts were called
     pins: dict[ModelName, None] = field(default_factory=dict)  # models that are to be pinned

@@ -1,4 +1,4 @@
-"""One device: the parts that decide for it; messages from its workers and its daemon go to them."""
+"""One device: the parts that decide for it, and the messages of its processes to these parts."""
 
 from __future__ import annotations
 

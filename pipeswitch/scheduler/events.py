@@ -96,8 +96,8 @@ class Prepared(_Message, frozen=True):
 
 
 class NextRun(_Message, frozen=True):
-    """Next run of a generation. If ``sampling_params`` is None, the generation waits, because
-    there is no room for its cache or the cache is being copied."""
+    """Next run of a generation; if ``sampling_params`` is None, the generation must wait.
+    Then there is no room for its cache, or the cache is being copied."""
 
     token: Token
     inputs: tuple[SlabTensor, ...] = ()
@@ -132,7 +132,7 @@ class RegisterModelRequest(ClientRequest, frozen=True):
 
     model: ModelName
     spec: bytes  # msgpack of programs.build.BuildSpec
-    spec_digest: str  # same name and same spec again is a no-op
+    spec_digest: str  # a repeated registration with the same digest is a no-op
     priority: int
     is_pinned: bool
     client: str = ""  # clients take turns with builds; empty: the server itself
@@ -163,7 +163,7 @@ class ChainRequest(ClientRequest, frozen=True):
 
 
 class PublishRequest(ClientRequest, frozen=True):
-    """Request to serve a job's newest commit as a model's next, current version."""
+    """Request to make a job's newest commit a model's next version; answered when it is current."""
 
     model: ModelName
     job: JobName
@@ -172,7 +172,7 @@ class PublishRequest(ClientRequest, frozen=True):
 
 
 class RollbackRequest(ClientRequest, frozen=True):
-    """Request to make a version current, or to give it a share."""
+    """Request to make a version current, or to give it a share of the requests."""
 
     model: ModelName
     version: int = 0  # 0: the newest version before the current one
@@ -212,19 +212,19 @@ class TrainRequest(ClientRequest, frozen=True):
     tenant: str = ""  # tenant that will own the job; empty: the server's owner
     share: str = ""  # name of a group of jobs that share their input; empty: none
     devices: tuple[str, ...] = ()  # names of the devices that may train it; empty: all
-    defaults: tuple[tuple[str, str], ...] = ()  # values of arguments that ``job.steps`` omits
+    defaults: tuple[tuple[str, str], ...] = ()  # values for omitted arguments of ``job.steps``
     resumes: bool = False  # resume from another server's commit in ``jobs/NAME/commit``
     is_paused: bool = False  # the job was paused on the other server
     loaded: LoadedCommit | None = None  # the commit to resume from; None: there was none
-    restarts: int = 0  # restarts on other servers; the next two are from there, too
+    restarts: int = 0  # number of restarts on other servers; the next two values are from there
     steps_recomputed: int = 0
     last_step: int = 0  # last step of the job's last process
 
 
 class JobRequest(ClientRequest, frozen=True):
-    """Request about a job. ``wait`` is answered when the job has ended, ``export`` when its
-    newest commit is on disk, ``move`` when the job is on its new device. ``show`` is answered at
-    once, and each other action when the job's state has changed."""
+    """Request about a job. ``show`` is answered at once, ``wait`` when the job has ended.
+    ``export`` is answered when the newest commit is on disk, ``move`` when the job is on its new
+    device, and each other action when the job's state has changed."""
 
     job: JobName
     action: Literal["show", "pause", "resume", "cancel", "wait", "export", "rm", "move"]
@@ -307,7 +307,7 @@ Event = (
 class Spawn(_Message, frozen=True):
     """Start a process, and kill the previous one in the same slot.
 
-    It starts no builder: ``StartBuild`` does, since a build needs a specification, too.
+    Builders are started by ``StartBuild``, because a build needs a specification, too.
     """
 
     target: Address
@@ -317,7 +317,7 @@ class Send(_Message, frozen=True):
     """Send a message to a process; drop it if the process has exited.
 
     Attributes:
-        channel: Channel of a worker. Its termination thread, never busy, reads "signal".
+        channel: Channel of a worker; its termination thread, which is never busy, reads "signal".
         commits_of: Attach this job's commit memfd.
         tenant: With ``RunStage``: the tenant whose pool file has the raw inputs.
     """
@@ -344,18 +344,18 @@ class RaiseTurn(_Message, frozen=True):
 
 
 class Interrupt(_Message, frozen=True):
-    """Write the worker's stop word. A streamed model's pass then yields between two groups,
-    and a run of several steps ends between two steps."""
+    """Write the worker's stop word.
+    A streamed model's pass then yields between two groups, or a multi-step run ends early."""
 
     target: Address
     op_id: OpId
 
 
 class TakeResult(_Message, frozen=True):
-    """Check the result of a function against the model's inputs, or against the declared answer,
-    and copy it to the request pool.
+    """Check the result of a function, and copy it to the request pool.
 
-    ``Prepared`` follows; until then the process in ``slot`` gets no other call.
+    It must fit the model's inputs, or the declared answer. ``Prepared`` follows; until then the
+    process in ``slot`` gets no other call.
     """
 
     token: Token
@@ -409,7 +409,7 @@ class DropCommits(_Message, frozen=True):
 
 
 class CountSharers(_Message, frozen=True):
-    """Report the number of unfinished jobs in an input group; a single job shares no batches."""
+    """Report the number of unfinished jobs that share an input; a single job shares no batches."""
 
     group: str  # as in RunJob
     jobs: int
@@ -455,9 +455,9 @@ class Reply(_Message, frozen=True):
 
 
 class RunEnded(_Message, frozen=True):
-    """Command to the frontend: these generations need more runs. The frontend appends their
-    cache rows and answers with one ``NextRuns``; until then their next batch is not formed. A
-    generation that waited for its leader's run has an answer without a body."""
+    """Command to the frontend: these generations need more runs.
+    The frontend appends their cache rows and answers with one ``NextRuns``; their next batch waits
+    for it. A generation that waited for its leader's run has an answer without a body."""
 
     answers: tuple[Reply, ...]
 

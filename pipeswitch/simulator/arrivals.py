@@ -60,8 +60,8 @@ def of_functions(text: str, *, speed_up: float = 1.0, seed: int = 0) -> Trace:
 
 
 def of_services(texts: Sequence[str], *, speed_up: float = 1.0, has_tokens: bool = False) -> Trace:
-    """Parse Azure LLM 2023: a file for each service, a row for each request with its ``TIMESTAMP``
-    and the numbers of tokens in prompt and answer, which are used only with ``has_tokens``."""
+    """Parse Azure LLM 2023: a file for each service, a row for each request.
+    A row has a time and the numbers of prompt and answer tokens; ``has_tokens``: use them."""
     times: list[tuple[datetime, int, list[int]]] = []
     for model, text in enumerate(texts):
         _, *rows = _rows(text)
@@ -80,8 +80,8 @@ def of_services(texts: Sequence[str], *, speed_up: float = 1.0, has_tokens: bool
 
 
 def of_rows(text: str, *, name: str = "trace", speed_up: float = 1.0) -> tuple[Trace, list[str]]:
-    """Parse a user's trace: a header ``at_ms,model``, and rows of this form, optionally with
-    ``deadline_ms`` (from the arrival) and the client. Return the trace and the models' names.
+    """Parse a user's trace, and return it with the models' names. Its header is ``at_ms,model``.
+    Each row has these values, and optionally ``deadline_ms`` (from the arrival) and the client.
 
     Raises:
         TraceError: the header or a row has another form.
@@ -121,9 +121,9 @@ def poisson(rate_per_s: float, *, count: int, model_count: int, seed: int = 0) -
 
 
 def tiled(trace: Trace, tiles: int, requests: int, seed: int = 0) -> Trace:
-    """Return the trace for ``tiles`` concurrent clients, with about ``requests`` requests in total,
-    or all if there are fewer. Each client has its own models, starts at a random instant of the
-    trace, and continues at the trace's beginning after its end."""
+    """Return the trace for ``tiles`` concurrent clients.
+    It has about ``requests`` requests in total, or all if there are fewer. Each client has its own
+    models, starts at a random instant, and continues at the trace's beginning after its end."""
     chance, times = Random(f"tiles {seed}"), [one.at_ms for one in trace.arrivals]
     length_ms = times[-1] + times[-1] / len(times)
     span_ms = length_ms * min(1.0, requests / (tiles * len(times)))

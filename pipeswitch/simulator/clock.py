@@ -10,8 +10,8 @@ Act = Callable[[], None]
 
 
 class Move(NamedTuple):
-    """Next step of one thread of a process. The clock executes it ``cost_ms`` after it became
-    possible. If the thread gets a different next step before that, this one never happens."""
+    """Next step of one thread of a process.
+    The clock executes it ``cost_ms`` after it became possible, unless another one replaces it."""
 
     thread: str
     what: str

@@ -81,7 +81,7 @@ class SimulatedArea:
         self._half = 0
 
     def last(self) -> Image | None:
-        """Return the image from which a script resumes."""
+        """Return the image from which a script resumes; None if there is no commit."""
         return self._newest
 
     def begin(self, step: int, image: Image) -> None:

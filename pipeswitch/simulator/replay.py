@@ -165,8 +165,8 @@ class Setting:
         memory_bytes: memory of each device for models and jobs.
         own: function that returns a new policy; None: ``policy`` names a built-in one.
         slo_ms: time that a request may take in addition to its own computation.
-        has_deadlines: whether requests have ``slo_ms`` as their deadline; if not, late requests
-            are computed, too.
+        has_deadlines: whether requests have a deadline: ``slo_ms`` plus their own computation. If
+            not, late requests are computed, too.
         is_known: whether each model's times are known from the start, without measurements.
         prepares: whether workers load programs in advance, which takes no simulated time.
         prompt_share: time of each prompt token in the first step, as a fraction of a step's time.
@@ -220,7 +220,7 @@ class Outcome:
 
     @property
     def jct_ms(self) -> float:
-        """Mean of the jobs' completion times; NaN for none."""
+        """Mean of the jobs' completion times; NaN if there are no jobs."""
         return fmean(job.jct_ms for job in self.jobs) if self.jobs else math.nan
 
     @property
@@ -298,8 +298,8 @@ def serial(setting: Setting, models: Sequence[PaperModel], arrivals: Sequence[Ar
 
 
 class Models(dict[int, PaperModel]):
-    """Models by their number in the trace. A tile is one client's copy of the trace; it has the
-    same models under its own names, which are created on first access."""
+    """Models by their number in the trace; all but the first ones are created on first access.
+    A tile is one client's copy of the trace: the same models, under its own names."""
 
     def __init__(self, first: Sequence[PaperModel], tiles: int = 1) -> None:
         super().__init__(enumerate(first))

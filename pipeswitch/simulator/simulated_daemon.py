@@ -236,7 +236,7 @@ class SimulatedDaemon(SimulatedProcess):
 
 
 def slice_of(order: daemon_msg.CommitCopy | daemon_msg.Scrub) -> ByteSpan:
-    """Return the slice that an order is about."""
+    """Return the slice that an order copies or zeroes."""
     if isinstance(order, daemon_msg.Scrub):
         return ByteSpan(order.offset_bytes, order.offset_bytes + order.size_bytes)
     return ByteSpan(order.slice_offset_bytes, order.slice_offset_bytes + order.slice_bytes)

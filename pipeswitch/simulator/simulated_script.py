@@ -1,7 +1,7 @@
 """Training script in a worker, with the real gate (``ipc/gate.py``).
 
-The script's state is three numbers in its slice (``device.Image``). It writes one after the other,
-so every unfinished, lost or repeated step is visible there.
+The script's state is three numbers in its slice (``device.Image``). It writes them one after the
+other, so an unfinished, lost or repeated step is visible in the slice.
 """
 
 from __future__ import annotations

@@ -229,7 +229,7 @@ class SimulatedProcesses(ABC):
 
 
 class World(SimulatedProcesses):
-    """World of one server, with a scheduler that has not started yet.
+    """World of one server; it starts the scheduler.
 
     Args:
         is_checked: call ``Scheduler.check`` after each event; it is slow.

@@ -15,11 +15,11 @@ from .allocators import ArenaAllocator
 
 
 class DevicePlacement:
-    """Choice of a device. A request is placed on arrival, and again when it waits while another
-    device is idle; a job is placed on arrival and after it has left its device.
+    """Choice of a device for each request and each job.
 
-    A device without a running memory daemon, or without room because of pinned models, is chosen
-    only if all other devices have this problem, too.
+    A request is placed on arrival, and again when it waits while another device is idle. A job is
+    placed on arrival and after it has left its device. A device without a running memory daemon,
+    or without room because of pinned models, is chosen only if all others have this problem, too.
     """
 
     def __init__(

@@ -119,8 +119,8 @@ MIN_STARTS: Final = 10  # a job may keep its memory for this many times its star
 
 
 class Leases:
-    """Slices of jobs: at most one per job, from its first ``job.steps`` until its process is
-    reaped. The job's offloaded activations stay in host memory for the same time."""
+    """Slices of jobs: at most one per job, from its first ``job.steps`` until it is reaped.
+    The job's offloaded activations stay in host memory for the same time."""
 
     def __init__(
         self,
@@ -175,8 +175,7 @@ class Leases:
         self._slices.release(Owner("slice", name))
 
     def grant(self) -> Iterator[tuple[Job, str]]:
-        """Grant slices to waiting jobs, but not while requests wait, since their models may need
-        the room.
+        """Grant slices to waiting jobs. While requests wait, grant none: their models may need room.
 
         If a job that has committed no longer fits because of models that were pinned later, it
         waits: a failure would lose its work.

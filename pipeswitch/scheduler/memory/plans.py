@@ -58,8 +58,8 @@ class Plans:
         self._device.publish("model.profile_unusable", model=replica.name, reason=why)
 
     def use(self, replica: DeviceModel, profile: Profile) -> bool:
-        """Plan from the profile; the plan takes effect as soon as the model is off the device. A
-        streaming model keeps its groups; the profile only predicts its passes."""
+        """Plan from the profile; the plan takes effect as soon as the model is off the device.
+        A streaming model keeps its groups; the profile only predicts its passes."""
         if replica.staging is not None:
             replica.grouping.profile = profile
             return True

@@ -53,8 +53,8 @@ class Registry:
 
     @handles(ev.RegisterModelRequest)
     def register(self, event: ev.RegisterModelRequest) -> None:
-        """Register a model. 1. Same name, spec and tenant as before: a no-op; 2. same name, other
-        spec or tenant: an error; 3. else a build starts; progress and one final answer follow."""
+        """Register a model: build it; progress and one final answer follow.
+        If a model has the name already: 1. same spec and tenant: a no-op; 2. else: an error."""
         core = self._core
         if core.is_draining:
             raise errors.ServerUnavailable("the server is draining")
@@ -97,8 +97,8 @@ class Registry:
         self._begin(event, (event.token,))
 
     def _is_same(self, event: ev.RegisterModelRequest, old: Model) -> bool:
-        """Return True if the registration repeats the old one, from the same tenant. Two tenants
-        must not share a model without their consent."""
+        """Return True if the registration repeats the old one, from the same tenant.
+        Two tenants must not share a model without their consent."""
         served = self._versions.served(event.model)
         is_of_one = old.tenant == event.tenant
         return is_of_one and served is not None and served.spec_digest == event.spec_digest

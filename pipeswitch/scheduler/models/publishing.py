@@ -2,7 +2,7 @@
 
 1. *waits*: the commit does not exist yet. A script publishes its current step. A client publishes
    the newest commit when earlier publications of the name have ended. A script's publication also
-   waits while ``MAX_COPIES`` of its name are on disk; its next ``job.publish`` waits for this one;
+   waits while ``MAX_COPIES`` of its name are on disk; the script's next ``job.publish`` waits, too;
 2. *copies*: the daemon writes the commit to a separate folder. A script makes no other commit
    meanwhile. The commit of an ended job is on disk already;
 3. *copied*: it waits to be built. The publications of a name are built one at a time, in order of
@@ -54,7 +54,7 @@ class Publication:
     step: int  # step of the commit; -1: the newest commit
     part: str  # name of the trained module; empty: the only module that fits
     token: Token | None
-    since: OpId  # id of its acceptance; a younger job or model only has the same name
+    since: OpId  # id of its acceptance; later jobs or models with these names do not count
     is_script: bool  # a script requested it; a commit later than ``step`` is allowed, too
     stage: Literal["waits", "copies", "copied", "builds"] = "waits"
     op_id: OpId = NO_OP_ID  # operation id of its copy

@@ -1,4 +1,4 @@
-"""Orders of training jobs: which job is next, and when does a turn end? (As in Salus.) Pure.
+"""Orders of training jobs, as in Salus: the choice of the next job, and the end of a turn. Pure.
 
 An order applies to jobs of equal priority; ``leases`` decides how much memory a waiting job keeps.
 """
@@ -56,7 +56,7 @@ class Fifo(_Ranked):
 
 
 class Fair(_Ranked):
-    """Least device time first, counted since a job was last added to the device."""
+    """Least device time first, counted since any job was last added to the device."""
 
     def rank(self, job: JobView) -> tuple[float, ...]:
         return (job.share_ms, job.place)

@@ -39,8 +39,8 @@ class FirstCome(Order):
 
 
 class EarliestDeadline(Order):
-    """Earliest deadline first. A request without a deadline, or with a late one, counts as due
-    after ten times ``max_wait_ms``, so no request waits for ever."""
+    """Earliest deadline first; a request counts as due after at most ten times ``max_wait_ms``.
+    So a request without a deadline, or with a late one, does not wait for ever."""
 
     sorts_by = "deadline"
     ranks_runs = False
@@ -71,9 +71,9 @@ class ShortestFirst(AgingOrder):
 
 
 class Collate(AgingOrder):
-    """Requests grouped by model (A A A B B): first the computing model, then models on the
-    device, then the model whose first request waited longest. There are as few switches as
-    ``max_wait_ms`` allows."""
+    """Requests grouped by model (A A A B B), with as few switches as ``max_wait_ms`` allows.
+    The computing model comes first, then models on the device, then the model whose first request
+    waited longest."""
 
     def rank_in_time(self, head: Waiting, view: View) -> tuple[float, ...]:
         return (reuse_of(head),)

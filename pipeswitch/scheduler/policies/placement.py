@@ -38,8 +38,8 @@ Rank = Callable[[Place], tuple[float, ...]]
 
 
 def _least_finish(place: Place) -> tuple[float, ...]:
-    """Rank a place by the predicted start. Ties go to a free device with the model, then a busy one
-    with it, then a free one without it; then to the shortest queue, then to the most room."""
+    """Rank a place by the predicted start. Ties go to a device with the model, then to a free one.
+    Further ties go to the shortest queue, then to the most room."""
     order = 2 * (not place.is_resident) + place.is_busy
     return (place.finish_ms, order, place.waiting, -place.free_bytes, place.device)
 

@@ -59,8 +59,8 @@ class Priority(Order):
 
 
 class CostAwareEviction(Eviction):
-    """Bytes that would have to be sent again, weighted by priority, use and waiting requests, and
-    divided by the time for which the model has been idle."""
+    """Eviction with the cost: bytes to send again, times weights, divided by the model's idle time.
+    The weights are for priority, use and waiting requests."""
 
     def cost(self, resident: Resident, view: View) -> tuple[float, ...]:
         _, size_bytes, priority, last_used_at_ms, use_count, waiting_count = resident

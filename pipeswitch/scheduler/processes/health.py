@@ -101,8 +101,8 @@ class Health:
 
 
 class Pings:
-    """Rounds of pings over all devices, one at a time. Clients that ping meanwhile share the next
-    one, so a flood of pings has no effect."""
+    """Rounds of pings over all devices, one at a time.
+    Clients that ping during a round share the next one, so a flood of pings has no effect."""
 
     def __init__(self, core: Core, devices: Sequence[Health]) -> None:
         self._core = core

@@ -136,12 +136,11 @@ class WorkerPool:
         self._device.publish("worker.ready", worker=worker.slot, pid=pid)
 
     def worker_exited(self, worker: Worker, status: int, *, ended_well: bool) -> None:
-        """Handle a reaped worker. It is replaced at once; after several deaths in a row, with a
-        growing delay.
+        """Handle a reaped worker: replace it at once, or after several deaths in a row, later.
 
-        Only deaths before the process is ready count for the delay: then the machine is at fault,
-        and an immediate retry would only load it. A death during a task counts against the model
-        or the job, which have their own limits. An idle process was killed by the server.
+        Only deaths before the process is ready count for this growing delay: then the machine is at
+        fault, and an immediate retry would only load it. A death during a task counts against the
+        model or the job, which have their own limits. The server itself kills idle workers.
         """
         core = self._core
         was_starting = not worker.pid
@@ -162,9 +161,8 @@ class WorkerPool:
         )
 
     def _keep_one_unbound(self) -> None:
-        """Keep one worker without a tenant for the next tenant, if tenants are separate. The
-        standby whose tenant has been idle longest is replaced, unless there are only two
-        workers."""
+        """Keep one worker without a tenant for the next tenant, if tenants are separate.
+        The standby whose tenant has been idle longest is replaced, unless there are only two."""
         core, device = self._core, self._device
         if not core.settings.separates_tenants or len(device.workers) < MIN_TO_KEEP_ONE_UNBOUND:
             return
@@ -198,7 +196,7 @@ class WorkerPool:
                 worker.state.state is not WorkerState.STANDBY
                 or worker.complete_at == core.models_generation
             ):
-                continue  # it has all: another check of all models would take long
+                continue  # nothing is left to load; a check of all models would take long
             name = self._next_to_prepare(worker)
             if name is None:
                 continue

@@ -160,7 +160,7 @@ class Admission:
                 break
 
     def _of_a_version_that_is_there(self, event: InferArrived) -> InferArrived:
-        """Redirect a request without a version number to the current version, or by the shares."""
+        """Return the request; redirect it by the shares, or if its version is gone, to the current."""
         model = self._models.get(event.model)
         if model is not None and model.state.state is not ModelState.LEAVING:
             if model.split is None or event.registration_id != model.split.born:
@@ -244,7 +244,7 @@ class Admission:
         )
 
     def cancel(self, event: CancelRequest) -> bool:
-        """Cancel a queued request; a dispatched one completes, a generation ends with its run."""
+        """Cancel a queued request; a dispatched one completes, a generation ends after its run."""
         self._core.going_on.discard(event.token)
         for state in self._states:
             request = state.requests.get(event.token)

@@ -106,9 +106,9 @@ def batch_for(device: DeviceState, replica: DeviceModel, head: Request) -> Batch
 
 
 def batch_start_ms(device: DeviceState, replica: DeviceModel, batch: Batch) -> float:
-    """Return the instant until which a batch waits for more requests: the arrival of its oldest
-    request plus the delay, or earlier to meet each deadline. A batch with a deadline does not wait
-    if no run was measured yet."""
+    """Return the instant until which a batch waits for more requests.
+    It is the arrival of the oldest request plus the delay, or earlier to meet each deadline.
+    A batch with a deadline does not wait if no run was measured yet."""
     batching = replica.built.batching
     compute_ms = _compute_ms(device, replica, batch.size)
     due_ms = min(request.due_ms for request in batch.requests)
@@ -120,8 +120,8 @@ def batch_start_ms(device: DeviceState, replica: DeviceModel, batch: Batch) -> f
 
 
 def should_wait_for_batch(device: DeviceState, replica: DeviceModel, batch: Batch) -> bool:
-    """Return True if requests of the model's current run may join this batch after it, or if this
-    batch needs tokens of the run. The run itself takes no more requests."""
+    """Return True if the batch must wait for the current run, which takes no more requests.
+    Requests of that run may join the batch afterwards, or the batch needs tokens of the run."""
     running = device.owner.running
     is_same = running is not None and running.model == replica.name
     if running is not None and any(one.batching.leader in running.tokens for one in batch.requests):
@@ -130,8 +130,8 @@ def should_wait_for_batch(device: DeviceState, replica: DeviceModel, batch: Batc
 
 
 def take_led(device: DeviceState, model: ModelName, leaders: Container[Token]) -> Iterator[Reply]:
-    """Remove the generations that follow these leaders from the queue, and request their inputs
-    again, because the leaders' runs have computed tokens of their prompts."""
+    """Take the generations of these leaders out of the queue; yield replies that request inputs.
+    Their inputs are out of date: the leaders' runs have computed tokens of their prompts."""
     for one in device.queue.of(model) if device.queue.requests else ():
         if one.batching.leader in leaders and one.runs is not None:
             device.queue.discard(one)
@@ -140,10 +140,10 @@ def take_led(device: DeviceState, model: ModelName, leaders: Container[Token]) -
 
 
 def failed(device: DeviceState, replica: DeviceModel, requests: Sequence[Request]) -> None:
-    """Record a failed batch, caused by one request or by the batching: all are retried alone.
+    """Record a failed batch. The cause is a request or the batching, so all are retried alone.
 
-    A run with a schema, which may be the cause, does not count: a client's schema must not end the
-    batching of a model.
+    A batch with a schema does not count, because the schema may be the cause. A client's schema
+    must not end the batching of a model.
     """
     hows = [one.sampling_params for one in requests]
     replica.model.failed_batches += not any(how is not None and how.schema for how in hows)

@@ -67,9 +67,9 @@ class Turns:
     # -- a pass of a model that streams: it may take as long as its copy ---------------------------
 
     def request_yield(self) -> None:
-        """Interrupt a streaming pass between two groups for the next task, if that task needs no
-        copy. The policy limits the total interruption, as if the pass were a request that waits
-        for memory and is overtaken."""
+        """Interrupt a streaming pass between two groups for the next task, if this needs no copy.
+        The policy limits the total interruption, as if the pass were a request that waits for
+        memory and is overtaken."""
         device, owner = self._device, self._device.owner
         passing, waiting = owner.running, owner.pending
         if passing is None or waiting is None or not passing.streamed:
@@ -252,7 +252,7 @@ class Dispatch:
             ):
                 break  # 5.
             model = device.replicas[request.model].model
-            if model.state.state is states.ModelState.QUARANTINED:  # by a run elsewhere
+            if model.state.state is states.ModelState.QUARANTINED:  # by deaths elsewhere
                 device.refuse(request, states.TaskEvent.ERROR, quarantined(model))
                 return True
             if forecast.cannot_meet_deadline(device, request):
@@ -322,9 +322,9 @@ class Dispatch:
         return QUEUE | TURN | RESIDENCY | DUE
 
     def _look_ahead(self) -> None:
-        """Send the model of the next request whose model is absent, if the link is idle, a task
-        computes and another task waits for the turn. The copy may evict no model that is used,
-        pinned or awaited. The request itself is dispatched later, in its order."""
+        """Send the next absent model, if the link is idle, a task computes, and another one waits.
+        The copy may evict no model that is used, pinned or awaited. The request itself is
+        dispatched later, in its order."""
         device = self._device
         is_ahead = device.owner.running is not None and device.owner.pending is not None
         if not is_ahead or device.sending or not device.settings.look_ahead:
@@ -347,8 +347,8 @@ class Dispatch:
             return
 
     def _has_worker(self) -> bool:
-        """Return True if a worker could begin. A worker that loads a program, perhaps for
-        seconds, gets a task only while no task runs whose worker could be free earlier."""
+        """Return True if a worker could begin a task. A worker may load a program for seconds.
+        It counts only while no task runs, because that task's worker could be free earlier."""
         free = [w for w in self._device.workers.values() if w.state.state in states.WORKER_FREE]
         return any(worker.preparing is None for worker in free) or (
             bool(free) and self._device.owner.running is None
@@ -380,9 +380,9 @@ class Dispatch:
         return any(self._device.replicas[name].is_on_device for name in self._device.sending)
 
     def _pick_worker(self, replica: DeviceModel) -> Worker:
-        """Return a free worker: if possible one that has loaded the model, else one that is
-        loading it, else one that must load it. The last choice is one that loads another program
-        or must be replaced."""
+        """Return a free worker, if possible one that has loaded the model.
+        The next choice is one that is loading it, then one that must load it, and last one that
+        loads another program or must be replaced."""
         name, version, is_code = replica.name, replica.version, replica.is_code
         tenant = self._core.tenant_of(replica.model.tenant)
 
@@ -417,8 +417,8 @@ class Dispatch:
     def at_once(self, request: Request) -> bool:
         """Give a new request to a worker without ranking it: outcome 0 of ``pump``.
 
-        Nothing waits, computes or trains, the model is on the device and in a free worker, and the
-        request waits for no batch, so any policy would choose it. Else return False: queue it.
+        Any policy would choose it, if nothing waits, computes or trains, the model is on the device
+        and in a free worker, and the request waits for no batch. Otherwise return False.
         """
         core, device, replica = self._core, self._device, self._device.replicas[request.model]
         owner = device.owner
@@ -460,8 +460,8 @@ class Dispatch:
     def activate(self, request: Request, replica: DeviceModel, *, is_sent: bool) -> RunningTask:
         """Give the request to a worker, with the requests that join it.
 
-        ``is_sent``: its model was sent for it just now. A model that was sent ahead for it counts
-        as a switch, too.
+        ``is_sent``: whether the model was sent for this request just now. A model that was sent
+        ahead of the request counts as a switch, too.
         """
         core, device = self._core, self._device
         batch = batch_for(device, replica, request)
@@ -592,7 +592,7 @@ def _joined(request: Request) -> BatchedRequest:
 
 
 def _was_resident(replica: DeviceModel) -> bool:
-    """Return True if the model was on the device. The answer of an earlier run may arrive before
-    the daemon's message that all groups have arrived."""
+    """Return True if the model was on the device.
+    An earlier run's answer may arrive before the daemon's message that all groups have arrived."""
     is_copied = replica.residency.state in (states.Residency.RESIDENT, states.Residency.PINNED)
     return is_copied or replica.computed_op_id == replica.residency_id != NO_OP_ID

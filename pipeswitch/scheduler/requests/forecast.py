@@ -122,9 +122,9 @@ def _ends_ms(device: DeviceState, before: list[Request], then: list[Request]) ->
 
 
 def _others_ms(device: DeviceState, request: Request, own_ms: float) -> float:
-    """Return the device time of other callers before the request's turn: all their waiting work of
-    a more urgent priority, and of equal priority at most their share. Requests that may still
-    arrive are not counted: they may delay the request, but it is not refused for them."""
+    """Return the device time of other callers before the request's turn.
+    It counts their waiting work: all of a more urgent priority, and at most their share of equal
+    priority. Requests that may still arrive do not count: no request is refused for them."""
     accounts, effective_priority, total_ms = device.accounts, request.priority, 0.0
     account = accounts.of(request.caller)
     turn = accounts.tag(account, effective_priority) + own_ms / account.weight
@@ -189,7 +189,7 @@ def infeasible_after_ms(device: DeviceState, request: Request) -> float | None:
 
 
 def absent_until_ms(device: DeviceState, request: Request) -> float:
-    """Return the last useful start of the copy of an absent model; infinity: there is none."""
+    """Return the last useful start of an absent model's copy; infinity if there is no such copy."""
     if not _is_asked(device, request) or not _is_absent(device, request):
         return math.inf
     return request.due_ms - _sent_ms(device, request) + MARGIN_MS + ROUNDING_MS
@@ -220,8 +220,8 @@ def cannot_meet_deadline(device: DeviceState, request: Request) -> bool:
 
 
 def note_end(device: DeviceState, request: Request) -> None:
-    """Store the predicted end of a dispatched request, to compare it with the real end. Requests
-    whose model is being copied are left out: the copy also waits for memory."""
+    """Store the predicted end of a dispatched request, to compare it with the real end.
+    Requests whose model is being copied are left out, because the copy also waits for memory."""
     running = device.owner.running
     is_warm = running is None or running.was_resident
     is_there = device.replicas[request.model].residency.state in (
@@ -272,8 +272,8 @@ def _is_absent(device: DeviceState, request: Request) -> bool:
 
 
 def _sent_ms(device: DeviceState, request: Request) -> float:
-    """Return the time of copy and computation on an idle device. Groups are computed as they
-    arrive; the last group, assumed to be as large as the others, is computed after the copy."""
+    """Return the time of copy and computation on an idle device.
+    Groups compute as they arrive; the last one (of average size) computes after the copy."""
     manifest, own_ms = (
         device.replicas[request.model].manifest,
         _run_ms(device, request.model, request.batch)[0],

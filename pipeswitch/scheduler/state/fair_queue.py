@@ -1,6 +1,6 @@
 """Fair queues over a device's callers, and over the connections of each caller.
 
-A member is a caller or a connection, and its *urgency* is the best priority of its requests. Inside
+A member is a caller or a connection; its *urgency* is the best priority that waits in it. Inside
 each urgency there is start-time fair queueing (docs/adr/0037-turns-by-tenant.md). A member's *tag*
 is its service time divided by its weight; the smallest tag goes first. The *clock* is the tag of
 the last turn. A member that begins to wait gets at least the clock as its tag, so idle time earns
@@ -116,7 +116,7 @@ class FairQueue(Generic[S]):
         """Return the waiting members by urgency; within an urgency the first one has the next turn.
 
         The iterators are lazy and valid until a request is added or removed. An urgency is raised
-        by one for each ``max_wait`` in which it had no turn. The age of requests does not count: it
+        by one for each ``max_wait_ms`` without a turn. The age of requests does not count: it
         would favour the member with the most requests.
 
         Args:
@@ -272,9 +272,9 @@ class CallerQueue(FairQueue[CallerShare]):
         return now_ms >= share.throttled_until_ms or not self._should_yield(share, now_ms)
 
     def _should_yield(self, account: CallerShare, now_ms: float) -> bool:
-        """Return True if another caller, with less service, may soon send a request. That caller
-        may have no waiting request only because its last reply is on its way, or has just arrived
-        after a long run."""
+        """Return True if another caller, with less service, may soon send a request.
+        It may have no waiting request only because its last reply is on its way, or has just
+        arrived after a long run."""
         tag = account.tags[account.effective_priority]
         for one in reversed(self._idle):
             if not one.running and now_ms >= one.seen_at_ms + self._max_wait_ms:
@@ -286,8 +286,8 @@ class CallerQueue(FairQueue[CallerShare]):
         return False
 
     def _has_nothing(self, share: CallerShare, now_ms: float) -> bool:
-        """Return True if only the used time of a caller must be kept: it has been idle for longer
-        than its lead over the others, and has no penalty."""
+        """Return True if only the used time of a caller must be kept.
+        It has been idle for longer than its lead over the others, and has no penalty."""
         away_from_ms = share.seen_at_ms + max(self._max_wait_ms, self._ahead_ms(share))
         held_until_ms = max(away_from_ms, share.throttled_until_ms, share.penalty_until_ms)
         deaths = share.deaths * 0.5 ** ((now_ms - share.died_at_ms) / HALF_MS)
@@ -350,8 +350,8 @@ class CallerQueue(FairQueue[CallerShare]):
         return Charge(effective_priority, ms, {account: 1.0})
 
     def reconcile_cost(self, charge: Charge, took_ms: float, now_ms: float) -> float:
-        """Correct the charge of a finished run. A caller whose part was long yields for that time,
-        divided by its weight (at least 1). Return the latest end of such a period."""
+        """Correct the charge of a finished run; return the end of its callers' pauses.
+        A caller with a long part of the run pauses for that time, divided by ``max(1, weight)``."""
         for account, part in charge.parts.items():
             own_ms = part * took_ms
             account.used_ms += own_ms
@@ -366,9 +366,9 @@ class CallerQueue(FairQueue[CallerShare]):
         return max([account.throttled_until_ms for account in charge.parts])
 
     def died(self, charge: Charge, now_ms: float) -> float:
-        """Record that the run killed its worker; return the instant at which its caller's penalty
-        ends. The penalty of a caller that keeps killing workers, with one model after another,
-        grows to 8 to 16 s. The server's owner never has a penalty."""
+        """Record that the run killed its worker; return when its caller's penalty ends.
+        The penalty of a caller that keeps killing workers, with one model after another, grows to
+        8 to 16 s. The server's owner never has a penalty."""
         account = next(iter(charge.parts))
         decay = 0.5 ** ((now_ms - account.died_at_ms) / HALF_MS)
         account.deaths, account.died_at_ms = account.deaths * decay + 1.0, now_ms

@@ -172,8 +172,8 @@ class PolicyQueue:
                 account.connections = None
 
     def ahead(self, request: Request) -> tuple[int, int]:
-        """Return lower bounds for the number and the batch of the requests that precede a new one
-        with the same model and priority. They are in the same line, or have earlier turns in the
+        """Return lower bounds for the requests that precede a new one: their number and batch.
+        They have its model and priority. They are in its line, or have earlier turns in the
         caller's other connections, if these wait only for that model and priority."""
         account = self._accounts.of(request.caller)
         own, priority = request.connection if self._has_connections else "", request.priority
@@ -197,8 +197,8 @@ class PolicyQueue:
         return sum([one for one, _ in entries]), min([rows for _, rows in entries], default=1)
 
     def of_line(self, request: Request) -> Iterator[Request]:
-        """Yield the request and all others with its model and priority. Callers take turns, and so
-        do each caller's connections. A connection's requests are sorted by key."""
+        """Yield the request and all others with its model and priority.
+        Callers take turns, and so do a caller's connections, whose requests are sorted by key."""
         by: dict[CallerShare, list[SubQueue]] = {}
         for (account, _, priority), line in self._lines[request.model].items():
             if priority == request.priority:

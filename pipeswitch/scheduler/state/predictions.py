@@ -41,8 +41,8 @@ class Rolling:
         return min(self.high, sum(self._ordered) / len(self._ordered))
 
     def is_old(self, now_ms: float) -> bool:
-        """Return True if it is time to measure again. A single high value may come from a slow
-        moment; the more values there are, the longer they stay valid."""
+        """Return True if it is time to measure again.
+        A single high value may come from a slow moment; more values stay valid for longer."""
         return now_ms - self.fresh_at_ms >= OLD_MS * len(self._ordered)
 
 
@@ -143,8 +143,8 @@ class Predictions:
         return known.at_most_ms(batch) if known is not None else 0.0
 
     def is_due(self, model: str, batch: int, *, is_sent: bool, now_ms: float) -> bool:
-        """Return True if the times for that batch are old and no dispatched request will renew
-        them. ``is_sent``: the model has to be copied."""
+        """Return True if the batch's times are old, and no dispatched request will renew them.
+        ``is_sent``: whether the model has to be copied."""
         return any(one.is_old(now_ms) for one in self._counted(model, batch, is_sent=is_sent))
 
     def on_dispatched(self, model: str, batch: int, *, is_sent: bool, now_ms: float) -> None:

@@ -16,7 +16,7 @@ from .fair_queue import CallerQueue
 from .policy_queue import IsResident, PolicyQueue
 from .records import Request
 
-SPARE_DEADLINES = 64  # a heap twice as long as the queue may have this many more deadlines
+SPARE_DEADLINES = 64  # entries of the heap beyond twice the queue's length before it is rebuilt
 
 
 class Queue:
@@ -98,10 +98,9 @@ class Queue:
     def heads(
         self, is_resident: IsResident, current: ModelName | None, view: View
     ) -> Iterator[tuple[Waiting, Request]]:
-        """Yield the first request of each caller, model and priority. Callers take turns, each in
-        policy order.
+        """Yield the first request of each caller, model and priority; callers take turns.
 
-        Valid only until a request is added or discarded.
+        A caller's requests are in policy order. Valid only until a request is added or discarded.
         """
         assert self._lines is not None
         return self._lines.heads(is_resident, current, view)
@@ -127,7 +126,7 @@ class Queue:
         return self._lines.ahead(request)
 
     def around(self, request: Request, sorts_by: SortsBy) -> tuple[list[Request], list[Request]]:
-        """Return the caller's requests before a new one, and its requests with later deadlines."""
+        """Return the caller's requests before a new one, and those with later deadlines."""
         if sorts_by == "arrival":
             return [one for one in self if one.caller == request.caller], []
         at = (request.due_ms, self._added + 1)
@@ -147,7 +146,7 @@ class Queue:
             self._lines.changed(model)
 
     def pins_changed(self) -> None:
-        """Check every model again: other models may now fit in the memory without pinned models."""
+        """Check every model again: after a change of the pinned models, other models may fit."""
         self.unchecked = dict.fromkeys(self._of)
 
     def models(self) -> list[ModelName]:

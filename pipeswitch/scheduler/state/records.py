@@ -93,7 +93,7 @@ class Model:
     devices: tuple[str, ...] = ()  # names of the devices that may serve it; empty: all
     processor: Processor | None = None  # functions before and after the model; None: none
     split: Served | None = None  # set if this version is current and others have shares
-    chosen_op_id: OpId = NO_OP_ID  # operation id of when it last became current
+    chosen_op_id: OpId = NO_OP_ID  # id taken when it last became current
     state: StateMachine[ModelState, ModelEvent] = field(init=False)
     serving: StateMachine[VersionState, VersionEvent] = field(init=False)
     manifest: Manifest | None = None  # from the build; until then from the journal
@@ -245,9 +245,9 @@ class BatchingFacts:
     """Facts that decide which requests one run may serve together.
 
     Attributes:
-        padded: Extents by ``Manifest.pads``; empty: the request is not padded.
+        padded: Extents of the dimensions in ``Manifest.pads``; empty: it is not padded.
         fixed: The other extents of a padded request, except the batch.
-        never_batch: A run with other requests failed, or its schema forbids one: it runs alone.
+        never_batch: True if it runs alone: a batch with it failed, or its schema forbids batches.
         deaths: Number of workers that died while the request ran alone.
         leader: Generation whose next run computes tokens for both; this one then runs after it.
     """

@@ -17,8 +17,8 @@ from ...programs.interface.layout import aligned
 
 
 class Owner(NamedTuple):
-    """Owner of a range: a model, the ring of a model that streams, a job's slice, a range being
-    zeroed (named by its operation id), a job's commit area, or the fences."""
+    """Owner of a range: a model, a streaming model's ring, a job's slice or commit area, fences.
+    The owner of a range that is being zeroed ("scrub") is named by the operation id."""
 
     kind: Literal["model", "rest", "slice", "scrub", "commits", "fences"]
     name: str = ""
@@ -42,7 +42,7 @@ Costs = Sequence[Cost | None]  # cost of each region, in order; None: its owner 
 
 @dataclass(frozen=True)
 class Extent:
-    """A place where a region would fit once its victims have left."""
+    """A place where a region would fit if its victims, the regions there, left."""
 
     offset_bytes: int
     victims: tuple[Region, ...]

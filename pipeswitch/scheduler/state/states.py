@@ -63,8 +63,8 @@ from ...base.errors import InvalidTransition
 
 
 class Name(enum.Enum):
-    """Name of a state or an event. Members hash by identity, which is faster than hashing their
-    names: one decision looks up about twenty of them."""
+    """Name of a state or an event.
+    Members hash by identity, which is faster: one decision looks up about twenty of them."""
 
     __hash__ = object.__hash__
 

@@ -146,8 +146,8 @@ class Versions:
         model.chosen_op_id = self._core.next_op_id()
 
     def split(self, model: Model, percent: int) -> bool:
-        """Give a version ``percent`` % of the requests that name no version, until another version
-        becomes current. Return False if this version is current or the shares exceed 100 %."""
+        """Give a version a share of the requests that name no version, until another is current.
+        Return False if this version is current, or the shares exceed 100 %."""
         served, current = self._served[model.base], self.current(model.base)
         every = {**served.shares, model.version: percent}
         shares = {version: share for version, share in every.items() if share}

@@ -39,7 +39,7 @@ GATE_ADVICE: Final = "compute in the loop, in modules that are passed to job.ste
 MAX_MISSED: Final = 4  # missed grace periods in a row before a job is paused
 FORGIVEN_AFTER: Final = 100  # number of punctual stops after which missed ones no longer count
 STARVED_CYCLES: Final = 5  # cycles for which a job waits before a keeper of activations is evicted
-STARVED_STEPS: Final = 5  # a job that made so many steps meanwhile keeps activations between them
+STARVED_STEPS: Final = 5  # a job that made this many steps meanwhile keeps activations between them
 WHY_EVICTED: Final = {
     "pause": "pause requested by the user",
     "cancel": "cancel requested by the user",
@@ -330,8 +330,8 @@ class TrainingJobs:
             self.evict(leaves.spec.name, f"job {first.spec.name} is next")
 
     def _rebalance_starved(self) -> None:
-        """Evict a job whose process keeps activations between steps, if another job needs their
-        memory to begin. The evicted job resumes later from its last step."""
+        """Evict a job that keeps activations between steps, if another job needs their memory.
+        The evicted job resumes later from its last step."""
         core, in_place = self._core, self._ranking.in_place()
         for job in in_place:
             memory = job.memory
