@@ -175,7 +175,7 @@ class Leases:
         self._slices.release(Owner("slice", name))
 
     def grant(self) -> Iterator[tuple[Job, str]]:
-        """Grant slices to waiting jobs. While requests wait, grant none: their models may need room.
+        """Grant slices to waiting jobs, but none while requests wait: their models may need room.
 
         If a job that has committed no longer fits because of models that were pinned later, it
         waits: a failure would lose its work.

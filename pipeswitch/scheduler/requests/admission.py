@@ -160,7 +160,7 @@ class Admission:
                 break
 
     def _of_a_version_that_is_there(self, event: InferArrived) -> InferArrived:
-        """Return the request; redirect it by the shares, or if its version is gone, to the current."""
+        """Return the request for a version that is there: by the shares, or the current version."""
         model = self._models.get(event.model)
         if model is not None and model.state.state is not ModelState.LEAVING:
             if model.split is None or event.registration_id != model.split.born:
