@@ -80,7 +80,7 @@ class SchedulerSettings:
     max_daemon_restarts: int = 5  # restarts in a row, with no served request between them
     keep_versions: int = 2  # number of kept versions of a model, including the current one
     keep_jobs: int = 20  # number of ended jobs that are kept, with their last state
-    keep_jobs_ms: float = 0.0  # time for which ended jobs are kept; 0: only ``keep_jobs`` counts
+    keep_jobs_ms: float = 0.0  # time for which ended jobs are kept; 0: ``keep_jobs`` decides
     move_after_ms: float = 0.0  # a job that requests suspend for longer moves; 0: it stays
     placement: str = "least-finish"  # choice of a device (policies/placement.py)
     admission: str = "off"  # "deadline": refuse requests that cannot be answered in time
@@ -105,7 +105,7 @@ class SchedulerSettings:
 
 class Wakeups:
     """Instants, in milliseconds, at which the scheduler needs a Tick if no other event comes.
-    Each has bits: at that instant, the parts that wait for one of these bits are called."""
+    Each has bits; at that instant, the parts that wait for one of these bits are called."""
 
     def __init__(self, instants: Iterable[tuple[float, int]] = ()) -> None:
         self._known: set[tuple[float, int]] = set()

@@ -264,7 +264,7 @@ class DrainRequest(_Message, frozen=True):
 
 
 class Received(_Message, frozen=True):
-    """Message from a process; it may have been replaced, so compare ``source.generation``.
+    """Message from a process, which may have been replaced: compare ``source.generation``.
 
     Attributes:
         manifest: With ``BuildDone``: the checked manifest from disk.

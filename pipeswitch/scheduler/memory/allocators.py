@@ -390,7 +390,7 @@ class HostStoreAllocator:
         self._held_bytes[model.tenant] += region.size_bytes
 
     def _over_share(self, model: Model, size: int) -> HostStoreFull | None:
-        """Return the error if the model exceeds its tenant's share; the server's owner has none."""
+        """Return the error if the model exceeds its tenant's share; None for the server's owner."""
         own, free, whole = self._held_bytes[model.tenant], self.regions.free_bytes, self.regions
         share = left(whole.capacity_bytes, whole.capacity_bytes - free, own)
         if not model.tenant or size <= share:

@@ -140,7 +140,7 @@ class WorkerPool:
 
         Only deaths before the process is ready count for this growing delay: then the machine is at
         fault, and an immediate retry would only load it. A death during a task counts against the
-        model or the job, which have their own limits. The server itself kills idle workers.
+        model or the job, which have their own limits. Idle processes die only if they are killed.
         """
         core = self._core
         was_starting = not worker.pid

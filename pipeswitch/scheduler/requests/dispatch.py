@@ -177,7 +177,7 @@ class Dispatch:
         0. The request was dispatched on arrival (``at_once``).
         1. Another task already waits for its turn, or nothing is queued: nothing to do.
         2. The best request's model is on the device, or the link and a place for it are free or can
-           be freed. An absent model is sent, and the task is dispatched, in one step; a job stops.
+           be freed. An absent model is sent and the task dispatched in one step; a job must stop.
         3. A job's slice is in the model's place: the job is evicted, and the request waits. It also
            waits for a range that is being zeroed, or a cancelled copy.
         4. Models that must stay are in the place, or another copy uses the link: the request waits.
@@ -252,7 +252,7 @@ class Dispatch:
             ):
                 break  # 5.
             model = device.replicas[request.model].model
-            if model.state.state is states.ModelState.QUARANTINED:  # by deaths elsewhere
+            if model.state.state is states.ModelState.QUARANTINED:  # on another device
                 device.refuse(request, states.TaskEvent.ERROR, quarantined(model))
                 return True
             if forecast.cannot_meet_deadline(device, request):
@@ -347,8 +347,9 @@ class Dispatch:
             return
 
     def _has_worker(self) -> bool:
-        """Return True if a worker could begin a task. A worker may load a program for seconds.
-        It counts only while no task runs, because that task's worker could be free earlier."""
+        """Return True if a worker could begin a task.
+        A worker that loads a program, perhaps for seconds, counts only while no task runs. The
+        worker of a running task could be free earlier."""
         free = [w for w in self._device.workers.values() if w.state.state in states.WORKER_FREE]
         return any(worker.preparing is None for worker in free) or (
             bool(free) and self._device.owner.running is None

@@ -273,8 +273,8 @@ class CallerQueue(FairQueue[CallerShare]):
 
     def _should_yield(self, account: CallerShare, now_ms: float) -> bool:
         """Return True if another caller, with less service, may soon send a request.
-        It may have no waiting request only because its last reply is on its way, or has just
-        arrived after a long run."""
+        That caller may lack a waiting request only because its last reply is on its way, or has
+        just arrived after a long run."""
         tag = account.tags[account.effective_priority]
         for one in reversed(self._idle):
             if not one.running and now_ms >= one.seen_at_ms + self._max_wait_ms:

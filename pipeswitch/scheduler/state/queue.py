@@ -16,7 +16,7 @@ from .fair_queue import CallerQueue
 from .policy_queue import IsResident, PolicyQueue
 from .records import Request
 
-SPARE_DEADLINES = 64  # entries of the heap beyond twice the queue's length before it is rebuilt
+SPARE_DEADLINES = 64  # entries beyond twice the queue's length at which the heap is rebuilt
 
 
 class Queue:

@@ -38,7 +38,7 @@ MIN_GRACE_MS: Final = 1000.0
 GATE_ADVICE: Final = "compute in the loop, in modules that are passed to job.steps"
 MAX_MISSED: Final = 4  # missed grace periods in a row before a job is paused
 FORGIVEN_AFTER: Final = 100  # number of punctual stops after which missed ones no longer count
-STARVED_CYCLES: Final = 5  # cycles for which a job waits before a keeper of activations is evicted
+STARVED_CYCLES: Final = 5  # cycles that a job waits before a job that keeps activations is evicted
 STARVED_STEPS: Final = 5  # a job that made this many steps meanwhile keeps activations between them
 WHY_EVICTED: Final = {
     "pause": "pause requested by the user",
@@ -316,7 +316,7 @@ class TrainingJobs:
         device.kill(worker, reason)
 
     def _make_place(self) -> None:
-        """Evict a job whose turn is over for the next queued job, if all processes are taken."""
+        """Evict a job whose turn is over for the next queued job, if there are too many processes."""
         if len(self._device.jobs) <= MAX_IN_PLACE:
             return
         in_place, queued = self._ranking.in_place(), self._device.jobs.values()
