@@ -114,7 +114,7 @@ def bound(costs: LayerCosts) -> float:
     if not costs.layer_count:
         return 0.0
     latest_ms = max(
-        costs.link(sent_bytes) + remaining_ms  # one copy is the fastest
+        costs.link(sent_bytes) + remaining_ms  # one copy of these bytes is the fastest way
         for sent_bytes, remaining_ms in zip(
             costs.offsets_bytes[1:], costs.remaining_ms, strict=False
         )

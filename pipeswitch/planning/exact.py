@@ -30,7 +30,7 @@ from .costs import LayerCosts
 from .grouping import Plan
 
 SAME: Final = 1e-12
-"""Totals count as equal if their relative difference is less: sums of 500 terms are rounded."""
+"""Relative difference below which totals count as equal: the rounding error of 500 terms."""
 
 Chain: TypeAlias = "tuple[int, Chain] | None"  # (start of the next group, its chain)
 

@@ -1,7 +1,7 @@
 """Cutting a program into layer groups (PipeSwitch 4.2, model-aware grouping). Pure.
 
 A *layer* is a part of a run: it starts where some weights are first used, and ends just before the
-next first use. A cut inside a layer gains nothing, because its second half needs no new weights. A
+next first use. A cut inside a layer gains nothing: the rest of the layer needs no new weights. A
 *plan* lists the first layers of all groups. ``bucket`` needs no profile; ``exact.py`` needs one.
 """
 

@@ -41,7 +41,7 @@ def costs_of(profile: Profile, batch: int | None = None) -> LayerCosts:
 
     Each layer was measured as a group of its own, so its time includes one call of a subgraph. A
     plan has only one such call for each group, so the call's time becomes part of sigma. Sigma does
-    not include wake-up times of a waiting worker: the link keeps copying, so only one delays a run.
+    not include the wake-up of a waiting worker: the link keeps copying, so it delays a run once.
 
     On the cpu device, copies take memory bandwidth and cores from the computation, so the compute
     times during switches are used. A GPU's copy engine takes nothing from the computation, and its

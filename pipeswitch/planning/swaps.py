@@ -62,7 +62,7 @@ class LinkQueue:
         return self.call_ms + size_bytes / self.bytes_per_ms
 
 
-Links = tuple[LinkQueue, LinkQueue]  # for copies out, for copies in
+Links = tuple[LinkQueue, LinkQueue]  # (link for copies out, link for copies in)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -281,7 +281,7 @@ def hiding(step: Step, budget_bytes: int, links: Links) -> list[Forecast]:
 
 
 def farthest(step: Step, budget_bytes: int) -> set[int]:
-    """Return Belady's choice: if room is needed, the storage that is used last leaves."""
+    """Return the storages that leave by Belady's rule: if room is needed, the one used last."""
     sizes, order = step.sizes_bytes, order_of_use(step)
     here: set[int] = set()
     leaving: set[int] = set()
@@ -308,7 +308,7 @@ class _Search:
         self._seen = {one.leaving for one in first}
 
     def best(self, is_over: Callable[[], bool]) -> Forecast:
-        """Return the best plan when it has no waits, time is up, or CHILDREN were tried."""
+        """Search until a plan has no waits, time is up, or CHILDREN were tried; return the best."""
         for _ in range(CHILDREN):
             if not self._alive[0].wait_ms or is_over():
                 break

@@ -65,7 +65,7 @@ class SchedulerSettings:
     max_queue_time_ms: float = 0.0  # limit of a model's queued compute time; 0: no limit
     max_builds: int = 1  # number of builds at once; each client has at most one
     max_models_per_client: int = 1000
-    max_waiting_builds: int = 1024  # of all clients together; base/quotas.py limits each one
+    max_waiting_builds: int = 1024  # limit for all clients; base/quotas.py limits each one
     training_cycle_ms: float = 1000.0  # length of a turn in the round robin of jobs
     commit_every_ms: float = 5000.0
     stop_grace_ms: float = 30000.0  # time limit of a stop inside optimizer.step()

@@ -238,8 +238,8 @@ class Query(ClientRequest, frozen=True):
     what: Literal["models", "show", "ps", "jobs", "stats", "trace", "plan"]
     name: str = ""
     seconds: float = 0.0
-    version: int = 0  # for ``show``; 0: the current version
-    all_versions: bool = False  # for ``models``
+    version: int = 0  # version for ``show``; 0: the current one
+    all_versions: bool = False  # whether ``models`` lists all versions
 
 
 class ProfileRequest(ClientRequest, frozen=True):
@@ -411,7 +411,7 @@ class DropCommits(_Message, frozen=True):
 class CountSharers(_Message, frozen=True):
     """Report the number of unfinished jobs that share an input; a single job shares no batches."""
 
-    group: str  # as in RunJob
+    group: str  # name of the group, as in RunJob
     jobs: int
 
 

@@ -110,7 +110,7 @@ class SimulatedDevice:
         self.computed = (0, 0)  # streaming: operation id of the copy, number of computed groups
         self.contents: dict[ModelName, Held] = {}  # models on the device or being copied
         self.slices: dict[int, Image] = {}  # offset of a written slice -> its content
-        self.intact: dict[ModelName, ByteSpan] = {}  # what is left of each last complete copy
+        self.intact: dict[ModelName, ByteSpan] = {}  # rest of each last complete copy
         self.cancelled: frozenset[OpId] = frozenset()  # copies that may end early
         self.dirty: tuple[ByteSpan, ...] = ()  # slices of dead jobs that are not zeroed yet
 

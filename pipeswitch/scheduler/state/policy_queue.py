@@ -66,7 +66,7 @@ class SubQueue:
         self.connection = connection
         self.model = model
         self.smallest_batch = smallest_batch  # smallest since the line was last empty
-        self.entries: dict[int, tuple[Rank, int, Waiting, Request]] = {}  # by number
+        self.entries: dict[int, tuple[Rank, int, Waiting, Request]] = {}  # number -> entry
         self.by_key: list[tuple[Rank, int]] = []
         self.by_age: list[tuple[float, int]] = []
         self.place: Place | None = None

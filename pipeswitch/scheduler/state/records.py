@@ -96,7 +96,7 @@ class Model:
     chosen_op_id: OpId = NO_OP_ID  # id taken when it last became current
     state: StateMachine[ModelState, ModelEvent] = field(init=False)
     serving: StateMachine[VersionState, VersionEvent] = field(init=False)
-    manifest: Manifest | None = None  # from the build; until then from the journal
+    manifest: Manifest | None = None  # made by the build; until then the journal's
     store_offset_bytes: int = -1
     reason: str = ""  # reason for its failure or quarantine
     deaths: int = 0  # number of workers that it killed since its last success
@@ -234,7 +234,7 @@ class Runs:
     """Runs of a generation so far. For policies each run is a new arrival."""
 
     born_at_ms: float  # arrival of the generation
-    allowed_ms: float | None  # limit to the first token, and of each later run
+    allowed_ms: float | None  # time limit of the first token and each later run
     timing: RequestTiming | None = None  # sum of the times of its runs
     is_returning: bool = False  # a run has ended, and the next run is not known yet
     is_cancelled: bool = False  # cancelled during a run: the generation ends with that run
@@ -312,8 +312,8 @@ class Request:
     batching: BatchingFacts = field(default_factory=BatchingFacts)
     forecast: RequestForecast = field(default_factory=RequestForecast)
     steps: Steps = field(default_factory=Steps)
-    sequence: tuple[int, OpId] = (0, NO_OP_ID)  # number (0: none), and last run
-    sampling_params: SamplingParams | None = None  # for a generation's next or current run
+    sequence: tuple[int, OpId] = (0, NO_OP_ID)  # (sequence number or 0, its last run)
+    sampling_params: SamplingParams | None = None  # set for a generation's current or next run
     runs: Runs | None = None  # set for a generation
     state: StateMachine[TaskState, TaskEvent] = field(init=False)
     connection: str = ""  # the client's session, or its address behind the gateway
@@ -401,7 +401,7 @@ class JobMemory:
     beside_blocked: dict[JobName, int] = field(default_factory=dict)  # job -> its step at that time
     commit_slot_bytes: int = 0  # 0: no commit area yet
     committed_step: int = -1
-    commit_number: int = 0  # last commit of this dispatch that the daemon got
+    commit_number: int = 0  # number of this dispatch's last commit that the daemon got
     copy_id: OpId = NO_OP_ID  # dispatch whose commit the daemon copies now
     copying_number: int = 0  # number of that commit
     persisted_step: int = -1
@@ -442,7 +442,7 @@ class Job:
     memory: JobMemory = field(default_factory=JobMemory)
     timing: JobTiming = field(default_factory=JobTiming)
     state: StateMachine[TaskState, TaskEvent] = field(init=False)
-    wanted: Wanted = "run"  # what happens after it has unwound
+    wanted: Wanted = "run"  # the next action, after it has unwound
     created_op_id: OpId = NO_OP_ID  # ids up to this one belong to an older job of this name
     op_id: OpId = NO_OP_ID  # operation id of its current dispatch
     turn: Turn = NO_TURN

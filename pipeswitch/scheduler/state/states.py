@@ -189,7 +189,7 @@ class WorkerEvent(Name):
 _W, _V = WorkerState, WorkerEvent
 WORKER_SERVES: Final = frozenset(WorkerState) - {_W.STARTING, _W.DOOMED, _W.DEAD}
 _GONE: Final = (_W.DOOMED, _W.DEAD)
-_CROSSES_A_KILL: Final = (  # sent before the process died, or decided before it was reaped
+_CROSSES_A_KILL: Final = (  # events sent before the process died, or decided before it was reaped
     _V.READY,
     _V.PARKED,
     _V.TURN_GIVEN,

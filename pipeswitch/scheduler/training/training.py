@@ -316,7 +316,7 @@ class TrainingJobs:
         device.kill(worker, reason)
 
     def _make_place(self) -> None:
-        """Evict a job whose turn is over for the next queued job, if there are too many processes."""
+        """Evict a job whose turn is over for the next queued job, if too many have a process."""
         if len(self._device.jobs) <= MAX_IN_PLACE:
             return
         in_place, queued = self._ranking.in_place(), self._device.jobs.values()
