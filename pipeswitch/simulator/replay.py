@@ -141,7 +141,7 @@ class Trained:
 
     @property
     def share(self) -> float:
-        """Share of the device's time between the job's submission and its end."""
+        """Fraction of the time from its submission to its end for which the job had the device."""
         return self.trained_ms / self.jct_ms if self.jct_ms else 1.0
 
 

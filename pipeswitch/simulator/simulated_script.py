@@ -92,7 +92,7 @@ class SimulatedScript:
 
     @property
     def step(self) -> int:
-        """Number of finished steps in its slice."""
+        """Number of finished steps, according to the slice."""
         return self._image.step
 
     @property

@@ -50,7 +50,7 @@ class Health:
             probe.workers[worker.slot] = (worker.generation, took_ms)
 
     def ask(self) -> None:
-        """Begin a round."""
+        """Begin a round of pings."""
         core, device = self._core, self._device
         self._probe = probe = Probe(core.next_op_id(), core.now_ms)
         question = Ping(op_id=probe.op_id)

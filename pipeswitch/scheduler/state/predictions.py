@@ -10,7 +10,7 @@ from typing import Final, NamedTuple
 from ..policies import Prediction
 
 KEPT: Final = 64  # number of measurements of each kind; older ones say little about the present
-KEPT_BATCHES: Final = 64  # number of batches of each model; clients choose batches
+KEPT_BATCHES: Final = 64  # limit of batch sizes for each model, since clients choose them
 OLD_MS: Final = 5000.0  # one measurement is valid for this time, two for twice as long
 
 
@@ -74,7 +74,7 @@ class ByBatch:
         return self._of[self._batches[index - 1]] if index else None
 
     def at_most_ms(self, batch: int) -> float:
-        """Return the scaled 95th percentile of the nearest smaller batch, else a larger one's."""
+        """Return the 95th percentile of the nearest smaller batch, scaled up, or of a larger one."""
         index = bisect.bisect_right(self._batches, batch)
         known = self._batches[max(0, index - 1)]
         return self._of[known].p95 * max(1.0, batch / known)

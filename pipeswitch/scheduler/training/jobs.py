@@ -37,7 +37,7 @@ class RestoredJob(NamedTuple):
     is_paused: bool = False
     placed: Mapping[str, Any] | None = None  # journal entry of its last move; None: none
     restarts: int = 0  # number of restarts, including the one that the server's end caused
-    steps_recomputed: int = 0  # without the steps that its next dispatch counts
+    steps_recomputed: int = 0  # recomputed steps, without those that the next dispatch counts
     last_step: int = 0  # last step of the process that ended with the server
     why: str = ""  # note for the user about its restart; empty if nothing was damaged
 
