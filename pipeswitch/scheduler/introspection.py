@@ -227,9 +227,7 @@ class Introspection:
     def _model(self, model: Model, versions: Sequence[Model]) -> dict[str, Any]:
         """Return a model's row. ``versions``: all versions of its name."""
         replica = self._machine.shown(model)
-        manifest = (
-            replica.manifest or model.manifest
-        )  # the replica's manifest has the groups in use
+        manifest = replica.manifest or model.manifest  # the replica's has the groups in use
         row = self._facts(model) | {
             "current": self._versions.is_current(model),
             "share": self._versions.share(model),

@@ -74,7 +74,7 @@ class ByBatch:
         return self._of[self._batches[index - 1]] if index else None
 
     def at_most_ms(self, batch: int) -> float:
-        """Return the 95th percentile of the nearest smaller batch, scaled up, or of a larger one."""
+        """Return the 95th percentile of the nearest smaller batch, scaled up, or a larger one's."""
         index = bisect.bisect_right(self._batches, batch)
         known = self._batches[max(0, index - 1)]
         return self._of[known].p95 * max(1.0, batch / known)

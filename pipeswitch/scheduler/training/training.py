@@ -106,9 +106,7 @@ class Ranking:
         return running.memory.is_blocked or any(
             self.order.is_impatient(own, job.view(0.0))
             for job in behind
-            if not (
-                job.memory.lease_asked_bytes and self.order.shares
-            )  # such a job cannot compute yet
+            if not (job.memory.lease_asked_bytes and self.order.shares)  # it cannot compute yet
         )
 
     def in_place(self) -> list[Job]:
