@@ -57,9 +57,9 @@ def front_page(results: Results) -> list[str]:
     if judged:
         met = sum(row["is_met"] for row in judged)
         parts.append(
-            f"The benchmarks set {len(judged)} targets for times, sizes and equal answers; the newest "
-            f"results meet {met} of them. [benchmarks/results/README.md](benchmarks/results/README.md) "
-            "lists all of them, and how busy the machine was."
+            f"The benchmarks set {len(judged)} targets for times, sizes and equal answers; the "
+            f"newest results meet {met} of them. [benchmarks/results/README.md]"
+            "(benchmarks/results/README.md) lists all of them, and how busy the machine was."
         )
     return parts
 
