@@ -1,4 +1,4 @@
-"""The planner: from what a model's layers cost to the groups it travels in. Pure.
+"""Planner: chooses the groups in which a model is copied, from the costs of its layers.
 
-No thread, clock, socket, file or torch. ``grouping.py`` has what needs no profile.
+Only ``profile_files.py`` does I/O: all other modules use no thread, clock, socket, file or torch.
 """

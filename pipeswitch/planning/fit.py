@@ -1,4 +1,4 @@
-"""Numbers from samples: medians, spreads, the link's line. Pure."""
+"""Statistics of samples: quantiles, spreads, and the line through a link's copy times. Pure."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from statistics import median
 from .profile import LinkProfile
 
 MIB = 1 << 20
-ROUNDS = 4  # of the fit; the second is near the last
-FLOOR_MS = 1e-3  # below, a clock's own noise would decide a relative fit
+ROUNDS = 4  # rounds of the fit; the line changes little after the second
+FLOOR_MS = 1e-3  # in shorter times, the clocks' noise would dominate the relative error
 
 
 def spread(values: Sequence[float]) -> float:
-    """Return the distance between the quartiles; 0 for fewer than two values."""
+    """Return the distance between the quartiles of one or more values."""
     return quantile(values, 0.75) - quantile(values, 0.25)
 
 
@@ -28,14 +28,14 @@ def quantile(values: Sequence[float], fraction: float) -> float:
 
 
 def percentile(values: Sequence[float], fraction: float) -> float:
-    """Return the smallest value that at least ``fraction`` of all do not exceed."""
+    """Return the smallest value that is at least as large as ``fraction`` of all values."""
     ordered = sorted(values)
     rank = max(0, -(-len(ordered) * round(fraction * 1000) // 1000) - 1)
     return ordered[rank]
 
 
 def _line(points: Sequence[tuple[float, float]], weights: Sequence[float]) -> tuple[float, float]:
-    """Weighted least squares; where a number would be negative it is 0."""
+    """Fit a line by weighted least squares; return its intercept and slope, each at least 0."""
     weighted = [(x, y, w) for (x, y), w in zip(points, weights, strict=True)]
     total = sum(weights)
     mean_x = sum(w * x for x, _, w in weighted) / total
@@ -53,14 +53,13 @@ def _line(points: Sequence[tuple[float, float]], weights: Sequence[float]) -> tu
 
 
 def fit_link(samples: Sequence[tuple[int, float]]) -> LinkProfile:
-    """``alpha + beta * size`` through (bytes, ms), by least squares of the *relative* error.
+    """Fit ``alpha + beta * size`` to (bytes, ms) by least squares of the *relative* error.
 
-    The relative one, because the sizes span five orders of magnitude: plain squares would let the
-    largest groups decide alpha, which is what many small groups pay. It is relative to the line,
-    which is found in rounds: relative to the samples a copy made in what its predecessor
-    overslept (a modelled link on a busy machine) takes next to nothing and would outweigh all
-    others. Samples are medians already, so one hiccup does not bend the line. Neither number is
-    negative.
+    Sizes span five orders of magnitude. With absolute errors the largest groups would determine
+    alpha, but alpha matters most for many small groups. Each error is divided by the time on the
+    fitted line, so the fit needs several rounds. If errors were divided by the samples' own times,
+    a copy with a time near zero would outweigh all others. (On a busy machine a modelled link has
+    such copies.) Samples are medians, so one outlier has no effect. Alpha and beta are at least 0.
 
     Raises:
         ValueError: no samples.

@@ -1,8 +1,8 @@
-"""Execution-time simulator of a window of jobs, and the thesis' order for it. Pure.
+"""Simulation of a window (jobs that wait together), and the order of the thesis. Pure.
 
-One link and one compute unit, each serial in the order given; a job's load may run while an
-earlier job computes. An order is a tuple of indices into the jobs of one window. The best orders,
-for comparison, are in ``benchmarks/thesis.py``.
+There is one link and one compute unit. Each serves one job at a time, in the order given, and a
+job's load may run while an earlier job computes. ``docs/papers.md`` introduces the thesis, and
+``benchmarks/thesis.py`` computes the best orders for comparison.
 """
 
 from __future__ import annotations
@@ -18,20 +18,20 @@ Order = tuple[int, ...]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WindowJob:
-    """One request, or one client's turn."""
+    """Job in a window: one request, or all requests of one client's turn."""
 
     model: str
-    load_ms: float  # of its model over the link, when that is not resident
+    load_ms: float  # time to copy the model over the link, if it is not resident
     compute_ms: float
-    size_bytes: int = 0  # of its model in the device's memory
+    size_bytes: int = 0  # size of the model in the device's memory
     arrived_at_ms: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """Course of one job; ``load_begins_at_ms`` is None if its model was resident."""
+    """Instants of one job; ``load_begins_at_ms`` is None if its model was resident."""
 
-    job: int
+    job: int  # index in the window
     load_begins_at_ms: float | None
     load_ends_at_ms: float
     begins_at_ms: float
@@ -40,24 +40,24 @@ class Turn:
 
 @dataclass(slots=True)
 class _Held:
-    """A model in memory."""
+    """Model in the device's memory."""
 
     size_bytes: int
     loaded_at_ms: float
-    pinned_until_ms: float  # the end of its last issued job
-    last_used_at: int  # the place in the order
+    pinned_until_ms: float  # end of the last issued job with this model
+    last_used_at: int  # position of that job in the order
 
 
 @dataclass(frozen=True, kw_only=True)
 class Memory:
-    """The device's memory as a window finds it.
+    """The device's memory when a window begins.
 
     Attributes:
-        capacity_bytes: room for models.
-        resident: models that lie there already, with their sizes in bytes.
+        capacity_bytes: size of the memory for models.
+        resident: models that are already there, with their sizes in bytes.
         is_prefetching: whether a load may begin before the previous job has ended.
-        is_belady: the victim is the model used again last (the order is known); else the one
-            used least recently.
+        is_belady: True: evict the model whose next use in the order is farthest away; False:
+            evict the least recently used one.
     """
 
     capacity_bytes: float = math.inf
@@ -70,11 +70,10 @@ UNLIMITED: Final = Memory()
 
 
 def run(jobs: Sequence[WindowJob], order: Sequence[int], memory: Memory = UNLIMITED) -> list[Turn]:
-    """Return when each job of an order loads and computes, in milliseconds from the window's
-    beginning.
+    """Return when each job loads and computes, in ms from the window's beginning.
 
-    A load begins when the link is free, the job has arrived and its model fits beside those that
-    are pinned; a model is pinned from its load to the end of its last issued job.
+    A load begins when the link is free, the job has arrived, and its model fits into the memory
+    that pinned models leave. A model is pinned from its load to the end of its last issued job.
 
     Raises:
         ValueError: a model is larger than the memory.
@@ -109,7 +108,7 @@ def run(jobs: Sequence[WindowJob], order: Sequence[int], memory: Memory = UNLIMI
 def _make_room(
     models: dict[str, _Held], size_bytes: int, at_ms: float, memory: Memory, upcoming: Sequence[str]
 ) -> float:
-    """Evict until a model fits; when that is, not before ``at_ms``."""
+    """Evict models until ``size_bytes`` fit; return when they fit: at ``at_ms`` or later."""
     used_bytes = sum(model.size_bytes for model in models.values())
     while used_bytes + size_bytes > memory.capacity_bytes:
         idle = [name for name, model in models.items() if model.pinned_until_ms <= at_ms]
@@ -129,17 +128,17 @@ def _make_room(
 def makespan_ms(
     jobs: Sequence[WindowJob], order: Sequence[int], memory: Memory = UNLIMITED
 ) -> float:
-    """Return the end of an order's last job."""
+    """Return when the last job of an order ends, in ms from the window's beginning."""
     return max((turn.ends_at_ms for turn in run(jobs, order, memory)), default=0.0)
 
 
 def alternating(jobs: Sequence[WindowJob]) -> Order:
-    """Order jobs by weight: the largest, the smallest, the second largest, and so on.
+    """Return the jobs' order by weight: the largest, the smallest, the second largest, and so on.
 
-    A job's weight is its reward over its penalty: the share of the window that it computes, over
-    the time its model takes on the link (resident: infinite). The window is the same for all, so
-    its length cancels. Of equal weights the one with the smaller penalty counts as the larger.
-    A strong client's long compute hides the weak one's long load that follows.
+    A job's weight is its compute time (the reward) divided by its load time (the penalty). It is
+    infinite if the job's model is resident. The thesis also divides by the window's length, which
+    changes no order. Among equal weights, the job with the shorter load ranks higher. A job with a
+    large weight computes for a long time, which hides the long load of the next job.
     """
 
     def weight(i: int) -> tuple[float, float]:

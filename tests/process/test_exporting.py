@@ -166,12 +166,14 @@ def test_windows_that_a_write_reaches_are_not_copied(order: str) -> None:
 def test_windows_may_be_written_if_nothing_else_sees_it() -> None:
     program = export_module(Written(), torch.rand(2, 6))
     targets = [node.target for node in program.graph.nodes]
-    assert targets[:2] == ["aten.unfold_copy.default", "aten.relu_.default"]
+    assert targets[-3:-1] == ["aten.unfold_copy.default", "aten.relu_.default"]
 
 
 class Written(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x.unfold(1, 2, 2).relu_().sum(2)
+        shown = torch.zeros_like(x)
+        shown[:, 1:] = x[:, 1:]
+        return shown.unfold(1, 2, 2).relu_().sum(2)
 
 
 def test_a_worker_does_not_import_the_exporter() -> None:
