@@ -1,6 +1,6 @@
-"""``python -m tests.fuzz``: run the targets one after the other, print a line for each.
+"""``python -m tests.fuzz``: run the targets one after the other, and print a line for each.
 
-Exit 0 when nothing escaped, else 1; the inputs lie in ``WORK/escapes/TARGET``.
+The exit status is 0 if nothing escaped, else 1; ``WORK/escapes/TARGET`` then has the inputs.
 """
 
 from __future__ import annotations
