@@ -124,7 +124,7 @@ def replace_fork_server(checked: tools.Checked) -> None:
     old = checked.fork_server_pid()
 
     def is_another() -> bool:
-        with contextlib.suppress(AssertionError, OSError):  # there may be none at this moment
+        with contextlib.suppress(AssertionError, OSError):  # at this moment there may be no process
             return checked.fork_server_pid() != old
         return False
 
