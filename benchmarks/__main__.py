@@ -131,7 +131,7 @@ def main(
     seed: int,
     as_json: bool,
 ) -> None:
-    """Measure this machine with one or several benchmarks; without names, list them."""
+    """Measure this machine with one or several benchmarks; none named: list them."""
     if not names:
         click.echo("\n".join(listing()))
         return

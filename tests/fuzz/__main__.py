@@ -1,6 +1,6 @@
-"""``python -m tests.fuzz``: run the targets one after the other, and print a line for each.
+"""``python -m tests.fuzz``: run the targets one after the other, print a line for each.
 
-The exit status is 0 if nothing escaped, else 1; ``WORK/escapes/TARGET`` then has the inputs.
+Exit 0 when nothing escaped, else 1; the inputs lie in ``WORK/escapes/TARGET``.
 """
 
 from __future__ import annotations

@@ -1,14 +1,15 @@
-"""Fuzzer of operators, which tests if kernels access only the memory of their tensors.
+"""Fuzzer of operators: does a kernel access only the memory of its tensors?
 
-``python -m tests.fuzz.fence --seconds 600`` calls each operator that programs may use, with
-arguments that its contract and its meta kernel accept. Each tensor ends at an unmapped page or
-starts after one. With a C compiler (fence.c), this is also true for torch's own allocations, which
-are filled with a pattern. Each call is made twice, with two patterns. Findings are: a crash of a
-child process (shared memory has its last call); a result that depends on the pattern, so that the
-kernel has not written it; a changed input; extents that differ from those of the meta kernel.
+``python -m tests.fuzz.fence --seconds 600`` calls each operator on the closed list with arguments
+that its contract and its meta kernel accept. Each tensor ends at an unmapped page or starts after
+one. If there is a C compiler, torch's own allocations do so too, and are filled with a pattern
+(fence.c). Each call is made twice, with two patterns. Findings are: a crash of a child process
+(its last call is in shared memory), an answer that depends on the pattern (so the kernel did not
+write it), a changed input, and extents that differ from those of the call without data.
 
-``--inner`` makes calls that contracts accept, but torch refuses on meta tensors. For shapes inside
-a program's ranges, only contracts check the first run (docs/adr/0024)."""
+``--inner`` makes calls that contracts accept but torch refuses on meta tensors. Between the ends
+of a program's ranges, only contracts check the first run of a shape (docs/adr/0024).
+"""
 
 from __future__ import annotations
 

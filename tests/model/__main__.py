@@ -1,4 +1,4 @@
-"""``python -m tests.model``: explore the scopes, seed the bugs, and print all violations."""
+"""``python -m tests.model``: explore the scopes, plant the bugs, print what was found."""
 
 from __future__ import annotations
 

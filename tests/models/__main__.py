@@ -1,8 +1,8 @@
-"""Command ``python -m tests.models [--only PART] [--rows FOLDER] [--out FILE]``.
+"""``python -m tests.models [--only PART] [--rows FOLDER] [--out FILE]``: prints a line per model.
 
-It prints a line per model. FOLDER has a file for each model's row of the table; the file is locked
-while the model is tested. So a new process continues an interrupted sweep (a test of all models),
-and several processes may share a sweep."""
+Each model has a file in FOLDER, which is locked while its row is made. So an interrupted sweep
+continues where it stopped, and several processes may share one sweep.
+"""
 
 from __future__ import annotations
 
