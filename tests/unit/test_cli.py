@@ -268,7 +268,7 @@ def test_flags_reach_the_server_as_settings(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 class NobodysServer:
-    """Client without a server; a test defines the answers of its verbs."""
+    """Client without a server, whose verbs give the answers that a test defines."""
 
     address = "ipc:///nowhere"
 
@@ -446,7 +446,7 @@ def test_host_takes_what_pipeswitch_host_takes(
 
 @pytest.mark.parametrize("make", ["open", "link"])
 def test_a_socket_in_a_folder_that_others_may_write_is_no_server(tmp_path: Path, make: str) -> None:
-    """Another user who created the folder first could listen there and get models and scripts."""
+    """Another user, who created the folder first, could listen there and get models and scripts."""
     folder = tmp_path / "pipeswitch"
     if make == "open":
         folder.mkdir()
@@ -572,7 +572,7 @@ def test_a_pt2_file_that_is_none_is_told_in_one_line(
         "import sys; from pipeswitch.base.errors import RegistrationRefused; "
         "raise RegistrationRefused(sys.argv[1], 'torch.export.load: it is not a zip file')"
     )
-    monkeypatch.setattr("pipeswitch.cli.models.CONVERT", refuse)  # the same error, without torch
+    monkeypatch.setattr("pipeswitch.cli.models.CONVERT", refuse)  # raises convert's error
     path = tmp_path / "x.pt2"
     path.write_text("garbage")
     status, _, text = run("register", "m", str(path), env=NOBODY)
@@ -621,7 +621,7 @@ def test_an_address_where_nothing_listens_is_told_at_once_from_one_that_is_busy(
     assert is_refused(f"ipc://{tmp_path / 'none.sock'}")
     with socket.socket(socket.AF_UNIX) as listener:
         listener.bind(str(tmp_path / "a.sock"))
-        assert is_refused(f"ipc://{tmp_path / 'a.sock'}")  # as the socket of a dead server
+        assert is_refused(f"ipc://{tmp_path / 'a.sock'}")  # a dead server's socket has no listener
         listener.listen()
         assert not is_refused(f"ipc://{tmp_path / 'a.sock'}")
     with socket.socket() as listener:
@@ -814,7 +814,7 @@ LONG = "a-model-of-" + 40 * "x" + "-v12345"
 
 
 def narrow(shown: Any, width: int = 80, height: int = 25) -> list[str]:
-    """Return the lines of a view on a screen of this size."""
+    """Return the lines that a view has on a screen of this size."""
     console = Console(width=width, height=height, file=io.StringIO())
     console.print(shown)
     return str(console.file.getvalue()).splitlines()

@@ -1,4 +1,4 @@
-"""Shortages of a system resource, which must neither end a process nor block it for ever."""
+"""Shortages of system resources, which must neither end a process nor block it for ever."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ SHORTAGES = (errno.EMFILE, errno.EAGAIN, errno.ENOMEM)
 
 
 class Parent:
-    """The controller's processes, with a fork server that the test plays."""
+    """The controller's record of its processes; the test acts as the fork server."""
 
     def __init__(self, folder: Path) -> None:
         self.selector = selectors.DefaultSelector()
@@ -63,7 +63,7 @@ class Parent:
         self.processes._from_server()
 
     def is_usable(self, child: Child) -> bool:
-        """Use a child that has ended; return True if neither messages nor a kill have an effect."""
+        """Send messages and a kill to a child; return True if one exit, by SIGKILL, is reported."""
         for index in (0, 1):
             self.processes.send(child, index, PING)
         self.processes.kill(child)
@@ -92,7 +92,7 @@ def refuse(number: int) -> Any:
 def test_a_child_without_descriptors_has_exited_and_is_sent_nothing(
     parent: Parent, monkeypatch: pytest.MonkeyPatch, pairs: int
 ) -> None:
-    """The scheduler spawns a worker and sends its first task in the same decision."""
+    """Use a child at once, because the scheduler spawns a worker and sends a task in one step."""
     pairs_made = [channel_pair() for _ in range(pairs)]
     monkeypatch.setattr(
         controller_processes,

@@ -1,4 +1,4 @@
-"""Events over HTTP: numbered, resumable, and never kept for a client that does not read."""
+"""Events over HTTP: numbered, resumable, and not stored for a client that does not read."""
 
 from __future__ import annotations
 
