@@ -416,7 +416,8 @@ def test_a_probe_of_http_1_0_that_names_no_host_is_answered(rig: Rig) -> None:
 
 def test_a_page_of_another_site_may_not_ask(rig: Rig) -> None:
     for path in ("/ui", "/api/ps"):
-        assert rig.refused("GET", path, origin="http://evil.example")[0] == 403
+        for origin in ("http://evil.example", "http://[::1", "//[", "http://a]b", "null"):
+            assert rig.refused("GET", path, origin=origin)[0] == 403
         assert rig.refused("GET", path, host="evil.example")[0] == 403
 
 

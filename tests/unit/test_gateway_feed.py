@@ -84,6 +84,11 @@ def test_an_id_of_another_life_is_told_as_a_gap(last_id: str) -> None:
     ]
 
 
+def test_a_number_that_python_does_not_read_is_of_another_life() -> None:
+    feed = filled(3)
+    feed.read("a", last_id=f"{feed._id.decode()}-\xb2")
+
+
 def test_who_does_not_read_is_told_how_many_it_missed_and_holds_nothing() -> None:
     feed = EventLog()
     reader = feed.read("a")
