@@ -639,9 +639,16 @@ class Task:
             TaskFailed: the script raised an error.
             TimeoutError: the job is not over after ``timeout_s``.
         """
-        body, wait_s = {"name": self.name, "action": "wait"}, as_wait_s(timeout_s)
-        future = self._client._connection.request("job", body=body, is_safe=True)
-        return dict(future.result(wait_s).body["job"])
+        wait_s, future = as_wait_s(timeout_s), self._end()
+        try:
+            return dict(future.result(wait_s).body["job"])
+        finally:
+            future.cancel()  # otherwise the server keeps the request after a timeout
+
+    def _end(self) -> Future[FinalReply]:
+        """Return a future for the reply at the job's end."""
+        body = {"name": self.name, "action": "wait"}
+        return self._client._connection.request("job", body=body, is_safe=True)
 
     def logs(self, follow: bool = False) -> Iterator[str]:
         """Yield the log from its start, in pieces; with ``follow``, until the job is over."""

@@ -6,7 +6,9 @@ import asyncio
 import inspect
 import threading
 from collections.abc import Callable
-from typing import Any
+from concurrent.futures import Future
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 
@@ -63,6 +65,32 @@ def test_a_verb_runs_on_another_thread_and_its_progress_on_the_loop(is_named: bo
         assert heard == [("upload", 1.0)]
 
     asyncio.run(scenario())
+
+
+def test_a_wait_that_is_given_up_leaves_no_request_and_no_thread() -> None:
+    futures: list[Future[Any]] = []
+
+    def request(*_: Any, **options: Any) -> Future[Any]:
+        assert options["body"] == {"name": "job", "action": "wait"}
+        futures.append(Future())
+        return futures[-1]
+
+    task = Task(cast(Any, SimpleNamespace(_connection=SimpleNamespace(request=request))), "job")
+    with pytest.raises(TimeoutError):
+        task.wait(0)
+
+    async def scenario() -> None:
+        before = threading.active_count()
+        with pytest.raises(TimeoutError):
+            await AsyncTask(task).wait(0)
+        waiting = asyncio.create_task(AsyncTask(task).wait())
+        await asyncio.sleep(0)
+        waiting.cancel()
+        await asyncio.gather(waiting, return_exceptions=True)
+        assert threading.active_count() == before
+
+    asyncio.run(scenario())
+    assert [one.cancelled() for one in futures] == [True] * 3
 
 
 def test_verbs_are_awaited() -> None:
