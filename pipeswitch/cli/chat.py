@@ -90,15 +90,20 @@ class Chat:
             "stream_options": {"include_usage": True},
             **self._options,
         }
-        where = urlsplit(self._url)
         kinds = {"http": http.client.HTTPConnection, "https": http.client.HTTPSConnection}
-        if where.scheme not in kinds or not where.netloc:
-            raise InvalidInput(f"{self._url!r} is not a URL", hint="--http http://127.0.0.1:8000")
-        connection = kinds[where.scheme](where.netloc)
-        headers = {"Authorization": f"Bearer {self._token or 'EMPTY'}"}
+        try:
+            where = urlsplit(self._url)
+            connection = kinds[where.scheme if where.netloc else ""](where.netloc)
+        except (ValueError, KeyError, http.client.InvalidURL):
+            hint = "--http http://127.0.0.1:8000"
+            raise InvalidInput(f"{self._url!r} is not a URL", hint=hint) from None
+        token = self._token.strip()
+        if not (token.isascii() and token.isprintable()):
+            raise InvalidInput("a token has ASCII letters only", hint="--token TOKEN")
+        headers = {"Authorization": f"Bearer {token or 'EMPTY'}"}
         with contextlib.closing(connection):
             try:
-                connection.request("POST", PATH, json.dumps(body), headers)
+                connection.request("POST", where.path + PATH, json.dumps(body), headers)
                 answer = connection.getresponse()
                 if answer.status != 200:
                     raise _error_of(answer.read())

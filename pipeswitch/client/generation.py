@@ -6,6 +6,7 @@ import time
 from array import array
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from operator import index
 from queue import SimpleQueue
 from typing import Any
 
@@ -216,9 +217,12 @@ def check_prompt(prompt: Any, encode: Callable[[str], list[int]] | None) -> list
     if isinstance(prompt, str):
         if encode is None:
             raise InvalidInput("this model has no tokenizer", hint="give the prompt as ids")
-        return encode(prompt)
+        try:
+            return encode(prompt)
+        except TypeError:  # a lone surrogate
+            raise InvalidInput("the prompt is not valid Unicode") from None
     try:
-        return [int(one) for one in prompt]
+        return [index(one) for one in (None if isinstance(prompt, bytes) else prompt)]
     except (TypeError, ValueError):
         raise InvalidInput(
             "a prompt must be a text or token ids", hint='"Once upon a time"'

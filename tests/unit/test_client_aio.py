@@ -10,10 +10,14 @@ from concurrent.futures import Future
 from types import SimpleNamespace
 from typing import Any, cast
 
+import numpy as np
 import pytest
 
+from pipeswitch.base.errors import InvalidInput
 from pipeswitch.client import Client, Task
 from pipeswitch.client.aio import AsyncClient, AsyncTask
+from pipeswitch.client.generation import check_prompt
+from pipeswitch.client.tensors import to_frames
 from pipeswitch.client.verbs import AsyncWrapper, as_async
 
 
@@ -65,6 +69,33 @@ def test_a_verb_runs_on_another_thread_and_its_progress_on_the_loop(is_named: bo
         assert heard == [("upload", 1.0)]
 
     asyncio.run(scenario())
+
+
+def test_a_single_text_is_one_and_not_its_characters(monkeypatch: pytest.MonkeyPatch) -> None:
+    fake: Any = SimpleNamespace(_register=lambda name, request, *_: request)
+    request: Any = Client.register(fake, "m", aliases="abc", devices="cpu")
+    assert (request.aliases, request.devices) == (("abc",), ("cpu",))
+    fake = SimpleNamespace(_ask=lambda op, model, body: body)
+    assert Client.register_chain(fake, "c", "mlp")["steps"] == [{"model": "mlp"}]
+    monkeypatch.setattr("pipeswitch.client.generation.generated", lambda *_, stop, **__: stop)
+    for given, stop in (("END", ("END",)), (["a", "b"], ("a", "b")), (None, ())):
+        assert Client.generate(fake, "m", "x", stop=cast(Any, given)) == stop
+
+
+@pytest.mark.parametrize("prompt", [[float("inf")], [1.7], ["1"], b"ab", [None], 5, {"ids": [1]}])
+def test_a_prompt_that_is_no_text_and_no_ids_is_refused(prompt: Any) -> None:
+    with pytest.raises(InvalidInput):
+        check_prompt(prompt, None)
+    assert check_prompt(np.arange(3), None) == [0, 1, 2]
+
+
+def test_a_text_that_utf_8_cannot_encode_is_refused() -> None:
+    tokenizers = pytest.importorskip("tokenizers")
+    encode = tokenizers.Tokenizer(tokenizers.models.BPE()).encode
+    with pytest.raises(InvalidInput):
+        check_prompt("\ud83d", encode)
+    with pytest.raises(InvalidInput):
+        to_frames(["\ud83d"])
 
 
 def test_a_wait_that_is_given_up_leaves_no_request_and_no_thread() -> None:
