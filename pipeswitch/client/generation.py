@@ -222,7 +222,7 @@ def check_prompt(prompt: Any, encode: Callable[[str], list[int]] | None) -> list
         except TypeError:  # a lone surrogate
             raise InvalidInput("the prompt is not valid Unicode") from None
     try:
-        return [index(one) for one in (None if isinstance(prompt, bytes) else prompt)]
+        return [index(one) for one in ((None,) if isinstance(prompt, bytes) else prompt)]
     except (TypeError, ValueError):
         raise InvalidInput(
             "a prompt must be a text or token ids", hint='"Once upon a time"'
