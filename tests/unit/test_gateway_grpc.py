@@ -535,6 +535,24 @@ def test_an_answer_that_would_be_refused_is_not_computed_again(verb: str) -> Non
     asyncio.run(call())
 
 
+def test_a_request_of_a_stream_that_fails_for_any_reason_is_answered_and_the_next_one_too() -> None:
+    class Short(Echo):
+        async def infer(self, *arguments: Any) -> Any:
+            if not self.asked:
+                self.asked += 1
+                raise MemoryError
+            return await super().infer()
+
+    async def call() -> list[bytes]:
+        behavior = behavior_of("ModelStreamInfer", Short(1), Shared(1 << 20, 1 << 20))
+        context = Context("10.0.0.1", long_request(1), long_request(1))
+        return [part async for part in behavior(None, context)]
+
+    first, second = asyncio.run(call())
+    assert b"short of memory" in first
+    assert b"short of memory" not in second
+
+
 @pytest.mark.parametrize("verb", ["ModelInfer", "ModelStreamInfer"])
 def test_calls_of_a_crowded_address_take_turns_by_connection_and_others_go_first(verb: str) -> None:
     class Named(Echo):
