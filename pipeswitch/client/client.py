@@ -503,7 +503,8 @@ class Client(Verbs):
         while offset < size and not first["complete"]:
             if len(waiting) >= int(first["credit"]):
                 waiting.pop(0).result()
-            chunk = file.read(CHUNK_BYTES)
+            if not (chunk := file.read(CHUNK_BYTES)):
+                raise InvalidInput("a file became shorter while it was sent", hint="send it again")
             frames = [chunk]
             waiting.append(
                 self._connection.request(

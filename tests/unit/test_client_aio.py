@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import inspect
+import io
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future
@@ -96,6 +97,21 @@ def test_a_text_that_utf_8_cannot_encode_is_refused() -> None:
         check_prompt("\ud83d", encode)
     with pytest.raises(InvalidInput):
         to_frames(["\ud83d"])
+
+
+def test_a_file_that_becomes_shorter_while_it_is_sent_ends_the_upload() -> None:
+    sent: Future[Any] = Future()
+    sent.set_result(SimpleNamespace(body={"credit": 1, "complete": False}))
+    connection = SimpleNamespace(request=lambda *_, **__: sent)
+    with pytest.raises(InvalidInput):
+        Client._send_file(
+            cast(Any, SimpleNamespace(_connection=connection)),
+            io.BytesIO(b"ab"),
+            "d",
+            9,
+            "bundle",
+            None,
+        )
 
 
 def test_a_wait_that_is_given_up_leaves_no_request_and_no_thread() -> None:
