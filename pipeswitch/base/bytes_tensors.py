@@ -48,10 +48,7 @@ def unpack(data: Any, count: int) -> list[bytes]:
 def packed(value: Any) -> tuple[tuple[int, ...], bytes] | None:
     """Return shape and packed bytes of a text (UTF-8), a byte string, or a list or array of them.
 
-    Return None for any other value.
-
-    Raises:
-        InvalidInput: UTF-8 cannot encode a text.
+    Return None for any other value. Raise InvalidInput if UTF-8 cannot encode a text.
     """
     import numpy as np
 

@@ -95,8 +95,7 @@ class Chat:
             where = urlsplit(self._url)
             connection = kinds[where.scheme if where.netloc else ""](where.netloc)
         except (ValueError, KeyError, http.client.InvalidURL):
-            hint = "--http http://127.0.0.1:8000"
-            raise InvalidInput(f"{self._url!r} is not a URL", hint=hint) from None
+            raise InvalidInput(f"{self._url!r} is not a URL", hint="http://HOST:PORT") from None
         token = self._token.strip()
         if not (token.isascii() and token.isprintable()):
             raise InvalidInput("a token has ASCII letters only", hint="--token TOKEN")

@@ -32,7 +32,6 @@ if TYPE_CHECKING:  # a command starts faster without these imports
 IMAGENET_MEAN: Final = (0.485, 0.456, 0.406)
 IMAGENET_STD: Final = (0.229, 0.224, 0.225)
 IMAGE_SUFFIXES: Final = (".jpg", ".jpeg", ".png", ".webp", ".bmp")
-MIN_RATE: Final = 1e-6  # requests per second: one in twelve days
 MOST_TEXTS: Final = 16  # texts of a result to print
 SIDE: Final = 224  # image side in pixels, if the model accepts it
 RESIZE_OVER_CROP: Final = 256 / 224  # ratio of the resized shorter side to the crop
@@ -52,9 +51,7 @@ _RATE: Final = re.compile(r"(?:(poisson|constant):)?([0-9]+(?:\.[0-9]+)?|\.[0-9]
 @click.option("--deadline", help="Maximum waiting time after sending: 50ms.")
 @click.option("--priority", type=click.Choice(["high", "normal", "low"]), default=None)
 @click.option("--version", type=click.IntRange(1), help="Default: the current version.")
-@click.option(
-    "--seed", type=click.IntRange(0), default=0, help="Seed of random inputs and arrivals."
-)
+@click.option("--seed", type=click.IntRange(0), default=0, help="Seed of inputs and arrivals.")
 @json_option
 def infer(
     name: str,
@@ -280,7 +277,7 @@ def _image(file: Path, signature: Signature) -> Any:
 def parse_rate(text: str) -> tuple[str, float]:
     """Return the arrival kind and the requests per second; a bare number is constant."""
     match = _RATE.fullmatch(text)
-    if match is None or not float(match.group(2)) >= MIN_RATE:
+    if match is None or not float(match.group(2)) >= 1e-6:  # one in twelve days
         raise InvalidInput(f"--rate {text!r} is not of the form poisson:50")
     return match.group(1) or "constant", float(match.group(2))
 

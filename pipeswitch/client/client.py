@@ -34,7 +34,7 @@ from .model_sources import Dynamic, Inputs, LocalSource, declared
 from .sequence import RequestSequence
 from .subscription import Subscription
 from .tensors import Result, from_reply, to_frames
-from .verbs import Progress, Texts, Verbs, as_texts, progress_caller
+from .verbs import Progress, Verbs, as_texts, progress_caller
 
 if TYPE_CHECKING:
     from .generation import GenerationStream
@@ -277,7 +277,7 @@ class Client(Verbs):
         temperature: float = 0.0,
         top_p: float = 1.0,
         seed: int = 0,
-        stop: Texts = (),
+        stop: str | Sequence[str] = (),
         priority: str = "",
         version: int = 0,
         **options: Any,
@@ -344,7 +344,7 @@ class Client(Verbs):
         name: str,
         source: Any = "",
         *,
-        aliases: Texts = (),
+        aliases: str | Sequence[str] = (),
         as_version: bool = False,
         weights: str | os.PathLike[str] = "",
         inputs: Inputs | None = None,
@@ -355,7 +355,7 @@ class Client(Verbs):
         max_batch: int = 0,
         batch: int = 0,
         batch_delay_ms: float = 0.0,
-        devices: Texts = (),
+        devices: str | Sequence[str] = (),
         preprocess: str = "",
         raw: Inputs | None = None,
         postprocess: str = "",
@@ -526,7 +526,7 @@ class Client(Verbs):
         args: Sequence[str] = (),
         priority: str = "",
         share: str = "",
-        devices: Texts = (),
+        devices: str | Sequence[str] = (),
         offload: str | None = None,
         activation_memory: str | int | None = None,
     ) -> Task:

@@ -214,14 +214,11 @@ def check_prompt(prompt: Any, encode: Callable[[str], list[int]] | None) -> list
     Raises:
         InvalidInput: the prompt is neither a text nor ids.
     """
-    if isinstance(prompt, str):
-        if encode is None:
-            raise InvalidInput("this model has no tokenizer", hint="give the prompt as ids")
-        try:
-            return encode(prompt)
-        except TypeError:  # a lone surrogate
-            raise InvalidInput("the prompt is not valid Unicode") from None
     try:
+        if isinstance(prompt, str):
+            if encode is None:
+                raise InvalidInput("this model has no tokenizer", hint="give the prompt as ids")
+            return encode(prompt)  # TypeError for a lone surrogate
         return [index(one) for one in ((None,) if isinstance(prompt, bytes) else prompt)]
     except (TypeError, ValueError):
         raise InvalidInput(

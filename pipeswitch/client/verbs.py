@@ -40,15 +40,12 @@ REACHES: Final[Mapping[str, Reach]] = {
 
 PING_TIMEOUT_S: Final = 5.0  # a healthy server takes milliseconds, a silent process 1 s
 
-Texts = str | Sequence[str]
-"""Texts of an argument; a single text is one of them, not its characters."""
-
 Progress = Callable[[str, float], None]
 """Callback that gets a stage's name and the completed fraction of the whole work, 0 to 1."""
 
 
-def as_texts(texts: Texts | None) -> tuple[str, ...]:
-    """Return the texts of an argument."""
+def as_texts(texts: str | Sequence[str] | None) -> tuple[str, ...]:
+    """Return the texts of an argument; a single one is not split into its characters."""
     return (texts,) if isinstance(texts, str) else tuple(texts or ())
 
 
@@ -78,7 +75,7 @@ class Verbs:
     def register_chain(
         self,
         name: str,
-        steps: str | Sequence[str | Mapping[str, Any]],
+        steps: Sequence[str | Mapping[str, Any]],
         outputs: Mapping[str, str] | None = None,
     ) -> dict[str, Any]:
         """Register a chain of models, which serves as one. Outputs of steps stay on the server.
@@ -96,10 +93,7 @@ class Verbs:
             AlreadyExists: a model or another chain has the name.
         """
         body = {
-            "steps": [
-                {"model": one} if isinstance(one, str) else dict(one)
-                for one in ([steps] if isinstance(steps, str) else steps)
-            ],
+            "steps": [{"model": one} if isinstance(one, str) else dict(one) for one in steps],
             "outputs": dict(outputs or {}),
         }
         return self._ask("chain", model=name, body=body)

@@ -308,20 +308,11 @@ def test_what_infer_cannot_use_is_a_usage_error_before_anything_is_sent(args: tu
     assert run("infer", "m", *args, env=NOBODY)[0] == 2
 
 
-@pytest.mark.parametrize(
-    ("url", "token"),
-    [
-        ("http://127.0.0.1:abc", ""),
-        ("http://[::1", ""),
-        ("127.0.0.1:9", ""),
-        ("http://", ""),
-        ("http://127.0.0.1:9", "ключ"),
-        ("http://127.0.0.1:9", "a\nb"),
-    ],
-)
-def test_a_chat_refuses_what_is_no_url_and_no_token(url: str, token: str) -> None:
-    with pytest.raises(InvalidInput):
-        next(Chat(url, token, "m", {}).say("Hi"))
+def test_a_chat_refuses_what_is_no_url_and_no_token() -> None:
+    urls = ("http://127.0.0.1:abc", "http://[::1", "127.0.0.1:9", "http://")
+    for url, token in (*((url, "") for url in urls), ("http://127.0.0.1:9", "ключ")):
+        with pytest.raises(InvalidInput):
+            next(Chat(url, token, "m", {}).say("Hi"))
 
 
 def test_a_time_without_a_unit_is_never_guessed() -> None:

@@ -102,11 +102,6 @@ def test_events_are_followed_again_after_any_error(monkeypatch: pytest.MonkeyPat
         now(scenario())
 
 
-def test_a_number_that_python_does_not_read_is_of_another_life() -> None:
-    feed = filled(3)
-    feed.read("a", last_id=f"{feed._id.decode()}-\xb2")
-
-
 def test_who_does_not_read_is_told_how_many_it_missed_and_holds_nothing() -> None:
     feed = EventLog()
     reader = feed.read("a")

@@ -152,11 +152,11 @@ def test_an_operator_is_told_of_the_server_and_others_are_not() -> None:
     assert told(metrics) == {}
 
 
-@pytest.mark.parametrize("version", ["abc", "1.x.0", "\xb2"])
-def test_a_scraper_that_asks_for_no_version_gets_the_plain_text(version: str) -> None:
+def test_a_scraper_that_asks_for_no_version_gets_the_plain_text() -> None:
     metrics = Metrics(ModelStats())
-    text = metrics.text(f"application/openmetrics-text; version={version}", None)
-    assert text == metrics.text("", None)
+    for version in ("abc", "1.x.0", "\xb2"):
+        text = metrics.text(f"application/openmetrics-text; version={version}", None)
+        assert text == metrics.text("", None)
 
 
 def test_a_scraper_that_asks_for_openmetrics_gets_it_whole() -> None:

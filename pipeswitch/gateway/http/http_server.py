@@ -377,9 +377,7 @@ class _Reading:
                 self._connection.is_ending = True
                 return
             length = self.head.length  # httptools skips the body: another parser reads it
-            framing = (
-                "Transfer-Encoding: chunked" if length is None else f"Content-Length: {length}"
-            )
+            framing = f"Content-Length: {length}" if length else "Transfer-Encoding: chunked"
             self._parser = httptools.HttpRequestParser(self)
             self._parser.feed_data(f"POST / HTTP/1.1\r\n{framing}\r\n\r\n".encode())
             self._feed(data[error.args[0] :])

@@ -11,7 +11,7 @@ import contextlib
 import json
 import math
 from collections.abc import Mapping, Sequence
-from itertools import repeat
+from itertools import chain, repeat
 from mmap import MAP_PRIVATE, mmap
 from typing import Any, Final
 
@@ -497,10 +497,11 @@ def from_numbers(name: str, dtype: str, shape: Sequence[int], values: Any) -> me
         raise _other_count(name, len(values), shape)
     if dtype == BYTES:
         return _from_texts(name, shape, values)
-    kinds = {*map(type, values)} if isinstance(values, list) else ()
-    # Numpy would make each element as long as the longest text. Its arrays have 64 dimensions.
-    if str in kinds or (list in kinds and _has_text(values, 64)):
-        raise InvalidInput(f'input "{name}" is {DATATYPE_OF[dtype]}, its data is no numbers')
+    rest = values if isinstance(values, list) else []
+    while kinds := {*map(type, rest)}:
+        if str in kinds:  # numpy would make each element as long as the longest text
+            raise InvalidInput(f'input "{name}" is {DATATYPE_OF[dtype]}, its data is no numbers')
+        rest = [*chain(*[one for one in rest if type(one) is list])] if list in kinds else []
     try:
         array = np.asarray(values)
         if array.dtype == object and "float" in dtype and _are_numbers(array):
@@ -529,16 +530,6 @@ def from_numbers(name: str, dtype: str, shape: Sequence[int], values: Any) -> me
             )
     with np.errstate(over="ignore"):
         return _dense(array.astype(target))
-
-
-def _has_text(values: list[Any], levels: int) -> bool:
-    """Return True if a list has a text, or a list within it, down to so many levels."""
-    kinds = {*map(type, values)}
-    return str in kinds or (
-        list in kinds
-        and levels > 1
-        and any(_has_text(one, levels - 1) for one in values if type(one) is list)
-    )
 
 
 def _from_texts(name: str, shape: Sequence[int], values: Any) -> memoryview:

@@ -53,10 +53,9 @@ class JobRequests:
 
     def cancel(self, token: Token) -> None:
         """Cancel a client's wait for the end of a job."""
-        for job in self._jobs:
-            if token in job.waiters:
-                job.waiters.remove(token)
-                self._core.refuse(token, errors.Cancelled("cancelled by the caller"))
+        for job in [one for one in self._jobs if token in one.waiters]:
+            job.waiters.remove(token)
+            self._core.refuse(token, errors.Cancelled("cancelled by the caller"))
 
     @handles(TrainRequest)
     def train(self, event: TrainRequest) -> None:
