@@ -25,7 +25,7 @@ from .objects import TrainedObjects
 from .snapshot import NOTES, has_state, state_of
 from .torch_private import version
 
-MOST_LOOKED_AT: Final = 64  # entries of a list or dict to compare; of longer ones only the length
+MOST_LOOKED_AT: Final = 64  # entries compared in a list or dict; longer: only the length
 MAX_MODULES: Final = 200
 CLOCKS: Final = (time.time, time.monotonic, time.perf_counter)
 
@@ -75,8 +75,8 @@ def _known(objects: TrainedObjects, loader: Any) -> set[int]:
 def _marks(
     frame: FrameType, objects: TrainedObjects, loader: Any
 ) -> Iterator[tuple[str, tuple[Any, ...]]]:
-    """Yield name and mark of the script's variables: those of its function, its file and a method's
-    ``self``, and the attributes of its own modules, dataset and samplers."""
+    """Yield name and mark of the script's variables: locals, globals and attributes of ``self``.
+    The attributes of its own modules, dataset and samplers are included."""
     known, targets = _known(objects, loader), _targets(frame.f_code)
     places = [("", frame.f_globals)]
     if frame.f_locals is not frame.f_globals:
@@ -113,7 +113,7 @@ def _targets(code: CodeType) -> set[str]:
 
 
 def _mark(value: Any) -> tuple[Any, ...] | None:
-    """Return type or identity with the value or version; None if the type is not watched."""
+    """Return a mark: type or identity, with the value or version; None for unwatched types."""
     kind = type(value)
     if kind in (int, float):
         return (kind, value)
