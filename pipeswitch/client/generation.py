@@ -8,7 +8,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from operator import index
 from queue import SimpleQueue
-from typing import Any
+from typing import Any, cast
 
 import msgspec
 
@@ -219,7 +219,7 @@ def check_prompt(prompt: Any, encode: Callable[[str], list[int]] | None) -> list
             if encode is None:
                 raise InvalidInput("this model has no tokenizer", hint="give the prompt as ids")
             return encode(prompt)  # TypeError for a lone surrogate
-        return [index(one) for one in ((None,) if isinstance(prompt, bytes) else prompt)]
+        return [index(one) for one in cast(Any, None if isinstance(prompt, bytes) else prompt)]
     except (TypeError, ValueError):
         raise InvalidInput(
             "a prompt must be a text or token ids", hint='"Once upon a time"'

@@ -101,8 +101,9 @@ def is_refused(address: str) -> bool:
             return False
     except ConnectionRefusedError:
         return True
-    except socket.gaierror as error:
-        raise ConfigError(f"there is no machine {host!r}: {error.strerror}", hint=HINT) from None
+    except (socket.gaierror, UnicodeError) as error:
+        why = getattr(error, "strerror", "it is not a name")
+        raise ConfigError(f"there is no machine {host!r}: {why}", hint=HINT) from None
     except (OSError, ValueError):
         return False  # the client's own connection reports the problem
 

@@ -207,6 +207,7 @@ def test_inputs_are_read_with_and_without_a_name() -> None:
 
 
 def test_a_wrong_input_is_a_usage_error() -> None:
+    assert run("register", "m", "--from-job", "a@²", env=NOBODY)[0] == 2
     assert run("register", "m", "torchvision:resnet18", "--input", "8xx3", env=NOBODY)[0] == 2
 
 
@@ -657,6 +658,9 @@ def test_a_name_that_no_machine_has_and_what_is_no_address_are_refused_at_once(
         assert (code, f"{bad!r} is not an address" in err, "HOST:PORT" in err) == (2, True, True), (
             err
         )
+    monkeypatch.undo()
+    code, _, err = run("--host", "gpu1..local", "ps")
+    assert (code, "Traceback" in err) == (2, False)
 
 
 def test_a_verb_does_not_wait_for_a_server_that_is_not_there(
