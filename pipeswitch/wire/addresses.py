@@ -102,8 +102,7 @@ def is_refused(address: str) -> bool:
     except ConnectionRefusedError:
         return True
     except (socket.gaierror, UnicodeError) as error:
-        why = getattr(error, "strerror", "it is not a name")
-        raise ConfigError(f"there is no machine {host!r}: {why}", hint=HINT) from None
+        raise ConfigError(f"there is no machine {host!r}: {error.args[-1]}", hint=HINT) from None
     except (OSError, ValueError):
         return False  # the client's own connection reports the problem
 
