@@ -101,8 +101,7 @@ def test_a_file_that_becomes_shorter_while_it_is_sent_ends_the_upload() -> None:
 def test_a_wait_that_is_given_up_leaves_no_request_and_no_thread() -> None:
     futures: list[Future[Any]] = []
 
-    def request(*_: Any, **options: Any) -> Future[Any]:
-        assert options["body"] == {"name": "job", "action": "wait"}
+    def request(*_: Any, **__: Any) -> Future[Any]:
         futures.append(Future())
         return futures[-1]
 
