@@ -57,7 +57,8 @@ def front_page(results: Results) -> list[str]:
     if judged:
         met = sum(row["is_met"] for row in judged)
         parts.append(
-            f"{met} of {len(judged)} targets are met. [benchmarks/results/README.md]"
+            f"The benchmarks set {len(judged)} targets for times, sizes and equal answers; the "
+            f"newest results meet {met} of them. [benchmarks/results/README.md]"
             "(benchmarks/results/README.md) lists all of them, and how busy the machine was."
         )
     return parts
