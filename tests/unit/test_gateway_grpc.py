@@ -7,6 +7,7 @@ import contextlib
 import gc
 import sys
 import threading
+from types import SimpleNamespace
 from typing import Any, cast
 
 import numpy as np
@@ -533,6 +534,16 @@ def test_an_answer_that_would_be_refused_is_not_computed_again(verb: str) -> Non
         assert len([one async for one in behavior(None, Context("10.0.0.1", long_request(1)))]) == 1
 
     asyncio.run(call())
+
+
+def test_requests_of_a_stream_that_fail_for_any_reason_are_answered() -> None:
+    async def call() -> list[bool]:
+        service = SimpleNamespace(principal=lambda _: None)  # it has no ``infer``
+        answers = behavior_of("ModelStreamInfer", service, Shared(1 << 20, 1 << 20))
+        context = Context("10.0.0.1", long_request(1), long_request(1))
+        return [b"AttributeError" in part async for part in answers(None, context)]
+
+    assert asyncio.run(call()) == [True, True]
 
 
 @pytest.mark.parametrize("verb", ["ModelInfer", "ModelStreamInfer"])

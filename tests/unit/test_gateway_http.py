@@ -307,6 +307,19 @@ def test_an_upgrade_is_answered_as_it_is_and_then_the_connection_ends(rig: Rig) 
     assert wire.has_ended
 
 
+@pytest.mark.parametrize("piece", [1 << 20, 7])
+def test_a_request_that_offers_an_upgrade_keeps_its_body(rig: Rig, piece: int) -> None:
+    """Java's client and ``curl --http2`` offer h2c; the parser skips the body of such a request."""
+    offer = b"Connection: Upgrade, HTTP2-Settings\r\nUpgrade: h2c\r\nHTTP2-Settings: AAMAAABk\r\n"
+    known = b"POST /a HTTP/1.1\r\n" + HOST + offer + b"Content-Length: 4\r\n\r\nabcd"
+    chunked = b"POST /b HTTP/1.1\r\n" + HOST + offer + b"Transfer-Encoding: chunked\r\n\r\n"
+    connection, wire = rig.connect()
+    feed(connection, known * 2 + chunked + b"3\r\nefg\r\n2\r\nhi\r\n0\r\n\r\n" + known, piece)
+    assert rig.asked == [("/a", b"abcd"), ("/a", b"abcd"), ("/b", b"efghi"), ("/a", b"abcd")]
+    assert [status for status, _ in answers(wire)] == [200] * 4
+    assert not rig.server.unfinished_bytes
+
+
 def test_a_peer_that_waits_for_leave_to_send_gets_it(rig: Rig) -> None:
     connection, wire = rig.connect()
     feed(connection, post("/a", b"12", b"Expect: 100-continue\r\n")[:-2])

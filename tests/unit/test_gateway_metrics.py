@@ -156,6 +156,9 @@ def test_a_scraper_that_asks_for_openmetrics_gets_it_whole() -> None:
     model_stats = ModelStats()
     model_stats.answered("m", 33.0, BILL)
     metrics = Metrics(model_stats)
+    for wrong in ("abc", "1.x.0", "\xb2"):  # versions
+        plain = metrics.text(f"application/openmetrics-text; version={wrong}", None)
+        assert plain == metrics.text("", None)
     text, kind = metrics.text("application/openmetrics-text; version=1.0.0", facts())
     assert kind.startswith("application/openmetrics-text")
     values = samples(text.decode(), read_open)

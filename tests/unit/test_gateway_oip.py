@@ -160,6 +160,18 @@ def test_each_output_says_for_itself_whether_it_is_binary() -> None:
     assert parts[1:] == [data]
 
 
+def test_a_text_among_numbers_does_not_widen_the_other_elements() -> None:
+    """Numpy would give each element the length of the longest: gigabytes for 64 KB of JSON."""
+    request = body(shape=[1000], data=["a" * 30_000] + [""] * 999)
+    tracemalloc.start()
+    try:
+        with pytest.raises(InvalidInput, match="no numbers"):
+            oip.decode_request(request, None)
+        assert tracemalloc.get_traced_memory()[1] < 10 * len(request)
+    finally:
+        tracemalloc.stop()
+
+
 def test_priority_and_timeout_become_the_servers() -> None:
     ask = json.loads(body())
     for priority, name in ((0, ""), (1, "high"), (2, "normal"), (3, "low"), (99, "low")):
@@ -191,6 +203,9 @@ def test_priority_and_timeout_become_the_servers() -> None:
         (body(datatype="INT32", data=[1, 2, 3, 0.5]), None, "with fractions"),
         (body(datatype="FLOAT32"), None, "one of BOOL"),
         (body(datatype="BYTES"), None, "its data must be texts"),
+        (body(datatype="BYTES", data=["\ud83d"] * 4), None, "not valid Unicode"),
+        (body(data=[[["a"], [""]], [[""], [1]]]), None, "no numbers"),
+        (body(data=json.loads("[" * 99 + "1" + "]" * 99)), None, "not a regular list"),
         (body(shape=[-2, -2]), None, "has no shape"),
         (body(shape=[1] * 9), None, "has no shape"),
         (body(shape=[10**4000] * 2), None, "has no shape"),

@@ -980,6 +980,14 @@ def test_what_a_dead_daemon_still_says_is_dropped(rig: Rig) -> None:
     assert not rig.state.daemon.is_ready
 
 
+def test_a_wait_for_a_job_that_is_taken_back_is_answered_and_forgotten(rig: Rig) -> None:
+    job = rig.train("cifar")
+    waiting, other = rig.job_asked("cifar", "wait"), rig.job_asked("cifar", "wait")
+    rig.handle(ev.CancelRequest(token=waiting))
+    assert isinstance(rig.error(waiting), errors.Cancelled)
+    assert job.waiters == [other]
+
+
 def test_a_daemon_that_dies_too_often_ends_the_server_and_answers_everybody(rig: Rig) -> None:
     rig.register("a")
     registering = rig.ask_register("b")
