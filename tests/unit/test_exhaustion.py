@@ -8,6 +8,7 @@ import os
 import selectors
 import signal
 import subprocess
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ import pytest
 
 from pipeswitch import launch
 from pipeswitch.base.errors import ServerUnavailable
+from pipeswitch.client.connection import Connection
 from pipeswitch.controller import processes as controller_processes
 from pipeswitch.controller.processes import MAX_FAILED_STARTS, Child, Processes
 from pipeswitch.gateway.openai.tokenizers import TokenizerClient
@@ -194,3 +196,17 @@ def test_the_fork_server_reports_what_it_could_not_fork_and_lives_on(
     sleeper.wait()
     for channel in (ours, theirs):
         channel.close()
+
+
+def test_a_client_whose_thread_cannot_start_keeps_no_descriptor(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def fail(_: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(threading.Thread, "start", fail)
+    before = len(os.listdir("/proc/self/fd"))
+    for _ in range(3):
+        with pytest.raises(RuntimeError):
+            Connection("tcp://127.0.0.1:9", 1.0)
+    assert len(os.listdir("/proc/self/fd")) == before
