@@ -205,8 +205,8 @@ def test_a_client_whose_thread_cannot_start_keeps_no_descriptor(
         raise RuntimeError("can't start new thread")
 
     monkeypatch.setattr(threading.Thread, "start", fail)
-    before = len(os.listdir("/proc/self/fd"))
+    before = open_files("eventfd")
     for _ in range(3):
         with pytest.raises(RuntimeError):
             Connection("tcp://127.0.0.1:9", 1.0)
-    assert len(os.listdir("/proc/self/fd")) == before
+    assert open_files("eventfd") == before
