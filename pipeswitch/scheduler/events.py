@@ -122,7 +122,7 @@ class PrefetchHint(_Message, frozen=True):
 
 
 class CancelRequest(_Message, frozen=True):
-    """Cancellation of an infer or register request, by its client or by the connection's end."""
+    """Cancellation of a request, by its client or by the connection's end."""
 
     token: Token
 

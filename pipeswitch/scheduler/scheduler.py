@@ -248,6 +248,7 @@ class Scheduler:
                     self.registry.cancel(event)
                     self.publishing.cancel(event.token)
                     self.profiling.cancel(event.token)
+                    self.job_requests.cancel(event.token)
             case ev.DrainRequest():
                 self._drain(event)
             case ev.Exited(ev.Address("worker", index)):

@@ -51,6 +51,12 @@ class JobRequests:
             self._core.refuse(event.token, error)
         self._after_others.clear()
 
+    def cancel(self, token: Token) -> None:
+        """Cancel a client's wait for the end of a job."""
+        for job in [one for one in self._jobs if token in one.waiters]:
+            job.waiters.remove(token)
+            self._core.refuse(token, errors.Cancelled("cancelled by the caller"))
+
     @handles(TrainRequest)
     def train(self, event: TrainRequest) -> None:
         """Accept a job, and answer when it is in the journal."""
