@@ -5,6 +5,8 @@ from __future__ import annotations
 import itertools
 import os
 import random
+import subprocess
+import sys
 import textwrap
 import time
 import warnings
@@ -66,7 +68,7 @@ def live(
         ended = script(poke)
     except (errors.TaskPreempted, Crashed) as end:
         if isinstance(end, Crashed):
-            session._over = True
+            session.place.is_over = True
             host.crash()
         session.close()
         return ""
@@ -354,6 +356,52 @@ def test_a_failed_job_is_started_again_from_its_last_commit_also_by_the_next_ser
         with pytest.raises(errors.InvalidInput):
             task.resume()
     assert (tmp_path / "out").read_text() == (tmp_path / "plain").read_text()
+
+
+ERRORS = """
+    import sys
+    from pipeswitch.workers.training.torch_private import is_left_by_error
+
+    def loop():
+        try:
+            yield 1
+        finally:
+            print(is_left_by_error(sys._getframe(1)))
+
+    def fails():
+        raise ValueError
+
+    def by(body):
+        for one in loop():
+            body()
+
+    class Odd:
+        __getattr__ = __add__ = __getitem__ = lambda *_: fails()
+
+    def breaks():
+        for one in loop():
+            fails
+            break
+
+    def returns():
+        for one in loop():
+            return str(one)
+
+    odd = Odd()
+    for body in (fails, lambda: fails(), lambda: odd.name, lambda: odd + 1, lambda: odd[0]):
+        try:
+            by(body)
+        except ValueError:
+            pass
+    breaks(), returns()
+"""
+
+
+def test_an_error_in_a_called_function_does_not_end_the_loop(tmp_path: Path) -> None:
+    """In its own process, as here another library may have changed how Python calls functions."""
+    path = write_script(tmp_path, "errors.py", textwrap.dedent(ERRORS))
+    printed = subprocess.check_output([sys.executable, path], text=True).split()
+    assert printed == ["True"] * 5 + ["False"] * 2
 
 
 # ------------------------------------------------------------------------------- extra_state

@@ -154,7 +154,10 @@ def is_left_by_error(frame: Any) -> bool:
         frame: the frame of the loop, or of a generator around it that is closed as well.
     """
     while frame is not None:
-        name = dis.opname[frame.f_code.co_code[frame.f_lasti]]
+        code, at = frame.f_code.co_code, frame.f_lasti
+        while dis.opname[code[at]] == "CACHE":  # Python 3.11: behind a call of a Python function
+            at -= 2
+        name = dis.opname[code[at]]
         if not name.startswith(("YIELD", "RESUME", "SEND")):
             return bool(name.startswith(RAISING))
         frame = frame.f_back
