@@ -24,6 +24,7 @@ from torch.utils.data import DataLoader, IterableDataset, Sampler, TensorDataset
 
 from pipeswitch import job
 from pipeswitch.base import errors
+from pipeswitch.commits.weights import weights_of
 from tests.process.test_training_exact import Crashed, FakeHost, HookedGate, begun, digest
 from tests.process.tools import checked_server, finish, run_plain, write_script
 
@@ -208,6 +209,62 @@ def test_commits_go_on_whether_an_optimizer_has_stepped_or_not(script: Script) -
     most = 6 if script is accumulates else 2
     assert len(steps) >= 8
     assert max(late - early for early, late in itertools.pairwise(steps)) <= most
+
+
+def writes_behind_the_loop(poke: Poke) -> str:
+    loader, net = data(), nn.Linear(6, 6)
+    opt = torch.optim.SGD(net.parameters(), 0.05, momentum=0.9)
+    for _ in job.epochs(3):
+        for (a,) in job.steps(loader, model=net, optimizer=opt):
+            trained(a, net, opt)
+        for parameter in net.parameters():
+            parameter.data.mul_(1.07)
+        net(torch.ones(1, 6))
+        poke()
+    poke()
+    return digest(net.state_dict())
+
+
+def writes_extra_state(poke: Poke) -> str:
+    """Update a large target network before the optimizer's step, as old scripts do."""
+    loader, net, target = data(), nn.Linear(6, 6), nn.Linear(200, 200)
+    opt = torch.optim.SGD(net.parameters(), 0.05)
+    for _ in job.epochs(3):
+        for (a,) in job.steps(loader, model=net, optimizer=opt, extra_state=target):
+            target.weight.data.mul_(0.9).add_(net.weight.data.sum())
+            poke()
+            trained(a, net, opt)
+    return digest(net.state_dict(), target.state_dict())
+
+
+@pytest.mark.parametrize("every_ms", [1e9, 1.0])
+@pytest.mark.parametrize("script", [writes_behind_the_loop, writes_extra_state])
+def test_writes_through_data_are_never_in_an_earlier_commit(
+    script: Script, every_ms: float
+) -> None:
+    expected = plain(script)
+    for count in range(1, 22):
+        for at in ({"evict_at": count}, {"crash_at": count}):
+            host = FakeHost()
+            ended = live(host, script, **at, every_ms=every_ms)
+            assert (ended or live(host, script, every_ms=every_ms)) == expected, at
+
+
+def test_weights_written_behind_the_last_loop_are_committed_at_the_end() -> None:
+    host = FakeHost()
+
+    def script(poke: Poke) -> str:
+        net = nn.Linear(6, 6)
+        opt = torch.optim.SGD(net.parameters(), 0.05)
+        for (a,) in job.steps(data(), model=net, optimizer=opt):
+            trained(a, net, opt)
+        net.weight.data.zero_()
+        return "ended"
+
+    live(host, script)
+    image = host.restore()
+    assert image is not None
+    assert not weights_of(image)["model.weight"].values.any()
 
 
 # --------------------------------------------------------------------- commits that grow or fail

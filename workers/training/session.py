@@ -419,6 +419,7 @@ class TrainingSession:
         if self.place.may_commit and not phase.is_whole():
             self.place.end_loop()
             phase.capture()
+        phase.end_loop()
         if not self.place.in_epochs:
             phase.end()
 
