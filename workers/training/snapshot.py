@@ -54,6 +54,7 @@ class Captured:
         self._sum = 0
         for part in attachments:
             watch = part.size_bytes > SMALL_BYTES and isinstance(part.source, torch.Tensor)
+            watch = watch and not part.source.is_inference()
             self._parts.append((part.source, version(part.source)) if watch else part.read())
 
     def is_intact(self) -> bool:

@@ -165,8 +165,9 @@ def is_left_by_error(frame: Any) -> bool:
 
 
 def version(tensor: torch.Tensor) -> int:
-    """Return autograd's count of in-place writes; writes through ``.data`` do not count."""
-    return tensor._version
+    """Return autograd's count of in-place writes; writes through ``.data``, and those to tensors of
+    ``torch.inference_mode``, do not count."""
+    return 0 if tensor.is_inference() else tensor._version
 
 
 def root(tensor: torch.Tensor) -> torch.Tensor:
