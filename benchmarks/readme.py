@@ -57,8 +57,8 @@ def front_page(results: Results) -> list[str]:
     if judged:
         met = sum(row["is_met"] for row in judged)
         parts.append(
-            f"{met} of {len(judged)} targets are met. The list of all targets, and the load of the "
-            "machine: [benchmarks/results/README.md](benchmarks/results/README.md)."
+            f"{met} of {len(judged)} targets are met. [benchmarks/results/README.md]"
+            "(benchmarks/results/README.md) lists all of them, and how busy the machine was."
         )
     return parts
 
@@ -108,13 +108,14 @@ def demo_sentence(file: str, demo: Document) -> str:
     fast = ""
     if "fast" in demo:
         fast_ms, error = demo["fast"]["pipeswitch"]["p50_ms"], demo["fast"]["largest_error"]
-        fast = f"; in `fast` p50 is {_ms(fast_ms)} and the error {error:.0e} of the largest output"
+        fast = f"; in `fast` the median is {_ms(fast_ms)} with an error of {error:.0e}"
     return (
-        f"`make demo`, {ours['count']} requests for {len(demo['plan']['models'])} models on a "
-        f"device that holds two: p50 {_ms(ours['p50_ms'])}; {_ms(demo['ready_model']['p50_ms'])} "
-        f"with models that are always loaded, {_ms(demo['stop_and_start']['p50_ms'])} with a "
-        f"process per request. The training job beside it lost {training['steps_lost']} steps; "
-        f"all answers in precision `exact` were {same} to the plain models'{fast} "
+        f"`make demo` sends {ours['count']} requests for {len(demo['plan']['models'])} models to a "
+        f"device that holds two. The median time of a request is {_ms(ours['p50_ms'])}; it is "
+        f"{_ms(demo['ready_model']['p50_ms'])} if all models are always loaded, and "
+        f"{_ms(demo['stop_and_start']['p50_ms'])} with a process per request. The "
+        f"training job lost {training['steps_lost']} steps; all answers in precision `exact` were "
+        f"{same} to the plain models'{fast} "
         f"([{file}](benchmarks/results/{file}))."
     )
 

@@ -1,4 +1,4 @@
-"""The daemon's side of training commits: copy a slice's pieces out, flip, write to disk."""
+"""The daemon's side of training commits: copies slices to commit areas, and commits to disk."""
 
 from __future__ import annotations
 
@@ -20,18 +20,17 @@ from pipeswitch.ipc.messages.daemon import CommitCopy, CommitPersisted, OpenComm
 log = logging.getLogger(__name__)
 
 NO_COPY: Final = (OpId(0), 0)
-"""Operation id and number of the last copy of a job that has ordered none."""
+"""Operation id and number of the last copy, for a job without copies."""
 
 PERSIST_TRIES = 3
-"""Two commits within one write to disk spoil it; then the newest is tried instead."""
+"""Maximum tries to write a commit. Two new commits overwrite it; the next try writes the newest."""
 
 
 class CommitAreas:
     """The jobs' open commit areas.
 
-    ``open``, ``close`` and ``area_for`` belong to the control thread; ``copy`` and ``persist``
-    work on an area they were given, so closing a job never pulls a mapping from under them: it
-    goes with its last user.
+    The control thread calls ``open``, ``close`` and ``area_for``. Other threads call ``copy`` and
+    ``persist`` with an area, which stays mapped until its last user drops it, even after ``close``.
     """
 
     def __init__(self, device: DeviceMemory) -> None:
@@ -39,34 +38,34 @@ class CommitAreas:
         self._areas: dict[JobName, CommitArea] = {}
         self._newest: dict[
             JobName, tuple[OpId, int]
-        ] = {}  # operation id and number of its last copy
+        ] = {}  # job -> operation id and number of its last copy
 
     def open(self, order: OpenCommits, descriptor: int) -> None:
-        """Map a job's area; a second one of the same job takes the first one's place.
+        """Map a job's area, in place of an earlier one of the job.
 
         Raises:
-            RemoteProtocolError: not a commit area of that size.
+            RemoteProtocolError: the descriptor is not a commit area of this size.
         """
         self._areas[order.job] = CommitArea(descriptor, order.slot_bytes, is_writer=True)
 
     def close(self, job: JobName) -> None:
-        """Forget it; unmapped when nothing under way uses it."""
+        """Drop a job's area; it is unmapped when no copy or write uses it."""
         self._areas.pop(job, None)
         self._newest.pop(job, None)
 
     def was_accepted(self, order: CommitCopy) -> bool:
         """Return True if this copy, or a later one of its operation id, was ordered before.
 
-        The first order is or was answered. By now the slice's owner may write it again.
+        A repeated order must not be copied: the slice's owner may write the slice again by now.
         """
         op_id, number = self._newest.get(order.job, NO_COPY)
         return order.op_id == op_id and order.number <= number
 
     def area_for(self, order: CommitCopy | PersistCommit) -> CommitArea:
-        """Return the commit area that an order may work on.
+        """Check an order, and return the commit area for it.
 
         Raises:
-            RemoteProtocolError: no such job, pieces out of bounds, or a stale operation id.
+            RemoteProtocolError: the job has no area, a piece is out of bounds, or the id is stale.
         """
         area = self._areas.get(order.job)
         if area is None:
@@ -83,7 +82,7 @@ class CommitAreas:
         return area
 
     def copy(self, order: CommitCopy, area: CommitArea) -> StepCommitted:
-        """Write the commit (CommitArea.write). Blocks; called on the device-to-host thread."""
+        """Copy a slice to the commit area. Blocks; called on the to-host thread."""
         began_at_ms = now_ms()
         size_bytes = sum(piece.size_bytes for piece in order.ranges)
         error = ""
@@ -110,8 +109,8 @@ class CommitAreas:
     def persist(self, order: PersistCommit, area: CommitArea) -> CommitPersisted:
         """Write the newest commit to disk. Blocks; called on the disk thread.
 
-        It reads the live image. New commits go on meanwhile: the next one writes the other slot,
-        the one after it this one, which is seen and makes us start over with the newest.
+        New commits may be made meanwhile. The next one uses the other slot, but the one after it
+        overwrites the image that is being read. Then the write starts again with the newest commit.
         """
         step = 0
         error = ""
@@ -140,7 +139,7 @@ class CommitAreas:
             error = problem.message
         except ValueError as problem:  # a NUL in a path
             error = f"{problem}: {order.directory!r}"
-        except Exception as problem:  # a bug: training goes on, and the next one is tried
+        except Exception as problem:  # a bug must not stop training; a later commit is tried
             log.exception("job=%s not persisted", order.job)
             error = f"{type(problem).__name__}: {problem}"
         return CommitPersisted(job=order.job, op_id=order.op_id, step=step, error=error)

@@ -1,8 +1,8 @@
-"""The memory daemon: messages in, copies and files out.
+"""The memory daemon: executes the controller's orders to copy, load, scrub and persist.
 
-Threads, each with one kind of work, so that none waits for another's: *control* (the main
-thread) reads messages, refuses or hands on; the device's *copy thread* transmits; *to-host*
-copies commits and scrubs; *store* loads models; *disk* persists commits. Any of them answers.
+Each thread does one kind of work, and sends its own answers. The main thread (*control*) reads
+orders, and refuses them or passes them on. The device's *copy thread* transmits models, *to-host*
+copies commits and scrubs, *store* loads models, and *disk* persists commits.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ log = logging.getLogger(__name__)
 
 
 class MemoryDaemon:
-    """Serves one controller over one device's memory."""
+    """Server of one controller's orders for the memory of one device."""
 
     def __init__(self, device: DeviceMemory, control: Channel, *, fence_count: int) -> None:
         self._device = device
@@ -46,10 +46,10 @@ class MemoryDaemon:
         ]
 
     def run(self) -> bool:
-        """Announce readiness, serve. True after Exit, with all work finished.
+        """Announce readiness and serve orders. Return True after Exit, with all work finished.
 
-        False at end of file, and at an order that cannot be read: which one it was is unknown, so
-        what waits for it could not be told. The controller starts the next daemon instead.
+        Return False at end of file and after an unreadable order, to which no answer is possible.
+        The controller then starts another daemon.
         """
         reach("daemon.start")
         ready = daemon_msg.DaemonReady(pid=os.getpid(), handle=self._device.export_handle())
@@ -73,10 +73,10 @@ class MemoryDaemon:
                 self._refuse(getattr(message, "op_id", OpId(0)), error.message)
             finally:
                 for descriptor in descriptors:
-                    os.close(descriptor)  # mappings keep their memory without it
+                    os.close(descriptor)  # a mapping does not need its descriptor
 
     def _handle(self, message: Message, descriptors: list[int]) -> None:
-        """Begin what is asked for, or raise RemoteProtocolError to refuse it."""
+        """Start the work for an order, or raise RemoteProtocolError to refuse it."""
         reach("daemon.message")
         match message:
             case daemon_msg.TransmitModel():
@@ -110,15 +110,14 @@ class MemoryDaemon:
 
     def _commit(self, order: daemon_msg.CommitCopy) -> None:
         if self._commits.was_accepted(order):
-            # Not refused: a fault names the operation id, and would end the copy that goes on under
-            # it.
+            # Ignored instead of refused: a fault would end the running copy of this operation id.
             log.warning("job=%s epoch=%d number=%d repeated", order.job, order.op_id, order.number)
             return
         area = self._commits.area_for(order)
         self._put(self._to_host_thread, order.op_id, lambda: self._commits.copy(order, area))
 
     def _put(self, thread: WorkerThread, op_id: OpId, work: Callable[[], Message]) -> None:
-        """Run work on a lane and send its answer, or a fault if it fails."""
+        """Run work on a thread and send its answer, or a fault if it fails."""
         thread.put(lambda: self._send(work()), lambda error: self._refuse(op_id, error.message))
 
     def _transmit(self, order: daemon_msg.TransmitModel) -> None:
@@ -130,7 +129,7 @@ class MemoryDaemon:
             raise
 
     def _on_transmit_end(self, ended: daemon_msg.TransmitEnded) -> None:
-        self._guard.end(ended.op_id)  # before the news: the range may be asked for again at once
+        self._guard.end(ended.op_id)  # before the report, after which the range may be used again
         self._send(ended)
 
     def _store(self, order: daemon_msg.StoreModel) -> Message:
@@ -163,11 +162,11 @@ class MemoryDaemon:
         try:
             self._control.send(message, descriptors or ())
         except BrokenPipeError:
-            # The control thread reads the end of file and leaves; that is the one way out.
+            # The control thread will read the end of file and exit.
             log.debug("unsent=%s", type(message).__name__)
 
     def _finish(self) -> None:
-        """Finish commits and stores that were accepted, and cut transmissions short."""
+        """Finish accepted commits and loads, and cancel transmissions."""
         for thread in self._threads:
             thread.shutdown()
         self._device.close()

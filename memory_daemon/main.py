@@ -27,13 +27,13 @@ def run(settings: DaemonSettings, control: Channel, descriptors: Sequence[int]) 
     """Serve until Exit, then return; exit with status 1 if the controller is gone or sends
     invalid messages.
 
-    ``descriptors``: the store memfd, the control page, the workers' bells and our own. They stay
-    open for the life of the process.
+    ``descriptors``: the store memfd, the control page, the workers' doorbells and our own. They
+    stay open until the process exits.
 
     Raises:
-        CudaError, OSError: the memory cannot be had.
+        CudaError, OSError: the device's memory cannot be allocated.
     """
-    # Ctrl-C reaches the whole process group; who leaves when is the controller's decision.
+    # Ctrl-C reaches the whole process group, but the controller decides when a process exits.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     Path("/proc/self/comm").write_text(PROCESS_NAME)
@@ -44,7 +44,7 @@ def run(settings: DaemonSettings, control: Channel, descriptors: Sequence[int]) 
     device = kind_of(settings.device).open_memory(settings, store, control_page, doorbells)
     daemon = MemoryDaemon(device, control, fence_count=settings.fence_count)
     if not daemon.run():
-        # Threads may be deep in a copy or an fsync: no process is left to wait for them.
+        # Other threads may still copy or sync; exit without waiting for them.
         os._exit(1)
 
 

@@ -2,7 +2,7 @@
 
 A model's image in the store has the layout of its region (``programs/interface/layout.py``):
 tensors at their offsets, zeros between and after them. So a layer group is one contiguous copy,
-and the digest of the image is the digest of what a worker will see.
+and the image's digest also covers the padding that workers can read.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from pipeswitch.programs.graphs.manifest_check import check_tensors
 from pipeswitch.programs.interface.layout import Manifest, TensorSpec
 from pipeswitch.programs.spec import load_manifest, weights_file
 
-PIECE_BYTES: Final = 16 << 20  # per system call, which releases the GIL
+PIECE_BYTES: Final = 16 << 20  # size of one read, which releases the interpreter lock
 _ZEROS: Final = bytes(1 << 20)
 
 
@@ -30,8 +30,8 @@ def load_model(directory: Path, image: memoryview) -> Manifest:
     """Fill ``image`` (the model's range of the store) from ``directory``. Blocks.
 
     Raises:
-        UnusableModel: the program is damaged, incomplete or larger than ``image``, which may be
-            half filled and must not be used.
+        UnusableModel: the program is damaged, incomplete or larger than ``image``. The image may
+            be half filled, and must not be used.
     """
     try:
         manifest = load_manifest(directory)

@@ -1,7 +1,7 @@
 """Guard of transmissions: the daemon's own check of the controller's orders.
 
-The controller's ledger leases the bytes; this guard refuses whatever would break invariant I4 (at
-most one live writer of a range) if the ledger or a late message were wrong. It knows no device.
+The controller leases the bytes. If it makes a mistake or a message is late, this guard refuses
+orders that would break invariant I4 (at most one live writer of a range). It uses no device.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class _Span(NamedTuple):
 class TransmitGuard:
     """Live transmissions, and for every byte the newest operation id that was accepted for it.
 
-    ``accept`` is called by the control thread, ``end`` by the device's.
+    The control thread calls ``accept``, and the device's copy thread ``end``.
     """
 
     def __init__(self, *, arena_bytes: int, store_bytes: int, fence_count: int) -> None:
@@ -36,13 +36,13 @@ class TransmitGuard:
         self._fence_count = fence_count
         self._lock = threading.Lock()
         self._live: dict[OpId, TransmitModel] = {}
-        self._accepted: list[_Span] = []  # disjoint; later ones cut earlier ones
+        self._accepted: list[_Span] = []  # disjoint: a new span replaces parts of old ones
 
     def accept(self, order: TransmitModel) -> None:
-        """Note the order as live, or refuse it and change nothing.
+        """Record an order as live, or refuse it and change nothing.
 
         Raises:
-            RemoteProtocolError: out of bounds, overlapping a live one, or of an old operation id.
+            RemoteProtocolError: the order is out of bounds, overlaps a live one, or is stale.
         """
         check_order(
             order,
@@ -66,12 +66,12 @@ class TransmitGuard:
             self._accepted.append(_Span(start, end, order.op_id))
 
     def end(self, op_id: OpId) -> None:
-        """No byte of ``op_id`` will be written any more."""
+        """Record the end of ``op_id``, which writes no more bytes."""
         with self._lock:
             self._live.pop(op_id, None)
 
     def live_reads(self, store_offset_bytes: int, size_bytes: int) -> OpId | None:
-        """Return a live transmission that reads this part of the store, if there is one."""
+        """Return the id of a live transmission that reads this part of the store, else None."""
         end = store_offset_bytes + size_bytes
         with self._lock:
             for order in self._live.values():

@@ -52,8 +52,8 @@ LIBRARIES: Final = {
 OFFLOADS: Final = ("auto", "all", "conv", "none")
 
 device: str  # device for the model: "cpu", "cuda:0"
-step: int  # finished bodies over all epochs and loops; survives preemption and restarts
-step_in_epoch: int  # finished bodies of this loop, for gradient accumulation
+step: int  # number of finished steps of all loops; survives preemption and restarts
+step_in_epoch: int  # number of finished steps of this loop, for gradient accumulation
 
 
 class InexactResumeWarning(UserWarning):
@@ -182,7 +182,7 @@ def trainer(trainer: _Trainer) -> _Trainer:
 
 
 def shared(loader: Any, name: str = "input", *, seed: int = 0) -> Iterable[Any]:
-    """Return ``loader`` for several jobs: batches that one job has loaded lie in shared memory.
+    """Return a loader that shares its batches with other jobs, through shared memory.
 
     Jobs with the same ``pipeswitch train --share GROUP`` share batches. Each job gets the batches
     that it would get alone or outside a server. Draws of sampler and dataset from the global
@@ -196,7 +196,8 @@ def shared(loader: Any, name: str = "input", *, seed: int = 0) -> Iterable[Any]:
 
     Returns:
         An iterable like ``loader``, for ``job.steps`` or a plain loop. Its tensors are read-only:
-        use ``x = x.clone()`` before an in-place operation. ``loaded`` and ``found`` count batches.
+        use ``x = x.clone()`` before an in-place operation. ``loaded`` counts the batches that this
+        job loaded, ``found`` those that it found in shared memory.
 
     Raises:
         SharedInputRefused: it cannot be shared, another job's input of that name differs, or (in
@@ -253,7 +254,7 @@ def script_level() -> int:
 
 
 def warn_if_not_finite(name: str, value: float, at_step: int) -> bool:
-    """Warn about a NaN or infinite ``value``; return True if it is one."""
+    """Warn if ``value`` is NaN or infinite; return True if a warning was due."""
     if math.isfinite(value):
         return False
     warnings.warn(

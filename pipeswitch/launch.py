@@ -75,12 +75,12 @@ def rehearsal_command(
 
 
 def without_threads(environment: Mapping[str, str]) -> dict[str, str]:
-    """Return the environment of a process that forks: OpenBLAS may start no threads on import."""
+    """Return the environment for a process that forks, so that OpenBLAS starts no threads in it."""
     return {"OPENBLAS_NUM_THREADS": "1", **environment}
 
 
 class ForkServer:
-    """Forks on request, reaps children and reports their exits. One thread, one selector."""
+    """Server that forks on request, reaps children and reports their exits, on one thread."""
 
     def __init__(self, channel: Channel) -> None:
         self._channel = channel
@@ -143,15 +143,15 @@ class ForkServer:
         self._is_whole = True
         try:
             import_for_children(LATER)
-        except Exception:  # a build or script that needs it fails there, too, and reports it
+        except Exception:  # a build or script that needs the module will report the error
             traceback.print_exc()
 
     def _reap(self, pidfd: int) -> None:
         pid = self._children.pop(pidfd)
         self._selector.unregister(pidfd)
         os.close(pidfd)
-        with contextlib.suppress(OSError):  # the child and processes that it started: before
-            os.killpg(pid, signal.SIGKILL)  # ``waitpid`` its number is not reused
+        with contextlib.suppress(OSError):  # also end the processes that the child started; the
+            os.killpg(pid, signal.SIGKILL)  # group's number is not reused before ``waitpid``
         _, status = os.waitpid(pid, 0)
         self._channel.send(ChildExited(pid=pid, status=os.waitstatus_to_exitcode(status)))
 
@@ -169,7 +169,7 @@ def import_for_children(names: Sequence[str]) -> None:
 
 
 def _child(name: str, settings: Message, descriptors: Sequence[int]) -> NoReturn:
-    """Run the forked child: keep only its descriptors, run, exit without unwinding the parent."""
+    """Run the forked child with only its own descriptors, then exit without unwinding the stack."""
     status = 70
     try:
         reach("fork.child")

@@ -24,7 +24,7 @@ from .policies import policy_call
 
 log = logging.getLogger(__name__)
 
-LOOKS: Final = 10  # number of checks in a row without an iteration
+LOOKS: Final = 10  # a loop hangs if this many checks in a row find no new iteration
 TELL_WAIT_S: Final = 1.0
 EXIT_HUNG: Final = os.EX_SOFTWARE
 
@@ -97,12 +97,12 @@ class TurnLooks:
 
 
 class LoopWatchdog:
-    """Ends the process if the loop of the thread that calls ``start`` hangs for ``limit_s``.
+    """Watchdog that ends the process if the loop of the thread that calls ``start`` hangs.
 
     Args:
         limit_s: maximum time of an iteration; 0: no limit.
         streams: descriptors that get the stacks of all threads.
-        end: called on the watchdog's thread to end the process; it must not return there.
+        end: called on the watchdog's thread to end the process; it must not return.
     """
 
     def __init__(

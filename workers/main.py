@@ -36,7 +36,7 @@ from .training.hooks import use_pace
 from .training.host import JobHost
 from .training.script import give_freed_memory_back, run_script
 
-STATUS_FAILED = 70  # as for every child that an exception ends (launch.py)
+STATUS_FAILED = 70  # exit status of each child that an exception ends (launch.py)
 REST_S = 5.0  # idle time after which a worker returns freed memory
 PREFAULT_BYTES = 8 << 20  # faulting in a piece holds the GIL for less than a millisecond
 
@@ -47,7 +47,7 @@ def run(settings: worker_msg.WorkerSettings, descriptors: Sequence[int]) -> int:
     ``descriptors``: task channel, signal channel, control page and wake-up descriptors; then pool
     and arena, which a worker that serves a single tenant gets with ``BindTenant`` instead.
     """
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the controller decides which process exits when
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the controller decides when a process exits
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     faulthandler.enable()
     import torch
@@ -66,7 +66,7 @@ def run(settings: worker_msg.WorkerSettings, descriptors: Sequence[int]) -> int:
 
 
 def _log_to_stderr(slot: int) -> None:
-    """Log to stderr, which is the server's ``processes.log``; keep a script's logging as it is."""
+    """Log to stderr, which is the server's ``processes.log``; do not change a script's logging."""
     handler = logging.StreamHandler()
     form = f"worker={slot} %(levelname)s event=%(event)d %(name)s %(message)s"
     handler.setFormatter(PrintableFormatter(form))
@@ -93,7 +93,7 @@ class WorkerProcess:
         self._control = control
         self._control_page = control_page
         self._bells = doorbells
-        self._view: WorkerDevice  # ``map_memory`` sets these three
+        self._view: WorkerDevice  # ``map_memory`` sets this and the next two
         self._pool: MappedPool
         self._programs: Programs
         self._gate = Gate(self._on_parked)
@@ -121,13 +121,13 @@ class WorkerProcess:
         threading.Thread(target=self._listen_or_leave, name="termination", daemon=True).start()
         reach("worker.start")
         if self._settings.separates_tenants:
-            warm_up()  # here, so that no tenant waits for it
+            warm_up()  # now, so that no tenant waits for it
         self._task.send(worker_msg.WorkerReady(slot=self._settings.slot, pid=os.getpid()))
         if not self._settings.separates_tenants:  # otherwise ``BindTenant`` brings the memory later
             threading.Thread(target=self._prefault, name="prefault", daemon=True).start()
 
     def _prefault(self) -> None:
-        """Map the arena's pages before the first switch: 95 ms a GiB that no request waits for."""
+        """Map the arena's pages before the first switch, so that no request waits 95 ms per GiB."""
         for offset in range(0, self._settings.arena_bytes, PREFAULT_BYTES):
             size = min(PREFAULT_BYTES, self._settings.arena_bytes - offset)
             self._view.prefault(offset, size)
@@ -190,7 +190,7 @@ class WorkerProcess:
         try:
             reach("worker.prepare")
             self._programs.prepare(message)
-        except Exception as problem:  # a model's own code: report it; the request tries again
+        except Exception as problem:  # the model's own code: the request will load it again
             error = f"{type(problem).__name__}: {problem}"[:2000]
         self._task.send(
             worker_msg.ModelPrepared(
@@ -299,7 +299,7 @@ class WorkerProcess:
         )
 
     def _on_parked(self, turn: int, next_turn: int, where: Where) -> None:
-        """Pass the device on; the thread that parks calls it and holds the gate's lock."""
+        """Give the device to the next task; the parking thread calls this and holds the lock."""
         self._view.synchronize()  # wait for queued work, which is at most two groups
         reach("job.park")
         parked_at_ms = now_ms()  # before the wake-up: the woken worker may take this thread's core

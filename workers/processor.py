@@ -69,7 +69,7 @@ def run(settings: stage_msg.StageSettings, channel: Channel, results: int) -> in
 
 
 def check(settings: stage_msg.CheckStage, channel: Channel) -> int:
-    """Report whether all functions import and the first accepts the inputs; return exit status."""
+    """Report whether all functions import and the first accepts the inputs; return the status."""
     signal.setitimer(signal.ITIMER_REAL, settings.timeout_s)  # SIGALRM ends this process
     answer: stage_msg.StageReady | stage_msg.StageFailed = stage_msg.StageReady(pid=os.getpid())
     name = ""
@@ -91,7 +91,7 @@ def check(settings: stage_msg.CheckStage, channel: Channel) -> int:
 
 @functools.cache
 def _load(name: str) -> Function:
-    """Return the function named by ``package.module:function``; raise ``Unusable`` without one."""
+    """Import and return ``package.module:function``; raise ``Unusable`` if that fails."""
     module, _, attribute = name.partition(":")
     try:
         owner: Any = importlib.import_module(module)

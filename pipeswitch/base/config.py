@@ -1,7 +1,7 @@
 """All settings: frozen structs, and the code that reads them from file, environment and flags.
 
 The structs below are validated when they are created. Their fields, with the help texts in their
-docstrings, are the only list of settings: the reader, which reports all errors at once, ``config
+docstrings, are the only list of settings. The reader (which reports all errors at once), ``config
 init`` and ``config schema`` use it. A key in the file has no unit suffix: its value has the unit.
 """
 
@@ -27,7 +27,7 @@ from .units import RetentionPolicy, SizeSpec, nearest, parse_ms, parse_size
 DEFAULT_LISTEN: Final = "tcp://127.0.0.1:5555"
 _HOST: Final = r"[^:/\s]+|\[[^\]\s]+\]"
 _PORT: Final = r"\*|[0-9]{1,4}|[1-5][0-9]{4}|6[0-4][0-9]{3}|65[0-4][0-9]{2}|655[0-2][0-9]|6553[0-4]"
-_ORIGIN: Final = r"https?://([a-z0-9.-]+|\[[0-9a-f:]+\])(:[0-9]+)?"  # in browsers' form
+_ORIGIN: Final = r"https?://([a-z0-9.-]+|\[[0-9a-f:]+\])(:[0-9]+)?"  # as browsers send it
 NAME_PATTERN: Final = re.compile(r"[a-z0-9][a-z0-9._-]{0,63}")
 """Names of models, jobs and servers: valid as a file name, a topic and a table column."""
 

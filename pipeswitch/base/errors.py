@@ -105,7 +105,7 @@ class PermissionDenied(PipeSwitchError):
 
 
 class DeadlineExceeded(PipeSwitchError):
-    """The deadline passed before the request began to compute, or its task hung beyond it."""
+    """The deadline passed before the request began to compute, or its task still hung after it."""
 
     exit_code = 5
 
@@ -149,8 +149,8 @@ class OutOfDeviceMemory(PipeSwitchError):
 
 
 class HostStoreFull(PipeSwitchError):
-    """The host store has no room for ``requested_bytes`` more, or the disk of the server's state
-    directory has not, within the client's share; ``largest_free_bytes`` are left."""
+    """There is no room for ``requested_bytes`` more in the host store, or in the client's share of
+    the disk with the server's state directory; ``largest_free_bytes`` are left."""
 
 
 class ConfigError(PipeSwitchError):
@@ -174,8 +174,8 @@ class InvalidTransition(PipeSwitchError):
 class TaskPreempted(BaseException):
     """Exception that unwinds an evicted training script; the script resumes from its last commit.
 
-    It is a BaseException, so that ``except Exception`` does not catch it. Do not catch it, or raise
-    it again. If a script suppresses it, it is raised again, and after a grace period the script is
+    It is a BaseException, so that ``except Exception`` does not catch it. If you catch it, raise it
+    again. If a script suppresses it, it is raised again, and after a grace period the script is
     killed."""
 
 

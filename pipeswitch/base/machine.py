@@ -21,13 +21,13 @@ MEMBERSHIP: Final = Path("/proc/self/cgroup")
 
 
 M_ARENA_MAX: Final = -8  # parameter of glibc's mallopt
-RETURN_BYTES: Final = 8 << 20  # growth of private memory, since the start, that is returned
+RETURN_BYTES: Final = 8 << 20  # growth of private memory since the start after which it is returned
 RETURN_S: Final = 2.0
-RETURN_MAX_S: Final = 30.0  # longest interval of attempts, after some that gained little
+RETURN_MAX_S: Final = 30.0  # longest interval between attempts, if these gain little
 
 
 class FreedMemory:
-    """Returns memory to the system that this process has freed but its allocator still holds.
+    """Memory that this process has freed but its allocator still holds; ``give_back`` returns it.
 
     Python's collector seldom makes a full run, and the allocator keeps freed blocks. Only private
     pages count; pages of arenas, pools and stores are shared by all processes.

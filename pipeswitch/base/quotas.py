@@ -46,7 +46,7 @@ class FairQuota:
     def refusal(self, holder: str, amount: int) -> QueueFull | None:
         """Return the error if a holder may not take ``amount``, else None.
 
-        A request larger than any share is allowed if nothing is held.
+        If no holder has anything, any amount is allowed, even one that exceeds a share.
         """
         if not self.held or amount <= self.left(holder):
             return None

@@ -55,7 +55,7 @@ _Blobs: TypeAlias = "Sequence[bytes | memoryview | torch.Tensor]"
 
 
 class Attachment:
-    """Bytes of one tensor or array, kept beside the JSON.
+    """Bytes of one tensor or array, stored outside of the JSON.
 
     Attributes:
         source: the tensor or array itself, not a copy; the caller decides when to read it.
@@ -84,7 +84,7 @@ def encode(value: Any) -> tuple[Any, list[Attachment]]:
 
 
 def decode(data: Any, attachments: _Blobs) -> Any:
-    """Return the value that ``encode`` encoded: tensors on the cpu, arrays writable, as copies.
+    """Return a copy of the value that ``encode`` encoded; tensors are on the cpu, arrays writable.
 
     A uint8 tensor as an attachment is not copied: the decoded tensor shares its memory.
 

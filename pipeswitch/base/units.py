@@ -48,7 +48,7 @@ def _quantity(text: object, units: Mapping[str, float], example: str) -> float:
     if match is None or unit not in units:
         raise ValueError(f"{text!r} is not of the form {example}")
     number = float(match.group(1)) * units[unit]
-    if number >= LIMIT:  # infinity is not an integer
+    if number >= LIMIT:  # also refuses infinity, which has no integer
         raise ValueError(f"{text!r} is too large")
     return number
 

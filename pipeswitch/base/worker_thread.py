@@ -34,7 +34,7 @@ class WorkerThread(ThreadPoolExecutor):
         """
         try:
             if not self._has_thread:
-                self.submit(int)  # does nothing: if no thread starts, real work would stay queued
+                self.submit(int)  # a test: if no thread can start, real work would stay queued
                 self._has_thread = True
             self.submit(_perform, work, failed)
         except RuntimeError as error:

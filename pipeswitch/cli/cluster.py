@@ -113,7 +113,7 @@ def _start_ray() -> Any:
 
 
 def _check_token(path: Path) -> None:
-    """Create Ray's token file: Ray's own would be readable by all, and the token gives a shell."""
+    """Create Ray's token file, readable only by this user, as its reader can run code."""
     path.parent.mkdir(mode=0o700, exist_ok=True)
     try:
         with open(os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600), "w") as file:

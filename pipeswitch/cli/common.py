@@ -118,7 +118,7 @@ def checked_plot(path: Path) -> str:
 
 
 def _names_of(verb: str) -> Callable[[click.Context, click.Parameter, str], list[str]]:
-    """Return a shell completion of names from a listing; it returns none without a server."""
+    """Return a shell completion of the names in a listing; without a server there are none."""
 
     def complete(ctx: click.Context, _: click.Parameter, incomplete: str) -> list[str]:
         from ..client.client import Client
@@ -162,7 +162,7 @@ def print_done(row: Any, text: str, as_json: bool) -> None:
 
 
 def part(module: str, name: str) -> Any:
-    """Return a function, imported only now, of a module that few commands need."""
+    """Import a module that few commands need, and return its function ``name``."""
     return getattr(importlib.import_module(module), name)
 
 
@@ -177,7 +177,7 @@ def milliseconds(option: str, text: str) -> float:
 
 
 def size_option(option: str, text: str | None) -> int | None:
-    """Return an option's size in bytes, at least 1, or None; raise BadParameter otherwise."""
+    """Return an option's size in bytes (at least 1), or None; raise BadParameter if it is wrong."""
     from ..base.units import parse_size
 
     try:

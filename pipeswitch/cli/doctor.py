@@ -142,7 +142,7 @@ def _cuda_device(config: DeviceConfig, name: str) -> list[Finding]:
 
 
 def _cuda_advice(test: str) -> str:
-    """Return the advice for a failed test; often a simpler method serves meanwhile."""
+    """Return the advice for a failed test. Often the server can use a simpler method."""
     if test == "ipc":
         return "daemon and workers need one IPC and PID namespace: in a container --ipc=host"
     if test == "memory":
@@ -224,7 +224,7 @@ def _ports(config: Config) -> list[Finding]:
 
 
 def _copy_speed() -> list[Finding]:
-    """Measure the fastest of a few copies on one thread, the limit of the cpu device's link."""
+    """Measure how fast one thread copies (the best of a few times), which limits the cpu device."""
     import numpy as np
 
     source = np.ones(COPY_BYTES, dtype=np.uint8)

@@ -1,4 +1,4 @@
-"""``plan --train``: activations of a script's steps, and the cost of several limits on them."""
+"""``plan --train``: activations of a script's steps, and the cost of several memory limits."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def report(entry: str, measured: Measured, budget_bytes: int | None) -> dict[str
 
 
 def _least_bytes(measured: Measured, needed: int) -> int:
-    """Return the smallest budget in bytes into which some plan fits, to a KiB."""
+    """Return the smallest budget into which some plan fits, in bytes, rounded to a KiB."""
     low, high = 0, -(-needed >> 10)
     while low < high:
         middle = (low + high) // 2

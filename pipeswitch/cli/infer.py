@@ -1,4 +1,4 @@
-"""The ``infer`` verb: inputs from files or random, one or many requests, and their timing."""
+"""The ``infer`` verb: random inputs or those of files, one or many requests, and their timing."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ if TYPE_CHECKING:  # a command starts faster without these imports
 IMAGENET_MEAN: Final = (0.485, 0.456, 0.406)
 IMAGENET_STD: Final = (0.229, 0.224, 0.225)
 IMAGE_SUFFIXES: Final = (".jpg", ".jpeg", ".png", ".webp", ".bmp")
-MOST_TEXTS: Final = 16  # texts of a result to print
+MOST_TEXTS: Final = 16  # maximum number of texts of a result to print
 SIDE: Final = 224  # image side in pixels, if the model accepts it
 RESIZE_OVER_CROP: Final = 256 / 224  # ratio of the resized shorter side to the crop
 _RATE: Final = re.compile(r"(?:(poisson|constant):)?([0-9]+(?:\.[0-9]+)?|\.[0-9]+)")
@@ -208,7 +208,7 @@ def _save(path: str, outputs: dict[str, Any]) -> str:
 
 
 def load_inputs(path: str | None, signature: Signature, seed: int) -> Any:
-    """Return a request's inputs, random ones if there is no file.
+    """Return a request's inputs; random ones if ``path`` is None.
 
     ``.npy`` is one array, ``.npz`` has inputs by name. An image is resized, cropped and normalised
     for torchvision's classifiers, and repeated to the model's smallest batch. If the only input is
@@ -327,7 +327,7 @@ def run_requests(
     *,
     is_paced: bool,
 ) -> list[RequestOutcome]:
-    """Send a request at each of these times, or if not paced each after the previous result.
+    """Send a request at each time in ``dues_s``; if not paced, each after the previous result.
 
     Paced times are fixed in advance (an open loop), so a slow result does not delay the next
     request, and the time in the server's queue is visible. Return fewer outcomes after Ctrl-C.

@@ -21,7 +21,7 @@ FIRST_LOOK_S: Final = 1.0
 
 
 class ScriptCommand(click.Command):
-    """Command whose script has its own options, after ``--``; before it they are refused."""
+    """Command for a script. The script's own options must come after ``--``."""
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         try:
@@ -92,7 +92,7 @@ def train(
             )
         for task in tasks:
             with contextlib.suppress(TimeoutError):
-                task.wait(FIRST_LOOK_S)  # report one that fails at once, e.g. lacks an argument
+                task.wait(FIRST_LOOK_S)  # report a job that fails at once, e.g. without an argument
 
 
 @click.group(cls=common.Group, invoke_without_command=True)

@@ -55,7 +55,7 @@ class Cli(Group):
 
 
 def _open_standard_streams() -> None:
-    """Open /dev/null for each closed stream (``>&-``); else the next file would get its text."""
+    """Open /dev/null for each closed stream (``>&-``), so that no other file gets its text."""
     while (descriptor := os.open(os.devnull, os.O_RDWR)) <= 2:
         os.set_inheritable(descriptor, True)
     os.close(descriptor)

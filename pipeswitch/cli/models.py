@@ -317,7 +317,7 @@ def _converted(source: str, signature: dict[str, Any], stack: contextlib.ExitSta
 
 
 def _model_verb(verb: str, done: str, help_text: str) -> click.Command:
-    """Return a command with a model's name as argument; these differ only in name and help."""
+    """Return a command for a model; these commands differ only in name and help."""
 
     @click.command(verb, help=help_text)
     @common.name_argument

@@ -1,4 +1,4 @@
-"""Address of the server's web page with the owner's token, and its opening in a browser."""
+"""Web page of the server: its address with the owner's token, and a browser that opens it."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any, Final
 from ..base.errors import PermissionDenied, PipeSwitchError
 
 VERB: Final = {"page": "ui", "chat": "chat NAME --http URL"}
-OPENER: Final = "ui.html"  # file in the state directory, beside the token
+OPENER: Final = "ui.html"  # file in the state directory, next to the token's file
 LEADS_ON: Final = """<!doctype html>
 <meta charset="utf-8"><meta name="referrer" content="no-referrer">
 <meta http-equiv="refresh" content="0; url={url}">

@@ -1,4 +1,4 @@
-"""Output of ``profile`` and ``plan``: a short measurement, and predictions for an arena."""
+"""Output of ``profile`` and ``plan``: a measurement's summary, and predictions for an arena."""
 
 from __future__ import annotations
 

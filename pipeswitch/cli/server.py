@@ -28,7 +28,7 @@ from .common import (
     watch_option,
 )
 
-PING_AGAIN_S: Final = 0.1  # interval of attempts of ping --wait
+PING_AGAIN_S: Final = 0.1  # interval between the attempts of ping --wait
 RATE_LOOKS: Final = 10  # number of samples that top keeps
 EXIT_WAIT_S: Final = 30.0  # maximum time from a server's last reply to its exit
 
@@ -138,7 +138,7 @@ def serve(path: str | None, no_http: bool, **flags: Any) -> None:
 
 
 def _flag_tree(flags: Mapping[str, Any], *, no_http: bool = False) -> dict[str, Any]:
-    """Return flags ``SECTION__KEY`` as a tree like the file's; a flag that is None is not given."""
+    """Return flags ``SECTION__KEY`` as a tree like the file's, without those that are None."""
     tree: dict[str, Any] = {"gateway": dict.fromkeys(("http", "grpc"), "off") if no_http else {}}
     for name, value in flags.items():
         section, _, key = name.partition("__")

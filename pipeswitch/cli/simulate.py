@@ -50,7 +50,7 @@ from .common import EXIT_INTERRUPTED, check_folder, checked_plot, connected, jso
 
 FUNCTIONS: Final = "azure_functions_2019_100fn_invocations.csv"
 SERVICES: Final = ("azure_llm_2023_code_15min.csv", "azure_llm_2023_conv_15min.csv")
-SPEED_UPS: Final = {"azure": 20.0}  # other traces: 1
+SPEED_UPS: Final = {"azure": 20.0}  # factor by which a trace is sped up; others: 1
 MAX_NUMBER: Final = 1e9  # no useful value is larger; a product of three such numbers stays finite
 MAX_FILE_BYTES: Final = 256 << 20
 RANDOM_BYTES: Final = 200 * MIB  # median size of random models
@@ -73,10 +73,10 @@ OF_JOBS: Final = (
 )
 OF_NODES: Final = ("nodes", "moved_bytes", "failures", "resent", "placed_per_s")
 JOB: Final = "NAME:STEPS:STEP:MEMORY[@AT]"
-REQUESTS: Final = 200_000  # default for a cluster: takes some minutes
+REQUESTS: Final = 200_000  # default number for a cluster, which takes some minutes
 
 
-Run = tuple[str, Setting, Outcome, dict[str, Any]]  # label of the memory, ..., placement's counters
+Run = tuple[str, Setting, Outcome, dict[str, Any]]  # str: memory label; dict: placement's counters
 
 
 class _Row(msgspec.Struct, forbid_unknown_fields=True):
@@ -90,7 +90,7 @@ class _Row(msgspec.Struct, forbid_unknown_fields=True):
 
 @dataclass(frozen=True)
 class Hardware:
-    """A device's link, and its computing time relative to the device of the measured times."""
+    """A device's link, and its computing time relative to the device that was measured."""
 
     name: str
     link: Link
@@ -215,7 +215,7 @@ def simulate(trace: str, as_json: bool, **options: Any) -> None:
 
 @contextlib.contextmanager
 def _ends_all_the_same() -> Iterator[None]:
-    """Run policies, which may hang or catch an interrupt; exit at either."""
+    """Run policies within the block; end the process if one hangs, or at an interrupt."""
 
     def leave(*_: object) -> None:
         Console(stderr=True).show_cursor()  # the progress bar hides it
@@ -576,7 +576,7 @@ def _served() -> list[PaperModel]:
 
 
 def _assigned(known: Sequence[PaperModel], names: Sequence[str], count: int) -> list[PaperModel]:
-    """Return a model for each model of the trace: by name if it has names, else in turn."""
+    """Return a model for each model of the trace: by name if the trace has names, else in turn."""
     by_name = {model.name: model for model in known}
     if names and any(name in by_name for name in names):
         for name in names:
@@ -655,7 +655,7 @@ def _share(text: object) -> float:
 
 
 def _shares(percents: Sequence[int], sizes: Mapping[str, int]) -> list[str]:
-    """Return the shares for ``--memory``; a share that is too small becomes the smallest valid."""
+    """Return the shares for ``--memory``; raise small ones to the smallest valid one."""
     largest, least = _least(sizes)
     for percent in percents:
         if percent < least:
@@ -689,7 +689,7 @@ def _memory(text: str, sizes: Mapping[str, int]) -> tuple[str, int]:
 
 
 def _load(models: Sequence[PaperModel], requests: Sequence[arrivals.Arrival]) -> float:
-    """Return the computing time of all requests, without prompts, over the trace's length."""
+    """Return the total computing time of the requests, without prompts, per ms of the trace."""
     length_ms = requests[-1].at_ms - requests[0].at_ms if requests else 0.0
     took_ms = sum(models[a.model % len(models)].compute_ms * a.tokens for a in requests)
     return took_ms / length_ms if length_ms else math.inf

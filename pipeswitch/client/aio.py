@@ -1,4 +1,4 @@
-"""``AsyncClient``: verbs of ``Client`` for asyncio. A client's background thread does the I/O."""
+"""``AsyncClient``: the verbs of ``Client`` as coroutines. A background thread does the I/O."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ class AsyncClient(AsyncVerbs[Client]):
             await asyncio.to_thread(answer.close)
 
     def prefetch(self, model: str) -> None:
-        """Hint to the server that requests for ``model`` follow."""
+        """Hint to the server that requests for ``model`` will follow."""
         self._awaits.prefetch(model)
 
     async def train(self, entry: str | os.PathLike[str], **options: Any) -> AsyncTask:
@@ -108,7 +108,7 @@ class AsyncClient(AsyncVerbs[Client]):
 
 
 class AsyncRequestSequence(AsyncWrapper[RequestSequence]):
-    """Sequence that ``AsyncClient.sequence`` returns."""
+    """Sequence of requests, as ``AsyncClient.sequence`` returns it."""
 
     infer = as_async(RequestSequence.infer)
     close = as_async(RequestSequence.close)

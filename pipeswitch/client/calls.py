@@ -1,4 +1,4 @@
-"""Protocol of one connection: hello, table of calls, retries, and a new link after a break.
+"""Protocol of one connection: hello, table of calls, retries, and a new link when one breaks.
 
 Two subclasses do the I/O: ``connection`` for threads and ``looped`` for an event loop. They call
 ``_receive`` when the link can be read, and ``_poll`` at the time ``_poll_at_s``. Only one thread at
@@ -41,9 +41,9 @@ logger = logging.getLogger(__name__)
 AnyLink: TypeAlias = "StreamLink | ZmqLink"
 
 AGAIN_S: Final = 0.05  # interval of attempts to connect while nobody listens
-MIN_DEADLINE_MS: Final = 0.001  # smallest deadline sent for a call that waited
-MAX_TRIES: Final = 3  # tries of a safe call over broken connections
-MAX_WAIT_S: Final = 2_000_000.0  # a poll counts ms in 31 bits; a longer wait has no end
+MIN_DEADLINE_MS: Final = 0.001  # sent for a call whose deadline passed while it waited
+MAX_TRIES: Final = 3  # maximum number of times that a safe call is sent while connections break
+MAX_WAIT_S: Final = 2_000_000.0  # longest wait in seconds, because a poll takes its ms as 31 bits
 
 
 class FinalReply(msgspec.Struct, frozen=True, kw_only=True):
@@ -51,13 +51,13 @@ class FinalReply(msgspec.Struct, frozen=True, kw_only=True):
 
     request_id: str
     body: dict[str, Any]
-    timing: RequestTiming | None = None  # only for an inference
+    timing: RequestTiming | None = None  # None if the request was not an inference
     outputs: tuple[WireTensor, ...]
     frames: Sequence[Any]  # buffers that keep the received message alive
 
 
 def as_wait_s(timeout_s: float | None) -> float | None:
-    """Return a caller's timeout as seconds to wait, or None to wait for ever.
+    """Return a caller's timeout in seconds. None, or more than ``MAX_WAIT_S``, becomes None.
 
     Raises:
         InvalidInput: the timeout is not a number.
@@ -77,7 +77,7 @@ class Call(msgspec.Struct, kw_only=True, eq=False):
     """Request that waits for its answer."""
 
     header: dict[str, Any]  # fields of RequestHeader, without the session
-    future: Any = None  # the subclass's kind; None: the next three fields are used
+    future: Any = None  # of the subclass's kind; None: the next three fields have the outcome
     is_over: bool = False
     value: Any = None
     error: Exception | None = None
@@ -93,7 +93,7 @@ class Call(msgspec.Struct, kw_only=True, eq=False):
 class Calls:
     """Unanswered calls, and the link that carries them."""
 
-    _waits_for_server = True  # keep trying while nobody listens at the address
+    _waits_for_server = True  # True: retry while no server listens at the address
 
     def __init__(
         self,
@@ -108,8 +108,8 @@ class Calls:
         timeout_s: how long a server may take to answer the first hello.
         watcher: reports when the link can be read or written.
         shared_memory: use shared memory with an ``ipc://`` server.
-        return_s: after a broken connection, time to wait for a server that listens but does not
-            answer, if it is longer than ``timeout_s``.
+        return_s: how long to wait, after a connection broke, for a server that listens but does
+            not answer; ``timeout_s``, if that is longer.
         """
         self._return_s = return_s
         self._may_share = shared_memory and address.startswith("ipc://")
@@ -117,7 +117,7 @@ class Calls:
         self._timeout_s = MAX_WAIT_S if wait_s is None else wait_s
         self.address = address
         self._watcher = watcher
-        self._calls: dict[str, Call] = {}  # by request id, oldest first
+        self._calls: dict[str, Call] = {}  # request id -> call, oldest first
         self._prefix = secrets.token_hex(4)
         self._numbers = itertools.count(1)
         self._link: AnyLink | None = None
@@ -181,7 +181,7 @@ class Calls:
             self._due(at_s)
 
     def _send(self, link: AnyLink, call: Call) -> None:
-        """Send a call, or fail one that is too large, for which the server would disconnect."""
+        """Send a call. If it is too large, fail it, because the server would disconnect."""
         size_bytes, limit_bytes = sum(map(len, call.frames)), link.facts.get("max_message_bytes")
         if isinstance(limit_bytes, int) and size_bytes > limit_bytes:
             text = f"{call.header['op']}: {size_bytes} bytes exceed the limit of {limit_bytes}"
@@ -199,12 +199,12 @@ class Calls:
     @staticmethod
     def _transmit(link: AnyLink, fields: dict[str, Any], frames: Sequence[Any]) -> None:
         header = RequestHeader(**fields, session=link.session)
-        encoder.encode_into(header, packed := bytearray())  # like ``encode_header``
+        encoder.encode_into(header, packed := bytearray())  # as ``encode_header`` does
         parts = [MAGIC, bytes(packed), *frames]
         link.send(parts, header.id, may_share=header.op == "infer")
 
     def _cancel(self, request_id: str) -> None:
-        """Forget a call, so that its reply is dropped, and cancel it on the server."""
+        """Drop a call and its later reply, and cancel its request on the server."""
         call = self._calls.pop(request_id, None)
         if call is not None and call.is_sent:
             self._tell(self._header("cancel", "", {"id": request_id}))
@@ -248,7 +248,7 @@ class Calls:
         self._due(self._began_s + self._timeout_s)
 
     def _absent(self) -> None:
-        """Schedule another attempt, as nobody listens now; fail all calls if it is too late."""
+        """Schedule another attempt, as no server listens; if the search is over, fail all calls."""
         if self._waits_for_server and time.monotonic() < self._gives_up_at_s():
             self._due(time.monotonic() + AGAIN_S)
         else:
@@ -257,9 +257,9 @@ class Calls:
     def _gives_up_at_s(self) -> float:
         """Return the time on the monotonic clock at which the search ends.
 
-        A first search ends ``timeout_s`` after it began. A later one ends ``timeout_s`` after a
-        server last listened at the address, but no later than ``return_s`` after it began: while
-        the address is open, the server's process lives and its gateway is restarting.
+        The first search ends ``timeout_s`` after it began. A later search ends ``timeout_s`` after
+        a server last listened, because a server that listens is only restarting its gateway. It
+        ends at the latest ``return_s`` (or ``timeout_s``, if that is longer) after it began.
         """
         if not self._was_connected:
             return self._began_s + self._timeout_s
@@ -303,8 +303,8 @@ class Calls:
             self._fail_all(errors.PipeSwitchError(reason))
 
     def _broken(self, *, was_forgotten: bool = False) -> None:
-        """Send the calls again over a new link. A sent call that is unsafe to repeat fails, unless
-        the server has forgotten this client, because then it has carried out nothing."""
+        """Send the calls again over a new link. Calls that were sent and are unsafe to repeat, or
+        were sent ``MAX_TRIES`` times, fail. If ``was_forgotten``, all are safe to repeat."""
         link = self._link
         self._shut()
         if link is not None and not link.session:

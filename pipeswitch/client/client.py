@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from .generation import GenerationStream
 
 CONNECT_TIMEOUT_S: Final = 2.5
-LOG_WAIT_S: Final = 0.5  # how long a followed log waits for an event before it is read again
+LOG_WAIT_S: Final = 0.5  # after this time without an event, ``logs`` reads the log again
 
 
 class Client(Verbs):
@@ -62,7 +62,7 @@ class Client(Verbs):
     ``PermissionDenied`` if the server does not know the key.
 
     If OpenTelemetry is set up before the client is created (a tracer provider, or an exporter in
-    the ``OTEL_…`` variables), each inference is a span below the caller's current one.
+    the ``OTEL_…`` variables), each inference is a child of the caller's current span.
     """
 
     def __init__(
@@ -91,7 +91,7 @@ class Client(Verbs):
                 self.address, timeout_s, keys, shared_memory=shared_memory, return_s=RETURN_S
             )
         self._tracer = open_tracer()
-        self.tokenizers: dict[str, Any] = {}  # language models' tokenizers, by the program's digest
+        self.tokenizers: dict[str, Any] = {}  # digest of a language model -> its tokenizer
         self._subscriptions: weakref.WeakSet[Subscription] = weakref.WeakSet()
 
     def __enter__(self) -> Client:
@@ -127,8 +127,8 @@ class Client(Verbs):
             model: registered name of the model.
             *inputs: the arguments, as the module itself takes them; or one sequence of them in
                 call order, or one mapping by name. An argument may be nested: dicts, lists, tuples,
-                dataclasses and None around arrays. Arrays are not copied: do not change them until
-                the result is there.
+                dataclasses and None around arrays. Arrays are not copied: do not change them before
+                the result arrives.
             deadline_ms: deadline, counted from now. A request that has not begun by then ends in
                 ``DeadlineExceeded``; a request that has begun to compute still gets its result.
             priority: high, normal or low; empty: the model's default.
@@ -257,7 +257,7 @@ class Client(Verbs):
         )
 
     def _step(self, model: str, *options: Any, **sequence: Any) -> Result:
-        """Send a step of a sequence. It is not safe to repeat: the server would do two steps."""
+        """Send a step of a sequence. It is unsafe to send twice: the server would do two steps."""
         request = self._request(model, *options)
         request |= {"is_safe": False, "body": {**(request["body"] or {}), **sequence}}
         future = (
@@ -321,12 +321,12 @@ class Client(Verbs):
         )
 
     def sequences(self) -> list[dict[str, Any]]:
-        """Return the sequences on the server: id, model, steps, bytes. The owner gets them all."""
+        """Return this client's sequences, for the owner all: rows with id, model, steps, bytes."""
         rows: list[dict[str, Any]] = self._ask("sequences")["sequences"]
         return rows
 
     def end_sequence(self, id: str) -> None:
-        """End a sequence and free its state, as its own client would.
+        """End a sequence and free its state, like ``close`` of the sequence itself.
 
         Raises:
             SequenceNotFound: the server keeps no sequence with this id.
@@ -334,7 +334,7 @@ class Client(Verbs):
         self._ask("sequences", body={"end": id}, is_safe=False)
 
     def prefetch(self, model: str) -> None:
-        """Hint to the server that requests for ``model`` follow. Return without a reply."""
+        """Hint to the server that requests for ``model`` will follow. Do not wait for a reply."""
         self._connection.notify("prefetch", model=model)
 
     # ---- models --------------------------------------------------------------------------------
@@ -401,7 +401,7 @@ class Client(Verbs):
             batch: batch waiting requests into one run of up to this many rows; 0: never, except a
                 language model (``generate``), which batches up to ``max_batch``. ``batching`` in
                 ``show`` says whether the last bits of a result then depend on the batch.
-            batch_delay_ms: how long a request waits for others to batch with on a free device.
+            batch_delay_ms: how long a request on a free device waits for others to batch with.
             devices: devices of the server that may serve it, by name or kind (``cuda:1``, ``cpu``);
                 empty: all devices of the same kind as the first one.
             preprocess: ``package.module:function``, which the server imports. It makes the model's
@@ -464,7 +464,7 @@ class Client(Verbs):
         local: LocalSource,
         progress: Progress | None = None,
     ) -> dict[str, Any]:
-        """Upload the local files, then send the registration. The command line calls it, too."""
+        """Upload the local files, then send the registration. The command line calls this, too."""
         body = local.send(request, self.upload, progress).body()
         future = self._connection.request(
             "register",
@@ -587,14 +587,14 @@ class Client(Verbs):
         return records
 
     def subscribe(self, *topics: str, on_news: Callable[[], None] = lambda: None) -> Subscription:
-        """Return a ``Subscription``, which describes ``on_news``. Close it when you are done."""
+        """Return a new subscription; close it after use. ``Subscription`` explains ``on_news``."""
         subscription = Subscription(self._connection.another(), topics, on_news)
         self._subscriptions.add(subscription)
         return subscription
 
 
 class Task:
-    """Handle of a training job. Rows have the keys of ``pipeswitch jobs --json``."""
+    """Handle of a training job. Its rows have the keys of ``pipeswitch jobs --json``."""
 
     def __init__(self, client: Client, name: str) -> None:
         self._client = client
@@ -608,7 +608,7 @@ class Task:
         return self._row("show")
 
     def pause(self) -> dict[str, Any]:
-        """Commit, release the device, and stay paused until ``resume``."""
+        """Pause the job until ``resume``: it commits and releases the device."""
         return self._row("pause")
 
     def resume(self) -> dict[str, Any]:
@@ -625,7 +625,7 @@ class Task:
         return self._row("cancel")
 
     def move(self, to: str) -> dict[str, Any]:
-        """Move to a device (``cpu:1``) or a node of a cluster, and continue after the last step.
+        """Move the job to a device (``cpu:1``) or a node; it continues after its last step.
 
         Raises:
             InvalidInput: there is no such device, or the job is over.
@@ -673,7 +673,7 @@ class Task:
         with contextlib.suppress(ModelNotFound):  # the job has logged nothing
             pieces = self._pieces("history")
             for line in "".join(piece["text"] for piece in pieces).splitlines():
-                with contextlib.suppress(ValueError):  # cut off by a worker's death
+                with contextlib.suppress(ValueError):  # a line that a worker's death cut off
                     row = json.loads(line)
                     rows.setdefault(row["step"], {}).update(row)
         return [rows[step] for step in sorted(rows)]
@@ -683,7 +683,7 @@ class Task:
 
         The names are those of the model's ``state_dict()``. If a job trains several models, each
         name begins with the model's key in ``job.steps(model={…})``. With ``part``, only that
-        key's model is written, without the key. ``persisted_step`` is the commit's step.
+        key's model is written, without the key. The row's ``persisted_step`` is the commit's.
 
         Raises:
             InvalidInput: the job has no commit or no such part.
@@ -697,7 +697,7 @@ class Task:
         with tempfile.NamedTemporaryFile(dir=target.parent, prefix=f".{target.name}-") as file:
             digest = ""
             for piece in self._pieces("state"):
-                if piece["digest"] != digest:  # the first piece, or one of a newer commit
+                if piece["digest"] != digest:  # the first piece, or the first of a newer commit
                     digest = piece["digest"]
                     file.truncate(file.seek(0))
                 file.write(piece["data"])
@@ -708,7 +708,7 @@ class Task:
         return row
 
     def remove(self) -> dict[str, Any]:
-        """Delete everything that the server keeps of the job, which must be over."""
+        """Delete everything that the server stores about the job. The job must be over."""
         return self._row("rm")
 
     def _pieces(self, kind: str, offset: int = 0) -> Iterator[dict[str, Any]]:
@@ -733,7 +733,7 @@ FINAL_JOB_STATES: Final = frozenset({"done", "failed", "cancelled", "expired"})
 
 
 def _refuse_bad_syntax(path: str) -> None:
-    """Raise InvalidInput for a syntax error; accept a script that only the server can read."""
+    """Raise InvalidInput if a script has a syntax error; accept one that only the server reads."""
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
@@ -772,7 +772,7 @@ def _arguments(inputs: tuple[Any, ...], named: Mapping[str, Any]) -> Any:
     """Return the arguments of a call by position and by name.
 
     Raises:
-        InvalidInput: one sequence or mapping already has all arguments, but others are named.
+        InvalidInput: a sequence or mapping holds all arguments, but some are also passed by name.
     """
     if not named and all(hasattr(value, "dtype") for value in inputs):
         return inputs

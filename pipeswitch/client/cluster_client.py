@@ -1,9 +1,9 @@
 """Connection to a cluster as if it were one server: a cached table, and a connection to each node.
 
-The client gets the table from placement, the actor that places models, through Ray. A request goes
-directly to a node's port, as from a client of that server. If the node does not answer or no longer
-has the model, the request goes to the other nodes in the table that hold the model, and then to the
-nodes in placement's newest table. Each address is tried once."""
+Placement, a Ray actor, decides which nodes hold a model, and the client caches its table. A request
+goes directly to a node's port, like one to a single server. If the node does not answer or no
+longer has the model, the request goes to the other holders in the table, and then to those in
+placement's newest table. Each address is tried once."""
 
 from __future__ import annotations
 
@@ -32,14 +32,14 @@ SCHEME: Final = "ray://"
 NAMESPACE: Final = "pipeswitch"
 PLACEMENT: Final = "placement"
 NODE: Final = "node:"  # prefix of a node actor's name
-LOOK_S: Final = 1.0  # interval of looking again for a node with the job or the model
+LOOK_S: Final = 1.0  # interval between two searches for the node of a job or a model
 ASK_S: Final = 20.0  # time limit of a call to placement
 FRESH_S: Final = 5.0  # age at which the table is fetched again, as nodes may have joined
 _RAY: Final = threading.RLock()  # a process has only one Ray connection
 
 
 def need_ray() -> None:
-    """Raise ConfigError if Ray is not installed, or is set to accept everyone."""
+    """Raise ConfigError if Ray is not installed, or if its authentication is turned off."""
     if importlib.util.find_spec("ray") is None:
         raise errors.ConfigError("a cluster needs Ray", hint="pip install 'pipeswitch[ray]'")
     if os.environ.get("RAY_AUTH_MODE", "token") != "token":
@@ -49,10 +49,10 @@ def need_ray() -> None:
 
 
 def connect_ray(address: str = "auto") -> Any:
-    """Return the ``ray`` module, connected to ``address`` (Ray's own; ``auto``: this machine's).
+    """Return the ``ray`` module, connected to ``address`` (``auto``: this machine's Ray).
 
     Raises:
-        ConfigError: Ray is not installed, or is set to accept everyone.
+        ConfigError: Ray is not installed, or its authentication is turned off.
         ServerUnavailable: no Ray runs there.
     """
     need_ray()
@@ -73,8 +73,8 @@ def connect_ray(address: str = "auto") -> Any:
 
 @contextlib.contextmanager
 def connected_ray(address: str) -> Iterator[Any]:
-    """Connect to Ray within the block only: Ray ends the process of a client that is connected when
-    Ray's head dies. If the program already uses Ray itself, keep its connection."""
+    """Connect to Ray within the block only, because Ray ends the processes of connected clients
+    when its head dies. If the program already uses Ray itself, keep its connection."""
     with _RAY:
         loaded = sys.modules.get("ray")
         was_there = loaded is not None and loaded.is_initialized()
@@ -133,7 +133,7 @@ class Members:
             self._address = address
         self._timeout_s = timeout_s
         self._lock = threading.RLock()  # guards the table and the connections
-        # The key has the address, because another server may get a node's port later.
+        # The key is not the node's name, because another server may get the node's port later.
         self._connections: dict[NodeAddress, Connection] = {}
         self._table = Table()
         self._asked_at_s = self._learnt_at_s = 0.0
@@ -147,7 +147,7 @@ class Members:
             connection.close()
 
     def _ask(self, verb: str = "", *args: Any) -> Any:
-        """Call a verb of placement, if given, and store placement's table; return the answer."""
+        """Call a verb of placement if one is given, store its table, and return the answer."""
         with connected_ray(self._address) as ray:
             placement = placement_of(ray)
             limit_s = ASK_S if verb in ("report_unreachable", "home", "is_alive") else None
@@ -160,7 +160,7 @@ class Members:
 
     def _take(self, facts: dict[str, Any]) -> None:
         """Store a table unless a newer one is stored."""
-        # The sender names its own node, but a client has no node of its own.
+        # ``here`` is the sender's own node; a client runs on no node.
         table = msgspec.convert({**facts, "here": ""}, Table)
         with self._lock:
             self._asked_at_s = self._learnt_at_s = time.monotonic()
@@ -169,7 +169,7 @@ class Members:
                 self._balance.learn(table.loads, self._asked_at_s)
 
     def _learn(self) -> None:
-        """Query a node for the newest table, which placement sends to all nodes; do not wait."""
+        """Request placement's newest table from a node, which has a copy; do not wait for it."""
         with self._lock:
             self._learnt_at_s = time.monotonic()  # set first, so that only one thread asks
             known = self._connections.copy()
@@ -184,7 +184,7 @@ class Members:
             self._take(answer.result().body)
 
     def _node_of(self, model: str) -> str:
-        """Return the node that serves a model; query placement if the table names none.
+        """Return the node for a model's request; query placement if the table has none.
 
         Raises:
             ModelNotFound: no node has the model.
@@ -221,7 +221,7 @@ class Members:
             return connection
 
     def _again(self, failover: Failover, node: str, model: str) -> str:
-        """Return another node that serves a model, and make it the node of the next requests.
+        """Return another node that serves a model, and use it for this client's next requests.
 
         Raises:
             PipeSwitchError: the last node's error, because no other node is left.
@@ -243,14 +243,14 @@ class Members:
 
 
 class ClusterVerbs(Members):
-    """Verbs that concern several nodes, or a node that the table does not name yet."""
+    """Verbs that go to several nodes, or to a node that is not in the table yet."""
 
     def __init__(self, address: str, timeout_s: float) -> None:
-        self._home = ""  # node for this client's files, until each belongs to a model
-        self._files: dict[str, str] = {}  # by digest, the node that has the file
+        self._home = ""  # node for new uploads while ``_waiting`` is not empty
+        self._files: dict[str, str] = {}  # ``put:DIGEST`` of a file -> node that has the file
         self._waiting: set[str] = set()  # uploaded files that belong to no registered model yet
         self._choosing = threading.Lock()  # guards the three fields above
-        self._began: dict[str, str] = {}  # by sequence, the node on which it began
+        self._began: dict[str, str] = {}  # sequence id -> node on which the sequence began
         super().__init__(address, timeout_s)
 
     def _verb(self, op: str) -> Callable[..., Any]:
@@ -287,7 +287,7 @@ class ClusterVerbs(Members):
         return _reply({**reply.body, "notes": [*reply.body.get("notes", ()), *missed]})
 
     def _of_holders(self, op: str, model: str, options: dict[str, Any]) -> Any:
-        """Send the verb to every holder that answers, because requests may go to any of them."""
+        """Send the verb to all nodes that hold the model, as its requests may go to any of them."""
         node, reply = self._node_of(model), None
         for one in self._table.holders.get(model, (node,)):
             with contextlib.suppress(*ELSEWHERE):
@@ -303,7 +303,7 @@ class ClusterVerbs(Members):
         return reply
 
     def _all(self, op: str, **options: Any) -> dict[str, dict[str, Any]]:
-        """Return each living node's answer by name; if a node is silent, try a newer table once."""
+        """Return answers by node name; if a node does not answer, try a newer table once."""
         options["is_safe"] = True
         if time.monotonic() > self._asked_at_s + FRESH_S:
             self._ask()
@@ -424,7 +424,7 @@ class ClusterConnection(ClusterVerbs):
 
     def notify(self, op: str, *, model: str = "") -> None:
         node = self._table.models.get(model)
-        with contextlib.suppress(errors.ServerUnavailable):  # there is no answer that could fail
+        with contextlib.suppress(errors.ServerUnavailable):  # nobody waits for an answer
             if node is not None:
                 self._to(node).notify(op, model=model)
 

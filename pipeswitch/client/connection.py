@@ -1,9 +1,9 @@
 """Connection of the SDK for many concurrent calls, and the threads that do its I/O.
 
-The thread that holds the *role* owns the link and the table of calls (``calls``). The background
-thread holds the role while calls are under way, and then releases it. A thread that makes a call
-and waits for it (``call``) takes a free role and does the I/O itself, which saves two thread
-switches for each request.
+Only the holder of the *role*, which is a lock, may use the link and the table of calls (``calls``).
+The background thread holds the role while calls are under way. If the role is free, a thread that
+waits for its own call (``call``) takes it and does the I/O itself, which saves two thread switches
+for each request.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ class Connection(Calls):
         return_s: float = 0.0,
     ) -> None:
         """Start the background thread, which connects. ``Calls`` explains the arguments."""
-        self._context: Any = None  # libzmq's context, only with keys
+        self._context: Any = None  # libzmq's context; None without keys
         self._poller: Any = select.poll()
         if keys is not None:
             import zmq
@@ -84,17 +84,17 @@ class Connection(Calls):
         self._posts: deque[Callable[[], None]] = deque()
         self._poller.register(self._wake, select.POLLIN)
         self._is_closing = False
-        # Guards _is_closing against late posts. It is reentrant: the garbage collector may delete a
-        # stream in a thread that holds the lock, which cancels the stream's request.
+        # Prevents posts after ``_is_closing`` is set. Reentrant: while a thread holds the lock,
+        # the garbage collector may delete a stream there, which posts a cancellation.
         self._lock = threading.RLock()
-        self._role = threading.Lock()  # its holder owns socket, link, poller and calls
+        self._role = threading.Lock()  # its holder may use socket, link, poller and calls
         self._holder = 0  # ident of the thread that holds the role; 0: none
         self._needed = threading.Event()  # set when the background thread must take the role
         self._thread = threading.Thread(target=self._run, name="pipeswitch-client", daemon=True)
         self._thread.start()
 
     def another(self) -> Connection:
-        """Return a connection to the same server, as the same client, without shared memory."""
+        """Return a connection to the same server, with the same keys, without shared memory."""
         return Connection(
             self.address, self._timeout_s, self.keys, shared_memory=False, return_s=self._return_s
         )
@@ -104,7 +104,7 @@ class Connection(Calls):
     def request(self, op: str, **options: Any) -> Future[Any]:
         """Send a request and return a future for ``convert(reply)``.
 
-        ``options`` are those of ``Calls._call``. The thread that does the I/O runs the callbacks.
+        ``options`` are those of ``Calls._call``. The future's callbacks run in the I/O thread.
         """
         self._check_process()
         call = self._call(op, **options)
@@ -169,7 +169,7 @@ class Connection(Calls):
     def close(self) -> None:
         """Stop the background thread; calls without a reply end in Cancelled. Idempotent.
 
-        In a future's callback it does not wait for the thread to stop.
+        If a future's callback calls it, it does not wait for the thread to stop.
         """
         if os.getpid() != self._pid:
             return  # the socket and the thread belong to the parent
@@ -225,7 +225,7 @@ class Connection(Calls):
             self._needed.clear()
         with self._holding():
             self._fail_all(errors.Cancelled("the client was closed"), CLOSE_FLUSH_MS)
-        with self._lock:  # ``close`` writes to it under the lock
+        with self._lock:  # ``close`` writes to the eventfd under the lock
             os.close(self._wake)
         if self._context is not None:
             self._context.term()
@@ -247,8 +247,8 @@ class Connection(Calls):
     def _turn(self) -> None:
         """Do one round of I/O as the role's holder; block until something happens.
 
-        The order matters: receive, check the connection, send. So no reply is lost, and no call
-        goes out on a connection that is known to be broken.
+        The order is: receive, check the connection, send. So no reply is lost, and no call is sent
+        over a connection that is known to be broken.
         """
         if self._posts:
             wait_ms: int | None = 0

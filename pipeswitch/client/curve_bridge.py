@@ -1,4 +1,4 @@
-"""Link to a server that requires keys, over libzmq with CURVE. Imported only if there are keys."""
+"""Link to a server that requires keys, over libzmq with CURVE. Imported only with keys."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from ..wire import sockets
 from ..wire.curve_keys import ClientKeys
 from .links import MAX_REPLY_BYTES, ServerLink, Watcher
 
-MAX_EVENTS: Final = 16  # events of a connection that are read at once
-MAX_BROKEN_HANDSHAKES: Final = 3  # in a row; a server that restarts breaks off fewer
+MAX_EVENTS: Final = 16  # maximum number of connection events that are read at once
+MAX_BROKEN_HANDSHAKES: Final = 3  # in a row; a restarting server breaks off fewer handshakes
 _CUT_S: Final = 0.9 * sockets.HANDSHAKE_LIMIT_MS / 1000.0
 _CONNECTED: Final = int(zmq.EVENT_CONNECTED)
 _SHAKEN: Final = int(zmq.EVENT_HANDSHAKE_SUCCEEDED)
@@ -54,12 +54,12 @@ class ZmqLink(ServerLink):
 
     @staticmethod
     def open(context: zmq.Context[Any], address: str, hello_id: str, keys: ClientKeys) -> ZmqLink:
-        """Open the link; raise OSError if ``address`` is not an address."""
+        """Open the link; raise OSError if ``address`` is malformed."""
         sock = sockets.make_dealer(context, MAX_REPLY_BYTES, keys)
         monitor = sock.get_monitor_socket(_CONNECTED | _SHAKEN | _ENDED | sum(REFUSALS))
         link = ZmqLink(sock=sock, monitor=monitor, address=address, hello_id=hello_id)
-        # IPv6 only for numeric IPv6 addresses. A name with both kinds, like ``localhost``, could
-        # otherwise lead to an address on which the server does not listen.
+        # Use IPv6 only for numeric IPv6 addresses. A name like ``localhost`` may also have an IPv6
+        # address, on which the server does not listen.
         sock.setsockopt(zmq.IPV6, int("[" in address))
         try:
             sock.connect(address)
@@ -88,7 +88,7 @@ class ZmqLink(ServerLink):
             self.sock.send_multipart(parts, sockets.DONTWAIT, copy=not is_large)
 
     def messages(self) -> Iterator[Sequence[Any]]:
-        """Yield messages like ``StreamLink``, all of them before the error of a lost connection.
+        """Yield messages, like ``StreamLink``; then raise an error if the connection is lost.
 
         If a connection was never made, libzmq retries on its own. A refusal ends the link, because
         a retry would be refused, too.

@@ -1,4 +1,4 @@
-"""Text from a language model, token by token, from the replies to one request."""
+"""Client's side of a generation: tokens and text from the replies to one request."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ from ..wire.request_timing import RequestTiming
 class GenerateRequest:
     """One request of verb ``generate``, for ``Calls``.
 
-    Each reply's tokens are added to the request's body. So if the request is sent again, to this
-    server or another, the answer continues after them.
+    Each reply's tokens are added to the request's body. If the request is sent again, to this
+    server or another, the answer therefore continues after these tokens.
     """
 
     def __init__(
@@ -75,8 +75,8 @@ class GenerationStream(Iterator[Token]):
         self, answer: OutputProcessor, begin: Callable[[Callable[[Mapping[str, Any]], None]], Any]
     ) -> None:
         """Args:
-        begin: sends the request and returns the future of the final reply; another thread passes
-            each reply's body to the callable that ``begin`` gets.
+        begin: sends the request and returns the future of the final reply. In another thread, each
+            reply's body is passed to the callable that ``begin`` gets.
         """
         self._answer = answer
         self._came: deque[Token] = deque()
@@ -86,7 +86,7 @@ class GenerationStream(Iterator[Token]):
         self.first_token_ms = 0.0
         self.timing: RequestTiming | None = None
         self.usage: dict[str, Any] = {}
-        put = self._replies.put  # refers to the queue only, so that a dropped stream is deleted
+        put = self._replies.put  # no reference to this stream, so that an unused one is deleted
         self._future = begin(put)
         self._future.add_done_callback(lambda _: put(None))
         self._wait()  # the first reply says that the server accepted the request
@@ -135,7 +135,7 @@ class GenerationStream(Iterator[Token]):
             raise
         for token, *chance in zip(body.get("tokens", ()), *chances_in(body), strict=True):
             self._came.append(Token(token, self._answer.push(token), *chance))
-            if self._answer.reason is not None:  # the server knows no stop strings and would go on
+            if self._answer.reason is not None:  # at a stop string; the server does not know these
                 self.close()
                 return
 
@@ -165,7 +165,7 @@ def generated(
     max_new_tokens: int,
     **sampling: Any,
 ) -> GenerationStream:
-    """Begin an answer, like ``Client.generate``."""
+    """Begin a generation and return its stream; see ``Client.generate``."""
 
     def facts_with(*, tokenizer: bool, version: int = version) -> LanguageModelConfig:
         body = {"version": version, "tokenizer": tokenizer}
@@ -201,7 +201,7 @@ def generated(
 
 
 def chances_in(body: Mapping[str, Any]) -> list[list[Any]]:
-    """Return log probabilities from a reply: a list for its tokens, and one for the likeliest."""
+    """Return lists of the tokens' log probabilities and of their likeliest tokens; [] if none."""
     if not (chances := body.get("logprobs")):
         return []
     return [[one for one, _ in chances], [[(id, own) for id, own in top] for _, top in chances]]

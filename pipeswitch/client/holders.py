@@ -1,9 +1,9 @@
 """Table of a cluster, and choice of the node that gets a model's next request. Pure.
 
 Clients and gateways of a cluster use the same table. Each counts its own requests, and gets the
-loads of all nodes once a second. From both it predicts when each holder of a model would finish a
-request. It leaves the preferred node only for a clear gain, because another node may first have to
-copy the model to its device.
+loads of all nodes once a second. From both it predicts when each node that holds a model (a holder)
+would finish a request. The request goes to the preferred node unless another holder is clearly
+faster, because that holder may first have to copy the model to its device.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ ELSEWHERE: Final = (errors.ServerUnavailable, errors.ModelNotFound, errors.Permi
 """Errors after which another node may succeed. All nodes admit the cluster's key, so a server that
 refuses it is a foreign one that now has a node's former port."""
 RETURN_S: Final = 30.0  # how long a request waits if none of its model's nodes answers
-KEEP_MS: Final = 20.0  # minimum gain for leaving the preferred node, in ms
-KEEP_SHARE: Final = 0.25  # and as a share of the predicted time on the preferred node
+KEEP_MS: Final = 20.0  # minimum gain, in ms, for which a request leaves the preferred node
+KEEP_SHARE: Final = 0.25  # minimum gain as a share of the time on the preferred node
 UNKNOWN_MS: Final = 1.0  # assumed time of a request if nothing was measured
 
 Load = tuple[float, float]
-"""Predicted milliseconds until a node has answered all accepted requests, and for one request."""
+"""Predicted ms in which a node answers all accepted requests, and ms for one more request."""
 
 
 class NodeAddress(msgspec.Struct, frozen=True):
@@ -37,16 +37,16 @@ class NodeAddress(msgspec.Struct, frozen=True):
 
     address: str
     keys: tuple[str, ...] = ()
-    gateway_keys: tuple[str, ...] = ()  # with the owner's rights; only in a gateway's table
+    gateway_keys: tuple[str, ...] = ()  # keys with the owner's rights; only in a gateway's table
 
 
 class Table(msgspec.Struct, frozen=True):
     """Placement's table: which node serves a model, and which nodes hold it."""
 
     version: int = 0
-    here: str = ""  # own node of a gateway, which needs no row in ``nodes``
+    here: str = ""  # node on which the table's gateway runs; it needs no row in ``nodes``
     nodes: dict[str, NodeAddress] = {}
-    models: dict[str, str] = {}  # by model, the node that serves it
+    models: dict[str, str] = {}  # model -> node that serves it
     holders: dict[str, list[str]] = {}
     loads: dict[str, Load] = {}
     may_come: bool = False  # a node that is gone may return
@@ -56,7 +56,7 @@ class Table(msgspec.Struct, frozen=True):
         return self.nodes[node].address if node in self.nodes else node
 
     def untried(self, model: str, tried: Collection[str] = ()) -> list[str]:
-        """Return the model's untried holders: this node first, then the serving one."""
+        """Return the holders that were not tried: ``here`` first, then the node that serves."""
         nodes = self.holders.get(model, ())
         return [
             node
@@ -74,10 +74,10 @@ def no_sequence(sequence: str) -> errors.SequenceNotFound:
 
 
 class Retry(Enum):
-    """Step that a request performs before it knows its next node."""
+    """Step that the caller performs before ``Failover.next`` can return nodes."""
 
     RENEW = 1  # fetch the newest table
-    WAIT = 2  # wait for the interval between two looks at the table
+    WAIT = 2  # wait ``look_s``, then look at the table again
 
 
 class Failover:
@@ -85,14 +85,14 @@ class Failover:
 
     The caller reports each failure with ``failed``. Then it performs the steps from ``next`` until
     ``next`` returns nodes. Each address is tried once. If the last node died, the table's other
-    holders are tried. If it lives but lacks the model, the table is renewed first.
+    holders are tried. If that node lives but lacks the model, the table is renewed first.
     """
 
     def __init__(self, model: str, options: Mapping[str, Any], now_s: float, look_s: float) -> None:
-        """Set up; ``look_s`` is the interval between two looks at the table."""
+        """Begin at ``now_s``; ``look_s`` is the interval between two looks at the table."""
         body = options.get("body") or {}
         self._model, self._look_s, self._began_s = model, look_s, now_s
-        # A later step of a sequence needs the state that its node has.
+        # Only the node on which a sequence began has the state for its later steps.
         self._bound_to = "" if body.get("start") else body.get("sequence", "")
         self._deadline_ms: float | None = options.get("deadline_ms")
         wait_s = math.inf if self._deadline_ms is None else self._deadline_ms / 1000.0
@@ -134,7 +134,7 @@ class Failover:
         return Retry.WAIT
 
     def options(self, options: dict[str, Any], now_s: float) -> dict[str, Any]:
-        """Return a request's options with the rest of its deadline."""
+        """Return a request's options with the time that is left until its deadline."""
         if self._deadline_ms is None:
             return options
         left_ms = self._deadline_ms - (now_s - self._began_s) * 1000.0
@@ -162,12 +162,12 @@ class Balance:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._outstanding: Counter[str] = Counter()  # this client's requests without an answer
+        self._outstanding: Counter[str] = Counter()  # node -> this client's unanswered requests
         self._loads: Mapping[str, Load] = {}
         self._at_s = 0.0
 
     def count(self, node: str, more: int) -> None:
-        """Count requests sent to a node, or answered by it (negative). Any thread may call this."""
+        """Add ``more`` (below 0 after an answer) to a node's unanswered requests. Thread-safe."""
         with self._lock:
             self._outstanding[node] += more
 

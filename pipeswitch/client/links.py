@@ -1,7 +1,7 @@
-"""Links to a server over a plain stream; the owner's link can also use shared memory.
+"""Links: each is one connection to a server, over a plain socket.
 
-The thread that holds the connection's role owns a link. ``curve_bridge`` has the link with keys.
-"""
+The link of the server's owner can also pass tensors through shared memory. ``Connection`` says
+which thread may use a link. ``curve_bridge`` has the link for servers that require keys."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from ..base.errors import PermissionDenied, RemoteProtocolError
 from ..wire.frames import INLINE, ZMTP, pack_table
 from ..wire.stream import SHARED_BYTES, ShmSegment, Stream, keep_alive
 
-MAX_REPLY_BYTES: Final = 1 << 32  # limit of a frame; a client trusts the server that it has chosen
+MAX_REPLY_BYTES: Final = 1 << 32  # limit of one frame; high, because a client trusts its server
 BURST_MESSAGES: Final = 16
 _BRING: Final = (
     "key= and server_key=, or PIPESWITCH_KEY and PIPESWITCH_SERVER_KEY; "
@@ -28,7 +28,7 @@ _BRING: Final = (
 
 
 class Watcher(Protocol):
-    """``select.poll``, or ``zmq.Poller`` with keys, or a substitute that uses an event loop."""
+    """Waits for descriptors: ``select.poll``, ``zmq.Poller`` (with keys) or an event loop."""
 
     def register(self, fd: Any, eventmask: int = ..., /) -> None: ...
 
@@ -37,7 +37,7 @@ class Watcher(Protocol):
 
 @dataclass(kw_only=True, eq=False)
 class ServerLink:
-    """A connection, or an attempt to connect; a broken link is replaced, not repaired."""
+    """Connection to a server, or an attempt to connect. A new link replaces a broken one."""
 
     hello_id: str
     session: str = ""
@@ -54,26 +54,25 @@ class ServerLink:
 
 @dataclass(kw_only=True, eq=False)
 class StreamLink(ServerLink):
-    """Plain socket; the owner's one requests shared memory before the first large tensor."""
+    """Link over a plain socket. With ``may_share`` it requests shared memory for large tensors."""
 
     stream: Stream
     may_share: bool
     address: str
     _poller: Watcher | None = None
     _number: int = -1  # file descriptor of the socket
-    _is_watched: bool = False  # the poller also watches for writing
+    _is_watched: bool = False  # True: the poller also waits until the socket is writable
     _has_asked: bool = False
-    _places: dict[str, dict[int, int]] = field(
-        default_factory=dict
-    )  # in the share, by request and part
-    _taken_count: int = 0  # number of the server's parts copied out of the share
+    # request id -> number of the message's part -> place in the shared memory
+    _places: dict[str, dict[int, int]] = field(default_factory=dict)
+    _taken_count: int = 0  # number of the server's parts copied out of the shared memory
 
     @staticmethod
     def open(address: str, hello_id: str, *, may_share: bool) -> StreamLink:
-        """Open a link; it may connect later or never, and then ``messages`` raises the error.
+        """Open a link without waiting. If it cannot connect, ``messages`` raises the error.
 
         Raises:
-            OSError: no server listens at an ``ipc://`` address, or ``address`` is not an address.
+            OSError: no server listens at an ``ipc://`` address, or ``address`` is malformed.
         """
         scheme, _, where = address.partition("://")
         target: Any
@@ -81,14 +80,14 @@ class StreamLink(ServerLink):
             sock, target = socket.socket(socket.AF_UNIX), where
         else:
             host, _, port = where.rpartition(":")
-            # A name with both kinds, like localhost, could lead to an address without a server.
+            # A name like localhost may have an IPv6 address, too, on which no server listens.
             family = socket.AF_INET6 if "[" in host else socket.AF_INET
             *_, target = socket.getaddrinfo(host.strip("[]"), port, family, socket.SOCK_STREAM)[0]
             sock = socket.socket(family)
             keep_alive(sock)
         try:
             sock.setblocking(False)
-            with contextlib.suppress(BlockingIOError):  # POLLOUT reports that it is connected
+            with contextlib.suppress(BlockingIOError):  # POLLOUT will report the connection
                 sock.connect(target)
         except OSError:
             sock.close()
@@ -112,7 +111,7 @@ class StreamLink(ServerLink):
     def send(self, parts: Sequence[Any], request_id: str, *, may_share: bool = False) -> None:
         """Send a message. ``may_share``: large tensors may go through the shared memory."""
         table, inline = [], []
-        places = self._places.get(request_id, {})  # staged before by ``stage``
+        places = self._places.get(request_id, {})  # places that ``stage`` has reserved
         has_large = may_share and max(map(len, parts)) >= SHARED_BYTES
         if has_large and self.may_share and not places:
             self.stage(parts[2:], request_id)()
@@ -158,7 +157,7 @@ class StreamLink(ServerLink):
         try:
             is_sending = not self.stream.flush()
         except OSError:
-            return  # the connection is gone, and reading raises that
+            return  # the connection is broken, and ``messages`` will raise the error
         if is_sending != self._is_watched and self._poller is not None:
             events = select.POLLIN | (select.POLLOUT if is_sending else 0)
             self._poller.register(self._number, events)
@@ -204,12 +203,12 @@ class StreamLink(ServerLink):
             if self.stream.share is None:
                 self.stream.share = ShmSegment(descriptor, is_servers=False)
         except (OSError, ValueError):
-            return  # it cannot be mapped: tensors go through the socket
+            return  # the memory cannot be mapped, so tensors go through the socket
         finally:
             os.close(descriptor)
 
     def _own(self, part: Any) -> Any:
-        """Copy a part out of the shared memory, which the server will write again."""
+        """Copy a part out of the shared memory, because the server will overwrite it."""
         import numpy as np
 
         copied: Any = np.empty(len(part), dtype=np.uint8)
@@ -221,7 +220,7 @@ class StreamLink(ServerLink):
         """Free the shared memory of an answered request, because the server has read it."""
         share = self.stream.share
         for place in self._places.pop(request_id, {}).values():
-            if share is not None:  # otherwise it ended with the connection
+            if share is not None:  # None: the shared memory ended with the connection
                 share.free(place)
 
     def close(self, linger_ms: int) -> None:

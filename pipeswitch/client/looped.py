@@ -1,6 +1,6 @@
-"""Calls of one event loop, which does their I/O itself, without thread switches.
+"""Connection whose I/O an event loop does itself, without thread switches.
 
-Only for the plain socket of a server on this machine.
+It supports only the Unix socket of a server on this machine.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ class InlineTask:
 
 
 class _Loop:
-    """The running event loop, used like a poller."""
+    """Adapter that makes the running event loop usable as a ``Watcher``."""
 
     def __init__(self, on_ready: Callable[[], None]) -> None:
         self._on_ready = on_ready
@@ -98,7 +98,7 @@ class _Loop:
 
 
 class LoopConnection(Calls):
-    """One connection with many awaited calls, for the thread that runs the loop."""
+    """Connection for many awaited calls at once. Only the loop's thread may use it."""
 
     _waits_for_server = False
 
@@ -160,5 +160,5 @@ class LoopConnection(Calls):
         asyncio.get_running_loop().call_at(at_s, self._on_time, at_s)
 
     def _on_time(self, at_s: float) -> None:
-        if self._poll_at_s == at_s:  # otherwise the search ended or has a new time
+        if self._poll_at_s == at_s:  # otherwise the search has ended or has a new time
             self._guard(self._poll)

@@ -1,4 +1,4 @@
-"""Local model sources: they are uploaded, and the registration names their digests."""
+"""Local sources of models: they are uploaded, and a registration refers to their digests."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ Upload = Callable[[str | os.PathLike[str], str, Progress | None], str]
 
 @dataclass
 class LocalSource:
-    """Arguments of ``Client.register`` that the server does not get; ``send`` uploads them."""
+    """Arguments of ``Client.register`` that exist only on the client; ``send`` uploads them."""
 
     source: Any
     example_inputs: Any = None
@@ -141,7 +141,7 @@ class LocalSource:
         return self.upload(bundle, "bundle", self.progress)
 
     def _with_example(self, request: RegisterRequest) -> RegisterRequest:
-        """Upload example values for a named model; their structure gives the arguments' nesting."""
+        """Upload example values for a factory that the server imports; keep their nesting."""
         import numpy as np
         from safetensors.numpy import save_file
 
@@ -175,10 +175,10 @@ class LocalSource:
 
 
 def here(source: str) -> str:
-    """Return ``hf:FOLDER`` with an absolute path, as the server runs in another folder.
+    """Return ``hf:FOLDER`` with an absolute path, because the server runs in another folder.
 
     Raises:
-        InvalidInput: it is a path, but not a folder. A bare name may be a hub's.
+        InvalidInput: a path is not a folder. A name without ``.`` or ``/`` in front may be a hub's.
     """
     name, mark, wished = source.removeprefix("hf:").partition("#")
     path = os.path.expanduser(name)
@@ -207,10 +207,10 @@ def check_program_options(source: str, weights: str, inputs: object) -> None:
 
 
 def declared(inputs: Inputs | None, *, nests: bool = True) -> tuple[Tree, dict[str, Any]]:
-    """Return declared inputs for a registration: the tree of their nesting (or None), and by name.
+    """Return the nesting of declared inputs (None if flat), and shape and dtype by name.
 
     Raises:
-        InvalidInput: they are not ``{name: (shape, dtype)}``, or nest although they must not.
+        InvalidInput: an input is not a ``(shape, dtype)``, or is nested while ``nests`` is False.
     """
     try:
         tree, leaves = flatten(dict(inputs or {}), "input", _is_declared)

@@ -51,8 +51,8 @@ class MeasuringRequests:
         self._known[batch] = last
 
     def _made_up(self, batch: int) -> Iterator[list[Any]]:
-        """Yield candidate inputs, as a signature does not say what an integer means. Zeros come
-        first, because on cuda an index that is out of range ends the worker process."""
+        """Yield candidate inputs, as no signature says which integers are indices. Zeros
+        come first, because on cuda an index that is out of range ends the worker process."""
         import numpy as np
 
         signature = self._signature()

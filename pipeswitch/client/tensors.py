@@ -1,7 +1,7 @@
-"""Conversion of arrays and tensors to wire frames and back. numpy is imported on use, torch never.
+"""Conversion of arrays and tensors to wire frames and back. numpy is imported late, torch never.
 
-numpy has no bfloat16. Such outputs become float32, which represents them exactly, or torch.bfloat16
-if the inputs were torch tensors.
+numpy has no bfloat16. bfloat16 outputs become float32, which represents them exactly, or
+torch.bfloat16 if the inputs were torch tensors.
 """
 
 from __future__ import annotations
@@ -40,9 +40,9 @@ class Result(msgspec.Struct, frozen=True):
 
     model: str
     request_id: str
-    outputs: dict[str, Any]  # not nested, by name
+    outputs: dict[str, Any]  # name -> array, without nesting
     timing: RequestTiming
-    returns: Tree = None  # how the outputs nest; None: they do not
+    returns: Tree = None  # how the outputs are nested; None: they are not
 
     def __getitem__(self, name: str) -> Any:
         return self.outputs[name]
@@ -107,8 +107,8 @@ class Signature:
 def to_frames(inputs: Any) -> tuple[tuple[WireTensor, ...], list[Any], bool]:
     """Return headers and buffers of the inputs, and True if torch tensors were among them.
 
-    Only non-contiguous arrays are copied. A mapping has the arguments by name; a list or tuple
-    of (nested) arrays has them in call order; any other value is a single array.
+    An array is copied only if it is not contiguous, or not in native byte order. A mapping has the
+    arguments by name, a list or tuple of (nested) arrays in call order. Others are one array.
 
     Raises:
         InvalidInput: a dtype is not supported, or there are too many inputs.
@@ -130,7 +130,8 @@ def to_frames(inputs: Any) -> tuple[tuple[WireTensor, ...], list[Any], bool]:
 
 
 def _named(inputs: Any) -> list[tuple[str, Any]]:
-    """Return flat inputs: by name, by position if arguments are nested, else in call order."""
+    """Return (name, array) pairs for all inputs. A name is a key or a position, with the path to a
+    nested array; it is empty for a list or tuple of plain arrays."""
     if hasattr(inputs, "dtype"):
         return [("", inputs)]
     if isinstance(inputs, list | tuple) and all(hasattr(v, "dtype") for v in inputs):
@@ -152,12 +153,12 @@ def _named(inputs: Any) -> list[tuple[str, Any]]:
 
 
 def _is_leaf(value: Any) -> bool:
-    """Return True if a value is one array; a list of numbers is, a list of arrays is not."""
+    """Return True if a value is one array, like a list of numbers, but not a list of arrays."""
     return hasattr(value, "dtype") or not (_is_record(value) or _nests(value))
 
 
 def _nests(value: Any) -> bool:
-    """Return True if a list contains arrays, records or None: then it is not one array."""
+    """Return True for a list with arrays, mappings, dataclasses or None: it is not one array."""
     return isinstance(value, list | tuple) and any(
         not isinstance(one, int | float)
         and (getattr(one, "ndim", 0) or _is_record(one) or _nests(one))
@@ -225,10 +226,10 @@ def _torch_as_numpy(tensor: Any) -> Any:
 
 
 def from_reply(model: str, wants_torch: bool, reply: FinalReply) -> Result:
-    """Return the result with arrays of the caller's kind, which share the message's memory.
+    """Return the result as numpy arrays or torch tensors, which share the message's memory.
 
     Raises:
-        RemoteProtocolError: a frame has another size than its header says, or an invalid shape.
+        RemoteProtocolError: an output's size, shape or nesting contradicts the reply's header.
     """
     outputs: dict[str, Any] = {}
     for tensor in reply.outputs:
@@ -246,7 +247,7 @@ def from_reply(model: str, wants_torch: bool, reply: FinalReply) -> Result:
         make = _torch_tensor if wants_torch else _numpy_array
         try:
             outputs[tensor.name] = make(buffer, tensor.dtype, tensor.shape)
-        except (ValueError, TypeError, RuntimeError, OverflowError) as error:  # such as 2^63 x 0
+        except (ValueError, TypeError, RuntimeError, OverflowError) as error:  # shape [2**63, 0]
             raise RemoteProtocolError(f"output {tensor.name}: {error}") from None
     returns = reply.body.get("returns")
     if returns is not None:

@@ -20,9 +20,9 @@ from .tensors import Signature
 class Reach(Enum):
     """Nodes of a cluster that answer a verb."""
 
-    HOLDER = auto()  # a node that holds the model, or another one if that does not answer
+    HOLDER = auto()  # one node that holds the model; if it does not answer, another one
     HOLDERS = auto()  # all nodes that hold the model
-    CLUSTER = auto()  # placement takes part, so no node alone can answer
+    CLUSTER = auto()  # no node alone, because placement takes part
 
 
 REACHES: Final[Mapping[str, Reach]] = {
@@ -36,9 +36,10 @@ REACHES: Final[Mapping[str, Reach]] = {
     "register": Reach.CLUSTER,
     "unregister": Reach.CLUSTER,
 }
-"""All other verbs are for one node, unless a ``_do_`` method of ``ClusterVerbs`` merges replies."""
+"""Other verbs work in a cluster only if ``ClusterVerbs`` has a ``_do_`` method for them."""
 
-PING_TIMEOUT_S: Final = 5.0  # a healthy server takes milliseconds, a silent process 1 s
+SAFE_JOB_ACTIONS: Final = frozenset({"show", "wait", "logs", "history", "export", "state"})  # reads
+PING_TIMEOUT_S: Final = 5.0  # a healthy server answers in ms, and waits 1 s for a silent process
 
 Progress = Callable[[str, float], None]
 """Callback that gets a stage's name and the completed fraction of the whole work, 0 to 1."""
@@ -73,7 +74,7 @@ class Verbs:
         steps: Sequence[str | Mapping[str, Any]],
         outputs: Mapping[str, str] | None = None,
     ) -> dict[str, Any]:
-        """Register a chain of models, which serves as one. Outputs of steps stay on the server.
+        """Register a chain: models that serve as one. Outputs of its steps stay on the server.
 
         Args:
             name: name of the chain in requests.
@@ -99,8 +100,8 @@ class Verbs:
         Args:
             name: a registered model. It keeps its program; parameters are matched by name.
             job: name of the job, which may be over.
-            step: the commit must be of this step; -1: any.
-            part: one key of ``job.steps(model={"net": net, "ema": ema})``, if several fit.
+            step: step that the commit must have; -1: any step.
+            part: one key of ``job.steps(model={"net": net, "ema": ema})``, if several keys fit.
 
         Raises:
             RegistrationRefused: names, dtypes or shapes differ; the error says which.
@@ -111,13 +112,13 @@ class Verbs:
         return self._ask("publish", model=name, body=body, is_safe=False)
 
     def rollback(self, name: str, version: int = 0) -> dict[str, Any]:
-        """Make another version, which the server still has, current; 0: the newest older one."""
+        """Make another version current. It must still be on the server; 0: the newest older one."""
         body = {"version": version} if version else None
         return self._ask("rollback", model=name, body=body, is_safe=bool(version))
 
     def split(self, name: str, version: int, percent: int) -> dict[str, Any]:
         """Send ``percent`` of the requests that name no version to this version, until the current
-        one changes. 0 ends the split. ``timing.version`` says which version computed a result."""
+        version changes. 0 ends the split. ``timing.version`` is the version that was used."""
         if percent not in range(101):
             raise InvalidInput(
                 f"{percent} % is not a valid share", hint="0 to 100, as in split(NAME, 2, 10)"
@@ -150,7 +151,7 @@ class Verbs:
         return row
 
     def plan(self) -> dict[str, Any]:
-        """Return each model's profile and the arena, from which ``pipeswitch plan`` predicts."""
+        """Return the arena and each model's profile, the input of ``pipeswitch plan``."""
         return self._ask("plan")
 
     def signature(self, name: str) -> Signature:
@@ -166,7 +167,7 @@ class Verbs:
 
     def job(self, /, name: str, action: str, **fields: Any) -> dict[str, Any]:
         """Perform an action on a job (``to`` is the target of a move)."""
-        is_safe = action in ("show", "wait", "logs", "history", "export", "state")
+        is_safe = action in SAFE_JOB_ACTIONS
         return self._ask("job", body={"name": name, "action": action, **fields}, is_safe=is_safe)
 
     # ---- the server ----------------------------------------------------------------------------
@@ -190,7 +191,7 @@ class Verbs:
         return self._ask("ping")
 
     def ping(self, *, deep: bool = False, timeout_s: float = PING_TIMEOUT_S) -> dict[str, Any]:
-        """Report if a request would be served now: ``{"ready": …, "why": …, "total_ms": …}``.
+        """Report whether a request would be served now: ``{"ready": …, "why": …, "total_ms": …}``.
 
         ``deep`` also queries the scheduler, the memory daemon and every worker, without disturbing
         a task. It adds ``controller_ms`` (round trip), ``daemon_ms`` and ``workers``, each with its
@@ -218,7 +219,7 @@ class Verbs:
         return {**answer, "controller_ms": controller_ms, "total_ms": total_ms}
 
     def stop_server(self, drain_s: float = 30.0) -> list[str]:
-        """Ask the server to finish accepted requests and exit; return when it agreed or is gone.
+        """Ask the server to finish accepted requests and exit; return when it agrees or is gone.
 
         Returns:
             One sentence for each job whose last steps could not be written to disk.

@@ -1,1 +1,1 @@
-"""Many machines: Ray places, watches and restarts ordinary servers, and carries no request."""
+"""Servers on many machines: Ray starts, watches and restarts them, but requests bypass Ray."""

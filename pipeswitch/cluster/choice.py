@@ -1,8 +1,8 @@
-"""Choice of a node for a model. Pure: summaries in, a node and a reason out.
+"""Choice of a node for a model. Pure: summaries of nodes go in, a node and a reason come out.
 
-The rank is that of one machine's devices (``scheduler/policies/placement.py``). Of thousands of
-nodes it looks only at those that can be the best: the holders of the model, and for each link and
-size of free memory the node that is free first.
+Nodes are ranked like the devices of one machine (``scheduler/policies/placement.py``). Among
+thousands of nodes only those that can be the best are ranked: the holders of the model, and the
+earliest free node for each link speed and size of free memory.
 """
 
 from __future__ import annotations
@@ -17,33 +17,33 @@ from ..client.holders import is_worth
 from ..scheduler.policies.placement import PLACEMENTS, Place, best
 
 RANK: Final = PLACEMENTS["least-finish"]
-COPIES: Final = 2  # of each model, on as many nodes
-ROUND_S: Final = 1.0  # between two looks at all nodes
-MISSED_S: Final = 10.0  # so long a node that is gone may take to come back with its models
-LINK_BYTES_PER_MS: Final = 12e6  # of a node, before its own was measured
+COPIES: Final = 2  # copies of each model, on different nodes
+ROUND_S: Final = 1.0  # interval between two queries of all nodes
+MISSED_S: Final = 10.0  # for this long a silent node may come back with its models
+LINK_BYTES_PER_MS: Final = 12e6  # link speed of a node that has not measured its own
 
 
 class NodeLoad(NamedTuple):
-    """One server as placement sees it; its devices are its own business."""
+    """Load of one server, without details about its devices."""
 
     name: str
-    free_bytes: int  # of its arena, rounded down to a power of two
-    queue_ms: float  # predicted, until what it has accepted is done
+    free_bytes: int  # free bytes of its arena; ``Nodes`` rounds them down to a power of two
+    queue_ms: float  # predicted time until all accepted requests are done
     waiting: int
     link_bytes_per_ms: float = LINK_BYTES_PER_MS
-    served_bytes: int = 0  # of the models whose requests go there
+    served_bytes: int = 0  # size of the models whose requests go to this node
 
 
 Entry = tuple[float, bool, int, int, int, int]
-"""When it is free, busy, how many wait, less its free bytes, the bytes that it serves, its
-number: less is better."""
+"""Rank of a node, where less is better: ``queue_ms``, whether it is busy, ``waiting``, negative
+free bytes, ``served_bytes``, number of the node."""
 
 
 class Decision(NamedTuple):
     """Placement's choice for a request."""
 
     node: str
-    reason: str  # of ``Place``; or "kept": another is earlier, but not by enough
+    reason: str  # from ``Place``; or "kept": no node is much earlier than the current one
     finish_ms: float
 
 
@@ -52,11 +52,11 @@ class Nodes:
 
     def __init__(self) -> None:
         self._nodes: dict[str, NodeLoad] = {}
-        self._numbers: dict[str, int] = {}  # ties end by who came first
+        self._numbers: dict[str, int] = {}  # by node; of equal nodes, the lowest number is chosen
         self._names: list[str] = []
-        self.holders: defaultdict[str, set[str]] = defaultdict(set)  # by model
-        # By link and bits of free memory: entries of nodes, first to be free first. An entry that
-        # is no longer its node's own is dropped when it comes to the top.
+        self.holders: defaultdict[str, set[str]] = defaultdict(set)  # model -> nodes that have it
+        # Link speed -> bit length of free bytes -> heap of entries. An outdated entry is dropped
+        # when it is at the top.
         self._orders: dict[float, dict[int, list[Entry]]] = {}
         self._entries: dict[str, Entry] = {}
 
@@ -64,7 +64,7 @@ class Nodes:
         return name in self._nodes
 
     def put(self, node: NodeLoad) -> None:
-        """Add a node, or replace it when something about it has changed."""
+        """Add a node, or replace its load."""
         bits = node.free_bytes.bit_length()
         node = node._replace(free_bytes=1 << bits - 1 if bits else 0)
         if node.name not in self._numbers:
@@ -89,12 +89,12 @@ class Nodes:
         self._entries[node.name] = entry
         order = self._orders.setdefault(node.link_bytes_per_ms, {}).setdefault(bits, [])
         heapq.heappush(order, entry)
-        if len(order) > 2 * len(self._entries) + 2:  # most are no longer their nodes' own
+        if len(order) > 2 * len(self._entries) + 2:  # most entries are outdated
             order[:] = [one for one in order if self._entries.get(self._names[one[-1]]) is one]
             heapq.heapify(order)
 
     def remove(self, name: str) -> None:
-        """Remove a node that is dead or that drains."""
+        """Remove a node that is dead or draining."""
         self._nodes.pop(name, None)
         self._entries.pop(name, None)
         for holders in self.holders.values():
@@ -106,8 +106,8 @@ class Nodes:
         """Return the node for a model's requests, or for another copy of it.
 
         Args:
-            at: the node of the requests now; it stays unless that is much later than elsewhere.
-            without: nodes that hold a copy already, and are not considered.
+            at: the current node of the requests; it is kept unless another is much earlier.
+            without: nodes to exclude, because they hold a copy already.
 
         Raises:
             ServerUnavailable: there is no node left.
@@ -130,13 +130,13 @@ class Nodes:
         return Decision(node, choice.reason, choice.finish_ms)
 
     def serving(self, model: str, size_bytes: int, at: str = "") -> str:
-        """Return the holder, of which there is at least one, that a model's requests go to."""
+        """Return the holder that gets a model's requests; the model has at least one holder."""
         chosen, holders = self.choose(model, size_bytes, at=at).node, self.holders[model]
         return chosen if chosen in holders else min(holders)
 
     def _first(self, size_bytes: int, without: Collection[str]) -> list[Place]:
-        """Return for each link the earliest node that has room for the model, and the earliest that
-        has none. Such a place of a holder is never before its own as a holder."""
+        """Return for each link speed the earliest node that has space for the model, and the
+        earliest without space. Holders need not be excluded: each ranks better as a holder."""
         ranked = []
         for link in list(self._orders):
             with_room: list[Entry] = []
@@ -154,7 +154,7 @@ class Nodes:
     def _top(
         self, link: float, bits: int, order: list[Entry], without: Collection[str]
     ) -> Entry | None:
-        """Return the first of an order that is its node's own and not excluded."""
+        """Return the first entry of a heap that is up to date and not excluded."""
         excluded, best_entry = [], None
         while order:
             name = self._names[order[0][-1]]

@@ -1,7 +1,7 @@
 """Reconciler of jobs when nodes come and go. Pure: nodes' states go in, actions come out.
 
-A job has one *life* at a time. Each start on another node begins a life with a higher number. All
-messages about the job carry this number, and messages of an earlier life are dropped.
+A job has one *life* at a time. Each start on another node begins a life with a higher number, the
+``incarnation``. All messages about the job have this number; those of an earlier life are dropped.
 """
 
 from __future__ import annotations
@@ -11,18 +11,18 @@ from typing import NamedTuple
 
 
 class JobReplica(NamedTuple):
-    """State of a job that one node keeps."""
+    """Record of a job on one node."""
 
     incarnation: int
-    state: str  # home: it lives here; replica; over: it ended here; gone: it was removed
-    step: int = -1  # of the commit on disk; -1: none yet
-    is_paused: bool = False  # by its user
-    is_held: bool = False  # by the cluster: the lease ended, or it is being handed over
+    state: str  # home (the job runs here), replica, over (it ended here), gone (it was removed)
+    step: int = -1  # step of the commit on disk; -1: no commit yet
+    is_paused: bool = False  # paused by its user
+    is_held: bool = False  # paused by the cluster: the lease ended, or the job moves
     sent: frozenset[str] = frozenset()  # nodes that were sent a replica, in any life
 
 
 class JobAction(NamedTuple):
-    """Call of one of a node's verbs."""
+    """Order to a node: the name of a method of ``NodeJobs``, and its arguments."""
 
     node: str
     verb: str
@@ -31,12 +31,12 @@ class JobAction(NamedTuple):
     to: str = ""  # for ``send``: the node that gets the replica
 
 
-Copies = Mapping[str, Mapping[str, JobReplica]]  # by node, by job
-Claims = Mapping[str, Mapping[str, int]]  # by starting node: the life of each job to continue
+Copies = Mapping[str, Mapping[str, JobReplica]]  # node -> job -> what the node stores about it
+Claims = Mapping[str, Mapping[str, int]]  # starting node -> job that it would continue -> life
 
 
 def rows_of(job: str, copies: Copies) -> dict[str, JobReplica]:
-    """Return what each node keeps of a job."""
+    """Return what each node stores about a job."""
     return {node: records[job] for node, records in copies.items() if job in records}
 
 
@@ -47,7 +47,7 @@ def last_incarnation(job: str, copies: Copies, claims: Claims) -> int:
 
 
 def homes_of(job: str, copies: Copies) -> list[str]:
-    """Return the nodes where a job lives, latest life first; several if a node has come back."""
+    """Return the nodes where a job runs, latest life first; several if a node has come back."""
     rows = rows_of(job, copies).items()
     return [
         node
@@ -70,7 +70,7 @@ def jobs_without_home(copies: Copies, claims: Claims) -> set[str]:
 
 
 def superseded_jobs(node: str, copies: Copies, claims: Claims) -> set[str]:
-    """Return the jobs that a starting node would continue, but that live elsewhere by now."""
+    """Return the jobs that a starting node would continue, but that run elsewhere by now."""
     others = [(incarnations, one) for one, incarnations in claims.items() if one != node]
     return {
         job
@@ -88,9 +88,9 @@ def plan_actions(
     """Yield the actions that are due now, job by job.
 
     Args:
-        copies: what each node that answers keeps.
+        copies: what each node that answers stores about its jobs.
         targets: nodes that may get a new replica, the best first.
-        given_up: jobs whose home has been gone for too long to wait for it.
+        given_up: jobs whose home node has been silent for too long.
     """
     claimed = {job for one in claims.values() for job in one}  # a starting node will continue these
     for job in sorted({job for records in copies.values() for job in records} - claimed):
@@ -104,7 +104,7 @@ def plan_actions(
         elif over:
             replicas = [node for node in rows if node not in over]
             may_have = frozenset[str]().union(*(rows[node].sent for node in over))
-            is_known = not replicas and may_have <= copies.keys()  # by all that could restart it
+            is_known = not replicas and may_have <= copies.keys()  # no silent node can restart it
             gone = [node for node in over if rows[node].state == "gone" and is_known]
             yield from (JobAction(node, "drop", job, last) for node in replicas + gone)
         elif job in given_up:

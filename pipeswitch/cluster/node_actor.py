@@ -1,8 +1,7 @@
-"""Actor of one machine: an ordinary server as its child.
+"""Actor of one node: it runs an ordinary server as its child process.
 
-Ray pickles the messages between actors. Data from a *server's* clients reaches them as bytes only:
-a program is sent as its bundle file, and the receiving server parses it like an untrusted
-client's.
+Ray pickles the messages between actors. They have data of the servers' clients only as bytes: a
+program is sent as its bundle file, and the receiving server parses it like an untrusted client's.
 """
 
 from __future__ import annotations
@@ -29,8 +28,8 @@ from ..wire.curve_keys import GATEWAY_KEY, ClientKeys, KeyFolder, client_keys, m
 from .node_jobs import NodeJobs, write_whole
 
 log = logging.getLogger(__name__)
-LEASE_S: Final = 6.0  # so long a node's jobs go on after an answer that placement has heard
-START_S: Final = 60.0  # for its server's start, before the first of them
+LEASE_S: Final = 6.0  # a node's jobs may run this long after its last answer that placement got
+START_S: Final = 60.0  # length of the first lease, which includes the server's start
 CHILD: Final = """\
 import pathlib, sys, threading
 from pipeswitch.cluster.node_lease import watch
@@ -42,8 +41,8 @@ main()
 
 @contextlib.contextmanager
 def starts_again(*, is_tried: bool = True) -> Iterator[None]:
-    """End this process on an error in an actor's constructor. Ray restarts an actor whose process
-    ends, but gives up for ever if its constructor raises."""
+    """Exit this process on an error in an actor's constructor, because Ray restarts an actor whose
+    process exits, but not one whose constructor raises. If not ``is_tried``, raise the error."""
     try:
         yield
     except Exception as error:
@@ -54,23 +53,23 @@ def starts_again(*, is_tried: bool = True) -> Iterator[None]:
 
 
 class NodeActor(NodeJobs):
-    """One machine's server. If that ends so does this process, and Ray starts both again: the
-    server's journal knows its models and jobs."""
+    """Owner of one node's server. If the server ends, this process exits, and Ray starts both
+    again; the server then restores its models and jobs from its journal."""
 
     def __init__(self, name: str, folder: str, host: str, flags: tuple[str, ...]) -> None:
-        if os.environ.get("RAY_AUTH_MODE") != "token":  # of the Ray that runs this
+        if os.environ.get("RAY_AUTH_MODE") != "token":  # then Ray accepts anyone
             raise ConfigError(
                 "this Ray accepts everyone who can connect: it was started without a token",
                 hint="ray get-auth-token --generate; RAY_AUTH_MODE=token ray start …",
             )
         super().__init__(name, Path(folder) / name)
         started = self._state / "started"
-        with starts_again(is_tried=started.exists()):  # first, its user hears what is wrong
+        with starts_again(is_tried=started.exists()):  # an error of the first start is raised
             self._start(host, flags)
             started.touch()
 
     def _start(self, host: str, flags: tuple[str, ...]) -> None:
-        """Start the server.
+        """Start the server, and block until it is ready.
 
         Raises:
             ServerUnavailable, OSError, RuntimeError: the server or its watcher does not start.
@@ -101,7 +100,7 @@ class NodeActor(NodeJobs):
             *self._same_ports(flags),
             *flags,
         ]
-        self._table = self._state / "table.json"  # until then: the previous one
+        self._table = self._state / "table.json"  # has the old server's table until ``learn``
         self._process = subprocess.Popen(
             command,
             stdin=subprocess.PIPE,
@@ -111,17 +110,17 @@ class NodeActor(NodeJobs):
             errors="replace",
             env={**os.environ, "PIPESWITCH_GATEWAY__CLUSTER": str(self._table)},
         )
-        self._lease(until_s, "-")  # it has no address yet
+        self._lease(until_s, "-")  # the server's address is not known yet
         self._address, self._owners, self._gateways = self._addresses()
         self._client = Client(self._owners)
         server_key = self._keys.server.decode()
-        # Copies are of the same tenant as what the cluster's clients register.
+        # Copied models get the same tenant as models that the cluster's clients register.
         self._tenant = Client(self._address, key=secret, server_key=server_key)
-        self._lock = threading.Lock()  # guards the bodies' file, the lease and the answers
+        self._lock = threading.Lock()  # guards ``cluster.json``, the lease and the answers
         self._is_leaving = False
         self._learned = 0  # number of the table that was written last
-        self._answered = int(time.time() * 1000)  # above those of the one before
-        self._answered_s: dict[int, float] = {}  # by number: answers to placement
+        self._answered = int(time.time() * 1000)  # larger than the previous process's numbers
+        self._answered_s: dict[int, float] = {}  # number of an answer to placement -> its time
         threading.Thread(target=self._leave_with_it, daemon=True).start()
 
     @property
@@ -129,8 +128,8 @@ class NodeActor(NodeJobs):
         return self._state / "gateways.json"
 
     def _same_ports(self, flags: tuple[str, ...]) -> list[str]:
-        """Return flags with the gateway's last addresses, so that its clients find it again. A
-        failed start drops the addresses: another program may have the ports by now."""
+        """Return flags with the gateway's last addresses, so that its clients find it again. They
+        are used only once, because after a failed start another program may have the ports."""
         if any(flag.partition("=")[0] in ("--http", "--grpc", "--no-http") for flag in flags):
             return []
         try:
@@ -141,7 +140,7 @@ class NodeActor(NodeJobs):
         return [word for name, at in known.items() for word in (f"--{name}", str(at))]
 
     def _addresses(self) -> tuple[str, str, dict[str, str]]:
-        """Return the addresses of clients, owner and gateway, once the server is ready."""
+        """Wait until the server is ready; return the addresses of clients, owner and gateway."""
         assert self._process.stdout is not None
         heard = []
         for line in self._process.stdout:
@@ -158,7 +157,7 @@ class NodeActor(NodeJobs):
         raise ServerUnavailable(f"the server of {self._name} did not start: {''.join(heard)}")
 
     def _leave_with_it(self) -> None:
-        """Read the server's output until it ends, then end this process, too."""
+        """Read the server's output until it ends, then exit this process too. Runs in a thread."""
         assert self._process.stdout is not None
         try:
             for _ in self._process.stdout:
@@ -168,15 +167,16 @@ class NodeActor(NodeJobs):
                 os._exit(1)
 
     def _lease(self, until_s: float, address: str) -> None:
-        """Tell the server until when placement counts on this node."""
+        """Send the server the end of its lease (monotonic clock) and its owner's address."""
         self._until_s = until_s
         assert self._process.stdin is not None
-        with contextlib.suppress(BrokenPipeError):  # it is gone, and so is this in a moment
+        with contextlib.suppress(BrokenPipeError):  # the server is gone; this process exits soon
             self._process.stdin.write(f"{until_s} {address}\n")
             self._process.stdin.flush()
 
     def summary(self, heard: int = 0) -> dict[str, Any]:
-        """All that placement knows of it, which has ``heard`` the answer of that number."""
+        """Return this node's state for placement. ``heard``: number of the last answer that
+        placement has got; it renews the lease from the time of that answer."""
         with self._lock:
             if heard in self._answered_s:
                 self._lease(self._answered_s[heard] + LEASE_S, self._owners)
@@ -217,7 +217,7 @@ class NodeActor(NodeJobs):
         }
 
     def learn(self, table: dict[str, Any]) -> None:
-        """Write placement's table where this node's gateway looks for it."""
+        """Write placement's table to the file that this node's gateway reads."""
         new = self._table.with_suffix(".tmp")
         with self._lock:
             with open(os.open(new, os.O_CREAT | os.O_TRUNC | os.O_WRONLY, 0o600), "w") as file:
@@ -226,10 +226,10 @@ class NodeActor(NodeJobs):
             self._learned = table["number"]
 
     def remember(self, model: str, body: dict[str, Any] | None) -> None:
-        """Keep a model's registration, so that another node can have it; None removes it."""
+        """Store a model's registration, with which other nodes can copy it; None removes it."""
         with self._lock:
             bodies = {**self._bodies(), model: body}
-            for one in filter(None, bodies.values() if body is None else ()):  # an alias is removed
+            for one in filter(None, bodies.values() if body is None else ()):  # drop aliases, too
                 one["aliases"] = [alias for alias in one.get("aliases", ()) if alias != model]
             text = json.dumps({name: one for name, one in bodies.items() if one is not None})
             write_whole(self._state / "cluster.json", text.encode())
@@ -241,7 +241,7 @@ class NodeActor(NodeJobs):
             return {}
 
     def bundle(self, program: str) -> bytes:
-        """Return a program's file; empty: it is of the server's own code, and made by name."""
+        """Return a program's bundle file; empty if the program is code, which nodes build again."""
         rows = self._client.models()
         digest = next((row["digest"] for row in rows if _program(row) == program), program)
         with contextlib.suppress(FileNotFoundError):
@@ -249,7 +249,7 @@ class NodeActor(NodeJobs):
         return b""
 
     def adopt(self, model: str, body: dict[str, Any], digest: str, bundle: bytes) -> str:
-        """Serve another node's model too; its digest here, which is the same."""
+        """Register another node's model; return its id. Raise PipeSwitchError if the id differs."""
         if bundle:
             with tempfile.NamedTemporaryFile(suffix=".bundle") as file:
                 file.write(bundle)
@@ -259,7 +259,7 @@ class NodeActor(NodeJobs):
             body.pop("takes", None)
             body.pop("example", None)
         made_digest = _program(self._tenant._ask("register", model=model, body=body))
-        if made_digest != digest:  # code of another release there: its answers would differ
+        if made_digest != digest:  # a node with another release of the code, or of PipeSwitch
             self._tenant.unregister(model)
             raise PipeSwitchError(f"{self._name} built another program of {model}: {made_digest}")
         self.remember(model, body)
@@ -269,7 +269,7 @@ class NodeActor(NodeJobs):
         self._tenant.unregister(model)
 
     def stop(self, drain_s: float) -> None:
-        """Finish what was accepted, commit its jobs, leave."""
+        """Stop the server: it finishes accepted requests and commits its jobs. Blocks."""
         self._is_leaving = True
         with contextlib.suppress(PipeSwitchError):
             self._client.stop_server(drain_s)
@@ -277,19 +277,20 @@ class NodeActor(NodeJobs):
 
 
 def _program(row: Mapping[str, Any]) -> str:
-    """Return what names a model's program on every node; its digest may be of this machine."""
+    """Return a program's id, which is the same on all nodes; its digest depends on the machine."""
     return str(row.get("program", row["digest"]))
 
 
 def _wait_for_the_one_before(state: Path) -> None:
-    """Wait for the server of a node that was killed: it commits its jobs before it leaves."""
+    """Wait until the killed node's server, which first commits its jobs, has exited."""
     with open(state / "lock", "a") as lock:
         os.chmod(state / "lock", 0o600)
         fcntl.flock(lock, fcntl.LOCK_EX)
 
 
 def _keys(state: Path) -> tuple[KeyFolder, Path, ClientKeys, tuple[str, ...]]:
-    """Return the folder, key file, clients' keys and gateways' keys; create each once."""
+    """Return the key folder, the file and the keys of the cluster's clients, and the gateways'
+    keys. Create whatever is missing."""
     state.mkdir(mode=0o700, parents=True, exist_ok=True)
     folder = KeyFolder(state / "keys").open()
     if folder.server() is None:

@@ -1,7 +1,7 @@
-"""A node's jobs and its replicas of others': a folder for each, beside its server's own.
+"""A node's records of its jobs, and its replicas of other nodes' jobs: one folder for each job.
 
-``job.json`` says which life of the job it speaks of (``incarnations.py``) and how it was asked for;
-beside it lie its script and, of a replica, the newest commit.
+``job.json`` has the number of the job's life (``job_reconciler.py``) and its ``train`` request. The
+folder also has the script and, for a replica, the newest commit.
 """
 
 from __future__ import annotations
@@ -28,25 +28,25 @@ from ..controller.journal import FILE_NAME, JournalFile
 from .job_reconciler import JobReplica
 from .node_lease import pause_jobs
 
-READ_TRIES: Final = 5  # while newer commits come
-ASK_S: Final = 0.3  # between two questions to who cannot say yet
+READ_TRIES: Final = 5  # tries to read a commit while newer commits replace it
+ASK_S: Final = 0.3  # pause before a query is repeated
 
 
 class NodeJobs:
-    """Part of a ``Node`` that Ray calls about jobs."""
+    """Part of ``NodeActor`` that handles jobs; placement and other nodes call it through Ray."""
 
-    _client: Client  # the owner's
-    _tenant: Client  # the cluster's
-    _until_s: float  # placement counts on this node
+    _client: Client  # connected as the server's owner
+    _tenant: Client  # connected as the cluster's tenant
+    _until_s: float  # end of the lease, on the monotonic clock
 
     def __init__(self, name: str, state: Path) -> None:
         self._name, self._state, self._jobs = name, state, state / "jobs"
         self._jobs.mkdir(mode=0o700, parents=True, exist_ok=True)
-        self._changing = threading.RLock()  # what is kept of any job
+        self._changing = threading.RLock()  # guards the folders of all jobs
         self._sending: set[str] = set()
 
     def _kept(self, job: str) -> dict[str, Any]:
-        """Empty: nothing."""
+        """Return the record of a job; empty if there is none."""
         try:
             return dict(json.loads((self._jobs / job / "job.json").read_text("utf-8")))
         except FileNotFoundError:
@@ -63,8 +63,8 @@ class NodeJobs:
             shutil.rmtree(self._jobs / job, ignore_errors=True)
 
     def _copies(self) -> tuple[dict[str, JobReplica], list[dict[str, Any]]]:
-        """Return the copies that this node keeps, and the server's rows, which are fetched last:
-        whatever is kept by then belongs to a job that the server has taken."""
+        """Return what this node stores about each job, and the server's rows of jobs. The rows are
+        fetched last, so the server knows each job that has a record."""
         records = {path.name: self._kept(path.name) for path in self._jobs.iterdir()}
         rows = {row["name"]: row for row in self._client.jobs()}
         copies = {job: self._copy(job, one, rows.get(job)) for job, one in records.items() if one}
@@ -74,7 +74,7 @@ class NodeJobs:
         state, step, is_paused = record["state"], -1, record["is_paused"]
         is_held = (self._jobs / job / "held").exists()
         if state == "replica":
-            with contextlib.suppress(RemoteProtocolError):  # damaged: the next one is whole
+            with contextlib.suppress(RemoteProtocolError):  # the next commit replaces a damaged one
                 commit = read_record(self._jobs / job / "commit")
                 step = commit.step if commit is not None else -1
         elif row is not None and row["state"] not in FINAL_JOB_STATES:
@@ -85,9 +85,9 @@ class NodeJobs:
         return JobReplica(record["life"], state, step, is_paused, is_held, sent)
 
     def _claim(self, ray: Any) -> float:
-        """Before its server goes on with its jobs: let go of those that live elsewhere by now.
+        """Remove jobs that run elsewhere by now; called before the server starts. Blocks.
 
-        Returns when placement was asked last, which counts on this node from then on.
+        Return the time of the last query of placement (monotonic clock), when the lease begins.
         """
         records = {path.name: self._kept(path.name) for path in self._jobs.iterdir()}
         claimed = {job: one["life"] for job, one in records.items() if one.get("state") == "home"}
@@ -95,7 +95,7 @@ class NodeJobs:
         asked_s = time.monotonic()
         while lost_jobs is None:
             asked_s = time.monotonic()
-            with contextlib.suppress(ServerUnavailable):  # it is started again, or was not yet
+            with contextlib.suppress(ServerUnavailable):  # placement is not running yet
                 lost_jobs = answer_of(ray, placement_of(ray).claim.remote(self._name, claimed))
             time.sleep(0.0 if lost_jobs is not None else ASK_S)
         gone = lost_jobs | {job for job, one in records.items() if one.get("state") == "replica"}
@@ -114,7 +114,7 @@ class NodeJobs:
         """Start a new job.
 
         Raises:
-            InvalidInput: its name is none that a server takes, nor a folder here; or as the server.
+            InvalidInput: the name is not valid, or the server refuses the job.
         """
         job, entry = body["name"], Path(body["entry"])
         if not NAME_PATTERN.fullmatch(job):
@@ -131,10 +131,11 @@ class NodeJobs:
             raise
 
     def take_over(self, job: str, incarnation: int) -> dict[str, Any]:
-        """Go on with a job of which this is a replica.
+        """Start the next life of a job from this node's replica; return the server's answer.
 
         Raises:
-            InvalidInput: another life of it is known here.
+            InvalidInput: this node has no replica, or a record of this life or a later one.
+            ServerUnavailable: the lease has ended.
         """
         record = self._kept(job)
         if record.get("state") != "replica" or record["life"] >= incarnation:
@@ -143,7 +144,7 @@ class NodeJobs:
             raise ServerUnavailable("this node has lost contact with placement")
         entry = Path(record["body"]["entry"])
         own = self._jobs / job / entry.name
-        if own.exists():  # where the same file is, there is what it imports, too
+        if own.exists():  # if the original is equal, use it: its imports are beside it
             is_same = entry.exists() and entry.read_bytes() == own.read_bytes()
             entry = entry if is_same else own
         commit, life_before = self._jobs / job / "commit", Life(*record.get("progress", ()))
@@ -156,16 +157,17 @@ class NodeJobs:
         }
         answer = self._tenant._ask("train", body=body, is_safe=False)
         self._keep(job, life=incarnation, state="home")
-        shutil.rmtree(commit, ignore_errors=True)  # the server has linked it
+        shutil.rmtree(commit, ignore_errors=True)  # the server has its own links to the files
         return answer
 
     def drop(self, job: str, incarnation: int, *, keeps_replica: bool = False) -> None:
-        """Another node has the job's life of that number, or is about to: it lives here no more."""
+        """Remove a job here, because its life ``incarnation`` is or will be on another node. Blocks
+        until the server has removed the job. ``keeps_replica``: keep its commit as a replica."""
         record = self._kept(job)
         if not record or record["life"] > incarnation:
             return
         if keeps_replica:
-            with contextlib.suppress(OSError):  # it has committed nothing
+            with contextlib.suppress(OSError):  # the job has no commit yet
                 shutil.copytree(
                     self._state / "commits" / job,
                     self._jobs / job / "commit",
@@ -176,27 +178,28 @@ class NodeJobs:
         else:
             self._forget(job)
         if record["state"] == "home":
-            with contextlib.suppress(InvalidInput):  # it is over
+            with contextlib.suppress(InvalidInput):  # the job is over
                 self._client.job(job, "cancel")
             while job in (row["name"] for row in self._client.jobs()):
-                with contextlib.suppress(InvalidInput):  # its last commit is being written
+                with contextlib.suppress(InvalidInput):  # the job's last commit is being written
                     self._client.job(job, "rm")
                 time.sleep(ASK_S)
 
     def resume_if_paused(self, job: str) -> None:
-        """Resume a job that lives here, if it was held."""
+        """Resume a job that runs here, if the cluster has paused it."""
         if (self._jobs / job / "held").exists() and time.monotonic() < self._until_s:
-            with contextlib.suppress(InvalidInput):  # it is over
+            with contextlib.suppress(InvalidInput):  # the job is over
                 self._client.job(job, "resume")
             (self._jobs / job / "held").unlink()
 
     # ---- replicas ------------------------------------------------------------------------------
 
     def hand_over(self, job: str, to: str, incarnation: int) -> None:
-        """Commit it, send that, and let go of it: the node ``to`` may begin its next life."""
+        """Commit a job, send it to the node ``to``, which may then begin its next life, and keep
+        only a replica. Blocks. Raise ServerUnavailable if the job ended or is being sent."""
         pause_jobs(self._client, self._jobs, job)
         try:
-            with contextlib.suppress(InvalidInput):  # it has committed nothing
+            with contextlib.suppress(InvalidInput):  # the job has no commit yet
                 self._client.job(job, "export")
             if not self.send(job, to):
                 raise ServerUnavailable(f'job "{job}" has ended or is moving: try again')
@@ -206,8 +209,8 @@ class NodeJobs:
         self.drop(job, incarnation, keeps_replica=True)
 
     def send(self, job: str, to: str) -> bool:
-        """Send a job's newest commit on disk, with all that it needs to continue, to the node
-        ``to``; return False if the job does not live here or is being sent already."""
+        """Send a job's newest commit on disk, its script and its record to the node ``to``; return
+        False if the job does not run here or is being sent already. Blocks."""
         import ray
 
         with self._changing:
@@ -223,8 +226,8 @@ class NodeJobs:
             record["progress"] = read_life(self._state / "logs" / f"job-{job}{SUFFIX}")
             with self._changing:
                 if not self._kept(job):
-                    return False  # it was let go of meanwhile
-                # Before it is there.
+                    return False  # the job was removed meanwhile
+                # Record the receiver before it gets the replica.
                 self._keep(job, sent=record["sent"], progress=record["progress"])
             own = self._jobs / job / Path(record["body"]["entry"]).name
             script = own.read_bytes() if own.exists() else b""
@@ -237,10 +240,10 @@ class NodeJobs:
     def receive(
         self, job: str, entry: dict[str, Any], name: str, script: bytes, record: bytes, image: bytes
     ) -> None:
-        """Another node's job as it is now.
+        """Store a replica of another node's job, as ``send`` sends it.
 
         Raises:
-            AlreadyExists: it lives here, or a later life of it was heard of.
+            AlreadyExists: the job runs here, or this node has a record of a later life.
         """
         with self._changing:
             mine = self._kept(job)
@@ -258,17 +261,17 @@ class NodeJobs:
 
 
 def _newest(folder: Path) -> tuple[bytes, bytes]:
-    """Return a commit's record and its image; empty: there is none."""
+    """Return the newest commit's record and image; empty if there is none."""
     for _ in range(READ_TRIES):
         if (commit := read_record(folder)) is None:
             break
-        with contextlib.suppress(FileNotFoundError):  # a newer one has taken its place
+        with contextlib.suppress(FileNotFoundError):  # a newer commit has replaced it
             return msgspec.json.encode(commit), (folder / commit.image).read_bytes()
     return b"", b""
 
 
 def write_whole(path: Path, data: bytes) -> None:
-    """Write a file completely or leave the old one as it is; the data is synced."""
+    """Replace a file atomically; the data is synced."""
     new = path.with_name(f"{path.name}.tmp")
     try:
         with open(new, "wb") as file:
@@ -276,6 +279,6 @@ def write_whole(path: Path, data: bytes) -> None:
             file.flush()
             os.fsync(file.fileno())
         os.rename(new, path)
-    except OSError:  # a full disk: leave no half of it behind
+    except OSError:  # a full disk: remove the incomplete file
         new.unlink(missing_ok=True)
         raise

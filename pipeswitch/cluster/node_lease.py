@@ -1,8 +1,8 @@
-"""Lease of a node's server: its jobs stop when the cluster may consider the node dead.
+"""Lease of a node's server: its jobs stop before placement may start them on another node.
 
-The node writes the end of the lease to the server's standard input, and renews it while placement
-queries the node. If the node process dies, the server shuts down in an orderly way. If the lease
-ends, the server holds (pauses) its jobs and continues to serve models.
+The node's actor writes the end of the lease to the server's standard input, and renews it while
+placement queries the node. If the actor's process dies, the server shuts down normally. If the
+lease ends, the server pauses its jobs and continues to serve models.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from ..client.client import FINAL_JOB_STATES, Client
 
 
 def watch(jobs: Path) -> None:
-    """Hold the server's jobs whenever the lease ends. Runs in a thread of the server.
+    """Pause the server's jobs whenever the lease ends. Runs in a thread of the server.
 
-    If the node has ended or the thread fails in any way, the server shuts down, because its jobs
-    must not continue.
+    If the node's actor has ended or this thread fails, shut the server down, because its jobs must
+    not continue.
 
     Args:
         jobs: folder with the node's record of each job.

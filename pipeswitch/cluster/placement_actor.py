@@ -1,4 +1,4 @@
-"""Actor that places models and jobs; the nodes can report all of its state again."""
+"""Actor that places models and jobs; it stores nothing, because the nodes report all state."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ from .ray_nodes import detached, machines, node_names, request_machines, start_n
 from .scaling import LONG_MS, Scale
 
 log = logging.getLogger(__name__)
-ANSWER_S: Final = 3.0  # a node that takes longer to say how it is serves nobody for now
-ORDER_S: Final = 60.0  # for a start or a move that somebody waits for
-COPY_S: Final = 600.0  # limit of copying a model to another node
-STOP_S: Final = 30.0  # to finish what was accepted
+ANSWER_S: Final = 3.0  # a node that takes longer to report its state gets no requests for now
+ORDER_S: Final = 60.0  # limit for the start or move of a job, during which a client waits
+COPY_S: Final = 600.0  # limit for copying a model to another node
+STOP_S: Final = 30.0  # limit for finishing accepted requests
 
 
 class Overview:
@@ -32,15 +32,15 @@ class Overview:
     def __init__(self) -> None:
         self._lock = threading.RLock()
         self._nodes = choice.Nodes()
-        self._facts: dict[str, dict[str, Any]] = {}  # of the living, by node
-        self._serving: dict[str, str] = {}  # by model: the node that requests go to
+        self._facts: dict[str, dict[str, Any]] = {}  # living node -> its last report
+        self._serving: dict[str, str] = {}  # model -> the node that gets its requests
         self._leaving: set[str] = set()
-        self._silent_since: dict[str, float] = {}  # nodes that Ray has, or starts
-        self._claims: dict[str, tuple[float, dict[str, int]]] = {}  # of nodes that start
-        self._troubles: dict[str, str] = {}  # what was logged, by what it is of
-        self._version = int(time.time() * 1000)  # above those of the one before
+        self._silent_since: dict[str, float] = {}  # by node without a report
+        self._claims: dict[str, tuple[float, dict[str, int]]] = {}  # by node; see ``claim``
+        self._troubles: dict[str, str] = {}  # name of a piece of work -> its last logged problem
+        self._version = int(time.time() * 1000)  # larger than the previous process's versions
         self._shown: Any = None
-        self._shared: dict[str, Any] = {}  # the newest table that gateways were sent
+        self._shared: dict[str, Any] = {}  # the newest table that was sent to gateways
         self._shared_number = self._version
 
     def table(self) -> dict[str, Any]:
@@ -67,7 +67,7 @@ class Overview:
             }
 
     def _names(self) -> list[tuple[str, str]]:
-        """Return the names and aliases that each node has, each with its model."""
+        """Return pairs of a name or alias that a node has, and the name of its model."""
         with self._lock:
             return [
                 pair
@@ -76,7 +76,7 @@ class Overview:
             ]
 
     def _share(self, wait_s: float = 0.0) -> None:
-        """Send the current table to nodes with an older one; wait for a limited time."""
+        """Send the current table to nodes that have an older one; wait up to ``wait_s``."""
         ray = connect_ray()
         with self._lock:
             facts = dict(self._facts)
@@ -98,8 +98,8 @@ class Overview:
             ray.wait(answers, num_returns=len(answers), timeout=wait_s)
 
     def report_unreachable(self, node: str, address: str) -> None:
-        """Exclude a node that did not answer a client at that address, until the next check. A node
-        that has restarted since has another address."""
+        """Exclude a node that did not answer a client at ``address``, until the next poll. Ignore
+        the report if the node has restarted since, at another address."""
         with self._lock:
             if node in self._facts and self._facts[node]["address"] == address:
                 self._silent_since[node] = time.monotonic()
@@ -107,7 +107,7 @@ class Overview:
                 self._place()
 
     def _may_come(self, nodes: Iterable[str]) -> bool:
-        """Return whether one of these nodes has been silent so briefly that it may come back."""
+        """Return whether one of these nodes has been silent for less than ``MISSED_S``."""
         now_s = time.monotonic()
         return any(now_s - self._silent_since.get(one, now_s) < MISSED_S for one in nodes)
 
@@ -115,13 +115,13 @@ class Overview:
         return {name: facts["copies"] for name, facts in self._facts.items()}
 
     def _poll(self) -> None:
-        """Ask every node how it is; who does not say so is gone."""
+        """Query the state of every node; treat nodes without an answer as gone. Blocks."""
         ray, names = connect_ray(), node_names(connect_ray())
         with self._lock:
             heard = {name: facts["number"] for name, facts in self._facts.items()}
         answers = {}
         for name in names:
-            with contextlib.suppress(ValueError):  # Ray has given it up meanwhile
+            with contextlib.suppress(ValueError):  # Ray has removed the actor meanwhile
                 answers[name] = node_of(ray, name).summary.remote(heard.get(name, 0))
         ready, _ = (
             ray.wait(list(answers.values()), num_returns=len(answers), timeout=ANSWER_S)
@@ -131,14 +131,14 @@ class Overview:
         summaries = {}
         for name, answer in answers.items():
             if answer in ready:
-                with contextlib.suppress(Exception):  # it died, or its server did
+                with contextlib.suppress(Exception):  # the node or its server has died
                     summaries[name] = ray.get(answer)
         with self._lock:
             now_s = time.monotonic()
             self._silent_since = {
                 name: self._silent_since.get(name, now_s) for name in names if name not in summaries
             }
-            self._leaving &= set(answers)  # one of its name may be started later
+            self._leaving &= set(answers)  # a node with the same name may be started later
             for name in set(self._facts) - set(summaries):
                 self._forget(name)
             for name, facts in summaries.items():
@@ -147,7 +147,7 @@ class Overview:
 
     def _heard(self, name: str, facts: dict[str, Any]) -> None:
         if facts["number"] < self._facts.get(name, facts)["number"]:
-            return  # another thread has looked later
+            return  # another thread has stored a later report
         self._facts[name] = facts
         self._claims.pop(name, None)
         if name in self._leaving:
@@ -157,7 +157,7 @@ class Overview:
         for model, (digest, _) in facts["models"].items():
             others = self._nodes.holders[model]
             if all(self._facts[one]["models"][model][0] == digest for one in others):
-                others.add(name)  # else it is about to be told that its name is taken
+                others.add(name)  # otherwise ``registered`` will refuse this model's name
         self._nodes.put(
             choice.NodeLoad(
                 name,
@@ -177,7 +177,7 @@ class Overview:
         self._nodes.remove(name)
 
     def _place(self) -> None:
-        """Choose for each model the holder that requests go to; renew the table if one changed."""
+        """Choose the holder that gets each model's requests; update the version if it changed."""
         serving = {}
         for model, holders in self._nodes.holders.items():
             if holders:
@@ -190,11 +190,11 @@ class Overview:
             self._shown, self._version = shown, self._version + 1
 
     def _log_once(self, what: str, work: Callable[[], Any]) -> None:
-        """Do it; why it cannot be done is logged once, until that changes."""
+        """Call ``work``; log its error or returned problems, unless the last call had the same."""
         try:
             trouble = work()
             now = "; ".join(trouble) if isinstance(trouble, list) else ""
-        except Exception as error:  # Ray's are of no one class; there is another round
+        except Exception as error:  # Ray's errors have no common class; the next round tries again
             now = why_of(error)
         if now and now != self._troubles.get(what):
             log.warning("%s: %s", what, now)
@@ -202,19 +202,19 @@ class Overview:
 
 
 class JobPlacement(Overview):
-    """Placement of jobs, from one life to the next."""
+    """Placement of jobs: starts, moves, and restarts on another node after a node's death."""
 
     def __init__(self) -> None:
         super().__init__()
-        self._homeless_since: dict[str, float] = {}  # jobs of which there are replicas alone
-        self._moving: set[str] = set()  # jobs that are being started or moved, as was asked
-        self._ordered: dict[tuple[str, str], Any] = {}  # by node and job: what it will answer
+        self._homeless_since: dict[str, float] = {}  # jobs that have only replicas
+        self._moving: set[str] = set()  # jobs that are being started or moved for a client
+        self._ordered: dict[tuple[str, str], Any] = {}  # (node, job) -> Ray's future of the answer
 
     def train(self, body: dict[str, Any], script: bytes) -> dict[str, Any]:
-        """Start a job where the fewest are, or where one of its name has ended.
+        """Start a job on the node with the fewest jobs, or where a job of that name has ended.
 
         Raises:
-            AlreadyExists: one of its name is not over.
+            AlreadyExists: a job with this name is not over.
         """
         job = body["name"]
         with self._lock:
@@ -230,7 +230,10 @@ class JobPlacement(Overview):
                 self._moving.discard(job)
 
     def move(self, job: str, to: str) -> None:
-        """Move a job: it commits its last step, and continues on the node ``to``."""
+        """Make a job commit its last step and continue on the node ``to``. Blocks.
+
+        Raises:
+            ModelNotFound: the job or node does not exist, or the job is being moved already."""
         with self._lock:
             homes = job_reconciler.homes_of(job, self._copies())
             if not homes:
@@ -256,9 +259,10 @@ class JobPlacement(Overview):
             return job in self._moving or "home" in states or states == {"replica"}
 
     def claim(self, node: str, claimed: dict[str, int]) -> set[str] | None:
-        """Return which of these lives a starting node may not continue: they are elsewhere now.
+        """Return the jobs that a starting node may not continue, because they run elsewhere now.
 
-        None: others have not reported yet; ask again."""
+        Return None if other nodes have not reported yet; the node must then call again.
+        ``claimed``: job -> its last life on that node."""
         now_s, names = time.monotonic(), node_names(connect_ray())
         with self._lock:
             self._forget(node)
@@ -279,16 +283,16 @@ class JobPlacement(Overview):
                 raise ServerUnavailable(
                     "the cluster has no node left", hint="pipeswitch cluster up"
                 )
-            self._facts[target]["jobs"] += 1  # until the next look at it
+            self._facts[target]["jobs"] += 1  # the next report replaces this count
             return target
 
     def _targets(self) -> list[str]:
-        """Return the nodes for something new, the one that keeps the least first."""
+        """Return the nodes that can get a replica, ordered by their number of jobs and replicas."""
         ready = [name for name in self._facts if name in self._nodes]
         return sorted(ready, key=lambda name: (len(self._facts[name]["copies"]), name))
 
     def _claimed(self) -> dict[str, dict[str, int]]:
-        """Return the claims of nodes that may still come."""
+        """Return the claims of nodes that may still be starting."""
         now_s = time.monotonic()
         return {
             node: claimed
@@ -297,26 +301,26 @@ class JobPlacement(Overview):
         }
 
     def _next_incarnation(self, job: str) -> int:
-        """Above those of older jobs of its name, too: a node that is away may have a replica."""
+        """Return a life number above all earlier ones of this name, even on silent nodes."""
         return max(
             job_reconciler.last_incarnation(job, self._copies(), self._claimed()) + 1,
             int(time.time()),
         )
 
     def _busy(self) -> set[str]:
-        """Jobs that are started or moved, or of which a node that answers was told something; under
-        the lock, as all that reads or changes what placement keeps."""
+        """Return the jobs that are being started or moved, or for which a living node has an
+        unanswered order. The caller holds the lock."""
         return self._moving | {job for node, job in self._ordered if node in self._facts}
 
     def _order(self, node: str, verb: str, *args: Any) -> Any:
-        """Return a node's answer to an order; the node's new state is known on return."""
+        """Send an order to a node, then poll all nodes; return the order's answer. Blocks."""
         ray = connect_ray()
         answer = answer_of(ray, getattr(node_of(ray, node), verb).remote(*args), ORDER_S)
         self._poll()
         return answer
 
     def _reconcile(self) -> None:
-        """Replicate, start again elsewhere, clear away: one order for a job at a time."""
+        """Collect answers, and send the orders that are due for jobs without unanswered orders."""
         ray, now_s = connect_ray(), time.monotonic()
         for (node, job), answer in list(self._ordered.items()):
             if ray.wait([answer], timeout=0)[0]:
@@ -340,16 +344,16 @@ class JobPlacement(Overview):
 
 
 class Placement(JobPlacement):
-    """Placement of models and jobs. After a restart it asks the nodes, and knows as much."""
+    """Placement of models and jobs. After a restart it gets all its state from the nodes."""
 
     def __init__(self, folder: str, flags: tuple[str, ...], scale: tuple[int, int] | None) -> None:
         super().__init__()
-        self._started_with = folder, flags  # nodes
+        self._started_with = folder, flags  # arguments for new nodes
         self._deciding = threading.Lock()
-        self._short_since: dict[str, float] = {}  # models with too few copies
-        self._requested = -1  # of Ray's autoscaler
+        self._short_since: dict[str, float] = {}  # model with too few copies -> since when
+        self._requested = -1  # number of machines requested from Ray's autoscaler
         self._copier = ThreadPoolExecutor(1, "pipeswitch-copies")
-        self._copying: Future[None] = Future()  # models that have too few copies
+        self._copying: Future[None] = Future()  # the copy that the loop has started
         self._copying.set_result(None)
         with starts_again():
             self._poll()
@@ -357,18 +361,18 @@ class Placement(JobPlacement):
             threading.Thread(target=self._reconcile_loop, daemon=True).start()
 
     def home(self, size_bytes: int) -> str:
-        """Return the node on which a new model is to be registered."""
+        """Return the node on which a client must register a new model of this size."""
         with self._lock:
             return self._nodes.choose("", size_bytes).node
 
     def registered(self, model: str, node: str, body: dict[str, Any]) -> list[str]:
-        """Make a second copy of a node's model, and return what could not be done.
+        """Make a second copy of a model that ``node`` has registered; return the problems. Blocks.
 
         Raises:
-            AlreadyExists: another node had another model of that name before.
+            AlreadyExists: another model has one of the names; the node then unregisters the model.
         """
         ray = connect_ray()
-        with self._deciding:  # who comes first has the name
+        with self._deciding:  # the first registration of a name wins
             self._poll()
             with self._lock:
                 known = [
@@ -384,7 +388,7 @@ class Placement(JobPlacement):
                 )
             own, is_known = (model, *body.get("aliases", ())), model in self._facts[node]["bodies"]
             if clashes := dict(one for one in self._names() if one[0] in own and one[1] != model):
-                for name in clashes if is_known else [model]:  # of a known model its new aliases
+                for name in clashes if is_known else [model]:  # a known model keeps its name
                     answer_of(ray, node_of(ray, node).unregister.remote(name))
                 words = f"{', '.join(clashes)}: already a name of {', '.join(clashes.values())}"
                 raise AlreadyExists(words, hint="choose another name")
@@ -402,7 +406,7 @@ class Placement(JobPlacement):
         self._poll()
 
     def drain(self, node: str) -> list[str]:
-        """Move what a node alone holds and place nothing new there; return what stayed."""
+        """Place nothing new on a node, and move its jobs and models; return what could not move."""
         with self._lock:
             if node not in self._facts:
                 raise ModelNotFound(f"no node {node!r}", hint="pipeswitch cluster status")
@@ -420,10 +424,10 @@ class Placement(JobPlacement):
         finally:
             with self._lock:
                 if not is_empty:
-                    self._leaving.discard(node)  # the next check makes it serve again
+                    self._leaving.discard(node)  # the next poll makes it serve again
                 else:
                     self._forget(node)
-                    if self._scale:  # else another would be started there
+                    if self._scale:  # otherwise the autoscaler would start another node
                         self._scale.wanted = min(self._scale.wanted, len(self._facts))
         self._poll()
         return missed
@@ -462,7 +466,7 @@ class Placement(JobPlacement):
 
     def _reconcile_loop(self) -> None:
         while True:
-            time.sleep(ROUND_S)  # a load is looked at, not told
+            time.sleep(ROUND_S)
             self._log_once("look", self._poll)
             self._log_once("share", self._share)
             self._log_once("jobs", self._reconcile)
@@ -471,13 +475,13 @@ class Placement(JobPlacement):
             self._log_once("copies", self._copy_short)
 
     def _follow(self, scale: Scale) -> None:
-        """Start a server on a machine that has come, or leave one that is too many; tell Ray."""
+        """Adapt to the load: request machines from Ray, and start or drain a node on a machine."""
         ray = connect_ray()
         names, (free, hosts) = node_names(ray), machines(ray, only_ours=True)
         with self._lock:
             facts = {one: of for one, of in self._facts.items() if one not in self._leaving}
             jobs = sum(of["jobs"] for of in facts.values())
-            queues_ms = [  # behind the one that computes
+            queues_ms = [  # each node's queue, without the request that computes
                 of["queue_ms"] * max(0, of["waiting"] - 1) / max(1, of["waiting"])
                 for of in facts.values()
             ]
@@ -492,7 +496,7 @@ class Placement(JobPlacement):
         come = sorted(free.keys() - names)
         if len(names) < target and come:
             start_node(ray, come[0], free[come[0]], hosts[come[0]], *self._started_with, holds=True)
-        if is_over:  # beside the rounds: nodes want to be heard
+        if is_over:  # on another thread, because nodes must be polled meanwhile
             leave = partial(self._log_once, f"leave {spare}", partial(self._leave, scale, spare))
             thread = threading.Thread(target=leave, daemon=True)
             with self._lock:
@@ -500,7 +504,7 @@ class Placement(JobPlacement):
                 self._leaving.add(spare)
 
     def _leave(self, scale: Scale, node: str) -> list[str]:
-        """Drain a node and end it; Ray takes its machine when nothing holds that any more."""
+        """Drain and stop a node; Ray may then remove its machine. Return what could not move."""
         is_left = False
         try:
             missed = self.drain(node)
@@ -509,14 +513,14 @@ class Placement(JobPlacement):
                 is_left = True
         finally:
             with self._lock:
-                if not is_left:  # check it again later
+                if not is_left:  # a later round tries again
                     scale.wanted += 1
                     self._leaving.discard(node)
         return missed
 
     def _short(self) -> list[str]:
-        """Models that have had too few copies for so long that their node does not come back; where
-        machines come as they are wanted, also those whose nodes are all behind."""
+        """Return the models that have had too few copies for longer than ``MISSED_S``. With
+        autoscaling, a model whose nodes are all overloaded has too few copies, too."""
         now_s = time.monotonic()
         with self._lock:
             copy_count = min(COPIES, len(self._facts) - len(self._leaving))
@@ -533,14 +537,16 @@ class Placement(JobPlacement):
         return [name for name, began_s in since.items() if now_s - began_s > MISSED_S]
 
     def _copy_short(self) -> None:
-        """Begin another copy of a model that has too few, beside the rounds: one copy at a time."""
+        """Copy a model with too few copies, on another thread; one copy at a time."""
         short = self._short()
         if short and self._copying.done():
             copy = partial(self._copy, short[0], is_short=True)
             self._copying = self._copier.submit(self._log_once, short[0], copy)
 
     def _copy(self, model: str, leaving: str = "", *, is_short: bool = False) -> list[str]:
-        """Another copy, from a node that has one, if there are too few; what could not be done."""
+        """Copy a model to another node if it has too few copies; return the problems. Blocks.
+
+        ``leaving``: source if no other node has the model. ``is_short``: ``COPIES`` are too few."""
         with self._lock:
             holders = self._nodes.holders.get(model, set()) - self._leaving
             others = [name for name in self._facts if name not in holders | self._leaving]
@@ -559,7 +565,7 @@ class Placement(JobPlacement):
         if body is None:
             return [f"{model} was not registered through the cluster: it stays on {source}"]
         ray = connect_ray()
-        try:  # from node to node, not through here
+        try:  # Ray sends the bundle from node to node, not through this process
             bundle = node_of(ray, source).bundle.remote(digest)
             answer = node_of(ray, target).adopt.remote(model, body, digest, bundle)
             ray.get(answer, timeout=COPY_S)
@@ -577,16 +583,16 @@ def start_nodes(
     flags: tuple[str, ...],
     scale: tuple[int, int] | None = None,
 ) -> None:
-    """One node on each of Ray's, and placement; those that are there already stay.
+    """Start placement and nodes, unless they run already; return when all of them answer.
 
     Args:
-        names: our nodes, and the id of Ray's that each is on.
-        hosts: where each listens.
-        scale: as many as are wanted, between these; placement starts others.
+        names: name of each node -> id of Ray's node for it.
+        hosts: name of each node -> host on which its server listens.
+        scale: minimum and maximum of nodes, if placement may start and stop some; None: it may not.
     """
-    here = ray.get_runtime_context().get_node_id()  # no machine that Ray takes away
+    here = ray.get_runtime_context().get_node_id()  # Ray does not remove this machine
     actor = detached(ray, Placement, PLACEMENT, here, soft=True).remote(folder, flags, scale)
-    handles = [  # they ask it whether their jobs are still theirs
+    handles = [  # placement must exist first, because nodes send it their claims
         start_node(ray, name, where, hosts[name], folder, flags, holds=scale is not None)
         for name, where in names.items()
     ]

@@ -1,4 +1,4 @@
-"""Ray's machines and our nodes on them: list, start, stop."""
+"""Listing of Ray's machines, and listing, start and stop of our nodes on them."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any, Final
 from ..client.cluster_client import NAMESPACE, NODE, node_of
 from .node_actor import NodeActor
 
-RESOURCE: Final = "pipeswitch"  # 1 of each machine that Ray brings for us; a node holds it
+RESOURCE: Final = "pipeswitch"  # Ray resource of autoscaled machines, 1 on each; a node occupies it
 
 
 def node_names(ray: Any) -> list[str]:
@@ -22,11 +22,13 @@ def node_names(ray: Any) -> list[str]:
 
 
 def machines(ray: Any, *, only_ours: bool = False) -> tuple[dict[str, str], dict[str, str]]:
-    """Ray's living nodes by a name that stays, and where each one's server listens: on loopback if
-    they are all one machine, and no other is to come.
+    """Return two tables of Ray's living nodes: name -> Ray's id, and name -> host to listen on.
+
+    If each machine has one node, names are addresses, which survive a restart of the machine. If
+    all nodes are on one machine, their hosts are loopback.
 
     Args:
-        only_ours: of those that Ray brings and takes away; no name stays there.
+        only_ours: only machines that Ray's autoscaler adds and removes; names are then ids.
     """
     alive = [
         node
@@ -61,14 +63,15 @@ def start_node(
     *,
     holds: bool = False,
 ) -> Any:
-    """On Ray's node of that id; it is there already, or its machine ``holds``: Ray keeps it."""
+    """Start our node on Ray's node ``where``, unless it runs already; return its actor's handle.
+    ``holds``: occupy the machine's ``RESOURCE``, so that Ray does not remove the machine."""
     resources = {RESOURCE: 1} if holds else {}
     actor = detached(ray, NodeActor, NODE + name, where, soft=False, resources=resources)
     return actor.remote(name, folder, host, flags)
 
 
 def detached(ray: Any, kind: type, name: str, where: str, *, soft: bool, **options: Any) -> Any:
-    """Start an actor that outlives this process, on a machine."""
+    """Return the class of a named actor that outlives this process, on Ray's node ``where``."""
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
     return ray.remote(kind).options(
@@ -85,9 +88,9 @@ def detached(ray: Any, kind: type, name: str, where: str, *, soft: bool, **optio
 
 
 def stop_nodes(ray: Any, names: list[str], drain_s: float) -> None:
-    """Stop these nodes side by side, and wait for their ends."""
+    """Stop these nodes in parallel, and block until they have ended."""
     handles = [node_of(ray, name) for name in names]
     for handle, ended in [(handle, handle.stop.remote(drain_s)) for handle in handles]:
-        with contextlib.suppress(Exception):  # its process ends with its server
+        with contextlib.suppress(Exception):  # the actor may exit before it answers
             ray.get(ended, timeout=drain_s + 30.0)
         ray.kill(handle)

@@ -1,8 +1,8 @@
-"""Many machines in virtual time: placement as it is, over a simulated server on each of them.
+"""Simulation of a cluster in virtual time: the real placement code, and simulated servers.
 
-Each tile of a trace is a client with models of its own. It registers them when it comes, is told
-where they are, and asks again only after a node's death, as a live one does. Placement is told what
-it is told live: each node's load once a second.
+Each tile of a trace is a client with its own models. Before its first request a client registers
+them and gets placement's table. It gets a new table only after a node's death, as real clients do.
+Placement gets each node's load once a second, as in a real cluster.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from ..simulator.replay import Asked, Models, Outcome, PaperModel, Replay, Setti
 from .choice import COPIES, MISSED_S, ROUND_S, Decision, NodeLoad, Nodes
 
 ROUND_MS: Final = ROUND_S * 1e3
-SILENT_MS: Final = 2500.0  # so long a client waits for a node that is dead (CONNECT_TIMEOUT_S)
+SILENT_MS: Final = 2500.0  # a client gives a dead node up after this (CONNECT_TIMEOUT_S)
 HOUR_MS: Final = 3.6e6
 
 
@@ -32,24 +32,24 @@ HOUR_MS: Final = 3.6e6
 class Cluster:
     """Machines of a simulated cluster, and its clients."""
 
-    nodes: int  # or fewer, if those suffice for what is needed
-    devices: int = 1  # of each
-    tiles: int = 1  # clients, each with models of its own
-    failures: float = 0.0  # the share of the nodes that dies within an hour
-    need: float = 0.0  # the share of all requests that is to be in time
+    nodes: int  # number of nodes; with ``need`` the maximum
+    devices: int = 1  # devices of each node
+    tiles: int = 1  # number of clients, each with its own models
+    failures: float = 0.0  # share of the nodes that die within an hour
+    need: float = 0.0  # required share of requests that end in time; 0: use all nodes
     seed: int = 0
 
 
 @dataclass(frozen=True)
 class Placed:
-    """Outcome of the requests, and its cost."""
+    """Outcome of the requests, and the costs of placement."""
 
     outcome: Outcome
-    nodes: int  # that there were at first
-    moved_bytes: int  # of models, from node to node
-    failures: int  # nodes that died, and did not come back
-    resent: int  # requests that a dead node had not answered
-    placed_per_s: int  # decisions of placement, in a second of the real clock
+    nodes: int  # number of nodes at the start
+    moved_bytes: int  # bytes of models that were copied from node to node
+    failures: int  # number of nodes that died; none comes back
+    resent: int  # requests that were sent again after a node's death
+    placed_per_s: int  # placement's decisions per second of real time
 
 
 def place(
@@ -59,9 +59,9 @@ def place(
     arrivals: Sequence[Arrival],
     watch: Callable[[int], None] | None = None,
 ) -> Placed:
-    """All requests, on all nodes or on the fewest that answer as many in time as are needed.
+    """Simulate all requests, on all nodes or on the fewest that meet ``cluster.need``.
 
-    ``models``: of one tile; ``watch``: is told how many requests have been sent."""
+    ``models``: models of one tile; ``watch``: called with the number of requests sent so far."""
 
     def on(nodes: int) -> Placed:
         known = Models(models, cluster.tiles)
@@ -78,7 +78,7 @@ def place(
 
 
 class _Placing(Nodes):
-    """Placement itself; counts its decisions, and what they take of the real clock."""
+    """The real choice of nodes; counts its decisions, and the real seconds that they take."""
 
     decisions, decided_s = 0, 1e-9
 
@@ -91,26 +91,26 @@ class _Placing(Nodes):
 
 
 class _ClusterRun:
-    """All nodes, and what goes on between them."""
+    """One simulation: all nodes, clients and placement."""
 
     def __init__(self, cluster: Cluster, setting: Setting, models: Models) -> None:
-        # What was not prepared takes no time here, and to simulate that takes as long as the rest.
+        # Loading a program takes no simulated time, but simulating it would double the real time.
         self._setting = replace(setting, devices=cluster.devices, prepares=False)
         self._cluster, self._models = cluster, models
         self._placing, self._now_ms = _Placing(), 0.0
-        self._told: dict[str, NodeLoad] = {}  # what placement knows of the living
-        self._servers: dict[str, Replay] = {}  # of all that were ever asked
-        self._busy: set[str] = set()  # who has requests to answer
-        self._holds: defaultdict[str, list[int]] = defaultdict(list)  # models, by node
+        self._told: dict[str, NodeLoad] = {}  # last reports of the living nodes
+        self._servers: dict[str, Replay] = {}  # simulated servers; created by the first request
+        self._busy: set[str] = set()  # nodes that have unanswered requests
+        self._holds: defaultdict[str, list[int]] = defaultdict(list)  # node -> its models
         self._serving: dict[str, str] = {}
-        # By tile: each model's holders as the client knows them, the one it goes to first.
+        # Tile -> model -> its holders as the client knows them, the preferred one first.
         self._tables: dict[int, dict[int, list[str]]] = {}
-        # What a client predicts: a request's time on a node, and when its own are done there.
+        # Clients' predictions: a request's time on a node, and when their requests end there.
         self._each_ms: dict[str, float] = {}
         self._done_ms: defaultdict[tuple[int, str], float] = defaultdict(float)
-        self._knows_ms: dict[tuple[int, str], float] = {}  # when a client gives up a dead node
+        self._knows_ms: dict[tuple[int, str], float] = {}  # when a client (tile) gives up a node
         self._coming: list[tuple[float, int, Asked]] = []
-        self._short: list[tuple[float, int]] = []  # models to copy again, and when
+        self._short: list[tuple[float, int]] = []  # when to copy a model again, and the model
         self._lost = self._moved_bytes = self._resent = 0
         for number in range(cluster.nodes):
             self._tell(NodeLoad(f"node-{number}", setting.memory_bytes * cluster.devices, 0.0, 0))
@@ -119,7 +119,7 @@ class _ClusterRun:
         self._deaths = sorted((chance.expovariate(rate), name) for name in self._told if rate)
 
     def run(self, arrivals: Sequence[Arrival], watch: Callable[[int], None] | None) -> Placed:
-        """All of them, round after round."""
+        """Simulate all arrivals, round after round."""
         self._coming = [(one.at_ms, n, Asked(n, one, one.at_ms)) for n, one in enumerate(arrivals)]
         while self._coming or self._busy:
             self._round()
@@ -139,7 +139,7 @@ class _ClusterRun:
         )
 
     def _round(self) -> None:
-        """From one look of placement to the next; while nothing happens there is none."""
+        """Simulate one round of placement; skip rounds in which nothing happens."""
         if not self._busy:
             queues = (self._coming, self._deaths, self._short)
             next_ms = min(queue[0][0] for queue in queues if queue)
@@ -180,7 +180,7 @@ class _ClusterRun:
         self._lost += 1
 
     def _finish_ms(self, tile: int, at_ms: float, node: str) -> float:
-        """Return how long a client expects a node to need; a dead node reports nothing."""
+        """Return the ms after which a client expects a node's answer; a dead node has no queue."""
         queue_ms = self._told[node].queue_ms if node in self._told else 0.0
         return left_ms(queue_ms, at_ms - self._now_ms, self._done_ms[tile, node] - at_ms)
 
@@ -192,13 +192,13 @@ class _ClusterRun:
         if node not in self._servers:
             self._servers[node] = Replay(self._setting, self._models)
         server, model = self._servers[node], self._models[request.arrival.model]
-        if ModelName(model.name) not in server.scene.programs:  # it was there on paper
+        if ModelName(model.name) not in server.scene.programs:  # the copy was only recorded so far
             server.serve([model], self._now_ms)
         server.clock.at(at_ms, partial(server.ask, request))
         self._busy.add(node)
 
     def _register(self, tile: int) -> None:
-        """All of a client's models, each with its second copy."""
+        """Register all models of a client, each with its second copy."""
         begin = tile * self._models.per_tile
         numbers = range(begin, begin + self._models.per_tile)
         for number in {self._models[number].name: number for number in numbers}.values():
@@ -226,7 +226,7 @@ class _ClusterRun:
         self._holds[node].append(number)
 
     def _serve(self, node: str, number: int) -> None:
-        """Send requests to a node; a client learns of it when it asks."""
+        """Make a node serve a model. A client uses that node when it gets its next table."""
         model = self._models[number]
         before, self._serving[model.name] = self._serving.get(model.name, ""), node
         for name, size_bytes in ((before, -model.size_bytes), (node, model.size_bytes)):
@@ -235,7 +235,7 @@ class _ClusterRun:
                 self._tell(one._replace(served_bytes=one.served_bytes + size_bytes))
 
     def _copy(self, number: int) -> None:
-        """Another one, if there are too few."""
+        """Copy a model to another node if it has too few copies."""
         model = self._models[number]
         nodes = self._placing.holders[model.name]
         if 0 < len(nodes) < min(COPIES, len(self._told)):
@@ -248,7 +248,7 @@ class _ClusterRun:
         self._placing.put(summary)
 
     def _poll(self, name: str) -> None:
-        """Report a node's state, as a node does."""
+        """Report a node's state to placement, as a real node does."""
         server, waiting = self._servers[name], len(self._servers[name].asked)
         each_ms = server.busy_ms / max(1, len(server.latency_ms))
         self._each_ms[name] = each_ms
@@ -263,7 +263,7 @@ class _ClusterRun:
             self._busy.discard(name)
 
     def _lose(self, name: str) -> None:
-        """Lose a node, with its unanswered requests."""
+        """Simulate a node's death; clients send its unanswered requests again."""
         self._placing.remove(name)
         del self._told[name]
         self._busy.discard(name)

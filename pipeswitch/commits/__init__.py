@@ -1,1 +1,1 @@
-"""A job's commits: the shared area, its image, the files on disk."""
+"""A job's commits: the area in shared memory, the image in it, and the files on disk."""

@@ -1,17 +1,17 @@
-"""A job's commit area: one memfd, a 4 KiB header and two slots, of which one is the commit.
+"""A job's commit area: a memfd with a 4 KiB header and two slots, one of which is active.
 
-The memory daemon writes, the worker that resumes the job reads, the controller keeps the
-descriptor so that it outlives both. A commit (ADR 8) is written in four steps, and
-``kill -9`` of the writer between any two leaves the last complete commit in place:
+The active slot has the newest commit. The memory daemon writes the area, and the worker of a
+resumed job reads it. The controller keeps the descriptor, so the area outlives both. A commit
+(ADR 8) is written in four steps. If the writer dies between two, the last commit stays valid:
 
-1. the idle slot's record is struck out, since its bytes are about to change;
-2. the image is copied into the idle slot;
-3. the idle slot's record (step, size, checksum) is written;
-4. the sequence number goes up by one. It is a single aligned 8-byte store, and it is the flip:
-   the active slot is the sequence number's parity, so there is no second word to disagree with.
+1. Erase the idle slot's record, because the slot's bytes will change.
+2. Copy the image into the idle slot.
+3. Write the idle slot's record (step, size, checksum).
+4. Increase the sequence number by one, with a single aligned 8-byte store. This makes the idle slot
+   the active one: the active slot is the sequence number's parity, so no second word is needed.
 
-Header, little-endian 8-byte words: 0 magic, 1 slot bytes, 2 sequence number (0: no commit yet),
-8…11 the record of slot 0 and 16…19 that of slot 1: sequence number, step, size, checksum.
+The header has little-endian 8-byte words: 0 magic, 1 slot bytes, 2 sequence number (0: no commit
+yet), 8…11 record of slot 0, 16…19 record of slot 1. A record has sequence, step, size, checksum.
 """
 
 from __future__ import annotations
@@ -42,20 +42,20 @@ _SEQUENCE_WORD: Final = 2
 _RECORD_WORDS: Final = (8, 16)
 _SEQUENCE, _STEP, _SIZE, _CHECKSUM = range(4)
 
-CHECKSUM_PIECE_BYTES: Final = 4 << 20  # the interpreter lock is let go and taken once a piece
+CHECKSUM_PIECE_BYTES: Final = 4 << 20  # other threads can run between two pieces
 
 
 class Commit(msgspec.Struct, frozen=True, kw_only=True):
     """Record of the image in a slot."""
 
     sequence: int  # 1, 2, …; the commit's slot is sequence % 2
-    step: int  # the job's steps 1…step are in the image
+    step: int  # the image is the state after the job's steps 1…step
     size_bytes: int
     checksum: int  # CRC-32 of the image
 
 
 def area_bytes(slot_bytes: int) -> int:
-    """Size of the memfd of a commit area whose images take at most ``slot_bytes``."""
+    """Return the size of a commit area's memfd with slots of ``slot_bytes``."""
     return HEADER_BYTES + SLOT_COUNT * slot_bytes
 
 
@@ -67,10 +67,10 @@ def slot_bytes_of(descriptor: int) -> int:
 def create_area(slot_bytes: int) -> int:
     """Create an empty, sealed commit area; the caller owns the descriptor.
 
-    It takes a page alone, and no time: who writes a slot reserves it.
+    Only the header's page is allocated; a writer allocates a slot before it writes it.
 
     Raises:
-        OSError: the machine has no memory for it.
+        OSError: the machine has no memory for the header.
     """
     descriptor = sealed_memfd(
         "pipeswitch-commits", area_bytes(slot_bytes), reserve_bytes=HEADER_BYTES
@@ -80,7 +80,7 @@ def create_area(slot_bytes: int) -> int:
 
 
 def checksum_of(image: memoryview) -> int:
-    """CRC-32 of ``image``, in pieces so that other threads get their turn."""
+    """Return the CRC-32 of ``image``, computed in pieces so that other threads can run."""
     checksum = 0
     for start in range(0, len(image), CHECKSUM_PIECE_BYTES):
         checksum = zlib.crc32(image[start : start + CHECKSUM_PIECE_BYTES], checksum)
@@ -88,13 +88,13 @@ def checksum_of(image: memoryview) -> int:
 
 
 class CommitArea:
-    """A mapping of a commit area. One process writes it, from one thread; any number read."""
+    """Mapping of a commit area. One thread of one process may write it; others may read it."""
 
     def __init__(self, descriptor: int, slot_bytes: int, *, is_writer: bool = False) -> None:
-        """Map it; the descriptor stays the caller's. A writer formats an area that is all zeros.
+        """Map the area; the caller keeps the descriptor. A writer writes a missing header.
 
         Raises:
-            RemoteProtocolError: not a commit area of this slot size, or one that could shrink.
+            RemoteProtocolError: the file is not a commit area of this slot size, or could shrink.
         """
         size_bytes = area_bytes(slot_bytes)
         _require_whole(descriptor, size_bytes)
@@ -116,13 +116,12 @@ class CommitArea:
             raise RemoteProtocolError(f"not a commit area with slots of {slot_bytes} bytes")
 
     def newest(self) -> Commit | None:
-        """Return the last complete commit, its checksum verified; None if there has been none.
+        """Return the last complete commit whose checksum matches; None if there was no commit.
 
-        If the active image is damaged and the one before it is still whole, that one: an older
-        commit costs recomputed steps, a damaged one would be merged.
+        If the newest image is damaged, return the previous commit; the job recomputes some steps.
 
         Raises:
-            RemoteProtocolError: there were commits and none is whole.
+            RemoteProtocolError: there were commits, but none is undamaged.
         """
         while True:
             sequence = self._words[_SEQUENCE_WORD]
@@ -132,26 +131,26 @@ class CommitArea:
                 commit = self._record(number)
                 if commit is None or checksum_of(self.image(commit)) != commit.checksum:
                     continue
-                if self.is_current(commit):  # the writer may have come round to it meanwhile
+                if self.is_current(commit):  # the writer may have overwritten the slot meanwhile
                     return commit
             if self._words[_SEQUENCE_WORD] == sequence:
                 raise RemoteProtocolError(f"commit {sequence} and the one before it are damaged")
 
     def image(self, commit: Commit) -> memoryview:
-        """Return the commit's bytes in place, read-only. Check ``is_current`` afterwards."""
+        """Return a read-only view of the commit's bytes. Check ``is_current`` after reading it."""
         return self._slot(commit.sequence)[: commit.size_bytes].toreadonly()
 
     def is_current(self, commit: Commit) -> bool:
-        """Return True if the slot still holds that commit, so that what was read of it is whole."""
+        """Return True if the slot still has this commit, so bytes that were read are valid."""
         return self._record(commit.sequence) == commit
 
     def write(self, step: int, size_bytes: int, fill: Callable[[memoryview], None]) -> Commit:
-        """Write a commit as told above; ``fill`` puts the image into the view it is given.
+        """Write a commit in the module's four steps; ``fill`` writes the image into its argument.
+        After an error, even one that ``fill`` raises, the previous commit is still valid.
 
         Raises:
-            RemoteProtocolError: larger than a slot, or no step; the commit before stays.
-            OSError: the machine has no memory for it; the commit before stays.
-            Whatever ``fill`` raises: the commit before stays.
+            RemoteProtocolError: the image is larger than a slot, or the step is invalid.
+            OSError: the machine has no memory for the image.
         """
         if not 0 <= size_bytes <= self.slot_bytes:
             raise RemoteProtocolError(
@@ -180,14 +179,15 @@ class CommitArea:
         return commit
 
     def close(self) -> None:
-        """Unmap. Views from ``image`` must be gone; else the mapping goes with the last of them."""
+        """Unmap the area now, or when the last view from ``image`` is freed."""
         self._words.release()
         self._bytes.release()
         with contextlib.suppress(BufferError):  # a caller still has a view
             self._map.close()
 
     def _reserve(self, slot: int, size_bytes: int) -> None:
-        """Else a write could be a signal, on a machine that is full."""
+        """Allocate a slot's pages; raise OSError if memory is short. A write to a page that is not
+        allocated would end the process with SIGBUS instead."""
         if size_bytes > self._reserved_bytes[slot]:
             start = HEADER_BYTES + slot * self.slot_bytes
             os.posix_fallocate(self._own, start, size_bytes)
@@ -198,7 +198,7 @@ class CommitArea:
         return self._bytes[start : start + self.slot_bytes]
 
     def _record(self, sequence: int) -> Commit | None:
-        """Return the record of commit ``sequence``, or None if its slot holds something else."""
+        """Return the record of commit ``sequence``, or None if its slot has another commit."""
         first = _RECORD_WORDS[sequence % SLOT_COUNT]
         own_sequence, step, size_bytes, checksum = self._words[first : first + 4].tolist()
         if sequence == 0 or own_sequence != sequence or size_bytes > self.slot_bytes:
@@ -207,7 +207,7 @@ class CommitArea:
 
 
 def _require_whole(descriptor: int, size_bytes: int) -> None:
-    """Refuse a file that is too small, or that its owner could shrink under us (SIGBUS)."""
+    """Refuse a file of another size, or one that its owner could shrink (SIGBUS)."""
     actual_bytes = os.fstat(descriptor).st_size
     if actual_bytes != size_bytes:
         raise RemoteProtocolError(

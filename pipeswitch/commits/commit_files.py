@@ -1,15 +1,14 @@
 """A job's newest commit on disk: a safetensors file and a small JSON file that names it.
 
-The data of the safetensors file is the commit's image, byte for byte: any reader of safetensors
+The data of the safetensors file is the commit's image, byte for byte. So any reader of safetensors
 finds the parameters in it, and resuming needs no conversion (ADR 0008).
 
-Crash-safe by order: the image is written to a temporary name,
-fsynced and renamed; only then is ``commit.json`` replaced the same way, which is the flip. The
-image's name is new each time, so the image that the old ``commit.json`` names is never touched
-before the flip.
+A crash leaves a complete commit. The image is written to a temporary file, synced and renamed; only
+then ``commit.json`` is replaced in the same way. Each image has a new name, so the image that the
+old ``commit.json`` names is intact until then.
 
-The previous commit stays until the next one is written: if the newest is damaged, a job resumes
-from the previous one. An image's name has its step and its digest, so it needs no record.
+The previous commit stays until the next one is written; a job resumes from it if the newest one is
+damaged. An image's name has its step and digest, so it can be used without its record.
 """
 
 from __future__ import annotations
@@ -42,13 +41,13 @@ class CommitRecord(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     """The content of ``commit.json``."""
 
     step: int
-    size_bytes: int  # of the image: the file without its head
-    sha256: str  # hex, of the whole file
-    image: str  # file name beside this one
+    size_bytes: int  # size of the image, which is the file without its head
+    sha256: str  # digest of the whole file, in hex
+    image: str  # name of the image's file in the same folder
 
 
 class ImageChanged(Exception):
-    """The image was overwritten by newer commits while it was being written; nothing was kept."""
+    """Error of ``write_commit``: newer commits overwrote the image before it was on disk."""
 
 
 def write_commit(
@@ -58,13 +57,13 @@ def write_commit(
     *,
     is_still_whole: Callable[[], bool] = lambda: True,
 ) -> CommitRecord:
-    """Make ``image`` the commit on disk; returns when it would survive a power loss. Blocks.
+    """Make ``image`` the commit on disk; return when it would survive a power loss. Blocks.
 
-    ``is_still_whole`` is asked once all bytes have been read: a live image may change meanwhile.
+    ``is_still_whole``: called after all bytes were read; returns False if they changed meanwhile.
 
     Raises:
-        OSError: disk full, read-only, …; the commit before stays.
-        ImageChanged: see there; the commit before stays.
+        OSError: the disk is full, read-only, …; the previous commit is unchanged.
+        ImageChanged: the image has changed; the previous commit is unchanged.
     """
     directory.mkdir(parents=True, exist_ok=True)
     remove_unnamed(directory, keeps_older=False)  # never more than two images at a time
@@ -81,7 +80,7 @@ def write_commit(
         reach("persist.image.renamed")
         record = CommitRecord(step=step, size_bytes=len(image), sha256=digest, image=name)
         _write_synced(directory / f"{RECORD_NAME}.tmp", memoryview(msgspec.json.encode(record)))
-        sync_directory(directory)  # the image's name must be on disk before anything names it
+        sync_directory(directory)  # the image's name must be on disk before the record names it
         reach("persist.record.written")
         (directory / f"{RECORD_NAME}.tmp").rename(directory / RECORD_NAME)
         reach("persist.record.renamed")
@@ -92,13 +91,12 @@ def write_commit(
 
 
 def read_record(directory: Path) -> CommitRecord | None:
-    """Return what ``commit.json`` says, or the newest image's name if it is damaged or missing.
+    """Return the record in ``commit.json``, or None if there is no commit.
 
-    None if there is no commit.
+    If the file is damaged or missing, make the record from the name of the newest image.
 
     Raises:
-        RemoteProtocolError: the record is invalid, and no image has its step and digest in its
-        name.
+        RemoteProtocolError: the record is invalid, and no image's name has a step and a digest.
     """
     try:
         record = _read_record(directory)
@@ -133,7 +131,7 @@ def _read_record(directory: Path) -> CommitRecord | None:
             data = file.read(MAX_RECORD_BYTES)
     except FileNotFoundError:
         return None
-    except OSError as error:  # a script may have put something else there
+    except OSError as error:  # a script may have replaced the file
         raise RemoteProtocolError(str(error)) from None
     try:
         record = msgspec.json.decode(data, type=CommitRecord)
@@ -152,17 +150,17 @@ def _read_record(directory: Path) -> CommitRecord | None:
 def load_commit(
     directory: Path, damaged: Callable[[str], None] | None = None
 ) -> tuple[int, int, CommitRecord] | None:
-    """Create a commit area with the commit on disk: (descriptor, slot_bytes, record).
+    """Create a commit area with the commit on disk; return (descriptor, slot_bytes, record).
 
-    The caller owns the descriptor. None when nothing has been persisted there.
+    The caller owns the descriptor. Return None if there is no commit on disk.
 
     Args:
         damaged: called with a description of each damaged commit; the previous commit is then used.
-        Without it, damage raises.
+            Without it, damage raises.
 
     Raises:
         RemoteProtocolError: the files are damaged: wrong size or digest.
-        OSError: unreadable, or no memory for the area.
+        OSError: a file cannot be read, or there is no memory for the area.
     """
     newest = read_record(directory)
     if newest is None:
@@ -179,7 +177,7 @@ def load_commit(
         except RemoteProtocolError as error:
             problems.setdefault(record.image, error)
             continue
-        problems.pop(record.image, None)  # only its record is damaged
+        problems.pop(record.image, None)  # this image is undamaged; only a record of it was wrong
         if damaged is not None:
             for problem in problems.values():
                 damaged(problem.message)
@@ -213,13 +211,13 @@ def _load(directory: Path, record: CommitRecord) -> tuple[int, int, CommitRecord
 
 
 def remove_unnamed(directory: Path, *, keeps_older: bool = True) -> None:
-    """Remove leftovers and older images; keep the newest two commits."""
+    """Remove leftovers and old images; keep the newest image and, if ``keeps_older``, one more."""
     try:
         record = read_record(directory)
     except RemoteProtocolError:
-        return  # a damaged record: leave the images for a person to look at
+        return  # the record is damaged: keep the images, so that a person can examine them
     if record is not None and not (directory / record.image).exists():
-        return  # another folder's record
+        return  # the record names an image that is not here
     named = {record.image} if record is not None else set()
     if record is not None and keeps_older:
         images = [*map(_IMAGE.fullmatch, (path.name for path in directory.iterdir()))]
@@ -228,12 +226,12 @@ def remove_unnamed(directory: Path, *, keeps_older: bool = True) -> None:
         named.add(numbers.get(max((n for n in numbers if n < newest), default=-1), ""))
     for path in directory.iterdir():
         if _OURS.fullmatch(path.name) and path.name not in named:
-            with contextlib.suppress(OSError):  # it is gone, or a script made a folder of it
+            with contextlib.suppress(OSError):  # it is gone, or a script has made it a folder
                 path.unlink()
 
 
 def _head_bytes(path: Path) -> int:
-    """Return the size of the bytes before the image."""
+    """Return the size of a file's head, which is before the image."""
     try:
         with open(path, "rb", opener=open_plain) as file:
             start = file.read(LENGTH.size)
@@ -258,12 +256,12 @@ def _read_into(path: Path, head_bytes: int, image: memoryview, record: CommitRec
 
 
 def _write_synced(path: Path, *parts: memoryview) -> str:
-    """Write a whole file and fsync it; returns the sha256 of the bytes that were written."""
+    """Write a file and sync it; return the SHA-256 of the written bytes, in hex."""
     digest = hashlib.sha256()
     with path.open("wb", buffering=0) as file:
         for part in parts:
             for start in range(0, len(part), PIECE_BYTES):
-                piece = bytes(part[start : start + PIECE_BYTES])  # digest and file see the same
+                piece = bytes(part[start : start + PIECE_BYTES])  # a copy, as the image may change
                 digest.update(piece)
                 written = 0
                 while written < len(piece):

@@ -1,11 +1,11 @@
-"""A training job's commit image: self-describing bytes. No torch.
+"""A training job's commit image: self-describing bytes. This module does not need torch.
 
-An image is what a worker commits and what a resumed job starts from (ADR 8). To the memory
-daemon it is opaque; the writer to disk, which must look inside, does it here.
+A worker commits an image, and a resumed job starts from it (ADR 8). The memory daemon reads its
+content only when it writes the image to disk, with the functions of this module.
 
     [header, 64 bytes][blobs: attachments of the tagged JSON][JSON] … [bulk: tensors] [past images]
 
-The JSON holds ``tensors`` (name -> dtype, shape, stride, offset and size in the image), ``blobs``
+The JSON has ``tensors`` (name -> dtype, shape, stride, offset and size in the image), ``blobs``
 (name -> offset and size) and ``meta`` (the session's tagged state). On disk the same bytes are
 the data of a safetensors file (``commit_files.py``).
 """
@@ -25,8 +25,8 @@ MAGIC: Final = b"PSCOMMIT"
 VERSION: Final = 1
 HEADER: Final = struct.Struct("<8sIIQQQ")  # magic, version, crc32, json offset, json size, image
 HEADER_BYTES: Final = 64
-LENGTH: Final = struct.Struct("<Q")  # of a safetensors header, in front of it
-BYTES_AT: Final = "__bytes_at__"  # what lies between two tensors: this and its offset
+LENGTH: Final = struct.Struct("<Q")  # length of a safetensors header, which follows it
+BYTES_AT: Final = "__bytes_at__"  # before an offset: the name of the bytes between two tensors
 
 SAFETENSORS_DTYPES: Final[Mapping[str, tuple[str, int]]] = {
     "float64": ("F64", 8),
@@ -60,7 +60,7 @@ def parse_image(image: memoryview) -> tuple[dict[str, Any], dict[str, tuple[int,
     """Return the JSON of an image, and the range of each tensor and blob: (offset, size in bytes).
 
     Raises:
-        InvalidInput: not an image, torn, or a range outside it.
+        InvalidInput: the bytes are not an image, are damaged, or a range is outside of them.
     """
     image = image.cast("B")
     if len(image) < HEADER_BYTES or bytes(image[:8]) != MAGIC:
@@ -88,20 +88,19 @@ def parse_image(image: memoryview) -> tuple[dict[str, Any], dict[str, tuple[int,
 
 
 def safetensors_head(image: memoryview) -> bytes:
-    """Return the head that makes a safetensors file of an image's bytes.
+    """Return the head of a safetensors file whose data is an image's bytes, unchanged.
 
-    The bytes stay as they lie: no tensor is reordered to be written or read. Tensors appear with
-    dtype and shape; one that is not row-major appears as a flat row (its shape and strides are in
-    the image's JSON). Everything between them appears as bytes, since the format allows no holes;
-    so does the whole of something that is not an image. Never raises: the image may change
-    meanwhile.
+    Each tensor has its dtype and shape; a tensor that is not row-major is shown as a flat row (its
+    shape and strides are in the image's JSON). Bytes between tensors are shown as a U8 tensor,
+    because the format does not allow holes. If the bytes are not an image, they are one U8 tensor.
+    Never raises, because the image may change meanwhile.
     """
     image = image.cast("B")
     header: dict[str, Any] = {"__metadata__": {"format": "pipeswitch-commit"}}
     position = 0
     for start, size, name, dtype, shape in sorted(_tensors_of(image)):
         if start < position or name.startswith("__"):
-            continue  # not an image of ours: there no two tensors overlap
+            continue  # in our images no tensors overlap, so this image is damaged
         if start > position:
             header[f"{BYTES_AT}{position}"] = _span("U8", [start - position], position, start)
         position = start + size
@@ -112,14 +111,14 @@ def safetensors_head(image: memoryview) -> bytes:
 
 
 def packed_head(header: Mapping[str, Any]) -> bytes:
-    """Return the head of a safetensors file; the data after it stay aligned."""
+    """Return the head of a safetensors file, padded so that the data after it is aligned."""
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-(LENGTH.size + len(text)) % HEADER_BYTES)
     return LENGTH.pack(len(text)) + text
 
 
 def _tensors_of(image: memoryview) -> Iterator[tuple[int, int, str, str, list[int]]]:
-    """(offset, size, name, safetensors' dtype, shape) of each tensor; nothing when it is torn."""
+    """Yield each tensor's offset, size, name, safetensors dtype and shape; none if damaged."""
     try:
         content, ranges = parse_image(image)
     except InvalidInput:
@@ -152,10 +151,10 @@ def _span(dtype: str, shape: list[int], start: int, end: int) -> dict[str, Any]:
 
 
 def compact_image(image: memoryview, without: str) -> bytes:
-    """Return a packed copy of an image, without the blobs whose name starts with ``without``.
+    """Return a copy of an image without gaps, and without blobs whose name begins with ``without``.
 
     Raises:
-        InvalidInput: not an image, or one that no writer of ours has made.
+        InvalidInput: the bytes are not an image that PipeSwitch has written.
     """
     image = image.cast("B")
     content, ranges = parse_image(image)
@@ -169,7 +168,7 @@ def compact_image(image: memoryview, without: str) -> bytes:
         packed += image[start : start + size]
     try:
         document = dump_json({"tensors": tensors, "blobs": blobs, "meta": content["meta"]})
-    except (ValueError, RecursionError) as error:  # 1e999 is JSON, and infinite
+    except (ValueError, RecursionError) as error:  # 1e999 is valid JSON, but infinite
         raise InvalidInput(f"the commit image's JSON cannot be written again: {error}") from error
     json_offset = len(packed)
     packed += document
@@ -178,5 +177,5 @@ def compact_image(image: memoryview, without: str) -> bytes:
 
 
 def dump_json(content: Mapping[str, Any]) -> bytes:
-    """Return the JSON of an image as bytes, in the one form that is used everywhere."""
+    """Return the JSON of an image as bytes, without spaces; raise ValueError for NaN."""
     return json.dumps(content, separators=(",", ":"), allow_nan=False).encode()

@@ -1,9 +1,9 @@
 """Progress of a job, in a file that outlives the server and travels with the job between nodes.
 
-A commit says from where a job can resume; this says how far it came, so that the next server can
-count the steps that are repeated. The job's process writes it through a mapping: a store for each
-step, no system call, and a ``kill -9`` of everything leaves it to the kernel. A power loss may take
-it, which costs a count and no state.
+A job resumes from a commit. This file has the last step that the job has done, so that the next
+server can count the steps that are repeated. The job's process writes it through a mapping, with
+one store for each step and no system call. The kernel keeps the data if all processes are killed.
+After a power loss the counts may be wrong, but no state is lost.
 """
 
 from __future__ import annotations
@@ -17,39 +17,39 @@ from typing import Final, NamedTuple
 from ..ipc.sparse import open_plain
 
 SUFFIX: Final = ".progress"
-HANDED_ON: Final = f"job{SUFFIX}"  # in ``jobs/NAME``, of a job that comes from another node
+HANDED_ON: Final = f"job{SUFFIX}"  # in ``jobs/NAME``, for a job that comes from another node
 _LIFE: Final = struct.Struct("<qqqq")
-_STEP_AT: Final = 3  # its word in the file
+_STEP_AT: Final = 3  # index of the step's word in the file
 
 
 class Life(NamedTuple):
-    """A job's life until now."""
+    """Progress of a job over all its processes so far."""
 
-    is_running: bool = False  # its script was under way
+    is_running: bool = False  # the script runs, or its process died
     restarts: int = 0
     steps_recomputed: int = 0
-    step: int = 0  # the last that was done
+    step: int = 0  # the last step that was done
 
     def continued(self) -> Life:
-        """Return it as its next process begins: the end of one that was under way is a restart."""
+        """Return the progress for the next process; count a restart if the last process died."""
         return Life(False, self.restarts + self.is_running, self.steps_recomputed, self.step)
 
     def packed(self) -> bytes:
-        """Return the content of its file."""
+        """Return the content of a progress file."""
         return _LIFE.pack(*self)
 
 
 class Progress:
-    """The writer's side; one process at a time, from one thread.
+    """Writer of a progress file; only one thread of one process may use it.
 
     Raises:
-        OSError: the disk has no room for 32 bytes, or is gone.
+        OSError: the disk has no space for 32 bytes, or is gone.
     """
 
     def __init__(self, path: Path, life: Life) -> None:
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         try:
-            os.posix_fallocate(descriptor, 0, _LIFE.size)  # a full disk is told here, by an error
+            os.posix_fallocate(descriptor, 0, _LIFE.size)  # a full disk raises OSError here
             self._map = mmap.mmap(descriptor, _LIFE.size)
         finally:
             os.close(descriptor)
@@ -66,7 +66,7 @@ class Progress:
 
 
 def read_life(path: Path) -> Life:
-    """Return what a job's process recorded; a new life if it never ran."""
+    """Return the content of a progress file; an empty ``Life`` if there is no valid file."""
     try:
         with open(path, "rb", opener=open_plain) as file:
             restarts_and_more = _LIFE.unpack(file.read(_LIFE.size))

@@ -1,8 +1,8 @@
-"""Weights of a job's models in a commit, by the names that others know. No torch.
+"""Weights of a job's models in a commit, by their ``state_dict()`` names. Does not need torch.
 
-An image also holds optimizer state, gradients and the script's own objects; its tensors lie with
-the strides that the script gave them. Here they are parameters and buffers in row-major order, by
-the names in ``state_dict()``, each after the name of the job's part that has it.
+An image also has optimizer state, gradients and the script's objects, and its tensors have the
+strides that the script gave them. This module returns only parameters and buffers. Their names are
+those of ``state_dict()``, after the name of the job's part. They are saved in row-major order.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from ..ipc.sparse import open_plain
 from .commit_files import CommitRecord, read_record
 from .image import LENGTH, SAFETENSORS_DTYPES, packed_head, parse_image
 
-OPTIMIZER: Final = "optimizer."  # begins the names of state that belongs to no model
-AVERAGES: Final = "n_averaged"  # buffer of an averaged model
-GRADIENT: Final = ".grad"  # ends a left-over gradient's, behind its parameter's
+OPTIMIZER: Final = "optimizer."  # prefix of the names of optimizer state
+AVERAGES: Final = "n_averaged"  # buffer that only an averaged model has
+GRADIENT: Final = ".grad"  # suffix of a gradient's name, after its parameter's name
 
 
 class Weight(NamedTuple):
@@ -32,14 +32,14 @@ class Weight(NamedTuple):
 
     dtype: str  # torch's name
     shape: tuple[int, ...]
-    values: npt.NDArray[np.unsignedinteger]  # its bits, of that shape; a view of the image
+    values: npt.NDArray[np.unsignedinteger]  # its bits as integers; a view of the image
 
 
 def weights_of(image: memoryview) -> dict[str, Weight]:
-    """Parameters and buffers of an image by name: ``PART.fc.weight``.
+    """Return the parameters and buffers of an image by name: ``PART.fc.weight``.
 
     Raises:
-        InvalidInput: no image, or a tensor that is not what its entry says.
+        InvalidInput: the bytes are not an image, or a tensor does not match its entry.
     """
     content, ranges = parse_image(image)
     tensors = content["tensors"]
@@ -53,15 +53,15 @@ def weights_of(image: memoryview) -> dict[str, Weight]:
 
 
 def for_anybody(weights: Mapping[str, Weight]) -> Mapping[str, Weight]:
-    """Return the weights under names that do not depend on the job's parts."""
+    """Return the weights; if the job has only one part, without that part's name in the names."""
     if len({name.partition(".")[0] for name in weights}) > 1:
         return weights
     return {name.partition(".")[2]: weight for name, weight in weights.items()}
 
 
 def of_part(weights: Mapping[str, Weight], part: str) -> Mapping[str, Weight]:
-    """Return one part of a job, by the names of its model's ``state_dict()``; an averaged model's
-    (``torch.optim.swa_utils``) are those of the model that it averages.
+    """Return the weights of one part of a job, by the names of its model's ``state_dict()``; for an
+    averaged model (``torch.optim.swa_utils``), by the names of the model that it averages.
 
     Raises:
         InvalidInput: the job has no such part.
@@ -92,13 +92,13 @@ def _weight(name: str, entry: Mapping[str, Any], data: memoryview) -> Weight:
         values: npt.NDArray[np.unsignedinteger] = np.ndarray(
             tuple(shape), f"u{item_bytes}", data, 0, strides
         )
-    except (ValueError, TypeError) as error:  # strides that leave its bytes
+    except (ValueError, TypeError) as error:  # the strides lead outside of the tensor's bytes
         raise InvalidInput(f"the commit's {name}: {error}") from None
     return Weight(dtype, tuple(shape), values)
 
 
 def save_weights(weights: Mapping[str, Weight], path: Path) -> None:
-    """Write a safetensors file that replaces ``path`` when it is complete."""
+    """Write a safetensors file; it replaces ``path`` only when it is complete."""
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     position = 0
     for name, weight in weights.items():
@@ -121,8 +121,7 @@ def save_weights(weights: Mapping[str, Weight], path: Path) -> None:
 
 
 def load_weights(directory: Path) -> tuple[CommitRecord, dict[str, Weight]]:
-    """Return the mapped weights and the record of the commit in a folder of
-    ``commits/commit_files.py``.
+    """Return a commit's record and its weights, mapped; ``directory``: see ``commit_files``.
 
     Raises:
         InvalidInput: there is no commit, or it is damaged.
@@ -137,11 +136,11 @@ def load_weights(directory: Path) -> tuple[CommitRecord, dict[str, Weight]]:
 
 
 def read_image(path: Path) -> memoryview:
-    """Return the image in a file of ``commits/commit_files.py``, mapped.
+    """Return the image in a file that ``commit_files`` has written, mapped.
 
     Raises:
-        InvalidInput: the file is no such file.
-        OSError: it cannot be read.
+        InvalidInput: the file is not a commit.
+        OSError: the file cannot be read.
     """
     with open(path, "rb", opener=open_plain) as file:
         size_bytes = os.fstat(file.fileno()).st_size

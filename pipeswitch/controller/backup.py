@@ -1,8 +1,8 @@
-"""Copies of a state directory, made while its server runs, and state directories made of them.
+"""Backup of a state directory while its server runs, and restoration from such a backup.
 
 Programs never change, each image of a commit has a name of its own, and entries and records are
-replaced as a whole. So a file is read whole or is gone; then the copies are compared again, with
-each other and with a copy of the journal.
+replaced as a whole. So a read returns a whole file or fails because the file is gone. A pass copies
+the files that changed, then compares the backup with its source; passes repeat until both agree.
 """
 
 from __future__ import annotations
@@ -26,16 +26,16 @@ from .journal import FILE_NAME, copy_journal
 
 FOLDERS: Final = ("models", "commits", "keys", "profiles")
 PASSES: Final = 10
-PAUSE_S: Final = 0.2  # between them
+PAUSE_S: Final = 0.2  # pause between two passes
 
 
 def backup(root: Path, target: Path) -> dict[str, int]:
-    """Copy a state directory to a new folder; return how many models and jobs it has. Blocks.
+    """Copy a state directory to a new folder; return the counts of models and jobs. Blocks.
 
     Raises:
-        InvalidInput: there is no state, or ``target`` is not empty.
+        InvalidInput: ``root`` has no journal, or ``target`` is not empty.
         PipeSwitchError: the journal is damaged, or the disk of ``target`` is full.
-        ServerUnavailable: models and jobs came and went too fast.
+        ServerUnavailable: models and jobs changed during each of the ``PASSES``.
     """
     if not (root / FILE_NAME).exists():
         raise InvalidInput(f"{root} has no state of a server", hint="--state-dir, as in serve")
@@ -49,11 +49,11 @@ def backup(root: Path, target: Path) -> dict[str, int]:
 
 
 def restore(source: Path, root: Path) -> dict[str, int]:
-    """Make a state directory, for a server to start in, from a copy. Blocks.
+    """Create a state directory from a backup; return the counts of models and jobs. Blocks.
 
     Raises:
-        InvalidInput: ``source`` is no copy, or ``root`` is not empty.
-        PipeSwitchError: the copy is damaged, or the disk of ``root`` is full.
+        InvalidInput: ``source`` is not a backup, or ``root`` is not empty.
+        PipeSwitchError: the backup is damaged, or the disk of ``root`` is full.
     """
     if not (source / FILE_NAME).exists():
         raise InvalidInput(f"{source} is not a backup", hint="pipeswitch backup DIR makes one")
@@ -66,11 +66,7 @@ def restore(source: Path, root: Path) -> dict[str, int]:
 
 @contextlib.contextmanager
 def _made(target: Path, source: Path, *, hint: str) -> Iterator[None]:
-    """Make a folder, and remove it again unless it becomes whole.
-
-    Args:
-        hint: what to do if the disk is full, unless somebody frees space.
-    """
+    """Create a folder; remove it if the body raises. ``hint`` is added to the full-disk error."""
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
         raise InvalidInput(f"{target} is not an empty folder", hint="name a new one")
     try:
@@ -87,11 +83,11 @@ def _made(target: Path, source: Path, *, hint: str) -> Iterator[None]:
 
 
 def _copy(root: Path, target: Path) -> None:
-    """Bring a copy up to date: entries first, then the files that they may name."""
+    """Bring a backup up to date: copy the entries first, then the files that entries name."""
     for folder in FOLDERS:
         for old in (target / folder).glob("*~*"):
             old.unlink()
-        for place, below, names in os.walk(root / folder):  # from the top, where entries are
+        for place, below, names in os.walk(root / folder):  # the top folder, with entries, is first
             below[:] = [name for name in below if not name.startswith(".")]
             there = target / Path(place).relative_to(root)
             there.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -103,9 +99,9 @@ def _copy(root: Path, target: Path) -> None:
 
 
 def _agrees(root: Path, target: Path) -> bool:
-    """Copy the journal; return whether the copy has its entries and the files they name.
+    """Copy the journal; return whether the backup has its entries and the files that they name.
 
-    Drop all other files. An entry without a copy is one whose copy the disk refused.
+    If so, remove all other files. An entry's copy may be missing: a full disk refuses to write it.
     """
     entries = copy_journal(root / FILE_NAME, target / FILE_NAME)
     copies, damaged = EntryCopies(target).read()

@@ -1,6 +1,6 @@
-"""Builds: a child for each, what it claims looked at, its program put in its place; the sweep.
+"""Builder processes, the check of their results, and the publication of their programs.
 
-Runs in the scheduler's thread. What it learns goes back as an event.
+``Builds`` runs in the scheduler's thread, sends results as events, and removes unused programs.
 """
 
 from __future__ import annotations
@@ -47,10 +47,10 @@ log = logging.getLogger(__name__)
 
 
 def _copied_bytes(spec: bytes) -> int:
-    """Return the number of bytes that a build copies before it looks at them; at least one."""
+    """Return the size of the files that a build copies before it checks them; at least 1."""
     total_bytes = 1
     for path in files_of(spec):
-        with contextlib.suppress(OSError):  # the builder says it better
+        with contextlib.suppress(OSError):  # the builder reports a missing file with a better text
             total_bytes += path.stat().st_size
     return total_bytes
 
@@ -59,7 +59,7 @@ _FOLDERS = re.compile(r"(?<![\w./])(?:/[^\s/'\"]+)+/(?=[^\s/'\"])")
 
 
 def without_folders(failed: BuildFailed) -> BuildFailed:
-    """Cut absolute paths to their last names: clients do not learn where a server's files are."""
+    """Cut absolute paths to their last names, to hide the server's folders from clients."""
 
     def cut(value: Any) -> Any:
         return _FOLDERS.sub("", value) if isinstance(value, str) else value
@@ -77,26 +77,26 @@ def _builder(command: StartBuild | BuildDone) -> Address:
 
 
 class Builds:
-    """One builder process a registration, and what it leaves on the disk."""
+    """Builder processes, one for each registration, and the programs that they leave on disk."""
 
     def __init__(self, context: ServerContext, profile_folders: Sequence[Path]) -> None:
         self._sizes, self._places, self._children = context.sizes, context.places, context.children
-        self._take = context.take  # an event, to be handled after the running one
+        self._take = context.take  # adds an event, which is handled after the current one
         self._memory = context.memory
         self._disk, self._remove_files = context.frontend.disk, context.frontend.uploads.remove
         self._profile_folders = profile_folders
-        self.built_before: dict[bytes, str] = {}  # spec -> digest, from the journal
+        self.built_before: dict[bytes, str] = {}  # spec in the journal -> program's digest
 
     def start(self, command: StartBuild) -> None:
-        """Fork a builder; a program that the journal knows is on disk already.
+        """Fork a builder, unless the journal names a program for this spec that is still on disk.
 
-        One that other contracts than ours let through is built anew, of the bytes on disk.
+        If another release checked that program, rebuild it from its files.
         """
         spec, digest = command.spec, self.built_before.pop(command.spec, None)
         if digest is not None and (self._places.models / digest / "manifest.json").is_file():
             if self._is_checked(digest):
                 self._built(BuildDone(model=command.model, op_id=command.op_id, digest=digest))
-                # No process, no exit; but the next build waits for it.
+                # Report an exit although no builder was forked: the next build waits for it.
                 self._take(Exited(_builder(command), 0))
                 return
             spec = rebuild_spec(spec, self._places.models / digest)
@@ -104,7 +104,7 @@ class Builds:
             self._refuse(command, refusal)
             self._take(Exited(_builder(command), 0))
             return
-        # what the journal knows was looked at
+        # The functions of a program in the journal were checked when it was registered.
         processor = processor_of(spec) if digest is None else None
         if processor is None:
             self._build(command, spec)
@@ -112,7 +112,7 @@ class Builds:
             self._check(command, spec, processor)
 
     def _check(self, command: StartBuild, spec: bytes, processor: Processor) -> None:
-        """Build, if the function can be called: a process like those that will call it says so."""
+        """Import the functions in a stage process; build the program if all can be called."""
         messages: list[Message] = []
         functions = tuple(one for one in (processor.function, processor.after) if one)
 
@@ -154,9 +154,9 @@ class Builds:
         builder = _builder(command)
 
         def on_message(message: Message, _: list[int]) -> None:
-            # It may have been taken over by what it builds: it speaks of its own build, no other.
+            # The model's code may control the builder, so a message counts for its own build only.
             if isinstance(message, BuildDone):
-                done.append(message)  # what it claims is looked at when it can write no more
+                done.append(message)  # checked after the builder's exit: it cannot write then
                 self._children.kill(builder)
             elif isinstance(message, BuildProgress | BuildFailed):
                 own = {"model": command.model, "op_id": command.op_id}
@@ -171,7 +171,7 @@ class Builds:
             if done:
                 self._publish(command, done[0], spec)
             for path in self._places.models.glob(work_prefix(command.op_id) + "*"):
-                shutil.rmtree(path, ignore_errors=True)  # it was killed
+                shutil.rmtree(path, ignore_errors=True)  # left by a builder that was killed
             self._take(Exited(_builder(command), status))
 
         settings = BuildSettings(
@@ -211,7 +211,7 @@ class Builds:
         self._take(Received(_builder(command), failed))
 
     def _kept_of(self, spec: bytes) -> Manifest | None:
-        """Return the manifest of the program on disk that a build began from, if it did."""
+        """Return the manifest of the program on disk that the build started from, else None."""
         decoded = msgspec.msgpack.decode(spec, type=BuildSpec)
         folder = Path(decoded.source).parent
         is_kept = folder.parent == self._places.models and not decoded.weights
@@ -224,7 +224,7 @@ class Builds:
     def _publish(self, command: StartBuild, message: BuildDone, spec: bytes) -> None:
         """Check a builder's result like an untrusted message, and publish it.
 
-        Its digest names the program among its tenant's alone (``Places.name_for``).
+        The builder's digest identifies the program only within its tenant (``StateDir.name_for``).
         """
         is_a_place = bool(re.fullmatch(DIGEST, message.digest)) and "/" not in message.folder
         if not is_a_place or not message.folder.startswith(work_prefix(command.op_id)):
@@ -249,7 +249,7 @@ class Builds:
             if built.digest != digest:
                 built = msgspec.structs.replace(built, digest=digest)
                 save_manifest(self._places.models / message.folder, built)
-            if self._disk.digest_of(command.model) == digest:  # its files were damaged
+            if self._disk.digest_of(command.model) == digest:  # the files on disk were damaged
                 self._remove_files(self._places.take_away_program(digest))
             self._places.publish(message.folder, digest)
         except RegistrationRefused as error:
@@ -261,7 +261,7 @@ class Builds:
             return
         over_bytes = -self._disk.left_bytes(command.tenant, message.digest)
         refusal = self._disk.refusal(command.tenant, over_bytes, "a program")
-        if over_bytes > 0 and refusal is not None:  # another one was built meanwhile
+        if over_bytes > 0 and refusal is not None:  # another program was built meanwhile
             self._refuse(command, refusal)
         else:
             self._built(message)
@@ -285,9 +285,9 @@ class Builds:
         self._take(Received(builder, message, manifest, profiles))
 
     def sweep(self, command: SweepPrograms) -> None:
-        """Programs that neither a model nor the journal names.
+        """Remove the programs that neither a model nor the journal names.
 
-        The loop renames, another thread removes: a large file takes its time.
+        The loop renames them. Another thread removes them, because removal of large files is slow.
         """
         digests = command.digests | self._disk.digests()
         self._remove_files(self._places.take_away(digests))

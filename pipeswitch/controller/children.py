@@ -1,4 +1,4 @@
-"""Child processes by address; turns their messages and exits into events."""
+"""Child processes by address; their messages and exits become events."""
 
 from __future__ import annotations
 
@@ -35,8 +35,8 @@ class Children:
         """Fork a process; its messages and its exit become events. A worker has two channels.
 
         Args:
-            on_message: Called with each message and its descriptors, in place of that event.
-            on_exit: Called with the exit status, in place of that event.
+            on_message: Called with each message and its descriptors, instead of a ``Received``.
+            on_exit: Called with the exit status, instead of an ``Exited``.
             kind: Kind of process to fork; None: the kind of ``address``.
         """
 
@@ -63,6 +63,6 @@ class Children:
             self.by_address[address] = child
 
     def kill(self, target: Address) -> None:
-        """Kill a process; do nothing if it is reaped or was never forked."""
+        """Kill a process; do nothing if it has been reaped or was never forked."""
         if target in self.by_address:
             self.processes.kill(self.by_address[target])

@@ -1,4 +1,4 @@
-"""Performs the scheduler's commands about one device: its memory daemon, its workers, its board."""
+"""Execution of the scheduler's commands for one device: memory daemon, workers, control page."""
 
 from __future__ import annotations
 
@@ -36,22 +36,22 @@ log = logging.getLogger(__name__)
 class ServerContext:
     """Parts of the server that all devices share."""
 
-    sizes: ResourceLimits  # of what is the machine's
+    sizes: ResourceLimits  # device 0's; only fields that are equal on all devices are read
     places: StateDir
     memory: ServerMemory
-    shares: Sequence[DeviceShare]  # by the device's place
+    shares: Sequence[DeviceShare]  # by device index
     children: Children
     frontend: Frontend
-    take: Callable[[ev.Event], None]  # an event, to be handled after the running one
+    take: Callable[[ev.Event], None]  # adds an event, which is handled after the current one
 
 
 class DeviceEffects:
-    """One method per command.
+    """Executor of the commands for one device; one method for each command.
 
     Args:
-        index: its place among the server's devices.
-        sizes: its own.
-        device: what its processes open: ``cpu``, or ``cuda:0``.
+        index: the device's index in the server.
+        sizes: sizes for this device.
+        device: name of the device that the processes open: ``cpu`` or ``cuda:0``.
     """
 
     def __init__(
@@ -63,10 +63,10 @@ class DeviceEffects:
         self._device = device
         self._sizes, self._memory = sizes, context.memory
         self._children, self._take = context.children, context.take
-        self._daemon_has: set[str] = set()  # tenants' files of the arena
-        self._bound: dict[ev.Address, str] = {}  # the tenant of each worker that has one
-        self._handed: dict[ev.Address, dict[ModelName, str]] = {}  # programs' digests
-        # The files of the program that was handed over last; before that, as many of nothing.
+        self._daemon_has: set[str] = set()  # tenants whose arena file the daemon has
+        self._bound: dict[ev.Address, str] = {}  # worker -> the tenant that it serves
+        self._handed: dict[ev.Address, dict[ModelName, str]] = {}  # worker -> digests it was sent
+        # Files of the program that was sent last; at first /dev/null, to reserve two descriptors.
         self._opened = [os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC) for _ in range(2)]
 
     def perform(self, command: ev.Send | ev.Spawn | ev.RaiseTurn | ev.Interrupt) -> None:
@@ -107,7 +107,7 @@ class DeviceEffects:
                 case worker_msg.RunJob(share=group) if group:
                     reader = self._index, target.slot, target.generation
                     descriptors.append(self._memory.ring_of(group, reader))
-        except OSError as error:  # as where it cannot be forked: it is tried again
+        except OSError as error:  # the scheduler replaces a killed worker and tries again
             log.error("worker=%d not bound: %s", target.slot, error)
             self._children.kill(target)
             return
@@ -116,7 +116,7 @@ class DeviceEffects:
         self._children.processes.send(child, index, command.message, files)
 
     def _commits_of(self, command: ev.Send) -> list[int]:
-        """Open the files of a job's commits; raise OSError if they could not be created."""
+        """Return the commit area that a command needs, or []; raise OSError if it is missing."""
         if command.commits_of is None:
             return []
         if command.commits_of not in self._memory.commits:
@@ -124,13 +124,13 @@ class DeviceEffects:
         return [self._memory.commits[command.commits_of]]
 
     def _memory_for(self, message: worker_msg.BindTenant) -> list[int]:
-        """Return the memory that a tenant's worker maps; training slices if it may run scripts."""
+        """Return the files that a tenant's worker maps; if it runs code, also training slices."""
         pool, arena = self._memory.pool_of(message.tenant), self._share.arena_of(message.tenant)[1]
         return [pool, arena, *(self._share.arena if message.is_code else ())]
 
     def _files_for(self, target: ev.Address, message: Message) -> list[int]:
-        """Return descriptors that go with a message, once for each program: the environment for
-        code, the program's files for a worker in the sandbox, which cannot open them."""
+        """Return the descriptors for a message: the environment for code; program files for a
+        sandboxed worker, which cannot open them. Each program's descriptors are sent once."""
         handed = self._handed[target]
         match message:
             case worker_msg.RunJob():
@@ -150,7 +150,7 @@ class DeviceEffects:
         return []
 
     def _open_program(self, digest: str) -> list[int]:
-        """Open a program's files; close the last one's first, in case no descriptor is left."""
+        """Open a program's files after closing the previous program's, to reuse the descriptors."""
         removed = [one for one in self._opened if not os.fstat(one).st_nlink]
         for descriptor in set(self._opened) - set(removed):
             os.close(descriptor)
@@ -166,7 +166,7 @@ class DeviceEffects:
             descriptors = self._commits_of(command)
             if self._sizes.separates_tenants and isinstance(command.message, TransmitModel):
                 descriptors += self._arena_for(command.message.tenant)
-        except OSError as error:  # it is tried again
+        except OSError as error:  # the scheduler repeats a command that ended in a fault
             op_id = getattr(command.message, "op_id", OpId(0))
             fault = DaemonFault(op_id=op_id, reason=str(error))
             self._take(ev.Received(command.target, fault))
@@ -174,7 +174,7 @@ class DeviceEffects:
         self._children.processes.send(child, 0, command.message, descriptors)
 
     def _arena_for(self, tenant: str) -> list[int]:
-        """Return the file into which the daemon copies this tenant's models, once for each."""
+        """Return the file for a tenant's models, or [] if the daemon has it already."""
         if tenant in self._daemon_has:
             return []
         arena, _ = self._share.arena_of(tenant)
@@ -182,13 +182,13 @@ class DeviceEffects:
         return [arena]
 
     def _has_no_disk(self, command: ev.Send) -> bool:
-        """Return whether the disk's budget has no memory for a commit: the older one then stays."""
+        """Return True and report a failed commit if the disk budget has no space for it."""
         message = command.message
         if not isinstance(message, PersistCommit):
             return False
         size_bytes = self._memory.slot_bytes(message.job)
         disk, what = self._context.frontend.disk, f'a commit of "{message.job}"'
-        if refusal := disk.refusal("", size_bytes, what):  # the previous commit is removed
+        if refusal := disk.refusal("", size_bytes, what):  # remove the previous commit
             remove_unnamed(Path(message.directory), keeps_older=False)
             refusal = disk.refusal("", size_bytes, what)
         if refusal is None:
@@ -255,7 +255,7 @@ class DeviceEffects:
             options=self._sizes.options,
         )
         descriptors = [self._share.control_page_descriptor, *self._share.doorbells]
-        if not self._sizes.separates_tenants:  # else with BindTenant
+        if not self._sizes.separates_tenants:  # otherwise BindTenant brings these files
             descriptors += [self._memory.pool, *self._share.arena]
         name = f"pipeswitch-w{slot}{self._suffix}"
         self._children.fork(target, name, settings, descriptors, on_exit=on_exit)

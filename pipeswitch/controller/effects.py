@@ -1,6 +1,6 @@
-"""Performs the scheduler's commands: a device's and builds' elsewhere, answers, journal, commits.
+"""Execution of the scheduler's commands; those for devices and stages go to other classes.
 
-Runs in the scheduler's thread. It decides nothing; what it learns goes back as an event.
+``Effects`` runs in the scheduler's thread. It decides nothing, and sends results back as events.
 """
 
 from __future__ import annotations
@@ -36,11 +36,11 @@ from .preprocessors import PreprocessEffects
 
 log = logging.getLogger(__name__)
 
-_SERVER = ev.Token(-(1 << 62))  # the server itself asks; below all of main's own
+_SERVER = ev.Token(-(1 << 62))  # for the server's own requests; ``restore`` uses -1, -2, …
 
 
 class Effects:
-    """One method per command."""
+    """Executor of the scheduler's commands; one method for each command."""
 
     def __init__(
         self,
@@ -61,17 +61,17 @@ class Effects:
             context.memory,
             context.frontend,
         )
-        # What was measured here before what came along.
+        # Profiles that were measured here take precedence over shipped ones.
         self.builds = Builds(context, (self._places.profiles, profiles_dir))
         self._journal = journal
-        self._take = context.take  # an event, to be handled after the running one
-        self._refused: dict[ev.Token, PipeSwitchError] = {}  # their good answer is on its way here
+        self._take = context.take  # adds an event, which is handled after the current one
+        self._refused: dict[ev.Token, PipeSwitchError] = {}  # errors that replace later replies
         self._disk = self._frontend.disk
         for name, known in journal.models.items():
             self._disk.keep_program(name, known["digest"], known["tenant"])
         self.timeline = Timeline()
         self.left: ev.Shutdown | None = None
-        # Models of the configuration whose first attempt is not over, and those that were refused.
+        # Configured models whose first registration has no reply yet, and those that were refused.
         self.first_attempts: dict[ev.Token, ModelName] = {}
         self.refused_models: list[tuple[ModelName, str]] = []
 
@@ -121,7 +121,7 @@ class Effects:
             case ev.Shutdown():
                 self.left = command
 
-    # -- answers and what they promise ---------------------------------------------------------
+    # -- answers and the journal ---------------------------------------------------------------
 
     def _answer(self, command: ev.Reply) -> None:
         if failpoints.is_on:
@@ -130,7 +130,7 @@ class Effects:
             refusal = self._refused.pop(command.token, None)
             if refusal is not None:
                 command = ev.Reply(token=command.token, error=refusal)
-        if command.token >= 0:  # negative: asked by the server itself
+        if command.token >= 0:  # negative tokens: the server's own requests
             self._frontend.perform(command)
             return
         name = None if command.more else self.first_attempts.pop(command.token, None)
@@ -143,11 +143,10 @@ class Effects:
             log.error("a request of the server itself was refused: %s", command.error)
 
     def _write_journal(self, command: ev.Journal) -> None:
-        """Write an entry; if that fails, refuse its clients and take it back as if its owner had
-        asked.
+        """Write an entry; if the disk refuses it, refuse the requests and remove the model or job.
 
-        Whatever existed before (pinned now, gone, restored) continues: the journal is behind then,
-        and catches up with the next entry that it can write.
+        If no client waits for the entry (a removal, a pin, a restored model), the change stands.
+        The journal then lacks the change until it can write another entry.
         """
         entry = command.entry
         if entry["kind"] == "model":
@@ -155,7 +154,7 @@ class Effects:
         elif entry["kind"] == "model-gone":
             self._disk.drop_program(entry["name"])
         try:
-            if entry["kind"] == "job" and command.accepts:  # its log exists, and is its own
+            if entry["kind"] == "job" and command.accepts:  # a new job starts with an empty log
                 log_path = self._places.logs / f"job-{entry['name']}.log"
                 log_path.write_bytes(b"")
                 progress = log_path.with_suffix(SUFFIX)
@@ -188,7 +187,7 @@ class Effects:
     def _save_profile(self, profile: Profile) -> None:
         try:
             profile_files.save(self._places.profiles, profile)
-        except OSError as error:  # it is in force; the next server has to measure again
+        except OSError as error:  # this server uses it; the next server measures again
             log.warning("profile model=%s not written: %s", profile.model, error)
 
     # -- commits -------------------------------------------------------------------------------
@@ -203,18 +202,18 @@ class Effects:
             if command.is_on_disk:
                 return
             target = self._places.commits / command.job
-            shutil.rmtree(target, ignore_errors=True)  # of a start that was cut short
+            shutil.rmtree(target, ignore_errors=True)  # left by an interrupted start
             shutil.copytree(
                 self._places.root / "jobs" / command.job / "commit", target, copy_function=os.link
             )
-        except OSError as error:  # no descriptor, memory or disk: a job commits, or does not train
+        except OSError as error:  # no descriptor, memory or disk; a job needs commits to train
             log.error("job=%s cancelled: its commits cannot be kept: %s", command.job, error)
             self._take(ev.JobRequest(token=_SERVER, job=command.job, action="cancel"))
 
     def restore_commits(
         self, job: JobName, damaged: Callable[[str], None]
     ) -> tuple[int, int] | None:
-        """Load a job's persisted commit; (slot bytes, step), or None when there is none.
+        """Load a job's persisted commit; return (slot bytes, step), or None if there is none.
 
         ``damaged`` is called with a description of each newer commit that is skipped.
         """
@@ -226,7 +225,7 @@ class Effects:
         return slot_bytes, record.step
 
     def step_on_disk(self, job: JobName) -> int:
-        """Return the step of a job's persisted commit; -1 if there is none that can be used."""
+        """Return the step of a job's persisted commit; -1 if there is no usable commit."""
         try:
             record = read_record(self._places.commits / job)
         except RemoteProtocolError as error:
@@ -235,8 +234,8 @@ class Effects:
         return -1 if record is None else record.step
 
     def sweep(self, jobs: Collection[str], now_s: float) -> None:
-        """At the start: move files that the journal does not name to the trash, and remove
-        leftovers of a crash beside commits and files that have been in the trash for a day."""
+        """Move files that the journal does not name to the trash; called when the server starts.
+        Remove a crash's leftovers among commits, and files that were in the trash for a day."""
         old = self._places.old_trash(now_s)
         self._places.set_aside(self._disk.digests(), jobs, f"trash/{now_s:.0f}")
         for path in self._places.commits.iterdir():
@@ -249,7 +248,7 @@ class Effects:
     def _remove_job(self, job: JobName) -> None:
         """Rename a job's commits to a name that no job has; another thread removes them."""
         gone = self._places.commits / f".gone-{time.monotonic_ns()}"
-        with contextlib.suppress(OSError):  # it has written none
+        with contextlib.suppress(OSError):  # the job has no commits on disk
             os.rename(self._places.commits / job, gone)
             self._frontend.uploads.remove([gone])
         for kind in ("log", "history", "progress"):
@@ -257,7 +256,7 @@ class Effects:
 
 
 class Tracer:
-    """``trace``: a timeline is decoded beside the loop, which 30,000 spans would hold for 0.2 s."""
+    """Thread that answers ``trace``: decoding 30,000 spans would block the loop for 0.2 s."""
 
     def __init__(self, timeline: Timeline, answer: Callable[[ev.Reply], None]) -> None:
         """``answer`` may be called from any thread."""
@@ -266,14 +265,14 @@ class Tracer:
         self._thread = WorkerThread("pipeswitch-trace")
 
     def ask(self, token: ev.Token, since_ms: float) -> None:
-        """Never blocks; ``since_ms`` as of ``Timeline.chrome_trace``."""
+        """Queue a query; never blocks. ``since_ms``: as in ``Timeline.chrome_trace``."""
         self._thread.put(
             functools.partial(self._tell, token, since_ms),
             lambda error: self._answer(ev.Reply(token=token, error=error)),
         )
 
     def stop(self) -> None:
-        """Answer what is asked, join."""
+        """Answer the queued queries, then join the thread."""
         self._thread.shutdown()
 
     def _tell(self, token: ev.Token, since_ms: float) -> None:

@@ -1,11 +1,10 @@
-"""Entries of the journal: their kinds, their check, and a copy of each beside the files that it
-describes.
+"""Entries of the journal: their kinds, their check, and a copy of each entry in its own file.
 
-A copy is a small file: ``models/NAME~model`` (also ``~chain`` and ``~serving``) and
-``commits/NAME~job`` (also ``~ended``, ``~hold`` and ``~placed``). So a journal that is damaged or
-missing can be written again from the folders that it describes. An entry's copy is written after
-the journal has the entry, and removed before the journal drops it. So a copy without an entry
-proves that the journal lost the entry.
+The file is named ``NAME~KIND``. Copies about models (the kinds model, chain, serving and alias) are
+in ``models/``, copies about jobs (job, ended, hold and placed) in ``commits/``. A damaged or
+missing journal is rebuilt from these copies. An entry's copy is written after the journal has the
+entry, and removed before the journal drops the entry. So a copy without an entry proves that the
+journal lost the entry.
 """
 
 from __future__ import annotations
@@ -47,15 +46,15 @@ FIELDS: Final[Mapping[str, Mapping[str, type]]] = {
         "devices": list,
         "defaults": list,
     },
-    "hold": {"why": str},  # its name is a job's: paused, and not to go on by itself
-    "placed": {"device": str, "is_sent": bool},  # its name is a job's: where it went, by its user
-    # its name is a model's; shares are of other versions: [version, percent]
+    "hold": {"why": str},  # for a job that stays paused until its user resumes it
+    "placed": {"device": str, "is_sent": bool},  # for a job; the device that its user chose
+    # for a model; each share is [version, percent], for a version that is not the served one
     "serving": {"version": int, "last": int, "spec_digest": str, "shares": list},
     "chain": {"spec": bytes, "tenant": str},
-    "alias": {"model": str},  # the name that it stands for
-    "ended": {"record": dict},  # its name is a job's: what it was, and how it ended
+    "alias": {"model": str},  # name of the model that the alias stands for
+    "ended": {"record": dict},  # for a job; its settings, and how it ended
 }
-"""Required fields of each kind of entry beside its name; each kind is a table."""
+"""Kind of an entry -> its required fields besides the name. Each kind is a table."""
 
 ENDS: Final = {
     "model-gone": ("model",),
@@ -65,15 +64,15 @@ ENDS: Final = {
     "job-over": ("job", "hold", "placed", "ended"),
     "hold-over": ("hold",),
 }
-"""Kinds whose entries end entries of other kinds."""
+"""Kind of an entry that is not stored, but deletes others -> the kinds that it deletes."""
 
 REPLACES: Final = {"job": ("ended", "placed"), "ended": ("job", "hold", "placed")}
-"""Kinds whose entries replace entries of other kinds."""
+"""Kind of an entry -> the kinds of other entries that it replaces."""
 
-_NAME: Final = re.compile(NAME_PATTERN.pattern + r"(@[1-9][0-9]{0,8})?")  # a model's with version
-_SEPARATOR: Final = "~"  # between name and kind; no name has it
+_NAME: Final = re.compile(NAME_PATTERN.pattern + r"(@[1-9][0-9]{0,8})?")  # models have a version
+_SEPARATOR: Final = "~"  # between name and kind; not allowed in names
 _OF_MODELS: Final = ("model", "serving", "chain", "alias")
-_DIGEST_CHARS: Final = 64  # in front of a copy's content
+_DIGEST_CHARS: Final = 64  # length of the hex digest before a file's content
 
 
 def key_of(entry: Entry) -> Key:
@@ -82,12 +81,12 @@ def key_of(entry: Entry) -> Key:
 
 
 def digest_of(values: Any) -> str:
-    """Return the digest that tells a damaged entry from a sound one."""
+    """Return the SHA-256 of the values in hex; a later comparison shows damage."""
     return hashlib.sha256(msgspec.msgpack.encode(values)).hexdigest()
 
 
 def superseded_by(entry: Entry) -> list[Key]:
-    """Return the entries that this entry supersedes."""
+    """Return the keys of the entries that this entry supersedes."""
     kind = entry["kind"]
     gone = ENDS.get(kind) or REPLACES.get(kind, ())
     return [(other, entry["name"]) for other in gone]
@@ -146,9 +145,9 @@ class EntryCopies:
             self._path(*key).unlink(missing_ok=True)
 
     def keep(self, entry: Entry) -> None:
-        """Write the copy of an entry that the journal has, unless it is there already.
+        """Write the copy of an entry that the journal has, unless the copy is up to date.
 
-        The next start writes it if a power loss takes it, so nothing is synced.
+        Nothing is synced: the next start writes the copy again if a power loss destroys it.
 
         Raises:
             OSError: the disk is full or gone; the previous copy is unchanged.
@@ -213,7 +212,7 @@ def write_backup(data: bytes, newest: Path, older: Path) -> None:
 
 
 def _is_sound(entry: Entry) -> bool:
-    """Return whether this release can use an entry that was written whole."""
+    """Return whether this release can use an entry whose digest matches."""
     with contextlib.suppress(ValueError):
         check(entry)
         return True
@@ -221,7 +220,7 @@ def _is_sound(entry: Entry) -> bool:
 
 
 def _write_whole(path: Path, data: bytes) -> None:
-    """Replace a file by another one of mode 0600, whole or not at all."""
+    """Replace a file atomically; the new one has mode 0600."""
     temporary = path.with_name(f"{path.name}.tmp")
     descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
     with open(descriptor, "wb") as file:

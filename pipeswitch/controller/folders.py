@@ -27,15 +27,15 @@ class StateDir:
         self.root = root
         self.models, self.commits, self.logs = root / "models", root / "commits", root / "logs"
         self.profiles, self.uploads = root / "profiles", root / "uploads"
-        # Copies of commits that versions are made of; nothing of it survives the server.
+        # Copies of commits that become versions of models; removed when a server starts.
         self.published = root / "published"
 
     def create(self) -> None:
-        """Make what is missing.
+        """Create the folders that are missing.
 
         Raises:
-            ConfigError: another user may have put there what this server would trust.
-            OSError: it cannot be made or read.
+            ConfigError: another user could write files that this server would trust.
+            OSError: a folder cannot be created or read.
         """
         for path in (self.root, self.models, self.commits, self.logs, self.profiles):
             path.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -49,41 +49,41 @@ class StateDir:
         return paths + [path for path in commits if path.name not in jobs]
 
     def set_aside(self, digests: Collection[str], jobs: Collection[str], folder: str) -> list[Path]:
-        """Move what no entry names to a folder under ``root``; return the new places."""
+        """Move unnamed programs and commits to a folder under ``root``; return their new paths."""
         moved = []
         for path in self.unnamed(digests, jobs):
             place = self.root / folder / path.relative_to(self.root)
             place.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-            with contextlib.suppress(OSError):  # it stays until the next start
+            with contextlib.suppress(OSError):  # the next start tries it again
                 os.rename(path, place)
                 moved.append(place)
         return moved
 
     def old_trash(self, now_s: float) -> list[Path]:
-        """Return the files that a start moved to the trash a day ago; the caller removes them."""
+        """Return the trash folders that are at least a day old; the caller removes them."""
         stamped = [p for p in (self.root / "trash").glob("*") if p.name.isdecimal()]
         return [path for path in stamped if now_s - int(path.name) >= TRASH_KEPT_S]
 
     def sweep(self) -> None:
-        """Remove what a killed builder left; only one who holds the lock knows that it is dead."""
+        """Remove leftovers of killed builders. The server's lock is held, so no builder runs."""
         for leftover in self.models.glob(".build-*"):
             shutil.rmtree(leftover, ignore_errors=True)
         shutil.rmtree(self.published, ignore_errors=True)
 
     @staticmethod
     def name_for(tenant: str, digest: str) -> str:
-        """Return the name of a program that a builder calls by this digest.
+        """Return the digest that names a program's folder; ``digest`` is the builder's digest.
 
-        Two programs of one tenant with one digest are the same. That is not certain for another
-        tenant's builder: it may have been taken over, and claim any digest.
+        A tenant's code may control its builder, which may then claim any digest. So the name
+        depends on the tenant, too. Programs of one tenant with the same digest are the same.
         """
         return hashlib.sha256(f"{tenant}/{digest}".encode()).hexdigest() if tenant else digest
 
     def publish(self, folder: str, digest: str) -> None:
-        """Give a built program its place. The same digest is the same program: the first wins.
+        """Move a built program to its folder, unless the same program is already there.
 
         Raises:
-            OSError: the disk refuses it.
+            OSError: the disk refuses to move it.
         """
         work, target = self.models / folder, self.models / digest
         try:
@@ -95,37 +95,37 @@ class StateDir:
                 os.replace(work / MANIFEST_FILE, target / MANIFEST_FILE)
 
     def open_program(self, digest: str) -> list[int]:
-        """Open a program's manifest and bundle for reading; return nothing if one is missing.
+        """Open a program's manifest and bundle for reading; return [] if a file is missing.
 
-        If there is a derived bundle, it is that one, since the manifest describes it.
+        If there is a derived bundle, it is opened, because the manifest describes it.
         """
         opened: list[int] = []
         is_derived = (self.models / digest / DERIVED_FILE).exists()
         try:
             for name in (MANIFEST_FILE, DERIVED_FILE if is_derived else BUNDLE_FILE):
                 opened.append(os.open(self.models / digest / name, os.O_RDONLY | os.O_CLOEXEC))
-        except OSError:  # the worker says so: its registration is damaged
+        except OSError:  # the worker reports that its registration is damaged
             while opened:
                 os.close(opened.pop())
         return opened
 
     def take_away(self, digests: Collection[str]) -> list[Path]:
-        """Programs of other digests, under names that no build asks for; the caller removes them.
+        """Rename programs not in ``digests``; return the new paths, which the caller removes.
 
-        No builder may run: it may have found its program there already.
+        Call this only while no builder runs: it may rely on a program that is already there.
         """
         try:
             names = [path.name for path in self.models.iterdir()]
-        except OSError:  # no descriptor is left: they stay, until the next sweep
+        except OSError:  # no descriptor is left; the next sweep removes them
             return []
         gone = [name for name in names if re.fullmatch(DIGEST, name) and name not in digests]
         return [path for name in gone for path in self.take_away_program(name)]
 
     def take_away_program(self, digest: str) -> list[Path]:
-        """Rename one program, so that its place is free; the caller removes it."""
+        """Rename one program, to free its digest; return the new path, which the caller removes."""
         target = self.models / f".build-gone-{digest}"
         try:
             os.rename(self.models / digest, target)
-        except OSError:  # it stays, until the next sweep
+        except OSError:  # the next sweep tries it again
             return []
         return [target]

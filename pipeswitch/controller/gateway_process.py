@@ -1,8 +1,8 @@
-"""The controller's end of the gateway: its sockets, its process, its next life.
+"""The controller's part of the gateway: binds its sockets, starts its process, and restarts it.
 
-The sockets are bound here: a port in use is known before anything is started, and connections that
-come while the gateway is dead wait for its next life. A gateway whose server died may still answer
-callers (503); the next server of the state directory ends it.
+The controller binds the sockets, so that it detects a port in use before it starts any process.
+Connections that arrive while the gateway is dead wait until it runs again. After a server's death
+its gateway may still answer callers (503); the next server of the state directory ends it.
 """
 
 from __future__ import annotations
@@ -39,10 +39,10 @@ DEFAULTS: Final = {"http": "127.0.0.1:8000", "grpc": "127.0.0.1:8001"}
 NEEDS: Final = {
     "http": ("httptools", "prometheus_client"),
     "grpc": ("grpc", "google.protobuf"),
-}  # modules
+}  # protocol -> the modules that it needs
 BACKLOG: Final = 512
-LIVED_BACKOFFS: Final = 5.0  # one that lived so many pauses is started again at once
-MAX_AGAIN_S: Final = 60.0  # the others after one, twice as long each time, up to this
+LIVED_BACKOFFS: Final = 5.0  # a gateway that lived this many backoffs is restarted at once
+MAX_AGAIN_S: Final = 60.0  # maximum pause before a restart; it doubles after each early death
 FORMER_WAIT_S: Final = 5.0
 STOP_WAIT_S: Final = 3.0
 LOCK_FILE: Final = "gateway.lock"
@@ -55,14 +55,14 @@ def command(descriptor: int) -> list[str]:
 
 @dataclass(frozen=True)
 class Keyed:
-    """A socket that listens, stays open here, and is the gateway's to accept at."""
+    """Listening socket for clients with keys: the controller opens it, the gateway accepts."""
 
     sock: socket.socket
     settings: KeyedSettings
 
 
 class Gateway:
-    """One process at most; owned by the controller's loop."""
+    """Owner of the gateway process, if there is one; used by the controller's loop only."""
 
     def __init__(
         self,
@@ -73,7 +73,7 @@ class Gateway:
         allow_code: tuple[str, ...] = (),
         backoff_s: float = 1.0,
     ) -> None:
-        """``backoff_s``: the pause before one that keeps dying is started again."""
+        """``backoff_s``: the first pause before a gateway that died early is started again."""
         self._config = config
         self._backoff_s = backoff_s
         self._allow_code = allow_code
@@ -81,13 +81,13 @@ class Gateway:
         self._root = root
         self._log_path = log_path
         self._sockets: dict[str, socket.socket] = {}  # by protocol
-        self._unnamed: list[str] = []  # protocols that are off since the other one alone was named
-        self._keyed: Keyed | None = None  # where clients come in with keys
+        self._unnamed: list[str] = []  # protocols that are off because only the other one was named
+        self._keyed: Keyed | None = None  # the socket for clients with keys
         self._lock = -1
         self._server_address = ""
         self._process: subprocess.Popen[bytes] | None = None
         self._pidfd = -1
-        self._channel: Channel | None = None  # its end of file tells the gateway of our death
+        self._channel: Channel | None = None  # the gateway reads end of file when we die
         self._started_at_s = 0.0
         self._due_at_s: float | None = None
         self._again_s = backoff_s
@@ -96,27 +96,27 @@ class Gateway:
     # ---- before anything is started ------------------------------------------------------------
 
     def open(self) -> None:
-        """Take the addresses.
+        """Bind the addresses and take the gateway's lock.
 
         Raises:
-            PipeSwitchError: one is in use.
-            ConfigError: one cannot be had, or would be open to other machines without tokens.
+            PipeSwitchError: an address cannot be bound, for example because it is in use.
+            ConfigError: modules are missing, a former gateway stays, or ``check_doors`` raises.
         """
         addresses = check_doors(self._config)
         if any(address not in ("auto", "off") for address in addresses.values()):
             self._unnamed = [name for name, address in addresses.items() if address == "auto"]
-            addresses |= dict.fromkeys(self._unnamed, "off")  # who names one gets no other port
+            addresses |= dict.fromkeys(self._unnamed, "off")  # an address is named: open no default
         is_off = all(address == "off" for address in addresses.values())
         if not is_off:
             owner_token(self._token_path)
-        if not is_off or (self._root / LOCK_FILE).exists():  # a former one may have our ports
+        if not is_off or (self._root / LOCK_FILE).exists():  # a former gateway may have our ports
             self._lock = _take_over(self._root / LOCK_FILE)
         for name, address in addresses.items():
             if address != "off":
                 self._bind(name, address)
 
     def serve_keyed(self, keyed: Keyed) -> None:
-        """Have clients with keys accepted there, too."""
+        """Make the gateway also accept clients with keys, on this socket."""
         self._keyed = keyed
         if self._lock < 0:
             self._lock = _take_over(self._root / LOCK_FILE)
@@ -127,13 +127,13 @@ class Gateway:
 
     @property
     def facts(self) -> dict[str, str]:
-        """Return the page's address and token file, for the server's owner."""
+        """The HTTP address and the token file, for the server's owner; empty without HTTP."""
         if "http" not in self._sockets:
             return {}
         return {"http": self.addresses[0], "token_file": str(self._token_path)}
 
     def _bind(self, name: str, address: str) -> None:
-        """Bind the address; one that was not requested explicitly may be missing, or elsewhere."""
+        """Bind a protocol's address. A default may become another port, or only a warning."""
         is_default = address == "auto"
         host, port = _parsed(DEFAULTS[name] if is_default else address)
         lacks = [module for module in NEEDS[name] if not _is_installed(module)]
@@ -151,9 +151,9 @@ class Gateway:
             except OSError as error:
                 if not is_default or error.errno != errno.EADDRINUSE:
                     raise
-                self._sockets[name] = opened(host, 0)  # another server's; the ready line tells ours
+                self._sockets[name] = opened(host, 0)  # any free port; the ready line shows it
         except OSError as error:
-            why = os.strerror(error.errno or 0)  # its own words repeat the address
+            why = os.strerror(error.errno or 0)  # the error's own text repeats the address
             problem = f"{name}: cannot listen on {host}:{port}: {why}"
             if not is_default:
                 hint = f"choose another --{name}, or --no-http"
@@ -162,26 +162,26 @@ class Gateway:
 
     @property
     def addresses(self) -> list[str]:
-        """Return the addresses, as the ready line shows them."""
+        """The addresses, as the ready line shows them."""
         scheme = "https" if self._config.tls_cert else "http"
         schemes = {"http": scheme, "grpc": "grpc"}
         texts = [f"{schemes[name]}://{_shown(sock)}" for name, sock in self._sockets.items()]
         return [*texts, *(f"(--{name} HOST:PORT: none)" for name in self._unnamed)]
 
-    # ---- its life ------------------------------------------------------------------------------
+    # ---- the process ---------------------------------------------------------------------------
 
     def start(self, server_address: str) -> None:
-        """Start it, if there is anything to serve; ``server_address``: of the owner's socket."""
+        """Start the gateway if it has a socket. It connects to ``server_address`` as the owner."""
         self._server_address = server_address
         if self._sockets or self._keyed is not None:
             self._spawn()
 
     def wait_s(self) -> float | None:
-        """Return the seconds until ``look`` has something to do."""
+        """Return the seconds until ``look`` must be called; None if no start is due."""
         return None if self._due_at_s is None else max(0.0, self._due_at_s - time.monotonic())
 
     def look(self) -> None:
-        """Start the next one when it is due."""
+        """Start the next gateway process if its start is due."""
         if self._due_at_s is not None and time.monotonic() >= self._due_at_s:
             self._spawn()
 
@@ -200,7 +200,7 @@ class Gateway:
                         stdin=subprocess.DEVNULL,
                         stdout=log_file,
                         stderr=log_file,
-                        start_new_session=True,  # a Ctrl-C at the terminal is ours to handle
+                        start_new_session=True,  # a Ctrl-C then reaches the controller only
                     )
                 undo.callback(process.wait)
                 undo.callback(process.kill)
@@ -212,7 +212,7 @@ class Gateway:
             undo.pop_all()
         self._process, self._channel = process, ours
         self._selector.register(self._pidfd, selectors.EVENT_READ, self._exited)
-        with contextlib.suppress(OSError):  # a full disk: the next server cannot end this one then
+        with contextlib.suppress(OSError):  # full disk: the next server cannot end this gateway
             os.ftruncate(self._lock, 0)
             os.pwrite(self._lock, str(process.pid).encode(), 0)
         sockets = [self._sockets.get("http"), None if self._keyed is None else self._keyed.sock]
@@ -220,8 +220,8 @@ class Gateway:
         try:
             ours.send(self._settings(), [self._lock, *numbers])
         except BrokenPipeError:
-            pass  # its exit follows
-        except OSError as error:  # no memory, or no place for descriptors in flight
+            pass  # the gateway has died; its exit follows
+        except OSError as error:  # no memory, or too many descriptors in flight
             log.error("gateway=killed: it cannot be sent its settings: %s", error)
             process.kill()
         log.info("gateway=started pid=%d %s", process.pid, " ".join(self.addresses))
@@ -277,7 +277,7 @@ class Gateway:
         return self._process.wait() if self._process is not None else 0
 
     def stop(self) -> None:
-        """End it, answers that are due first; give the addresses back. Idempotent."""
+        """End the gateway, which may answer for ``STOP_WAIT_S`` more; release the addresses."""
         self._due_at_s = None
         if self._pidfd >= 0 and self._process is not None:
             self._process.terminate()
@@ -295,7 +295,7 @@ class Gateway:
 def _is_installed(module: str) -> bool:
     try:
         return importlib.util.find_spec(module) is not None
-    except ModuleNotFoundError:  # not even what it is part of
+    except ModuleNotFoundError:  # the parent package is not installed
         return False
 
 
@@ -310,13 +310,13 @@ def _shown(sock: socket.socket) -> str:
 
 
 def check_doors(config: GatewayConfig) -> dict[str, str]:
-    """Return the address of each protocol, ``auto`` and ``off`` as they stand.
+    """Check the gateway's settings; return each protocol's address, or ``auto`` or ``off``.
 
-    1. Off loopback callers need tokens, and TLS or a proxy that does it; 2. behind a proxy they
-    need tokens; 3. what files there are must be good.
+    1. If an address is not loopback, callers need tokens, and TLS or a proxy that terminates TLS.
+    2. Behind a proxy callers need tokens. 3. Files of tokens and certificates must be valid.
 
     Raises:
-        ConfigError: the gateway would be open to other machines, or a file is not good.
+        ConfigError: the settings break one of these rules.
     """
     wanted_addresses = {name: getattr(config, name) for name in DEFAULTS}
     addresses = [one for one in wanted_addresses.values() if one not in ("auto", "off")]
@@ -354,7 +354,7 @@ def _listening(host: str, port: int) -> socket.socket:
 
 
 def _held(host: str, port: int) -> socket.socket:
-    """Reserve a free port for the gateway: gRPC's library binds it itself."""
+    """Reserve a port without listening; in the gateway, gRPC's library binds it again."""
     with socket.create_server((host, port), family=_family(host)) as probe:
         address = probe.getsockname()[:2]
     sock = socket.socket(_family(host), socket.SOCK_STREAM)
@@ -372,11 +372,11 @@ def _family(host: str) -> socket.AddressFamily:
 
 
 def _take_over(path: Path) -> int:
-    """Return the lock of this state directory's gateway, as a descriptor. A gateway of an earlier
-    server may hold it, and is told to exit.
+    """Return a descriptor that holds the lock of this state directory's gateway. End a gateway of
+    an earlier server if it has the lock, which may block for ``2 * FORMER_WAIT_S``.
 
     Raises:
-        ConfigError: it does not.
+        ConfigError: the lock file cannot be opened, or the earlier gateway does not exit.
     """
     try:
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
@@ -397,7 +397,7 @@ def _take_over(path: Path) -> int:
 
 
 def _dismiss(pid: str) -> None:
-    """End the gateway of a server that is dead; only its lock's holder has written this pid."""
+    """End the gateway of a dead server. ``pid`` is from the lock file, which its server wrote."""
     with contextlib.suppress(ProcessLookupError, ValueError):
         former = os.pidfd_open(int(pid))
         try:

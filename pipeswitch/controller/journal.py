@@ -1,12 +1,12 @@
-"""State that survives the server: registered models and accepted jobs.
+"""Journal of the state that survives the server: registered models and accepted jobs.
 
-An SQLite database (docs/adr/0010): an entry is complete on disk before the client gets its answer.
+It is an SQLite database (docs/adr/0010). An entry is on disk before the client gets its answer.
 A model's entry stays until it is unregistered, a job's until the job is over, an ended job's until
 it is removed, and a hold until its job is resumed or over.
 
 Each row has a digest. If the journal is damaged, in one row or as a whole, it is renamed and
 rebuilt from its sound rows, from the copies beside models and commits (``entries``), and from the
-newest backup. Files that no entry names then are moved to ``orphans/``; no server removes them.
+newest backup. Files that no entry names after that are moved to ``orphans/`` and never removed.
 """
 
 from __future__ import annotations
@@ -49,14 +49,14 @@ log = logging.getLogger(__name__)
 
 FILE_NAME: Final = "journal.sqlite"
 SCHEMA_VERSION: Final = 12
-# In the file's user_version; 0 is a file without tables, 1 had no holds,
-# 2 no tenants, 3 no ended jobs, 4 no versions, 5 no shared input, 6 no devices of jobs, 7 no split,
-# 8 no chains, 9 no defaults of job.steps, 10 no digests, 11 no aliases
+# The file's user_version; 0: no tables yet. Each version added a feature: 2 holds, 3 tenants,
+# 4 ended jobs, 5 versions, 6 shared input, 7 devices of jobs, 8 shares of versions, 9 chains,
+# 10 defaults of job.steps, 11 digests, 12 aliases.
 BACKUPS: Final = ("journal.backup", "journal.backup-1")  # the newest first
-BACKUP_EVERY_S: Final = 60.0  # minimum interval while entries come; at once when one is removed
-SLOW_APPEND_MS: Final = 100.0  # the loop stands still so long: worth a line in the log
+BACKUP_EVERY_S: Final = 60.0  # minimum interval after additions; a removal is backed up at once
+SLOW_APPEND_MS: Final = 100.0  # an append blocks the loop, so a longer one is logged
 DIGEST_COLUMN: Final = "sha256"
-CHECKPOINT_PAGES: Final = 64  # of 4 KiB in the write-ahead log, then they go to the main file
+CHECKPOINT_PAGES: Final = 64  # pages of 4 KiB in the write-ahead log before a checkpoint
 
 _COLUMNS: Final = {
     bytes: "BLOB",
@@ -69,25 +69,25 @@ _COLUMNS: Final = {
 
 
 class JournalFile:
-    """One writer: the state directory is locked. One thread: the controller's loop.
+    """Open journal. The caller holds the state directory's lock; the controller's loop writes it.
 
     Attributes:
-        models, chains, serving, aliases, jobs, holds, placed, ended: its entries when it was
-            opened, by name, in the order of acceptance.
-        losses: sentences for the user: what was damaged, and what the server did about it.
-        lost: entries that existed and could not be read anywhere.
-        run_later: runs file work beside the loop; by default it runs at once.
+        models, chains, serving, aliases, jobs, holds, placed, ended: entries of each kind when
+            the journal was opened, by name, in the order of acceptance.
+        losses: sentences for the user about damage and about its repair.
+        lost: keys of entries that existed and could not be restored from any source.
+        run_later: runs a function on another thread; the default runs it at once.
     """
 
     def __init__(self, path: Path, wall_clock: Callable[[], float] = time.time) -> None:
         """Open the journal, or create one.
 
         Raises:
-            OSError: it can be neither read nor written.
-            ConfigError: a later release wrote it.
+            OSError: the file cannot be read or written.
+            ConfigError: a later release wrote the file.
         """
         self._path, self._places = path, StateDir(root=path.parent)
-        self._owed: dict[Key, Entry] = {}  # could not be written yet; the latest each
+        self._owed: dict[Key, Entry] = {}  # the latest entry of each key that is not written yet
         self._copies = EntryCopies(path.parent)
         self._backups = [path.with_name(name) for name in BACKUPS]
         self._backed_up_at_s, self._is_backed_up = 0.0, True
@@ -112,11 +112,11 @@ class JournalFile:
             log.warning("journal=%s %s", path, text)
 
     def _read(self, stamp: str) -> dict[Key, Entry]:
-        """Open the database and return its entries, by the first outcome that applies.
+        """Open the database, repair it if need be, and return its entries.
 
-        1. It is sound and has all entries of which there are copies.
-        2. It is sound and lacks some, as its log was damaged: they are written to it again.
-        3. It is damaged or missing: another one is written from all that can be read.
+        1. If it is sound and has an entry for each copy, use it as it is.
+        2. If it is sound but lacks entries (a damaged write-ahead log), add them from the copies.
+        3. If it is damaged or missing, create a new one from rows, copies and the newest backup.
         """
         copies, bad = self._copies.read()
         saved = next(filter(None, map(read_backup, self._backups)), {})
@@ -130,7 +130,7 @@ class JournalFile:
                 sound, wrong = _entries(self._database)
                 if wrong:
                     problem = f"{len(wrong)} of its entries are damaged"
-                elif saved and not sound:  # a backup follows at once when an entry goes
+                elif saved and not sound:  # a removal updates the backup, so the backup is right
                     problem = "it is empty"
                 if problem:
                     self._database.close()
@@ -170,13 +170,13 @@ class JournalFile:
     def _rewrite(self, problem: str, entries: dict[Key, Entry]) -> None:
         """Rename the damaged file and create a new one in its place."""
         path, fresh = self._path, self._path.with_name("journal.new.sqlite")
-        for suffix in ("", "-wal"):  # of a start that was cut short
+        for suffix in ("", "-wal"):  # left by an interrupted start
             Path(f"{fresh}{suffix}").unlink(missing_ok=True)
         self._database = _opened(fresh)
         try:
             self._put(entries)
         finally:
-            self._database.close()  # which moves its log into the file
+            self._database.close()  # moves the log's content into the file
         aside = path.with_suffix(f".damaged-{time.time_ns()}")
         for suffix in ("", "-wal"):
             with contextlib.suppress(FileNotFoundError):
@@ -187,7 +187,7 @@ class JournalFile:
         self.losses.append(f"{path.name} is damaged ({problem}){what}: it is rebuilt")
 
     def _put(self, entries: dict[Key, Entry]) -> None:
-        """Write entries that are true together, and drop what they supersede."""
+        """Write entries in one transaction, and delete the entries that they supersede."""
         with _transaction(self._database):
             for entry in entries.values():
                 _delete(self._database, superseded_by(entry))
@@ -195,10 +195,10 @@ class JournalFile:
                 _insert(self._database, entry)
 
     def append(self, entry: Entry) -> None:
-        """Write and sync, with everything that is owed, or leave no trace.
+        """Write and sync an entry and those that ``owe`` kept, in one transaction. Blocks.
 
         Raises:
-            OSError: the disk is full or gone; what was there before is intact.
+            OSError: the disk is full or gone; the journal is unchanged.
         """
         began_s = time.monotonic()
         entries = [*self._owed.values(), entry]
@@ -220,7 +220,7 @@ class JournalFile:
                 self._entries[key_of(one)] = one
         for one in entries:
             if self._entries.get(key_of(one)) is one:  # no later one has superseded it
-                with contextlib.suppress(OSError):  # the next start writes it
+                with contextlib.suppress(OSError):  # the next start writes the copy
                     self._copies.keep(one)
         self._is_backed_up = False
         if entry["kind"] in ENDS or began_s - self._backed_up_at_s > BACKUP_EVERY_S:
@@ -230,10 +230,9 @@ class JournalFile:
             log.warning("journal=%s slow disk: an entry took %.0f ms", self._path, took_ms)
 
     def owe(self, entry: Entry) -> None:
-        """Keep an entry until something else is written: it is a fact whether the disk takes it or
-        not.
+        """Keep in memory an entry that the disk refused; its change stands all the same.
 
-        Until then the journal is behind, and a server that starts from it repeats something.
+        The next ``append`` writes it. A server that starts before that does not know the change.
         """
         kind = str(entry["kind"])
         about = ENDS.get(kind) or REPLACES.get(kind) or (kind,)
@@ -242,7 +241,7 @@ class JournalFile:
         self._owed[key] = entry
 
     def _back_up(self) -> None:
-        """Pack all entries; the file is written beside the loop."""
+        """Pack all entries; ``run_later`` writes the file."""
         self._backed_up_at_s, self._is_backed_up = time.monotonic(), True
         data = packed([*self._entries.values()])
         self.run_later(functools.partial(write_backup, data, *self._backups))
@@ -260,10 +259,10 @@ class JournalFile:
 
 
 def copy_journal(path: Path, target: Path) -> dict[Key, Entry] | None:
-    """Copy a journal that a server may have open; return its entries, or None if it just changed.
+    """Copy a journal that a server may have open; return its entries, or None if it changed.
 
     A server's lock keeps other connections out (docs/adr/0010). So the database and its log are
-    copied as files, and SQLite copies from those what is committed to one file. Blocks.
+    first copied as files. SQLite then writes their committed rows to ``target``. Blocks.
 
     Raises:
         OSError: a file cannot be read or written.
@@ -300,13 +299,15 @@ def copy_journal(path: Path, target: Path) -> dict[Key, Entry] | None:
 
 
 def _opened(path: Path) -> sqlite3.Connection:
-    """Return a connection that syncs each transaction, to a sound database with our tables.
+    """Open a sound database, create missing tables, and make each transaction sync.
 
     Raises:
-        sqlite3.DatabaseError: it is damaged, or the disk does not do.
-        OSError, ConfigError: as ``JournalFile``.
+        sqlite3.DatabaseError: the database is damaged, or the disk refuses a write.
+        OSError, ConfigError: as in ``JournalFile``.
     """
-    os.close(os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600))  # SQLite makes 0644
+    os.close(
+        os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    )  # SQLite would use mode 0644
     database = _connect(path)
     try:
         database.execute("PRAGMA journal_mode = WAL")
@@ -325,7 +326,7 @@ def _opened(path: Path) -> sqlite3.Connection:
             raise sqlite3.DatabaseError(state)
         if version < SCHEMA_VERSION:
             _create(database)
-        for kind, fields in FIELDS.items():  # whatever user_version says
+        for kind, fields in FIELDS.items():  # a damaged file may lack a table or a column
             columns = ", ".join([*fields, DIGEST_COLUMN])
             database.execute(f"SELECT name, {columns} FROM {kind} LIMIT 0")
     except BaseException:
@@ -336,10 +337,10 @@ def _opened(path: Path) -> sqlite3.Connection:
 
 def _connect(path: Path) -> sqlite3.Connection:
     database = sqlite3.connect(path, isolation_level=None)
-    # The log's index then lies in this process's memory, not in a mapped file: where the disk is
-    # full, such a mapping ends in a SIGBUS.
+    # With an exclusive lock the log's index is in this process's memory, not in a mapped file.
+    # On a full disk, access to such a mapping would raise SIGBUS.
     database.execute("PRAGMA locking_mode = EXCLUSIVE")
-    # A damaged text must not be what ends the reading; what becomes of it is checked.
+    # Text that is not UTF-8 must not stop the query: the row's digest shows the damage.
     database.text_factory = lambda raw: raw.decode(errors="replace")
     return database
 
@@ -350,7 +351,7 @@ def _create(database: sqlite3.Connection) -> None:
             columns = ", ".join(f"{name} {_COLUMNS[type_]}" for name, type_ in fields.items())
             columns = f"name TEXT PRIMARY KEY, {columns}, {DIGEST_COLUMN} TEXT"
             database.execute(f"CREATE TABLE IF NOT EXISTS {kind} ({columns})")
-        # What was there before there were tenants is the owner's.
+        # Entries that are older than tenants belong to the owner, whose tenant is "".
         for kind, column, empty in (
             ("model", "tenant", ""),
             ("job", "tenant", ""),
@@ -363,7 +364,7 @@ def _create(database: sqlite3.Connection) -> None:
             known = {row[1] for row in database.execute(f"PRAGMA table_info({kind})")}
             if column not in known:
                 database.execute(f"ALTER TABLE {kind} ADD COLUMN {column} TEXT DEFAULT '{empty}'")
-        for kind, fields in FIELDS.items():  # rows of a release without digests have an empty one
+        for kind, fields in FIELDS.items():  # an older release's rows have an empty digest
             rows = database.execute(
                 f"SELECT rowid, name, {', '.join(fields)} FROM {kind} WHERE {DIGEST_COLUMN} = ''"
             ).fetchall()
@@ -377,13 +378,13 @@ def _create(database: sqlite3.Connection) -> None:
 
 @contextlib.contextmanager
 def _transaction(database: sqlite3.Connection) -> Iterator[None]:
-    """All or nothing; synced when it is left."""
+    """Commit and sync when the body ends; roll back if it raises."""
     database.execute("BEGIN IMMEDIATE")
     try:
         yield
         database.execute("COMMIT")
     except BaseException:
-        if database.in_transaction:  # SQLite has rolled back itself when the disk was full
+        if database.in_transaction:  # SQLite rolls back on its own if the disk is full
             with contextlib.suppress(sqlite3.Error):
                 database.execute("ROLLBACK")
         raise
@@ -405,7 +406,7 @@ def _delete(database: sqlite3.Connection, keys: Iterable[Key]) -> None:
 
 
 def _insert(database: sqlite3.Connection, entry: Entry) -> None:
-    """Write one checked entry. A name keeps its place among the others."""
+    """Write one checked entry. It takes the place of an old entry of the same name in the order."""
     kind = entry["kind"]
     fields = FIELDS[kind]
     values = [entry["name"]]
@@ -425,10 +426,10 @@ def _insert(database: sqlite3.Connection, entry: Entry) -> None:
 
 
 def _rows(database: sqlite3.Connection, kind: str) -> Iterator[tuple[Key, Entry | None]]:
-    """Yield the entries of a kind in the order of acceptance; None for one that is damaged.
+    """Yield the entries of a kind in the order of acceptance; None instead of a damaged entry.
 
     Raises:
-        sqlite3.DatabaseError: at the place where the file is damaged.
+        sqlite3.DatabaseError: the next row is in a damaged part of the file.
     """
     fields = FIELDS[kind]
     for name, *values, digest in database.execute(
@@ -456,10 +457,10 @@ def _entries(
 ) -> tuple[dict[Key, Entry], set[Key]]:
     """Return the sound entries, and the keys of the damaged ones.
 
-    ``is_damaged``: of each kind as many as can be read.
+    ``is_damaged``: read each kind up to its first unreadable row instead of raising.
 
     Raises:
-        sqlite3.DatabaseError: the file is damaged.
+        sqlite3.DatabaseError: the file is damaged, and ``is_damaged`` is False.
     """
     rows: list[tuple[Key, Entry | None]] = []
     for kind in FIELDS:
@@ -479,7 +480,7 @@ def _jobs(entries: dict[Key, Entry]) -> set[str]:
 
 
 def _errno(problem: sqlite3.Error) -> int:
-    """Return the disk's error number; EIO for damage and everything else."""
+    """Return the errno of an SQLite error; EIO for damage and for all unlisted errors."""
     code = getattr(problem, "sqlite_errorcode", sqlite3.SQLITE_ERROR) & 0xFF
     return {
         sqlite3.SQLITE_FULL: errno.ENOSPC,

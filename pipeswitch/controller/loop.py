@@ -1,6 +1,6 @@
-"""The controller's loop: clients, children and signals become events, commands are performed.
+"""The controller's loop: turns input into events, and performs the scheduler's commands.
 
-One blocking call, on one thread (docs/adr/0009).
+Runs on one thread, which blocks only in the selector (docs/adr/0009).
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from .server import Server
 
 log = logging.getLogger(__name__)
 
-EXACT_BELOW_S: Final = 0.01  # epoll counts whole milliseconds, upwards: too coarse for a delay
+EXACT_BELOW_S: Final = 0.01  # epoll rounds up to milliseconds, too coarse for shorter waits
 
 
 class Loop:
@@ -52,7 +52,7 @@ class Loop:
         server.selector.register(self._wake_read, selectors.EVENT_READ, self._drain_wakes)
 
     def run(self, watchdog: LoopWatchdog) -> int:
-        """Run until Leave; return the exit status. Children, clients and signals wake the loop."""
+        """Run until ``Shutdown`` is performed; return the exit status."""
         selector, look_at_s = self._server.selector, 0.0
         while self._effects.left is None:
             timeout_s = self._timeout_s(look_at_s)
@@ -68,7 +68,7 @@ class Loop:
             now_s = time.monotonic()
             if now_s >= look_at_s:
                 look_at_s = now_s + self._poll(now_s)
-            elif events:  # what was found may want a look sooner
+            elif events:  # a new request may need an earlier check for stopped processes
                 look_at_s = min(look_at_s, now_s + URGENT_LOOK_EVERY_S)
         exit_order = self._effects.left
         self._notifier.notify(STOPPING=1, STATUS=exit_order.reason)
@@ -78,7 +78,7 @@ class Loop:
         return exit_order.status
 
     def _timeout_s(self, look_at_s: float) -> float:
-        """Return the seconds until input, the scheduler's clock or a look is due."""
+        """Return the maximum seconds to wait: a client, the scheduler or ``_poll`` is due then."""
         clients_s = self._server.frontend.wait_s()
         if self._server.inbox or clients_s == 0.0:
             return 0.0
@@ -88,20 +88,20 @@ class Loop:
         return wait_s if clients_s is None else min(wait_s, clients_s)
 
     def _poll(self, now_s: float) -> float:
-        """At what no descriptor tells of; for how many seconds that will do."""
+        """Check for changes that no descriptor reports; return the seconds until the next check."""
         processes, gateway = self._server.processes, self._server.gateway
         since_ms = self._scheduler.waited_since_ms
         since_s = since_ms / 1000.0 if since_ms is not None else None
         processes.look(since_s)
         gateway.look()
-        if since_s is None:  # nobody waits
+        if since_s is None:  # no request waits
             self._freed.give_back(now_s)
         self._notifier.beat(now_s)
         look_s, gateway_s = processes.seconds_to_look(since_s), gateway.wait_s()
         return look_s if gateway_s is None else min(look_s, gateway_s)
 
     def handle_inbox(self) -> None:
-        """All events that wait, in order, then a Tick when one is due."""
+        """Handle all queued events in order, then a drain for each signal, then a Tick if due."""
         inbox = self._server.inbox
         while inbox:
             self._handle(inbox.popleft())
@@ -131,7 +131,7 @@ class Loop:
         if not self._is_announced and self._scheduler.is_whole and self._server.is_ready:
             self._is_announced = True
             gc.collect()
-            gc.freeze()  # what is there now stays: no full collection walks it during a request
+            gc.freeze()  # these objects stay; a full collection during a request skips them
             line = self._ready_line()
             self._notifier.notify(READY=1, STATUS=line)
             sys.stdout.write(line + "\n")

@@ -1,4 +1,4 @@
-"""The controller process: set up, announce readiness, loop, drain, leave (PipeSwitch 3)."""
+"""The controller process: set up, announce readiness, loop, drain, exit (PipeSwitch, section 3)."""
 
 from __future__ import annotations
 
@@ -36,19 +36,19 @@ from .server import LOG_NAME, Server
 log = logging.getLogger(__name__)
 
 STOP_TIMEOUT_S: Final = 5.0
-MAX_OPEN_FILES: Final = 65536  # what the soft limit is raised to
-SWITCH_INTERVAL_S: Final = 0.0005  # copier and upload writer must not keep the loop for 5 ms
+MAX_OPEN_FILES: Final = 65536  # the soft limit is raised to this
+SWITCH_INTERVAL_S: Final = 0.0005  # with the default, other threads delay the loop for 5 ms
 
 
 def serve(config: Config) -> int:
-    """Run a server until it is told to leave; the exit status.
+    """Run a server until it is told to exit; return the exit status. Blocks.
 
     Args:
-        config: with absolute directories.
+        config: settings; all directories are absolute.
 
     Raises:
-        ConfigError, PipeSwitchError: it cannot start: a port or the state directory is in use,
-            the device does not exist, the machine has no room.
+        ConfigError, PipeSwitchError: the server cannot start: a port or the state directory is in
+            use, the device does not exist, or the machine has too little memory.
     """
     failpoints.enable(os.environ)
     devices = choose_devices(
@@ -75,17 +75,17 @@ def serve(config: Config) -> int:
                 return _run(server)
             finally:
                 server.close()
-        except OSError as error:  # out of descriptors, memory or disk; errors of the loop end there
+        except OSError as error:  # no descriptors, memory or disk; the loop handles its own errors
             raise ConfigError(
                 f"the server cannot start: {error}", hint="ulimit -a, free -h, df -h show limits"
             ) from error
 
 
 def check(config: Config) -> None:
-    """Find what ``serve`` would refuse.
+    """Check the settings that ``serve`` would refuse.
 
     Raises:
-        ConfigError: with every problem.
+        ConfigError: there are problems; its text has a line for each.
     """
     problems = []
     host, _ = parse_listen(config.server.listen)
@@ -104,7 +104,7 @@ def check(config: Config) -> None:
 
 
 def _run(server: Server) -> int:
-    """From the first socket to the last child's end; the exit status."""
+    """Open the sockets, restore, run the loop and end all children; return the exit status."""
     listeners = _open_doors(server)
     addresses = [listeners.tcp.address, listeners.ipc.address, *server.gateway.addresses]
     with contextlib.ExitStack() as cleanup:
@@ -113,10 +113,10 @@ def _run(server: Server) -> int:
         log_path = server.places.logs / LOG_NAME
         dump = cleanup.enter_context(open(log_path, "a"))
         watchdog = LoopWatchdog(server.config.server.watchdog_ms / 1000.0, (dump.fileno(), 2))
-        cleanup.callback(watchdog.stop)  # behind all that may hang: an end that hangs is an end too
+        cleanup.callback(watchdog.stop)  # runs after the cleanup below, and so watches it
         cleanup.callback(server.processes.stop, STOP_TIMEOUT_S)
         cleanup.callback(server.gateway.stop)
-        cleanup.callback(server.frontend.close)  # answers go out
+        cleanup.callback(server.frontend.close)  # sends pending answers
         cleanup.callback(server.tracer.stop)
         cleanup.callback(server.frontend.unwatch, server.selector)
         cleanup.callback(signal.set_wakeup_fd, -1)
@@ -130,21 +130,21 @@ def _run(server: Server) -> int:
             server.effects.perform(command)
         restore(server, time.time())
         server.tell_losses()
-        loop.handle_inbox()  # before the first client is heard: it may ask for what was there
+        loop.handle_inbox()  # before a client's message, which may name a restored model or job
         watchdog.start()
         try:
             return loop.run(watchdog)
-        except Exception:  # a bug of ours: no silent half-life (invariant I6)
+        except Exception:  # a bug: the process exits, because its engine is dead (invariant I6)
             log.critical("scheduler=dead", exc_info=True)
             sys.stderr.write(f"Error: internal error, exiting; see {log_path}\n")
             return os.EX_SOFTWARE
 
 
 def _open_doors(server: Server) -> Listeners:
-    """Before anything is forked: a port in use is known now."""
-    server.gateway.open()  # a former one gives its ports back
+    """Open all sockets. Call this before any fork, so that a port in use ends the start early."""
+    server.gateway.open()  # first, because it ends a former gateway that may hold our ports
     listeners = server.frontend.open()
-    # Children inherit it: a Client() in a training script is one of its own server.
+    # Children inherit this address, so a Client() in a training script connects to this server.
     os.environ["PIPESWITCH_HOST"] = listeners.ipc.address
     settings = listeners.keyed(server.config.server)
     if settings is not None:
@@ -158,7 +158,7 @@ def _open_doors(server: Server) -> Listeners:
 
 @contextlib.contextmanager
 def _locked(root: Path) -> Iterator[None]:
-    """Two servers must not share a state directory; the lock dies with the process."""
+    """Lock a state directory for one server; the lock ends with the process."""
     try:
         descriptor = os.open(root / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     except OSError as error:
@@ -184,7 +184,7 @@ def _locked(root: Path) -> Iterator[None]:
 
 
 def _log_to(path: Path, max_bytes: int) -> None:
-    """Open the server's own log; it is bounded, and has tracebacks that clients do not get."""
+    """Log to a file of limited size. It also has tracebacks, which clients do not get."""
     handler = LogFile(path, maxBytes=max_bytes, backupCount=2)
     form = "%(asctime)s %(levelname)s event=%(event)d %(name)s %(message)s"
     handler.setFormatter(PrintableFormatter(form))
@@ -196,7 +196,7 @@ def _log_to(path: Path, max_bytes: int) -> None:
 
 
 def _raise_open_files_limit() -> None:
-    """Every connection is a descriptor; the usual soft limit of 1024 is a flood of idle ones."""
+    """Raise the soft limit of open files: each connection needs one, and 1024 are soon used up."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     limit = MAX_OPEN_FILES if hard == resource.RLIM_INFINITY else min(hard, MAX_OPEN_FILES)
     if soft != resource.RLIM_INFINITY and soft < limit:

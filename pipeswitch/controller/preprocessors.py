@@ -1,4 +1,4 @@
-"""Performs the scheduler's commands about stages: processes, and the memory they return in."""
+"""Execution of the scheduler's commands for stage processes, which preprocess and postprocess."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from ..ipc.messages.processor import StageSettings
 from ..scheduler.events import Address, Exited, Send, Spawn, TakeResult
 from .device_effects import ServerContext
 
-_GONE: Final = -9  # the status of a process that there was no memory for
+_GONE: Final = -9  # exit status that is reported if there was no memory for the process
 
 
 class PreprocessEffects:
-    """One method per command. Results of a slot lie in one file, whichever process it has."""
+    """Executor of the commands for stages. A slot keeps its result file when its process dies."""
 
     def __init__(self, context: ServerContext, result_bytes: int) -> None:
         self._context = context
@@ -41,7 +41,7 @@ class PreprocessEffects:
             if slot not in self._results:
                 fd = sealed_memfd("pipeswitch-stage", self._result_bytes)
                 self._results[slot] = fd, mmap.mmap(fd, self._result_bytes)
-        except OSError:  # as where it cannot be forked: it is tried again
+        except OSError:  # reported as an exit, like a failed fork; the scheduler tries again
             self._context.take(Exited(target, _GONE))
             return
         settings = StageSettings(result_bytes=self._result_bytes)
@@ -54,12 +54,12 @@ class PreprocessEffects:
             return
         try:
             pool = memory.pool_of(command.tenant) if command.tenant else memory.pool
-        except OSError:  # no descriptor is left: as if the process had died
+        except OSError:  # no descriptor is left; the exit makes the scheduler try again
             self._children.kill(command.target)
         else:
             self._children.processes.send(child, 0, command.message, [pool])
 
     def close(self) -> None:
-        """No process is left."""
+        """Close the result files; call this after all processes have ended."""
         for descriptor, _ in self._results.values():
             os.close(descriptor)

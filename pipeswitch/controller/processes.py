@@ -1,7 +1,7 @@
-"""The controller's end of every child: channels in, exits in, orders out.
+"""The controller's side of all child processes: it forks them, reads them and reaps them.
 
-Owned by the scheduler's thread, which is the only one to touch sockets of children. An exit
-reaches the scheduler as one event whether the process said goodbye or not.
+Only the scheduler's thread uses the sockets of children. Each exit reaches the scheduler as exactly
+one event, however the process ended.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ from ..sandbox.environment import harmless
 log = logging.getLogger(__name__)
 
 Kind = Literal["worker", "builder", "daemon", "stage"]
-MAX_FAILED_STARTS = 3  # of the fork server in a row: its imports are broken
-LOOK_EVERY_S = 0.5  # for processes that were stopped from outside
-URGENT_LOOK_EVERY_S = 0.03  # while a request has waited that long: it may wait for one of them
-STOPPED_LOOKS = 5  # in a row, then it is as good as dead: two seconds, or 150 ms
+MAX_FAILED_STARTS = 3  # failed starts of the fork server in a row that end the server
+LOOK_EVERY_S = 0.5  # interval of checks for processes that a SIGSTOP has stopped
+URGENT_LOOK_EVERY_S = 0.03  # interval while a request has waited for longer than this
+STOPPED_LOOKS = 5  # a process that this many checks in a row find stopped (2 s or 150 ms) is killed
 
 
 @dataclass
@@ -49,8 +49,8 @@ class Child:
     ticket: int = 0
     pid: int = 0
     pidfd: int = -1
-    is_doomed: bool = False  # SIGKILL was asked for before its pid was known
-    is_orphan: bool = False  # its fork server is gone, so its pidfd tells of its end
+    is_doomed: bool = False  # kill it as soon as its pid is known
+    is_orphan: bool = False  # its fork server is gone, so its pidfd is watched for its exit
     exit_status: int | None = None
     open_channels: set[int] = field(default_factory=set)
 
@@ -65,7 +65,7 @@ class Processes:
         on_hopeless: Callable[[str], None],
         log_bytes: int = 0,
     ) -> None:
-        """``log_bytes``: what stays of the log, beside two older ones; 0: all."""
+        """``log_bytes``: size at which the log is rotated; two older files stay. 0: never."""
         self._selector = selector
         self._on_hopeless = on_hopeless
         self._failed_starts = 0
@@ -84,9 +84,9 @@ class Processes:
     # -- fork server ---------------------------------------------------------------------------
 
     def start_server(self) -> None:
-        """Start (or restart) the fork server; orders wait until it is ready.
+        """Start or restart the fork server; forks wait until it is ready.
 
-        What the system refuses (descriptors, processes, memory) is tried again at the next look.
+        If the system refuses a descriptor, a process or memory, ``look`` tries again.
         """
         self._is_server_ready = False
         self._is_start_due = False
@@ -114,12 +114,12 @@ class Processes:
                 stdin=subprocess.DEVNULL,
                 stdout=log_file,
                 stderr=log_file,
-                start_new_session=True,  # a Ctrl-C at the terminal is the controller's to handle
+                start_new_session=True,  # a Ctrl-C at the terminal then reaches the controller only
                 env=without_threads(harmless(os.environ)),
             )
 
     def _start_failed(self, error: OSError) -> None:
-        """Try again at the next check; a shortage passes and does not count as a failure."""
+        """Schedule another start; do not count a shortage as a failure, because it may pass."""
         self._failed_starts += error.errno not in SHORTAGES
         log.error("fork_server=not_started failed=%d: %s", self._failed_starts, error)
         if self._failed_starts >= MAX_FAILED_STARTS:
@@ -151,7 +151,7 @@ class Processes:
                 log.error("fork_server sent a %s", type(other).__name__)
 
     def _server_lost(self) -> None:
-        """Restart it. Its children live on and are watched by their pidfds from now on."""
+        """Restart the fork server. Its children keep running; watch them by their pidfds."""
         assert self._server_channel is not None
         assert self._server is not None
         self._selector.unregister(self._server_channel)
@@ -175,9 +175,9 @@ class Processes:
 
     def _watch_orphan(self, child: Child) -> None:
         if child.is_orphan:
-            return  # of an earlier fork server already
+            return  # its fork server died earlier
         child.is_orphan = True
-        if child.pidfd < 0:  # it was gone before it could be watched
+        if child.pidfd < 0:  # it exited before its pidfd could be opened
             self._exited(child, -signal.SIGKILL)
             return
         self._selector.register(
@@ -186,7 +186,7 @@ class Processes:
 
     def _orphan_exited(self, child: Child) -> None:
         status = -signal.SIGKILL
-        with contextlib.suppress(ChildProcessError):  # ours if we are its subreaper
+        with contextlib.suppress(ChildProcessError):  # it is our child only if we are its subreaper
             status = os.waitstatus_to_exitcode(os.waitpid(child.pid, os.WNOHANG)[1])
         self._exited(child, status)
 
@@ -202,7 +202,7 @@ class Processes:
         on_message: Callable[[Message, list[int]], None],
         on_exit: Callable[[int], None],
     ) -> Child:
-        """Ask for a child; it gets its ends of new channels, then ``descriptors``."""
+        """Request a child; it gets its ends of new channels, then copies of ``descriptors``."""
         child = Child(kind, name, [], on_message, on_exit)
         passed: list[int] = []
         try:
@@ -244,8 +244,8 @@ class Processes:
         try:
             self._server_channel.send(order, descriptors)
         except BrokenPipeError:
-            log.warning("fork_server=gone child=%s", child.name)  # its end of file follows
-        except OSError as error:  # no memory, or no place for descriptors in flight
+            log.warning("fork_server=gone child=%s", child.name)  # the server's end of file follows
+        except OSError as error:  # no memory, or too many descriptors in flight
             log.error("child=%s: %s", child.name, error)
             self._not_forked(self._by_ticket.pop(child.ticket))
         finally:
@@ -253,7 +253,7 @@ class Processes:
                 os.close(descriptor)
 
     def _not_forked(self, child: Child) -> None:
-        """Report an exit, as if the child had died at once: its owner tries again after a pause."""
+        """Report the exit of a child that could not be forked; its owner tries again later."""
         log.error("child=%s not forked", child.name)
         child.exit_status = -signal.SIGKILL
         self._close(child)
@@ -267,8 +267,8 @@ class Processes:
         except ProcessLookupError:
             pass  # it was reaped; its exit follows
         except OSError as error:
-            # No descriptor is left to kill it by later. The fork server sends each exit after
-            # this message, so the number is still the child's, or was a moment ago.
+            # No descriptor is left for a pidfd, so kill the child now, by its pid. The pid is most
+            # likely still valid, because the fork server reports an exit after this message.
             log.error("child=%s cannot be watched, killing it: %s", child.name, error)
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
@@ -277,15 +277,15 @@ class Processes:
             self.kill(child)
 
     def _read(self, child: Child, channel: Channel) -> None:
-        """Everything the child has sent on this channel; then its end of file."""
+        """Handle all messages that the child has sent on this channel, and its end of file."""
         while self._read_one(child, channel):
             pass
 
     def _read_one(self, child: Child, channel: Channel) -> bool:
-        """One message, if there is one; whether there may be more (the selector tells again).
+        """Handle one message, if there is one; return whether there may be more.
 
-        One look of the selector may find the channel and the exit of the same child: whichever is
-        handled first, the other finds it closed.
+        One call of the selector may return a child's channel and its exit. If the exit was handled
+        first, the channel is already closed, and nothing is read.
         """
         if channel.fileno() not in child.open_channels:
             return False
@@ -301,7 +301,7 @@ class Processes:
             self._close_channel(child, channel)
             return False
         message, descriptors = received
-        if child.kind != "daemon":  # the only one whose descriptors are used
+        if child.kind != "daemon":  # only the daemon's descriptors are used
             for descriptor in descriptors:
                 os.close(descriptor)
             descriptors = []
@@ -309,7 +309,7 @@ class Processes:
         return True
 
     def _exited(self, child: Child, status: int) -> None:
-        """Reaped: deliver what it still said, then its exit. Once, by the first news."""
+        """Deliver a reaped child's last messages, then its exit; do nothing the second time."""
         if child.exit_status is not None:
             return
         for channel in list(child.channels):
@@ -342,9 +342,9 @@ class Processes:
     ) -> None:
         """Send without ever blocking.
 
-        A child that has exited, or was never forked, gets nothing: its exit event is on its way.
-        A child that cannot take the message is killed: it does not read, or the system has no
-        memory or no room for descriptors in flight.
+        Drop the message if the child has exited or was never forked; its exit event follows. Kill
+        the child if its channel is full because it does not read, or if the system has no memory
+        or too many descriptors in flight.
         """
         if (
             child.exit_status is not None
@@ -363,7 +363,7 @@ class Processes:
             self.kill(child)
 
     def kill(self, child: Child) -> None:
-        """SIGKILL; its exit event follows when it is reaped."""
+        """Send SIGKILL, as soon as the pid is known; the exit event follows the reaping."""
         if child.exit_status is not None:
             return
         if child.pidfd < 0:
@@ -372,18 +372,18 @@ class Processes:
         with contextlib.suppress(ProcessLookupError):
             signal.pidfd_send_signal(child.pidfd, signal.SIGKILL)
 
-    # -- processes that stand still ------------------------------------------------------------
+    # -- stopped processes ---------------------------------------------------------------------
 
     def seconds_to_look(self, waited_since_s: float | None) -> float:
         """Return the seconds until ``look`` must be called again."""
         return max(0.0, self._stopped.due_at_s(waited_since_s) - time.monotonic())
 
     def look(self, waited_since_s: float | None) -> None:
-        """Check for changes that no descriptor reports, when it is time to look again.
+        """Check for changes that no descriptor reports, if a check is due.
 
         Args:
-            waited_since_s: Since when the oldest request waits for its answer, on the monotonic
-                clock; None if no request waits.
+            waited_since_s: Arrival of the oldest unanswered request, on the monotonic clock; None
+                if no request waits.
         """
         now_s = time.monotonic()
         if now_s < self._stopped.due_at_s(waited_since_s):
@@ -395,10 +395,9 @@ class Processes:
             rotate(self._log_path, self._log_bytes)
 
     def _kill_stopped(self, now_s: float) -> None:
-        """Kill whom a SIGSTOP has held for ``STOPPED_LOOKS``: no pidfd tells of it, and it may
-        hold the device's turn. Looks are counted, not time, because this process may have been
-        stopped along with the others; a debugger's stop ("t") is left alone.
-        """
+        """Kill processes that a SIGSTOP has stopped for ``STOPPED_LOOKS`` checks in a row. No pidfd
+        reports a stop, and the process may have the device's turn. Checks are counted, not time,
+        because this process may have been stopped too. A debugger's stop ("t") is ignored."""
         watched = {pid: child.name for pid, child in self._by_pid.items()}
         if self._server is not None and self._server_channel is not None:
             watched[self._server.pid] = "fork server"
@@ -411,9 +410,9 @@ class Processes:
                 self._server.kill()
 
     def stop(self, timeout_s: float) -> None:
-        """Leave no process behind: ask the daemon, kill the others, then the fork server.
+        """End all processes: tell the daemon to exit, kill the others, then the fork server.
 
-        Who is just being forked is killed as soon as its pid is known.
+        Blocks for up to ``timeout_s``. A child that is just being forked is killed after its fork.
         """
         self._is_stopping = True
         for child in [*self._by_pid.values(), *self._by_ticket.values()]:
@@ -434,21 +433,21 @@ class Processes:
         if self._server_channel is not None and self._server is not None:
             self._selector.unregister(self._server_channel)
             self._server_channel.close()
-            self._server.kill()  # it has no children any more, or is still importing
+            self._server.kill()  # its children have exited or were killed
             self._server.wait()
 
 
 class StoppedLooks:
-    """Schedule of looks for stopped processes, and each one's count of looks in a row."""
+    """Schedule of checks for stopped processes, and a count for each process that was stopped."""
 
     def __init__(self) -> None:
-        self._counts: dict[int, int] = {}  # pid -> looks in a row
+        self._counts: dict[int, int] = {}  # pid -> checks in a row
         self._looked_at_s = 0.0
 
     def due_at_s(self, waited_since_s: float | None) -> float:
-        """Seldom, but often while a request waits for longer than most of them take.
+        """Return the time of the next check; it is earlier if a request has waited unusually long.
 
-        What takes the request path's time is worth it only for a request that is held up already.
+        Checks take time from requests, so they are frequent only while a request is late anyway.
         """
         seldom_s = self._looked_at_s + LOOK_EVERY_S
         if waited_since_s is None:
@@ -456,7 +455,7 @@ class StoppedLooks:
         return min(seldom_s, max(self._looked_at_s, waited_since_s) + URGENT_LOOK_EVERY_S)
 
     def look(self, stopped: Iterable[int], now_s: float) -> list[int]:
-        """Return the pids that have been stopped for ``STOPPED_LOOKS`` looks, each once."""
+        """Return pids that ``STOPPED_LOOKS`` checks in a row found stopped; reset their counts."""
         self._looked_at_s = now_s
         counts = {pid: self._counts.get(pid, 0) + 1 for pid in stopped}
         given_up = [pid for pid, count in counts.items() if count >= STOPPED_LOOKS]
@@ -465,7 +464,7 @@ class StoppedLooks:
 
 
 def open_log(path: Path) -> IO[bytes]:
-    """Open the fork server's log; if the disk does not take it, its lines are lost."""
+    """Open the fork server's log; if the disk refuses, return ``/dev/null``."""
     try:
         return open(path, "ab")
     except OSError as error:
@@ -474,16 +473,16 @@ def open_log(path: Path) -> IO[bytes]:
 
 
 def rotate(path: Path, max_bytes: int) -> None:
-    """Start a log anew that is larger, with its newest bytes and the last older one beside it.
+    """Rotate a log that is larger than ``max_bytes``; keep its newest bytes, and one older file.
 
-    Other processes have it open: it is copied and emptied, and they go on at its new end. What is
-    written in between is lost. A hole would not do: a confined worker's limit is a position.
+    Other processes have the log open, so it is copied and truncated; lines written in between are
+    lost. A hole would not help: a confined worker may write only up to a fixed file position.
     """
     try:
         if path.stat().st_size <= max_bytes:
             return
         with open(path, "r+b") as file:
-            with contextlib.suppress(OSError):  # a full disk: what was said is lost
+            with contextlib.suppress(OSError):  # on a full disk the old lines are lost
                 last, older = (path.with_name(f"{path.name}.{n}") for n in (1, 2))
                 if last.exists():
                     os.replace(last, older)
@@ -491,7 +490,7 @@ def rotate(path: Path, max_bytes: int) -> None:
                 with open(last, "wb") as copy:
                     shutil.copyfileobj(file, copy, 1 << 20)
             file.truncate(0)
-    except OSError:  # it is not there, or cannot be written: ``open_log`` has said so
+    except OSError:  # it is missing or cannot be written; ``open_log`` has logged that
         return
 
 

@@ -1,4 +1,4 @@
-"""Restoration of models and jobs: those of the journal, and those of the configuration."""
+"""Restoration of the journal's models and jobs, and registration of the configured models."""
 
 from __future__ import annotations
 
@@ -29,18 +29,18 @@ log = logging.getLogger(__name__)
 
 
 def restore(server: Server, now_s: float) -> None:
-    """Restore models and jobs of the journal, then the models of the configuration.
+    """Restore models and jobs of the journal, then register the models of the configuration.
 
-    An unusable entry is skipped and named. ``now_s``: seconds since 1970.
+    Skip an unusable entry and report it. ``now_s``: seconds since 1970.
     """
     journal = server.journal
-    tokens = map(Token, itertools.count(-1, -1))  # negative: the server itself asks
+    tokens = map(Token, itertools.count(-1, -1))  # negative: the server's own requests
     known = [split_name(name) for name in journal.models]
     for name, entry in journal.serving.items():
         numbers = entry["version"], entry["last"], entry["spec_digest"]
         there = [version for base, version in known if base == name]
         server.scheduler.versions.restore(ModelName(name), *numbers, there, entry["shares"])
-    for alias, entry in journal.aliases.items():  # the server ended before its model was there
+    for alias, entry in journal.aliases.items():  # drop aliases whose model was never journaled
         if entry["model"] not in {name for name, _ in known}:
             journal.owe({"kind": "alias-gone", "name": alias})
     server.effects.sweep({*journal.jobs, *journal.ended}, now_s)
@@ -53,7 +53,7 @@ def restore(server: Server, now_s: float) -> None:
         for name, entry in entries.items():
             try:
                 bring_back(server, name, entry, next(tokens))
-            except Exception as error:  # one entry, whatever is wrong with it, stops no server
+            except Exception as error:  # one bad entry must not stop the server
                 log.exception("%s=%s of the journal left out", kind, name)
                 journal.losses.append(f"the entry of {kind} {name} is not usable: {error!r}")
                 journal.lost.append((kind, name))
@@ -71,7 +71,7 @@ def restore(server: Server, now_s: float) -> None:
 
 
 def _show_lost(server: Server, kind: str, name: str, now_s: float) -> None:
-    """List the models and jobs that cannot be restored, as failed."""
+    """Show a model or job that cannot be restored as failed."""
     reason = "its entry in the journal is damaged and has no copy"
     if kind == "model":
         server.scheduler.registry.names.mark_lost(ModelName(name), reason)
@@ -160,10 +160,10 @@ def _restore_ended(server: Server, name: str, entry: Entry, _: Token) -> None:
 
 
 def configured(token: Token, model: ModelConfig) -> Event:
-    """Return the registration of a ``[[model]]``: its own names and values, and parsed inputs.
+    """Return the registration of a ``[[model]]`` section, with parsed inputs.
 
     Raises:
-        PipeSwitchError: a registration of a client would be refused likewise.
+        PipeSwitchError: a client's registration with these values would be refused too.
     """
     fields = msgspec.structs.asdict(model)
     for key in ("inputs", "raw", "returns"):

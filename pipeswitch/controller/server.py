@@ -1,4 +1,4 @@
-"""The parts of a running server, put together from the ground up."""
+"""The parts of a running server, and their construction in order of dependence."""
 
 from __future__ import annotations
 
@@ -32,17 +32,18 @@ from .setup import make_scheduler, sizes_of
 log = logging.getLogger(__name__)
 
 LOG_NAME: Final = "server.log"
-SHIPPED_PROFILES: Final = Path(__file__).parents[2] / "profiles"  # in a checkout; else not there
+SHIPPED_PROFILES: Final = Path(__file__).parents[2] / "profiles"  # exists only in a checkout
 
 
 class Server:
-    """Parts of a server and their owners; ``main`` starts it, ``loop`` runs it."""
+    """Owner of a server's parts; ``main`` starts them, ``loop`` runs them."""
 
     def __init__(self, config: Config, devices: Sequence[ChosenDevice], places: StateDir) -> None:
-        """Take memory and files; no process is started.
+        """Allocate memory and open files; start no process.
 
         Raises:
-            ConfigError: the machine has no room, or a wish cannot be had on one of the devices.
+            ConfigError: the machine has too little memory, a device does not support a setting, or
+                the journal cannot be opened.
         """
         self.config, self.devices, self.places = config, devices, places
         self.selector = selectors.DefaultSelector()
@@ -110,7 +111,7 @@ class Server:
 
     @property
     def is_ready(self) -> bool:
-        """A device is ready, and each model of the configuration is served, or was refused."""
+        """True if a device is ready and each configured model is registered or was refused."""
         return self.scheduler.is_ready and not self.effects.first_attempts
 
     def _give_up(self, reason: str) -> None:
@@ -119,7 +120,7 @@ class Server:
         sys.stderr.write(f"Error: {reason}\n")
 
     def ready_line(self, addresses: Sequence[str]) -> str:
-        """Return the line that says what is served, where, and with which sizes."""
+        """Return the line that shows the addresses, the devices and the sizes of their memory."""
         standby, names = self.config.workers.standby, ",".join(one.name for one in self.devices)
         is_one = len(self.devices) == 1
         each = "" if is_one else " each"
@@ -140,12 +141,12 @@ class Server:
         )
 
     def tell_losses(self) -> None:
-        """Report on stderr what was damaged; the log has it already."""
+        """Print the journal's damage to stderr; the log has it already."""
         for text in self.journal.losses:
             sys.stderr.write(f"Warning: {text}\n")
 
     def close(self) -> None:
-        """Give back what was taken when this was made."""
+        """Release the memory and files that ``__init__`` took."""
         self.journal.close()
         self.memory.close()
         self.preprocessors.close()

@@ -1,4 +1,4 @@
-"""The server's shared memory: descriptors that outlive the processes which use them."""
+"""The server's shared memory; the controller keeps it open, so it survives other processes."""
 
 from __future__ import annotations
 
@@ -19,9 +19,8 @@ from ..sandbox.environment import environment_file
 
 @dataclass(frozen=True, kw_only=True)
 class ResourceLimits:
-    """Sizes taken of the machine, in bytes; ``threads`` compute on the cpu device.
-
-    One object for each device: ``arena_bytes`` and ``options`` are its own.
+    """Sizes and limits of one device's processes. Devices differ only in ``arena_bytes`` and
+    ``options``. ``threads``: the number of threads that compute on the cpu device.
     """
 
     arena_bytes: int
@@ -41,7 +40,7 @@ class ResourceLimits:
     packs_weights: bool
     link_bytes_per_s: float
     log_bytes: int
-    options: bytes = b""  # the device kind's own
+    options: bytes = b""  # encoded options of the device's kind
 
 
 class DeviceShare:
@@ -51,9 +50,9 @@ class DeviceShare:
         self.control_page_descriptor = sealed_memfd("pipeswitch-board", 4096)
         self.control_page = Board(self.control_page_descriptor)
         self.doorbells = [new_doorbell() for _ in range(sizes.doorbell_count)]
-        self.arena: list[int] = []  # of DaemonReady: the daemon's, anew after its death
+        self.arena: list[int] = []  # descriptors from DaemonReady; each new daemon sends its own
         self.arena_handle = b""
-        self._arenas: dict[str, tuple[int, int]] = {}  # where tenants are separate: write, read
+        self._arenas: dict[str, tuple[int, int]] = {}  # tenant -> (writable, read-only)
         self._arena_bytes = sizes.arena_bytes
 
     def take_arena(self, descriptors: list[int], handle: bytes) -> None:
@@ -61,7 +60,7 @@ class DeviceShare:
         self.arena_handle = handle
 
     def arena_of(self, tenant: str) -> tuple[int, int]:
-        """Return a tenant's file of the arena, for the daemon, and for workers, read-only.
+        """Return a tenant's arena file twice: writable for the daemon, read-only for workers.
 
         Raises:
             OSError: this process has no descriptor left.
@@ -76,7 +75,7 @@ class DeviceShare:
         return self._arenas[tenant]
 
     def drop_arenas(self) -> None:
-        """Drop the arenas: the daemon and the workers that used them are gone."""
+        """Close the arenas after the daemon and the workers that used them have exited."""
         close_soon([*self.arena, *itertools.chain(*self._arenas.values())])
         self.arena = []
         self._arenas.clear()
@@ -89,24 +88,24 @@ class DeviceShare:
 
 
 class ServerMemory:
-    """Memory that the whole server shares: a model's bytes lie once, whichever devices use them."""
+    """Memory that all devices share: a model's bytes are stored once for all devices."""
 
     def __init__(self, sizes: ResourceLimits, *, reserves_pool: bool = False) -> None:
-        """``reserves_pool``: take its pages now, once; each worker on cuda pins them all."""
+        """``reserves_pool``: allocate the pool's pages now, because each cuda worker pins them."""
         self.store = sealed_memfd("pipeswitch-store", sizes.store_bytes)
         reserved = sizes.pool_bytes if reserves_pool else 0
         self.pool = sealed_memfd("pipeswitch-pool", sizes.pool_bytes, reserve_bytes=reserved)
-        self._pools = {"": self.pool}  # by tenant, where they are separate
+        self._pools = {"": self.pool}  # by tenant; only "" unless tenants are separate
         self._pool_bytes = sizes.pool_bytes
         self.commits: dict[JobName, int] = {}
         self._input_bytes = sizes.input_bytes
-        self._rings: dict[str, int] = {}  # of batches, by the group that shares them
-        self._sharers: dict[str, int] = {}  # jobs of each group
-        self._readers: dict[Hashable, str] = {}  # processes, and the group whose ring they map
-        self.environment = -1  # the server's, for the owner's code; from ``keep_environment`` on
+        self._rings: dict[str, int] = {}  # rings of batches, by the group of jobs that shares them
+        self._sharers: dict[str, int] = {}  # number of jobs in each group
+        self._readers: dict[Hashable, str] = {}  # process -> the group whose ring it maps
+        self.environment = -1  # file with the server's environment, for the owner's code
 
     def keep_environment(self) -> None:
-        """Keep the environment as it is now."""
+        """Write the current environment variables to the file that the owner's code gets."""
         self.environment = environment_file()
 
     def pool_of(self, tenant: str) -> int:
@@ -120,7 +119,7 @@ class ServerMemory:
         return self._pools[tenant]
 
     def create_commits(self, job: JobName, slot_bytes: int) -> None:
-        """Create a commit area; keep the newest commit of a smaller one that it replaces."""
+        """Create a job's commit area; copy the newest commit of an area that it replaces."""
         descriptor = create_area(slot_bytes)
         old = self.commits.get(job)
         if old is not None:
@@ -129,7 +128,7 @@ class ServerMemory:
         self.commits[job] = descriptor
 
     def slot_bytes(self, job: JobName) -> int:
-        """Return the maximum size of the job's commits."""
+        """Return the maximum size of the job's commits in bytes; 0 without a commit area."""
         return slot_bytes_of(self.commits[job]) if job in self.commits else 0
 
     def drop_commits(self, job: JobName) -> None:
@@ -150,7 +149,7 @@ class ServerMemory:
         return self._rings[group]
 
     def count_sharers(self, group: str, jobs: int) -> None:
-        """Record how many jobs share a ring; 0 removes the group."""
+        """Set how many jobs share a ring; 0 removes the group."""
         self._sharers[group] = jobs
         if group in self._rings:
             self._write_sharers(group)
@@ -180,8 +179,8 @@ class ServerMemory:
 
 
 def close_soon(descriptors: list[int]) -> None:
-    """Close beside the loop, or here if no thread is left: the last one who closes a memfd, or a
-    file that was removed, gives its pages back, 150 ms a GiB."""
+    """Close descriptors on another thread, or on this one if no thread can be started. The last
+    close of a memfd or a removed file frees its pages, which takes 150 ms per GiB."""
     if descriptors:
         try:
             threading.Thread(target=lambda: [*map(os.close, descriptors)], name="close").start()

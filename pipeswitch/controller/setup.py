@@ -1,4 +1,4 @@
-"""Sizes that a server takes of its machine, and its scheduler's settings, by configuration."""
+"""Memory sizes and scheduler settings, computed from the configuration and the machine."""
 
 from __future__ import annotations
 
@@ -25,15 +25,15 @@ from .server_memory import ResourceLimits
 
 log = logging.getLogger(__name__)
 
-FENCE_COUNT: Final = 16384  # fences: 64 KiB of a 2 MiB region
-MAX_BUILDS: Final = 2  # of two clients: one that never ends leaves the other its turn
+FENCE_COUNT: Final = 16384  # the fences take 64 KiB of a 2 MiB region
+MAX_BUILDS: Final = 2  # concurrent builds: an endless build does not block other clients
 
 
 def sizes_of(config: Config, devices: Sequence[ChosenDevice]) -> list[ResourceLimits]:
-    """Turn ``auto`` and fractions into bytes: each device's, which differ by its arena alone.
+    """Turn ``auto`` and fractions into bytes; return the sizes of each device.
 
     Raises:
-        ConfigError: the machine has no room, or a wish cannot be had on one of them.
+        ConfigError: the machine has too little memory, or a device does not support a setting.
     """
     available = available_bytes()
     store = config.host.store.resolve(available, available // 4)
@@ -45,7 +45,7 @@ def sizes_of(config: Config, devices: Sequence[ChosenDevice]) -> list[ResourceLi
         pool_bytes=config.server.pool_bytes & -4096,
         input_bytes=config.jobs.shared_input_bytes & -4096,
         fence_count=FENCE_COUNT,
-        doorbell_count=max_workers(config.workers.standby) + 1,  # and the memory daemon's
+        doorbell_count=max_workers(config.workers.standby) + 1,  # workers and memory daemon
         threads=config.workers.threads or max(1, (cores - 1) // sharers),
         build_threads=config.workers.threads or max(1, cores - 1),
         build_timeout_s=config.workers.build_timeout_ms / 1000.0,
@@ -71,7 +71,7 @@ def sizes_of(config: Config, devices: Sequence[ChosenDevice]) -> list[ResourceLi
 def _check_room(
     sizes: Sequence[ResourceLimits], devices: Sequence[ChosenDevice], available_bytes: int
 ) -> None:
-    """Before a page is touched: the kernel would end processes, ours or other people's.
+    """Check that the sizes fit; otherwise the kernel would kill processes later.
 
     Raises:
         ConfigError: the machine, or this process's cgroup, has less than the server would take.
@@ -92,10 +92,10 @@ def _check_room(
 
 
 def _is_sandboxed(config: Config, devices: Sequence[ChosenDevice]) -> bool:
-    """Return True if clients' programs run in the sandbox on all devices; log what it lacks.
+    """Return True if clients' programs run in the sandbox on all devices; log missing parts.
 
     Raises:
-        ConfigError: it is required, and this machine does not have all of it.
+        ConfigError: the sandbox is required, and a part of it is missing on this machine.
     """
     mode = config.security.sandbox
     open_ones = [device.name for device in devices if not device.kind.can_confine]
@@ -117,15 +117,15 @@ def _is_sandboxed(config: Config, devices: Sequence[ChosenDevice]) -> bool:
 def _separates_tenants(
     config: Config, devices: Sequence[ChosenDevice], *, is_sandboxed: bool
 ) -> bool:
-    """Return True if a process serves one tenant alone.
+    """Return True if each process serves one tenant only.
 
     Raises:
-        ConfigError: it is required, and impossible on this device or machine.
+        ConfigError: separate tenants are required, but impossible on a device or this machine.
     """
     if config.security.tenants == "shared":
         return False
     lacks = ""
-    if not is_sandboxed or missing():  # a builder that Landlock does not stop reads all programs
+    if not is_sandboxed or missing():  # without Landlock a builder can read all programs
         lacks = "all of the sandbox: processes could open each other's memory and files"
     for device in devices:
         if not device.kind.can_confine:
@@ -139,7 +139,7 @@ def _separates_tenants(
 
 
 def identity_of(device: ChosenDevice, sizes: ResourceLimits) -> Identity:
-    """Return the facts for which profiles measured by this server hold."""
+    """Return the facts about the machine with which this server's profiles are valid."""
     return Identity(
         device=device.kind.opened,
         name=device.title or processor_name(),
@@ -147,7 +147,7 @@ def identity_of(device: ChosenDevice, sizes: ResourceLimits) -> Identity:
         threads=sizes.threads,
         link_bytes_per_s=sizes.link_bytes_per_s,
         pipeswitch=importlib.metadata.version("pipeswitch"),
-        torch=importlib.metadata.version("torch"),  # it is never imported here
+        torch=importlib.metadata.version("torch"),  # the controller never imports torch
     )
 
 

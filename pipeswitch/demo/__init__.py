@@ -1,1 +1,1 @@
-"""``make demo``: three models beside a training job, measured against two baselines."""
+"""``make demo``: three models are served while a job trains, and compared with two baselines."""

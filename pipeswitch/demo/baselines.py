@@ -32,7 +32,7 @@ def main(arguments: list[str]) -> None:
 
     plan: dict[str, Any] = json.loads(Path(arguments[1]).read_text())
     torch.set_num_threads(int(plan["threads"]))
-    warnings.simplefilter("ignore")  # the libraries' advice to the model's author
+    warnings.simplefilter("ignore")  # hide the libraries' advice to the model's author
     with torch.no_grad():
         if arguments[0] == "ready":
             _ready(plan)

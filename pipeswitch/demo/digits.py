@@ -17,7 +17,7 @@ from ..base.errors import PipeSwitchError
 
 SEED: Final = 0
 BATCH: Final = 64
-TEST_COUNT: Final = 360  # a fifth, chosen by the seed; never trained on
+TEST_COUNT: Final = 360  # a fifth of the digits, chosen by the seed and never trained on
 CHANNELS: Final = 48
 LEARNING_RATE: Final = 1e-3
 

@@ -31,7 +31,7 @@ def latency(values_ms: Sequence[float]) -> dict[str, Any]:
 
 
 def timing_summary(timings: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Return mean times of the replies, and how many answers needed no copy or a preemption."""
+    """Return mean times, and the counts of answers without a copy and with a preempted job."""
     return {
         **{name: round(mean(float(t[name]) for t in timings), 3) for name in BILL},
         "resident_count": sum(bool(t["resident"]) for t in timings),
@@ -42,7 +42,7 @@ def timing_summary(timings: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 def kept_speed(
     before: tuple[float, int], under: tuple[float, int], after: tuple[float, int], busy_ms: float
 ) -> dict[str, Any]:
-    """Return the share of its speed at which training continued while requests came.
+    """Return training's speeds, and the share of its speed that it kept while requests came.
 
     Args:
         before: (seconds, finished steps) of the window before the requests.

@@ -41,12 +41,12 @@ from .digits import check_digits
 JOB: Final = "digits"
 ENTRY: Final = "pipeswitch.demo.digits:main"
 START_WAIT_S: Final = 60.0  # limit for the job's first step
-END_WAIT_S: Final = 120.0  # limit for its last epoch, after it was told to end
+END_WAIT_S: Final = 120.0  # limit for the job's last epoch
 BASELINE_TIMEOUT_S: Final = 300.0
 INTERRUPTED: Final = 130  # exit status of a shell after SIGINT
 SHOW_PER_S: Final = 0.7  # rate of requests while the page is open: the job trains between them
 LOG_LINES: Final = 15  # number of the server's log lines shown after a failure
-TOLERANCE: Final = 1e-3  # between an answer in layer groups and the plain model's; normally equal
+TOLERANCE: Final = 1e-3  # largest difference of an answer from the plain model's; normally 0
 FAST_TOLERANCE: Final = 1e-3  # like TOLERANCE for precision fast, relative to the largest output
 FAST: Final = "-fast"  # suffix of a model's name in precision fast
 
@@ -85,7 +85,7 @@ class Plan:
     host_store: str = "2GiB"  # each model twice, exact and fast
     requests: int = 40
     load: float = 0.4  # share of time that requests should take; it sets their rate
-    alone_s: float = 4.0  # length of a measurement of training alone, before and after
+    alone_s: float = 4.0  # length of each measurement of training without requests
     start_rounds: int = 1  # stop-and-start trials per model
     seed: int = 0
 
@@ -126,7 +126,7 @@ def run(out: Path, *, as_json: bool = False, plan: Plan | None = None) -> int:
 
 
 def show(plan: Plan | None = None) -> int:
-    """Serve the demo's models beside its job, with a request now and then, and open the page.
+    """Serve the demo's models while its job trains, send a request now and then, open the page.
 
     Returns:
         130, after Ctrl-C ends it.
@@ -356,7 +356,7 @@ class Demo:
         return [(name, outcome) for name, outcome, _ in sent]
 
     def _change(self, name: str, outcome: RequestOutcome) -> float:
-        """Return how far an answer is from the one to the same input before the job."""
+        """Return the largest difference from the answer to the same input before the job."""
         if outcome.result is None:
             return 0.0  # reported as an error
         answer = next(iter(outcome.result.outputs.values()))
@@ -494,7 +494,7 @@ def _training(
     outcomes: list[tuple[str, RequestOutcome]],
 ) -> dict[str, Any]:
     timings = [o.result.timing for _, o in outcomes if o.result is not None]
-    busy_ms = sum(timing.compute_ms + timing.stall_ms for timing in timings)  # within their turns
+    busy_ms = sum(timing.compute_ms + timing.stall_ms for timing in timings)  # time with the turn
     return {
         **demo_report.kept_speed(before, under, after, busy_ms),
         "state": ended["state"],

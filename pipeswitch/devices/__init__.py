@@ -1,7 +1,6 @@
 """Device kinds: one folder for each, with three classes.
 
-``DeviceKind`` is the server's side, ``DeviceMemory`` the memory daemon's, ``WorkerDevice`` a
-worker's.
+The server uses ``DeviceKind``, the memory daemon ``DeviceMemory``, and a worker ``WorkerDevice``.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from .worker_device import WorkerDevice
 if TYPE_CHECKING:
     from ..base.config import DeviceConfig
 
-ASKED_FOR: Final = "asked for"  # why there is no more to say about a device
+ASKED_FOR: Final = "asked for"  # ``ChosenDevice.why`` of a device that the user named
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,12 +26,11 @@ class ChosenDevice:
     """One device of a running server."""
 
     kind: DeviceKind
-    name: str  # cpu, cpu:1 or cuda:0, as the user knows it
+    name: str  # name that the user sees: cpu, cpu:1 or cuda:0
     why: str = ASKED_FOR
     arena_bytes: int = 0
-    options: bytes = b""  # for its processes: the kind's own
-    # Empty where there is nothing to choose: the device's own name and id, which of the
-    # mechanisms serve, and why not others.
+    options: bytes = b""  # options of the kind, encoded for the device's processes
+    # GPUs only: product name, UUID, mechanisms in use, and why other mechanisms are not used.
     title: str = ""
     uuid: str = ""
     rungs: str = ""
@@ -40,48 +38,48 @@ class ChosenDevice:
 
 
 class DeviceKind(Protocol):
-    """Kind of devices, one for each folder (``kinds.py`` has them all).
+    """Kind of device, one for each folder (``registry.py`` lists all).
 
-    The controller and the CLI call it; the methods that open something run in its processes, after
-    the fork.
+    The controller and the CLI call ``choose`` and ``reserve``. The device's processes call the
+    ``open_*`` methods after the fork.
     """
 
-    opened: str  # what its processes open, and what a profile is of: ``cpu``, ``cuda:0``
+    opened: str  # the name that processes open and profiles contain: ``cpu`` or ``cuda:0``
     is_host: bool  # it computes on the machine's cores, in the machine's memory
-    can_confine: bool  # programs can run in the sandbox, and tenants apart
+    can_confine: bool  # the sandbox works, and tenants can be separate
 
     def choose(
         self, config: DeviceConfig, name: str, *, workers: int, available_bytes: int
     ) -> ChosenDevice:
-        """Find out what works there, and how large its arena is.
+        """Examine a device; return it with its mechanisms and the size of its arena.
 
         Args:
-            workers: processes beside the daemon.
-            available_bytes: of the machine's memory.
+            workers: number of processes that use the device, without the daemon.
+            available_bytes: available memory of the machine.
 
         Raises:
-            ConfigError: it cannot be had: says why and what to do.
+            ConfigError: the device cannot be used; the error says why and what to do.
         """
         ...
 
     def reserve(self, device: ChosenDevice) -> AbstractContextManager[None]:
-        """Hold the device for this server while the context is open.
+        """Reserve the device for this server while the context is open.
 
         Raises:
-            PipeSwitchError: another server holds it.
+            PipeSwitchError: another server has reserved it.
         """
         ...
 
     def open_memory(
         self, settings: DaemonSettings, store: int, control_page: int, doorbells: Sequence[int]
     ) -> DeviceMemory:
-        """Take the device's memory; the descriptors stay the caller's.
+        """Allocate the device's memory in the daemon. The caller keeps the descriptors.
 
         Args:
-            doorbells: of the workers, by slot, and behind them the memory daemon's own.
+            doorbells: the workers' doorbells by slot, then the memory daemon's.
 
         Raises:
-            CudaError, OSError: the memory cannot be had.
+            CudaError, OSError: the memory cannot be allocated.
         """
         ...
 
@@ -96,10 +94,10 @@ class DeviceKind(Protocol):
         """Map the device's memory in a worker.
 
         Args:
-            arena: the descriptors of the daemon's ``DaemonReady``; where tenants are separate one
-                tenant's models to read, and *work* for a worker that runs code.
+            arena: the descriptors of the daemon's ``DaemonReady``. With separate tenants: one
+                tenant's models (read-only), and the training slices if the worker runs code.
 
         Raises:
-            CudaError, OSError: it cannot be mapped here.
+            CudaError, OSError: this process cannot map the memory.
         """
         ...

@@ -18,7 +18,7 @@ OnEnd = Callable[[TransmitEnded], None]
 
 
 class Transmission:
-    """One order under way."""
+    """One order to copy a model, from ``transmit`` until its end is reported."""
 
     __slots__ = ("cancelled", "on_end", "order")
 
@@ -30,7 +30,7 @@ class Transmission:
     def ended(
         self, started_at_ms: float, group_ends_at_ms: Sequence[float], copied_bytes: int
     ) -> TransmitEnded:
-        """Return the report of this transmission; it is complete when every group has an end."""
+        """Return the report of this transmission; it is complete if every group has an end time."""
         order = self.order
         return TransmitEnded(
             model=order.model,
@@ -45,10 +45,10 @@ class Transmission:
 
 
 class DeviceMemory:
-    """The arena the memory daemon owns on one device. Sizes and offsets are bytes.
+    """The memory daemon's arena on one device. Sizes and offsets are bytes.
 
-    Orders are the daemon's, which has checked them (``order_checks.py``). Transmissions run one
-    after the other, on the copy thread; ``close`` ends it.
+    The daemon checks orders before it passes them (``order_checks.py``). Transmissions run one
+    after the other on the copy thread, which ``close`` ends.
     """
 
     def __init__(
@@ -60,15 +60,15 @@ class DeviceMemory:
         control_page: int = -1,
         doorbell: int = -1,
     ) -> None:
-        """Set up; the descriptors stay the caller's and must outlive this object.
+        """Set up. The caller keeps the descriptors, which must outlive this object.
 
         Args:
-            doorbells: of the workers.
-            board, doorbell: what a model that streams has computed, and what wakes the copy thread
-                then; without them none can.
+            doorbells: the workers' doorbells.
+            control_page, doorbell: the page where workers write how far a streamed model has
+                computed, and the doorbell that then wakes the copy thread; -1: no model can stream.
 
         Raises:
-            RemoteProtocolError: sizes that contradict each other.
+            RemoteProtocolError: the sizes contradict each other.
         """
         self.arena_bytes, self.store_bytes = settings.arena_bytes, settings.store_bytes
         if settings.fence_count * FENCE_BYTES > self.arena_bytes:
@@ -87,15 +87,15 @@ class DeviceMemory:
     # -- what workers map ----------------------------------------------------------------------
 
     def export_descriptors(self) -> list[int]:
-        """Return the descriptors that a worker maps, in its view's order; this object owns them."""
+        """Return the descriptors for ``DeviceKind.open_view`` in order; this object owns them."""
         raise NotImplementedError
 
     def export_handle(self) -> bytes:
-        """Return the IPC handle that a worker needs beside descriptors, or nothing."""
+        """Return the IPC handle that workers need besides the descriptors; empty if none."""
         return b""
 
     def open_tenant(self, tenant: str, descriptor: int) -> None:
-        """Take the file for a tenant's models; it stays the caller's.
+        """Use a file for a tenant's models; the caller keeps the descriptor.
 
         Raises:
             RemoteProtocolError: tenants share the arena, or the file has another size.
@@ -105,17 +105,16 @@ class DeviceMemory:
     # -- host store and slices -----------------------------------------------------------------
 
     def store_view(self, offset_bytes: int, size_bytes: int) -> memoryview:
-        """Return a writable view of the host store, its pages taken, to load a model into
-        (blocks).
+        """Allocate pages of the host store and return a writable view, to load a model (blocks).
 
         Raises:
-            RemoteProtocolError: outside of the store.
+            RemoteProtocolError: the range is outside of the store.
             OSError: the machine has no memory for these pages.
         """
         raise NotImplementedError
 
     def read_slice(self, offset_bytes: int, ranges: Sequence[ByteRange], into: memoryview) -> None:
-        """Device to host: concatenate pieces of a training slice into ``into`` (blocks)."""
+        """Copy ranges of a training slice to the host, concatenated into ``into`` (blocks)."""
         raise NotImplementedError
 
     def scrub(self, offset_bytes: int, size_bytes: int) -> None:
@@ -125,16 +124,15 @@ class DeviceMemory:
     # -- host to device ------------------------------------------------------------------------
 
     def transmit(self, order: TransmitModel, on_end: OnEnd) -> None:
-        """Copy groups in order; after each, its fence becomes the operation id, then
-        doorbells ring.
+        """Copy groups in order; after each, set its fence to the operation id and ring doorbells.
 
-        Returns at once; ``on_end`` comes exactly once, on the copy thread.
+        Returns at once; ``on_end`` is called exactly once, on the copy thread.
         """
         self._live[order.op_id] = job = Transmission(order, on_end)
         self._orders.put(job)
 
     def cancel(self, op_id: OpId) -> None:
-        """Stop it within a chunk; its end still comes. Unknown: it has just ended, and is fine."""
+        """Stop a transmission within a chunk; ``on_end`` is still called. Ignore unknown ids."""
         job = self._live.get(op_id)
         if job is not None:
             job.cancelled.set()
@@ -142,7 +140,7 @@ class DeviceMemory:
                 ring(self._doorbell)
 
     def _must_wait(self, job: Transmission, index: int) -> bool:
-        """Return True if the group's landing still holds one that has not computed."""
+        """Return True if an earlier group, which has not computed yet, occupies the place."""
         order, control_page = job.order, self._control_page
         if not order.waits or job.cancelled.is_set():
             return False
@@ -151,22 +149,22 @@ class DeviceMemory:
         return not control_page.has_computed(order.op_id, order.waits[index])
 
     def _wait_computed(self, job: Transmission, index: int) -> None:
-        """Wait on the copy thread until the group has computed, or the job is cancelled.
+        """Block the copy thread until the group's place is free, or the job is cancelled.
 
-        No wake-up is lost: the word is written before the doorbell, and read after it.
+        No wake-up is lost: the control page is written before the doorbell, and read after it.
         """
         while self._must_wait(job, index):
             os.eventfd_read(self._doorbell)
 
     def _perform(self, job: Transmission) -> TransmitEnded:
-        """Copy the groups; an error in between ends it incomplete, like a cancel."""
+        """Copy the groups; return an incomplete report after an error or a cancel."""
         raise NotImplementedError
 
     def _prepare(self) -> None:
-        """First on the copy thread."""
+        """Prepare the copy thread; called on it before the first order."""
 
     def _tidy(self) -> None:
-        """Clean up on the copy thread, when a transmission's end is reported."""
+        """Clean up after a transmission's report; called on the copy thread."""
 
     def _copy_all(self) -> None:
         self._prepare()
@@ -181,7 +179,7 @@ class DeviceMemory:
             ring(doorbell)
 
     def close(self) -> None:
-        """Cancel what is under way and what waits, end the thread, let the memory go."""
+        """Cancel all transmissions, end the copy thread, and free the memory (blocks)."""
         for job in list(self._live.values()):
             self.cancel(job.order.op_id)
         self._orders.put(None)

@@ -8,18 +8,18 @@ from ..ipc.messages.daemon import TransmitModel
 
 FENCE_BYTES = 4
 FENCE_MASK = 0xFFFF_FFFF
-"""Arrival words are uint32 and carry the low 32 bits of the operation id."""
+"""Fences are uint32 and contain the low 32 bits of the operation id."""
 
 
 def check_order(
     order: TransmitModel, *, arena_bytes: int, store_bytes: int, fence_count: int
 ) -> None:
-    """Refuse a transmission that would read or write outside of what it may.
+    """Check that a transmission stays within its region, the store and the fences.
 
-    A copy of 0 bytes is fine: it only raises its word (a prefix that is still resident).
+    A copy of 0 bytes is valid: it only sets the fence of a group that is still resident.
 
     Raises:
-        RemoteProtocolError: says which number is wrong.
+        RemoteProtocolError: a number is wrong; the text says which.
     """
     start, end = order.arena_offset_bytes, order.arena_offset_bytes + order.region_bytes
     if order.op_id < 1:
@@ -47,10 +47,10 @@ def check_order(
 
 
 def check_range(what: str, offset_bytes: int, size_bytes: int, limit_bytes: int) -> None:
-    """Refuse a range that is not within 0…limit.
+    """Check that a range is within 0…limit.
 
     Raises:
-        RemoteProtocolError: names ``what`` and the numbers.
+        RemoteProtocolError: the range is outside; the text has ``what`` and the numbers.
     """
     if offset_bytes < 0 or size_bytes < 0 or offset_bytes + size_bytes > limit_bytes:
         raise RemoteProtocolError(
@@ -59,10 +59,10 @@ def check_range(what: str, offset_bytes: int, size_bytes: int, limit_bytes: int)
 
 
 def check_pieces(size_bytes: int, ranges: tuple[ByteRange, ...]) -> int:
-    """Return the bytes of all pieces of a slice of that size; each must lie within it.
+    """Return the total size of pieces of a slice that has ``size_bytes``.
 
     Raises:
-        RemoteProtocolError: a piece sticks out.
+        RemoteProtocolError: a piece is not within the slice.
     """
     for piece in ranges:
         check_range("slice piece", piece.offset_bytes, piece.size_bytes, size_bytes)

@@ -1,4 +1,4 @@
-"""The kinds of device by name: the one place where a name decides which code runs."""
+"""The kinds of device by name; the only module where a device's name selects the code."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from .cpu.kind import CpuKind
 from .cuda.kind import CudaKind
 
 KINDS: Final[Mapping[str, DeviceKind]] = {"cuda": CudaKind(), "cpu": CpuKind()}
-FALLBACK: Final = "cpu"  # of "auto"; there is one on every machine
+FALLBACK: Final = "cpu"  # used for "auto" if cuda is not available; every machine has a cpu
 
 
 def kind_of(name: str) -> DeviceKind:
-    """Return the kind of a device; ``name``: as configured, or as its processes open it."""
+    """Return the kind of a device. ``name``: a configured name, or ``DeviceKind.opened``."""
     return KINDS[name.partition(":")[0]]
 
 
@@ -27,7 +27,7 @@ def choose_devices(
     """Examine and return the requested devices in order; for "auto" the first available kind.
 
     Raises:
-        ConfigError: as ``DeviceKind.choose``.
+        ConfigError: a requested device cannot be used (see ``DeviceKind.choose``).
     """
     names = ["cuda"] if config.name == "auto" else config.names
     try:
@@ -45,7 +45,7 @@ def choose_devices(
 
 
 def facts_of(devices: Sequence[ChosenDevice]) -> Mapping[str, Any]:
-    """Return the devices' facts for ``stats`` and the ready line; differing ones are in order."""
+    """Return facts about the devices for ``stats``; equal values are shown once."""
     facts = {
         "device": ",".join(device.name for device in devices),
         "device_reason": "; ".join(dict.fromkeys(device.why for device in devices)),

@@ -1,4 +1,4 @@
-"""A worker's side of a device: the daemon's memory mapped, and how its thread waits."""
+"""A worker's side of a device: mappings of the daemon's memory, and waits for fences and turns."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 def now_ms() -> float:
-    """Milliseconds of the system-wide monotonic clock."""
+    """Return the system-wide monotonic clock in milliseconds."""
     return time.monotonic() * 1000.0
 
 
@@ -47,7 +47,7 @@ class HostCopies(Protocol):
 
 
 class Signals:
-    """A worker's words and doorbells: how its main thread waits, and wakes others."""
+    """A worker's fences, control page and doorbells, by which its main thread waits and wakes."""
 
     def __init__(
         self,
@@ -58,12 +58,12 @@ class Signals:
         doorbell: int,
         doorbells: Sequence[int],
     ) -> None:
-        """Set up; the descriptors stay the caller's; doorbells must outlive this object.
+        """Map fences and control page. The caller keeps all descriptors.
 
         Args:
-            fences_descriptor: the fences lie at its start.
-            doorbell: this worker's own eventfd; ``doorbells`` are all of them, by slot, and the
-                memory daemon's.
+            fences_descriptor: a file that begins with the fences.
+            doorbell: this worker's own eventfd; must outlive this object.
+            doorbells: all workers' doorbells by slot, then the daemon's; must outlive this object.
         """
         self.control_page = Board(control_page)
         self._doorbell, self._bells = doorbell, tuple(doorbells)
@@ -72,21 +72,22 @@ class Signals:
         self._fences = memoryview(self._fences_map).cast("I")
 
     def wait_group(self, fence: int, op_id: OpId) -> float:
-        """Return when the word carries ``op_id``, or the device waits for it by itself.
+        """Block until the fence has ``op_id``, unless the device itself can wait for that.
 
-        Milliseconds this thread was blocked.
+        Return the milliseconds for which this thread was blocked.
         """
         fences, value = self._fences, op_id & FENCE_MASK
         return self._wait(lambda: fences[fence] == value)
 
     def wait_turn(self, turn: int) -> float:
-        """Return when the control page's turn word is exactly ``turn``; milliseconds blocked."""
+        """Block until the control page's turn word is ``turn``; return the milliseconds blocked."""
         control_page = self.control_page
         return self._wait(lambda: control_page.turn == turn)
 
     def _wait(self, is_true: Callable[[], bool]) -> float:
-        """Milliseconds blocked. No wake-up is lost: the word is written before the doorbell, and
-        read after it. Who waits for what will not come is killed by the controller."""
+        """Block until the condition is true; return the milliseconds blocked. No wake-up is lost:
+        the word is written before the doorbell, and read after it. A worker whose word is never
+        written is killed by the controller."""
         if is_true():
             return 0.0
         began_at_ms = now_ms()
@@ -95,62 +96,62 @@ class Signals:
         return now_ms() - began_at_ms
 
     def report_computed(self, op_id: OpId, count: int) -> None:
-        """Report that ``count`` groups of a copy have computed: others may land in their places."""
+        """Report that ``count`` groups have computed, so later groups may overwrite them."""
         self.quiesce()
         self.control_page.write_computed(op_id, count)
         ring(self._bells[-1])
 
     def raise_turn(self, turn: int, slot: int) -> None:
-        """Hand the device to the worker in ``slot`` (called by the one who parks)."""
+        """Give the device to the worker in ``slot``; called by the worker that parks."""
         self.control_page.write_turn(turn)
         ring(self._bells[slot])
 
     def quiesce(self) -> None:
-        """Return when everything this worker's main thread enqueued has run."""
+        """Block until all work that this worker's main thread enqueued has run."""
 
 
 class WorkerDevice(Signals):
-    """The device's memory, mapped by one worker. Used by its main thread, but for ``synchronize``.
+    """One worker's mapping of a device. Only its main thread uses it, except ``synchronize``.
 
-    A device overrides what it has need of: the rest does nothing, as on a device that computes in
-    this very thread.
+    The default methods do nothing, which is right for a device that computes in this thread.
+    Devices override the methods that they need.
     """
 
-    can_yield = True  # between two groups: what it has computed is its own
-    device: str  # where tensors live, in torch's words: ``cpu`` or ``cuda:0``
+    can_yield = True  # a task may pause between groups; other tasks do not touch its activations
+    device: str  # torch's name of the tensors' device: ``cpu`` or ``cuda:0``
 
-    # -- reach: on cpu a kernel can touch what its task was shown, and nothing else (ADR 19) -----
+    # -- open memory: on cpu a kernel can access only memory that is open to its task (ADR 19) ---
 
     def prefault(self, offset_bytes: int, size_bytes: int) -> None:
-        """Take a region's page faults now (standby), not in its first inference."""
+        """Take a region's page faults now, in a standby worker, not in its first inference."""
 
     def enter(self, offset_bytes: int, size_bytes: int, last_fence: int, op_id: OpId) -> None:
-        """Open this region for a task: no kernel can reach another region any more.
+        """Select a region for a task, and close all other regions to its kernels.
 
-        Of the region itself it can reach what ``show`` says, all when ``last_fence`` has risen. A
-        task for the same region and operation id finds it as the last one left it.
+        ``show`` then opens parts of the region, or all of it if ``last_fence`` is set. If region
+        and operation id are the previous task's, the open parts stay open.
         """
 
     def show(self, arrived_bytes: int) -> None:
-        """Show the region's first bytes, which have arrived: kernels may read them."""
+        """Open the region's first ``arrived_bytes``, so that kernels may read them."""
 
     def show_landing(self, offset_bytes: int, size_bytes: int) -> None:
-        """Show a part of a landing region that has arrived, like ``show``.
+        """Open a group of a streamed model, wherever it is in the region.
 
-        It begins a unit, and its last unit is filled.
+        The group begins at a unit of 2 MiB, and the daemon has zeroed the rest of its last unit.
         """
 
     def leave(self) -> None:
-        """Close the regions: no kernel can reach one until the next ``enter``."""
+        """Close the region: no kernel can access it until the next ``enter``."""
 
     def pin(self, pointer: int, size_bytes: int) -> None:
-        """Prepare the request pool: asynchronous copies on cuda, protected pages on cpu."""
+        """Prepare the request pool: pin it on cuda, close it to kernels on cpu."""
 
     def map_inputs(self, slabs: tuple[tuple[int, int], ...], *, writable: bool) -> None:
-        """Let kernels reach these ranges of the pool, begin and end in bytes, and no others."""
+        """Open only these ranges of the pool to kernels; each is (start, end) in bytes."""
 
     def unmap_inputs(self) -> None:
-        """Close the slabs: no kernel can reach one."""
+        """Close all slabs to kernels."""
 
     # -- tensors -------------------------------------------------------------------------------
 
@@ -158,8 +159,8 @@ class WorkerDevice(Signals):
         """Return a read-only tensor over a model's region.
 
         Raises:
-            RemoteProtocolError, LocalProtocolError: out of bounds, over the fences, or a
-                wrong size.
+            RemoteProtocolError, LocalProtocolError: the tensor is out of bounds, overlaps the
+                fences, or has a wrong size.
         """
         if region_offset_bytes < self._fences_bytes:
             raise RemoteProtocolError(f"a region at {region_offset_bytes} overlaps the fences")
@@ -172,7 +173,7 @@ class WorkerDevice(Signals):
         """Return a writable uint8 tensor over a training slice.
 
         Raises:
-            RemoteProtocolError, LocalProtocolError: out of bounds.
+            RemoteProtocolError, LocalProtocolError: the range is out of bounds.
         """
         spec = TensorSpec(
             name="slice",
@@ -188,13 +189,13 @@ class WorkerDevice(Signals):
         raise NotImplementedError
 
     def host_copies(self) -> HostCopies:
-        """Return the copier that moves a script's own tensors between this device and the host."""
+        """Return the copier for a script's own tensors, between this device and the host."""
         raise NotImplementedError
 
     # -- programs ------------------------------------------------------------------------------
 
     def program(self, bound: BoundProgram) -> BoundProgram:
-        """Return the program as this device runs it; it takes inputs in host memory."""
+        """Return a program that runs ``bound`` on this device, with inputs in host memory."""
         return bound
 
     def kernels(self) -> PackedKernels | None:
@@ -206,26 +207,26 @@ class WorkerDevice(Signals):
         return False
 
     def improve(self, program: BoundProgram) -> None:
-        """Make the next run of the last program faster, in an idle moment."""
+        """Make the program's next runs faster. May block, so call it when idle."""
 
     def drop(self, program: BoundProgram) -> None:
         """Drop a program that will not run again."""
 
     def computing(self, program: BoundProgram | None) -> AbstractContextManager[None]:
-        """Around everything that a task enqueues, its copies in and out included."""
+        """Return a context for all work that a task enqueues, its copies in and out included."""
         return _NOTHING
 
     def leave_slice(self, program: BoundProgram) -> bool:
-        """Return True if a program that ran out of torch memory can run in other memory."""
+        """Move a program out of the activation slice, which was too small; False if impossible."""
         return False
 
     # -- the whole process ---------------------------------------------------------------------
 
     def synchronize(self) -> None:
-        """Return when nothing that this process enqueued anywhere runs any more. Any thread."""
+        """Block until all work of this process has run, on any stream. Any thread may call this."""
 
     def pacer(self) -> Callable[[], None] | None:
-        """Return a function for a training script's gate points, if it could outrun the device."""
+        """Return a function that a script calls at gate points to limit its queue, or None."""
         return None
 
     def is_lost(self, error: BaseException) -> bool:
@@ -233,9 +234,9 @@ class WorkerDevice(Signals):
         return False
 
     def fault(self) -> PipeSwitchError | None:
-        """Return, after a loss, the task's own fault, if the next worker would suffer it too."""
+        """Return the error of a task that broke the device if a retry would fail too, else None."""
         return None
 
     def close(self) -> None:
-        """Unmap."""
+        """Unmap the memory."""
         raise NotImplementedError

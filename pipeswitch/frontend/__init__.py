@@ -1,1 +1,1 @@
-"""Clients' side of the server: converts bytes to events, and answers to bytes."""
+"""Part of the server that talks to clients: converts bytes to events, and answers to bytes."""

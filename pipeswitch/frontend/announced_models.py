@@ -11,11 +11,11 @@ from ..wire.frames import RequestHeader
 from . import validation
 from .validation import ValidatedRequest
 
-MAX_FITTING: Final = 256  # cached checks of all models together
+MAX_FITTING: Final = 256  # maximum number of cached checks, for all models together
 
 
 class AnnouncedModels:
-    """All versions of all models. Used by the loop's thread."""
+    """All announced versions of all models. Only the loop's thread uses them."""
 
     def __init__(self, max_bytes: int) -> None:
         """Start without models; ``max_bytes`` limits all inputs of a request together."""
@@ -23,10 +23,10 @@ class AnnouncedModels:
         self.current: dict[str, ModelAvailable] = {}
         self.aliases: dict[str, str] = {}  # alias -> model name
         self.versions: dict[tuple[str, int], ModelAvailable] = {}
-        self._fitting: dict[Hashable, ValidatedRequest] = {}  # by model, inputs and sizes
+        self._fitting: dict[Hashable, ValidatedRequest] = {}  # cached results of checks
 
     def announce(self, announced: ModelAvailable) -> None:
-        """Add a version of a model, or make another one current."""
+        """Add or update a version of a model, which may become the current one."""
         self._fitting.clear()
         base = announced.base or announced.model
         self.versions[base, announced.version] = announced
@@ -36,7 +36,7 @@ class AnnouncedModels:
             self.aliases = others | dict.fromkeys(announced.aliases, base)
 
     def retract(self, model: ModelName) -> None:
-        """Remove a version that is gone."""
+        """Remove a version that is no longer registered."""
         self.versions = {k: one for k, one in self.versions.items() if one.model != model}
         self.current = {k: one for k, one in self.current.items() if one.model != model}
         self.aliases = {k: name for k, name in self.aliases.items() if name in self.current}
@@ -57,7 +57,7 @@ class AnnouncedModels:
         """Return one version of a model.
 
         Raises:
-            ModelNotFound: it was removed; the text names the other versions.
+            ModelNotFound: the version does not exist; the text names those that do.
         """
         return validation.find_version(name, version, self.versions)
 

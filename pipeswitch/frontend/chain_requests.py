@@ -1,7 +1,7 @@
-"""Requests of chains: one request to a model for each step, and one answer. Pure.
+"""Requests to chains: each step is a request to one model; the client gets one answer. Pure.
 
-The scheduler sees an ordinary request for each step's model, with the token of the whole request
-(sent by ``Inference``). ``programs/interface/chains.py`` declares chains.
+For each step, ``Inference`` sends the scheduler an ordinary request to the step's model, with the
+token of the whole request. ``programs/interface/chains.py`` declares chains.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from .requests import ChainRun, Pending
 
 
 def begins(announced: ModelAvailable, models: Mapping[str, ModelAvailable]) -> ModelAvailable:
-    """Return a chain's announcement with its models' tenant, whose pool file its values use."""
+    """Return a chain's announcement with its models' tenant, in whose pool file its values lie."""
     first = models.get(announced.chain.steps[0].model) if announced.chain is not None else None
     return announced if first is None else msgspec.structs.replace(announced, tenant=first.tenant)
 
 
 def run_of(chain: Chain, event: InferArrived, priority: int | None, pending: Pending) -> ChainRun:
-    """Move a request's allocation to a new run, and return the run. Inputs may still be copied."""
+    """Return a run that takes over the request's allocation. Its inputs may not be copied yet."""
     values = {one.name: one for one in event.inputs}
     allocations = [(pending.allocation, values.keys())] if pending.allocation is not None else []
     pending.allocation = None
@@ -39,8 +39,8 @@ def model_of(step: ChainStep, models: Mapping[str, ModelAvailable], tenant: str)
     """Return the model of a step.
 
     Raises:
-        ModelNotFound: it was unregistered in the meantime.
-        InvalidInput: it now belongs to another client, where clients are separate.
+        ModelNotFound: the model was unregistered in the meantime.
+        InvalidInput: clients are separate, and the model now belongs to another client.
     """
     model = models.get(step.model)
     if model is None or model.chain is not None:
@@ -62,7 +62,7 @@ def as_request(step: ChainStep, values: Sequence[SlabTensor]) -> RequestHeader:
 
 
 def of_step(error: PipeSwitchError, pending: Pending, step: ChainStep) -> PipeSwitchError:
-    """Return the error with the step of the chain that caused it."""
+    """Return a step's error with the names of the chain, the step and its model."""
     wire = to_wire(error)
     where = f'chain "{pending.model}", step "{step.name}" (model "{step.model}")'
     data = {**wire["data"], "step": step.name, "model": step.model}

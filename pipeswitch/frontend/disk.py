@@ -1,8 +1,8 @@
 """Disk use of the state directory, in total and by tenant, and its limits.
 
-Programs, uploads and commits count, in total and by tenant (docs/adr/0021-roles.md); a job has
-no tenant. Sizes are not recorded but read before each new file, so a removed file no longer counts,
-whoever removed it. An unfinished upload's file has its whole size from the start.
+Programs, uploads and commits count (docs/adr/0021-roles.md). A job has no tenant, so its files
+count only in total. Sizes are not recorded but read before each new file, so a removed file no
+longer counts, whoever removed it. An unfinished upload's file has its whole size from the start.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ AUTO_TENANT_SHARE: Final = 0.5  # part of AUTO_SHARE for one client
 
 
 class Disk:
-    """Budgets of the disk. Called by the loop and by the upload writer; never blocks for long."""
+    """Budgets of the disk. The loop and the upload writer call it; it never blocks for long."""
 
     def __init__(self, root: Path, all_of_it: SizeSpec, of_a_tenant: SizeSpec) -> None:
         self._root = root
@@ -62,9 +62,9 @@ class Disk:
     # ---- budgets -----------------------------------------------------------------------------
 
     def left_bytes(self, tenant: str, program: str = "") -> int:
-        """Return the bytes that this tenant may write; the owner has only the total limit.
+        """Return the bytes that this tenant may write, below 0 if it is over its limit.
 
-        A program with the digest ``program`` counts as this tenant's. Below 0: over the limit.
+        The owner has only the total limit. Also count the program with the digest ``program``.
         """
         return min(limit - used for _, used, limit in self._budgets(tenant, program))
 

@@ -1,10 +1,10 @@
-"""Clients' side of the controller: converts their bytes to typed events, and answers to bytes.
+"""Frontend of the controller: converts clients' bytes to typed events, and answers to bytes.
 
 It owns the sockets and runs in the controller's one loop (docs/adr/0009). It decides nothing about
-models or devices: a message that is well formed and allowed becomes an event for the scheduler, an
-answer becomes a message. Its parts: ``Sessions`` (clients, their connections and messages),
+models or devices. An allowed, well-formed message becomes an event for the scheduler, and an answer
+becomes a message. Its parts: ``Sessions`` (clients, their connections and messages),
 ``Inference`` with the ``RequestPool`` (inputs and replies), ``Requests`` (pending answers),
-``OwnVerbs`` (verbs handled here), ``VERBS`` (table of all verbs). The protocol: docs/protocol.md.
+``OwnVerbs`` (verbs handled here), ``VERBS`` (table of all verbs). See docs/protocol.md.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ _logger = logging.getLogger(__name__)
 MAX_CLIENT_REQUESTS: Final = 4096  # unanswered requests of one client
 BACKLOG_LOOK_S: Final = 0.1  # interval between checks of clients that do not read replies
 STOP_FLUSH_MS: Final = 1000
-OF_NAMES: Final = ("register", "unregister", "chain")  # verbs that do not resolve an alias
+OF_NAMES: Final = ("register", "unregister", "chain")  # verbs that do not look up an alias
 
 Posted = ev.Reply | ev.RunEnded | ev.Publish | ev.ModelAvailable | ev.ModelRemoved | ev.LoadCommits
 """Commands of the scheduler that the frontend performs."""
@@ -133,7 +133,7 @@ class Frontend:
             max_bytes=config.server.max_message_bytes,
             deadline_ms=config.scheduler.default_deadline_ms or None,
         )
-        self._calls: deque[Callable[[], None]] = deque()  # from the copier and upload writer
+        self._calls: deque[Callable[[], None]] = deque()  # queued by the copier and upload writer
         self._generations = Generations(self.inference, self._outbox.send)
         self._own = OwnVerbs(config, self.sessions, self.inference, self.uploads, self._generations)
 
@@ -152,7 +152,7 @@ class Frontend:
         return self._listeners
 
     def watch(self, selector: selectors.BaseSelector) -> None:
-        """Register the descriptors that end a wait; each key's data is a callable for the loop."""
+        """Register the descriptors to wait for. Each key's data is a callable for the loop."""
         self.sessions.peers.watch(selector, self._listeners.ours)
         wake = self._wake
         selector.register(wake, selectors.EVENT_READ, lambda: os.eventfd_read(wake))
@@ -405,7 +405,7 @@ class Frontend:
             answer = self._generations.ended(pending, answer)
         client, verb = pending.client, VERBS[pending.op]
         if pending.op == "ps":
-            known = self.sequences.by_model()  # added once, though a model has a row per device
+            known = self.sequences.by_model()  # for the first of a model's rows (one per device)
             for row in answer.body.get("rows", ()):
                 row |= known.pop(row["name"], {}) if row["kind"] == "model" else {}
         if pending.op in ("register", "models", "show"):
@@ -434,7 +434,7 @@ class Frontend:
             self._outbox.send(client, outgoing)
 
     def _note_lengths(self, body: dict[str, Any]) -> None:
-        """Add a note to language models whose answers the pool limits."""
+        """Add a note to each language model's row if the pool limits the length of answers."""
         manifests = {
             one.manifest.digest: one.manifest for one in self.inference.models.current.values()
         }

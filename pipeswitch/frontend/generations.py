@@ -1,9 +1,9 @@
-"""Generations: requests that take as many runs as they need (docs/adr/0062).
+"""Generations: requests for text, each computed in one or more runs (docs/adr/0062).
 
-When a run ends, the scheduler puts its generations back in the queue and requests their next runs
-here. The frontend has the ids, and the caches (in blocks of the request pool, which workers write
-to), so it writes the inputs of the next run. It sends the new tokens to the client only after that,
-so that the device does not wait.
+When a run ends, the scheduler queues its generations again and requests their next runs here. Only
+the frontend has the token ids and the caches (blocks of the request pool, which workers write to),
+so it writes the inputs of the next run. It sends the new tokens to clients afterwards, so that the
+device does not wait.
 
 A generation whose cache needs more memory than is free waits. If none can continue, the youngest
 gives up its cache and computes it again later, from its ids.
@@ -42,11 +42,11 @@ from .validation import Body
 
 AGAIN: Final = "wait for answers, or raise [server] pool"
 WORD_BYTES: Final = ITEM_BYTES["int64"]
-MAX_SPARE: Final = 4  # a run reuses an allocation that is at most this many times too large
+MAX_SPARE: Final = 4  # a run reuses an allocation of up to this many times its needs
 
 
 class Generations:
-    """All generations. Used by the loop's thread."""
+    """State of all generations. Only the loop's thread uses it."""
 
     def __init__(self, inference: Inference, send: Callable[[Session, Outgoing], None]) -> None:
         """Start without generations; ``send`` sends a reply."""
@@ -54,8 +54,8 @@ class Generations:
         self._pool, self._sequences = inference.requests.pool, inference.requests.sequences
         self._take, self._answer = inference.take, inference.answer
         self._call_soon = inference.call_soon
-        self._live: dict[int, Pending] = {}  # generations that have not ended, by token
-        self._waiting: dict[int, Pending] = {}  # generations among them that wait for memory
+        self._live: dict[int, Pending] = {}  # token -> generation that has not ended
+        self._waiting: dict[int, Pending] = {}  # token -> generation that waits for memory
         self._is_looking = False  # ``_poll`` is scheduled or runs
 
     def generate(self, client: Session, header: RequestHeader, tensors: Sequence[Any]) -> None:
@@ -102,14 +102,14 @@ class Generations:
     # ---- one run after the other ---------------------------------------------------------------
 
     def run_ended(self, command: RunEnded) -> None:
-        """Note the results of a run, and send the next runs of its generations."""
+        """Record the results of a run, and send the next runs of its generations."""
         runs, replies = [], []
         for answer in command.answers:
             pending = self._live.get(answer.token)
             if pending is None:
                 continue
             generation = _of(pending)
-            if not answer.body:  # another generation computed a block of its prompt
+            if not answer.body:  # another generation has computed a block of its prompt
                 self._sequences.tokens_reused -= generation.reused  # ``reuse`` counts them again
                 self._drop_cache(generation)
             elif error := self._keep(generation, pending, answer):
@@ -223,7 +223,7 @@ class Generations:
     def _keep(
         self, generation: Generation, pending: Pending, answer: Reply
     ) -> PipeSwitchError | None:
-        """Note a run's rows and tokens; return an error if the worker's claims are impossible."""
+        """Record a run's rows and tokens; return an error if the worker's reply is impossible."""
         sequence, tokens = generation.sequence, answer.body["tokens"]
         vocabulary = generation.announced.manifest.extra["generation"]["vocabulary"]
         if (
@@ -281,7 +281,7 @@ class Generations:
     # ---- waiting for memory --------------------------------------------------------------------
 
     def wake_at(self) -> None:
-        """Schedule ``_poll`` if generations wait, because memory was freed."""
+        """Schedule ``_poll`` after memory was freed, if generations wait for it."""
         if not self._waiting:
             self._pool.on_release = None
         elif not self._is_looking:
@@ -292,14 +292,14 @@ class Generations:
         """Try to continue each caller's generations, in the order in which they began.
         If one has no memory, the youngest that waits gives up its cache and computes it again
         later. The oldest always continues, so all of them end."""
-        self._sequences.expire()  # first, because the loop would overlook memory that this frees
+        self._sequences.expire()  # first, so that the loop below can use the memory that this frees
         behind, count, free_bytes = set[str](), len(self._waiting), self._free_bytes
         for one in sorted(self._waiting.values(), key=_began):
             while one.token in self._waiting and one.caller not in behind:
                 if not self._goes_on(one) and not self._give_up_for(one):
                     behind.add(one.caller)
         self._is_looking = False
-        # The loop overlooks memory that it freed itself, such as a cache that was given up.
+        # If the loop freed memory, such as a cache, earlier generations may fit now.
         if len(self._waiting) < count or self._free_bytes > free_bytes or not self._waiting:
             self.wake_at()
 
@@ -319,7 +319,7 @@ class Generations:
         return True
 
     def _give_up_for(self, one: Pending) -> bool:
-        """Drop the cache of the youngest waiting generation, or of this one; False: of none."""
+        """Drop the cache of the youngest waiting generation, or of ``one``. False: none dropped."""
         began = _began(one)[0]
         waiting = self._waiting.values()
         younger = [two for two in waiting if began < _began(two)[0] < math.inf]

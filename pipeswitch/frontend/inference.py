@@ -39,7 +39,7 @@ from .sequences.sequence_state import SequenceOptions, SequenceState, sequence_o
 from .transport.clients import Session
 from .validation import Body, ValidatedRequest
 
-INLINE_COPY_BYTES: Final = 1 << 20  # copying takes 0.1 ms, like a hop to another thread and back
+INLINE_COPY_BYTES: Final = 1 << 20  # copied in 0.1 ms, as long as two thread switches take
 _NO_RUN: Final = OpId(0)
 
 
@@ -50,10 +50,10 @@ class IncomingRequest(msgspec.Struct, kw_only=True, eq=False):
     at_ms: float
     caller: str  # the client's tenant, or the one that the gateway names
     connection: str
-    version: int = 0  # 0: the current one
+    version: int = 0  # 0: the current version
     trace_id: str = ""
     options: SequenceOptions | None = None  # the request's fields about its sequence
-    sequence: SequenceState | None = None  # the sequence that it continues
+    sequence: SequenceState | None = None  # the sequence that the request continues
     priority: int = 0
     deadline_at_ms: float | None = None
 
@@ -72,7 +72,7 @@ class IncomingRequest(msgspec.Struct, kw_only=True, eq=False):
 
 
 class Inference:
-    """Inference requests of all clients. Used by the loop's thread."""
+    """Handler of all clients' inference requests. Only the loop's thread uses it."""
 
     def __init__(
         self,
@@ -85,7 +85,7 @@ class Inference:
         max_bytes: int,
         deadline_ms: float | None,
     ) -> None:
-        """Create the handler of inference requests.
+        """Create the handler, without models and requests.
 
         Args:
             take: queues an event for the scheduler.
@@ -236,7 +236,7 @@ class Inference:
         """Return the current announcement of the version with which the sequence began.
 
         Raises:
-            InvalidInput, ModelNotFound: the request names another version, or it was removed.
+            InvalidInput, ModelNotFound: the request names another version; the version was removed.
         """
         began = sequence.announced
         base = began.base or began.model
@@ -260,7 +260,7 @@ class Inference:
         then: Callable[[PipeSwitchError | None], None],
         sequence: SequenceState | None = None,
     ) -> None:
-        """Copy a large payload, and the rows that its sequence brings, on the copier's thread.
+        """Copy a large payload, and the rows with which a sequence starts, on the copier's thread.
 
         Args:
             then: called on the loop's thread afterwards, with the error if the copy failed.
@@ -290,10 +290,10 @@ class Inference:
     # ---- results of functions ------------------------------------------------------------------
 
     def take_result(self, command: TakeResult, memory: memoryview) -> None:
-        """Check a function's result, and copy it into the pool in place of the inputs.
-        Then send ``Prepared``, which has the error if the result is invalid.
+        """Check what a pre- or postprocessing function returned, and copy it into the pool in place
+        of the inputs. Then send ``Prepared``, which has the error if the result is invalid.
 
-        ``memory`` is the memory of the slot, whose process waits for ``Prepared``.
+        ``memory`` is shared with the function's process, which waits for ``Prepared``.
         """
         pending = self.requests.find(command.token)
         prepared = Prepared(token=command.token, slot=command.slot)
@@ -336,7 +336,7 @@ class Inference:
         """Check that a model accepts the result of its preprocessing function.
 
         Raises:
-            TaskFailed: it does not; the message has both signatures and the function.
+            TaskFailed: the model refuses it; the message has both signatures and the function.
             ModelNotFound: the model was removed in the meantime.
         """
         announced = self.models.version(*split_name(command.model))
@@ -353,10 +353,10 @@ class Inference:
     def _admit_answer(
         self, command: TakeResult, sizes: Sequence[int]
     ) -> tuple[ValidatedRequest, ModelAvailable]:
-        """Check that a postprocessing function returned the declared values; it needs no inputs.
+        """Check that a postprocessing function returned the values that it declared.
 
         Raises:
-            TaskFailed: it did not, or the model was registered again without the function.
+            TaskFailed: the values differ, or the model was registered again without the function.
         """
         name, version = split_name(command.model)
         announced = self.models.versions.get((name, version)) or self.models.current.get(name)
@@ -376,7 +376,7 @@ class Inference:
         return replace(request, input_bytes=0, reply_bytes=request.input_bytes), announced
 
     def advance(self, pending: Pending, answer: Reply) -> Reply | None:
-        """Pass a result to its postprocessing or its chain's next step; None: no answer yet."""
+        """Return the answer; None: its postprocessing or its chain's next step was started."""
         outcome = self._go_behind(pending, answer) if pending.after or pending.timing else answer
         if outcome is None or pending.run is None:
             return outcome

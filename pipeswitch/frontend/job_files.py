@@ -18,11 +18,11 @@ PIECES: Final = (*TEXTS, "state")
 
 
 def read_piece(state: Path, name: JobName, kind: str, offset_bytes: int) -> dict[str, Any]:
-    """Return the content from ``offset_bytes`` on, the next offset, and the end of the file.
+    """Return a piece of the file from ``offset_bytes`` on, the next offset, and the file's end.
 
     Returns:
-        ``text`` of a log or a history; ``data`` of a state (see ``commits/commit_files.py``) and
-        the ``digest`` that all pieces of one file share: a newer commit replaces the file.
+        ``text`` for a log or a history. For a state: ``data`` (see ``commits/commit_files.py``),
+        and a ``digest``, which changes when a newer commit replaces the file.
 
     Raises:
         ModelNotFound: no job of that name has written anything.
@@ -46,7 +46,7 @@ def read_piece(state: Path, name: JobName, kind: str, offset_bytes: int) -> dict
             file.seek(kept_bytes)
             is_cut = kept_bytes > begin_bytes
             if is_cut:
-                begin_bytes = kept_bytes + len(file.readline(CHUNK_BYTES))  # skip a line's rest
+                begin_bytes = kept_bytes + len(file.readline(CHUNK_BYTES))  # skip a cut line
             data = file.read(CHUNK_BYTES)
     except OSError:
         if kind != "history" or not path.with_name(f"job-{name}.{TEXTS['logs']}").is_file():

@@ -1,4 +1,4 @@
-"""Verbs with their own handler in the frontend, instead of one event for the scheduler."""
+"""Verbs that the frontend handles itself, instead of sending one event to the scheduler."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ class OwnVerbs:
         if pending.is_copying:
             pending.is_cancelled = True
         else:
-            pending.is_cancelled = pending.run is not None  # the chain starts no further step
+            pending.is_cancelled = pending.run is not None  # a chain starts no further step then
             self._take(CancelRequest(token=pending.token))
 
     def _cancel(self, client: Session, header: RequestHeader, _: Sequence[Any]) -> None:

@@ -1,4 +1,4 @@
-"""Sources, files and entries that a caller may name."""
+"""Checks that a caller may use a source, a file, a function or a training script."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _MODULE: Final = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*(:[A-Za-z_]\w*(\.[A-Z
 
 @dataclass(frozen=True, kw_only=True)
 class Rules:
-    """Names that this server permits to its clients."""
+    """Code that clients of this server may name, and the folder of their uploads."""
 
     allow_code: Sequence[str] = ()
     uploads_dir: str = ""
@@ -32,7 +32,7 @@ class CheckedSource:
     weights: str
     example: str = ""
     is_code: bool
-    owner_files: tuple[str, ...] = ()  # named by path, so their content may change
+    owner_files: tuple[str, ...] = ()  # named by path, so the content of these files may change
 
 
 def check_source(
@@ -58,7 +58,7 @@ def check_source(
     is_code = False
     owner_files = []
     if not source:
-        pass  # a version of a served model
+        pass  # a new version of a registered model
     elif source.startswith("put:"):
         source = _uploaded(source, uploads_dir, "bundle")
     elif source.startswith(("torchvision:", "hf:")):
@@ -160,7 +160,7 @@ def check_function(
     is_owner: bool,
     allow_code: Sequence[str],
 ) -> None:
-    """Check a stage's ``package.module:function`` and its declared values: both or none.
+    """Check a pre- or postprocessing function and its declared values: both, or neither.
 
     Args:
         what: ``preprocess`` or ``postprocess``.

@@ -130,7 +130,7 @@ def registration(
         DEFAULT_SEQUENCES if request.generate else DEFAULT_MAX_BATCH
     )
     fields |= {"source": source.source, "weights": source.weights, "example": source.example}
-    # The build compares a language model's answers only within rounding in any case.
+    # A language model is checked only within rounding, so ``exact`` would gain nothing.
     fields["precision"] = request.precision or ("fast" if request.generate else "exact")
     spec = msgspec.msgpack.encode(BuildSpec(name=model, allow_module_mode=source.is_code, **fields))
     digest = hashlib.sha256(spec)  # equal requests give equal digests

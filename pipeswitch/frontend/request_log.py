@@ -1,4 +1,4 @@
-"""Log of finished requests, or of a sample, in its own file (``[log] requests``).
+"""Log of finished requests, all or a sample, in its own file (``[log] requests``).
 The server's log gets a few lines about failures, refusals, models and jobs."""
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from ..scheduler.events import Publish, Reply
 _logger = logging.getLogger(__name__)
 
 FILE_NAME: Final = "requests.jsonl"
-LINES_PER_MINUTE: Final = 10  # warnings of each kind
+LINES_PER_MINUTE: Final = 10  # maximum number of warnings of each kind
 NEWS: Final = frozenset(
     (
         "model.registered",
@@ -50,7 +50,7 @@ BAD_NEWS: Final = frozenset(
 
 
 class RateLimitedLog:
-    """Warnings in the server's log: at most LINES_PER_MINUTE of a kind, whatever clients send."""
+    """Warnings in the server's log: at most LINES_PER_MINUTE of each kind."""
 
     count = 0  # messages that violated the protocol
 

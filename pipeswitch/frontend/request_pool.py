@@ -3,7 +3,7 @@
 The pool is one sealed memfd, mapped here and by every worker (``workers/inference/pool.py``). A
 payload is copied into it once, and a large reply is sent from it. An accepted inference holds a
 ``PoolAllocation``: a slab with its inputs, freed when its answer is known, and a slab for its
-reply, freed when the reply has left. All sessions of a caller have one share of the pool together.
+reply, freed when the reply has left. All sessions of a caller use one share of the pool.
 
 Owned by the frontend and used by its thread alone, except ``fill``.
 """
@@ -34,17 +34,17 @@ class PoolAllocation(msgspec.Struct, kw_only=True, eq=False):
     """Slabs of the pool that one request holds. Offsets are bytes from the pool's start."""
 
     holder: str  # caller whose share it counts toward
-    held_bytes: int  # requested bytes; slabs are whole pages
+    held_bytes: int  # requested bytes, without the padding to whole pages
     input_offset_bytes: int
     reply_offset_bytes: int
     reply_bytes: int
-    counted_bytes: int  # bytes of the holder's share that it uses: whole pages
+    counted_bytes: int  # bytes that count toward the holder's share: whole pages
     tenant: str = ""  # its slabs lie in this tenant's file
 
     def place(
         self, inputs: Sequence[CheckedInput], *, in_reply: bool = False
     ) -> tuple[SlabTensor, ...]:
-        """Return the places of the inputs, or of a function's answer, in call order."""
+        """Return the places of inputs (``in_reply``: of a function's results) in call order."""
         at = self.reply_offset_bytes if in_reply else self.input_offset_bytes
         return tuple(
             [
@@ -80,7 +80,7 @@ class _File:
 class RequestPool:
     """Mapping of the pool, its slabs, and the bytes that each caller holds.
 
-    If tenants are separate, each has a file of the pool's size, and one allocator has the slabs of
+    If tenants are separate, each has a file of the pool's size. One allocator manages the slabs of
     all files. A slab has pages only in its tenant's file, and only while it is taken (ADR 23).
 
     Invariants (``check``): those of the allocator and the shares; if no slab is taken, no caller
@@ -88,11 +88,11 @@ class RequestPool:
     """
 
     def __init__(self, descriptor: int, file_of: Callable[[str], int] | None = None) -> None:
-        """Map the memfd; the descriptor stays the caller's.
+        """Map the memfd. The caller still owns the descriptor.
 
         Args:
-            file_of: returns a tenant's memfd, if tenants are separate. The memfds stay open, and
-                the caller's.
+            file_of: returns a tenant's memfd, if tenants are separate. The caller owns the memfds
+                and keeps them open.
         """
         self._file_of = file_of
         self._files = {"": _File(descriptor)}
@@ -100,7 +100,7 @@ class RequestPool:
         self._shares = FairQuota(self._slabs.capacity_bytes)
         self.share_bytes = max(self._shares.left(""), 1)  # share of a caller that is alone
         self.on_release: Callable[[], None] | None = None  # set while a generation waits for memory
-        self.give_up: Callable[[], bool] = lambda: False  # evicts a cached block; False: none
+        self.give_up: Callable[[], bool] = lambda: False  # evicts a cached block, if there is one
 
     @property
     def memory(self) -> memoryview:
@@ -129,7 +129,7 @@ class RequestPool:
         """Allocate slabs for a request's inputs and its reply in a tenant's file: both, or neither.
 
         Raises:
-            QueueFull: the holder's share is used up, or no hole is large enough; with the numbers.
+            QueueFull: the share is used up, or no hole is large enough; the error has the sizes.
         """
         wanted_bytes = input_bytes + reply_bytes
         counted_bytes = _paged(input_bytes, reply_bytes)
@@ -161,8 +161,8 @@ class RequestPool:
         """Allocate a block of a cache in a tenant's file; return its offset.
 
         Args:
-            beside_bytes: memory of this process for the block, outside the pool; it counts toward
-                the holder's share, too.
+            beside_bytes: bytes of this process outside the pool that the block needs; they count
+                toward the holder's share, too.
 
         Raises:
             QueueFull: the holder's share is used up, or no hole is large enough.
@@ -311,7 +311,7 @@ class RequestPool:
 
     @property
     def is_empty(self) -> bool:
-        """True if no client holds anything."""
+        """True if no client holds a slab or bytes."""
         return not self._slabs.slab_count and not self._shares.held
 
     def check(self) -> None:

@@ -61,8 +61,8 @@ class Pending(msgspec.Struct, kw_only=True, eq=False):
     uploads: tuple[str, ...] = ()  # files of a registration, pinned until its answer
     commit: int = -1  # descriptor of a loaded commit's area; -1: none
     is_copying: bool = False  # the copier is copying its payload
-    is_cancelled: bool = False  # cancelled during its copy, or its chain
-    caller: str = ""  # tenant that an inference is for
+    is_cancelled: bool = False  # cancelled while its payload was copied, or while its chain runs
+    caller: str = ""  # tenant for whom an inference runs
     bytes_in: int = 0
     trace_id: str = ""
     after: InferArrived | None = None  # event for postprocessing, which gets the outputs
@@ -150,7 +150,7 @@ class Requests:
             pending.allocation = None
 
     def read(self, run: ChainRun, needed: Set[str] = frozenset()) -> None:
-        """Free the allocations of a chain's run that hold no needed value."""
+        """Free those allocations of a chain's run whose values are not in ``needed``."""
         for allocation, names in run.allocations:
             if needed.isdisjoint(names):
                 self.pool.release_inputs(allocation)
@@ -200,7 +200,7 @@ class Requests:
         )
 
     def checked(self, pending: Pending, answer: Reply) -> Reply:
-        """Return the answer, or an error if it names bytes outside of its own reply."""
+        """Return the answer, or an error answer if an output lies outside of its own slab."""
         allocation = pending.allocation
         at, size = (
             (allocation.reply_offset_bytes, allocation.reply_bytes)
@@ -214,7 +214,7 @@ class Requests:
         return answer
 
     def _ended(self, pending: Pending, answer: Reply, is_sent: bool) -> None:
-        """Count a request whose answer has left, or never will, and free its memory."""
+        """Count a request whose answer was sent or cannot be sent, and free its memory."""
         outcome: Outcome = "ok" if answer.error is None else "error"
         name = outcome if is_sent else "undeliverable"
         for counts in pending.counts:

@@ -4,10 +4,10 @@ One writer thread does all file work, so that a slow disk never blocks the poll 
 visible under its sha256 only after all its bytes were received, checked and fsynced. Nothing is
 parsed here: the builder interprets the bytes.
 
-Each ``put`` that reports a file as present keeps it until one registration of it is answered; the
-built program is a copy. A file that is never registered is removed when its client needs the space,
-or at the server's next start. A client's files count toward its own share of the folder, and never
-displace another client's finished files.
+If a ``put`` reply reports a file as present, the file stays until one registration of it is
+answered; the built program has a copy. A file that is never registered is removed if its client
+needs the space, or at the server's next start. A client's files count toward its own share of the
+folder, and never displace another client's finished files.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ class _Whole:
     client: str
     size_bytes: int
     touched_s: float = field(default_factory=time.monotonic)
-    puts: int = 1  # puts that reported it, and whose registrations are not answered yet
+    puts: int = 1  # ``put`` replies that reported it, minus answered registrations
 
 
 @dataclass(frozen=True)
@@ -109,7 +109,7 @@ class Uploads:
         self._max_upload_bytes = max_upload_bytes
         self._queued = 0  # chunks without an answer; changed under the lock
         self._lock = threading.Lock()
-        self._pins: Counter[str] = Counter()  # registrations by file name; under the lock, too
+        self._pins: Counter[str] = Counter()  # file name -> registrations; changed under the lock
         self._partials: dict[_Key, _Partial] = {}
         self._whole: dict[str, _Whole] = {}  # by name, in order of upload
         self._bytes = FairQuota(KEPT_UPLOADS * max_upload_bytes, "bytes of uploads")
@@ -269,7 +269,7 @@ class Uploads:
             raise InvalidInput(f"put: chunk at {chunk.offset_bytes}, but the file has {at} bytes")
         reach("upload.write")
         partial.file.write(chunk.data)
-        partial.file.flush()  # a full disk is this chunk's error
+        partial.file.flush()  # reports a full disk as this chunk's error
         partial.hash.update(chunk.data)
         partial.written_bytes += len(chunk.data)
         partial.touched_s = time.monotonic()
@@ -351,7 +351,7 @@ class Uploads:
         partial.file.close()
         reach("upload.publish")
         os.replace(partial.path, final)
-        partial.path = final  # what ``_drop`` removes if an error follows
+        partial.path = final  # so that ``_drop`` removes it if an error follows
         self._disk.keep_upload(final.name, client)
         reach("upload.published")
         sync_directory(self.directory)

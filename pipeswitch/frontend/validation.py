@@ -64,7 +64,7 @@ def priority_number(name: str, default: int) -> int:
 
 
 def deadline_at_ms(deadline_ms: float, now_ms: float) -> float:
-    """Return the instant of a relative deadline."""
+    """Return the monotonic time of a relative deadline; raise InvalidInput if not positive."""
     if not math.isfinite(deadline_ms) or deadline_ms <= 0:
         raise InvalidInput(f"deadline_ms must be a positive number, got {deadline_ms}")
     return now_ms + deadline_ms
@@ -73,7 +73,7 @@ def deadline_at_ms(deadline_ms: float, now_ms: float) -> float:
 def find_version(
     name: str, version: int, known: Mapping[tuple[str, int], ModelAvailable]
 ) -> ModelAvailable:
-    """Return the announced version of a model. ModelNotFound: it has other versions only."""
+    """Return the announced version of a model. ModelNotFound: there is none."""
     announced = known.get((name, version))
     if announced is None:
         present = ", ".join(str(number) for base, number in sorted(known) if base == name)
@@ -116,7 +116,7 @@ def check_infer(
         max_bytes: limit for all inputs together.
 
     Raises:
-        InvalidInput: with the model's signature in the text.
+        InvalidInput: a tensor does not match; the text has the model's signature.
     """
     processor = announced.processor
     manifest = announced.manifest
@@ -158,7 +158,7 @@ def check_brought(
     """Check the inputs that a sequence's request brings, before a byte of them is read.
 
     Returns:
-        The values of the open dimensions, as the inputs give them.
+        The extents of the open dimensions that these inputs fix.
 
     Raises:
         InvalidInput: dtype, shape, range or size is wrong; the text has the model's signature.
@@ -213,7 +213,7 @@ def _full_name(name: str, names: Sequence[str], takes: Tree) -> str:
 def _check_shape(
     model: str, spec: ValueSpec, tensor: WireTensor, manifest: Manifest, bound: Values
 ) -> dict[str, int]:
-    """Check one input; return ``bound`` and its open dimensions. All inputs must agree on them."""
+    """Check one input; return ``bound`` plus its open dimensions. All inputs must agree on them."""
     values = dict(bound)
     fits = tensor.dtype == spec.dtype and match(spec.shape, tensor.shape, values)
     in_range = all(dim.low <= values.get(dim.name, dim.low) <= dim.high for dim in manifest.dims)
@@ -245,7 +245,7 @@ def _tensor_bytes(model: str, tensor: WireTensor, frame_bytes: int) -> int:
 
 
 def check_name(name: str, what: str) -> str:
-    """Return a valid name of a model or job. InvalidInput: it is not; the text states the rule."""
+    """Return ``name`` if a model or job may have it, else raise InvalidInput with the rule."""
     if not NAME_PATTERN.fullmatch(name):
         raise InvalidInput(
             f"{what} name {name[:80]!r} is not allowed",

@@ -46,14 +46,14 @@ class LogPiece:
 
 
 class Question:
-    """Request for a verb's parser."""
+    """Request as a verb's parser gets it."""
 
     def __init__(
         self, header: RequestHeader, token: ev.Token, principal: Principal, rules: Rules
     ) -> None:
         self.op = header.op
         self.model = ModelName(header.model)
-        self.token = token  # for the event
+        self.token = token  # the event's token
         self.body = Body(header.op, header.body)
         self.principal = principal
         self.rules = rules
@@ -181,7 +181,7 @@ def _profile(q: Question) -> Event:
 
 
 def _ping(q: Question) -> Event:
-    """Parse a deep ``ping``. The frontend answers one without a body, even without a session."""
+    """Parse a deep ``ping``. The frontend answers others itself, even without a session."""
     if not q.body.flag("deep"):
         raise InvalidInput("ping: the body must be empty or have deep: true")
     return ev.PingRequest(token=q.token)
@@ -223,7 +223,7 @@ class Verb:
 
     role: Role  # role that the client needs
     parse: Parser | None = None  # None: the frontend answers it
-    of_model: bool = False  # the error for an unknown name has the nearest one
+    of_model: bool = False  # the error for an unknown model names the nearest one
     of_owner: bool = False  # another client's model needs ``operate``
     ends_with_client: bool = False  # cancelled when its client is gone
     is_cut: bool = False  # without ``operate``, the reply has fewer facts
@@ -248,7 +248,7 @@ VERBS: Final[Mapping[str, Verb]] = {
     "stats": Verb(  # without ``operate``, counters of the session's requests
         Role.INFER, _query, is_cut=True, http=Http("GET", "stats", "Counters and sizes")
     ),
-    "sequences": Verb(Role.INFER),  # without ``operate``, the caller's sequences
+    "sequences": Verb(Role.INFER),  # the caller's; all of them for the owner
     "generation": Verb(Role.INFER),
     "put": Verb(Role.REGISTER),
     "register": Verb(Role.REGISTER, _register, ends_with_client=True),  # see ``require_roles``

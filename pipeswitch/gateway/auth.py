@@ -55,7 +55,7 @@ class Authenticator:
 
     def learn(self, tokens: Mapping[str, Principal]) -> None:
         """Replace all tokens but the owner's."""
-        # Digests: the time of a comparison reveals nothing about a token, not even its length.
+        # Digests: the time of comparing them reveals nothing about a token, not even its length.
         self._tokens = {
             _digest(token): principal for token, principal in {**tokens, **self._owner}.items()
         }
@@ -75,7 +75,7 @@ class Authenticator:
         match = None
         if authorization[: len(SCHEME)].lower() == SCHEME:
             digest_given = _digest(authorization[len(SCHEME) :].strip())
-            for digest, principal in self._tokens.items():  # compare all: the time reveals nothing
+            for digest, principal in self._tokens.items():  # all, so that the time reveals nothing
                 if hmac.compare_digest(digest, digest_given):
                     match = principal
         if match is None:
@@ -89,7 +89,7 @@ class Authenticator:
         return Principal(tenant=match.tenant, roles=match.roles | self._roles)
 
     def check_host(self, host: str) -> None:
-        """Refuse an unknown ``Host``. Another site's page can send requests, but not forge it.
+        """Refuse an unknown ``Host``: a page of another site cannot forge this header.
 
         Raises:
             WrongHost: ``Host`` is not a name of this address.

@@ -1,13 +1,13 @@
-"""ZeroMQ with keys, for a TCP address that other machines can reach (docs/adr/0039).
+"""Listener for ZeroMQ clients with keys, which other machines can reach (docs/adr/0039).
 
-libzmq authenticates each client (CURVE, with the allow-list by ZAP). Its messages are forwarded
-unchanged on a plain stream of its own to the owner's socket; the first message there names the
-client. So the server sees one connection for each client, with the client's name and roles.
+libzmq authenticates each client (CURVE, with the allow-list by ZAP). Each client has its own plain
+stream to the owner's socket. Its messages are forwarded there unchanged, after a message that names
+the client. So the server sees one connection for each client, with the client's name and roles.
 Nothing is decoded or decided here. Bytes that crash libzmq crash only this process.
 
-libzmq limits the size of a frame and the number of whole messages, but a message may never end. So
-the bytes that the kernel received on a connection are counted: those that did not come out of
-libzmq as a message yet are *held*.
+libzmq limits the size of a frame and the number of whole messages, but not the frames of a message
+that never ends. So this module counts the bytes that the kernel received on a connection. Bytes
+that have not come out of libzmq as a message yet are *held*.
 """
 
 from __future__ import annotations
@@ -54,14 +54,14 @@ BURST_EVENTS: Final = 32
 MAX_WAITING_BYTES: Final = 64 << 20  # bytes not sent to the server yet; above it, no client is read
 STREAM_BYTES: Final = 4 << 20  # requested size of the kernel's send buffer
 MAX_ANSWER_BYTES: Final = 1 << 32  # limit of one part; the server is trusted
-HEARTBEAT_BYTES_PER_S: Final = 128  # pings and pongs do not come out as messages
+HEARTBEAT_BYTES_PER_S: Final = 128  # allowance for pings and pongs, which are no messages
 _ACCEPTED: Final = int(zmq.EVENT_ACCEPTED)
 _WATCHED: Final = _ACCEPTED | int(zmq.EVENT_DISCONNECTED | zmq.EVENT_CLOSED)
 _SRCFD: Final = int(zmq.SRCFD)
 _ROUTING_ID: Final = re.compile(rb"\0[\s\S]{4}")  # routing ids that libzmq generates
 _TCP_INFO_BYTES: Final = 136
 _RECEIVED: Final = Struct("=Q")  # tcpi_bytes_received
-_RECEIVED_AT: Final = 128  # its offset in linux/tcp.h
+_RECEIVED_AT: Final = 128  # offset of tcpi_bytes_received in linux/tcp.h
 _LONG_FRAME: Final = 255  # ZMTP: a longer frame's header has 9 bytes instead of 2
 _CURVE_BYTES: Final = 33  # added to a frame's content: MESSAGE, nonce, flags, MAC
 
@@ -77,7 +77,7 @@ class Caller(LimitedConnection):
         self.principal: Principal | None = None
         self.stream: Stream | None = None
         self.waiting_bytes = 0  # bytes that are not sent to the server yet
-        self.is_full = False  # it did not read an answer, which will be sent again
+        self.is_full = False  # the client did not read an answer, which will be sent again
 
     def held_bytes(self, now_s: float) -> int:
         if inode_of(self.fd) != self.inode:
@@ -120,8 +120,8 @@ class CurveListener:
             total_bytes=2 * settings.client_bytes,
         )
         self._by_fd: dict[int, Caller] = {}
-        self._callers: dict[bytes, Caller] = {}  # callers with a stream, by routing id
-        self._frames: list[zmq.Frame] = []  # of an incomplete message
+        self._callers: dict[bytes, Caller] = {}  # routing id -> caller with a stream
+        self._frames: list[zmq.Frame] = []  # frames of an incomplete message
         self._waiting_bytes = 0
         keys = folder.server()
         if keys is None:
@@ -164,7 +164,7 @@ class CurveListener:
 
     def _stir(self) -> None:
         """Check the sockets again after use, because each use may consume a signalled change.
-        libzmq's descriptor signals nothing but changes (zmq_getsockopt(3), ZMQ_FD)."""
+        libzmq's descriptor signals only changes (zmq_getsockopt(3), ZMQ_FD)."""
         if sockets.is_readable(self._router) or sockets.is_readable(self._monitor):
             self._loop.call_soon(self._turn)
 
@@ -180,7 +180,7 @@ class CurveListener:
             if not sockets.is_readable(self._router):
                 break
             frame: zmq.Frame = self._router.recv(sockets.DONTWAIT, copy=False)
-            if len(self._frames) < MAX_TENSORS + 4:  # for a longer message only the count matters
+            if len(self._frames) < MAX_TENSORS + 4:  # a longer message is refused below
                 self._frames.append(frame)
             if not frame.more:
                 frames, self._frames = self._frames, []
@@ -288,7 +288,7 @@ class CurveListener:
             self._send(caller, stream, [caller.routing_id, *messages[0].parts])
 
     def _send(self, caller: Caller, stream: Stream, frames: list[Any]) -> None:
-        """Send to a client. If it does not read, pause its stream alone, and try again later."""
+        """Send to a client. If it does not read, pause only its stream, and try again later."""
         if caller.stream is not stream:
             return
         is_large = any(len(frame) >= sockets.ZERO_COPY_BYTES for frame in frames)
@@ -368,8 +368,8 @@ def inode_of(fd: int, port: int = 0) -> int:
     """Return the inode of the socket with a descriptor number; 0 if there is none.
     The result is also 0 if the socket's own port is not ``port`` (0: any port).
 
-    A number may be reused at once after its connection ends. Because a socket with this inode may
-    be shut down later, it must not be another socket of this process.
+    A number may be reused at once after its connection ends. Callers may later shut down the socket
+    with this inode, so it must not be another socket of this process.
     """
     try:
         inode = os.fstat(fd).st_ino
@@ -384,7 +384,7 @@ def inode_of(fd: int, port: int = 0) -> int:
 
 @contextlib.contextmanager
 def socket_of(fd: int) -> Iterator[socket.socket]:
-    """Yield a duplicate, which stays valid if the number is reused. OSError: it is no socket."""
+    """Yield a duplicate, which stays valid if the number is reused. OSError: not a socket."""
     duplicate = os.dup(fd)
     try:
         sock = socket.socket(fileno=duplicate)

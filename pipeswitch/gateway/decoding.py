@@ -1,4 +1,4 @@
-"""Decoding of clients' JSON when memory is short. Only msgspec's JSON decoder needs this check:
+"""Decoding of clients' JSON, after a check of free memory. Only msgspec's JSON decoder needs it:
 version 0.22 writes to address 0 if it cannot allocate a string; msgpack and ``json`` do not."""
 
 from mmap import MAP_PRIVATE, mmap

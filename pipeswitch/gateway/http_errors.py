@@ -21,7 +21,7 @@ class NotFound(errors.PipeSwitchError):
 
 
 class MethodNotAllowed(errors.PipeSwitchError):
-    """The path has other methods: ``allow``, in the form of the header ``Allow``."""
+    """The path lacks this method; ``allow`` lists its methods, like the header ``Allow``."""
 
     def __init__(self, method: str, path: str, allow: str) -> None:
         methods = allow.replace(", ", " or ")

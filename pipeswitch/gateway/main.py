@@ -53,7 +53,7 @@ ACCEPTS: Final = 16  # connections accepted in one iteration of the loop, before
 COPIERS: Final = 6  # threads for long copies and digests
 SPARE_FILES: Final = 256  # descriptors besides one for each connection
 PR_SET_THP_DISABLE: Final = 41
-GC_THRESHOLD: Final = 100_000  # the default's collections take twice as long as decoding a body
+GC_THRESHOLD: Final = 100_000  # with the default, collections take twice as long as decoding a body
 MEMORY_BYTES: Final = 1152 << 20  # limit without bodies; includes decoding.RESERVE_BYTES
 MEMORY_BODIES: Final = 4
 

@@ -99,11 +99,11 @@ class TurnQueue(Generic[T]):
 
 
 class Passes:
-    """Turns of crowded addresses: in each pass of the loop, only a few of their requests begin.
-    So the other requests of such an address do not delay other addresses."""
+    """Turns of addresses above ``CROWD``: in each pass of the loop, only a few of their requests
+    begin, so that these do not delay other addresses."""
 
     def __init__(self) -> None:
-        self._lines: dict[str, TurnQueue[asyncio.Future[None]]] = {}  # by address
+        self._lines: dict[str, TurnQueue[asyncio.Future[None]]] = {}  # address -> waiting requests
 
     async def turn(self, address: str, caller: str = "") -> None:
         """Wait until a request may begin; the callers of an address take turns."""

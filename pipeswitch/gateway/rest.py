@@ -1,4 +1,4 @@
-"""HTTP paths of the Open Inference Protocol: for each, the call of the service and the JSON."""
+"""HTTP paths of the Open Inference Protocol, each with its call of ``Service`` and its JSON."""
 
 from __future__ import annotations
 
@@ -298,7 +298,7 @@ def _soon(why: str) -> ServerUnavailable:
 
 
 def _state(facts: dict[str, Any], error: PipeSwitchError | None) -> Response:
-    """Return a health endpoint's answer: the facts, and a refusal's fields if one is False."""
+    """Return a health endpoint's answer: the facts, and the error's fields if a fact is False."""
     if error is None or all(facts.values()):
         return json_answer(facts)
     return json_answer({**facts, **body_of(error)}, status_of(error).http)

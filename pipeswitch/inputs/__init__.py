@@ -1,1 +1,1 @@
-"""Input that several training jobs share: each batch is made once, for all of them (ADR 32)."""
+"""Input that several training jobs share: one job loads a batch, and all others use it (ADR 32)."""

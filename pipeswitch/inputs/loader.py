@@ -1,7 +1,7 @@
 """``job.shared``: a DataLoader whose batches are a function of seed, pass and index alone.
 
-So each job can make each batch by itself, at any time, bit for bit as the others would: one that
-was found in the ring, one that was not, and the next one of a job that resumes.
+Each job can therefore load each batch itself, at any time, with the bits that other jobs would
+get. A batch from the ring equals a batch that the job loads, also after the job resumes.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from .table import Label
 
 
 class SharedLoader:
-    """Iterates as its DataLoader does; ``job.steps`` resumes it at the next batch, exactly.
+    """Iterable over a DataLoader's batches; ``job.steps`` resumes it exactly at the next batch.
 
     Attributes:
-        loaded, found: batches that this process has loaded itself, and that others had.
+        loaded, found: numbers of batches that this process loaded, and that it got from the ring.
     """
 
     def __init__(
@@ -36,10 +36,10 @@ class SharedLoader:
         step: Callable[[], int],
         ring: Ring | None = None,
     ) -> None:
-        """``step`` tells the job's; without a ``ring`` each batch is loaded here.
+        """Wrap ``loader``; ``step`` returns the job's step. Without ``ring``, load each batch here.
 
         Raises:
-            SharedInputRefused: batches of this loader depend on what was loaded before.
+            SharedInputRefused: this loader's batches are not a function of seed, pass and index.
         """
         _refuse(loader, name)
         self._loader, self._name, self._seed, self._step, self._ring = (
@@ -57,7 +57,7 @@ class SharedLoader:
             "seed": str(seed),
         }
         self.loaded = self.found = 0
-        self._newest = (-1, 0)  # of the passes
+        self._newest = (-1, 0)  # ``begins`` of the newest pass
         self._outer: Callable[[], _Pass | None] = lambda: None
         self._resumed: tuple[tuple[int, int], int] | None = None
         self._lent: Lent | None = None
@@ -80,35 +80,35 @@ class SharedLoader:
             (begins, skip), self._resumed = self._resumed, None
             begun = _Pass(self, begins, skip)
         outer = self._outer()
-        if outer is None or outer.is_over:  # else a loop in the body of a ``job.steps``
+        if outer is None or outer.is_over:  # else this pass runs inside the body of the outer pass
             self._outer = weakref.ref(begun)
         return begun
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the newest pass that is not inside another one."""
+        """Return the newest pass, and the outer pass with the number of batches that it yielded."""
         outer = self._outer()
         begins, batches = ((-1, 0), 0) if outer is None else (outer.begins, outer.batches)
         return {"newest": list(self._newest), "begins": list(begins), "batches": batches}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Make the next iterator continue there."""
+        """Make the next iterator continue the outer pass of ``state`` after its last batch."""
         self.pass_by(state)
         step, before = state["begins"]
         self._resumed = (step, before), state["batches"]
 
     def pass_by(self, state: dict[str, Any]) -> None:
-        """Skip the rest of a pass: the next iterator begins the pass after it."""
+        """Make the next iterator begin a new pass after the newest pass of ``state``."""
         step, before = state["newest"]
         self._newest = step, before
 
-    # ------------------------------------------------------------------------- of a pass
+    # ------------------------------------------------------------------------- batches of a pass
 
     def _begin(self, begins: tuple[int, int]) -> Iterator[Any]:
-        """Yield lists of samples, in the order of the loader's own sampler."""
+        """Return an iterator of lists of sample indices, from the loader's own batch sampler."""
         with own_random():
-            seed_all(self._seed, begins, 0, "order")  # some draw all of it now
+            seed_all(self._seed, begins, 0, "order")  # some samplers draw the whole order now
             order: Iterator[Any] = iter(self._loader.batch_sampler)
-            # So a DataLoader's generator moves in every pass.
+            # A DataLoader draws one number from its generator in each pass, too.
             torch.empty((), dtype=torch.int64).random_(generator=self._loader.generator)
         return order
 
@@ -145,7 +145,7 @@ class SharedLoader:
 
 
 class _Pass:
-    """One iteration; ``begins`` and the index of a batch seed what is random in it."""
+    """One pass over the loader; ``begins`` and a batch's index seed the global generators."""
 
     def __init__(self, owner: SharedLoader, begins: tuple[int, int], skip: int = 0) -> None:
         self._owner, self.begins, self.batches = owner, begins, 0
@@ -167,7 +167,7 @@ class _Pass:
             self.is_over = True
             raise
         keeps_gradients = torch.is_grad_enabled()
-        # Tensors that are made in inference mode do not count who writes to them.
+        # Tensors made in inference mode do not count in-place writes (``Lent.is_written``).
         with torch.inference_mode(mode=False), torch.set_grad_enabled(keeps_gradients):
             return self._owner._get(self.begins, index, samples)
 
@@ -179,7 +179,7 @@ class _Pass:
 
 
 def _refuse(loader: Any, name: str) -> None:
-    """SharedInputRefused, with what would do."""
+    """Raise SharedInputRefused, with a hint, if the loader's batches cannot be shared."""
     why, hint = "", ""
     dataset = getattr(loader, "dataset", None)
     is_map = isinstance(dataset, Sized) and not isinstance(dataset, IterableDataset)

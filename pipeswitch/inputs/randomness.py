@@ -1,4 +1,4 @@
-"""Random generators: the global ones, and those that hang on a loader."""
+"""Global random generators of torch, Python and numpy, and generators that a loader refers to."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from typing import Any, Final
 import numpy as np
 import torch
 
-MAX_LOOKED_AT: Final = 500  # objects, on the way from a loader to the generators behind it
+MAX_LOOKED_AT: Final = 500  # objects that one search for a loader's generators visits
 MAX_DEPTH: Final = 5
-MAX_PARTS: Final = 32  # of a list or dict: longer ones are data
+MAX_PARTS: Final = 32  # a longer list or dict holds data, so its items are not searched
 GENERATORS: Final = (torch.Generator, np.random.Generator, np.random.RandomState, random.Random)
 
 
 class Unchanged:
-    """State of a global generator, fetched again only after its memory changed: numpy takes 27 us.
+    """Cached state of a global generator: numpy needs 27 us to return its state.
 
     Args:
         fetch: returns the generator's state.
-        memory: returns the bytes of all objects that the state is in; None: they are not known.
+        memory: returns the bytes of all objects that hold the state, or None if they are unknown.
     """
 
     def __init__(self, fetch: Callable[[], Any], memory: Callable[[], tuple[Any, ...] | None]):
@@ -32,17 +32,17 @@ class Unchanged:
         self._last: tuple[tuple[Any, ...] | None, Any] = (None, None)
 
     def state(self) -> Any:
-        """Return the state; nobody may change it."""
+        """Return the generator's state, which callers share and must not change."""
         before = self._memory()
         if before is None or before != self._last[0]:
             state = self._fetch()
-            # Another thread may draw between the two looks.
+            # If another thread draws during the fetch, the state is returned but not cached.
             self._last = (before if before == self._memory() else None), state
         return self._last[1]
 
 
 def _bytes_of(owner: Any) -> bytes:
-    """Return an object's own memory behind its reference count."""
+    """Return a copy of an object's memory, without the reference count at its start."""
     return ctypes.string_at(id(owner) + _HEADER_BYTES, type(owner).__basicsize__ - _HEADER_BYTES)
 
 
@@ -64,7 +64,7 @@ _numpy = Unchanged(np.random.get_state, _numpy_memory)
 
 
 class RandomState:
-    """The global generators of torch, python and numpy (and of the device, if it has its own)."""
+    """State of the global generators of torch, Python and numpy, and of the device's generator."""
 
     def __init__(self, device: str) -> None:
         self._torch = torch.get_rng_state()
@@ -73,7 +73,7 @@ class RandomState:
         self._device = None if device == "cpu" else _module(device).get_rng_state(device)
 
     def restore(self, device: str) -> None:
-        """Put the generators back to where they were."""
+        """Set the global generators to this state."""
         torch.set_rng_state(self._torch)
         random.setstate(self._python)
         np.random.set_state(self._numpy)
@@ -81,13 +81,13 @@ class RandomState:
             _module(device).set_rng_state(self._device, device)
 
     def values(self) -> tuple[Any, ...]:
-        """Values for ``tagged``: arrays instead of 625 Python integers."""
+        """Return the state for ``state_codec.encode``: an array instead of 625 Python integers."""
         kind, words, gauss = self._python
         return (self._torch, (kind, np.array(words, np.uint32), gauss), self._numpy, self._device)
 
     @classmethod
     def from_values(cls, values: tuple[Any, ...]) -> RandomState:
-        """Inverse of ``values``."""
+        """Return the state from a result of its method ``values``."""
         state = cls.__new__(cls)
         state._torch, (kind, words, gauss), state._numpy, state._device = values
         state._python = (kind, tuple(int(word) for word in words), gauss)
@@ -95,13 +95,13 @@ class RandomState:
 
 
 def _module(device: str) -> Any:
-    """``torch.cuda`` for ``cuda:0``."""
+    """Return torch's module for a device: ``torch.cuda`` for ``cuda:0``."""
     return torch.get_device_module(device)
 
 
 @contextlib.contextmanager
 def own_random() -> Iterator[None]:
-    """Restore the script's global generators after the body has drawn from them."""
+    """Restore the script's global generators after the block has drawn from them."""
     random_state = RandomState("cpu")
     try:
         yield
@@ -110,7 +110,7 @@ def own_random() -> Iterator[None]:
 
 
 def seed_all(*parts: object) -> None:
-    """Seed the global generators of torch (of the cpu), python and numpy by these."""
+    """Seed the global cpu generators of torch, Python and numpy with a hash of ``parts``."""
     seed = int.from_bytes(hashlib.sha256(repr(parts).encode()).digest()[:8], "little") >> 1
     torch.default_generator.manual_seed(seed)
     random.seed(seed)
@@ -118,12 +118,12 @@ def seed_all(*parts: object) -> None:
 
 
 def generators_of(loader: Any) -> dict[str, Any]:
-    """Random generators that hang on the loader: its own, its sampler's, its dataset's, ….
+    """Return the random generators that a loader refers to: its sampler's, its dataset's, ….
 
     Follows attributes (``loader.dataset.transform.rng``) and short lists and dicts.
 
     Returns:
-        By the path to it, each generator once.
+        Each generator once, under the first path that leads to it.
     """
     generators: dict[str, Any] = {}
     visited: set[int] = set()
@@ -141,7 +141,7 @@ def generators_of(loader: Any) -> dict[str, Any]:
 
 
 def _parts_of(owner: Any) -> list[tuple[str, Any]]:
-    """Return ``owner``'s parts that may hold a generator, by names that later starts find too."""
+    """Return ``owner``'s parts that may hold a generator; their names are equal in each run."""
     if isinstance(owner, (list, tuple)) and len(owner) <= MAX_PARTS:
         return [(str(index), item) for index, item in enumerate(owner)]
     if type(owner) is dict and len(owner) <= MAX_PARTS:

@@ -1,11 +1,11 @@
-"""Batches in shared memory: a sealed memfd, a table in its head, locks that die with their owner.
+"""Batches in shared memory: a sealed memfd with a table of the batches at its start.
 
-Each subscriber maps a batch for itself and copies on write, so what it writes reaches no other.
-The table lies in one of two halves; a word names the newer one, so a death in mid-write leaves the
-older one as it was.
+Each subscriber maps a batch privately (copy on write), so other subscribers do not see its writes.
+The table has two copies. A writer overwrites the older copy, so the newer one survives its death.
 
-Locks are the kernel's, of a byte each, of an open file of this process's own: the table's; one for
-each subscriber's life; one for each while it loads, at which the others wait.
+Locks are open file description locks of one byte each, which end with their process. One protects
+the table. Each subscriber has two: it holds the first while it lives, and the second while it loads
+a batch. Other subscribers wait for the second lock.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ from ..base.errors import InvalidInput
 from .table import SHARERS_BYTE, BatchTable, Entry, HeldBatch, Label, Load, Wait, differs
 
 PAGE_BYTES: Final = mmap.PAGESIZE
-HALF_BYTES: Final = 256 << 10  # of the table: MAX_ENTRIES of a label with a long name
+HALF_BYTES: Final = 256 << 10  # fits a table of MAX_ENTRIES entries with long names
 HEAD_BYTES: Final = PAGE_BYTES + 2 * HALF_BYTES
 ALIGNED: Final = 64
 MAX_SUBSCRIBERS: Final = 64
-TABLE_LOCK, ALIVE, LOADING = 0, 1, 1 + MAX_SUBSCRIBERS  # bytes that are locked
+TABLE_LOCK, ALIVE, LOADING = 0, 1, 1 + MAX_SUBSCRIBERS  # first byte of each kind of lock
 _FLOCK: Final = struct.Struct("hhqqi4x")  # struct flock of fcntl(2)
 
 _decoder = msgspec.msgpack.Decoder(BatchTable)
@@ -40,11 +40,11 @@ _encoder = msgspec.msgpack.Encoder()
 
 
 class Lent:
-    """A batch, and what tells that a script has written to its tensors.
+    """A batch, and the versions of its tensors, which show whether a script has written to them.
 
     Attributes:
-        value: as the loader gave it.
-        was_found: another job had loaded it.
+        value: the batch as the loader returned it.
+        was_found: True if another job had loaded the batch.
     """
 
     def __init__(self, value: Any, tensors: list[torch.Tensor], *, was_found: bool) -> None:
@@ -54,51 +54,51 @@ class Lent:
 
     @property
     def is_written(self) -> bool:
-        """True if an operation of torch wrote to it in place."""
+        """True if an operation of torch wrote to the batch in place."""
         return any(tensor._version != version for tensor, version in self._versions)
 
 
 def private(value: Any) -> Lent:
-    """Return a batch of this process alone.
+    """Return a batch that is not in the ring.
 
     Raises:
-        InvalidInput: something in it could not be shared; names it.
+        InvalidInput: a value in the batch could not be shared; the error names it.
     """
     parts = [part.source for part in _encoded(value)[1]]
     return Lent(value, [p for p in parts if isinstance(p, torch.Tensor)], was_found=False)
 
 
 class Ring:
-    """One subscriber's side.
+    """Ring of batches, as one subscriber (a job's process) sees it.
 
     Args:
-        descriptor: of the memfd, writable; it is this object's.
-        job: the subscriber's name, for the others' errors.
+        descriptor: the writable memfd, which this object owns from now on.
+        job: name of this process's job, which errors in other jobs show.
     """
 
     def __init__(self, descriptor: int, job: str) -> None:
         self._descriptor, self._job = descriptor, job
         size_bytes = os.fstat(descriptor).st_size
         self._capacity_bytes = (size_bytes - HEAD_BYTES) // PAGE_BYTES * PAGE_BYTES
-        # Locks belong to an open file: one that no child of the script inherits.
+        # Locks belong to an open file. The script's children must not inherit it.
         self._locks = os.open(f"/proc/self/fd/{descriptor}", os.O_RDWR | os.O_CLOEXEC)
         os.register_at_fork(after_in_child=lambda: os.close(self._locks))
         self._head = mmap.mmap(descriptor, HEAD_BYTES)
         self._newer = memoryview(self._head)[:8].cast("q")
         self._sharers = memoryview(self._head)[SHARERS_BYTE:][:8].cast("q")  # 0: not counted
-        self._held: dict[int, weakref.ref[mmap.mmap]] = {}  # entries by id, in order
-        self._exhausted: set[str] = set()  # loaders of which nothing is left, while it is alone
-        self._compared: set[str] = set()  # loaders whose batches were found to be the others'
+        self._held: dict[int, weakref.ref[mmap.mmap]] = {}  # entry id -> mapping, oldest first
+        self._exhausted: set[str] = set()  # loaders with no later batch in a lone job's ring
+        self._compared: set[str] = set()  # loaders whose batches equal those of the other jobs
         self._me = self._join()
 
     def get(self, label: Label, facts: dict[str, str], load: Callable[[], Any]) -> Lent:
-        """Return the batch: another job's, or that of ``load``, which the others find then.
+        """Return a batch that another job loaded, or call ``load`` and put the batch into the ring.
 
-        Waits while another job loads it.
+        Blocks while another job loads the batch.
 
         Raises:
             SharedInputRefused: the jobs' loaders differ.
-            InvalidInput: something in the batch cannot be shared; names it.
+            InvalidInput: a value in the batch cannot be shared; the error names it.
         """
         if self._me is None or self._is_alone(label):
             return private(load())
@@ -122,7 +122,7 @@ class Ring:
                     self._lock(LOADING + other, fcntl.F_UNLCK)
 
     def _is_alone(self, label: Label) -> bool:
-        """No other job could find what it loads, and nothing of what others loaded is left."""
+        """Return True if no other job shares the ring and it has no batch from ``label`` on."""
         if self._sharers[0] != 1:
             self._exhausted.clear()
             return False
@@ -136,7 +136,7 @@ class Ring:
     # -- batches -------------------------------------------------------------------------------
 
     def _loaded(self, id: int, load: Callable[[], Any]) -> Lent:
-        """Write the batch where others find it, if there is room; and lend it from there."""
+        """Load the batch, write it to the ring if there is room, and return it."""
         entry = None
         try:
             value = load()
@@ -162,7 +162,7 @@ class Ring:
                     table.abandon(id)
 
     def _has_memory(self, offset: int, size_bytes: int) -> bool:
-        """Return whether the machine has pages for it: otherwise a write would be a SIGBUS."""
+        """Allocate the range; return False if memory is short: writes would raise SIGBUS."""
         try:
             os.posix_fallocate(self._descriptor, HEAD_BYTES + offset, size_bytes)
         except OSError:
@@ -170,7 +170,7 @@ class Ring:
         return True
 
     def _found(self, entry: Entry, load: Callable[[], Any]) -> Lent:
-        """Compare the first batch of each loader with what this process would have loaded."""
+        """Return another job's batch; load the first batch of each loader, too, to compare it."""
         lent = self._lent(entry, was_found=True)
         loader = entry.label.loader
         if loader not in self._compared:
@@ -196,8 +196,8 @@ class Ring:
         return Lent(state_codec.decode(content["data"], blobs), [everything], was_found=was_found)
 
     def _keep_what_is_old(self) -> None:
-        """Release batches that are gone. Of those the script keeps, the last is what its
-        loop's variable names; an older one becomes a copy of this process's own."""
+        """Release batches that the script dropped, and copy the others into private memory.
+        The newest batch is not copied: usually only the loop's variable refers to it."""
         alive = {id: own for id, ref in self._held.items() if (own := ref()) is not None}
         for id in list(alive)[:-1]:
             with memoryview(alive.pop(id)) as view:
@@ -208,7 +208,7 @@ class Ring:
 
     @contextlib.contextmanager
     def _table(self) -> Iterator[BatchTable]:
-        """Yield the table, this process's alone; it is kept unless the body raises."""
+        """Lock and yield the table; write it back unless the block raises."""
         self._lock(TABLE_LOCK, fcntl.F_WRLCK)
         try:
             newer = self._newer[0]
@@ -227,7 +227,7 @@ class Ring:
             self._lock(TABLE_LOCK, fcntl.F_UNLCK)
 
     def _join(self) -> int | None:
-        """Return a number whose former owner, if any, is gone; None: there are too many."""
+        """Return a free subscriber number, or None if MAX_SUBSCRIBERS processes are alive."""
         with self._table() as table:
             for number in range(MAX_SUBSCRIBERS):
                 if self._try(ALIVE + number):
@@ -267,9 +267,9 @@ def _encoded(batch: Any) -> tuple[Any, list[state_codec.Attachment]]:
 def _laid_out(
     data: Any, parts: list[state_codec.Attachment]
 ) -> tuple[bytes, list[tuple[int, int]], int]:
-    """Return the batch's head, where its attachments lie behind it, and the size in whole pages."""
+    """Return the batch's head, its attachments' (offset, size), and the total bytes, in pages."""
     head = json.dumps({"data": data, "places": []}).encode()
-    offset = 8 + len(head) + 64 * len(parts)  # two numbers each
+    offset = 8 + len(head) + 64 * len(parts)  # 64 bytes for the two numbers of each attachment
     places = []
     for part in parts:
         offset = -(-offset // ALIGNED) * ALIGNED
@@ -283,14 +283,14 @@ def _bytes_of(part: state_codec.Attachment) -> Any:
     """Return a tensor's bytes, without a copy if it is contiguous and on the cpu."""
     source = part.source
     if isinstance(source, torch.Tensor) and source.device.type == "cpu" and source.numel():
-        # One of a single element is contiguous whatever its strides, which ``view`` believes.
+        # A tensor of one element is contiguous with any strides, but ``view`` needs stride 1.
         flat = source.detach().contiguous().as_strided((source.numel(),), (1,))
         return flat.view(torch.uint8).numpy()
     return part.read()
 
 
 def _same(other: Any, own: Any) -> bool:
-    """Bit by bit."""
+    """Return whether two batches are equal bit by bit."""
     (data, parts), (own_data, own_parts) = state_codec.encode(other), state_codec.encode(own)
     if data != own_data:
         return False

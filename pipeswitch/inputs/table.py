@@ -1,8 +1,8 @@
 """Table of batches in the ring and of their subscribers: all decisions about shared input (ADR 32).
 
-A batch has a number that grows through a job's life: the job's step at which its pass began, and
-its index in the pass. A subscriber takes one number now and wants all after it. So the ring keeps
-the batches that are wanted soonest, and never overwrites one that a live subscriber still holds.
+A batch's number is the job's step at which its pass began, plus its index in the pass. A subscriber
+takes batches with rising numbers. So the ring keeps the batches that a subscriber will need
+soonest, and never overwrites a batch that a live subscriber still maps.
 """
 
 from __future__ import annotations
@@ -16,18 +16,18 @@ import msgspec
 
 from ..base.errors import SharedInputRefused
 
-MAX_ENTRIES: Final = 512  # so that a table fits in its half of the header
+MAX_ENTRIES: Final = 512  # a table of this many entries fits in half of the header
 READY: Final = -1
-SHARERS_BYTE: Final = 8  # of the ring's head: the controller writes there how many jobs share it
+SHARERS_BYTE: Final = 8  # offset in the ring where the controller writes how many jobs share it
 
 
 class Label(msgspec.Struct, frozen=True):
     """Identity of a batch: its loader, pass and index."""
 
     loader: str
-    begins: tuple[int, int]  # the job's step when the pass began; passes over it before, at it
-    index: int  # in the pass
-    order: str  # tells of the samples in it, and of the loader's facts
+    begins: tuple[int, int]  # job's step when the pass began, number of earlier passes at that step
+    index: int  # index in the pass
+    order: str  # hash of the batch's sample indices and of the loader's facts
 
     @property
     def number(self) -> int:
@@ -43,8 +43,8 @@ class Entry(msgspec.Struct):
 
     id: int
     label: Label
-    job: str  # that loads or has loaded it
-    loading: int = READY  # the subscriber that loads or writes it
+    job: str  # name of the job that loads or has loaded it
+    loading: int = READY  # number of the subscriber that loads or writes it now
     offset_bytes: int = 0
     size_bytes: int = 0  # 0: no place yet
 
@@ -57,7 +57,7 @@ class Row(msgspec.Struct):
     loader: str
     facts: dict[str, str]
     number: int
-    held: list[int]  # of entries: it maps them
+    held: list[int]  # ids of the entries that the subscriber maps
 
 
 @dataclass(frozen=True)
@@ -71,14 +71,14 @@ class HeldBatch:
 class Wait:
     """Order to wait for a batch that another job loads now."""
 
-    subscriber: int  # it loads the batch now
+    subscriber: int
 
 
 @dataclass(frozen=True)
 class Load:
     """Order to load a batch."""
 
-    id: int  # of the entry that the others wait for
+    id: int  # id of the batch's entry
 
 
 class BatchTable(msgspec.Struct):
@@ -90,22 +90,22 @@ class BatchTable(msgspec.Struct):
     entries: list[Entry] = []
 
     def subscribers(self) -> set[int]:
-        """All that the table speaks of."""
+        """Return the numbers of all subscribers that have a row or are loading a batch."""
         loading = {entry.loading for entry in self.entries} - {READY}
         return loading | {row.subscriber for row in self.rows}
 
     def drop(self, subscriber: int) -> None:
-        """Remove a subscriber whose process ended. The batches that it loaded stay."""
+        """Remove a subscriber whose process ended. Batches that it finished loading stay."""
         self.rows = [row for row in self.rows if row.subscriber != subscriber]
         self.entries = [entry for entry in self.entries if entry.loading != subscriber]
 
     def take(
         self, subscriber: int, job: str, label: Label, facts: dict[str, str], own: Sequence[int]
     ) -> HeldBatch | Wait | Load:
-        """Return what the subscriber, which still maps ``own``, must do to get that batch.
+        """Return whether to use, await or load the batch; ``own`` are ids of entries still mapped.
 
         Raises:
-            SharedInputRefused: its loader differs from that of a live subscriber.
+            SharedInputRefused: the subscriber's loader differs from that of another subscriber.
         """
         others = [
             row for row in self.rows if row.loader == label.loader and row.subscriber != subscriber
@@ -131,16 +131,16 @@ class BatchTable(msgspec.Struct):
         return HeldBatch(entry)
 
     def has_from(self, label: Label) -> bool:
-        """Return True if a batch is there that a subscriber at ``label`` may still want."""
+        """Return True if there is a batch that a subscriber at ``label`` may still need."""
         return any(
             entry.label.loader == label.loader and entry.label.number >= label.number
             for entry in self.entries
         )
 
     def place(self, id: int, size_bytes: int) -> int | None:
-        """Return the place for a loaded batch, and remove what it overwrites.
+        """Return the offset for a loaded batch, and remove the batches that it overwrites.
 
-        None: everything there is held, or wanted sooner. Then only its loader has the batch.
+        Return None, and do not share the batch, if mapped or sooner needed batches take all places.
         """
         new = self.entry(id)
         distance = self._distance(new)
@@ -160,7 +160,7 @@ class BatchTable(msgspec.Struct):
         return offset
 
     def done(self, id: int) -> Entry:
-        """Mark the batch as written; its loader holds it."""
+        """Mark the batch as written, and as mapped by the subscriber that loaded it."""
         entry = self.entry(id)
         for row in self.rows:
             if (row.subscriber, row.loader) == (entry.loading, entry.label.loader):
@@ -169,7 +169,7 @@ class BatchTable(msgspec.Struct):
         return entry
 
     def abandon(self, id: int) -> None:
-        """Mark the batch as abandoned, so that waiting jobs load it."""
+        """Remove the entry of a batch that was not loaded, so that a waiting job loads it."""
         self.entries = [entry for entry in self.entries if entry.id != id]
 
     def entry(self, id: int) -> Entry:
@@ -182,7 +182,7 @@ class BatchTable(msgspec.Struct):
         return entry.loading == READY and not is_held and is_less_wanted
 
     def _distance(self, entry: Entry) -> float:
-        """Return how many batches later the next subscriber wants it; infinity if none does."""
+        """Return in how many batches a subscriber needs this one; infinity if none needs it."""
         number = entry.label.number
         return min(
             (
@@ -197,7 +197,7 @@ class BatchTable(msgspec.Struct):
         )
 
     def _gap(self, staying: Sequence[Entry], size_bytes: int) -> int | None:
-        """Return the first place between those that stay."""
+        """Return the first offset with enough space between the batches that stay, or None."""
         offset = 0
         for entry in sorted(staying, key=lambda entry: entry.offset_bytes):
             if entry.offset_bytes - offset >= size_bytes:

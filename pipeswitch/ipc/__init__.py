@@ -1,1 +1,1 @@
-"""Between our own processes: messages, the channel that carries them, the control page."""
+"""Communication between our own processes: messages, channels, the control page, the gate."""

@@ -31,21 +31,21 @@ from .messages.worker import InferenceFailed, JobReport, LeaseRefused
 
 MAX_DESCRIPTORS: Final = 64
 PR_SET_PDEATHSIG: Final = 1
-# Numbers once: to put flags of an enumeration together costs more than to decode a message.
+# Plain integers: combining flags of an enumeration takes longer than decoding a message.
 _CONTROL_BYTES: Final = socket.CMSG_SPACE(4 * MAX_DESCRIPTORS)
 _CLOSE_ON_EXEC: Final = int(socket.MSG_CMSG_CLOEXEC)
 _CUT: Final = int(socket.MSG_TRUNC | socket.MSG_CTRUNC)
 _NO_SIGNAL: Final = int(socket.MSG_NOSIGNAL)
 
-EVENT_BYTES: Final = 8  # before the message: number of the event that caused it
+EVENT_BYTES: Final = 8  # start of a packet: number of the event that caused the message
 
 
 class Cause:
     """Event for which this process works now.
 
     Attributes:
-        event: number of the event that the controller handles. Between two events, and in child
-            processes, the event that caused the last received packet; 0: none yet.
+        event: number of the event that the controller handles now. Between two events, and in child
+            processes, it is the event that caused the last received packet; 0: none yet.
     """
 
     event = 0
@@ -55,7 +55,7 @@ cause: Final = Cause()
 
 
 def name_event(record: logging.LogRecord) -> bool:
-    """Add the number of the causing event to a log record: a filter for ``logging`` handlers."""
+    """Add the number of the causing event to a log record; a filter for ``logging`` handlers."""
     record.event = cause.event
     return True
 
@@ -65,12 +65,12 @@ _message_decoder = msgspec.msgpack.Decoder(AnyMessage)
 
 def encode_message(message: Message) -> bytes:
     """Encode an internal message as msgpack."""
-    encoder.encode_into(message, data := bytearray())  # like ``encoded``, but without another call
+    encoder.encode_into(message, data := bytearray())  # saves a call, compared with ``encoded``
     return bytes(data)
 
 
 def decode_message(data: bytes | memoryview) -> Message:
-    """Inverse of ``encode_message``; RemoteProtocolError on anything else."""
+    """Decode the output of ``encode_message``; raise RemoteProtocolError for other bytes."""
     message: Message = decode_with(_message_decoder, data, "internal message")
     if isinstance(message, JobReport):
         refuse_deep(message.values, "a report")
@@ -85,16 +85,16 @@ PACKET_BYTES: Final = MAX_HEADER_BYTES
 class Channel:
     """One end of a socketpair that carries internal messages and descriptors.
 
-    ``send`` may be called from any thread: a packet is one system call. ``receive`` belongs to
-    one thread. Never blocks on a peer that does not read: see ``send``.
+    Any thread may call ``send``, because a packet is one system call; one thread calls ``receive``.
+    A non-blocking channel raises BlockingIOError where a blocking one would block.
     """
 
     def __init__(self, sock: socket.socket) -> None:
         self._socket = sock
         self.point = ""  # the failpoint that each message passes
-        self._packet = bytearray(PACKET_BYTES)  # pages are taken as packets touch them
+        self._packet = bytearray(PACKET_BYTES)  # its pages are allocated when they are first used
         for option in (socket.SO_SNDBUF, socket.SO_RCVBUF):
-            sock.setsockopt(socket.SOL_SOCKET, option, 4 << 20)  # the kernel caps it
+            sock.setsockopt(socket.SOL_SOCKET, option, 4 << 20)  # the kernel may use a smaller size
 
     def fileno(self) -> int:
         return self._socket.fileno()
@@ -104,8 +104,8 @@ class Channel:
 
         Raises:
             BrokenPipeError: the peer is gone.
-            BlockingIOError: a non-blocking channel's peer does not read: it hangs.
-            LocalProtocolError: larger than a packet can be.
+            BlockingIOError: the channel is non-blocking and full, because the peer does not read.
+            LocalProtocolError: the message is larger than a packet can be.
         """
         data, number = encode_message(message), cause.event.to_bytes(EVENT_BYTES, "little")
         if failpoints.is_on and self.point:
@@ -129,11 +129,11 @@ class Channel:
         """Return the next message with its descriptors (the caller owns them); None at end of file.
 
         Raises:
-            BlockingIOError: a non-blocking channel has nothing to read, or see ``set_limit``.
-            RemoteProtocolError: the peer sent nonsense; its descriptors are closed.
+            BlockingIOError: the limit has passed, or a non-blocking channel has nothing to read.
+            RemoteProtocolError: the packet is invalid; its descriptors are closed.
         """
         try:
-            # Into one buffer: a fresh one of this size costs 13 us of page faults each time.
+            # The buffer is reused: a new one of this size costs 13 us of page faults each time.
             size, control, flags, _ = self._socket.recvmsg_into(
                 [self._packet], _CONTROL_BYTES, _CLOSE_ON_EXEC
             )
@@ -172,25 +172,25 @@ class Channel:
         self._socket.close()
 
     def detach(self) -> int:
-        """Give the descriptor away (to a forked child); this object is unusable afterwards."""
+        """Return the descriptor, which the caller then owns; this object is unusable afterwards."""
         return self._socket.detach()
 
 
 def channel_pair() -> tuple[Channel, Channel]:
-    """Two connected channels; both blocking, both close-on-exec."""
+    """Return two connected channels; both are blocking and close-on-exec."""
     left, right = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     return Channel(left), Channel(right)
 
 
 def channel_from(descriptor: int) -> Channel:
-    """Return a channel over an inherited descriptor."""
+    """Return a channel over an inherited descriptor, which it then owns."""
     return Channel(socket.socket(fileno=descriptor))
 
 
 def wake_when_orphaned() -> None:
-    """Let the kernel continue this process when its parent dies: stopped, it would stay for ever.
+    """Have the kernel send SIGCONT when the parent dies, so that a stopped process can exit.
 
-    It finds its channel closed then, and leaves; where the controller lives it goes on.
+    The process then finds its channel closed and exits, or continues if the controller is alive.
     """
     with contextlib.suppress(OSError, AttributeError):
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGCONT, 0, 0, 0)

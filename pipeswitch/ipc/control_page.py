@@ -1,20 +1,21 @@
-"""The control page: one small shared page with the turn word, and how doorbells are rung.
+"""The control page, whose words all processes of a device share, and doorbells that wake them.
 
-The control page is a sealed memfd made by the controller and mapped by every worker. Word 0 holds
-the *turn*: the number of the task that may compute on the device now (invariant I5). It is written
-by the process that gives the device away: the stopping worker when it has parked, or the controller
-when a task ended or its worker was reaped. Word ``BEGUN + slot`` holds the operation id of the last
-task that the worker in that slot began to compute: after its death it tells whether that task can
-be blamed. Word ``STOP + slot`` holds the operation id of the task that is to be interrupted between
-two groups, since a request waits: a pass of a streamed model yields. Word 1 says how far a
-model that streams has computed (ADR 43): its copy's operation id and how many groups, in one
-number, so that a late one of another pass is not believed. The worker that has the turn writes it.
-Words ``CLAIM + slot`` and ``NEED + slot`` say what the slot's job takes of the memory for
-activations (``workers/training/activation_budget.py``).
+The control page is a sealed memfd that the controller creates and every worker maps. Its words:
 
-A *doorbell* is an eventfd, one per worker slot, and the last one the memory daemon's: it wakes the
-process, which then looks at the words it waits for. No wake-up is lost: the eventfd's counter stays
-until it is read.
+- ``TURN_WORD``: the *turn*, the number of the task that may compute on the device now (invariant
+  I5). The process that gives the device away writes it: the worker that parks, or the controller
+  when a task ended or its worker was reaped.
+- ``COMPUTED_WORD``: the number of groups of a streamed model that have computed (ADR 43), and the
+  operation id of the model's copy, to ignore other copies. The worker that has the turn writes it.
+- ``BEGUN + slot``: the operation id of the last task that the slot's worker began to compute. If
+  the worker dies, the death counts only against this task.
+- ``STOP + slot``: the operation id of the task that must yield between two groups (a pass of a
+  streamed model) or end after its current step (a generation), because a request waits.
+- ``CLAIM + slot``, ``NEED + slot``: the activation memory that the slot's job claims, and the
+  minimum that it needs (``workers/training/activation_budget.py``).
+
+A *doorbell* is an eventfd, one for each worker slot and one for the memory daemon. It wakes the
+process, which then reads the words that it waits for. An eventfd counts, so no wake-up is lost.
 """
 
 from __future__ import annotations
@@ -40,8 +41,8 @@ F_SEAL_FUTURE_WRITE: Final = 0x0010  # Linux 5.1; Python 3.11's fcntl does not n
 def sealed_memfd(name: str, size_bytes: int, *, reserve_bytes: int = 0) -> int:
     """Create an anonymous shared memory file of fixed size, which has no name in /dev/shm.
 
-    Sealed against shrinking and growing, so no peer can make another die of SIGBUS.
-    ``reserve_bytes``: so many are taken now; a full machine is an OSError here, no signal later.
+    It is sealed against shrinking and growing, so that no process can cause a SIGBUS in another.
+    ``reserve_bytes`` are allocated now, so a lack of memory raises OSError here, not SIGBUS later.
     """
     descriptor = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     try:
@@ -56,7 +57,7 @@ def sealed_memfd(name: str, size_bytes: int, *, reserve_bytes: int = 0) -> int:
 
 
 def seal_against_writers(descriptor: int) -> None:
-    """No new writable mapping from now on; mappings that exist stay writable."""
+    """Forbid new writable mappings of a memfd; existing mappings stay writable."""
     fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, F_SEAL_FUTURE_WRITE)
 
 
@@ -96,7 +97,7 @@ class Board:
         self._words[BEGUN + slot] = op_id
 
     def begun(self, slot: int) -> int:
-        """Operation id of the last task the slot's worker began to compute; 0: none."""
+        """Return the operation id of the last task the slot's worker began to compute, or 0."""
         return self._words[BEGUN + slot]
 
     def write_stop(self, slot: int, op_id: int) -> None:

@@ -1,49 +1,47 @@
-"""The preemption gate: where a training script parks when the device is asked for.
+"""The preemption gate: where a training script parks when another task needs the device.
 
-Two threads meet here. The *main thread* runs the script and calls ``check``, ``enter`` and
-``leave``; the *termination thread* reads control messages and calls ``request_stop``, ``grant``
-and ``request_evict``. A turn is a number: its holder may compute on the device (invariant
-I5). Turns only grow, so a late message is recognised and dropped.
+Two threads use a gate. The *main thread* runs the script and calls ``check``, ``enter`` and
+``leave``. The *termination thread* reads control messages and calls ``request_stop``, ``grant``
+and ``request_evict``. A turn is a number; the task with the current turn may compute on the device
+(invariant I5). Turns only grow, so a late message is recognised and dropped.
 
-State      the main thread...                                        holds the turn
+State      the main thread...                                        has the turn
 =========  ========================================================  ==============
 RUNNING    computes                                                  yes
 STOPPING   computes, and has not seen the accepted stop yet          yes
 PARKED     waits in ``check`` or ``enter`` until a turn is granted   no
-AWAY       gave the device up by itself (loader, between loops, end) yes, lent
-STOPPED    as AWAY, and a stop was acknowledged meanwhile            no
+AWAY       left the device on its own (loader, between loops, end)   yes, unused
+STOPPED    is away as in AWAY, and a stop was acknowledged meanwhile no
 
-State    | event                      | next     | done
+State    | event                      | next     | action
 =========|============================|==========|================================================
 RUNNING  | stop(current turn)         | STOPPING |
 RUNNING  | leave                      | AWAY     |
 RUNNING  | grant(larger)              | RUNNING  | the turn grows
 STOPPING | check outside optimizer    | PARKED   | main thread acknowledges
 STOPPING | check in optimizer.step()  | STOPPING | nothing: parameters are half written
-STOPPING | check                      | STOPPING | nothing, if it is for the next leave and there is
-         |                            |          | no call: what a step computes with is free there
-STOPPING | stop(current turn), now    | STOPPING | one for the next leave is for the next check
+STOPPING | check                      | STOPPING | nothing, if the stop is for a boundary: a step's
+         |                            |          | activations are freed there
+STOPPING | stop, not for a boundary   | STOPPING | an earlier stop for a boundary counts at once
 STOPPING | leave                      | STOPPED  | main thread acknowledges
-STOPPING | grant(larger)              | STOPPING | kept: taken up right after the acknowledgement
-PARKED   | grant(larger)              | RUNNING  | the waiting thread goes on
+STOPPING | grant(larger)              | STOPPING | kept until the acknowledgement, then taken up
+PARKED   | grant(larger)              | RUNNING  | the waiting thread continues
 PARKED   | evict                      | STOPPED  | the waiting thread raises
 AWAY     | stop(current turn)         | STOPPED  | termination thread acknowledges at once
 AWAY     | enter, check               | RUNNING  |
 STOPPED  | grant(larger)              | AWAY     |
-STOPPED  | enter, check               | PARKED   | blocks; says that it is back
+STOPPED  | enter, check               | PARKED   | calls ``on_back``, then blocks
 any      | grant(not larger)          | same     | dropped
 any      | stop(older turn)           | same     | dropped
-the rest | stop(current turn)         | same     | dropped: accepted or acknowledged before
-any      | stop(a turn not yet here)  | same     | kept; accepted as soon as that turn is granted
-any      | move                       | same     | the next check or enter outside the optimizer,
-         |                            |          | which may be waiting, calls it and looks again
+others   | stop(current turn)         | same     | dropped: accepted or acknowledged before
+any      | stop(turn not granted yet) | same     | kept; accepted as soon as that turn is granted
 any      | evict                      | same     | sticky: the next check or enter outside the
-         |                            |          | optimizer answers a pending stop, then raises;
-         |                            |          | a move that was not called yet is dropped
+         |                            |          | optimizer answers a pending stop, then raises
 RUNNING  | check, evicted             | RUNNING  | nothing, while ``finishes_step`` is true
-AWAY     | enter, evicted             | RUNNING  | as above
+AWAY     | enter, evicted             | RUNNING  | nothing, while ``finishes_step`` is true
 
-A gate starts as STOPPED with turn 0: a script computes only after its first grant.
+A stop for a boundary (``at_boundary``) takes effect when the script next leaves the device, usually
+at the end of its step. A gate starts as STOPPED with turn 0: a script computes only after a grant.
 """
 
 from __future__ import annotations
@@ -74,31 +72,31 @@ class GateState(enum.Enum):
 
 
 class Gate:
-    """Decides whether the main thread may compute; see the table above.
+    """Gate that decides whether the main thread may compute; see the module's table.
 
     Args:
         on_parked: called ``(turn, next_turn, where)`` exactly once per accepted stop, by the
-            thread that acknowledges it, **with the gate's lock held**: no grant can overtake
-            the acknowledgement. It must be short and must not wait for the other thread.
-        changed: what the main thread waits at, with the gate's lock.
+            thread that acknowledges it, **with the gate's lock held**, so that no grant can
+            overtake the acknowledgement. It must be short and must not wait for the other thread.
+        changed: condition that has the gate's lock, and on which the main thread waits.
 
     Attributes:
-        is_pending: false while there is nothing to look at; the hot path tests only this.
+        is_pending: false if the main thread may continue; the hot path tests only this.
         in_optimizer_step: set by the main thread around ``optimizer.step()``; while set, no
             check parks or raises.
         before_unwind: called once, by the main thread without the lock, before the first
-            ``TaskPreempted``: the place to commit. What it raises is raised.
-        finishes_step: asked with the lock held by a main thread that is evicted and has the turn;
-            while true, it goes on to the end of its step, where nothing would be lost.
-        after_boundary: called by the main thread without the lock, at most once for each stop that
-            was for a boundary, before it waits: another job computes now.
-        on_back: called ``(turn, is_blocked)`` with the lock held, by a main thread that was away
-            when that turn was given up, and waits for the next one now; or that has it, and cannot
-            go on before others have let go of memory.
+            ``TaskPreempted``, to commit. An exception that it raises is raised by the check.
+        finishes_step: called with the lock held when the main thread is evicted and has the turn;
+            while it returns true, the thread continues to the end of its step, to lose no work.
+        after_boundary: called by the main thread without the lock, at most once for each stop for
+            a boundary, before the thread waits. Another job may compute by then.
+        on_back: called ``(turn, is_blocked)`` with the lock held, by a main thread that was away.
+            Either it has given ``turn`` up and now waits for the next one, or (``is_blocked``) it
+            has the turn, but needs memory that other jobs must free first.
     """
 
     def __init__(self, on_parked: OnParked, changed: Condition | None = None) -> None:
-        self.is_pending = True  # away: the first check must take the device
+        self.is_pending = True  # the first check must take the device
         self.in_optimizer_step = False
         self.before_unwind: Callable[[], None] | None = None
         self.finishes_step: Callable[[], bool] = lambda: False
@@ -107,31 +105,31 @@ class Gate:
         self._on_parked = on_parked
         self._changed = changed or Condition(RLock())
         self._state = GateState.STOPPED
-        self._turn = 0  # the newest turn taken up; given up already in PARKED and STOPPED
+        self._turn = 0  # the newest turn taken up; in PARKED and STOPPED it is given up
         self._granted = 0  # the newest turn granted, >= _turn
-        self._accepted: tuple[int, int] | None = None  # (turn, next_turn), unanswered: STOPPING
-        self._at_boundary = False  # that one is for the end of the step
-        self._is_for_job = False  # the last one that was answered was so
-        self._is_after_boundary = False  # it was answered, and that was not called yet
+        self._accepted: tuple[int, int] | None = None  # (turn, next_turn) of an unanswered stop
+        self._at_boundary = False  # the accepted stop is for a boundary
+        self._is_for_job = False  # the last answered stop was for a boundary, for another job
+        self._is_after_boundary = False  # ``after_boundary`` must be called for the last stop
         self._future: tuple[int, int] | None = None  # a stop for a turn not granted yet
         self._where: Where = "loader"  # where the main thread last waited or left
-        self.is_evicting = False  # an eviction was requested; never reset. Others only read it
-        self.is_unwinding = False  # the main thread leaves by TaskPreempted. Others only read it
-        self._is_finishing = False  # evicted, and goes on to the end of its step
+        self.is_evicting = False  # an eviction was requested; never reset; read-only for callers
+        self.is_unwinding = False  # a check has raised TaskPreempted; read-only for callers
+        self._is_finishing = False  # evicted, but continues to the end of its step
 
     # ------------------------------------------------------------------ main thread
 
     def check(self, where: Where = "boundary") -> None:
-        """Go on if nothing is asked (an attribute test); park or raise otherwise.
+        """Return if nothing is pending (an attribute test); park or raise otherwise.
 
         Raises:
-            TaskPreempted: the task's memory is needed; raised again at every later check.
+            TaskPreempted: the task's memory is needed; every later check raises it again.
         """
         if self.is_pending:
             self.answer(where)
 
     def answer(self, where: Where) -> None:
-        """Handle the slow half of ``check``: a request is pending, or the device was left."""
+        """Do the slow part of ``check``: a request is pending, or the device was left."""
         if self.in_optimizer_step:
             return
         while (call := self._answer(where)) is not None:
@@ -140,7 +138,7 @@ class Gate:
             self._unwind()
 
     def _answer(self, where: Where) -> Callable[[], None] | None:
-        """Return the function to call without the lock before the next look, if there is one."""
+        """Answer a stop and take the device; or return a function to call first, without lock."""
         with self._changed:
             if self._state is GateState.STOPPING and not self.waits_for_boundary:
                 self._acknowledge(where, GateState.PARKED)
@@ -152,16 +150,16 @@ class Gate:
             return None
 
     def enter(self) -> None:
-        """Take the device; blocks until a turn is granted. Nothing happens if it is held.
+        """Take the device; block until a turn is granted. Do nothing if the thread has it.
 
         Raises:
-            TaskPreempted: as ``check``.
+            TaskPreempted: as in ``check``.
         """
         if self.is_pending:
             self.answer("loader")
 
     def leave(self, where: Where = "loader") -> None:
-        """Give the device up until ``enter``; counts as stopped. Never blocks, never raises."""
+        """Give the device up until ``enter``; acknowledge a stop. Never blocks, never raises."""
         with self._changed:
             self._where = where
             if self._state is GateState.STOPPING:
@@ -175,7 +173,7 @@ class Gate:
             self.after_boundary()
 
     def pause(self, timeout_s: float) -> None:
-        """Away: others may compute first. Wait until the turn is given up, or so long."""
+        """Wait while away, up to ``timeout_s`` or until the turn is given up; others compute."""
         with self._changed:
             if self._state is GateState.AWAY and not self.is_evicting:
                 self.on_back(self._turn, True)
@@ -184,14 +182,14 @@ class Gate:
     # ------------------------------------------------------------------ termination thread
 
     def request_stop(self, turn: int, next_turn: int, *, at_boundary: bool = False) -> None:
-        """Ask for the device held under ``turn``; it goes to ``next_turn``.
+        """Request the device from this task, which has ``turn``; ``next_turn`` gets it.
 
         Args:
-            at_boundary: not before the device is left (at the end of the step, as a rule), unless
-                it is asked for again.
+            at_boundary: the script computes until it leaves the device, usually at the end of its
+                step. A second request without this flag stops it at the next check.
         """
         with self._changed:
-            if turn > self._turn:  # it overtook its grant
+            if turn > self._turn:  # the stop overtook the grant of this turn
                 if self._future is None or turn > self._future[0]:
                     self._future = (turn, next_turn)
             elif turn == self._turn:
@@ -199,7 +197,7 @@ class Gate:
                 self._refresh()
 
     def grant(self, turn: int) -> None:
-        """Give the device to this task under ``turn``; not larger than the newest: dropped."""
+        """Give the device to this task under ``turn``; ignore a turn that is not larger."""
         with self._changed:
             if turn > self._granted:
                 self._granted = turn
@@ -207,7 +205,7 @@ class Gate:
                 self._refresh()
 
     def request_evict(self) -> None:
-        """Make the main thread unwind at its next check, also when it is parked. Sticky."""
+        """Make the main thread unwind at its next check, even if it is parked. Cannot be undone."""
         with self._changed:
             self.is_evicting = True
             self._refresh()
@@ -222,7 +220,7 @@ class Gate:
 
     @property
     def allows_copies(self) -> bool:
-        """No request has asked for the device: at most another job computes."""
+        """True if no request needs the device, even if another job computes on it."""
         if self._state is GateState.STOPPING:
             return self.waits_for_boundary
         return not self.is_evicting and (self._is_for_job or not self._is_given_up)
@@ -242,7 +240,7 @@ class Gate:
     # ------------------------------------------------------------------ with the lock held
 
     def _accept_stop(self, turn: int, next_turn: int, *, at_boundary: bool = False) -> None:
-        """Accept a stop for the current turn; drop it if that turn is given up or asked back."""
+        """Accept a stop for the current turn; drop it if the turn was given up already."""
         if self._state is GateState.RUNNING:
             self._accepted, self._at_boundary = (turn, next_turn), at_boundary
             self._state = GateState.STOPPING
@@ -258,7 +256,7 @@ class Gate:
         return self._state in (GateState.STOPPED, GateState.PARKED)
 
     def _acknowledge(self, where: Where, then: GateState) -> None:
-        """Answer the accepted stop, once; from here on the turn is no longer ours."""
+        """Answer the accepted stop, once; after that this task no longer has the turn."""
         assert self._accepted is not None
         (turn, next_turn), self._accepted = self._accepted, None
         self._state = then
@@ -270,7 +268,7 @@ class Gate:
         self._on_parked(turn, next_turn, where)
 
     def _take_up_grant(self) -> None:
-        """Take up the newest granted turn; a stop still unanswered goes first."""
+        """Take up the newest granted turn, unless a stop is still unanswered."""
         if self._granted <= self._turn or self._state is GateState.STOPPING:
             return
         self._turn = self._granted
@@ -282,15 +280,15 @@ class Gate:
         self._take_up_future_stop()
 
     def _take_up_future_stop(self) -> None:
-        """Answer the stop that overtook the grant of the turn which has just come."""
+        """Accept the stop, if there is one, that overtook the grant of the current turn."""
         if self._future is None or self._future[0] > self._turn:
             return
         (turn, next_turn), self._future = self._future, None
-        if turn == self._turn:  # else it named a turn that never came
+        if turn == self._turn:  # otherwise a newer turn was granted instead
             self._accept_stop(turn, next_turn)
 
     def _take_device(self, where: Where) -> None:
-        """Block the main thread until running, or until an eviction is requested."""
+        """Block the main thread until its state is RUNNING, or until an eviction is requested."""
         self._take_up_grant()
         if self._state is GateState.STOPPED and not self.is_evicting:
             self._state = GateState.PARKED
@@ -299,12 +297,12 @@ class Gate:
         while not self.is_evicting and self._is_given_up:
             self._where = where
             self._changed.wait()
-            # asked back before this thread woke up
+            # A stop may have been accepted between the grant and this thread's wake-up.
             if self._state is GateState.STOPPING and not self.waits_for_boundary:
                 self._acknowledge(where, GateState.PARKED)
                 self._take_up_grant()
         if self.is_evicting and self._state is GateState.PARKED:
-            self._state = GateState.STOPPED  # it unwinds now: no turn may set it running
+            self._state = GateState.STOPPED  # it unwinds now, so no grant may set it to RUNNING
         elif self._state is GateState.AWAY and (not self.is_evicting or self._may_finish):
             self._state = GateState.RUNNING
         self._is_finishing = self._state is GateState.RUNNING and self._may_finish

@@ -1,7 +1,7 @@
-"""Files that hold little of what they could: shared memory of tenants (ADR 23), and logs.
+"""Sparse files: shared memory of tenants (ADR 23), and logs.
 
-All tenants' files of a kind have the same size, and one ledger says whose each byte is. A byte's
-page exists in its owner's file alone, so together they hold no more than one file would.
+All tenants' files of a kind have the same size, and each offset is leased to one tenant. A page
+exists only in the file of its tenant, so all files together take no more memory than one.
 """
 
 from __future__ import annotations
@@ -14,41 +14,41 @@ import stat
 from collections.abc import Iterable
 from typing import Any, Final
 
-KEEP_SIZE, PUNCH_HOLE = 1, 2  # of fallocate(2)
-BLOCK_BYTES: Final = 512  # of st_blocks, on every file system
-GRAIN_BYTES: Final = 1 << 16  # a multiple of what file systems call a block: no part is zeroed
+KEEP_SIZE, PUNCH_HOLE = 1, 2  # flags of fallocate(2)
+BLOCK_BYTES: Final = 512  # unit of st_blocks, on every file system
+GRAIN_BYTES: Final = 1 << 16  # a multiple of every block size: a partial block would be zeroed
 PAGE_BYTES: Final = os.sysconf("SC_PAGESIZE")
 
 
 def read_only(descriptor: int) -> int:
-    """Another descriptor of the same memory, which the kernel maps for reading alone.
+    """Return another descriptor of the same memory, which can be mapped read-only.
 
-    Who holds it can make no writable one of it without opening a file; a seal against writers
-    (``F_SEAL_FUTURE_WRITE``) would forbid ``give_back`` too.
+    To write, a process would have to open the file again, which the sandbox forbids. A seal against
+    writers (``F_SEAL_FUTURE_WRITE``) is not used, because it forbids ``give_back`` too.
     """
     return os.open(f"/proc/self/fd/{descriptor}", os.O_RDONLY | os.O_CLOEXEC)
 
 
 def held_bytes(descriptor: int) -> int:
-    """Return the number of bytes that a file's pages take."""
+    """Return the size of a file's allocated pages in bytes."""
     return os.fstat(descriptor).st_blocks * BLOCK_BYTES
 
 
 def give_back(descriptor: int, start: int, end: int) -> None:
-    """Let a range read as zeros for all who map it; its whole pages are free."""
+    """Free a range's whole pages; the range reads as zeros in all mappings."""
     if start < end and _libc().fallocate(descriptor, PUNCH_HOLE | KEEP_SIZE, start, end - start):
         number = ctypes.get_errno()
         raise OSError(number, f"fallocate: {os.strerror(number)}")
 
 
 def keep_newest(path: str, size_bytes: int) -> None:
-    """Give the disk what lies before a file's last ``size_bytes``, or a little more.
+    """Free the disk blocks of a file except those of its last ``size_bytes``, or a little more.
 
-    Positions in the file stay what they are, for those who write at its end and for those who
-    read on from where they were; what is gone is a hole (``kept_from``).
+    The freed part becomes a hole (``kept_from``). Positions in the file do not change, so other
+    processes can continue to append and to read.
 
     Raises:
-        OSError: there is no such file, or its file system has no holes.
+        OSError: the file does not exist, or its file system does not support holes.
     """
     facts = os.stat(path)
     if facts.st_blocks * BLOCK_BYTES <= size_bytes + size_bytes // 4:
@@ -61,10 +61,10 @@ def keep_newest(path: str, size_bytes: int) -> None:
 
 
 def open_plain(path: str, _: int) -> int:
-    """Open a plain file that a script may have replaced, where a pipe would block the opener.
+    """Open a regular file. Refuse a link or a pipe; a script may have put it in the file's place.
 
     Raises:
-        OSError: there is no such file, or it is no plain one.
+        OSError: the file does not exist or is not regular.
     """
     descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
@@ -77,14 +77,14 @@ def kept_from(descriptor: int, position: int) -> int:
     """Return the first position, this one or later, that is not in a hole."""
     try:
         return os.lseek(descriptor, position, os.SEEK_DATA)
-    except OSError:  # it is at the end, or its file system knows none
+    except OSError:  # the position is at the end, or the file system has no holes
         return position
 
 
 def keep_only(descriptor: int, ranges: Iterable[tuple[int, int]], size_bytes: int) -> None:
-    """Give back what lies outside of these ranges (start, end), if there are pages of it.
+    """Free all pages outside of these ranges (start, end), if there are any.
 
-    A process that maps the file makes pages by touching them, wherever it likes.
+    A process that maps the file for writing can allocate pages anywhere by touching them.
     """
     ranges_kept = sorted(ranges)
     if held_bytes(descriptor) <= sum(_pages_end(end) - start for start, end in ranges_kept):

@@ -1,4 +1,4 @@
-"""The planner: from what a model's layers cost to the groups it travels in. Pure.
+"""Planner: computes the groups in which a model is copied from the costs of its layers. Pure.
 
-No thread, clock, socket, file or torch. ``grouping.py`` has what needs no profile.
+It uses no thread, clock, socket, file or torch. ``grouping.py`` also works without a profile.
 """

@@ -13,14 +13,14 @@ from .exact import plan_groups
 
 @dataclass(frozen=True, slots=True)
 class ModelDemand:
-    """A model and what is asked of it.
+    """A model, its costs and its deadline.
 
     Attributes:
         name: of the model.
         costs: from its profile.
-        total_bytes: its region in the arena: at least its layers' bytes, with the alignment.
+        total_bytes: size of its region in the arena: its layers' bytes and their alignment.
         deadline_ms: from the start of a switch to the end of the computation, or None.
-        pass_ms: of one that is larger than the arena, and streams through it.
+        pass_ms: time of a cold run of a model that is larger than the arena; 0 for other models.
     """
 
     name: str
@@ -35,34 +35,34 @@ class ModelDemand:
 
 
 class ModelReport(msgspec.Struct, frozen=True, kw_only=True):
-    """One model's line. Times are predicted, from the start of the switch."""
+    """Report on one model. Times are predictions, from the start of the switch."""
 
     name: str
     total_bytes: int
     fits: bool  # in the arena, alone
     layer_count: int
-    group_count: int  # of the best plan, cold
-    groups: tuple[int, ...]  # the plan: the layers that open a group
-    bound_ms: float  # M*: no plan is faster, cold
-    resident_ms: float  # everything on the device already
-    cold_ms: float  # nothing on the device
-    overhead_ms: float  # cold over resident
+    group_count: int  # of the best plan for a cold model
+    groups: tuple[int, ...]  # that plan: the first layer of each group
+    bound_ms: float  # M*, a lower bound of the cold time for any plan
+    resident_ms: float  # if the whole model is already on the device
+    cold_ms: float  # if no part of the model is on the device
+    overhead_ms: float  # ``cold_ms - resident_ms``
     deadline_ms: float | None
-    holds_cold: bool | None  # None: no deadline
+    holds_cold: bool | None  # whether a cold run meets the deadline; None: no deadline
 
 
 class CapacityReport(msgspec.Struct, frozen=True, kw_only=True):
-    """All models on one arena."""
+    """Report on all models that share one arena."""
 
     arena_bytes: int
     total_bytes: int  # of all models
     fits_all: bool
-    fit_count: int  # the most models that are resident together: the smallest ones
+    fit_count: int  # maximum number of models that fit together (the smallest ones)
     models: tuple[ModelReport, ...]
 
 
 def capacity_report(models: Sequence[ModelDemand], arena_bytes: int) -> CapacityReport:
-    """Return what these models can expect from an arena."""
+    """Return the predicted times of the models, and how many of them fit in the arena."""
     total_bytes = sum(model.total_bytes for model in models)
     return CapacityReport(
         arena_bytes=arena_bytes,

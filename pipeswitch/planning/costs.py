@@ -1,4 +1,4 @@
-"""Costs of copying and running a model, layer by layer, and the end of a plan's run. Pure."""
+"""Costs of copying and running a model, layer by layer, and the duration of a plan. Pure."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from .grouping import Plan, spans
 
 @dataclass(frozen=True, slots=True)
 class LinkCost:
-    """One copy takes ``alpha_ms + beta_ms_per_byte * bytes``: a fixed part and a bandwidth."""
+    """Time of one copy: ``alpha_ms + beta_ms_per_byte * bytes``, a fixed part and a bandwidth."""
 
     alpha_ms: float
     beta_ms_per_byte: float
@@ -28,16 +28,16 @@ class LinkCost:
 
 @dataclass(frozen=True)
 class LayerCosts:
-    """A model's finest layers on one link and one device, both working in layer order.
+    """Costs of a model's layers on one link and one device, both working in layer order.
 
     Group *k* of a plan arrives at ``l[k] = l[k-1] + link(bytes)`` and its computation ends at
     ``c[k] = max(c[k-1], l[k]) + sigma_ms + compute_ms``; both begin at 0.
 
     Attributes:
-        layer_bytes: that each layer is the first to use; 0 for one that brings no weights.
+        layer_bytes: bytes of the weights that each layer is the first to use; may be 0.
         compute_ms: of each layer, with its weights on the device.
         link: time of one copy by its size.
-        sigma_ms: what each transmitted group costs the compute side (wait, wake-up, hook).
+        sigma_ms: time that each copied group costs the compute side (wait, wake-up, hook).
     """
 
     layer_bytes: tuple[int, ...]
@@ -57,7 +57,7 @@ class LayerCosts:
             raise ValueError("a layer has a negative number of bytes")
 
     def scaled(self, copy_factor: float, compute_factor: float) -> LayerCosts:
-        """Return costs with copies and computation that take that many times as long."""
+        """Return costs with the times of copies and of computation multiplied by these factors."""
         link = self.link
         slower = LinkCost(link.alpha_ms * copy_factor, link.beta_ms_per_byte * copy_factor)
         compute_ms = tuple(ms * compute_factor for ms in self.compute_ms)
@@ -69,12 +69,12 @@ class LayerCosts:
 
     @cached_property
     def offsets_bytes(self) -> tuple[int, ...]:
-        """Bytes before each layer, and the total: ``layer_count + 1`` values."""
+        """Sum of the bytes before each layer, then of all layers: ``layer_count + 1`` values."""
         return tuple(accumulate(self.layer_bytes, initial=0))
 
     @cached_property
     def remaining_ms(self) -> tuple[float, ...]:
-        """Computation from each layer to the end, and 0: ``layer_count + 1`` values."""
+        """Compute time from each layer to the end, then 0: ``layer_count + 1`` values."""
         return tuple(accumulate(reversed(self.compute_ms), initial=0.0))[::-1]
 
     @property
@@ -83,20 +83,16 @@ class LayerCosts:
 
     @property
     def resident_ms(self) -> float:
-        """The run with everything on the device already: what a switch is compared with."""
+        """Time of a run with the whole model on the device, with which a switch is compared."""
         return self.remaining_ms[0]
 
     def transfer_ms(self, first: int, end: int) -> float:
-        """Layers ``first`` .. ``end - 1`` in one copy."""
+        """Return the time of one copy of the layers ``first`` to ``end - 1``."""
         return self.link(self.offsets_bytes[end] - self.offsets_bytes[first])
 
 
 def makespan(plan: Plan, costs: LayerCosts) -> float:
-    """From the start of the first copy to the end of the last group, in ms.
-
-    Args:
-        plan: the groups that it runs in.
-        costs: of its layers.
+    """Return the time from the start of the first copy to the end of the last group, in ms.
 
     Raises:
         ValueError: ``plan`` is not a plan for these layers.
@@ -110,15 +106,15 @@ def makespan(plan: Plan, costs: LayerCosts) -> float:
 
 
 def bound(costs: LayerCosts) -> float:
-    """M*: no plan ends earlier, in ms.
+    """Return M*, a lower bound of the makespan of any plan, in ms.
 
-    Whatever the groups are, layer *i* starts after layers 0 to *i* have been sent, and all layers
-    from *i* on compute after that. One copy's fixed cost and one signal are unavoidable too.
+    In every plan layer *i* starts after layers 0 to *i* have been sent, and all layers from *i* on
+    compute after that. Every plan also pays the fixed cost of one copy and of one signal.
     """
     if not costs.layer_count:
         return 0.0
     latest_ms = max(
-        costs.link(sent_bytes) + remaining_ms  # one copy is never dearer than two
+        costs.link(sent_bytes) + remaining_ms  # sent in one copy, which is the fastest way
         for sent_bytes, remaining_ms in zip(
             costs.offsets_bytes[1:], costs.remaining_ms, strict=False
         )

@@ -1,21 +1,22 @@
-"""The best grouping, exactly, in polynomial time (the default planner). Pure.
+"""Exact planner: finds the best grouping in polynomial time (the default planner). Pure.
 
-PipeSwitch searches groupings and prunes; no search is needed. A run ends with the
-group whose arrival plus all computation (and signalling) from it on is latest, so what the layers
-from *i* on need, with the link free and *m* groups to send them in, is
+The PipeSwitch paper searches the groupings and prunes; this planner needs no search. Add to each
+group's arrival all computation and signalling from that group on: the run ends at the largest of
+these sums. So if the link is free, the layers from *i* on, sent in *m* groups, take
 
     rest[m][i] = min over j of  transfer(i, j) + max(compute(i..) + m sigma, rest[m-1][j])
 
-and the whole ends at ``max(compute(0..) + m sigma, rest[m][0])``. That takes
-O(groups x layers^2) for any link. Ours takes ``alpha + beta bytes``, so two cuts per layer suffice,
-in O(groups x layers): what the link has spent on the layers before j is the same whatever j
-is, hence
+and the run ends at ``max(compute(0..) + m sigma, rest[m][0])``. That takes O(groups x layers^2)
+for any link. With our link's ``alpha + beta bytes`` it takes O(groups x layers), because only two
+values of j must be tried for each i. The link's total time for given bytes and a given number of
+groups does not depend on j. Hence:
 
-* among the j where the first group's own deadline decides, the nearest is best (fewest bytes);
-* among the j where the rest decides, the farthest is best: a plan for the layers from j on, cut
-  off at a later j', ends no later (its groups carry no more, and none computes earlier).
+* Among the j at which ``compute(i..) + m sigma`` is the larger term, the nearest is best: the first
+  group then has the fewest bytes.
+* Among the j at which ``rest[m-1][j]`` is the larger term, the farthest is best. A plan from j on
+  without the layers before a later j' ends no later: it sends no more and computes no earlier.
 
-``rest[m]`` is kept as "at most m groups".
+``rest[m]`` stores the minimum over plans of at most m groups.
 """
 
 from __future__ import annotations
@@ -28,13 +29,13 @@ from .costs import LayerCosts
 from .grouping import Plan
 
 SAME: Final = 1e-12
-"""Relative difference below which two totals are the same: rounding of a sum of 500 terms."""
+"""Relative difference below which two totals count as equal: rounding of a sum of 500 terms."""
 
-Chain: TypeAlias = "tuple[int, Chain] | None"  # where the next group starts, and how it goes on
+Chain: TypeAlias = "tuple[int, Chain] | None"  # start of the next group, chain of later groups
 
 
 def plan_groups(costs: LayerCosts) -> Plan:
-    """Return the grouping with the least predicted total; among equals, the fewest groups."""
+    """Return the plan with the smallest makespan, and among equals one with the fewest groups."""
     table = _Table(costs)
     if costs.sigma_ms == 0:
         table.fill_unlimited()
@@ -48,14 +49,14 @@ def plan_groups(costs: LayerCosts) -> Plan:
 
 
 def _merged(costs: LayerCosts, total_ms: float) -> Plan:
-    """Return the fewest groups that reach this total: without signalling costs many plans tie.
+    """Return the plan with the fewest groups that ends within ``total_ms``; only for sigma 0.
 
-    The longest group in time dominates: the link is as far whatever the groups were, and the
-    next deadline is later.
+    Each group takes all layers with which it still arrives in time. That is never worse than a
+    shorter group: the link is free no later, and the next group may arrive later.
     """
     latest_ms = total_ms * (1 + SAME)
     merged: list[int] = []
-    link_ms = own_ms = 0.0  # until the open group, and its own copy
+    link_ms = own_ms = 0.0  # the copies before the open group, and the open group's copy
     for layer in range(costs.layer_count):
         if merged:
             joined_ms = costs.transfer_ms(merged[-1], layer + 1)
@@ -73,20 +74,20 @@ class _Table:
     def __init__(self, costs: LayerCosts) -> None:
         count = costs.layer_count
         self.costs = costs
-        self.rest_ms = [math.inf] * count + [-math.inf]  # of the current row
+        self.rest_ms = [math.inf] * count + [-math.inf]  # the current row
         self.chains: list[Chain] = [None] * (count + 1)
         self.best_ms = math.inf if count else costs.resident_ms
         self.best_chain: Chain = None
 
     def fill_unlimited(self) -> None:
-        """Fill the one row of any number of groups, where groups cost nothing."""
-        # Each layer's cut is looked for when those after it have been settled.
+        """Fill one row for any number of groups; this is right only if sigma is 0."""
+        # The generator goes from the last layer to the first and reads the entries made before.
         for i, ms, j in self._faster_cuts(0.0, self.costs.layer_count):
             self.rest_ms[i], self.chains[i] = ms, (j, self.chains[j])
         self._offer(self.costs.resident_ms)
 
     def fill_by_groups(self) -> None:
-        """Row after row, until one more group ends no row earlier."""
+        """Fill the row of 1, 2, 3, ... groups, until one more group makes nothing faster."""
         end = self.costs.layer_count
         for groups in range(1, self.costs.layer_count + 1):
             floor_ms = self.costs.resident_ms + groups * self.costs.sigma_ms
@@ -108,16 +109,16 @@ class _Table:
             self.best_ms, self.best_chain = total_ms, self.chains[0]
 
     def _faster_cuts(self, signal_ms: float, end: int) -> Iterator[tuple[int, float, int]]:
-        """(i, ms, j) for the layers before ``end`` that one more group makes faster.
+        """Yield (i, new ``rest_ms[i]``, j) for the layers i < ``end`` that one more group improves.
 
-        By more than rounding: else ties would add groups that gain nothing. There are two
-        candidates per layer, found by a pointer that only falls.
+        Gains within rounding are ignored, because they would add groups for nothing. Two values of
+        j are tried for each i. The pointer ``cut`` finds them, and it only falls.
         """
         rest_ms, remaining_ms = self.rest_ms, self.costs.remaining_ms
         offsets_bytes = self.costs.offsets_bytes
         link = self.costs.link
         alpha_ms, beta_ms = link.alpha_ms, link.beta_ms_per_byte
-        cut = self.costs.layer_count  # the nearest j where the group's own deadline decides
+        cut = self.costs.layer_count  # the nearest j at which ``own_ms`` is the larger term
         for i in range(end - 1, -1, -1):
             own_ms = remaining_ms[i] + signal_ms
             while cut - 1 > i and rest_ms[cut - 1] <= own_ms:

@@ -1,4 +1,4 @@
-"""Numbers from samples: medians, spreads, the link's line. Pure."""
+"""Statistics of samples: quantiles, spreads, and the line through a link's copy times. Pure."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from statistics import median
 from .profile import LinkProfile
 
 MIB = 1 << 20
-ROUNDS = 4  # of the fit; the second is near the last
-FLOOR_MS = 1e-3  # below, a clock's own noise would decide a relative fit
+ROUNDS = 4  # of the fit; results change little after the second
+FLOOR_MS = 1e-3  # the noise of clocks would dominate the relative error of shorter times
 
 
 def spread(values: Sequence[float]) -> float:
@@ -28,14 +28,14 @@ def quantile(values: Sequence[float], fraction: float) -> float:
 
 
 def percentile(values: Sequence[float], fraction: float) -> float:
-    """Return the smallest value that at least ``fraction`` of all do not exceed."""
+    """Return the smallest value such that at least ``fraction`` of all values are at most it."""
     ordered = sorted(values)
     rank = max(0, -(-len(ordered) * round(fraction * 1000) // 1000) - 1)
     return ordered[rank]
 
 
 def _line(points: Sequence[tuple[float, float]], weights: Sequence[float]) -> tuple[float, float]:
-    """Weighted least squares; where a number would be negative it is 0."""
+    """Return intercept and slope, each at least 0, by weighted least squares."""
     weighted = [(x, y, w) for (x, y), w in zip(points, weights, strict=True)]
     total = sum(weights)
     mean_x = sum(w * x for x, _, w in weighted) / total
@@ -53,14 +53,13 @@ def _line(points: Sequence[tuple[float, float]], weights: Sequence[float]) -> tu
 
 
 def fit_link(samples: Sequence[tuple[int, float]]) -> LinkProfile:
-    """``alpha + beta * size`` through (bytes, ms), by least squares of the *relative* error.
+    """Fit ``alpha + beta * size`` to (bytes, ms) by least squares of the *relative* error.
 
-    The relative one, because the sizes span five orders of magnitude: plain squares would let the
-    largest groups decide alpha, which is what many small groups pay. It is relative to the line,
-    which is found in rounds: relative to the samples a copy made in what its predecessor
-    overslept (a modelled link on a busy machine) takes next to nothing and would outweigh all
-    others. Samples are medians already, so one hiccup does not bend the line. Neither number is
-    negative.
+    Sizes span five orders of magnitude. With absolute errors the largest groups would determine
+    alpha, which matters most for many small groups. Errors are relative to the fitted line, which
+    is computed in rounds. Relative to the samples, a copy with a time near zero would outweigh all
+    others. (A modelled link on a busy machine has such copies, after a late one.) Samples are
+    medians, so a single outlier does not change the line. Alpha and beta are at least 0.
 
     Raises:
         ValueError: no samples.

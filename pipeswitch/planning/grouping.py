@@ -1,9 +1,8 @@
 """Cutting a program into layer groups (PipeSwitch 4.2, model-aware grouping). Pure.
 
-A *layer* is a run of execution from one first use of weights to just before the next: nothing
-between two first uses can start earlier or later, so no cut there could help. A *plan* is the
-list of layers at which a group starts: ``bucket`` needs no profile; the
-planner (``planning/``), which has measured times, returns the same kind of value.
+A *layer* is the part of execution from one first use of weights to just before the next one. A cut
+inside a layer would gain nothing, because the layer waits for no other weights. A *plan* lists the
+layers at which a group starts. ``bucket`` makes one without a profile, ``exact.py`` from a profile.
 """
 
 from __future__ import annotations
@@ -12,11 +11,11 @@ from collections.abc import Sequence
 from itertools import pairwise
 from typing import Final
 
-DEFAULT_BUCKET_BYTES: Final = 8 << 20  # about 4 % over the optimum without a profile
-FIRST_BUCKET_BYTES: Final = 2 << 20  # it decides the time to the first kernel, so it is small
+DEFAULT_BUCKET_BYTES: Final = 8 << 20  # makespans are about 4 % above the optimum
+FIRST_BUCKET_BYTES: Final = 2 << 20  # small: the first kernel waits for the first group's copy
 
 Plan = tuple[int, ...]
-"""Indices of the layers that open a group, rising; the first is 0. Empty for no layers."""
+"""Indices of the first layers of all groups, rising from 0; empty for a program without layers."""
 
 
 def bucket(
@@ -24,12 +23,12 @@ def bucket(
     bucket_bytes: int = DEFAULT_BUCKET_BYTES,
     first_bytes: int = FIRST_BUCKET_BYTES,
 ) -> Plan:
-    """Group consecutive layers up to a size: the plan that needs no profile.
+    """Group consecutive layers up to a size; this needs no profile.
 
     A layer larger than its bucket gets a group of its own; layers are never split.
 
     Args:
-        layer_bytes: bytes that each layer is the first to use, in execution order.
+        layer_bytes: bytes of weights that each layer is the first to use, in execution order.
         bucket_bytes: a group's size limit in bytes.
         first_bytes: the first group's size limit in bytes.
     """
@@ -48,7 +47,7 @@ def bucket(
 
 
 def per_layer(layer_count: int) -> Plan:
-    """Each layer a group of its own."""
+    """Return the plan with one group for each layer."""
     return tuple(range(layer_count))
 
 
@@ -64,6 +63,6 @@ def check_plan(plan: Plan, layer_count: int) -> None:
 
 
 def spans(plan: Plan, layer_count: int) -> tuple[tuple[int, int], ...]:
-    """Each group as (first layer, one past the last)."""
+    """Return (first layer, one past the last layer) of each group."""
     check_plan(plan, layer_count)
     return tuple(zip(plan, (*plan[1:], layer_count), strict=True)) if plan else ()

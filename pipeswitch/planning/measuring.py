@@ -1,10 +1,11 @@
-"""One profile being measured: which run comes next, and what all of them say. Pure.
+"""Measurement of one profile: chooses the next run, and makes the profile from all runs. Pure.
 
-A *trial* is one run of the real program on the real device, under a plan: *cold*, when the model
-streams in meanwhile, or *resident*. Trials of the finest plan (each layer a group) time the
-layers; coarser plans show larger copies and what a group costs; the planned groups come last and
-tell how good the prediction is. The first trial under each plan is not counted: it compiles the
-groups and touches their memory. The very first tells how many trials there is time for.
+A *trial* is one run of the real program on the real device, under a plan. It is *cold* if the model
+is copied meanwhile, else *resident*. Trials of the finest plan (each layer a group) time the
+layers. Trials of coarser plans show larger copies and the cost of a group. Trials of the planned
+groups come last and show how good the prediction is. The first trial of each plan is not counted,
+because it compiles the groups and touches their memory. The very first trial's time determines
+the number of trials.
 """
 
 from __future__ import annotations
@@ -32,14 +33,14 @@ from .profile import (
 )
 
 MIN_REPEATS: Final = 5  # of each kind of trial
-MAX_REPEATS: Final = 25  # of a short one: more samples, steadier medians
-BLOCK_MS: Final = 1000.0  # about so long is spent on trials of one kind
+MAX_REPEATS: Final = 25  # of a short trial; more samples give steadier medians
+BLOCK_MS: Final = 1000.0  # approximate time for all trials of one kind
 ONE_SHOT: Final[Plan] = (0,)
 
 
 @dataclass(frozen=True)
 class Trial:
-    """One run to be made."""
+    """One run of the program that the measurement needs."""
 
     plan: Plan
     batch: int
@@ -49,7 +50,7 @@ class Trial:
 
 @dataclass(frozen=True)
 class RunInstants:
-    """Instants of one run's groups on one clock, in ms: copied, begun, computed.
+    """Instants of one run on one clock, in ms; each tuple has one entry for each group.
 
     ``copy_ends_ms`` is empty if the model was resident.
     """
@@ -61,7 +62,7 @@ class RunInstants:
 
     @property
     def makespan_ms(self) -> float:
-        """From the start of the first copy to the end of the last group."""
+        """Time from the start of the first copy to the end of the last group."""
         return self.ends_ms[-1] - self.copy_started_ms
 
     @property
@@ -74,14 +75,14 @@ class RunInstants:
 
     @property
     def gaps_ms(self) -> list[float]:
-        """Between the end of a group and the beginning of the next."""
+        """Times between the end of a group and the beginning of the next."""
         return [
             begin - end for end, begin in zip(self.ends_ms[:-1], self.begins_ms[1:], strict=True)
         ]
 
     @property
     def wakes_ms(self) -> list[float]:
-        """From a copy's end to the beginning of its group, where the worker stood waiting."""
+        """Times from a copy's end to its group's beginning, if the worker waited for the copy."""
         free_at_ms = (self.copy_started_ms, *self.ends_ms[:-1])
         return [
             begin - arrived
@@ -100,7 +101,7 @@ class MeasuredProgram:
     digest: str
     layer_bytes: tuple[int, ...]
     labels: tuple[str, ...]
-    built_plan: Plan  # the groups it has without a profile
+    built_plan: Plan  # the groups that the program has without a profile
 
     @property
     def finest(self) -> Plan:
@@ -112,11 +113,11 @@ Predictor = Callable[[Profile, Plan, int], float]
 
 
 class Measurement:
-    """The trials of one program, in order, and the profile they make.
+    """The trials of one program, in order, and the profile that results from them.
 
     Args:
-        program: what is measured.
-        batches: sizes to time; plans are made for the first.
+        program: the program to measure.
+        batches: batch sizes to time; plans are made for the first one.
         identity: of the device.
         plan: makes groups from a profile.
         predict: the makespan in ms of a plan at a batch size.
@@ -161,17 +162,17 @@ class Measurement:
 
     @property
     def next(self) -> Trial | None:
-        """The run to be made now; None when the profile is complete."""
+        """The trial to run now; None when the profile is complete."""
         return self._trials[self._done] if self._done < len(self._trials) else None
 
     @property
     def fraction(self) -> float:
-        """Done of the whole, 0 to 1; the planned groups' own trials are part of it early."""
+        """Finished share of all trials, 0 to 1; includes the trials of the planned groups."""
         total = len(self._trials) + (0 if self._profile is not None else self._repeats + 1)
         return self._done / total
 
     def take(self, run: RunInstants | None) -> bool:
-        """Take the result of ``next``; False if its times mean nothing and it is made again."""
+        """Record the run of ``next``; return False if it is unusable and must be made again."""
         trial = self.next
         assert trial is not None
         if run is None or not len(run.begins_ms) == len(run.ends_ms) == len(trial.plan):
@@ -193,10 +194,10 @@ class Measurement:
         return True
 
     def profile(self, measured_at: str) -> Profile:
-        """Return the finished profile; ``next`` is None.
+        """Return the finished profile; call it only when ``next`` is None.
 
         Args:
-            measured_at: now, as ISO 8601.
+            measured_at: the current time, as ISO 8601.
         """
         assert self._profile is not None
         plans = dict.fromkeys(trial.plan for trial in self._runs)
@@ -266,7 +267,7 @@ class Measurement:
         )
 
     def _link(self) -> LinkProfile:
-        """From the copies of every plan: a median for each group, whatever its size."""
+        """Return the link fitted to the median copy time of each group of every plan."""
         samples: list[tuple[int, float]] = []
         sizes = self._program.layer_bytes
         for plan in dict.fromkeys(trial.plan for trial in self._runs):
@@ -283,8 +284,8 @@ class Measurement:
         )
 
     def _overheads(self) -> Overheads:
-        """Sigma from groups that were there, wake from groups that were waited for, launch from
-        the same layers computed as many groups and as one."""
+        """Return the costs of a group: sigma from gaps between resident groups, wake from waits.
+        Launch is measured by computing the same layers as many groups and as one."""
         finest, batch = self._program.finest, self._batches[0]
         gaps = [ms for run in self._resident(finest, batch) for ms in run.gaps_ms]
         wakes = [
@@ -307,5 +308,5 @@ class Measurement:
 
 
 def _round(value: float) -> float:
-    """Round to a tenth of a microsecond, which no clock here can resolve."""
+    """Round to a tenth of a microsecond, which is finer than the clocks' resolution."""
     return round(value, 4)

@@ -1,10 +1,10 @@
-"""From a profile to groups and predictions: the bridge to the planner. Pure.
+"""Groups and predictions from a profile. Pure.
 
-The groups are for a machine that is not always as fast as it was measured. The optimum for one set
-of costs has no slack: each group is as large as the computation before it allows, to the last
-microsecond, and a copy that is a little late stalls the device. Planning for a slower link is no
-cure: where the link is the bottleneck it costs up to a fifth. So the plan is chosen by *regret*:
-how much longer than the best plan it takes, at worst, over a few scenarios.
+A machine is not always as fast as it was when it was measured. The optimum for one set of costs has
+no slack: each group is as large as the computation before it allows, so a copy that is a little
+late stalls the device. Planning for a slower link does not solve this: where the link is the
+bottleneck, that plan takes up to 20 % longer. So the plan is chosen by its *regret*: the largest
+ratio, over a few scenarios, of its makespan to the best plan's makespan.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from .grouping import Plan, per_layer
 from .profile import Profile
 
 SCENARIOS: Final = ((1.0, 1.0), (1.2, 1.0), (1.0, 1.2))
-"""Factors of copies and of computation: as measured, a late link, a late device."""
+"""Factors of copy times and of compute times: as measured, a slower link, a slower device."""
 
 
 def robust_plan(costs: LayerCosts) -> Plan:
-    """Return the plan of least regret among the optima of all scenarios and the finest one."""
+    """Return the plan of least regret among each scenario's best plan and the finest plan."""
     worlds = [costs.scaled(*factors) for factors in SCENARIOS]
     optima = [plan_groups(world) for world in worlds]
     best_ms = [makespan(plan, world) for plan, world in zip(optima, worlds, strict=True)]
@@ -39,16 +39,16 @@ def robust_plan(costs: LayerCosts) -> Plan:
 def costs_of(profile: Profile, batch: int | None = None) -> LayerCosts:
     """Return the planner's input; ``batch`` defaults to the first that was measured.
 
-    A layer's time was measured as a group of its own, so it includes one call of a subgraph: that
-    part is paid once for each group, and belongs to sigma. The time that a waiting worker needs to
-    wake up is not in sigma: the link continues meanwhile, so it delays all groups once, together.
+    A layer's time was measured as a group of its own, so it includes one call of a subgraph. Each
+    group pays for one such call, so that part moves to sigma. Sigma does not include the time that
+    a waiting worker needs to wake up: the link continues meanwhile, so it delays a run only once.
 
-    On the cpu device the copy takes memory bandwidth and cores from the computation, so its times
-    are those of a switch. A GPU's copy engine takes nothing, and the GPU itself waits for a group,
-    inside the measured time: its times are those of a resident run.
+    On the cpu device, copies take memory bandwidth and cores from the computation, so the times of
+    a switch are used. A GPU's copy engine takes nothing from the computation, and the times of its
+    switches include the GPU's waits for groups, so the times of resident runs are used.
 
     Raises:
-        ValueError: that batch was not measured.
+        ValueError: ``batch`` was not measured.
     """
     times = profile.batches[0] if batch is None else profile.batch(batch)
     if times is None:
@@ -69,5 +69,5 @@ def plan_of(profile: Profile) -> Plan:
 
 
 def predict(profile: Profile, plan: Plan, batch: int) -> float:
-    """From the start of the first copy to the end of the last group, in ms."""
+    """Return the time from the start of the first copy to the end of the last group, in ms."""
     return makespan(plan, costs_of(profile, batch)) + profile.overheads.wake_ms

@@ -1,9 +1,8 @@
-"""A profile: what one program costs on one device, layer by layer. Data and its checks, pure.
+"""A profile: the costs of one program on one device, layer by layer. Data and its checks, pure.
 
-A *layer* is the finest cut of a program (programs/interface/layout.py). Times are milliseconds;
-each is a
-median over trials with its spread, the distance between the quartiles. A profile says what it was
-measured on: one of another program, device or version is not used.
+A *layer* is the smallest unit into which a program is cut (programs/interface/layout.py). Each time
+is in milliseconds and a median over trials; its spread is the distance between the quartiles. A
+profile names the program, device and versions that were measured, and is used for no others.
 """
 
 from __future__ import annotations
@@ -20,21 +19,21 @@ MAX_MS: Final = 1e9
 
 
 class ProfileError(ValueError):
-    """Not a profile, or one whose numbers contradict each other; the text says what is wrong."""
+    """Data is not a profile, or its numbers contradict each other; the text says how."""
 
 
 class _Part(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Base of all parts: what is not known is refused."""
+    """Base of all parts; decoding refuses unknown fields."""
 
 
 class Identity(_Part, frozen=True):
-    """Facts that the times depend on besides the program."""
+    """Facts besides the program on which the times depend."""
 
     device: str  # as configured: "cpu", "cuda:0"
     name: str  # of the processor or the GPU
-    cores: int  # the server may run on
-    threads: int  # that a worker computes with
-    link_bytes_per_s: float  # of the modelled link; 0: as fast as it goes
+    cores: int  # number of cores that the server may use
+    threads: int  # number of threads with which a worker computes
+    link_bytes_per_s: float  # of the modelled link; 0: no limit
     pipeswitch: str
     torch: str
 
@@ -53,23 +52,23 @@ UNKNOWN_DEVICE: Final = Identity(
 
 
 class LayerProfile(_Part, frozen=True):
-    """One layer's bytes and its own copy."""
+    """One layer's bytes and the time of its copy."""
 
     label: str
     size_bytes: int
-    copy_ms: float  # when it is a group by itself
+    copy_ms: float  # if the layer is a group of its own
     copy_spread_ms: float
 
 
 class BatchProfile(_Part, frozen=True):
-    """Compute times at one batch size; one number for each layer."""
+    """Compute times at one batch size; each tuple has one number for each layer."""
 
     batch: int
-    switch_ms: tuple[float, ...]  # while the model streams in: what a plan is made from
+    switch_ms: tuple[float, ...]  # while later layers are copied
     switch_spread_ms: tuple[float, ...]
     resident_ms: tuple[float, ...]
     resident_spread_ms: tuple[float, ...]
-    trials: int  # of each kind
+    trials: int  # of each kind (switch and resident)
 
 
 class LinkProfile(_Part, frozen=True):
@@ -87,13 +86,13 @@ class LinkProfile(_Part, frozen=True):
 class Overheads(_Part, frozen=True):
     """Costs of a group beyond its copy and its compute."""
 
-    sigma_ms: float  # looking at the word of a group that is there, and the time stamps
+    sigma_ms: float  # reading the fence of a group that is on the device, and the time stamps
     launch_ms: float  # calling one more subgraph
-    wake_ms: float  # from a word's rise to a waiting worker that computes
+    wake_ms: float  # from the moment a fence is set until the waiting worker computes
 
 
 class PlanCheck(_Part, frozen=True):
-    """A plan that was tried: what the model of the pipeline says, and what was measured."""
+    """Predicted and measured makespan of a plan that was tried."""
 
     plan: tuple[int, ...]
     batch: int
@@ -104,26 +103,26 @@ class PlanCheck(_Part, frozen=True):
 
 
 class Profile(_Part, frozen=True):
-    """Everything that was measured of one program on one device."""
+    """All measurements of one program on one device."""
 
     version: int
-    model: str  # the name it was registered by; the digest decides
+    model: str  # registered name, for people; the program is identified by the digest
     digest: str
     measured_at: str  # UTC, ISO 8601
     identity: Identity
     layers: tuple[LayerProfile, ...]
-    batches: tuple[BatchProfile, ...]  # the first is the one plans are made for
+    batches: tuple[BatchProfile, ...]  # plans are made for the first
     link: LinkProfile
     overheads: Overheads
-    checks: tuple[PlanCheck, ...] = ()  # layer by layer, buckets, one shot; the planned groups last
-    stale: str = ""  # why it is not used; earlier releases wrote it
+    checks: tuple[PlanCheck, ...] = ()  # layer by layer, buckets, one copy; the planned groups last
+    stale: str = ""  # why the profile is not used; only earlier releases wrote this
 
     def batch(self, batch: int) -> BatchProfile | None:
-        """Return the times at that batch size, if it was measured."""
+        """Return the times at this batch size, or None if it was not measured."""
         return next((one for one in self.batches if one.batch == batch), None)
 
     def why_unusable(self, identity: Identity, digest: str, layer_bytes: Sequence[int]) -> str:
-        """Return why no plan can be made from it here and now; empty if one can."""
+        """Return why no plan for this device and program can use the profile; empty if one can."""
         if self.stale:
             return f"it is stale: {self.stale}"
         if self.digest != digest:
@@ -136,7 +135,7 @@ class Profile(_Part, frozen=True):
 
 @dataclass(frozen=True)
 class ProfileFile:
-    """A file that bears a program's digest in its name: its profile, or why there is none."""
+    """A file with a program's digest in its name: its profile, or why it cannot be read."""
 
     file_name: str
     profile: Profile | None
@@ -144,7 +143,7 @@ class ProfileFile:
 
 
 def encode(profile: Profile) -> bytes:
-    """JSON for a file, indented for people."""
+    """Return a profile as JSON for a file, indented for people."""
     return msgspec.json.format(msgspec.json.encode(profile), indent=1) + b"\n"
 
 
@@ -152,7 +151,7 @@ def decode(raw: bytes) -> Profile:
     """Decode a profile from a file.
 
     Raises:
-        ProfileError: no JSON, another shape, another version, or numbers that cannot be.
+        ProfileError: not JSON, unexpected fields, another version, or impossible numbers.
     """
     if len(raw) > MAX_BYTES:
         raise ProfileError(f"it has {len(raw)} bytes, the limit is {MAX_BYTES}")

@@ -1,4 +1,4 @@
-"""Profiles on disk: one JSON file each, found by the program's digest."""
+"""Profiles on disk: one JSON file for each profile, found by the program's digest."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from pathlib import Path
 
 from .profile import MAX_BYTES, Profile, ProfileError, ProfileFile, decode, encode
 
-DIGEST_CHARS = 12  # of the digest in a file's name; the whole stands inside
+DIGEST_CHARS = 12  # of the digest in a file's name; the file contains the whole digest
 
 
 def file_name(profile: Profile) -> str:
-    """``resnet152.3f2a90c1d4e5.cpu.json``."""
+    """Return a profile's file name, such as ``resnet152.3f2a90c1d4e5.cpu.json``."""
     device = re.sub(r"[^a-z0-9]+", "-", profile.identity.device.lower())
     return f"{profile.model}.{profile.digest[:DIGEST_CHARS]}.{device}.json"
 
 
 def find(folders: Sequence[Path], digest: str) -> Iterator[ProfileFile]:
-    """Every profile file of that program, the folders in order. Never raises."""
+    """Yield every profile file of the program with this digest, folder by folder. Never raises."""
     for folder in folders:
         for path in sorted(folder.glob(f"*.{digest[:DIGEST_CHARS]}.*.json")):
             try:
@@ -34,10 +34,10 @@ def find(folders: Sequence[Path], digest: str) -> Iterator[ProfileFile]:
 
 
 def save(folder: Path, profile: Profile) -> Path:
-    """Write it for its owner alone, whole or not at all; the file of before is replaced.
+    """Write a profile atomically, readable by its owner alone; replace the program's former file.
 
     Raises:
-        OSError: no room, or no right.
+        OSError: the disk is full, or the folder may not be written.
     """
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     path = folder / file_name(profile)

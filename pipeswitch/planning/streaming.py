@@ -1,10 +1,10 @@
-"""Places and duration of a pass of a model that is larger than the arena. Pure.
+"""Memory layout and duration of one run (a pass) of a model that is larger than the arena. Pure.
 
-Its window has two parts. In the first, a ring, groups follow each other, and each place is used
-again once its group has computed; in the second lie the groups that stay from pass to pass. So the
-space that is free between two passes borders on the space that was free before. The groups that
-stay are spread over the model: the link continues while such a group computes, and a small ring is
-enough. The first group stays, so a pass begins at once.
+The model's window in the arena has two parts. The first part is a ring: a group's memory is used
+again for a later group once the group has computed. The second part keeps the other groups on the
+device from pass to pass. The ring is free between passes, and it borders on the free memory before
+the window. The groups that stay are spread over the model. The link copies later groups while such
+a group computes, so a small ring is enough. The first group stays, so a pass begins at once.
 """
 
 from __future__ import annotations
@@ -19,26 +19,26 @@ from .grouping import Plan, spans
 
 @dataclass(frozen=True)
 class StagingLayout:
-    """The places of a model's groups in its window, in order of execution."""
+    """Places of a model's groups in its window; tuples have one entry for each group."""
 
-    offsets: tuple[int, ...]  # from the window's start
-    waits: tuple[int, ...]  # so many groups must have computed before its copy begins; 0: none
-    resident: frozenset[int]  # these stay
-    resident_bytes: int  # of the window's second part, where they lie
+    offsets: tuple[int, ...]  # from the window's start, in bytes
+    waits: tuple[int, ...]  # number of groups that must have computed before this group's copy
+    resident: frozenset[int]  # indices of the groups that stay
+    resident_bytes: int  # of the window's second part, which holds the resident groups
     size_bytes: int  # of the window
 
 
 def land(
     sizes_bytes: Sequence[int], until: Sequence[int], window_bytes: int, unit_bytes: int
 ) -> StagingLayout | None:
-    """Places in a window of that size; None where it is too small.
+    """Return the layout in a window of ``window_bytes``, or None if that is too small.
 
-    The ring holds two landings at least: a group may be copied while the one before it computes.
+    The ring holds at least two groups: a group can be copied while the previous one computes.
 
     Args:
         sizes_bytes: of the groups.
-        until: for each the last group that reads it, itself or a later one.
-        unit_bytes: landings begin on multiples of it, and end on them.
+        until: for each group the last group that reads its bytes: itself or a later one.
+        unit_bytes: the places of groups begin and end on multiples of it.
     """
     sizes = [-(-size // unit_bytes) * unit_bytes for size in sizes_bytes]
     window_bytes -= window_bytes % unit_bytes
@@ -61,22 +61,22 @@ def land(
 def least_window(
     sizes_bytes: Sequence[int], until: Sequence[int], max_bytes: int, unit_bytes: int
 ) -> int:
-    """Return the smallest window that suffices for ``land``, or more than ``max_bytes``."""
+    """Return the size of a small window that ``land`` accepts, or more than ``max_bytes``."""
     sizes = [-(-size // unit_bytes) * unit_bytes for size in sizes_bytes]
     needed = frozenset(i for i, last in enumerate(until) if last > i + 1)
     least = _least_ring(sizes, until, needed, max_bytes, unit_bytes)
     return sum(sizes[index] for index in needed) + least
 
 
-Ring = dict[int, tuple[int, int]]  # of each group that goes through it: its offset, its wait
+Ring = dict[int, tuple[int, int]]  # group -> (offset, wait), without the groups that stay
 
 
 def _ring(
     sizes: Sequence[int], until: Sequence[int], fixed: frozenset[int], ring_bytes: int
 ) -> Ring | None:
-    """One behind the other, from the start again where the end is near; None: one would have to
-    wait for the group before it, or for itself."""
-    lying: list[tuple[int, int, int]] = []  # start, end, the last group that reads it
+    """Return places one after the other, continuing at the ring's start.
+    Return None if a group does not fit, or must wait for itself or for the group before it."""
+    lying: list[tuple[int, int, int]] = []  # start, end, last group that reads this range
     ring: Ring = {}
     cursor = 0
     for index, size in enumerate(sizes):
@@ -103,8 +103,8 @@ def _least_ring(
     max_bytes: int,
     unit_bytes: int,
 ) -> int:
-    """Return the smallest ring found: it begins with the largest two neighbours and grows by a
-    fraction of itself, so that no client's claim can make the search long."""
+    """Return the first size in the search that suffices for ``_ring``.
+    It starts with the largest two neighbours and grows by 1/16: no client can make it long."""
     streams = [size for index, size in enumerate(sizes) if index not in fixed]
     ring_bytes = max(map(sum, pairwise((0, *streams))), default=0)
     while ring_bytes <= max_bytes and _ring(sizes, until, fixed, ring_bytes) is None:
@@ -113,8 +113,8 @@ def _least_ring(
 
 
 def _spread(sizes: Sequence[int], needed: frozenset[int], budget_bytes: int) -> frozenset[int]:
-    """Return the groups that stay: those that must, then an even share of each part of the model
-    with the first group first; the rest of the budget goes to the first groups that fit."""
+    """Return the groups that stay: ``needed``, then others as far as the budget allows.
+    These are spread evenly over the model, from its first group on; then the earliest that fit."""
     total = sum(size for index, size in enumerate(sizes) if index not in needed)
     fixed, resident_bytes, passed_bytes = set(needed), 0, 0
     for only_due in (True, False):
@@ -144,10 +144,10 @@ def _placed(
 
 
 def pass_ms(plan: Plan, costs: LayerCosts, staging: StagingLayout) -> float:
-    """From the start of the first copy to the end of the last group, with what stays in place: the
-    longer of link and compute, and the bubble between them."""
+    """Return the time from the start of the first copy to the end of the last group, in ms.
+    The resident groups are on the device already."""
     link_ms = device_ms = 0.0
-    ends_ms = [0.0]  # when so many groups have computed
+    ends_ms = [0.0]  # index n: when n groups have computed
     for index, (first, end) in enumerate(spans(plan, costs.layer_count)):
         if index not in staging.resident:
             link_ms = max(link_ms, ends_ms[staging.waits[index]])

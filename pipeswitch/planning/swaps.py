@@ -1,17 +1,16 @@
-"""Choice of a training step's saved tensors that leave the device, and of their return. Pure.
+"""Choice of the saved tensors of a training step that leave the device, and of their return. Pure.
 
-vDNN (MICRO'16): tensors that forward saves go to the host while later layers compute, and come back
-ahead of their use in backward. SwapAdvisor (ASPLOS'20): a genetic search over what leaves and comes
-when, with a simulator as its fitness. We differ: storages are chosen by what one step has shown,
-and only as many as the budget asks for; operators stay in the script's order, which nobody can
-change.
+vDNN (MICRO'16) copies tensors that forward saves to the host while later layers compute, and copies
+them back before backward uses them. SwapAdvisor (ASPLOS'20) searches with a genetic algorithm which
+tensors are swapped, and when; a simulator is its fitness. Here one measured step determines which
+storages are chosen, and only as many leave as the budget needs. Operators keep the script's order.
 
-The model has three lanes: compute, out, in. Both copying lanes carry tensors in the order of the
-requests. A copy out is requested at the save. Forward waits at a save that has no room yet;
-backward waits at a use whose bytes are not back yet. From the first use on, bytes are requested
-back in the order of use, each as soon as there is room for it. ``forecast`` runs a step by these
-rules, which are the executor's (``workers/training/activations.py``). Another order, or a later way
-out, gains nothing (ADR 47): the set of leaving tensors is the whole plan.
+The simulation has three queues: compute, copies out and copies in. Both kinds of copies run in the
+order of their requests. A copy out is requested at the save. Forward waits at a save that has no
+room yet, and backward waits at a use whose bytes are not back yet. From the first use on, storages
+are requested back in the order of use, each as soon as there is room for it. ``forecast`` simulates
+a step by these rules, which ``workers/training/activations.py`` follows. Another order or a later
+copy out gains nothing (ADR 47), so the set of leaving storages is the whole plan.
 """
 
 from __future__ import annotations
@@ -22,10 +21,10 @@ from dataclasses import dataclass
 from random import Random
 from typing import Final, Literal
 
-MIN_BYTES: Final = 4096  # smaller ones stay: a copy costs more than they hold
-MAX_TRIES: Final = 32  # of how many of the best to send
+MIN_BYTES: Final = 4096  # smaller storages stay: their copies would cost more than they free
+MAX_TRIES: Final = 32  # numbers of leaving storages that ``hiding`` tries
 POPULATION: Final = 16
-CHILDREN: Final = 1000  # of the genetic search, where time allows
+CHILDREN: Final = 1000  # maximum number of children of the genetic search
 
 What = Literal["save", "use", "release"]
 Place = Literal["", "device", "leaving", "host", "coming"]
@@ -33,10 +32,10 @@ Place = Literal["", "device", "leaving", "host", "coming"]
 
 @dataclass(frozen=True, slots=True)
 class Event:
-    """Something that happened to a storage in a measured step, in order.
+    """Save, use or release of a storage in a measured step.
 
-    ``compute_ms``: since the event before, without what the step waited for copies. A storage has
-    one save; only its first use counts.
+    ``compute_ms`` is the time since the previous event, without waits for copies. A storage has one
+    save; only its first use counts.
     """
 
     what: What
@@ -46,7 +45,7 @@ class Event:
 
 @dataclass(frozen=True, kw_only=True)
 class Step:
-    """One measured step: sizes in the order of saving, and what happened to them."""
+    """One measured step: the storages' sizes in the order of their saves, and the events."""
 
     sizes_bytes: Sequence[int]
     events: Sequence[Event]
@@ -57,7 +56,7 @@ class LinkQueue:
     """Link that carries the copies of one direction."""
 
     bytes_per_ms: float
-    call_ms: float = 0.0  # of each copy, whatever its size
+    call_ms: float = 0.0  # fixed cost of each copy
 
     def copy_ms(self, size_bytes: int) -> float:
         return self.call_ms + size_bytes / self.bytes_per_ms
@@ -68,13 +67,13 @@ Links = tuple[LinkQueue, LinkQueue]  # out, in
 
 @dataclass(frozen=True, kw_only=True)
 class Forecast:
-    """Predicted course of a step if these storages leave."""
+    """Predicted course of a step if the storages in ``leaving`` leave the device."""
 
     leaving: frozenset[int]
     wait_ms: float
     peak_bytes: int
-    moved_bytes: int  # out; as many come back
-    fetches: tuple[tuple[int, int], ...] = ()  # (storage, the event at which it is asked back)
+    moved_bytes: int  # copied out; the same bytes are copied back
+    fetches: tuple[tuple[int, int], ...] = ()  # (storage, index of the event that requests it back)
 
 
 class _ForecastState:
@@ -86,22 +85,22 @@ class _ForecastState:
         self._step, self._leaving, self._budget = step, leaving, budget_bytes
         self._place: list[Place] = [""] * len(step.sizes_bytes)
         self._links = {"leaving": links[0], "coming": links[1]}
-        self._queues: dict[str, deque[tuple[int, float]]] = {  # storage, asked for at
+        self._queues: dict[str, deque[tuple[int, float]]] = {  # storage, time of the request
             "leaving": deque(),
             "coming": deque(),
         }
         self._free_ms = {"leaving": 0.0, "coming": 0.0}
         self._now_ms = 0.0
         self._held = 0
-        self._is_turned = False  # a use was the last of saves and uses: bytes are asked back
-        self._ahead: list[int] = []  # what will be, the next one last
+        self._is_turned = False  # the last save or use was a use, so storages are requested back
+        self._ahead: list[int] = []  # storages to request back, the next one last
         self._rank = {storage: -rank for rank, storage in enumerate(order_of_use(step))}
         self._used: set[int] = set()
         self.wait_ms, self.peak, self.moved = 0.0, 0, 0
         self.fetches: list[tuple[int, int]] = []
 
     def is_possible(self) -> bool:
-        """Run to the end; False: there is a moment at which waiting makes no room."""
+        """Run the step; return False if at some event waiting would not make enough room."""
         for number, event in enumerate(self._step.events):
             self._number = number
             self._now_ms += event.compute_ms
@@ -151,7 +150,7 @@ class _ForecastState:
             self._look_ahead()
 
     def _stay(self, storage: int) -> None:
-        """Keep a storage whose copy out has not ended: it need not leave."""
+        """Cancel a storage's copy out if the copy has not ended."""
         if self._place[storage] == "leaving":
             queue = self._queues["leaving"]
             queue.remove(next(one for one in queue if one[0] == storage))
@@ -178,7 +177,7 @@ class _ForecastState:
         self.peak = max(self.peak, self._held)
 
     def _make_room(self, storage: int) -> bool:
-        """Wait until it fits, and count it."""
+        """Wait until the storage fits, and count its bytes; return False if it never fits."""
         while self._held + self._step.sizes_bytes[storage] > self._budget:
             if not self._queues["leaving"]:
                 return False
@@ -198,7 +197,7 @@ class _ForecastState:
         return max(self._free_ms[way], asked_ms) + copy_ms
 
     def _carry(self, until_ms: float) -> None:
-        """Advance the lanes until then."""
+        """Finish the copies that end by ``until_ms``."""
         for way, queue in self._queues.items():
             while queue and (end_ms := self._end_ms(way)) <= until_ms:
                 storage, _ = queue.popleft()
@@ -214,7 +213,7 @@ class _ForecastState:
 def forecast(
     step: Step, leaving: Collection[int], budget_bytes: int, links: Links
 ) -> Forecast | None:
-    """Return the predicted course of a step; None if it cannot keep the budget."""
+    """Return the predicted course of a step, or None if it cannot keep the budget."""
     run = _ForecastState(step, leaving, budget_bytes, links)
     if not run.is_possible():
         return None
@@ -235,13 +234,13 @@ def order_of_use(step: Step) -> tuple[int, ...]:
 def plan(
     step: Step, budget_bytes: int, links: Links, is_over: Callable[[], bool] = lambda: False
 ) -> Forecast | None:
-    """Return the best of vDNN's, Belady's and a genetic search's plans.
+    """Return the best plan of vDNN's rule, Belady's rule and a genetic search that starts there.
 
     Args:
-        is_over: the search ends: time is up. What was found until then counts.
+        is_over: returns True when time is up; the search then ends with its best plan so far.
 
     Returns:
-        None where no choice keeps the budget by waiting.
+        The forecast of the best plan, or None if neither rule keeps the budget.
     """
     forecasts = [*hiding(step, budget_bytes, links)]
     if one := forecast(step, farthest(step, budget_bytes), budget_bytes, links):
@@ -252,7 +251,7 @@ def plan(
 
 
 def min_bytes(step: Step) -> int:
-    """Return the least possible budget: all that may leave the device does."""
+    """Return the smallest budget in bytes that a step keeps when all of ``_ranked`` leave."""
     links = (LinkQueue(bytes_per_ms=1.0),) * 2
     unlimited = forecast(step, (), 1 << 62, links)
     assert unlimited is not None
@@ -265,12 +264,12 @@ def min_bytes(step: Step) -> int:
 
 
 def hiding(step: Step, budget_bytes: int, links: Links) -> list[Forecast]:
-    """vDNN's: those leave first whose way there and back hides best behind compute: how much of
-    the time between save and use is left over by their copies. The fewest that keep the budget,
-    and more."""
+    """Return the plans of vDNN's rule: storages leave in the order of ``_ranked``.
+    First leave those whose copies hide best behind computation. The first plan has the fewest
+    storages that keep the budget; later plans have more."""
     ranked = _ranked(step, links)
     low, high = 0, len(ranked)
-    while low < high:  # more that leave need less room
+    while low < high:  # binary search: the step needs less room if more storages leave
         middle = (low + high) // 2
         fit = forecast(step, ranked[:middle], budget_bytes, links)
         low, high = (low, middle) if fit else (middle + 1, high)
@@ -282,7 +281,7 @@ def hiding(step: Step, budget_bytes: int, links: Links) -> list[Forecast]:
 
 
 def farthest(step: Step, budget_bytes: int) -> set[int]:
-    """Belady's: where there is no room, that one leaves whose use is the farthest."""
+    """Return Belady's choice: if room is needed, the storage with the farthest use leaves."""
     sizes, order = step.sizes_bytes, order_of_use(step)
     here: set[int] = set()
     leaving: set[int] = set()
@@ -298,7 +297,7 @@ def farthest(step: Step, budget_bytes: int) -> set[int]:
 
 
 class _Search:
-    """A genetic one: of each storage a child has one parent's choice; one or a few are changed."""
+    """Genetic search: a child takes each storage's choice from a parent, and flips one or more."""
 
     def __init__(
         self, step: Step, budget_bytes: int, links: Links, first: Sequence[Forecast], dice: Random
@@ -309,7 +308,7 @@ class _Search:
         self._seen = {one.leaving for one in first}
 
     def best(self, is_over: Callable[[], bool]) -> Forecast:
-        """Search until the step waits for nothing, time is up, or there were enough children."""
+        """Search until a step has no waits, time is up, or CHILDREN were made; return the best."""
         for _ in range(CHILDREN):
             if not self._alive[0].wait_ms or is_over():
                 break
@@ -338,7 +337,8 @@ def _cost(one: Forecast) -> tuple[float, int]:
 
 
 def _ranked(step: Step, links: Links) -> list[int]:
-    """Return the storages that may leave, the best hidden first."""
+    """Return the storages that may leave, ordered by falling slack.
+    Slack is the time between save and first use, minus the time of both copies."""
     now_ms, saved_ms, slack_ms = 0.0, {}, {}
     for event in step.events:
         now_ms += event.compute_ms

@@ -1,8 +1,8 @@
-"""Execution-time simulator of a window of jobs, and the thesis' order for it. Pure.
+"""Execution-time simulator of a window of jobs, and the order that the thesis proposes. Pure.
 
-One link and one compute unit, each serial in the order given; a job's load may run while an
-earlier job computes. An order is a tuple of indices into the jobs of one window. The best orders,
-for comparison, are in ``benchmarks/thesis.py``.
+There is one link and one compute unit. Each serves one job at a time, in the order given, and a
+job's load may run while an earlier job computes. An order is a tuple of indices into the jobs of
+one window. ``benchmarks/thesis.py`` computes the best orders, for comparison.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ class WindowJob:
     """One request, or one client's turn."""
 
     model: str
-    load_ms: float  # of its model over the link, when that is not resident
+    load_ms: float  # time to copy the model over the link, if it is not resident
     compute_ms: float
-    size_bytes: int = 0  # of its model in the device's memory
+    size_bytes: int = 0  # of the model in the device's memory
     arrived_at_ms: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """Course of one job; ``load_begins_at_ms`` is None if its model was resident."""
+    """Instants of one job; ``load_begins_at_ms`` is None if its model was resident."""
 
     job: int
     load_begins_at_ms: float | None
@@ -44,20 +44,20 @@ class _Held:
 
     size_bytes: int
     loaded_at_ms: float
-    pinned_until_ms: float  # the end of its last issued job
-    last_used_at: int  # the place in the order
+    pinned_until_ms: float  # end of its last issued job
+    last_used_at: int  # position of that job in the order
 
 
 @dataclass(frozen=True, kw_only=True)
 class Memory:
-    """The device's memory as a window finds it.
+    """The device's memory when a window begins.
 
     Attributes:
         capacity_bytes: room for models.
-        resident: models that lie there already, with their sizes in bytes.
+        resident: models that are already there, with their sizes in bytes.
         is_prefetching: whether a load may begin before the previous job has ended.
-        is_belady: the victim is the model used again last (the order is known); else the one
-            used least recently.
+        is_belady: True: evict the model whose next use in the order is farthest away; False:
+            evict the least recently used one.
     """
 
     capacity_bytes: float = math.inf
@@ -70,11 +70,10 @@ UNLIMITED: Final = Memory()
 
 
 def run(jobs: Sequence[WindowJob], order: Sequence[int], memory: Memory = UNLIMITED) -> list[Turn]:
-    """Return when each job of an order loads and computes, in milliseconds from the window's
-    beginning.
+    """Return when each job loads and computes, in ms from the window's beginning.
 
-    A load begins when the link is free, the job has arrived and its model fits beside those that
-    are pinned; a model is pinned from its load to the end of its last issued job.
+    A load begins when the link is free, the job has arrived, and its model fits beside the pinned
+    models. A model is pinned from its load to the end of its last issued job.
 
     Raises:
         ValueError: a model is larger than the memory.
@@ -109,7 +108,7 @@ def run(jobs: Sequence[WindowJob], order: Sequence[int], memory: Memory = UNLIMI
 def _make_room(
     models: dict[str, _Held], size_bytes: int, at_ms: float, memory: Memory, upcoming: Sequence[str]
 ) -> float:
-    """Evict until a model fits; when that is, not before ``at_ms``."""
+    """Evict models until ``size_bytes`` fit; return the time of that, ``at_ms`` or later."""
     used_bytes = sum(model.size_bytes for model in models.values())
     while used_bytes + size_bytes > memory.capacity_bytes:
         idle = [name for name, model in models.items() if model.pinned_until_ms <= at_ms]
@@ -129,17 +128,17 @@ def _make_room(
 def makespan_ms(
     jobs: Sequence[WindowJob], order: Sequence[int], memory: Memory = UNLIMITED
 ) -> float:
-    """Return the end of an order's last job."""
+    """Return when the last job of an order ends, in ms from the window's beginning."""
     return max((turn.ends_at_ms for turn in run(jobs, order, memory)), default=0.0)
 
 
 def alternating(jobs: Sequence[WindowJob]) -> Order:
-    """Order jobs by weight: the largest, the smallest, the second largest, and so on.
+    """Return the jobs' order by weight: the largest, the smallest, the second largest, and so on.
 
-    A job's weight is its reward over its penalty: the share of the window that it computes, over
-    the time its model takes on the link (resident: infinite). The window is the same for all, so
-    its length cancels. Of equal weights the one with the smaller penalty counts as the larger.
-    A strong client's long compute hides the weak one's long load that follows.
+    A job's weight is its compute time (the reward) divided by its load time (the penalty), and
+    infinite if its model is resident. The thesis divides the compute time by the window's length,
+    which is the same for all jobs. Among equal weights, the job with the shorter load ranks higher.
+    The long computation of a large weight hides the long load of the small weight after it.
     """
 
     def weight(i: int) -> tuple[float, float]:

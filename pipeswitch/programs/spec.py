@@ -1,4 +1,4 @@
-"""Specification of a registration. Pure, no torch: the controller fills it, a child builds it."""
+"""Specification of a registration, which the controller fills and a builder builds. No torch."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ from .interface.pytree import Tree
 from .interface.signature import signature_text
 
 DEFAULT_MAX_BATCH: Final = 64
-DEFAULT_SEQUENCES: Final = 8  # of a language model in one step
+DEFAULT_SEQUENCES: Final = 8  # sequences in one step of a language model
 MANIFEST_FILE: Final = "manifest.json"
-WEIGHTS_FILE: Final = "weights.safetensors"  # module mode: there is no graph to travel with
-PROGRAM_FOLDER: Final = re.compile("[0-9a-f]{64}")  # its program's digest
+WEIGHTS_FILE: Final = "weights.safetensors"  # module mode, which has no bundle with a graph
+PROGRAM_FOLDER: Final = re.compile("[0-9a-f]{64}")  # a folder is named after the program's digest
 MAX_MANIFEST_BYTES: Final = 64 << 20
 
 
@@ -37,31 +37,31 @@ class BuildSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     """One model to build.
 
     ``source`` is ``torchvision:NAME``, ``hf:NAME``, a path that ends in ``.bundle``, or
-    ``package.module:factory``; the last one *runs code*, so the caller has checked that it may.
+    ``package.module:factory``, which *runs code*: callers must have checked that this is allowed.
     """
 
     name: str
     source: str
     # "random:SEED", "pretrained", a .safetensors file, the folder of a job's commit; empty: the
-    # source's own
+    # source's own weights
     weights: str = ""
-    part: str = ""  # of that job, where several fit
-    inputs: dict[str, tuple[tuple[int | tuple[int, int], ...], str]] = {}  # (shape, dtype) by name
-    takes: Tree = None  # the arguments by name, of these inputs; None: each is one
-    example: str = ""  # a .safetensors file with values of the inputs; empty: they are made up
+    part: str = ""  # part of the job in ``weights``; empty: the only part that fits
+    inputs: dict[str, tuple[tuple[int | tuple[int, int], ...], str]] = {}  # name -> (shape, dtype)
+    takes: Tree = None  # tree of the arguments; None: each input is an argument
+    example: str = ""  # a .safetensors file with values of the inputs; empty: random values
     generate: bool = False  # a language model, with the cache of a sequence as its state
     max_batch: int = DEFAULT_MAX_BATCH
-    batch: int = 0  # up to which requests are joined; 0: each runs alone
-    batch_delay_ms: float = 0.0  # for which one waits for others
+    batch: int = 0  # maximum size of a batch of several requests; 0: each request runs alone
+    batch_delay_ms: float = 0.0  # maximum wait of a request for others
     allow_module_mode: bool = False
-    bucket_bytes: int = 0  # 0: grouping's default
-    devices: tuple[str, ...] = ()  # of the server that may serve it; none named: all
-    preprocess: str = ""  # package.module:function that makes its inputs; empty: clients send them
-    raw: dict[str, tuple[tuple[int | tuple[int, int], ...], str]] = {}  # then: what they send
-    postprocess: str = ""  # the same for the answer; empty: the model's outputs are it
-    returns: dict[str, tuple[tuple[int | tuple[int, int], ...], str]] = {}  # then: what they get
-    # inputs of a sequence's request: the outputs of its last one, and the dimension along which
-    # they are appended; -1: they take its place
+    bucket_bytes: int = 0  # 0: ``grouping.DEFAULT_BUCKET_BYTES``
+    devices: tuple[str, ...] = ()  # devices that may serve the model; empty: all devices
+    preprocess: str = ""  # package.module:function that makes the inputs; empty: clients send them
+    raw: dict[str, tuple[tuple[int | tuple[int, int], ...], str]] = {}  # arguments of preprocess
+    postprocess: str = ""  # package.module:function of the outputs; empty: they are the answer
+    returns: dict[str, tuple[tuple[int | tuple[int, int], ...], str]] = {}  # results of postprocess
+    # input -> (output of the sequence's previous request, dimension along which it is appended; -1:
+    # it replaces the input)
     state: dict[str, tuple[str, int]] = {}
     precision: str = "exact"  # one of packing.PRECISIONS
     max_error: float = 0.0  # limit, relative to the largest output; 0: the default
@@ -78,7 +78,7 @@ def files_of(spec: bytes) -> list[Path]:
 
 
 def devices_of(spec: bytes) -> tuple[str, ...]:
-    """Return the devices to which an encoded spec limits its model; empty for none or no spec."""
+    """Return the devices to which an encoded spec limits its model; empty: all, or invalid spec."""
     try:
         return msgspec.msgpack.decode(spec, type=BuildSpec).devices
     except (msgspec.DecodeError, UnicodeDecodeError):
@@ -86,7 +86,7 @@ def devices_of(spec: bytes) -> tuple[str, ...]:
 
 
 def processor_of(spec: bytes) -> Processor | None:
-    """Return the stage around an encoded spec's model; None if it has none or is not a spec."""
+    """Return the stages of an encoded spec's model; None if there are none or it is invalid."""
     try:
         decoded = msgspec.msgpack.decode(spec, type=BuildSpec)
     except msgspec.DecodeError:
@@ -95,7 +95,7 @@ def processor_of(spec: bytes) -> Processor | None:
 
 
 def needs_more(spec: bytes) -> bool:
-    """Return True if a build cannot be confined: the operator's own code, or weights from a hub."""
+    """Return True if the build cannot be confined: it runs a factory, or downloads weights."""
     decoded = msgspec.msgpack.decode(spec, type=BuildSpec)
     is_data = decoded.source.endswith(".bundle")
     is_named = decoded.source.startswith(("torchvision:", "hf:"))
@@ -103,10 +103,10 @@ def needs_more(spec: bytes) -> bool:
 
 
 def with_state(manifest: Manifest, state: Mapping[str, tuple[str, int]]) -> Manifest:
-    """Return the manifest of a program whose outputs are inputs of a sequence's next request.
+    """Return the manifest with ``state``: outputs that are inputs of a sequence's next request.
 
     Raises:
-        RegistrationRefused: there is no such input or output, or the two differ.
+        RegistrationRefused: an input or output does not exist, or does not fit its counterpart.
     """
     inputs = {one.name: one for one in manifest.inputs}
     outputs = {one.name: one for one in manifest.outputs}
@@ -139,9 +139,9 @@ def with_state(manifest: Manifest, state: Mapping[str, tuple[str, int]]) -> Mani
 
 
 def batched_as(manifest: Manifest, spec: BuildSpec) -> tuple[int, float] | None:
-    """Return the batch limit of joined requests and the delay; None: each runs alone.
+    """Return the maximum batch of several requests and the delay; None: requests run alone.
 
-    Requests that may be padded are joined, up to the program's largest batch.
+    Without a limit in ``spec``, requests that may be padded get the program's largest batch.
     """
     low, high = manifest.batch
     if spec.batch:
@@ -157,25 +157,26 @@ def is_batched_as_requested(manifest: Manifest, spec: bytes) -> bool:
 
 
 def is_same_content(one: Manifest, other: Manifest) -> bool:
-    """Return whether two programs have the same graph and weights, as far as both are known."""
+    """Return whether two programs have the same weights and, if both are known, the same graph."""
     heads = {one.head_sha256, other.head_sha256} - {""}
     return one.weights_sha256 == other.weights_sha256 and len(heads) < 2
 
 
 def weights_file(manifest: Manifest) -> str:
-    """Return the name, inside the program's folder, of the file that holds its tensors."""
+    """Return the name of the file in the program's folder that contains its tensors."""
     if manifest.mode == "module":
         return WEIGHTS_FILE
     return DERIVED_FILE if manifest.precision is not None else BUNDLE_FILE
 
 
 def load_manifest(path: str | os.PathLike[str] | int) -> Manifest:
-    """Read ``manifest.json`` (or the one in the folder ``path``, or a descriptor of it).
+    """Read a manifest; ``path`` is its file, its folder or an open descriptor of the file.
+
+    A builder of a client's program may have written the file, so its signature is checked.
 
     Raises:
-        RegistrationRefused: it is missing, damaged, another program's or not a manifest, no
-            message could carry its numbers, or a graph's signature is not a bounded one: a builder
-            of a client's program may have written it.
+        RegistrationRefused: the manifest is missing, damaged, another program's or not a manifest,
+            a number does not fit into a message, or a graph's signature is invalid.
     """
     place = path
     if not isinstance(path, int) and os.path.isdir(path):
@@ -187,7 +188,7 @@ def load_manifest(path: str | os.PathLike[str] | int) -> Manifest:
         if len(text) > MAX_MANIFEST_BYTES:
             raise RegistrationRefused("manifest", f"larger than {MAX_MANIFEST_BYTES} bytes")
         content, _, digest = text.rpartition(b"\n")
-        if len(digest) == hashlib.sha256().digest_size * 2:  # else of an older release, or cut off
+        if len(digest) == hashlib.sha256().digest_size * 2:  # older releases wrote no digest
             if hashlib.sha256(content).hexdigest().encode() != digest:
                 raise RegistrationRefused("manifest", "it is damaged: it does not match its digest")
             text = content
@@ -205,7 +206,7 @@ def load_manifest(path: str | os.PathLike[str] | int) -> Manifest:
 
 
 def save_manifest(path: str | os.PathLike[str], manifest: Manifest) -> None:
-    """Write ``manifest.json`` into the folder ``path``: a line of JSON, and its digest."""
+    """Write ``manifest.json`` into the folder ``path``: a line of JSON, then its SHA-256 in hex."""
     content = msgspec.json.encode(manifest)
     digest = hashlib.sha256(content).hexdigest().encode()
     (Path(path) / MANIFEST_FILE).write_bytes(content + b"\n" + digest)
@@ -223,7 +224,7 @@ def fingerprint() -> str:
 
 
 def is_checked(manifest: Manifest) -> bool:
-    """Return True if contracts covered every shape, or the module is its owner's code."""
+    """Return True if the program's checks and packed weights are valid here; else it is rebuilt."""
     extra = manifest.extra
     is_known = extra.get("checked_by") == checked_by() and "last_readers" in extra
     if manifest.precision is not None and manifest.precision.fingerprint != fingerprint():
@@ -232,10 +233,9 @@ def is_checked(manifest: Manifest) -> bool:
 
 
 def rebuild_spec(spec: bytes, folder: Path) -> bytes:
-    """Return a packed ``BuildSpec`` that rebuilds the program in ``folder`` from the bytes
-    there.
+    """Return an encoded spec that rebuilds a program from the bundle in its folder.
 
-    The original source may be gone: an upload is.
+    The original source may no longer exist: uploads are deleted.
     """
     unpacked = msgspec.msgpack.decode(spec, type=BuildSpec)
     source = str(folder / BUNDLE_FILE)

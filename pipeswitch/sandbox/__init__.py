@@ -1,1 +1,1 @@
-"""System calls that a process with clients' programs may make (ADR 20)."""
+"""Sandbox of processes that run clients' programs: allowed system calls and files (ADR 20)."""

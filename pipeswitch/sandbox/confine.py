@@ -1,4 +1,4 @@
-"""Entering the sandbox: what workers and builders do before they touch a client's program."""
+"""Entry into the sandbox, for workers and builders before they use a client's program."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from typing import Final
 from . import landlock, seccomp
 from .system_calls import FILES, OWN, THREADS
 
-WORST: Final = "1000"  # of oom_score_adj: when memory is short the kernel takes these first
-MAX_LOG_BYTES: Final = 64 << 20  # a file that a worker writes to grows no further; its log is one
-MAX_WRITTEN_BYTES: Final = 1 << 40  # a builder's files are as large as its model
+WORST: Final = "1000"  # highest oom_score_adj: the kernel kills these processes first
+MAX_LOG_BYTES: Final = 64 << 20  # limit on the size of files that a worker writes, such as its log
+MAX_WRITTEN_BYTES: Final = 1 << 40  # a builder's files may be as large as its model
 MAX_OPEN_FILES: Final = 1024
 
 
@@ -29,13 +29,13 @@ def missing() -> tuple[str, ...]:
 
 
 def confine_worker(memory_bytes: int) -> None:
-    """No new files, sockets, processes or threads for this process, from here on, for good.
+    """Forbid new files, sockets, processes and threads to all threads of this process, permanently.
 
-    It has what it has: its memory, its descriptors, and those it is sent. All of its threads are
-    confined. Threads that its computations need must be there already.
+    The process keeps its memory and its descriptors, and can receive further descriptors. Start the
+    threads that its computations need before this call.
 
     Args:
-        memory_bytes: of its own, beyond what it has now; 0: no limit.
+        memory_bytes: limit on private memory that is allocated after this; 0: no limit.
     """
     _be_first_to_go()
     _limit(resource.RLIMIT_FSIZE, MAX_LOG_BYTES)
@@ -45,9 +45,11 @@ def confine_worker(memory_bytes: int) -> None:
 
 
 def confine_builder(readable: Iterable[Path], writable: Path) -> None:
-    """Only the libraries and ``readable`` to read, one folder to write; no network, no processes.
+    """Allow this process only to read libraries and ``readable``, and to write one folder. Forbid
+    network and new processes.
 
-    Call it while this process has one thread: Landlock holds for this one and those it starts.
+    Call this while the process has one thread: Landlock confines only the calling thread, and
+    threads that it starts later.
     """
     _be_first_to_go()
     _limit(resource.RLIMIT_FSIZE, MAX_WRITTEN_BYTES)
@@ -57,7 +59,7 @@ def confine_builder(readable: Iterable[Path], writable: Path) -> None:
 
 
 def libraries() -> list[Path]:
-    """Return the files that Python and torch read to import more, or to query the processor."""
+    """Return the files that Python and torch need for imports and for queries of the processor."""
     paths = {Path(path) for path in sysconfig.get_paths().values()}
     paths |= {Path(sys.prefix), Path(sys.base_prefix), *map(Path, filter(None, sys.path))}
     system = (
@@ -86,7 +88,7 @@ def libraries() -> list[Path]:
 
 def _be_first_to_go() -> None:
     Path("/proc/self/oom_score_adj").write_text(WORST)
-    _limit(resource.RLIMIT_CORE, 0)  # a core file would hold what others have sent
+    _limit(resource.RLIMIT_CORE, 0)  # a core file would contain other clients' data
     _limit(resource.RLIMIT_NOFILE, MAX_OPEN_FILES)
 
 
@@ -98,5 +100,5 @@ def _limit(kind: int, value: int) -> None:
 
 
 def _own_bytes() -> int:
-    """Private memory that can be written, as RLIMIT_DATA counts it."""
+    """Return the size of this process's private writable memory, as RLIMIT_DATA counts it."""
     return int(Path("/proc/self/statm").read_text().split()[5]) * resource.getpagesize()

@@ -1,8 +1,8 @@
 """Environment variables of processes that run clients' programs.
 
-A process that was taken over can read all memory that it was forked with, even if variables were
-removed since. So the fork server starts with the names below alone. The owner's code gets the
-others too, in a file that comes with its order.
+Malicious code can read all memory that its process was forked with, even variables that were
+removed since. So the fork server gets only the variables below. The owner's code gets the other
+variables in a file, whose descriptor comes with its order.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ NAMES: Final = frozenset(
         "NVIDIA_VISIBLE_DEVICES",
         "NVIDIA_DRIVER_CAPABILITIES",
         "NVIDIA_TF32_OVERRIDE",
-        # where a build looks for a configuration that was fetched before
+        # folders where a build looks for configurations that were downloaded before
         "XDG_CACHE_HOME",
         "HF_HOME",
         "HF_HUB_CACHE",
@@ -57,8 +57,8 @@ PREFIXES: Final = (
     "CUBLAS_",
     "CUDNN_",
 )
-"""Our own settings, which name files of secrets and hold none, and what Python, torch and their
-libraries read when they are imported."""
+"""Prefixes of our own settings, which may name files of secrets but contain none, and of variables
+that Python, torch and their libraries read when they are imported."""
 
 
 def harmless(environment: Mapping[str, str]) -> dict[str, str]:
@@ -71,10 +71,10 @@ def harmless(environment: Mapping[str, str]) -> dict[str, str]:
 
 
 def environment_file() -> int:
-    """Return a descriptor of this process's whole environment, for ``take_environment``.
+    """Return a descriptor of a file with this process's environment, for ``take_environment``.
 
     Raises:
-        OSError: this process has no descriptor left, or the machine no memory.
+        OSError: this process has no descriptor left, or the machine has no memory.
     """
     descriptor = os.memfd_create("pipeswitch-environment", os.MFD_CLOEXEC)
     with open(descriptor, "wb", closefd=False) as file:

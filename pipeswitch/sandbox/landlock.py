@@ -1,4 +1,4 @@
-"""Landlock: which files a process and its later threads may still reach (Linux 5.13)."""
+"""Landlock: limits the files that a thread and its later threads can access (Linux 5.13)."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Final
 
 from .seccomp import forbid_new_privileges, system_call
 
-CREATE_RULESET, ADD_RULE, RESTRICT_SELF = 444, 445, 446  # the same on every processor
+CREATE_RULESET, ADD_RULE, RESTRICT_SELF = 444, 445, 446  # system calls; equal on all processors
 ASK_VERSION: Final = 1
 PATH_BENEATH: Final = 1
 
@@ -19,9 +19,9 @@ READ_DIR: Final = 1 << 3
 READ: Final = READ_FILE | READ_DIR
 WRITE_FILE, REMOVE_DIR, REMOVE_FILE, MAKE_DIR, MAKE_FILE = 1 << 1, 1 << 4, 1 << 5, 1 << 7, 1 << 8
 TRUNCATE: Final = 1 << 14  # from version 3
-# No links, pipes or devices: what reads the folder afterwards would follow or wait for them.
+# Links, pipes and devices are excluded: a later reader of the folder would follow or wait for them.
 WRITE: Final = READ | WRITE_FILE | REMOVE_DIR | REMOVE_FILE | MAKE_DIR | MAKE_FILE | TRUNCATE
-BITS_BY_VERSION: Final = {1: 13, 2: 14, 3: 15, 4: 15, 5: 16}  # how many kinds of access it knows
+BITS_BY_VERSION: Final = {1: 13, 2: 14, 3: 15, 4: 15, 5: 16}  # version -> count of rights
 CONNECT_AND_BIND_TCP: Final = 0b11  # from version 4
 SCOPES: Final = 0b11  # from version 6: abstract sockets, signals
 
@@ -32,14 +32,14 @@ def version() -> int:
 
 
 def restrict_files(readable: Iterable[Path], writable: Iterable[Path]) -> None:
-    """From here on this thread and those it starts reach nothing else. Needs ``version() >= 1``.
+    """Limit this thread, and threads that it starts later, to these files, permanently.
 
     Args:
-        readable: files and folders with all that is in them; those that do not exist are left out.
+        readable: files, and folders with all their contents; missing ones are ignored.
         writable: folders.
 
     Raises:
-        OSError: the kernel did not take it.
+        OSError: the kernel refused the rules, or has no Landlock (``version()`` is 0).
     """
     known = version()
     every = (1 << BITS_BY_VERSION[min(known, max(BITS_BY_VERSION))]) - 1

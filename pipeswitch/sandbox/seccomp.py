@@ -1,4 +1,4 @@
-"""A seccomp filter of allowed calls, as BPF; for all threads of this process, for good."""
+"""Seccomp filter of allowed system calls, as a BPF program; permanent, for all threads."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ SECCOMP: Final = {"x86_64": 317, "aarch64": 277}
 SET_MODE_FILTER: Final = 1
 GET_ACTION_AVAIL: Final = 2
 FLAG_TSYNC: Final = 1
-X32_BIT: Final = 0x40000000  # x86-64's calls under a second set of numbers
+X32_BIT: Final = 0x40000000  # marks a second set of numbers for x86-64's calls
 
 ALLOW: Final = 0x7FFF0000
 ERRNO: Final = 0x00050000
@@ -41,7 +41,7 @@ def machine() -> str:
 
 
 def is_available() -> bool:
-    """Return True if this kernel has filters whose calls fail with an error number."""
+    """Return True if this kernel supports filters that let calls fail with an error number."""
     if machine() not in ARCHITECTURES:
         return False
     action = ctypes.c_uint32(ERRNO)
@@ -49,10 +49,10 @@ def is_available() -> bool:
 
 
 def restrict_calls(allowed: Iterable[str]) -> None:
-    """From here on no thread of this process can do anything else.
+    """Limit all threads of this process to these system calls, permanently.
 
     Raises:
-        OSError: the kernel did not take it.
+        OSError: the kernel refused the filter.
     """
     code = b"".join(
         struct.pack("=HBBI", *line) for line in program(allowed, machine(), os.getpid())
@@ -65,7 +65,7 @@ def restrict_calls(allowed: Iterable[str]) -> None:
     filter_ = FilterProgram(len(code) // 8, ctypes.addressof(buffer))
     forbid_new_privileges()
     result = system_call(SECCOMP[machine()], SET_MODE_FILTER, FLAG_TSYNC, ctypes.byref(filter_))
-    if result:  # a positive one is a thread that has a filter of its own
+    if result:  # a positive result is the id of a thread that has its own filter
         number = ctypes.get_errno() if result < 0 else errno.EACCES
         raise OSError(number, f"seccomp: {os.strerror(number)}")
 
@@ -77,14 +77,14 @@ def forbid_new_privileges() -> None:
 
 
 def system_call(*arguments: object) -> int:
-    """Call the kernel directly."""
+    """Make a system call and return its result; -1 after an error, which is in ``errno``."""
     libc = ctypes.CDLL(None, use_errno=True)
     libc.syscall.restype = ctypes.c_long
     return int(libc.syscall(*arguments))
 
 
 def program(allowed: Iterable[str], machine: str, pid: int) -> list[Instruction]:
-    """Return the filter's instructions."""
+    """Return the filter's instructions; all calls except ``allowed`` fail with EPERM."""
     column, architecture = ARCHITECTURES[machine]
     own_conditions = conditions(pid)
     lines: list[Instruction] = [
@@ -105,7 +105,7 @@ def program(allowed: Iterable[str], machine: str, pid: int) -> list[Instruction]
 
 
 def _body(checks: tuple[Condition, ...], refused_with: int | None) -> list[Instruction]:
-    """Return the instructions for a call of this number; they always return."""
+    """Return the instructions that decide about one call; each path ends in a RETURN."""
     if refused_with is not None:
         return [(RETURN, 0, 0, ERRNO | refused_with)]
     body: list[Instruction] = []
@@ -120,7 +120,7 @@ def _body(checks: tuple[Condition, ...], refused_with: int | None) -> list[Instr
 
 
 def _compare(check: Condition, value: int) -> list[Instruction]:
-    """Goes on behind itself when the argument is ``value``, else one instruction further."""
+    """Return instructions that skip the instruction after them unless the argument is ``value``."""
     halves = [shift for shift in (0, 32) if check.mask >> shift & 0xFFFFFFFF]
     lines: list[Instruction] = []
     for remaining, shift in zip(reversed(range(len(halves))), halves, strict=True):

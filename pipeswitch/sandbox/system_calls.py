@@ -1,7 +1,7 @@
-"""The system calls that are left to confined processes; every other one fails with EPERM.
+"""The system calls that confined processes may make; all other calls fail with EPERM.
 
-The lists are what workers and builders were seen to use, and what their libraries (glibc, libgomp,
-Python) fall back to. A call with conditions is allowed only with these arguments.
+The lists contain the calls that workers and builders were observed to make, and fallbacks of their
+libraries (glibc, libgomp, Python). The arguments of a call with conditions must meet all of them.
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ NONE: Final = -1  # the processor does not have this call
 
 @dataclass(frozen=True)
 class Condition:
-    """One argument is one of ``values``, of the bits in ``mask``."""
+    """Condition on one argument: its bits in ``mask`` equal one of ``values``."""
 
     argument: int
     values: tuple[int, ...]
     mask: int = (1 << 64) - 1
 
 
-Conditions = tuple[Condition, ...]  # all of them hold
+Conditions = tuple[Condition, ...]  # all conditions must hold
 
 NUMBERS: Final[Mapping[str, tuple[int, int]]] = {
-    # what one's own memory, threads, descriptors and clock need
+    # calls for the process's own memory, threads, descriptors and clock
     "read": (0, 63),
     "write": (1, 64),
     "readv": (19, 65),
@@ -91,7 +91,7 @@ NUMBERS: Final[Mapping[str, tuple[int, int]]] = {
     "clone": (56, 220),
     "clone3": (435, 435),
     "set_tid_address": (218, 96),
-    # files, where Landlock says which
+    # files, which Landlock restricts
     "open": (2, NONE),
     "openat": (257, 56),
     "stat": (4, NONE),
@@ -185,19 +185,19 @@ MADV_HARMLESS: Final = (
 )
 PR_SET_NAME: Final = 15
 PR_GET_NAME: Final = 16
-PR_SET_VMA: Final = 0x53564D41  # glibc names its memory
+PR_SET_VMA: Final = 0x53564D41  # used by glibc to name its memory
 CLONE_THREAD: Final = 0x00010000
 CLONE_VM: Final = 0x00000100
-TCGETS: Final = 0x5401  # isatty, which Python asks of what it opens
+TCGETS: Final = 0x5401  # isatty, which Python calls for each file that it opens
 FIOCLEX: Final = 0x5451
 
 
 def conditions(pid: int) -> Mapping[str, Conditions]:
-    """Return conditions for calls that could otherwise do more than is needed."""
+    """Return conditions for calls that are needed with some arguments only."""
     of_a_thread = CLONE_THREAD | CLONE_VM
     return {
         "tgkill": (Condition(0, (pid,)),),  # abort() and raise()
-        "prlimit64": (Condition(0, (0, pid)), Condition(2, (0,))),  # asked, not set
+        "prlimit64": (Condition(0, (0, pid)), Condition(2, (0,))),  # may read limits, not set them
         "madvise": (Condition(2, MADV_HARMLESS),),
         "prctl": (Condition(0, (PR_SET_NAME, PR_GET_NAME, PR_SET_VMA)),),
         "fcntl": (
@@ -211,5 +211,5 @@ def conditions(pid: int) -> Mapping[str, Conditions]:
 
 
 REFUSED_WITH: Final[Mapping[str, int]] = {
-    "clone3": errno.ENOSYS  # its flags lie in memory; glibc goes on with clone
+    "clone3": errno.ENOSYS  # a filter cannot read its flags in memory; glibc then uses clone
 }

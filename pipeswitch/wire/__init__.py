@@ -1,1 +1,1 @@
-"""Between clients and server: frames, sockets, keys, addresses."""
+"""Communication between clients and server: frames, sockets, keys, addresses."""

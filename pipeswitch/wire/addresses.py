@@ -1,4 +1,4 @@
-"""Default address of a client's server: the owner's ipc socket, else loopback TCP."""
+"""Addresses of servers: their default, their form, and whether a server listens there."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ HINT = "HOST, HOST:PORT, tcp://HOST:PORT, ipc://PATH, cluster or ray://HOST:PORT
 
 
 def default_address(environ: Mapping[str, str]) -> str:
-    """Return the first address that applies.
+    """Return the address of the server to use by default: the first of these that exists.
 
-    1. ``PIPESWITCH_HOST``, as ``full_address`` reads it;
-    2. the owner's ipc socket of the default port, when a server listens on it;
-    3. the only live ipc socket of the owner, when there is exactly one;
+    1. ``PIPESWITCH_HOST``, completed by ``full_address``;
+    2. the owner's ipc socket of the default port, if a server listens on it;
+    3. the owner's ipc socket on which a server listens, if there is exactly one;
     4. ``tcp://127.0.0.1:5555``.
 
     Raises:
-        ConfigError: the folder of the sockets belongs to another user or is open to others, so
-            anybody may listen there.
+        ConfigError: ``PIPESWITCH_HOST`` is not an address; or the folder of the sockets belongs to
+            another user or is open to others, who could listen there.
     """
     named = environ.get("PIPESWITCH_HOST", "").strip()
     if named:
@@ -46,15 +46,15 @@ def default_address(environ: Mapping[str, str]) -> str:
 
 
 def full_address(named: str) -> str:
-    """Complete an address as people write it: TCP without a scheme, 5555 without a port.
+    """Complete an address that a user typed: the default scheme is tcp, the default port 5555.
 
     >>> [full_address(text) for text in ("gpu1", "[::1]:6000", "::1", "ipc:///run/a.sock")]
     ['tcp://gpu1:5555', 'tcp://[::1]:6000', 'tcp://[::1]:5555', 'ipc:///run/a.sock']
 
     Raises:
-        ConfigError: it is none.
+        ConfigError: the text is not an address.
     """
-    if named == "cluster":  # of the Ray of this machine
+    if named == "cluster":  # the cluster of this machine's Ray
         return "ray://auto"
     scheme, separator, rest = named.partition("://")
     if not separator:
@@ -72,7 +72,7 @@ def full_address(named: str) -> str:
 
 
 def is_live(path: Path) -> bool:
-    """Return True if a server listens on this unix socket; a dead server's file does not count."""
+    """Return True if a server listens on this unix socket. Blocks for up to 1 s."""
     if not path.is_socket():
         return False
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
@@ -85,14 +85,14 @@ def is_live(path: Path) -> bool:
 
 
 def is_refused(address: str) -> bool:
-    """Return True if certainly no server listens at an address, so that waiting is useless.
+    """Return True if it is certain that no server listens at an address. Blocks for up to 1 s.
 
     Raises:
-        ConfigError: no machine has this name.
+        ConfigError: the host name is unknown.
     """
     scheme, _, rest = address.partition("://")
     if scheme == "ray":
-        return False  # its client has asked placement
+        return False  # the cluster's client has connected to the placement actor already
     if scheme == "ipc":
         return not is_live(Path(rest))
     host, _, port = rest.rpartition(":")
@@ -104,14 +104,14 @@ def is_refused(address: str) -> bool:
     except socket.gaierror as error:
         raise ConfigError(f"there is no machine {host!r}: {error.strerror}", hint=HINT) from None
     except (OSError, ValueError):
-        return False  # what is wrong with it is said by who connects
+        return False  # the client's own connection reports the problem
 
 
 def parse_listen(listen: str) -> tuple[str, int]:
-    """Host and port of ``tcp://host:port`` (port ``*`` or 0: any free one).
+    """Return the host and the port of ``tcp://host:port``; port ``*`` becomes 0, any free port.
 
     Raises:
-        ConfigError: not of that form.
+        ConfigError: ``listen`` does not have this form.
     """
     scheme, _, rest = listen.partition("://")
     host, _, port = rest.rpartition(":")

@@ -1,9 +1,9 @@
-"""CURVE keys: the server's own, the clients' it admits, and the pair a client brings.
+"""CURVE keys: the server's pair, the public keys of admitted clients, and a client's pair.
 
-A folder (0700) holds ``server.key_secret`` and ``clients/NAME.key``, one public key for each
-client that may come in, with its roles; the files are pyzmq's certificates. CURVE alone proves
-that a peer *has* a key: whether that key may come in is the allow-list's business (ZAP). Removing
-a file revokes the key.
+A folder (0700) has ``server.key_secret``, and for each admitted client a file ``clients/NAME.key``
+with its public key and roles. The files are pyzmq certificates. CURVE only proves that a peer *has*
+a key; the allow-list decides whether the key is admitted (ZAP). Removing a client's file revokes
+its key.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ _Z85_KEY: Final = re.compile(rb"[0-9a-zA-Z.:+=^!/*?&<>()\[\]{}@%$#-]{40}")
 _KEY_LINE: Final = re.compile(rb'^\s*(public|secret)-key\s*=\s*"([^"]*)"', re.MULTILINE)
 SETTING: Final = "[server] keys_dir"
 SERVER_NAME: Final = "server"
-GATEWAY_KEY: Final = "cluster-gateway"  # admitted at a cluster's node: other nodes' gateways
+GATEWAY_KEY: Final = "cluster-gateway"  # client name of the gateways of a cluster's other nodes
 ROLES_LINE: Final = re.compile(r'^\s*roles = "([a-z ]*)"$', re.MULTILINE)
-SETTLED_NS: Final = 100_000_000  # a folder changed more recently may change again unnoticed
+SETTLED_NS: Final = 100_000_000  # a second change within this time may leave the mtime unchanged
 
 
 @dataclass(frozen=True)
@@ -45,16 +45,16 @@ class ClientKeys:
 
 @dataclass(frozen=True, kw_only=True)
 class Admitted:
-    """A client that may come in."""
+    """Public key and roles of an admitted client."""
 
     key: bytes
     roles: frozenset[Role] = DEFAULT_ROLES
-    has_roles: bool = True  # False: a file that says none, of a release that knew none
+    has_roles: bool = True  # False: the file is from a release without roles
 
 
 @dataclass(frozen=True)
 class ServerKeys:
-    """The server's own pair; Z85 text of 40 bytes each."""
+    """The server's pair of keys; Z85 text of 40 bytes each."""
 
     public: bytes
     secret: bytes = field(repr=False)
@@ -64,7 +64,7 @@ def read_public(text_or_path: str) -> bytes:
     """Read a public key, given as its 40 characters or as a certificate file.
 
     Raises:
-        InvalidInput: it is neither.
+        InvalidInput: the text is neither.
     """
     if Path(text_or_path).is_file():
         return _read(Path(text_or_path))[0]
@@ -76,8 +76,8 @@ def client_keys(key: str, server_key: str) -> ClientKeys | None:
     given.
 
     Raises:
-        ConfigError: only one of the two was given, or the file has no secret key.
-        InvalidInput: one of them is not a key.
+        ConfigError: only one of both is given; the file has no secret key, or others may read it.
+        InvalidInput: a file or text is not a key.
     """
     if not key and not server_key:
         return None
@@ -100,7 +100,7 @@ def keys_from(
     server_key: str | os.PathLike[str] | None,
     environ: Mapping[str, str],
 ) -> ClientKeys | None:
-    """``client_keys`` of what was named, or else of ``PIPESWITCH_KEY`` and its ``SERVER_KEY``."""
+    """Return ``client_keys`` of the arguments; defaults: PIPESWITCH_KEY, PIPESWITCH_SERVER_KEY."""
     return client_keys(
         os.fspath(environ.get("PIPESWITCH_KEY", "") if key is None else key),
         os.fspath(environ.get("PIPESWITCH_SERVER_KEY", "") if server_key is None else server_key),
@@ -114,10 +114,10 @@ def _checked(key: bytes, shown: object) -> bytes:
 
 
 def _read(path: Path) -> tuple[bytes, bytes | None]:
-    """Public and secret key of a certificate file, as ``zmq.auth`` writes them.
+    """Return the public and the secret key of a ``zmq.auth`` certificate; None: no secret key.
 
     Raises:
-        InvalidInput: it cannot be read, or what it holds is no key.
+        InvalidInput: the file cannot be read, or has no valid key.
     """
     try:
         entries = dict(_KEY_LINE.findall(path.read_bytes()))
@@ -130,24 +130,24 @@ def _read(path: Path) -> tuple[bytes, bytes | None]:
 
 
 class KeyFolder:
-    """The server's side of the keys, on disk."""
+    """The server's folder of keys: its own pair, and the admitted clients."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
         self.clients_path = path / "clients"
 
     def open(self) -> KeyFolder:
-        """Make the folder and its ``clients``, or check that all of it is the owner's alone."""
+        """Create the folders; raise ConfigError if another user can access or change them."""
         private_directory(self.path, SETTING)
         private_directory(self.clients_path, SETTING)
         check_trusted(self.path, SETTING)
         return self
 
     def make_server(self) -> ServerKeys:
-        """Make a new pair for the server.
+        """Create the server's pair.
 
         Raises:
-            AlreadyExists: it has one; another would lock out every client that knows it.
+            AlreadyExists: the server has a pair, and a new one would lock out all its clients.
         """
         if self._server_file.exists():
             raise AlreadyExists(
@@ -161,10 +161,10 @@ class KeyFolder:
         return pair
 
     def server(self) -> ServerKeys | None:
-        """Return the server's pair; None if none was made.
+        """Return the server's pair; None if it was not created yet.
 
         Raises:
-            ConfigError: others may read it, or it is damaged.
+            ConfigError: others may read its file, or the file is damaged.
         """
         if not self._server_file.exists():
             return None
@@ -178,11 +178,11 @@ class KeyFolder:
         return ServerKeys(public, secret)
 
     def admit(self, name: str, public: bytes, roles: Iterable[str] = ()) -> None:
-        """Let the holder of this key in from now on, with these roles and no others.
+        """Admit a client by its public key; ``roles`` replace the client's earlier roles.
 
         Raises:
-            AlreadyExists: the name has another key, or the key another name.
-            InvalidInput: one is no role.
+            AlreadyExists: the name has another key, or the key has another name.
+            InvalidInput: the name is invalid, or a role does not exist.
         """
         _check_name(name)
         for other, key in self.clients().items():
@@ -213,10 +213,10 @@ class KeyFolder:
         self.admit(name, public, roles)
 
     def revoke(self, name: str) -> None:
-        """Keep the holder of this name's key out from now on.
+        """Remove a client's key, so that it is no longer admitted.
 
         Raises:
-            ModelNotFound: no client has that name.
+            ModelNotFound: no client has this name.
         """
         _check_name(name)
         try:
@@ -225,11 +225,11 @@ class KeyFolder:
             raise _no_client(name) from None
 
     def clients(self) -> dict[str, bytes]:
-        """Admitted public keys by name."""
+        """Return the admitted public keys by client name."""
         return {name: admitted.key for name, admitted in self.admitted().items()}
 
     def admitted(self) -> dict[str, Admitted]:
-        """Clients by name. A file that is no certificate admits no client."""
+        """Return the admitted clients by name; ignore files that are not certificates."""
         keys = {}
         with contextlib.suppress(FileNotFoundError):
             for path in sorted(self.clients_path.glob("*.key")):
@@ -246,7 +246,7 @@ class KeyFolder:
 
 
 def _read_admitted(path: Path) -> Admitted:
-    """One file: an unknown role in it gives nothing."""
+    """Read the file of one client; ignore unknown roles in it."""
     _check_name(path.stem)
     key = _read(path)[0]
     line = ROLES_LINE.search(path.read_text("utf-8"))
@@ -265,13 +265,13 @@ def _check_name(name: str) -> None:
 
 
 def make_pair(name: str, folder: Path) -> tuple[Path, bytes]:
-    """Make a new pair for a client (or the server): ``NAME.key`` and ``NAME.key_secret`` (0600).
+    """Create a pair for a client or the server: ``NAME.key`` and ``NAME.key_secret`` (0600).
 
     Returns:
         The secret's file and the public key.
 
     Raises:
-        AlreadyExists: one of the files is there.
+        AlreadyExists: one of the files exists.
     """
     from zmq.auth import create_certificates
 
@@ -288,7 +288,7 @@ def make_pair(name: str, folder: Path) -> tuple[Path, bytes]:
 
 
 def _write(path: Path, text: str) -> None:
-    """Whole or not at all: a reader never sees half a file."""
+    """Write a file atomically, so that a reader never sees a part of it."""
     descriptor, temporary = tempfile.mkstemp(dir=path.parent, prefix=".")  # 0600
     with os.fdopen(descriptor, "w", encoding="utf-8") as file:
         file.write(text)
@@ -296,18 +296,18 @@ def _write(path: Path, text: str) -> None:
 
 
 class AllowList:
-    """Clients' keys that are admitted, and their roles, as the folder has them now.
+    """Admitted clients' keys and roles, read again whenever the folder has changed.
 
-    libzmq's authentication thread asks at each handshake, the server's loop for clients that are
-    connected. The folder is read again when it has changed.
+    libzmq's authentication thread uses it at each handshake, and the gateway's loop for connected
+    clients.
     """
 
     def __init__(self, folder: KeyFolder, roles: frozenset[Role] = DEFAULT_ROLES) -> None:
-        """``roles``: what each has besides its own."""
+        """``roles``: roles that each client has in addition to its own."""
         self._folder = folder
         self._roles = roles
         self._lock = threading.Lock()
-        self._seen: tuple[int, int] | None = None  # the folder's inode and mtime_ns
+        self._seen: tuple[int, int] | None = None  # the folder's inode and mtime_ns when read
         self._standings: Mapping[bytes, Principal] = {}
 
     def callback(self, domain: str, key: bytes) -> bool:
@@ -315,7 +315,7 @@ class AllowList:
         return key in self.standings()
 
     def standings(self) -> Mapping[bytes, Principal]:
-        """Return each client's standing by its key; none if the folder cannot be read."""
+        """Return each client's name and roles by its key; empty if the folder cannot be read."""
         with self._lock:
             try:
                 facts = os.stat(self._folder.clients_path)
@@ -325,7 +325,7 @@ class AllowList:
                         admitted.key: Principal(tenant=name, roles=self._roles | admitted.roles)
                         for name, admitted in self._folder.admitted().items()
                     }
-                    # A change within the same tick of the file system's clock has no new stamp.
+                    # A change within the same tick of the file system's clock keeps the mtime.
                     is_settled = abs(time.time_ns() - facts.st_mtime_ns) > SETTLED_NS
                     self._seen = stamp if is_settled else None
             except OSError:

@@ -1,9 +1,9 @@
-"""The only module that knows bytes: frames of the client protocol, packets between processes.
+"""Encoding and decoding of the client protocol's frames.
 
-Client protocol (docs/protocol.md): parts ``[b"PSW1"][msgpack header][tensor]…``, on a stream behind
-a table of their sizes; with keys a ZeroMQ message.
-Internal: one ``SOCK_SEQPACKET`` packet per message, msgpack of a tagged struct, descriptors by
-``SCM_RIGHTS``. Nothing is ever unpickled. Decoders raise RemoteProtocolError and nothing else.
+A message has the parts ``[b"PSW1"][msgpack header][tensor]…`` (docs/protocol.md). On a stream a
+table of their sizes precedes them; a client with keys sends them as one ZeroMQ message. Messages
+between our processes are msgpack too (``ipc/channel.py``). Nothing is ever unpickled. Decoders
+raise only RemoteProtocolError.
 """
 
 from __future__ import annotations
@@ -23,29 +23,29 @@ from .request_timing import RequestTiming
 
 MAGIC: Final = b"PSW1"
 VERSION: Final = 1
-MAX_HEADER_BYTES: Final = 1 << 20  # a header is names and shapes; 1 MiB is already absurd
+MAX_HEADER_BYTES: Final = 1 << 20  # a header has names and shapes, which are much smaller
 MAX_TENSORS: Final = 64
 MAX_DIMS: Final = 8
-BODY_TENSOR: Final = "body"  # what a body that is too large for a header travels as
-CHUNK_BYTES: Final = 4 << 20  # of an upload, at most
-MAX_NESTING: Final = 64  # of free-form fields: what was decoded must be encodable and printable
+BODY_TENSOR: Final = "body"  # name of the tensor that carries a body too large for a header
+CHUNK_BYTES: Final = 4 << 20  # maximum size of a chunk of an upload
+MAX_NESTING: Final = 64  # limit for free-form fields, so that they can be encoded and printed again
 
 TRACEPARENT: Final = re.compile(
     "(?!ff)[0-9a-f]{2}-(?!0{32})[0-9a-f]{32}-(?!0{16})[0-9a-f]{16}-[0-9a-f]{2}"
 )
-"""W3C's: version, trace, span, flags."""
-ZMTP: Final = "zmtp"  # the reason: the peer begins as libzmq does, not as a stream
-INLINE: Final = (1 << 64) - 1  # a part's place: behind the table, and not in the share
+"""W3C's traceparent header: version, trace, span, flags."""
+ZMTP: Final = "zmtp"  # ``reason`` of an error: the peer's first byte is libzmq's, not a stream's
+INLINE: Final = (1 << 64) - 1  # place of a part that follows the table; others are in shared memory
 _ZMTP_BYTE: Final = 0xFF
-_STREAM: Final = Struct("<4sIQ")  # magic, how many parts, parts in the share that were taken
-_PART: Final = Struct("<QQ")  # size and place
+_STREAM: Final = Struct("<4sIQ")  # magic, number of parts, ``taken_count`` of ``Table``
+_PART: Final = Struct("<QQ")  # size and place of a part
 
 T = TypeVar("T")
 Status = Literal["ok", "error", "progress"]
 
 
 class WireTensor(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """One tensor of a request or reply; its bytes are frame ``frame`` (0 = first after header)."""
+    """Tensor of a request or reply. ``frame``: index among the frames with tensors, from 0."""
 
     name: str
     dtype: str
@@ -54,21 +54,21 @@ class WireTensor(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
 
 
 class RequestHeader(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """client -> server."""
+    """Header of a request, client -> server."""
 
     v: int
-    op: str  # the verb: frontend/verbs.py has them
+    op: str  # a verb of frontend/verbs.py
     id: str
     session: str = ""
     model: str = ""
-    priority: str = ""  # empty: the model's own
+    priority: str = ""  # empty: the model's priority
     deadline_ms: float | None = None
     inputs: tuple[WireTensor, ...] = ()
-    body: dict[str, Any] = {}  # the op's own fields, checked by the op
+    body: dict[str, Any] = {}  # further fields, which the verb checks
 
 
 class WireError(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A typed error as it travels."""
+    """Encoded typed error."""
 
     type: str
     message: str
@@ -77,14 +77,14 @@ class WireError(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
 
 
 class ReplyHeader(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """server -> client. ``more`` announces further replies to the same request (progress)."""
+    """Header of a reply, server -> client. ``more``: further replies to this request follow."""
 
     v: int
     id: str
     status: Status
     session: str = ""
     more: bool = False
-    timing: RequestTiming | None = None  # of an inference
+    timing: RequestTiming | None = None  # only for inference
     outputs: tuple[WireTensor, ...] = ()
     body: dict[str, Any] = {}
     error: WireError | None = None
@@ -106,7 +106,7 @@ _reply_decoder = msgspec.msgpack.Decoder(ReplyHeader)
 
 
 def decode_with(decoder: msgspec.msgpack.Decoder[T], data: Any, what: str) -> T:
-    """One place that turns every way a decoder can fail into one typed error."""
+    """Decode ``data``, which errors call ``what``; turn all errors into RemoteProtocolError."""
     if len(data) > MAX_HEADER_BYTES:
         raise RemoteProtocolError(f"{what} of {len(data)} bytes is over {MAX_HEADER_BYTES}")
     try:
@@ -116,10 +116,10 @@ def decode_with(decoder: msgspec.msgpack.Decoder[T], data: Any, what: str) -> T:
 
 
 def refuse_deep(value: Any, what: str, levels: int = MAX_NESTING) -> None:
-    """Refuse deep nesting, because an encoder is called from deeper down than the decoder.
+    """Refuse deep nesting: the encoder has less stack left than the decoder, and would fail.
 
     Raises:
-        RemoteProtocolError: nested deeper than ``levels``, map keys included.
+        RemoteProtocolError: values or map keys are nested deeper than ``levels``.
     """
     if isinstance(value, dict):
         parts: Any = (*value, *value.values())
@@ -134,12 +134,12 @@ def refuse_deep(value: Any, what: str, levels: int = MAX_NESTING) -> None:
 
 
 def decode_request(frames: Sequence[Any]) -> RequestHeader:
-    """Check magic, version, header and the frame numbers of a client's message.
+    """Decode a client's request; check magic, version, header and the tensors' frame numbers.
 
-    ``frames`` are buffers: magic, header, tensors. Tensor bytes are not looked at.
+    ``frames`` are buffers: magic, header, tensors. The tensors' bytes are not read.
 
     Raises:
-        RemoteProtocolError: anything that is not exactly a request of this protocol.
+        RemoteProtocolError: the frames are not a valid request.
     """
     if len(frames) < 2 or bytes(frames[0]) != MAGIC:
         raise RemoteProtocolError(f"not a PipeSwitch message: the first frame must be {MAGIC!r}")
@@ -162,7 +162,7 @@ def decode_request(frames: Sequence[Any]) -> RequestHeader:
 
 
 def decode_reply(frames: Sequence[Any]) -> ReplyHeader:
-    """Decode a reply; the client's side of ``decode_request``."""
+    """Decode a reply in the client; raise RemoteProtocolError if it is not valid."""
     if len(frames) < 2 or bytes(frames[0]) != MAGIC:
         raise RemoteProtocolError("the server's answer is not a PipeSwitch message")
     header = decode_with(_reply_decoder, frames[1], "reply header")
@@ -173,21 +173,21 @@ def decode_reply(frames: Sequence[Any]) -> ReplyHeader:
 
 
 Table: TypeAlias = tuple[int, int, Sequence[tuple[int, int]]]
-"""What a message on a stream begins with: its own bytes; how many of the peer's parts in the share
-were taken so far; each part's (the header first) size, and place in the sender's half."""
+"""Start of a message on a stream: the table's size in bytes; ``taken_count``, the number of parts
+that its sender took from shared memory so far; each part's size and place, the header first."""
 
 
 def pack_table(parts: Sequence[tuple[int, int]], taken_count: int = 0) -> bytes:
-    """Inverse of ``read_table``. A message of no parts asks for a share, or brings it."""
+    """Encode a table for ``read_table``. One without parts requests or announces shared memory."""
     numbers = chain.from_iterable(parts)
     return pack(f"<4sIQ{2 * len(parts)}Q", MAGIC, len(parts), taken_count, *numbers)
 
 
 def read_table(data: Any, max_part_bytes: int) -> Table | None:
-    """Return the table that ``data`` begins with; None: more bytes of it are to come.
+    """Return the table at the start of ``data``; None if ``data`` has only a part of it.
 
     Raises:
-        RemoteProtocolError: it is none, or a part is too large.
+        RemoteProtocolError: ``data`` does not begin with a valid table, or a part is too large.
     """
     if bytes(data[:4]) != MAGIC[: len(data)]:
         reason = ZMTP if data[0] == _ZMTP_BYTE else "magic"

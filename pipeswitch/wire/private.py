@@ -1,4 +1,4 @@
-"""Folders and files that are their owner's alone, checked before they are trusted."""
+"""Checks that other users cannot read or change a folder or file, before it is trusted."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from ..base.errors import ConfigError
 
 
 def private_directory(path: Path, setting: str) -> Path:
-    """Make or accept a folder only its owner can enter.
+    """Create a folder that only its owner can enter, or check an existing one; return ``path``.
 
     Args:
-        path: the folder; missing parents are made too.
-        setting: what to change to have it elsewhere, for the hint.
+        path: the folder; missing parents are created too.
+        setting: name of the setting that moves the folder, for the error's hint.
 
     Raises:
-        ConfigError: it belongs to another user, others may enter it, or it is a link.
+        ConfigError: the folder belongs to another user, is open to others, or is a link.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     with contextlib.suppress(FileExistsError):
@@ -29,9 +29,9 @@ def private_directory(path: Path, setting: str) -> Path:
 
 
 def check_secret(path: Path) -> None:
-    """Raise ConfigError when others may read this file, which holds a client's secret key.
+    """Raise ConfigError if others may read this file, which has a secret key.
 
-    A link counts as the file it leads to: that is how secrets are often handed to a container.
+    For a link the target is checked, because containers often get secrets as links.
     """
     mode = stat.S_IMODE(path.stat().st_mode)
     if mode & 0o077:
@@ -42,13 +42,13 @@ def check_secret(path: Path) -> None:
 
 
 def check_trusted(path: Path, setting: str) -> None:
-    """Refuse what another user may have put there; what is not there is fine.
+    """Check that no other user could have written a file or folder; a missing path is accepted.
 
-    Everything below must be a plain file or folder of this user's or of root's. What others could
-    reach must not be theirs to write; below a folder that is closed to them modes do not matter.
+    Everything below the path must be a file or folder, not a link, of this user or root. Others
+    must not have write access to it. Inside a folder that others cannot enter, modes do not matter.
 
     Raises:
-        ConfigError: names the first thing that is not, and the command that mends it.
+        ConfigError: a file or folder fails the check; the hint says how to fix the first one.
     """
     if path.exists():
         _check_tree(path, setting, path.stat(), is_reachable=True)
@@ -74,7 +74,7 @@ def _check_tree(path: Path, setting: str, facts: os.stat_result, *, is_reachable
             for entry in entries:
                 try:
                     facts = entry.stat(follow_symlinks=False)
-                except FileNotFoundError:  # a server that runs here already works on it
+                except FileNotFoundError:  # removed meanwhile, by a server that uses this folder
                     continue
                 if stat.S_ISLNK(facts.st_mode):
                     raise ConfigError(
@@ -85,7 +85,7 @@ def _check_tree(path: Path, setting: str, facts: os.stat_result, *, is_reachable
 
 
 def check_private(path: Path, setting: str, kind: int = stat.S_IFREG) -> None:
-    """Raise ConfigError unless ``path`` is of this kind, ours, and closed to all others."""
+    """Raise ConfigError unless ``path`` has this file type and only this user can access it."""
     facts = path.lstat()
     mode = stat.S_IMODE(facts.st_mode)
     if stat.S_IFMT(facts.st_mode) != kind or facts.st_uid != os.getuid() or mode & 0o077:

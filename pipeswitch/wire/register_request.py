@@ -1,4 +1,4 @@
-"""Registration as sent to the server by the SDK, the command line, HTTP and the configuration.
+"""Registration request of the SDK, the command line, HTTP and the configuration.
 
 The types limit each field; ``frontend/registration.py`` checks the combinations.
 """
@@ -17,8 +17,8 @@ Name = Annotated[str, Meta(max_length=128)]
 Count = Annotated[int, Meta(ge=0, le=1 << 50)]
 Aliases = Annotated[tuple[Name, ...], Meta(max_length=16)]
 Devices = Annotated[tuple[Text, ...], Meta(max_length=256)]
-# An extent, or the range that requests choose from. It has no ``Meta`` bounds, because msgspec
-# 0.22 reads wrong memory for a union of a bounded integer and a tuple.
+# Size of a dimension, or the range of sizes that requests may use. It has no ``Meta`` bounds,
+# because msgspec 0.22 reads wrong memory for a union of a bounded integer and a tuple.
 Extent: TypeAlias = int | tuple[int, int]
 Shape = Annotated[tuple[Extent, ...], Meta(max_length=MAX_DIMS)]
 Signature = Annotated[dict[Name, tuple[Shape, str]], Meta(max_length=MAX_TENSORS)]
@@ -28,13 +28,13 @@ States = Annotated[dict[_Output, tuple[_Output, _Axis]], Meta(max_length=MAX_TEN
 
 
 class BuildRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Fields of a registration that are built (``programs/spec.py``)."""
+    """Fields of a registration that a build needs (``programs/spec.py``)."""
 
     source: Text = ""
     weights: Text = ""
     inputs: Signature = {}
-    takes: Any = None  # nesting of the inputs in the arguments; None: one argument each
-    example: Text = ""  # put:DIGEST of the inputs' values; empty: generated values
+    takes: Any = None  # nesting of the inputs in the arguments; None: one argument for each input
+    example: Text = ""  # put:DIGEST of an upload with input values; empty: generated values
     devices: Devices = ()
     max_batch: Count = 0  # 0: the server's default
     batch: Count = 0  # 0: requests are not batched
@@ -43,7 +43,7 @@ class BuildRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     raw: Signature = {}
     postprocess: Text = ""
     returns: Signature = {}
-    state: States = {}  # by input: its output and the dimension to append along; -1: replace
+    state: States = {}  # input -> (output that continues it, dimension to append to or -1: replace)
     generate: bool = False
     precision: Text = ""  # empty: exact
     max_error: Annotated[float, Meta(ge=0, le=1)] = 0.0
@@ -52,7 +52,7 @@ class BuildRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 class RegisterRequest(BuildRequest, frozen=True, kw_only=True):
     """The body of ``register`` (docs/protocol.md); ``Client.register`` explains each field."""
 
-    as_version: bool = False  # only weights, as the next version of the model with this name
+    as_version: bool = False  # the source has only weights, for the next version of this model
     priority: Text = ""
     pin: bool = False
     aliases: Aliases = ()  # further names of the model

@@ -1,7 +1,7 @@
-"""The one place that makes ZeroMQ sockets, for clients with keys: capped before they may talk.
+"""ZeroMQ sockets for clients with keys, with limits that are set before a peer can connect.
 
-libzmq's defaults let one peer declare an 8 GiB message, keep half a handshake for 30 s and have
-1000 unread messages stored for it. No other module calls ``Context.socket``.
+With libzmq's defaults a peer may declare an 8 GiB message, keep a handshake open for 30 s, and
+let 1000 unread messages be stored. No other module calls ``Context.socket``.
 """
 
 from __future__ import annotations
@@ -15,27 +15,27 @@ import zmq
 from .curve_keys import ClientKeys, ServerKeys
 from .stream import KEEPALIVE_COUNT, KEEPALIVE_IDLE_S, KEEPALIVE_INTERVAL_S
 
-DONTWAIT: Final = int(zmq.DONTWAIT)  # a plain number: libzmq's enums cost microseconds at each use
-ZERO_COPY_BYTES: Final = 64 << 10  # below, a copy is cheaper than tracking the message
+DONTWAIT: Final = int(zmq.DONTWAIT)  # a plain integer: pyzmq's enums take microseconds at each use
+ZERO_COPY_BYTES: Final = 64 << 10  # for smaller parts a copy is cheaper than tracking the message
 HEARTBEAT_INTERVAL_MS: Final = 2_000
 HEARTBEAT_TIMEOUT_MS: Final = 10_000
 HANDSHAKE_LIMIT_MS: Final = 5_000
-QUEUED_MESSAGES: Final = 16  # of each peer of the server, in each direction
+QUEUED_MESSAGES: Final = 16  # queue limit of the server for each peer, in each direction
 BACKLOG_CONNECTIONS: Final = 512
-ZAP_DOMAIN: Final = "pipeswitch"  # what our authenticator answers for
+ZAP_DOMAIN: Final = "pipeswitch"  # the domain that our authenticator handles
 _EVENTS: Final = int(zmq.EVENTS)
 _POLLIN: Final = int(zmq.POLLIN)
-_MONITOR_EVENT: Final = Struct("=HI")  # what happened, and to which descriptor or why
+_MONITOR_EVENT: Final = Struct("=HI")  # the event, and its value: a descriptor or a reason
 
 
 def _make_socket(
     context: zmq.Context[Any], kind: int, max_part_bytes: int, queued: int
 ) -> zmq.Socket[bytes]:
-    """Return an unconnected socket with caps, keep-alive and handshake limit."""
+    """Return an unconnected socket with size and queue limits, keep-alive and handshake limit."""
     sock: zmq.Socket[bytes] = context.socket(kind)
     for option, value in (
         (zmq.LINGER, 0),
-        (zmq.MAXMSGSIZE, max_part_bytes),  # a larger declaration closes the connection
+        (zmq.MAXMSGSIZE, max_part_bytes),  # a peer that declares a larger part is disconnected
         (zmq.SNDHWM, queued),
         (zmq.RCVHWM, queued),
         (zmq.TCP_KEEPALIVE, 1),
@@ -52,16 +52,16 @@ def _make_socket(
 def make_router(
     context: zmq.Context[Any], max_part_bytes: int, keys: ServerKeys | None = None
 ) -> zmq.Socket[bytes]:
-    """Return the server's socket. With ``keys`` the authenticator decides about each peer's key:
-    without an authenticator that answers, no client comes in (ZAP_ENFORCE_DOMAIN).
+    """Return the server's socket. With ``keys`` the authenticator checks each peer's key; if no
+    authenticator answers, no client is admitted (ZAP_ENFORCE_DOMAIN).
 
-    It must send no heartbeats: libzmq keeps a connection that ended while its bounded queue was
-    full until it is read, and if the heartbeat's timer fires in between, libzmq aborts the process
-    (stream_engine_base.cpp, ``!_io_error``). Dead peers are found by TCP's keep-alive, and by the
-    time to live that our clients' own heartbeats carry.
+    The socket must not send heartbeats. If a connection ends while its bounded queue is full,
+    libzmq keeps the connection until the queue is read. If a heartbeat's timer fires meanwhile,
+    libzmq aborts the process (stream_engine_base.cpp, ``!_io_error``). Dead peers are found by
+    TCP's keep-alive instead, and by the time to live in our clients' heartbeats.
     """
     sock = _make_socket(context, zmq.ROUTER, max_part_bytes, QUEUED_MESSAGES)
-    sock.setsockopt(zmq.ROUTER_MANDATORY, 1)  # a vanished or slow peer is an error, not a loss
+    sock.setsockopt(zmq.ROUTER_MANDATORY, 1)  # raise for a gone or slow peer; do not drop messages
     if keys is not None:
         sock.setsockopt(zmq.CURVE_SERVER, 1)
         sock.setsockopt(zmq.CURVE_SECRETKEY, keys.secret)
@@ -73,15 +73,15 @@ def make_router(
 def make_dealer(
     context: zmq.Context[Any], max_part_bytes: int, keys: ClientKeys
 ) -> zmq.Socket[bytes]:
-    """Return a client's socket. Unlimited queues: the client's own code bounds what it submits."""
+    """Return a client's socket. Its queues are unlimited: the client limits its requests."""
     sock = _make_socket(context, zmq.DEALER, max_part_bytes, 0)
     for option, value in (
         (zmq.HEARTBEAT_IVL, HEARTBEAT_INTERVAL_MS),
         (zmq.HEARTBEAT_TIMEOUT, HEARTBEAT_TIMEOUT_MS),
-        (zmq.HEARTBEAT_TTL, HEARTBEAT_TIMEOUT_MS),  # the server's for us
-        (zmq.RECONNECT_IVL, 50),  # ms; a server that just starts is found soon
+        (zmq.HEARTBEAT_TTL, HEARTBEAT_TIMEOUT_MS),  # silence after which the server disconnects
+        (zmq.RECONNECT_IVL, 50),  # ms; short, to connect soon after the server's start
         (zmq.RECONNECT_IVL_MAX, 500),
-        (zmq.CURVE_SERVERKEY, keys.server),  # whom we expect, and who we are
+        (zmq.CURVE_SERVERKEY, keys.server),  # the key that the server must have
         (zmq.CURVE_PUBLICKEY, keys.public),
         (zmq.CURVE_SECRETKEY, keys.secret),
     ):
@@ -90,13 +90,13 @@ def make_dealer(
 
 
 def is_readable(sock: zmq.Socket[bytes]) -> bool:
-    """Asked before receiving: the exception of an empty socket costs more than the look."""
+    """Return True if a message can be received; this is faster than catching an exception."""
     events: Any = sock.get(_EVENTS)
     return bool(events & _POLLIN)
 
 
 def next_events(monitor: zmq.Socket[bytes], at_most: int) -> Iterator[tuple[int, int]]:
-    """Yield each event and its value (descriptor or reason), faster than pyzmq's own function."""
+    """Yield each event and its value (descriptor or reason), faster than pyzmq's function does."""
     for _ in range(at_most):
         if not is_readable(monitor):
             return

@@ -1,9 +1,9 @@
-"""A plain stream socket, at both ends: whole messages, and memory that both share.
+"""Stream connection of client and server, for both sides: whole messages, and shared memory.
 
-It carries a message's parts behind a table of their sizes (docs/protocol.md), over TCP or the
-owner's unix socket. The latter passes descriptors, so there can be a share: a sealed memfd of two
-halves, one that the client writes and one that the server does. A tensor of SHARED_BYTES or more
-goes there when there is room, and through the socket otherwise.
+A message is a table of its parts' sizes, then the parts (docs/protocol.md), over TCP or the owner's
+unix socket. A unix socket can pass descriptors, so both sides can have a share: a sealed memfd with
+a half that the client writes and a half that the server writes. A tensor of SHARED_BYTES or more
+is put into the share if there is space, else sent through the socket.
 """
 
 from __future__ import annotations
@@ -22,42 +22,42 @@ from ..base.errors import RemoteProtocolError
 from . import frames
 from .slabs import SlabPool
 
-SHARED_BYTES: Final = 64 << 10  # below, a copy through the socket costs as little
-FIRST_READ_BYTES: Final = 4 << 10  # a table has 1,056 at most; more once so much has come
-READ_BYTES: Final = 64 << 10  # at a time, of messages that are not known yet
-LARGE_READ_BYTES: Final = 1 << 20  # at a time, of large parts: others have their turn then
-KEEPALIVE_IDLE_S: Final = 10  # of TCP: then a probe every KEEPALIVE_INTERVAL_S
+SHARED_BYTES: Final = 64 << 10  # for smaller parts a copy through the socket is as fast
+FIRST_READ_BYTES: Final = 4 << 10  # first size of the buffer; a table has at most 1,056 bytes
+READ_BYTES: Final = 64 << 10  # limit of one read if the message's table is not known yet
+LARGE_READ_BYTES: Final = 1 << 20  # limit of one read of parts, so that other connections can run
+KEEPALIVE_IDLE_S: Final = 10  # TCP sends the first probe after this silence
 KEEPALIVE_INTERVAL_S: Final = 5
-KEEPALIVE_COUNT: Final = 4  # unanswered ones, and the connection is gone
-UNACKNOWLEDGED_MS: Final = 30_000  # so long, and it is gone too
+KEEPALIVE_COUNT: Final = 4  # unanswered probes that end the connection
+UNACKNOWLEDGED_MS: Final = 30_000  # unacknowledged data of this age ends the connection
 _CONTROL_BYTES: Final = socket.CMSG_SPACE(4)
 _CLOSE_ON_EXEC: Final = int(socket.MSG_CMSG_CLOEXEC)
 _NO_SIGNAL: Final = int(socket.MSG_NOSIGNAL)
-ALIGN_BYTES: Final = 64  # where a part begins in its message's buffer
-MAX_BUFFERS: Final = 1024  # in one call; the kernel refuses more (UIO_MAXIOV)
+ALIGN_BYTES: Final = 64  # alignment of parts in their message's buffer
+MAX_BUFFERS: Final = 1024  # the kernel refuses more buffers in one call (UIO_MAXIOV)
 
 
 class WireMessage(msgspec.Struct, frozen=True, kw_only=True):
-    """One that has come whole."""
+    """A message that has arrived as a whole."""
 
-    parts: list[Any]  # buffers, as of a ZeroMQ message: magic, header, tensors; none: see Share
-    size_bytes: int  # through the socket
+    parts: list[Any]  # buffers: magic, header, tensors; empty: a request for a share, or a share
+    size_bytes: int  # bytes that came through the socket
     taken_count: int
-    shared: frozenset[int]  # which parts lie in the share, where the peer can still change them
+    shared: frozenset[int]  # indices of parts in the share, where the peer can still change them
     descriptors: tuple[int, ...] = ()
 
 
 class ShmSegment:
-    """Memory of a local client and the server, by one of the two.
+    """One side's view of the share of a local client and the server.
 
-    ``place`` and ``free`` are of one's own half; ``find`` is of the other's.
+    ``place``, ``own`` and ``free`` use this side's half; ``find`` uses the peer's half.
     """
 
     def __init__(self, descriptor: int, *, is_servers: bool) -> None:
-        """Map it; the descriptor stays the caller's.
+        """Map the share; the caller keeps the descriptor.
 
         Raises:
-            OSError, ValueError: it cannot be mapped.
+            OSError, ValueError: the descriptor cannot be mapped.
         """
         memory = memoryview(mmap.mmap(descriptor, 0))
         half = len(memory) // 2
@@ -66,23 +66,23 @@ class ShmSegment:
         self._slabs = SlabPool(half)
 
     def place(self, size_bytes: int) -> int:
-        """Room for a part in the own half; INLINE: there is none."""
+        """Allocate a part in this side's half; return its place, or INLINE if there is no space."""
         offset = self._slabs.take(size_bytes)
         return frames.INLINE if offset is None else offset
 
     def own(self, place: int, size_bytes: int) -> memoryview:
-        """Return a view of the own share, for writing."""
+        """Return a writable view of a range in this side's half."""
         return self._own[place : place + size_bytes]
 
     def free(self, place: int) -> None:
-        """Free a part that the peer has taken. KeyError: it was free."""
+        """Free a part that the peer has taken; raise KeyError if it is free already."""
         self._slabs.free(place)
 
     def find(self, place: int, size_bytes: int) -> memoryview:
-        """Return a part of the peer's.
+        """Return a part in the peer's half, which the peer can still change.
 
         Raises:
-            RemoteProtocolError: it lies outside of the peer's half.
+            RemoteProtocolError: the range is outside of the peer's half.
         """
         if place + size_bytes > len(self._others):
             raise RemoteProtocolError(f"{size_bytes} bytes at {place} are not in the shared memory")
@@ -90,38 +90,37 @@ class ShmSegment:
 
 
 class Stream:
-    """One end of a connection. Never blocks; one thread's at a time."""
+    """One end of a connection. It never blocks, and only one thread at a time may use it."""
 
     def __init__(
         self, sock: socket.socket, max_part_bytes: int, *, takes_descriptors: bool = False
     ) -> None:
-        """Read from ``sock``; without ``takes_descriptors`` the kernel closes descriptors."""
+        """``takes_descriptors``: receive descriptors; otherwise the kernel closes them."""
         sock.setblocking(False)
         self._socket = sock
         self._max_part_bytes = max_part_bytes
         self._takes_descriptors = takes_descriptors
-        # Of a message:
         self.max_bytes = frames.MAX_HEADER_BYTES + frames.MAX_TENSORS * max_part_bytes
         self.share: ShmSegment | None = None
         self._buffer = bytearray(FIRST_READ_BYTES)
-        self._start = self._end = 0  # what of it is not parsed yet
-        self._message: WireMessage | None = None  # whose parts are being read
-        self._unread: deque[memoryview] = deque()  # what is still to come of it
+        self._start = self._end = 0  # range of the buffer that is not parsed yet
+        self._message: WireMessage | None = None  # the message whose parts are being read
+        self._unread: deque[memoryview] = deque()  # space for its bytes that have not arrived
         self._descriptors: tuple[int, ...] = ()
         self._unsent: list[Any] = []
-        self.has_more = False  # a whole message may have come that was not returned yet
+        self.has_more = False  # True if ``receive`` may have a whole message that it did not return
 
     def fileno(self) -> int:
         return self._socket.fileno()
 
     def close(self) -> None:
-        """Idempotent. Parts that were handed out keep the share's mapping."""
+        """Close the socket. Idempotent. Parts of received messages keep the share's mapping."""
         self._socket.close()
         self.share = None
 
     @property
     def is_connected(self) -> bool:
-        """The other end took the connection, and it has not been reset."""
+        """True if the connection was established and has not been reset."""
         try:
             self._socket.getpeername()
         except OSError:
@@ -129,13 +128,13 @@ class Stream:
         return True
 
     def hang_up(self) -> None:
-        """Both ends read its end; what came before is read first."""
+        """Shut the connection down. Both ends read earlier data, then the end of the stream."""
         with contextlib.suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)
 
     @property
     def held_bytes(self) -> int:
-        """Number of bytes held of a message that has arrived in part."""
+        """Bytes in memory of a message that has arrived only in part."""
         begun = self._message.size_bytes if self._message is not None else 0
         return begun - sum(map(len, self._unread)) + self._end - self._start
 
@@ -143,16 +142,16 @@ class Stream:
 
     @property
     def is_sending(self) -> bool:
-        """Something waits until the socket is writable."""
+        """True if data waits until the socket is writable."""
         return bool(self._unsent)
 
     def put(self, table: bytes, inline: Sequence[Any] = ()) -> None:
-        """Add a message to what leaves with ``flush``; its buffers must not change until then."""
+        """Queue a message for ``flush``; its buffers must not change until it is sent."""
         self._unsent.append(table)
         self._unsent += filter(len, inline)
 
     def bring(self, descriptor: int) -> None:
-        """Send a share, or that there is none (-1), while nothing else waits. It stays open here.
+        """Send a share; -1: answer that there is none. No other data may wait to be sent.
 
         Raises:
             OSError: the peer is gone, or does not read.
@@ -162,7 +161,7 @@ class Stream:
         self._socket.sendmsg([frames.pack_table(())], rights, socket.MSG_NOSIGNAL)
 
     def flush(self) -> bool:
-        """Send what there is; False: some of it has to wait until the socket is writable.
+        """Send queued data; return False if a part has to wait until the socket is writable.
 
         Raises:
             OSError: the peer is gone.
@@ -186,20 +185,20 @@ class Stream:
     # ---- in ------------------------------------------------------------------------------------
 
     def receive(self, at_most: int) -> list[WireMessage]:
-        """Read without waiting; whole messages that have come.
+        """Read without waiting; return up to ``at_most`` messages that have arrived as a whole.
 
         Raises:
             EOFError: the peer is gone.
-            RemoteProtocolError: it sent what is no message: nothing can be read after that.
+            RemoteProtocolError: the data is not a message; the stream cannot be read any more.
         """
         has_some = self._message is not None or self._end > self._start
         messages = self._parse(at_most) if has_some else []
-        if not messages:  # else the end of the connection would hide them
+        if not messages:  # return buffered messages first: reading may raise EOFError
             is_begun = bool(self._unread)
             self._read()
             messages = self._parse(at_most)
             if self._unread and not is_begun:
-                self._read()  # more of it has come than a table has room for
+                self._read()  # parts that did not fit into the buffer may have arrived too
                 messages += self._parse(at_most - len(messages))
         self.has_more = len(messages) == at_most
         return messages
@@ -217,7 +216,7 @@ class Stream:
     def _read_parts(self) -> int:
         """Receive parts of a message whose table is known, up to LARGE_READ_BYTES.
 
-        A window that this opens is filled again while it is read.
+        Several reads are worthwhile: each one opens TCP's window, which the peer fills meanwhile.
         """
         total = 0
         while self._unread and total < LARGE_READ_BYTES:
@@ -229,7 +228,7 @@ class Stream:
                     raise
                 break
             if not size:
-                break  # what has come is not whole: the next read says that it ended
+                break  # the stream has ended within a message; the next read raises EOFError
             total += size
             self._unread[0] = target[size:]
             if not self._unread[0]:
@@ -237,7 +236,7 @@ class Stream:
         return total
 
     def _read_some(self) -> int:
-        """Receive into the buffer, which has enough free space."""
+        """Receive into the buffer, after making space in it; return the number of bytes."""
         if self._start:
             unread = self._buffer[self._start : self._end]
             self._buffer[: len(unread)] = unread
@@ -275,10 +274,10 @@ class Stream:
         return messages
 
     def _begin(self, table: frames.Table, buffer: memoryview) -> WireMessage:
-        """Begin a message; its parts that come through the socket are views of one buffer.
+        """Begin a message; parts that come through the socket are views of one buffer.
 
         Raises:
-            RemoteProtocolError: the parts are too large together, or a place is not in the share.
+            RemoteProtocolError: the message is too large, or a place is not in the share.
         """
         table_bytes, taken_count, places = table
         size_bytes = body_bytes = 0
@@ -317,7 +316,7 @@ class Stream:
 
 
 def keep_alive(sock: socket.socket) -> None:
-    """Configure a TCP connection: send at once, and notice a machine that is gone."""
+    """Configure a TCP connection to send at once and to detect a dead peer."""
     for level, option, value in (
         (socket.IPPROTO_TCP, socket.TCP_NODELAY, 1),
         (socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1),
@@ -330,12 +329,12 @@ def keep_alive(sock: socket.socket) -> None:
 
 
 def _pages(size_bytes: int) -> memoryview:
-    """Memory that is taken as it is written: a table alone costs none, and no time to clear it.
+    """Return uninitialised memory, whose pages are allocated when they are written.
 
-    The allocator's, not the kernel's: what the last message left is taken again.
+    A peer that only announces parts thus costs no memory. The C allocator reuses earlier memory.
 
     Raises:
-        RemoteProtocolError: there is not that much.
+        RemoteProtocolError: there is not enough memory.
     """
     import numpy as np
 

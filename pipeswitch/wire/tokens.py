@@ -20,10 +20,10 @@ OWNER_FILE: Final = "owner.token"  # in the state directory
 
 
 def owner_token(path: Path) -> str:
-    """Return the token with all rights; create it if it is missing: the owner's page shows it.
+    """Return the owner's token, which has all rights; create its file if it is missing.
 
     Raises:
-        ConfigError: others may read it, or it is none.
+        ConfigError: others may read the file, or it has no token.
     """
     try:
         try:
@@ -48,7 +48,7 @@ def read_tokens(path: Path) -> dict[str, Principal]:
     """Read a file of lines ``NAME TOKEN ROLE,ROLE``, which only its owner may read.
 
     Raises:
-        ConfigError: it is not such a file, or others may read it.
+        ConfigError: a line is invalid, the file has no token, or others may read it.
     """
     try:
         check_secret(path)

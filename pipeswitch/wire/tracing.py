@@ -1,8 +1,8 @@
-"""Requests as OpenTelemetry's spans, made in the process that asked: the SDK's, the gateway's.
+"""OpenTelemetry spans of requests, made in the SDK's or the gateway's process from the timing.
 
-The server makes none: an answer's timing says where its time went. Spans go where the program has
-set a tracer provider before, else where the standard ``OTEL_…`` variables say; where neither is so
-nothing is imported (``pip install 'pipeswitch[otel]'``).
+The server makes no spans. A tracer provider that the program has set gets the spans; without one,
+the standard ``OTEL_…`` variables name exporters. If they name none either, nothing is imported
+(``pip install 'pipeswitch[otel]'``).
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from .request_timing import PARTS
 
 _logger = logging.getLogger(__name__)
 
-# A request's spans, one behind the other, and their times in the timing; ``out`` is what is left of
-# the total. Waits for groups lie between those that computed: they are told as one.
+# A request's spans in order, each with the field of the timing that has its length. A last span,
+# ``out``, has the rest of the total. The waits for all groups are drawn as one span.
 ORDER: Final = (
     ("preprocess", "preprocess_ms"),
     ("queue", "queue_ms"),
@@ -35,10 +35,10 @@ PROTOCOLS: Final = ("OTEL_EXPORTER_OTLP_TRACES_PROTOCOL", "OTEL_EXPORTER_OTLP_PR
 
 
 class Traced:
-    """One request's span, from when it is asked; ``answered`` or ``failed`` ends it."""
+    """Span of one request; it begins with the object, and ``answered`` or ``failed`` ends it."""
 
     def __init__(self, tracer: Any, model: str, carrier: Mapping[str, str] | None = None) -> None:
-        """``carrier``: headers that name its parent; None: that is this program's current one."""
+        """``carrier``: headers that name the parent span; None: use the current span."""
         from opentelemetry import trace
         from opentelemetry.trace.propagation import tracecontext
 
@@ -50,13 +50,14 @@ class Traced:
         tags = {"pipeswitch.model": model}
         self._span = tracer.start_span("infer", context, kind, tags, start_time=self._began_ns)
         here = self._span.get_span_context()
-        self.traceparent = ""  # as W3C writes it; empty: it is in no trace
+        self.traceparent = ""  # W3C header; empty if the span is not in a trace
         if here.is_valid:
             ids = f"{here.trace_id:032x}-{here.span_id:016x}"
             self.traceparent = f"00-{ids}-{here.trace_flags:02x}"
 
     def answered(self, timing: Mapping[str, Any]) -> None:
-        """End the span with the parts of its time. Both ways are taken to be equally long."""
+        """End the span, with a child for each part of the timing. Assume that sending the request
+        and sending the answer take equally long."""
         ended_ns = time.time_ns()
         parts = [(name, timing.get(key, 0.0)) for name, key in ORDER]
         parts.append(("out", max(0.0, timing["total_ms"] - sum(ms for _, ms in parts))))
@@ -69,12 +70,12 @@ class Traced:
                 at_ns += _ns(took_ms)
                 span.end(at_ns)
         for name, value in timing.items():
-            if name not in PARTS or name == "copy_ms":  # a copy goes on while others are timed
+            if name not in PARTS or name == "copy_ms":  # a copy overlaps with other parts
                 self._span.set_attribute(f"pipeswitch.{name}", value)
         self._span.end(ended_ns)
 
     def over(self, future: Future[Any]) -> None:
-        """End the span when its result is there."""
+        """End the span with the result or the error of a future that is done."""
         error = CancelledError() if future.cancelled() else future.exception()
         if error is None:
             self.answered(future.result().timing.as_dict())
@@ -92,7 +93,7 @@ def _ns(ms: float) -> int:
 
 
 def open_tracer(service: str = "") -> Any:
-    """Return the tracer of this process, named ``service`` unless a name is set; None if unused."""
+    """Return this process's tracer; None: tracing is off. ``service``: its default name."""
     api = sys.modules.get("opentelemetry.trace")
     if api is not None and not isinstance(api.get_tracer_provider(), api.ProxyTracerProvider):
         return api.get_tracer("pipeswitch")
@@ -108,7 +109,7 @@ def _exporters() -> list[str]:
     return [one for one in names_listed if one not in ("", "none")]
 
 
-@cache  # of a process: one thread, one connection
+@cache  # one tracer for the process, because it has a thread and a connection
 def _own_tracer(service: str) -> Any:
     try:
         from opentelemetry.sdk.resources import OTELResourceDetector, Resource
@@ -120,14 +121,14 @@ def _own_tracer(service: str) -> Any:
         for name in _exporters():
             provider.add_span_processor(BatchSpanProcessor(_exporter(name)))
         return provider.get_tracer("pipeswitch")
-    except Exception as error:  # whatever it is, requests are served without
+    except Exception as error:  # requests are served without traces
         hint = "pip install 'pipeswitch[otel]' has the exporters otlp (http/protobuf) and console"
         _logger.warning("traces=off cause=%s: %s; %s", type(error).__name__, error, hint)
         return None
 
 
 def _exporter(name: str) -> Any:
-    """One that is installed, and reads its own variables."""
+    """Return a new exporter of this name; raise LookupError if none is installed."""
     from importlib.metadata import entry_points
 
     if name == "otlp":

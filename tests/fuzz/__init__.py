@@ -1,6 +1,6 @@
-"""Fuzzing what outsiders can send: ``make fuzz`` runs it, the unit tests replay what was found.
+"""Fuzzing of all that outsiders can send: ``make fuzz`` runs it, unit tests replay its findings.
 
-A *target* takes bytes to one interface and lets nothing out but an escape: an exception that this
-interface does not promise. ``target.py`` says what a target is, ``targets.py`` names all of them;
-the driver (``run.py``, ``child.py``) needs atheris, the targets do not.
+A *target* passes bytes to one interface. It raises only for an *escape*: an exception that the
+interface does not promise. ``target.py`` defines a target, and ``targets.py`` lists all of them.
+The driver (``run.py``, ``child.py``) needs atheris, but the targets do not.
 """

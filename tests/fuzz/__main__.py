@@ -1,6 +1,6 @@
 """``python -m tests.fuzz``: run the targets one after the other, print a line for each.
 
-Exit 0 when nothing escaped, else 1; the inputs lie in ``OUT/escapes/TARGET``.
+Exit 0 when nothing escaped, else 1; the inputs lie in ``WORK/escapes/TARGET``.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""A bundle's file, and the weights file that has no graph: header, offsets, graph.
+"""Files of bundles, and weights files, which have no graph: header, offsets, graph.
 
-The file is a memfd that is written anew for each input. An input is two frames, the header's JSON
-and the tensors' bytes; a third one stands for the whole file as it is.
+The file is a memfd, which is rewritten for each input. An input is two frames, the header's JSON
+and the tensors' bytes. If there is a third frame, it is the whole file.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def _file() -> _File:
 
 
 def file_of(frames: list[bytes]) -> bytes:
-    """The file that an input stands for."""
+    """Return the bytes of the file that an input describes."""
     if len(frames) > 2:
         return frames[2]
     header = frames[0] if frames else b""
@@ -67,7 +67,7 @@ def run(data: bytes) -> None:
 
 
 def program() -> dict[str, Any]:
-    """relu(x @ w.T + b), then its size times two: each kind of argument once."""
+    """Return a graph around relu(x @ w.T + b) that has each kind of argument once."""
     return {
         "version": 2,
         "inputs": [{"name": "x", "dtype": "float32", "shape": ["batch", 4]}],
@@ -92,7 +92,7 @@ def program() -> dict[str, Any]:
 
 
 def header_of(graph: dict[str, Any]) -> dict[str, Any]:
-    """The file's header, its graph not yet a text."""
+    """Return the file's header, in which the graph is not yet JSON text."""
     return {
         "__metadata__": {bundle.METADATA_KEY: graph},
         "w": {"dtype": "F32", "shape": [3, 4], "data_offsets": [0, 48]},
@@ -101,7 +101,7 @@ def header_of(graph: dict[str, Any]) -> dict[str, Any]:
 
 
 def _decode(frame: bytes) -> Any:
-    """A header with its graph as a value, so that a mutator finds its way into it."""
+    """Return a header whose graph is decoded as well, so that the mutator can change it."""
     header = json.loads(frame)
     if "__metadata__" in header:
         header["__metadata__"][bundle.METADATA_KEY] = json.loads(

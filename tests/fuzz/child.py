@@ -29,8 +29,8 @@ def main() -> None:
     with atheris.instrument_imports(include=INSTRUMENTED):
         target = load(name)
     for seed in target.seeds():
-        target.run(seed)  # lazy imports happen here, and count to no input
-    # Looked up at each call: Setup puts another one in its place.
+        target.run(seed)  # lazy imports happen here, so they do not count for any input
+    # ``atheris.Mutate`` is looked up at each call, because Setup replaces it.
     mutator = Mutator(target, lambda data, max_bytes: atheris.Mutate(data, max_bytes))
     with _folders_of(target) as (itself, seeds):
         arguments = [itself, *options, *seeds, f"-max_len={target.max_bytes}"]
@@ -40,8 +40,8 @@ def main() -> None:
 
 @contextlib.contextmanager
 def _folders_of(target: Target) -> Iterator[tuple[str, list[str]]]:
-    """What starts this program again (libFuzzer does, to merge), and folders that it only reads:
-    the seeds, what is kept."""
+    """Yield a script that starts this program again, which libFuzzer does to merge, and the folders
+    that libFuzzer only reads: seeds, corpus and regressions."""
     with tempfile.TemporaryDirectory(prefix="pipeswitch-fuzz-") as name:
         itself, seeds = Path(name, "itself"), Path(name, "seeds")
         command = shlex.join([sys.executable, "-m", f"{__package__}.child", target.name])

@@ -1,7 +1,7 @@
-"""A commit as it rests: ``commit.json``, the image's file, and the image itself.
+"""Commits at rest: ``commit.json``, the image's file, and the image itself.
 
-An input is a kind and frames. An image is made of its JSON and its bulk, so that a mutated JSON
-still has a header with the right checksum; or it is one frame as it is.
+An input begins with its kind. FROM_JSON builds an image from its JSON and its bulk, so that a
+mutated JSON still gets a header with the right checksum. AS_IT_IS has the image in one frame.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def run(data: bytes) -> None:
 
 
 def _read(raw: bytes) -> None:
-    """What a resumed worker and the writer to disk do with an image."""
+    """Read an image as a resumed worker and the writer to disk do."""
     image = memoryview(raw)
     safetensors_head(image)
     try:
@@ -72,7 +72,7 @@ def _folder() -> Path:
 
 
 def _load(record: bytes, head: bytes, image: bytes) -> None:
-    """What a server does with a job's folder when it starts."""
+    """Load a job's folder as a server does when it starts."""
     folder = _folder()
     (folder / RECORD_NAME).write_bytes(record)
     (folder / IMAGE_NAME).write_bytes(head + image)

@@ -1,7 +1,7 @@
-"""Orders to the memory daemon, and what its threads then do: real guard, real commit areas.
+"""Orders to the memory daemon, with the real guard and real commit areas.
 
-The device is a few pages of this process that do what an order says at once, and check nothing:
-what would write outside of its range is an escape, as is whatever a thread would have thrown.
+The device is a few pages of this process, and performs each order at once and unchecked. An
+access outside of its range is an escape, and so is an exception in a thread of the daemon.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ ARENA_BYTES = 1 << 16
 STORE_BYTES = 1 << 14
 FENCE_COUNT = 16
 SLOT_BYTES = 4096
-NOWHERE = "/proc/self/nowhere"  # cannot be made, so nothing is ever written
+NOWHERE = "/proc/self/nowhere"  # cannot be created, so nothing is ever written
 
 
 class _Pages:
@@ -61,7 +61,7 @@ class _Pages:
     def transmit(
         self, order: daemon_msg.TransmitModel, on_end: Callable[[daemon_msg.TransmitEnded], None]
     ) -> None:
-        """The first half of the groups now; the rest when it is cancelled or finished."""
+        """Check each group's ranges. The transmission ends when it is cancelled or finished."""
         for group in order.groups:
             _within("copy", group.arena_offset_bytes, group.size_bytes, ARENA_BYTES)
             _within("read", group.store_offset_bytes, group.size_bytes, STORE_BYTES)
@@ -114,20 +114,20 @@ def _within(what: str, start: int, size: int, limit: int) -> None:
 
 
 class _Lane:
-    """A lane without a thread: work is done when it is put, and what it throws is an escape."""
+    """Stand-in for WorkerThread: ``put`` does the work, and its exceptions are escapes."""
 
     def __init__(self, name: str) -> None:
-        """Take the name as ``Lane`` does."""
+        """Take the name as ``WorkerThread`` does."""
 
     def put(self, work: Work, failed: Failed = lambda _: None) -> None:
         work()
 
     def shutdown(self) -> None:
-        """Nothing is left to do."""
+        """Return at once: no work is left."""
 
 
 class _Control:
-    """The daemon's end of its channel: packets of an input in, answers counted and encoded."""
+    """Daemon's end of its channel: returns the packets of an input, encodes and counts answers."""
 
     def __init__(self) -> None:
         self.point = ""
@@ -143,7 +143,7 @@ class _Control:
             return None
         message = decode_message(self.packets.pop(0))
         if isinstance(message, daemon_msg.PersistCommit | daemon_msg.StoreModel):
-            # Nothing is read or written but what cannot be there; its odd characters stay.
+            # The new path cannot exist, so no file is read or written. Its odd characters stay.
             odd = message.directory[-64:].replace("/", "")
             message = msgspec.structs.replace(message, directory=f"{NOWHERE}/{odd}")
         is_open = isinstance(message, daemon_msg.OpenCommits)
@@ -158,7 +158,7 @@ def _area() -> int:
 def run(data: bytes) -> None:
     device, control = _Pages(), _Control()
     control.packets = split_frames(data)
-    os.pwrite(_area(), bytes(HEADER_BYTES), 0)  # a job's area as it is made: nothing committed
+    os.pwrite(_area(), bytes(HEADER_BYTES), 0)  # as in a new area: nothing is committed
     lane, daemon_module.WorkerThread = daemon_module.WorkerThread, _Lane  # type: ignore[misc, assignment]
     try:
         parts: Any = (device, control)
@@ -176,7 +176,7 @@ def _input(*messages: Message) -> bytes:
 
 
 def seeds() -> list[bytes]:
-    """A model's way in, and a job's commits."""
+    """Return inputs that store and transmit a model, and inputs that copy a job's commits."""
     model, job = ModelName("m"), JobName("j")
     groups = tuple(
         daemon_msg.GroupCopy(

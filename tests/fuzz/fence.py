@@ -1,14 +1,14 @@
-"""Operators between unmapped pages: does a kernel keep to the tensors it was given?
+"""Fuzzer of operators: does a kernel access only the memory of its tensors?
 
 ``python -m tests.fuzz.fence --seconds 600`` calls each operator on the closed list with arguments
-that its contract and meta accept. Each tensor ends at an unmapped page or starts after one; where a
-C compiler is there, torch's own allocations do too and begin as a pattern (fence.c). Each call is
-made twice, over two patterns. A finding is a fault or another crash (a child's, whose last call is
-in shared memory), an answer that differs with the pattern (memory that was not written), an input
-that changed, or other extents than were promised without data. An exception is none.
+that its contract and its meta kernel accept. Each tensor ends at an unmapped page or starts after
+one. If there is a C compiler, torch's own allocations do so too, and are filled with a pattern
+(fence.c). Each call is made twice, with two patterns. Findings are: a crash of a child process
+(its last call is in shared memory), an answer that depends on the pattern (so the kernel did not
+write it), a changed input, and extents that differ from those of the call without data.
 
-``--inner`` calls what contracts accept and torch refuses without data instead: between the ends of
-a program's ranges the first run of a shape asks contracts alone (docs/adr/0024).
+``--inner`` makes calls that contracts accept but torch refuses on meta tensors. Between the ends
+of a program's ranges, only contracts check the first run of a shape (docs/adr/0024).
 """
 
 from __future__ import annotations
@@ -42,9 +42,9 @@ PAGE: Final = mmap.PAGESIZE
 SLOT_PAGES: Final = 16
 SLOTS: Final = 24
 PATTERNS: Final = (0x5A, 0xA7)
-RESIDENCY, VALUES = 8, 8  # of accepted arguments: other places and strides, and values for each
-TRIES: Final = 8  # until arguments are accepted
-REGIONS: Final = 20_000  # of a child's large allocations; the kernel has room for some 30,000
+RESIDENCY, VALUES = 8, 8  # memory layouts for accepted arguments, and sets of values per layout
+TRIES: Final = 8  # attempts to find arguments that are accepted
+REGIONS: Final = 20_000  # a child ends after this many large allocations; Linux allows some 30,000
 FLOATS: Final = (torch.float32, torch.float32, torch.float64, torch.bfloat16, torch.float16)
 DTYPES: Final = (*FLOATS, torch.int64, torch.int32, torch.uint8, torch.bool, torch.complex64)
 LAST_CALL_BYTES: Final = 4096
@@ -61,13 +61,13 @@ ODD_FLOATS: Final = (
     1e-40,
 )
 ODD_INTEGERS: Final = (-(1 << 63), -(1 << 31), 1 << 31, 1 << 40, 1 << 62, (1 << 63) - 1)
-ODDITY: Final = 1 / 16  # how often values, and numbers among the arguments, are of these
-WITHOUT_END: Final = frozenset({"sections"})  # a view for each, until the memory is full
+ODDITY: Final = 1 / 16  # probability of odd values in a tensor, and of an odd number as argument
+WITHOUT_END: Final = frozenset({"sections"})  # no odd numbers: a view per section fills memory
 TARGETS: Final = sorted(f"aten.{n}.{o}" for n, suffixes in OVERLOADS.items() for o in suffixes)
 
 
 class T:
-    """A tensor to be made: extents, dtype, and the bound of its values where they are indices."""
+    """Specification of a tensor: extents, dtype, and a bound of its values if they are indices."""
 
     def __init__(self, shape: Sequence[int], dtype: torch.dtype, bound: int = 0) -> None:
         self.shape, self.dtype, self.bound = tuple(shape), dtype, bound
@@ -81,7 +81,7 @@ class T:
 
 @dataclass
 class Wish:
-    """What one call's arguments share."""
+    """Properties that the arguments of one call share."""
 
     rng: random.Random
     shape: list[int]
@@ -92,7 +92,7 @@ class Wish:
 
 
 def of_family(name: str, wish: Wish) -> dict[str, Any]:
-    """Arguments that go together, for operators whose extents depend on one another."""
+    """Return matching arguments for an operator whose tensors' extents depend on each other."""
     r, f = wish.rng, r_float(wish)
     e, is_wide = wish.extent, r.random() < 0.2
     n, c, s = e(4), r.choice([16, 33]) if is_wide else e(9), [e(9) for _ in range(3)]
@@ -361,7 +361,7 @@ def r_float(wish: Wish) -> torch.dtype:
 
 
 def argument(entry: Any, wish: Wish, target: str) -> Any:
-    """An argument of its schema's type; several tensors of a call broadcast with each other."""
+    """Return an argument of the schema's type; all tensors of one call broadcast together."""
     kind, r, rank = str(entry.type), wish.rng, len(wish.shape)
     is_odd = r.random() < ODDITY and entry.name not in WITHOUT_END
     if entry.has_default_value() and r.random() < 0.5:
@@ -397,7 +397,7 @@ def argument(entry: Any, wish: Wish, target: str) -> Any:
 
 
 def arguments(target: str, schema: Any, seed: int) -> dict[str, Any]:
-    """All of a call's arguments. One in eight calls has one of them replaced by another."""
+    """Return all arguments of a call. One call in eight has one argument replaced at random."""
     rng = random.Random(seed)
     rank = rng.choice([0, 1, 2, 2, 3, 3, 4])
     shape = [rng.choice([1, 2, 3, 4, 5, 7, 8, 17, 33]) for _ in range(rank)]
@@ -429,7 +429,7 @@ def arguments(target: str, schema: Any, seed: int) -> dict[str, Any]:
 
 
 class Values:
-    """Data for tensors: long arrays made once, of which each call takes another piece."""
+    """Data for tensors: long arrays, each made once, from which each call takes a random piece."""
 
     LENGTH: Final = 1 << 16
 
@@ -438,7 +438,7 @@ class Values:
         self._made: dict[tuple[torch.dtype, int, bool], bytes] = {}
 
     def piece(self, spec: T, size: int, rng: random.Random) -> bytes:
-        """``size`` bytes; now and then odd ones, of indices some that a kernel must refuse."""
+        """Return ``size`` bytes, sometimes odd values or indices that a kernel must refuse."""
         key = spec.dtype, spec.bound, rng.random() < ODDITY
         values = self._made.get(key)
         if values is None:
@@ -467,7 +467,7 @@ class Values:
 
 
 class Place:
-    """Where a tensor lies, and what was written there last: strides' gaps are values too."""
+    """Memory of one tensor, and the bytes last written there, including the gaps of strides."""
 
     def __init__(self, tensor: torch.Tensor, memory: memoryview, spec: T) -> None:
         self.tensor, self._memory, self._wanted = tensor, memory, spec
@@ -509,10 +509,10 @@ class Fence:
         self._next = 0
 
     def place(self, spec: T, rng: random.Random) -> Place:
-        """It ends at a fence, starts after one, or lies up to 64 bytes off.
+        """Place a tensor so that it ends at a fence, starts after one, or lies up to 64 bytes off.
 
         Raises:
-            ValueError: larger than a slot.
+            ValueError: the tensor is larger than a slot.
         """
         storage, memory = self._slots[self._next]
         self._next += 1
@@ -526,7 +526,7 @@ class Fence:
             step *= max(shape[axis], 1)
         if shape and rng.random() < 0.1:
             strides = [2 * stride for stride in strides]
-        if shape and rng.random() < 0.1:  # as expand makes them; nothing makes other overlaps
+        if shape and rng.random() < 0.1:  # overlaps as ``expand`` makes them; there are no others
             strides = [rng.choice([0, stride]) for stride in strides]
         last = (
             sum((n - 1) * s for n, s in zip(shape, strides, strict=True)) if 0 not in shape else -1
@@ -571,7 +571,7 @@ def share(target: str) -> int:
 
 
 class _Asked:
-    """A call that computes nothing: of it a contract alone is asked."""
+    """Call that computes nothing, so that only its contract is checked."""
 
     def __init__(self, schema: Any) -> None:
         self._schema = schema
@@ -581,7 +581,7 @@ class _Asked:
 
 
 class Child:
-    """Calls operators until the time is over; tells its last call through a file it maps."""
+    """Caller of operators in a child process, whose last call stands in a mapped file."""
 
     def __init__(
         self, last_call: Path, seed: int, only: str = "", *, is_inner: bool = False
@@ -608,7 +608,7 @@ class Child:
         self.findings: list[str] = []
 
     def run(self, seconds: float, report: Callable[[], None]) -> None:
-        """All operators in turn; those by contract more often: they believe their arguments."""
+        """Call operators in turn; those in BY_CONTRACT, which trust their inputs, more often."""
         ends_s = time.monotonic() + seconds
         calls = [c for c in self._calls for _ in range(share(c[0]))]
         random.Random(self._seed).shuffle(calls)
@@ -624,7 +624,7 @@ class Child:
                         return
 
     def _try(self, target: str, call: Any, seed: int) -> bool:
-        """Whether the kernel took one call of these arguments."""
+        """Return True if the kernel accepted a call with the arguments of this seed."""
         if target.startswith("aten.sym_"):
             return True
         arguments_tried = arguments(target, call._schema, seed)
@@ -650,7 +650,8 @@ class Child:
         return self.done[target] > before
 
     def _promised(self, target: str, schema: Any, on_meta: dict[str, Any], seed: int) -> Any:
-        """What such a call gives; nothing where torch refuses it, which ``is_inner`` is about."""
+        """Return the results of a call without data. With ``is_inner``, return [] if torch refuses
+        the call and raise ValueError if torch accepts it."""
         if not self._is_inner:
             args, kwargs = as_written(schema, on_meta) if seed % 2 else ([], on_meta)
             return self._behind[target](*args, **kwargs)
@@ -669,7 +670,7 @@ class Child:
         promised: list[torch.Tensor],
         rng: random.Random,
     ) -> None:
-        """The same arguments in one place, with several values, each over both patterns."""
+        """Call the operator with several values in one layout, each with both patterns."""
         self._fence.rewind()
         places: list[Place] = []
 
@@ -680,7 +681,7 @@ class Child:
         actual = walk_all(arguments_tried, put)
         try:
             self._asked[target](**actual)
-        except BrokenContract:  # of these strides
+        except BrokenContract:  # the contract refuses these strides
             return
         inputs = places[1:] if target.split(".")[1].endswith("_") and "__" not in target else places
         extents = [(t.shape, t.dtype) for t in promised]
@@ -715,7 +716,7 @@ class Child:
 
 
 def as_written(schema: Any, arguments_by_name: dict[str, Any]) -> tuple[list[Any], dict[str, Any]]:
-    """The same call as most programs write it: by position as far as its schema allows."""
+    """Return a call's arguments as most programs pass them: by position if the schema allows."""
     args, kwargs = [], dict(arguments_by_name)
     for entry in schema.arguments:
         if entry.kwarg_only or not (entry.name in kwargs or entry.has_default_value()):
@@ -736,7 +737,7 @@ def child(
     warnings.simplefilter("ignore")
     one = Child(last_call, seed, only, is_inner=is_inner)
 
-    def tell() -> None:  # now and then: what is counted must survive a crash
+    def tell() -> None:  # called regularly, so that the counts survive a crash
         report.write_text(json.dumps({"done": one.done, "findings": one.findings}))
 
     one.run(seconds, tell)
@@ -746,7 +747,7 @@ def child(
 
 
 def library(folder: Path) -> str:
-    """fence.c as a library; empty where there is no compiler: then inputs alone are fenced."""
+    """Compile fence.c and return its path, or "" without a compiler: only inputs are fenced."""
     compiler = shutil.which("cc")
     if compiler is None:
         return ""
@@ -757,7 +758,7 @@ def library(folder: Path) -> str:
 
 
 def fuzz(seconds: float, seed: int, only: str = "", *, is_inner: bool = False) -> dict[str, Any]:
-    """Run children one after the other until the time is over; one that dies is a finding."""
+    """Run one child after the other until the time is over; a child that dies is a finding."""
     done = dict.fromkeys(TARGETS, 0)
     findings: list[str] = []
     ends_s = time.monotonic() + seconds

@@ -1,9 +1,9 @@
-"""What a peer of the gateway can send: bytes of one HTTP connection, piece by piece.
+"""Bytes that a peer of the gateway can send on one HTTP connection, piece by piece.
 
-Everything of the gateway is there but the socket and the server: llhttp, the connection with its
-limits, the paths, the callers, the protocol's bodies. An input's frames are what arrives between
-two turns of the loop; then the peer waits for ever, or hangs up. An escape is an answer of 500, a
-head that the peer could write lines into, a limit that is passed, or something that is still held.
+The gateway is complete except for the socket and the server behind it: llhttp, the connection with
+its limits, the paths, the callers, the protocols' bodies. Each frame of an input arrives as one
+piece. Then the peer waits for ever, or hangs up. An escape is an answer of 500, an HTTP head that
+the peer can add lines to, an exceeded limit, or a resource that is still held at the end.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ from .target import Codec, Target, join_frames, split_frames
 PEER = "127.0.0.1"
 TOKEN = "the-token-of-an-operator"
 LIMITS = http.Limits(head_bytes=1500, body_bytes=1200, waiting_bytes=2400)
-TURNS = 6  # of the loop, behind each piece; a stream takes as many to end
-MAX_TURNS = 400  # until all is answered that can be
-LATE_S = 1e6  # after all limits in seconds
-HANGS_UP = b"\0"  # a frame of this byte alone
+TURNS = 6  # turns of the event loop after each piece; a stream needs as many to end
+MAX_TURNS = 400  # turns to wait for a connection that has stopped reading
+LATE_S = 1e6  # longer than all time limits
+HANGS_UP = b"\0"  # as a whole frame: the peer closes the connection
 HEAD_LINE = re.compile(rb"HTTP/1\.1 \d{3} [ -~]+|[\w-]+: [\t -~\x80-\xff]*")
 ROW: dict[str, Any] = {
     "name": "m",
@@ -93,7 +93,7 @@ class Upstream:
 
 
 class Wire(asyncio.Transport):
-    """What asyncio's transport does, into a list."""
+    """Transport that collects the written bytes in a list."""
 
     def __init__(self, peer: str) -> None:
         super().__init__({"peername": (peer, 1)})
@@ -138,7 +138,7 @@ class Wire(asyncio.Transport):
 
 
 class _Gate:
-    """One gateway for all inputs; each is a connection."""
+    """Gateway that serves all inputs, each as one connection."""
 
     def __init__(self) -> None:
         upstream: Any = Upstream()
@@ -183,7 +183,7 @@ class _Gate:
         return answer
 
     async def hear(self, frames: list[bytes]) -> list[bytes]:
-        """A connection's life; what was written to it."""
+        """Feed frames to a new connection until it ends; return what the gateway wrote to it."""
         self.statuses.clear()
         wire, connection = Wire(PEER), self.server()
         wire.protocol = connection
@@ -193,7 +193,7 @@ class _Gate:
                 wire.abort()
                 break
             await self._feed(connection, wire, frame)
-        for _ in range(3):  # its head or body is late; then it does not go; then it lingers
+        for _ in range(3):  # limits for a late head or body, an unsent answer, a lingering peer
             if not wire.is_closed:
                 connection.look(connection.since_s + LATE_S)
                 await _turns(TURNS)
@@ -212,7 +212,7 @@ class _Gate:
                     break
                 await asyncio.sleep(0)
             if not wire.is_reading or wire.is_closed:
-                return  # as good as unread
+                return  # the gateway reads no more of this connection
             buffer = connection.get_buffer(-1)
             size = min(len(buffer), len(rest))
             buffer[:size] = rest[:size]
@@ -259,7 +259,7 @@ def run(data: bytes) -> None:
     try:
         gate.loop.run_until_complete(gate.hear(split_frames(data)))
     except BaseException:
-        _gate.cache_clear()  # what escaped may have left something to the next input
+        _gate.cache_clear()  # an escape may leave state that affects the next input
         raise
 
 
@@ -278,7 +278,7 @@ def _chunked(line: str, *chunks: bytes) -> bytes:
 
 
 def seeds() -> list[bytes]:
-    """Each kind of path, body and framing once as it should be."""
+    """Return a valid input for each kind of path, body and framing."""
     x = {"name": "x", "shape": [1, 4], "datatype": "FP32", "data": [1, 2.5, -3, 1e9]}
     ask = {"id": "7", "inputs": [x], "parameters": {"priority": 1, "timeout": 10_000_000}}
     body = json.dumps(ask).encode()

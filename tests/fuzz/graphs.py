@@ -1,4 +1,4 @@
-"""An accepted graph on its way to code: mutation check, compiled source, a run without data."""
+"""Compilation of an accepted graph: mutation check, compiled source, a run without data."""
 
 from __future__ import annotations
 

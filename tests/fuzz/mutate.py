@@ -1,7 +1,7 @@
-"""Changes that keep an input well formed: one value of it becomes another.
+"""Mutations that keep an input well formed: one of its values is replaced by another.
 
 Bytes flipped at random seldom get past the first decoder. Here an input is cut into its parts,
-a part decoded to plain data, one place of that data changed, and all of it encoded again.
+a part is decoded to plain data, one place in the data is changed, and all is encoded again.
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ from typing import Any
 
 from .target import Codec, Target
 
-NATIVE_CHANCE = 0.25  # of the fuzzer's own mutations on the bytes as they are
-PART_CHANCE = 0.2  # of a change to the list of parts
-TRIES = 3  # to find a part that can be decoded
+NATIVE_CHANCE = 0.25  # probability of the fuzzer's own mutation of the raw bytes
+PART_CHANCE = 0.2  # probability of a change to the list of parts
+TRIES = 3  # attempts to find a part that can be decoded
 NUMBERS = (
     0,
     1,
@@ -57,11 +57,11 @@ FLOATS = (0.0, -0.0, 1.0, -1.0, 0.5, 1e-300, 1e300, float("inf"), float("-inf"),
 TEXTS = ("", "a", "\0", "é", "\ud7ff", "x" * 65, "x" * 300, "../..", "/", "%s", "{0}", "\n")
 
 Native = Callable[[bytes, int], bytes]
-"""The fuzzer's own mutation: bytes and the largest size of the result."""
+"""The fuzzer's own mutation: takes bytes and the largest size of the result."""
 
 
 class Mutator:
-    """One target's. ``parts`` of its seeds are what is spliced in."""
+    """Mutator of one target, which also inserts parts of the target's seeds."""
 
     def __init__(self, target: Target, native: Native) -> None:
         self._codec: Codec = target.codec
@@ -71,7 +71,7 @@ class Mutator:
         self._parts = [part for seed in target.seeds() for part in self._codec.split(seed)]
 
     def __call__(self, data: bytes, max_bytes: int, seed: int) -> bytes:
-        if self._chance is None:  # making one costs as much as a mutation
+        if self._chance is None:  # made once: a new generator costs as much as a mutation
             self._chance = random.Random(seed)
         chance = self._chance
         if chance.random() < NATIVE_CHANCE:
@@ -101,20 +101,20 @@ class Mutator:
                 parts.insert(index + 1, chance.choice(self._parts))
 
     def _change_part(self, parts: list[bytes], max_bytes: int, chance: random.Random) -> None:
-        """One of them, rather one that can be decoded."""
+        """Change one part, preferably one that can be decoded."""
         for _ in range(TRIES):
             index = chance.randrange(len(parts))
             try:
                 value = self._codec.decode(parts[index])
                 parts[index] = self._codec.encode(changed(value, chance, self._texts))
                 return
-            except Exception:  # not of the codec, or made to be something it cannot say
+            except Exception:  # the codec cannot decode the part, or encode the new value
                 continue
         parts[index] = self._native(parts[index], max_bytes) if parts[index] else b"\xc0"
 
 
 def changed(value: Any, chance: random.Random, texts: Sequence[str]) -> Any:
-    """``value`` with one place changed; containers are changed in place."""
+    """Return ``value`` with one place changed; dictionaries are changed in place."""
     if isinstance(value, list | tuple) and value and chance.random() < 0.8:
         items = list(value)
         _change_list(items, chance, texts)
@@ -154,7 +154,7 @@ def _change_dict(value: dict[Any, Any], chance: random.Random, texts: Sequence[s
 
 
 def _other(value: Any, chance: random.Random, texts: Sequence[str]) -> Any:
-    """Another value, mostly of the same type."""
+    """Return another value, mostly of the same type."""
     if chance.random() < 0.12:
         return _leaf(chance, texts)
     if isinstance(value, bool):

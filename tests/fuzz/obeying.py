@@ -1,7 +1,7 @@
-"""What a worker is told: tensors over the pool, the gate, the job's answers.
+"""Orders to a worker: tensors in the request pool, the gate, and answers to the job's requests.
 
-The controller is trusted not to lie, but not to be free of mistakes: an order that makes no sense
-is refused with an ordinary exception before a byte outside of the pool can be named.
+The controller is honest but may have bugs. The worker must refuse an impossible order with an
+ordinary exception, before it addresses a byte outside of the pool.
 """
 
 from __future__ import annotations
@@ -36,14 +36,14 @@ from .target import MSGPACK_FRAMES, Target, join_frames, split_frames
 POOL_BYTES = 1 << 16
 SLOT_BYTES = 4096
 REFUSED = (ValueError, KeyError, TypeError, RuntimeError, OverflowError)
-"""What a request's own mistakes may raise: it fails, its worker lives (inference/task.py)."""
+"""Exceptions for mistakes in a request: it fails, but its worker lives (inference/task.py)."""
 
 
 class _View:
     device = "cpu"
 
     def settle(self) -> None:
-        """Nothing is queued."""
+        """Return at once: nothing is queued."""
 
 
 @functools.cache
@@ -57,7 +57,7 @@ def _area() -> int:
 
 
 class _Worker:
-    """The termination thread's part, as workers/main.py does it, without the thread."""
+    """Termination thread's part of workers/main.py, without the thread."""
 
     def __init__(self) -> None:
         self.parked: list[tuple[int, int]] = []
@@ -137,7 +137,7 @@ _RUN_JOB = worker_msg.RunJob(
 
 
 def seeds() -> list[bytes]:
-    """A job's life, and a request."""
+    """Return two inputs: the orders to a job during its life, and those for a request."""
     op_id = OpId(1)
     x = SlabTensor(name="x", dtype="float32", shape=(2, 4), offset_bytes=4096, size_bytes=32)
     mask = SlabTensor(name="mask", dtype="bool", shape=(2, 2), offset_bytes=4608, size_bytes=4)

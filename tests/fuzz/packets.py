@@ -1,4 +1,4 @@
-"""Every packet between our processes: decoded, or refused; what was decoded is the same again."""
+"""Packets between our processes: each is refused, or equal after another encoding and decoding."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def run(data: bytes) -> None:
 
 
 def _has_nan(value: Any) -> bool:
-    """NaN equals nothing, itself included."""
+    """Return True if a value contains NaN, which is not equal to itself."""
     if isinstance(value, float):
         return math.isnan(value)
     if isinstance(value, dict):
@@ -40,7 +40,7 @@ def _has_nan(value: Any) -> bool:
 
 
 def seeds() -> list[bytes]:
-    """One of each kind."""
+    """Return at least one packet of each kind."""
     settings = [
         DaemonSettings(
             device="cpu",

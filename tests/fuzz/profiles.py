@@ -1,4 +1,4 @@
-"""A profile's file: read, checked, and planned from if it passes."""
+"""Files of profiles: each is read and checked, and used for a plan if it is valid."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def run(raw: bytes) -> None:
     profile.why_unusable(_usual().identity, profile.digest, [4096])
     try:
         plan = plan_of(profile)
-    except ValueError:  # what the scheduler takes for "no plan can be made from it"
+    except ValueError:  # the scheduler handles this as a profile without a plan
         return
     for batch in profile.batches:
         predict(profile, plan, batch.batch)

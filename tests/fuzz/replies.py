@@ -1,4 +1,4 @@
-"""What a server, or a peer in its place, can send to a client."""
+"""Replies that a server, or a peer in its place, can send to a client."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ BILL = RequestTiming(queue_ms=1.0, switch_ms=2.0, resident=True, preempted="job"
 
 
 def run(data: bytes) -> None:
-    """Frames of one reply as the connection takes them."""
+    """Decode the frames of one reply as a client does."""
     frames = split_frames(data)
     try:
         header = decode_reply(frames)
@@ -47,7 +47,7 @@ def _frames(*tensors: bytes, **fields: Any) -> bytes:
 
 
 def seeds() -> list[bytes]:
-    """An answer with outputs of several dtypes, an error, progress, a body as a tensor."""
+    """Return replies with outputs of several dtypes, an error, progress, a body as a tensor."""
     outputs = tuple(
         WireTensor(name=dtype, dtype=dtype, shape=(2, 2), frame=number)
         for number, dtype in enumerate(("float32", "bfloat16", "int64", "bool"))

@@ -1,9 +1,9 @@
-"""What a client can send: the bytes of a stream, through a socket to the real frontend.
+"""Bytes that a client can send, through a socket to the real frontend.
 
-Frames that begin with the magic travel behind a table that fits them; others are the bytes
-themselves, as a stranger would send them. Every request that is accepted is answered at once
-afterwards, so that each input finds the frontend as the first one did; what it then still holds is
-an escape.
+If the first frame is the magic, the others are sent after a table that fits them. Otherwise all
+frames are sent as raw bytes, as a stranger might do. Afterwards every accepted request is
+answered, so that each input finds the frontend in the same state. It is an escape if the frontend
+still holds something.
 """
 
 from __future__ import annotations
@@ -44,9 +44,9 @@ from .target import MSGPACK_FRAMES, Target, join_frames, split_frames
 from .worlds import manifest_of
 
 POOL_BYTES = 1 << 20
-SESSION = "S" * 32  # stands in an input for the session that the frontend made up
+SESSION = "S" * 32  # placeholder in an input for the id of the connection's session
 WAITING = "waiting"  # the id of a request that has no answer yet
-FAMILIAR = bytes([0x57])  # a first frame of this one byte: through the owner's listener
+FAMILIAR = bytes([0x57])  # as the first frame: the connection uses the owner's listener
 CLOCK_MS = 1e6
 
 
@@ -57,7 +57,7 @@ def _listener(*, is_owner: bool) -> Listener:
 
 
 class _Connection:
-    """Both ends of one that has said hello."""
+    """Both ends of a connection that has a session."""
 
     def __init__(self, gate: _Gate, listener: Listener) -> None:
         self._gate = gate
@@ -74,7 +74,7 @@ class _Connection:
         return self
 
     def hear(self) -> None:
-        """All that has come."""
+        """Read everything that has arrived."""
         is_heard = False
         while not is_heard:
             self._gate.sessions.peers.read(self._peer)
@@ -83,7 +83,7 @@ class _Connection:
             )
 
     def read_replies(self) -> None:
-        """What is answered is of the protocol itself."""
+        """Decode all replies, which must follow the protocol."""
         stream = Stream(self.theirs, 1 << 30)
         with contextlib.suppress(EOFError):
             while messages := stream.receive(16):
@@ -98,7 +98,7 @@ class _Connection:
 
 
 class _IdleLane(WorkerThread):
-    """Lane that does no work: whoever gave it is answered by ``_clean_up``."""
+    """Worker thread that does no work; ``_clean_up`` reports each work item as failed."""
 
     def __init__(self) -> None:
         super().__init__("idle")
@@ -134,7 +134,7 @@ class _Gate(Frontend):
             weakref.finalize(self, listener.sock.close)
 
     def hear(self, frames: list[bytes]) -> list[Event]:
-        """One message, or bytes, by a connection of its own; the events that came of it."""
+        """Send frames through a new connection, and return the events that they caused."""
         is_owner = frames[:1] == [FAMILIAR]
         with _Connection(self, self.owner if is_owner else self.stranger) as known:
             header = RequestHeader(v=1, op="infer", id=WAITING, model="m")
@@ -154,7 +154,7 @@ class _Gate(Frontend):
         return events
 
     def _clean_up(self) -> None:
-        """Answer everything."""
+        """Fail all queued work, and answer every open request with an error."""
         while self._lane.failures:
             self._lane.failures.popleft()(ServerUnavailable("it is only a test"))
         while self._calls:
@@ -174,7 +174,7 @@ def run(data: bytes) -> None:
     try:
         events = _gate().hear(split_frames(data))
     except BaseException:
-        _gate.cache_clear()  # what escaped may have left something to the next input
+        _gate.cache_clear()  # an escape may leave state that affects the next input
         raise
     for event in events:
         if isinstance(event, InferArrived):
@@ -182,7 +182,7 @@ def run(data: bytes) -> None:
 
 
 def _check_slabs(event: InferArrived) -> None:
-    """What the worker will read lies in the pool, and not over each other."""
+    """Check that a request's tensors lie in the pool, and that its inputs do not overlap."""
     position = 0
     for tensor in sorted(event.inputs, key=lambda tensor: tensor.offset_bytes):
         if tensor.offset_bytes < position or tensor.size_bytes < 0:
@@ -199,7 +199,7 @@ def _message(*tensors: bytes, is_owner: bool = False, **fields: Any) -> bytes:
 
 
 def _bytes(*messages: bytes) -> bytes:
-    """As they travel, one behind the other."""
+    """Return an input of raw bytes: the messages as they are sent, one after the other."""
     whole = b""
     for message in messages:
         _, *parts = split_frames(message)
@@ -208,7 +208,7 @@ def _bytes(*messages: bytes) -> bytes:
 
 
 def seeds() -> list[bytes]:
-    """Each verb once as it should be; then bytes that are messages, and some that are none."""
+    """Return a valid message for each verb, then raw bytes, some of which are valid messages."""
     x = WireTensor(name="x", dtype="float32", shape=(2, 4), frame=0)
     mask = WireTensor(name="mask", dtype="bool", shape=(2, 2), frame=1)
     infer: dict[str, Any] = {"op": "infer", "model": "m", "inputs": (x, mask)}

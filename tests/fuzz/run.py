@@ -1,4 +1,4 @@
-"""The driver: a process for each target, its figures, and what to do with what escaped."""
+"""Driver that fuzzes each target in a process, and reports figures and inputs that escaped."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from .target import CORPUS
 from .targets import SHARES
 
 RSS_LIMIT_MIB: Final = 2048
-INPUT_TIMEOUT_S: Final = 30  # of one input; then libFuzzer calls it a hang, which is an escape
-GRACE_S: Final = 90.0  # imports and the corpus, before and after the time that was asked for
-WARM_SHARE: Final = 0.2  # of the time: memory is read from then on
+INPUT_TIMEOUT_S: Final = 30  # per input; libFuzzer then reports a hang, which is an escape
+GRACE_S: Final = 90.0  # for imports and the corpus, in addition to the requested time
+WARM_SHARE: Final = 0.2  # share of the time after which memory is first read
 LOOK_EVERY_S: Final = 0.5
 PAGE_BYTES: Final = os.sysconf("SC_PAGE_SIZE")
 MIB: Final = 1 << 20
@@ -33,7 +33,7 @@ _NEW = re.compile(r"stat::new_units_added:\s*(\d+)")
 
 @dataclass
 class Outcome:
-    """What became of one target."""
+    """Result of fuzzing one target."""
 
     executions: int = 0
     seconds: float = 0.0
@@ -45,7 +45,7 @@ class Outcome:
     saved: list[str] = field(default_factory=list)  # the inputs that escaped
 
     def figures(self) -> dict[str, Any]:
-        """As the JSON has them."""
+        """Return the figures for the JSON report."""
         return {key: value for key, value in asdict(self).items() if key != "saved"}
 
     def line(self, name: str) -> str:
@@ -84,7 +84,7 @@ def fuzz(name: str, seconds: float, corpus: Path, saved: Path) -> Outcome:
     new = sorted(path for path in saved.iterdir() if path not in before)
     outcome.saved = [str(path) for path in new]
     outcome.escapes = len(new)
-    if child.returncode and not new:  # it did not even begin, or died in a way that saves nothing
+    if child.returncode and not new:  # it failed to start, or died without saving an input
         outcome.escapes = 1
         (saved / "log.txt").write_text(text)
         outcome.saved = [str(saved / "log.txt")]
@@ -94,7 +94,7 @@ def fuzz(name: str, seconds: float, corpus: Path, saved: Path) -> Outcome:
 
 
 def _watch(child: subprocess.Popen[bytes], began_s: float, seconds: float) -> tuple[float, float]:
-    """Wait for the end; resident memory in MiB when it was warm and when it was last seen."""
+    """Wait for the child's end; return its resident memory in MiB when warm and at the end."""
     warm_at_s = began_s + max(2.0, WARM_SHARE * seconds)
     first = last = 0.0
     while True:
@@ -119,7 +119,7 @@ def _rss_mib(pid: int) -> float:
 
 
 def read_log(text: str) -> Outcome:
-    """What libFuzzer says of a run; of one that broke off, what it said last."""
+    """Return the figures in libFuzzer's log; for an aborted run, the last ones that it printed."""
     outcome = Outcome()
     pulses = [int(number) for number in _PULSE.findall(text)]
     executed = _EXECUTED.search(text)
@@ -131,14 +131,14 @@ def read_log(text: str) -> Outcome:
 
 
 def shares(names: Sequence[str], seconds: float) -> dict[str, float]:
-    """Seconds for each target: in proportion to its share, and one at least."""
+    """Return the seconds for each target, in proportion to its share, but at least 1."""
     weights = {name: SHARES.get(name, 1.0) for name in names}
     whole = sum(weights.values())
     return {name: max(1.0, seconds * weight / whole) for name, weight in weights.items()}
 
 
 def minimise(name: str, corpus: Path) -> int:
-    """Replace the kept corpus by as few inputs as show the same branches; how many there are."""
+    """Reduce the kept corpus to few inputs that reach the same branches; return their number."""
     case = CORPUS / name
     with tempfile.TemporaryDirectory(prefix="pipeswitch-fuzz-") as folder:
         merged = Path(folder)
@@ -157,7 +157,7 @@ def minimise(name: str, corpus: Path) -> int:
 
 
 def merged(older: dict[str, Any], newer: dict[str, Any]) -> dict[str, Any]:
-    """The figures of two runs as one: sums, the first memory, the last, the widest coverage."""
+    """Return two runs' figures as one: sums, the first and last memory, the highest coverage."""
     targets = dict(older.get("targets", {}))
     for name, new in newer["targets"].items():
         old = targets.get(name)
@@ -177,7 +177,7 @@ def merged(older: dict[str, Any], newer: dict[str, Any]) -> dict[str, Any]:
 
 
 def totals(targets: dict[str, Any]) -> dict[str, Any]:
-    """The whole report."""
+    """Return the whole report: the targets' figures, and sums over all targets."""
     return {
         "targets": targets,
         "executions": sum(one["executions"] for one in targets.values()),

@@ -1,4 +1,4 @@
-"""What a fuzz target is, and how its input is cut into parts that a mutator understands."""
+"""Fuzz targets, and codecs that cut their inputs into parts for the mutator."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ MAX_FRAMES = 24
 
 @dataclass(frozen=True, kw_only=True)
 class Codec:
-    """How a part of an input becomes a plain value and bytes again; None: it stays bytes."""
+    """Functions that split an input into parts, decode a part to a value, and reverse both."""
 
     split: Callable[[bytes], list[bytes]]
     join: Callable[[Sequence[bytes]], bytes]
@@ -32,9 +32,9 @@ class Target:
     """One interface under fuzz.
 
     Attributes:
-        run: takes an input; raises nothing unless the interface let something escape.
-        seeds: valid inputs to begin with; the same at each call.
-        words: texts that mean something to the interface, for the mutator.
+        run: takes an input; raises only if the interface lets something escape.
+        seeds: returns valid inputs to begin with, the same at each call.
+        words: texts with a meaning to the interface, which the mutator inserts.
     """
 
     name: str
@@ -45,16 +45,16 @@ class Target:
     max_bytes: int = 4096
 
     def kept(self) -> list[Path]:
-        """The files of its corpus and of its regressions, in order."""
+        """Return the files of the target's corpus, then those of its regressions, in order."""
         folders = (CORPUS / self.name, REGRESSIONS / self.name)
         return [path for folder in folders if folder.is_dir() for path in sorted(folder.iterdir())]
 
 
-# ---- frames: a length of two bytes, then so many bytes ------------------------------------------
+# ---- frames: a length of two bytes, then the content --------------------------------------------
 
 
 def split_frames(data: bytes) -> list[bytes]:
-    """Any bytes are frames: the last one may be short, what exceeds ``MAX_FRAMES`` is dropped."""
+    """Return the frames of any bytes; the last may be short, and at most MAX_FRAMES are kept."""
     frames: list[bytes] = []
     position = 0
     while position + LENGTH_BYTES <= len(data) and len(frames) < MAX_FRAMES:
@@ -66,7 +66,7 @@ def split_frames(data: bytes) -> list[bytes]:
 
 
 def join_frames(frames: Sequence[bytes]) -> bytes:
-    """Inverse of ``split_frames``; a frame longer than 64 KiB is cut."""
+    """Return frames as one input (see ``split_frames``); frames are cut to 65,535 bytes."""
     cut = [frame[:0xFFFF] for frame in frames]
     return b"".join(len(frame).to_bytes(LENGTH_BYTES, "little") + frame for frame in cut)
 
@@ -91,7 +91,7 @@ def _tagged_encode(value: Any) -> bytes:
 TAGGED_FRAMES = Codec(
     split=split_frames, join=join_frames, decode=_tagged_decode, encode=_tagged_encode
 )
-"""Frames whose first byte says who sends; msgpack follows."""
+"""Frames of one byte, which names the sender, and msgpack."""
 
 
 def _json_encode(value: Any) -> bytes:

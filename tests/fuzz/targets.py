@@ -1,4 +1,4 @@
-"""All targets, by name. Imported late: the driver instruments what they import."""
+"""All targets by name. Their modules are imported late, so that the driver can instrument them."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ MODULES: Final = {
 """A target's name -> the module beside this one that defines it."""
 
 SHARES: Final = {"packet": 2.0}
-"""Of the whole time, against the other targets' 1."""
+"""A target's weight when the time is divided; all other targets have weight 1."""
 
 
 def load(name: str) -> Target:
-    """The target of that name; imports what it tests."""
+    """Import a target's module, and with it the code under test; return the target."""
     target: Target = importlib.import_module(f"{__package__}.{MODULES[name]}").TARGET
     return target

@@ -1,16 +1,16 @@
-"""What workers and builders can send: the real scheduler beside an honest rest of the server.
+"""Messages that workers and builders can send to the real scheduler in an otherwise honest server.
 
-An input is frames. The first byte of each says who speaks (low two bits: the slot; 3: whichever
-has a job or a request) and how:
+An input is frames. The low two bits of a frame's first byte are the slot (3: a worker that has a
+job or a request). The other bits are the sender:
 
-* a hostile worker: the rest is its message. Its operation ids and turns of 0 become the ones that
-  are current for that slot, so that a message is taken for one in time;
-* the worker as it should be: it does what it was told to;
+* a hostile worker: the rest of the frame is its message. Operation ids and turns of 0 are replaced
+  by the current ones of that slot, so that the scheduler accepts the message as current;
+* an honest worker: it obeys its orders;
 * a hostile builder; a client; the clock; the death of a worker.
 
-The rest is prompt and honest (``pipeswitch/simulator``), and a killed worker dies at once. After
-each frame the invariants are checked, and everything the scheduler says is encoded as it would
-leave the process.
+All other processes are prompt and honest (``pipeswitch/simulator``), and a killed worker dies at
+once. After each frame the invariants are checked. Each command of the scheduler is encoded, as it
+is when it leaves the process.
 """
 
 from __future__ import annotations
@@ -56,13 +56,13 @@ from .worlds import manifest_of
 MIB = 1 << 20
 MODELS = (ModelName("m"), ModelName("n"))
 JOBS = (JobName("j"), JobName("k"))
-SLOT_BITS: Final = 2  # of a frame's first byte; who speaks stands in the others
+SLOT_BITS: Final = 2  # low bits of a frame's first byte; the other bits are a ``Who``
 BUSY: Final = 3
-MAX_STEPS = 400  # of honest parts in a row: they must come to rest
+MAX_STEPS = 400  # consecutive steps of honest processes, which must come to rest by then
 
 
 class Who(enum.IntEnum):
-    """Who speaks in a frame."""
+    """Sender of a frame."""
 
     HOSTILE = 0
     HONEST = 1
@@ -73,9 +73,9 @@ class Who(enum.IntEnum):
 
 
 class Told(SimulatedWorker):
-    """Does nothing by itself: an input's frames say what it does, true or not."""
+    """Worker that only collects its orders; the frames of an input are its messages."""
 
-    told: list[Message]  # oldest first
+    told: list[Message]  # orders that it has not obeyed, oldest first
 
     def hear(self, channel: str, message: Message) -> None:
         self.told.append(message)
@@ -85,7 +85,7 @@ class Told(SimulatedWorker):
 
 
 class Stage(World):
-    """A server with two models and two jobs. All but its workers is prompt and honest."""
+    """Server with two models and two jobs, in which all processes but the workers are honest."""
 
     def __init__(self) -> None:
         settings = SchedulerSettings(
@@ -116,7 +116,7 @@ class Stage(World):
     # -- events in, commands out --------------------------------------------------------------
 
     def hear(self, event: ev.Event) -> None:
-        """One event, then everything that the honest parts do because of it."""
+        """Handle one event, then make all moves of the honest processes that result from it."""
         self.handle(event)
         self._rest()
         self.scheduler.check()
@@ -135,7 +135,7 @@ class Stage(World):
         super().perform(commands)
 
     def honest(self, slot: Slot) -> None:
-        """The worker does what it was told, and what it is told because of that."""
+        """Obey the worker's orders, and the orders that result from its answers."""
         for _ in range(MAX_STEPS):
             process = self.workers.get(slot)
             if not isinstance(process, Told) or not process.told:
@@ -173,7 +173,7 @@ class Stage(World):
                 pass
 
     def _slot(self, number: int) -> Slot:
-        """Three stands for a worker that has something to do."""
+        """Return the slot for a number; BUSY stands for a worker that has a task."""
         if number != BUSY:
             return Slot(number)
         state = self.state
@@ -193,7 +193,7 @@ class Stage(World):
         self.scheduler.check()
 
     def _hostile(self, slot: Slot, packet: bytes) -> None:
-        """As processes.py hears it: nonsense is the end of the process that says it."""
+        """Handle a packet as processes.py does: an invalid packet ends the process that sent it."""
         try:
             message = decode_message(packet)
         except RemoteProtocolError:
@@ -202,7 +202,7 @@ class Stage(World):
         self.from_worker(slot, self._in_time(slot, message))
 
     def _in_time(self, slot: Slot, message: Any) -> Any:
-        """Zeros become the numbers that are current for the slot."""
+        """Return a message whose ids and turns of 0 are replaced by the slot's current ones."""
         worker = self.state.workers.get(slot)
         if worker is None:
             return message
@@ -229,7 +229,7 @@ class Stage(World):
         self.hear(ev.Received(ev.Address("builder"), message))
 
     def _client(self, rest: bytes) -> None:
-        """The rest's first byte is the verb, the second the model, the job or the token."""
+        """Handle a client's request: a byte for the verb, then one for the model, job or token."""
         verb, number = ([*rest[:2], 0, 0])[:2]
         model, job = MODELS[number % 2], JOBS[number % 2]
         token = self.clients.token()
@@ -238,7 +238,7 @@ class Stage(World):
 
 
 def _encode(command: ev.Command) -> None:
-    """What the edges do with it (effects.py, frontend.py)."""
+    """Encode a command as effects.py and frontend.py do."""
     match command:
         case ev.Send(message=message):
             encode_message(message)
@@ -314,7 +314,7 @@ _VERBS: Final[tuple[Make, ...]] = (
 
 
 def _obedience(message: Message, has_job: bool) -> list[Message]:
-    """What a worker answers."""
+    """Return an honest worker's answers to an order."""
     match message:
         case worker_msg.RunInference(op_id=op_id, plan=plan):
             times = tuple(float(i) for i in range(len(plan) or 2))
@@ -382,7 +382,7 @@ def _asks(verb: int, number: int = 0) -> bytes:
 
 
 def worker_messages() -> list[Message]:
-    """Each message of a worker once, in time (zeros)."""
+    """Return each message of a worker once; ids and turns of 0 stand for the current ones."""
     op_id, model = OpId(0), MODELS[0]
     slab = SlabTensor(name="y", dtype="float32", shape=(1, 4), offset_bytes=4096, size_bytes=16)
     return [
@@ -432,7 +432,7 @@ def worker_messages() -> list[Message]:
 
 
 def seeds() -> list[bytes]:
-    """Each message while it is idle, while it computes, and while it trains."""
+    """Return inputs with each message during a request and during training, and others."""
     infer, train = _asks(0), _asks(1)
     pressed = [_says(Who.HONEST, slot) for slot in range(2)]
     cases = []

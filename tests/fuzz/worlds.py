@@ -17,7 +17,7 @@ def value(name: str, width: int | None = 4, dtype: str = "float32") -> ValueSpec
 
 
 def manifest_of(layer_count: int = 3, **fields: Any) -> Manifest:
-    """A program that takes ``x`` and ``mask``, with one tensor in each layer, two groups."""
+    """Return a manifest with inputs ``x`` and ``mask``, one tensor per layer, and two groups."""
     tensors = tuple(
         TensorSpec(
             name=f"t{index}",
@@ -48,7 +48,7 @@ def manifest_of(layer_count: int = 3, **fields: Any) -> Manifest:
 
 
 def profile_of(layer_count: int) -> profile.Profile:
-    """Of ``manifest_of(layer_count)``."""
+    """Return a profile for ``manifest_of(layer_count)``."""
     times, zeros = (2.0,) * layer_count, (0.0,) * layer_count
     layer = profile.LayerProfile(label="l", size_bytes=LAYER_BYTES, copy_ms=1.0, copy_spread_ms=0.0)
     return profile.Profile(

@@ -2,6 +2,6 @@
 
 ``python -m tests.model`` explores. The scheduler, the state tables, the gate, the memory daemon's
 guard and the commit area are the product's own code; processes, device and clients are those of
-``pipeswitch/simulator``. What is here makes a state of them (``frozen``: taken apart, numbered
-anew, put together), chooses what happens next, and says what must hold.
+``pipeswitch/simulator``. This package freezes all of them into a state and thaws it again
+(``frozen``), chooses the next action (``choices``), and checks the invariants.
 """

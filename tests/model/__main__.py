@@ -20,7 +20,7 @@ from .story import tell
 
 
 def main() -> int:
-    """Exit status 0: no violation, every scope exhausted, every seeded bug found."""
+    """Return 0 if every scope is exhausted without a violation and every seeded bug is found."""
     parser = argparse.ArgumentParser(prog="python -m tests.model", description=__doc__)
     parser.add_argument("scopes", nargs="*", help="names; all of them when none is given")
     parser.add_argument("--quick", action="store_true", help="the small scopes only")
@@ -46,14 +46,14 @@ def main() -> int:
 
 
 class _Found:
-    """What a run found; ``row`` is its JSON form, seconds are wall time."""
+    """Results of a run; ``row`` is their JSON form, in which ``seconds`` is wall time."""
 
     def __init__(self) -> None:
         self.row: dict[str, Any] = {"scopes": [], "mutants": 0, "mutants_caught": 0}
         self.failed = 0
 
     def explore(self, scopes: Iterable[Scope], processes: int) -> None:
-        """Every state of each scope."""
+        """Explore every state of each scope, and print one line for each scope."""
         for scope in scopes:
             exploration = Exploration(scope, processes=processes)
             report = exploration.run(_progress if sys.stderr.isatty() else None)
@@ -74,7 +74,7 @@ class _Found:
             )
 
     def plant(self) -> None:
-        """Every seeded bug, and the story of how it was found."""
+        """Plant every seeded bug, explore its scope, and print the path to the violation."""
         missed = 0
         for mutant in MUTANTS:
             with mutant.planted():

@@ -1,6 +1,6 @@
 """The real scheduler as a state: frozen to a tuple, thawed in place (see ``frozen``).
 
-What all devices share comes first; then each device.
+The tuple begins with the state that all devices share; the state of each device follows.
 """
 
 # mypy: disable-error-code="no-any-return, attr-defined, arg-type, call-arg"
@@ -38,24 +38,24 @@ SHOWN_OF_JOB = (
     "progress.steps_per_s",
     "progress.error",
     "progress.why",
-    "progress.missed_at",  # no scope has a hundred stops
+    "progress.missed_at",  # matters after a hundred stops, which no scope has
     "memory.blocked_at_ms",
-    "memory.beside_blocked",  # nor five steps
+    "memory.beside_blocked",  # matters after five steps, which no scope has
     "timing.last_ran_at_ms",
     "timing.parked_at_ms",
     "timing.preempted_ms",
     "timing.reported_trained_ms",
-    # The default order does not read these.
+    # The default training policy does not read these.
     "progress.steps_left",
     "timing.trained_ms",
     "timing.counted_from_ms",
-    "created_op_id",  # tells the messages of an older job of that name; none has two jobs here
+    "created_op_id",  # marks messages of an earlier job with this name; here each name has one job
 )
 ORDERED_OF_JOB = ("place", "op_id", "memory.persist_id", "memory.copy_id")
 SHOWN_OF_REPLICA = (
     "transfer.started_at_ms",
     "transfer.ended_at_ms",
-    "transfer.report",  # profiles are made of it, and nothing is measured in this world
+    "transfer.report",  # only profiles use it, and nothing is measured in this world
 )
 
 MODEL = Codec(records.Model, drop=("reason", "last_batch"))
@@ -74,7 +74,7 @@ JOB = Codec(
     parts=(records.JobSpec, records.JobProgress, records.JobMemory, records.JobTiming),
 )
 WORKER = Codec(records.Worker, drop=("generation",))
-SHOWN_OF_TASK = ("dispatched_at_ms", "charge")  # these are the accounts'
+SHOWN_OF_TASK = ("dispatched_at_ms", "charge")  # only the accounts read these
 ACTIVATION = Codec(records.RunningTask, drop=SHOWN_OF_TASK)
 
 OF_CORE = ("is_stopped", "drain_at_ms", "now_ms", "counts", "last_epoch", "wakeups", "pins")
@@ -90,17 +90,17 @@ OF_STATE = (
     "predictions",  # nothing is measured (see ``Known``)
     "accounts",
     "served",
-    "spent_us",  # are only shown
+    "spent_us",  # this and ``served`` are only shown
     "pinned",
-    "sending",  # follow from the replicas
+    "sending",  # this and ``pinned`` follow from the replicas
 )
 OF_FLEET = ("is_daemon_alive", "_daemon_deaths", "_daemon_respawn_at_ms")
 
 
 class Known(Predictions):
-    """What a run takes is known from the start, and always the same: requests wait for others.
+    """Constant run times, known from the start, so that requests wait to be batched.
 
-    Nothing is measured: where a request is placed follows from what its device is doing.
+    Nothing is measured, so a request's placement depends only on the devices' current tasks.
     """
 
     def sent(self, model: str, took_ms: float, now_ms: float) -> None:
@@ -114,7 +114,7 @@ class Known(Predictions):
 
 
 class Equal(CallerQueue):
-    """Every run takes as long. Nothing is kept where there is one caller: it has all turns."""
+    """Fair queue in which all runs cost the same. With a single caller it has no frozen state."""
 
     def __init__(self, is_shared: bool) -> None:
         super().__init__({}, max_wait_ms=1.0)
@@ -140,7 +140,7 @@ class Equal(CallerQueue):
         )
 
     def thaw(self, frozen: Any, *tasks: records.RunningTask | None) -> None:
-        """After the queue, which says who waits."""
+        """Restore the accounts. The queue, which defines the waiting callers, is restored first."""
         accounts, clock, charges = frozen or ((), (), ())
         for caller, tags, running in accounts:
             account = self.of(caller)
@@ -154,7 +154,7 @@ class Equal(CallerQueue):
 
 
 class _Records:
-    """One kind of record, with what its unfrozen fields are."""
+    """Codec of one kind of record, with the values of its unfrozen fields."""
 
     def __init__(self, codec: Codec, *examples: tuple[Any, Any]) -> None:
         self._freeze, self._thaw = codec.freeze, codec.thaw
@@ -188,7 +188,7 @@ def _freeze_regions(regions: RegionAllocator, e: Add) -> Any:
         owner = region.owner
         name: str | None = owner.name
         if owner.kind == "scrub":
-            e(-int(owner.name))  # as if ordered: two owners may not become one
+            e(-int(owner.name))  # negative as if ordered, so that two owners stay different
             name = None
         frozen.append((region.offset_bytes, region.size_bytes, owner.kind, name))
     return tuple(frozen)
@@ -206,7 +206,7 @@ def _thaw_regions(regions: RegionAllocator, frozen: Any, n: Next) -> None:
 
 
 class Brain:
-    """One scheduler object, set to any state that it was once in."""
+    """One scheduler object, which can be set to any state that it was once in."""
 
     def __init__(self, scheduler: Scheduler) -> None:
         self.scheduler = scheduler
@@ -236,9 +236,9 @@ class Brain:
         self._tasks = _Records(ACTIVATION, (None, records.RunningTask(0, 0, (), "", 0.0, False)))
 
     def freeze(self, e: Add) -> Any:
-        """The scheduler's state as a tuple; its operation ids go to ``e``.
+        """Return the scheduler's state as a tuple; pass its operation ids to ``e``.
 
-        Generations are the caller's to rank: he knows which late messages name them.
+        Process generations are left out: only the caller knows which ones late messages name.
         """
         core, machine = self.scheduler.core, self.scheduler.machine
         for part, still in self._still:
@@ -283,8 +283,8 @@ class Brain:
     def thaw(
         self, frozen: Any, n: Next, last_epoch: int, generations: Sequence[Sequence[int]]
     ) -> None:
-        """Set the scheduler to a frozen state. ``generations``: of each device, the daemon's, then
-        the slots'."""
+        """Set the scheduler to a frozen state. ``generations`` has a list for each device: the
+        daemon's generation, then those of the workers' slots."""
         core, machine = self.scheduler.core, self.scheduler.machine
         core.now_ms, due_ms, core.is_stopped, core.drain_at_ms, models, store, devices = frozen
         machine.models.clear()
@@ -359,16 +359,16 @@ _COMMITTED_STEP = JOB.position("memory.committed_step")
 
 
 class Sight(NamedTuple):
-    """What the world may see of a frozen scheduler."""
+    """Part of a frozen scheduler that the world may read."""
 
     now_ms: float
-    due_ms: tuple[float, ...]  # when it wants to look again
-    has_upcoming: tuple[bool, ...]  # of each device: a task waits for its turn
-    promised: dict[str, int]  # of each job, the newest step it takes for committed; -1: none
+    due_ms: tuple[float, ...]  # instants at which the scheduler asked for a wake-up
+    has_upcoming: tuple[bool, ...]  # for each device: a task waits for its turn
+    promised: dict[str, int]  # for each job, the newest step that counts as committed; -1: none
 
 
 def sight(frozen: Any) -> Sight:
-    """Of a frozen scheduler."""
+    """Return the part of a frozen scheduler that the world may read."""
     now_ms, due_ms, *_, devices = frozen
     jobs = [job for device in devices for job in device[2]]
     promised = {job[0]: job[_COMMITTED_STEP] for job in jobs}

@@ -1,4 +1,4 @@
-"""Messages at rest in a channel: packed, so that a state is made of plain values."""
+"""Messages that wait in a channel, packed into the plain values of a state."""
 
 from __future__ import annotations
 
@@ -41,11 +41,11 @@ from pipeswitch.ipc.messages.worker import (
 
 from .frozen import OP_IDS, Add, Next
 
-Body = tuple[str, tuple[Any, ...]]  # name and fields, without operation ids and turns
+Body = tuple[str, tuple[Any, ...]]  # a message's type and fields, without operation ids and turns
 
-IMAGE_BYTES: Final = 3  # of the model's training state: see ``commits``
+IMAGE_BYTES: Final = 3  # size of a job's training state; see ``commits``
 _RANGES: Final = (ByteRange(offset_bytes=0, size_bytes=IMAGE_BYTES),)
-# What never matters here is not carried: these values stand for it.
+# Fields that never matter in the model are not packed; an unpacked message has these values.
 _FIXED: Final[dict[type[Message], dict[str, Any]]] = {
     RunInference: {
         "digest": "",
@@ -108,18 +108,18 @@ _CARRIED: Final = (
     Yielded,
     JobReady,
 )
-_NESTED: Final[dict[str, tuple[type, int]]] = {  # of what, and how deep in tuples
+_NESTED: Final[dict[str, tuple[type, int]]] = {  # element type, and depth of the tuples around it
     "groups": (GroupCopy, 1),
     "outputs": (SlabTensor, 1),
     "batched": (BatchedRequest, 1),
     "batched_outputs": (SlabTensor, 2),
     "sampling_params": (SamplingParams, 0),
 }
-_OF_COMMITS: Final = (CommitStep, CommitCopy, StepCommitted)  # their operation ids are compared
+_OF_COMMITS: Final = (CommitStep, CommitCopy, StepCommitted)  # with operation ids that are ordered
 
 
 class _Kind:
-    """How one type of message is packed."""
+    """Fields of one type of message, sorted by the way in which they are packed."""
 
     def __init__(self, kind: type[Message]) -> None:
         self.kind = kind
@@ -159,7 +159,7 @@ def _unpacked(value: Any, kind: type, depth: int) -> Any:
 
 @cache
 def _pack(message: Message) -> tuple[Body, tuple[int, ...]]:
-    """The message as plain values, and its operation ids; those that are ordered are negative."""
+    """Return a message as plain values, and its operation ids; ids that are ordered are negated."""
     name = type(message).__name__
     known = _KINDS[name]
     fields = [getattr(message, field) for field in known.plain]
@@ -174,7 +174,7 @@ def _pack(message: Message) -> tuple[Body, tuple[int, ...]]:
 
 @cache
 def _unpack(body: Body, epochs: tuple[int, ...]) -> Any:
-    """The message that was packed."""
+    """Return the message that ``_pack`` packed."""
     name, values = body
     known = _KINDS[name]
     fields = dict(zip((*known.plain, *known.nested), values, strict=True))
@@ -185,7 +185,7 @@ def _unpack(body: Body, epochs: tuple[int, ...]) -> Any:
 
 @cache
 def plain(message: Message) -> Any:
-    """The message without what never matters here."""
+    """Return the message with the fields that never matter set to fixed values (``_FIXED``)."""
     if type(message).__name__ not in _KINDS:
         return message
     body, epochs = _pack(message)
@@ -193,7 +193,7 @@ def plain(message: Message) -> Any:
 
 
 def freeze_items(messages: Iterable[Message], e: Add) -> Any:
-    """A channel as plain values; its operation ids go to ``e``."""
+    """Return a channel's messages as plain values; pass their operation ids to ``e``."""
     frozen = []
     for message in messages:
         body, epochs = _pack(message)

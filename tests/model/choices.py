@@ -1,4 +1,4 @@
-"""What can happen next in a state of the world: every move, every message, every fault."""
+"""Possible actions in a state of the world: moves, messages and faults."""
 
 from __future__ import annotations
 
@@ -8,17 +8,17 @@ from .daemon import OUT, TO_HOST
 from .worker import SIGNAL, TASK, Worker
 
 Action = tuple[Any, ...]
-FAR_MS: Final = 1e8  # no jump of the clock goes that far
+FAR_MS: Final = 1e8  # the clock only jumps to earlier instants
 
 
 def actions(world: Any) -> list[Action]:
-    """Everything that may happen next; the clock's jumps apart (``jumps``)."""
+    """Return every possible action except jumps of the clock (see ``jumps``)."""
     if world.left is not None:
         return []
     steps: list[Action] = world.clients.actions()
     for slot, worker in sorted(world.workers.items()):
         if not worker.is_ready:
-            # Nothing else depends on a process that is not up yet: first it gets ready, or dies.
+            # A process affects nothing else before it is ready: first it gets ready, or it dies.
             return [("ready", slot), *_deaths(world, slot, worker)]
         steps += _of_worker(world, slot, worker)
     for index, ghost in enumerate(world.ghosts):
@@ -29,7 +29,7 @@ def actions(world: Any) -> list[Action]:
 
 
 def jumps(world: Any) -> list[Action]:
-    """Instants at which the scheduler wants to look again."""
+    """Return the jumps of the clock to instants at which the scheduler asked for a wake-up."""
     moment = world.recall.moment.seen
     if world.left is not None:
         return []
@@ -54,9 +54,8 @@ def _of_worker(world: Any, slot: int, worker: Worker) -> list[Action]:
 
 
 def _deaths(world: Any, slot: int, worker: Worker) -> list[Action]:
-    """Death and reap are one: a process that is dead and not reaped does nothing that one
-    which is merely slow would not do, and the scheduler cannot tell them apart.
-    """
+    """Return the possible deaths of a worker. Death and reap are one action, because until the
+    reap the scheduler cannot tell a dead process from a slow one."""
     has_words = world.late and any(worker.out.values())
     if worker.is_doomed:
         return [("struck", slot)] + ([("struck_early", slot)] if has_words else [])

@@ -1,4 +1,4 @@
-"""The simulated clients as a state: what they may ask next, and which answers are right (I1)."""
+"""Simulated clients as a state, with checks of the answers that they get (I1)."""
 
 from __future__ import annotations
 
@@ -15,37 +15,37 @@ from pipeswitch.simulator.simulated_clients import Action, SimulatedClients
 
 JOBS: Final = JobName("job"), JobName("other")
 JOB: Final = JOBS[0]
-# Tokens; requests have 1, 2, …, and the second job its own.
+# Tokens. Requests have 1, 2, …; OTHER is the second job's, REGISTER that of every registration.
 TRAIN, WAIT, PAUSE, RESUME, PIN, MOVE, OTHER, REGISTER = 101, 102, 103, 104, 105, 106, 107, 200
-DEADLINE_MS: Final = 1000.0  # shorter than any grace: no worker is suspected when one passes
+DEADLINE_MS: Final = 1000.0  # shorter than any grace period, so no worker is suspected by then
 
 
 class Clients(SimulatedClients):
-    """Who has asked for what. Its values are replaced, never changed."""
+    """Requests and jobs of the clients. Values are replaced, never changed in place."""
 
     def __init__(self, world: Any) -> None:
         super().__init__(world.scene, world.handle)
         scope = world.scope
         self._world = world
         self._next_token = REGISTER
-        # Known before it is asked for: a process may thaw a state in which another one has asked.
+        # Known from the start: a process may thaw a state in which another process sent the job.
         self._script = Training(
             steps=scope.steps, slice_bytes=scope.slice_bytes, state_bytes=scope.state_bytes
         )
         world.scene.scripts.update(dict.fromkeys(JOBS, self._script))
-        self.asked = 0  # requests that were sent
+        self.asked = 0  # number of requests sent
         self.is_trained = not scope.has_job
         self.is_paused = False
         self.pauses, self.cancels = scope.pauses, scope.cancels
         self.hints, self.drains, self.pins = scope.hints, scope.drains, scope.pins
         self.moves = scope.moves
-        self.deadlines: tuple[tuple[int, float], ...] = ()  # token and instant, of open ones
+        self.deadlines: tuple[tuple[int, float], ...] = ()  # token and deadline of open requests
         self.cancelled: tuple[int, ...] = ()  # tokens
-        self.drained: tuple[int, float] | None = None  # requests before it, end of the grace
+        self.drained: tuple[int, float] | None = None  # last earlier request, end of the grace
         self.turns = ""  # the callers of the requests that were dispatched, in order
-        self.waits: tuple[tuple[int, int], ...] = ()  # token, and how many turns were before it
-        # Of generations: runs that have ended, each with tokens and what is left of them; those
-        # that wait for room; how many still may.
+        self.waits: tuple[tuple[int, int], ...] = ()  # token, and length of ``turns`` before it
+        # Generations: for each ended run, each request and how many tokens it still computes; the
+        # requests that wait for room, in the same form; how many more may have to wait.
         self.ended: tuple[tuple[tuple[int, int], ...], ...] = ()
         self.parked: tuple[tuple[int, int], ...] = ()
         self.parks = scope.parks
@@ -104,7 +104,7 @@ class Clients(SimulatedClients):
         self.open = set(still_open)
 
     def actions(self) -> list[tuple[Any, ...]]:
-        """What they may do next."""
+        """Return the possible actions of all clients."""
         steps: list[tuple[Any, ...]] = []
         if not self.is_trained and self.drained is None:
             steps.append(("train",))
@@ -140,7 +140,7 @@ class Clients(SimulatedClients):
             self.train(job, self._script)
 
     def do_ask(self) -> None:
-        """The next request."""
+        """Send the next request."""
         scope = self._world.scope
         model = self._world.model_name(self.asked)
         if scope.asks:
@@ -158,7 +158,7 @@ class Clients(SimulatedClients):
         self.infer(model, deadline_ms=deadline_ms, caller=caller, sampling_params=sampling_params)
 
     def run_ended(self, command: ev.RunEnded) -> None:
-        """The frontend hears of it later: other events may come before."""
+        """Queue an ended run for the frontend, which handles it in a later action."""
         runs = []
         for answer in command.answers:
             require(answer.token in self.open, f"r{answer.token} goes on after its answer")
@@ -169,7 +169,7 @@ class Clients(SimulatedClients):
         self.ended += (tuple(runs),)
 
     def do_next_runs(self, is_parked: bool) -> None:
-        """The frontend says what they compute next; one of them may have no room."""
+        """Send the next runs of the oldest ended run. If ``is_parked``, the first has no room."""
         (runs, *rest) = self.ended
         self.ended = tuple(rest)
         next_runs = [
@@ -182,7 +182,7 @@ class Clients(SimulatedClients):
         self._world.handle(ev.NextRuns(runs=tuple(next_runs)))
 
     def do_room(self, index: int) -> None:
-        """One that waited for room has it, even if it was taken back meanwhile."""
+        """Send the next run of a generation that got room, even if it was cancelled meanwhile."""
         token, to_come = self.parked[index]
         self.parked = self.parked[:index] + self.parked[index + 1 :]
         run = ev.NextRun(token=ev.Token(token), sampling_params=SamplingParams(left=to_come))
@@ -193,7 +193,7 @@ class Clients(SimulatedClients):
         self._asks(PAUSE, "pause")
 
     def do_move(self) -> None:
-        """``pipeswitch jobs move``: the last time to the second device."""
+        """Move the job (``pipeswitch jobs move``). The last move is to the second device."""
         to = f"cpu:{self.moves % 2}"
         self.moves -= 1
         self._next_token = MOVE
@@ -208,18 +208,18 @@ class Clients(SimulatedClients):
         self.ask(JOB, action)
 
     def do_cancel(self, token: int) -> None:
-        """A client takes its request back, or has gone."""
+        """Cancel a request, as a client that cancels or disconnects does."""
         self.cancels -= 1
         self.cancelled += (token,)
         self._world.handle(ev.CancelRequest(token=ev.Token(token)))
 
     def do_hint(self, index: int) -> None:
-        """A large request is on its way; perhaps it never comes."""
+        """Announce a large request, which may never arrive."""
         self.hints -= 1
         self._world.handle(ev.PrefetchHint(model=self._world.model_name(index)))
 
     def do_pin(self) -> None:
-        """``pipeswitch load``."""
+        """Pin the first model, as ``pipeswitch load`` does."""
         self.pins -= 1
         self._next_token = PIN
         self._world.handle(
@@ -227,18 +227,18 @@ class Clients(SimulatedClients):
         )
 
     def do_drain(self) -> None:
-        """SIGTERM."""
+        """Drain the server, as SIGTERM does."""
         grace_ms = self._world.scope.grace_ms
         self.drains -= 1
         self.drained = (self.asked, self._world.now_ms + grace_ms)
         self._world.handle(ev.DrainRequest(token=None, grace_ms=grace_ms))
 
     def leave(self) -> None:
-        """The server stops: every token was answered before."""
+        """Check that every token is answered before the server stops."""
         require(not self.open, f"left, and never answered: tokens {sorted(self.open)} (I1)")
 
     def check_dispatch(self, order: RunInference) -> None:
-        """Requests are sent to a worker: not when their clients have given up on them."""
+        """Check that a worker gets requests only before their deadlines, and in a fair order."""
         for one in (order, *order.batched):
             token = int(one.request_id.removeprefix("r"))
             at_ms = dict(self.deadlines).get(token, math.inf)
@@ -247,7 +247,7 @@ class Clients(SimulatedClients):
             self._check_turn(int(order.request_id.removeprefix("r")))
 
     def _check_turn(self, dispatched: int) -> None:
-        """While a caller waits for a turn no other one has two: each takes as long."""
+        """Check that no caller has two turns while another waits; all runs take equally long."""
         callers = self._world.scope.callers
         caller = callers[dispatched - 1]
         self.waits = tuple([pair for pair in self.waits if pair[0] != dispatched])
@@ -259,7 +259,7 @@ class Clients(SimulatedClients):
         self.turns += caller
 
     def waits_for(self, model: ModelName) -> bool:
-        """Whether a request for a model is open."""
+        """Return True if a request for the model is open."""
         scope = self._world.scope
         return any(
             model == (scope.asks[token - 1] if scope.asks else self._world.model_name(token - 1))
@@ -268,7 +268,7 @@ class Clients(SimulatedClients):
         )
 
     def answered(self, answer: ev.Reply) -> None:
-        """An answer goes out: the first for its token, and the right one."""
+        """Check that an answer is the first one for its token, and correct."""
         super().answered(answer)
         token = int(answer.token)
         if answer.more or token >= REGISTER:
@@ -282,10 +282,9 @@ class Clients(SimulatedClients):
         self.deadlines = tuple([pair for pair in self.deadlines if pair[0] != token])
 
     def _may_refuse(self, token: int, error: PipeSwitchError) -> bool:
-        """Whether that token may end so: 1. the job is over by then; 2. and 3. as its client
-        wanted; 4. the server leaves: what it had accepted before is refused only when the grace
-        is over, who waits for a job is told to come back.
-        """
+        """Return True if the error is allowed for the token: 1. a pause or a resume after the job
+        ended; 2. a cancelled request; 3. an expired deadline; 4. during a drain, a new request or
+        a wait for a job, and after the grace period also earlier requests."""
         now_ms = self._world.now_ms
         match error:
             case Cancelled():

@@ -1,6 +1,5 @@
-"""The job's commit area, the real one over plain memory: what a script resumes from must be whole,
-and no older than was said (invariant I2).
-"""
+"""The real commit area over plain memory, with checks of invariant I2: a script resumes from a
+whole commit, which is no older than the last one that the scheduler counts as committed."""
 
 from __future__ import annotations
 
@@ -16,11 +15,11 @@ _SEQUENCE: Final = 2  # word of the header
 
 
 class Paused(Exception):
-    """Raised in the middle of a copy: the other half is another move."""
+    """Interruption in the middle of a copy, whose second half is a separate move."""
 
 
 class _Memory(CommitArea):
-    """The real commit area over plain memory, so that it can be saved and set."""
+    """The real commit area over plain memory, which can be saved and restored."""
 
     def __init__(self) -> None:
         self.slot_bytes = IMAGE_BYTES
@@ -30,13 +29,13 @@ class _Memory(CommitArea):
         self._reserved_bytes = [IMAGE_BYTES, IMAGE_BYTES]
 
     def save(self) -> tuple[Any, ...]:
-        """All of it that can differ."""
+        """Return the part of the area that can change."""
         words = self._words
         records = tuple([tuple(words[i : i + 4].tolist()) for i in _RECORD_WORDS])
         return (words[_SEQUENCE], records, bytes(self._bytes[HEADER_BYTES:]))
 
     def set(self, saved: tuple[Any, ...]) -> None:
-        """As it was when it was saved."""
+        """Restore an area that ``save`` returned."""
         sequence, records, slots = saved
         self._words[_SEQUENCE] = sequence
         for first, record in zip(_RECORD_WORDS, records, strict=True):
@@ -49,31 +48,31 @@ EMPTY: Final = _Memory().save()
 
 
 class Area(SimulatedArea):
-    """A job's area, and what invariant I2 asks of it."""
+    """Commit area of one job, with the checks of invariant I2."""
 
     def __init__(self, world: Any, job: str) -> None:
         self._world, self._job = world, job
         self._real = _Memory()
-        self._content: Any = EMPTY  # None: it was written since
-        self._loaded: Any = EMPTY  # what is in ``_real``
-        self.on_disk = -1  # the step of the commit that was written there
+        self._content: Any = EMPTY  # the saved area; None: ``_real`` may have changed since
+        self._loaded: Any = EMPTY  # the saved area that ``_real`` holds
+        self.on_disk = -1  # the step of the commit on disk; -1: none
 
     @property
     def real(self) -> _Memory:
-        """To be read or written."""
+        """The real area with the current content, for reading and writing."""
         if self._content is not None and self._loaded is not self._content:
             self._real.set(self._content)
         self._content = self._loaded = None
         return self._real
 
     def freeze(self) -> Any:
-        """Its content, and what is on disk."""
+        """Return the area's content and the step of the commit on disk."""
         if self._content is None:
             self._content = self._loaded = self._real.save()
         return self._content, self.on_disk
 
     def thaw(self, content: Any, on_disk: int) -> None:
-        """As it was when it was frozen."""
+        """Restore a content and a step that ``freeze`` returned."""
         self._content, self.on_disk = content, on_disk
 
     @property
@@ -108,14 +107,14 @@ class Area(SimulatedArea):
             return
 
     def flip(self, step: int, image: Image) -> None:
-        def fill(slot: memoryview) -> None:  # the real copy is one call of ``write``; half is there
+        def fill(slot: memoryview) -> None:  # ``begin`` has written the first byte
             slot[1:] = bytes(image[1:])
 
         self.real.write(step, IMAGE_BYTES, fill)
         require(self.last() is not None, "a commit was flipped and is not there (I2)")
 
     def require_on_disk(self) -> None:
-        """The server leaves: the job will resume from what is on disk."""
+        """Check that the newest commit is on disk, where the next server finds it."""
         image = self.last()
         is_there = image is None or self.on_disk == image.step
         require(is_there, f"it leaves with a commit that is not on disk: {image} (I2)")

@@ -1,4 +1,4 @@
-"""The simulated device's memory as a state."""
+"""Memory of the simulated device as a state."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What follows a state: in this process, or in others that share the work."""
+"""Successors of a state, found in this process or in several that share the work."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from .choices import Action, actions, jumps
 from .scope import Scope
 from .world import World
 
-# What may happen and need not: rest is reached without any of it.
+# Actions that may never happen. A state of rest must be reachable without them.
 FAULTS = frozenset(
     {
         "kill",
@@ -36,43 +36,43 @@ FAULTS = frozenset(
     }
 )
 
-CHUNK = 64  # states that go to a process at once
-GARBAGE_EVERY = 100_000  # objects: nearly all that is made here is no garbage, or falls at once
-DIGEST_BYTES = 12  # two of 10^6 states share one with a chance below 10^-16
+CHUNK = 64  # states that are sent to a process together
+GARBAGE_EVERY = 100_000  # allocations; nearly no object is in a cycle, so collections find little
+DIGEST_BYTES = 12  # two of 10^6 states have the same digest with a probability below 10^-16
 
-# That a process remembers of the scheduler, some 3 KiB each. With a quarter of what a scope has,
-# it takes half as long again.
+# States of the scheduler that a process caches, about 3 KiB each. A cache for a quarter of a
+# scope's states makes the search 1.5 times as long.
 MAX_MOMENTS = 150_000
 
-State = tuple[int, bytes]  # where it is at home (see ``Moment.home``), and the state
-Edge = tuple[Action, bytes, State | None]  # the state's digest; the state when it is news
-Frontier = list[tuple[int, State]]  # with the states' numbers
+State = tuple[int, bytes]  # its home (see ``Moment.home``), and its frozen form
+Edge = tuple[Action, bytes, State | None]  # the successor's digest; the successor if it is new
+Frontier = list[tuple[int, State]]  # states, each with its number
 Expand = Callable[[list[Frontier]], Iterator[tuple[Frontier, list["Expanded"]]]]
 
 
 @dataclass
 class Expanded:
-    """What follows a state: its successors, or why it must not be."""
+    """Successors of a state, or the violation that an action leads to."""
 
     edges: list[Edge] = field(default_factory=list)
-    is_rest: bool = False  # nothing more happens by itself, and all is in order
+    is_rest: bool = False  # only faults can follow, and the checks of rest passed
     broken: tuple[Action | None, str] | None = None
 
 
 def digest_of(frozen: bytes) -> bytes:
-    """Stands for a state where only equality matters."""
+    """Return a short hash of a state, for comparisons."""
     return blake2b(frozen, digest_size=DIGEST_BYTES).digest()
 
 
 class Expander:
-    """Finds what follows a state. One in each process."""
+    """Finder of a state's successors. Each process has one."""
 
     def __init__(self, scope: Scope) -> None:
         self.world = World(scope)
-        self._told: set[bytes] = set()  # whose bytes were handed out
+        self._told: set[bytes] = set()  # digests of the states that were already returned
 
     def expand(self, frozen: bytes) -> Expanded:
-        """Every successor of one state."""
+        """Return every successor of a state."""
         world, expanded = self.world, Expanded()
         world.recall.forget(MAX_MOMENTS)
         state = marshal.loads(frozen)
@@ -114,7 +114,7 @@ class Expander:
         return True
 
     def _at_rest(self, state: object, later: list[Action], expanded: Expanded) -> None:
-        """Nothing happens by itself any more: time passes, or all must be in order."""
+        """Expand a state in which only faults are possible: advance the clock, or check rest."""
         for jump in later:
             self._follow(state, jump, expanded)
             return
@@ -145,16 +145,16 @@ def _expand(chunk: list[bytes]) -> list[Expanded]:
 
 
 def here(chunks: list[Frontier]) -> Iterator[tuple[Frontier, list[Expanded]]]:
-    """Expand in this process."""
+    """Yield each chunk with its successors, found in this process."""
     for chunk in chunks:
         yield chunk, _expand([frozen for _, (_, frozen) in chunk])
 
 
 class Elsewhere:
-    """Expands in processes of their own.
+    """Expansion in several processes.
 
-    States in which the scheduler is in the same state go to the same process, where it need not
-    be asked again; of what is left at the end of a level, a free one takes from the others.
+    All states with the same scheduler state go to the same process, which has cached the results.
+    At the end of a level, a process without work takes chunks from the others.
     """
 
     def __init__(self, pools: list[Pool]) -> None:

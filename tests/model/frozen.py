@@ -1,12 +1,12 @@
-"""Turns live records into plain tuples and back: what makes a state comparable.
+"""Conversion of live records into plain tuples and back, so that states can be compared.
 
-Operation ids, turns and process generations mean nothing by themselves. So operation ids are taken
-out in a fixed order and numbered anew; states that differ only in how high they have counted are
-one state. Those that are compared by size somewhere are taken out negative, and stay so in a frozen
-state: what was not touched since it was thawed is as frozen as it was.
+The absolute values of operation ids, turns and process generations mean nothing. So operation ids
+are taken out in a fixed order and renumbered; states that differ only in these counters are one
+state. Ids that some code compares by size are taken out as negative numbers and stay negative in a
+frozen state, so a part that did not change since it was thawed keeps its frozen form.
 
-The code is made from each class's annotations. A field whose annotation says nothing here must
-keep the value it had at the start; when it changes, the model refuses to go on: it would merge
+The code is generated from each class's annotations. A field with an unknown annotation must keep
+its first value. If it changes, the model raises UnknownField, because it would otherwise merge
 states that differ.
 """
 
@@ -31,7 +31,7 @@ Add = Callable[[int], None]
 Next = Callable[[], int]
 Freeze = Callable[[Any, Add], Any]
 Thaw = Callable[[Any, Next], Any]
-Kept = tuple[bytes, tuple[int, ...]]  # marshalled, and its operation ids: see ``frozen_part``
+Kept = tuple[bytes, tuple[int, ...]]  # marshalled values, operation ids; see ``frozen_part``
 
 PLAIN = frozenset(
     {
@@ -60,19 +60,19 @@ OP_IDS = frozenset({"OpId", "Turn"})
 
 
 class UnknownField(Exception):
-    """Something changed whose meaning the model does not know."""
+    """Change of a field whose meaning the model does not know."""
 
 
 class Codec:
     """``freeze`` and ``thaw`` of one class of records.
 
     Args:
-        drop: fields that are only shown: no decision reads them.
-        ordered: operation ids that are compared by size somewhere; turns always are.
-        parts: classes of fields that are records themselves. Their fields are named with a dot.
+        drop: fields that are only shown; no decision reads them.
+        ordered: operation ids that some code compares by size; turns always count as ordered.
+        parts: classes of nested records, whose fields are named with a dot.
 
     Attributes:
-        still: the fields that must not change. ``thaw`` takes these and the dropped ones from
+        still: the fields that must not change. ``thaw`` copies these and the dropped fields from
             its template.
     """
 
@@ -86,12 +86,12 @@ class Codec:
     ) -> None:
         self.kind = kind
         self.drop = drop
-        self.parts: dict[str, type] = {}  # by field; "": the record itself
+        self.parts: dict[str, type] = {}  # class by field name; "": the record itself
         self.still: list[str] = []
         self._ordered = ordered
         self._plain: list[str] = []
         self._lines_out: list[str] = []
-        self._epochs_in: list[str] = []  # before the others, as they were taken out
+        self._epochs_in: list[str] = []  # run before ``_lines_in``, in the order of ``_lines_out``
         self._lines_in: list[str] = []
         self._names: dict[str, Any] = {
             "new": kind.__new__,
@@ -106,7 +106,7 @@ class Codec:
         self.freeze, self.thaw = self._compile()
 
     def position(self, name: str) -> int:
-        """Where a plain field stands in what ``freeze`` gives."""
+        """Return the index of a plain field in the tuple that ``freeze`` returns."""
         return self._plain.index(f"o.{name}")
 
     def _fields(self, path: str, kind: type, known: dict[str, type]) -> None:
@@ -137,7 +137,7 @@ class Codec:
             self._value(
                 name, f"o.{name} and (o.{name}.steps, o.{name}.left)", "sampling_params({})"
             )
-        elif annotation == "Runs | None":  # the rest is only shown
+        elif annotation == "Runs | None":  # its other fields are only shown
             shown = f"o.{name} and (o.{name}.is_returning, o.{name}.is_cancelled)"
             self._value(name, shown, "runs({})")
         elif annotation.startswith("StateMachine["):
@@ -195,7 +195,7 @@ def _slot(name: str) -> str:
 
 
 def lands(of: StagingLayout | None) -> Any:
-    """The landings of a model that streams as plain values."""
+    """Return the staging layout of a streamed model as plain values."""
     return of and (
         of.offsets,
         of.waits,
@@ -206,11 +206,11 @@ def lands(of: StagingLayout | None) -> Any:
 
 
 class Still:
-    """Attributes that must keep the value they had: what the model does not know of.
+    """Attributes that the model does not know, which must keep their values.
 
     Args:
         owner: a part of the scheduler, or a record.
-        known: the attributes that the model freezes, or knows to be shown only.
+        known: names of the attributes that the model freezes, or that are only shown.
     """
 
     def __init__(self, owner: object, *known: str) -> None:
@@ -222,7 +222,7 @@ class Still:
         }
 
     def check(self, owner: object) -> None:
-        """Raise UnknownField when one has changed."""
+        """Raise UnknownField if one of the attributes has changed."""
         mine = vars(owner)
         if self._values.items() <= mine.items():
             return
@@ -234,16 +234,14 @@ class Still:
                 )
 
 
-@cache  # one transition's operation ids look like another's: a few thousand lists in a whole scope
+@cache  # a whole scope has only a few thousand different arguments
 def renumbered(epochs: tuple[int, ...]) -> tuple[int, ...]:
-    """The operation ids with new numbers; those that are compared by size are negative, also
-    afterwards.
+    """Return the operation ids with new numbers; ids that are compared by size stay negative.
 
-    1. None (0) stays none.
-    2. Values that are compared by size somewhere keep their order.
-    3. Of the others only equality matters: they are numbered in the order they are met, and one
-       that nothing else names is as good as none. New operation ids are larger than all, so it can
-       never be met again.
+    1. The absent id (0) stays 0.
+    2. Ids that some code compares by size keep their order.
+    3. Only equality matters for the other ids: they are numbered in order of appearance. An id
+       that appears only once becomes 0. New operation ids are larger, so no later one equals it.
     """
     ordered = sorted({-op_id for op_id in epochs if op_id < 0})
     numbers = {0: 0} | {op_id: rank for rank, op_id in enumerate(ordered, start=1)}
@@ -261,13 +259,13 @@ def renumbered(epochs: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def frozen_part(freeze: Freeze, part: Any) -> Kept:
-    """A part of the world as bytes and operation ids; both stay the same until the part changes."""
+    """Return a part of the world as bytes and operation ids; they change only if the part does."""
     epochs: list[int] = []
     # Version 2 writes no references, so the bytes depend on the values alone.
     return marshal.dumps(freeze(part, epochs.append), 2), tuple(epochs)
 
 
 def reader(epochs: tuple[int, ...]) -> Next:
-    """Gives the operation ids back in the order in which they were taken out."""
+    """Return a function that returns the operation ids one by one, in their original order."""
     numbers: Iterator[int] = map(abs, epochs)
     return numbers.__next__

@@ -1,7 +1,7 @@
 """Seeded bugs: the model must find each of them.
 
-Nothing inside the scheduler is replaced. Its events and its commands are altered at its door, as a
-scheduler with that bug would have heard or told them.
+Nothing inside the scheduler is replaced. A bug alters only the events that the scheduler gets and
+the commands that it returns.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ JOINED = replace(FAULTLESS, steps=0, requests=3, batch=2, is_coarse=True)
 
 
 def _kind(command: ev.Command) -> type:
-    """Class of the message that a command sends, else of the command."""
+    """Return the class of the message that a command sends, or of the command if it sends none."""
     return type(getattr(command, "message", command))
 
 
@@ -93,7 +93,7 @@ def _answers_early(handle: Handle, event: ev.Event) -> list[ev.Command]:
 
 @dataclass(frozen=True)
 class Mutant:
-    """Name of the bug, the scope in which it is found, and how it alters one event's commands."""
+    """Seeded bug: its name, the scope that finds it, and its change to one event's commands."""
 
     name: str
     scope: Scope

@@ -1,8 +1,8 @@
-"""The scheduler is asked once: what followed an event in a state is remembered.
+"""Cache of the scheduler's results by state and event.
 
 The scheduler is a function of its state and the event. Many states of the world differ only in
-what the scheduler does not know of, and ask it the same again; it need not be computed, frozen and
-checked again.
+facts that the scheduler does not know, and pass the same event to it. The result then need not be
+computed, frozen and checked again.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from pipeswitch.scheduler.scheduler import Scheduler
 from .brain import Brain, sight
 from .frozen import Kept, frozen_part, reader
 
-FIRST_EPOCH: Final = 1000  # what is new is larger than all that has been renumbered
-# The other commands only inform.
+FIRST_EPOCH: Final = 1000  # new operation ids are larger than all renumbered ones
+# The world performs these commands; all others only inform.
 PERFORMED: Final = (
     ev.Spawn,
     ev.Send,
@@ -32,13 +32,13 @@ PERFORMED: Final = (
     ev.StartBuild,
     ev.Shutdown,
 )
-Generations = tuple[tuple[int, ...], ...]  # of each device: the daemon's, then the slots'
-# What follows: commands, what ``check`` says to it, and the state after it.
+Generations = tuple[tuple[int, ...], ...]  # for each device: the daemon's, then each slot's
+# Result of an event: the commands, the error that ``check`` raised, and the state afterwards.
 Consequence = tuple[tuple[ev.Command, ...], AssertionError | None, "Moment"]
 
 
 class Moment:
-    """One state of the scheduler, and what the world may see of it."""
+    """One state of the scheduler, with the part that the world may read."""
 
     __slots__ = ("generations", "home", "kept", "last_epoch", "next", "seen")
 
@@ -46,7 +46,7 @@ class Moment:
         self, packed: Kept, frozen: Any, generations: Generations, last_epoch: int
     ) -> None:
         self.kept = packed
-        self.home = crc32(packed[0])  # by which a process is chosen: it may know what follows
+        self.home = crc32(packed[0])  # chooses the process, which may have cached the results
         self.generations = generations
         self.last_epoch = last_epoch
         self.seen = sight(frozen)
@@ -54,10 +54,10 @@ class Moment:
 
 
 class Recall:
-    """Asks the scheduler, or remembers.
+    """The scheduler, behind a cache of its results.
 
-    Until the first ``go_to`` the scheduler is live: every event goes to it (so a story is told by
-    nothing but the scheduler itself). Afterwards it is only asked what was not asked before.
+    Until the first ``go_to`` the scheduler is live: it handles every event itself, so that a story
+    does not depend on the cache. Afterwards it only handles events that are not in the cache.
     """
 
     def __init__(self, scheduler: Scheduler) -> None:
@@ -65,41 +65,41 @@ class Recall:
         self._brain: Brain | None = None
         self.is_live = True
         self._moments: dict[Any, Moment] = {}
-        self._at: Moment | None = None  # None: the live scheduler has not been frozen there
+        self._at: Moment | None = None  # None: the live scheduler has not been frozen since
 
     def learn(self) -> None:
-        """From here on: what the scheduler is now is what it keeps of itself unfrozen."""
+        """Take the values of all unfrozen fields from the scheduler as it is now."""
         self._brain = Brain(self._scheduler)
 
     @property
     def scheduler(self) -> Scheduler:
-        """The real one, set to this moment."""
+        """The real scheduler, set to the current moment."""
         if not self.is_live:
             self._load()
         return self._scheduler
 
     @property
     def moment(self) -> Moment:
-        """Where it is now."""
+        """The scheduler's current state."""
         if self._at is None:
             self._at = self._freeze()
         return self._at
 
     def go_to(self, moment: Moment) -> None:
-        """Be at a moment that was once met."""
+        """Make a known moment the current one."""
         self._at, self.is_live = moment, False
 
     def moment_of(self, packed: Kept, generations: Generations) -> Moment:
-        """The moment that was frozen to this."""
+        """Return the moment that has this frozen form."""
         return self._moment(packed, None, generations, FIRST_EPOCH)
 
     def forget(self, beyond: int) -> None:
-        """Start anew when more moments than that are remembered: memory is bounded."""
+        """Clear the cache if it has more than ``beyond`` moments, to bound its memory."""
         if len(self._moments) > beyond:
             self._moments.clear()
 
     def handle(self, event: ev.Event, now_ms: float | None) -> Consequence:
-        """One event into the scheduler."""
+        """Return the scheduler's result for one event, from the cache if possible."""
         if self.is_live:
             at_ms = self._scheduler.core.now_ms if now_ms is None else now_ms
             commands = self._scheduler.handle(event, at_ms)
@@ -108,11 +108,11 @@ class Recall:
         moment, question = self.moment, (event, now_ms)
         known = moment.next.get(question)
         if known is None:
-            self._load()  # anew: what is not frozen must not tell in which order states are met
+            self._load()  # always: unfrozen values must not depend on the order of the search
             at_ms = moment.seen.now_ms if now_ms is None else now_ms
             commands = self._scheduler.handle(event, at_ms)
             broken = self._checked()
-            after = self._freeze() if broken is None else moment  # nothing goes on from there
+            after = self._freeze() if broken is None else moment  # the search ends at an error
             known = tuple([c for c in commands if isinstance(c, PERFORMED)]), broken, after
             moment.next[question] = known
         self._at = known[2]

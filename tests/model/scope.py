@@ -1,4 +1,4 @@
-"""What is explored: a small world, and how many faults may strike it."""
+"""Settings of one exploration: a small world, and the number of faults of each kind."""
 
 from __future__ import annotations
 
@@ -8,67 +8,66 @@ from typing import Final
 from .channel import IMAGE_BYTES
 
 MIB: Final = 1 << 20
-CYCLE_MS: Final = 1000.0  # of training, in turns
-GRACE_MS: Final = 30000.0  # one for all: a jump of the clock lets all of them run out
+CYCLE_MS: Final = 1000.0  # how long a job trains before the next job's turn
+GRACE_MS: Final = 30000.0  # the same for all grace periods: one jump of the clock ends them all
 
 
 @dataclass(frozen=True, kw_only=True)
 class Scope:
-    """A training job, some requests, some faults; every order of everything.
+    """A training job, some requests and some faults, explored in every possible order.
 
-    ``kills``: of workers, each at any step. ``daemon_kills``: of the memory daemon. ``suspicions``:
-    the clock jumps to an instant at which the scheduler wants to look again, so that a worker
-    that is merely slow is taken for hung and killed while it still acts. ``late``: an exit that
-    overtakes what the process had said. ``repeats``: a message that arrives twice, the second time
-    before any later one of its channel: from a worker, a signal to one, from the memory daemon, an
-    order to commit to it.
+    ``kills``: kills of workers, each at any step. ``daemon_kills``: kills of the memory daemon.
+    ``suspicions``: jumps of the clock to an instant at which the scheduler asked for a wake-up, so
+    that it takes a slow worker for hung and kills it while it still acts. ``late``: exits that are
+    reported before the process's last messages. ``repeats``: messages that arrive twice, without
+    a later message of the channel in between: a message from a worker or from the memory daemon,
+    a signal to a worker, or an order to copy a commit.
 
-    ``is_coarse``: larger moves, for larger scopes; the fine ones take all of this apart. The job
-    is there from the start. A process is ready when it is spawned, a signal is heard when it is
-    sent, all that a channel holds is heard together, what the memory daemon has done is known at
-    once, an optimizer step, a commit and a scrub are one move each. Faults that change nothing
-    (an idle standby dies and is replaced, the clock jumps and no worker is suspected) are left
-    out; it jumps to the first instant at which one is.
+    ``is_coarse``: larger moves, for larger scopes; a fine scope splits these moves. The job is
+    submitted at the start. A process is ready at once, a signal arrives at once, all messages of a
+    channel are handled together, and so are the memory daemon's results. An optimizer step, a
+    commit and a scrub are one move each. Faults without effect (a killed idle standby, a jump of
+    the clock after which no worker is suspected) are left out.
     """
 
     name: str
     steps: int = 3
     has_job: bool = True
     jobs: int = 1
-    training: str = "rotate"  # which of them is next
-    cycles: int = 0  # that end while the other job waits, or a step that was to end has not
+    training: str = "rotate"  # the policy that chooses the next job
+    cycles: int = 0  # training cycles that end while the other job waits, or in a slow step
     requests: int = 2
     kills: int = 0
     daemon_kills: int = 0
     suspicions: int = 0
     late: int = 0
-    pauses: int = 0  # and as many resumptions, by the user
+    pauses: int = 0  # pauses by the user, each with a resume
     repeats: int = 0
-    deadlines: int = 0  # so many of the last requests carry one; it may pass while all are slow
-    cancels: int = 0  # of requests, by their clients
-    hints: int = 0  # that a request for a model will come
-    moves: int = 0  # of the job, to the other device
-    pins: int = 0  # of the first model, by the operator; it stays pinned
-    drains: int = 0  # the server is asked to finish what it has accepted and to leave
+    deadlines: int = 0  # the number of last requests that have a deadline; it may expire
+    cancels: int = 0  # requests that their clients cancel
+    hints: int = 0  # announcements of a request for a model
+    moves: int = 0  # moves of the job to the other device
+    pins: int = 0  # pins of the first model by the operator; it stays pinned
+    drains: int = 0  # orders to the server to finish all accepted requests and to stop
     models: int = 2
     devices: int = 1
     placement: str = "least-finish"
     limited: str = ""  # models that only the last device may serve
     daemon_restarts: int = 9  # more than can happen; 0: a device whose daemon dies is given up
-    asks: str = ""  # the requests' models; empty: in turns
-    callers: str = ""  # who sends each request; empty: one for all
-    runs: int = 0  # of each request, a generation of so many tokens; 0: they are no generations
-    parks: int = 0  # times that one has no room for its next run, for a while
-    batch: int = 0  # up to which requests are joined; one waits for others as long as a deadline
+    asks: str = ""  # the model of each request, a letter each; empty: each model in turn
+    callers: str = ""  # the caller of each request, a letter each; empty: the same for all
+    runs: int = 0  # tokens of each request, which is a generation; 0: no generations
+    parks: int = 0  # times that a generation has no room for its next run, for a while
+    batch: int = 0  # the largest batch; a request waits for others for up to DEADLINE_MS
     groups: int = 1
-    arena_mib: int = 8  # fences take 2, the slice 2
+    arena_mib: int = 8  # the fences and the slice take 2 MiB each
     model_mib: int = 4
-    small_mib: int = 0  # of all models but the first, which have one group; 0: they are alike
+    small_mib: int = 0  # size of each model but the first, in one group; 0: the same for all
     standby: int = 1
-    commit_steps: tuple[int, ...] = (1, 2, 3, 4)  # at other boundaries nothing is committed
+    commit_steps: tuple[int, ...] = (1, 2, 3, 4)  # steps after which the job commits
     is_coarse: bool = False
-    hears_late: bool = False  # in a coarse scope: signals take their time all the same
-    max_deaths: int = 9  # the same of workers: no request may fail
+    hears_late: bool = False  # in a coarse scope: signals do not arrive at once
+    max_deaths: int = 9  # workers' deaths per request; more than can happen, so none fails
 
     slice_bytes = 2 * MIB
     state_bytes = IMAGE_BYTES
@@ -77,7 +76,7 @@ class Scope:
     grace_ms = GRACE_MS
 
     def size_of(self, model: str) -> tuple[int, int]:
-        """Its bytes and groups."""
+        """Return a model's size in bytes and its number of groups."""
         if self.small_mib and model != "A":
             return self.small_mib * MIB, 1
         return self.model_mib * MIB, self.groups
@@ -87,7 +86,7 @@ class Scope:
         return self.arena_mib * MIB
 
     def describe(self) -> str:
-        """The scope in one line."""
+        """Return the scope as one line of text."""
         steps, devices = self.steps * self.has_job, self.devices * (self.devices > 1)
         parts = [
             f"{steps} steps",

@@ -1,4 +1,4 @@
-"""The scopes that are explored: small ones with every test run, all of them by ``make model``."""
+"""Scopes to explore: every test run explores the small ones, ``make model`` all of them."""
 
 from __future__ import annotations
 

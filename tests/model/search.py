@@ -1,4 +1,4 @@
-"""Visits every state, breadth first, so the first violation found has a shortest story."""
+"""Breadth-first search of every state; no path to a violation is shorter than the reported one."""
 
 from __future__ import annotations
 
@@ -32,21 +32,21 @@ from .world import World
 
 @dataclass
 class Report:
-    """What an exploration found."""
+    """Result of an exploration."""
 
     scope: Scope
     states: int = 0
     transitions: int = 0
     depth: int = 0
     wall_s: float = 0.0
-    cpu_s: float = 0.0  # of all processes; what counts on a busy machine
+    cpu_s: float = 0.0  # sum over all processes; comparable even on a busy machine
     peak_mib: int = 0
     is_exhausted: bool = False
     violation: str = ""
     path: list[Action] = field(default_factory=list)  # from the start to the violation
 
     def line(self) -> str:
-        """For people."""
+        """Return the result as one line for people."""
         end = "exhausted" if self.is_exhausted else "NOT exhausted"
         outcome = f"VIOLATION: {self.violation}" if self.violation else "no violation"
         return (
@@ -57,11 +57,11 @@ class Report:
 
 
 class Exploration:
-    """All states of a scope, and the ways between them.
+    """Search of all states of a scope.
 
     Args:
-        processes: that expand states; 1 does it in this one (so that a patch is seen).
-        most_states: give up beyond it; the report says so.
+        processes: number of processes that expand states; 1: this process, where patches apply.
+        most_states: stop at this number of states; ``Report.is_exhausted`` is then False.
     """
 
     def __init__(self, scope: Scope, *, processes: int = 1, most_states: int = 10**8) -> None:
@@ -72,13 +72,13 @@ class Exploration:
         self._parents = array("I")
         self._actions: list[Action] = []
         self._numbers: dict[Action, int] = {}
-        self._by = array("H")  # the action that led to a state
-        self._sources, self._targets = array("I"), array("I")  # edges that are no faults
+        self._by = array("H")  # for each state, the number of the action that led to it
+        self._sources, self._targets = array("I"), array("I")  # edges of actions without faults
         self._rests: list[int] = []
         self.report = Report(scope)
 
     def run(self, progress: Callable[[Report], None] | None = None) -> Report:
-        """Explore until nothing is left, or the first violation."""
+        """Explore until no state is left, or until the first violation."""
         began_s = time.monotonic()
         times = os.times()
         began_cpu_s = times.user + times.system + times.children_user + times.children_system
@@ -181,10 +181,10 @@ class Exploration:
         return path[::-1]
 
     def _require_ways_out(self) -> None:
-        """From each state, a state of rest is reached without any further fault."""
+        """Report a violation if a state cannot reach any state of rest without further faults."""
         count = len(self._index)
         first, following = [-1] * count, array("i", [-1]) * len(self._sources)
-        for edge, target in enumerate(self._targets):  # edges by target, chained
+        for edge, target in enumerate(self._targets):  # a linked list of edges for each target
             following[edge], first[target] = first[target], edge
         has_way = bytearray(count)
         waiting = list(self._rests)

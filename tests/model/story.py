@@ -1,4 +1,4 @@
-"""A path through the states, in plain words: numbered lines for people."""
+"""Stories: paths through the states as numbered lines for people."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ _PLAIN: Final = {
 
 
 def describe(world: World, action: Action) -> str:
-    """What is about to happen, in a sentence."""
+    """Return a sentence that describes the next action."""
     kind, *rest = action
     if kind in _PLAIN:
         return _PLAIN[kind]
@@ -85,7 +85,7 @@ def _of_daemon(world: World, kind: str, index: int) -> str:
 
 
 def _of(world: World, index: int) -> str:
-    """Which device, where there are several."""
+    """Return " of device N" if there are several devices, else an empty string."""
     return f" of device {index}" if world.scope.devices > 1 else ""
 
 
@@ -123,7 +123,7 @@ def _message(message: Any) -> str:
 
 
 def order_of(world: World, command: Any) -> str | None:
-    """A command of the scheduler in words; None for what only informs."""
+    """Return a command of the scheduler in words; None if the command only informs."""
     target = getattr(command, "target", None) or ev.Address("daemon")
     where = _of(world, target.device)
     who = "the memory daemon" if target.kind == "daemon" else f"{target.kind} {target.slot}"
@@ -158,10 +158,10 @@ def _place(message: Any) -> str:
 
 
 def tell(scope: Scope, path: list[Action], violation: str) -> str:
-    """The story of a path, with the scheduler's real numbers.
+    """Return the story of a path, with the scheduler's real numbers.
 
-    It is played again from the start without freezing anything; should the violation not come
-    back, the model's own renumbering is wrong, and that is said.
+    The path is replayed from the start, without freezing. If the violation does not occur again,
+    the model may renumber ids incorrectly, and the last line says so.
     """
     world = World(scope)
     lines = [f"Tokens: requests 1 to {scope.requests}, 101 the job's acceptance, 102 its end."]

@@ -1,4 +1,4 @@
-"""Going back to a state: once for each of its actions, so it is taken apart only once."""
+"""Frozen state that is unpacked only once, though the world returns to it for each action."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from .recall import Moment
 
 
 class Thawed:
-    """A frozen state taken apart once, to be gone back to after each of its actions."""
+    """Unpacked state, to which the world returns after each of the state's actions."""
 
     def __init__(self, world: Any, frozen: Any) -> None:
         bodies, counts, rest, epochs = frozen

@@ -1,4 +1,4 @@
-"""The simulated worker as a state: copied before it changes, frozen and thawed."""
+"""Simulated worker that is copied before it changes, and can be frozen and thawed."""
 
 from __future__ import annotations
 
@@ -20,22 +20,22 @@ from .frozen import Add, Kept, Next
 TASK, SIGNAL = "task", "signal"
 NO_TURN = Turn(0)
 _STATES = {state.value: state for state in GateState}
-# Moves that nothing else can see: they take no time of their own.
+# Moves that no other process can see. They are made at once, as a part of the move before.
 UNSEEN = frozenset({"answers", "cleans", "asks"})
 
 
 class Worker(SimulatedWorker):
-    """The process in a slot, in one or many states of the world.
+    """Worker process in a slot. Several states of the world may share the object.
 
     Attributes:
-        kept: as frozen: shared by all states it is in, so not to be changed.
+        kept: the frozen form of a shared worker, which must not change; None if it is not shared.
     """
 
     kept: Kept | None = None
     is_coarse = False
 
     def own(self) -> Worker:
-        """A copy that may be changed, for one state of the world."""
+        """Return a copy for one state of the world, which may change it."""
         twin = _copy_of(self)
         twin.kept = None
         twin.inbox, twin.out = copied(self.inbox), copied(self.out)
@@ -50,7 +50,7 @@ class Worker(SimulatedWorker):
         return twin
 
     def say(self, channel: str, message: Message) -> None:
-        if not isinstance(message, JobReport):  # which only informs
+        if not isinstance(message, JobReport):  # a report changes no decision
             super().say(channel, plain(message))
 
     def hear(self, channel: str, message: Message) -> None:
@@ -63,12 +63,12 @@ class Worker(SimulatedWorker):
         self.inference = self.script = None
 
     def main_move(self) -> Move | None:
-        """What the main thread does next."""
+        """Return the main thread's next move; None while it waits."""
         steps = self.main_steps()
         return steps[0] if steps else None
 
     def settle(self) -> None:
-        """Make the moves that nothing else can see."""
+        """Make the moves that no other process can see."""
         while self.is_ready and self.runs and (move := self.main_move()) is not None:
             is_request = move.thread == TASK and isinstance(self.inbox[TASK][0], RunInference)
             is_half = self.is_coarse and move.what == "writes"
@@ -78,7 +78,7 @@ class Worker(SimulatedWorker):
 
     @property
     def is_idle(self) -> bool:
-        """Nothing is in it, on its way to it or from it."""
+        """True if no task is in the worker and no message waits in its channels."""
         queues = (*self.inbox.values(), *self.out.values())
         return not any(queues) and self.inference is None and self.script is None
 
@@ -116,7 +116,7 @@ def freeze_worker(worker: Worker, e: Add) -> Any:
 
 
 def thaw_worker(frozen: Any, n: Next, worker: Worker) -> None:
-    """``worker``: a new one in that slot."""
+    """Set ``worker``, which is new in its slot, to a frozen state."""
     worker.begun, worker._job_op_id = n(), n()  # type: ignore[assignment]
     (_, worker.is_ready, worker.is_doomed, worker.status, lease, queues, task, script) = frozen
     worker.lease = None if lease is None else ByteSpan(*lease)
@@ -180,7 +180,7 @@ def _thaw_script(frozen: Any, n: Next, worker: Worker) -> SimulatedScript:
 
 
 def _freeze_gate(gate: Gate, e: Add) -> Any:
-    """The real gate's state; its operation ids are turns."""
+    """Return the real gate's state; pass its turns, which are ordered, to ``e``."""
     e(-gate._turn)
     e(-gate._granted)
     for pair in (gate._accepted, gate._future):

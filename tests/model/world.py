@@ -1,4 +1,4 @@
-"""The simulated world as a state: frozen, thawed, and moved by whichever action is chosen."""
+"""Simulated world that can be frozen and thawed, and changes by one action at a time."""
 
 from __future__ import annotations
 
@@ -58,11 +58,11 @@ OF_CLIENTS: Final = frozenset(
 
 
 class World(simulator.World):
-    """All of it in one state. ``freeze`` and ``thaw`` go from state to state.
+    """The whole world in one state; ``thaw`` sets it to another state.
 
-    A process is shared by all states it is in: the one that changes is this state's ``own``.
-    Actions name a worker by ``key_of``, a daemon by its device.
-    ``scheduler`` is the object; what it knows in this state, ``recall`` says.
+    States share process objects, so an action changes a copy (``own``, ``own_daemon``).
+    Actions name a worker by ``key_of``, and a daemon by its device.
+    ``scheduler`` is the only scheduler object; ``recall`` has its content in this state.
     """
 
     clients: Clients
@@ -75,12 +75,12 @@ class World(simulator.World):
         self.suspicions, self.late, self.repeats = scope.suspicions, scope.late, scope.repeats
         self.cycles = scope.cycles
         self._prepares: list[tuple[Worker, PrepareModel]] = []
-        # All that was thawed, by what it was frozen to: states share it.
+        # Every thawed object by its frozen form; states share these objects.
         self.known_workers: dict[tuple[Kept, Slot, int], Worker] = {}
         self.known_daemons: dict[tuple[Kept, int], Daemon] = {}
         self._known_devices: dict[Kept, dict[str, Any]] = {}
         self._thawed: tuple[Any, Thawed] | None = None
-        # Of each device: what it was frozen to.
+        # For each device: its values, and their frozen form.
         self.kept_devices: list[tuple[dict[str, Any], Kept]] = [({}, (b"", ()))] * scope.devices
         settings = SchedulerSettings(
             arena_bytes=scope.arena_bytes,
@@ -112,7 +112,7 @@ class World(simulator.World):
             self.apply(("train",))
 
     def _start(self) -> None:
-        """Daemon and workers ready, the models registered: where every exploration begins."""
+        """Go to the first state: daemons and workers are ready, and the models are registered."""
         self._rest()
         batching = Batching(limit=self.scope.batch, delay_ms=DEADLINE_MS, is_exact=True)
         for index in range(self.scope.models):
@@ -128,7 +128,7 @@ class World(simulator.World):
             self._rest()
 
     def _allowed(self, model: str) -> tuple[str, ...]:
-        """The devices that may serve a model; empty: all of them."""
+        """Return the devices that may serve a model; empty: all of them."""
         return (f"cpu:{self.scope.devices - 1}",) if model in self.scope.limited else ()
 
     def _rest(self) -> None:
@@ -139,7 +139,7 @@ class World(simulator.World):
         return ModelName("ABC"[index % self.scope.models])
 
     def happens(self, what: Chance, name: str) -> bool:
-        """What is neither an action nor a fault of the scope (see ``Choices``)."""
+        """Decide a chance that is neither an action nor a fault of the scope (see ``Choices``)."""
         match what:
             case "commit":
                 scripts = [w.script for w in self.workers.values() if w.script is not None]
@@ -167,7 +167,7 @@ class World(simulator.World):
     # -- states --------------------------------------------------------------------------------
 
     def freeze(self) -> bytes:
-        """This state, as bytes: equal bytes are equal states."""
+        """Return this state as bytes; equal bytes mean equal states."""
         slots = sorted(self.workers)
         parts = [
             self.recall.moment.kept,
@@ -202,12 +202,12 @@ class World(simulator.World):
         return marshal.dumps(state, 2)
 
     def _frozen_device(self, scene: Scene) -> Kept:
-        """The device's memory is mostly what it was."""
+        """Return the frozen form of a device's memory, which most actions do not change."""
         before, packed = self.kept_devices[scene.index]
         return packed if vars(scene.device) == before else frozen_part(freeze_device, scene.device)
 
     def _generations(self) -> tuple[Any, ...]:
-        """Generations by device and slot, ranked among those that anything still names."""
+        """Return generations by device and slot, as ranks among live workers and dead ones."""
         return tuple(
             [
                 tuple(
@@ -226,14 +226,14 @@ class World(simulator.World):
         return order[generation], tuple([order[g] for g in ghosts])
 
     def thaw(self, frozen: Any) -> None:
-        """Become the state that ``marshal.loads`` gave; the same one again is cheap."""
+        """Set the world to a state that ``marshal.loads`` returned; the same again is cheap."""
         if self._thawed is None or frozen is not self._thawed[0]:
             self._thawed = frozen, Thawed(self, frozen)
         self._thawed[1].becomes(self)
         self._prepares = []
 
     def worker_of(self, packed: Kept, key: Slot, generation: int) -> Worker:
-        """The process that was frozen to this."""
+        """Return the worker that has this frozen form."""
         worker = self.known_workers.get((packed, key, generation))
         if worker is None:
             index, slot = divmod(key, MOST_SLOTS)
@@ -244,7 +244,7 @@ class World(simulator.World):
         return worker
 
     def daemon_of(self, packed: Kept, index: int) -> Daemon | None:
-        """A device's memory daemon that was frozen to this."""
+        """Return the memory daemon of a device that has this frozen form; None if it is dead."""
         if packed == NO_DAEMON:
             return None
         daemon = self.known_daemons.get((packed, index))
@@ -256,7 +256,7 @@ class World(simulator.World):
         return daemon
 
     def device_of(self, packed: Kept) -> dict[str, Any]:
-        """A device's values that were frozen to this."""
+        """Return the values of a device's memory that has this frozen form."""
         fields = self._known_devices.get(packed)
         if fields is None:
             fields = vars(thaw_device(marshal.loads(packed[0]), reader(packed[1])))
@@ -266,14 +266,14 @@ class World(simulator.World):
     # -- what can be changed -------------------------------------------------------------------
 
     def own(self, key: Slot) -> Worker:
-        """The process in a slot, to be changed."""
+        """Return the worker in a slot to change it; a copy replaces it if states share it."""
         worker = self.workers[key]
         if worker.kept is not None:
             worker = self.workers[key] = worker.own()
         return worker
 
     def own_daemon(self, index: int = 0) -> Daemon:
-        """A device's memory daemon, to be changed."""
+        """Return a device's memory daemon to change it; a copy replaces it if states share it."""
         daemon: Daemon = self.daemons[index]
         if daemon.kept is not None:
             daemon = self.daemons[index] = daemon.own()
@@ -282,7 +282,7 @@ class World(simulator.World):
     # -- moves ---------------------------------------------------------------------------------
 
     def apply(self, action: Action) -> bool:
-        """Let it happen; False when nothing came of it. Raises Violation."""
+        """Perform an action; return False if it had no effect. Raises Violation."""
         try:
             kind, *rest = action
             act: Callable[..., Any]
@@ -305,7 +305,7 @@ class World(simulator.World):
                 area.last()
 
     def _hurry(self) -> None:
-        """What takes no time in a coarse scope."""
+        """Make every move that takes no time in a coarse scope."""
         for slot, worker in list(self.workers.items()):
             if not worker.is_ready:
                 self.do_ready(slot)
@@ -400,7 +400,7 @@ class World(simulator.World):
         self.do_struck(slot)
 
     def do_struck(self, slot: Slot) -> None:
-        """Dead and reaped: what it had said is read first, as ``Processes._exited`` does."""
+        """End and reap a worker; its messages are read first, as ``Processes._exited`` does."""
         worker = self.own(slot)
         worker.end(-9)
         self._reap(worker)
@@ -410,14 +410,14 @@ class World(simulator.World):
         self.do_struck_early(slot)
 
     def do_struck_early(self, slot: Slot) -> None:
-        """Its exit overtakes what it had said."""
+        """End and reap a worker before its last messages are read."""
         self.late -= 1
         worker = self.own(slot)
         worker.end(-9)
         self.reap_worker(worker)
 
     def _reap(self, worker: Worker) -> None:
-        """The last words, then the exit."""
+        """Deliver a worker's last messages, then its exit."""
         for channel in (TASK, SIGNAL):
             while worker.out.get(channel):
                 self._hear(worker, channel)
@@ -467,7 +467,7 @@ class World(simulator.World):
             for command in commands
             if isinstance(command, ev.Send) and isinstance(command.message, RunInference)
         }
-        if self.recall.is_live:  # it may be told
+        if self.recall.is_live:  # the commands are recorded for a story
             super().perform(commands)
             return
         for command in commands:
@@ -505,7 +505,7 @@ class World(simulator.World):
         key = key_of(index, command.target.slot)
         if key in self.workers:
             worker, message = self.own(key), command.message
-            if isinstance(message, PrepareModel):  # it takes no time
+            if isinstance(message, PrepareModel):  # a worker prepares it in no time
                 self._prepares.append((worker, message))
                 return
             if isinstance(message, RunInference):
@@ -519,7 +519,7 @@ class World(simulator.World):
             self.own_daemon(scene.index)
         before = scene.device.contents
         super()._to_daemon(message, scene)
-        # Where there is another device, that one may be waited for.
+        # With several devices, the request may wait for its model on another device.
         is_ahead = isinstance(message, TransmitModel) and message.model not in self._dispatched
         if is_ahead and self.scope.devices == 1:
             for name in before.keys() - scene.device.contents.keys():
@@ -527,7 +527,7 @@ class World(simulator.World):
                 require(not is_wanted, f"{name} is waited for, and {message.model} sent ahead")
 
     def _leaves(self, reason: str) -> None:
-        """The server stops, and whatever still runs is killed."""
+        """Check that the server may stop now, which kills all its processes."""
         drained = self.clients.drained
         is_grace_over = drained is not None and self.now_ms >= drained[1]
         require(reason == "drained" or is_grace_over, f"it leaves: {reason}")
@@ -549,7 +549,7 @@ class World(simulator.World):
     # -- what holds in every state -------------------------------------------------------------
 
     def _begins_a_step(self, worker: Worker) -> None:
-        """Preemption: a job that is not told to stop while a request waits was forgotten."""
+        """Check that a job that begins a step while a request waits was told to stop."""
         has_upcoming = self.recall.moment.seen.has_upcoming[worker.scene.index]
         is_told = bool(worker.inbox.get(SIGNAL)) or not has_upcoming
         require(
@@ -558,7 +558,7 @@ class World(simulator.World):
         )
 
     def check_rest(self) -> None:
-        """Nothing more can happen: all is answered, and nothing is held (I1, I3)."""
+        """Check a state of rest: every token is answered, and no memory is leased (I1, I3)."""
         if self.left is not None:
             return
         machine = self.recall.scheduler.machine
@@ -597,8 +597,8 @@ __all__ = ["Violation", "World"]
 
 
 def _leave_the_disk_out(jobs: Jobs) -> None:
-    """No commit is written before somebody wants it: a commit that could be, at any moment, would
-    double the states."""
+    """Disable the periodic writes of commits to disk: such a write, possible at any moment, would
+    double the number of states."""
     adopt = jobs.adopt
 
     def adopted(*args: Any, **options: Any) -> Job:

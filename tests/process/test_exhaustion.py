@@ -161,7 +161,7 @@ def test_a_server_that_has_too_few_descriptors_to_start_says_so(
         ],
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=250,
         check=False,
         preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_NOFILE, (descriptors, descriptors)),
     )

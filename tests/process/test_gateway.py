@@ -102,7 +102,7 @@ def run(source: str, *args: str, python: str = sys.executable) -> Any:
         [python, "-c", textwrap.dedent(source), *args],
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=250,
         check=False,
     )
     assert done.returncode == 0, done.stderr

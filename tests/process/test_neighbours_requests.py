@@ -409,7 +409,7 @@ def test_python_a_process_that_leaves_takes_no_memory_of_others_along(end: str) 
     try:
         command = [sys.executable, "-c", ATTACHED.format(end), str(descriptor)]
         for _ in range(2):  # the second process finds it, too
-            subprocess.run(command, pass_fds=[descriptor], check=False, timeout=60)
+            subprocess.run(command, pass_fds=[descriptor], check=False, timeout=250)
             with mmap.mmap(descriptor, 0) as memory:
                 assert memory[0] == 7
                 memory[0] = 0

@@ -113,7 +113,7 @@ def test_a_policy_that_hangs_a_simulation_is_named_and_may_be_interrupted(
     until(reached.exists, "it hangs", 60)
     if status == EXIT_INTERRUPTED:
         process.send_signal(signal.SIGINT)
-    _, errors = process.communicate(timeout=60)
+    _, errors = process.communicate(timeout=250)
     assert process.returncode == status
     named = 'Error: policy "hangs" has not returned from rank, for 1 s now' in errors
     assert named == (status == os.EX_SOFTWARE), errors

@@ -58,7 +58,7 @@ def command(
         env={**os.environ, **(environment or {})},
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=250,  # below pytest's own: a busy machine needs minutes
         check=False,
         **options,
     )

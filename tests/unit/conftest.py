@@ -1,4 +1,4 @@
-"""How the unit tests are tried."""
+"""Settings of hypothesis and of the garbage collector for unit tests."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ import os
 
 from hypothesis import HealthCheck, settings
 
-# The quick profile always tries the same examples: a change is judged by what it changed. The
-# deep one looks for new ones (HYPOTHESIS_PROFILE=deep); what it finds becomes a named test.
+# The quick profile always tries the same examples, so that only a change of the code can fail a
+# test. The deep profile (HYPOTHESIS_PROFILE=deep) finds new examples, which become named tests.
 settings.register_profile(
     "quick",
     max_examples=60,
@@ -23,6 +23,6 @@ settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "quick"))
 
 
 def pytest_collection_finish() -> None:
-    """No search for a test's garbage looks at all that torch and the test files have made: that
-    was a twentieth of the time."""
+    """Exclude the objects of torch and of the test files from garbage collection, which took 5 %
+    of the time."""
     gc.freeze()

@@ -1,11 +1,11 @@
 """Random lives of the simulated world: clients, faults and deliveries in random order.
 
-The world itself (``pipeswitch/simulator``) checks what a scheduler can break; here are its
-chances, its random clients, and what must hold when all has come to its end.
+The world itself (``pipeswitch/simulator``) checks the rules that a scheduler can break. This module
+adds the probabilities of faults, random clients, and the checks at the end of a life.
 """
 
 # mypy: disable-error-code="arg-type"
-# Names are plain strings and numbers here: their NewTypes would hide what the model says.
+# Names are plain strings and numbers here, because NewTypes would make the model hard to read.
 
 from __future__ import annotations
 
@@ -41,11 +41,11 @@ from pipeswitch.simulator.device import require
 from pipeswitch.simulator.programs import program_of
 
 MIB = 1 << 20
-LAYER_MS = 5.0  # a computed one's; a copied group takes as long as two
+LAYER_MS = 5.0  # to compute a layer; to copy a group takes twice as long
 COSTS = Costs(to_device=Link(fixed_ms=10.0))
 PRIORITIES = (0, 1, 1, 2)
 CALLERS = ("", "a", "b")
-JOINED = {  # m2 is code, m3 runs each request alone
+JOINED = {  # models that batch requests; m2 is code, m3 runs each request alone
     "m0": Batching(limit=4, delay_ms=30.0, is_exact=True),
     "m1": Batching(limit=2, delay_ms=0.0, is_exact=True),
 }
@@ -53,12 +53,12 @@ FINAL = ("done", "failed", "cancelled", "expired")
 
 
 def manifest_of(digest: str, total_bytes: int, group_count: int) -> Manifest:
-    """A program that exists on paper: groups of two layers each, a tensor in each layer."""
+    """Return a manifest without a program: groups of two layers, with a tensor in each layer."""
     return program_of(digest, total_bytes, groups=group_count).manifest
 
 
 def profile_of(name: str, manifest: Manifest, layer_ms: float) -> Profile:
-    """Found on disk: each layer is copied in 10 ms and computes in ``layer_ms``."""
+    """Return a profile as on disk: to copy a layer takes 10 ms, to compute it ``layer_ms``."""
     sizes = layer_bytes(manifest)
     times, zeros = (layer_ms,) * len(sizes), (0.0,) * len(sizes)
     return Profile(
@@ -96,11 +96,11 @@ def profile_of(name: str, manifest: Manifest, layer_ms: float) -> Profile:
 
 @dataclass
 class Faults:
-    """Chances per step or per decision; those of a fault are zero once the world settles."""
+    """Probabilities per step or per decision. Those of faults are zero after ``settle``."""
 
     kill_worker: float = 0.0
     kill_daemon: float = 0.0
-    pings: bool = False  # a client asks for the health of all processes now and then
+    pings: bool = False  # clients sometimes ask for the health of all processes
     build_error: float = 0.05
     builder_dies: float = 0.05
     store_error: float = 0.0
@@ -117,7 +117,7 @@ class Faults:
     commit: float = 0.35
     skips_commit: float = 0.3
     takes_along: float = 0.5
-    poison: frozenset[str] = frozenset()  # models
+    poison: frozenset[str] = frozenset()  # models whose requests kill their workers
 
 
 QUIET: dict[str, Any] = dict.fromkeys(
@@ -126,7 +126,7 @@ QUIET: dict[str, Any] = dict.fromkeys(
 
 
 class World(simulator.World):
-    """One server's life. ``act`` does one random thing; ``settle`` ends all faults."""
+    """One server's life. ``act`` makes one random move; ``settle`` ends all faults."""
 
     def __init__(
         self,
@@ -158,12 +158,12 @@ class World(simulator.World):
         )
         kinds = ("cpu", "cuda" if seed % 3 == 2 else "cpu")
         each = [replace(settings, device=f"{kinds[index]}:{index}") for index in range(devices)]
-        self.profiled = profiled  # chance that a profile of a built program is on the disk
+        self.profiled = profiled  # probability that a built program has a profile on disk
         self.announced: set[str] = set()
         self.job_names: list[str] = []
-        self.measuring: list[Callable[[], object]] = []  # what those who measure do next
-        self.measured: dict[int, str] = {}  # the models, by the measurements' tokens
-        self.runs: dict[int, int] = {}  # their requests, with those tokens
+        self.measuring: list[Callable[[], object]] = []  # next actions of measuring clients
+        self.measured: dict[int, str] = {}  # the model of each measurement, by its token
+        self.runs: dict[int, int] = {}  # the measurement's token, by its request's token
         super().__init__(
             scheduler or Scheduler(settings, policy, 2000.0, each), choices=self, costs=COSTS
         )
@@ -174,7 +174,7 @@ class World(simulator.World):
         )
 
     def happens(self, what: str, name: str) -> bool:
-        """A throw of the dice (see ``Choices``)."""
+        """Decide a chance at random (see ``Choices``)."""
         if what == "poison":
             return name in self.faults.poison
         chance: float = getattr(self.faults, what)
@@ -202,7 +202,7 @@ class World(simulator.World):
                     pass
 
     def act(self) -> bool:
-        """Do one random thing that is possible now; False when nothing is."""
+        """Make one random move that is possible now; return False if there is none."""
         if self.measuring:
             self.measuring.pop(0)()
             return True
@@ -220,7 +220,7 @@ class World(simulator.World):
                 daemon.end(-9)
 
     def settle(self, limit: int = 12000) -> None:
-        """No more faults: everything must come to its end in bounded steps."""
+        """End all faults, and run until every request and job has ended, in bounded steps."""
         self.faults = Faults(**QUIET, persist_error=0.0)
         for worker in self.workers.values():
             if worker.inference is not None:
@@ -236,10 +236,8 @@ class World(simulator.World):
         require(not self.open, f"never answered: {sorted(self.open)} {self.describe()}")
 
     def help(self) -> bool:
-        """Do what the rows of jobs say that wait for their user; False: none does.
-
-        One did not stop, and is paused; one waits for memory that pinned models have.
-        """
+        """Act as the jobs' user: resume paused jobs, and unpin models if a job waits for memory.
+        Return False if there was nothing to do."""
         machine = self.scheduler.machine
         paused = [job.spec.name for job in machine.jobs if job.state.state.value == "paused"]
         for name in paused:
@@ -257,13 +255,13 @@ class World(simulator.World):
             and all(job.state.state.value in FINAL for job in jobs)
             and not any(
                 job.memory.commit_slot_bytes for job in jobs
-            )  # a disk that was full is tried again
+            )  # a commit is written again after an error of the disk
             and not self.moves()
             and not any(worker.script for worker in self.workers.values())
         )
 
     def leave(self, limit: int = 6000) -> None:
-        """A drain that was asked for comes to its end, and no client is left without an answer."""
+        """Run a requested drain to its end, and check that every client has an answer."""
         self.faults = replace(Faults(), takes_along=0.0)
         for _ in range(limit):
             if self.left is not None or (not self.act() and not self.to_next_wakeup()):
@@ -288,7 +286,7 @@ class World(simulator.World):
         )
 
     def check_rest(self) -> None:
-        """I3 at rest: the arena holds fences and idle models, nothing else."""
+        """Check I3 at rest: the arena holds fences and idle models, nothing else."""
         machine = self.scheduler.machine
         open_areas = [daemon.areas for daemon in self.daemons.values() if daemon is not None]
         require(not any(open_areas), f"commit areas of jobs that are over: {open_areas}")
@@ -306,7 +304,7 @@ class World(simulator.World):
     # -- clients -------------------------------------------------------------------------------
 
     def register(self, name: str, total_bytes: int, *, pin: bool = False, groups: int = 2) -> int:
-        """With luck there is a profile of it on the disk."""
+        """Register a model; with probability ``profiled`` a profile of it is on disk."""
         profiles: tuple[ProfileFile, ...] = ()
         program = program_of(
             f"d-{name}", total_bytes, groups=groups, layer_ms=LAYER_MS, batching=JOINED.get(name)
@@ -330,14 +328,14 @@ class World(simulator.World):
         return self.clients.infer(name, priority=priority, deadline_ms=deadline_ms, caller=caller)
 
     def profile(self, name: str, batches: tuple[int, ...] = ()) -> int:
-        """Measure it, as ``Client.profile`` does."""
+        """Measure a model, as ``Client.profile`` does; return the measurement's token."""
         token = self.token()
         self.measured[token] = name
         self.handle(ev.ProfileRequest(token=token, model=name, batches=batches))
         return token
 
     def _run(self, measurement: int) -> None:
-        """Send the request that a measurement asked for."""
+        """Send the request that a measurement needs next."""
         if measurement in self.open:
             self.runs[self.infer(self.measured[measurement])] = measurement
 
@@ -349,7 +347,7 @@ class World(simulator.World):
             self.job_names.append(name)
 
     def random_client(self) -> None:
-        """One random thing a client may do."""
+        """Send one random request of a client, or let time pass."""
         rng, ask, handle = self.random, self.clients.ask, self.handle
         name = f"m{rng.randrange(4)}"
         job = f"j{rng.randrange(3)}"
@@ -392,11 +390,11 @@ class World(simulator.World):
 
 
 def live(world: World, steps: int) -> None:
-    """Random clients, random order, faults; then peace, an orderly end, and an empty arena."""
+    """Run random clients and faults in random order, then settle, check the rest, and drain."""
     for name, mib in (("m0", 7), ("m1", 15), ("m2", 30)):
         world.register(name, mib * MIB)
         if world.random.random() < 0.1:
-            world.profile(name)  # mostly refused: it is not ready yet
+            world.profile(name)  # mostly refused, because the model is not ready yet
     leaves_at = world.random.choice((None, None, None, world.random.randrange(steps)))
     for step in range(steps):
         if step == leaves_at:
@@ -417,7 +415,7 @@ def live(world: World, steps: int) -> None:
 
 
 def random_world(seed: int, *, pings: bool = False, devices: int = 1) -> World:
-    """A world with settings and faults drawn from the seed."""
+    """Return a world whose settings and faults are drawn from the seed."""
     rng = random.Random(f"world {seed}")
     others = [name for name in MAKERS if name != "priority"]
     faults = Faults(

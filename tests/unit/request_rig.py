@@ -1,7 +1,7 @@
-"""One warm request through a process at a time, and the calls of Python's functions it takes.
+"""Numbers of Python calls that one warm request takes in each process.
 
-The gateway's loop, the SDK's client and the worker are the real ones, each between the two ends
-that it speaks to.
+The gateway's loop, the SDK's client and the worker are real. In each measurement, simple peers
+stand in for the two processes around the measured one.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ REQUESTS = 10
 
 
 class Counted:
-    """Calls of one thread, from one call of the function that is named to the next."""
+    """Counter of one thread's calls, from each call of the function ``name`` to the next."""
 
     def __init__(self, name: str) -> None:
         self._name = name
@@ -69,7 +69,7 @@ class Counted:
                 self._at.append(self._calls)
 
     def watch(self, work: Callable[[], object]) -> None:
-        """All that this thread does then."""
+        """Do some work, and count this thread's calls during it."""
         before = sys.getprofile()
         sys.setprofile(self.note)
         try:
@@ -79,14 +79,14 @@ class Counted:
 
     @property
     def of_each(self) -> int:
-        """What most of them took."""
+        """The most frequent number of calls per request."""
         assert len(self._at) == REQUESTS
         return mode(after - before for before, after in pairwise(self._at))
 
 
 @contextmanager
 def answering(path: Path) -> Iterator[str]:
-    """A server that answers each request with eight numbers; its address."""
+    """Run a server that answers each request with eight numbers; yield its address."""
     listener = socket.socket(socket.AF_UNIX)
     listener.bind(str(path))
     listener.listen()
@@ -122,7 +122,7 @@ def _answer_one(listener: socket.socket) -> None:
 
 
 def gateways_calls(folder: Path) -> int:
-    """Of its loop, for JSON of 64 numbers over a connection that is kept, both ways."""
+    """Return the calls of the gateway's loop for JSON of 64 numbers, over kept connections."""
     with answering(folder / "server") as address:
         ours, theirs = socket.socketpair()
         loop, spent = asyncio.new_event_loop(), Counted("buffer_updated")
@@ -160,7 +160,7 @@ def gateways_calls(folder: Path) -> int:
         on_loop(lambda: sys.setprofile(None))
         on_loop(upstream.close)
         ours.close()
-        on_loop(lambda: None)  # it sees that
+        on_loop(lambda: None)  # lets the loop see the closed socket
         loop.call_soon_threadsafe(loop.stop)
         thread.join()
         loop.close()
@@ -189,7 +189,7 @@ async def _gateway(address: str, sock: socket.socket) -> Any:
 
 
 def clients_calls(folder: Path) -> int:
-    """Of the thread that calls ``infer`` with an array."""
+    """Return the calls of the thread that calls ``infer`` with an array."""
     x = np.ones((1, COLUMNS), np.float32)
     with answering(folder / "server") as address, Client(address, shared_memory=False) as client:
 
@@ -198,14 +198,14 @@ def clients_calls(folder: Path) -> int:
                 assert client.infer("m", x)["y"].shape == (1, 8)
 
         ask()
-        with client._connection._role:  # its thread has let go
+        with client._connection._role:  # waits until the client's thread has released it
             spent = Counted("infer")
         spent.watch(ask)
         return spent.of_each
 
 
 def workers_calls() -> int:
-    """Of its main thread, for a model of two groups whose words have arrived."""
+    """Return the calls of a worker's main thread for a model of two groups, which are resident."""
     page = 1 << 12
     control_page, models, work, pool = (
         sealed_memfd(name, size)
@@ -260,7 +260,7 @@ def workers_calls() -> int:
 
 
 def _two_groups() -> tuple[Manifest, Graph]:
-    """Two sums, each with a weight of its own."""
+    """Return the manifest and graph of two additions, each with its own weight."""
     value = ValueSpec(name="x", dtype="float32", shape=(1, 4))
     nodes = [
         Node("aten.add.Tensor", ({"v": last}, {"v": weight}), {})

@@ -1,7 +1,7 @@
-"""The caches of generations, as the frontend drives them: each move, and what must hold then.
+"""World of the caches of generations, which makes the frontend's moves and checks invariants.
 
-A row depends on its caller and on all tokens until there, so a wrong one is seen, and what no slab
-holds is overwritten after each move.
+A row depends on its caller and on all tokens up to it, so a check finds any wrong row. After each
+move, memory outside of all slabs is overwritten.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ from pipeswitch.scheduler.events import Token
 
 Key = tuple[str, str]
 Move = tuple[Any, ...]
-MOST: Final = 400  # rows
-ROW: Final = 256  # bytes: 16 rows are a page
+MOST: Final = 400  # the maximum number of rows of a cache
+ROW: Final = 256  # bytes per row; a page has 16 rows
 
 
 class Model:
-    """As it was announced."""
+    """The model, as the scheduler announces it to the frontend."""
 
     model = base = "m"
     version, tenant = 1, ""
@@ -59,14 +59,14 @@ class Model:
     )
 
     def __reduce__(self) -> str:
-        return "MODEL"  # the same one in each copy of a world
+        return "MODEL"  # all copies of a world share the model
 
 
 MODEL: Any = Model()
 
 
 class File:
-    """In place of a mapping: it is copied with its world."""
+    """Stand-in for the pool's mapped file, which is copied with its world."""
 
     def __init__(self, size: int) -> None:
         self.data = bytearray(size)
@@ -77,7 +77,7 @@ class File:
 
 
 class Request(msgspec.Struct):
-    """A generation, between the moves of its runs."""
+    """A generation between two of its runs."""
 
     held: SequenceState
     ids: list[int]
@@ -95,7 +95,7 @@ def rows_of(caller: str, tokens: list[int]) -> bytes:
 
 class World:
     def __init__(self, pool_bytes: int, steps: int = 1) -> None:
-        self.steps = steps  # of a run, at most
+        self.steps = steps  # the maximum number of steps of a run
         self.now_ms, self.tokens, self.spared = 0.0, 0, 0
         with patch.object(request_pool, "_File", File):
             self.pool = RequestPool(pool_bytes)
@@ -122,7 +122,7 @@ class World:
         self.check()
 
     def begin(self, key: Key, ids: list[int], how: str) -> None:
-        """``how``: "refused" has no room for its run."""
+        """Begin a generation. ``how``: "refused" means that its run has no room."""
         self.numbers += 1
         sequence = self.sequences.open(self, key[0], MODEL, Token(self.numbers))  # type: ignore[arg-type]
         try:
@@ -138,8 +138,8 @@ class World:
         self.live[key] = Request(sequence, ids, sequence.values["cache"], sequence.used)
 
     def run(self, key: Key, chosen: list[int], how: str) -> None:
-        """A run ends: its worker has written its rows behind the others. ``how``: "wrong" is a run
-        that died in the middle, "full" one after which there is no room."""
+        """End a run, whose worker has appended its rows. ``how``: "wrong" means that the run died
+        in the middle, "full" that the next run has no room."""
         request = self.live[key]
         sequence, ids = request.held, request.ids
         fed = [*ids[request.used :], *chosen[:-1]]
@@ -156,13 +156,13 @@ class World:
             self.sequences.fit(sequence, len(ids) + self.steps - 1, self.steps)
             if how == "full":
                 raise QueueFull("it waits")
-        except QueueFull:  # the youngest gives up its cache
+        except QueueFull:  # the youngest generation gives up its cache
             self.end(key)
             return
         request.cache, request.used = sequence.values["cache"], sequence.used
 
     def end(self, key: Key) -> None:
-        """It is over, or its client is gone."""
+        """End a generation that is finished or whose client is gone."""
         self.sequences.drop(self.live.pop(key).held)
 
     def check(self) -> None:
@@ -184,7 +184,7 @@ class World:
             memory[start : start + size] = b"\xee" * size
 
     def wind_down(self) -> None:
-        """All ends: the copies, the generations, and after a while what is kept."""
+        """End all generations, let idle blocks expire, and check that the pool is empty."""
         for key in list(self.live):
             self.run(key, [1], "ok")
             if key in self.live:
@@ -200,7 +200,7 @@ class World:
 
 
 def check(blocks: BlockPool, tables: Sequence[BlockTable]) -> None:
-    """Assert the invariants of blocks; ``tables``: all that are open."""
+    """Assert the invariants of blocks. ``tables`` are all open tables."""
     locks: dict[Block, int] = {}
     for table in tables:
         assert table.used <= table.capacity
@@ -232,7 +232,7 @@ def gathered(pool: RequestPool, lent: SlabTensor) -> bytes:
 
 
 def made(pool: RequestPool, allocation: PoolAllocation, rows: bytes) -> SlabTensor:
-    """What a worker wrote into the reply's room."""
+    """Write rows into the reply's range, as a worker does; return their tensor."""
     at, data = allocation.reply_offset_bytes, np.frombuffer(rows, np.uint8)
     pool.memory[at : at + data.nbytes] = rows
     return SlabTensor(
@@ -245,5 +245,5 @@ def made(pool: RequestPool, allocation: PoolAllocation, rows: bytes) -> SlabTens
 
 
 def done(key: Key, ids: Sequence[int], *runs: Sequence[int]) -> tuple[Move, ...]:
-    """A generation that has had these runs, and goes on."""
+    """Return the moves of a generation that has had these runs and continues."""
     return ("begin", key, tuple(ids), "ok"), *[("run", key, tuple(one), "ok") for one in runs]

@@ -27,7 +27,7 @@ Grads = list[torch.Tensor]
 
 @pytest.fixture(autouse=True)
 def lanes_end(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Their threads: a log of more than a hundred is cut off."""
+    """Close all copy streams after each test, because logs of over a hundred threads are cut."""
     streams: list[CopyStreams] = []
     begin = CopyStreams.__init__
 
@@ -96,7 +96,7 @@ def resnet() -> nn.Sequential:
 
 
 class Transformer(nn.Module):
-    """Its queries, keys and values are views of one storage."""
+    """Transformer, whose queries, keys and values are views of one storage."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -110,7 +110,7 @@ class Transformer(nn.Module):
 
 
 class Cells(nn.Module):
-    """Its gates are pieces of one storage, written in place one after the other and saved."""
+    """LSTM cells, whose gates are pieces of one storage, written in place in turn and saved."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -149,12 +149,12 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
 
 
 class Ticking(Activations):
-    """Looks at every place that holds bytes whenever one of them may have changed."""
+    """Activations that check their byte counts whenever one of them may have changed."""
 
     ticks = 0
 
     def __init__(self, *arguments: Any) -> None:
-        self.asks: list[int] = []  # for host memory
+        self.asks: list[int] = []  # requested sizes of host memory, in bytes
         super().__init__(*arguments, charge=self.asks.append)
 
     def _finish_copies(self) -> bool:
@@ -175,7 +175,7 @@ class Ticking(Activations):
         return changed
 
     def drain(self) -> None:
-        """The lane has carried all that it was asked to."""
+        """Wait until the copy streams have made all requested copies."""
         while self._streams.is_busy:
             self._wait("forward", 0, lambda: True)
         self._finish_copies()
@@ -193,7 +193,7 @@ def limited(offload: str, budget: int | None, copies: Any = None, gate: Any = No
 
 
 def train(make: Callable[[], nn.Module], limit: Ticking | None, *, autocast: bool = False) -> Grads:
-    """Three steps; every gradient of each."""
+    """Train for three steps; return every gradient of each step."""
     torch.manual_seed(0)
     model = make()
     optimizer = torch.optim.SGD(model.parameters(), 0.01, momentum=0.9)
@@ -235,7 +235,7 @@ def test_gradients_are_bit_equal_within_every_budget(model: str, autocast: bool)
     all_of_it = limited("none", 1 << 40)
     assert same(train(make, all_of_it, autocast=autocast), plain)
     total = all_of_it.memory.peak_bytes
-    most = 4 if model in ("vgg", "resnet", "transformer") else 1.5  # one layer takes the rest
+    most = 4 if model in ("vgg", "resnet", "transformer") else 1.5  # room for one layer
     for offload, share in (("auto", 1), ("auto", 1.5), ("auto", most), ("all", most), ("all", 0)):
         limit = limited(offload, int(total / share) if share else None)
         assert same(train(make, limit, autocast=autocast), plain), (offload, share)
@@ -246,7 +246,7 @@ def test_gradients_are_bit_equal_within_every_budget(model: str, autocast: bool)
         assert limit.asks == sorted({ask >> 20 << 20 for ask in limit.asks}), "as it grows"
         limit.give_back()
         assert limit.asks[-1:] in ([], [0])
-        if share:  # without a budget a copy that comes late is given up
+        if share:  # without a budget, late copies are cancelled
             assert (figures["offloaded_bytes"] == 0) == (share == 1)
 
 
@@ -257,7 +257,7 @@ def test_conv_sends_what_convolutions_take_and_nothing_else() -> None:
     with limit.body(()):
         result = vgg()(torch.randn(8, 3, 16, 16))
         limit.drain()
-        stages = ((3 + 8) * 16 * 16, (8 + 16) * 8 * 8, (16 + 32) * 4 * 4)  # two in each
+        stages = ((3 + 8) * 16 * 16, (8 + 16) * 8 * 8, (16 + 32) * 4 * 4)  # two tensors per stage
         assert limit._moved == 8 * sum(stages) * 4
         del result
 
@@ -285,7 +285,7 @@ def test_a_second_backward_finds_everything_again() -> None:
         limit = limited(offload, 300_000)
         assert same(twice(limit), twice(None))
         limit.drain()
-        assert limit.memory.held == 0  # what the script holds on to is the script's
+        assert limit.memory.held == 0  # tensors that the script keeps do not count
 
 
 def test_gradients_of_gradients() -> None:
@@ -312,7 +312,7 @@ def test_a_storage_counts_and_travels_once_however_many_views_are_saved() -> Non
         loss = (base[:, :32] * base[:, 32:] * base.t()[:64:2].t()).sum()
         limit.drain()
         loss.backward()
-    product = 64 * 32 * 4  # of the first two, which the second product saves
+    product = 64 * 32 * 4  # result of the first product, which the second product saves
     assert limit.figures["saved_bytes"] == 64 * 64 * 4 + product
     assert limit.figures["offloaded_bytes"] == 64 * 64 * 4 + product
 
@@ -322,7 +322,7 @@ def test_parameters_buffers_and_the_batch_are_no_activations() -> None:
     model, x = nn.Linear(64, 64), torch.randn(64, 64)
     with limit.body({"x": [x]}):
         (model(x) * model.weight).sum().backward()
-    assert limit.figures["saved_bytes"] == 64 * 64 * 4  # the output
+    assert limit.figures["saved_bytes"] == 64 * 64 * 4  # only the output counts
 
 
 @pytest.mark.parametrize("offload", ["all", "none"])
@@ -349,7 +349,7 @@ def test_a_graph_that_is_kept_is_used_in_a_later_body() -> None:
         limit.drain()
     with limit.body(()):
         loss.backward()
-    limit.close()  # the next loop has another budget
+    limit.close()  # as at the end of a loop; the next one has a new budget
     other.backward()
     expected = torch.autograd.grad(x.sigmoid().tanh().sum(), x)[0]
     assert x.grad is not None
@@ -398,7 +398,7 @@ def test_forward_alone_may_save_more_than_fits() -> None:
 
 
 class Told(CpuCopies):
-    """Tells what the main thread asks for, and does something when so many pieces have come."""
+    """Copies that log the main thread's requests, and call ``then`` at one piece's arrival."""
 
     def __init__(self, at_piece: int = -1, then: Callable[[], None] = lambda: None) -> None:
         super().__init__(0)
@@ -432,7 +432,7 @@ def test_bytes_are_asked_back_one_layer_ahead_of_their_use() -> None:
     assert copies.log == [
         "layer 4",
         "asked",
-        "asked",  # its own, which nobody could foresee, and that of layer 3
+        "asked",  # the first request is late, for layer 4 itself; the second one is for layer 3
         "layer 3",
         "asked",
         "layer 2",
@@ -478,7 +478,7 @@ def test_a_main_thread_that_waits_for_a_copy_parks_and_the_lane_is_quiet() -> No
     with limit.body(()):
         x.sigmoid().tanh().sigmoid().sum().backward()
     thread.join()
-    assert pieces == [2]  # nothing moved behind the stop
+    assert pieces == [2]  # no piece was copied after the stop
     expected = torch.autograd.grad(x.sigmoid().tanh().sigmoid().sum(), x)[0]
     assert x.grad is not None
     assert torch.equal(x.grad, expected)
@@ -502,7 +502,7 @@ def test_an_eviction_unwinds_a_main_thread_that_waits(piece: int) -> None:
 
 
 def in_flight(then: Callable[[], None]) -> tuple[CopyStreams, Any]:
-    """Lanes whose first copy is under way until ``then`` returns."""
+    """Return copy streams, and their first copy, which runs until ``then`` returns."""
     begun, gate = threading.Event(), open_gate()
 
     def comes() -> None:

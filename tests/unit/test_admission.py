@@ -1,4 +1,4 @@
-"""Deadlines that cannot be met are refused at once, and none that could have been."""
+"""Admission by deadline: a request is refused at once if and only if it cannot be in time."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ from pipeswitch.simulator.programs import SimulatedProgram, program_of
 from tests.unit.test_simulator import Answered
 
 MIB = 1 << 20
-LAYER_MS = (1.0, 2.0, 5.0, 3.0)  # of each model; two groups of two layers
+LAYER_MS = (1.0, 2.0, 5.0, 3.0)  # time per layer of each model, which has two groups of two layers
 COMPUTE_MS = tuple(4 * layer_ms for layer_ms in LAYER_MS)
 COPY_MS = 8.0
 
 
 class Server(Answered):
-    """Four models, each measured; predictions are exact since each run takes the same time."""
+    """Server with four measured models. Runs take constant times, so predictions are exact."""
 
     def __init__(
         self,
@@ -49,7 +49,7 @@ class Server(Answered):
         self.run()
         for index in range(len(LAYER_MS)):
             self.clients.infer(ModelName(f"m{index}"))
-            self.run(self.now_ms + 100.0)  # not until idle workers leave: measurements are new
+            self.run(self.now_ms + 100.0)  # stops before the measurements become old
 
     def ask(self, model: int, deadline_ms: float | None, priority: int = 1) -> ev.Token:
         return self.clients.infer(
@@ -63,7 +63,7 @@ class Server(Answered):
 def test_of_a_burst_as_many_are_accepted_as_can_be_in_time_and_the_others_told_at_once() -> None:
     server = Server()
     began_ms = server.now_ms
-    tokens = [server.ask(0, deadline_ms=40.0) for _ in range(25)]  # 4 ms each
+    tokens = [server.ask(0, deadline_ms=40.0) for _ in range(25)]  # each computes for 4 ms
     refused = [token for token in tokens if server.error(token) is not None]
     assert refused == tokens[10:], "before any has computed"
     error = server.error(refused[0])
@@ -77,7 +77,7 @@ def test_of_a_burst_as_many_are_accepted_as_can_be_in_time_and_the_others_told_a
 
 def test_what_waits_for_a_model_is_bounded_in_time() -> None:
     server = Server(admission="off", max_queue_time_ms=40.0)
-    flood = [server.ask(2, deadline_ms=None) for _ in range(9)]  # 20 ms each
+    flood = [server.ask(2, deadline_ms=None) for _ in range(9)]  # each computes for 20 ms
     full = [server.error(token) for token in flood]
     assert [isinstance(error, QueueFull) for error in full] == [False] * 4 + [True] * 5
     assert str(full[-1]).startswith("40 ms of requests for m2 are waiting, 40 of them")
@@ -87,7 +87,8 @@ def test_what_waits_for_a_model_is_bounded_in_time() -> None:
 def test_what_waits_for_a_model_may_be_anothers_but_for_the_rest_of_the_time() -> None:
     server = Server(admission="off", max_queue_time_ms=80.0)
     tokens = [server.clients.infer(ModelName("m0"), caller="greedy") for _ in range(40)]
-    assert [server.error(token) is None for token in tokens].index(False) == 2 + 15  # of 20
+    # Two requests are dispatched, and a caller may have 15 of the 20 places in the queue.
+    assert [server.error(token) is None for token in tokens].index(False) == 2 + 15
     other = [server.clients.infer(ModelName("m0"), caller="modest") for _ in range(5)]
     assert [server.error(token) is None for token in other] == [True] * 4 + [False]
 
@@ -99,7 +100,7 @@ def test_without_admission_all_are_taken() -> None:
 
 
 def test_a_model_that_must_be_sent_first_is_counted_with_its_copy() -> None:
-    server = Server(arena_mib=8)  # room for one
+    server = Server(arena_mib=8)  # room for one model
     assert server.error(server.ask(0, deadline_ms=COPY_MS - 1.0)) is not None
     in_time = server.ask(0, deadline_ms=COPY_MS + COMPUTE_MS[0])
     assert server.error(in_time) is None
@@ -112,13 +113,13 @@ def test_one_that_others_delay_is_told_as_soon_as_it_is_clear() -> None:
     began_ms = server.now_ms
     waits = server.ask(0, deadline_ms=50.0, priority=2)
     for _ in range(5):
-        server.ask(2, deadline_ms=None, priority=0)  # 20 ms each
+        server.ask(2, deadline_ms=None, priority=0)  # each computes for 20 ms
     urgent = [server.ask(0, deadline_ms=30.0, priority=2), waits]
     server.run()
     times_ms = [server.answers[token][0] - began_ms for token in urgent]
-    assert server.error(waits) is None  # it was alone when it came, and is computed at once
+    assert server.error(waits) is None  # the queue was empty when it arrived, so it ran at once
     assert isinstance(server.error(urgent[0]), DeadlineExceeded)
-    assert times_ms[0] == pytest.approx(30.0 - COMPUTE_MS[0], abs=0.1)  # not at its deadline
+    assert times_ms[0] == pytest.approx(30.0 - COMPUTE_MS[0], abs=0.1)  # before its deadline
 
 
 def test_what_was_never_measured_is_not_refused() -> None:
@@ -129,7 +130,7 @@ def test_what_was_never_measured_is_not_refused() -> None:
 
 
 def slow_once(server: Server, model: int, took_ms: float) -> None:
-    """All that is known of the model is one run in a bad moment."""
+    """Make one slow run the only measurement of a model."""
     name = ModelName(f"m{model}")
     predictions = server.scheduler.machine.devices[0].state.predictions
     predictions.remove(name)
@@ -137,7 +138,7 @@ def slow_once(server: Server, model: int, took_ms: float) -> None:
 
 
 def test_one_slow_run_does_not_refuse_for_ever() -> None:
-    """Where all are refused none is measured: one is taken after a while, and tells better."""
+    """If all requests were refused, no run would be measured, so one is accepted after a while."""
     server = Server()
     slow_once(server, 0, 900.0)
     refused = [server.error(server.ask(0, deadline_ms=500.0)) for _ in range(3)]
@@ -145,14 +146,14 @@ def test_one_slow_run_does_not_refuse_for_ever() -> None:
     server.run(server.now_ms + OLD_MS)
     probe = server.ask(0, deadline_ms=500.0)
     assert server.error(probe) is None
-    assert server.error(server.ask(0, deadline_ms=500.0)) is not None  # one, not all
+    assert server.error(server.ask(0, deadline_ms=500.0)) is not None  # only one is accepted
     server.run()
     assert server.answers[probe][1].error is None
     assert server.error(server.ask(0, deadline_ms=COMPUTE_MS[0])) is None
 
 
 def test_one_slow_copy_does_not_refuse_for_ever() -> None:
-    server = Server(arena_mib=8)  # room for one, the last
+    server = Server(arena_mib=8)  # room for one model, the last one
     name = ModelName("m0")
     predictions = server.scheduler.machine.devices[0].state.predictions
     predictions.remove(name)
@@ -192,7 +193,7 @@ def test_a_slow_run_among_others_refuses_none() -> None:
 
 
 def test_a_long_text_says_nothing_of_a_short_one() -> None:
-    """Of a model with a dimension beside the batch no computation is known before it ends."""
+    """If a model has an open dimension besides the batch, its run time cannot be predicted."""
     server = Server()
     for dims, is_refused in ((("batch",), True), (("batch", "length"), False)):
         replica = server.scheduler.machine.devices[0].state.replicas[ModelName("m0")]
@@ -205,7 +206,7 @@ def test_a_long_text_says_nothing_of_a_short_one() -> None:
 
 
 def arrivals_of(seed: int) -> list[tuple[float, int, float | None, int]]:
-    """When, which model, deadline, priority."""
+    """Return random arrivals: gap in ms, model, deadline in ms, priority."""
     rng = random.Random(seed)
     return [
         (
@@ -219,7 +220,7 @@ def arrivals_of(seed: int) -> list[tuple[float, int, float | None, int]]:
 
 
 def lived(policy: str, arena_mib: int, arrivals: Any, forced: int | None = None) -> Any:
-    """The server, and its tokens; request number ``forced`` is taken whatever is predicted."""
+    """Run the arrivals; return server and tokens. Request ``forced`` is accepted in any case."""
     server, tokens = Server(policy, arena_mib), []
     for number, (gap_ms, model, deadline_ms, priority) in enumerate(arrivals):
         server.run(server.now_ms + gap_ms)
@@ -235,8 +236,8 @@ def lived(policy: str, arena_mib: int, arrivals: Any, forced: int | None = None)
 @pytest.mark.parametrize("arena_mib", [8, 64])
 @pytest.mark.parametrize("policy", ["priority", "fifo", "edf", "sjf", "collate", "alternating"])
 def test_none_is_refused_that_could_have_been_in_time(policy: str, arena_mib: int) -> None:
-    """Each refused one is taken all the same, in a life that is the same until then: it is late, or
-    one that had been accepted before is late because of it."""
+    """For each refused request, the same arrivals run again, but the request is accepted. Then it
+    is late, or it makes an earlier accepted request late."""
     checked = 0
     for seed in range(6):
         arrivals = arrivals_of(seed)
@@ -246,7 +247,7 @@ def test_none_is_refused_that_could_have_been_in_time(policy: str, arena_mib: in
             if deadline_ms is None or server.error(token) is None:
                 continue
             if server.answers[token][0] > at_ms:
-                continue  # refused later, when others had gone before
+                continue  # not refused at once, but after other requests had overtaken it
             other, others = lived(policy, arena_mib, arrivals[: number + 1], forced=number)
             other.run()
             ended_at_ms, answer = other.answers[others[number][0]]
@@ -266,8 +267,8 @@ def test_none_is_refused_that_could_have_been_in_time(policy: str, arena_mib: in
 def test_at_overload_all_that_are_accepted_are_in_time_and_the_others_told_when_they_come(
     factor: float,
 ) -> None:
-    """Four models, as often each: 10 ms in the mean. Only those that many others overtake are told
-    later, by their deadline less what they take."""
+    """The four models get equally many requests, which compute for 10 ms on average. Each request
+    is in time, or is refused when it arrives."""
     server, rng = Server("edf"), random.Random(11)
     began_ms, tokens = server.now_ms, []
     while server.now_ms < began_ms + 8_000.0:
@@ -285,7 +286,7 @@ def test_at_overload_all_that_are_accepted_are_in_time_and_the_others_told_when_
 
 
 def test_what_is_accepted_is_in_time_though_runs_scatter(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Deadlines of some 17 runs: sums of medians fall short of sums, and 1 of 20 was late."""
+    """Deadlines allow about 17 runs. With sums of medians, which are too low, 1 in 20 was late."""
     rng, exact = random.Random(3), SimulatedProgram.group_ms
 
     def scattered(program: SimulatedProgram, *arguments: Any) -> tuple[float, ...]:
@@ -309,9 +310,9 @@ def test_what_is_accepted_is_in_time_though_runs_scatter(monkeypatch: pytest.Mon
 
 
 def test_copies_for_requests_that_wait_are_counted() -> None:
-    server = Server("edf", arena_mib=12)  # room for two models, the last ones
+    server = Server("edf", arena_mib=12)  # room for two models, the last two
     first = server.ask(0, deadline_ms=13.0)
-    late = server.ask(1, deadline_ms=17.0)  # two copies of 8 ms, and half of its computing
+    late = server.ask(1, deadline_ms=17.0)  # too short: it needs two copies of 8 ms, and 8 ms more
     assert isinstance(server.error(late), DeadlineExceeded)
     in_time = server.ask(1, deadline_ms=2 * COPY_MS + COMPUTE_MS[1])
     server.run()
@@ -322,7 +323,7 @@ def test_one_that_overtakes_a_request_that_waits_for_the_link_may_not_make_it_la
     server = Server("edf", arena_mib=12)
     began_ms = server.now_ms
     waits = [server.ask(1, deadline_ms=20.0), server.ask(0, deadline_ms=24.0)]
-    overtakes = server.ask(2, deadline_ms=150.0)  # its model is there, and it takes 20 ms
+    overtakes = server.ask(2, deadline_ms=150.0)  # its model is resident, and it takes 20 ms
     server.run()
     for token, deadline_ms in zip(waits, (20.0, 24.0), strict=True):
         assert server.error(token) is None
@@ -336,7 +337,7 @@ def test_while_a_model_comes_runs_that_end_before_go_first() -> None:
     server.run(server.now_ms + 100.0)
     began_ms = server.now_ms
     for _ in range(2):
-        server.ask(0, deadline_ms=300.0)  # one computes, one is dispatched
+        server.ask(0, deadline_ms=300.0)  # the first computes, the second is dispatched
     comes = server.ask(1, deadline_ms=100.0)
     short = [server.ask(0, deadline_ms=200.0) for _ in range(3)]
     server.run()
@@ -346,9 +347,9 @@ def test_while_a_model_comes_runs_that_end_before_go_first() -> None:
 
 def test_one_that_would_make_an_accepted_one_late_is_refused() -> None:
     server = Server("edf")
-    first = server.ask(2, deadline_ms=20.0)  # 20 ms: it computes at once
+    first = server.ask(2, deadline_ms=20.0)  # it takes 20 ms and computes at once
     later = server.ask(2, deadline_ms=43.0)
-    urgent = server.ask(0, deadline_ms=30.0)  # 4 ms: it would go before, and 24 is in time
+    urgent = server.ask(0, deadline_ms=30.0)  # it would be next and end after 24 ms, in time
     assert isinstance(server.error(urgent), DeadlineExceeded)
     server.run()
     assert server.error(first) is None is server.error(later)

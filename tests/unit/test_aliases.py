@@ -16,7 +16,7 @@ from tests.unit.test_scheduler_rules import Rig, publish, register_net, trained,
 
 
 class Names(Rig):
-    """A scheduler, what its frontend knows, and its journal."""
+    """Scheduler with the names in its frontend and in its journal."""
 
     def __init__(self) -> None:
         self.models, self.journal = AnnouncedModels(1 << 20), dict[str, str]()
@@ -36,7 +36,7 @@ class Names(Rig):
                     self.journal.pop(name, None)
 
     def add(self, name: str, *aliases: str, **fields: Any) -> Any:
-        """Register a model, or repeat that; return the error."""
+        """Register a model, perhaps again; return the error or None."""
         token = self.ask_register(name, aliases=aliases, **fields)
         if builds := self.commands(ev.StartBuild):
             self.built(name, 4, builds[0].op_id)
@@ -57,10 +57,10 @@ def test_aliases_are_resolved_shown_and_kept_until_the_model_is_gone(rig: Names)
     assert rig.add("m", "gpt-4o", "gpt-3.5-turbo") is None
     both = {"gpt-4o": "m", "gpt-3.5-turbo": "m"}
     assert rig.models.aliases == rig.journal == both
-    assert rig.add("m", "gpt-4o", "o1") is None  # the same again adds one
+    assert rig.add("m", "gpt-4o", "o1") is None  # another registration adds an alias
     assert rig.rows() == {"m": ["gpt-4o", "gpt-3.5-turbo", "o1"]}
     assert rig.models.aliases == rig.journal == {**both, "o1": "m"}
-    assert rig.error(unregister(rig, "gpt-4o")) is None  # the alias alone
+    assert rig.error(unregister(rig, "gpt-4o")) is None  # removes only the alias
     assert rig.rows() == {"m": ["gpt-3.5-turbo", "o1"]}
     assert rig.models.aliases == rig.journal == {"gpt-3.5-turbo": "m", "o1": "m"}
     assert rig.error(unregister(rig, "m")) is None
@@ -79,8 +79,8 @@ def test_a_name_is_one_models(rig: Names) -> None:
     assert isinstance(rig.add("m", *[f"x{number}" for number in range(16)]), InvalidInput)
     rig.begin("k", aliases=("x",))
     assert isinstance(rig.error(rig.ask_register("l", aliases=("x",))), AlreadyExists)
-    unregister(rig, "k")  # given up: the alias is free
-    assert rig.ask_register("l", aliases=("x",)) not in rig.answers  # it builds
+    unregister(rig, "k")  # ends the registration, so the alias is free
+    assert rig.ask_register("l", aliases=("x",)) not in rig.answers  # the build runs
 
 
 def test_only_its_owner_removes_an_alias(rig: Names) -> None:

@@ -1,4 +1,4 @@
-"""Which token comes next, and the text that is shown of tokens, as they come."""
+"""Choice of the next token, and the text of tokens as they arrive."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def test_pieces_are_whole_characters_and_together_the_text(
     tokens = tokenizer.encode(text).ids
     prompt, tokens = tokens[:cut], tokens[cut:]
     if not tokens or "\ufffd" in tokenizer.decode(prompt):
-        return  # a prompt is a text
+        return  # a real prompt is whole text
     answer = OutputProcessor(StopCriteria(max_new_tokens=len(tokens)), tokenizer.decode, prompt)
     pieces = [answer.push(token) for token in tokens]
     assert "".join(pieces) == text[len(tokenizer.decode(prompt)) :]
@@ -108,7 +108,7 @@ def test_only_the_candidates_of_top_k_and_min_p_are_drawn() -> None:
 
 def test_penalties_follow_their_formulas() -> None:
     logits = np.array([2.0, -2.0, 1.0, 0.5, 0.0], np.float32)
-    counts = seen_of([0, 1, 2, 2, 2, 99], 2)  # 0 and 1 are the prompt's; 99 is no token
+    counts = seen_of([0, 1, 2, 2, 2, 99], 2)  # the prompt is 0 and 1; 99 is not in the vocabulary
     assert counts == {0: 0, 1: 0, 2: 3, 99: 1}
     for options, adjusted in (
         (Options(repetition_penalty=2.0), [1.0, -4.0, 0.5, 0.5, 0.0]),
@@ -162,11 +162,11 @@ def test_bytes_that_are_no_character_are_shown_in_the_end() -> None:
     answer = OutputProcessor(StopCriteria(max_new_tokens=3), decode)
     assert [answer.push(token) for token in (97, 0xE4, 0xBD)] == ["a", "", "\ufffd"]
     endless = OutputProcessor(StopCriteria(max_new_tokens=99), decode)
-    assert any(endless.push(0x80) for _ in range(20))  # nothing completes them: no wait for ever
+    assert any(endless.push(0x80) for _ in range(20))  # bytes that never become valid are shown
 
 
 def naive(logits: Any, temperature: float, top_p: float) -> dict[int, float]:
-    """Each token's share, by the book."""
+    """Return the probability of each token by the textbook formula."""
     weights = [math.exp((value - max(logits)) / temperature) for value in logits]
     order = sorted(range(len(weights)), key=lambda token: (-weights[token], token))
     tokens_kept, mass = [], 0.0
@@ -196,7 +196,7 @@ def test_tokens_are_drawn_as_often_as_they_should_be(
     for token, share in shares.items():
         spread = math.sqrt(400 * share * (1 - share)) + 1
         assert abs(draws.count(token) - 400 * share) < 6 * spread
-    # Of its seed, position and logits alone, in whatever order.
+    # A token depends only on the seed, the position and the logits, not on the order of calls.
     assert [next_token(values, sampling, n) for n in (399, 7, 7)] == [
         draws[399],
         draws[7],

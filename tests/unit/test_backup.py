@@ -1,4 +1,4 @@
-"""Copies of a state directory that is in use, and state directories of copies."""
+"""Backups of a state directory that is in use, and state directories restored from backups."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def digest(name: str) -> str:
 
 
 class State:
-    """A state directory whose journal is open, as a server has it: models a, b and job j."""
+    """State directory with an open journal, as of a running server: models a and b, and job j."""
 
     def __init__(self, root: Path) -> None:
         self.root = root
@@ -90,7 +90,7 @@ def test_what_changes_while_it_is_copied_is_whole_in_the_copy(
     def meanwhile(path: Path, *args: Any, **options: Any) -> None:
         copied.append(path)
         if what == "commit" and path.parent.name == "j" and len(copied) < 40:
-            state.commit(len(copied) + 5)  # the image that is about to be copied goes
+            state.commit(len(copied) + 5)  # removes the image that is about to be copied
             state.commit(len(copied) + 6)
         elif what == "register" and len(copied) == 4:
             state.register("c")
@@ -110,9 +110,9 @@ def test_a_copy_has_the_whole_journal_and_a_start_finds_no_damage(
     state: State, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     state.journal.append({"kind": "hold", "name": "j", "why": "asked"})
-    for number in range(300):  # some of it lies in the file, some in its log
+    for number in range(300):  # some entries are in the journal's file, some in its log
         state.journal.append({**model("a"), "digest": digest("a"), "priority": number})
-    (state.root / "models" / "b~model").unlink()  # the disk had no room for it
+    (state.root / "models" / "b~model").unlink()  # as if the disk had no room for the file
     copyfile, numbers = shutil.copyfile, iter(range(3))
 
     def meanwhile(path: Any, to: Any, **options: Any) -> None:
@@ -124,7 +124,7 @@ def test_a_copy_has_the_whole_journal_and_a_start_finds_no_damage(
     copy, root = tmp_path / "copy", tmp_path / "restored"
     backup(state.root, copy)
     restore(copy, root)
-    for folder in (copy, root):  # a start in the backup itself does no harm either
+    for folder in (copy, root):  # a server may also start in the backup itself
         journal = JournalFile(folder / FILE_NAME)
         journal.close()
         assert (journal.losses, journal.lost, {*journal.holds}) == ([], [], {"j"})
@@ -197,5 +197,5 @@ def test_a_full_disk_names_both_folders_and_leaves_nothing(
         assert told in refused.value.hint
         assert not target.exists()
         assert whole == {path: path.stat().st_mtime_ns for path in source.rglob("*")}
-        call(source, target)  # there is room again
+        call(source, target)  # succeeds after the disk has room again
         shutil.rmtree(target)

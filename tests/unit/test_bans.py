@@ -1,4 +1,4 @@
-"""What no code may do with what came from outside: each ban fires, and none fires on our code."""
+"""Bans on unsafe uses of external data: each ban finds its example, and nothing in our code."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ BANNED = SETTINGS["flake8-tidy-imports"]["banned-api"]
 
 
 def ruff(*arguments: str, text: str | None = None) -> list[dict[str, Any]]:
-    """What ruff finds with the bans alone."""
+    """Return ruff's findings with only the bans enabled."""
     program = shutil.which("ruff", path=str(Path(sys.executable).parent)) or shutil.which("ruff")
     if program is None:
         pytest.skip("ruff is not installed")
@@ -86,7 +86,7 @@ SOCKETS = "pipeswitch/wire/sockets.py"  # the only place that makes ZeroMQ socke
 
 
 def offences(tree: ast.AST, path: str) -> Iterator[str]:
-    """What is banned in this module, by place and name."""
+    """Yield the place and name of each banned call in a module."""
     for node in ast.walk(tree):
         if not isinstance(node, ast.Call):
             continue

@@ -1,4 +1,4 @@
-"""Requests that wait together are computed together, and end each for itself."""
+"""Batching: requests that wait together are computed together, but each ends on its own."""
 
 from __future__ import annotations
 
@@ -27,19 +27,20 @@ from pipeswitch.simulator.world import World
 
 MIB = 1 << 20
 LIMIT, DELAY_MS = 4, 5.0
-COMPUTE_MS = 8.0  # of one request; of a batch so many times as much
+COMPUTE_MS = 8.0  # time for one row; a batch of n rows takes n times as long
 IDS = (ValueSpec(name="ids", dtype="int64", shape=("batch", "length")),)
 
 
 class Server(World):
-    """Models on the device: ``joins`` at once, ``waits`` for others, ``other`` never joins."""
+    """Server with three resident models: ``joins`` batches the requests that wait, ``waits`` also
+    waits for further ones, ``other`` does not batch."""
 
     def __init__(
         self, policy: str = "priority", *, max_wait_ms: float = 2000.0, **settings: Any
     ) -> None:
         self.answers: dict[ev.Token, tuple[float, ev.Reply]] = {}
         self.runs: list[tuple[float, RunInference]] = []
-        self.faults: dict[str, list[str]] = {}  # by kind, on the models' next runs
+        self.faults: dict[str, list[str]] = {}  # by kind: the models whose next runs have it
         self.unjoined: list[str] = []
         self.interrupts: list[ev.Interrupt] = []
         all_settings = {
@@ -94,7 +95,7 @@ class Server(World):
                     self.unjoined.append(command.body["model"])
 
     began_ms = 0.0
-    deadly: ev.Token | None = None  # kills each worker that computes it
+    deadly: ev.Token | None = None  # the request that kills each worker that computes it
 
     def ask(self, name: str, *, rows: int = 1, length: int = 3, **values: Any) -> ev.Token:
         token = self.clients.token()
@@ -119,7 +120,7 @@ class Server(World):
         return token
 
     def ask_behind(self, count: int, name: str = "joins", **values: Any) -> list[ev.Token]:
-        """They wait together: two of another model are dispatched before."""
+        """Send requests that wait together, behind two requests of another model."""
         for _ in range(2):
             self.ask("other", priority=0)
         tokens = [self.ask(name, **values) for _ in range(count)]
@@ -127,7 +128,7 @@ class Server(World):
         return tokens
 
     def batched(self) -> list[list[int]]:
-        """Of each run the tokens of its requests."""
+        """Return the tokens of each run's requests."""
         return [[int(one.request_id[1:]) for one in (run, *run.batched)] for _, run in self.runs]
 
     def error(self, token: ev.Token) -> Any:
@@ -160,7 +161,7 @@ PARTS = ("preprocess_ms", "queue_ms", "switch_ms", "stall_ms", "compute_ms", "po
 
 
 def test_the_parts_of_a_bill_never_exceed_its_total() -> None:
-    """Models that are not there, one that waits behind others, joined ones, and one that stays."""
+    """The requests include cold and resident models, a wait behind others, and batched ones."""
     server = Server()
     for n in range(4):
         program = program_of(f"cold{n}", (4 + 4 * n) * MIB, layer_ms=1.0 + 3.0 * n)
@@ -284,7 +285,7 @@ def test_none_is_joined_that_would_make_another_late() -> None:
     server.ask_behind(0)
     first = server.ask("joins", deadline_ms=4 * COMPUTE_MS)
     rest = [server.ask("joins") for _ in range(3)]
-    server.run()  # two of "other" are before it, so two of four fit
+    server.run()  # two requests of "other" come first, so only two of four fit before the deadline
     assert server.batched() == [[first, rest[0]], rest[1:]]
     assert server.end_ms(first) == 4 * COMPUTE_MS
 
@@ -293,7 +294,7 @@ def test_none_is_joined_that_would_make_another_late() -> None:
 def test_a_request_that_fails_fails_alone(fault: str) -> None:
     server = Server()
     tokens = server.ask_behind(3)
-    server.faults[fault] = ["joins", "joins"]  # the joined run, and the first one alone
+    server.faults[fault] = ["joins", "joins"]  # the batched run, and the first request alone
     server.run()
     assert server.batched() == [tokens, *[[token] for token in tokens]]
     assert isinstance(server.error(tokens[0]), errors.TaskFailed)
@@ -332,7 +333,7 @@ def test_a_joined_run_whose_death_is_one_too_many_says_how_many_there_were() -> 
 def test_a_worker_that_died_before_its_turn_has_separated_none() -> None:
     server = Server()
     tokens = server.ask_behind(3)
-    server.run(server.now_ms + COMPUTE_MS)  # the second of "other" computes
+    server.run(server.now_ms + COMPUTE_MS)  # the second request of "other" computes
     upcoming = server.scheduler.machine.devices[0].state.owner.pending
     server.workers[upcoming.slot].end(-9)
     server.run(server.now_ms + 5000.0)
@@ -380,7 +381,7 @@ def test_one_that_is_taken_back_while_it_waits_is_not_computed_and_one_that_comp
     server.handle(ev.CancelRequest(token=second))
     assert isinstance(server.error(second), errors.Cancelled)
     server.run(server.now_ms + 2 * COMPUTE_MS)
-    server.handle(ev.CancelRequest(token=third))  # it is nearly there
+    server.handle(ev.CancelRequest(token=third))  # too late: the request is nearly computed
     server.run()
     assert server.batched() == [[first, third]]
     assert not server.error(first)
@@ -446,7 +447,7 @@ def test_a_worker_that_answers_other_requests_than_it_was_given_is_killed() -> N
 
 
 def test_admission_counts_joined_runs_and_refuses_none_that_can_be_in_time() -> None:
-    """Eight rows before it are two runs, of which each takes as long as one row at the least."""
+    """Eight earlier rows are two runs, and each run takes at least as long as one row."""
     server = Server("fifo", admission="deadline")
     server.ask_behind(8, "waits")
     ends_ms = 2 * COMPUTE_MS + 2 * COMPUTE_MS + COMPUTE_MS
@@ -482,16 +483,16 @@ def test_what_has_waited_long_enough_begins_in_the_urgent_half_of_the_decision()
 
 
 class Steps(Server):
-    """``lm`` generates: its requests of unequal lengths are batched, and wait again when a run
-    ends. The frontend's part is here: it says at once what comes next, or that one must wait."""
+    """Server with ``lm``, which generates tokens and batches requests of unequal lengths. When a
+    run ends, this class acts as the frontend: it sends the next runs at once, or parks requests."""
 
-    run_of = 1  # steps of a run, at most
+    run_of = 1  # the maximum number of steps of a run
 
     def __init__(self, **settings: Any) -> None:
-        self.to_come: dict[ev.Token, int] = {}  # tokens
+        self.to_come: dict[ev.Token, int] = {}  # how many tokens each request still computes
         self.past: dict[ev.Token, int] = {}
-        self.parked: set[ev.Token] = set()  # those without room
-        self.renewed: set[ev.Token] = set()  # those whose inputs were asked for anew
+        self.parked: set[ev.Token] = set()  # requests without room
+        self.renewed: set[ev.Token] = set()  # requests whose inputs were requested again
         super().__init__(**settings)
         joins = Batching(limit=8, delay_ms=0.0, is_exact=False)
         program = program_of("lm", 4 * MIB, layer_ms=COMPUTE_MS / 4, batching=joins)
@@ -515,7 +516,7 @@ class Steps(Server):
         self.runs.clear()
 
     def step(self, *, past: int, length: int = 1, tokens: int = 1, **values: Any) -> ev.Token:
-        """A generation of so many tokens."""
+        """Send a generation of ``tokens`` tokens; return its token."""
         token = self.clients.token()
         self.to_come[token], self.past[token] = tokens, past
         self.handle(
@@ -573,7 +574,7 @@ def inputs_of(past: int, length: int) -> tuple[SlabTensor, ...]:
 
 
 def test_generations_are_one_run_however_they_began() -> None:
-    """Not two halves in turns, which each wait for the other's run."""
+    """They never split into two batches that take turns and wait for each other's runs."""
     for starts in ([0.0] * 8, [n * 3.1 for n in range(8)], [9.0 * (n % 2) for n in range(8)]):
         server = Steps()
         tokens = []
@@ -721,7 +722,7 @@ def test_a_worker_that_chooses_too_many_tokens_or_none_is_killed(tokens: Any) ->
 
 
 def test_each_run_has_its_own_deaths_and_its_own_deadline() -> None:
-    """A generation of many runs outlives more workers than one request may take with it."""
+    """A generation may lose more workers over all its runs than one run may."""
     server = Steps()
     token = server.step(past=40, tokens=12)
     for _ in range(5):
@@ -746,7 +747,7 @@ def test_lengths_are_joined_as_far_as_padding_pays() -> None:
 def test_what_is_joined_together_has_room_in_a_workers_memory(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(batching, "MAX_JOINED_BYTES", 3 * 8 * (3 * 40 + 3))  # of three
+    monkeypatch.setattr(batching, "MAX_JOINED_BYTES", 3 * 8 * (3 * 40 + 3))  # for three requests
     server = Steps()
     server.ask_behind(0)
     for _ in range(7):
@@ -770,7 +771,7 @@ def test_the_requests_of_a_run_that_failed_are_tried_alone_and_the_next_ones_joi
 
 
 def test_steps_that_follow_one_another_end_when_another_request_waits() -> None:
-    """Once for each run, of whatever model it is: one of its own may join the next."""
+    """Each run is interrupted once, even for a request of its model, which may join the next."""
     for other in ("lm", "other"):
         server = Steps()
         server.run_of = 8
@@ -810,7 +811,7 @@ def test_generations_run_after_the_leader_with_their_tokens(others: int, event: 
         server.handle(ev.CancelRequest(token=leader))
     server.run()
     assert not any(map(server.error, led))
-    if not event:  # their inputs were asked for anew
+    if not event:  # the inputs of the other requests were requested again
         assert all(not run.batched for _, run in server.runs if run.inputs[0].shape[1] > 1)
         assert server.renewed == {*led}
 

@@ -1,4 +1,4 @@
-"""The arithmetic behind ``python -m benchmarks``."""
+"""Calculations of ``python -m benchmarks``."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Reports, plots, warnings and README's results: what is made of trials."""
+"""Reports, plots, warnings and README's results, which benchmarks make from trials."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ def test_a_result_of_a_busy_machine_says_so():
 
 def test_what_this_process_computes_is_not_others_work():
     others = Others()
-    others.own_s -= 1000.0  # as if we had used that much since
+    others.own_s -= 1000.0  # as if this process had used 1000 s of CPU time since then
     assert others.share() == 0.0
 
 
@@ -124,7 +124,7 @@ def test_a_switchs_times_are_those_of_its_groups():
     measured = switch([2.0, 3.0], [1.0, 4.0])
     assert measured.transfers_ms == [2.0, 3.0]
     assert measured.computes_ms == [1.0, 4.0]
-    assert measured.makespan_ms == 10.0  # 1 until the copy begins, 5 sent, 4 computed
+    assert measured.makespan_ms == 10.0  # 1 ms before the copy, 5 ms of copies, 4 ms of computing
     assert measured.numbers()["stall_ms"] == 5.0
 
 
@@ -189,7 +189,7 @@ def test_every_figure_of_the_papers_has_a_number_or_says_why_not() -> None:
 
 def test_without_a_name_benchmarks_are_listed_and_none_is_run(monkeypatch) -> None:
     ran: list[tuple[str, ...]] = []
-    monkeypatch.setenv("PYTHONPATH", "")  # it is set for children
+    monkeypatch.setenv("PYTHONPATH", "")  # the command sets it for its children
     monkeypatch.setattr("benchmarks.__main__.run", lambda names, **_: ran.append(names) or 0)
     output = CliRunner().invoke(main, []).output
     assert not ran

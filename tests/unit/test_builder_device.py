@@ -1,4 +1,4 @@
-"""What a builder is told: it computes on the CPU, also where there is a GPU."""
+"""Settings of a builder, which computes on the CPU even if there is a GPU."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from pipeswitch.programs.spec import BuildSpec
 
 
 class Sent:
-    """A channel without a reader."""
+    """Channel that drops all messages."""
 
     def send(self, message: Any) -> None:
         pass
@@ -33,7 +33,7 @@ def settings_of(spec: bytes, folder: Path) -> BuildSettings:
         op_id=OpId(1),
         directory=str(folder),
         spec=spec,
-        threads=torch.get_num_threads(),  # it sets them for good: here they stay what they are
+        threads=torch.get_num_threads(),  # the builder sets the number of this process's threads
     )
 
 

@@ -1,4 +1,4 @@
-"""Attention of a decode step: each sequence reads its own rows of the cache, where they lie."""
+"""Attention of a decode step, in which each sequence reads its cache's rows without a copy."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from pipeswitch.programs.graphs.graph import CompiledGraph, behind_contract, res
 from pipeswitch.programs.interface.layout import ValueSpec
 
 HEADS, SIZE, PAST, WINDOW = 2, 4, 24, 5
-WIDTH = HEADS * SIZE  # of keys, and of values
+WIDTH = HEADS * SIZE  # width of keys and of values
 INPUTS = ("ids", "used", "cache")
 
 
 class Drawn:
-    """A model of two layers, drawn call by call: the second one has a window."""
+    """Model of two layers, built call by call; the second layer has a window."""
 
     def __init__(self, *, bias: float = 0.0, shows_keys: bool = False) -> None:
-        """``bias``: added to all scores. ``shows_keys``: the keys of all rows are an output."""
+        """Add ``bias`` to all scores; if ``shows_keys``, the keys of all rows are an output."""
         self.nodes: list[Node] = []
         call, (ids, used, cache, table) = self.call, [{"v": number} for number in range(4)]
         batch, past = call("sym_size.int", ids, 0), call("sym_size.int", cache, 1)
@@ -87,7 +87,7 @@ def test_a_step_reads_rows_in_use_alone_and_gives_each_sequence_its_own_bits(
     torch.testing.assert_close(found, expected, atol=1e-6, rtol=1e-5)
     for row, count in enumerate(used):
         assert torch.equal(cache[row, :count], plain[row, :count])
-        assert torch.equal(cache[row, count], found[1][row, 0])  # its new row is there
+        assert torch.equal(cache[row, count], found[1][row, 0])  # the step has added its row
         assert cache[row, count + 1 :].isnan().all()
         with DecodeRows([count]):
             alone = drawn.run([count], cache[row : row + 1])

@@ -1,4 +1,4 @@
-"""Declarations of chains: what each name stands for, what fits, and what is refused in words."""
+"""Declarations of chains: meaning of names, matching of tensors, and texts of refusals."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ def test_what_is_computed_is_told_where_a_request_chooses_it() -> None:
     chain = made("encoder", ChainStep(model="mixes", inputs={"state": "encoder.state"}))
     assert [one.shape for one in chain.inputs] == [(BATCH, "length"), ("n",)]
     twice = made("head", ChainStep(model="head", name="again"), a="head.label", b="again.label")
-    assert twice.dims == (Dim(BATCH, 2, 64),)  # both read the one input
+    assert twice.dims == (Dim(BATCH, 2, 64),)  # both steps read the same input
     assert [one.name for one in twice.inputs] == ["x"]
 
 

@@ -1,4 +1,4 @@
-"""A builder that was taken over: what it says and writes is looked at before it is believed."""
+"""Checks of a builder that an attacker controls: its messages and its files are not trusted."""
 
 from __future__ import annotations
 
@@ -136,7 +136,7 @@ def test_a_manifest_whose_numbers_do_not_belong_together_is_refused(
 
 
 class Children:
-    """Processes that are none: the test speaks for them."""
+    """Stand-in for child processes; the test sends their messages."""
 
     def __init__(self) -> None:
         self.killed = 0
@@ -153,7 +153,7 @@ class Children:
 
 
 class Rig:
-    """Builds with one builder, of model ``own`` in build 7."""
+    """Builds with a single builder, which builds model ``own`` as build 7."""
 
     def __init__(
         self, folder: Path, batch: int = 0, source: str = "/x.bundle", weights: str = ""
@@ -238,7 +238,7 @@ def test_a_builder_speaks_of_no_build_but_its_own(tmp_path: Path) -> None:
 def test_requests_are_joined_as_the_owner_asked_and_not_as_the_builder_says(
     batch: int, built_batch: int, tmp_path: Path
 ) -> None:
-    """Other clients' requests would meet in a process that it may have taken over too."""
+    """A false claim would batch other clients' requests in a process that it may control."""
     rig = Rig(tmp_path, batch=batch)
     rig.built(
         msgspec.structs.replace(
@@ -258,8 +258,8 @@ def test_what_belongs_together_is_published(tmp_path: Path) -> None:
 
 
 def test_these_are_the_fields_that_a_builder_fills() -> None:
-    """A new one has to be looked at, or be shown to be no number that is reckoned with."""
-    digests = {"digest", "weights_sha256", "head_sha256"}  # a wrong one refuses its own program
+    """Each new field needs a check, unless the server never calculates with it."""
+    digests = {"digest", "weights_sha256", "head_sha256"}  # a wrong digest only refuses its program
     assert set(layout.Manifest.__struct_fields__) - {*digests, "mode", "triggers"} == {
         "mode_reason",
         "source",

@@ -1,4 +1,4 @@
-"""The command line: what it parses, prints and exits with. No server is needed."""
+"""Command line without a server: parsing, output and exit statuses."""
 
 from __future__ import annotations
 
@@ -152,7 +152,7 @@ def test_config_init_writes_what_config_check_accepts(tmp_path: Path) -> None:
     path = tmp_path / "pipeswitch.toml"
     assert run("config", "init", str(path))[0] == 0
     assert run("config", "check", str(path)) == (0, "the configuration is valid\n", "")
-    assert run("config", "init", str(path))[0] == 1  # never overwritten
+    assert run("config", "init", str(path))[0] == 1  # an existing file is never overwritten
     assert run("config", "init", "-") == run("config", "init") == (0, path.read_text(), "")
 
 
@@ -268,7 +268,7 @@ def test_flags_reach_the_server_as_settings(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 class NobodysServer:
-    """A client whose verbs answer as a test says."""
+    """Client without a server; a test defines the answers of its verbs."""
 
     address = "ipc:///nowhere"
 
@@ -286,7 +286,7 @@ class NobodysServer:
 
 
 def answering(monkeypatch: pytest.MonkeyPatch, **answers: Any) -> None:
-    """Every command of this test talks to that client."""
+    """Connect every command of the test to a client with these answers."""
     monkeypatch.setattr("pipeswitch.client.client.Client", lambda **_: NobodysServer(**answers))
     monkeypatch.setattr("pipeswitch.cli.common.is_refused", lambda _: False)
 
@@ -413,7 +413,7 @@ def test_marks_that_a_terminal_does_not_know_do_not_end_a_command() -> None:
         env={**os.environ, "PYTHONIOENCODING": "latin-1"},
     )
     assert done.returncode == 0, done.stderr
-    assert b"torchvision:?" in done.stdout  # an ellipsis in the text of a model's source
+    assert b"torchvision:?" in done.stdout  # "?" replaces the ellipsis, which latin-1 lacks
 
 
 @pytest.mark.parametrize(
@@ -446,7 +446,7 @@ def test_host_takes_what_pipeswitch_host_takes(
 
 @pytest.mark.parametrize("make", ["open", "link"])
 def test_a_socket_in_a_folder_that_others_may_write_is_no_server(tmp_path: Path, make: str) -> None:
-    """Who made the folder first could listen there, and be sent models and scripts."""
+    """Another user who created the folder first could listen there and get models and scripts."""
     folder = tmp_path / "pipeswitch"
     if make == "open":
         folder.mkdir()
@@ -572,7 +572,7 @@ def test_a_pt2_file_that_is_none_is_told_in_one_line(
         "import sys; from pipeswitch.base.errors import RegistrationRefused; "
         "raise RegistrationRefused(sys.argv[1], 'torch.export.load: it is not a zip file')"
     )
-    monkeypatch.setattr("pipeswitch.cli.models.CONVERT", refuse)  # what it says, without torch
+    monkeypatch.setattr("pipeswitch.cli.models.CONVERT", refuse)  # the same error, without torch
     path = tmp_path / "x.pt2"
     path.write_text("garbage")
     status, _, text = run("register", "m", str(path), env=NOBODY)
@@ -621,7 +621,7 @@ def test_an_address_where_nothing_listens_is_told_at_once_from_one_that_is_busy(
     assert is_refused(f"ipc://{tmp_path / 'none.sock'}")
     with socket.socket(socket.AF_UNIX) as listener:
         listener.bind(str(tmp_path / "a.sock"))
-        assert is_refused(f"ipc://{tmp_path / 'a.sock'}")  # the file of a server that died
+        assert is_refused(f"ipc://{tmp_path / 'a.sock'}")  # as the socket of a dead server
         listener.listen()
         assert not is_refused(f"ipc://{tmp_path / 'a.sock'}")
     with socket.socket() as listener:
@@ -673,7 +673,7 @@ def test_ui_tells_a_browser_of_a_file_that_only_its_owner_can_read(
     monkeypatch.setattr("webbrowser.open", lambda url: opened.append(url) or True)
     answering(monkeypatch, about=lambda: about_page(tmp_path))
     assert run("ui") == (0, "opened http://127.0.0.1:8000/ui\n", "")
-    assert run("ui")[0] == 0  # over the file of before
+    assert run("ui")[0] == 0  # overwrites the earlier file
     path = tmp_path / "ui.html"
     assert opened == [path.as_uri()] * 2
     assert path.stat().st_mode & 0o777 == 0o600
@@ -687,7 +687,7 @@ def test_ui_prints_the_address_where_there_is_no_browser(
     answering(monkeypatch, about=lambda: about_page(tmp_path))
     for args in (("ui",), ("ui", "--no-open")):
         assert run(*args)[:2] == (0, "http://127.0.0.1:8000/ui#token=s3cret-of-the-owner\n")
-    for every in ("0.0.0.0", "[::]"):  # no address that a browser could open
+    for every in ("0.0.0.0", "[::]"):  # addresses that a browser cannot open
         about = about_page(tmp_path) | {"http": f"http://{every}:8000"}
         assert page_url(about).startswith("http://localhost:8000/ui#")
 
@@ -793,7 +793,7 @@ def test_top_shows_what_jobs_hold_and_what_streams() -> None:
 
 
 def test_streams_that_the_caller_closed_are_no_place_for_the_next_file(tmp_path: Path) -> None:
-    """Else a server's journal or socket is what libraries print to; and tables cannot be shown."""
+    """Otherwise libraries would print into a server's journal or socket, and tables would fail."""
     code = (
         "import os, sys\n"
         "from pipeswitch.cli.main import Cli\n"
@@ -814,7 +814,7 @@ LONG = "a-model-of-" + 40 * "x" + "-v12345"
 
 
 def narrow(shown: Any, width: int = 80, height: int = 25) -> list[str]:
-    """What stands on a screen of so many columns."""
+    """Return the lines of a view on a screen of this size."""
     console = Console(width=width, height=height, file=io.StringIO())
     console.print(shown)
     return str(console.file.getvalue()).splitlines()
@@ -952,7 +952,7 @@ def test_options_behind_the_script_are_refused_unless_they_follow_two_dashes(
 
 
 class Job:
-    """A job that runs on."""
+    """Job that never ends."""
 
     name = "t"
 

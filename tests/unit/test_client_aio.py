@@ -1,4 +1,4 @@
-"""The asyncio client has every verb of the other, and calls it."""
+"""The asyncio client has every verb of the blocking client, and calls it."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def test_every_verb_is_there_under_its_own_name(plain: type, awaited: type) -> N
 
 
 class Source:
-    """Has a verb that tells of its progress."""
+    """Client with a verb that reports its progress."""
 
     def upload(
         self, path: str, kind: str, progress: Callable[[str, float], None] | None = None
@@ -59,7 +59,7 @@ def test_a_verb_runs_on_another_thread_and_its_progress_on_the_loop(is_named: bo
         assert source_name[:2] == ("p", "bundle")
         assert source_name[2] != threading.current_thread().name
         assert (await source.upload("p", "bundle"))[0] == "p"
-        await asyncio.sleep(0)  # one turn of the loop: what the other thread asked for
+        await asyncio.sleep(0)  # lets the loop run the callback that the other thread scheduled
         assert heard == [("upload", 1.0)]
 
     asyncio.run(scenario())

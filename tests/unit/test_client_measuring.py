@@ -1,4 +1,4 @@
-"""The requests of ``Client.profile``: inputs that a model takes, and an end whatever happens."""
+"""The requests of ``Client.profile``: they have valid inputs, and a measurement always ends."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ SIGNATURE = Signature(
 
 
 class Model:
-    """Remembers what it was sent; may refuse integers that are all zero, or all inputs."""
+    """Model that collects its inputs, and may refuse all-zero integers, or all inputs."""
 
     def __init__(self, refuses: Callable[[Any], bool] = lambda inputs: False) -> None:
         self.sent: list[Any] = []
@@ -80,7 +80,7 @@ def test_the_callers_inputs_are_made_once_for_each_batch() -> None:
 
 
 def begun(*runs: dict[str, Any]) -> tuple[Future[Any], Callable[..., Future[Any]]]:
-    """A question whose server asks for these runs at once."""
+    """Return a measurement's future and its call, in which the server requests ``runs`` at once."""
     future: Future[Any] = Future()
 
     def begin(on_progress: Callable[[dict[str, Any]], None]) -> Future[Any]:

@@ -1,4 +1,4 @@
-"""Placement under several threads, with nodes that fail in the middle of what it asks of them."""
+"""Placement with several threads, and with nodes that fail in the middle of a call."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ HOME = job_reconciler.JobReplica(incarnation=1, state="home")
 
 
 class Remote:
-    """A method of an actor; its answer is there at once."""
+    """Method of an actor, whose answer is available at once."""
 
     def __init__(self, work: Callable[..., Any]) -> None:
         self._work = work
 
     def remote(self, *args: Any) -> Callable[[], Any]:
         if self._work.__name__ == "do_learn":
-            self._work(*args)  # nobody fetches an answer
+            self._work(*args)  # runs now, because no caller fetches the answer
         return lambda: self._work(*args)
 
 
@@ -114,7 +114,7 @@ def placed(ray: FakeRay) -> Placement:
 
 
 def is_locked(placed: Placement) -> bool:
-    """Whether this thread keeps others from what placement knows."""
+    """Return True if other threads cannot take placement's lock."""
     with ThreadPoolExecutor(1) as other:
         is_free = other.submit(placed._lock.acquire, blocking=False).result()
         if is_free:
@@ -145,7 +145,7 @@ def test_a_node_whose_drain_fails_serves_again(
 def test_a_drain_looks_once_at_who_is_left(
     ray: FakeRay, placed: Placement, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Another thread could forget the last node between two looks."""
+    """Between two looks, another thread could remove the last node."""
     ray.nodes["a"].facts |= {"copies": {"j": HOME}, "jobs": 1}
     placed._poll()
     targets = placed._targets
@@ -178,7 +178,7 @@ def test_a_model_lost_with_its_last_node_is_no_error_of_the_drain(
 def test_a_node_that_scaling_could_not_leave_is_left_later(
     ray: FakeRay, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A drain that fails, or no thread for it: neither stops the next attempt."""
+    """A failed drain, or a failure to start its thread, does not prevent the next attempt."""
     placed, scale = Placement("folder", (), None), Scale(1, 3, 3)
     monkeypatch.setattr(placement_actor, "machines", lambda ray, only_ours: ({}, {}))
     monkeypatch.setattr(ray_nodes, "machines", lambda ray, only_ours: ({}, {}))
@@ -209,7 +209,7 @@ def test_a_node_that_scaling_could_not_leave_is_left_later(
 
 
 def test_a_copy_that_hangs_does_not_hold_up_the_rounds(ray: FakeRay, placed: Placement) -> None:
-    """Nodes want to be heard each round: without that their jobs are held."""
+    """Placement must contact each node in every round, or the node holds its jobs."""
     is_begun, may_end = threading.Event(), threading.Event()
 
     def hangs() -> None:
@@ -222,7 +222,7 @@ def test_a_copy_that_hangs_does_not_hold_up_the_rounds(ray: FakeRay, placed: Pla
     placed._short_since = {"m": -1e9}
     placed._copy_short()
     assert is_begun.wait(20)
-    placed._copy_short()  # not a second one beside it
+    placed._copy_short()  # does not start a second copy
     may_end.set()
     placed._copying.result(20)
     assert len(placed.status()["models"]["m"]["nodes"]) == 2
@@ -231,7 +231,7 @@ def test_a_copy_that_hangs_does_not_hold_up_the_rounds(ray: FakeRay, placed: Pla
 def test_an_order_that_is_done_is_taken_away_under_the_lock(
     ray: FakeRay, placed: Placement, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Others walk through the orders under that lock."""
+    """Other threads iterate over the orders under that lock."""
 
     class Guarded(dict[tuple[str, str], Any]):
         def __delitem__(self, key: tuple[str, str]) -> None:
@@ -278,7 +278,7 @@ def test_a_node_that_vanishes_while_it_is_looked_for_is_only_missing(
 
 
 class Ended(BaseException):
-    """The process has ended."""
+    """End of the process."""
 
 
 def ends(status: int) -> None:
@@ -292,7 +292,7 @@ def ends(status: int) -> None:
 def test_a_node_that_cannot_start_again_now_is_started_later(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, part: str, error: Exception
 ) -> None:
-    """Ray gives up an actor whose constructor raises. The first time, its user hears of it."""
+    """Ray drops an actor whose constructor raises. Only the first start reports errors that way."""
 
     def fails(*_: Any) -> None:
         raise error
@@ -321,7 +321,7 @@ def test_placement_that_cannot_look_yet_is_started_later(
 
 
 def test_two_who_hear_a_node_at_once_renew_its_lease_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Placement looks from several threads."""
+    """Several threads of placement call a node."""
     node = NodeActor.__new__(NodeActor)
     node._lock, node._answered, node._owners = threading.Lock(), 7, "ipc://owner"
     node._answered_s = {7: 1.0}
@@ -338,7 +338,7 @@ def test_two_who_hear_a_node_at_once_renew_its_lease_once(monkeypatch: pytest.Mo
 def test_a_server_whose_lease_cannot_be_read_leaves(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, heard: bytes
 ) -> None:
-    """Its jobs may not go on where nobody holds them."""
+    """Its jobs must not continue on a node without a lease."""
     killed: list[int] = []
     monkeypatch.setattr(node_lease.select, "select", lambda *_: ([0], [], []))
     monkeypatch.setattr(node_lease.os, "read", lambda *_: heard)
@@ -378,7 +378,7 @@ def test_nodes_are_sent_each_new_table_once(ray: FakeRay, placed: Placement) -> 
 
     assert round_() == ["a", "b", "c"]
     assert round_() == []
-    ray.nodes["b"].facts["learned"] = 0  # it has started again
+    ray.nodes["b"].facts["learned"] = 0  # node b has restarted
     assert round_() == ["b"]
     ray.nodes["c"].facts["queue_ms"] = 9.0
     assert round_() == ["a", "b", "c"]
@@ -402,6 +402,6 @@ def test_a_name_or_an_alias_leads_to_one_model_of_the_cluster(
         assert name not in nodes["b"].facts["models"]
     known = {"models": {"n": ("d", 1)}, "aliases": {"x": "n", "m": "n"}, "bodies": {"n": {}}}
     nodes["b"].facts |= known
-    with pytest.raises(AlreadyExists):  # a known model keeps all but the new alias
+    with pytest.raises(AlreadyExists):  # the known model stays as it is, without the new alias
         placed.registered("n", "b", {"aliases": ["x", "m"]})
     assert (nodes["b"].facts["aliases"], [*nodes["b"].facts["models"]]) == ({"x": "n"}, ["n"])

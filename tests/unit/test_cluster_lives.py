@@ -1,4 +1,4 @@
-"""A job's lives over nodes that come and go, in a world that carries out what is ordered."""
+"""A job's life over nodes that come and go, in a world that carries out its orders."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ NODES = ("a", "b", "c")
 
 
 class World:
-    """Three nodes and one job; a node that is away keeps what it has, but its job does not run."""
+    """Three nodes and one job. A node that is away keeps its files, but its job does not run."""
 
     def __init__(self) -> None:
         self.kept: dict[str, dict[str, JobReplica]] = {node: {} for node in NODES}
         self.away: set[str] = set()
-        self.step = 0  # the job's own
+        self.step = 0  # the job's current step
         self.kept["a"]["j"] = JobReplica(1, "home")
 
     @property
@@ -48,7 +48,7 @@ class World:
         return list(plan_actions(copies, {}, sorted(copies), gone))
 
     def carry_out(self, order: JobAction) -> None:
-        """As a node does, which looks at the number first."""
+        """Carry out an order as a node does, which checks the order's number first."""
         mine = self.kept[order.node]
         copy = mine.get(order.job)
         if order.node in self.away or copy is None:
@@ -65,7 +65,7 @@ class World:
                 self.kept[order.to][order.job] = copy._replace(state="replica")
 
     def comes_back(self, *nodes: str) -> None:
-        """Each says what it would go on with before it does; several may start at once."""
+        """Start nodes again, perhaps several at once; each first reports the jobs that it has."""
         claims = {
             node: {
                 job: copy.incarnation
@@ -93,12 +93,12 @@ class World:
 
 @pytest.mark.parametrize("seed", range(40))
 def test_a_job_has_one_life_whichever_nodes_come_and_go(seed: int) -> None:
-    """Orders come late, twice or never; of what was committed and replicated nothing is lost."""
+    """Orders arrive late, twice or never. No state that was committed and replicated is lost."""
     rng = random.Random(seed)
     world, late = World(), []
     world.settle()
     for _ in range(60):
-        late += world.ordered(given_up=False)  # its home may come back: no start yet
+        late += world.ordered(given_up=False)  # no start elsewhere while the home may come back
         rng.shuffle(late)
         for order in late[: rng.randrange(4)]:
             world.carry_out(order)
@@ -126,7 +126,7 @@ def test_a_job_has_one_life_whichever_nodes_come_and_go(seed: int) -> None:
     ]
     (home,) = homes_of("j", world.copies)
     world.away = {node for node, records in world.kept.items() if records} - {home}
-    for state in ("over", "gone"):  # it ends and is removed while its replica is away
+    for state in ("over", "gone"):  # the job ends and is removed while its replica is away
         world.kept[home]["j"] = world.kept[home]["j"]._replace(state=state)
         world.settle()
         assert world.kept[home]["j"].state == state
@@ -173,7 +173,7 @@ def test_a_name_that_is_a_path_is_refused_before_anything_is_forgotten(tmp_path:
 
 
 class Server:
-    """Client of a node's server. It moves the file with a job's past, as a server does."""
+    """Client of a node's server, which moves the file with a job's past as a server does."""
 
     def __init__(self, root: Path) -> None:
         self.jobs_folder, self.asked = root / "jobs", list[dict[str, Any]]()
@@ -188,15 +188,15 @@ class Server:
         return [{"name": "j", "state": "running", "persisted_step": 4}] if self.asked else []
 
     def job(self, name: str, action: str) -> None:
-        self.asked.clear()  # it is over, and removed
+        self.asked.clear()  # the job is over and removed
 
 
 @pytest.mark.parametrize(
     ("ran_as", "goes_on_as"),
     [
-        (Life(True, 2, 30, 7), Life(False, 3, 30, 7)),  # its node was lost: that is a restart
-        (Life(False, 2, 30, 7), Life(False, 2, 30, 7)),  # it was handed over
-        (Life(), Life()),  # it had not begun
+        (Life(True, 2, 30, 7), Life(False, 3, 30, 7)),  # a lost node counts as a restart
+        (Life(False, 2, 30, 7), Life(False, 2, 30, 7)),  # the job was handed over
+        (Life(), Life()),  # the job had not begun
     ],
 )
 @pytest.mark.parametrize("keeps_replica", [True, False])
@@ -219,9 +219,9 @@ def test_a_job_counts_on_where_it_goes_on(
     before.file.write_bytes(ran_as.packed())
     assert first.send("j", "b")
     first.drop("j", 2, keeps_replica=keeps_replica)
-    if not keeps_replica:  # it waits there, then goes back
+    if not keeps_replica:  # the job waits on node b, then moves back
         second.take_over("j", 2)
         assert (after.asked[0]["resumes"], read_life(after.file)) == (True, goes_on_as)
         assert second.send("j", "a")
-    first.take_over("j", 3)  # else: the other one was lost before it had the job
+    first.take_over("j", 3)  # with a replica: node b was lost before it had the job
     assert read_life(before.file) == goes_on_as

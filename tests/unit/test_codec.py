@@ -1,4 +1,4 @@
-"""What is encoded and decoded with care for memory is what msgspec makes of it."""
+"""The memory-saving codec gives the same results as msgspec."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A commit image on disk is a safetensors file: whatever the image holds, any reader opens it."""
+"""Commit images on disk, which any reader of safetensors can open, whatever they contain."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def entry(dtype: str, shape: list[int], stride: list[int], offset: int, size: in
 
 
 def image_of(tensors: dict[str, Any], size_bytes: int = 4096) -> bytes:
-    """Random bytes where tensors lie, the JSON in the last kilobyte."""
+    """Return an image of random tensors, with the JSON in its last KiB."""
     image = bytearray(random.Random(1).randbytes(size_bytes))
     document = dump_json({"tensors": tensors, "blobs": {}, "meta": {}})
     at = size_bytes - 1024
@@ -26,7 +26,7 @@ def image_of(tensors: dict[str, Any], size_bytes: int = 4096) -> bytes:
 
 
 def read(image: bytes) -> dict[str, dict[str, Any]]:
-    """What a reader of safetensors makes of head and image; it refuses holes and overlaps."""
+    """Return head and image as read by safetensors, which refuses holes and overlaps."""
     file = safetensors_head(memoryview(image)) + image
     return dict(deserialize(file))  # type: ignore[no-untyped-call]
 

@@ -1,4 +1,4 @@
-"""Settings: what is read, what wins, and that all errors come at once."""
+"""Settings: sources and their precedence, and the report of all errors at once."""
 
 from __future__ import annotations
 

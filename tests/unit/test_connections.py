@@ -1,4 +1,4 @@
-"""What connections may make the server hold: the rules, on a clock of the test's."""
+"""Limits on the memory that connections occupy in the server, with the test's clock."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pipeswitch.frontend.transport import connection_limits
 
 
 class Fake(connection_limits.LimitedConnection):
-    """One that holds what the test says."""
+    """Connection that occupies as many bytes as the test says."""
 
     holds = 0
     is_open = True
@@ -26,7 +26,7 @@ class Rig:
         self.connections = connection_limits.ConnectionLimits(**limits)
 
     def connect(self, tenant: str = "", holds: int = 0) -> Fake:
-        """With a session, where a tenant is named."""
+        """Add a connection, with a session if a tenant is given."""
         one = Fake()
         one.holds = holds
         self.connections.add(one, 0.0)
@@ -35,7 +35,7 @@ class Rig:
         return one
 
     def rounds(self, now_s: float) -> None:
-        """Two whole rounds: the second one sees the sums of the first."""
+        """Run two whole rounds, of which the second uses the sums of the first."""
         for step in range(4):
             self.connections.tick(now_s + step)
 
@@ -96,7 +96,7 @@ def test_over_the_limit_the_one_that_waits_longest_to_say_hello_goes(rig: Rig) -
 def test_over_the_limit_of_sessions_the_newest_goes_of_whom_has_most(rig: Rig) -> None:
     sessions = [rig.connect("modest" if number == 7 else "greedy") for number in range(8)]
     late = rig.connect()
-    assert late.is_open  # whose it is is not known yet
+    assert late.is_open  # its tenant is not known yet
     rig.connections.on_hello(late, "modest")
     assert [one.is_open for one in sessions] == [True] * 6 + [False, True]
     assert not any(rig.connect("greedy").is_open for _ in range(3))
@@ -119,6 +119,6 @@ def test_one_that_has_ended_counts_no_more(rig: Rig) -> None:
     rig.connections.remove(session)
     rig.connections.remove(session)
     rig.rounds(1.0)
-    assert ended.is_open  # nobody hung it up
+    assert ended.is_open  # the limits did not close it
     assert len(rig.connections) == 0
     assert all(rig.connect("anyone").is_open for _ in range(8))

@@ -1,4 +1,4 @@
-"""The closed list and its contracts: what torch would accept, and a kernel would not survive."""
+"""The closed list and its contracts, which refuse calls that torch accepts but kernels do not."""
 
 from __future__ import annotations
 
@@ -148,7 +148,7 @@ def test_a_broken_contract_is_refused_whatever_torch_would_say(name: str) -> Non
 
 
 def test_results_that_are_for_a_backward_pass_cannot_be_reached() -> None:
-    """Meta gives them other extents than the kernel: an empty one would pass for a weight."""
+    """Their extents on meta tensors are wrong, so an empty result would pass for a weight."""
     norm = contracts.guarded(resolve("aten.native_layer_norm.default"))
     [result] = norm(meta(2, 3), [3], None, None, 1e-5)
     assert list(result.shape) == [2, 3]
@@ -156,7 +156,7 @@ def test_results_that_are_for_a_backward_pass_cannot_be_reached() -> None:
 
 
 def narrowing(batch_max: int) -> Graph:
-    """x [B, 4], of which a slice takes at most two rows: right at the batches 1 and 2 alone."""
+    """Return a graph of x [B, 4] that takes at most two rows, which is right only for B <= 2."""
     graph = Graph(
         version=2,
         inputs=(ValueSpec(name="x", dtype="float32", shape=("batch", 4)),),
@@ -187,7 +187,7 @@ def test_of_more_shapes_than_a_registration_waits_for_the_ends_are_looked_at(
 
 
 def a_program(nodes: tuple[Node, ...], y: Any, *, is_whole: bool) -> Any:
-    """x [batch, 4] and a weight [3, 4], which arrives in one group."""
+    """Return a program with x [batch, 4] and a weight [3, 4], which arrives in one group."""
     graph = Graph(
         version=2,
         inputs=(ValueSpec(name="x", dtype="float32", shape=("batch", 4)),),
@@ -223,7 +223,7 @@ def a_program(nodes: tuple[Node, ...], y: Any, *, is_whole: bool) -> Any:
 
 WIDER = (
     Node("aten.sym_size.int", ({"v": 0}, 0)),
-    Node("aten.slice.Tensor", ({"v": 1}, 1, 0, {"v": 2})),  # columns of the weight: the batch's
+    Node("aten.slice.Tensor", ({"v": 1}, 1, 0, {"v": 2})),  # the first ``batch`` columns of w
     Node("aten.linear.default", ({"v": 0}, {"v": 3})),
 )
 
@@ -231,7 +231,7 @@ WIDER = (
 def test_at_a_shape_that_was_not_tried_each_call_asks_its_contract(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Fewer columns than the input has: right at 4 and more, where a registration looked."""
+    """The registration tried batches from 4, with enough columns; smaller batches have too few."""
     run = a_program(WIDER, ("batch", 3), is_whole=False)
     assert run(4).shape == (4, 3)
     with pytest.raises(InvalidInput, match="not as wide as the weight"):
@@ -260,7 +260,7 @@ def test_what_is_returned_is_what_the_signature_says_or_an_error() -> None:
 
 
 def test_what_is_returned_has_the_dtype_that_the_signature_says() -> None:
-    """float64 beside float32: as long as it has one element alone the result is float32."""
+    """A sum with a float64 tensor stays float32 only while that tensor has a single element."""
     widened = (
         Node("aten.sym_size.int", ({"v": 0}, 0)),
         Node("aten.new_zeros.default", ({"v": 0}, [{"v": 2}]), {"dtype": {"dtype": "float64"}}),

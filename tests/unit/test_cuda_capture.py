@@ -1,4 +1,4 @@
-"""A capture that fails must not spoil what comes after it: torch's own state, modelled."""
+"""Failed captures, which must not affect later code, with a model of torch's own state."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ SLICE = (0, 7)
 
 
 class Allocators:
-    """Torch's two: a pool is recorded to by one at a time, and ``capture_end`` tells them so only
-    when the driver has ended the capture well (ATen/cuda/CUDAGraph.cpp)."""
+    """Model of torch's device and host allocators. Only one capture may record to a pool, and
+    ``capture_end`` releases it only if the driver ends the capture (ATen/cuda/CUDAGraph.cpp)."""
 
     def __init__(self) -> None:
         self.device: set[Any] = set()

@@ -1,4 +1,4 @@
-"""Choosing a device: what the self-test program says, and what it leaves unsaid."""
+"""Choice of a device by the output of the self-test program, which may be incomplete."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def without_driver(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_no_process_is_started_where_there_is_no_driver(monkeypatch: pytest.MonkeyPatch) -> None:
     without_driver(monkeypatch)
-    monkeypatch.setattr(cuda_examine.subprocess, "Popen", None)  # a call of it fails
+    monkeypatch.setattr(cuda_examine.subprocess, "Popen", None)  # any call raises
     with pytest.raises(ConfigError, match="no NVIDIA driver"):
         choose_devices("cuda:0")
     (chosen,) = choose_devices("auto")
@@ -91,7 +91,7 @@ def test_what_was_said_before_a_hang_counts(
     program.chmod(0o755)
     monkeypatch.setattr(cuda_examine.sys, "executable", str(program))
     read_end, write_end = os.pipe()
-    monkeypatch.setattr(cuda_examine.subprocess, "DEVNULL", read_end)  # its input never ends
+    monkeypatch.setattr(cuda_examine.subprocess, "DEVNULL", read_end)  # the program's endless input
     monkeypatch.setattr(cuda_examine, "SELFTEST_S", 0.3)
     findings = examine("fake_cuda", 0, tests=("memory", "ipc"))
     assert {name: row["is_ok"] for name, row in findings.items()} == {

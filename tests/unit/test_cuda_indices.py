@@ -1,4 +1,4 @@
-"""Which inputs are indices, and what happens to one that is out of range."""
+"""Inputs that are indices: how they are found, and errors for indices out of range."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ LOOKUP = "aten.embedding.default"
 
 
 def graph(*nodes: tuple[str, tuple[Any, ...]], inputs: tuple[ValueSpec, ...] = (IDS,)) -> Graph:
-    """One input (value 0), one table (value 1), then the nodes."""
+    """Return a graph of one input (value 0), one table (value 1), and the nodes."""
     return Graph(
         version=2,
         inputs=inputs,
@@ -105,7 +105,7 @@ def test_a_refused_request_touches_nothing_and_the_next_one_is_served() -> None:
     bound = GraphProgram(manifest, lookup, "cpu").bind(lambda _: table)
     program = DeviceProgram(bound, "cpu", TapeRecorder(), GraphBudget(1 << 30))
     groups: list[int] = []
-    for _ in range(2):  # eagerly, then as a graph
+    for _ in range(2):  # the first run is eager, the second one replays a graph
         with pytest.raises(InvalidInput):
             program.run([torch.tensor([[1, 2, 99]])], groups.append)
         assert groups == []

@@ -1,4 +1,4 @@
-"""Every decision of the ladder: what serves, and why it is not the rung above."""
+"""Every decision of the ladder: the chosen rung, and the reason against the rung above."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ GIB = 1 << 30
 
 
 def results(**bad: str) -> dict[str, LadderOutcome]:
-    """All tests pass but these (underscores for dashes)."""
+    """Return results in which all tests pass except ``bad`` (names have underscores for dashes)."""
     return ALL_GOOD | {
         name.replace("_", "-"): LadderOutcome(False, text) for name, text in bad.items()
     }
@@ -43,7 +43,8 @@ def test_without_memory_or_sharing_there_is_no_cuda_device(name: str) -> None:
 
 
 def test_words_by_copies_serve_where_stream_writes_do_not() -> None:
-    """The write's order after the data is documented; the copy's, for another process, is not."""
+    """CUDA documents that a write follows the data, but not that another process sees this order
+    with a copy."""
     ladder = choose(Wishes(), results(wait_write="a wrong value"))
     assert rungs(ladder) == ("gpu", "copy", "slice", "on")
     assert ladder.reasons == ("not words=write with waits=gpu: a wrong value",)

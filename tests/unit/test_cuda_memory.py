@@ -1,4 +1,4 @@
-"""The cuda device's daemon side over a fake GPU: order, bounds, lifetime, and every error path."""
+"""Daemon side of the cuda device, with a fake GPU: order, bounds, lifetime, and all error paths."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ DEADLINE_S = 30.0
 
 
 class Rig:
-    """A daemon's device over a fake world."""
+    """A daemon's device with a fake GPU."""
 
     def __init__(self, world: World | None = None, **options: object) -> None:
         self.world = world or World()
@@ -132,7 +132,7 @@ def test_the_word_follows_its_data_on_the_same_stream(writer: str) -> None:
 
         stream.put = put  # type: ignore[method-assign]
     assert rig.run(order(9, [MIB, MIB, MIB])).is_complete
-    assert len(states) == 6  # three copies, three words
+    assert len(states) == 6  # after each of three copies and three words
     for fences, arena in states:
         for index, fence in enumerate(fences):
             if fence == 9:
@@ -144,7 +144,7 @@ def test_the_word_follows_its_data_on_the_same_stream(writer: str) -> None:
 
 
 def test_a_source_of_words_is_not_used_again_before_its_copy_has_run(rig: Rig) -> None:
-    """Many groups without bytes never fill the window: the ring is what limits them."""
+    """Groups without bytes never fill the window, so only the ring of words limits them."""
     for op_id in range(1, 2 * RING_FENCES // FENCE_COUNT + 3):
         assert rig.run(order(op_id, [0] * FENCE_COUNT)).is_complete
         assert rig.fences() == [op_id] * FENCE_COUNT
@@ -194,7 +194,7 @@ def test_a_refused_registration_costs_speed_and_nothing_else() -> None:
     rig.world.fail("cudaHostRegister", "cudaErrorNotPermitted")
     data = random.Random(3).randbytes(2 * MIB)
     rig.fill_store(0, data)
-    rig.fill_store(4 * MIB, b"x")  # not tried again
+    rig.fill_store(4 * MIB, b"x")  # the refused registration is not tried again
     assert [name for name, _ in rig.world.calls].count("cudaHostRegister") == 1
     assert rig.run(order(1, [2 * MIB])).is_complete
     assert rig.arena(MIB, 2 * MIB) == data
@@ -203,7 +203,7 @@ def test_a_refused_registration_costs_speed_and_nothing_else() -> None:
 
 
 def test_what_another_daemon_wrote_is_staged_once_and_pinned_for_the_next_time(rig: Rig) -> None:
-    """As a second device's daemon sees the store, and one that was started again."""
+    """A second device's daemon, or a restarted daemon, finds such bytes in the store."""
     data = random.Random(4).randbytes(2 * MIB)
     os.pwrite(rig.store, data, 0)
 
@@ -221,7 +221,7 @@ def test_what_another_daemon_wrote_is_staged_once_and_pinned_for_the_next_time(r
 
 def test_a_copy_that_is_refused_ends_the_transmission_incomplete(rig: Rig) -> None:
     rig.fill_store(0, bytes([5]) * (3 * MIB))
-    rig.world.fail("cudaMemcpyAsync", "cudaErrorInvalidValue", after=1)  # the second group's
+    rig.world.fail("cudaMemcpyAsync", "cudaErrorInvalidValue", after=1)  # the second group's copy
     ended = rig.run(order(4, [MIB, MIB, MIB]))
     assert (ended.is_complete, ended.group_count, ended.copied_bytes) == (False, 1, MIB)
     assert rig.fences(3) == [4, 0, 0]
@@ -299,7 +299,7 @@ def test_reading_more_than_both_staging_buffers_hold(monkeypatch: pytest.MonkeyP
 
 
 def test_closing_gives_everything_back() -> None:
-    gc.collect()  # mappings that other tests left
+    gc.collect()  # frees mappings of other tests
     descriptors = open_files("memfd")
     rig = Rig()
     rig.fill_store(0, bytes(MIB))

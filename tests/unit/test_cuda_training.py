@@ -1,4 +1,4 @@
-"""A script runs at most two groups ahead of its device; its tensors lie as torch's own would."""
+"""Scripts on cuda: at most two groups ahead of the device, with tensors aligned as by torch."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def test_two_groups_are_queued_and_no_more() -> None:
     queue = world.streams[stream]
     for group in range(1, 12):
         for _ in range(LOOKS_PER_GROUP):
-            cuda.fill(block, group, 64, stream)  # a layer's kernels
+            cuda.fill(block, group, 64, stream)  # stands for the kernels of a layer
             ahead.look()
         assert queue.enqueued - queue.done <= GROUPS_AHEAD * LOOKS_PER_GROUP
         if group > GROUPS_AHEAD:
@@ -59,7 +59,7 @@ def test_nothing_is_asked_while_the_script_captures_a_graph_of_its_own() -> None
 
 @pytest.fixture
 def arena() -> torch.Tensor:
-    """On cuda:0, at an address that is unused: nothing is read, no driver is needed."""
+    """Return a tensor on cuda:0 at an unused address; it is never read and needs no driver."""
     storage = torch._C._construct_storage_from_data_pointer(
         0x7F00_0000_0000, torch.device("cuda", 0), 1 << 20
     )
@@ -116,7 +116,7 @@ def test_the_devices_generator_is_kept_with_the_others(monkeypatch: pytest.Monke
 
 
 def test_what_lies_behind_a_small_bias_is_aligned_as_torchs_own_allocator_would() -> None:
-    """cuBLASLt takes an operand's alignment for its choice of an algorithm: bits would differ."""
+    """cuBLASLt chooses algorithms by the operands' alignment, so other places give other bits."""
     area = Area("parameters", 0, 4096)
     places = [area.place(str(size), torch.empty(size)) for size in (8, 64, 3, 100)]
     assert [place.offset_bytes % 512 for place in places] == [0, 0, 0, 0]

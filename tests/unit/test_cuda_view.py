@@ -1,4 +1,4 @@
-"""A worker's side of the cuda device: tensors over fake addresses, graphs, the slice, waiting."""
+"""Worker's side of the cuda device: tensors at fake addresses, graphs, the slice, and waits."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def spec(dtype: str, shape: tuple[int, ...], offset: int, size: int) -> TensorSp
     )
 
 
-# ---- real cuda tensors over an address that is unused: nothing is read, no driver is needed ----
+# ---- real cuda tensors at an unused address, which are never read and need no driver -----------
 
 
 @pytest.fixture
@@ -186,7 +186,7 @@ def test_tensors_over_words_or_behind_the_arena_are_refused(rig: Rig) -> None:
     with pytest.raises(RemoteProtocolError):
         rig.view.tensor(spec("float32", (4,), 0, 16), 0)
     with pytest.raises(LocalProtocolError):
-        rig.view.tensor(spec("float32", (4,), 0, 16), 3 * MIB)  # the slice's bytes are no model's
+        rig.view.tensor(spec("float32", (4,), 0, 16), 3 * MIB)  # no model has bytes in the slice
     with pytest.raises(LocalProtocolError):
         rig.view.slice_bytes(3 * MIB - 1, 2)
 
@@ -221,7 +221,7 @@ def test_settling_waits_for_every_stream_and_quiescing_for_one(rig: Rig) -> None
 
 
 def test_a_broken_context_is_told_from_a_models_own_error() -> None:
-    rig = Rig()  # never closed: nothing can be, in a broken context
+    rig = Rig()  # never closed, because closing fails in a broken context
     assert not rig.view.is_lost(ValueError("the model's"))
     rig.world.fail("cudaEventRecord", "cudaErrorIllegalAddress")
     assert rig.view.is_lost(RuntimeError("CUDA error: an illegal memory access"))
@@ -241,7 +241,7 @@ def test_a_kernels_assertion_is_the_tasks_own_fault_and_nothing_else_is() -> Non
 
 
 def test_an_eager_run_waits_on_the_host_and_leaves_nothing_behind_a_wait(rig: Rig) -> None:
-    """A kernel that is not loaded yet, or an allocation, would block in the driver behind one."""
+    """Behind a wait on the stream, the driver blocks the load of a kernel and any allocation."""
     rig.view._running = None
     waited = threading.Thread(target=rig.view.wait_group, args=(3, 7))
     waited.start()
@@ -257,7 +257,7 @@ def test_only_a_replay_lets_the_device_wait(rig: Rig) -> None:
     os.pwrite(rig.fences, b"".join((5).to_bytes(4, "little") for _ in range(3)), 0)
     device = DeviceProgram(bound, "cpu", TapeRecorder(), GraphBudget(1 << 30))
     x = torch.randn(2, 4)
-    for op_id in (5, 6):  # the second's words have not risen on the host
+    for op_id in (5, 6):  # the host's words have reached 5, but not 6
         with rig.view.computing(device):
             device.run([x], lambda group, op_id=op_id: rig.view.wait_group(group, op_id))  # type: ignore[misc]
             device.improve()
@@ -287,7 +287,7 @@ def test_a_slice_that_is_too_small_is_left_for_good() -> None:
 
 
 def test_a_refusal_of_unknown_name_counts_as_one_while_the_context_works(rig: Rig) -> None:
-    rig.world.fail("cudaHostRegister", "cudaErrorNotReady")  # on no list of harmless ones
+    rig.world.fail("cudaHostRegister", "cudaErrorNotReady")  # no list has it as a harmless error
     rig.view.pin(rig.block, 4096)
     assert rig.world.registered == {}
     rig.world.fail("cudaHostRegister", "cudaErrorUnknown")  # breaks the fake's context
@@ -372,7 +372,7 @@ def test_segments_are_handed_out_in_units_and_come_back() -> None:
 
 
 def program(groups: int = 3) -> tuple[BoundGraph, list[torch.Tensor]]:
-    """x -> ((x + w0) * w1) + w2 …: one group for each weight."""
+    """Return a program of ((x + w0) * w1) + w2 …, with a group for each weight, and its weights."""
     graph = Graph(
         version=2,
         inputs=(ValueSpec(name="x", dtype="float32", shape=("batch", 4)),),
@@ -451,7 +451,7 @@ def test_a_replay_reads_new_inputs_and_new_weights_at_the_same_addresses() -> No
     for _ in range(3):
         x = torch.randn(2, 4)
         for weight in weights:
-            weight.copy_(torch.randn(4))  # another operation id's bytes, at home again
+            weight.copy_(torch.randn(4))  # bytes of a later transmission, at the same address
         assert torch.equal(device.run([x], lambda _: None)[0], expected(x, weights))
 
 
@@ -501,7 +501,7 @@ def test_a_capture_that_fails_is_not_tried_again_and_the_program_serves() -> Non
 def test_what_breaks_a_contract_is_not_captured_and_does_not_pass_as_a_replay(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """A capture computes without asking: it is for shapes at which each call was asked."""
+    """A capture checks no contracts, so it is only for shapes at which each call was checked."""
     bound, weights = program()
     device, _ = made(bound)
     good, bad = torch.randn(2, 4), torch.randn(3, 4)
@@ -555,7 +555,7 @@ def test_graphs_stay_within_their_budget_the_least_recently_used_go() -> None:
     for batch in (1, 2):
         device.run([torch.zeros(batch, 4)], lambda _: None)
         device.improve()
-    device.run([torch.zeros(1, 4)], lambda _: None)  # used again: 2 is the older one now
+    device.run([torch.zeros(1, 4)], lambda _: None)  # batch 2 is now the least recently used
     device.run([torch.zeros(3, 4)], lambda _: None)
     device.improve()
     batches = [batch for batch in (1, 2, 3) if is_captured(device, [torch.zeros(batch, 4)])]
@@ -578,7 +578,7 @@ def test_a_graph_larger_than_the_budget_is_refused_for_good() -> None:
 def test_memory_that_another_process_took_meanwhile_does_not_refuse_a_graph() -> None:
     bound, _ = program()
     device, recorder = made(bound, limit=2 * MIB)
-    recorder.cost_bytes = 3 * MIB  # of the whole device: ours is 1 MiB
+    recorder.cost_bytes = 3 * MIB  # growth on the whole device, of which the graph causes 1 MiB
     plain = recorder.session
 
     @contextlib.contextmanager

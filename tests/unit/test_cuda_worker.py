@@ -1,4 +1,4 @@
-"""What a worker does when it cannot go on, and when the slice is full."""
+"""Workers on cuda that cannot continue, and slices that are full."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from pipeswitch.workers.inference.task import _Groups, infer
 def test_a_worker_whose_termination_thread_fails_leaves_at_once(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Its queue could not be drained: the context is broken. Parked, it would wait for ever."""
+    """Its stream cannot be drained, as the context is broken, so a parked worker waits for ever."""
 
     class Left(BaseException):
         pass

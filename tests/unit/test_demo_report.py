@@ -1,4 +1,4 @@
-"""The demo's arithmetic: percentiles, the bill, what was left of the training's speed."""
+"""Calculations of the demo: percentiles, the parts of a time, and the remaining training speed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Two devices of one machine: what one does is nothing to the other."""
+"""Two devices of one machine, which do not affect each other."""
 
 # mypy: disable-error-code="arg-type"
 
@@ -33,7 +33,7 @@ def look(device: Device) -> None:
 
 
 class Machine:
-    """A model in the host store, which both devices may run."""
+    """Machine with two devices, and a model in the host store that both may run."""
 
     def __init__(self) -> None:
         self.core = Core(SETTINGS, PolicyGuard(make_policy("priority", max_wait_ms=2000.0), 2000.0))
@@ -62,7 +62,7 @@ class Machine:
         self.core.out.clear()
 
     def ask(self, device: Device, token: int) -> Request:
-        """A request for the model, admitted to one of the devices."""
+        """Admit a request for the model to a device; return the request."""
         request = Request(token, f"r{token}", "m", 1, None, (), 0, 0, self.core.now_ms)
         device.state.requests[request.token] = request
         device.state.queue.add(request)

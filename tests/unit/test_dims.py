@@ -1,4 +1,4 @@
-"""Extents that are computed: bounded data, and never more than its tree says."""
+"""Computed extents: bounded expressions, and results within the bounds of their trees."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def test_an_accepted_extent_is_a_bounded_number_or_none_and_survives_the_bundle(
         return
     assert abs(value) <= MAX_NUMBER
     text = extent_text(extent).replace("min(", "min_(").replace("max(", "max_(")
-    same = eval(text, {"min_": min, "max_": max, **values})  # what people read is what is computed
+    same = eval(text, {"min_": min, "max_": max, **values})  # the shown text has the same value
     assert same == value
     spec = ValueSpec(name="y", dtype="float32", shape=(extent,))
     assert msgspec.json.decode(msgspec.json.encode(spec), type=ValueSpec) == spec
@@ -125,7 +125,7 @@ def test_numbers_on_the_way_do_not_grow_and_sizes_are_not_negative() -> None:
         evaluate("length", {"batch": 2})
 
 
-HUGE: Any = Expr("*", (Expr("%", ("length", 128)), 1 << 55))  # 0 at both ends of 128..131072
+HUGE: Any = Expr("*", (Expr("%", ("length", 128)), 1 << 55))  # 0 at lengths 128 and 131072
 
 
 def test_a_shape_has_no_more_elements_than_a_tensor_wherever_in_its_range() -> None:
@@ -139,7 +139,7 @@ def test_a_shape_has_no_more_elements_than_a_tensor_wherever_in_its_range() -> N
 
 
 def test_a_program_has_a_bounded_number_of_extents_parts() -> None:
-    """Each request computes all of them, in the loop that all clients share."""
+    """Each request computes all parts, in the loop that serves all clients."""
     sixty: Any = Expr("min", (1,) + ("length",) * 59)
     x = ValueSpec(name="x", dtype="float32", shape=("length",))
 
@@ -220,7 +220,7 @@ def ask(*shapes: tuple[int, ...]) -> Any:
 def test_a_reply_has_the_room_that_the_requests_own_shape_asks_for() -> None:
     assert ask((2, 7), (2, 7)).reply_bytes == 2 * 4 * 256 * 4 + 512
     assert ask((8, 512), (8, 512)).reply_bytes == 8 * 256 * 256 * 4 + 2048
-    assert ask((1, 1), (1, 1)).reply_bytes == 1024  # and an output of nothing
+    assert ask((1, 1), (1, 1)).reply_bytes == 1024  # with one output of 0 bytes
 
 
 @pytest.mark.parametrize(
@@ -245,7 +245,7 @@ def test_a_reply_that_no_memory_could_hold_is_refused_before_room_is_asked_for()
     x = ValueSpec(name="x", dtype="float32", shape=("length",))
     dims = (Dim("length", 128, 128 << 10),)
     signed = msgspec.structs.replace(manifest(), inputs=(x,), outputs=(huge,), dims=dims)
-    check_signature(signed.inputs, signed.outputs, signed.dims)  # nothing is wrong at its ends
+    check_signature(signed.inputs, signed.outputs, signed.dims)  # both ends of the range are valid
     announced = ModelAvailable(model="m", manifest=signed, priority=1)  # type: ignore[arg-type]
     tensor = WireTensor(name="", dtype="float32", shape=(129,), frame=0)
     header = RequestHeader(v=1, op="infer", id="1", model="m", inputs=(tensor,))
@@ -266,7 +266,7 @@ def test_a_reply_that_no_memory_could_hold_is_refused_before_room_is_asked_for()
 def test_a_manifest_whose_numbers_are_not_bounded_is_none(
     changed: dict[str, Any], tmp_path: Path
 ) -> None:
-    """A builder of a client's program writes it, and the server's loop computes with it."""
+    """The builder of a client's program writes the manifest, and the server calculates with it."""
     save_manifest(tmp_path, manifest())
     assert load_manifest(tmp_path) == manifest()
     save_manifest(tmp_path, msgspec.structs.replace(manifest(), **changed))
@@ -275,7 +275,7 @@ def test_a_manifest_whose_numbers_are_not_bounded_is_none(
 
 
 def read(inputs: Any) -> Any:
-    """The inputs of a registration as the server has them."""
+    """Return the inputs of a registration as the server reads them."""
     request = Body("register", {"source": "s", "inputs": inputs}).rest(RegisterRequest)
     check(request)
     return request.inputs

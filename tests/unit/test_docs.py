@@ -1,4 +1,4 @@
-"""The documents say what the code says: state diagrams, modules, links, messages."""
+"""Documents agree with the code: state diagrams, modules, links, messages."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def test_every_message_between_processes_says_what_it_is() -> None:
 
 
 def script(name: str) -> ModuleType:
-    """One of the scripts that write documents."""
+    """Import one of the scripts in ``docs`` that generate documents."""
     spec = importlib.util.spec_from_file_location(name, ROOT / f"docs/{name}.py")
     assert spec is not None
     assert spec.loader is not None
@@ -133,7 +133,7 @@ def test_no_file_cites_a_document_that_is_not_in_the_repository() -> None:
 
 def test_each_decision_has_a_number_and_its_sections_unless_it_was_withdrawn() -> None:
     numbers = [int(path.name[:4]) for path in RECORDS]
-    assert numbers == sorted(set(numbers))  # a decision in preparation may own a missing number
+    assert numbers == sorted(set(numbers))  # a number may be reserved for an unfinished decision
     for path in RECORDS:
         text = path.read_text()
         assert text.startswith(f"# {int(path.name[:4])}. "), path.name
@@ -172,7 +172,7 @@ def test_every_dependency_has_its_reason() -> None:
         assert re.search(rf"\b{re.escape(name)}\b", reasons), name
 
 
-GOALS = {  # what the row of each goal says, in its words
+GOALS = {  # for each goal, the text of its row with placeholders for figures
     "G1": "{chaos[faults_survived]}/{chaos[faults_injected]} faults survived, {chaos[lost]} lost, "
     "{chaos[duplicated]} duplicated, {chaos[wrong]} wrong, 0 violations of {chaos[requests]:,} "
     "requests; {chaos[cells_exercised]}/{chaos[cells]} cells; dead worker p99 "

@@ -1,4 +1,4 @@
-"""What of the server's environment goes to which process."""
+"""Variables of the server's environment that its processes get."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def test_the_owners_code_finds_all_and_what_the_process_has_set_stays() -> None:
     os.environb[b"ODD"] = b"\xff=\n"
     os.environ["CUDA_VISIBLE_DEVICES"] = "0,1"
     file = environment_file()
-    for _ in range(2):  # another process reads the same file from its begin
+    for _ in range(2):  # a second process reads the same file from its beginning
         del os.environ["ODD"]
         os.environ["CUDA_VISIBLE_DEVICES"] = "1"
         take_environment(os.dup(file))

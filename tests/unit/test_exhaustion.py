@@ -1,4 +1,4 @@
-"""No process ends, and nobody waits for ever, because the system has run out of something."""
+"""Shortages of a system resource, which must neither end a process nor block it for ever."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ from tests.open_files import open_files
 
 SETTINGS = CheckStage(functions=(), inputs=(), timeout_s=1.0)
 PING = Ping(op_id=OpId(1))
-LOOP_SOCKETS = 2  # of asyncio itself
+LOOP_SOCKETS = 2  # sockets of asyncio's loop itself
 SHORTAGES = (errno.EMFILE, errno.EAGAIN, errno.ENOMEM)
 
 
 class Parent:
-    """The controller's side of a fork server that the test plays."""
+    """The controller's processes, with a fork server that the test plays."""
 
     def __init__(self, folder: Path) -> None:
         self.selector = selectors.DefaultSelector()
@@ -52,7 +52,7 @@ class Parent:
         )
 
     def forked(self, pid: int) -> None:
-        """The fork server's answer to the last order."""
+        """Send the fork server's answer to the last order."""
         received = self.server.receive()
         assert received is not None
         order, descriptors = received
@@ -63,7 +63,7 @@ class Parent:
         self.processes._from_server()
 
     def is_usable(self, child: Child) -> bool:
-        """Messages and a kill change nothing that has ended."""
+        """Use a child that has ended; return True if neither messages nor a kill have an effect."""
         for index in (0, 1):
             self.processes.send(child, index, PING)
         self.processes.kill(child)
@@ -92,7 +92,7 @@ def refuse(number: int) -> Any:
 def test_a_child_without_descriptors_has_exited_and_is_sent_nothing(
     parent: Parent, monkeypatch: pytest.MonkeyPatch, pairs: int
 ) -> None:
-    """The scheduler sends a worker its first task in the same decision as it asks for it."""
+    """The scheduler spawns a worker and sends its first task in the same decision."""
     pairs_made = [channel_pair() for _ in range(pairs)]
     monkeypatch.setattr(
         controller_processes,

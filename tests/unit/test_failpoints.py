@@ -15,11 +15,11 @@ from pipeswitch.base.failpoints import POINTS, REACHED, VARIABLE, Injected
 from tests.process.failpoint_tour import TOUR
 
 ROOT = Path(__file__).resolve().parents[2]
-SENT_TO = ("worker", "daemon", "stage")  # kinds of children that get orders, in an f-string
+SENT_TO = ("worker", "daemon", "stage")  # kinds of children in names that an f-string makes
 
 
 def points_in_code() -> Counter[str]:
-    """Every literal name that is passed to ``reach`` or set as a channel's ``point``."""
+    """Count each literal name that is passed to ``reach`` or set as a channel's ``point``."""
     points: Counter[str] = Counter()
     for package in ("pipeswitch", "workers", "memory_daemon"):
         for path in (ROOT / package).rglob("*.py"):

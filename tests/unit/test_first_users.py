@@ -1,4 +1,4 @@
-"""Small mistakes of people who used the product for the first time, and what they are told."""
+"""Small mistakes of first-time users, and the messages that they get."""
 
 from __future__ import annotations
 

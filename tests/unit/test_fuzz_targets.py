@@ -1,6 +1,6 @@
-"""What fuzzing found stays mended: every kept input goes through its target again.
+"""Replay of every kept input of the fuzz targets, so that fixed bugs stay fixed.
 
-No atheris here; ``make fuzz`` looks for new ones.
+The replay does not need atheris; ``make fuzz`` searches for new inputs.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from tests.fuzz.target import (
 )
 from tests.fuzz.targets import MODULES, load
 
-KEPT_BYTES = 512 << 10  # of all corpora together
+KEPT_BYTES = 512 << 10  # size limit of all corpora together
 FOUND = sorted(path.relative_to(REGRESSIONS) for path in REGRESSIONS.glob("*/*"))
 
 
@@ -78,7 +78,7 @@ def test_a_target_lets_an_escape_out(name: str, monkeypatch: pytest.MonkeyPatch)
         with pytest.raises(ZeroDivisionError):  # noqa: PT012 - one of them gets there
             for seed in seeds:
                 target.run(seed)
-    target.run(seeds[0])  # nothing of it is left to the next input
+    target.run(seeds[0])  # the escape does not affect the next input
 
 
 def test_an_error_that_the_gateway_answers_with_500_is_an_escape(

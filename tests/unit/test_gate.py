@@ -1,4 +1,4 @@
-"""The gate's table, row by row, and its two threads in every order."""
+"""Table of the gate, row by row, and its two threads in every order."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ S = GateState
 
 
 class Recorder:
-    """A gate with what it acknowledged."""
+    """Gate with a list of its acknowledgements."""
 
     def __init__(self) -> None:
         self.parked: list[tuple[int, int, Where]] = []
@@ -42,7 +42,7 @@ def running(box: Recorder) -> Gate:
 
 
 class Main:
-    """Runs one blocking call of the main thread; joined, with what it raised."""
+    """Main thread with one blocking call; ``join`` returns the exception that it raised."""
 
     def __init__(self, call: Callable[[], Any]) -> None:
         self.raised: BaseException | None = None
@@ -66,24 +66,24 @@ class Main:
     ("steps", "parked", "state"),
     [
         ("check", "", S.RUNNING),
-        ("leave check", "", S.RUNNING),  # it takes the device again
-        ("leave stop:1 grant:3 check", "1 loader", S.RUNNING),  # away: acknowledged at once
+        ("leave check", "", S.RUNNING),  # the check takes the device again
+        ("leave stop:1 grant:3 check", "1 loader", S.RUNNING),  # AWAY: acknowledged at once
         ("stop:1", "", S.STOPPING),
-        ("stop:1 leave", "1 loader", S.STOPPED),  # does not block
-        ("stop:1 stop:1 leave stop:1", "1 loader", S.STOPPED),  # once, however often it comes
-        ("grant:5 grant:4 stop:1 stop:4 check", "", S.RUNNING),  # older turns' are dropped
-        # A stop that overtakes its grant is acknowledged when the turn comes, or forgotten.
+        ("stop:1 leave", "1 loader", S.STOPPED),  # ``leave`` does not block
+        ("stop:1 stop:1 leave stop:1", "1 loader", S.STOPPED),  # a repeated stop counts once
+        ("grant:5 grant:4 stop:1 stop:4 check", "", S.RUNNING),  # older turns are dropped
+        # A stop that overtakes its grant is acknowledged when its turn begins, or dropped.
         ("leave stop:1 stop:3", "1 loader", S.STOPPED),
         ("leave stop:1 stop:3 grant:3", "1 loader, 3 loader", S.STOPPED),
         ("leave stop:2 grant:4", "", S.AWAY),
-        # A grant that overtakes the acknowledgement is taken up after it; the check does not block.
+        # A grant that overtakes the acknowledgement takes effect after it; check does not block.
         ("stop:1 grant:3", "", S.STOPPING),
         ("stop:1 grant:3 check", "1 forward", S.RUNNING),
         # No check parks or raises inside the optimizer's step; leaving never raises.
         ("optimizer stop:1 check evict check", "", S.STOPPING),
         ("optimizer stop:1 check evict check over raises", "1 forward", S.STOPPED),
         ("evict leave stop:1", "1 loader", S.STOPPED),
-        # For another job the step goes on to its end, unless it is asked for again, or evicted.
+        # A stop for another job waits for the step's end, unless a second stop or an evict comes.
         ("later:1 check grant:3 check", "", S.STOPPING),
         ("later:1 check boundary grant:3 leave", "1 loader", S.AWAY),
         ("later:1 check leave", "1 loader", S.STOPPED),
@@ -97,7 +97,7 @@ class Main:
 def test_a_turn_is_given_up_where_it_is_asked_for(
     box: Recorder, steps: str, parked: str, state: GateState
 ) -> None:
-    """``stop:1`` asks for turn 1, in favour of the next; ``later:1`` for the end of its step."""
+    """``stop:1`` requests turn 1 for turn 2 at once, ``later:1`` at the end of the step."""
     gate = running(box)
     for step in steps.split():
         what, _, turn = step.partition(":")
@@ -128,7 +128,7 @@ def test_a_turn_is_given_up_where_it_is_asked_for(
 def test_one_that_was_away_says_once_that_it_is_back_or_that_others_go_first(box: Recorder) -> None:
     gate, calls, is_told = running(box), list[tuple[int, bool]](), threading.Semaphore(0)
     gate.on_back = lambda *arguments: (calls.append(arguments), is_told.release())
-    gate.pause(0.0)  # it computes
+    gate.pause(0.0)  # has no effect while the script computes
     gate.leave("copies")
     gate.pause(0.0)
     assert gate.allows_copies
@@ -142,7 +142,7 @@ def test_one_that_was_away_says_once_that_it_is_back_or_that_others_go_first(box
     gate.check()
     gate.leave("copies")
     gate.request_stop(3, 4)
-    assert not gate.allows_copies  # while a request does
+    assert not gate.allows_copies  # while a request computes
     assert box.parked == [(1, 2, "copies"), (3, 4, "copies")]
     assert calls == [(1, True), (1, False)]
 
@@ -205,10 +205,10 @@ operations = st.lists(
 
 @given(operations)
 def test_any_order_keeps_the_books(plan: list[str]) -> None:
-    """One thread plays both; a check that would block is skipped.
+    """One thread plays both threads and skips checks that would block.
 
-    Each turn is acknowledged at most once; no acknowledgement inside the optimizer; a turn is
-    held exactly in RUNNING, STOPPING and AWAY.
+    Each turn is acknowledged at most once, and never inside the optimizer. The gate has a turn
+    exactly in the states RUNNING, STOPPING and AWAY.
     """
     box = Recorder()
     gate = box.gate
@@ -258,7 +258,7 @@ def test_any_order_keeps_the_books(plan: list[str]) -> None:
 
 @pytest.mark.parametrize("seed", range(4))
 def test_two_threads_racing_acknowledge_every_stop_once(seed: int) -> None:
-    """The main thread checks, leaves, enters; the other stops and grants without a pause."""
+    """The main thread checks, leaves and enters; the other one stops and grants continuously."""
     box = Recorder()
     gate = box.gate
     stops = 100
@@ -298,7 +298,7 @@ def test_an_evicted_thread_that_has_the_turn_goes_on_to_the_end_of_its_step(box:
         gate.check()
     assert gate.is_unwinding
     gate.finishes_step = lambda: True
-    with pytest.raises(TaskPreempted):  # a swallowed one comes again
+    with pytest.raises(TaskPreempted):  # raised again after the script caught the first one
         gate.check()
 
 

@@ -31,7 +31,7 @@ ROW = {"name": "m", "state": "ready", "inputs": {}, "outputs": {}, "batch": [1, 
 
 
 class Upstream:
-    """A server that answers with what it was asked."""
+    """Server that records each request and answers with its content."""
 
     def __init__(self) -> None:
         self.asked: list[tuple[str, str, Any]] = []
@@ -159,7 +159,7 @@ def test_a_row_of_verbs_gives_a_verb_its_route(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_a_verb_that_depends_on_its_client_needs_operate_over_http(rig: Rig) -> None:
-    """The gateway asks as the server's owner, from whom nothing is hidden."""
+    """The gateway sends as the server's owner, who may see everything."""
     roles = {(route.method, route.path): route.role for route in rig.api.routes}
     for verb in VERBS.values():
         if verb.http is not None and (verb.is_cut or verb.of_owner):
@@ -257,7 +257,7 @@ def test_code_that_is_allowed_needs_its_role_and_pinning_another() -> None:
     body = b'{"source": "models.zoo:make"}'
     register, code = (f"token-of-{role}".ljust(16, "-") for role in ("register", "code"))
     assert rig.refused("POST", "/api/models/m", body, token=register)[0] == 403
-    assert rig.refused("POST", "/api/models/m", body, token=code)[0] == 403  # may not register
+    assert rig.refused("POST", "/api/models/m", body, token=code)[0] == 403  # needs "register" too
     assert rig.ask("POST", "/api/models/m", body).status == 200
     pinned = b'{"source": "torchvision:resnet18", "pin": true}'
     assert '"operate"' in rig.refused("POST", "/api/models/m", pinned, token=register)[1]
@@ -302,7 +302,7 @@ def test_a_bundle_is_the_body_and_its_options_are_the_query(rig: Rig) -> None:
 
 
 def test_http_fills_what_every_door_fills_and_the_callers_rights_hold(rig: Rig) -> None:
-    """The gateway has the owner's socket: what it forwards is the caller's, checked here."""
+    """The gateway uses the owner's socket, so it must check each caller's rights itself."""
     fields = {
         "source": "torchvision:resnet18",
         "inputs": {"x": [[1, [1, 8]], "int64"]},
@@ -317,7 +317,7 @@ def test_http_fills_what_every_door_fills_and_the_callers_rights_hold(rig: Rig) 
         "raw": {"text": [[1], "bytes"]},
     }
     body = json.dumps(function).encode()
-    assert "--allow-code" in rig.refused("POST", "/api/models/m", body)[1]  # the owner's token too
+    assert "--allow-code" in rig.refused("POST", "/api/models/m", body)[1]  # even the owner's token
     allowed, token = Rig(allow_code=("models.*",)), "token-of-register".ljust(16, "-")
     assert '"code"' in allowed.refused("POST", "/api/models/m", body, token=token)[1]
     told(allowed.ask("POST", "/api/models/m", body))
@@ -328,8 +328,8 @@ def test_http_fills_what_every_door_fills_and_the_callers_rights_hold(rig: Rig) 
 
 
 def test_what_a_caller_registers_is_its_own_and_not_the_owners(rig: Rig) -> None:
-    """As the owner's its bundle would share a process with his models where tenants share none,
-    and its uploads and programs be bounded by no share of the disk."""
+    """As the owner's, its bundle would share a process with the owner's models, and its uploads
+    and programs would have no limit on disk."""
     token = "token-of-register".ljust(16, "-")
     told(rig.ask("POST", "/api/models/m", b"bytes", token=token, content_type=BUNDLE))
     told(rig.ask("POST", "/api/models/n", b'{"source": "torchvision:resnet18"}', token=token))
@@ -471,7 +471,7 @@ def test_the_pages_files_ask_no_other_site_and_parse_no_text_as_html() -> None:
         answer = Page().answers[path]
         text = bytes(answer.parts[0]).decode()
         sites = set(re.findall(r"https?://[^\s\"'<)]+", text))
-        assert sites <= {"http://www.w3.org/2000/svg"}, path  # a name, not an address
+        assert sites <= {"http://www.w3.org/2000/svg"}, path  # a namespace's name, never loaded
         for word in (
             "innerHTML",
             "outerHTML",

@@ -1,4 +1,4 @@
-"""Bytes of gRPC messages that have not arrived whole have their share by address."""
+"""Fair shares, by address, of the bytes of gRPC messages that have not arrived completely."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ ALONE = SIZE * 3 // 4
 
 
 class Wire:
-    """Connections with what has arrived on them, as the kernel would tell."""
+    """Connections with the number of bytes that arrived on each, as the kernel reports them."""
 
     def __init__(self) -> None:
         self.arrived: dict[str, int] = {}
@@ -32,12 +32,12 @@ class Wire:
 
 
 class Call:
-    """A call that waits for its next message."""
+    """Call that waits for its next message."""
 
     def __init__(self, wire: Wire, peer: str) -> None:
         self._peer = peer
         self.came: asyncio.Queue[bytes] = asyncio.Queue()
-        self.read = self.came.get  # as gRPC's contexts do
+        self.read = self.came.get  # the interface of gRPC's contexts
         self._call = wire.arrivals.call(cast(Any, self), peer.partition(":")[0])
         self.arriving = self._call.__enter__()
         self.task = asyncio.create_task(self.arriving.next())
@@ -46,7 +46,7 @@ class Call:
         return self._peer
 
     async def ended(self) -> Any:
-        """Return the message, or the error; leave the call."""
+        """Leave the call after it ended; return its message or its error."""
         try:
             return await self.task
         except QueueFull as error:
@@ -65,7 +65,7 @@ def test_an_address_with_more_than_its_share_of_half_messages_loses_the_largest(
         assert not any(call.task.done() for call in calls.values())
         wire.arrive("a:2", ALONE - ALONE // 3)
         assert isinstance(await calls["a:2"].ended(), QueueFull)
-        assert wire.shares.of("a") == ALONE // 3  # the other one may go on
+        assert wire.shares.of("a") == ALONE // 3  # the other call continues
         await asyncio.sleep(0)
         assert not calls["a:1"].task.done()
         assert not calls["b:1"].task.done()
@@ -109,7 +109,7 @@ def test_bytes_are_given_back_when_the_calls_or_the_connection_end(is_gone: bool
         again = Call(wire, "a:1")
         await asyncio.sleep(0)
         wire.arrive("a:1", 1 << 20)
-        assert wire.shares.of("a") == 1 << 20  # what came before does not count
+        assert wire.shares.of("a") == 1 << 20  # earlier bytes do not count
         again.came.put_nowait(b"x")
         assert await again.ended() == b"x"
 
@@ -117,13 +117,13 @@ def test_bytes_are_given_back_when_the_calls_or_the_connection_end(is_gone: bool
 
 
 def test_a_busy_connection_with_an_idle_stream_is_not_refused() -> None:
-    """Headers and frames around whole messages are not taken for half ones."""
+    """Bytes of headers and frames around whole messages do not count as incomplete messages."""
 
     async def scenario() -> None:
         wire = Wire()
         idle = Call(wire, "a:1")
         message = bytes(1 << 20)
-        around = 300 + 31 * len(message) // (16 << 10)  # headers; frames and TLS
+        around = 300 + 31 * len(message) // (16 << 10)  # bytes of headers, and of frames and TLS
         for _ in range(2000):
             call = Call(wire, "a:1")
             wire.arrived["a:1"] = wire.arrived.get("a:1", 0) + len(message) + around

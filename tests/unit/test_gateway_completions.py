@@ -1,4 +1,4 @@
-"""Requests below ``/v1`` and Triton's ``generate``: what their bodies become in memory."""
+"""Requests below ``/v1`` and Triton's ``generate``, and the memory that their bodies take."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def body(**fields: Any) -> bytes:
     return msgspec.json.encode({**CHAT, **fields})
 
 
-NESTED = b"{}," * 300_000 + b"{}"  # an empty dictionary takes 64 bytes
+NESTED = b"{}," * 300_000 + b"{}"  # in memory, each empty dictionary takes 64 bytes
 
 
 @pytest.mark.parametrize(
@@ -121,7 +121,7 @@ def test_a_chat_of_many_fields_is_refused_before_they_are_decoded() -> None:
 @pytest.mark.parametrize(
     ("data", "param"),
     [
-        (body(stop=["ab"] * 17), "stop"),  # each is kept while the request waits
+        (body(stop=["ab"] * 17), "stop"),  # stop strings take memory while the request waits
         (body(**{f"x{number}": None if number % 2 else 0 for number in range(900)}), None),
         (body(logit_bias={str(number): 0 for number in range(1000)}), "logit_bias"),
         (body(max_tokens="many"), "max_tokens"),

@@ -1,4 +1,4 @@
-"""Events over HTTP: numbered, resumable, and never held for a reader who does not read."""
+"""Events over HTTP: numbered, resumable, and never kept for a client that does not read."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def now(awaitable: Awaitable[T]) -> T:
 
 
 def parsed(piece: bytes) -> list[tuple[str, str, Any]]:
-    """(id, name, data) of each record of a piece."""
+    """Return the id, name and data of each record in a piece."""
     events = []
     for record in piece.decode().split("\n\n"):
         fields = dict(line.split(": ", 1) for line in record.split("\n") if ": " in line)

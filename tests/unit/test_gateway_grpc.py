@@ -1,4 +1,4 @@
-"""gRPC's messages as requests and answers, and as the clients' own descriptors have them."""
+"""gRPC messages: requests and answers, compared with the clients' own descriptors."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def test_raw_contents_are_taken_as_they_lie_and_nothing_else_changes() -> None:
     message.ClearField("raw_input_contents")
     assert type(message).FromString(rest) == message
     early = request("FP32", [1], raw_input_contents=[large]).SerializeToString()
-    unknown = b"\x9d\x06" + bytes(4)  # a field of four bytes: no request has one
+    unknown = b"\x9d\x06" + bytes(4)  # a field of four bytes, which no request has
     for broken in (
         early[:-1],
         early + b"\x3a",
@@ -96,7 +96,7 @@ def test_raw_contents_are_taken_as_they_lie_and_nothing_else_changes() -> None:
 
 
 def empty_fields(count: int, tag: int) -> bytes:
-    """A message of so many empty fields: two bytes each, an object each for who reads them all."""
+    """Return a message of empty fields, which take two bytes each, but an object when decoded."""
     return bytes([tag << 3 | 2, 0]) * count
 
 
@@ -111,7 +111,7 @@ def test_no_more_parts_are_read_than_a_request_has(
         split_raw(empty_fields(4 << 20, tag))
     assert len(numbers) <= 2 * MAX_PARTS + 2
     few = empty_fields(1000, tag)
-    with contextlib.suppress(InvalidInput):  # too many of its kind, or a tensor that says nothing
+    with contextlib.suppress(InvalidInput):  # too many fields of a kind, or an empty tensor
         decoded = read_infer(few)[1]
         assert len(decoded.inputs) + len(decoded.outputs or ()) <= 2 * MAX_TENSORS
 
@@ -226,7 +226,7 @@ def test_a_joined_models_configuration_is_a_message_too() -> None:
 
 @pytest.mark.parametrize("package", list(REFLECTION))
 def test_a_client_that_knows_nothing_learns_every_service(package: str) -> None:
-    """As grpcurl does: the names, the files that have them, and from those all that it needs."""
+    """Like grpcurl, the client lists the services, then their files, then all that those import."""
     from google.protobuf.descriptor_pool import DescriptorPool
 
     asks = REFLECTION[package]["ServerReflectionRequest"]
@@ -269,7 +269,7 @@ class _Details:
 
 
 class Context:
-    """A call's, as gRPC's library makes it."""
+    """Context of a call, as gRPC's library makes it."""
 
     def __init__(
         self, address: str, *messages: bytes, left_s: float | None = None, port: int = 4711
@@ -310,18 +310,18 @@ def test_an_answer_that_is_refused_is_held_no_longer(monkeypatch: pytest.MonkeyP
 
     async def call() -> None:
         service, shared = cast(Any, Service()), Shared(1 << 20, 1 << 20)
-        shared.answers.take("10.0.0.1", 1 << 20)  # of before, unread
+        shared.answers.take("10.0.0.1", 1 << 20)  # an earlier answer, which is still unread
         calls = GrpcVerbs(service, service, shared, ARRIVALS)
         message = request("FP32", [1], raw_input_contents=[b"1234"]).SerializeToString()
         context = Context("10.0.0.1", message, message)
         unary = calls._unary("ModelInfer", calls._infer).stream_stream
         assert [part async for part in unary(None, context)] == []
         streamed = calls._stream(None, cast(Any, context))
-        assert b"not read" in await anext(streamed)  # nor is this
+        assert b"not read" in await anext(streamed)  # the stream is refused for the same reason
         large = [one for one in messages if len(one) >= 1 << 16]
-        assert {sys.getrefcount(one) for one in large} == {4}  # large, made, one, and its own
+        assert {sys.getrefcount(one) for one in large} == {4}  # only references of this test
 
-    gc.disable()  # it comes late there
+    gc.disable()  # messages must be freed without the garbage collector
     try:
         asyncio.run(call())
     finally:
@@ -357,7 +357,7 @@ def test_a_calls_deadline_is_its_requests_where_that_names_none(
     asyncio.run(call("unary"))
     asyncio.run(call("stream"))
     assert requests[0].deadline_ms == deadline_ms
-    assert requests[1].deadline_ms == (timeout_us / 1000.0 or None)  # a stream has many requests
+    assert requests[1].deadline_ms == (timeout_us / 1000.0 or None)  # the stream's limit is ignored
 
 
 def test_who_watches_the_health_without_a_token_takes_no_more_than_a_share_of_the_calls() -> None:
@@ -395,7 +395,7 @@ def test_a_call_whose_half_message_is_too_much_for_its_address_is_refused(verb: 
 
     class Half(Context):
         async def read(self) -> Any:
-            await asyncio.get_running_loop().create_future()  # the other half does not come
+            await asyncio.get_running_loop().create_future()  # the rest of the message never comes
 
     async def call() -> None:
         shares, context = FairQuota(1 << 20), Half("10.0.0.1")
@@ -438,7 +438,7 @@ def test_a_long_answer_that_is_copied_once_is_the_same_message(sizes: tuple[int,
 
 
 class Echo:
-    """A service whose answers have so many bytes."""
+    """Service whose answers have ``size`` bytes."""
 
     def __init__(self, size: int) -> None:
         self._output = np.zeros(size, np.uint8)
@@ -474,7 +474,7 @@ def test_a_request_is_held_no_longer_while_its_answer_is_not_read(verb: str, siz
         answers = behavior_of(verb, Echo(size), shared)(None, context)
         answer = await anext(answers)
         assert len(answer) >= size
-        assert sys.getrefcount(data) == count - 1  # the context has it no more, nor has the call
+        assert sys.getrefcount(data) == count - 1  # neither the context nor the call keeps it
         assert shared.waiting.held == 0
         await answers.aclose()
         assert shared.answers.held == 0
@@ -544,7 +544,7 @@ def test_calls_of_a_crowded_address_take_turns_by_connection_and_others_go_first
 
     class Later(Context):
         async def read(self) -> Any:
-            await asyncio.sleep(0)  # all calls are there before the first message
+            await asyncio.sleep(0)  # all calls begin before the first message
             return await super().read()
 
     async def run() -> None:
@@ -563,4 +563,4 @@ def test_calls_of_a_crowded_address_take_turns_by_connection_and_others_go_first
     asyncio.run(run())
     assert begun.index("10.0.0.2") <= CROWD
     assert begun[: 3 * CROWD].count("10.0.0.2") == CROWD
-    assert ended.index(3) < ended.index(1) + 3 * CROWD  # one connection's calls are one turn
+    assert ended.index(3) < ended.index(1) + 3 * CROWD  # a connection's calls share one turn

@@ -1,4 +1,4 @@
-"""HTTP over a transport that records: framing, order, and every limit on bytes and time."""
+"""HTTP over a transport that records writes: framing, order, and all limits on bytes and time."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ LIMITS = Limits(
 
 
 class Rig:
-    """A server whose answers the test gives: path and body, echoed, unless it is held back."""
+    """Server that answers with the path and body, at once or when the test opens ``gate``."""
 
     def __init__(self) -> None:
         self.server = HttpServer(self.admit, LIMITS)
@@ -81,7 +81,7 @@ class Rig:
 
 @contextlib.contextmanager
 def rigged() -> Iterator[Rig]:
-    """A rig on a loop of its own."""
+    """Yield a rig with its own event loop."""
     loop = asyncio.new_event_loop()
     asyncio.set_event_loop(loop)
     try:
@@ -102,7 +102,7 @@ def rig() -> Iterator[Rig]:
 
 
 def feed(connection: HttpConnection, data: bytes, piece: int = 1 << 20) -> None:
-    """Bytes as a socket would give them: as much as the buffer takes, ``piece`` at most."""
+    """Give bytes to a connection as a socket does: what the buffer takes, up to ``piece``."""
 
     async def run() -> None:
         rest = memoryview(data)
@@ -124,7 +124,7 @@ def post(path: str, body: bytes, extra: bytes = b"") -> bytes:
 
 
 def answers(wire: Wire, sent: bytes | None = None) -> list[tuple[int, bytes]]:
-    """All answers on the wire."""
+    """Return the status and body of each answer on the wire."""
     replies, rest = [], wire.sent if sent is None else sent
     while rest:
         head, _, rest = rest.partition(b"\r\n\r\n")
@@ -178,7 +178,7 @@ def test_a_head_that_comes_again_is_still_of_a_peer_that_may_have_too_much_held(
 LOOKALIKES = [
     lambda body: post("/a", body),
     lambda body: post("/a", body, b"Content-Type: text/plain\r\n"),
-    lambda body: post("/a", body) + b"\r\n",  # between two requests it is nothing
+    lambda body: post("/a", body) + b"\r\n",  # an empty line between requests is ignored
     lambda body: b"\r\n" + post("/a", body),
     lambda body: post("/a", body).replace(b"Content-Length: ", b"content-length:  0", 1),
     lambda body: post("/a", body).replace(b"POST", b"PUT", 1),
@@ -258,7 +258,7 @@ def test_a_peer_that_sends_very_many_requests_ahead_is_not_parsed_to_the_end(rig
     ("request_bytes", "status"),
     [
         (b"nonsense\r\n\r\n", 400),
-        (b"GET / HTTP/1.1\r\n\r\n", 400),  # no Host
+        (b"GET / HTTP/1.1\r\n\r\n", 400),  # without Host
         (b"GET / HTTP/1.1\r\n" + HOST + HOST + b"\r\n", 400),
         (b"GET / HTTP/1.1\r\n" + HOST + b"Content-Length: 1\r\nContent-Length: 2\r\n\r\n", 400),
         (post("/", b"", b"Transfer-Encoding: chunked\r\n"), 400),
@@ -337,7 +337,7 @@ def test_a_compressed_body_is_read_as_what_it_was(
 
 
 async def answered(connection: HttpConnection) -> None:
-    while connection._task is not None:  # a thread is at work
+    while connection._task is not None:  # until the offload thread has finished
         await asyncio.sleep(0)
 
 
@@ -351,7 +351,7 @@ async def answered(connection: HttpConnection) -> None:
         (b"gzip", gzip.compress(b"y") * 2, 400, "one complete stream"),
         (b"gzip", gzip.compress(b"y" * 1001), 413, "more than 1000 B"),
     ],
-    # gzip writes the time: two processes must collect the same names
+    # The data contains gzip's time stamp, but all processes must collect the same test names.
     ids=["unknown", "twice", "plain", "cut off", "two streams", "too large"],
 )
 def test_a_compressed_body_that_is_none_or_too_large_is_refused(
@@ -366,7 +366,7 @@ def test_a_compressed_body_that_is_none_or_too_large_is_refused(
 
 
 def test_each_path_has_the_form_of_errors_that_its_clients_read(rig: Rig) -> None:
-    """Also of what is refused before the path's own code is asked."""
+    """This includes requests that are refused before the path's own code runs."""
     form = lambda path, error: json_answer({"of": path}, 418)  # noqa: E731
     rig.server = HttpServer(rig.admit, LIMITS, None, form)
     gzipped = b"Content-Encoding: gzip\r\n"
@@ -385,7 +385,7 @@ def test_each_path_has_the_form_of_errors_that_its_clients_read(rig: Rig) -> Non
 
 
 def test_what_is_inflated_counts_among_the_bodies_that_wait(rig: Rig) -> None:
-    """Of two the second finds no room, though it was let in as it was sent."""
+    """The second of two bodies has no room inflated, although it was accepted compressed."""
     rig.gate = asyncio.Event()
     connections = [rig.connect() for _ in range(2)]
     for connection, _ in connections:
@@ -436,7 +436,7 @@ def test_head_gets_the_head_alone(rig: Rig) -> None:
 
 
 def look(connection: HttpConnection, after_s: float) -> None:
-    """The server's look, so long after what the connection does now began."""
+    """Run the server's check ``after_s`` seconds after the connection's current phase began."""
 
     async def run() -> None:
         connection.look(connection.since_s + after_s)
@@ -466,7 +466,7 @@ def test_what_comes_too_slowly_is_cut_off(
         return
     assert answers(wire)[0][0] == status
     look(connection, http.LINGER_S + 0.1)
-    assert wire.is_closed  # though the peer has not hung up
+    assert wire.is_closed  # although the peer has not closed the connection
 
 
 def test_an_answer_that_is_not_taken_ends_the_connection_and_a_slow_server_does_not(
@@ -479,7 +479,7 @@ def test_an_answer_that_is_not_taken_ends_the_connection_and_a_slow_server_does_
     assert not wire.is_closed
     wire.unread = 4000
     look(connection, 1000)
-    wire.unread = 3000  # it reads
+    wire.unread = 3000  # the peer has read some bytes
     look(connection, 1029)
     look(connection, 1058)
     assert not wire.is_closed
@@ -536,7 +536,7 @@ def test_a_crowd_that_comes_fast_is_looked_at_once_for_many_and_the_oldest_go_fi
     for number in range(40):
         assert not rig.connect("10.0.0.1")[1].is_closed
         if not number:
-            crowd[3][0].since_s += 50  # it moves
+            crowd[3][0].since_s += 50  # connection 3 makes progress
     assert len(looks) <= 100 + 40
     gone = [number for number, (_, wire) in enumerate(crowd) if wire.is_closed]
     assert gone == [number for number in range(41) if number != 3]
@@ -565,7 +565,7 @@ def test_a_crowded_server_gives_up_the_longest_idle_connection_and_no_busy_one(r
     feed(busy, post("/1", b"a"))
     idle, idle_wire = rig.connect("10.0.0.1")
     idle.since_s -= 10
-    newer, newer_wire = rig.connect("10.0.0.1")  # a third of one address
+    newer, newer_wire = rig.connect("10.0.0.1")  # the third connection of this address
     assert (busy_wire.is_closed, idle_wire.is_closed, newer_wire.is_closed) == (False, True, False)
     feed(newer, post("/2", b"b"))
     _, refused = rig.connect("10.0.0.1")
@@ -589,7 +589,7 @@ def test_unfinished_bodies_together_are_bounded_and_the_largest_goes_first(rig: 
 def test_a_head_that_is_not_whole_counts_among_them(rig: Rig) -> None:
     large, large_wire = rig.connect("10.0.0.1")
     feed(large, b"GET / HTTP/1.1\r\nA: " + b"x" * 900)
-    assert large_wire.sent == b""  # alone it may
+    assert large_wire.sent == b""  # accepted while it is alone
     small, _ = rig.connect("10.0.0.2")
     feed(small, post("/s", b"x" * 300)[:-100])
     assert answers(large_wire)[0][0] == 429
@@ -608,7 +608,7 @@ def test_requests_of_a_crowded_address_take_turns_and_others_go_first(rig: Rig) 
             data = post(path, b"x")
             connection.get_buffer(-1)[: len(data)] = data
             connection.buffer_updated(len(data))
-        crowd[-1].connection_lost(None)  # it hangs up before its turn
+        crowd[-1].connection_lost(None)  # the peer closes before the request's turn
         for _ in range(3 * http.CROWD):
             begun.append(len(rig.asked))
             await asyncio.sleep(0)
@@ -660,7 +660,7 @@ def test_a_long_answer_leaves_as_it_is_read_and_unread_ones_have_their_share(rig
     wires = []
     for peer in ("10.0.0.1", "10.0.0.1", "10.0.0.2"):
         connection, wire = rig.connect(peer)
-        connection.pause_writing()  # the peer reads nothing
+        connection.pause_writing()  # as if the peer read nothing
         feed(connection, b"GET /long HTTP/1.1\r\n" + HOST + b"\r\n")
         wires.append((connection, wire))
     (reader, wire), (_, refused), (_, other) = wires
@@ -715,7 +715,7 @@ def test_whatever_comes_every_answer_is_whole_and_nothing_is_held_afterwards(
 
 
 class Pieces:
-    """A stream that a test feeds."""
+    """Stream whose pieces come from a test."""
 
     def __init__(self) -> None:
         self.queue: asyncio.Queue[bytes | Exception] = asyncio.Queue()
@@ -767,7 +767,7 @@ def test_a_stream_comes_piece_by_piece_and_its_end_is_the_connections(rig: Rig) 
 
 @pytest.mark.parametrize("head", [get(), get().replace(b"1.1", b"1.0")])
 def test_a_stream_that_fails_or_must_leave_has_no_last_chunk(rig: Rig, head: bytes) -> None:
-    """HTTP/1.0 has no chunks at all, also where its connection is kept for the next request."""
+    """HTTP/1.0 never has chunks, even if its connection is kept for the next request."""
     is_chunked = b"1.1" in head
     for error in (RuntimeError("a bug"), None):
         pieces = Pieces()

@@ -1,4 +1,4 @@
-"""What Prometheus reads of the gateway and of the server."""
+"""Metrics of the gateway and of the server for Prometheus."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def test_requests_are_counted_and_their_bills_are_histograms_in_seconds() -> Non
 
 
 def test_a_strangers_names_are_not_kept_without_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    """While the server is away no answer tells which models there are."""
+    """While the server is down, no answer shows which models exist."""
     monkeypatch.setattr(tally_module, "MAX_COUNTED", 3)
     model_stats = ModelStats()
     model_stats.answered("m", 33.0, BILL)
@@ -64,14 +64,14 @@ def test_a_strangers_names_are_not_kept_without_end(monkeypatch: pytest.MonkeyPa
     counted = [model_stats.failed(f"m{number}", "ServerUnavailable") for number in range(5)]
     assert counted == [True, True, False, False, False]
     assert model_stats.failed("m1", "ServerUnavailable")
-    model_stats.answered("n", 33.0, BILL)  # what answers is there
+    model_stats.answered("n", 33.0, BILL)  # a model that answers exists
     assert told(model_stats)["pipeswitch_gateway_requests_total", "n", "ok"] == 1
     model_stats.forget_others({"m", "n"})
     assert model_stats.failed("m", "QueueFull")
 
 
 def facts() -> dict[str, Any]:
-    """As a server that has just begun tells them."""
+    """Return the facts of a server that has just started."""
     settings = SchedulerSettings(
         device="cpu", arena_bytes=8 << 20, store_bytes=8 << 20, fence_count=64, standby=1
     )
@@ -177,11 +177,11 @@ def test_device_time_is_told_by_kind_and_idle_time_never_sinks() -> None:
         5.0,
         3.5,
     ]
-    values = told(metrics, spent(facts(), 10.5, infer=2.0, train=5.0, switch=0.5))  # told late
+    values = told(metrics, spent(facts(), 10.5, infer=2.0, train=5.0, switch=0.5))  # a late report
     assert values[name, "idle"] == 3.5
     values = told(metrics, spent(facts(), 20.0, infer=2.0, train=5.0, switch=0.5))
     assert values[name, "idle"] == 12.5
-    assert told(metrics, spent(facts(), 1.0))[name, "idle"] == 1.0  # another server
+    assert told(metrics, spent(facts(), 1.0))[name, "idle"] == 1.0  # a restarted server
     assert values["pipeswitch_dispatches_total", "cold"] == 0
     assert values["pipeswitch_job_preempted_seconds_total", "j"] == 1.5
 
@@ -194,11 +194,11 @@ def test_several_devices_are_told_apart() -> None:
     assert (values[name, "cpu:0", "idle"], values[name, "cpu:1", "idle"]) == (18.0, 16.0)
     assert values["pipeswitch_device_inferences_total", "cpu:1"] == 7
     assert values["pipeswitch_device_ready", "cpu:1"] == 0
-    assert values["nv_gpu_utilization", "cpu"] == 0.25  # 5 s of 10 on each of two
+    assert values["nv_gpu_utilization", "cpu"] == 0.25  # of both devices together
 
 
 def of_two(facts: dict[str, Any], *infer_s: float) -> dict[str, Any]:
-    """Facts of a server whose devices have computed requests for so long."""
+    """Return facts of a server whose devices have computed requests for ``infer_s`` seconds."""
     rows = [
         {
             "device": f"cpu:{index}",
@@ -223,7 +223,7 @@ def test_tritons_names_are_told_when_they_are_asked_for() -> None:
 
 
 def test_joined_requests_are_one_run_and_their_rows_are_counted_once() -> None:
-    """As Triton's statistics have it: inferences are rows, executions are runs."""
+    """As in Triton's statistics, inferences are rows and executions are runs."""
     model_stats = ModelStats()
     model_stats.answered("m", 1.0, {**BILL, "batch": 4, "batched": 1})
     for _ in range(3):

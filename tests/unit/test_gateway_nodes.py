@@ -1,4 +1,4 @@
-"""Which node a gateway's requests go to, and where they go when it does not answer."""
+"""Choice of the node for a gateway's request, and of the next one if a node does not answer."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ KEYS = ["p" * 40, "s" * 40, "k" * 40]
 
 
 class Server:
-    """One node: it answers its name, or with an error; or later, as it is told."""
+    """Node that answers with its name or an error; if ``pending`` is set, when that is done."""
 
     def __init__(self, name: str) -> None:
         self.name, self.asked = name, list[dict[str, Any]]()
@@ -52,7 +52,7 @@ class Server:
 
 
 class Rig:
-    """The gateway of node ``a``; ``b`` and ``c`` are others."""
+    """The gateway of node ``a``, with further nodes ``b`` and ``c``."""
 
     def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         self.servers = {name: Server(name) for name in "abc"}
@@ -61,14 +61,14 @@ class Rig:
         monkeypatch.setattr(holders, "RETURN_S", 0.0)
 
     def table(self, holders: str, serving: str = "", nodes: str = "abc", **facts: Any) -> None:
-        """Write one; holders of the model ``m``."""
+        """Write a table, in which ``holders`` are the nodes that hold the model ``m``."""
         holders_by_model = {"m": list(holders)} if holders else {}
         rows = {name: {"address": name, "gateway_keys": KEYS} for name in nodes}
         models = {"m": serving or holders[:1]}
         table = {"here": "a", "models": models, "holders": holders_by_model, "nodes": rows, **facts}
         self.path.write_text(json.dumps(table))
         self._count += 1
-        os.utime(self.path, ns=(0, self._count))  # another one, however fast it came
+        os.utime(self.path, ns=(0, self._count))  # a new time stamp, even for quick writes
 
     def run(self, work: Callable[[NodeConnections], Awaitable[Any]]) -> Any:
         async def main() -> Any:
@@ -202,7 +202,7 @@ def test_a_node_that_is_drained_answers_what_it_has(rig: Rig) -> None:
 def test_a_generation_goes_where_a_request_would_and_on_to_another_node_with_its_tokens(
     rig: Rig, holders: str, node: str
 ) -> None:
-    """The node dies after two tokens, which its link's thread tells."""
+    """The node dies after two tokens, which its connection's thread has delivered."""
     rig.table(holders)
     came: list[int] = []
     body: dict[str, Any] = {"so_far": []}

@@ -1,4 +1,4 @@
-"""The Open Inference Protocol's bytes: what is read, what is refused in words, what goes back."""
+"""Bytes of the Open Inference Protocol: decoding, texts of refusals, and answers."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ ROW = {
 
 
 def body(**tensor: Any) -> bytes:
-    """A request with one input, FP32[2, 2], changed by ``tensor``."""
+    """Return a request with one input, FP32[2, 2], with the fields of ``tensor`` changed."""
     fields = {"name": "x", "shape": [2, 2], "datatype": "FP32", "data": [1, 2, 3, 4], **tensor}
     rows = [{key: value for key, value in fields.items() if value is not None}]
     return json.dumps({"inputs": rows}).encode()
 
 
 def whole(**fields: Any) -> bytes:
-    """The same, with fields beside its inputs."""
+    """Return the same request, with fields in addition to its inputs."""
     return json.dumps(json.loads(body()) | fields).encode()
 
 
@@ -110,7 +110,7 @@ def test_bfloat16_is_rounded_to_the_nearest_even_and_comes_back_as_numbers() -> 
 
 @pytest.mark.parametrize("datatype", ["FP16", "BF16", "FP32", "FP64"])
 def test_what_json_has_no_word_for_comes_and_goes(datatype: str) -> None:
-    """As Python's own parser writes it, as others must, and as numbers too large for all."""
+    """The spellings are those of Python's encoder, of strict JSON, and numbers out of range."""
     ask = json.dumps(json.loads(body(datatype=datatype))).encode()
     for text in (b"[NaN, -Infinity, Infinity, 1]", b"[null, -1e999, 1e999, 1]"):
         request = oip.decode_request(ask.replace(b"[1, 2, 3, 4]", text), None)
@@ -307,7 +307,7 @@ def of_data(data: bytes, datatype: str = "FP32", count: int = 4) -> bytes:
 
 SIZE = 512 << 10
 DEAREST = {
-    # What a stranger can say that takes the most for each byte: of each kind the shortest words.
+    # Inputs that take the most memory or time per byte, each with the shortest values of a kind.
     "numbers": of_data(b"0," * (SIZE // 2) + b"0"),
     "numbers of the shape": of_data(b"0," * (SIZE // 2) + b"0", count=SIZE // 2 + 1),
     "fractions for integers": of_data(b"1.5," * (SIZE // 4) + b"0", "INT64", SIZE // 4 + 1),

@@ -1,4 +1,4 @@
-"""Shared memory that callers name: what may be named, by whom, and what they do to it meanwhile."""
+"""Shared memory that callers name: names, rights, and changes by the caller during a request."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def test_an_input_is_read_where_it_lies_and_an_output_written_there(
     assert PATH.read_bytes()[349:354] == bytes([99]) + b"abc" + bytes([103])
     assert (written.data, written.place) == (b"", at(100, 3))
     assert output is z
-    assert bytes(frame) == bytes(range(10, 30))  # ours: what changes there does not change it
+    assert bytes(frame) == bytes(range(10, 30))  # a copy, which the caller cannot change
 
 
 def test_regions_are_listed_and_forgotten_by_name_or_all(regions: SharedMemoryRegions) -> None:
@@ -78,7 +78,7 @@ def test_regions_are_listed_and_forgotten_by_name_or_all(regions: SharedMemoryRe
 def test_a_region_that_is_forgotten_while_it_is_read_is_read_to_its_end(
     regions: SharedMemoryRegions, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """Its descriptor's number would be the next file's."""
+    """Otherwise the read would continue in the next file that gets the descriptor's number."""
     preadv, begun = os.preadv, []
 
     def in_pieces(descriptor: int, buffers: Any, offset: int) -> int:
@@ -118,7 +118,7 @@ def test_no_caller_sees_anothers_region(regions: SharedMemoryRegions) -> None:
 def test_every_verb_takes_the_role_that_has_the_machine(
     regions: SharedMemoryRegions, role: Role
 ) -> None:
-    caller = Principal(tenant="", roles=frozenset({role}))  # the owner's regions would be its own
+    caller = Principal(tenant="", roles=frozenset({role}))  # the owner's tenant, but not its role
     for verb in (
         lambda: regions.register(caller, "x", {"key": KEY, "byte_size": 1}),
         lambda: regions.rows(caller),

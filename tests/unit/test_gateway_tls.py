@@ -1,4 +1,4 @@
-"""TLS over a transport that records: a handshake that stops half-way counts as a connection."""
+"""TLS over a transport that records writes; an unfinished handshake counts as a connection."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from pipeswitch.gateway.http.tls import Secured, context_of
 from tests.fuzz.gateways import Wire
 from tests.unit.test_gateway_http import LIMITS, Rig, get, rigged
 
-# A key and its certificate for tests, good for a hundred years.
+# A key and its certificate for tests, which is valid for a hundred years.
 PEM = str(Path(__file__).parents[1] / "fakes" / "localhost.pem")
 
 
@@ -26,7 +26,7 @@ def rig() -> Iterator[Rig]:
 
 
 class Caller:
-    """The other end."""
+    """Client's end of a connection."""
 
     def __init__(self, rig: Rig, peer: str = "127.0.0.1") -> None:
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
@@ -39,7 +39,7 @@ class Caller:
         self.secured.connection_made(self.wire)
 
     def greet(self) -> None:
-        """The first of its messages."""
+        """Send the first message of the handshake."""
         with pytest.raises(ssl.SSLWantReadError):
             self.tls.do_handshake()
         self._exchange()

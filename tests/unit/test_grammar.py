@@ -40,7 +40,7 @@ def matcher_of(words: Any, schema: str, answer: Sequence[int] = (), digest: str 
 
 @pytest.mark.parametrize("seed", range(5))
 def test_any_allowed_tokens_make_an_answer_that_follows_its_schema(words: Any, seed: int) -> None:
-    """Another worker takes over after any token, and allows the same ones."""
+    """Another worker may take over after any token, and it allows the same next tokens."""
     chance, end = random.Random(seed), words.token_to_id("<end>")
     text, answer = json.dumps({**REST, "properties": FORM}), list[int]()
     matcher = matcher_of(words, text)
@@ -82,11 +82,11 @@ def test_without_the_library_the_error_names_the_extra(monkeypatch: pytest.Monke
 
 def test_a_schema_needs_an_end_token_and_leaves_no_room_for_what_contradicts_it() -> None:
     check_schema("{}", [3])
-    assert ends_of((3, 4), (3, 4, 9)) == (3, 4)  # the model's own, where they count
+    assert ends_of((3, 4), (3, 4, 9)) == (3, 4)  # the model's end tokens, if it has any
     assert ends_of((), (9,)) == ends_of((3,), (9,)) == (9,)
     regexes = [{"pattern": f".*{one}.*"} for one in "abcdefghijklmnopqrstuvwxyz"]
     check_schema(json.dumps({"allOf": regexes[:8]}), [3])
-    without_limit = json.dumps({"allOf": regexes})  # to intersect these never ends
+    without_limit = json.dumps({"allOf": regexes})  # their intersection would never be finished
     for text, ends in (
         (without_limit, [3]),
         ("{", [3]),
@@ -106,7 +106,7 @@ def test_an_answer_with_a_schema_joins_a_batch_after_its_first_token() -> None:
     assert not SamplingParams(options={"logprobs": 1}).never_batch
     assert SamplingParams(options=schema).never_batch
     assert not SamplingParams(options=schema, answer=(1,)).never_batch
-    for answer, size in (((1,), 8000), ((1,) * 2000, 2)):  # many of these do not fit in a packet
+    for answer, size in (((1,), 8000), ((1,) * 2000, 2)):  # a batch would not fit into a packet
         assert SamplingParams(options={"json_schema": " " * size}, answer=answer).never_batch
 
 
@@ -119,12 +119,12 @@ def test_the_place_of_an_answer_is_kept_between_its_runs(words: Any) -> None:
     token = int(np.flatnonzero(first.allowed())[0])
     first.take(token)
     tokenizers.keep([first])
-    other = tokenizers.matcher(*place, ())  # a younger answer with this schema
+    other = tokenizers.matcher(*place, ())  # for a later answer with this schema
     assert other is not first
     assert tokenizers.matcher("d", SIZE, (*ends, 5), text, (token,)) is not first
     again = tokenizers.matcher(*place, (token,))
     assert again is first
-    third = tokenizers.matcher(*place, (token,))  # no two answers share one
+    third = tokenizers.matcher(*place, (token,))  # two answers never share a matcher
     assert third is not first
     assert np.array_equal(third.allowed(), again.allowed())
 

@@ -1,4 +1,4 @@
-"""A deep ping goes through daemon and workers, is bounded by a second, and floods no process."""
+"""Deep pings, which pass through daemon and workers, take up to a second, and flood no process."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.unit.test_scheduler_rules import Rig
 
 
 class Server(Rig):
-    """A daemon and three workers that answer when they are told to."""
+    """Server with a daemon and three workers, which answer pings when the test says so."""
 
     def __init__(self) -> None:
         self.daemon_pings: list[Ping] = []

@@ -1,4 +1,4 @@
-"""The gate's hooks on a script's model run, and are not part of what the script makes of it."""
+"""The gate's hooks on a script's model, which run but are not visible in copies and files."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def _counted() -> Iterator[None]:
 
 
 def announce(module: nn.Module, args: object) -> None:
-    """A hook of the script's own."""
+    """Hook that the script itself registers."""
     CALLS.append(100)
 
 
@@ -51,7 +51,7 @@ def test_a_call_passes_the_gate_at_each_layer_and_no_more_when_the_hooks_are_gon
         handle.remove()
     model(X)
     assert CALLS == [1, 1]
-    hook_modules([model])  # the next loop's
+    hook_modules([model])  # as the next loop does
     model(X)
     assert CALLS == [1, 1, 1, 1]
 
@@ -65,7 +65,7 @@ def saved(model: nn.Module) -> bytes:
 @pytest.mark.parametrize("dump", [pickle.dumps, saved])
 def test_a_saved_model_needs_nothing_of_ours(dump: Callable[[nn.Module], bytes]) -> None:
     model = hooked()
-    model.register_forward_pre_hook(announce)  # the script's own stays
+    model.register_forward_pre_hook(announce)  # the script's own hook is kept
     data = dump(model)
     assert b"workers.training" not in data
     assert b"announce" in data

@@ -1,7 +1,7 @@
-"""Which room may import which: the table below is the order of the house.
+"""Rooms that may import each other, by the table below.
 
-A room is a folder, or a file that stands beside the folders of ``pipeswitch/``. All imports count:
-the ones inside functions and under ``TYPE_CHECKING`` too.
+A room is a folder, or a file beside the folders of ``pipeswitch/``. All imports count, including
+those inside functions and under ``TYPE_CHECKING``.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ ROOT = Path(__file__).parents[2]
 CODE = ("pipeswitch", "workers", "memory_daemon")
 TOPS = (*CODE, "benchmarks")
 
-# From the ground up: a room imports only rooms that stand above its own line, of these the ones
-# it names. Folders of pipeswitch/ go without their first part.
+# A room may import only the rooms that its line names, which all have earlier lines. Names of
+# folders in pipeswitch/ omit that first part.
 MAY_IMPORT: Mapping[str, str] = {
-    # What everything else speaks of.
+    # Basic types.
     "base": "",
     "errors": "base",
     "sandbox": "",
@@ -34,7 +34,7 @@ MAY_IMPORT: Mapping[str, str] = {
     "commits": "base ipc",
     "inputs": "base",
     "job": "base inputs",
-    # The decisions.
+    # Decisions.
     "scheduler/policies": "planning",
     "scheduler": "base ipc planning programs scheduler/policies wire",
     "simulator": "base ipc planning programs scheduler scheduler/policies",
@@ -48,11 +48,11 @@ MAY_IMPORT: Mapping[str, str] = {
     "workers/training/": "base commits devices inputs ipc job planning programs",
     "workers/": "base devices ipc programs sandbox workers/inference/ workers/training/",
     "launch": "base ipc memory_daemon/ programs/build sandbox workers/",
-    # The server: clients' bytes to events, commands to deeds.
+    # The server, which turns clients' bytes into events and performs commands.
     "frontend": "base commits ipc job programs scheduler wire",
     "controller": "base commits devices frontend inputs ipc launch planning policies programs "
     "programs/build sandbox scheduler watchdog wire",
-    # Its users.
+    # Users of the server.
     "client": "base commits programs programs/build wire",
     "__init__": "base client job wire",
     "cluster": "base client commits controller ipc scheduler/policies simulator wire",
@@ -64,8 +64,8 @@ MAY_IMPORT: Mapping[str, str] = {
     "benchmarks/": "base cli client devices ipc job planning programs programs/build testing wire",
 }
 
-# The same inside the scheduler: what it remembers lies below what decides. Files beside the folders
-# that the table does not name are the top room, "".
+# The same for folders of the scheduler, whose stored state may not import its decisions. The room
+# "" has all files that are not in a named folder; no other room may import it.
 IN_SCHEDULER: Mapping[str, str] = {
     "events": "",
     "policies": "",
@@ -83,7 +83,7 @@ IN_SCHEDULER: Mapping[str, str] = {
     "training",
 }
 
-# The same inside other folders.
+# The same for other folders.
 IN_GATEWAY: Mapping[str, str] = {
     "http_errors": "",
     "offload": "",
@@ -122,8 +122,8 @@ TABLES: Mapping[str, Mapping[str, str]] = {
     "programs": IN_PROGRAMS,
 }
 
-# What a pure module may take from outside of the project: nothing here opens a file or a socket,
-# starts a thread or a process, or touches a device.
+# Modules outside of the project that a pure module may import. They open no files or sockets,
+# start no threads or processes, and use no device.
 PURE = (
     "__future__",
     "abc",
@@ -155,7 +155,7 @@ IMPURE_BUILTINS = {"open", "__import__", "exec", "eval", "input", "print", "brea
 
 
 def module_of(path: Path) -> str:
-    """The name under which a file is imported: the product's folders are all in ``pipeswitch``."""
+    """Return a file's import name, which begins with ``pipeswitch`` for all product folders."""
     parts = path.relative_to(ROOT).with_suffix("").parts
     inside = ("pipeswitch",) if parts[0] in CODE[1:] else ()
     return ".".join([*inside, *parts]).removesuffix(".__init__")
@@ -165,7 +165,7 @@ FILES = {module_of(path): path for top in TOPS for path in (ROOT / top).rglob("*
 
 
 def imported(tree: ast.Module, module: str, is_package: bool) -> set[str]:
-    """Full names, ``package.module.name``, of everything that a module imports."""
+    """Return the full names, ``package.module.name``, of everything that a module imports."""
     names = set()
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
@@ -179,27 +179,27 @@ def imported(tree: ast.Module, module: str, is_package: bool) -> set[str]:
 
 
 def file_of(name: str) -> str | None:
-    """The module of ours that a full name lies in; None: it is not ours."""
+    """Return the project's module that has a full name; None if it is not in the project."""
     while name and name not in FILES:
         name = name.rpartition(".")[0]
     return name or None
 
 
-@cache  # not as the file is collected, which each process does that runs tests
+@cache  # parsed in a test, not at collection, which runs in every test process
 def parsed(module: str) -> ast.Module:
     return ast.parse(FILES[module].read_text("utf-8"))
 
 
 @cache
 def names_in(module: str) -> frozenset[str]:
-    """What it imports."""
+    """Return the full names that a module imports."""
     is_package = FILES[module].name == "__init__.py"
     return frozenset(imported(parsed(module), module, is_package))
 
 
 @cache
 def arrows() -> dict[str, set[str]]:
-    """Of ours, which each module imports."""
+    """Return the project's modules that each module imports."""
     return {
         module: {target for name in names_in(module) if (target := file_of(name))} - {module}
         for module in FILES
@@ -207,7 +207,7 @@ def arrows() -> dict[str, set[str]]:
 
 
 def room_of(module: str, inside: str = "") -> str | None:
-    """The longest line of a table that a module lies in; None: it lies outside of that folder."""
+    """Return the longest room name in a table that fits a module; None if it is outside."""
     path, table = FILES[module].relative_to(ROOT), TABLES[inside]
     outside = path.parts[0] != "pipeswitch"
     place = "/".join(path.with_suffix("").parts[0 if outside else 1 :])
@@ -221,7 +221,7 @@ def room_of(module: str, inside: str = "") -> str | None:
 
 
 def found_arrows(inside: str = "") -> dict[str, set[str]]:
-    """For each room the other rooms of its table that its modules import."""
+    """Return, for each room, the other rooms of its table that its modules import."""
     arrows_seen: dict[str, set[str]] = {room: set() for room in TABLES[inside]}
     for module, others in arrows().items():
         room = room_of(module, inside)

@@ -1,4 +1,4 @@
-"""What a build fetches from a hub: whose caches, whose token, and how much of it."""
+"""Downloads of a build from a hub: the caches, the token, and the limit of bytes."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ MANIFEST = Manifest(
 
 @pytest.fixture(autouse=True)
 def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """An owner's caches, with a token; what a build sets is taken back."""
+    """Yield the folder of an owner's caches with a token; restore the environment afterwards."""
     home = tmp_path / "home"
     (tmp_path / "org" / "model").mkdir(parents=True)
     monkeypatch.chdir(tmp_path)  # where the server runs
@@ -54,7 +54,7 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 
 
 def reads_when_confined(spec: BuildSpec, work: Path, *paths: Path) -> list[str]:
-    """Of a child that is confined for this build, what it could read of each, and its tokens."""
+    """Return a confined child's token, and what it could read from each path."""
     reading, writing = os.pipe()
     child = os.fork()
     if child == 0:
@@ -98,14 +98,14 @@ def test_a_folder_that_the_owner_names_is_read_wherever_it_is(tmp_path: Path) ->
 
 
 class Ended(BaseException):
-    """The process would be gone."""
+    """End of the process."""
 
 
 def build_that(
     monkeypatch: pytest.MonkeyPatch, folder: Path, pieces: int, *, is_owners: bool
 ) -> tuple[Message, dict[str, str | None]]:
-    """Run a build of pretrained weights that fetches so many KiB; its last word, and where it
-    would have looked."""
+    """Run a build of pretrained weights that fetches ``pieces`` KiB; return its last message and
+    the environment of its search."""
     environment: dict[str, str | None] = {}
 
     def build(spec: BuildSpec, work: Path, progress: Any, disk_bytes: int, **_: bool) -> Manifest:
@@ -119,7 +119,7 @@ def build_that(
         for piece in range(pieces):
             (cache / f"part-{piece}").write_bytes(bytes(KIB))
         is_over = pieces * KIB > disk_bytes and not is_owners
-        for meter in meters:  # it looks when it likes: at the latest when it is asked
+        for meter in meters:  # a real meter looks at any time, at the latest when it is closed
             meter.close()
             if is_over:
                 meter._on_over(hub.folder_bytes(cache))
@@ -150,7 +150,7 @@ def build_that(
         disk_bytes=8 * KIB,
         is_sandboxed=True,
         is_owners=is_owners,
-        threads=torch.get_num_threads(),  # it sets them for good: here they stay what they are
+        threads=torch.get_num_threads(),  # the build sets the number of this process's threads
     )
     try:
         build_process.run(settings, sent)  # type: ignore[arg-type]

@@ -1,4 +1,4 @@
-"""A shared loader's batches: those of the job alone, whoever loads them, wherever it resumes."""
+"""Batches of a shared loader, which are the same as without sharing, also after a resume."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ PASS = SAMPLES // BATCH
 
 
 class Noisy(Dataset[tuple[torch.Tensor, int]]):
-    """Draws from the three global generators; counts what it is asked for."""
+    """Dataset that draws from the three global generators, and counts its calls."""
 
     def __init__(self, factor: float = 1.0) -> None:
         self.calls = 0
@@ -47,7 +47,7 @@ def noisy(**options: Any) -> DataLoader[Any]:
 
 
 class Script:
-    """A job's side: its loader, its ring, its step."""
+    """Job's side of the sharing: its loader, its ring, and its step."""
 
     def __init__(self, descriptor: int, name: str, loader: Any = None, **options: Any) -> None:
         self.step = 0
@@ -59,7 +59,7 @@ class Script:
         )
 
     def batches(self, count: int) -> Iterator[Any]:
-        """Passes one after the other, one batch at a time."""
+        """Yield ``count`` batches, over one or several passes."""
         while True:
             for batch in self.shared:
                 yield batch
@@ -73,7 +73,7 @@ def alone(count: int, **options: Any) -> list[Any]:
 
 
 def count(descriptor: int, jobs: int) -> None:
-    """As the controller does."""
+    """Write the number of sharing jobs into the ring, as the controller does."""
     os.pwrite(descriptor, jobs.to_bytes(8, sys.byteorder), SHARERS_BYTE)
 
 
@@ -96,9 +96,9 @@ def test_two_jobs_see_what_each_sees_alone_and_the_loader_runs_once(memory: int)
     for want, x, y in zip(expected, a.batches(15), b.batches(15), strict=True):
         assert equal(x, want)
         assert equal(y, want)
-    assert torch.equal(torch.get_rng_state(), before)  # the script's are left alone
+    assert torch.equal(torch.get_rng_state(), before)  # the script's generators do not change
     assert (a.shared.loaded, a.shared.found) == (15, 0)
-    assert (b.shared.loaded, b.shared.found) == (1, 15)  # one, to compare
+    assert (b.shared.loaded, b.shared.found) == (1, 15)  # one batch is loaded for comparison
     assert a.loader.dataset.calls == 3 * SAMPLES
 
 
@@ -152,7 +152,7 @@ def test_a_pass_in_the_body_of_another_is_not_the_one_that_is_resumed() -> None:
 
 
 def test_other_jobs_keep_their_batches_where_one_is_killed_while_it_loads(memory: int) -> None:
-    """A child takes the first batch, begins the second, and dies there."""
+    """The killed child has taken the first batch and dies while it loads the second one."""
     expected = alone(PASS)
     reading, writing = os.pipe()
 
@@ -169,7 +169,7 @@ def test_other_jobs_keep_their_batches_where_one_is_killed_while_it_loads(memory
     os.read(reading, 1)
     survivor = Script(memory, "b").batches(PASS)
     got = [next(survivor)]
-    os.kill(pid, signal.SIGKILL)  # without it the next batch would be waited for
+    os.kill(pid, signal.SIGKILL)  # otherwise the survivor would wait for the second batch
     os.waitpid(pid, 0)
     assert all(map(equal, [*got, *survivor], expected))
     os.close(reading)
@@ -202,7 +202,7 @@ def test_a_write_in_place_is_refused_and_reaches_no_other_job(memory: int) -> No
 def test_a_batch_that_the_script_keeps_stays_as_it_was(memory: int) -> None:
     a, b = Script(memory, "a"), Script(memory, "b")
     batches_kept = []
-    count = 20 * PASS  # some twenty times the ring
+    count = 20 * PASS  # about twenty times the ring's size
     for x, _ in zip(a.batches(count), b.batches(count), strict=True):
         if a.step % 50 == 0:
             batches_kept.append(x)
@@ -236,7 +236,7 @@ def test_jobs_with_another_order_batch_size_seed_or_bytes_are_refused(memory: in
 
 
 class AtOnce:
-    """A batch sampler that draws a whole pass as it begins."""
+    """Batch sampler that draws a whole pass when the pass begins."""
 
     def __init__(self, generator: torch.Generator | None = None) -> None:
         self.generator = generator
@@ -252,7 +252,7 @@ class AtOnce:
 def test_an_order_that_is_drawn_at_once_is_the_same_in_every_job(memory: int) -> None:
     a, b = (Script(memory, name, DataLoader(Noisy(), batch_sampler=AtOnce())) for name in "ab")
     want = [[part.clone() for part in batch] for batch in a.batches(2 * PASS)]
-    torch.manual_seed(5)  # the script's own
+    torch.manual_seed(5)  # a seed that the script sets must have no effect
     assert all(map(equal, b.batches(2 * PASS), want))
 
 
@@ -359,7 +359,7 @@ def test_the_table_survives_a_death_in_the_middle_of_a_write(memory: int) -> Non
     ring = a.shared._ring
     newer = ring._newer[0]
     start = os.sysconf("SC_PAGESIZE") + (newer + 1) % 2 * (256 << 10)
-    ring._head[start : start + 64] = b"\xff" * 64  # the idle half, half written
+    ring._head[start : start + 64] = b"\xff" * 64  # an unfinished write into the idle half
     assert Script(memory, "b").shared._ring is not None
     assert all(map(equal, batches, alone(PASS)[1:]))
 
@@ -368,7 +368,7 @@ def test_a_pass_that_was_left_in_its_first_body_is_not_begun_again() -> None:
     first, second = Script(-1, ""), Script(-1, "")
     batches = iter(first.shared)
     next(batches)
-    second.shared.pass_by(first.shared.state_dict())  # no step was made: only this tells
+    second.shared.pass_by(first.shared.state_dict())  # the only information before the first step
     expected = next(iter(first.shared))
     assert equal(next(iter(second.shared)), expected)
     assert not equal(expected, alone(1)[0])
@@ -380,13 +380,13 @@ def test_a_job_that_is_alone_in_its_group_uses_no_ring_until_another_one_comes(m
     batches = first.batches(2 * PASS)
     expected = alone(2 * PASS)
     got = [[part.clone() for part in next(batches)] for _ in range(PASS)]
-    assert os.fstat(memory).st_blocks * 512 <= HEAD_BYTES  # nothing was written into it
+    assert os.fstat(memory).st_blocks * 512 <= HEAD_BYTES  # no batch was written to the ring
     count(memory, 2)
     got += [[part.clone() for part in next(batches)] for _ in range(PASS)]
     assert all(map(equal, got, expected))
     second = Script(memory, "two")
     assert all(map(equal, second.batches(2 * PASS), expected))
-    assert (second.shared.loaded, second.shared.found) == (PASS + 1, PASS)  # one is compared
+    assert (second.shared.loaded, second.shared.found) == (PASS + 1, PASS)  # 1 for comparison
 
 
 def test_a_job_that_is_left_alone_finds_what_the_others_had_loaded(memory: int) -> None:
@@ -396,4 +396,4 @@ def test_a_job_that_is_left_alone_finds_what_the_others_had_loaded(memory: int) 
         pass
     count(memory, 1)
     assert all(map(equal, second.batches(2 * PASS), alone(2 * PASS)))
-    assert (second.shared.loaded, second.shared.found) == (PASS + 1, PASS)  # one is compared
+    assert (second.shared.loaded, second.shared.found) == (PASS + 1, PASS)  # 1 for comparison

@@ -1,4 +1,4 @@
-"""Which batches lie in the ring of shared input, and for whom."""
+"""Table of the batches in the ring of shared input, and of the jobs that need them."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def label(index: int, *, begins: int = 0, order: str = "") -> Label:
 
 
 class Jobs:
-    """Subscribers that load what they are told to; each holds its last batch."""
+    """Jobs that load batches when the table says so; each holds its last batch."""
 
     def __init__(self, room: int) -> None:
         self.table = BatchTable(capacity_bytes=room * SIZE)
@@ -30,7 +30,7 @@ class Jobs:
         return self.table.take(job, f"job-{job}", label(index), FACTS | facts, entries)
 
     def step(self, job: int, index: int) -> bool:
-        """Take a batch, loading it if need be; was it found?"""
+        """Take a batch, loaded if necessary; return True if the ring had it."""
         answer = self.take(job, index)
         if isinstance(answer, HeldBatch):
             self.held[job] = [answer.entry.id]
@@ -44,7 +44,7 @@ class Jobs:
         return False
 
     def check(self) -> None:
-        """Extents lie apart and within; what is held is there."""
+        """Check that batches do not overlap, lie in the ring, and are there if a job holds them."""
         placed = sorted((e.offset_bytes, e.size_bytes) for e in self.table.entries if e.size_bytes)
         ends = [offset + size for offset, size in placed]
         assert all(end <= start for end, (start, _) in zip(ends, placed[1:], strict=False))
@@ -82,19 +82,19 @@ def test_a_job_that_is_ahead_by_more_than_the_ring_leaves_in_it_what_the_other_w
     for index in range(20):
         jobs.step(1, index)
     indices = [index for index in range(1, 20) if jobs.step(2, index)]
-    assert indices[:3] == [1, 2, 3]  # the fourth place was held, by the one ahead
+    assert indices[:3] == [1, 2, 3]  # the job ahead holds the fourth place
 
 
 def test_no_job_waits_for_one_that_is_behind_or_gone() -> None:
     jobs = Jobs(room=4)
     jobs.step(3, 0)
-    for index in range(50):  # 3 stands still: suspended, or paused and gone
+    for index in range(50):  # job 3 makes no progress, as if suspended, or paused and gone
         jobs.step(1, index)
         jobs.step(2, index)
     jobs.table.drop(3)
     loads = len(jobs.loads)
     assert all(jobs.step(1, index) <= jobs.step(2, index) for index in range(50, 99))
-    assert len(jobs.loads) - loads == 49  # once each
+    assert len(jobs.loads) - loads == 49  # each batch is loaded once
 
 
 def test_what_a_job_still_maps_is_never_overwritten() -> None:

@@ -1,4 +1,4 @@
-"""A log is cut at characters, whatever is in it."""
+"""Logs of jobs, which are cut only between characters, whatever they contain."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def test_of_a_long_log_the_newest_stays_and_who_follows_goes_on(tmp_path: Path) 
                 assert held_bytes(log.fileno()) <= 2 * resident_bytes
                 piece = read_piece(tmp_path, JobName("j"), "logs", follows)
                 follows, read = piece["offset_bytes"], read + piece["text"]
-    assert (follows, CUT in read) == (written, False)  # it was there all the time
+    assert (follows, CUT in read) == (written, False)  # a reader that follows misses nothing
     assert [int(line.split()[1]) for line in read.splitlines()] == list(range(20_000))
     late = read_piece(tmp_path, JobName("j"), "logs", 0)
     assert late["text"].startswith(f"{CUT}line ")
@@ -103,10 +103,10 @@ def test_what_a_script_puts_in_place_of_its_files_is_not_read(
     path.unlink(missing_ok=True)
     {"fifo": os.mkfifo, "link": lambda at: at.symlink_to(secret), "folder": Path.mkdir}[kind](path)
     stream = "logs" if "log" in place else "state"
-    with pytest.raises(ModelNotFound):  # at once: the server would wait for a writer
+    with pytest.raises(ModelNotFound):  # at once, not after a wait for a fifo's writer
         read_piece(tmp_path, JobName("j"), stream, 0)
     assert read_life(path) == Life()
-    if stream == "state":  # a server that starts looks at them, too
+    if stream == "state":  # a starting server reads the commits, too
         with pytest.raises((RemoteProtocolError, OSError)):
             load_commit(commits)
         remove_unnamed(commits)

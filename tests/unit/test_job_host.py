@@ -1,4 +1,4 @@
-"""What a training session asks of its process: commits are numbered, answers belong to one."""
+"""Requests of a training session to its process: numbered commits, each with its own answer."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ EPOCH = OpId(7)
 
 
 class Sent:
-    """The task channel: keeps what is sent."""
+    """Task channel that collects all sent messages."""
 
     def __init__(self) -> None:
         self.messages: list[Message] = []
@@ -27,7 +27,7 @@ class Sent:
 
 
 class View:
-    """The device: whatever was computed has been computed."""
+    """Device whose computations have always ended."""
 
     device = None
 
@@ -76,7 +76,7 @@ def test_commits_are_numbered_from_one_in_each_dispatch_also_those_of_one_step()
 
 
 def test_an_answer_that_is_told_again_is_none_to_the_next_commit() -> None:
-    """Else the optimizer would write what is being copied."""
+    """Otherwise the optimizer would write to tensors that are being copied."""
     task = Sent()
     host = host_of(task)
     host.begin_commit(5, [(0, 8)])
@@ -94,7 +94,7 @@ def test_steps_behind_the_last_report_of_a_killed_process_are_counted_by_the_nex
     tmp_path: Path,
 ) -> None:
     log_path = str(tmp_path / "job-j.log")
-    host_of(Sent(), log_path=log_path).reached(30)  # and killed; the controller knows of 12 steps
+    host_of(Sent(), log_path=log_path).reached(30)  # then killed; the controller knows 12 steps
     task = Sent()
     host = host_of(task, log_path=log_path, restarts=1, steps_recomputed=7, last_step=12)
     host.resumes_at(5)
@@ -104,5 +104,5 @@ def test_steps_behind_the_last_report_of_a_killed_process_are_counted_by_the_nex
     host.reached(6)
     assert read_life(tmp_path / "job-j.progress") == Life(True, 1, 25, 6), "for the next server"
     quiet = Sent()
-    host_of(quiet, log_path=log_path).resumes_at(0)  # a new job of this name
+    host_of(quiet, log_path=log_path).resumes_at(0)  # a new job of the same name
     assert not quiet.messages

@@ -1,4 +1,4 @@
-"""Outside the server ``job`` is a plain loop."""
+"""``job`` outside of a server, where its loop is a plain loop."""
 
 from __future__ import annotations
 

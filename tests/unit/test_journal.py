@@ -1,4 +1,4 @@
-"""The journal keeps what was written, nothing of what was not, and survives damage."""
+"""Journal: keeps exactly the entries that were written, and survives damage."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def opened(folder: Path) -> Iterator[JournalFile]:
 
 @contextmanager
 def largest_file(size_bytes: int) -> Iterator[None]:
-    """The disk is full for whatever would grow beyond; nothing is sent to this process."""
+    """Limit the size of files, as on a full disk; the limit's signal is ignored."""
     import signal
 
     before, handler = resource.getrlimit(resource.RLIMIT_FSIZE), signal.getsignal(signal.SIGXFSZ)
@@ -184,7 +184,7 @@ def test_models_of_a_release_without_tenants_are_the_owners(tmp_path: Path) -> N
 
 
 def test_what_was_appended_is_there_though_nothing_was_closed(tmp_path: Path) -> None:
-    """The file and its write-ahead log as a kill leaves them."""
+    """A kill leaves the file and its write-ahead log in this state."""
     copy = tmp_path / "copy"
     copy.mkdir()
     with opened(tmp_path) as file:
@@ -290,7 +290,7 @@ def test_a_journal_is_the_owners_alone(tmp_path: Path) -> None:
         FILE_NAME + "-wal": 0o600,
         BACKUPS[0]: 0o600,
         "commits": 0o700,
-    }  # and no file is mapped
+    }  # no "-shm" file, because the log's index is not mapped
 
 
 @pytest.mark.parametrize("damage", ["header", "page", "empty-table", "no-table", "garbage"])
@@ -306,7 +306,7 @@ def test_a_damaged_database_is_set_aside_with_one_warning(
     match damage:
         case "header":
             data[0:16] = b"not a database!!"
-        case "page":  # all that follow the schema but the last
+        case "page":  # all pages between the schema and the last page
             data[4096:-4096] = b"\xa5" * (len(data) - 8192)
         case "empty-table":
             data[4096:8192] = bytes(4096)
@@ -418,7 +418,7 @@ def contents(file: JournalFile) -> dict[str, dict[str, Any]]:
 
 
 def filled(folder: Path) -> dict[str, dict[str, Any]]:
-    """A state directory with entries, programs and a commit; what its journal holds."""
+    """Fill a state directory with entries, programs and a commit; return the journal's content."""
     with opened(folder) as file:
         for entry in WHOLE:
             file.append(entry)
@@ -469,7 +469,7 @@ def test_a_journal_is_written_again_from_what_lies_beside_it(
 ) -> None:
     before = filled(tmp_path)
     damage(tmp_path / FILE_NAME)
-    for path in tmp_path.glob("*/*~*"):  # a clock may be too coarse to tell which came first
+    for path in tmp_path.glob("*/*~*"):  # a coarse clock may give files the same time
         os.utime(path, ns=(0, 0))
     doomed = {
         "all": [],

@@ -1,4 +1,4 @@
-"""A lane does its work in order, on its own thread, and keeps none of it."""
+"""Worker thread: does its work in order, on its own thread, and keeps no reference to it."""
 
 from __future__ import annotations
 
@@ -116,7 +116,7 @@ def test_without_a_thread_files_are_closed_at_once(monkeypatch: pytest.MonkeyPat
 
 def test_work_that_is_done_holds_its_payload_no_longer() -> None:
     class Payload:
-        """Something large."""
+        """Stand-in for a large object."""
 
     thread, is_done, is_looking = WorkerThread("test-lane"), threading.Event(), threading.Event()
     payload = Payload()

@@ -1,4 +1,4 @@
-"""The checker of plain English (``lint/language.py``) finds what it is for."""
+"""The checker of plain English (``lint/language.py``), which finds what it should."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Requests for versions that leave, in any order of what frontends heard and what happened."""
+"""Requests for versions that leave, from frontends with old or new lists of versions."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ STEPS = st.lists(
 
 
 class Frontend(Rig):
-    """A scheduler, and all that its frontend has ever known: a request may be of any of that."""
+    """Scheduler with all lists of versions that its frontend ever had; requests use any of them."""
 
     def __init__(self) -> None:
         self.known: list[tuple[ev.ModelAvailable, ...]] = [()]
@@ -44,7 +44,7 @@ class Frontend(Rig):
                 self.known.append(tuple(versions))
 
     def ask_as(self, announced: ev.ModelAvailable, version: int) -> ev.Token:
-        """As the frontend asks that has heard of this one; 0: the caller named no version."""
+        """Send a request for an announced version; ``version`` 0: the caller named none."""
         return self.infer(
             announced.model,
             digest=announced.manifest.digest,
@@ -52,7 +52,7 @@ class Frontend(Rig):
         )
 
     def serve(self) -> None:
-        """What computes ends, if its model is there or comes now; a job is suspended."""
+        """End the computing task, after its model has arrived; suspend a stopping job first."""
         for job in self.state.jobs.values():
             if job.state.state is TaskState.STOPPING:
                 self.park(job, self.state.owner.pending.turn)

@@ -1,4 +1,4 @@
-"""Which request is first, without a look at all: the same as with one."""
+"""The queue's first request, found without a look at every request, compared with a full look."""
 
 # mypy: disable-error-code="arg-type"
 
@@ -22,7 +22,7 @@ MAX_WAIT_MS = 100.0
 
 
 class Device:
-    """What a queue is asked with, at random."""
+    """Queue with the facts that its policy uses, which a test changes at random."""
 
     def __init__(self, policy: policies.Policy) -> None:
         self.order = policy.order
@@ -50,7 +50,7 @@ class Device:
         return policies.View(self.now_ms)
 
     def by_looking_at_all(self) -> list[Request]:
-        """In the order in which each would be tried, as if memory never sufficed."""
+        """Return all requests in the order in which they are tried if none has memory."""
         return sorted(self.queue, key=lambda r: self.order.rank(self.view(r), self.at()))
 
     def heads(self) -> list[tuple[policies.Waiting, Request]]:
@@ -58,7 +58,7 @@ class Device:
 
 
 def tried(pairs: list[tuple[policies.Waiting, Request]], device: Device) -> list[int]:
-    """What a dispatch tries in turn when each that it tries has no memory."""
+    """Return the tokens that a dispatch tries in turn if no request has memory."""
     blocked: list[policies.Waiting] = []
     tokens = []
     for view, request in pairs:
@@ -100,7 +100,7 @@ def test_the_same_requests_are_tried_as_by_a_look_at_all(
             case ("add", model, priority, deadline_ms, aged_ms):
                 device.count += 1
                 deadline = None if deadline_ms is None else device.now_ms + deadline_ms
-                came_at_ms = device.now_ms - aged_ms  # its worker died, and it is queued again
+                came_at_ms = device.now_ms - aged_ms  # earlier if it is queued again after a death
                 device.queue.add(
                     Request(
                         device.count,
@@ -152,13 +152,13 @@ def test_a_decision_ranks_only_the_lines_that_changed(
     device.heads()
     ranked.clear()
     _, first = device.heads()[0]
-    assert ranked == []  # nothing has changed
+    assert ranked == []  # a second look without a change ranks nothing
     device.queue.discard(first)
     device.on_device.add("m1")
     device.queue.changed("m1")
     device.heads()
     assert set(ranked) <= {first.model, "m1"}
-    assert len(ranked) <= 4  # a line for each priority
+    assert len(ranked) <= 4  # a line per model and priority
 
 
 def test_a_window_runs_what_waited_in_its_lines_before_anything_later() -> None:
@@ -185,7 +185,7 @@ def test_a_window_runs_what_waited_in_its_lines_before_anything_later() -> None:
     for model in "abac":
         ask(model)
     assert run() == "b"
-    ask("b")  # for the next window
+    ask("b")  # belongs to the next window
     assert [run() for _ in range(4)] == ["a", "a", "b", "c"]
     assert windows == [(["a", "b"], [2, 1]), (["c", "b"], [1, 1])]
     assert device.heads() == []

@@ -1,4 +1,4 @@
-"""The table of a message at the owner's plain socket, and the share: what a peer may say of it."""
+"""Table of a message at the owner's plain socket, and the shared memory that a peer may name."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ parts = st.lists(
 
 @pytest.fixture
 def share() -> Iterator[tuple[ShmSegment, ShmSegment]]:
-    """The client's side and the server's."""
+    """Yield the client's and the server's side of a shared segment."""
     descriptor = sealed_memfd("share", 2 * HALF)
     yield ShmSegment(descriptor, is_servers=False), ShmSegment(descriptor, is_servers=True)
     os.close(descriptor)

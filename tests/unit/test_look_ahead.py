@@ -1,4 +1,4 @@
-"""The link works for the next request while the device computes; it takes no wanted memory."""
+"""Look-ahead: the next request's model is sent during a computation, and evicts no wanted model."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from pipeswitch.simulator.programs import program_of
 from pipeswitch.simulator.world import World
 
 MIB = 1 << 20
-COPY_MS = 8.0  # of a model of 4 MiB
+COPY_MS = 8.0  # time to copy a model of 4 MiB
 COMPUTE_MS = {"long": 100.0, "short": 1.0, "next": 4.0, "other": 4.0}
 
 
 class Server(World):
-    """Models of 4 MiB each, none on the device."""
+    """Server with models of 4 MiB each, none of them resident."""
 
     def __init__(self, arena_mib: int = 64, **settings: Any) -> None:
         self.ends_ms: dict[ev.Token, float] = {}
@@ -54,7 +54,7 @@ class Server(World):
 
 @pytest.mark.parametrize("look_ahead", [True, False])
 def test_the_third_requests_model_is_sent_while_the_first_computes(look_ahead: bool) -> None:
-    """Without, its copy begins as the second one computes, which is shorter than a copy."""
+    """Without look-ahead, its copy begins during the second request, which is too short for it."""
     server = Server(look_ahead=look_ahead)
     began_ms = server.now_ms
     tokens = [server.ask(name) for name in ("long", "short", "next")]
@@ -65,18 +65,18 @@ def test_the_third_requests_model_is_sent_while_the_first_computes(look_ahead: b
     assert third - second == (COMPUTE_MS["next"] if look_ahead else COPY_MS - 1.0 + last_group_ms)
     assert [name for _, name in server.sent] == ["long", "short", "next"]
     assert server.sent[2][0] - began_ms == (2 * COPY_MS if look_ahead else first)
-    assert server.switches == ["long", "short", "next"]  # each is told once, as it is dispatched
+    assert server.switches == ["long", "short", "next"]  # each is reported once, at its dispatch
 
 
 def test_it_evicts_no_model_that_a_request_waits_for() -> None:
-    server = Server(arena_mib=14)  # room for three
+    server = Server(arena_mib=14)  # room for three models
     for name in ("other", "long", "short"):
         server.ask(name)
         server.run()
     server.sent.clear()
     waiting = [server.ask(name) for name in ("long", "short", "other", "next")]
     server.run(server.now_ms + 50.0)
-    assert server.sent == []  # "other" is waited for, the others compute
+    assert server.sent == []  # a request waits for "other", and the other two compute
     server.run()
     assert [name for _, name in server.sent] == ["next"]
     assert all(token in server.ends_ms for token in waiting)

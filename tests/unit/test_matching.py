@@ -1,4 +1,4 @@
-"""A job's tensors are a program's weights by name, or the error names each that is not."""
+"""Matching of a job's tensors to a program's weights by name; an error lists every mismatch."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ EMA = of("ema.module.", fc_weight=(2, 3), fc_bias=(2,)) | of("ema.", averaged=()
         (of("0.", fc_weight=(2, 3), fc_bias=(2,)), "0."),
         (EMA, "ema.module."),
         (of("model._orig_mod.", fc_weight=(2, 3), fc_bias=(2,)), "model._orig_mod."),
-        (FC, ""),  # two parts of it, "fc.weight" of "fc"
+        (FC, ""),  # the job's names equal the program's
     ],
 )
 def test_weights_are_found_whatever_else_a_job_trains(names: Given, prefix: str) -> None:
@@ -49,7 +49,7 @@ def test_where_several_parts_fit_one_is_named() -> None:
 
 
 def test_parts_may_be_the_program_together() -> None:
-    """Two models in a list were served as the Sequential of both."""
+    """A program may be a Sequential of two models that a job trains in a list."""
     both = of("0.", w=(1,)) | of("1.", w=(1,))
     assert match(both, both) == {"0.w": "0.w", "1.w": "1.w"}
     copied = both | of("2.0.", w=(1,)) | of("2.1.", w=(1,))

@@ -1,4 +1,4 @@
-"""Jobs that move to another device: what is lost when something dies meanwhile."""
+"""Jobs that move to another device, also when a process dies during the move."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ TRAINING = Training(steps=60, slice_bytes=4 * MIB, state_bytes=MIB, step_ms=100.
 
 
 class Server:
-    """Two devices, and a job that has begun on the first."""
+    """Server with two devices, and a job that has begun on the first."""
 
     def __init__(self, **settings: float) -> None:
         self.settings = SchedulerSettings(
@@ -71,7 +71,7 @@ class Server:
             self.run(0.01)
 
     def finish(self) -> Job:
-        """No process, lease or client is left behind."""
+        """Run to the job's end; check that no lease and no open request is left; return the job."""
         self.world.run()
         regions = [one for d in self.scheduler.machine.devices for one in d.arena.regions]
         assert {region.owner.kind for region in regions} <= {"fences", "model"}
@@ -103,7 +103,7 @@ def test_a_job_that_its_device_is_asked_to_keep_is_not_evicted() -> None:
 
 def test_a_job_waits_on_its_device_until_the_other_one_is_ready() -> None:
     server = Server(restart_backoff_ms=500.0)
-    for _ in range(3):  # it is started again at once after its first death, not after the next
+    for _ in range(3):  # the daemon restarts at once after its first death, later ones are delayed
         daemon = server.world.daemons[1]
         if daemon is not None:
             daemon.end(-9)
@@ -123,7 +123,7 @@ def test_what_an_idle_job_leaves_behind_is_zeroed_before_a_model_comes_there() -
     )
     server.run(50.0)
     server.move(1)
-    server.clients.infer(ModelName("m"))  # the world refuses what overlaps a slice's bytes
+    server.clients.infer(ModelName("m"))  # the world raises if a model overlaps the slice
     server.finish()
     assert server.clients.outcomes["ok"] == 4
 
@@ -131,7 +131,7 @@ def test_what_an_idle_job_leaves_behind_is_zeroed_before_a_model_comes_there() -
 @pytest.mark.parametrize("victim", ["process", "old daemon", "new daemon"])
 def test_whatever_dies_during_a_move_the_last_commit_counts(victim: str) -> None:
     server = Server()
-    server.run(400.0)  # it has committed
+    server.run(400.0)  # the job has committed
     server.move(1)
     server.run_until_it_leaves()
     if victim == "process":
@@ -139,7 +139,7 @@ def test_whatever_dies_during_a_move_the_last_commit_counts(victim: str) -> None
     else:
         server.world.daemons[int(victim == "new daemon")].end(-9)
     server.run(100.0)
-    assert server.job.progress.restarts == (victim == "process")  # else it has unwound by then
+    assert server.job.progress.restarts == (victim == "process")  # a daemon dies after the unwind
     server.finish()
     assert server.on == 1
 
@@ -206,7 +206,7 @@ def test_a_job_is_limited_to_devices_and_is_where_it_was_after_a_restart() -> No
 
 
 def hold(server: Server, ms: float) -> None:
-    """Requests that only the first device may serve keep it computing."""
+    """Keep the first device busy with requests that no other device may serve."""
     program = program_of("dm", MIB, groups=2, layer_ms=50.0)
     server.clients.register(ModelName("m"), program, devices=("cpu:0",))
     server.run(50.0)
@@ -240,8 +240,8 @@ def test_a_job_that_its_user_sent_somewhere_stays_there() -> None:
 
 @pytest.mark.parametrize("seed", range(6))
 def test_a_hundred_moves_evictions_and_kills_lose_and_repeat_no_committed_step(seed: int) -> None:
-    """The world compares each image with the one of an undisturbed run (I2), and each use of a
-    range with those of others (I4)."""
+    """The world compares each image with that of an undisturbed run (I2), and checks that no two
+    processes use a range (I4)."""
     chance = random.Random(seed)
     server = Server(max_job_deaths=1000, max_daemon_restarts=1000, restart_backoff_ms=10.0)
     for _ in range(100):
@@ -265,7 +265,7 @@ def test_a_hundred_moves_evictions_and_kills_lose_and_repeat_no_committed_step(s
 
 
 def test_each_slot_that_jobs_in_place_and_standbys_take_has_a_bell() -> None:
-    """A worker in a slot without one could not start."""
+    """A worker in a slot without a doorbell could not start."""
     config = Config()
     doorbells = sizes_of(config, [ChosenDevice(kind=CpuKind(), name="cpu")])[0].doorbell_count
     settings = SchedulerSettings(
@@ -281,5 +281,5 @@ def test_each_slot_that_jobs_in_place_and_standbys_take_has_a_bell() -> None:
         world.clients.train(JobName(name), TRAINING)
     world.run(1000.0)
     slots = scheduler.machine.devices[0].state.workers
-    assert len(slots) > 1 + config.workers.standby + 1  # several are suspended
+    assert len(slots) > 1 + config.workers.standby + 1  # several jobs are suspended
     assert max(slots) < doorbells

@@ -1,4 +1,4 @@
-"""Trees around named tensors: what goes in comes back, and what an enemy made is refused."""
+"""Trees of named tensors: each survives a round trip, and malicious trees are refused."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ from pipeswitch.wire.request_timing import RequestTiming
 
 
 class Leaf:
-    """Stands for a tensor."""
+    """Stand-in for a tensor."""
 
 
 def is_leaf(value: Any) -> bool:
@@ -122,7 +122,7 @@ def test_a_tree_that_is_none_is_refused_wherever_it_comes_from(tree: Any, tmp_pa
     with pytest.raises(RegistrationRefused):
         check_tree(tree, "output", ["a"])
     if tree is None:
-        return  # a signature without a tree
+        return  # a signature without a tree is valid
     graph = {
         "version": 2,
         "inputs": [spec("x")],
@@ -187,7 +187,7 @@ def test_a_bundle_without_trees_is_as_it_was() -> None:
 
 
 def admitted(nested: Any) -> dict[str, float]:
-    """Each input's first number, as the model would see it."""
+    """Return the first number of each input, as the model gets it."""
     tensors, frames, _ = to_frames(nested)
     header = RequestHeader(v=1, op="infer", id="1", model="m", inputs=tensors)
     announced = ModelAvailable(model=ModelName("m"), manifest=MANIFEST, priority=0)
@@ -292,7 +292,7 @@ class Echo(torch.nn.Module):
 
 
 def test_a_module_is_called_with_the_classes_of_its_example() -> None:
-    """Also a numpy array in it is a tensor, and a frozen dataclass itself again."""
+    """A numpy array in the example becomes a tensor, and a frozen dataclass keeps its class."""
     example = named_inputs(Echo(), (torch.zeros(2), State(np.ones(2), None)), None)
     assert example.names == ["x", "state.h"]
     answer = Flat(Echo(), example).nested([torch.ones(2), torch.full((2,), 5.0)])

@@ -1,4 +1,4 @@
-"""What callers may write for the dimensions that requests choose."""
+"""Values that callers may give for open dimensions, whose extents requests choose."""
 
 from __future__ import annotations
 

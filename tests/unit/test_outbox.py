@@ -1,4 +1,4 @@
-"""What leaves: the loop does not stand still for those who do not read."""
+"""Send queue: clients that do not read never block the loop."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pipeswitch.frontend.transport.send_queue import SHORT_BYTES, SLOW_CLIENT_MS
 
 
 class FullPeer:
-    """A connection whose reader leaves everything lying, until it reads."""
+    """Connection to a peer that reads nothing until the test says so."""
 
     needs_poll = False
     is_full = True
@@ -26,7 +26,7 @@ class FullPeer:
 
 
 class Rig:
-    """An outbox with one client, and a clock."""
+    """Send queue with one client and a clock."""
 
     def __init__(self) -> None:
         self.now_ms, self.peer, self.said = 0.0, FullPeer(), list[bool]()
@@ -92,7 +92,7 @@ LONG, SHORT = SHORT_BYTES + 1, SHORT_BYTES
 def test_short_messages_leave_before_long_answers_but_the_one_that_has_begun() -> None:
     answers = [(size, True) for size in (LONG, LONG, LONG, SHORT, LONG, SHORT)]
     assert order(*answers) == [0, 3, 5, 1, 2, 4]
-    assert order((LONG, True), (LONG, True), (SHORT, False)) == [0, 2, 1]  # a step's news
+    assert order((LONG, True), (LONG, True), (SHORT, False)) == [0, 2, 1]  # a step's progress
 
 
 def test_nothing_overtakes_a_message_that_more_may_follow() -> None:

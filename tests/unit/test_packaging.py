@@ -1,4 +1,4 @@
-"""What cannot be built here is read: containers name what exists: files, settings, ports, paths."""
+"""Container files, which are read but not built: their files, settings, ports and paths exist."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def instructions(name: str) -> list[str]:
 
 
 def of_image() -> dict[str, str]:
-    """The environment that every container of it has."""
+    """Return the environment variables that the image sets."""
     return dict(re.findall(r"\b([A-Z_]+)=(\S+)", " ".join(instructions("ENV"))))
 
 
@@ -55,7 +55,7 @@ def test_the_image_copies_what_is_there_and_all_that_is_installed() -> None:
     assert {f"!{source}" for source in copied} <= set(context)
     (extras,) = re.findall(r"/src\[([\w,]+)\]", DOCKERFILE)
     assert set(extras.split(",")) <= set(PROJECT["project"]["optional-dependencies"])
-    assert instructions("FROM")[0].split()[0] == instructions("FROM")[1]  # one Python for both
+    assert instructions("FROM")[0].split()[0] == instructions("FROM")[1]  # with the same Python
 
 
 def test_the_image_runs_as_its_own_user_and_says_how_it_is() -> None:
@@ -76,15 +76,15 @@ def test_the_image_runs_as_its_own_user_and_says_how_it_is() -> None:
 def test_a_server_takes_every_setting_of_a_container(
     environment: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.chdir(tmp_path)  # no file of settings
+    monkeypatch.chdir(tmp_path)  # a folder without a settings file
     environ = of_image() | environment
     assert set(map(type, environ.values())) == {str}
     assert load(environ=environ).gateway.behind_proxy
     for name, value in environ.items():
         if name.startswith("PIPESWITCH_"):
-            assert "__" in name or name == PROFILES_VARIABLE  # others are not read
+            assert "__" in name or name == PROFILES_VARIABLE  # other names are ignored
             if "/" in value:
-                assert value.startswith(f"{STATE}/"), name  # the volume keeps it
+                assert value.startswith(f"{STATE}/"), name  # the path is in the volume
 
 
 @pytest.mark.parametrize(
@@ -175,7 +175,7 @@ HEAD, (GROUP,) = (RAY_CLUSTER["spec"][key] for key in ("headGroupSpec", "workerG
 
 
 def test_rays_launcher_takes_its_file() -> None:
-    spec = importlib.util.find_spec("ray")  # loading it would change the environment
+    spec = importlib.util.find_spec("ray")  # importing ray would change the environment
     if spec is not None and spec.origin is not None:
         schema = Path(spec.origin).with_name("autoscaler") / "ray-schema.json"
         pytest.importorskip("jsonschema").validate(LAUNCHER, json.loads(schema.read_text()))

@@ -1,4 +1,4 @@
-"""What a caller may name: the pattern is compared with what will run, and with nothing less."""
+"""Code that a caller may name: its pattern is compared with exactly the code that will run."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def test_a_star_in_a_scripts_pattern_stays_within_its_folder(tmp_path: Path) -> 
     assert entry(script(tmp_path, "a.py"), f"{tmp_path}/*.py")
     with pytest.raises(PermissionDenied):
         entry(script(below, "a.py"), f"{tmp_path}/*.py")
-    assert entry(script(below, "a.py"), "*")  # everything is everything
+    assert entry(script(below, "a.py"), "*")  # "*" alone also allows subfolders
 
 
 def test_a_link_counts_as_what_it_leads_to(tmp_path: Path) -> None:
@@ -72,7 +72,7 @@ def test_a_factory_is_matched_by_its_module_alone() -> None:
 
 
 def test_only_the_owner_names_the_address_that_a_request_comes_from() -> None:
-    """The gateway does: requests of one address have their turns together."""
+    """The gateway sends it, so that all requests of one address share their turns."""
     named = Body("infer", {"address": "10.0.0.1"})
     assert validation.address_of(named, OWNER.tenant) == "10.0.0.1"
     assert validation.address_of(Body("infer", {}), "alice") == ""

@@ -1,4 +1,4 @@
-"""Pinned models are in nobody's way: what fits an arena beside them is served and trained."""
+"""Pinned models never block others: all that fits the arena beside them is served and trained."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from pipeswitch.scheduler.state.states import TASK_FINAL, Residency
 from pipeswitch.simulator.costs import Training
 from tests.unit.fleet_model import MIB, QUIET, Faults, World
 
-# MiB. All pinned models fit an arena together, and beside them any one slice.
+# Sizes in MiB. All pinned models and any one slice fit the arena together.
 SIZES = (
     {"p0": 1, "p1": 3, "p2": 5, "p3": 9, "j0": 32, "j1": 7, "j2": 18, "j3": 40},
     {"p0": 11, "p1": 3, "p2": 17, "p3": 7, "j0": 20, "j1": 7, "j2": 18, "j3": 13},
@@ -23,7 +23,7 @@ OTHERS = {"a": 30, "b": 14, "c": 21, "d": 5, "s": 120}  # the last one streams
 PINS, JOBS = ("p0", "p1", "p2", "p3"), ("j0", "j1", "j2", "j3")
 STEPS = st.lists(
     st.one_of(
-        st.tuples(st.just("pinned"), st.sampled_from(PINS)),  # registered so
+        st.tuples(st.just("pinned"), st.sampled_from(PINS)),  # registered as pinned
         st.tuples(st.just("register"), st.sampled_from([*PINS, *OTHERS])),
         st.tuples(st.just("pin"), st.sampled_from(PINS)),
         st.tuples(st.just("unpin"), st.sampled_from(PINS)),
@@ -39,7 +39,7 @@ STEPS = st.lists(
 
 
 class Life:
-    """A world whose clients pin and train, and whose memory daemon may die."""
+    """World whose clients pin and train, and whose memory daemon may die."""
 
     def __init__(self, seed: int = 0, arena_mib: int = 64) -> None:
         faults = Faults(
@@ -51,7 +51,7 @@ class Life:
         self.device = self.machine.devices[0]
 
     def do(self, what: str, name: str) -> None:
-        """One step of a client, of chance or of time."""
+        """Perform one step: a client's request, a fault, or time that passes."""
         world, token = self.world, self.world.token
         match what:
             case "pinned" | "register":
@@ -83,7 +83,7 @@ class Life:
         self.world.clients.train(name, training)
 
     def rest(self) -> None:
-        """All requests are answered, and every pinned model has come back."""
+        """Run until nothing is left to do; raise AssertionError if that takes too long."""
         for _ in range(4000):
             if not self.world.act() and (self.is_quiet or not self.world.to_next_wakeup()):
                 return
@@ -96,7 +96,7 @@ class Life:
         return is_over and device.is_ready and not device.is_busy
 
     def until(self, condition: Callable[[], bool]) -> None:
-        """Let things happen until it is so."""
+        """Run until the condition holds; raise AssertionError if it never does."""
         for _ in range(4000):
             if condition():
                 return
@@ -104,7 +104,7 @@ class Life:
         raise AssertionError(self.world.describe())
 
     def ask(self, name: str) -> str:
-        """Return what becomes of a request: "ok", or the error."""
+        """Send a request and run until its answer; return "ok" or the error's name."""
         before = dict(self.world.counts)
         token = self.world.infer(name)
         self.until(lambda: token not in self.world.open)
@@ -149,7 +149,7 @@ def test_after_any_history_what_fits_beside_the_pinned_models_is_served(
 
 
 def test_a_model_that_is_pinned_in_the_middle_moves_for_a_job_that_comes_back() -> None:
-    """A job trained beside two models; the small one is pinned, the large one evicts the job."""
+    """A job trains beside two models. Then the small one is pinned, and the large one evicts it."""
     life = Life()
     for name in ("d", "a"):
         life.do("register", name)
@@ -200,7 +200,7 @@ def test_a_job_that_has_not_trained_and_does_not_fit_beside_pinned_models_fails_
 
 @pytest.mark.parametrize("first", ["p1", "p2"])
 def test_a_pinned_model_moves_for_another_one(first: str) -> None:
-    """Both fit, but not on either side of the one that came first."""
+    """Both models fit the arena, but only if the first one moves."""
     life = Life()
     for name in ("c", first):
         life.do("register", name)

@@ -1,4 +1,4 @@
-"""Where a request goes among several devices, and what speaks for that place."""
+"""Choice of the device for a request, and the reason for the choice."""
 
 from __future__ import annotations
 
@@ -55,14 +55,14 @@ def test_the_settings_are_the_policies_that_are_there() -> None:
     ("changes", "expected"),
     [
         (({}, RESIDENT), (1, "resident")),
-        # A queue of 5 ms is shorter than a copy of 10, one of 15 is not.
+        # A queue of 5 ms is shorter than a copy of 10 ms, but a queue of 15 ms is not.
         (({}, {**RESIDENT, **BUSY}), (1, "resident")),
         (({}, {**RESIDENT, **BUSY, "queue_ms": 15.0}), (0, "free")),
-        # What would have to be thrown out for it has to come back: its copy counts twice.
+        # An evicted model must be copied back later, so the copy counts twice.
         (({"free_bytes": 5}, {**RESIDENT, **BUSY, "queue_ms": 15.0}), (1, "resident")),
         (({"switch_ms": 7.0}, {"switch_ms": 3.0}), (1, "free")),
         ((BUSY, {**BUSY, "queue_ms": 4.0}), (1, "shortest")),
-        # Nothing was measured yet: where its model is, then a free one, then the most room.
+        # Without measurements: first a device with the model, then a free one, then the most room.
         (({"switch_ms": 0.0}, {**RESIDENT, "is_busy": True, "waiting": 3}), (1, "resident")),
         (({**BUSY, "queue_ms": 0.0, "switch_ms": 0.0}, {"switch_ms": 0.0}), (1, "free")),
         (({"switch_ms": 0.0}, {"switch_ms": 0.0, "free_bytes": 200}), (1, "free")),
@@ -87,7 +87,7 @@ COSTS = Costs(to_device=Link(bytes_per_ms=MIB), reap_ms=5.0)
 
 
 class Server:
-    """Devices, each with a link of 1 MiB/ms; bills by the order of the answers."""
+    """Server with several devices, each with a link of 1 MiB/ms; it collects answers' timings."""
 
     def __init__(self, names: Sequence[str] = ("cpu:0", "cpu:1"), **settings: Any) -> None:
         all_settings = SchedulerSettings(
@@ -116,14 +116,14 @@ class Server:
             self.world.clients.infer(ModelName(name))
 
     def placed(self, names: str) -> list[tuple[str, str]]:
-        """What the bills say of these, asked at once."""
+        """Send these requests at once; return the device and the reason in each answer's timing."""
         del self.timings[:]
         self.ask(names)
         self.world.run()
         return sorted(self.timings)
 
     def move(self, job: str, to: str) -> str:
-        """How the asker is answered, within 20 ms."""
+        """Request a job's move; return the outcome, which must arrive within 20 ms."""
         outcomes = self.world.clients.outcomes.copy()
         request = ev.JobRequest(
             token=self.world.clients.token(), job=JobName(job), action="move", to=to
@@ -155,7 +155,7 @@ def test_a_hot_model_comes_to_the_other_device_when_its_queue_is_longer_than_its
 
 
 def test_what_waits_goes_to_a_device_that_has_nothing_to_do() -> None:
-    """Nothing was known of the model, so all its requests went where its copy was under way."""
+    """Without measurements, all requests first go to the device to which the model is copied."""
     server = Server()
     slow = program_of("dslow", 8 * MIB, groups=2, layer_ms=50.0)
     server.world.clients.register(ModelName("slow"), slow)
@@ -165,14 +165,14 @@ def test_what_waits_goes_to_a_device_that_has_nothing_to_do() -> None:
         server.world.clients.infer(ModelName("slow"))
     counts = [len(device.state.requests) for device in server.scheduler.machine.devices]
     assert counts == [6, 0]
-    server.world.run(began_ms + 5 * 200.0)  # one after the other they take six times 200 ms
+    server.world.run(began_ms + 5 * 200.0)  # one device alone would need 6 x 200 ms
     assert not server.world.clients.open
     assert [device for device, _ in server.timings].count("cpu:1") == 2
 
 
 @pytest.mark.parametrize("is_pinned_first", [True, False])
 def test_a_request_goes_where_pinned_models_leave_it_a_place(is_pinned_first: bool) -> None:
-    """The idle device is full of a pinned model, or will be when its copy has ended."""
+    """The idle device is full of a pinned model, or will be after its copy."""
     server = Server()
     large = program_of("dlarge", 20 * MIB)
     server.world.clients.register(
@@ -225,7 +225,7 @@ def test_jobs_are_spread_and_one_whose_device_is_lost_goes_on_elsewhere() -> Non
 
 
 def test_a_job_goes_to_a_free_device_when_its_process_is_gone_and_not_before() -> None:
-    """Resumed beside the process that leaves: the world allows no second one of a job."""
+    """The job is resumed while its old process still leaves; the world forbids two processes."""
     server = Server()
     training = Training(steps=6, slice_bytes=4 * MIB, state_bytes=MIB, step_ms=100.0)
     for name, steps in (("j", 60), ("k", 15), ("l", 60)):
@@ -272,13 +272,13 @@ def test_a_job_moves_where_it_is_told_without_a_step_lost() -> None:
     )
     first, second = (device.state for device in server.scheduler.machine.devices)
     server.world.run(server.world.now_ms + 250.0)
-    assert server.move("j", "cpu:0") == "ok"  # it is there
+    assert server.move("j", "cpu:0") == "ok"  # the job is already there
     began_ms = server.world.now_ms
     assert server.move("j", "cpu:1") == "ok"
     assert (list(first.jobs), list(second.jobs)) == ([], ["j"])
     server.world.clients.ask(JobName("j"), "pause")
     server.world.run(server.world.now_ms + 20.0)
-    assert server.move("j", "cpu:0") == "ok"  # a paused one too
+    assert server.move("j", "cpu:0") == "ok"  # a paused job moves, too
     assert list(first.jobs) == ["j"]
     assert server.move("j", "cpu:7") == "InvalidInput"
     server.world.clients.ask(JobName("j"), "resume")
@@ -289,10 +289,8 @@ def test_a_job_moves_where_it_is_told_without_a_step_lost() -> None:
         60,
         0,
     )
-    assert (
-        job.timing.ended_at_ms - began_ms < 60 * 100.0 + 200.0
-    )  # a step begun twice for each move
-    assert server.move("j", "cpu:1") == "InvalidInput"  # it is over
+    assert job.timing.ended_at_ms - began_ms < 60 * 100.0 + 200.0  # each move repeats one step
+    assert server.move("j", "cpu:1") == "InvalidInput"  # the job is over
 
 
 def test_a_model_is_served_where_it_was_registered_for_and_nowhere_else() -> None:
@@ -300,7 +298,7 @@ def test_a_model_is_served_where_it_was_registered_for_and_nowhere_else() -> Non
     program = program_of("de", 8 * MIB, groups=2, layer_ms=2.0)
     server.world.clients.register(ModelName("e"), program, pin=True, devices=("cpu:1",))
     server.world.run()
-    assert server.scheduler.listing.models()[-1]["on"] == ["cpu:1"]  # pinned: where it may be
+    assert server.scheduler.listing.models()[-1]["on"] == ["cpu:1"]  # its only allowed device
     assert {device for device, _ in server.placed("eeeeeeee")} == {"cpu:1"}
     before = server.world.clients.outcomes["InvalidInput"]
     server.world.clients.register(ModelName("f"), program, devices=("cpu:0", "cpu:7"))
@@ -417,7 +415,7 @@ def test_a_job_stays_on_devices_of_one_kind_whatever_is_lost() -> None:
 
 
 def test_a_listing_looks_through_the_models_once_however_many_there_are() -> None:
-    """It did so for each of them: a thousand held the loop for 160 ms."""
+    """Once per model was too slow: with a thousand models it blocked the loop for 160 ms."""
     passes: list[int] = []
 
     class Counted(dict[ModelName, Model]):

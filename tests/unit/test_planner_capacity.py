@@ -9,7 +9,7 @@ from pipeswitch.planning.capacity import CapacityReport, ModelDemand, capacity_r
 from pipeswitch.planning.costs import LayerCosts, LinkCost, makespan
 from pipeswitch.planning.exact import plan_groups
 
-LINK = LinkCost(0.0, 0.1)  # ms a byte
+LINK = LinkCost(0.0, 0.1)  # 0.1 ms per byte
 COMPUTING = LayerCosts((10,) * 10, (2.0,) * 10, LINK)  # copy 10 ms, computation 20 ms
 COPYING = LayerCosts((10,) * 10, (0.5,) * 10, LINK)  # copy 10 ms, computation 5 ms
 

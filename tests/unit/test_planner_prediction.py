@@ -1,4 +1,4 @@
-"""Costs, when a plan ends, its bound, and TicTac's orders of transfers."""
+"""Costs of plans, their ends, their bounds, and TicTac's orders of transfers."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ import pytest
 
 from pipeswitch.planning.costs import LayerCosts, LinkCost, bound, makespan
 
-# Three layers of 10, 20 and 10 bytes; one copy takes 1 ms and 0.1 ms a byte.
+# Three layers of 10, 20 and 10 bytes; a copy takes 1 ms plus 0.1 ms per byte.
 SMALL = LayerCosts((10, 20, 10), (4.0, 1.0, 2.0), LinkCost(1.0, 0.1), sigma_ms=0.5)
 
 
 def test_a_group_starts_when_it_has_arrived_and_the_one_before_has_computed() -> None:
-    # 30 bytes arrive at 4 and compute until 4 + 0.5 + 5; the last 10 bytes, at 6, wait for that.
+    # 30 bytes arrive after 4 ms and compute until 4 + 0.5 + 5; the last 10, after 6 ms, wait.
     assert makespan((0, 2), SMALL) == 9.5 + 0.5 + 2.0
 
 

@@ -1,4 +1,4 @@
-"""The plan the server uses: near the optimum, and near it too when the machine is slower."""
+"""The plan that the server uses, which is near the optimum, even if the machine is slower."""
 
 from __future__ import annotations
 

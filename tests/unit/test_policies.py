@@ -1,4 +1,4 @@
-"""What the policies put first, and what they let go."""
+"""Policies: the request that goes first, and the model that is evicted."""
 
 from __future__ import annotations
 
@@ -113,7 +113,7 @@ def test_of_those_who_waited_too_long_the_oldest_goes_first() -> None:
 
 @given(priority=st.integers(0, 2), fresh=st.integers(0, 2))
 def test_nobody_starves(priority: int, fresh: int) -> None:
-    """After three waits the lowest class is ahead of whatever arrives then."""
+    """After three aging times, the lowest class is ahead of any new request."""
     now_ms = 4 * PRIORITY.aging_ms
     newcomer = waiting(priority=fresh, arrived_at_ms=now_ms, is_current=True, is_resident=True)
     assert PRIORITY.rank(waiting(priority=priority), View(now_ms)) < PRIORITY.rank(
@@ -181,7 +181,7 @@ def named(token: int, model: str, **values: Any) -> Waiting:
 
 def test_edf_takes_the_earliest_deadline_and_gives_one_to_those_without() -> None:
     late = named(1, "a", deadline_at_ms=19_999.0)
-    none = named(2, "a")  # counts as due 20 s after it came
+    none = named(2, "a")  # due 20 s after its arrival
     very_late = named(3, "a", deadline_at_ms=1e9, arrived_at_ms=1.0)
     soon = named(4, "a", deadline_at_ms=50.0, arrived_at_ms=9.0)
     assert ranked("edf", very_late, none, late, soon) == [4, 1, 2, 3]
@@ -203,7 +203,8 @@ def test_collate_goes_on_with_a_model_until_one_has_waited_too_long() -> None:
 
 
 def test_a_window_is_put_in_the_order_that_the_thesis_gives_it() -> None:
-    """Its worked example: loads 120, 125, 125, 62.5; computes 500, 400, 560, 482.5."""
+    """The thesis's example has loads of 120, 125, 125 and 62.5 ms, and computations of 500, 400,
+    560 and 482.5 ms."""
     times = {"A": (120.0, 500.0), "B": (125.0, 400.0), "C": (125.0, 560.0), "D": (62.5, 482.5)}
 
     def known(model: str, batch: int) -> Prediction:
@@ -217,7 +218,7 @@ def test_a_window_is_put_in_the_order_that_the_thesis_gives_it() -> None:
 
 
 class Fails(Order):
-    """Fails in one of its methods from a certain call on."""
+    """Order whose method ``where`` fails after some calls."""
 
     window = 3
 
@@ -259,7 +260,7 @@ class CostFails(Eviction):
 
 class CostIsHuge(Eviction):
     def cost(self, resident: Resident, view: View) -> tuple[float, ...]:
-        return (10**400,)  # added to a float it is an OverflowError
+        return (10**400,)  # a sum with a float raises OverflowError
 
 
 class CostIsNegative(Eviction):
@@ -268,7 +269,7 @@ class CostIsNegative(Eviction):
 
 
 class Heard(World):
-    """Keeps what the operator reads."""
+    """World that collects the warnings and topics for the operator."""
 
     def __init__(self, policy: Policy, arena_mib: int) -> None:
         self.warnings: list[str] = []
@@ -285,7 +286,7 @@ class Heard(World):
 
 
 def live(policy: Policy, arena_mib: int = 12) -> Heard:
-    """Six models of which two fit, sixty requests."""
+    """Run sixty requests for six models; by default two models fit the arena."""
     world = Heard(policy, arena_mib)
     for index in range(6):
         world.clients.register(f"m{index}", program_of(f"d{index}", 4 * MIB, layer_ms=1.0))  # type: ignore[arg-type]
@@ -303,7 +304,7 @@ def raises(*_: object) -> Any:
 
 
 def odd(kind: type, *methods: str) -> type:
-    """One whose methods raise."""
+    """Return a subclass of a type in which these methods raise."""
     return type("Odd", (kind,), dict.fromkeys(methods, raises))
 
 
@@ -337,7 +338,7 @@ def test_a_policy_that_fails_is_replaced_once_and_nothing_is_lost(
     (warning,) = world.warnings
     assert warning.startswith(f'policy "mine" failed and is replaced by "priority": {where} raised')
     assert world.topics.count("queue.policy_failed") == 1
-    assert world.clients.outcomes["ok"] == 66  # with the registrations
+    assert world.clients.outcomes["ok"] == 66  # 60 requests and 6 registrations
     assert not world.clients.open
 
 
@@ -420,8 +421,8 @@ def test_predictions_are_of_the_last_runs_of_that_batch() -> None:
     for took_ms in range(1, 101):
         known.computed("m", 4, float(took_ms), 0.0)
     known.sent("m", 7.0, 0.0)
-    assert known.predict("m", 4) == (7.0, 68.0, 97.0)  # of 37 to 100: the last 64
-    assert known.predict("m", 8) == known.predict("m", 4)  # at least as long as a smaller one
+    assert known.predict("m", 4) == (7.0, 68.0, 97.0)  # from the last 64 values, 37 to 100
+    assert known.predict("m", 8) == known.predict("m", 4)  # at least as long as a smaller batch
     assert known.predict("m", 1) == (7.0, 0.0, 0.0)
     assert known.safe("m", 8) == (7.0, 96.0, 68.5)
     known.remove("m")
@@ -436,11 +437,11 @@ def test_many_batches_cost_neither_memory_nor_time() -> None:
         known.computed("m", batch, float(batch), 0.0)
     held_bytes = tracemalloc.get_traced_memory()[0]
     tracemalloc.stop()
-    assert held_bytes < 1 << 20  # 19 MiB when each was kept
-    entries = KEPT_BATCHES - 1  # beside batch 1, which is measured again and again
+    assert held_bytes < 1 << 20  # 19 MiB if each batch size is kept
+    entries = KEPT_BATCHES - 1  # without batch 1, which is measured all the time
     assert known.safe("m", 1 << 23).compute_ms == 20_000.0
     assert known.safe("m", 20_001 - entries).compute_ms == 20_001.0 - entries
-    assert known.safe("m", 20_000 - entries).compute_ms == 1.0  # of the nearest smaller one
+    assert known.safe("m", 20_000 - entries).compute_ms == 1.0  # from the nearest smaller batch
 
 
 @pytest.mark.parametrize(
@@ -473,7 +474,7 @@ def test_a_window_or_patience_that_cannot_be_used_is_refused_at_the_start(
 def test_what_the_scheduler_hears_is_what_a_policy_may_predict_from() -> None:
     world = live(make_policy("fifo", max_wait_ms=2000.0))
     predict = world.scheduler.machine.devices[0].state.predictions.predict
-    assert predict("m0", 1) == (2.0, 4.0, 4.0)  # two groups' copies; four layers
+    assert predict("m0", 1) == (2.0, 4.0, 4.0)  # copies of two groups; computation of four layers
 
 
 def test_the_owners_own_policy_is_found_by_module_and_name(
@@ -509,7 +510,7 @@ def test_an_installed_policy_is_found_by_its_entry_point(
     )
     monkeypatch.syspath_prepend(tmp_path)
     assert parse({"scheduler": {"policy": "theirs"}}).scheduler.policy == "theirs"
-    with pytest.raises(ConfigError, match="make_fair"):  # found, and it says what is missing
+    with pytest.raises(ConfigError, match="make_fair"):  # the policy names what it lacks
         find_policy("theirs", max_wait_ms=3.0)
     with pytest.raises(ConfigError, match=f"{POLICIES[-1]}, theirs"):
         parse({"scheduler": {"policy": "their"}})

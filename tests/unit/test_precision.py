@@ -1,4 +1,4 @@
-"""Programs in another precision: what is packed and fused, and what is refused."""
+"""Programs in another precision: packed weights, fused operators, and refusals."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ class Block(nn.Module):
 
 
 class Written(nn.Module):
-    """Its product may not be moved behind what is written in between."""
+    """Model whose product must not be moved after an in-place write."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -101,7 +101,7 @@ ACTIVATIONS = {
 
 @pytest.fixture(autouse=True)
 def packing_always_pays(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Small calls are often faster plain: here no time decides."""
+    """Make packing always faster, because small calls are often faster unpacked."""
 
     def timed(calls: Sequence[Callable[[], object]], before: object = None) -> tuple[float, float]:
         for call in calls:
@@ -181,7 +181,7 @@ def test_a_sum_that_broadcasts_is_not_fused(tmp_path: Path) -> None:
             self.linear = nn.Linear(16, 16)
 
         def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return self.linear(x) + x.mean(0, keepdim=True)  # of one row it has that shape
+            return self.linear(x) + x.mean(0, keepdim=True)  # equal shapes only for one row
 
     module = Broad()
     manifest = built(module, (torch.randn(1, 16),), tmp_path)
@@ -222,7 +222,7 @@ def test_a_view_of_a_convolution_is_the_modules(name: str, tmp_path: Path) -> No
 def test_a_call_is_packed_if_it_gains_at_a_batch(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    times = {1: (1.0, 1.04), 8: (3.0, 2.0)}  # plain and packed, by rows
+    times = {1: (1.0, 1.04), 8: (3.0, 2.0)}  # ms unpacked and packed, by number of rows
 
     def timed(calls: Sequence[Callable[[], Any]], before: object = None) -> tuple[float, ...]:
         return times[len(calls[0]())]
@@ -293,7 +293,7 @@ def test_a_model_that_gains_nothing_stays_exact(tmp_path: Path) -> None:
     manifest = built(nn.Softmax(-1), (torch.randn(2, 16),), tmp_path)
     exact = built(nn.Softmax(-1), (torch.randn(2, 16),), tmp_path, "exact")
     assert manifest.precision is exact.precision is None
-    assert manifest.digest != exact.digest  # else the one that is stored first has the notes
+    assert manifest.digest != exact.digest  # otherwise both would have the same notes
     assert "it stays exact" in manifest.extra["notes"][-1]
     assert not (tmp_path / "out" / packing.DERIVED_FILE).exists()
 
@@ -397,7 +397,7 @@ def test_a_layout_for_an_input_that_cannot_be_is_refused(
 
 
 class Layer(nn.Module):
-    """A layer of a transformer with a table of tokens, which its head uses too."""
+    """Transformer layer with a token table, which the head also uses."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -418,7 +418,7 @@ class Layer(nn.Module):
 
 
 class Shared(nn.Module):
-    """Views of a product that are changed in place while others are still read."""
+    """Model that changes views of a product in place, while other views are still read."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -444,7 +444,7 @@ class Seen(nn.Module):
 
 
 class Masked(nn.Module):
-    """A mask of numbers that bfloat16 does not have, a recurrent layer, and a convolution in 1d."""
+    """Model with a mask beyond bfloat16's range, a recurrent layer, and a 1d convolution."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -484,7 +484,7 @@ def relative_error(ours: torch.Tensor, theirs: torch.Tensor) -> float:
 def test_a_form_in_fewer_bytes_answers_as_the_module_does(
     name: str, form: str, machine: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """``stores``: a processor without bfloat16; ``unpacked``: what a cuda device gets."""
+    """``stores`` is a processor without bfloat16; ``unpacked`` is the form for a cuda device."""
     if machine == "stores":
         monkeypatch.setattr(CpuKernels, "half", lambda kernels: "")
     module, x = FORMS[name][0](), FORMS[name][1]

@@ -1,4 +1,4 @@
-"""Folders and files that are trusted: whose they are, and who else may write them."""
+"""Trusted folders and files: their owners, and other users who may write them."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def test_a_file_in_it_that_others_may_write_is_refused(places: StateDir, name: s
     path.chmod(0o662)
     with pytest.raises(ConfigError, match="mode 0662"):
         places.create()
-    path.parent.chmod(0o700)  # out of their reach
+    path.parent.chmod(0o700)  # other users cannot reach the file
     places.create()
 
 
@@ -115,7 +115,7 @@ def test_a_configuration_file_that_is_come_across_must_not_be_others_to_write(
     path.chmod(0o666)
     with pytest.raises(ConfigError, match="another user"):
         load(environ={})
-    assert load("pipeswitch.toml", environ={}).workers.standby == 3  # the user has named it
+    assert load("pipeswitch.toml", environ={}).workers.standby == 3  # the user named the file
     path.chmod(0o644)
     assert load(environ={}).workers.standby == 3
 

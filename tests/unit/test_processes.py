@@ -1,4 +1,4 @@
-"""When a process that stands still counts as dead."""
+"""The controller's processes: hangs that count as deaths, log files, and stops."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ def test_a_log_is_emptied_though_its_disk_takes_no_copy(tmp_path: Path) -> None:
     path = tmp_path / "processes.log"
     path.write_bytes(bytes(100))
     (tmp_path / "processes.log.1").mkdir()
-    (tmp_path / "processes.log.2").touch()  # a folder takes no file's place
+    (tmp_path / "processes.log.2").touch()  # a folder never replaces a file
     rotate(path, 6)
     assert path.stat().st_size == 0
     rotate(tmp_path / "there-is-none", 6)
@@ -101,7 +101,7 @@ def test_the_log_is_looked_at_with_the_processes(tmp_path: Path) -> None:
 
 
 def test_a_stop_also_ends_who_is_just_being_forked(tmp_path: Path) -> None:
-    """Its pid is told after the stop has begun: it is not waited for, and not forgotten."""
+    """The child's pid arrives after the stop began, which then kills the child at once."""
     ours, theirs = channel_pair()
     exits: list[int] = []
     sleeper = subprocess.Popen(["sleep", "600"])
@@ -161,4 +161,4 @@ def test_a_request_that_has_just_come_waits_for_no_look() -> None:
     just_now_s = 100.0 + LOOK_EVERY_S / 2
     assert looks.due_at_s(just_now_s) == just_now_s + URGENT_LOOK_EVERY_S
     late_s = 100.0 + LOOK_EVERY_S - URGENT_LOOK_EVERY_S / 2
-    assert looks.due_at_s(late_s) == 100.0 + LOOK_EVERY_S  # never later than without it
+    assert looks.due_at_s(late_s) == 100.0 + LOOK_EVERY_S  # never later than the regular look

@@ -1,4 +1,4 @@
-"""A profile's numbers, its file, and when it is not used."""
+"""Profiles: their numbers, their files, and reasons not to use them."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def profile(**changes: Any) -> Profile:
 
 
 def test_what_a_further_row_adds_follows_from_the_batches_that_were_measured() -> None:
-    """13.5 ms alone; eight in as much and seven times 2.7 ms."""
+    """One row takes 13.5 ms; eight rows take 13.5 ms and 7 x 2.7 ms."""
     one, eight = (
         BatchProfile(
             batch=rows,
@@ -127,7 +127,7 @@ def test_no_samples_make_a_negative_cost(samples: list[tuple[int, float]]) -> No
 
 
 def test_many_small_groups_decide_the_fixed_cost() -> None:
-    # A curve that bends: 0.1 ms a call, 1 ms a MiB, and large copies a fifth slower than that.
+    # A bent curve: 0.1 ms per call and 1 ms per MiB, but large copies take 20 % longer.
     samples = [(size, 0.1 + size / MIB) for size in (1024, 2048, 4096, 8192)]
     samples += [(64 * MIB, 0.1 + 1.2 * 64), (128 * MIB, 0.1 + 1.2 * 128)]
     link = fit_link(samples)
@@ -136,7 +136,7 @@ def test_many_small_groups_decide_the_fixed_cost() -> None:
 
 
 def test_copies_made_in_what_others_overslept_do_not_decide() -> None:
-    """A modelled link on a busy machine: a wait is over late, and the next copy costs nothing."""
+    """If a modelled link's wait ends late on a busy machine, the next copy takes no time."""
     samples = [(MIB, 2.25), (MIB, 0.02)] * 12 + [(8 * MIB, 8.6), (24 * MIB, 26.0)]
     link = fit_link(samples)
     assert link.alpha_ms + link.beta_ms_per_mib * 12 == pytest.approx(13.0, rel=0.15)

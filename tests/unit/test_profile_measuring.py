@@ -1,4 +1,4 @@
-"""Which trials are made, and what a profile makes of their times."""
+"""Trials of a measurement, and the profile that is made from their times."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def program(sizes_mib: list[int], built: tuple[int, ...] = (0,)) -> MeasuredProg
 def ideal(
     trial: Trial, what: MeasuredProgram, layer_ms: list[float], at_ms: float = 1000.0
 ) -> RunInstants:
-    """A device that behaves exactly as the planner's model says."""
+    """Return the instants of a run on a device that follows the planner's model exactly."""
     ends = (*trial.plan[1:], len(layer_ms))
     copies: list[float] = []
     begins: list[float] = []
@@ -93,7 +93,7 @@ def test_the_planned_groups_are_tried_last_and_beat_what_was_there() -> None:
     profile_made = measure(program([8] * 12, built=(0, 6)), [16.0] * 12)
     planned = profile_made.checks[-1]
     assert planned.plan == plan_of(profile_made)
-    # It is made for a link a fifth slower, so another plan may be a hair better on this one.
+    # The plan is made for a link that is 20 % slower, so another plan may be slightly better here.
     assert all(planned.measured_ms <= 1.01 * other.measured_ms for other in profile_made.checks)
 
 

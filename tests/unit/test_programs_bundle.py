@@ -1,4 +1,4 @@
-"""What a bundle may say, and that everything else is refused in words."""
+"""Valid content of bundles; everything else is refused with a reason."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ Header = dict[str, Any]
 
 
 def a_header() -> Header:
-    """A program that computes relu(x @ w.T + b), not yet encoded."""
+    """Return the header of a program relu(x @ w.T + b), which is not encoded yet."""
     program = {
         "version": 2,
         "inputs": [{"name": "x", "dtype": "float32", "shape": ["batch", 4]}],
@@ -102,7 +102,7 @@ def node(target: str, *args: Any, **kwargs: Any) -> Callable[[Header], None]:
 
 
 def put(*path: Any) -> Callable[[Header], None]:
-    """Set header[path[0]][path[1]]… = path[-1]; "program" stands for the program."""
+    """Return a change that sets header[path[0]]… = path[-1]; "program" stands for the program."""
 
     def change(header: Header) -> None:
         target: Any = program(header) if path[0] == "program" else header

@@ -25,8 +25,8 @@ def test_requests_keep_their_order_and_are_counted_by_model() -> None:
     for one in (first, second, third):
         queue.add(one)
     queue.discard(first)
-    queue.discard(first)  # it waits no more: nothing happens
-    queue.add(first)  # its worker died
+    queue.discard(first)  # no effect on a request that does not wait
+    queue.add(first)  # again, as after its worker's death
     queue.check()
     assert tokens(queue) == [2, 3, 1]
     assert (tokens(queue.of("a")), queue.count("a"), queue.count("b")) == ([3, 1], 2, 1)
@@ -47,7 +47,7 @@ def test_a_request_that_is_queued_again_after_its_deadline_expires() -> None:
     queue, late = Queue(), request(1, deadline_at_ms=5.0)
     queue.add(late)
     queue.discard(late)
-    assert queue.expired(6.0) == []  # it is computed
+    assert queue.expired(6.0) == []  # a request that computes is not in the queue
     queue.add(late)
     assert tokens(queue.expired(6.0)) == [1]
 

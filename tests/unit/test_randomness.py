@@ -1,4 +1,4 @@
-"""States of the global random generators are what the generators say, whatever a script does."""
+"""Captured states of the global random generators equal the real states after any calls."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ STEPS: list[Callable[[], Any]] = [
 
 
 def numpy_state() -> tuple[str, str]:
-    """Return what was captured, and what numpy says."""
+    """Return the captured state and numpy's own state, as texts."""
     state = RandomState("cpu")._numpy, np.random.get_state()
     with np.printoptions(threshold=10_000):
         return repr(state[0]), repr(state[1])
@@ -53,7 +53,7 @@ def test_a_state_is_what_the_generators_say(steps: list[Callable[[], Any]]) -> N
 
 def test_a_number_that_numpy_keeps_is_part_of_the_state() -> None:
     with own_random():
-        for state in (HALF_A_PAIR, A_PAIR, HALF_A_PAIR):  # their words are the same
+        for state in (HALF_A_PAIR, A_PAIR, HALF_A_PAIR):  # states with the same words
             np.random.set_state(state)
             actual, expected = numpy_state()
             assert actual == expected

@@ -1,4 +1,4 @@
-"""One registration: every door fills the same request, and one place refuses it."""
+"""Registrations: every interface fills the same request, and one function refuses it."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ SOURCE = "torchvision:resnet18"
 
 
 class Recorded(Client):
-    """A client whose requests end here."""
+    """Client that records its requests and sends none."""
 
     def __init__(self) -> None:
         self.body: dict[str, Any] = {}
@@ -119,7 +119,7 @@ def test_the_sdk_the_command_line_and_the_file_ask_for_the_same(
 
 
 def test_an_older_client_that_sends_every_field_asks_for_the_same() -> None:
-    """Version 1 of the protocol: clients before the struct sent defaults too."""
+    """Older clients of protocol version 1 also send all default values."""
     older = {
         "source": SOURCE,
         "weights": "",
@@ -133,7 +133,7 @@ def test_an_older_client_that_sends_every_field_asks_for_the_same() -> None:
     }
     sdk = Recorded()
     sdk.register("m", SOURCE)
-    assert sdk.body == {"source": SOURCE}  # an older server knows each field that is sent
+    assert sdk.body == {"source": SOURCE}  # older servers know every field that is sent
     assert asked(older) == asked(sdk.body)
     spec = msgspec.msgpack.decode(asked(older).spec, type=BuildSpec)
     assert (spec.max_batch, spec.precision) == (64, "exact")

@@ -1,4 +1,4 @@
-"""Traces through the real scheduler on the virtual clock, and the command that shows them."""
+"""Replays of traces through the real scheduler on the virtual clock, and their command."""
 
 from __future__ import annotations
 
@@ -34,12 +34,12 @@ from pipeswitch.simulator.replay import (
 )
 
 DATA = files("pipeswitch.simulator") / "data"
-PER_MS = 1 << 20  # bytes that the link takes in a millisecond
+PER_MS = 1 << 20  # bytes that the link copies in a millisecond
 LINK = Costs(to_device=Link(bytes_per_ms=float(PER_MS)))
 
 
 def whole(name: str, load_ms: float, compute_ms: float) -> PaperModel:
-    """A model of one group: nothing of it computes before all of it is there."""
+    """Return a model of one group, which computes only after all its bytes are copied."""
     return PaperModel(
         name=name, layer_bytes=(int(load_ms * PER_MS),), layer_ms=(compute_ms,), plan=(0,)
     )
@@ -103,7 +103,7 @@ def test_serial_overlaps_nothing_and_admission_refuses_what_would_be_late() -> N
     assert one_by_one.latency_ms == pytest.approx((30.0, 60.0, 79.0, 98.5))
     assert (one_by_one.in_slo, one_by_one.switches, one_by_one.makespan_ms) == (2, 2, 100.0)
     strict = dataclasses.replace(setting, has_deadlines=True, admission="deadline")
-    warm = [Arrival(0.0, 0), Arrival(200.0, 1)]  # so that times are known
+    warm = [Arrival(0.0, 0), Arrival(200.0, 1)]  # measures the run times
     outcome = replay(strict, models, [*warm, *(Arrival(400.0 + i, i % 2) for i in range(6))])
     assert outcome.refused["DeadlineExceeded"] >= 2
     assert outcome.in_slo == len(outcome.latency_ms)
@@ -113,7 +113,7 @@ def test_tokens_come_one_after_the_other_and_join_those_of_others() -> None:
     models = [whole("A", 10.0, 4.0), whole("B", 10.0, 4.0)]
     setting = Setting(memory_bytes=30 * PER_MS, costs=LINK, slo_ms=20.0, prompt_share=0.01)
     alone = replay(setting, models, [Arrival(0.0, 0, prompt=100, tokens=5)])
-    assert alone.latency_ms == pytest.approx((18.0,), abs=0.01)  # copy, prompt, step
+    assert alone.latency_ms == pytest.approx((18.0,), abs=0.01)  # copy 10, prompt 4, step 4
     assert alone.between_ms == pytest.approx((4.0,) * 4, abs=0.01)
     assert (alone.in_slo, alone.makespan_ms) == (1, pytest.approx(34.0, abs=0.01))
     assert alone.busy_ms == pytest.approx(24.0, abs=0.01)
@@ -125,7 +125,7 @@ def test_tokens_come_one_after_the_other_and_join_those_of_others() -> None:
     ]
     six = replay(setting, batched, [Arrival(0.1 * at, 0, tokens=5) for at in range(6)])
     assert len(six.between_ms) == 24
-    assert six.busy_ms < 27 * 4.0  # what is joined takes half of its own
+    assert six.busy_ms < 27 * 4.0  # in a batch, a further row takes half of its time
     text = "TIMESTAMP,ContextTokens,GeneratedTokens\n2023-11-16 18:20:07.1,30,2\n"
     (plain,), (with_tokens,) = (
         arrivals.of_services([text], has_tokens=has_tokens).arrivals for has_tokens in (False, True)
@@ -314,7 +314,7 @@ def test_the_command_takes_ones_own_policy_and_says_so_when_it_fails(
     runs = json.loads(text)["runs"]
     assert [run.pop("policy") for run in runs] == policies.split(",")
     fifo, newest, priority, broken = runs
-    assert newest["p50_ms"] < fifo["p50_ms"]  # the latest one is always quick
+    assert newest["p50_ms"] < fifo["p50_ms"]  # the newest request never waits long
     assert broken == priority
     assert error.count("Warning") == 1
     assert 'policy "broken" failed and is replaced by "priority"' in error
@@ -342,7 +342,7 @@ def test_the_least_share_that_is_told_works(tmp_path: Path) -> None:
     assert status == 0, error
 
 
-HUGE = "9" * 400  # no float holds it
+HUGE = "9" * 400  # too large for a float
 
 
 @pytest.mark.parametrize(
@@ -396,17 +396,17 @@ def test_bad_input_is_one_sentence(args: list[str], text_expected: str) -> None:
 @pytest.mark.parametrize(
     ("name", "load", "memory", "rate", "keeping", "greedy"),
     [
-        ("device 1.2", 1.2, 0.25, 12.6e6, 0.785, 0.826),  # the device is asked for too much
-        ("link", 0.8, 0.15, 6e6, 0.843, 0.850),  # the link
-        ("link x 2", 0.8, 0.15, 3e6, 0.792, 0.795),  # the link, twice
+        ("device 1.2", 1.2, 0.25, 12.6e6, 0.785, 0.826),  # the device is overloaded
+        ("link", 0.8, 0.15, 6e6, 0.843, 0.850),  # the link is overloaded
+        ("link x 2", 0.8, 0.15, 3e6, 0.792, 0.795),  # the link has half of that bandwidth
     ],
 )
 def test_admission_accepts_what_a_plain_server_accepts_and_keeps_what_it_promised(
     name: str, load: float, memory: float, rate: float, keeping: float, greedy: float
 ) -> None:
-    """Two plain servers that know exact times answered these shares of the same trace in time: one
-    that keeps what it accepts, and one that drops accepted requests. When copies for requests that
-    wait were not counted, 88 % of those accepted on the link were in time."""
+    """``keeping`` and ``greedy`` are the shares that two plain servers with exact times answer in
+    time: one keeps all accepted requests, the other may drop them. If copies for waiting requests
+    were not counted, only 88 % of the accepted requests would be in time in case ``link``."""
     share, accepted = share_in_time(name, load, memory, rate)
     assert accepted >= 0.95
     assert share >= 0.97 * keeping
@@ -418,9 +418,9 @@ def share_in_time(name: str, load: float, memory: float, rate: float) -> tuple[f
 
     Args:
         name: seed of the trace.
-        load: computing time over time.
-        memory: the device's memory over that of all models.
-        rate: the link's, in bytes per millisecond.
+        load: computing time of all requests, divided by the trace's duration.
+        memory: the device's memory, divided by that of all models.
+        rate: bandwidth of the link, in bytes per millisecond.
     """
     draw, models = random.Random(f"0 {name}"), []
     for number in range(40):

@@ -1,4 +1,4 @@
-"""Jobs, and requests that are joined, in the simulator: closed forms of what the scheduler does."""
+"""Jobs and batched requests in the simulator, compared with closed forms."""
 
 from __future__ import annotations
 
@@ -41,8 +41,8 @@ def trained(order: str, *jobs: PaperJob, mib: int = 64) -> Outcome:
 def test_srtf_ends_three_jobs_sooner_on_average_than_turns(
     order: str, ends: tuple[float, ...]
 ) -> None:
-    """3, 2 and 1 s in cycles of one and the step in which it ends: l m s l m l; or l m s m l, the
-    first two for three steps, which show their lengths."""
+    """Jobs l, m and s need 3, 2 and 1 s. ``rotate`` runs l m s l m l, in cycles of 1 s and the rest
+    of a step. ``srtf`` runs l m s m l: three steps each of l and m first show their lengths."""
     outcome = trained(order, job("long", 3.0), job("middle", 2.0), job("short", 1.0))
     assert tuple(one.jct_ms for one in outcome.jobs) == pytest.approx(ends)
     assert outcome.jct_ms == pytest.approx(sum(ends) / 3)
@@ -61,8 +61,8 @@ def test_srtf_ends_three_jobs_sooner_on_average_than_turns(
 def test_srtf_ends_jobs_no_later_on_average_than_fifo_but_for_what_it_takes_to_learn(
     shapes: list[tuple[int, float, int]],
 ) -> None:
-    """Any lengths and arrivals. Where ``fifo`` happens to be in the best order, a job that shows
-    its length by two steps, and stops at the end of a third, delays all others by these."""
+    """Lengths and arrivals are arbitrary. If ``fifo`` already has the best order, each job delays
+    the others by three steps: two show its length, and it stops at the end of the third."""
     jobs = [
         PaperJob(name=f"j{i}", steps=steps, step_ms=step_ms, memory_bytes=MIB, at_ms=1000.0 * at_s)
         for i, (steps, step_ms, at_s) in enumerate(shapes)
@@ -87,18 +87,18 @@ def test_srtf_ends_jobs_of_very_different_lengths_a_quarter_sooner_than_fifo() -
 
 
 def test_by_pack_small_jobs_end_beside_each_other_and_the_large_one_leaves_once() -> None:
-    """Room for the large one alone, or for both small ones."""
+    """Memory has room for the large job alone, or for both small jobs."""
     jobs = job("large", 3.0, 8), job("small", 3.0, 4), job("little", 3.0, 4)
     packed, turns = (trained(order, *jobs, mib=9) for order in ("pack", "rotate"))
     large, small, little = packed.jobs
     assert (large.evictions, small.evictions, little.evictions) == (1, 0, 0)
-    assert max(small.jct_ms, little.jct_ms) == pytest.approx(7100.0)  # the large one had a cycle
+    assert max(small.jct_ms, little.jct_ms) == pytest.approx(7100.0)  # after a cycle of "large"
     assert large.jct_ms == pytest.approx(9000.0)
     assert sum(one.evictions for one in turns.jobs) > 1
 
 
 def test_a_job_waits_in_place_for_just_what_requests_take() -> None:
-    """Five requests: the model's copy once, and five times its computing."""
+    """Five requests take one copy of the model and five computations."""
     model = PaperModel(name="A", layer_bytes=(10 * MIB,), layer_ms=(20.0,), plan=(0,))
     arrivals = [Arrival(150.0 + 100.0 * i, 0) for i in range(5)]
     outcome = replay(Setting(memory_bytes=64 * MIB, costs=LINK), [model], arrivals, [job("j", 1.0)])
@@ -114,23 +114,23 @@ def test_a_job_larger_than_the_memory_is_an_error() -> None:
         trained("rotate", job("large", 1.0, 8), mib=4)
 
 
-# -- requests that are joined ------------------------------------------------------------------
+# -- batched requests --------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
     ("asked_at_ms", "took_ms", "busy_ms"),
     [
-        ((0.0,), (12.0,), 10.0),  # it waits out the delay
-        ((0.0, 1.0), (17.0, 16.0), 15.0),  # the delay is the oldest one's
-        ((0.0, 0.0, 0.0, 0.0), (25.0,) * 4, 25.0),  # full: at once
+        ((0.0,), (12.0,), 10.0),  # the request waits for the whole delay
+        ((0.0, 1.0), (17.0, 16.0), 15.0),  # the oldest request's delay counts
+        ((0.0, 0.0, 0.0, 0.0), (25.0,) * 4, 25.0),  # a full batch starts at once
         ((0.0,) * 5, (25.0,) * 4 + (35.0,), 35.0),
-        ((0.0, 3.0), (12.0, 19.0), 20.0),  # old enough when the first has ended
+        ((0.0, 3.0), (12.0, 19.0), 20.0),  # the second's delay is over when the first ends
     ],
 )
 def test_joined_requests_take_what_their_rows_do(
     asked_at_ms: tuple[float, ...], took_ms: tuple[float, ...], busy_ms: float
 ) -> None:
-    """10 ms alone, 5 for each further row, four at most, which wait 2 ms for each other."""
+    """A run takes 10 ms, plus 5 ms per further row; up to four rows wait 2 ms for each other."""
     model = PaperModel(
         name="A",
         layer_bytes=(MIB,),

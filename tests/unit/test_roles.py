@@ -1,4 +1,4 @@
-"""Which verb needs which role, and who has it."""
+"""Roles that verbs need, and callers that have them."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def frontend(tmp_path: Path) -> Iterator[Frontend]:
 def test_every_verb_has_one_role_and_every_role_a_verb(frontend: Frontend) -> None:
     served = {name for name, verb in VERBS.items() if verb.parse is None}
     assert served == {*frontend._own.handlers, "hello"}
-    assert {verb.role for verb in VERBS.values()} == set(Role) - {Role.URGENT}  # a priority's
+    assert {verb.role for verb in VERBS.values()} == set(Role) - {Role.URGENT}  # for a priority
 
 
 def test_a_cluster_reaches_only_verbs_of_the_table() -> None:
@@ -117,9 +117,9 @@ def test_a_key_has_the_roles_it_was_admitted_with(folder: KeyFolder) -> None:
 @pytest.mark.parametrize(
     ("metadata", "roles", "has_roles"),
     [
-        ("", ["infer"], False),  # of a release that knew no roles
+        ("", ["infer"], False),  # a key from a release without roles
         ('metadata\n    roles = ""\n', ["infer"], True),
-        ('metadata\n    roles = "root operate"\n', ["infer", "operate"], True),  # of a later one
+        ('metadata\n    roles = "root operate"\n', ["infer", "operate"], True),  # a later release
         ("metadata\n    roles = \"operate'\n", ["infer"], False),
         ('# roles = "operate"\n', ["infer"], False),
     ],

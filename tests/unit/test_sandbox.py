@@ -19,7 +19,7 @@ REFUSED = ERRNO | errno.EPERM
 def verdict(
     machine: str, number: int, *arguments: int, allowed: frozenset[str] = OWN, architecture: int = 0
 ) -> int:
-    """What the filter returns for a call."""
+    """Return the filter's result for a system call."""
     architecture = architecture or ARCHITECTURES[machine][1]
     padded = [*arguments, *[0] * (6 - len(arguments))]
     data = struct.pack("<IIQ6Q", number, architecture, 0, *padded)
@@ -61,7 +61,7 @@ def test_every_call_of_every_number_is_allowed_by_its_name_or_refused(machine: s
 
 @pytest.mark.parametrize("machine", MACHINES)
 def test_calls_that_can_do_more_are_told_by_their_arguments(machine: str) -> None:
-    high = 1 << 32  # an argument has 64 bits, of which a filter reads 32 at once
+    high = 1 << 32  # arguments have 64 bits, but a filter reads 32 bits at a time
     assert call(machine, "tgkill", PID, PID, 6) == ALLOW
     assert call(machine, "tgkill", PID + high, PID, 6) == REFUSED
     assert call(machine, "tgkill", PID + 1, PID, 6) == REFUSED
@@ -76,7 +76,7 @@ def test_calls_that_can_do_more_are_told_by_their_arguments(machine: str) -> Non
     assert call(machine, "prctl", 15) == ALLOW
     assert call(machine, "prctl", 22) == REFUSED
     builder = OWN | THREADS | FILES
-    thread = 0x003D0F00  # what glibc passes for one
+    thread = 0x003D0F00  # glibc's flags for a new thread
     assert call(machine, "clone", thread, allowed=builder) == ALLOW
     assert call(machine, "clone", 17, allowed=builder) == REFUSED
     assert call(machine, "clone", thread) == REFUSED
@@ -84,7 +84,7 @@ def test_calls_that_can_do_more_are_told_by_their_arguments(machine: str) -> Non
 
 
 def test_calls_through_another_processors_table_end_the_process() -> None:
-    assert verdict("x86_64", 0, architecture=0x40000003) == KILL_PROCESS  # 32 bits
+    assert verdict("x86_64", 0, architecture=0x40000003) == KILL_PROCESS  # a 32-bit table
     assert verdict("x86_64", 0x40000000) == KILL_PROCESS  # x32
     assert verdict("aarch64", 63, architecture=0x40000028) == KILL_PROCESS
 

@@ -1,4 +1,4 @@
-"""Any order of clients, messages, deaths and time keeps the invariants, and all of it ends."""
+"""Random lives: any order of requests, messages, deaths and time keeps the invariants and ends."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from pipeswitch.scheduler.scheduler import Scheduler
 from tests.unit.fleet_model import MIB, QUIET, Faults, World, live, random_world
 
 SEEDS = st.integers(0, 2**32)
-lives = settings(max_examples=settings().max_examples // 3)  # one takes a tenth of a second
+lives = settings(max_examples=settings().max_examples // 3)  # an example takes 0.1 s
 
 
 @lives
 @given(seed=SEEDS)
 def test_any_life_keeps_the_invariants_and_ends(seed: int) -> None:
-    """In half of them clients ask for the health of all processes too."""
+    """In half of the lives, clients also ask for the health of all processes."""
     live(random_world(seed, pings=seed % 2 == 0), 500)
 
 
@@ -32,7 +32,7 @@ def test_any_life_keeps_the_invariants_and_ends(seed: int) -> None:
 def test_without_faults_nothing_is_lost_or_restarted(seed: int) -> None:
     world = World(seed, faults=Faults(**QUIET))
     core = world.scheduler.core
-    # Time jumps by seconds in this world; a task that a jump carries past its deadline hangs.
+    # Time jumps by seconds in this world, and a task whose deadline is long over counts as hung.
     core.settings = dataclasses.replace(core.settings, deadline_grace_ms=1e12)
     live(world, 500)
     assert core.counts["worker_restarts"] == 0
@@ -64,7 +64,7 @@ def test_models_that_do_not_fit_together_do_not_block_each_other(
 
 @given(seed=SEEDS)
 def test_endless_loops_give_the_device_back(seed: int) -> None:
-    """Every request hangs, none has a deadline: each is answered, and nobody waits for ever."""
+    """Every request hangs and has no deadline, but each one is answered in the end."""
     faults = Faults(**QUIET, hang=1.0)
     world = World(seed, faults=faults, max_compute_ms=60000.0)
     world.register("a", MIB)
@@ -81,14 +81,14 @@ def test_endless_loops_give_the_device_back(seed: int) -> None:
 
 @lives
 @given(seed=SEEDS)
-@example(seed=39)  # a worker that is not clean is replaced while its answer to a ping is awaited
+@example(seed=39)  # an unclean worker is replaced before it answers a ping
 def test_any_life_on_two_devices_keeps_the_invariants_and_ends(seed: int) -> None:
     live(random_world(seed, pings=seed % 2 == 1, devices=2), 500)
 
 
 @lives
 @given(seed=SEEDS)
-@example(seed=24)  # a caller's rest ends: another model is the next one, and may be sent ahead
+@example(seed=24)  # a caller's penalty ends, so another model is next and may be sent ahead
 def test_any_life_with_a_model_that_streams_keeps_the_invariants_and_ends(seed: int) -> None:
     world = random_world(seed, devices=1 + seed % 2)
     world.register("m6", 120 * MIB, groups=12)
@@ -96,7 +96,7 @@ def test_any_life_with_a_model_that_streams_keeps_the_invariants_and_ends(seed: 
 
 
 def _seen(scheduler: Any) -> Any:
-    """What later decisions follow from, of each device."""
+    """Return the facts about each device on which later decisions depend."""
     return [
         (
             {r.token: r.state.state for r in state.requests.values()},

@@ -1,7 +1,7 @@
-"""A model is measured alone, by requests; plans change at rest."""
+"""Profiling: a model is measured alone, by requests, and plans change only at rest."""
 
 # mypy: disable-error-code="arg-type, no-any-return"
-# Names are plain strings and numbers here: their NewTypes would hide what a test says.
+# Names are plain strings and numbers here, because NewTypes would make tests hard to read.
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ BATCH = 4
 
 
 class Rig:
-    """A world without faults, whose commands are kept."""
+    """World without faults, with a list of its commands."""
 
     def __init__(self, **options: Any) -> None:
         faults = Faults(**QUIET, persist_error=0.0)
@@ -63,13 +63,13 @@ class Rig:
         return [message for message in messages if isinstance(message, kind)]
 
     def refused(self, token: int) -> Any:
-        """The error that this question ended in."""
+        """Run until a request has ended; return its error."""
         self.until(lambda: token not in self.world.open)
         (error,) = [a.error for a in self.commands(ev.Reply) if a.token == token and not a.more]
         return error
 
     def profile(self, name: str = "a") -> None:
-        """Measured to the end; the commands of it are forgotten."""
+        """Measure a model to the end, then clear the list of commands."""
         token = self.world.profile(name)
         self.until(lambda: token not in self.world.open)
         self.rest()
@@ -248,7 +248,7 @@ def test_other_groups_wait_until_nobody_reads_the_model(rig: Rig) -> None:
     assert model.grouping.plan == profile.checks[-1].plan
     rig.rest()
     assert model.grouping.plan == ()
-    assert model.residency.state is Residency.HOST  # its next request is cold, once
+    assert model.residency.state is Residency.HOST  # so its next request is cold
 
 
 def test_a_pinned_model_is_measured_and_comes_back(rig: Rig) -> None:
@@ -305,7 +305,7 @@ def identity(name: str) -> Any:
 
 
 def register_with(rig: Rig, profiles: tuple[ProfileFile, ...]) -> None:
-    """Register "a" with these files on the disk."""
+    """Register "a", which has these profiles on disk."""
     take = rig.world.scheduler.handle
 
     def handle(event: ev.Event, now_ms: float) -> list[ev.Command]:

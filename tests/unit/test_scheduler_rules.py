@@ -1,4 +1,4 @@
-"""What the scheduler does, one rule at a time."""
+"""Rules of the scheduler, one at a time."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ MIB = 1 << 20
 
 
 def tenant_of(model: str) -> str:
-    """``ada.m`` is registered by ada, a name without a dot by the server's owner."""
+    """Return a model's tenant: ``ada`` for ``ada.m``, the server's owner for a name without dot."""
     return model.rpartition(".")[0]
 
 
@@ -90,7 +90,7 @@ def builder(op_id: Any) -> ev.Address:
 
 
 def received(message: Any, **read: Any) -> ev.Received:
-    """A builder's message, with what was read from disk."""
+    """Return a builder's message as an event; ``read`` has the values read from disk."""
     return ev.Received(builder(message.op_id), message, **read)
 
 
@@ -99,7 +99,7 @@ def exited(op_id: Any, status: int) -> ev.Exited:
 
 
 class Rig:
-    """A scheduler driven by hand: events in, the commands of the last one at hand."""
+    """Scheduler that a test drives by events; ``out`` has the commands of the last event."""
 
     def __init__(self, **settings: Any) -> None:
         values = {
@@ -148,13 +148,13 @@ class Rig:
         self.handle(ev.Exited(self.state.daemon.address, -9))
 
     def daemon_returns(self) -> None:
-        """The workers of the one that died are reaped, and the next one is ready."""
+        """Reap the workers of the dead daemon, and make the next daemon ready."""
         for slot in list(self.state.workers):
             self.worker_exits(slot)
         self.daemon(DaemonReady(pid=2))
 
     def worker_restarts(self, slot: int, status: int = -9) -> None:
-        """Dies, and the next process in its slot is ready."""
+        """End a worker, and make the next process in its slot ready."""
         self.worker_exits(slot, status)
         while self.state.workers[slot].state.state is WorkerState.DEAD:
             due = self.scheduler.next_wakeup_ms()
@@ -170,13 +170,13 @@ class Rig:
         return ev.Token(self.last_token)
 
     def ask(self, kind: type, **fields: Any) -> ev.Token:
-        """An event that is answered; its token."""
+        """Send an event that gets an answer; return its token."""
         token = self.token()
         self.handle(kind(token=token, **fields))
         return token
 
     def sent(self, kind: type) -> list[Any]:
-        """Messages of one kind among the last commands, to whomever."""
+        """Return the messages of one kind, to any process, among the last commands."""
         return [
             command.message
             for command in self.out
@@ -206,7 +206,7 @@ class Rig:
         )
 
     def begin(self, name: str, **fields: Any) -> tuple[ev.Token, Any]:
-        """A registration whose build has begun: its token and operation id."""
+        """Register a model and begin its build; return its token and operation id."""
         token = self.ask_register(name, **fields)
         return token, self.commands(ev.StartBuild)[0].op_id
 
@@ -218,7 +218,7 @@ class Rig:
         self.prepared()
 
     def prepared(self) -> None:
-        """Every worker ends what it prepares, until none has anything left to prepare."""
+        """Finish all preparations of models, until no worker prepares one."""
         while busy := [w for w in self.state.workers.values() if w.preparing is not None]:
             for worker in busy:
                 name = worker.preparing
@@ -232,7 +232,7 @@ class Rig:
         self.handle(received(done, manifest=manifest))
 
     def stored(self, name: str, op_id: Any) -> None:
-        """Its builder has left, and the daemon has its bytes."""
+        """Finish a registration: its builder exits, and the daemon has stored its bytes."""
         self.handle(exited(op_id, 0))
         self.daemon(ModelStored(model=name, op_id=op_id, load_ms=1.0))
 
@@ -254,7 +254,7 @@ class Rig:
         return token
 
     def pool_of(self, name: str) -> str:
-        """Whose file of the pool the frontend was told to use for a model's requests."""
+        """Return the tenant whose pool file the frontend uses for a model's requests."""
         replica = self.state.replicas.get(name)
         return "" if replica is None else self.core.tenant_of(replica.model.tenant)
 
@@ -273,7 +273,7 @@ class Rig:
         )
 
     def done(self) -> None:
-        """The computing task ends well and its worker cleans up."""
+        """End the computing task without an error; its worker cleans up."""
         task = self.state.owner.running
         self.worker(
             task.slot,
@@ -297,7 +297,7 @@ class Rig:
             self.done()
 
     def train(self, name: str, *, priority: int = 1) -> Any:
-        """Submit a job; returns its record."""
+        """Submit a job; return its record."""
         self.handle(
             ev.TrainRequest(token=self.token(), job=name, entry="t.py", args=(), priority=priority)
         )
@@ -315,27 +315,27 @@ class Rig:
         return job
 
     def commit(self, job: Any, number: int, step: int) -> None:
-        """It asks for a commit, and nothing more."""
+        """Send a job's request for a commit; the daemon does not answer yet."""
         message = CommitStep(op_id=job.op_id, number=number, step=step, ranges=())
         self.worker(job.slot, message)
 
     def flip(self, job: Any, number: int, step: int) -> None:
-        """The memory daemon answers."""
+        """Send the memory daemon's answer to a commit."""
         self.daemon(
             StepCommitted(job=job.spec.name, op_id=job.op_id, number=number, step=step, copy_ms=1.0)
         )
 
     def committed(self, job: Any, number: int, step: int) -> None:
-        """The commit is in the host store, and on its way to disk if that has time."""
+        """Finish a commit in the host store; it is also written to disk if one is due."""
         self.commit(job, number, step)
         self.flip(job, number, step)
 
     def written(self, job: Any, step: int) -> None:
-        """It is on disk."""
+        """Report a commit as written to disk."""
         self.daemon(CommitPersisted(job=job.spec.name, op_id=job.op_id, step=step))
 
     def scrubbed(self) -> None:
-        """What was given back is zeroed."""
+        """Report the released range as zeroed."""
         (scrub,) = self.sent(Scrub)
         self.daemon(Scrubbed(op_id=scrub.op_id))
 
@@ -351,7 +351,7 @@ class Rig:
         self.worker(job.slot, message)
 
     def switch(self, job: Any, model: str = "a") -> None:
-        """A request of a model that is there, for which the job is suspended."""
+        """Serve one request of a resident model, for which the job is suspended."""
         self.infer(model)
         self.park(job, self.state.owner.pending.turn)
         self.done()
@@ -386,7 +386,7 @@ def rig() -> Rig:
 
 
 def awaited(rig: Rig, name: str = "a") -> int:
-    """A model whose program is known and whose bytes are on their way; its operation id."""
+    """Build a model whose bytes are not stored yet; return its operation id."""
     _, op_id = rig.begin(name)
     rig.built(name, 10, op_id)
     assert [command.model for command in rig.commands(ev.ModelAvailable)] == [name]
@@ -511,7 +511,7 @@ def test_a_job_that_waits_behind_requests_says_so(rig: Rig) -> None:
 
 
 def test_what_a_task_does_before_its_first_group_belongs_to_the_switch_alone(rig: Rig) -> None:
-    """It has the turn from 10 ms on, begins at 50, waits 5 ms for its second group, ends at 85."""
+    """The task has the turn from 10 ms, begins at 50, waits 5 ms for group 2, and ends at 85."""
     rig.register("a")
     token = rig.infer("a")
     rig.arrived("a")
@@ -561,7 +561,7 @@ def test_a_stop_that_names_a_dead_worker_s_turn_does_not_lose_the_next_request(r
     rig.worker_exits(first.slot)
     second = rig.state.owner.pending
     assert second.op_id > first.op_id
-    rig.park(job, first.turn)  # raised for nobody
+    rig.park(job, first.turn)  # the turn of a dead worker
     assert [command.turn for command in rig.commands(ev.RaiseTurn)] == [second.turn]
     rig.done()
     assert rig.error(token) is None
@@ -652,8 +652,8 @@ def test_a_model_moves_rather_than_evict_another_while_there_is_room(rig: Rig) -
     rig.register("a", 20)
     rig.register("b", 40)
     rig.register("c", 20)
-    rig.make_resident("a", "b")  # a at the bottom
-    rig.make_resident("c")  # evicts a (older)
+    rig.make_resident("a", "b")  # a has the lowest address
+    rig.make_resident("c")  # evicts a, which was used before b
     assert rig.residency("a") is Residency.HOST
     rig.ask(ev.UnregisterRequest, model="b")
     rig.make_resident("a")
@@ -667,7 +667,7 @@ def test_any_idle_model_leaves_rather_than_a_request_waits_for_a_range_being_zer
     rig.register("b", 11 << 10)
     job = rig.start_training(mib=11 << 10)
     rig.job_asked("cifar", "cancel")
-    rig.worker_exits(rig.job_ends(job, "preempted"))  # its slice is being zeroed now
+    rig.worker_exits(rig.job_ends(job, "preempted"))  # the job's slice is now being zeroed
     rig.make_resident("small", "hot")
     hot = rig.state.replicas["hot"]
     hot.priority, hot.use_count = 0, 8
@@ -782,7 +782,7 @@ def test_a_run_that_ends_with_its_worker_is_charged_to_its_caller(rig: Rig) -> N
 def test_a_caller_whose_models_go_on_killing_workers_has_no_turn_for_a_while(
     rig: Rig, caller: str
 ) -> None:
-    """New models do not help; others have their turns meanwhile. The owner is not barred."""
+    """New models do not help, and other callers are served meanwhile. The owner is never barred."""
     rig.register("other", 1)
     rig.make_resident("other")
     bars_s = []
@@ -945,7 +945,7 @@ def test_three_deaths_in_a_row_while_computing_quarantine_the_model(rig: Rig) ->
     assert all(
         isinstance(rig.error(one), errors.WorkerLost | errors.ModelQuarantined) for one in refused
     )
-    while rig.state.owner.running is not None:  # what was dispatched before may still end
+    while rig.state.owner.running is not None:  # earlier dispatched requests may still end
         rig.done()
     assert {first, second, third} <= set(rig.answers)
     rig.ask(ev.PinRequest, model="a", pin=True)
@@ -1021,7 +1021,7 @@ def test_a_transmission_the_daemon_refuses_is_not_waited_for(rig: Rig) -> None:
 
 
 def test_workers_that_die_before_they_are_ready_are_respawned_with_growing_delay(rig: Rig) -> None:
-    rig.worker_exits(0, 1)  # it was ready: replaced at once, and not counted
+    rig.worker_exits(0, 1)  # a worker that was ready is replaced at once, and not counted
     for _ in range(rig.core.settings.max_deaths):
         rig.worker_exits(0, 1)
         assert rig.commands(ev.Spawn)
@@ -1125,7 +1125,7 @@ def test_jobs_share_the_device_in_turns_of_training_cycle_ms(rig: Rig) -> None:
 
 
 def test_a_job_that_needs_what_another_holds_has_the_device_after_that_one() -> None:
-    """Though that one has a lower priority, and stopped for it in its step."""
+    """The job that holds the activations is first, although it has a lower priority."""
     rig = Rig(training="coshift", activation_memory_bytes=1 << 20)
     low = rig.train("low", priority=2)
     rig.lease(low)
@@ -1136,7 +1136,7 @@ def test_a_job_that_needs_what_another_holds_has_the_device_after_that_one() -> 
     assert (run.job, run.activation_bytes) == ("high", 1 << 20)
     rig.lease(high)
     rig.worker(low.slot, JobReady(op_id=low.op_id, turn=low.turn))
-    assert not rig.sent(StopTask)  # of a lower priority
+    assert not rig.sent(StopTask)  # the returning job has a lower priority
     rig.worker(high.slot, JobReady(op_id=high.op_id, turn=high.turn, is_blocked=True))
     assert [stop.op_id for stop in rig.sent(StopTask)] == [high.op_id]
     rig.park(high, where="copies")
@@ -1148,7 +1148,7 @@ def test_a_job_that_needs_what_another_holds_has_the_device_after_that_one() -> 
 
 
 def starved() -> tuple[Rig, Any, Any]:
-    """By coshift one job trains; the other cannot begin beside what that one holds."""
+    """Return two jobs under coshift: ``keeper`` trains, and its activations block ``other``."""
     rig = Rig(training="coshift", activation_memory_bytes=1 << 20)
     keeper = rig.train("keeper")
     rig.lease(keeper)
@@ -1197,7 +1197,7 @@ def test_a_job_that_keeps_activations_leaves_for_one_that_waits_for_them(comes_l
 def test_a_job_that_ends_its_step_for_another_is_told_again_by_what_cannot_wait(
     rig: Rig, comes: str
 ) -> None:
-    """A request; or a step that outlasts a cycle, which is then shared in the middle."""
+    """Either a request arrives, or the step outlasts a cycle and is stopped in the middle."""
     rig.register("a")
     one = rig.start_training("one")
     rig.train("two")
@@ -1219,7 +1219,7 @@ def test_a_job_that_ends_its_step_for_another_is_told_again_by_what_cannot_wait(
 
 
 def test_a_job_that_parks_again_while_another_one_trains_gives_nobody_a_turn(rig: Rig) -> None:
-    """A request began beside the job that had the turn (invariant I5)."""
+    """A fixed bug: a request began while another job had the turn (invariant I5)."""
     rig.register("a")
     rig.make_resident("a")
     one, two = rig.start_training("one"), rig.train("two")
@@ -1271,20 +1271,20 @@ def test_jobs_whose_slices_fit_stay_suspended_side_by_side(rig: Rig) -> None:
     rig.park(two, rig.state.owner.pending.turn)
     assert one.state.state is two.state.state is TaskState.SUSPENDED
     assert not rig.sent(EvictTask)
-    assert len(rig.state.workers) == 5  # one active, two standbys beside them
+    assert len(rig.state.workers) == 5  # one active worker and two standbys beside the two jobs'
 
 
 def test_a_job_keeps_its_memory_for_ten_times_its_start(rig: Rig) -> None:
     one = rig.train("one")
     rig.tick(500.0)
-    rig.lease(one, 40)  # it took half a second to get there
+    rig.lease(one, 40)  # the script took half a second to start
     two = rig.train("two")
     rig.tick(1500.0)
     rig.park(one)
     rig.lease(two, 40)
     assert not rig.sent(EvictTask)
     assert "memory" in two.progress.why
-    rig.park(two)  # it does not keep the device while it waits
+    rig.park(two)  # a job that waits for memory gives the device away
     assert one.state.state is TaskState.RUNNING
     rig.tick(6000.0)
     rig.park(one)
@@ -1296,7 +1296,7 @@ def test_a_later_phase_of_a_script_does_not_count_as_its_start(rig: Rig) -> None
     rig.tick(500.0)
     rig.lease(one, 20)
     rig.tick(100_000.0)
-    rig.lease(one, 40)  # its next loop needs more
+    rig.lease(one, 40)  # the script's next loop needs more memory
     assert one.timing.start_ms == 500.0
 
 
@@ -1305,7 +1305,7 @@ def test_a_job_that_waits_for_another_s_memory_gets_it_when_its_time_comes(rig: 
     two = rig.train("two")
     rig.tick(1000.0)
     rig.park(one)
-    rig.lease(two, 40)  # one is suspended and holds the room
+    rig.lease(two, 40)  # job one is suspended and holds the memory
     (evict,) = rig.sent(EvictTask)
     assert evict.op_id == one.op_id
     slot = rig.job_ends(one, "preempted")
@@ -1317,7 +1317,7 @@ def test_a_job_that_waits_for_another_s_memory_gets_it_when_its_time_comes(rig: 
 
 
 def test_a_running_job_does_not_keep_one_that_waits_for_its_memory_out_for_ever(rig: Rig) -> None:
-    """The import of a script may take longer than its share: it asks for memory when stopped."""
+    """A script's imports may outlast its share of time, so it asks for memory after its stop."""
     one = rig.start_training("one", 40)
     two = rig.train("two")
     rig.tick(1000.0)
@@ -1377,7 +1377,7 @@ def test_a_job_that_never_stepped_aside_says_so(rig: Rig, has_yielded: bool) -> 
 
 
 def hangs(rig: Rig, job: Any) -> float:
-    """A request meets a script that does not stop; for how long it waits."""
+    """Send a request while a script does not stop; return how long the request waits, in ms."""
     token, began_ms = rig.infer("a"), rig.now_ms
     while (
         job.slot is not None and rig.state.workers[job.slot].state.state is not WorkerState.DOOMED
@@ -1397,7 +1397,7 @@ def hangs(rig: Rig, job: Any) -> float:
 
 
 def trains_again(rig: Rig, job: Any) -> None:
-    """Processes are ready that replace the killed ones, and one of them has the job."""
+    """Make the replacements of killed workers ready, and let one of them resume the job."""
     while starting := [
         w for w in rig.state.workers.values() if w.state.state is WorkerState.STARTING
     ]:
@@ -1515,7 +1515,7 @@ def test_a_commit_counts_when_the_daemon_flipped_it_and_forgives_deaths(rig: Rig
 
 
 def test_a_commit_that_is_told_again_or_late_is_counted_and_not_copied(rig: Rig) -> None:
-    """Its owner writes the slice again: the image would be torn."""
+    """The job writes to its slice again by then, so a copy would be a torn image."""
     job = rig.start_training()
     for number, late in ((1, (1,)), (2, (2, 1, 0, -1, -(1 << 63)))):
         rig.commit(job, number, step=number)
@@ -1639,7 +1639,7 @@ def test_a_pause_is_on_record_before_it_is_answered_and_holds_in_the_next_server
 
 
 def failed(rig: Rig, step: int = 7) -> tuple[Any, Any]:
-    """A job that failed behind its commit of step 4, which is on disk; its record."""
+    """Return a job that failed after its commit of step 4, which is on disk, and its record."""
     job = rig.start_training()
     job.spec = replace(job.spec, defaults=(("offload", "all"),))
     rig.committed(job, 1, step=4)
@@ -1681,7 +1681,7 @@ def test_a_failed_job_whose_commit_is_in_memory_or_that_has_none_starts_again_at
     rig.lease(job)
     rig.committed(job, 1, step=5)
     slot = rig.job_ends(job, "failed", step=5)
-    rig.job_asked("cifar", "resume")  # it is being written
+    rig.job_asked("cifar", "resume")  # while the commit is being written to disk
     assert not rig.commands(ev.LoadCommits)
     rig.worker_exits(slot, 0)
     assert rig.sent(RunJob)
@@ -1750,7 +1750,7 @@ def test_a_slice_asked_for_while_the_daemon_is_dead_is_not_granted(rig: Rig) -> 
     assert not rig.sent(LeaseGranted)
     for slot in (0, 1, 2):
         rig.worker_exits(slot)
-    assert len(rig.scheduler.machine.devices[0].arena.regions) == 1  # the fences
+    assert len(rig.scheduler.machine.devices[0].arena.regions) == 1  # only the fences
 
 
 # -- registration --------------------------------------------------------------------------------
@@ -1765,7 +1765,7 @@ def test_the_same_name_and_spec_again_is_a_no_op_and_another_spec_an_error(rig: 
 
 
 def test_another_clients_name_is_taken_though_it_asks_for_the_same(rig: Rig) -> None:
-    """A no-op would have its requests served, and its model taken away, as that one's."""
+    """With a no-op, the other client's model would serve this client, and could be unregistered."""
     rig.register("enemy.m")
     token = rig.ask_register("enemy.m", client="friend", tenant="friend")
     error = rig.error(token)
@@ -1832,7 +1832,7 @@ def test_clients_take_turns_at_builds(rig: Rig) -> None:
 
 def test_a_clients_builds_that_wait_leave_others_their_share() -> None:
     rig = Rig(max_waiting_builds=8)
-    for number in range(7):  # one of them runs
+    for number in range(7):  # one build runs, six wait
         assert rig.ask_register(f"enemy-{number}", client="enemy") not in rig.answers
     assert isinstance(rig.error(rig.ask_register("enemy-7", client="enemy")), errors.QueueFull)
     assert rig.ask_register("friend", client="friend") not in rig.answers
@@ -1849,7 +1849,7 @@ def test_a_client_has_so_many_models_and_no_more_and_the_owner_any() -> None:
     assert "unregister" in error.hint
     for name in ("friend.0", "owners-0", "owners-1", "owners-2"):
         rig.register(name)
-    assert rig.error(rig.ask_register("enemy.1", client="enemy")) is None  # it has that one
+    assert rig.error(rig.ask_register("enemy.1", client="enemy")) is None  # already registered
     rig.ask(ev.UnregisterRequest, model="enemy.0", tenant="enemy")
     assert rig.ask_register("enemy.2", client="enemy") not in rig.answers
 
@@ -1901,7 +1901,7 @@ def test_a_store_that_fails_in_a_way_nobody_expected_refuses_the_registration(ri
 def test_a_slice_that_could_not_be_zeroed_is_nobodys_until_it_was(rig: Rig) -> None:
     job = rig.start_training()
     rig.lease(job)
-    rig.lease(job, 40)  # another size: the first slice is given back
+    rig.lease(job, 40)  # another size, so the first slice is released
     (scrub,) = rig.sent(Scrub)
     rig.daemon(DaemonFault(op_id=scrub.op_id, reason="RuntimeError: no idea"))
     assert not rig.sent(Scrub), "not at once: it would fail again"
@@ -1964,7 +1964,7 @@ def test_a_request_that_can_never_fit_is_refused_though_a_job_trains(rig: Rig) -
 
 
 def stored(rig: Rig, name: str) -> None:
-    """Registered; nobody has prepared it yet."""
+    """Register a model that no worker has prepared yet."""
     token, op_id = rig.begin(name)
     rig.built(name, 10, op_id)
     rig.stored(name, op_id)
@@ -1987,7 +1987,7 @@ def test_standbys_prepare_models_they_do_not_know_and_one_stays_ready(rig: Rig) 
 def test_a_worker_that_knows_all_programs_is_not_asked_about_each_at_each_event(
     rig: Rig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With a thousand models that took milliseconds of every event that left the queue empty."""
+    """With a thousand models, a look at each took milliseconds per event with an empty queue."""
     for name in "abc":
         stored(rig, name)
     rig.prepared()
@@ -2028,7 +2028,7 @@ def test_a_request_goes_to_who_is_just_learning_its_model(rig: Rig) -> None:
 
 
 def test_a_second_request_waits_for_the_first_rather_than_for_a_program(rig: Rig) -> None:
-    """Given to a worker that loads for a second, it would keep the device idle for that long."""
+    """A worker that still loads a program for a second would keep the device idle that long."""
     rig.register("a")
     rig.make_resident("a")
     stored(rig, "b")
@@ -2118,7 +2118,8 @@ def test_an_idle_server_leaves_at_once(rig: Rig) -> None:
 
 
 def restored(rig: Rig, outputs: tuple[Any, ...] = ()) -> tuple[ev.Token, Any]:
-    """A model of the journal that is being checked again; a request that came meanwhile."""
+    """Restore a model and send a request while its build is repeated; return the request's token
+    and the build's operation id."""
     manifest = manifest_of("digest a", 10 * MIB, 2)
     rig.ask_register("a", restored=msgspec.structs.replace(manifest, outputs=outputs))
     [start] = rig.commands(ev.StartBuild)
@@ -2170,7 +2171,7 @@ def test_a_job_is_given_a_fresh_process_when_all_have_run_clients_programs() -> 
     assert spawned.target.slot == job.slot
     assert [type(c) for c in rig.commands(ev.Spawn | ev.Send)] == [ev.Spawn, ev.Send]
     assert len(rig.sent(RunJob)) == 1
-    # Its end is told before the fresh one is ready, and is not the job's.
+    # The old process's exit is reported before the new one is ready, and does not end the job.
     rig.handle(ev.Exited(ev.Address("worker", 0, job.slot, 1), -9, 0))
     worker = rig.state.workers[job.slot]
     assert (worker.state.state, worker.warm) == (WorkerState.ACTIVE, {})
@@ -2195,7 +2196,7 @@ def test_code_and_programs_are_never_prepared_in_one_process() -> None:
     assert all("code" in worker.warm for worker in rig.state.workers.values())
     rig.register("a")
     assert not any("a" in worker.warm for worker in rig.state.workers.values())
-    # The first request for it replaces one process; the others keep what they know.
+    # The first request for "a" replaces one process; the others keep their prepared models.
     rig.infer("a")
     [spawned] = rig.commands(ev.Spawn)
     [order] = rig.sent(RunInference)
@@ -2232,7 +2233,7 @@ def tenants(rig: Rig) -> list[str | None]:
 
 
 def asked(rig: Rig, name: str) -> tuple[list[str], list[int]]:
-    """Serve one request of a model; whose process was made for it, and which were replaced."""
+    """Serve one request of a model; return the newly bound tenants and the replaced slots."""
     rig.infer(name)
     bound = [message.tenant for message in rig.sent(BindTenant)]
     spawned = [command.target.slot for command in rig.commands(ev.Spawn)]
@@ -2332,7 +2333,7 @@ def test_a_model_is_sent_to_its_tenants_file_and_announced_with_it(apart: Rig, r
 
 
 def test_a_request_in_another_tenants_file_is_refused(apart: Rig) -> None:
-    """The name was another tenant's when its bytes were written; the programs are the same."""
+    """The frontend wrote the request when the name was another tenant's, with an equal program."""
     apart.register("ada.m")
     token = apart.infer("ada.m", tenant="bob")
     assert isinstance(apart.error(token), errors.ModelNotFound)
@@ -2373,7 +2374,7 @@ def test_a_disk_that_does_not_take_the_last_state_is_asked_again(rig: Rig) -> No
 
 
 def test_a_job_that_runs_again_waits_until_the_one_before_it_is_on_disk(rig: Rig) -> None:
-    """Both write into the folder of that name: the newer one's state must be the last there."""
+    """Both jobs write to the folder of their name, and the newer job's state must remain there."""
     old = rig.start_training()
     rig.committed(old, 1, 3)
     rig.job_ends(old, "done")
@@ -2426,7 +2427,7 @@ def test_a_removed_jobs_slice_is_in_the_way_until_its_process_is_reaped(rig: Rig
     slot = rig.job_ends(job, "failed")
     assert rig.error(rig.job_asked("cifar", "rm")) is None
     rig.register("a", 40)
-    token = rig.infer("a")  # looks at what lies in its way
+    token = rig.infer("a")  # its placement finds the removed job's slice in the way
     assert not rig.sent(TransmitModel)
     rig.worker_exits(slot, 0)
     rig.scrubbed()
@@ -2453,7 +2454,7 @@ def test_the_next_server_has_the_record_of_an_ended_job(rig: Rig) -> None:
 
 
 def trained(rig: Rig, name: str = "cifar", step: int = 3) -> Any:
-    """A job that has committed a step, which is on disk, and trains on."""
+    """Return a job that has a commit on disk and continues to train."""
     job = rig.start_training(name)
     rig.committed(job, 1, step)
     rig.written(job, step)
@@ -2471,7 +2472,7 @@ def register_net(rig: Rig, *, pin: bool = False) -> None:
 
 
 def net_and_job(rig: Rig) -> Any:
-    """A model, and a job that may become its next version."""
+    """Register a model; return a job that can be published as its next version."""
     register_net(rig)
     return trained(rig)
 
@@ -2481,13 +2482,13 @@ def ask_publish(rig: Rig, job: Any, step: int = -1) -> ev.Token:
 
 
 def publication(rig: Rig) -> Any:
-    """The order to copy a commit for it; the job's own goes to disk beside it."""
+    """Return the order that copies a commit for a publication, not the job's own one."""
     (order,) = [one for one in rig.sent(PersistCommit) if one.directory.startswith("published/")]
     return order
 
 
 def copied(rig: Rig, job: Any, step: int = 3) -> Any:
-    """The daemon has copied the commit; the order to build."""
+    """Report the publication's commit as copied; return the order to build the version."""
     order = publication(rig)
     rig.daemon(CommitPersisted(job=job.spec.name, op_id=order.op_id, step=step))
     (build,) = rig.commands(ev.StartBuild)
@@ -2495,7 +2496,7 @@ def copied(rig: Rig, job: Any, step: int = 3) -> Any:
 
 
 def comes(rig: Rig, build: Any, digest: str = "") -> None:
-    """The version is built and stored."""
+    """Finish a version's build, store it, and prepare it; ``rig.seen`` has the commands."""
     manifest = manifest_of(digest or f"digest {build.model}", 10 * MIB, 2)
     done = BuildDone(model=build.model, op_id=build.op_id, digest=manifest.digest)
     rig.handle(received(done, manifest=manifest))
@@ -2517,7 +2518,7 @@ def versions_of(rig: Rig) -> list[tuple[int, bool]]:
 
 
 def test_a_model_is_resident_for_the_next_request_though_its_answer_overtook_the_daemon() -> None:
-    """Two processes tell of one copy, and the worker that computed with it may be first."""
+    """Daemon and worker both report the end of a copy, and the worker's answer may come first."""
     rig = Rig(arena_bytes=16 * MIB)
     rig.register("a")
     rig.register("b")
@@ -2528,7 +2529,7 @@ def test_a_model_is_resident_for_the_next_request_though_its_answer_overtook_the
     rig.done()
     third = rig.infer("a")
     rig.done()
-    rig.make_resident("b")  # in the place of the other
+    rig.make_resident("b")  # evicts a
     fourth = rig.infer("a")
     rig.arrived("a")
     rig.done()
@@ -2537,7 +2538,7 @@ def test_a_model_is_resident_for_the_next_request_though_its_answer_overtook_the
 
 
 def infer_of(rig: Rig, registration_id: int) -> ev.Token:
-    """A request for version 1 by a frontend that has not heard that it left."""
+    """Send a request for version 1, as a frontend that does not know of its removal."""
     token = rig.token()
     rig.handle(
         ev.InferArrived(
@@ -2590,7 +2591,7 @@ def test_a_publication_is_a_copy_of_the_commit_a_build_and_then_the_current_vers
 def test_versions_that_nothing_keeps_leave_when_no_request_wants_them(rig: Rig) -> None:
     job = net_and_job(rig)
     publish(rig, job)
-    waits = rig.infer("net")  # of version 1, by a frontend that had not heard of the second
+    waits = rig.infer("net")  # version 1: the frontend does not know the second one yet
     publish(rig, job)
     assert versions_of(rig) == [(1, False), (2, False), (3, True)]
     assert rig.scheduler.machine.models["net"].state.state is ModelState.LEAVING
@@ -2687,7 +2688,7 @@ def test_a_share_of_requests_goes_to_a_version_until_another_one_is_chosen(rig: 
         return rig.ask(ev.RollbackRequest, model="net", version=version, share=share)
 
     def came(registration_id: int) -> int:
-        """Of 2,000 requests, those that came to version 1."""
+        """Return how many of 2,000 requests went to version 1."""
         event = ev.InferArrived(
             token=rig.token(),
             request_id="r",
@@ -2728,7 +2729,7 @@ def test_a_split_with_a_quarantined_version_answers_from_the_current_one(rig: Ri
     registration_id = versions.served("net").born
 
     def answers(count: int) -> list[str]:
-        """Of which version each was, to requests that name none."""
+        """Serve ``count`` requests without a version; return the sorted names of their models."""
         tokens = [rig.infer("net@2", registration_id=registration_id) for _ in range(count)]
         of = []
         while rig.state.owner.running is not None:
@@ -2744,7 +2745,7 @@ def test_a_split_with_a_quarantined_version_answers_from_the_current_one(rig: Ri
     for _ in tokens:
         rig.worker_restarts(rig.state.owner.running.slot)
     assert isinstance(rig.error(rig.infer("net")), errors.ModelQuarantined)
-    answers(0)  # what was dispatched before may still end
+    answers(0)  # earlier dispatched requests may still end
     assert answers(10) == 10 * ["net@2"]
     assert [versions.share(model) for model in versions.all_of("net")] == [50, 50]
 
@@ -2812,7 +2813,7 @@ def script_publishes(
     parts: tuple[str, ...] = ("model",),
     part: str = "",
 ) -> Any:
-    """What the script reads; its tensors are the model's, or wider ones."""
+    """Publish from a script, with the model's tensors or wider ones; return the answer to it."""
     served = rig.scheduler.versions.current(model)
     weights = served.manifest.tensors if served is not None and served.manifest else ()
     more = (9,) if wide else ()
@@ -2844,7 +2845,7 @@ def script_publishes_and_commits(rig: Rig, job: Any, number: int, step: int) -> 
 
 
 def is_copied(rig: Rig, job: Any, step: int) -> str:
-    """The daemon has copied the commit; its folder."""
+    """Report the publication's commit as copied; return its folder."""
     order = publication(rig)
     rig.daemon(CommitPersisted(job=job.spec.name, op_id=order.op_id, step=step))
     return str(order.directory)
@@ -2889,7 +2890,7 @@ def test_a_script_that_publishes_faster_than_versions_are_built_waits(rig: Rig) 
 
 
 def test_a_publication_whose_commit_does_not_come_holds_up_nobody(rig: Rig) -> None:
-    """The job is paused in the middle of the step that it published."""
+    """The job has published step 9, but stays in the middle of that step."""
     job = net_and_job(rig)
     script_publishes(rig, job, step=9)
     token = ask_publish(rig, job)
@@ -2988,7 +2989,7 @@ def test_a_publication_ends_with_its_job(rig: Rig) -> None:
 
 
 def registers(rig: Rig, tenant: str) -> None:
-    """The name is that tenant's."""
+    """Register the name ``net`` for a tenant."""
     token = rig.ask_register("net", spec=SPEC, spec_digest=tenant, client=tenant, tenant=tenant)
     comes(rig, rig.commands(ev.StartBuild)[0])
     assert rig.error(token) is None
@@ -3015,7 +3016,7 @@ def test_a_publication_is_of_the_registration_it_was_accepted_for(rig: Rig) -> N
 
 
 def over(rig: Rig) -> Any:
-    """A job that is done, whose state is on disk."""
+    """Return a job that is done and has its state on disk."""
     job = trained(rig)
     rig.job_ends(job, "done")
     rig.daemon(CommitPersisted(job=job.spec.name, op_id=job.op_id, step=3))
@@ -3023,7 +3024,7 @@ def over(rig: Rig) -> Any:
 
 
 def replaced(rig: Rig, job: Any) -> Any:
-    """Another job has its name now."""
+    """Submit another job of the same name; return its record."""
     rig.handle(
         ev.TrainRequest(token=rig.token(), job=job.spec.name, entry="e:f", args=(), priority=2)
     )
@@ -3037,7 +3038,7 @@ def test_a_job_of_another_server_counts_on(rig: Rig) -> None:
         ev.TrainRequest(token=rig.token(), job="j", entry="e:f", args=(), priority=2, **past)
     )
     progress, [run] = rig.state.jobs["j"].progress, rig.sent(RunJob)
-    # It has no commit, so it does the seven steps again.
+    # The job has no commit here, so it repeats its seven steps.
     assert (progress.restarts, progress.steps_recomputed) == (2, 37)
     assert (run.restarts, run.steps_recomputed, run.last_step) == (2, 37, 7)
 
@@ -3068,7 +3069,7 @@ def test_a_publication_that_waits_for_another_build_ends_with_its_job(rig: Rig) 
 
 
 def test_one_version_is_unregistered_alone_and_the_one_before_serves_at_once(rig: Rig) -> None:
-    """The server does that too, with a version that the journal does not take."""
+    """The server does the same with a version that it cannot write to the journal."""
     register_net(rig, pin=True)
     job = trained(rig)
     publish(rig, job)
@@ -3137,7 +3138,7 @@ def test_the_version_that_was_just_current_is_kept_not_the_one_that_was_rolled_b
 def test_a_publication_that_is_cancelled_changes_nothing(rig: Rig, stage: str) -> None:
     job = net_and_job(rig)
     other = None
-    if stage == "copied":  # behind another one
+    if stage == "copied":  # it waits for another publication's build
         ask_publish(rig, job)
         other = copied(rig, job)
     if stage == "waits":
@@ -3163,8 +3164,8 @@ def test_a_publication_that_is_cancelled_changes_nothing(rig: Rig, stage: str) -
 
 
 def test_a_job_from_another_server_begins_at_its_commit(rig: Rig) -> None:
-    """Paused if it was; where its commits have no room it is refused, and nothing of it is left."""
-    job = over(rig)  # of its name: that one's files go before the new one's come
+    """A paused job stays paused. Without room for its commits, a job is refused without a trace."""
+    job = over(rig)  # an older job of the same name, whose files are removed first
     for step, slot_bytes, is_paused in ((7, MIB, True), (9, 1 << 40, False)):
         token, loaded = rig.token(), ev.LoadedCommit(slot_bytes, step, 5)
         name = job.spec.name if is_paused else "large"

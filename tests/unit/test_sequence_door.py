@@ -1,4 +1,4 @@
-"""Requests of sequences are checked before a byte is read, and a refusal changes nothing."""
+"""Checks of sequences' requests, made before any byte is read; a refusal changes nothing."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ WORDS = [1 + n % 9 for n in range(20)]
 
 
 class Unread:
-    """A frame whose bytes nobody may read."""
+    """Frame whose bytes must not be read."""
 
     def __init__(self, size: int) -> None:
         self._size = size
@@ -43,7 +43,7 @@ def offer(
     keep: bool = False,
     **shapes: Any,
 ) -> Any:
-    """Offer a request with these inputs, and refuse it as the frontend does, or keep it."""
+    """Offer a request with these inputs; unless ``keep``, refuse it as the frontend does."""
     options = SequenceOptions(id=KEY[1], starts=starts, ends=False)
     sequence = world.sequences.of(options, world, KEY[0], model)  # type: ignore[arg-type]
     inputs, data = [], []
@@ -88,7 +88,7 @@ WRONG: dict[str, dict[str, Any]] = {
 
 
 def step(world: World, starts: bool, count: int) -> None:
-    """A request of so many ids, and its answer."""
+    """Offer a request of ``count`` ids, and answer it."""
     sequence, _ = offer(world, starts, numbers([[1] * count], count, 0), keep=True)
     allocation = world.pool.reserve(KEY[0], 1, ROW * count)
     rows = made(world.pool, allocation, bytes([1]) * ROW * count)
@@ -179,7 +179,7 @@ def test_a_model_that_is_gone_leaves_no_sequence_no_block_and_no_tokens(when: st
 
 
 def test_the_request_that_starts_a_sequence_may_bring_its_rows() -> None:
-    """They are where its own would be."""
+    """The rows are stored as if the sequence had computed them."""
     world, rows = World(1 << 20), np.arange(33 * ROW, dtype=np.uint8).reshape(1, 33, ROW)
     for no_rows in (rows[:, :0], np.zeros((1, MOST + 1, ROW), np.uint8), rows[:, :, :1]):
         with pytest.raises(InvalidInput):

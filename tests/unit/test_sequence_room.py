@@ -1,6 +1,6 @@
-"""Answers whose caches do not fit together: all that began come to their ends, with their tokens.
+"""Generations whose caches do not fit together: each one that began ends with the right tokens.
 
-A row is made of the one before, and a token of all rows, so a wrong byte of a cache is seen.
+A row depends on the row before, and a token on all rows, so checks find any wrong byte of a cache.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ MANIFEST: Final = Manifest(
 
 
 def fed(cache: bytes, tokens: list[int]) -> tuple[bytes, int]:
-    """Return the cache with the rows of these tokens too, and the token that comes next."""
+    """Return the cache with the rows of these tokens appended, and the next token."""
     for token in tokens:
         cache += zlib.crc32(cache[-ROW:] + bytes([token])).to_bytes(4, "little") * (ROW // 4)
     return cache, zlib.crc32(cache) % WORDS
@@ -97,7 +97,7 @@ def recomputed(prompt: list[int], count: int) -> list[int]:
 
 
 class Talk:
-    """One answer, as its client sees it."""
+    """One generation, as its client sees it."""
 
     def __init__(self, rig: Rig, client: Session, prompt: list[int], most: int) -> None:
         self.rig, self.client, self.prompt, self.most = rig, client, prompt, most
@@ -150,7 +150,7 @@ class Rig:
         self.calls: deque[Callable[[], None]] = deque()
         self.events: deque[ev.Event] = deque()
         self.computing: dict[int, ev.InferArrived | ev.NextRun] = {}
-        self.between: set[int] = set()  # those that wait for room
+        self.between: set[int] = set()  # requests that wait for room
         self.inference = Inference(
             self.requests,
             take=self.events.append,
@@ -169,7 +169,7 @@ class Rig:
         self.longest = longest(MANIFEST, self.pool.share_bytes)
         self.talks: list[Talk] = []
         self.count = self.waits = 0
-        self.chances: list[Any] = []  # that a worker claims, whatever its tokens are
+        self.chances: list[Any] = []  # probabilities that a worker reports, whatever its tokens
 
     def client(self, tenant: str) -> Session:
         return Session(peer=SimpleNamespace(), principal=Principal(tenant=tenant))
@@ -183,15 +183,15 @@ class Rig:
         talk.heard(frames)
 
     def cancel(self, talk: Talk) -> None:
-        """As the frontend, whose client takes it back or is gone."""
+        """Cancel a request, as the frontend does for a client that cancels or disconnects."""
         if (token := talk.client.requests.get(talk.id)) is not None:
             pending = self.requests.waiting(token)
             assert not pending.is_copying
             self.events.append(ev.CancelRequest(token=token))
 
     def compute(self, tokens: Collection[int], error: PipeSwitchError | None = None) -> None:
-        """As a worker and the scheduler do: a run of these, of some of the steps that it may have.
-        Then each is answered, or has more to do."""
+        """Compute a run of these requests, with some of its allowed steps, as worker and scheduler
+        do. Each request is then answered, or needs another run."""
         runs, more = [self.computing.pop(token) for token in tokens], []
         for run, answer in zip(runs, self.answers_of(runs), strict=True):
             token = answer.token
@@ -264,7 +264,7 @@ class Rig:
         self.pool.check()
 
     def take(self, event: ev.Event) -> None:
-        """As the scheduler."""
+        """Handle an event as the scheduler does."""
         if isinstance(event, ev.InferArrived):
             self.computing[event.token] = event
         elif isinstance(event, ev.NextRuns):
@@ -280,13 +280,13 @@ class Rig:
             assert isinstance(event, ev.PrefetchHint)
 
     def some(self) -> list[int]:
-        """Those of the next run."""
+        """Return the requests of a random next run."""
         return self.chance.sample(
             sorted(self.computing), self.chance.randint(1, min(4, len(self.computing)))
         )
 
     def run(self) -> None:
-        """All to their ends, whose requests are computed in any order."""
+        """Run all generations to their ends, with runs in random order."""
         self.turn()
         while remaining := [one for one in self.talks if not one.is_over]:
             ready = [one for one in remaining if not one.is_asked]
@@ -375,7 +375,7 @@ def test_the_longest_answer_alone_ends_and_a_longer_one_is_never_begun(length: i
 
 @pytest.mark.parametrize("seed", [*range(8), 38, 69, 138])
 def test_whatever_happens_no_begun_answer_is_refused_room_and_every_byte_is_free(seed: int) -> None:
-    """Prompts in common, errors, those who hang up or are gone, hours without a request."""
+    """Moves include common prompts, errors, cancels, lost clients, and hours without a request."""
     rig, chance = Rig((256 << 10) + seed % 12 * 8192, seed), random.Random(seed)
     clients = {name: rig.client(name) for name in "aab"}
     for _ in range(1200):
@@ -486,7 +486,7 @@ def test_what_a_worker_claims_wrongly_ends_that_answer_alone(claim: str) -> None
 
 
 class Unread:
-    """A frame whose bytes nobody may read."""
+    """Frame whose bytes must not be read."""
 
     def __init__(self, size: int) -> None:
         self._size = size
@@ -541,7 +541,7 @@ def test_a_request_that_does_not_fit_is_refused(what: str) -> None:
 
 
 def test_generations_that_come_together_compute_their_common_prompt_once() -> None:
-    """Also one that is longer than a run; a caller leads none of another one."""
+    """The prompt may be longer than a run; a generation never leads those of another caller."""
     rig, stem = Rig(640 << 10), prompt(1, 120)
     mine, other = rig.client("a"), rig.client("b")
     talks = [rig.talk(mine, [*stem, *prompt(number + 2, 7)], 9) for number in range(4)]
@@ -550,14 +550,14 @@ def test_generations_that_come_together_compute_their_common_prompt_once() -> No
         one.ask()
     rig.turn()
     first, *led = [one.client.requests[one.id] for one in talks]
-    for _ in range(2):  # the prompt is of two pieces
+    for _ in range(2):  # the prompt takes two runs
         assert [rig.computing[token].leader for token in led] == [first] * 3 + [None] * 2
         rig.compute([first])
         rig.turn()
     assert {rig.computing[token].leader for token in led} == {None}
     rig.run()
     assert all(one.tokens == recomputed(one.prompt, 9) for one in talks)
-    assert rig.sequences.as_dict()["tokens_reused"] == 3 * 112  # whole blocks of it
+    assert rig.sequences.as_dict()["tokens_reused"] == 3 * 112  # only whole blocks
     rig.close()
 
 

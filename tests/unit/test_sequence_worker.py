@@ -1,4 +1,4 @@
-"""Answers that the worker's own code computes from blocks of the pool, for the frontend's."""
+"""Generations between the real code of frontend and worker, over blocks of the request pool."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ POOL_BYTES = 640 << 10
 
 
 class Program:
-    """The model of ``test_sequence_room``, as a program over padded tensors."""
+    """Model of ``test_sequence_room``, as a program over padded tensors."""
 
     manifest = MANIFEST
 
@@ -42,7 +42,7 @@ class Program:
 
 
 class Rig(allocation.Rig):
-    """Runs are computed by a worker, which dies now and then before its answer is heard."""
+    """Rig whose runs are computed by a worker, which sometimes dies before its answer arrives."""
 
     def __init__(self, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
         def shared(name: str, size: int) -> int:

@@ -1,4 +1,4 @@
-"""Sequences' bookkeeping in the request pool, over random lives with a clock of their own."""
+"""Bookkeeping of sequences in the request pool, over random lives on a virtual clock."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ from pipeswitch.scheduler.events import Reply, Token
 from pipeswitch.wire.frames import RequestHeader, WireTensor
 from tests.unit.sequence_world import gathered
 
-MOST = 500  # rows of what grows
-BYTES = 16  # of the state, whose last answer is always the number of steps
+MOST = 500  # the maximum number of rows of the cache
+BYTES = 16  # size of the state, in which each byte is the number of steps
 MANIFEST: Any = SimpleNamespace(
     pads={},
     digest="d",
@@ -56,13 +56,13 @@ class Rig:
         self.pool, self.now_ms = RequestPool(descriptor), 0.0
         os.close(descriptor)
         self.sequences = Sequences(self.pool, lambda: self.now_ms)
-        self.rows: dict[int, bytes] = {}  # that each has been given, by identity
+        self.rows: dict[int, bytes] = {}  # rows that each sequence has got, by its ``id()``
         self.ever: list[SequenceState] = []
-        self.refuses = False  # the next request, behind its sequence
+        self.refuses = False  # refuse the next request after its sequence accepted it
         self.under_way: dict[tuple[str, str], tuple[SequenceState, PoolAllocation, int]] = {}
 
     def ask(self, caller: str, name: str, client: Any, length: int = 1, **flags: bool) -> bool:
-        """Whether it was taken; ``under_way`` has it then, with what its state was."""
+        """Send a request; return True if it is accepted. ``under_way`` then has its old state."""
         flags = {"starts": False, "ends": False} | flags
         options = SequenceOptions(id=name, **flags)
         try:
@@ -73,7 +73,7 @@ class Rig:
         header = RequestHeader(v=1, op="infer", id="r", model="m", inputs=(x,))
         brought = [bytes(length)]
         if sequence.key not in self.sequences.held or flags["starts"]:
-            if not self.model.manifest.pads:  # it cannot tell zeros from rows
+            if not self.model.manifest.pads:  # such a model cannot tell padding from rows
                 count = 1 + length % 3
                 brought.append(bytes(range(1, 3 * count + 1)))
                 first = WireTensor(name="cache", dtype="uint8", shape=(1, count, 3), frame=1)
@@ -92,7 +92,7 @@ class Rig:
         sequence.copy(self.pool)
         _, h, cache = header.inputs
         state, rows = bytes(frames[h.frame]), gathered(self.pool, sequence.values["cache"])
-        rows += bytes(len(frames[cache.frame]) - len(rows))  # as its worker adds them
+        rows += bytes(len(frames[cache.frame]) - len(rows))  # padding that the worker adds
         assert len(set(state)) == 1
         known = self.rows[id(sequence)] or bytes(3)
         padding = len(rows) - len(known)
@@ -133,7 +133,7 @@ class Rig:
 def test_random_lives_keep_every_state_and_give_every_byte_back(seed: int) -> None:
     rig, chance = Rig(is_padded=seed % 2 > 0), random.Random(seed)
     clients: list[Any] = [SimpleNamespace(name=n) for n in range(2)]
-    steps: dict[tuple[str, str], int] = {}  # what each one's state must be
+    steps: dict[tuple[str, str], int] = {}  # the expected state of each sequence
     ended: set[tuple[str, str]] = set()
     for _ in range(1500):
         key = (chance.choice(["a", "b"]), chance.choice(["one", "two"]))
@@ -161,7 +161,7 @@ def test_random_lives_keep_every_state_and_give_every_byte_back(seed: int) -> No
             rig.sequences.remove_client(clients[0])
         elif move < 0.95 and key in rig.sequences.held:
             rig.sequences.end(key[1], key[0])
-            ended |= {key} & rig.under_way.keys()  # its request ends it, however that ends
+            ended |= {key} & rig.under_way.keys()  # ends with its request, whatever the result
         elif move < 0.97:
             rig.now_ms += IDLE_MS / 3
         rig.pool.check()
@@ -205,7 +205,7 @@ def test_what_a_worker_claims_wrongly_changes_nothing(claim: str) -> None:
 def test_one_request_at_a_time_and_no_flag_without_a_name() -> None:
     rig, client = Rig(), cast(Any, None)
     assert rig.ask("a", "one", client, starts=True)
-    assert not rig.ask("a", "one", client)  # it already has a running request
+    assert not rig.ask("a", "one", client)  # the sequence already has a running request
     assert not rig.ask("a", "one", client, starts=True)
     rig.answer(("a", "one"))
     assert rig.ask("a", "one", client, ends=True)

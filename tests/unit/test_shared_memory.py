@@ -1,4 +1,4 @@
-"""The controller's descriptors: memory that nobody else has any more goes back beside the loop."""
+"""The controller's descriptors: memory without other users is freed outside of the loop."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from pipeswitch.ipc.messages.base import JobName
 
 
 def test_the_loop_waits_for_no_page_to_be_given_back(monkeypatch: pytest.MonkeyPatch) -> None:
-    """2 GiB took 0.3 s, and every request of every device waited."""
+    """In the loop, freeing 2 GiB took 0.3 s, during which all requests of all devices waited."""
     closed: dict[int, threading.Thread] = {}
     close = os.close
 

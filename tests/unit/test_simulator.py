@@ -1,4 +1,4 @@
-"""The simulated world by the clock: closed forms, preemption, deaths."""
+"""The simulated world on its virtual clock: closed forms, preemption, deaths."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from pipeswitch.simulator.world import World
 MIB = 1 << 20
 MODEL, JOB = ModelName("m"), JobName("j")
 COPY_MS, LAYER_MS, GROUPS, STEP_MS = 2.0, 3.0, 4, 50.0
-LINK = Link(bytes_per_ms=float(MIB), fixed_ms=1.0)  # of groups of 1 MiB
+LINK = Link(bytes_per_ms=float(MIB), fixed_ms=1.0)  # a group of 1 MiB takes COPY_MS
 
 
 class Answered(World):
-    """Knows when each token was answered."""
+    """World that records when each token was answered."""
 
     def __init__(self, scheduler: Scheduler, costs: Costs) -> None:
         self.answers: dict[ev.Token, tuple[float, ev.Reply]] = {}
@@ -36,7 +36,7 @@ class Answered(World):
 
 
 class Server(Answered):
-    """A server with one model."""
+    """Server with one model."""
 
     def __init__(self, store_mib: int = 64, **costs: Any) -> None:
         settings = SchedulerSettings(
@@ -64,7 +64,7 @@ def test_a_cold_request_takes_the_first_copy_then_the_slower_of_copying_and_comp
     began_ms = world.now_ms
     cold = world.clients.infer(MODEL)
     world.run()
-    # PipeSwitch 4.2: the first group is waited for, the others arrive while it computes.
+    # PipeSwitch 4.2: computing waits only for the first group; the others arrive meanwhile.
     assert world.took_ms(cold, began_ms) == COPY_MS + GROUPS * LAYER_MS
     began_ms = world.now_ms
     warm = world.clients.infer(MODEL)
@@ -80,7 +80,7 @@ def test_a_slow_link_is_what_a_cold_request_waits_for() -> None:
     began_ms = world.now_ms
     token = world.clients.infer(MODEL)
     world.run()
-    assert world.took_ms(token, began_ms) == GROUPS * 10.0 + LAYER_MS + 0.5  # the answer's way
+    assert world.took_ms(token, began_ms) == GROUPS * 10.0 + LAYER_MS + 0.5  # 0.5: its answer
 
 
 def test_a_request_suspends_training_in_place_and_costs_it_no_more_than_its_own_time() -> None:
@@ -97,7 +97,7 @@ def test_a_request_suspends_training_in_place_and_costs_it_no_more_than_its_own_
         world.clock.at(began_ms + at_ms, lambda: tokens.append(world.clients.infer(MODEL)))
     world.run()
     assert [world.answers[token][1].error for token in tokens] == [None, None]
-    # Cold, it is suspended before the first group is there; resident, for the computing alone.
+    # A cold request also suspends the job while its first group is copied, a resident one does not.
     assert world.took_ms(done, began_ms) == 10 * STEP_MS + COPY_MS + 2 * GROUPS * LAYER_MS
 
 
@@ -108,7 +108,7 @@ def test_a_request_outlives_its_worker_and_a_job_its_process() -> None:
     busy = [worker for worker in world.workers.values() if worker.orders]
     world.clock.at(began_ms + COPY_MS + 1.0, lambda: busy[0].end(-9))
     world.run()
-    # The copy went on meanwhile: the next worker finds all groups there.
+    # The copy continued meanwhile, so the next worker finds all groups on the device.
     assert world.took_ms(token, began_ms) == COPY_MS + 1.0 + GROUPS * LAYER_MS
     done = trained(world, steps=10)
     world.clock.at(world.now_ms + 120.0, lambda: _kill_training(world))
@@ -140,7 +140,7 @@ def test_a_token_is_answered_once() -> None:
 
 @pytest.mark.parametrize("slice_mib", [12, 45], ids=["fit side by side", "fit one at a time"])
 def test_three_jobs_train_nearly_as_much_as_one_alone_and_equally(slice_mib: int) -> None:
-    """Under requests that come once in a second, with scripts that take two seconds to start."""
+    """A request arrives every second, and each script takes two seconds to start."""
 
     def trained_steps(jobs: int) -> list[int]:
         world = Server(start_ms=300.0, to_host=LINK, message_ms=0.1, store_mib=1024)

@@ -1,4 +1,4 @@
-"""Ceilings of functions and classes: the lists below name what is still too large, and only shrink.
+"""Size limits of functions and classes; the lists below name the exceptions, and only shrink.
 
 A function has at most 60 lines (its docstring counts) and 7 parameters, a class 25 methods, a
 record 20 fields.
@@ -17,16 +17,16 @@ ROOT = Path(__file__).parents[2]
 PRODUCT = ("pipeswitch", "workers", "memory_daemon")
 LIMITS = {"lines": 60, "parameters": 7, "methods": 25, "fields": 20}
 
-# The users' interface: each parameter is a keyword that programs write, or an option of a command.
-# So are the fields of the settings (read only, each is one option) and of a registration, whose
-# digest follows from its fields.
+# The users' interface: each parameter is a keyword argument in programs, or an option of a command.
+# The same holds for fields of the settings, which are read only, and of a registration, whose
+# digest depends on all fields.
 USERS = {
     "fields": "core.SchedulerSettings 43, spec.BuildSpec 21",
     "lines": "client.Client.register 117, session.TrainingSession.steps 61",
     "parameters": "client.Client.register 24, infer.infer 12, client.Client.generate 9, "
     "client.Client.train 8, job.steps 8, session.TrainingSession.steps 8, testing.server 8",
 }
-# Kernels of torch's operators and a function in place of torch's own: the signatures are torch's.
+# Kernels for operators of torch, and a replacement of a torch function, with torch's signatures.
 TORCH = {"parameters": "packed._convolution_add 11, recurrent._stft 10"}
 
 
@@ -37,7 +37,7 @@ def listed(measure: str) -> dict[str, int]:
 
 
 def sizes(tree: ast.AST, name: str) -> Iterator[tuple[str, str, int]]:
-    """Each measure of each function and class, by its name with the module's."""
+    """Yield each measure of each function and class, with its qualified name and its size."""
     for node in ast.iter_child_nodes(tree):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
             own = f"{name}.{node.name}"
@@ -67,8 +67,8 @@ def too_large() -> dict[str, dict[str, int]]:
 
 @pytest.mark.parametrize("measure", LIMITS)
 def test_nothing_new_is_too_large_and_nothing_grows(measure: str) -> None:
-    """Split what is new here by concept, take off the list what has become small, and never raise a
-    number: the lists are exact."""
+    """The lists are exact. Split new code by concept, remove entries that have become small enough,
+    and never raise a number."""
     assert too_large()[measure] == listed(measure)
 
 

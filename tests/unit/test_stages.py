@@ -1,4 +1,4 @@
-"""Which process makes which request's inputs: order, deaths, deadlines, what is taken back."""
+"""Preprocessing processes, which make requests' inputs: order, deaths, deadlines, cancels."""
 
 # mypy: disable-error-code="arg-type"
 
@@ -30,7 +30,7 @@ LIMIT_MS = 1000.0
 
 
 class Pool(PreprocessPool):
-    """With processes that do what the test says."""
+    """Preprocess pool whose processes act as the test says."""
 
     def __init__(self, stages: int = 1) -> None:
         settings = SchedulerSettings(
@@ -57,7 +57,7 @@ class Pool(PreprocessPool):
         return request
 
     def out(self, kind: type[Any]) -> list[Any]:
-        """Commands of a kind since the last look at any."""
+        """Return the commands of a kind, and clear the list of all commands."""
         commands = [command for command in self.core.out if isinstance(command, kind)]
         self.core.out.clear()
         self.check()
@@ -70,7 +70,7 @@ class Pool(PreprocessPool):
         self.is_current_generation(StageReady(pid=7), slot)
 
     def calls(self) -> list[int]:
-        """Whose inputs are being made."""
+        """Return the tokens of the requests whose inputs are being made."""
         assert all(
             isinstance(one.message, RunStage) for one in self.core.out if isinstance(one, ev.Send)
         )
@@ -104,7 +104,7 @@ def test_a_process_comes_with_the_first_request_and_makes_each_ones_inputs_once(
         pool.returns()
         (command,) = pool.out(ev.TakeResult)
         assert (command.token, command.function) == (request.token, "pkg:fn")
-        assert not pool.calls()  # its memory is read
+        assert not pool.calls()  # the process waits while its memory is read
         assert pool.prepared(ev.Prepared(token=request.token, slot=0, inputs=RAW)) is request
         assert (request.state.state, request.steps.preprocess_ms) == (TaskState.QUEUED, 5.0)
     assert not len(pool)
@@ -156,7 +156,7 @@ def test_a_deadline_counts_from_arrival_and_a_call_that_hangs_is_killed(pool: Po
     pool.advance()
     pool.core.out.clear()
     pool.ask(3)
-    assert not pool.out(ev.Spawn)  # the other one is not reaped
+    assert not pool.out(ev.Spawn)  # the old process is not reaped yet
     pool.dies()
     assert len(pool.out(ev.Spawn)) == 1
 
@@ -167,7 +167,7 @@ def test_what_is_taken_back_is_answered_at_once_but_while_its_room_is_written(po
     assert pool.cancel(1)
     assert not pool.cancel(1)
     assert pool.error() == "Cancelled"
-    pool.returns()  # for nothing
+    pool.returns()  # the result of a cancelled request
     assert not pool.out(ev.TakeResult)
     late = pool.ask(2, deadline_at_ms=9.0)
     pool.returns()
@@ -261,7 +261,7 @@ def test_what_a_registration_may_not_name(
 
 
 def test_a_deadline_that_passes_as_something_else_happens_is_not_forgotten() -> None:
-    """That event's look at the clock was the one that had been asked for."""
+    """The other event comes instead of the wake-up that was requested for the deadline."""
     scheduler = Scheduler(
         SchedulerSettings(arena_bytes=1 << 22, store_bytes=1 << 22, fence_count=64)
     )
@@ -275,7 +275,7 @@ def test_a_deadline_that_passes_as_something_else_happens_is_not_forgotten() -> 
 
 
 def test_a_server_that_leaves_waits_for_the_function_behind_a_model() -> None:
-    """Between the model's end and the frontend's next word of it nobody else has the request."""
+    """Between the model's answer and the frontend's next event, only the frontend knows of it."""
     rig = Rig()
     rig.register("a")
     rig.state.replicas["a"].model.processor = processor("", {}, "pkg:fn", {"label": ([1], "bytes")})
@@ -283,7 +283,7 @@ def test_a_server_that_leaves_waits_for_the_function_behind_a_model() -> None:
     rig.handle(ev.DrainRequest(token=None, grace_ms=1000.0))
     rig.arrived("a")
     rig.done()
-    assert rig.answers.pop(token).error is None  # which the frontend keeps back
+    assert rig.answers.pop(token).error is None  # the frontend does not send this answer yet
     assert not rig.commands(ev.Shutdown)
     rig.handle(
         ev.InferArrived(
@@ -316,7 +316,7 @@ def test_a_server_that_leaves_finishes_a_chain_that_it_has_begun() -> None:
     assert not rig.commands(ev.Shutdown)
     late, last = rig.infer("a"), rig.infer("a", is_chain_continuation=True)
     assert isinstance(rig.error(late), errors.ServerUnavailable)
-    rig.handle(ev.CancelRequest(token=first))  # the frontend has given that one up
+    rig.handle(ev.CancelRequest(token=first))  # the frontend has given up the first request
     assert not rig.commands(ev.Shutdown)
     rig.done()
     assert rig.error(last) is None

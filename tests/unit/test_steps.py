@@ -1,4 +1,4 @@
-"""A worker's run of several steps of a language model: as if each had been asked for alone."""
+"""A worker's runs of several steps of a language model, compared with single steps."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ NAMES = ("ids", "count", "used", "cache")
 
 
 class Toy:
-    """Its logits depend on every row that is used, and on nothing else."""
+    """Model whose logits depend on every used row, and on nothing else."""
 
     def __init__(self) -> None:
         specs = [
@@ -57,7 +57,7 @@ class Toy:
 
 
 class Pool:
-    """A slab is the tensor itself; of a cache, its rows."""
+    """Pool in which a slab is the tensor itself, or a cache's rows."""
 
     def gather(self, slab: Any, into: torch.Tensor) -> None:
         into.zero_()[: len(slab.rows)] = slab.rows
@@ -73,7 +73,7 @@ class Pool:
 
 
 def padded(inputs: list[Any]) -> list[torch.Tensor]:
-    """Return the inputs with the cache as a tensor that has a row of garbage behind its own."""
+    """Return the inputs with the cache as a tensor, which has an additional row of garbage."""
     cache = torch.full((1, len(inputs[3].rows) + 1, WIDTH), 99.0)
     cache[0, :-1] = inputs[3].rows
     return [*inputs[:3], cache]
@@ -121,7 +121,7 @@ class Worker:
         )
 
     def told(self, requests: list[Any]) -> list[tuple[list[int], torch.Tensor]]:
-        """What each gets of a run: its tokens and its new rows."""
+        """Compute one run; return the tokens and the new rows of each request."""
         head = SimpleNamespace(**vars(requests[0]) | {"batched": tuple(requests[1:])})
         self.op_id += 1
         head.op_id = self.op_id
@@ -139,7 +139,7 @@ class Worker:
         return [([*one], rows) for one, rows in zip(run.tokens(), rows_of_all, strict=True)]
 
     def alone(self, tokens: list[int], count: int, **how: Any) -> list[int]:
-        """One request for each token, by a worker that keeps nothing."""
+        """Compute ``count`` tokens, each by a request to a new worker; return them."""
         tokens = list(tokens)
         for _ in range(count):
             [([token], _)] = Worker(self.toy).told([self.asked(tokens, 1, **how)])
@@ -154,7 +154,7 @@ def no_hurry(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("seed", range(4))
 def test_runs_of_any_sequences_in_any_order_answer_each_as_alone(seed: int) -> None:
-    """Some end, are forgotten, or were computed elsewhere since: what is kept is used or not."""
+    """Sequences end, are dropped, or continue on another worker, so kept rows are used or not."""
     chance, worker = random.Random(seed), Worker()
     lives: dict[int, Any] = {}
     hows = [{"temperature": 3.0, "seed": n} for n in range(3)]
@@ -178,7 +178,7 @@ def test_runs_of_any_sequences_in_any_order_answer_each_as_alone(seed: int) -> N
             assert tokens == worker.alone(before, len(tokens), **how)
             assert torch.equal(rows, worker.rows([before[-1], *tokens[:-1]]))
             lives[n][:2] = [[*before, *tokens], worker.op_id]
-            if chance.random() < 0.1:  # its answer got lost, and another worker's came
+            if chance.random() < 0.1:  # this answer is lost, and another worker computes again
                 lives[n][:2] = [[*before, *chance.choices(range(VOCABULARY), k=len(tokens))], 1]
             if len(lives[n][0]) > CONTEXT - 20 or chance.random() < 0.05:
                 del lives[n]
@@ -192,7 +192,7 @@ def test_a_run_ends_with_a_last_token_with_others_that_wait_and_with_its_time(
 
     def run(**how: Any) -> list[int]:
         request = worker.asked([1, 2], 9, **how)
-        worker.told([request])  # how long a step takes is known then
+        worker.told([request])  # measures how long a step takes
         [(tokens, _)] = worker.told([request])
         return tokens
 
@@ -221,7 +221,7 @@ def test_a_prompt_is_one_step_and_so_is_the_first_and_what_takes_long(
 
 
 def test_of_a_piece_of_a_prompt_no_token_is_chosen() -> None:
-    """Its rows are kept; beside it, another one's token is chosen."""
+    """The piece's rows are returned, but its logits, which are no numbers here, are not used."""
     worker = Worker()
     worker.toy.is_nonsense = True
     [(tokens, rows)] = worker.told([worker.asked([1, 2, 3], 1, length=2, is_piece=True)])
@@ -263,10 +263,10 @@ def test_rows_in_pieces_are_gathered_and_new_ones_lie_behind_them(dtype: str) ->
 
 
 def test_chances_are_those_of_the_logits_in_any_batch_and_run() -> None:
-    """A request that wants none stands beside; biases change the token, not its chance."""
+    """The batch has a request without logprobs. Biases change the token, not its probability."""
     tokens, biased = [1, 2, 3], {"logprobs": 3, "logit_bias": {4: 50.0}}
     alone, worker = Worker(), Worker()
-    alone.told([alone.asked(tokens, 1)])  # a process's first step comes alone
+    alone.told([alone.asked(tokens, 1)])  # a process's first run has a single step
     worker.told([worker.asked(tokens, 1) for _ in range(3)])
     [(chosen, _)] = alone.told([alone.asked(tokens, 5, options={"logprobs": 11})])
     assert [len(one) for one in alone.run.chances()] == [5]
@@ -274,7 +274,7 @@ def test_chances_are_those_of_the_logits_in_any_batch_and_run() -> None:
         expected = torch.log_softmax(logits_after([*tokens, *chosen[:number]]).double(), -1)
         assert own == pytest.approx(float(expected[chosen[number]]), abs=1e-6)
         assert [token for token, _ in top] == torch.argsort(-expected, stable=True).tolist()
-        assert own == max(chance for _, chance in top)  # greedy: as evaluations compare them
+        assert own == max(chance for _, chance in top)  # greedy tokens have the exact maximum
     requests = [
         worker.asked(tokens, 5, options={"logprobs": 0}),
         worker.asked([5, 6], 5),

@@ -1,4 +1,4 @@
-"""Loading a model into the store, and the guard in front of transmissions."""
+"""Loading of a model into the store, and the guard that checks transmissions."""
 
 from __future__ import annotations
 
@@ -177,7 +177,7 @@ def guard() -> TransmitGuard:
 @pytest.mark.parametrize(
     "bad",
     [
-        order(1, 0, 100),  # over the fences
+        order(1, 0, 100),  # overlaps the fences
         order(1, FENCE_COUNT * 4 - 1, 100),
         order(1, ARENA_BYTES - 50, 100),
         order(1, 4096, -1),
@@ -221,7 +221,7 @@ def guard() -> TransmitGuard:
 def test_anything_out_of_bounds_is_refused(guard: TransmitGuard, bad: TransmitModel) -> None:
     with pytest.raises(RemoteProtocolError):
         guard.accept(bad)
-    guard.accept(order(1, 4096, 100))  # and left no trace
+    guard.accept(order(1, 4096, 100))  # a refused order has no effect
 
 
 def test_overlapping_a_live_transmission_is_refused_until_it_ended(guard: TransmitGuard) -> None:
@@ -265,7 +265,7 @@ def test_the_store_knows_which_of_its_bytes_are_being_read(guard: TransmitGuard)
 
 def test_accepted_spans_stay_disjoint_and_few(guard: TransmitGuard) -> None:
     rng = random.Random(3)
-    newest = [0] * 128  # per 8 KiB page, the model of what the guard should remember
+    newest = [0] * 128  # for each page of 8 KiB, the op_id that the guard should know
     for op_id in range(1, 1500):
         first = rng.randrange(1, 127)
         count = rng.randrange(1, 128 - first + 1)

@@ -1,4 +1,4 @@
-"""Models larger than the arena: where their groups land, how a pass goes, how it is told."""
+"""Models larger than the arena: the places of their groups, their passes, and reports."""
 
 # mypy: disable-error-code="arg-type"
 
@@ -56,7 +56,7 @@ def check(layout: StagingLayout, sizes: list[int], until: list[int], window: int
         for before in range(index):
             if padded[before] and size and overlap(layout, padded, before, index):
                 assert not {before, index} & layout.resident, "what stays is overwritten"
-                # Copies go in order, so one waits for what those before it have waited for.
+                # Copies go in order, so a copy also waits for all that earlier copies wait for.
                 waited = max(layout.waits[: index + 1])
                 assert until[before] < waited, "what is read is overwritten"
     assert sum(padded[index] for index in layout.resident) == layout.resident_bytes
@@ -78,7 +78,7 @@ def test_no_landing_is_used_before_what_lay_there_has_been_read() -> None:
 
 @pytest.mark.parametrize("sizes", [*product((1, 2, 3), repeat=4)])
 def test_the_least_ring_is_hardly_larger_than_the_best_there_is(sizes: tuple[int, ...]) -> None:
-    """By trying each place for each group."""
+    """The best ring is found by trying each place for each group."""
 
     def fits(ring: int) -> bool:
         places = [range(ring - size + 1) for size in sizes]
@@ -108,7 +108,7 @@ def test_the_first_group_stays_and_the_others_that_do_lie_apart() -> None:
 
 
 def test_what_is_read_again_at_the_end_stays() -> None:
-    until = [11, *range(1, 12)]  # a table that both ends use
+    until = [11, *range(1, 12)]  # the first group is also used at the end
     layout = land([6] + [4] * 11, until, 20, 2)
     assert layout is not None
     assert layout.resident == {0}
@@ -116,7 +116,7 @@ def test_what_is_read_again_at_the_end_stays() -> None:
 
 
 def by_hand(layout: StagingLayout, copy_ms: float, compute_ms: float) -> float:
-    """A pass by the ticks of a clock: a link, a device, and who waits for whom."""
+    """Return a pass's time in ms, simulated tick by tick for a link and a device."""
     count = len(layout.offsets)
     order = [index for index in range(count) if index not in layout.resident]
     arrived, computed, sent, clock_ms, link_ms, device_ms = {*layout.resident}, 0, 0, 0.0, 0.0, 0.0
@@ -155,11 +155,11 @@ def test_a_weight_is_read_by_what_may_alias_it_and_an_output_may_be_one() -> Non
         inputs=(value,),
         weights=("table", "plain", "viewed", "returned"),
         nodes=(
-            Node("aten.mm.default", ({"v": 0}, {"v": 1})),  # 5: of the table
-            Node("aten.t.default", ({"v": 3},)),  # 6: a view
+            Node("aten.mm.default", ({"v": 0}, {"v": 1})),  # value 5, from the table
+            Node("aten.t.default", ({"v": 3},)),  # value 6, a view
             Node("aten.mm.default", ({"v": 5}, {"v": 2})),
-            Node("aten.mm.default", ({"v": 7}, {"v": 6})),  # what it reads is the third weight's
-            Node("aten.mm.default", ({"v": 8}, {"v": 1})),  # and the table again
+            Node("aten.mm.default", ({"v": 7}, {"v": 6})),  # reads the third weight by its view
+            Node("aten.mm.default", ({"v": 8}, {"v": 1})),  # reads the table again
         ),
         results=(9, 4),
         outputs=(value, value),
@@ -171,7 +171,7 @@ def test_a_weight_is_read_by_what_may_alias_it_and_an_output_may_be_one() -> Non
 
 
 class Streaming(Answered):
-    """An arena of 32 MiB, a model of 96 in groups of 4, and a small one."""
+    """Server with 32 MiB for models, a model of 96 MiB in groups of 4 MiB, and a small model."""
 
     def __init__(self, ratio: float, layer_ms: float = 4.0) -> None:
         settings = SchedulerSettings(arena_bytes=34 * MIB, store_bytes=256 * MIB, fence_count=64)
@@ -184,7 +184,7 @@ class Streaming(Answered):
         self.run()
 
     def ask(self, model: ModelName = LARGE) -> tuple[float, Any]:
-        """How long it took, and its bill."""
+        """Send a request; return its time in ms, and the timing in its answer."""
         began_ms, token = self.now_ms, self.clients.infer(model)
         self.run(self.now_ms + 1e4)
         at_ms, answer = self.answers[token]
@@ -234,7 +234,7 @@ def test_a_pass_of_a_language_model_is_one_step_and_lets_in_whom_the_policy_does
             )
         )
         world.run(world.now_ms + 10.0)
-    assert not world.scene.device.stop_words  # the other one is a pass of its own
+    assert not world.scene.device.stop_words  # the second request gets its own pass
     world.run(world.now_ms + 1e4)
     assert all(world.answers[token][1].error is None for token in tokens)
 
@@ -248,7 +248,7 @@ def rig() -> Rig:
 
 
 def registered(rig: Rig, *, mib: int = 186, groups: int = 31, **fields: Any) -> ev.Token:
-    """Three times the arena, in groups of 6 MiB; not of one release before."""
+    """Register a model of three times the arena, in groups of 6 MiB; return its token."""
     token, op_id = rig.begin("large", **fields)
     manifest = manifest_of("digest large", mib * MIB, groups)
     done = BuildDone(model="large", op_id=op_id, digest=manifest.digest)
@@ -385,11 +385,11 @@ def test_a_job_takes_what_it_keeps_and_it_streams_through_the_rest(rig: Rig) -> 
     assert (job.progress.evictions, job.memory.lease_bytes) == (0, 20 * MIB)
 
 
-# -- a pass lets others in ------------------------------------------------------------------------
+# -- a pass that yields to other tasks ------------------------------------------------------------
 
 
 def beside(rig: Rig) -> Any:
-    """A small model on the device, and the pass of the large one, which computes."""
+    """Make a small model resident, and start a pass of the large one; return the pass's task."""
     registered(rig)
     rig.register("small")
     rig.make_resident("small")
@@ -475,7 +475,7 @@ def test_a_pass_that_dies_aside_is_run_again(rig: Rig) -> None:
 
 
 def test_a_worker_that_was_let_in_and_steps_aside_is_killed(rig: Rig) -> None:
-    """The pass that had stepped aside before was overwritten, and its client never answered."""
+    """A fixed bug: this overwrote the pass that had yielded before, whose client got no answer."""
     passing = beside(rig)
     small = rig.infer("small")
     steps_aside(rig, passing)

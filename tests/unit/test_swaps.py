@@ -1,4 +1,4 @@
-"""The planner of swaps, beside every choice there is."""
+"""The planner of swaps, compared with every possible choice."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ PAGE = 4096
 
 
 class Watched(swaps._ForecastState):
-    """Counts anew, at every tick, what lies on the device."""
+    """Forecast that counts the bytes on the device again at every tick."""
 
     def _watch(self) -> None:
         held_bytes = sum(
@@ -40,7 +40,7 @@ def _watched(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def random_step(dice: random.Random, count: int) -> Step:
-    """Saved in order, used about in reverse, as layers are; let go of after its use, or later."""
+    """Return a step that uses storages in nearly reverse order, and releases them then or later."""
     events = [Event("save", storage, dice.uniform(0.2, 2)) for storage in range(count)]
     order = sorted(range(count), key=lambda storage: -storage + dice.choice([0, 0, 1.5, 3]))
     late: list[int] = []
@@ -128,7 +128,7 @@ def test_a_search_that_is_over_at_once_keeps_the_budget_all_the_same() -> None:
     assert forecast_of is not None
     assert len(looks) == 1
     longer = plan(step, budget_bytes, both(2e3))
-    assert longer == plan(step, budget_bytes, both(2e3))  # and the same each time
+    assert longer == plan(step, budget_bytes, both(2e3))  # the plan is always the same
     assert longer is not None
     assert longer.wait_ms < forecast_of.wait_ms
 
@@ -145,7 +145,7 @@ def test_those_go_first_that_hide_best_and_no_more_than_need_be() -> None:
     forecast_of = plan(equal_step(8, PAGE, 1.0), 6 * PAGE, both(PAGE))
     assert forecast_of is not None
     assert forecast_of.wait_ms == 0.0
-    assert forecast_of.leaving == {0, 1}  # saved first, used last
+    assert forecast_of.leaving == {0, 1}  # the storages that are saved first and used last
     assert forecast_of.moved_bytes == 2 * PAGE
 
 
@@ -165,7 +165,7 @@ def test_bytes_come_back_in_the_order_of_use_and_before_it() -> None:
 def test_one_lane_carries_out_while_the_other_brings_back() -> None:
     events = [
         Event("save", 0, 0.0),
-        Event("save", 1, 2.0),  # 0 is out, 1 begins to leave
+        Event("save", 1, 2.0),  # storage 0 has left the device, and 1 begins to leave
         Event("use", 0, 0.0),
         Event("release", 0, 1.0),
         Event("use", 1, 9.0),
@@ -173,7 +173,7 @@ def test_one_lane_carries_out_while_the_other_brings_back() -> None:
     step = Step(sizes_bytes=[PAGE, 4 * PAGE], events=events)
     forecast_of = forecast(step, {0, 1}, 5 * PAGE, both(PAGE))
     assert forecast_of is not None
-    assert forecast_of.wait_ms == 1.0  # its own way back; in one lane 1's way out came first
+    assert forecast_of.wait_ms == 1.0  # only for its own copy; it does not wait for 1's copy out
 
 
 def test_a_slow_lane_is_waited_for() -> None:

@@ -1,4 +1,4 @@
-"""The pickle-free codec: exact for its closed list of types, loud for everything else."""
+"""The pickle-free codec, which is exact for its closed list of types and refuses all others."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def round_trip(value: Any) -> Any:
 
 
 def same(a: Any, b: Any) -> bool:
-    """Equal in type and bits, all the way down."""
+    """Return True if both values are equal in types and bits, at every level."""
     if type(a) is not type(b):
         return False
     if isinstance(a, float):
@@ -108,7 +108,7 @@ def test_decoding_anything_raises_nothing_but_invalid_input(data: Any) -> None:
         torch.arange(6, dtype=torch.bfloat16).reshape(2, 3).t(),
         torch.tensor(3.5),
         torch.empty(0, 4),
-        torch.arange(6.0).reshape(3, 2)[:1, 1],  # dense, and its stride is 2
+        torch.arange(6.0).reshape(3, 2)[:1, 1],  # dense, although its stride is 2
         torch.tensor([True, False]),
         torch.tensor([1 + 2j]),
         np.arange(6.0).reshape(2, 3).T,

@@ -1,4 +1,4 @@
-"""For whom a registration is: the owner, whose socket the gateway has, asks for others."""
+"""Tenant of a registration: only the owner, as whom the gateway connects, may name another one."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Byte strings as a tensor: as they were, whatever they are; and what is none is refused."""
+"""Byte strings as a tensor: any bytes survive a round trip, and other values are refused."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The threat model names tests that exist, and each test of a neighbour's weakness is in it."""
+"""The threat model names only tests that exist, and all tests in ``test_neighbours`` files."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ FILES = {
 
 
 def files_called(name: str) -> list[set[str]]:
-    """The tests of each file of this name, which may carry its folder."""
+    """Return the tests of each file with this name, which may begin with the folder."""
     return [tests for path, tests in FILES.items() if path == name or path.endswith(f"/{name}")]
 
 

@@ -1,4 +1,4 @@
-"""Several jobs, one budget for their activations: whoever has the turn, it is kept and all end."""
+"""Several jobs with one activation budget: in any order of turns they keep it, and all end."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from pipeswitch.workers.training.activation_budget import TILE_BYTES, Activation
 
 
 class Script:
-    """A job's steps; of each, what it needs at least at one moment after the other."""
+    """A job's steps, each a list of the tiles that it needs from moment to moment."""
 
     def __init__(self, control_page: Board, slot: int, steps: list[list[int]], total: int) -> None:
         view: Any = SimpleNamespace(control_page=control_page)
@@ -23,8 +23,8 @@ class Script:
         self.measured = 0
 
     def goes_on(self, more: int) -> bool:
-        """With the turn: the next moment, with so much beyond the need as is free. False: it needs
-        what others have."""
+        """Go to the next moment, during the job's turn, with up to ``more`` further tiles if they
+        are free. Return False if the job needs tiles that others have."""
         tiles, needs = self.tiles, self.steps[0]
         if self.at == 0:
             if not tiles.may_begin:
@@ -49,7 +49,7 @@ class Script:
         return True
 
     def lets_go(self) -> None:
-        """Without the turn: copies end."""
+        """Release tiles whose copies end, outside of the job's turn."""
         if self.at:
             self.tiles.hold(min(self.tiles.held, self.steps[0][self.at - 1]) * TILE_BYTES)
 
@@ -62,7 +62,7 @@ def others_claim(tiles: ActivationBudget) -> bool:
 def test_jobs_that_know_their_needs_keep_the_budget_and_never_wait_for_each_other(
     data: st.DataObject, count: int
 ) -> None:
-    """The first step of each is its largest; until it has had that, it has its steps alone."""
+    """The first step of each job is its largest. Until it is measured, the job runs steps alone."""
     total = data.draw(st.integers(2, 12))
     descriptor = sealed_memfd("control_page", BOARD_BYTES)
     control_page = Board(descriptor)

@@ -1,4 +1,4 @@
-"""The timeline: a ring of fixed size, and the trace it becomes."""
+"""The timeline: a ring of fixed size, and its conversion to a trace."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def test_the_ring_forgets_the_oldest_and_never_grows() -> None:
         timeline.add(span(str(number), float(number)))
     names = [event["name"] for event in complete(timeline.chrome_trace(0.0))]
     assert (len(names), names[0], names[-1]) == (KEPT - 1, "6", str(KEPT + 4))
-    for _ in range(400):  # larger ones: bytes run out before numbers do
+    for _ in range(400):  # large spans reach the limit of bytes before that of spans
         timeline.add(Spans(spans=span("x" * 90).spans * 270))
     assert len(timeline._ring) == RING_BYTES
     names = [event["name"] for event in complete(timeline.chrome_trace(0.0))]

@@ -94,12 +94,12 @@ PLAIN_TEXTS = (
 @pytest.mark.parametrize(
     ("text", "content", "calls"),
     [
-        (CALL, "", [ULM]),  # a forced one, and Llama's
+        (CALL, "", [ULM]),  # the form of forced calls, and of Llama
         (f"Let me see.\n{MARKED}\n<tool_call>{LATER}</tool_call>", "Let me see.", [ULM, NOW]),
-        (f"[{CALL}, {LATER}]", "", [ULM, NOW]),  # Mistral's
+        (f"[{CALL}, {LATER}]", "", [ULM, NOW]),  # the form of Mistral
         (f" {MARKED}\nThat was it.", "That was it.", [ULM]),
         ('{"type": "function", "name": "now", "parameters": {}}', "", [NOW]),
-        (CALL[:-1], "", [ULM]),  # cut behind the arguments
+        (CALL[:-1], "", [ULM]),  # cut off after the arguments
         (f"<tool_call>{{}}</tool_call>{MARKED}", "<tool_call>{}</tool_call>", [ULM]),
         *[(text, text, []) for text in PLAIN_TEXTS],
     ],
@@ -118,7 +118,7 @@ def test_a_text_is_not_held_longer_than_it_may_become_a_call() -> None:
     assert reader.push("box>", is_last=False) == {"content": " <toolbox>"}
     assert reader.push("<tool_call>", is_last=False) == {}
     begun = reader.push('{"name": "now", "arguments": {"a', is_last=False)["tool_calls"]
-    assert begun[0]["function"] == {"name": "now", "arguments": '{"a'}  # before it is complete
+    assert begun[0]["function"] == {"name": "now", "arguments": '{"a'}  # sent while incomplete
 
 
 @pytest.mark.parametrize("unit", [" ", "<", "[", "{", "<tool_call>", '{"n', MARKED])
@@ -133,13 +133,13 @@ def test_the_choice_decides_what_an_answer_must_be() -> None:
     assert form(choice="none") == form([], "auto") == form(None) == AnswerForm()
     auto = form()
     assert (auto.names, auto.schema, auto.is_forced) == (("weather", "now"), "", False)
-    assert json.loads(auto.rendered) == TOOLS  # with all that the client gave
+    assert json.loads(auto.rendered) == TOOLS  # unchanged from the client
     both = json.loads(form(choice="required").schema)["anyOf"]
     assert [one["properties"]["name"]["const"] for one in both] == ["weather", "now"]
     assert both[0]["properties"]["arguments"] == PLACE
     [one] = json.loads(form(choice=choose("now")).schema)["anyOf"]
     assert one["properties"]["name"]["const"] == "now"
-    assert one["properties"]["arguments"]["additionalProperties"] is False  # it takes none
+    assert one["properties"]["arguments"]["additionalProperties"] is False  # no arguments
     free = form(response_format={"type": "json_object"})
     assert json.loads(free.schema)["anyOf"][2] == {"type": "object"}
     assert (free.is_forced, free.names) == (False, auto.names)

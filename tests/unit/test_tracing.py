@@ -1,4 +1,4 @@
-"""Spans of requests: under the caller's, one for each part of the bill, and none unasked."""
+"""Spans of requests: children of the caller's span, one per part of the timing, and opt-in."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def no_settings(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 class Seen:
-    """A program's own provider."""
+    """Tracer provider that the program itself configures."""
 
     def __init__(self) -> None:
         self.exporter, self.provider = InMemorySpanExporter(), TracerProvider()
@@ -60,7 +60,7 @@ class Seen:
 
 
 class Answering:
-    """A server."""
+    """Server that answers every request."""
 
     def __init__(self, error: Exception | None = None) -> None:
         self.error = error
@@ -129,7 +129,7 @@ def test_a_request_of_the_sdk_is_seen_under_the_programs_span(
         with collector.provider.get_tracer("t").start_as_current_span("mine") as mine:
             client.infer("m", x)
             client.submit("m", x).result()
-        client.close()  # callbacks have run
+        client.close()  # waits until all callbacks have run
     spans = collector.exporter.get_finished_spans()
     whole = [span for span in spans if span.name == "infer"]
     assert [span.parent.span_id for span in whole] == [mine.get_span_context().span_id] * 2

@@ -1,4 +1,4 @@
-"""Callers take turns by the device's time that they had, whatever a policy does with their own."""
+"""Turns of callers by their device time; a policy only orders each caller's own requests."""
 
 from __future__ import annotations
 
@@ -27,19 +27,19 @@ MIB = 1 << 20
 RUN_MS = 2.0
 LOAD_MS = 40.0
 MAX_WAIT_MS = 100.0
-OPEN = 100  # of a greedy caller: they wait for longer than MAX_WAIT_MS
+OPEN = 100  # requests of a greedy caller, some of which wait longer than MAX_WAIT_MS
 MODELS = {"a": RUN_MS, "b": RUN_MS, "long": 5 * fair_queue.LONG_MS, "batched": RUN_MS}
 
 
 class Server(World):
-    """The real scheduler, models that were measured, and clients that ask again and again."""
+    """The real scheduler with measured models, and clients that always send the next request."""
 
     think_ms = 0.1  # between an answer and the next request
 
     def __init__(self, policy: str = "priority", arena_mib: int = 64, **values: Any) -> None:
-        self.loops: dict[str, dict[str, Any]] = {}  # by client: its requests
-        self.of: dict[ev.Token, tuple[str, float]] = {}  # client, and when it asked
-        self.answers: list[str] = []  # of whom
+        self.loops: dict[str, dict[str, Any]] = {}  # options of each client's requests
+        self.of: dict[ev.Token, tuple[str, float]] = {}  # client and time of each request
+        self.answers: list[str] = []  # the client of each answer
         self.took_ms: dict[str, list[float]] = {}
         chosen = SchedulerSettings(
             arena_bytes=arena_mib * MIB, store_bytes=64 * MIB, fence_count=64, **values
@@ -56,7 +56,7 @@ class Server(World):
         self.pass_ms(2 * MAX_WAIT_MS)
 
     def loop(self, client: str, model: str, count: int = 1, **options: Any) -> None:
-        """It always has so many requests open."""
+        """Let a client always have ``count`` open requests."""
         self.loops[client] = {"model": ModelName(model), "caller": client, **options}
         for _ in range(count):
             self.ask(client)
@@ -75,7 +75,7 @@ class Server(World):
                 self.clock.at(self.now_ms + self.think_ms, partial(self.ask, client))
 
     def pass_ms(self, ms: float) -> dict[str, float]:
-        """Of each caller the device's time that it has in it."""
+        """Run for ``ms``; return the device time in ms that each caller gets in it."""
         accounts = self.scheduler.machine.devices[0].state.accounts
         before = {one.caller: one.used_ms for one in accounts}
         self.run(self.now_ms + ms)
@@ -94,11 +94,11 @@ def test_a_modest_caller_waits_for_one_run_and_its_own_however_many_wait(
     server.loop("modest", model)
     used_ms = server.pass_ms(2 * MAX_WAIT_MS)
     first_ms, *took_ms = server.took_ms["modest"]
-    assert first_ms <= 3 * RUN_MS  # nobody else was there: one more was dispatched
+    assert first_ms <= 3 * RUN_MS  # two runs of the greedy caller were already dispatched
     assert max(took_ms) <= 2 * RUN_MS
     own = [place for place, client in enumerate(server.answers) if client == "modest"]
     assert max(second - first for first, second in pairwise(own)) == 2
-    assert sum(used_ms.values()) >= 2 * MAX_WAIT_MS - 2 * RUN_MS  # nothing was left idle
+    assert sum(used_ms.values()) >= 2 * MAX_WAIT_MS - 2 * RUN_MS  # the device is never idle
 
 
 @given(
@@ -109,14 +109,14 @@ def test_a_modest_caller_waits_for_one_run_and_its_own_however_many_wait(
 def test_while_two_wait_neither_has_more_than_a_run_before_the_other(
     weights: list[float], runs_ms: list[float], error: float
 ) -> None:
-    """Each comes when the ones before it have had five runs; predictions may be wrong."""
+    """A new caller arrives after every five runs, and predictions may be wrong."""
     accounts = fair_queue.CallerQueue({str(n): weight for n, weight in enumerate(weights)}, 1e9)
     leads: dict[tuple[fair_queue.CallerShare, fair_queue.CallerShare], list[float]] = {}
     had: defaultdict[fair_queue.CallerShare, float] = defaultdict(float)
     now_ms = 0.0
     for number, run_ms in enumerate(runs_ms):
         if number % 5 == 0 and number // 5 < len(weights):
-            accounts.count(accounts.of(str(number // 5)), 1, 1)  # and always waits with another one
+            accounts.count(accounts.of(str(number // 5)), 1, 1)  # always has a waiting request
         ((first, *_),) = accounts.in_rounds(lambda _: 0.0, now_ms)
         charge = accounts.charge(Counter({first.caller: 1}), run_ms * error, now_ms)
         now_ms += run_ms
@@ -134,7 +134,7 @@ def test_of_priorities_the_lower_has_a_turn_when_it_had_none_for_max_wait() -> N
     server.loop("normal", "b", OPEN, priority=1)
     used_ms = server.pass_ms(1000.0)
     assert used_ms["normal"] == pytest.approx(1000.0 / MAX_WAIT_MS * RUN_MS, abs=RUN_MS)
-    # Its own old ones go first, and the caller waits with its most urgent one all the same.
+    # The caller's old requests go first, but its most urgent one decides when its turn comes.
     server.loop("idle work", "b", 2, priority=2, caller="modest")
     server.pass_ms(2 * MAX_WAIT_MS)
     server.loop("modest", "b", priority=0)
@@ -149,7 +149,7 @@ def test_a_joined_run_takes_a_row_of_each_caller_before_a_second_of_one() -> Non
     server.loop("modest", "batched", 2)
     used_ms = server.pass_ms(400 * RUN_MS)
     assert max(server.took_ms["modest"]) <= 3 * 4 * RUN_MS  # four rows take four times as long
-    assert used_ms["modest"] == RUN_MS * len(server.took_ms["modest"])  # for its rows alone
+    assert used_ms["modest"] == RUN_MS * len(server.took_ms["modest"])  # only its own rows
 
 
 @pytest.mark.parametrize("policy", ["fifo", "edf"])
@@ -158,7 +158,7 @@ def test_admission_refuses_nobody_for_what_another_caller_waits_with(policy: str
     for _ in range(OPEN):
         server.clients.infer(ModelName("a"), caller="greedy", deadline_ms=OPEN * RUN_MS + 1.0)
     refused = Counter(server.clients.outcomes)
-    for wanted_ms in (4 * RUN_MS, 5 * RUN_MS):  # every other turn is its own
+    for wanted_ms in (4 * RUN_MS, 5 * RUN_MS):  # the caller gets every second turn
         server.clients.infer(ModelName("b"), caller="modest", deadline_ms=wanted_ms)
     assert server.clients.outcomes == refused
     server.clients.infer(ModelName("b"), caller="modest", deadline_ms=2 * RUN_MS)
@@ -180,9 +180,9 @@ def test_connections_of_one_caller_take_turns(policy: str, model: str) -> None:
     server.answers.clear()
     server.loop("modest", model, caller="", connection="2")
     used_ms = server.pass_ms(2 * MAX_WAIT_MS)
-    assert max(server.took_ms["modest"]) <= 3 * RUN_MS  # two were dispatched before it
+    assert max(server.took_ms["modest"]) <= 3 * RUN_MS  # two runs were already dispatched
     assert server.answers.count("modest") >= 2 * MAX_WAIT_MS / (3 * RUN_MS) - 1
-    assert used_ms[""] >= 2 * MAX_WAIT_MS - 2 * RUN_MS  # nothing was left idle
+    assert used_ms[""] >= 2 * MAX_WAIT_MS - 2 * RUN_MS  # the device is never idle
 
 
 @pytest.mark.parametrize("policy", SORTING)
@@ -197,7 +197,7 @@ def test_a_policy_that_sorts_all_requests_sorts_those_of_all_connections(policy:
 
 
 def test_turns_by_connection_are_below_the_turns_by_caller() -> None:
-    """A caller with many connections has no more of the device than one with a single one."""
+    """A caller with many connections gets no more device time than one with a single connection."""
     server = Server()
     for number in range(9):
         server.loop(f"many {number}", "a", 10, caller="many", connection=str(number))
@@ -205,7 +205,7 @@ def test_turns_by_connection_are_below_the_turns_by_caller() -> None:
     used_ms = server.pass_ms(20 * MAX_WAIT_MS)
     assert used_ms["one"] == pytest.approx(10 * MAX_WAIT_MS, abs=4 * RUN_MS)
     own = [server.answers.count(f"many {number}") for number in range(9)]
-    assert max(own) - min(own) <= 3  # the first ones ran before the others came
+    assert max(own) - min(own) <= 3  # the first requests ran before the other clients began
 
 
 def test_a_connection_that_asks_one_at_a_time_has_as_many_turns_as_others() -> None:
@@ -225,7 +225,7 @@ def test_a_connection_with_a_lower_priority_has_a_turn_when_it_had_none_for_max_
     server.loop("low", "b", OPEN, caller="", connection="2", priority=2)
     server.pass_ms(20 * MAX_WAIT_MS)
     low = server.answers.count("low")
-    assert 20 / 2 - 2 <= low <= 20 / 2 + 2  # two urgencies lie between them
+    assert 20 / 2 - 2 <= low <= 20 / 2 + 2  # two levels of urgency less
 
 
 def test_connections_whose_models_do_not_fit_together_do_not_switch_for_each_request() -> None:
@@ -266,7 +266,7 @@ def test_a_decision_looks_at_those_that_have_turns_not_at_all_callers() -> None:
     server, calls = Server("fifo", max_queue=10_000, max_queue_per_model=10_000), Counter[str]()
 
     def decided() -> int:
-        """What the scheduler calls for ten answers and the next requests."""
+        """Return the scheduler's number of calls for ten answers and the next requests."""
 
         def note(frame: Any, what: str, _: Any) -> None:
             calls[what] += what == "call" and "pipeswitch/scheduler" in frame.f_code.co_filename

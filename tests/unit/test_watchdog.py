@@ -1,4 +1,4 @@
-"""The watchdog tells a loop that turns from one that hangs; systemd hears what it expects."""
+"""The watchdog, which detects a loop that hangs, and the messages that systemd expects."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def test_an_abstract_address_is_understood() -> None:
 
 def test_the_watchdog_is_fed_three_times_per_limit_and_no_more(manager: socket.socket) -> None:
     notifier = Notifier(environ(manager, WATCHDOG_USEC="3000000"))
-    notifier.beat(-1.0)  # not watched yet
+    notifier.beat(-1.0)  # no effect before READY
     notifier.notify(READY=1)
     assert manager.recv(1000) == b"READY=1"
     for turn in range(1000):  # ten seconds
@@ -157,7 +157,7 @@ def test_the_unit_waits_for_readiness_watches_and_restarts() -> None:
     assert service["Type"] == "notify"
     assert service["Restart"] == "on-failure"
     assert service["ExecStart"].endswith("pipeswitch serve")
-    assert service["KillMode"] == "mixed"  # SIGTERM to the server alone: it drains
+    assert service["KillMode"] == "mixed"  # only the server gets SIGTERM, and it drains
 
 
 def test_the_unit_gives_a_drain_the_time_it_may_take() -> None:

@@ -1,4 +1,4 @@
-"""What a commit holds of a model is told apart from the rest, and never read outside of it."""
+"""A model's tensors in a commit: found among all others, and never read outside of the commit."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ def test_a_part_has_its_models_own_names() -> None:
     assert [*weights.of_part(every, "module")] == [
         "module.a",
         "b",
-    ]  # no average: a model with such a child
+    ]  # not an average, but a model with a child of that name
     with pytest.raises(InvalidInput) as refused:
         weights.of_part(every, "n")
     assert "ema, module, net" in refused.value.hint
 
 
 def image(tensors: dict[str, dict[str, Any]], data: bytes) -> memoryview:
-    """An image whose tensors lie in ``data``, behind the header."""
+    """Return an image with the header, ``data``, which has the tensors, and the JSON."""
     document = dump_json({"tensors": tensors, "blobs": {}, "meta": {}})
     offset = HEADER_BYTES + len(data)
     head = pack_header(document, offset, offset + len(document))
@@ -69,8 +69,8 @@ def test_several_models_keep_their_keys() -> None:
 @pytest.mark.parametrize(
     "bad",
     [
-        entry([2, 4], [4, 1], 24),  # larger than its bytes
-        entry([2, 3], [4, 1], 24),  # its strides leave them
+        entry([2, 4], [4, 1], 24),  # larger than its number of bytes
+        entry([2, 3], [4, 1], 24),  # strides that go beyond its bytes
         entry([2, 3], [-3, 1], 24),
         entry([6, 1 << 60], [1, 0], 24),
         entry([2, 3], [3], 24),

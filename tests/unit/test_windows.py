@@ -1,4 +1,4 @@
-"""The thesis' windows: its example, the closed forms, and the limits of link and memory."""
+"""Windows of the thesis: its example, closed forms, and the limits of link and memory."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ TIMES = st.floats(0.0, 100.0).map(lambda x: round(x, 3))
 
 @st.composite
 def distinct(draw: st.DrawFn, most: int = 6) -> list[WindowJob]:
-    """Each job another model, of 1 to 10 bytes."""
+    """Draw jobs, each with its own model of 1 to 10 bytes."""
     return [
         WindowJob(
             model=f"m{i}",
@@ -33,7 +33,7 @@ def distinct(draw: st.DrawFn, most: int = 6) -> list[WindowJob]:
 
 @st.composite
 def shared(draw: st.DrawFn) -> tuple[list[WindowJob], Memory, tuple[int, ...]]:
-    """Several jobs of one model each, memory for some, and one order."""
+    """Draw several jobs per model, memory that may be too small for all, and an order."""
     jobs: list[WindowJob] = []
     for model in range(draw(st.integers(1, 4))):
         load_ms, size = draw(TIMES), draw(st.integers(1, 10))
@@ -59,7 +59,7 @@ def shared(draw: st.DrawFn) -> tuple[list[WindowJob], Memory, tuple[int, ...]]:
 
 
 def test_the_worked_example_of_the_thesis() -> None:
-    """Serial 2375 ms; with prefetch 2062.5; in the alternating order D, B, C, A 2005."""
+    """The serial order takes 2375 ms, 2062.5 ms with prefetch, and D, B, C, A takes 2005 ms."""
     order = windows.alternating(EXAMPLE)
     assert "".join(EXAMPLE[i].model for i in order) == "DBCA"
     assert makespan_ms(EXAMPLE, range(4), SERIAL) == 2375.0
@@ -130,7 +130,7 @@ def test_link_and_device_are_serial_and_memory_is_never_over(
     for before, after in itertools.pairwise(loads):
         assert after.load_begins_at_ms is not None
         assert after.load_begins_at_ms >= before.load_ends_at_ms
-    stays: list[tuple[float, float, int]] = []  # pinned from, to, bytes
+    stays: list[tuple[float, float, int]] = []  # begin and end of each stay in ms, and bytes
     where: dict[str, int] = {}
     for name, size in memory.resident:
         where[name] = len(stays)

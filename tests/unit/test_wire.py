@@ -45,7 +45,7 @@ bodies = st.dictionaries(
 
 
 def value_of(kind: Any) -> st.SearchStrategy[Any]:
-    """Values for one field's type, as msgspec will read it back."""
+    """Return a strategy for values of a field's type, as msgspec decodes them."""
     supertype = getattr(kind, "__supertype__", None)
     if supertype is not None:
         return value_of(supertype)
@@ -81,7 +81,7 @@ def struct_of(kind: type[Any]) -> st.SearchStrategy[Any]:
 
 @pytest.mark.parametrize("kind", MESSAGE_TYPES, ids=lambda kind: kind.__name__)
 def test_an_internal_message_survives_the_wire(kind: type[Message]) -> None:
-    @settings(max_examples=settings().max_examples // 3)  # of each of so many kinds
+    @settings(max_examples=settings().max_examples // 3)  # fewer, because there are many kinds
     @given(struct_of(kind))
     def roundtrip(message: Message) -> None:
         assert decode_message(encode_message(message)) == message
@@ -148,7 +148,7 @@ def test_a_reply_survives_the_wire(
     assert decode_reply([MAGIC, encode_header(header), *(b"" for _ in outputs)]) == header
 
 
-# Bytes that are almost right reach deeper than random ones: cut, flip and splice real messages.
+# Almost valid bytes get deeper than random bytes, so tests cut, flip and splice real messages.
 real = st.sampled_from(
     [
         encode_header(RequestHeader(v=1, op="infer", id="1", body={"a": [1, "ü", None]})),
@@ -198,7 +198,7 @@ def test_deep_nesting_is_refused_not_a_crash(depth: int) -> None:
 @pytest.mark.parametrize("depth", [MAX_NESTING, 200, 900])
 @pytest.mark.parametrize("opener", [b"\x91", b"\x81\xa1a"])
 def test_what_only_the_decoder_could_bear_is_refused(depth: int, opener: bytes) -> None:
-    """What prints or encodes it again is deeper down, and would meet the end of the stack."""
+    """Code that prints or encodes the message later has less stack left, and would overflow it."""
     mark = 0x7123_4567
     deep = opener * depth + b"\x01"
     messages = [

@@ -1,8 +1,8 @@
 """Decode steps of a language model: a chosen token is the next step's input (ADR 54).
 
-The caches are gathered from blocks of the pool into this process's memory, with room for new rows.
-A row that is already there is not copied again for the next run. A run writes its new rows to the
-pool behind the rows in use, so another worker can compute a killed run again.
+Caches of keys and values are gathered from blocks of the pool into this process's memory, with room
+for new rows. If a sequence's cache is already there, the next run does not copy it again. A run
+writes its new rows to the pool behind the rows in use, so another worker can repeat a killed run.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ from pipeswitch.programs.running.executor import BoundProgram
 
 from .pool import MappedPool
 
-RUN_MS: Final = 40.0  # run time after which the clients get their tokens: 25 times a second
-ROWS_STEP: Final = 16  # consecutive runs mostly have equal shapes, and few rows are unused
+RUN_MS: Final = 40.0  # target time of a run; clients get its tokens at its end: 25 times a second
+ROWS_STEP: Final = 16  # rows are a multiple of this, so shapes seldom change; few rows are unused
 
 Requests = Sequence[RunInference | BatchedRequest]
-Known = tuple[int, int, int]  # a sequence, the run that computed its last rows, number of rows
+Known = tuple[int, int, int]  # sequence, run that computed its last rows, number of rows
 
 
 class KVBatchCache:
@@ -54,7 +54,7 @@ class KVBatchCache:
         self.model = ""
         self._memory = torch.empty(0, dtype=torch.uint8)
         self._rows = torch.empty(0, 0, 0)
-        self._known: list[Known | None] = []  # what each row of ``_rows`` holds
+        self._known: list[Known | None] = []  # contents of each row of ``_rows``
 
     def place(
         self,
@@ -91,7 +91,7 @@ class KVBatchCache:
         return order, self._rows[:count, :extent]
 
     def _make_room(self, dtype: torch.dtype, width: int, count: int, extent: int) -> None:
-        """Make room, in old pages if possible: a copy to fresh pages takes five times as long."""
+        """Allocate, in old pages if possible: a copy to fresh pages takes five times as long."""
         shape = (count, extent, width)
         size_bytes = math.prod(shape) * dtype.itemsize
         if size_bytes > len(self._memory):
@@ -109,7 +109,7 @@ class DecodeRunner:
     """State that a worker keeps between runs: the time of a step, and the caches."""
 
     def __init__(self) -> None:
-        self._step_ms: dict[tuple[ModelName, int], float] = {}  # in the last run, by model and rows
+        self._step_ms: dict[tuple[ModelName, int], float] = {}  # duration of a step in the last run
         self.caches = KVBatchCache()
         self.tokenizers = Tokenizers()
 
@@ -131,7 +131,7 @@ class DecodeRunner:
         return steps
 
     def _most(self, message: RunInference, requests: Requests, manifest: Manifest) -> int:
-        """Return how many steps may follow one another; 0 for one step whose cache is not kept.
+        """Return the maximum number of steps of a run; 0: one step whose cache is not kept.
 
         A prompt is computed as a single step. The first step of a model in this process is single,
         too, because its duration is not known yet.
@@ -182,7 +182,7 @@ class DecodeRun:
             None if how is None or how.is_piece else sampling_of(how) for how in hows
         ]
         self._chances: list[list[Chance]] = [[] for _ in requests]
-        self.matchers: dict[int, Matcher] = {}  # by request
+        self.matchers: dict[int, Matcher] = {}  # index of a request -> its matcher
 
     @property
     def count(self) -> int:
@@ -225,7 +225,7 @@ class DecodeRun:
         """Run all steps like ``BoundProgram.run``; return the last step's outputs."""
         began_ms, specs = now_ms(), self._bound.manifest.inputs
         named = {spec.name: value for spec, value in zip(specs, inputs, strict=True)}
-        upto = (named[USED] + named[COUNT]).tolist()  # tokens of each sequence with this step's
+        upto = (named[USED] + named[COUNT]).tolist()  # each sequence's tokens after this step
         self._first, self._tokens = named[USED].tolist(), []
         if self.most:
             self._cache = named[CACHE] = named[CACHE].to(self._device)
@@ -249,7 +249,7 @@ class DecodeRun:
     ) -> tuple[Sequence[ValueSpec], Sequence[torch.Tensor]]:
         """Return the values of a request's reply; ``own`` is its part of the last step's outputs.
 
-        Empty with ``sampling_params``: new rows go to its cache, and ``tokens`` has its tokens."""
+        With ``sampling_params`` there are none: new rows go to the cache; see ``tokens``."""
         manifest, row = self._bound.manifest, self._order[number]
         if self._requests[number].sampling_params is None:
             return manifest.outputs, own
@@ -261,7 +261,7 @@ class DecodeRun:
         return [], []
 
     def tokens(self) -> tuple[tuple[int, ...], ...]:
-        """Return the tokens of each request."""
+        """Return the tokens that were chosen for each request, in the order of the steps."""
         return tuple(
             [
                 ()
@@ -272,7 +272,7 @@ class DecodeRun:
         )
 
     def chances(self) -> tuple[tuple[Chance, ...], ...]:
-        """Return the chances of each request's tokens; empty if no request has ``logprobs``."""
+        """Return each token's log probabilities by request; empty if none has ``logprobs``."""
         return tuple(map(tuple, self._chances)) if any(self._chances) else ()
 
     def keep(self, op_id: int) -> None:

@@ -32,7 +32,7 @@ class MappedPool:
             mmap.mmap(descriptor, size_bytes), dtype=torch.uint8
         ).untyped_storage()
         self._own = self._storage
-        if is_hidden:  # so that our own copies need not open and close a slab
+        if is_hidden:  # so that our own copies work without opening a slab
             address = map_by_chance(descriptor, size_bytes, mmap.PROT_READ | mmap.PROT_WRITE)
             self._own = bytes_over((ctypes.c_char * size_bytes).from_address(address))
         self._bytes = torch.empty(0, dtype=torch.uint8).set_(self._own)
@@ -64,7 +64,7 @@ class MappedPool:
         return gathered
 
     def gather(self, slab: SlabTensor, into: torch.Tensor) -> None:
-        """Copy a tensor that lies in pieces to a contiguous one, and fill the rest with zeros."""
+        """Copy a tensor that lies in pieces to the start of ``into``; fill the rest with zeros."""
         flat, at = into.view(torch.uint8).view(-1), 0
         for start, size in slab.places(0, slab.size_bytes):
             flat[at : at + size] = self._bytes[start : start + size]
@@ -72,7 +72,7 @@ class MappedPool:
         flat[at:].zero_()
 
     def extend(self, slab: SlabTensor, rows: torch.Tensor) -> None:
-        """Write rows behind a tensor that lies in pieces; they become valid when the run ends."""
+        """Write rows after a tensor that lies in pieces; they become valid when the run ends."""
         flat, at = rows.cpu().contiguous().view(torch.uint8).view(-1), 0
         for start, size in slab.places(slab.size_bytes, len(flat)):
             self._bytes[start : start + size] = flat[at : at + size]

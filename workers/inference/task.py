@@ -51,11 +51,11 @@ from pipeswitch.programs.spec import (
 from .decode import DecodeRun, DecodeRunner, KVBatchCache, Requests
 from .pool import MappedPool
 
-WARM_SIDE: Final = 512  # enough elements that torch gives each of its threads a part
+WARM_SIDE: Final = 512  # side of a matrix; large enough that torch uses all its threads
 
 Wanted = RunInference | PrepareModel
 Version = tuple[str, tuple[int, ...]]  # digest and plan for which a program was loaded
-Place = tuple[int, tuple[int, ...]]  # region's offset; of a streamed model also the groups'
+Place = tuple[int, tuple[int, ...]]  # region's offset; for a streamed model, also each group's
 Source = str | os.PathLike[str] | int  # a path, or a descriptor if the sandbox forbids opening
 
 
@@ -65,11 +65,11 @@ class Programs:
     def __init__(self, view: WorkerDevice) -> None:
         self._view = view
         self._files: dict[ModelName, list[int]] = {}  # manifest and bundle, until they are read
-        self._read: dict[ModelName, tuple[str, Manifest, Graph | None]] = {}  # with the digest
+        self._read: dict[ModelName, tuple[str, Manifest, Graph | None]] = {}  # first the digest
         self._programs: dict[ModelName, tuple[Version, Program]] = {}
         self._bound: dict[ModelName, tuple[Version, Place, BoundProgram]] = {}
         self.stepping = DecodeRunner()
-        allocator_switch()  # while this process may still open a file
+        allocator_switch()  # must run while this process may still open a file
 
     def take_files(self, model: ModelName, descriptors: list[int]) -> None:
         """Keep the descriptors of a program's files; they are read at the first request for it."""
@@ -187,7 +187,7 @@ def make_program(
 
 
 def warm_up() -> None:
-    """Start what torch's first computation needs, before the sandbox forbids it.
+    """Run torch's first computations now, before the sandbox forbids their system calls.
 
     This starts all compute threads of this process; the libraries also inspect the processor.
     """
@@ -200,7 +200,7 @@ def warm_up() -> None:
 
 
 class _Groups:
-    """Callback before each group: wait for its fence and show its weights."""
+    """Callback before each group: waits for the group's fence and opens access to its weights."""
 
     def __init__(
         self,
@@ -223,7 +223,7 @@ class _Groups:
 
     def __call__(self, index: int) -> None:
         if self._is_timed:
-            self._view.quiesce()  # measure its computation, not its enqueueing
+            self._view.quiesce()  # measure the group's computation, not its enqueueing
         if self._landings:
             self._view.report_computed(self._epoch, index)
         if self.begins_ms:
@@ -246,7 +246,7 @@ class _Groups:
         self.ends_ms.append(now_ms())
 
     def _step_aside(self) -> None:
-        """Give the device to another task and wait for the next turn; compute nothing meanwhile."""
+        """Give the device to another task; block until this task gets its next turn."""
         control_page = self._view.control_page
         control_page.write_stop(self._slot, 0)  # the scheduler sets it again if another task waits
         control_page.write_turn(0)
@@ -262,7 +262,7 @@ def infer(
     task: Channel,
     slot: int,
 ) -> bool:
-    """Run one request and report the result; return True if the report calls this worker clean."""
+    """Run one request and report the result; return the report's ``is_clean``."""
     try:
         if failpoints.is_on:
             reach("worker.infer.received")
@@ -271,7 +271,7 @@ def infer(
         view.wait_turn(message.op_id)
         turn_at_ms = now_ms()
         reach("worker.infer.turn")
-        view.control_page.write_begun(slot, message.op_id)  # from here a death may be the model's
+        view.control_page.write_begun(slot, message.op_id)  # a later death may be the model's fault
         while True:
             groups = _Groups(view, message, bound.manifest, task, slot)
             try:
@@ -353,7 +353,7 @@ def _report_failure(
         if fault is not None:  # a retry would break one worker after another
             task.send(_failure(message, fault))
         raise error  # this process is replaced; unless a failure was sent, the request is retried
-    view.wait_turn(message.op_id)  # an early failure still takes and ends its turn
+    view.wait_turn(message.op_id)  # also a task that failed early takes and ends its turn
     task.send(_failure(message, error))
 
 

@@ -1,10 +1,10 @@
 """Activation memory that a device's jobs share: each job claims tiles on the control page.
 
-Only the job that has the turn on the device may increase its claim; a job that waits for copies or
-parks can only lower it. So only one claim grows at a time, and no messages are needed: tiles that
-no job claims are free for the job that has the turn. During its step a job claims its tiles, but at
-least ``least``, with which it can always finish. Between two steps it claims nothing. If the
-``least`` of all jobs fit together, each job leaves room for the others to begin their steps.
+A tile is a unit of memory. Only the job that has the turn on the device may increase its claim; a
+job that waits for copies or parks can only lower it. So only one claim grows at a time, and no
+messages are needed: the job that has the turn may take all tiles that no job claims. During a step
+a job claims the tiles that it uses, but at least ``least``, with which it can always finish.
+Between steps it claims none. If all jobs' ``least`` fit together, each leaves room for others.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ class ActivationBudget:
     """Tiles that one job claims.
 
     Attributes:
-        least: tiles with which a step can finish; until measured all, so the job steps alone.
+        least: tiles with which a step can finish; before it is measured: all, so it runs alone.
         most: the most tiles that all jobs together claimed when this job's claim grew.
     """
 
@@ -36,12 +36,12 @@ class ActivationBudget:
 
     @property
     def may_begin(self) -> bool:
-        """True if a step could finish now, whatever the other jobs' current steps claim."""
+        """True if a step could finish now in the tiles that other jobs' current steps leave."""
         return self._total - sum(self._others()[0]) >= self.least
 
     @property
     def free_bytes(self) -> int:
-        """Number of bytes that this job may hold, with room left for jobs between two steps."""
+        """Number of bytes that this job may hold; it leaves room for jobs between two steps."""
         claims, leasts = self._others()
         if self.least + sum(map(abs, leasts)) <= self._total and not self.is_stuck:
             claims = [max(claim, abs(least)) for claim, least in zip(claims, leasts, strict=True)]
@@ -58,7 +58,7 @@ class ActivationBudget:
         self.is_known = True
 
     def remove(self) -> None:
-        """Reset ``least`` to all tiles, because the steps have changed: the job steps alone."""
+        """Reset ``least`` to all tiles, because the steps have changed: they run alone again."""
         self.least, self.is_known = self._total, False
 
     def enter_step(self, *, is_in: bool = True) -> None:

@@ -1,4 +1,4 @@
-"""Saved tensors of a training step under a budget: what exceeds it is moved to host memory.
+"""Saved tensors of a training step under a memory budget: tensors beyond it move to the host.
 
 PyTorch's saved-tensor hooks show each tensor that forward keeps for backward. Each *storage* counts
 once, however many views of it are saved. Parameters, buffers and the batch are not activations and
@@ -11,11 +11,11 @@ are never moved. Life of a storage, in numbered steps:
 5. *used*: autograd gets a view of the bytes, which count until autograd drops the view.
 
 The thread that computes does everything except the copies. Finished copies and dropped saved
-tensors (which any thread's garbage collector may find) wait in queues for that thread's next call.
+tensors (any thread's garbage collector may drop them) wait in queues for that thread's next call.
 
-In-place writes: hooks disable autograd's check, so each saved tensor keeps a *witness*, a tensor
-that shares its version counter and has no bytes. If a storage is saved again and its copy may be
-older than its current contents, the storage counts, and is copied, as a new one.
+In-place writes: hooks disable autograd's check for them, so each saved tensor keeps a *witness*, a
+tensor that shares its version counter and has no bytes. If a storage is saved again and its copy
+may be older than its current contents, the storage is counted and copied as a new one.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ CONVOLUTIONS: Final = (
     nn.ConvTranspose2d,
     nn.ConvTranspose3d,
 )
-WORTH_MS: Final = 3.0  # shortest wait that another job can use: two switches
+WORTH_MS: Final = 3.0  # a shorter wait is not worth two switches: to another job, and back
 CHARGE_BYTES: Final = 1 << 20  # unit in which host memory is reserved: few requests, little unused
 AskedFor = tuple[str, int | None]  # ``offload`` and ``budget_bytes`` of ``Activations``
 
@@ -80,7 +80,7 @@ class _Handle:
 
 
 class _Kept:
-    """A saved tensor that is not an activation."""
+    """Tensor that autograd keeps, but that is not an activation."""
 
     __slots__ = ("kept", "version")
 
@@ -103,7 +103,7 @@ class _Storages:
 
 
 class _Layers:
-    """Number of the layer that computes now; each body starts to count at 0."""
+    """Number of the layer that computes now; the count starts at 0 in each step."""
 
     def __init__(
         self, keep: Callable[[Iterable[torch.Tensor]], None], streams: CopyStreams
@@ -129,8 +129,7 @@ class _Layers:
 
 
 class Activations:
-    """Activations of one loop. ``body`` wraps each of its bodies; ``figures`` describe the last
-    body.
+    """Saved tensors of one loop: ``body`` wraps each step, and ``figures`` describe the last step.
 
     Args:
         offload: see ``pipeswitch.job.steps``.
@@ -158,7 +157,7 @@ class Activations:
         self._handles_ended: deque[Saved] = deque()
         self._bytes_ended: deque[int] = deque()
         self._alive: dict[Saved, None] = {}
-        self._ahead: list[Saved] | None = None  # fetched next, in reverse order; None in forward
+        self._ahead: list[Saved] | None = None  # to fetch next, in reverse order; None in forward
         self.away_ms = 0.0
         self._moved = self._asked_ahead = self._asked_late = 0
         self._on_host = self._host_peak = 0
@@ -168,7 +167,7 @@ class Activations:
     def of_loop(
         cls, before: Activations | None, asked_for: AskedFor, host: JobHost, gate: Gate
     ) -> Activations | None:
-        """Return a loop's activations, if it asks for them; reuse ``before`` for equal settings."""
+        """Return a loop's activations, or None; reuse ``before`` if it has the same settings."""
         if before is not None and before.asked_for == asked_for:
             return before
         if before is not None:
@@ -186,7 +185,7 @@ class Activations:
 
     @contextmanager
     def body(self, batch: Any) -> Iterator[None]:
-        """Treat tensors that are saved during the block, a loop's body, as activations."""
+        """Treat tensors that are saved inside the block (one step) as activations."""
         self.keep(_tensors_in(batch))
         self._begin()
         hooks = [register_module_forward_pre_hook(self._layers.enter)]
@@ -255,7 +254,7 @@ class Activations:
         return _Handle(saved, tensor, self._handles_ended)
 
     def _admit(self, storage: torch.UntypedStorage) -> Saved:
-        """Count a new storage (steps 1 and 2 of its life); mark it as refused without room."""
+        """Count a new storage (steps 1 and 2 of its life); mark it as refused if it has no room."""
         self._ahead = None
         size_bytes = storage.nbytes()
         may_leave = size_bytes >= MIN_BYTES and self._offload in ("auto", "all")
@@ -328,7 +327,7 @@ class Activations:
             self._wait("backward", saved.size_bytes, lambda: saved.place is not StoragePlace.COMING)
 
     def _look_ahead(self, current: Saved) -> None:
-        """Fetch the next storages as far as there is room; without a budget, those of one layer."""
+        """Fetch the next storages as far as there is room; without a budget, those of a layer."""
         if self._ahead is None:
             away = [
                 one
@@ -352,7 +351,7 @@ class Activations:
             self._ahead.pop()
 
     def _make_room(self, size_bytes: int, where: Where) -> bool:
-        """Wait for copies, drop device copies, or send storages; return False if that fails."""
+        """Wait for copies, drop device copies, or send storages; return False if none helps."""
         while not self.memory.fits(size_bytes):
             if self._streams.is_busy:
                 self._wait(where, size_bytes, lambda: self.memory.fits(size_bytes))
@@ -366,7 +365,7 @@ class Activations:
         return True
 
     def _drop_a_copy(self) -> bool:
-        """Drop a fetched storage's device copy: a used one first, then the one used last."""
+        """Drop one fetched storage's device copy: a used one, else the one that is used last."""
         came = [one for one in self._alive if one.host is not None and one.device is not None]
         if not came:
             return False
@@ -377,7 +376,7 @@ class Activations:
         return True
 
     def _send_another(self) -> bool:
-        """Send the storage saved first, whose use is the last; return False if none may leave."""
+        """Send the storage saved first, used last in backward; return False if none may leave."""
         if self.memory.budget < UNLIMITED:
             for saved in self._alive:
                 if saved.place is StoragePlace.DEVICE and saved.may_leave and saved.host is None:
@@ -413,7 +412,7 @@ class Activations:
             saved.copy, saved.place = None, StoragePlace.DEVICE
 
     def _forget_bytes(self, saved: Saved) -> None:
-        """Drop the device copy; its bytes count on while autograd may compute with them."""
+        """Drop the device copy; its bytes still count while autograd may compute with them."""
         assert saved.device is not None
         storage, saved.device = saved.device.untyped_storage(), None
         saved.place = StoragePlace.HOST
@@ -516,7 +515,7 @@ def _is_plain(tensor: torch.Tensor) -> bool:
 
 
 def _may_be_copied(saved: Saved) -> bool:
-    """Return True if a copy has begun, which may miss the last write to the tensor."""
+    """Return True if a copy has begun: it may miss the latest write to the tensor."""
     return saved.host is not None or (saved.copy is not None and saved.copy.is_begun)
 
 
@@ -524,7 +523,7 @@ def _is_as_saved(saved: Saved, tensor: torch.Tensor) -> bool:
     """Return True if the tensor, or another view of its root, was saved and not written since.
 
     torch cuts some pieces without recording them as views (``unsafe_chunk`` in recurrent cells).
-    These pieces are written in place one after the other, and no version counter shows it.
+    These pieces are written in place one after the other, and no version counter shows that.
     """
     one, now = root(tensor), version(tensor)
     return any(known() is one and now == then for known, then in saved.roots)

@@ -29,7 +29,7 @@ from .snapshot import Captured, DataState, captured
 from .torch_private import mark_optimizer_called, optimizer_was_called, version
 
 SPARE_STATE_BYTES: Final = 256 << 10  # random generators, the JSON, and room for growth
-JSON_NAMES: Final = 16  # times that the JSON names each parameter: as a tensor, and as an owner
+JSON_NAMES: Final = 16  # maximum times that the JSON names a parameter (as a tensor, an owner)
 
 
 @dataclass
@@ -43,13 +43,13 @@ class Point:
     options: Captured  # optimizers' groups, schedulers, extra_state
     marks: list[tuple[int, bool]]  # version and requires_grad of each parameter
     training: bytes  # training flag of each module
-    gradients: list[tuple[str, torch.Tensor, int]]  # left-over ones, with their versions
+    gradients: list[tuple[str, torch.Tensor, int]]  # left-over gradients with versions
     gradients_copied: bool
-    sparse_gradients: Mapping[str, torch.Tensor]  # left-over ones, as copies
+    sparse_gradients: Mapping[str, torch.Tensor]  # copies of left-over gradients
 
 
 class Committer:
-    """Captures points of one bound slice, writes their images, restores them."""
+    """Capture of one slice's commit points, and writing and restoring of their images."""
 
     def __init__(
         self, host: JobHost, layout: TrainingSlice, past: Mapping[int, bytes], device: str
@@ -91,7 +91,7 @@ class Committer:
             # A script that zeroes or accumulates in place destroys left-over gradients before a
             # commit in mid-step. Once that was seen, each point copies them.
             self._copies_gradients = not _are_intact(last.gradients)
-        if not self._has_state:  # ``begin`` adopts later changes
+        if not self._has_state:  # ``begin`` moves later state into the slice
             self._has_state = any(o.state for o in self._objects.optimizers.values())
             self._adopt()
         self._layout.gather_parameters()
@@ -125,7 +125,7 @@ class Committer:
         )
 
     def parameters_are_intact(self, point: Point) -> bool:
-        """Return True if no parameter was written since, except through ``.data``."""
+        """Return True if no parameter was written after the point, except through ``.data``."""
         parameters = self._objects.parameters.values()
         return all(version(p) == mark[0] for p, mark in zip(parameters, point.marks, strict=True))
 
@@ -145,7 +145,7 @@ class Committer:
     # --------------------------------------------------------------------------- committing
 
     def outgrown_bytes(self, point: Point) -> int:
-        """Return the needed size of the state area in bytes if this point outgrows it, else 0."""
+        """Return the bytes of state area that this point needs if the area is too small, else 0."""
         needed_bytes = point.options.size_bytes + self._other_bytes
         return needed_bytes if needed_bytes > self._layout.state.capacity_bytes else 0
 
@@ -168,7 +168,7 @@ class Committer:
         self._host.begin_commit(point.position.step, [(0, size)])
 
     def finish(self) -> None:
-        """Wait for the commit under way, if there is one; raise if its copy failed."""
+        """Wait for the commit under way, if there is one; raise PipeSwitchError if it failed."""
         if self._in_flight is not None:
             point, self._in_flight = self._in_flight, None
             self.last_duration_ms = self._host.wait_commit()
@@ -213,7 +213,7 @@ class Committer:
         self._layout.write(0, pack_header(document, offset, image_bytes))
 
     def _tensors(self, point: Point) -> bytes:
-        """Return the JSON of the tensors, cached until the layout changes, except gradients."""
+        """Return the entries of the tensors as JSON, cached for points without gradients."""
         if point.gradients:
             places = self._layout.gradient_places
             names = [name for name, *_ in point.gradients]
@@ -254,7 +254,7 @@ class Committer:
         }
 
     def _optimizer_values(self, key: str) -> dict[str, Any]:
-        """Return an optimizer's state by parameter: for a tensor in the slice its name."""
+        """Return an optimizer's state by parameter; a tensor in the slice appears as its name."""
         optimizer = self._objects.optimizers[key]
         names = {id(p): name for name, p in self._objects.parameters.items()}
         entries: list[Any] = []
@@ -338,7 +338,7 @@ class Committer:
 
 
 def state_area_bytes(objects: TrainedObjects, before: int) -> int:
-    """Return the state area's size: today's need, a quarter more, LBFGS's history and a reserve.
+    """Return the state area's size: the present need, a quarter more, LBFGS's history, a reserve.
 
     Args:
         before: the size in an earlier run of the script; the area never shrinks.

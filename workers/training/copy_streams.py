@@ -2,7 +2,7 @@
 
 Each lane copies in the order of submission, and both directions run at once. While the job is
 suspended, the lanes pause: each checks the gate between two pieces, and waits until the main thread
-continues. If the main thread waits for a copy then, it parks, as in a layer's hook.
+continues. If the main thread waits for a copy meanwhile, it parks, as in a layer's hook.
 """
 
 from __future__ import annotations
@@ -24,21 +24,21 @@ from pipeswitch.ipc.gate import Gate, Where
 class Copy:
     """Copy of all bytes of one storage; the main thread creates it, a lane sets its result."""
 
-    of: Any  # the main thread's object for it
+    of: Any  # the main thread's object for the storage
     source: torch.Tensor
     to_host: bool
     mark: Any
     target: torch.Tensor | None = None
     is_begun: bool = False
-    is_cancelled: bool = False  # a begun copy is still returned by ``take_ended``
+    is_cancelled: bool = False  # ``take_ended`` also returns a cancelled copy that had begun
     error: BaseException | None = None
 
 
 class CopyStreams:
-    """Two executors of one thread each, by ``Copy.to_host``. The main thread calls the methods.
+    """Two executors of one thread each, one for each direction. The main thread calls the methods.
 
-    An executor's work item copies the head of its queue at that time. So a cancelled copy leaves
-    the queue at once, and its tensors are freed.
+    A work item takes the copy at the head of its lane's queue only when it runs. So a cancelled
+    copy leaves the queue at once, and its tensors are freed.
     """
 
     def __init__(self, copies: HostCopies, gate: Gate) -> None:
@@ -55,14 +55,14 @@ class CopyStreams:
             False: ThreadPoolExecutor(1, "copy-in"),
         }
         for executor in self._threads.values():
-            executor.submit(int)  # starts the thread, or raises here if the system cannot
+            executor.submit(int)  # starts the thread now, and raises if the system refuses
 
     def submit(self, of: Any, source: torch.Tensor, *, to_host: bool) -> Copy:
         """Queue a copy and return at once."""
         copy = Copy(of, source, to_host, self._copies.mark())
         with self._changed:
             self._queues[to_host].append(copy)
-        if self._is_closed:  # backward uses the graph of an earlier loop
+        if self._is_closed:  # backward uses an earlier loop's graph
             self._carry_next(to_host)
         else:
             self._threads[to_host].submit(self._carry_next, to_host)
@@ -84,7 +84,7 @@ class CopyStreams:
             return any(self._queues.values()) or bool(self._under_way or self._ended)
 
     def bytes_per_ms(self, *, to_host: bool) -> float:
-        """Return this lane's measured bytes per ms; before its first copy the other lane's."""
+        """Return the lane's measured bytes per ms; before its first copy, the other lane's."""
         way = to_host if self._busy_ms[to_host] else not to_host
         return self._carried_bytes[way] / self._busy_ms[way] if self._busy_ms[way] else 1.0
 
@@ -122,7 +122,7 @@ class CopyStreams:
                 self._changed.notify_all()
 
     def close(self) -> None:
-        """Tell each thread to end after its last copy; return without waiting."""
+        """Request that each thread ends after its last copy; return without waiting."""
         with self._changed:
             self._is_closed = True
             self._changed.notify_all()
@@ -177,7 +177,7 @@ class CopyStreams:
             self._aside.discard(way)
 
     def _must_stand_aside(self) -> bool:
-        """Return True if a lane must pause: the task is to stop and is not in an optimizer step."""
+        """Return True if a lane must pause: a stop is requested outside of an optimizer step."""
         gate = self._gate
         is_stopping = gate.is_pending and not gate.allows_copies
         return is_stopping and not (gate.in_optimizer_step or self._is_closed)

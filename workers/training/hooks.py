@@ -47,13 +47,13 @@ def look_at_the_gate_in_backward(parameter: torch.Tensor) -> None:
 
 
 def use_gate(gate: Gate | None) -> None:
-    """Set the gate that all module hooks of this process check; None: they check none."""
+    """Set the gate that all module hooks of this process check; None: no gate."""
     global _gate
     _gate = gate
 
 
 def use_pace(pace: Callable[[], None] | None) -> None:
-    """Set the function that every hook calls to keep the script from running far ahead."""
+    """Set the function by which hooks keep the script from running far ahead of the device."""
     global _pace
     _pace = pace
 

@@ -87,19 +87,19 @@ class JobHost:
     def lease(self, slice_bytes: int, state_bytes: int) -> torch.Tensor:
         """Return a zeroed, writable uint8 tensor over the slice; block until it is granted.
 
-        The caller has left the device. A second call (the next phase) returns the first slice, and
-        the last commit stays valid until the next one.
+        The caller has left the device. A second call (the next phase) returns the first slice
+        again; the last commit stays valid until the next commit.
 
         Args:
-            slice_bytes: for parameters, buffers, gradients, optimizer state and the state area.
+            slice_bytes: size for parameters, buffers, gradients, optimizer state and state area.
             state_bytes: size of the largest commit image.
 
         Raises:
-            OutOfDeviceMemory, HostStoreFull: it can never fit.
+            OutOfDeviceMemory, HostStoreFull: the request can never fit.
             TaskPreempted: the job was evicted while it waited.
         """
         reach("job.lease")
-        self._view.synchronize()  # kernels may still use the former slice, which others get
+        self._view.synchronize()  # kernels may still use the former slice, which another task gets
         request = worker_msg.LeaseRequest(
             op_id=self._message.op_id, slice_bytes=slice_bytes, state_bytes=state_bytes
         )
@@ -192,7 +192,7 @@ class JobHost:
         """Request that the state after ``step`` becomes a model's next version; await the answer.
 
         Raises:
-            PipeSwitchError: the model is unknown, another client's, or has other names or shapes.
+            PipeSwitchError: the model is unknown, of another client, or has other names or shapes.
             TaskPreempted: the job was evicted while it waited.
         """
         with self._changed:
@@ -228,7 +228,7 @@ class JobHost:
         return memoryview(image) if image is not None else None
 
     def remember(self, step: int, values: Mapping[str, float]) -> None:
-        """Append a line to the job's history, a file that outlives it; ignore a full disk."""
+        """Append a line to the job's history file, which outlives the job; ignore a full disk."""
         with contextlib.suppress(OSError):
             if self._history is None:
                 path = Path(self._message.log_path).with_suffix(".history")
@@ -239,7 +239,7 @@ class JobHost:
                 self._history_bytes += self._history.write(line)
 
     def reached(self, step: int) -> None:
-        """Store the step for the server's next start; a full disk costs only this count."""
+        """Store the step for the server's next start; on a full disk only this count is lost."""
         if self._progress is not None:
             self._progress.at(step)
         elif self._message.log_path:
@@ -249,7 +249,7 @@ class JobHost:
                 self._progress = Progress(Path(self._message.log_path).with_suffix(SUFFIX), life)
 
     def resumes_at(self, step: int) -> None:
-        """Report steps that an earlier process computed and lost, and had not reported."""
+        """Report the steps that an earlier process computed and lost without reporting them."""
         if self._message.restarts and self._message.log_path:
             life = read_life(Path(self._message.log_path).with_suffix(SUFFIX))
             self._unseen_steps = max(0, life.step - max(step, self._message.last_step))
@@ -264,7 +264,7 @@ class JobHost:
     def flush(self) -> None:
         """Flush the history for other readers, and cut a long log to its newest part."""
         if self._message.log_bytes:
-            with contextlib.suppress(OSError):  # without holes in files the log stays whole
+            with contextlib.suppress(OSError):  # if files cannot have holes, the log stays whole
                 keep_newest(self._message.log_path, self._message.log_bytes)
         if self._history is not None:
             with contextlib.suppress(OSError):
@@ -282,9 +282,9 @@ class JobHost:
         message: worker_msg.LeaseGranted | worker_msg.LeaseRefused | worker_msg.HostGranted,
         descriptors: Sequence[int],
     ) -> None:
-        """Pass on the answer to ``lease`` or ``charge_host``, and any commit area with it."""
+        """Deliver the answer to ``lease`` or ``charge_host``, with a commit area if it has one."""
         with self._changed:
-            for descriptor in descriptors:  # the main thread, the area's reader, waits meanwhile
+            for descriptor in descriptors:  # the main thread, which reads the area, waits meanwhile
                 if self._commits >= 0:
                     os.close(self._commits)
                 self._commits = descriptor
@@ -294,7 +294,7 @@ class JobHost:
     def commit_answered(self, message: StepCommitted) -> None:
         with self._changed:
             if message.number != self._commit_number:
-                return  # sent again; the awaited commit is still being copied
+                return  # an earlier answer, sent again; the awaited commit is still being copied
             self._committed = message
             self._changed.notify_all()
 
@@ -305,7 +305,7 @@ class JobHost:
             if isinstance(message, worker_msg.PublishAnswered):
                 self._published = message
             else:
-                self._publishing = max(0, self._publishing - 1)  # may be an earlier process's
+                self._publishing = max(0, self._publishing - 1)  # may be an earlier process's copy
             self._changed.notify_all()
 
     def wake(self) -> None:

@@ -1,8 +1,8 @@
 """Lightning's ``Trainer`` as a job: its training batches come from a ``LoaderProxy``.
 
 Between two batches Lightning's loop keeps its whole state in objects, none in local variables. So a
-resumed script begins like the first run, and all state is restored at the first fetch. These of
-Lightning's private names are used: the data fetcher's count, the epoch's results so far, and the
+resumed script begins like the first run, and all state is restored at the first fetch. This module
+uses three private names of Lightning: the data fetcher's count, the epoch's results so far, and the
 metrics that callbacks saw last.
 """
 
@@ -66,7 +66,7 @@ class LightningLoop(TrainerLoop):
             if version is not None and path.exists():
                 table = path.read_bytes()
                 with warnings.catch_warnings():
-                    warnings.simplefilter("ignore")  # its warning that it deletes the table
+                    warnings.simplefilter("ignore")  # Lightning warns that it deletes the table
                     logger.experiment.metrics_keys = next(
                         csv.reader([table.decode().splitlines()[0]])
                     )
@@ -168,7 +168,7 @@ def _of_metric(metric: Any) -> dict[str, Any]:
 def _cut_rows(table: Path, count: int) -> None:
     """Drop the rows of steps that are about to be computed again."""
     lines = table.read_bytes().splitlines(keepends=True)
-    table.write_bytes(b"".join(lines[: count + 1]))  # and keep the header
+    table.write_bytes(b"".join(lines[: count + 1]))  # keeps the header, too
 
 
 def _loops(loop: Any) -> Iterator[Any]:

@@ -31,14 +31,14 @@ from .snapshot import DataPosition, DataState, filled, has_state, load_state, st
 LIBRARIES = ("lightning", "pytorch_lightning", "transformers", "accelerate", "tqdm", "rich")
 CONSTANTS = (os.PathLike, io.IOBase, enum.Enum, datetime.timedelta, logging.Logger, Dataset)
 
-Moment = tuple[tuple[Any, ...], tuple[Any, ...]]  # random generators: global, the loader's
+Moment = tuple[tuple[Any, ...], tuple[Any, ...]]  # states of generators: global, loader's
 
 
 class Source:
     """Batches of a framework's loader, epoch after epoch, and the position to resume from.
 
-    Accelerate's loader fetches one batch ahead, to recognise the last one. That batch was fetched
-    with the random generators of the step before, so a resumed script fetches it with these again.
+    Accelerate's loader fetches one batch ahead, to recognise the last batch. This fetch used the
+    generators' states of the step before, so a resumed script restores them to fetch it again.
     """
 
     # No __dict__: the session would find this object's generators there and capture them, too.
@@ -62,14 +62,14 @@ class Source:
         self._data = DataPosition(loader.base_dataloader if self._ahead else loader, {})
         self._data.warn_if_inexact()
         self._held: deque[Any] = deque()
-        self._entry: Moment | None = None  # at the start of this epoch
-        self._before: Moment | None = None  # at the start of the last fetch
+        self._entry: Moment | None = None  # generators at the start of this epoch
+        self._before: Moment | None = None  # generators at the start of the last fetch
         self._is_fresh = False  # an epoch has begun, but no batch was fetched
-        self.given = 0  # batches of this epoch that were returned
+        self.given = 0  # number of this epoch's returned batches
         self.is_closed = False  # the framework has finished and fetches no more batches
 
     def begin(self, behind: int) -> None:
-        """Begin the next epoch behind its first ``behind`` batches."""
+        """Begin the next epoch after its first ``behind`` batches."""
         self.given, self._is_fresh = behind, True
         self._entry = self._before = now = self._now()
         self._open(DataState(*now[1]) if behind else None)
@@ -126,7 +126,7 @@ class Source:
         self._data.restore_generators(now)
 
     def pass_by(self, state: dict[str, Any]) -> None:
-        """Skip the batches of a loader that had ended; fetch nothing."""
+        """Set the loader's epoch to that of ``state``; fetch nothing."""
         if self._ahead:
             self._loader.iteration = state["iteration"]
 
@@ -138,7 +138,7 @@ class Source:
             self._loader.set_epoch(self._loader.iteration)
         if data is None:
             self._iterator = self._data.open_new()
-        elif self._data.is_checked and self._entry is not None:  # its state may omit a buffer
+        elif self._data.is_checked and self._entry is not None:  # the state may omit a buffer
             self._iterator = self._data.open_again(self.given, DataState(*self._entry[1]))
         else:
             self._iterator = self._data.open_at(self.given, data)
@@ -183,7 +183,7 @@ class AcceleratedEpoch(Source):
 
 
 class LoaderProxy:
-    """Proxy of a framework's loader: it iterates itself; all other attributes are the loader's."""
+    """Proxy of a framework's loader, with an iteration of its own and the loader's attributes."""
 
     def __init__(self, loop: TrainerLoop, loader: Any) -> None:
         self._loop, self._loader, self._behind = loop, loader, 0
@@ -219,7 +219,7 @@ class LoaderProxy:
         return next(self._steps)
 
     def skip(self, batches: int) -> LoaderProxy:
-        """Begin the next epoch behind ``batches`` batches, unless a commit sets the position."""
+        """Begin the next epoch after ``batches`` batches, unless a commit sets the position."""
         if self._loop.session.place.upcoming() is None:
             self._behind = batches
         return self
@@ -232,7 +232,7 @@ class LoaderProxy:
 
 
 class Keepers:
-    """State of callbacks that have no ``state_dict()`` for it.
+    """State of callbacks that their ``state_dict()`` does not contain.
 
     Their attributes are captured: plain values, tensors, generators, and the state of modules (such
     as averaged weights). An attribute of another type causes a warning, once.
@@ -314,7 +314,7 @@ class TrainerLoop:
     def __init__(self, session: Any, trainer: Any) -> None:
         self.session, self.trainer = session, trainer
         self.feed: LoaderProxy | None = None
-        self.was_over = False  # the loop had ended in the job's last commit
+        self.was_over = False  # True: the loop had ended in the job's last commit
 
     def objects(self) -> dict[str, Any]:
         """Return the keyword arguments for ``job.steps``."""

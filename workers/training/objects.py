@@ -31,7 +31,7 @@ class TrainedObjects:
     extras: Mapping[str, Any]
     parameters: dict[str, nn.Parameter] = field(default_factory=dict)
     buffers: dict[str, torch.Tensor] = field(default_factory=dict)
-    owners: dict[str, tuple[nn.Module, str]] = field(default_factory=dict)  # of buffers, Nones
+    owners: dict[str, tuple[nn.Module, str]] = field(default_factory=dict)  # buffers, even if None
     modules: list[nn.Module] = field(default_factory=list)
     groups: dict[str, list[int]] = field(default_factory=dict)  # number of parameters in each group
     with_extra_state: dict[str, nn.Module] = field(default_factory=dict)  # with own get_extra_state
@@ -80,7 +80,7 @@ class TrainedObjects:
         ]
 
     def refuse_other_structure(self) -> None:
-        """Raise if the script has changed its models: a resumed script builds them as before.
+        """Raise if the script has changed its models: a resumed script would build the old ones.
 
         Raises:
             InvalidInput: layers or parameters were added, replaced or removed since the loop began.
@@ -103,10 +103,10 @@ class TrainedObjects:
             )
 
     def refuse_shared_memory(self) -> None:
-        """Raise if a parameter shares another tensor's memory, as each gets its own place.
+        """Raise if a parameter shares another tensor's memory: each needs its own place.
 
         Raises:
-            InvalidInput: two parameters overlap, or a parameter and a buffer.
+            InvalidInput: a parameter overlaps another parameter or a buffer.
         """
         spans = []
         for name, tensor in (*self.parameters.items(), *self.buffers.items()):
@@ -172,7 +172,7 @@ class TrainedObjects:
 
 
 def bare(optimizer: Any) -> Any:
-    """Return the optimizer inside accelerate's wrapper, or the optimizer: hooks belong there."""
+    """Return the optimizer without accelerate's wrapper: hooks must be added to the optimizer."""
     return optimizer.optimizer if type(optimizer).__name__ == "AcceleratedOptimizer" else optimizer
 
 

@@ -38,7 +38,7 @@ _saved: WeakKeyDictionary[Any, Workers] = WeakKeyDictionary()
 
 
 class _Sent:
-    """Generators of a worker; a class, as pinning memory turns tuples into lists."""
+    """Generator states of a worker; no tuple, because pinning memory turns tuples into lists."""
 
     def __init__(self, worker_id: int, states: Any) -> None:
         self.worker_id, self.states = worker_id, states
@@ -86,7 +86,7 @@ class PersistentIterator(_Base):  # type: ignore[misc]
         self._states = dict(states)
         worker, view = _Worker(loader, states), copy.copy(loader)
         view.worker_init_fn, view.collate_fn = worker.start, worker.collate
-        if saved is not None:  # equal base seed, no other draw, no early sampler start
+        if saved is not None:  # same base seed, no other draw, and the sampler does not start
             view.generator = torch.Generator()
             view.generator.set_state(self._drawn_from)
             vars(view)["sampler" if loader.batch_sampler is None else "batch_sampler"] = ()
@@ -126,7 +126,7 @@ class PersistentIterator(_Base):  # type: ignore[misc]
                 self._states[sent.worker_id] = sent.states
 
     def workers(self) -> Workers | None:
-        """Return the state for new workers, or None if they start fresh; a current pass repeats."""
+        """Return the state for new workers (None: fresh ones), which repeat an unfinished pass."""
         return (self._drawn_from, {**self._states}) if self.is_exhausted else self._began_with
 
 
@@ -172,7 +172,7 @@ def capture() -> dict[int, Workers]:
         if not isinstance(loader._iterator, PersistentIterator):
             pools[number] = _saved.get(loader)
             continue
-        if _references(loader) <= HELD_ONCE:  # only the loader holds it: nobody continues
+        if _references(loader) <= HELD_ONCE:  # no loop refers to it: the pass is over
             loader._iterator.end_pass()
         pools[number] = loader._iterator.workers()
     return {number: workers for number, workers in pools.items() if workers is not None}

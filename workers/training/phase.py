@@ -24,8 +24,8 @@ from .snapshot import DataPosition
 from .timing import CommitTiming, WriteWatch
 
 MAX_BODIES_TO_A_POINT: Final = 64
-GROWS_AGAIN_MS: Final = 5000.0  # pause before the next attempt to grow, after one found no room
-GROWTH: Final = 2  # factor on the needed size, so that the state area grows rarely
+GROWS_AGAIN_MS: Final = 5000.0  # pause after an attempt to grow that found no room
+GROWTH: Final = 2  # the state area grows to this multiple of the need, so that it grows rarely
 
 
 class Phase:
@@ -84,7 +84,7 @@ class Phase:
             raise
 
     def _moves(self, point: Point) -> bool:
-        """Grow the state area if possible; return True if the state must be captured again."""
+        """Grow the state area if possible; return True if the caller must capture the state."""
         if self._host.now_ms() < self._timing.grows_at_ms or self._gate.is_evicting:
             return False
         try:
@@ -211,8 +211,8 @@ class Phase:
         """Return True if this boundary is a commit point.
 
         Args:
-            is_counted: a trainer or accelerate counts bodies and can restart only at an update.
-                If False, each boundary before the first update is a point.
+            is_counted: True if a trainer or accelerate counts bodies: it can restart only at an
+                update. If False, each boundary before the first update is a point.
         """
         assert self.point is not None
         bodies = self.place.step - self.point.position.step
@@ -229,7 +229,7 @@ class Phase:
         )
 
     def watch_writes(self) -> None:
-        """Check if the body wrote parameters before any optimizer step."""
+        """Check whether the body wrote parameters before any optimizer step."""
         if self.point is not None:
             is_intact = self.committer.parameters_are_intact(self.point)
             if not self._watch.before_optimizer(is_intact, self._sum_now):
@@ -252,12 +252,12 @@ class Phase:
 
     @property
     def committed_step(self) -> int | None:
-        """Return the step of the last commit; None if there is no commit."""
+        """Step of the last commit; None if there is no commit."""
         committed = self.committer.committed
         return None if committed is None else committed.position.step
 
     def commit_point(self) -> None:
-        """Commit the last point if possible and not yet done; wait until it is committed."""
+        """Commit the last point unless it is committed or lost; wait until it is committed."""
         self.finish_commit()
         point = self.point
         if self._watch.may_commit and point is not None and self.committer.committed is not point:
@@ -300,7 +300,7 @@ class Phase:
         self._reports.warn_once("commit", text, UserWarning)
 
     def _commit_before_unwinding(self) -> None:
-        """Commit the last point; the gate calls this on the main thread before it unwinds."""
+        """Commit the last point; the gate calls this before it unwinds the main thread."""
         if not self.place.may_commit:
             return
         step = self.place.step
@@ -311,7 +311,7 @@ class Phase:
         self._host.report("evicting", step=step, committed_step=self.committed_step)
 
     def goes_to_point(self) -> bool:
-        """Return True if an eviction now would lose finished steps that waiting can save."""
+        """Return True if finished steps would be lost by an eviction now, but not after a wait."""
         point = self.point
         if point is None or not self.place.may_commit:
             return False
@@ -327,7 +327,7 @@ class OptimizerSteps:
 
     def __init__(self, phase: Phase, gate: Gate) -> None:
         self._phase, self._gate = phase, gate
-        self._depth = 0  # nesting depth, as an optimizer may call another's step
+        self._depth = 0  # nesting depth, as an optimizer may call another optimizer's step
         self._hooks = hook_modules(phase.objects.models.values())
         for optimizer in phase.objects.optimizers.values():
             # Closures, not methods: a deep copy of the optimizer must not copy this object.

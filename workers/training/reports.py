@@ -23,7 +23,7 @@ class Reports:
 
     def __init__(self, host: JobHost) -> None:
         self._host = host
-        self.warned: set[str] = set()  # keys of warnings given
+        self.warned: set[str] = set()  # keys of warnings that were given
         self._log: dict[str, float] = {}
         self._at_ms = 0.0
         self._away_ms: deque[float] = deque(maxlen=FETCHES)
@@ -35,7 +35,7 @@ class Reports:
             warnings.warn(text, kind, stacklevel=script_level())
 
     def inexact(self, key: str, text: str, step: int) -> None:
-        """Report once for each key how a resume may differ; the job's log has the details."""
+        """Report how a resume may differ, and mark ``key`` as reported; the log has details."""
         self.warned.add(key)
         text = f"{text} (see its log)"
         self._host.report("warning", what="inexact_resume", text=text, step=step)
@@ -59,7 +59,7 @@ class Reports:
         return known
 
     def was_away(self, ms: float) -> None:
-        """Record time off the device, spent on a fetch or on the last step's copies."""
+        """Record ms that the job spent off the device for a fetch or for the last step's copies."""
         self._away_ms.append(ms)
 
     def progress(self, step: int, epoch: int, steps_left: int, **activations: Any) -> None:

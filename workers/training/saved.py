@@ -1,4 +1,4 @@
-"""Storages that a step saves for backward, and the plan that says which leave the device."""
+"""Storages that a step saves for backward, and the plan that moves some of them to the host."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from pipeswitch.planning.swaps import Event, Forecast, LinkQueue, Step, What, mi
 from .activation_budget import ActivationBudget
 from .copy_streams import Copy, CopyStreams
 
-STEPS_MEASURED: Final = 2  # at the start of a loop; caches are cold in the first one
+STEPS_MEASURED: Final = 2  # steps measured at a loop's start; the first one has cold caches
 SEARCH_MS: Final = 200.0  # time limit for planning, once per loop; a stop request ends it early
 UNLIMITED: Final = 1 << 62
 LOOK_AGAIN_S: Final = 0.01  # interval of polling for memory that other jobs release
@@ -63,12 +63,12 @@ class StepPlan:
         self._is_auto, self._gate, self._streams = offload == "auto", gate, streams
         self.forecast: Forecast | None = None
         self.planned = 0  # number of storages in the measured step
-        self.rank: Mapping[int, int] = {}  # rank of use by a storage's number in the measured step
+        self.rank: Mapping[int, int] = {}  # storage's number -> rank of its use when measured
         self.measuring = STEPS_MEASURED if self._is_auto else 0
         self.of_step: list[Saved] = []
         self._events: list[Event] = []
         self._began_ms = self._event_at_ms = self._event_waited_ms = 0.0
-        self.compute_ms = 0.0  # of the measured body, without waits
+        self.compute_ms = 0.0  # time of the measured body, without waits
         self.measured: Step | None = None
 
     def begin(self) -> None:
@@ -104,7 +104,7 @@ class StepPlan:
             if not self._is_auto:
                 tiles.learn(memory.peak_bytes)
             elif self.measuring or self.measured is None:
-                tiles.remove()  # a measured step has the device alone
+                tiles.remove()  # while it is measured, a step has the device alone
             elif not tiles.is_known:
                 tiles.learn(min_bytes(self.measured))
             tiles.enter_step(is_in=False)
@@ -140,7 +140,7 @@ class ActivationMemory:
             self.budget = min(self.budget, tiles.total_bytes)
         self.tiles, self._gate = tiles, gate
         self.held = self.refused = self.needed = self.peak_bytes = 0
-        self.waited_ms = 0.0  # in the current body
+        self.waited_ms = 0.0  # waits in the current body
 
     def begin(self) -> None:
         """Wait until a body is certain to finish within the tiles; then mark it as begun."""
@@ -168,7 +168,7 @@ class ActivationMemory:
             self.tiles.hold(self.held)
 
     def _await(self, is_there: Callable[[ActivationBudget], bool]) -> None:
-        """Leave the device until ``is_there`` returns True; poll, because no signal exists."""
+        """Leave the device until ``is_there`` returns True; poll, because jobs send no signal."""
         tiles, began_ms = self.tiles, now_ms()
         assert tiles is not None
         while not is_there(tiles):
@@ -178,7 +178,7 @@ class ActivationMemory:
         self.waited_ms += now_ms() - began_ms
 
     def outlast_others(self, size_bytes: int, plan: StepPlan) -> bool:
-        """Wait for other jobs' steps to end, because this step needs more than its measured ones.
+        """Wait for other jobs' steps to end, because this step needs more than the measured steps.
         Return False if the bytes cannot fit, or if the others wait for this step."""
         tiles, needed = self.tiles, self.held + size_bytes
         if tiles is None or needed > self.budget or self._gate.in_optimizer_step:
@@ -209,8 +209,8 @@ class ActivationMemory:
 
 
 def least_for(of_step: Sequence[Saved]) -> int:
-    """Return a budget in bytes that is enough for a step with these storages, without a plan:
-    backward uses them layer by layer, last layer first, all storages of a layer together."""
+    """Return a budget in bytes that is enough for a step with these storages, without a plan.
+    Backward uses them layer by layer, last layer first, and all storages of a layer together."""
     events = [Event("save", one.number, 0.0) for one in of_step]
     for _, layer in groupby(sorted(of_step, key=lambda one: -one.layer), lambda one: one.layer):
         numbers = [one.number for one in layer][::-1]

@@ -145,7 +145,7 @@ def give_freed_memory_back() -> None:
 
 
 def _join_threads() -> None:
-    """Wait for the script's threads like the interpreter at exit: one of them may train."""
+    """Wait for the script's threads, as the interpreter does at exit: a thread may train."""
     shutdown = getattr(threading, "_shutdown", None)  # private name; it also ends idle thread pools
     if shutdown is not None:
         shutdown()
@@ -160,12 +160,12 @@ def _run_exit_hooks() -> None:
 
 
 def _let_children_be_ended() -> None:
-    """Let SIGTERM and SIGINT end the script's child processes, although this process ignores them.
+    """Allow SIGTERM and SIGINT to end the script's child processes; this process ignores both.
 
     An ignored signal stays ignored across exec, so a pool that ends its children with SIGTERM would
     wait for ever. So this process installs a handler that does nothing: exec resets the signal to
-    its default, and a forked child restores the default itself. Both signals are blocked from the
-    fork until the child has done that.
+    its default, and a forked child restores the default itself. From the fork until then, both
+    signals are blocked.
     """
     for number in SIGNALS:
         signal.signal(number, _stay)

@@ -2,7 +2,7 @@
 
 A *phase* is a ``job.epochs``, or a ``job.steps`` outside of any ``job.epochs``. A phase's end is
 always committed, and later images contain it. A resumed script skips a finished phase without
-fetching batches and restores its end, so code between two phases finds the state that it had.
+fetching batches and restores its end, so code between two phases finds the same state as before.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from pipeswitch.inputs.randomness import RandomState
 from .snapshot import DataState
 
 PAST: Final = "past/"
-MIN_PAST_PHASES: Final = 4  # each adds its image to every commit
-MAX_PAST_BYTES: Final = 32 << 20  # limit for all phases: cross-validation has many small models
+MIN_PAST_PHASES: Final = 4  # phases whose images are always kept; each enlarges every commit
+MAX_PAST_BYTES: Final = 32 << 20  # limit for all images: cross-validation has many models
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,7 @@ class CursorPosition:
 
 
 class SavedImage:
-    """A parsed commit image; valid only while the memory under it is."""
+    """A parsed commit image; valid only while its memory is valid."""
 
     def __init__(self, image: memoryview) -> None:
         self._image = image.cast("B")
@@ -80,7 +80,7 @@ class ScriptCursor:
     """
 
     def __init__(self, image: memoryview | None) -> None:
-        self.saved = None if image is None else SavedImage(image)  # None once it was resumed
+        self.saved = None if image is None else SavedImage(image)  # None after the resume
         self.past: dict[int, bytes] = {} if self.saved is None else self.saved.past()
         self.has_updated = self.saved is not None and bool(self.saved.values["has_updated"])
         self.is_over = False  # the script has ended: there are no further commits
@@ -157,7 +157,7 @@ class ScriptCursor:
         self.position = replace(self.position, finished=True, step=self.step)
 
     def upcoming(self) -> tuple[SavedImage, bool] | None:
-        """Return the image to resume the next ``job.steps`` from, and whether that loop was over.
+        """Return the image from which the next ``job.steps`` resumes, and whether it had ended.
 
         Return None if the loop begins from its start.
         """
@@ -196,7 +196,7 @@ class ScriptCursor:
         return sum(len(image) + 64 for image in self.past.values())
 
     def keep_past(self, phase: int, image: memoryview) -> bool:
-        """Keep the image of a finished phase; return False if older images were dropped for it."""
+        """Keep the image of a finished phase; return False if older images had to be dropped."""
         self.past[phase] = compact_image(image, without=PAST)
         return not self.drop_past(MAX_PAST_BYTES)
 

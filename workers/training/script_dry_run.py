@@ -1,7 +1,7 @@
 """``pipeswitch plan --train``: run a script's first steps in a separate process and measure them.
 
 The run has no budget, and no tensor leaves the device. It writes which tensors a step saves and how
-fast copies are, as input for planning. Then the script ends like an evicted one.
+fast copies are, as input for planning. Then the script ends like an evicted script.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class ScriptDryRun(job_api._PlainSession):
 
     @property
     def device(self) -> str:
-        """Device name in the form of the server's session."""
+        """Device name, such as ``cuda:0``, as in the server's session."""
         return self._device
 
     def steps(self, loader: Iterable[Any], *, model: Any = None, **_: Any) -> Iterator[Any]:

@@ -27,7 +27,7 @@ from .objects import TrainedObjects
 from .snapshot import NOTES, has_state, state_of
 from .torch_private import version
 
-MOST_LOOKED_AT: Final = 64  # entries of a list or dict to compare; of longer ones only the length
+MOST_LOOKED_AT: Final = 64  # entries compared in a list or dict
 MAX_MODULES: Final = 200
 PACKAGE: Final = __file__.rpartition("/")[0]
 CLOCKS: Final = (time.time, time.monotonic, time.perf_counter)
@@ -124,7 +124,7 @@ def _targets(code: CodeType) -> set[str]:
 
 
 def _mark(value: Any) -> tuple[Any, ...] | None:
-    """Return type or identity with the value or version; None if the type is not watched."""
+    """Return a mark: type or identity, with the value or version; None for unwatched types."""
     kind = type(value)
     if kind in (int, float):
         return (kind, value)

@@ -3,10 +3,10 @@
 Life of a loop, in numbered steps:
 1. ``steps`` sizes and leases the slice (first loop of a phase) and binds the tensors. Then it
    restores the commit, if the job has one for this place of the script, or skips a finished loop.
-2. Between two bodies is a *boundary*. It is a commit point before the first update and after each
-   update, whichever optimizer made it: the state is captured, and committed if a commit is due.
-   Then the gate is checked. If bodies were seen to write parameters behind torch's back
-   (``.data``), no body overlaps a commit.
+2. A *body* is the script's code for one batch, and between two bodies is a *boundary*. It is a
+   commit point before the first update and after each update, by any optimizer: the state is
+   captured, and committed if a commit is due. Then the gate is checked. If bodies were seen to
+   write parameters without torch's knowledge (``.data``), no body overlaps a commit.
 3. The job leaves the device while it fetches the next batch. Then the body runs, and the hooks of
    ``hooks.py`` check the gate at every layer, forward and backward.
 4. ``optimizer.step()`` first waits for the commit in progress and is never interrupted, except that
@@ -78,7 +78,7 @@ class TrainingSession:
         self._frame_of_epochs = 0
         self._open_loop: object | None = None
         self._has_failed = False  # an error left the last loop; the script may have caught it
-        self._publish_due = False  # ``publish`` wants a commit at the next boundary
+        self._publish_due = False  # ``publish`` needs a commit at the next boundary
 
     # ------------------------------------------------------------------------- the worker's
 
@@ -94,7 +94,7 @@ class TrainingSession:
         persistent_loaders.watch()
 
     def finish(self) -> None:
-        """Commit the end of the script and leave the device; called when it has ended well.
+        """Commit the end of the script and leave the device; called if it ended without an error.
 
         Raises:
             InvalidInput: the script ended before it reached the position of its last commit.
@@ -141,7 +141,7 @@ class TrainingSession:
 
     @property
     def device(self) -> str:
-        """Device on which models belong."""
+        """Device for the script's models."""
         return self._host.device
 
     @property
@@ -157,7 +157,7 @@ class TrainingSession:
     def epochs(self, count: int) -> Iterator[int]:
         """See ``pipeswitch.job.epochs``."""
         place = self.place
-        self._frame_of_epochs = id(sys._getframe(1))  # this frame lives as long as the generator
+        self._frame_of_epochs = id(sys._getframe(1))  # valid while the generator lives
         saved = place.begin_epochs(count)
         first = 0 if saved is None else saved.position.epoch
         try:
@@ -189,7 +189,7 @@ class TrainingSession:
         activation_bytes: int | None = None,
     ) -> Iterator[_Batch]:
         """See ``pipeswitch.job.steps``."""
-        probe: dict[str, Any] = {}  # only this call refers to it, as to an extra_state literal
+        probe: dict[str, Any] = {}  # has as few references as an extra_state literal
         is_literal = sys.getrefcount(extra_state) <= sys.getrefcount(probe)
         objects = TrainedObjects(
             named(model, "model"),
@@ -221,7 +221,7 @@ class TrainingSession:
             self._reports.inexact("loader", "a resumed script may see other batches", self.step)
         if self._script is not None and id(sys._getframe(1)) == self._frame_of_epochs:
             self._watch_script()
-        elif not isinstance(loader, Source):  # each call of a function has new variables
+        elif not isinstance(loader, Source):  # new marks: each call of a function has new variables
             self._script = ScriptWatch(sys._getframe(1), objects, loader)
         iterator, is_left = self._open(phase, start), True
         try:
@@ -231,8 +231,8 @@ class TrainingSession:
         finally:
             if self._open_loop is this_loop:
                 self._open_loop = None
-                # A script that fails must not resume behind this loop. If it catches the error, its
-                # next call of ``job`` ends the loop.
+                # A failed script must not resume after this loop. If it catches the error, its next
+                # call of ``job`` ends the loop.
                 self._has_failed = is_left and is_left_by_error(sys._getframe(1))
                 if not self._is_unwinding and not self._has_failed:
                     self._end_loop()
@@ -307,7 +307,7 @@ class TrainingSession:
             return self._open_fresh(phase, start)
         self.place.go_to(saved, start)
         if saved.position.phase != start.phase:
-            # The phase's own end was dropped; restore a later one if its models are the same.
+            # The image of this phase's end was dropped; restore a later one if its models fit.
             with contextlib.suppress(InvalidInput):
                 phase.restore(saved)
             return None
@@ -319,7 +319,7 @@ class TrainingSession:
         return self._open_saved(phase, saved)
 
     def _open_fresh(self, phase: Phase, start: CursorPosition) -> Iterator[Any]:
-        # Captured first, because asking a loader for its state may begin it and draw numbers.
+        # Captured first, because reading a loader's state may start the loader and draw numbers.
         self.place.entry["loop_random"] = RandomState(self.device).values()
         data = phase.data.capture()
         self.place.entry["loop_data"] = (data.generators, data.own)

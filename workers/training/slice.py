@@ -3,9 +3,9 @@
     [state area | past phases | parameters | optimizer | buffer snapshot | gradients | buffers]
     |<------------------------- the commit image --------------------------->|
 
-The image is one contiguous range, so a commit is one copy. It ends with the gradients only if a
-commit point has left-over ones. Forward changes the live buffers, so the image has a snapshot of
-them. Rebinding keeps every Python object: identity, hooks and optimizers stay valid.
+The image is one contiguous range, so a commit is one copy. It includes the gradients only if a
+commit point has left-over gradients. Forward changes the live buffers, so the image has a snapshot
+of the buffers. Rebinding keeps every Python object: identity, hooks and optimizers stay valid.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class TrainingSlice:
         self._homes: dict[tuple[str, int, Any], tuple[SlicePlace, torch.Tensor]] = {}
         self._homes_of_parameters: list[tuple[str, nn.Parameter, int]] = []  # with their addresses
         self._memory = torch.empty(0, dtype=torch.uint8)
-        self._bound: dict[int, torch.Tensor] = {}  # by offset, so that replaced tensors are freed
+        self._bound: dict[int, torch.Tensor] = {}  # offset -> tensor; replaced tensors are freed
         for name, parameter in objects.parameters.items():
             self.places[name] = self.parameters.place(name, parameter)
             self.gradient_places[name] = self.gradients.place(f"{name}.grad", parameter)

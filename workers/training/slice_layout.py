@@ -14,9 +14,9 @@ from torch import nn
 from pipeswitch.base.errors import OutOfDeviceMemory
 from pipeswitch.programs.interface.layout import aligned
 
-TENSOR_BYTES: Final = 512  # like torch's own on cuda: cuBLASLt chooses kernels by alignment
+TENSOR_BYTES: Final = 512  # alignment like torch's on cuda: cuBLASLt chooses kernels by it
 HISTORY_ENTRY_BYTES: Final = 2048  # scalars of one LBFGS update, and the JSON that names them
-FALLBACK_STATE_FACTOR: Final = 2  # for an optimizer that fails on meta: two moments, like Adam
+FALLBACK_STATE_FACTOR: Final = 2  # if an optimizer fails on meta: two moments, like Adam
 
 
 @dataclass
@@ -115,7 +115,7 @@ def optimizer_state_bytes(optimizer: torch.optim.Optimizer) -> int:
     RMSprop, Adagrad, ...). For others it returns an estimate: twice the parameters or the size of
     the current state, whichever is larger. Tensors in lists are counted by ``history_bytes``.
     """
-    dry = copy.copy(optimizer)  # shares only what the next lines replace; no hooks
+    dry = copy.copy(optimizer)  # has no hooks; shares only attributes that are replaced next
     dry.state = defaultdict(dict)
     dry.param_groups = []
     estimate = 0
@@ -132,7 +132,7 @@ def optimizer_state_bytes(optimizer: torch.optim.Optimizer) -> int:
         dry.param_groups.append({**copy.copy(group), **plain, "params": metas})
     try:
         type(optimizer).step(dry)
-    except Exception:  # any error of a foreign optimizer: only the size is at stake
+    except Exception:  # any error of the optimizer's code: estimate instead
         estimate += 4096 * sum(len(group["params"]) for group in optimizer.param_groups)
         return max(estimate, padded_bytes(tensor for _, tensor in state_tensors(optimizer)))
     return padded_bytes(tensor for _, tensor in state_tensors(dry))

@@ -126,7 +126,7 @@ def has_state(value: Any) -> bool:
 
 
 def named_extras(value: Any, *, is_literal: bool) -> dict[str, Any]:
-    """Return ``extra_state`` by name. A dict or list of plain values is one state itself.
+    """Return ``extra_state`` by name. A dict or list of plain values counts as one state.
 
     Args:
         is_literal: True if only the call refers to ``value``. Then later assignments to the
@@ -178,7 +178,7 @@ def _values_of_now(value: Any, path: str) -> list[str]:
     paths: list[str] = []
     for key, item in [*pairs]:
         if type(item) in (*_DICTS, list, tuple):
-            if type(item) is tuple or sys.getrefcount(item) <= alone + 1:  # 1 for the list
+            if type(item) is tuple or sys.getrefcount(item) <= alone + 1:  # 1: the list
                 paths += _values_of_now(item, f"{path}[{key!r}]")
         elif not (has_state(item) or type(item) in NOTES):
             paths.append(f"{path}[{key!r}]")
@@ -186,7 +186,7 @@ def _values_of_now(value: Any, path: str) -> list[str]:
 
 
 def state_of(item: Any) -> Any:
-    """Return the state of a scheduler, EMA, GradScaler or generator, or a container of values."""
+    """Return a generator's or other object's state; for a container, return the container."""
     if isinstance(item, torch.Generator):
         return item.get_state()
     if isinstance(item, np.random.Generator):
@@ -247,7 +247,7 @@ def filled(item: Any, state: Any) -> Any:
 
 @dataclass(frozen=True)
 class Proof:
-    """Newest batch and the state before its fetch, to prove that the state brings it back."""
+    """Newest batch and the state before its fetch, to check that the state yields this batch."""
 
     random: RandomState
     generators: dict[str, Any]
@@ -377,7 +377,7 @@ class DataPosition:
     def open_at(
         self, batches: int, state: DataState, begin: DataState | None = None
     ) -> Iterator[Any]:
-        """Return an iterator that continues after ``batches``; generators as at loop entry.
+        """Return an iterator after ``batches`` batches; generators must be as at the loop's start.
 
         Args:
             begin: state at the loop's start; a loader behind a wrapper is restored to it.
@@ -424,7 +424,7 @@ class DataPosition:
         """Return an iterator that has just fetched the last used batch, or None if that fails.
 
         A ``state_dict()`` may omit state: a buffer, or the generators of worker processes. So the
-        restored state must bring the last batch back; if it does not, all batches of the loop are
+        restored state must yield the last batch again; if it does not, all batches of the loop are
         fetched again.
 
         Args:
@@ -494,7 +494,7 @@ def _drop(iterator: Iterator[Any], batches: int) -> Any:
 
 def _state_keeper(loader: Any, depth: int = 3) -> Any:
     """Return the object that can store the loader's state, or None: the loader, its dataset if this
-    process reads it, or one of those of a loader that it wraps."""
+    process reads it, or the same of a loader inside the loader."""
     in_process = getattr(loader, "num_workers", 0) == 0
     for candidate in (loader, getattr(loader, "dataset", None) if in_process else None):
         if _keeps_state(candidate):
@@ -507,7 +507,7 @@ def _state_keeper(loader: Any, depth: int = 3) -> Any:
 
 
 def _keeps_state(candidate: Any) -> bool:
-    """Return True if it has ``load_state_dict``, and ``state_dict`` without arguments."""
+    """Return True if it has ``load_state_dict()``, and ``state_dict()`` without arguments."""
     if not (hasattr(candidate, "state_dict") and hasattr(candidate, "load_state_dict")):
         return False
     try:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Final
 
-FIRST_COMMIT_GAP_MS: Final = 50.0  # at each start of the script
+FIRST_COMMIT_GAP_MS: Final = 50.0  # gap before the first commit of each run of the script
 COMMIT_SHARE: Final = 50  # a commit may take 1/50 of the time, as copies cost memory bandwidth
 MIN_WAIT_FOR_STEP_MS: Final = 1000.0  # an eviction may wait at least this long for a step to end
 
@@ -18,7 +18,7 @@ class CommitTiming:
         self._every_ms = every_ms
         self._now_ms = now_ms
         self._gap_ms = min(FIRST_COMMIT_GAP_MS, every_ms)
-        self.committed_at_ms = now_ms()  # time of the last commit; at first, of the start
+        self.committed_at_ms = now_ms()  # time of the last commit, or of the start
         self._next_at_ms = self.committed_at_ms + self._gap_ms
         self.grows_at_ms = 0.0  # time before which the state area must not grow again
         self._evicted_at_ms: float | None = None  # when an eviction was first seen in a step
@@ -37,11 +37,11 @@ class CommitTiming:
         self._next_at_ms = self._now_ms() + self._every_ms
 
     def hurry(self) -> None:
-        """Make the next commit due now, because the current one may mix two states."""
+        """Make the next commit due now, because the latest commit may mix two states."""
         self._next_at_ms = self._now_ms()
 
     def waits_for_step(self) -> bool:
-        """Return True while an evicted job may run on to its next point. The limit is the time of
+        """Return True while an evicted job may continue to its next point. The limit is the time of
         the steps since the last commit, because waiting saves at most that time."""
         now_ms = self._now_ms()
         if self._evicted_at_ms is None:
@@ -51,10 +51,10 @@ class CommitTiming:
 
 
 class WriteWatch:
-    """Detector of bodies that write parameters before the optimizer does.
+    """Detector of loop bodies (code for one batch) that write parameters before the optimizer does.
 
     Version counters show most writes, but not writes through ``.data``. So the first bodies, and
-    bodies after a commit, are checked by a sum over the parameters. A body that writes must not
+    bodies after a commit, are checked with a sum of the parameters. A body that writes must not
     overlap a commit, and a point must not be committed during such a body.
 
     Args:
@@ -66,7 +66,7 @@ class WriteWatch:
         self.writes_unseen = writes_unseen  # a body wrote without changing a version counter
         self.is_in_body = False
         self._is_clean = False  # the last body wrote no parameters before its optimizer step
-        self._sum: int | None = None  # of parameters, at the last point; None: not watched
+        self._sum: int | None = None  # sum of parameters at the last point; None: not watched
 
     def begin_body(self) -> None:
         self._is_clean, self.is_in_body = False, True

@@ -1,7 +1,7 @@
 """Private names of PyTorch and Python that training uses, each with a fallback.
 
-No other module under ``workers/training`` uses a private name of torch. Tested with torch 2.15. If
-a name is gone, the fallback is slower or loses only a warning.
+Under ``workers/training``, only ``persistent_loaders`` uses further private names of torch. Tested
+with torch 2.15. If a name is gone, the fallback is slower or loses only a warning.
 """
 
 from __future__ import annotations
@@ -90,7 +90,7 @@ def bytes_of_their_own(memory: torch.Tensor, offset_bytes: int, size_bytes: int)
 
 
 def registered_buffers(module: torch.nn.Module) -> list[tuple[str, torch.Tensor | None]]:
-    """Return a module's own buffers; those that are None only if torch has ``_buffers``."""
+    """Return a module's own buffers by name; None entries only if torch has ``_buffers``."""
     buffers = getattr(module, "_buffers", None)
     if buffers is None:
         return list(module.named_buffers(recurse=False))
@@ -136,7 +136,7 @@ def has_aliases(tensor: torch.Tensor, known: int = 0) -> bool:
     """Return True if more than ``known`` other tensors share this tensor's storage.
 
     Such tensors are views, ``.data`` and the values of a ``state_dict()``. Return False if this
-    torch has no count of users.
+    torch cannot count the tensors that use a storage.
     """
     count = getattr(torch._C, "_storage_Use_Count", None)
     storage = tensor.untyped_storage()
@@ -147,8 +147,8 @@ def has_aliases(tensor: torch.Tensor, known: int = 0) -> bool:
 def is_left_by_error(frame: Any) -> bool:
     """Return True if an error, not ``break``, ended a ``for`` loop's body and closed its generator.
 
-    An error leaves the frame at the instruction that raised; ``break`` and ``return`` remove the
-    iterator by another instruction. Return False if this Python has other instructions.
+    After an error the frame is at the instruction that raised; ``break`` and ``return`` remove the
+    iterator with another instruction. Return False if this Python has other instructions.
 
     Args:
         frame: the frame of the loop, or of a generator around it that is closed as well.
@@ -171,12 +171,12 @@ def version(tensor: torch.Tensor) -> int:
 
 
 def root(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the tensor that this is a view of, or itself; all its views share one version."""
+    """Return the base of a view, or the tensor itself; a base and its views share one version."""
     return tensor if tensor._base is None else tensor._base
 
 
 def optimizer_was_called(optimizer: torch.optim.Optimizer) -> bool:
-    """Return the flag by which schedulers detect if ``optimizer.step()`` was called first."""
+    """Return the flag by which schedulers detect whether ``optimizer.step()`` was called first."""
     return bool(getattr(optimizer, "_opt_called", False))
 
 

@@ -2,7 +2,7 @@
 
 Trainer's loop keeps its position in local variables, which only ``resume_from_checkpoint`` sets. So
 a resumed script gets a checkpoint that contains only the trainer's state; the commit restores
-everything else at the first fetch. These of Trainer's private names are used:
+everything else at the first fetch. This module uses these private names of Trainer:
 ``_load_from_checkpoint``, the running loss in ``LOSSES`` and ``_tr_loss``, and
 ``skip_first_batches``, which Trainer's module imports.
 """
@@ -29,7 +29,7 @@ LOSSES: Final = (
     "current_flos",
 )
 MAX_LOGGED: Final = 200  # newest entries of ``log_history`` in a commit, which must stay small
-FOREVER: Final = 1 << 80  # number of updates: with it a finished train() runs no epoch
+FOREVER: Final = 1 << 80  # a number of updates with which train() runs no epoch
 
 _skip_first_batches = transformers.trainer.skip_first_batches
 
@@ -96,7 +96,7 @@ class TransformersLoop(TrainerLoop):
         }
 
     def epoch_ended(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        if control.should_epoch_stop:  # Trainer would count full epochs to find its epoch again
+        if control.should_epoch_stop:  # a resumed Trainer finds its epoch by counting full epochs
             raise InvalidInput("job.trainer: an epoch that a callback ends early cannot be resumed")
 
     def log(self, args: Any, state: Any, control: Any, logs: Any = None, **_: Any) -> None:

@@ -25,18 +25,18 @@ Bytes = np.ndarray[tuple[int], np.dtype[np.uint8]]
 class OneFile:
     """One arena for all tenants: populated at the start, and sealed against other writers.
 
-    All methods but ``take`` and ``open_tenant`` belong to the copy thread, as in ``FilePerTenant``.
+    The copy thread calls all methods except ``take`` and ``open_tenant``, as in ``FilePerTenant``.
     """
 
     def __init__(self, arena_bytes: int, fence_count: int) -> None:
-        """Take the memory.
+        """Allocate the memory.
 
         Raises:
             OSError: not enough memory.
         """
         descriptor = sealed_memfd("pipeswitch-models", arena_bytes, reserve_bytes=arena_bytes)
-        # Written, since a page that is only reserved is cleared when it is mapped, in three times
-        # the time. Populated: a page fault in the copy thread would be paid by a switch.
+        # Write zeros: a page that is only reserved is cleared when it is mapped, which takes three
+        # times as long. Populate the mapping: page faults of the copy thread would slow a switch.
         for start in range(0, arena_bytes, len(ZEROS)):
             os.pwrite(descriptor, ZEROS[: arena_bytes - start], start)
         self._map = mmap.mmap(descriptor, arena_bytes, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE)
@@ -50,7 +50,7 @@ class OneFile:
         raise RemoteProtocolError("tenants share this arena")
 
     def take(self, order: TransmitModel) -> None:
-        """Assign a region to the order's tenant; no task of another tenant reads it from now on.
+        """Assign a region to the order's tenant; other tenants' tasks no longer read it.
 
         Raises:
             RemoteProtocolError: this tenant has no file.
@@ -63,14 +63,14 @@ class OneFile:
         np.copyto(self._bytes[start : start + len(source)], source)
 
     def clear(self, tenant: str, start: int, end: int) -> None:
-        """Make it read as zeros: less than a page, behind a landing less than a unit."""
+        """Zero a range of less than a page, or of less than 2 MiB after a streamed group."""
         self._bytes[start:end] = 0
 
     def signal_fence(self, tenant: str, index: int, value: int) -> None:
         self._fences[index] = value
 
     def tidy(self) -> None:
-        """Free, after a copy, the memory for which a tenant has no place any more."""
+        """Do nothing: all pages belong to the one file. Called after a copy."""
 
     def close(self) -> None:
         self._fences.release()
@@ -80,7 +80,7 @@ class OneFile:
 
 
 class _TenantsFile:
-    """A tenant's file: its fences mapped, the rest written by system calls."""
+    """Arena file of one tenant; only the fences are mapped, system calls write the rest."""
 
     def __init__(self, descriptor: int, fence_count: int) -> None:
         self.descriptor = os.dup(descriptor)
@@ -94,19 +94,18 @@ class _TenantsFile:
 
 
 class FilePerTenant:
-    """Sparse files, one for each tenant, with the same places in each: one ledger leases them
-    all.
+    """Sparse files, one for each tenant. An offset is leased to one tenant, in all files at once.
 
-    Invariant (after ``tidy``): a page exists in the file of the tenant that has its place, so that
-    all files together hold no more than the arena, and the fences of each.
+    Invariant (after ``tidy``): a page exists only in the file of the tenant that leases its offset.
+    All files together have at most the arena's pages, plus the fences of each file.
     """
 
     def __init__(self, arena_bytes: int, fence_count: int) -> None:
-        self.descriptors: list[int] = []  # each worker gets its tenant's, from the controller
+        self.descriptors: list[int] = []  # empty: the controller sends a worker its tenant's file
         self._arena_bytes = arena_bytes
         self._fence_count = fence_count
         self._files: dict[str, _TenantsFile] = {}
-        self._places: list[tuple[int, int, str]] = []  # disjoint: start, end, whose
+        self._places: list[tuple[int, int, str]] = []  # disjoint (start, end, tenant)
 
     def open_tenant(self, tenant: str, descriptor: int) -> None:
         size_bytes = os.fstat(descriptor).st_size
@@ -130,9 +129,9 @@ class FilePerTenant:
         self._places.append((start, end, order.tenant))
 
     def tidy(self) -> None:
-        """35 ms for 64 MiB: so after the copy that took the place, which a request waits for.
+        """Free the pages of offsets that a tenant no longer leases; takes 35 ms for 64 MiB.
 
-        An order that is accepted meanwhile writes later, on this thread.
+        It runs after a copy, so the copy's request does not wait for it. The next copy does.
         """
         places, fences = self._places, (0, self._fence_count * FENCE_BYTES)
         for tenant, file in list(self._files.items()):
@@ -140,7 +139,7 @@ class FilePerTenant:
             keep_only(file.descriptor, [fences, *own], self._arena_bytes)
 
     def write(self, tenant: str, start: int, source: Bytes) -> None:
-        """Write by a system call: it takes new pages without clearing them, and maps none here."""
+        """Write with a system call, which neither clears new pages first nor maps them here."""
         descriptor, rest = self._files[tenant].descriptor, source.data
         while rest:
             count = os.pwrite(descriptor, rest, start)

@@ -1,5 +1,5 @@
-"""A process' own bytes on the cpu device: they lie in host memory all along, and are copied as if
-they did not, at the pace of the link."""
+"""Copies of a process's own tensors between the cpu device and the host. Both are host memory; the
+bytes are copied as on a real device, at the speed of the simulated link."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from .memory import SimulatedLink
 if TYPE_CHECKING:
     import torch
 
-PIECE_BYTES: Final = 256 << 10  # between two looks of the lane at what it is asked
+PIECE_BYTES: Final = 256 << 10  # the copying thread checks for other orders after each piece
 
 
 class CpuCopies:
@@ -34,7 +34,7 @@ class CpuCopies:
     def pieces(
         self, source: torch.Tensor, target: torch.Tensor, mark: Any, *, to_host: bool
     ) -> Iterator[int]:
-        """Implement ``HostCopies.pieces`` with numpy: torch would use the other cores as well."""
+        """Implement ``HostCopies.pieces`` with numpy, because torch would use more cores."""
         copied, into = source.numpy(), target.numpy()
         link = self._links[to_host]
         link.begin()

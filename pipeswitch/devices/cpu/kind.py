@@ -13,7 +13,7 @@ from .. import ChosenDevice
 from .memory import CpuDeviceMemory
 from .worker_device import CpuWorkerDevice
 
-ARENA_SHARE: Final = 10  # of what is available: one part in so many
+ARENA_SHARE: Final = 10  # the default arena is this fraction of the available memory: 1/10
 
 
 class CpuKind:
@@ -31,7 +31,7 @@ class CpuKind:
         return ChosenDevice(kind=self, name=name, arena_bytes=arena)
 
     def reserve(self, device: ChosenDevice) -> AbstractContextManager[None]:
-        """Hold nothing: any number of servers may share a cpu."""
+        """Reserve nothing: any number of servers may share a cpu."""
         return nullcontext()
 
     def open_memory(

@@ -1,12 +1,11 @@
-"""The cpu device, the memory daemon's side: the arena is two memfds, the copy engine a thread.
+"""The memory daemon's side of the cpu device: two memfds as the arena, a thread as the copy engine.
 
-Not a mock: a worker computes on these bytes, and the whole system runs on any machine with them
-(ADR 4). *models* is written by the memory daemon alone, and no other process can map it for
-writing; it begins with the fences, and may be one file for each tenant (``arenas.py``).
-*work* holds training slices and may be written by all.
+The device is not a mock: workers compute on these bytes, so the system runs on any machine (ADR 4).
+One memfd, *models* (or one for each tenant, ``arenas.py``), begins with the fences; only the memory
+daemon can map it for writing. The other, *work*, has the training slices; all workers may write it.
 
-Why a reader that sees a word sees the data: the copy, then the word's store, are done by one
-thread in this order, and x86 keeps stores in order; the C library fences its streaming stores.
+A reader that sees a fence also sees the data: one thread copies the data and then stores the fence.
+x86 keeps stores in order, and the C library fences its streaming stores.
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ from .page_protection import UNIT_BYTES, unmap
 
 log = logging.getLogger(__name__)
 
-CHUNK_BYTES: Final = 8 << 20  # between two looks at the cancel flag; larger gains nothing
+CHUNK_BYTES: Final = 8 << 20  # a cancel is noticed after each chunk; larger chunks are not faster
 THROTTLED_CHUNK_BYTES: Final = 1 << 20
 
 
@@ -51,10 +50,10 @@ class SimulatedLink:
         self._busy_until_s = max(self._busy_until_s, time.monotonic())
 
     def pace(self, size_bytes: int, cancelled: threading.Event | None = None) -> None:
-        """Account for a piece that was copied; returns when the link would have carried it."""
+        """Block until the link would have carried the piece just copied, or until a cancel."""
         if self._bytes_per_s <= 0:
             return
-        # An absolute schedule: what one wait oversleeps, the next is shorter.
+        # The schedule is absolute: if one wait takes too long, the next one is shorter.
         self._busy_until_s += size_bytes / self._bytes_per_s
         delay_s = self._busy_until_s - time.monotonic()
         if delay_s <= 0:
@@ -77,11 +76,11 @@ class CpuDeviceMemory(DeviceMemory):
         control_page: int = -1,
         doorbell: int = -1,
     ) -> None:
-        """Take the memory.
+        """Allocate the memory and start the copy thread.
 
         Raises:
             OSError: not enough memory.
-            RemoteProtocolError: sizes that contradict each other.
+            RemoteProtocolError: the sizes contradict each other.
         """
         super().__init__(
             settings, store=store, doorbells=doorbells, control_page=control_page, doorbell=doorbell
@@ -95,11 +94,11 @@ class CpuDeviceMemory(DeviceMemory):
         self._work: Bytes = np.frombuffer(self._work_map, dtype=np.uint8)
         self._store: Bytes = np.frombuffer(self._store_map, dtype=np.uint8)
         self._to_device = SimulatedLink(settings.link_bytes_per_s)
-        self._to_host = SimulatedLink(settings.link_bytes_per_s)  # a link is full duplex
+        self._to_host = SimulatedLink(settings.link_bytes_per_s)  # the link is full duplex
         self._copier.start()
 
     def export_descriptors(self) -> list[int]:
-        """[models, work], owned by this object; where tenants are separate [work]."""
+        """Return [models, work], or [work] with separate tenants; this object owns them."""
         return [*self._models.descriptors, self._work_descriptor]
 
     def store_view(self, offset_bytes: int, size_bytes: int) -> memoryview:
@@ -117,7 +116,7 @@ class CpuDeviceMemory(DeviceMemory):
         """Implement ``DeviceMemory.transmit``.
 
         Raises:
-            RemoteProtocolError: its tenant has no file.
+            RemoteProtocolError: the order's tenant has no file.
         """
         self._models.take(order)
         super().transmit(order, on_end)
@@ -126,7 +125,7 @@ class CpuDeviceMemory(DeviceMemory):
         self._models.tidy()
 
     def read_slice(self, offset_bytes: int, ranges: Sequence[ByteRange], into: memoryview) -> None:
-        """Read ranges of *work* into a buffer."""
+        """Read ranges of *work* into a buffer (blocks)."""
         target: Bytes = np.frombuffer(into, dtype=np.uint8)
         position = 0
         self._to_host.begin()
@@ -150,7 +149,7 @@ class CpuDeviceMemory(DeviceMemory):
         self._work[offset_bytes:first_page] = 0
         self._work[last_page:end] = 0
         try:
-            # On shared memory this is fallocate(PUNCH_HOLE): every mapping reads zeros.
+            # On shared memory this is fallocate(PUNCH_HOLE), so every mapping reads zeros.
             self._work_map.madvise(mmap.MADV_REMOVE, first_page, last_page - first_page)
         except OSError as error:
             log.warning("scrub=zero-fill cause=%s", error)
@@ -180,9 +179,9 @@ class CpuDeviceMemory(DeviceMemory):
                     self._to_device.begin()
                 copied_bytes += self._bring(order, index, copied, job.cancelled)
                 if job.cancelled.is_set():
-                    break  # perhaps in the middle of this group: its word must not rise
+                    break  # perhaps in the middle of this group, so do not set its fence
                 reach("daemon.transmit.group")
-                ends_at_ms.append(now_ms())  # before the doorbell: a woken worker takes the core
+                ends_at_ms.append(now_ms())  # before a woken worker takes this core
                 self._models.signal_fence(order.tenant, group.fence, order.op_id & FENCE_MASK)
                 self._ring_all()
         except Exception:
@@ -193,23 +192,23 @@ class CpuDeviceMemory(DeviceMemory):
     def _bring(
         self, order: TransmitModel, index: int, copied: list[int], cancelled: threading.Event
     ) -> int:
-        """Copy what is missing of a group, and what shares its last unit; bytes copied.
+        """Copy the rest of a group, and fill its last unit; return the number of bytes copied.
 
-        A worker opens a group's units whole (``Window``). What lay there before is another
-        model's, so when the group's word rises
+        A worker opens whole units of 2 MiB, which may have another model's old bytes. So before the
+        group's fence is set
 
-        1. the later groups that begin in its last unit have come as far as that unit goes,
-        2. behind the model's last byte the page is zeros,
-        3. of one that streams, whose groups share no unit, the unit is.
+        1. parts of later groups in this group's last unit are copied,
+        2. the rest of the page after the model's last byte is zeroed,
+        3. or, in a streamed model, whose groups share no unit, only the rest of the unit is zeroed.
 
-        ``copied`` says how far each group has come.
+        ``copied``: bytes of each group that are copied already; updated here.
         """
         group = order.groups[index]
         total = self._copy(order.tenant, group, copied, index, group.size_bytes, cancelled)
         end = group.arena_offset_bytes + group.size_bytes
         unit_end = aligned(end, UNIT_BYTES)
         if not group.size_bytes:
-            return 0  # nothing of it was missing, nor of its last unit
+            return 0  # the group is resident, and so is its last unit
         if order.waits:
             if not cancelled.is_set():
                 self._models.clear(order.tenant, end, unit_end)  # 3.
@@ -234,7 +233,7 @@ class CpuDeviceMemory(DeviceMemory):
         upto: int,
         cancelled: threading.Event,
     ) -> int:
-        """Store → models, chunk by chunk until ``upto`` or cancelled; bytes copied."""
+        """Copy a group's bytes up to ``upto`` or a cancel; return the number of bytes copied."""
         source, target = group.store_offset_bytes, group.arena_offset_bytes
         first = done = copied[index]
         while done < upto and not cancelled.is_set():

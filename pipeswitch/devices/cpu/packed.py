@@ -1,9 +1,9 @@
 """Matrix products and convolutions over packed weights; only this module uses torch's private
 operators.
 
-A packed weight lies in oneDNN's own layout, so that no call reorders it. The rest of the system
-treats it as a row of bytes: it is copied, evicted and streamed like any other weight. A worker
-wraps those bytes in place as an opaque tensor of torch, as AOTInductor does with packed constants.
+A packed weight is stored in oneDNN's own layout, so no call has to reorder it. The rest of the
+system copies, evicts and streams its bytes like any other weight. A worker wraps these bytes in
+place as an opaque tensor of torch, as AOTInductor does with packed constants.
 
 The layout depends on torch's oneDNN and on the processor (``packing.fingerprint``).
 """
@@ -24,8 +24,8 @@ from ...programs.interface import packing
 
 _MKLDNN_LAYOUT: Final = 3  # c10::Layout::Mkldnn
 _SCALAR_TYPES: Final = {"float32": 6, "bfloat16": 15}  # c10::ScalarType
-_SELF_TEST_ERROR: Final = {torch.float32: 1e-5, torch.bfloat16: 2e-2}  # of the largest output
-MAX_INT8_ROWS: Final = 12  # where both ways to multiply by int8 weights take equally long
+_SELF_TEST_ERROR: Final = {torch.float32: 1e-5, torch.bfloat16: 2e-2}  # relative to largest output
+MAX_INT8_ROWS: Final = 12  # beyond this many rows, converting int8 weights first is faster
 
 
 class CpuKernels:
@@ -46,8 +46,8 @@ class CpuKernels:
     ) -> tuple[packing.PackedLayout, torch.Tensor]:
         """Implement ``PackedKernels``.
 
-        Without the input's shape, oneDNN guesses one and often chooses a layout that a call must
-        reorder.
+        Without the input's shape, oneDNN guesses a shape, and often chooses a layout that a call
+        must reorder.
         """
         packed = torch.ops.mkldnn._reorder_convolution_weight(
             weight.contiguous(), padding, stride, dilation, groups, input_shape
@@ -56,7 +56,7 @@ class CpuKernels:
         return replace(layout, input_shape=tuple(input_shape)), data
 
     def wrap(self, data: torch.Tensor, layout: packing.PackedLayout) -> torch.Tensor:
-        """Implement ``PackedKernels``; ``data`` is uint8, contiguous, and begins on 64 bytes."""
+        """Implement ``PackedKernels``; ``data`` is uint8, contiguous and aligned to 64 bytes."""
         create, new_capsule = _library()
         dims = len(layout.shape)
         handle = ctypes.c_void_p()
@@ -191,7 +191,7 @@ def missing() -> str:
 
 @cache
 def missing_half() -> str:
-    """Return why products over packed weights cannot be computed in bfloat16; empty: they can."""
+    """Return why products over packed weights cannot use bfloat16; empty if they can."""
     if not torch.ops.mkldnn._is_mkldnn_bf16_supported():
         return "this processor has no instructions for it (AVX-512 or AMX)"
     return missing() or _missing(torch.bfloat16)

@@ -1,10 +1,10 @@
 """Windows that open and close shared memory to a worker's kernels.
 
-All of the memory stays mapped, with its page faults taken: mapping a model anew for each switch
-costs 70 ms a GiB. Two mechanisms close it, for two sizes (ADR 19):
+All of the memory stays mapped and populated, because mapping a model again at each switch costs
+70 ms per GiB. Two mechanisms open and close it (ADR 19):
 
-- ``Guarded`` changes the access of pages, 25 us a MiB: for the slabs of a request.
-- ``ProtectedMapping`` moves page tables, 2 MiB in one step, 0.2 us a MiB: for a model's weights.
+- ``Guarded`` changes the access of pages, 25 us per MiB: for the slabs of a request.
+- ``ProtectedMapping`` moves page tables, 2 MiB at a time, 0.2 us per MiB: for a model's weights.
 """
 
 from __future__ import annotations
@@ -26,24 +26,24 @@ from ..order_checks import check_range
 
 log = logging.getLogger(__name__)
 
-UNIT_BYTES: Final = REGION_ALIGN_BYTES  # what one page table holds, so it moves in one step
+UNIT_BYTES: Final = REGION_ALIGN_BYTES  # memory that one page table maps; it moves in one step
 LOWEST, HIGHEST = (
     1 << 44,
     1 << 46,
-)  # addresses that neither programs nor the kernel's own choice use
+)  # addresses that neither programs nor the kernel choose
 PLACEMENT_TRIES: Final = 16
 PROT_NONE: Final = 0
 MAP_FIXED_NOREPLACE: Final = 0x10_0000
-MREMAP_MAYMOVE, MREMAP_FIXED, MREMAP_DONTUNMAP = 1, 2, 4  # the last one of a memfd: Linux 5.13
+MREMAP_MAYMOVE, MREMAP_FIXED, MREMAP_DONTUNMAP = 1, 2, 4  # DONTUNMAP of a memfd: Linux 5.13
 MADV_POPULATE_READ: Final = 22  # Linux 5.14; Python 3.11's mmap does not name it
 _FAILED: Final = ctypes.c_void_p(-1).value
 
 
 class Guarded:
-    """A writable mapping of which nothing can be touched but the pages that were opened."""
+    """Writable mapping in which only opened pages can be accessed."""
 
     def __init__(self, address: int, size_bytes: int) -> None:
-        """Close all of it; the mapping stays the caller's. ``address`` begins a page."""
+        """Close all pages; the caller keeps the mapping. ``address`` is aligned to a page."""
         self._address = address
         self._size_bytes = size_bytes
         self._open: list[tuple[int, int]] = []
@@ -53,7 +53,7 @@ class Guarded:
         """Open the pages of a range.
 
         Raises:
-            RemoteProtocolError: outside of the mapping.
+            RemoteProtocolError: the range is outside of the mapping.
         """
         check_range("window", offset_bytes, size_bytes, self._size_bytes)
         if size_bytes:
@@ -63,7 +63,7 @@ class Guarded:
             self._open.append((start, end))
 
     def close(self) -> None:
-        """Close what is open, and what lies between: in one call, which passes over the closed."""
+        """Close all open pages, in one call from the first to the last of them."""
         if self._open:
             start = min(start for start, _ in self._open)
             end = max(end for _, end in self._open)
@@ -72,17 +72,16 @@ class Guarded:
 
 
 class ProtectedMapping:
-    """A read-only mapping of a memfd that lies hidden, but for the window: mostly one range, of a
-    model that streams several.
+    """Hidden read-only mapping of a memfd, with one open range, or several of a streamed model.
 
-    A page is always mapped once: in the window at its place behind ``address``, else at the same
-    place of a mapping far from everything, at an address drawn by chance. To open and to close is
-    to move page tables between the two. Around the window nothing can be touched, for as far as
-    the memfd is long and at least a unit beyond.
+    Each page is mapped once. An open page is at its offset from ``address``. A closed page is at
+    the same offset of a hidden mapping, whose address is random. Opening and closing move page
+    tables between both. All addresses from one unit before ``address`` to at least one unit after
+    the memfd's length are reserved, and inaccessible unless they are open.
     """
 
     def __init__(self, descriptor: int, size_bytes: int) -> None:
-        """Map the memfd, all of it hidden; the descriptor stays the caller's.
+        """Map the memfd, all of it hidden; the caller keeps the descriptor.
 
         Raises:
             OSError: the kernel cannot move page tables of shared memory (before Linux 5.13).
@@ -100,23 +99,23 @@ class ProtectedMapping:
         self.reserve_offset_bytes = self.address - start
         self._hidden = map_by_chance(descriptor, size_bytes, mmap.PROT_READ)
         self._open: list[tuple[int, int]] = []
-        self._lock = threading.Lock()  # between the moves and the thread that populates
-        self.open(0, mmap.PAGESIZE)  # an error comes now, not in the first request
+        self._lock = threading.Lock()  # the thread that populates must not run during a move
+        self.open(0, mmap.PAGESIZE)  # on an old kernel, raise here, not in the first request
         self.close()
 
     def populate(self, offset_bytes: int, size_bytes: int) -> None:
-        """Take the page faults of a hidden range now; one that is partly open takes its own."""
+        """Take a hidden range's page faults now; do nothing if a part of the range is open."""
         start, end = whole_pages(offset_bytes, size_bytes)
         with self._lock:
             if any(start < high and low < end for low, high in self._open):
                 return
             try:
                 _kernel("madvise", self._hidden + start, end - start, MADV_POPULATE_READ)
-            except OSError as error:  # an older kernel: the faults come later, nothing is lost
+            except OSError as error:  # an older kernel: the faults are taken later
                 log.debug("prefault=skipped cause=%s", error)
 
     def open(self, start: int, end: int) -> None:
-        """Open a range of whole pages, none of which is open."""
+        """Open a range of whole pages that are all closed."""
         with self._lock:
             self._move(self._hidden, self.address, start, end)
             if self._open and self._open[-1][1] == start:
@@ -124,27 +123,27 @@ class ProtectedMapping:
             self._open.append((start, end))
 
     def close(self) -> None:
-        """Hide what is open."""
+        """Close all open ranges."""
         with self._lock:
             for start, end in self._open:
                 self._move(self.address, self._hidden, start, end)
-                # What the move leaves would map the pages again when it is touched.
+                # The old mapping remains after the move, and an access would map the pages again.
                 _kernel("mprotect", self.address + start, end - start, PROT_NONE)
             self._open.clear()
 
     def unmap(self) -> None:
-        """Let the hidden part go; tensors that still live keep ``reserve``."""
+        """Unmap the hidden mapping; tensors that still live keep ``reserve``."""
         _kernel("munmap", self._hidden, self.size_bytes)
 
     @staticmethod
     def _move(source: int, target: int, start: int, end: int) -> None:
-        """Move page tables over the old mapping, without a gap that another thread could map."""
+        """Move page tables onto ``target`` in one step, so that no other thread can map there."""
         flags, size = MREMAP_MAYMOVE | MREMAP_FIXED | MREMAP_DONTUNMAP, end - start
         _kernel("mremap", source + start, size, size, flags, target + start)
 
 
 def whole_pages(offset_bytes: int, size_bytes: int) -> tuple[int, int]:
-    """Start and end of the pages that a range touches."""
+    """Return the start and the end of the pages that a range touches."""
     start = offset_bytes // mmap.PAGESIZE * mmap.PAGESIZE
     return start, aligned(offset_bytes + size_bytes, mmap.PAGESIZE)
 
@@ -155,7 +154,7 @@ def address_of(mapping: mmap.mmap) -> int:
 
 
 def unmap(mapping: mmap.mmap) -> None:
-    """Let it go, now or with the last of its views."""
+    """Close a mapping now, or when its last view is freed."""
     try:
         mapping.close()
     except BufferError:  # a view is still held
@@ -163,7 +162,7 @@ def unmap(mapping: mmap.mmap) -> None:
 
 
 def map_by_chance(descriptor: int, size_bytes: int, access: int) -> int:
-    """Map a memfd at an address that no kernel could guess, one of 25 million; for good."""
+    """Map a memfd at a random address, one of 25 million, so that no kernel can guess it."""
     for _ in range(PLACEMENT_TRIES):
         address = LOWEST + secrets.randbelow((HIGHEST - LOWEST) // UNIT_BYTES) * UNIT_BYTES
         flags = mmap.MAP_SHARED | MAP_FIXED_NOREPLACE
@@ -190,7 +189,7 @@ def _libc() -> Any:
 
 
 def _kernel(name: str, *arguments: int) -> None:
-    """Make one system call on memory; other threads continue meanwhile."""
+    """Make one system call on memory, without the interpreter lock; raise OSError if it fails."""
     if getattr(_libc(), name)(*arguments) in (-1, _FAILED):
         number = ctypes.get_errno()
         raise OSError(number, f"{name}: {os.strerror(number)}")

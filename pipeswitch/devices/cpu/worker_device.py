@@ -1,4 +1,4 @@
-"""The cpu device, a worker's side: the daemon's memfds mapped, and tensors over them."""
+"""A worker's side of the cpu device: mappings of the daemon's memfds, and tensors over them."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 class CpuWorkerDevice(WorkerDevice):
-    """See ``WorkerDevice``. Imports torch with the first tensor."""
+    """See ``WorkerDevice``. It imports torch when the first tensor is requested."""
 
     def __init__(
         self,
@@ -32,10 +32,10 @@ class CpuWorkerDevice(WorkerDevice):
         control_page: int,
         doorbells: Sequence[int],
     ) -> None:
-        """Map everything; the descriptors stay the caller's, doorbells must outlive this object.
+        """Map the arena. The caller keeps the descriptors; doorbells must outlive this object.
 
-        Before ``enter`` and ``slice_bytes`` only the fences are readable. With separate
-        tenants, the file of models has pages only for this tenant's models, new ones per copy.
+        Before ``enter`` and ``slice_bytes`` only the fences are readable. With separate tenants,
+        the models' file has pages for this tenant's models only, and each copy adds new pages.
 
         Args:
             arena: the files of the models and of training slices. With separate tenants, a worker
@@ -54,10 +54,10 @@ class CpuWorkerDevice(WorkerDevice):
         self._entered = (0, 0, 0)  # region's start and end, operation id
         self._last_fence = 0
         self._open_end = 0
-        self._landed: set[int] = set()  # units that were opened one by one
+        self._landed: set[int] = set()  # units that ``show_landing`` has opened
         self._is_one_tenants = settings.separates_tenants
         self._link_bytes_per_s = settings.link_bytes_per_s
-        self._populated: dict[int, tuple[int, int]] = {}  # by region: its operation id, up to where
+        self._populated: dict[int, tuple[int, int]] = {}  # region start -> operation id, end
         self._work_map: mmap.mmap | None = None
         if work:
             self._map_work(work[0])
@@ -93,10 +93,10 @@ class CpuWorkerDevice(WorkerDevice):
         self._window.populate(offset_bytes, size_bytes)
 
     def enter(self, offset_bytes: int, size_bytes: int, last_fence: int, op_id: int) -> None:
-        """Close what any other task could read; repeated, it keeps what has been shown.
+        """Select a region; close the previous one if place, size or operation id differ.
 
         Raises:
-            RemoteProtocolError: outside of the arena.
+            RemoteProtocolError: the region is outside of the arena.
         """
         check_range("region", offset_bytes, size_bytes, self._window.size_bytes)
         entered = (offset_bytes, offset_bytes + size_bytes, op_id)
@@ -108,13 +108,13 @@ class CpuWorkerDevice(WorkerDevice):
             self._open_end, _ = page_protection.whole_pages(offset_bytes, 0)
 
     def show(self, arrived_bytes: int) -> None:
-        """Open what has arrived, in whole units (the daemon fills a unit before it says so)."""
+        """Open the region's first ``arrived_bytes`` in whole units, which the daemon has filled."""
         start, region_end, op_id = self._entered
         arrived_end = start + arrived_bytes
         if arrived_end <= self._open_end:
             return
         if self._fences[self._last_fence] == op_id & FENCE_MASK:
-            arrived_end = region_end  # in one step
+            arrived_end = region_end  # all groups have arrived, so open them in one step
         end = min(
             aligned(arrived_end, page_protection.UNIT_BYTES), aligned(region_end, mmap.PAGESIZE)
         )
@@ -125,7 +125,7 @@ class CpuWorkerDevice(WorkerDevice):
         self._open_end = end
 
     def show_landing(self, offset_bytes: int, size_bytes: int) -> None:
-        """Open its units; one that another group lay in is open."""
+        """Open the units of a group that streams, unless an earlier group has opened them."""
         start, region_end, _ = self._entered
         check_range("landing", offset_bytes, size_bytes, region_end - start)
         first = start + offset_bytes
@@ -137,7 +137,7 @@ class CpuWorkerDevice(WorkerDevice):
                 self._landed.add(unit)
 
     def leave(self) -> None:
-        """Close it."""
+        """Close the region."""
         self._window.close()
         self._landed.clear()
         self._entered, self._open_end = (0, 0, 0), 0
@@ -149,7 +149,7 @@ class CpuWorkerDevice(WorkerDevice):
         return tensor_over(self._models, spec, region_offset_bytes)
 
     def _slice(self, spec: TensorSpec) -> torch.Tensor:
-        """Return a tensor whose storage is all of *work*."""
+        """Return a tensor, and open its pages. Its storage is the file of all training slices."""
         from ...programs.running.tensor_views import tensor_over
 
         tensor = tensor_over(self._work, spec, 0)
@@ -168,14 +168,14 @@ class CpuWorkerDevice(WorkerDevice):
         return CpuCopies(self._link_bytes_per_s)
 
     def pin(self, pointer: int, size_bytes: int) -> None:
-        """Close it: each task opens its slabs (``map_inputs``)."""
+        """Close the request pool; each task opens its own slabs (``map_inputs``)."""
         self._pool_windows = page_protection.Guarded(pointer, size_bytes)
 
     def map_inputs(self, slabs: tuple[tuple[int, int], ...], *, writable: bool) -> None:
-        """Open slabs, and close those before; the next request often lies where it did.
+        """Open these slabs and close the previous ones; do nothing if they are open already.
 
         Raises:
-            RemoteProtocolError: outside of the pool.
+            RemoteProtocolError: a slab is outside of the pool.
         """
         mapping = (slabs, writable)
         if self._pool_windows is not None and self._lent != mapping:
@@ -185,13 +185,13 @@ class CpuWorkerDevice(WorkerDevice):
             self._lent = mapping
 
     def unmap_inputs(self) -> None:
-        """Close it."""
+        """Close the open slabs."""
         if self._pool_windows is not None:
             self._pool_windows.close()
             self._lent = None
 
     def close(self) -> None:
-        """Unmap; tensors that still live keep their mapping until the last is gone."""
+        """Unmap the arena; a mapping stays until the last tensor over it is freed."""
         self.control_page.close()
         self.__dict__.pop("_work", None)
         self._fences.release()

@@ -1,1 +1,1 @@
-"""The cuda device. This code has met a fake of the bindings only, never a GPU."""
+"""The cuda device. It has been tested with a fake of CUDA's bindings only, never on a GPU."""

@@ -1,15 +1,14 @@
-"""The activation slice: torch's caching allocator takes its segments from the arena's end.
+"""The activation slice: memory behind the arena from which torch's allocator takes segments.
 
-PipeSwitch inserts its shared block into the allocator's large pool by a patch; here a public
-``torch.cuda.MemPool`` does it, with an allocator of two functions. The slice is one for all
-workers: only the one that has the turn computes, a captured graph touches it only when replayed,
-and what is left in it between two tasks is not read again. So nothing that outlives a task may
-lie in it: module-mode programs (which may cache tensors) and training use ordinary memory.
+The paper's PipeSwitch patches torch to insert its shared block into the allocator's large pool.
+Here a public ``torch.cuda.MemPool`` does that, with an allocator of two functions. All workers
+share one slice: only the worker that has the turn computes, and a captured graph uses the slice
+only while it is replayed. A task's data in the slice is lost when the next task runs. So
+module-mode programs (which may cache tensors) and training use ordinary memory.
 
-Torch calls the functions under its allocator's lock without the interpreter's, so a Python
-function could deadlock with a thread that frees a tensor. Therefore everything is reserved once,
-single-threaded, and a cap is set: from then on torch serves itself from what it has and asks no
-more.
+Torch calls the two functions with its allocator's lock held, and without the interpreter lock. A
+Python function could therefore deadlock with a thread that frees a tensor. To avoid that, one
+thread makes torch reserve the whole slice at the start; torch then needs no more segments.
 """
 
 from __future__ import annotations
@@ -23,17 +22,17 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-SEGMENT_BYTES: Final = 2 << 20  # torch's small segments, and the unit of the large ones
+SEGMENT_BYTES: Final = 2 << 20  # size of torch's small segments, and granularity of large ones
 SMALL_TENSOR_BYTES: Final = 1 << 20  # the largest request that torch serves from a small segment
 SMALL_SEGMENTS: Final = 32
 TENSORS_PER_SMALL_SEGMENT: Final = 2
 
 _kept: list[Any] = []
-"""Callbacks and pools, for the life of the process: freeing after them would be a crash."""
+"""Callbacks and pools. They live as long as the process, because torch may still call them."""
 
 
 class Segments:
-    """Layout of segments in the slice: a bump pointer, and a list of freed ones. Pure."""
+    """Allocator of segments in the slice: a bump pointer, and a list of free segments. Pure."""
 
     def __init__(self, base: int, size_bytes: int) -> None:
         self.base = base
@@ -43,7 +42,7 @@ class Segments:
         self._free: dict[int, int] = {}  # address -> bytes
 
     def take(self, size_bytes: int) -> int:
-        """Return a segment's address; 0 if there is no room, which is torch's out of memory."""
+        """Return a segment's address; 0 if the slice is full, which torch reports as OOM."""
         self.calls += 1
         size = -(-size_bytes // SEGMENT_BYTES) * SEGMENT_BYTES
         for address, segment_bytes in self._free.items():
@@ -57,7 +56,7 @@ class Segments:
         return address
 
     def give_back(self, address: int, size_bytes: int) -> None:
-        """Torch lets a segment go; the next of the same size gets it."""
+        """Free a segment; ``take`` returns it for the next request of the same size."""
         self.calls += 1
         self._free[address] = -(-size_bytes // SEGMENT_BYTES) * SEGMENT_BYTES
 
@@ -69,8 +68,8 @@ class Segments:
 def make_pool(segments: Segments) -> torch.cuda.MemPool:
     """Return a pool of torch's allocator over the slice.
 
-    The one private name is ``torch._C._cuda_customAllocator``: torch's own managed-memory pool is
-    made with it. The public class needs a compiled library instead of two functions.
+    ``torch._C._cuda_customAllocator`` is private, but torch makes its own managed-memory pool with
+    it. The public class needs a compiled library instead of two functions.
     """
     import torch
 
@@ -90,12 +89,12 @@ def make_pool(segments: Segments) -> torch.cuda.MemPool:
 
 
 def reserve(pool: torch.cuda.MemPool, segments: Segments, stream: torch.cuda.Stream) -> None:
-    """Let torch take the whole slice now; call once, before any other thread frees tensors.
+    """Make torch take the whole slice; call this once, before any other thread frees tensors.
 
-    Free blocks belong to a stream: reserve on the one that will compute.
+    Torch's free blocks belong to a stream, so ``stream`` must be the one that will compute.
 
     Raises:
-        torch.OutOfMemoryError: the slice is smaller than its small segments.
+        torch.OutOfMemoryError, RuntimeError: the slice is too small, or torch did not use it.
     """
     import torch
 

@@ -1,13 +1,13 @@
-"""CUDA calls, typed: the only module that knows how ``cuda.bindings`` speaks.
+"""Typed CUDA calls: the only module that uses the conventions of ``cuda.bindings``.
 
-Every call either returns plain integers and bytes or raises: ``CudaError`` names the call and the
-code, ``NoCudaDevice`` says that there is no GPU to be had, in either of the two ways in which that
-shows (the driver library is missing: calls of ``driver`` raise; it is there and sees no device:
-calls of ``runtime`` return an error). The bindings are passed in, so the error paths are tested
-with a fake of them. Importing this module, and ``cuda.bindings``, needs no driver.
+Every call returns plain integers and bytes, or raises. ``CudaError`` names the call and the code.
+``NoCudaDevice`` means that there is no usable GPU. Without a driver library, calls of ``driver``
+raise; with a driver that sees no device, calls of ``runtime`` return an error. The bindings are
+passed in, so tests can use a fake of them. Importing this module or ``cuda.bindings`` needs no
+driver.
 
-Differences between cuda-bindings 13.0 and 13.5 that are met here: ``cudaIpcMemHandle_t`` lost
-``reserved`` (its 64 bytes are read through ``getPtr``), and a missing driver raises another type.
+cuda-bindings 13.0 and 13.5 differ in two places: ``cudaIpcMemHandle_t`` lost ``reserved`` (so its
+64 bytes are read through ``getPtr``), and a missing driver raises another exception type.
 """
 
 from __future__ import annotations
@@ -21,16 +21,14 @@ from typing import Any, Final
 from ...base.errors import ConfigError, PipeSwitchError
 
 PACKAGE: Final = "cuda.bindings"
-INDEX: Final = 0  # of the device in each process that has opened it: it sees no other
-HANDLE_BYTES: Final = 64  # of an IPC handle
+INDEX: Final = 0  # index of the device in daemon and workers, which see no other device
+HANDLE_BYTES: Final = 64  # size of an IPC handle
 
 STREAM_NON_BLOCKING: Final = 0x1  # does not wait for the legacy default stream
 EVENT_BLOCKING_SYNC: Final = 0x1  # a waiting thread sleeps instead of spinning
 EVENT_DISABLE_TIMING: Final = 0x2
 IPC_LAZY_PEER_ACCESS: Final = 0x1
-WAIT_VALUE_EQ: Final = (
-    0x1  # CU_STREAM_WAIT_VALUE_EQ: exactly the operation id, as on the cpu device
-)
+WAIT_VALUE_EQ: Final = 0x1  # CU_STREAM_WAIT_VALUE_EQ: until the word equals the operation id
 
 NOT_READY: Final = "cudaErrorNotReady"
 DEVICE_ASSERT: Final = "cudaErrorAssert"
@@ -67,8 +65,8 @@ HARMLESS_ERRORS: Final = frozenset(
         "CUDA_ERROR_INVALID_CONTEXT",
     }
 )
-"""After one of these the context goes on. Every other error is taken for *sticky*: each later
-call fails too, and only a new process gets a working context."""
+"""Errors after which the context still works. All other errors count as *sticky*: each later call
+fails too, and only a new process gets a working context."""
 
 
 class NoCudaDevice(ConfigError):
@@ -87,7 +85,7 @@ def no_driver(**data: Any) -> NoCudaDevice:
 
 
 class CudaError(PipeSwitchError):
-    """A CUDA call failed. ``call`` and ``code`` say which and how; ``is_sticky``: for good."""
+    """Error of a CUDA call; ``data`` has the ``call`` and its error ``code``."""
 
     def __init__(self, call: str, code: str, text: str, **data: Any) -> None:
         super().__init__(f"{call}: {code} ({text})", call=call, code=code, **data)
@@ -99,7 +97,7 @@ class CudaError(PipeSwitchError):
 
 
 class CheckedBindings:
-    """The two interfaces of the bindings, called and checked.
+    """The two interfaces of the bindings, with a check of each call's error code.
 
     Args:
         runtime: ``cuda.bindings.runtime`` or a fake of it.
@@ -121,15 +119,14 @@ class CheckedBindings:
         self._checked(name, getattr(self._driver, name), arguments)
 
     def _checked(self, name: str, call: Callable[..., Any], arguments: tuple[Any, ...]) -> Any:
-        """Return a call's values, or raise its error: all bindings return ``(error, values…)``.
-
-        Without a driver the calls of ``driver`` raise.
+        """Make a call, which returns ``(error, values…)``; return the values. Raise CudaError if it
+        returned an error or there is no driver library.
         """
         try:
             error, *values = call(*arguments)
         except RuntimeError as problem:  # DynamicLibNotFoundError is one
             raise CudaError(name, "cudaErrorInsufficientDriver", str(problem)) from None
-        except ValueError as problem:  # a code of a newer driver, which the bindings cannot name
+        except ValueError as problem:  # the bindings do not know this code of a newer driver
             raise CudaError(name, "unnamed", str(problem)) from None
         if int(error) != 0:
             raise CudaError(name, str(getattr(error, "name", error)), self._text_of(name, error))
@@ -156,7 +153,7 @@ class Queues(CheckedBindings):
         self._do("cudaStreamDestroy", stream)
 
     def event(self) -> int:
-        """Return an event to wait for without spinning; it records no time."""
+        """Create an event without timing, on which a thread waits without spinning."""
         return int(
             self._ask("cudaEventCreateWithFlags", EVENT_BLOCKING_SYNC | EVENT_DISABLE_TIMING)
         )
@@ -191,14 +188,14 @@ class Queues(CheckedBindings):
 
 
 class Cuda(Queues):
-    """The calls PipeSwitch makes: of queues, devices and memory. Pointers are plain integers."""
+    """All CUDA calls that PipeSwitch makes. Pointers are plain integers."""
 
     @classmethod
     def load(cls, package: str = PACKAGE) -> Cuda:
-        """Import the bindings.
+        """Import the bindings and return the calls.
 
         Raises:
-            NoCudaDevice: they are not installed.
+            NoCudaDevice: the bindings are not installed.
         """
         try:
             runtime = importlib.import_module(f"{package}.runtime")
@@ -214,10 +211,10 @@ class Cuda(Queues):
     # -- devices -------------------------------------------------------------------------------
 
     def device_count(self) -> int:
-        """Devices that CUDA sees, at least one.
+        """Return the number of devices that CUDA sees, at least 1.
 
         Raises:
-            NoCudaDevice: in words, for either form of "no GPU".
+            NoCudaDevice: there is no driver or no device; the text explains which.
         """
         try:
             count = int(self._ask("cudaGetDeviceCount"))
@@ -230,7 +227,7 @@ class Cuda(Queues):
         return count
 
     def _no_device(self, code: str) -> NoCudaDevice:
-        """Tell "no driver" from "a driver without a device" from "a driver that is too old"."""
+        """Return the error for a missing driver, a driver without a device, or an old driver."""
         version = 0
         with contextlib.suppress(CudaError):
             version = int(self._ask("cudaDriverGetVersion"))
@@ -253,7 +250,7 @@ class Cuda(Queues):
         )
 
     def name_and_uuid(self, index: int) -> tuple[str, str]:
-        """Return the name and UUID of the device at ``index``; the query makes no context."""
+        """Return the name and UUID of the device at ``index``, without creating a context."""
         properties = self._ask("cudaGetDeviceProperties", index)
         name = properties.name
         raw = bytes(properties.uuid.bytes)[:16].hex()
@@ -262,27 +259,27 @@ class Cuda(Queues):
         return shown, "GPU-" + "-".join(parts)
 
     def versions(self) -> tuple[int, int]:
-        """(driver, runtime), as 1000 times major + 10 times minor."""
+        """Return the driver's and the runtime's version, as 1000 * major + 10 * minor."""
         return int(self._ask("cudaDriverGetVersion")), int(self._ask("cudaRuntimeGetVersion"))
 
     def set_device(self, index: int) -> None:
-        """Make the device current in this *thread*; makes its context if there is none."""
+        """Make the device current in this *thread*; create its context if there is none."""
         self._do("cudaSetDevice", index)
 
     def memory_info(self) -> tuple[int, int]:
-        """(free, total) bytes of the current device."""
+        """Return the free and the total bytes of the current device."""
         free, total = self._ask("cudaMemGetInfo")
         return int(free), int(total)
 
     def synchronize_device(self) -> None:
-        """Wait for all work of this process's context. Never on a request's path."""
+        """Block until all work of this process's context has run. It is too slow for requests."""
         self._do("cudaDeviceSynchronize")
 
     def still_works(self) -> bool:
-        """Return True if the context survived an unknown error. Waits for the device.
+        """Return True if the context survived an unknown error. Blocks until the device is idle.
 
-        What a driver says when it does not pin memory depends on kernel, container and virtual
-        machine; an unknown code is no reason to give the device up.
+        If a driver refuses to pin memory, its error code depends on kernel, container and virtual
+        machine. So an unknown code alone does not mean that the context is broken.
         """
         try:
             self.synchronize_device()
@@ -296,51 +293,51 @@ class Cuda(Queues):
         return int(self._ask("cudaMalloc", size_bytes))
 
     def free(self, pointer: int) -> None:
-        """Free memory; waits for the device."""
+        """Free memory; blocks until the device is idle."""
         self._do("cudaFree", pointer)
 
     def fill(self, pointer: int, value: int, size_bytes: int, stream: int) -> None:
-        """Set bytes, in the stream's order."""
+        """Enqueue a fill of device memory on the stream."""
         if size_bytes:
             self._do("cudaMemsetAsync", pointer, value, size_bytes, stream)
 
     def copy_to_device(self, target: int, source: int, size_bytes: int, stream: int) -> None:
-        """Host to device, in the stream's order; the source must stay until it has run."""
+        """Enqueue a copy to the device; the source must stay unchanged until the copy has run."""
         kind = self._runtime.cudaMemcpyKind.cudaMemcpyHostToDevice
         self._do("cudaMemcpyAsync", target, source, size_bytes, kind, stream)
 
     def copy_to_host(self, target: int, source: int, size_bytes: int, stream: int) -> None:
-        """Device to host, in the stream's order."""
+        """Enqueue a copy to the host on the stream."""
         kind = self._runtime.cudaMemcpyKind.cudaMemcpyDeviceToHost
         self._do("cudaMemcpyAsync", target, source, size_bytes, kind, stream)
 
     def allocate_pinned(self, size_bytes: int) -> int:
-        """Pinned host memory of the driver's own."""
+        """Return the address of new pinned host memory, allocated by the driver."""
         return int(self._ask("cudaHostAlloc", size_bytes, 0))
 
     def free_pinned(self, pointer: int) -> None:
         self._do("cudaFreeHost", pointer)
 
     def register(self, pointer: int, size_bytes: int) -> None:
-        """Pin host memory that is mapped already."""
+        """Pin host memory that this process has mapped."""
         self._do("cudaHostRegister", pointer, size_bytes, 0)
 
     def unregister(self, pointer: int) -> None:
-        """Unregister memory; call it before the memory is unmapped, never after."""
+        """Unpin memory; call this before the memory is unmapped, never after."""
         self._do("cudaHostUnregister", pointer)
 
     # -- other processes -----------------------------------------------------------------------
 
     def export_handle(self, pointer: int) -> bytes:
-        """64 bytes with which another process on this machine opens a ``malloc``."""
+        """Return 64 bytes with which another process on this machine can map this ``malloc``."""
         handle = self._ask("cudaIpcGetMemHandle", pointer)
         return ctypes.string_at(int(handle.getPtr()), HANDLE_BYTES)
 
     def open_handle(self, data: bytes) -> int:
-        """Map another process's allocation; its address here.
+        """Map another process's allocation; return its address in this process.
 
         Raises:
-            CudaError: also for our own handle, or when the two share no IPC namespace.
+            CudaError: for example, this process or one of another IPC namespace made the handle.
         """
         if len(data) != HANDLE_BYTES:
             raise CudaError(

@@ -1,4 +1,4 @@
-"""Capturing CUDA graphs with torch, and what torch leaves behind when a capture fails."""
+"""Capture of CUDA graphs with torch, and repair of torch's state after a failed capture."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from .bindings import CudaError
 
 
 class CaptureBroke(CudaError):
-    """A capture failed and left this process's torch in a state that nothing mends."""
+    """Error of a failed capture after which torch in this process could not be repaired."""
 
     @property
     def is_sticky(self) -> bool:
@@ -23,7 +23,7 @@ class CaptureBroke(CudaError):
 
 
 class CudaRecorder:
-    """Captures CUDA graphs on the compute stream, all into one pool: they never overlap in time."""
+    """Recorder of CUDA graphs on the compute stream. Graphs never overlap, so they share a pool."""
 
     def __init__(
         self, stream: torch.cuda.Stream, index: int, slice_pool: torch.cuda.MemPool | None
@@ -32,24 +32,24 @@ class CudaRecorder:
         self._index = index
         self._slice_pool = slice_pool
         self._pool: Any = torch.cuda.graph_pool_handle() if slice_pool is None else slice_pool.id
-        self._spoiled: list[torch.cuda.CUDAGraph] = []  # torch may still look at them
+        self._spoiled: list[torch.cuda.CUDAGraph] = []  # kept, because torch may still use them
 
     @contextlib.contextmanager
     def session(self) -> Iterator[None]:
-        """Around all captures of one program: a tensor that is freed meanwhile would spoil one."""
+        """Enclose all captures of a program; prevent garbage collection, which would spoil them."""
         self._stream.synchronize()
         gc.collect()
         with no_collector():
             yield
 
     def record(self, run: Callable[[], None]) -> Replayable:
-        """Capture ``run`` instead of doing it.
+        """Return a graph of the work that ``run`` enqueues; the work itself is not executed.
 
-        Not with ``torch.cuda.graph``: it empties the cache at every entry.
+        ``torch.cuda.graph`` is not used, because it empties the cache at every entry.
 
         Raises:
             CaptureBroke: this process must be replaced.
-            RuntimeError, …: what ``run`` or the driver would not do; everything else goes on.
+            RuntimeError, …: ``run`` or the driver refused; the process can still compute.
         """
         graph = torch.cuda.CUDAGraph()
         try:
@@ -62,12 +62,12 @@ class CudaRecorder:
 
     def _capture(self, graph: torch.cuda.CUDAGraph, run: Callable[[], None]) -> None:
         with warnings.catch_warnings(), torch.cuda.stream(self._stream):
-            warnings.filterwarnings("ignore", "The CUDA Graph is empty")  # a group of views only
+            warnings.filterwarnings("ignore", "The CUDA Graph is empty")  # if all nodes are views
             graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
             try:
                 run()
             except Exception:
-                with contextlib.suppress(Exception):  # knows only that the capture was spoiled
+                with contextlib.suppress(Exception):  # the error of ``run`` says more
                     graph.capture_end()
                 raise
             graph.capture_end()
@@ -75,19 +75,18 @@ class CudaRecorder:
     def _mend(self) -> None:
         """Repair torch's allocators and its random generators after a failed capture.
 
-        ``capture_end`` raises before it has told the allocators that the capture is over. From
-        then on every use of its pool fails ("already recording to mempool_id"), every request in
-        the slice with it; and random numbers fail until a capture has ended well. So: 1. tell the
-        device's allocator what ``capture_end`` did not; 2. the host's cannot be told: captures go
-        to another pool, outside of the slice, from now on; 3. capture nothing, which ends well;
-        4. enter the slice as a task does.
+        ``capture_end`` raises before it ends the capture in the allocators. Without repair, every
+        use of the pool fails ("already recording to mempool_id"), and so does every request in the
+        slice. Random numbers fail until another capture succeeds. Repair has four steps: 1. End the
+        capture in the device's allocator. 2. Use a new pool, outside of the slice, because the
+        host's allocator has no such call. 3. Capture an empty graph. 4. Enter the slice, as a test.
 
         Raises:
-            CaptureBroke: it did not help.
+            CaptureBroke: one of the steps failed.
         """
         end = getattr(torch._C, "_cuda_endAllocateToPool", None)
         if end is not None:
-            with contextlib.suppress(RuntimeError):  # "not currently recording": as it should be
+            with contextlib.suppress(RuntimeError):  # "not currently recording": nothing to end
                 end(self._index, self._pool)
         try:
             self._stream.synchronize()
@@ -102,16 +101,16 @@ class CudaRecorder:
             ) from error
 
     def free_bytes(self) -> int:
-        """Free device memory, to see what captured work costs."""
+        """Return the free device memory in bytes, to measure the cost of a capture."""
         return int(torch.cuda.mem_get_info()[0])
 
 
 @contextlib.contextmanager
 def no_collector() -> Iterator[None]:
-    """Within, no cycle is collected, on whatever thread: no other code frees a tensor.
+    """Turn off garbage collection on all threads, so that it frees no tensor in the block.
 
-    Torch may ask the slice's allocator, which is Python, under its own lock. A thread that
-    collects garbage holds the interpreter and would wait for that lock: both for ever.
+    Torch calls the slice's allocator, which is Python, with its own lock held. A thread that
+    collects garbage has the interpreter lock and may wait for torch's lock: a deadlock.
     """
     was_enabled = gc.isenabled()
     gc.disable()
@@ -123,8 +122,8 @@ def no_collector() -> Iterator[None]:
 
 
 class Replayable(Protocol):
-    """Captured work."""
+    """Captured work that can be enqueued again and again."""
 
     def replay(self) -> None:
-        """Enqueue it on the current stream."""
+        """Enqueue the captured work on the current stream."""
         ...

@@ -1,7 +1,6 @@
-"""A process' own bytes out of a GPU and back, on a stream for each way, beside the one that
-computes.
+"""Copies of a process's own tensors between a GPU and the host, on one stream per direction.
 
-Tested over no GPU yet: nothing here has ever copied a byte.
+This code has never run on a GPU.
 """
 
 from __future__ import annotations
@@ -13,7 +12,7 @@ import torch
 
 
 class CudaCopies:
-    """See ``HostCopies``. Host memory is pinned; torch keeps what is given back."""
+    """See ``HostCopies``. Host memory is pinned; torch caches it after a free."""
 
     def __init__(self, index: int) -> None:
         make_stream: Any = torch.cuda.Stream  # untyped in torch
@@ -21,15 +20,15 @@ class CudaCopies:
         self._streams = {to_host: make_stream(device=index) for to_host in (True, False)}
 
     def mark(self) -> Any:
-        """Return this thread's compute stream, and an event behind its enqueued work."""
+        """Return this thread's compute stream, and an event recorded after its enqueued work."""
         stream = torch.cuda.current_stream(self._index)
         return stream, stream.record_event()
 
     def target(self, size_bytes: int, *, on_host: bool, mark: Any) -> torch.Tensor:
         """Implement ``HostCopies.target``.
 
-        On the device the block belongs to the stream of the way back: one that the computing stream
-        freed may still be read by kernels enqueued there.
+        Device memory is allocated on the stream that copies to the device. A block that the compute
+        stream has freed could still be read by kernels that are enqueued there.
         """
         if on_host:
             return torch.empty(size_bytes, dtype=torch.uint8, pin_memory=True)

@@ -1,6 +1,6 @@
-"""Capabilities of this machine's GPU, from the self-test's own process (``selftest.py``).
+"""Capabilities of this machine's GPU, measured by the self-test program (``selftest.py``).
 
-The controller makes no CUDA context and imports no bindings.
+The program is a separate process: the controller makes no CUDA context and imports no bindings.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from ...base.errors import ConfigError
 from .bindings import PACKAGE, no_driver
 
 PROGRAM: Final = "pipeswitch.devices.cuda.selftest"
-SELFTEST_S: Final = 220.0  # in all; each check has a limit of its own, which the program keeps
+SELFTEST_S: Final = 220.0  # limit for all checks; the program also limits each check
 
 
 def examine(package: str, index: int, *, tests: Sequence[str] = ()) -> dict[str, dict[str, Any]]:
     """Return the result of ``look`` for a device that works.
 
     Raises:
-        ConfigError: there is no such device; it carries the self-test's own text.
+        ConfigError: the device does not exist or does not work; the text is the self-test's.
     """
     outcomes = look(package, index, tests)
     device = outcomes["device"]
@@ -36,12 +36,12 @@ def examine(package: str, index: int, *, tests: Sequence[str] = ()) -> dict[str,
 def look(
     package: str, index: int, tests: Sequence[str], *, program: str = PROGRAM
 ) -> dict[str, dict[str, Any]]:
-    """Run the self-test program; its findings by name, the device's first.
+    """Run the self-test program (blocks); return its findings by the name of the test.
 
-    ``complaints`` holds the last of what it and its children wrote to stderr.
+    The finding ``complaints`` has the end of stderr of the program and its children.
 
     Raises:
-        NoCudaDevice: there is no driver to ask.
+        NoCudaDevice: there is no driver library.
     """
     if package == PACKAGE and not has_driver_library():
         raise no_driver()
@@ -61,7 +61,7 @@ def look(
     text = last_words.decode(errors="replace").strip()[-3000:]
     outcomes: dict[str, dict[str, Any]] = {}
     for line in output.splitlines():
-        with contextlib.suppress(ValueError, TypeError, KeyError):  # a library's own words
+        with contextlib.suppress(ValueError, TypeError, KeyError):  # a line that a library printed
             finding = json.loads(line)
             outcomes[finding["test"]] = finding
     silent = f"the GPU self-test ended with {status} and said nothing: {text[-500:]}"

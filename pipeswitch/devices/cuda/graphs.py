@@ -1,13 +1,13 @@
-"""A program on the cuda device: inputs copied in, groups run eagerly or replayed as CUDA graphs.
+"""A program on the cuda device: it copies inputs in, and runs groups eagerly or as CUDA graphs.
 
-One graph per layer group (ADR 13): the waits for fences stay between the replays, so
-a group still starts when it has arrived, and no Python runs per layer. A graph is captured behind
-the first eager run of its input shapes, when the answer has been sent: by then every kernel is
-loaded and every workspace taken, and a capture computes nothing. It is valid at one address of the
-weights: another home means another ``DeviceProgram``.
+There is one graph for each layer group (ADR 13). The waits for fences stay between the replays, so
+a group still starts when it has arrived, and no Python runs per layer. Graphs are captured after
+the first eager run of their input shapes, when the answer has been sent. By then every kernel is
+loaded and every workspace is allocated, and a capture computes nothing. A graph is valid for one
+address of the weights, so weights at another address need a new ``DeviceProgram``.
 
-What a graph costs in driver memory is measured; above the budget the least recently used shapes
-run eagerly again. A capture that fails leaves its shapes eager for good, and says why, once.
+The driver memory of each capture is measured. Above the budget the least recently used shapes run
+eagerly again. Shapes whose capture fails stay eager, and the cause is logged once.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ Shapes = tuple[tuple[str, tuple[int, ...]], ...]
 
 
 class GraphBudget:
-    """Driver memory that captured graphs of one worker may take together."""
+    """Limit of the driver memory that all captured graphs of one worker use."""
 
     def __init__(self, limit_bytes: int) -> None:
         self.limit_bytes = limit_bytes
@@ -41,7 +41,7 @@ class GraphBudget:
         self._held: OrderedDict[tuple[int, Shapes], tuple[int, Callable[[], None]]] = OrderedDict()
 
     def add(self, key: tuple[int, Shapes], size_bytes: int, drop: Callable[[], None]) -> None:
-        """Account for captured shapes; others are dropped, oldest first, until all fit."""
+        """Add captured shapes; drop the least recently used ones until the rest fits."""
         self._held[key] = (size_bytes, drop)
         self.used_bytes += size_bytes
         while self.used_bytes > self.limit_bytes and self._held:
@@ -51,11 +51,11 @@ class GraphBudget:
             self.remove(oldest)
 
     def touch(self, key: tuple[int, Shapes]) -> None:
-        """Mark these shapes as the last used."""
+        """Mark these shapes as the most recently used."""
         self._held.move_to_end(key)
 
     def remove(self, key: tuple[int, Shapes]) -> None:
-        """Drop these shapes and their bytes."""
+        """Remove these shapes from the list, and their bytes from the sum."""
         size_bytes, _ = self._held.pop(key, (0, None))
         self.used_bytes -= size_bytes
 
@@ -80,25 +80,25 @@ class DeviceProgram:
         self._bound = bound
         self._device = device
         self._recorder = recorder if isinstance(bound, BoundGraph) else None
-        self._limits: dict[int, int] = {}  # of the inputs that are indices
+        self._limits: dict[int, int] = {}  # see ``index_limits``
         if isinstance(bound, BoundGraph):
             self._limits = index_limits(bound.graph, bound.manifest.tensors)
         self._budget = budget
         self._captured: dict[Shapes, _Captured] = {}
-        self._wanted: Shapes | None = None  # ran eagerly, not captured yet
+        self._wanted: Shapes | None = None  # shapes that ran eagerly and are not captured yet
         self._refused: set[Shapes] = set()
         # A graph program keeps nothing between two runs; a module may cache tensors.
         self.may_use_slice = isinstance(bound, BoundGraph)
-        # While it replays no kernel is loaded and nothing allocated: the device may wait.
+        # A replay loads no kernel and allocates nothing, so the device itself may wait for a fence.
         self.is_replaying = False
 
     def run(self, inputs: Sequence[torch.Tensor], before_group: BeforeGroup) -> list[torch.Tensor]:
-        """Implement ``BoundProgram.run``; return when all is enqueued, before it has run.
+        """Implement ``BoundProgram.run``; return when all work is enqueued, not when it has run.
 
-        The inputs must stay until it has run. The next replay overwrites a replay's outputs.
+        The inputs must stay unchanged until it has run. The next replay overwrites the outputs.
 
         Raises:
-            InvalidInput: an index out of its table's range; nothing was enqueued.
+            InvalidInput: an index is out of its table's range; nothing was enqueued.
         """
         check_indices(self._limits, self.manifest.inputs, inputs)
         shapes = _shapes(inputs)
@@ -108,7 +108,7 @@ class DeviceProgram:
             moved = [value.to(self._device, non_blocking=True) for value in inputs]
             outputs = self._bound.run(moved, before_group)
             if self._recorder is not None and shapes not in self._refused:
-                self._wanted = shapes  # now, when each call has kept its contract at them
+                self._wanted = shapes  # each operator's contract has held for these shapes
             return outputs
         self._budget.touch((id(self), shapes))
         with torch.inference_mode():
@@ -121,30 +121,30 @@ class DeviceProgram:
 
     @property
     def is_capture_wanted(self) -> bool:
-        """Shapes ran eagerly that could be captured."""
+        """True if shapes ran eagerly that could be captured."""
         return self._wanted is not None
 
     def improve(self) -> None:
-        """Capture the shapes that ran eagerly last. For an idle moment: takes up to a second.
+        """Capture the shapes that ran eagerly last. Blocks up to a second, so call it when idle.
 
-        Inside ``CudaTorch.computing(in_slice=False)``: a pool that is entered cannot be captured
-        into.
+        Call it inside ``CudaTorch.computing(in_slice=False)``, because torch cannot capture into
+        a pool that is in use.
         """
         shapes, self._wanted = self._wanted, None
         if shapes is None or self._recorder is None or shapes in self._captured:
             return
         assert isinstance(self._bound, BoundGraph)
         if not self._bound.is_tried(tuple(shape for _, shape in shapes)):
-            return  # forgotten meanwhile; a capture asks no contract
+            return  # the contracts' result was dropped, and a capture does not check contracts
         try:
             captured, cost = self._capture(self._bound, shapes, self._recorder)
-            if cost > self._budget.limit_bytes:  # perhaps another process took memory meanwhile
+            if cost > self._budget.limit_bytes:  # another process may have allocated meanwhile
                 del captured
                 captured, again = self._capture(self._bound, shapes, self._recorder)
                 cost = min(cost, again)
         except CudaError:  # sticky: this process is replaced
             raise
-        except Exception as error:  # the lower rung serves: eager
+        except Exception as error:  # these shapes run eagerly
             log.warning("graphs=refused shapes=%s cause=%s", shapes, error)
             self._refused.add(shapes)
             return
@@ -157,7 +157,7 @@ class DeviceProgram:
         log.info("graphs=captured count=%d bytes=%d", len(captured.groups), cost)
 
     def close(self) -> None:
-        """Let all captured graphs go: the program has another home, or is forgotten."""
+        """Free all captured graphs, because the weights have moved or the program is not needed."""
         for shapes in list(self._captured):
             self._drop(shapes)
             self._budget.remove((id(self), shapes))
@@ -168,7 +168,7 @@ class DeviceProgram:
     def _capture(
         self, bound: BoundGraph, shapes: Shapes, recorder: CudaRecorder
     ) -> tuple[_Captured, int]:
-        """Capture a graph; return it with its cost: the loss of free memory on the whole device."""
+        """Capture a graph; return it with its cost: the bytes that became used on the device."""
         before = recorder.free_bytes()
         with recorder.session(), torch.inference_mode():
             inputs = [

@@ -1,9 +1,10 @@
-"""Integer inputs that are indices: looked at on the host, before the device sees them.
+"""Checks of integer inputs that are indices, made on the host before the device uses them.
 
-On the cpu device an index out of range is an exception. On a GPU it is an assertion in a kernel:
-the context is gone, and with it the worker. What a graph looks up with a request's own input (token
-ids, positions) can be known before, and such a request costs its sender alone. Indices that a
-model computes, or that a module-mode program takes, are not seen here: they cost one worker.
+On the cpu device an index out of range raises an exception. On a GPU an assertion fails in a
+kernel, which breaks the context and ends the worker. If a graph looks up rows of a table with a
+request's own input (token ids, positions), the input is checked here, and only that request fails.
+Indices that a model computes and inputs of module-mode programs are not checked: a bad index there
+ends the worker.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ LOOKUPS: Final[Mapping[str, tuple[int, int]]] = {
     "aten.embedding.default": (0, 1),
     "aten.index_select.default": (0, 2),
 }
-"""Operators that take rows of a table: positions of the table and of the indices."""
+"""Operators that take rows of a table, with the argument positions of the table and the indices."""
 
 KEEPS_VALUES: Final = frozenset(
     f"aten.{name}"
@@ -49,14 +50,14 @@ KEEPS_VALUES: Final = frozenset(
         "_to_copy.default",
     )
 )
-"""Operators whose result holds every value of their first argument, and no others. A slice is not
-one: what it leaves out may be anything."""
+"""Operators whose result has exactly the values of their first argument. Slicing is not included:
+a value that it leaves out is never looked up, so that value need not be in range."""
 
 
 def index_limits(graph: Graph, tensors: Sequence[TensorSpec]) -> dict[int, int]:
-    """Input number -> rows of the smallest table that is looked up with it."""
+    """Return, for each input that is an index, the row count of the smallest table it indexes."""
     input_count, first_node_value = len(graph.inputs), graph.first_node_value
-    source = {  # value -> the input whose values it holds
+    source = {  # number of a value -> number of the input that has the same values
         index: index
         for index, spec in enumerate(graph.inputs)
         if spec.dtype.startswith(("int", "uint"))
@@ -91,13 +92,13 @@ def _value(argument: object) -> int:
 def check_indices(
     limits: Mapping[int, int], specs: Sequence[ValueSpec], inputs: Sequence[torch.Tensor]
 ) -> None:
-    """Refuse inputs that would be looked up outside of their table.
+    """Check that each index is within its table.
 
     Args:
-        inputs: in host memory.
+        inputs: tensors in host memory.
 
     Raises:
-        InvalidInput: names the input, the value and the table's size.
+        InvalidInput: an index is out of range; the text has the input, the index and the range.
     """
     for number, rows in limits.items():
         value = inputs[number]

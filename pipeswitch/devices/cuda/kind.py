@@ -1,4 +1,4 @@
-"""Server side of a cuda device, and how its processes open it."""
+"""Choice and reservation of a cuda device by the server, and how its processes open it."""
 
 from __future__ import annotations
 
@@ -26,20 +26,20 @@ from .examine import examine
 from .ladder import TESTS, CudaOptions, Ladder, LadderOutcome, Wishes, choose
 
 GIB: Final = 1 << 30
-CONTEXT_BYTES: Final = 768 << 20  # of one process: context, libraries, workspaces
+CONTEXT_BYTES: Final = 768 << 20  # device memory of one process: context, libraries, workspaces
 SPARE_BYTES: Final = 2 * GIB  # for activations of training, graphs, and other processes
 MAX_ARENA_SHARE: Final = 0.9
 MAX_SLICE_BYTES: Final = 8 * GIB
-SLICE_SHARE: Final = 8  # of the arena: one part in so many
+SLICE_SHARE: Final = 8  # the default slice is this fraction of the free memory: 1/8
 UNIT_BYTES: Final = 2 << 20
 STATUS_LOST: Final = 71
-"""A daemon leaves with it when its CUDA context is broken; it is started again, with workers."""
+"""Exit status of a daemon whose CUDA context is broken; it and its workers are started again."""
 
 
 class CudaKind:
     """See ``DeviceKind``."""
 
-    opened = "cuda:0"  # each GPU is its processes' number 0
+    opened = "cuda:0"  # each GPU is number 0 in its processes
     is_host = False
     can_confine = False  # a process that maps the arena can read all of it
 
@@ -83,9 +83,9 @@ class CudaKind:
 
     @contextlib.contextmanager
     def reserve(self, device: ChosenDevice, folder: Path | None = None) -> Iterator[None]:
-        """Implement ``DeviceKind.held``: a second server would fail late, for lack of memory.
+        """Implement ``DeviceKind.reserve``; two servers on one GPU would run out of memory.
 
-        The lock is on a file named by the GPU's UUID and dies with the process.
+        The lock is on a file named by the GPU's UUID, and ends with the process.
         """
         folder = Path(tempfile.gettempdir()) if folder is None else folder
         descriptor = _open_lock(folder / f"pipeswitch-{device.uuid}.lock")
@@ -130,7 +130,7 @@ class CudaKind:
         control_page: int,
         doorbells: Sequence[int],
     ) -> WorkerDevice:
-        """Implement ``DeviceKind.open_view``; makes this process's context."""
+        """Implement ``DeviceKind.open_view``; creates this process's CUDA context."""
         from .bindings import Cuda
         from .torch import torch_side
         from .worker_device import CudaWorkerDevice
@@ -148,7 +148,7 @@ class CudaKind:
             control_page=control_page,
             doorbells=doorbells,
         )
-        side.warm_up()  # before the slice: cached workspaces must not lie in it
+        side.warm_up()  # before the slice is taken: cached workspaces must not be in it
         if options.slice_bytes:
             view.take_slice(options.slice_bytes)
         side.cap_private(options.private_bytes)
@@ -156,12 +156,12 @@ class CudaKind:
 
 
 def index_of(name: str) -> int:
-    """Return the GPU's index, as this process numbers them."""
+    """Return the number in a device's name: 1 for ``cuda:1``, 0 for ``cuda``."""
     return int(name.partition(":")[2] or 0)
 
 
 def slice_size(config: DeviceConfig, ladder: Ladder, free_bytes: int) -> int:
-    """Bytes of the activation slice; 0 where ordinary memory serves."""
+    """Return the size of the activation slice; 0 if activations use ordinary memory."""
     if ladder.activations != "slice":
         return 0
     auto_bytes = min(MAX_SLICE_BYTES, free_bytes // SLICE_SHARE)
@@ -170,23 +170,23 @@ def slice_size(config: DeviceConfig, ladder: Ladder, free_bytes: int) -> int:
 
 
 def arena_size(wish: SizeSpec, free_bytes: int) -> int:
-    """Bytes of the arena on cuda; ``free_bytes`` is without contexts and slice."""
+    """Return the size of the arena. ``free_bytes`` excludes contexts and the activation slice."""
     auto_bytes = min(int(free_bytes * MAX_ARENA_SHARE), max(0, free_bytes - SPARE_BYTES))
     return wish.resolve(free_bytes, auto_bytes) // UNIT_BYTES * UNIT_BYTES
 
 
 def private_size(free_bytes: int, arena_bytes: int) -> int:
-    """Return the bytes that one worker may allocate for itself: the memory beside the arena.
+    """Return the bytes that one worker may allocate outside of the arena and the slice.
 
-    Several workers hold little each: only the computing one, or a suspended job, has activations.
+    Each worker may use all of them: only the computing worker and a suspended job need many.
     """
     return max(GIB // 2, free_bytes - arena_bytes) // UNIT_BYTES * UNIT_BYTES
 
 
 def _open_lock(path: Path) -> int:
-    """Open the lock file, without O_CREAT if it exists.
+    """Open the lock file; use O_CREAT only if it is missing.
 
-    In a sticky folder that flag fails for another user's file.
+    In a sticky folder O_CREAT fails for another user's file.
     """
     flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW
     try:

@@ -1,9 +1,9 @@
-"""Choice of CUDA mechanisms: a pure decision from wishes and the self-test's results.
+"""Choice of CUDA mechanisms, as a pure function of the settings and the self-test's results.
 
-Each rung is a switch of the configuration with the rung below as its fallback (ADR 12): CPU flags
-and ordinary memory work on any driver; device-side waits, the activation slice and CUDA graphs are
-used only where the self-test passed on this machine. A wish never overrules a failed test: the
-lower rung serves, and the reason is reported.
+Each mechanism (rung) has a setting and a slower fallback (ADR 12). Waits on the CPU and
+ordinary memory work with any driver. Device-side waits, the activation slice and CUDA graphs are
+used only if their self-test passed on this machine. If a test fails, the fallback is used even if
+the setting requests the mechanism, and the reason is reported.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ Graphs = Literal["off", "on"]
 
 AUTO: Final = "auto"
 REQUIRED: Final = ("memory", "ipc", "torch", "tensor")
-"""Without these there is no cuda device at all: the arena, and computing on it in workers."""
+"""Tests that must pass before the device is used: the arena, and workers that compute on it."""
 
 TESTS: Final = (*REQUIRED, "wait-write", "wait-copy", "slice", "graph")
-"""In the order in which the self-test runs them."""
+"""All tests, in the order in which the self-test runs them."""
 
 
 class LadderOutcome(NamedTuple):
-    """One test of the self-test."""
+    """Result of one test of the self-test."""
 
     is_ok: bool
     text: str = ""
@@ -39,7 +39,7 @@ class LadderOutcome(NamedTuple):
 
 @dataclass(frozen=True)
 class Wishes:
-    """Mechanisms that the configuration asks for; ``auto`` leaves the choice to the self-test."""
+    """Mechanisms that the settings request; ``auto`` leaves the choice to the self-test."""
 
     waits: str = AUTO
     words: str = AUTO
@@ -48,13 +48,13 @@ class Wishes:
 
     @property
     def needs_test(self) -> bool:
-        """A mechanism was left to what the self-test finds."""
+        """True if the self-test decides about at least one mechanism."""
         return AUTO in (self.waits, self.words, self.activations, self.graphs)
 
 
 @dataclass(frozen=True)
 class Ladder:
-    """The rungs that serve, and for each why it is not the one above."""
+    """The mechanisms in use, and the reasons why faster ones are not used."""
 
     waits: Waits = "cpu"
     words: Words = "write"
@@ -70,14 +70,14 @@ class Ladder:
 
 
 def choose(wishes: Wishes, results: Mapping[str, LadderOutcome] | None) -> Ladder:
-    """Return the highest requested rungs that work.
+    """Return the fastest mechanisms that are requested and work.
 
     Args:
-        results: by test name; a missing one did not run. None: no self-test was wanted, and the
-            wishes, which then name every rung, are taken at their word.
+        results: results by test name; a missing test did not run. None: the self-test was skipped,
+            because ``wishes`` names every mechanism; the named ones are used.
 
     Raises:
-        ConfigError: a required test failed; there is no lower rung.
+        ConfigError: a required test failed.
     """
     if results is not None:
         for name in REQUIRED:
@@ -104,8 +104,11 @@ def choose(wishes: Wishes, results: Mapping[str, LadderOutcome] | None) -> Ladde
 def _waits(
     wishes: Wishes, results: Mapping[str, LadderOutcome] | None, reasons: list[str]
 ) -> tuple[Waits, Words]:
-    """1. The device waits, words by stream writes: documented to come after the data. 2. Words by
-    copies: in the stream's order, which promises another process nothing. 3. CPU flags."""
+    """Return how to wait for fences and how to set them; append reasons. In order of preference:
+    1. The device waits, and stream writes set fences: CUDA documents that they follow the data.
+    2. The device waits, and copies set fences. CUDA does not promise to other processes that a
+       fence follows its data; the self-test checks it.
+    3. The CPU waits."""
     if wishes.waits == "cpu":
         reasons.append("waits=cpu: asked for")
         return "cpu", "write" if wishes.words == "write" else "copy"
@@ -130,7 +133,7 @@ def _rung(
     results: Mapping[str, LadderOutcome] | None,
     reasons: list[str],
 ) -> bool:
-    """Return True if the upper rung serves; append the reason."""
+    """Return True if the mechanism ``upper`` can be used; append the reason if it is not."""
     if wish == lower:
         reasons.append(f"{test}={lower}: asked for")
         return False
@@ -143,16 +146,16 @@ def _rung(
 
 
 class CudaOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Options of the device for daemon and workers: the rungs chosen at the server's start."""
+    """Options for daemon and workers: the mechanisms that were chosen at the server's start."""
 
     package: str
-    visible: str = ""  # UUID: what CUDA_VISIBLE_DEVICES becomes in children; empty: as it is
+    visible: str = ""  # UUID for CUDA_VISIBLE_DEVICES in children; empty: leave it unchanged
     waits: Waits = "cpu"
     words: Words = "write"
-    slice_bytes: int = 0  # of the activation slice behind the arena; 0: ordinary memory
+    slice_bytes: int = 0  # size of the activation slice behind the arena; 0: ordinary memory
     use_graphs: bool = False
-    graph_bytes: int = 0  # driver memory that one worker's graphs may take
-    private_bytes: int = 0  # what one worker may allocate outside of the slice; 0: no cap
+    graph_bytes: int = 0  # driver memory that one worker's graphs may use
+    private_bytes: int = 0  # memory that one worker may allocate outside of the slice; 0: no cap
 
     @classmethod
     def shown(cls, data: bytes) -> CudaOptions:

@@ -1,13 +1,13 @@
-"""The cuda device, the memory daemon's side: one ``cudaMalloc``, a pinned store, copy streams.
+"""The memory daemon's side of the cuda device: one ``cudaMalloc``, a pinned store, copy streams.
 
-The daemon runs no kernel and never imports ``torch.cuda``. Behind every group's bytes, on the same
-stream, goes its fence: a stream write, which CUDA documents as a fence for the whole system,
-or a 4-byte copy from a pinned ring where the self-test or the config says so. When the copy thread
-sees that a group's event has run, it writes the same word into a host page and rings
-the doorbells: workers that wait on the CPU look there, workers that let the GPU wait do not.
+The daemon runs no kernel and never imports ``torch.cuda``. After the bytes of a group, the same
+stream sets its fence: by a stream write, which CUDA documents as a system-wide memory barrier, or
+by a 4-byte copy from a pinned ring if the self-test or a setting requires it. When the copy thread
+sees that a group's event has run, it also sets the fence in a host page and rings the doorbells.
+Workers that wait on the CPU read the host page; a GPU that waits reads the device's memory.
 
-Only a *window* of bytes is under way at a time, so a cancelled transmission ends within a
-millisecond or two, and still the link never waits for this thread.
+At most ``WINDOW_BYTES`` are enqueued at a time. So a cancelled transmission ends within one or two
+milliseconds, and the link still never waits for the copy thread.
 """
 
 from __future__ import annotations
@@ -36,15 +36,15 @@ from .pinned import PinnedBuffer, PinnedMapping, next_boundary
 
 log = logging.getLogger(__name__)
 
-CHUNK_BYTES: Final = 16 << 20  # one copy call; a cancel takes effect between two
-WINDOW_BYTES: Final = 64 << 20  # under way at once: 1.2 ms at 55 GB/s
-RING_FENCES: Final = 4096  # sources of word copies; one is not reused before its copy has run
+CHUNK_BYTES: Final = 16 << 20  # size of one copy call; a cancel takes effect between two calls
+WINDOW_BYTES: Final = 64 << 20  # maximum of enqueued bytes: 1.2 ms at 55 GB/s
+RING_FENCES: Final = 4096  # sources of fence copies; a slot is reused only after its copy has run
 BOUNCE_BYTES: Final = 8 << 20
-BOUNCE_COUNT: Final = 2  # one is filled by the copy engine while the other is emptied by us
+BOUNCE_COUNT: Final = 2  # the copy engine fills one buffer while the thread empties the other
 
 
 class _Mark(NamedTuple):
-    """An event behind a chunk; ``fence`` is the group's that ends here, or -1."""
+    """Event after a chunk; ``fence`` is the fence of the group that ends here, or -1."""
 
     event: int
     size_bytes: int
@@ -54,9 +54,9 @@ class _Mark(NamedTuple):
 class CudaDeviceMemory(DeviceMemory):
     """See ``DeviceMemory``.
 
-    Threads: ``transmit`` and ``cancel`` are called by the control thread, ``store_view`` by the
-    store lane, ``read_slice`` and ``scrub`` by the to-host lane; the copy thread is ours, and one
-    that pins what another daemon has written to the store: a device of its own, or the one before.
+    The control thread calls ``transmit`` and ``cancel``, the store thread ``store_view``, and the
+    to-host thread ``read_slice`` and ``scrub``. This object has two threads: one copies, the other
+    pins parts of the store that another device's daemon or an earlier daemon has written.
     """
 
     def __init__(
@@ -70,15 +70,15 @@ class CudaDeviceMemory(DeviceMemory):
         on_lost: Callable[[], None] | None = None,
         **descriptors: Any,
     ) -> None:
-        """Make the context and take the memory. ``store`` and ``descriptors``: as ``DeviceMemory``.
+        """Create the context, allocate the memory and start the threads.
 
         Args:
-            extra_bytes: behind the arena, for the workers' activation slice; no copy goes there.
-            on_lost: called once, on whatever thread, when the context is broken for good.
+            extra_bytes: size of the activation slice behind the arena; no copy writes to it.
+            on_lost: called on any thread when the context is broken.
 
         Raises:
-            CudaError: no such device, or not enough memory on it.
-            RemoteProtocolError: sizes that contradict each other.
+            CudaError: the device does not exist, or has not enough memory.
+            RemoteProtocolError: the sizes contradict each other.
         """
         super().__init__(settings, store=store, **descriptors)
         self._cuda = cuda
@@ -110,14 +110,14 @@ class CudaDeviceMemory(DeviceMemory):
     # -- what workers map ----------------------------------------------------------------------
 
     def export_descriptors(self) -> list[int]:
-        """[host copy of the fences], owned by this object."""
+        """Return [host copy of the fences]; this object owns it."""
         return [self._words_descriptor]
 
     def export_handle(self) -> bytes:
-        """Return the IPC handle of arena and slice: one allocation, opened once by each worker.
+        """Return the IPC handle of arena and slice, which are one allocation.
 
         Raises:
-            CudaError: this driver or container does not share memory between processes.
+            CudaError: this driver or container cannot share memory between processes.
         """
         self._cuda.set_device(INDEX)
         return self._cuda.export_handle(self._base)
@@ -147,38 +147,38 @@ class CudaDeviceMemory(DeviceMemory):
             with self._watched():
                 try:
                     self._enqueue(job, flight)
-                except CudaError:  # perhaps between a copy and the event behind it
+                except CudaError:  # a copy may have been enqueued without its event
                     self._cuda.synchronize(self._to_device)
                     raise
                 finally:
-                    flight.land_all()  # no byte is written after this, whatever happened
+                    flight.land_all()  # even after an error no byte is written after this
         except Exception:
             log.exception("transmission=%d failed", order.op_id)
         ended = job.ended(started_at_ms, flight.ends_at_ms, flight.enqueued_bytes)
-        for group in order.groups:  # this once they were staged
+        for group in order.groups:  # unpinned groups were copied slowly this time
             if self._store.needs_pin(group.store_offset_bytes, group.size_bytes):
                 self._to_pin.put((group.store_offset_bytes, group.size_bytes))
         return ended
 
     def _pin_store(self) -> None:
-        """Pin queued ranges for later copies; a copy meanwhile has the same bytes either way."""
+        """Pin queued ranges of the store, to make later copies faster; runs on its own thread."""
         with self._watched():
             self._cuda.set_device(INDEX)
             while (place := self._to_pin.get()) is not None:
                 try:
                     self._store.pin(*place)
-                except OSError as error:  # the rest of a piece has no pages yet
+                except OSError as error:  # no memory for the range's missing pages
                     log.warning("pinning=put-off offset=%d cause=%s", place[0], error)
 
     def _enqueue(self, job: Transmission, flight: _Flight) -> None:
         for index, group in enumerate(job.order.groups):
             if self._must_wait(job, index):
-                flight.land_all()  # the worker waits for these
+                flight.land_all()  # the worker must get these groups before it computes more
                 self._wait_computed(job, index)
             for offset, size in chunks(group):
                 flight.make_room(size)
                 if job.cancelled.is_set():
-                    return  # perhaps in the middle of this group: its word must not rise
+                    return  # perhaps in the middle of this group, so do not set its fence
                 self._cuda.copy_to_device(
                     self._base + group.arena_offset_bytes + offset,
                     self._store.address + group.store_offset_bytes + offset,
@@ -192,7 +192,7 @@ class CudaDeviceMemory(DeviceMemory):
             flight.enqueued(0, group.fence)
 
     def _write_fence(self, fence: int, value: int) -> None:
-        """Write a word behind the data, on the same stream: a reader of the word sees the data."""
+        """Enqueue a fence after its data, on the same stream, so its reader also sees the data."""
         target = self._base + fence * FENCE_BYTES
         if self._word_writer == "write":
             self._cuda.write_value(self._to_device, target, value)
@@ -205,9 +205,9 @@ class CudaDeviceMemory(DeviceMemory):
     # -- device to host ------------------------------------------------------------------------
 
     def read_slice(self, offset_bytes: int, ranges: Sequence[ByteRange], into: memoryview) -> None:
-        """Read ranges; the worker has waited for its kernels (``WorkerDevice.synchronize``).
+        """Read ranges (blocks); the worker has waited for its kernels (``synchronize``).
 
-        Two pinned buffers take turns: ``into`` is a job's commit area, which is not pinned.
+        Two pinned buffers are used in turn, because ``into``, a job's commit area, is not pinned.
         """
         target = np.frombuffer(into, dtype=np.uint8)
         filling: deque[tuple[int, int, int]] = deque()  # (buffer, position, size)
@@ -247,7 +247,7 @@ class CudaDeviceMemory(DeviceMemory):
     # -- end -----------------------------------------------------------------------------------
 
     def close(self) -> None:
-        """Free the memory; undefined unless workers are gone or have closed their mapping."""
+        """Free the memory. Call this only after all workers have exited or closed their mapping."""
         super().close()
         self._to_pin.put(None)
         self._pinner.join()
@@ -275,7 +275,7 @@ class CudaDeviceMemory(DeviceMemory):
 
     @contextlib.contextmanager
     def _watched(self) -> Iterator[None]:
-        """Around CUDA calls: after a sticky error this process can do nothing any more."""
+        """Enclose CUDA calls; on a sticky error call ``on_lost``, because the context is broken."""
         try:
             yield
         except CudaError as error:
@@ -286,7 +286,7 @@ class CudaDeviceMemory(DeviceMemory):
 
 
 class _Flight:
-    """The chunks of one transmission that are under way, oldest first."""
+    """Chunks of one transmission that are enqueued and have not arrived, oldest first."""
 
     def __init__(self, memory: CudaDeviceMemory, op_id: int) -> None:
         self._memory = memory
@@ -297,7 +297,7 @@ class _Flight:
         self.ends_at_ms: list[float] = []
 
     def make_room(self, size_bytes: int) -> None:
-        """Wait until ``size_bytes`` more fit into the window; one chunk always does."""
+        """Wait until ``size_bytes`` more fit into the window; an empty window fits any chunk."""
         memory = self._memory
         while self._marks and self._bytes + size_bytes > WINDOW_BYTES:
             self._land_oldest()
@@ -305,9 +305,9 @@ class _Flight:
             self._land_oldest()
 
     def enqueued(self, size_bytes: int, fence: int) -> None:
-        """Put an event behind an enqueued chunk (or behind a word, ``size_bytes`` 0)."""
+        """Record an event after an enqueued chunk, or after a fence (``size_bytes`` 0)."""
         memory = self._memory
-        if len(self._marks) >= RING_FENCES // 2:  # many tiny groups: no ring slot twice
+        if len(self._marks) >= RING_FENCES // 2:  # with many tiny groups the ring could overflow
             self._land_oldest()
         event = memory._idle_events.pop() if memory._idle_events else memory._cuda.event()
         memory._cuda.record(event, memory._to_device)
@@ -326,12 +326,12 @@ class _Flight:
         memory._cuda.wait(mark.event)
         self._bytes -= mark.size_bytes
         if mark.fence >= 0:
-            self.ends_at_ms.append(now_ms())  # before the doorbell: a woken worker takes the core
+            self.ends_at_ms.append(now_ms())  # before a woken worker takes this core
             memory._landed(mark.fence, self._value)
 
 
 def chunks(group: GroupCopy) -> Iterator[tuple[int, int]]:
-    """(offset in the group, bytes) of its copies; none crosses the end of a registration."""
+    """Yield (offset in the group, bytes) of each copy. No copy crosses a pinned piece's end."""
     done = 0
     while done < group.size_bytes:
         source = group.store_offset_bytes + done
@@ -341,7 +341,7 @@ def chunks(group: GroupCopy) -> Iterator[tuple[int, int]]:
 
 
 def _pieces(offset_bytes: int, ranges: Sequence[ByteRange]) -> Iterator[tuple[int, int]]:
-    """(offset in the arena, bytes) of each copy into a staging buffer."""
+    """Yield (offset in the arena, bytes) of each copy into a pinned buffer."""
     for piece in ranges:
         for done in range(0, piece.size_bytes, BOUNCE_BYTES):
             size = min(BOUNCE_BYTES, piece.size_bytes - done)

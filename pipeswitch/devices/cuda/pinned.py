@@ -1,4 +1,4 @@
-"""Host memory that the copy engines can reach: the store's mapping, and small buffers."""
+"""Pinned host memory for the copy engines: the store's mapping, and small buffers."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ from .bindings import Cuda, CudaError
 log = logging.getLogger(__name__)
 
 PIN_BYTES: Final = 64 << 20
-"""Pinned at once. Small enough that no driver refuses it, large enough that the calls do not
-count; no copy crosses the boundary of two registrations."""
+"""Size of a piece, which is pinned by one call. It is small enough that no driver refuses it, and
+large enough that the calls' time does not matter. No copy crosses a boundary of pieces."""
 
 
 class PinnedMapping:
-    """A mapping of a memfd, pinned piece by piece as its places come into use.
+    """Mapping of a memfd, pinned piece by piece when a range is used first.
 
-    Where the driver refuses (a container without the right to, no support), copies go through the
-    driver's own staging buffers: slower, and just as correct. ``refusal`` says so.
+    If the driver refuses to pin (no support, or no permission in a container), ``refusal`` has its
+    error. Copies then go through the driver's own staging buffers: slower, but correct.
     """
 
     def __init__(self, cuda: Cuda, descriptor: int, size_bytes: int) -> None:
@@ -40,14 +40,14 @@ class PinnedMapping:
         self._pinning = threading.Lock()
 
     def view(self, offset_bytes: int, size_bytes: int) -> memoryview:
-        """Writable bytes of a place; the caller has checked the bounds."""
+        """Return a writable view of a range; the caller has checked the bounds."""
         return memoryview(self._map)[offset_bytes : offset_bytes + size_bytes]
 
     def pin(self, offset_bytes: int, size_bytes: int) -> None:
-        """Take the pages of a place and pin the pieces it touches (blocks: 0.3 s a GiB or so).
+        """Allocate the pages of a range and pin its pieces (blocks: about 0.3 s per GiB).
 
-        The pages may be pinned by another process too: each registers its own mapping of them with
-        its one context. Any thread.
+        Another process may pin the same pages too: each process registers its own mapping with its
+        own context. Any thread may call this.
 
         Raises:
             OSError: the machine has no memory for these pages.
@@ -72,7 +72,7 @@ class PinnedMapping:
     def _pin_piece(self, piece: int) -> None:
         start = piece * PIN_BYTES
         size = min(PIN_BYTES, self._size_bytes - start)
-        # Pinning touches every page: a full machine must be an OSError, not a signal.
+        # Pinning touches every page. Allocate the pages first: OSError if memory is short.
         os.posix_fallocate(self._descriptor, start, size)
         try:
             self._cuda.register(self.address + start, size)
@@ -85,19 +85,19 @@ class PinnedMapping:
         self._pinned.add(piece)
 
     def close(self) -> None:
-        """Unpin, then unmap; in this order."""
+        """Unpin all pieces, then unmap the memory."""
         for piece in sorted(self._pinned):
             self._cuda.unregister(self.address + piece * PIN_BYTES)
         self._pinned.clear()
         del self.array
         try:
             self._map.close()
-        except BufferError:  # a view is still held; the mapping goes with the last of them
+        except BufferError:  # the mapping is closed when its last view is freed
             log.debug("unmap=later bytes=%d", self._size_bytes)
 
 
 class PinnedBuffer:
-    """Pinned memory of the driver's own, for staging and for the sources of fences."""
+    """Pinned memory that the driver allocates, for staging and for the sources of fence copies."""
 
     def __init__(self, cuda: Cuda, size_bytes: int) -> None:
         self._cuda = cuda
@@ -112,5 +112,5 @@ class PinnedBuffer:
 
 
 def next_boundary(offset_bytes: int) -> int:
-    """Return the end of the registration that contains ``offset_bytes``."""
+    """Return the end of the piece that contains ``offset_bytes``."""
     return (offset_bytes // PIN_BYTES + 1) * PIN_BYTES

@@ -1,10 +1,10 @@
-"""Self-test of this machine's GPU: raw checks, one mechanism each, without the server.
+"""Self-test of this machine's GPU: one check for each mechanism, without the server.
 
 ``python -m pipeswitch.devices.cuda.selftest '{"package": …, "index": 0, "tests": ["memory", …]}'``
 prints one JSON line per check: first the device (or why there is none), then the requested checks.
-Each is a process of its own, forked from this one, which makes no context: a hang or a crash costs
-that check, and those that need it. A server's start and ``pipeswitch doctor`` run those of
-``ladder.TESTS``; ``make gpu`` runs more (``benchmarks/gpu_mechanisms.py``).
+This process makes no context; it forks a process for each check. So a hang or a crash fails only
+that check and the checks that need it. A server's start and ``pipeswitch doctor``
+run ``ladder.TESTS``; ``make gpu`` runs more (``benchmarks/gpu_mechanisms.py``).
 """
 
 from __future__ import annotations
@@ -37,39 +37,39 @@ if TYPE_CHECKING:
     from .torch import CudaTorch
 
 MIB: Final = 1 << 20
-HEAD_BYTES: Final = 2 * MIB  # the word lies here, in front of the group
-GROUP_BYTES: Final = 3 * CHUNK_BYTES  # more than one copy: a word may overtake the last alone
-LAST_BYTES: Final = HEAD_BYTES + GROUP_BYTES - MIB  # where the group's last MiB begins
+HEAD_BYTES: Final = 2 * MIB  # space for the fence, in front of the group
+GROUP_BYTES: Final = 3 * CHUNK_BYTES  # several copies: a fence might overtake only the last one
+LAST_BYTES: Final = HEAD_BYTES + GROUP_BYTES - MIB  # offset of the group's last MiB
 SLICE_BYTES: Final = 512 * MIB
-ROUNDS: Final = 10  # of each wait test: a wrong value in one means no
-SILENCE_S: Final = 0.005  # long enough for the peer to enqueue, and to be wrong
+ROUNDS: Final = 10  # rounds of each wait test; one wrong value fails the test
+SILENCE_S: Final = 0.005  # long enough for the peer to enqueue, and to answer if it does not wait
 LIMIT_S: Final = 15.0
 LAST_WORDS_S: Final = 1.0
-IMPORT_S: Final = 100.0  # importing torch and making a context, on a cold disk
+IMPORT_S: Final = 100.0  # limit for importing torch and making a context, on a cold disk
 
 
 @dataclass(frozen=True)
 class Rig:
-    """The device that is looked at."""
+    """The device under test, and the bindings that open it."""
 
     package: str
     index: int
 
     def cuda(self) -> Cuda:
-        """Load the bindings in this process, with a context."""
+        """Load the bindings, create a context in this process, and return the calls."""
         cuda = Cuda.load(self.package)
         cuda.set_device(self.index)
         return cuda
 
     def side(self) -> CudaTorch:
-        """Torch's, in this process."""
+        """Return torch's side of the device in this process."""
         from .torch import torch_side
 
         return torch_side(self.package, self.index)
 
 
 class Pipe:
-    """One end of a line between two processes: JSON, a line each."""
+    """One end of a connection between two processes; each message is a line of JSON."""
 
     def __init__(self, end: socket.socket) -> None:
         self._end, self._file = end, end.makefile("rw")
@@ -92,10 +92,10 @@ class Pipe:
         return finding
 
     def ask(self, key: str) -> Any:
-        """Return one value of a peer's next message.
+        """Return one value of the peer's next message (blocks).
 
         Raises:
-            RuntimeError: the peer failed; it has the peer's text.
+            EOFError, RuntimeError: the peer ended or failed; a RuntimeError has the peer's text.
         """
         finding = self.hear()
         if "error" in finding:
@@ -108,7 +108,7 @@ class Pipe:
 
 
 def fork(run: Callable[[Pipe], None]) -> tuple[int, Pipe]:
-    """Fork a process that runs this and exits; call it before this process has a context."""
+    """Fork a process for ``run``; return its pid and pipe. Call it before making a CUDA context."""
     ours, theirs = socket.socketpair()
     pid = os.fork()
     if pid:
@@ -149,7 +149,7 @@ def _device(rig: Rig) -> dict[str, Any]:
 
 
 def _memory(rig: Rig) -> str:
-    """Pinned memory to the device and back; scrubbed it is zeros."""
+    """Copy pinned memory to the device and back; check that scrubbed memory is zero."""
     cuda = rig.cuda()
     source = PinnedBuffer(cuda, MIB)
     block = round_trip(cuda, source.address, source.array)
@@ -159,7 +159,7 @@ def _memory(rig: Rig) -> str:
 
 
 def _shared(run: Callable[[Rig, Pipe], None], rig: Rig) -> str:
-    """Another process opens the handle, reads and writes; its death is nothing to the owner."""
+    """Make another process map, read and write memory; check the memory after its death."""
     pid, peer = fork(partial(run, rig))
     cuda = rig.cuda()
     block = share(cuda, peer, MIB, 7)
@@ -176,7 +176,7 @@ def _by_copies(rig: Rig, pipe: Pipe) -> None:
     sum_read = total(cuda, base)
     fill(cuda, base, 9, MIB)
     pipe.send(found=sum_read)
-    pipe.hear()  # until it is killed
+    pipe.hear()  # wait to be killed
 
 
 def _by_kernels(rig: Rig, pipe: Pipe) -> None:
@@ -184,16 +184,16 @@ def _by_kernels(rig: Rig, pipe: Pipe) -> None:
     values = tensor_of(side, opened(cuda, pipe))
     sum_read = int(values.sum())
     values.fill_(9)
-    pipe.send(found=sum_read, left=int(values.sum()))  # the second waits for the fill
+    pipe.send(found=sum_read, left=int(values.sum()))  # the second sum waits for the fill
     pipe.hear()
 
 
 class Sender:
-    """Sends as the daemon does: a group in chunks, its word behind it; link and device are busy."""
+    """Sender that works like the daemon: it sends a group, then the fence, on a busy link."""
 
     def __init__(self, cuda: Cuda, base: int) -> None:
         self._cuda, self._base = cuda, base
-        self._source = PinnedBuffer(cuda, GROUP_BYTES + MIB)  # the word's own behind the group's
+        self._source = PinnedBuffer(cuda, GROUP_BYTES + MIB)  # the group, then space for the fence
         self._stream, self._noise_stream = cuda.stream(), cuda.stream()
         self._noise = cuda.malloc(GROUP_BYTES)
 
@@ -231,7 +231,7 @@ def _slice(rig: Rig) -> str:
 
 
 def _graph(rig: Rig) -> str:
-    """Replay a captured product with new weights; a failed capture must leave no trace."""
+    """Replay a captured product with new weights; check computing after a failed capture."""
     side, cuda = rig.side(), rig.cuda()
     import torch
 
@@ -256,7 +256,7 @@ def _graph(rig: Rig) -> str:
 
 
 def _waits(words: Words, rig: Rig) -> str:
-    """Another process enqueues wait and kernel *before* the data is sent: it reads what came."""
+    """Make another process enqueue a wait and a sum *before* the data is sent; check the sum."""
     _, peer = fork(partial(_read_behind_waits, rig))
     cuda = rig.cuda()
     sender = Sender(cuda, share(cuda, peer, HEAD_BYTES + GROUP_BYTES, 0))
@@ -278,7 +278,7 @@ def _read_behind_waits(rig: Rig, pipe: Pipe) -> None:
     with side.computing(in_slice=False):
         int(last.sum())  # loads the kernels, before any wait
         for turn in range(1, ROUNDS + 1):
-            pipe.send(is_enqueuing=True)  # what follows must not end before the data comes
+            pipe.send(is_enqueuing=True)  # the next sum must not end before the data is sent
             cuda.wait_value(side.stream, base, turn)
             pipe.send(found=int(last.sum()))
             pipe.hear()
@@ -291,7 +291,7 @@ def expect(what: str, actual: float, expected: float) -> None:
 
 
 def fill(cuda: Cuda, address: int, value: int, size_bytes: int) -> None:
-    """Fill device memory with a value, and wait for it."""
+    """Fill device memory with a value (blocks)."""
     stream = cuda.stream()
     cuda.fill(address, value, size_bytes, stream)
     cuda.synchronize(stream)
@@ -306,7 +306,7 @@ def total(cuda: Cuda, address: int) -> int:
 
 
 def round_trip(cuda: Cuda, address: int, source: Bytes) -> int:
-    """Random bytes through a MiB of the device, which is returned."""
+    """Copy random bytes to a new MiB of the device and back, compare, and return its address."""
     block, stream, back = cuda.malloc(MIB), cuda.stream(), PinnedBuffer(cuda, MIB)
     source[:] = np.frombuffer(os.urandom(MIB), np.uint8)
     cuda.copy_to_device(block, address, MIB, stream)
@@ -318,7 +318,7 @@ def round_trip(cuda: Cuda, address: int, source: Bytes) -> int:
 
 
 def share(cuda: Cuda, pipe: Pipe, size_bytes: int, value: int) -> int:
-    """Fill a block and send its handle through the pipe."""
+    """Allocate and fill a block, send its handle through the pipe, and return its address."""
     block = cuda.malloc(size_bytes)
     fill(cuda, block, value, size_bytes)
     pipe.send(handle=cuda.export_handle(block).hex())
@@ -326,14 +326,14 @@ def share(cuda: Cuda, pipe: Pipe, size_bytes: int, value: int) -> int:
 
 
 def opened(cuda: Cuda, pipe: Pipe) -> int:
-    """Open the block whose handle the other process sends."""
+    """Map the block whose handle the other process sends, and return its address."""
     return cuda.open_handle(bytes.fromhex(pipe.hear()["handle"]))
 
 
 def tensor_of(
     side: CudaTorch, base: int, offset_bytes: int = 0, size_bytes: int = MIB
 ) -> torch.Tensor:
-    """Bytes at an address of the device."""
+    """Return a uint8 tensor over the bytes at an address of the device."""
     spec = TensorSpec(
         name="bytes",
         dtype="uint8",
@@ -346,7 +346,7 @@ def tensor_of(
 
 
 class SelfTestCheck(NamedTuple):
-    """One check, with the checks that must have passed for it to mean something."""
+    """One check, and the checks that must pass before it can run."""
 
     run: Callable[[Rig], dict[str, Any] | str]
     needs: tuple[str, ...] = ()
@@ -367,7 +367,7 @@ CHECKS: Final[dict[str, SelfTestCheck]] = {
 
 
 def main(order: dict[str, Any], checks: Mapping[str, SelfTestCheck] = CHECKS) -> None:
-    """Say what is found, line by line."""
+    """Run the device check and the requested ones; print each result as a line of JSON."""
     rig, passed = Rig(order["package"], int(order["index"])), set()
     for name in ("device", *order["tests"]):
         check = checks[name]
@@ -385,7 +385,7 @@ def main(order: dict[str, Any], checks: Mapping[str, SelfTestCheck] = CHECKS) ->
 
 
 def _outcome(check: SelfTestCheck, rig: Rig) -> dict[str, Any]:
-    """Run a check in a process group of its own, which is gone when this returns."""
+    """Run a check in a new process group; end the group before returning its result."""
     began_s = time.monotonic()
 
     def work(pipe: Pipe) -> None:
@@ -396,12 +396,12 @@ def _outcome(check: SelfTestCheck, rig: Rig) -> dict[str, Any]:
     os.setpgid(pid, pid)
     finding: dict[str, Any] = {"error": f"no answer within {check.limit_s:g} s"}
     if pipe.is_silent(check.limit_s):
-        os.killpg(pid, signal.SIGABRT)  # each of its processes shows where it hangs
+        os.killpg(pid, signal.SIGABRT)  # each of its processes prints its stack
         pipe.is_silent(LAST_WORDS_S)
     else:
         try:
             finding = pipe.hear()
-        except EOFError:  # it crashed: the signal is in its status
+        except EOFError:  # it crashed; its exit status has the signal
             finding = {"error": ""}
     os.killpg(pid, signal.SIGKILL)
     status = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])

@@ -1,7 +1,7 @@
-"""Worker's use of ``torch.cuda``, and the private names of torch that it needs.
+"""A worker's use of ``torch.cuda``, and the private names of torch that it needs.
 
-A stand-in for the bindings (``fake_cuda`` of the tests) brings its own ``torch_side``, so that the
-whole system runs over a fake GPU: there tensors are host tensors over the fake's memory.
+A fake of the bindings (``fake_cuda`` of the tests) has its own ``torch_side``, so that the whole
+system runs on a fake GPU. The fake's tensors are host tensors over its memory.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from .capture import CudaRecorder, no_collector
 
 
 def torch_side(package: str, index: int) -> CudaTorch:
-    """Return the stand-in's torch side, or the real one."""
+    """Return the torch side that a fake of the bindings has, else the real one."""
     maker = getattr(importlib.import_module(package), "torch_side", None)
     side: CudaTorch = CudaTorch(index) if maker is None else maker(index)
     return side
 
 
 class _Mapped:
-    """``__cuda_array_interface__`` over a raw pointer; torch keeps it as long as the storage."""
+    """Object with ``__cuda_array_interface__`` over a raw pointer; torch's storage keeps it."""
 
     def __init__(self, pointer: int, size_bytes: int) -> None:
         self.__cuda_array_interface__ = {
@@ -40,9 +40,9 @@ class _Mapped:
 
 
 class CudaTorch:
-    """One worker's torch, on its device. Made after the fork, it makes this process's context.
+    """Torch on one worker's device. Create it after the fork; it creates the process's context.
 
-    ``stream`` is the handle of the one stream that this worker computes on.
+    ``stream`` is the handle of the only stream on which this worker computes.
     """
 
     def __init__(self, index: int) -> None:
@@ -58,14 +58,14 @@ class CudaTorch:
     def current_stream(self) -> int | None:
         """Return the handle of this thread's compute stream, which a script may change.
 
-        None while the script captures a graph of its own there: nothing may be asked then.
+        Return None while the script captures its own graph there; a capture forbids queries.
         """
         if torch.cuda.is_current_stream_capturing():
             return None
         return int(torch.cuda.current_stream(self._index).cuda_stream)
 
     def storage(self, pointer: int, size_bytes: int) -> torch.UntypedStorage:
-        """Return all of a mapping as one storage; nothing is copied, nothing owned."""
+        """Return all of a mapping as one storage, which does not copy or own the memory."""
         mapped = _Mapped(pointer, size_bytes)
         return torch.as_tensor(mapped, device=self.device).untyped_storage()
 
@@ -77,7 +77,7 @@ class CudaTorch:
 
     @contextlib.contextmanager
     def computing(self, *, in_slice: bool) -> Iterator[None]:
-        """Enqueue the block's work on ``stream``, with memory from the slice."""
+        """Enqueue the block's work on ``stream``, with memory from the slice if ``in_slice``."""
         with torch.cuda.stream(self._stream):
             if self._pool is None or not in_slice:
                 yield
@@ -86,17 +86,17 @@ class CudaTorch:
                 yield
 
     def take_slice(self, pointer: int, size_bytes: int) -> None:
-        """Let ``computing(in_slice=True)`` allocate here from now on."""
+        """Make ``computing(in_slice=True)`` allocate in this range from now on."""
         segments = Segments(pointer, size_bytes)
         pool = make_pool(segments)
         reserve(pool, segments, self._stream)
         self._pool, self._segments = pool, segments
 
     def check_slice(self) -> str:
-        """Compute in the slice: convolutions and products of several sizes.
+        """Compute convolutions and products of several sizes in the slice; return a report.
 
         Raises:
-            RuntimeError: results are wrong, lie elsewhere, or torch asked for more memory.
+            RuntimeError: a result is wrong or outside of the slice, or torch requested more memory.
         """
         assert self._segments is not None
         before = self._segments.calls
@@ -120,29 +120,29 @@ class CudaTorch:
         return f"{self._segments.calls} segments"
 
     def check_failed_capture(self, recorder: CudaRecorder) -> None:
-        """Capture what cannot be captured, then compute as a task does.
+        """Attempt a capture that must fail, then compute as a task does.
 
         Raises:
-            RuntimeError: the capture was not refused, or nothing works after it.
+            RuntimeError: the capture succeeded, or computing fails after it.
         """
         ones = torch.ones(8, device=self.device)
         try:
             with recorder.session():
                 recorder.record(lambda: ones.sum().item())  # type: ignore[arg-type]
-        except RuntimeError:  # and ``CaptureBroke``, which is none, rises
+        except RuntimeError:  # expected; a ``CaptureBroke`` is not a RuntimeError and is raised
             pass
         else:
             raise RuntimeError("a copy to the host was captured")
         with self.computing(in_slice=True):
             total = float((torch.ones(1024, device=self.device) * 2).sum())
-            torch.rand(8, device=self.device)  # the generator left its capture, too
+            torch.rand(8, device=self.device)  # checks that the generator's capture has ended too
         if total != 2048:
             raise RuntimeError(f"after a failed capture 1024 twos are {total}")
 
     def cap_private(self, size_bytes: int) -> None:
-        """Limit what this process may allocate outside of the slice; 0: no limit.
+        """Limit the memory that this process may allocate outside of the slice; 0: no limit.
 
-        The slice's segments count as allocated, so they are added.
+        Torch counts the slice's segments as allocated, so their size is added to its limit.
         """
         if size_bytes:
             total = torch.cuda.get_device_properties(self._index).total_memory
@@ -151,9 +151,9 @@ class CudaTorch:
             torch.cuda.set_per_process_memory_fraction(min(1.0, share), self._index)
 
     def warm_up(self) -> None:
-        """Load libraries and take their workspaces, so that no request does.
+        """Load libraries and allocate their workspaces, so that no request has to.
 
-        Outside of the slice: cached workspaces stay for ever.
+        Call this before ``take_slice``: cached workspaces are never freed.
         """
         with torch.cuda.stream(self._stream), torch.inference_mode():
             for dtype in (torch.float32, torch.bfloat16, torch.float16):
@@ -172,10 +172,10 @@ class CudaTorch:
 
 
 def tensor_at(storage: torch.UntypedStorage, spec: TensorSpec, offset_bytes: int) -> torch.Tensor:
-    """Return the tensor of ``views.tensor_over``, without the driver and in a third of the time.
+    """Return the same tensor as ``tensor_over``, in a third of the time and without driver calls.
 
     ``_construct_CUDA_Tensor_From_Storage_And_Metadata`` is private and checks no bounds, so they
-    are checked here. A torch without it uses the public way.
+    are checked here. If torch does not have it, ``tensor_over`` is used.
 
     Raises:
         LocalProtocolError: the spec's numbers contradict each other or the storage.

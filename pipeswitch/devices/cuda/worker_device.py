@@ -1,4 +1,4 @@
-"""The cuda device, a worker's side: the daemon's allocation opened once, tensors over it."""
+"""A worker's side of the cuda device: a mapping of the daemon's memory, and tensors over it."""
 
 from __future__ import annotations
 
@@ -28,17 +28,17 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-LOOKS_PER_GROUP: Final = 8  # gate points: a few layers, some thirty groups in a step of ResNet-50
+LOOKS_PER_GROUP: Final = 8  # gate points of a group; a step of ResNet-50 has about 30 groups
 GROUPS_AHEAD: Final = 2
-ENDING_S: Final = 5.0  # for a queue to run dry; a wait for what will not come never does
+ENDING_S: Final = 5.0  # limit for queued work to end; it hangs on a fence that is never set
 LOOK_S: Final = 0.001
 
 
 class CudaWorkerDevice(WorkerDevice):
-    """See ``WorkerDevice``; made after the fork, by the main thread.
+    """See ``WorkerDevice``. The main thread creates it after the fork.
 
-    One trust domain: unlike the cpu device's, this mapping can be written by every worker, and a
-    model's code that writes to its weights is stopped at registration only.
+    All workers are one trust domain: unlike on the cpu device, every worker can write the arena. A
+    model that writes to its weights is refused at registration, but not stopped at runtime.
     """
 
     def __init__(
@@ -52,10 +52,10 @@ class CudaWorkerDevice(WorkerDevice):
         control_page: int,
         doorbells: Sequence[int],
     ) -> None:
-        """Open the handle, map the host's copy of the words; descriptors stay the caller's.
+        """Map the daemon's allocation and the host's fences. The caller keeps the descriptors.
 
         Raises:
-            CudaError: the allocation cannot be opened here.
+            CudaError: this process cannot open the allocation.
         """
         self._cuda, self._side = cuda, side
         self._options, self._arena_bytes = options, settings.arena_bytes
@@ -86,9 +86,9 @@ class CudaWorkerDevice(WorkerDevice):
         return self._side.tensor(self._arena, spec, 0)
 
     def take_slice(self, size_bytes: int) -> None:
-        """Let programs allocate behind the arena; call it once, before any other thread."""
+        """Make programs allocate behind the arena; call it once, before other threads start."""
         self._side.take_slice(self._base + self._arena_bytes, size_bytes)
-        self.can_yield = False  # who comes meanwhile computes there, too
+        self.can_yield = False  # another task would overwrite the paused task's activations
 
     # -- programs ------------------------------------------------------------------------------
 
@@ -101,7 +101,7 @@ class CudaWorkerDevice(WorkerDevice):
         return lambda bound: DeviceProgram(bound, self.device, recorder, budget)
 
     def program(self, bound: BoundProgram) -> DeviceProgram:
-        """Return the program for this device: inputs copied in, groups as graphs if allowed."""
+        """Return the program for this device, which copies inputs in and may use CUDA graphs."""
         return self._program_maker(bound)
 
     def kernels(self) -> PackedKernels:
@@ -115,7 +115,7 @@ class CudaWorkerDevice(WorkerDevice):
         return bool(getattr(program, "is_capture_wanted", False))
 
     def improve(self, program: BoundProgram) -> None:
-        """Capture graphs of programs that ran eagerly, in an idle moment, if that is wanted."""
+        """Capture graphs of a program's shapes that ran eagerly. Blocks up to a second."""
         from .graphs import DeviceProgram
 
         if isinstance(program, DeviceProgram):
@@ -123,20 +123,21 @@ class CudaWorkerDevice(WorkerDevice):
                 program.improve()
 
     def drop(self, program: BoundProgram) -> None:
-        """Drop the graphs of a program that is bound anew elsewhere, or no longer used."""
+        """Free the graphs of a program whose weights have moved, or that is no longer used."""
         from .graphs import DeviceProgram
 
         if isinstance(program, DeviceProgram):
             program.close()
 
     def computing(self, program: BoundProgram | None) -> AbstractContextManager[None]:
-        """Around everything that a task enqueues, its copies in and out included."""
+        """Enclose all work that a task enqueues, its copies in and out included."""
         self._running = program
         in_slice = bool(getattr(program, "may_use_slice", False))
         return self._side.computing(in_slice=in_slice)
 
     def leave_slice(self, program: BoundProgram) -> bool:
-        """Use ordinary memory from now on, because the slice was too small."""
+        """Move a program to ordinary memory, because the slice is too small; return False if it
+        uses that already. Blocks until its enqueued work has run."""
         from .graphs import DeviceProgram
 
         if not isinstance(program, DeviceProgram) or not program.may_use_slice:
@@ -147,7 +148,7 @@ class CudaWorkerDevice(WorkerDevice):
         return True
 
     def pin(self, pointer: int, size_bytes: int) -> None:
-        """Pin the request pool for this process, so that copies from and to slabs are async."""
+        """Pin the request pool for this process, so that copies of slabs are asynchronous."""
         try:
             self._cuda.register(pointer, size_bytes)
         except CudaError as error:
@@ -160,15 +161,15 @@ class CudaWorkerDevice(WorkerDevice):
     # -- waiting -------------------------------------------------------------------------------
 
     def wait_group(self, fence: int, op_id: OpId) -> float:
-        """0 where the device waits: between replays only.
+        """Implement ``Signals.wait_group``. The device waits only between replays of graphs.
 
-        Behind a wait, a kernel that is not loaded yet and an allocation may block this thread in
-        the driver until the group comes, and for ever if it does not.
+        After a device-side wait, loading a kernel or allocating memory may block this thread in the
+        driver until the group arrives, or forever if it does not.
         """
         value = op_id & FENCE_MASK
         is_replay = getattr(self._running, "is_replaying", False)
         if self._options.waits == "cpu" or not is_replay or self._fences[fence] == value:
-            return super().wait_group(fence, op_id)  # the host's copy rises last
+            return super().wait_group(fence, op_id)  # the host's fence is set after the device's
         self._cuda.wait_value(self._side.stream, self._base + fence * FENCE_BYTES, value)
         return 0.0
 
@@ -181,9 +182,9 @@ class CudaWorkerDevice(WorkerDevice):
         self._cuda.synchronize(self._side.stream)
 
     def synchronize(self) -> None:
-        """Block until this process's work on *all* its streams has run. Any thread.
+        """Block until this process's work on *all* its streams has run. Any thread may call this.
 
-        For training only: a script may use streams of its own. Other processes are not waited for.
+        Only training needs it, because a script may use streams of its own.
         """
         self._cuda.set_device(INDEX)
         self._cuda.synchronize_device()
@@ -195,11 +196,11 @@ class CudaWorkerDevice(WorkerDevice):
         return CudaCopies(INDEX)
 
     def pacer(self) -> Callable[[], None]:
-        """Return the pacer that keeps a training script at most two groups ahead (``RunAhead``)."""
+        """Return a function that keeps a script at most two groups ahead (``RunAhead``)."""
         return RunAhead(self._cuda, self._side.current_stream).look
 
     def is_lost(self, error: BaseException) -> bool:
-        """Return True if the context is broken: then this process must exit and be replaced."""
+        """Return True if the context is broken or hangs, so that this process must be replaced."""
         if isinstance(error, CudaError) and error.is_sticky:
             return True
         try:
@@ -208,7 +209,7 @@ class CudaWorkerDevice(WorkerDevice):
             return problem.is_sticky
 
     def _has_ended(self) -> bool:
-        """Return True if the enqueued work ends soon; do not wait for a queue that waits itself.
+        """Return True if the enqueued work ends within ``ENDING_S``; blocks at most that long.
 
         Raises:
             CudaError: an enqueued operation failed.
@@ -224,9 +225,9 @@ class CudaWorkerDevice(WorkerDevice):
         return True
 
     def fault(self) -> TaskFailed | None:
-        """Return a kernel's failed assertion as the model's error, because it would repeat.
+        """Return a kernel's failed assertion as the model's error, because a retry fails too.
 
-        Anything else that breaks a context may be the device's doing, and is tried again.
+        Return None for other errors, which the device may have caused: the task is tried again.
         """
         try:
             self._has_ended()
@@ -237,7 +238,7 @@ class CudaWorkerDevice(WorkerDevice):
         return None
 
     def close(self) -> None:
-        """Close the mapping; every tensor over it is void from now on."""
+        """Close the mapping; no tensor over it may be used afterwards."""
         self.__dict__.pop("_arena", None)
         self.__dict__.pop("_program_maker", None)
         for pointer in self._pinned_pools:
@@ -249,15 +250,14 @@ class CudaWorkerDevice(WorkerDevice):
 
 
 class RunAhead:
-    """Pacer for every gate point of a script: at most two groups queue behind the running one
-    (ADR 14).
+    """Limit on the work that a script enqueues: at most two groups behind the running one (ADR 14).
 
-    So a request waits for no more than that after a stop. Used by the script's thread alone.
+    After a stop, a request waits only for these groups. Only the script's thread uses this object.
     """
 
     def __init__(self, cuda: Cuda, current_stream: Callable[[], int | None]) -> None:
-        """``current_stream``: the handle of the stream that the script computes on now; None while
-        it captures a graph there: nothing is queued then, and asking would spoil the capture."""
+        """``current_stream``: returns the handle of the script's compute stream; None while the
+        script captures a graph there, because then nothing runs, and a query spoils the capture."""
         self._cuda = cuda
         self._current_stream = current_stream
         self._looks = 0
@@ -265,7 +265,7 @@ class RunAhead:
         self._events = [cuda.event() for _ in range(GROUPS_AHEAD + 1)]
 
     def look(self) -> None:
-        """Put an event behind a finished group, and wait for the one of two groups before."""
+        """Record an event every ``LOOKS_PER_GROUP`` calls; wait for the event two groups before."""
         self._looks += 1
         if self._looks % LOOKS_PER_GROUP:
             return
@@ -275,6 +275,6 @@ class RunAhead:
         newest = self._groups % len(self._events)
         self._cuda.record(self._events[newest], stream)
         self._groups += 1
-        oldest = self._events[self._groups % len(self._events)]  # unrecorded ones are done
+        oldest = self._events[self._groups % len(self._events)]  # done if never recorded
         if not self._cuda.is_done(oldest):
             self._cuda.wait(oldest)

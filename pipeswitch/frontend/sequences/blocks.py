@@ -1,8 +1,8 @@
-"""KV cache: rows in blocks of the request pool, shared where the first tokens are equal. Pure.
+"""KV caches: rows in blocks of the request pool. Equal first tokens share blocks. Pure.
 
 The blocks of one caller, program and row size are a *space*. A full block whose tokens are known
 lies in a tree under the block before it, so equal tokens are stored once. A block in the tree is
-never written again: a sequence that differs within a block copies its first rows (copy on write).
+never written again: a sequence that differs within a block copies the first rows (copy on write).
 
 Four operations: ``match`` finds the blocks of the first tokens, ``insert`` puts a block into the
 tree, ``lock`` and ``unlock`` count the sequences that use a block, and ``evict`` frees the oldest
@@ -25,12 +25,12 @@ from ...wire.slabs import SLAB_ALIGN_BYTES
 from ..request_pool import RequestPool
 
 BLOCK_ROWS: Final = 16  # a block has this many rows, or a multiple
-MOST_WASTE: Final = 32  # whole pages waste at most 1/32 of a block's rows
+MOST_WASTE: Final = 32  # padding to whole pages wastes at most 1/32 of a block
 BLOCK_BYTES: Final = 1024  # memory of a block outside the pool: its record and tree node
 TOKEN_BYTES: Final = 4  # memory of a token outside the pool, here and again in its generation
 MOST_SIBLINGS: Final = 32  # newest siblings that are compared token by token
 
-Tokens = array  # array of C ints: no vocabulary has more than 2**21
+Tokens = array  # array of C ints, which are large enough: no vocabulary has more than 2**21 tokens
 
 
 def tokens_of(ids: Any) -> Tokens[int]:
@@ -47,7 +47,7 @@ class BlockNamespace(msgspec.Struct, kw_only=True, eq=False):
     tenant: str
     row_bytes: int
     rows: int  # rows per block
-    tables: int = 0  # open tables
+    tables: int = 0  # number of open tables
     blocks: int = 0
     unlocked: int = 0
     is_gone: bool = False  # its model was removed: nothing stays cached
@@ -60,13 +60,13 @@ class BlockNamespace(msgspec.Struct, kw_only=True, eq=False):
 
 
 class Block(msgspec.Struct, kw_only=True, eq=False):
-    """Rows of ``BlockNamespace.rows`` tokens."""
+    """Block of the pool, with the rows of ``BlockNamespace.rows`` tokens."""
 
     space: BlockNamespace
     offset_bytes: int
     locks: int = 1  # sequences that use it
     tokens: bytes = b""  # empty: it is not in the tree
-    siblings: dict[bytes, Block] = {}  # dict of the tree that contains it
+    siblings: dict[bytes, Block] = {}  # the tree's dict that contains this block
     children: dict[bytes, Block] = {}
     used_at_ms: float = 0.0
 
@@ -82,7 +82,7 @@ class BlockTable(msgspec.Struct, kw_only=True, eq=False):
 
     @property
     def capacity(self) -> int:
-        """Number of rows that there is room for."""
+        """Number of rows that fit into the blocks."""
         return len(self.blocks) * self.space.rows
 
     @property
@@ -99,14 +99,14 @@ class BlockTable(msgspec.Struct, kw_only=True, eq=False):
 class BlockPool:
     """Pool of the blocks of all sequences.
 
-    Invariants (``tests/unit/sequence_world.py``): a block's locks equal the number of tables with
+    Invariants (``tests/unit/sequence_world.py``): a block has a lock for each table that contains
     it. A block without locks is in the tree, and its children are evicted before it.
     """
 
     def __init__(self, pool: RequestPool, now_ms: Callable[[], float]) -> None:
         self._pool, self._now_ms = pool, now_ms
         self.spaces: dict[Hashable, BlockNamespace] = {}
-        self.unlocked: dict[Block, None] = {}  # in the order of their release
+        self.unlocked: dict[Block, None] = {}  # blocks without locks, in the order of their release
 
     # ---- the four operations -------------------------------------------------------------------
 
@@ -149,7 +149,7 @@ class BlockPool:
             block.locks += 1
 
     def unlock(self, blocks: Sequence[Block]) -> None:
-        """Unlock a table's blocks. Unused ones in the tree stay cached; others are freed."""
+        """Unlock a table's blocks. A block without locks is cached if in the tree, else freed."""
         for block in reversed(blocks):
             block.locks -= 1
             if block.locks:
@@ -185,7 +185,7 @@ class BlockPool:
         return BlockTable(space=space)
 
     def resize(self, table: BlockTable, rows: int) -> None:
-        """Resize a table to the blocks for ``rows`` rows, or for its rows in use if these are more.
+        """Resize a table to hold ``rows`` rows, or its used rows if these are more.
 
         Raises:
             QueueFull: the pool has no room; the table is unchanged.
@@ -251,7 +251,7 @@ class BlockPool:
         return sum(one.unlocked * one.block_bytes for one in self.spaces.values())
 
     def expire(self, idle_ms: float) -> float | None:
-        """Evict blocks without locks for ``idle_ms``; return the ms until the next one is due."""
+        """Evict blocks that had no lock for ``idle_ms``; return the ms until the next eviction."""
         for block in [*self.unlocked]:
             left_ms = block.used_at_ms + idle_ms - self._now_ms()
             if left_ms > 0:
@@ -310,7 +310,7 @@ def beside_bytes(rows: int) -> int:
 
 
 def _common(these: bytes, those: bytes) -> int:
-    """Return the number of tokens in the common prefix."""
+    """Return the number of tokens in the common prefix of two byte strings."""
     count = min(len(these), len(those)) // TOKEN_BYTES
     if not count:
         return 0

@@ -1,4 +1,4 @@
-"""One generation: its ids so far, its sampling parameters, and the sequence with its rows."""
+"""One generation: its ids so far, its sampling parameters, and the sequence with its cache."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ MOST_CHANCES: Final = 96  # log probabilities that one run may report
 
 
 class GenerateBody(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Body of ``generate``, without the caller."""
+    """Body of ``generate``, without the fields about the caller."""
 
     max_tokens: Annotated[int, msgspec.Meta(ge=1, le=MAX_TOKENS)] = 128
     so_far: tuple[int, ...] = ()  # tokens from an earlier try of this request
@@ -49,7 +49,7 @@ class Generation(msgspec.Struct, kw_only=True, eq=False):
     prompt_count: int
     scored: Tokens[int]  # the prompt, if the reply reports its tokens' log probabilities
     most: int  # maximum number of new tokens
-    piece: int  # maximum number of ids of one run
+    piece: int  # maximum number of ids that one run reads
     stop: tuple[int, ...]
     sampling: Sampling
     began_at_ms: float = 0.0
@@ -152,7 +152,7 @@ def generation_of(
     announced: ModelAvailable,
     share_bytes: int,
 ) -> Generation:
-    """Return the generation that a request asks for.
+    """Return the generation that a request describes.
 
     Args:
         share_bytes: bytes of the request pool that one caller may hold.

@@ -1,14 +1,14 @@
-"""Sequences: requests that continue from the state of the one before (``register(…, state=…)``).
+"""Sequences: each request continues from the previous one's state (``register(…, state=…)``).
 
 The outputs that are a sequence's state stay in the request pool, where a worker wrote them. The
-next request gets them as inputs. So the scheduler sees ordinary requests, and a worker that dies
-costs nothing: the request is computed again from the same bytes.
+next request gets them as inputs, so the scheduler sees ordinary requests. If a worker dies, its
+request is computed again from the same bytes.
 
 The state counts toward its caller's share of the pool. A sequence has one request at a time. A
 failed request leaves the state unchanged. An answer that did not reach its client ends the
 sequence, because its client cannot know whether the step was done.
 
-State that grows lies in blocks (``blocks``). A generation's cache is such a sequence, too
+State that grows lies in blocks (``blocks``). A generation's cache is such a state, too
 (``open``, ``fit``, ``append``). Generations of one caller that begin with the same tokens share
 blocks (``reuse``). After their end, the blocks stay cached until their memory is needed.
 """
@@ -50,7 +50,7 @@ class Sequences:
         self.held: dict[Key, SequenceState] = {}
         self.blocks = BlockPool(pool, now_ms)
         self._steps = self.tokens_reused = 0
-        self._tokens: dict[str, int] = {}  # tokens in answers, by language model
+        self._tokens: dict[str, int] = {}  # language model -> number of tokens in answers
         pool.give_up = self.blocks.evict
         self._look_at_ms = 0.0  # nothing expires before this time
         self._number = 0
@@ -160,7 +160,7 @@ class Sequences:
             self.drop(sequence)
 
     def begin(self, sequence: SequenceState, options: SequenceOptions) -> None:
-        """Note the accepted request. A starting sequence replaces another one of its name."""
+        """Mark a sequence as busy with a request. A new one replaces another of its name."""
         known = self.held.get(sequence.key)
         if known is not None and known is not sequence:
             self.drop(known)
@@ -238,7 +238,7 @@ class Sequences:
         return rows
 
     def retract(self, model: str) -> None:
-        """End all sequences of a removed model and forget its blocks."""
+        """End all sequences of a removed model and free its cached blocks."""
         self._tokens.pop(model, None)
         self.blocks.remove(model)
         for sequence in [one for one in self.held.values() if one.announced.model == model]:
@@ -249,7 +249,7 @@ class Sequences:
     def _make_room(
         self, sequence: SequenceState, spec: ValueSpec, axis: int, values: Values, first: Any = None
     ) -> None:
-        """Allocate memory for the rows of the coming answer, so that it cannot fail later.
+        """Allocate memory for the answer's rows now, so that no shortage fails the request later.
 
         Args:
             first: the rows in the request that starts the sequence.

@@ -27,29 +27,29 @@ Key = tuple[str, str]  # caller, and the caller's name for the sequence
 
 
 class SequenceState(msgspec.Struct, kw_only=True, eq=False):
-    """One sequence."""
+    """State of one sequence between its requests, and during one."""
 
     key: Key
-    number: int  # the scheduler's name for it
+    number: int  # the scheduler's number for the sequence
     client: Session
     announced: ModelAvailable  # the version that it began with
     used_at_ms: float
-    values: dict[str, SlabTensor] = {}  # the current state, by input
+    values: dict[str, SlabTensor] = {}  # input -> its current value
     allocation: PoolAllocation | None = None  # slab of the values that each answer replaces
-    grown: dict[str, BlockTable] = {}  # blocks of the values that grow, by input
-    made: dict[str, SlabTensor] = {}  # the next state, from the request being answered
+    grown: dict[str, BlockTable] = {}  # input -> blocks of its value, if it grows
+    made: dict[str, SlabTensor] = {}  # input -> its next value, from the request being answered
     run: OpId = OpId(0)  # the run that computed ``made``
     op_id: OpId = OpId(0)  # the run that computed ``values``
     steps: int = 0  # number of answered requests
     is_busy: bool = False
     is_ending: bool = False  # it ends when its current request succeeds
     is_left: bool = False  # it ends after its current request in any case
-    brought: list[tuple[str, Any]] = []  # rows in its first request, by input
+    brought: list[tuple[str, Any]] = []  # (input, rows) pairs of the first request
     token: Token | None = None  # the generation that owns it
 
     @property
     def copy_bytes(self) -> int:
-        """Bytes to copy before its request is computed."""
+        """Bytes of ``brought``, to be copied before the first request is computed."""
         return sum(len(rows) for _, rows in self.brought)
 
     @property
@@ -66,7 +66,7 @@ class SequenceState(msgspec.Struct, kw_only=True, eq=False):
 
     @property
     def size_bytes(self) -> int:
-        """Bytes of the pool that the sequence holds; shared blocks count."""
+        """Bytes of the pool that the sequence holds, including shared blocks."""
         return self.replaced_bytes + sum(one.size_bytes for one in self.grown.values())
 
     @property

@@ -1,4 +1,4 @@
-"""Connected clients, and the messages on their way to them.
+"""Connected clients, and the messages that are being sent to them.
 
 Owned by the frontend. A client is a session (128 random bits) on one connection; an answer goes
 only to this session on this connection.
@@ -43,7 +43,7 @@ class Outgoing(msgspec.Struct, kw_only=True, eq=False):
     """A message for one client, until the kernel has taken all of it."""
 
     frames: list[Any]
-    on_end: Callable[[bool], None] | None = None  # called with True when it left, False if lost
+    on_end: Callable[[bool], None] | None = None  # gets True when the message left, False if lost
     size_bytes: int = 0  # set by the send queue
     since_ms: float = 0.0  # set when it begins to wait in the send queue
 
@@ -53,10 +53,10 @@ class Peer(Protocol):
 
     @property
     def needs_poll(self) -> bool:
-        """True if there is work that need not wait for the socket."""
+        """True if the peer has work that can be done without waiting for its socket."""
 
     def transmit(self, outgoing: Outgoing) -> bool:
-        """Send a message, or the rest of it. False: some is left; call again with the same message.
+        """Send a message, or the rest of it. False: call again with the same message for its rest.
 
         Raises:
             OSError: the connection is gone.
@@ -72,8 +72,8 @@ class Session:
     peer: Peer
     session: str = field(default_factory=lambda: secrets.token_hex(16))
     principal: Principal
-    requests: dict[str, Token] = field(default_factory=dict)  # those without a final answer, by id
-    # topics of each event subscription, by request id
+    requests: dict[str, Token] = field(default_factory=dict)  # request id -> token, if unanswered
+    # request id -> topics of its event subscription
     subscriptions: dict[str, tuple[str, ...]] = field(default_factory=dict)
     backlog: deque[Outgoing] = field(default_factory=deque)
     unsent_bytes: int = 0

@@ -6,10 +6,10 @@ A connection *holds* the received part of an incomplete message. The limits are:
    may send few other messages before that.
 2. With a session, it may hold ``client_bytes``. All connections together may hold ``total_bytes``;
    over that, the largest ones of the tenant that holds most are closed first.
-3. A new connection over ``max_count`` closes the one that has waited longest to say hello, if
-   several wait. If it says hello, the newest session of the tenant with most sessions is closed.
+3. If a new connection exceeds ``max_count`` and several wait to say hello, the one that waited
+   longest is closed. If a hello exceeds it, the tenant with most sessions loses its newest one.
 
-The client library then connects again.
+A client whose connection was closed connects again.
 """
 
 from __future__ import annotations
@@ -22,20 +22,20 @@ from typing import Final
 _logger = logging.getLogger(__name__)
 
 HELLO_S: Final = 30.0
-SESSIONLESS_BYTES: Final = 16 << 10  # greeting, keys, hello and a few pings need a tenth of it
-SESSIONLESS_MESSAGES: Final = 32  # pings and invalid messages: they cost the loop time
+SESSIONLESS_BYTES: Final = 16 << 10  # greeting, keys, hello and a few pings need a tenth of this
+SESSIONLESS_MESSAGES: Final = 32  # number of pings and invalid messages, which cost the loop time
 SESSIONLESS_MESSAGES_PER_S: Final = 10
 ROUND_S: Final = 0.1  # every connection is checked once in this time
-SLICE: Final = 64  # connections checked at a time: a request waits no longer than this
+SLICE: Final = 64  # connections checked at once; more would delay requests
 
 
 class LimitedConnection:
-    """Accepted connection. A subclass reports the bytes that it holds, and hangs it up."""
+    """Accepted connection. A subclass reports the bytes that it holds, and shuts it down."""
 
     since_s = 0.0
     tenant = ""  # empty without a session
     has_session = False
-    is_ended = False  # we hung it up; it is closed soon
+    is_ended = False  # it was hung up, and is closed soon
     message_count = 0  # messages before its session
     last_held_bytes = 0  # held bytes at the last check
 
@@ -59,7 +59,7 @@ class ConnectionLimits:
         self._connections: dict[LimitedConnection, None] = {}  # in order of arrival
         self._waiting: dict[LimitedConnection, None] = {}  # connections without a session
         self._count = 0  # connections that were not hung up
-        self._sessions: Counter[str] = Counter()  # sessions of these connections, by tenant
+        self._sessions: Counter[str] = Counter()  # tenant -> number of its sessions
         self._round: list[LimitedConnection] = []  # connections still to be checked
         self.next_at_s = math.inf  # time of the next check by ``tick``
         self.hung_up: Counter[str] = Counter()  # connections that we hung up, by cause
@@ -87,7 +87,7 @@ class ConnectionLimits:
         return not one.is_ended
 
     def on_hello(self, one: LimitedConnection, tenant: str) -> None:
-        """Note that the connection has a session of this tenant now."""
+        """Record that the connection has a session of this tenant now."""
         if one not in self._waiting:
             return
         del self._waiting[one]
@@ -132,7 +132,7 @@ class ConnectionLimits:
             self.end(one, "no hello")
 
     def _shed(self) -> None:
-        """End the largest connections of the heaviest tenant until the total limit is met."""
+        """End the largest connections of the tenant that holds most, until the limit is met."""
         held_bytes = Counter[str]()
         for one in self._connections:
             held_bytes[one.tenant] += one.last_held_bytes

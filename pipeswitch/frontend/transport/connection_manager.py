@@ -84,9 +84,9 @@ class ClientConnection(LimitedConnection):
     ) -> None:
         """Wrap an accepted socket; ``max_bytes`` limits a message's tensors in a session."""
         self._stream = Stream(sock, max_bytes)
-        self.principal = principal  # the client, with a session or without
+        self.principal = principal  # the client's tenant and roles, also before hello
         self._max_bytes = MAX_HEADER_BYTES + max_bytes
-        self.is_owners = principal.is_owner  # True also while it sends for a caller
+        self.is_owners = principal.is_owner  # not changed by the verb ``caller``
         self._stream.max_bytes = self._max_bytes if self.is_owners else SESSIONLESS_BYTES
         self.client: Session | None = None  # its session, after hello
         self._shares = shares
@@ -95,7 +95,7 @@ class ClientConnection(LimitedConnection):
         self._lent: deque[int] = deque()  # offsets of our parts that the client has not read yet
         self._taken_count = 0  # parts that the client has read
         self._begun: Outgoing | None = None  # the message being sent
-        self._pieces: deque[tuple[memoryview, Any]] = deque()  # not yet copied: target, source
+        self._pieces: deque[tuple[memoryview, Any]] = deque()  # (target, source), not yet copied
         self.is_closed = False
         self.wants_write = False  # it has data to send when the socket is writable
         self.on_change: Callable[[], None] = _nothing  # called when ``wants_write`` changes
@@ -105,7 +105,7 @@ class ClientConnection(LimitedConnection):
 
     @property
     def needs_poll(self) -> bool:
-        """True if there is work that need not wait for the socket."""
+        """True if the peer has work that can be done without waiting for its socket."""
         return not self.is_closed and (self._stream.has_more or bool(self._pieces))
 
     def _changed(self) -> None:
@@ -115,7 +115,7 @@ class ClientConnection(LimitedConnection):
             self.on_change()
 
     def on_hello(self, client: Session) -> None:
-        """Note the session: its messages may be large."""
+        """Store the session, whose messages may be large."""
         self.client = client
         self._stream.max_bytes = self._max_bytes
 
@@ -132,7 +132,7 @@ class ClientConnection(LimitedConnection):
 
         Raises:
             EOFError: the client is gone.
-            RemoteProtocolError: it violated the protocol.
+            RemoteProtocolError: the client violated the protocol.
         """
         if self._owes_share:
             self._bring_share()
@@ -183,7 +183,7 @@ class ClientConnection(LimitedConnection):
     # ---- out -----------------------------------------------------------------------------------
 
     def transmit(self, outgoing: Outgoing) -> bool:
-        """Send a message, or the rest of it. False: some is left; call again with the same message.
+        """Send a message, or the rest of it. False: call again with the same message for its rest.
 
         Raises:
             OSError: the connection is gone.
@@ -278,8 +278,8 @@ class ConnectionManager:
         self._on_message, self._gone, self._now_ms = hear, gone, now_ms
         self.all: set[ClientConnection] = set()
         self.turns: set[ClientConnection] = set()  # peers that may have something to read
-        self._selector: selectors.BaseSelector | None = None  # where the peers are registered
-        self.resting: list[Listener] = []  # paused listeners: descriptors are short
+        self._selector: selectors.BaseSelector | None = None  # the peers are registered here
+        self.resting: list[Listener] = []  # listeners paused because descriptors are short
         self.rests_until_s = math.inf
 
     def watch(self, selector: selectors.BaseSelector, listeners: Iterable[Listener]) -> None:
@@ -367,8 +367,8 @@ class ConnectionManager:
 def accept(
     listener: Listener, max_bytes: int, shares: ClientSegments
 ) -> Iterator[ClientConnection]:
-    """Accept the waiting connections of a listener; at the owner's socket, only this user's.
-    Its folder is closed to other users, but a process may pass them a connection.
+    """Accept a listener's waiting connections; at the owner's socket, only those of this user.
+    That socket's folder is closed to other users, but a process may pass them a connection.
 
     Raises:
         OSError: too few descriptors or too little memory is left.

@@ -48,7 +48,7 @@ class Listeners:
     warnings: tuple[str, ...] = ()  # to be shown when the server starts
 
     def keyed(self, config: ServerConfig) -> KeyedSettings | None:
-        """Return the gateway's settings if it accepts TCP connections; None: the frontend does."""
+        """Return the gateway's settings if it accepts the TCP connections, else None."""
         if not self.tcp.needs_keys:
             return None
         return KeyedSettings(

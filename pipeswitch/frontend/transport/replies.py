@@ -128,7 +128,7 @@ def envelope_id(parts: Sequence[Any]) -> str:
 
 
 def wrong_version(parts: Sequence[Any]) -> RemoteProtocolError | None:
-    """Return the error for another protocol version, whose fields may differ, else None."""
+    """Return the error if a message has another protocol version, else None."""
     envelope = _envelope(parts)
     if envelope is None or envelope.v == VERSION:
         return None

@@ -47,7 +47,7 @@ class Sessions:
             ended: called with a client that is gone.
         """
         self._ended, self._now_ms = ended, now_ms
-        self.clients: dict[str, Session] = {}  # by session
+        self.clients: dict[str, Session] = {}  # session id -> client
         self.complaints = RateLimitedLog(now_ms)
         self.slow_count = 0  # clients that the send queue dropped
         self.connections = ConnectionLimits(
@@ -87,7 +87,7 @@ class Sessions:
         return client
 
     def change_caller(self, client: Session, header: RequestHeader, _: Sequence[Any]) -> None:
-        """Handle the verb ``caller``: set the roles of a client behind the owner's process."""
+        """Handle the verb ``caller``: set the roles of a client for whom the gateway connected."""
         caller = caller_of(client.principal, header)
         for peer in self.peers.all:
             if peer.is_owners and peer.principal.tenant == caller.tenant:
@@ -99,7 +99,7 @@ class Sessions:
     def reply_now(self, peer: ClientConnection, request_id: str, **fields: Any) -> None:
         """Reply to a connection, with a session or without.
 
-        While another message is being sent, a session's reply waits; without a session it is lost.
+        While another message is being sent, a session's reply waits; other replies are dropped.
         """
         if peer.client is not None and not peer.client.is_gone:
             self.outbox.reply(peer.client, request_id, **fields)

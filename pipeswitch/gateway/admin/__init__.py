@@ -1,1 +1,1 @@
-"""PipeSwitch's own HTTP interface: ``/api`` and the page."""
+"""PipeSwitch's own HTTP interface: ``/api`` and the web page."""

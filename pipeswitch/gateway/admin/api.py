@@ -40,7 +40,7 @@ HINT: Final = "GET /api/openapi.json lists all paths"
 OLLAMAS: Final = {f"/api/{verb}" for verb in ("chat", "embed", "embeddings", "generate", "tags")}
 INSTEAD: Final = "use OpenAI's API: base URL http://HOST:PORT/v1, EMPTY or a token as the key"
 MAX_QUERY_FIELDS: Final = 16
-LOG_LOOK_S: Final = 0.5  # between two reads of a followed log if no event arrives
+LOG_LOOK_S: Final = 0.5  # interval between reads of a followed log without events
 MAX_OFFSET: Final = 1 << 50
 OFFSET: Final = {"offset": ("integer", "First byte; a negative number counts from the end")}
 MAX_VERSION: Final = 1 << 30
@@ -254,7 +254,7 @@ class Api:
         """Return the work that answers a request.
 
         Raises:
-            NotFound, MethodNotAllowed, PermissionDenied, InvalidInput: before its body is read.
+            NotFound, MethodNotAllowed, PermissionDenied, InvalidInput: before reading the body.
         """
         path = head.path.rstrip("/")
         parts = path.removeprefix(PREFIX).lstrip("/").split("/")
@@ -357,13 +357,13 @@ class Api:
         else:
             registration = _registration(lambda: decode_json(request.body, RegisterRequest))
             check_origin(registration, require, self._rules, is_owner=False)
-        # The model belongs to that client, not to the owner.
+        # The model belongs to the caller, not to the server's owner.
         body = registration.body() | {"tenant": caller.tenant}
         return _json(await self._upstream.ask("register", request.names["model"], body=body))
 
 
 class JobText:
-    """A job's log or history from an offset on: a ``BodyStream`` that counts as a feed's reader."""
+    """Job's log or history from an offset on; a ``BodyStream`` that counts as an event reader."""
 
     def __init__(
         self,
@@ -384,7 +384,7 @@ class JobText:
 
     async def next(self) -> bytes:
         while True:
-            # Ask before reading, so that all text from before the job's end is read.
+            # Check for the job's end before reading, so that no text before its end is missed.
             is_over = not self._is_followed or await self._has_ended()
             piece = await self._upstream.job(self._job, self._kind, offset_bytes=self._offset)
             self._offset = piece["offset_bytes"]

@@ -23,16 +23,16 @@ class Route:
     """One method of one path."""
 
     method: str
-    path: str  # below the prefix, with {names}
+    path: str  # path below the prefix, with placeholders: {name}
     role: Role
     what: str
     run: Callable[[Any], Awaitable[Response]]
-    query: Mapping[str, tuple[str, str]] = field(default_factory=dict)  # type and meaning
-    takes: Mapping[str, Any] = field(default_factory=dict)  # struct or schema, by content type
+    query: Mapping[str, tuple[str, str]] = field(default_factory=dict)  # name -> type and meaning
+    takes: Mapping[str, Any] = field(default_factory=dict)  # content type -> struct or schema
     gives: str = "application/json"
 
     def names_in(self, parts: Sequence[str]) -> dict[str, str] | None:
-        """Return the names in a path's parts; None if the path belongs to another route."""
+        """Return the placeholders' values in a path; None if the path is another route's."""
         template = self.path.split("/")
         if len(template) != len(parts):
             return None
@@ -116,7 +116,7 @@ def _operation(route: Route, schemas: dict[str, Any]) -> dict[str, Any]:
 
 
 def _schema(kind: Any, schemas: dict[str, Any]) -> Any:
-    """Return the schema of a struct, and add it to ``schemas``; other values are schemas."""
+    """Return a struct's schema, and add it to ``schemas``; return other values unchanged."""
     if not isinstance(kind, type):
         return kind
     (schema,), more = msgspec.json.schema_components([kind], ref_template=SCHEMAS)

@@ -8,7 +8,7 @@ from typing import Final
 
 from ..http.http_server import Response
 
-FILES: Final[Mapping[str, tuple[str, str]]] = {  # by path: the file's name and type
+FILES: Final[Mapping[str, tuple[str, str]]] = {  # path -> the file's name and type
     "/ui": ("page.html", "text/html; charset=utf-8"),
     "/ui/page.css": ("page.css", "text/css; charset=utf-8"),
     "/ui/page.js": ("page.js", "text/javascript; charset=utf-8"),
@@ -26,7 +26,7 @@ POLICY: Final = "; ".join(
         "base-uri 'none'",
         "form-action 'none'",
         "frame-ancestors 'none'",
-        "require-trusted-types-for 'script'",  # nothing is ever parsed as HTML by a script
+        "require-trusted-types-for 'script'",  # a script cannot turn text into HTML
     ]
 )
 HEADERS: Final = (
@@ -40,7 +40,7 @@ HEADERS: Final = (
 
 
 class Page:
-    """Answers by path. They have no secret, because the page gets all its data from ``/api``."""
+    """Files of the page, by path. They contain no secret: the page's data comes from ``/api``."""
 
     def __init__(self) -> None:
         folder = Path(__file__).with_name("static")

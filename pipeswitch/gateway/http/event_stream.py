@@ -16,7 +16,7 @@ from typing import Any, Final
 from ...base.codec import encode_json
 from ...base.errors import QueueFull
 
-KEPT: Final = 2000  # events: a minute of training with a request every 50 ms
+KEPT: Final = 2000  # number of events: a minute of training with a request every 50 ms
 MAX_BATCH: Final = 100  # events sent at once
 KEEP_ALIVE_S: Final = 15.0  # proxies close a connection that is silent for a minute
 MAX_READERS: Final = 256
@@ -85,7 +85,7 @@ class EventLog:
         return self._next - len(self._events)
 
     def records(self, number: int) -> list[tuple[str, bytes]]:
-        """Return a batch of events from this number on, which must still be kept."""
+        """Return a batch of events from ``number`` on, which must still be in the ring."""
         start = number - self.first
         return [self._events[at] for at in range(start, min(start + MAX_BATCH, len(self._events)))]
 
@@ -112,11 +112,11 @@ class Reader:
         self._peer = peer
         self._topics = topics
         self._number = number  # number of the next event to read
-        self._has_gap = has_gap  # it read another process's events: an unknown number is missing
+        self._has_gap = has_gap  # the caller's last event is from another process
         self._has_begun = False
 
     async def next(self) -> bytes:
-        """Return a greeting first; later the number of missed events, events, or a keep-alive."""
+        """Return a greeting; later the number of missed events and new events, or a keep-alive."""
         if not self._has_begun:
             self._has_begun = True
             gap = _dropped(None) if self._has_gap else b""

@@ -1,8 +1,8 @@
 """HTTP/1.1 server on asyncio, with limits on the memory and time that a peer may use.
 
-httptools (llhttp) parses requests. This module adds limits that no server library has together
-(docs/adr/0022): in bytes and seconds, on heads, bodies, connections, and all bodies together. It
-receives a body of known length directly into a buffer. A connection answers requests in order.
+httptools (llhttp) parses requests. This module adds limits in bytes and seconds (docs/adr/0022): on
+heads, bodies, connections, and all bodies together. No server library has all of these. A body of
+known length is received directly into a buffer. A connection answers requests in order.
 """
 
 from __future__ import annotations
@@ -33,23 +33,23 @@ from ..offload import CROWD, Shared
 log = logging.getLogger(__name__)
 
 AGAIN: Final = "send again in a moment"
-LOOK_EVERY_S: Final = 0.5  # between checks of all connections: the precision of time limits
+LOOK_EVERY_S: Final = 0.5  # interval between checks of connections: the precision of time limits
 LOOKS: Final = 64  # connections checked in one iteration of the loop
 SCRATCH_BYTES: Final = 16 << 10  # maximum received at once, except for bodies of known length
 JOIN_BYTES: Final = 64 << 10  # an answer up to this size is written in one call
-PIECE_BYTES: Final = 256 << 10  # pieces of a larger answer, each sent after the last one is read
+PIECE_BYTES: Final = 256 << 10  # size of the pieces in which a larger answer is sent
 MAX_HEADERS: Final = 100
-UNREAD_BYTES: Final = 16 << 10  # limit of unread answers, at which no other one is computed
+UNREAD_BYTES: Final = 16 << 10  # limit of unread answers, above which no further answer is computed
 MAX_AHEAD: Final = 16  # limit of one connection's requests that wait for an answer
-GROWTH: Final = 2  # bytes held at most for each received byte of a chunked body
+GROWTH: Final = 2  # maximum bytes of memory for each received byte of a chunked body
 CHUNK_OVERHEAD: Final = 8  # limit of framing bytes per byte of a chunked body; small chunks have 5
 CODINGS: Final = ("gzip", "x-gzip", "deflate")  # compressions of bodies that Triton's clients use
-INLINE_BYTES: Final = 2 << 10  # compressed bytes that the loop inflates itself: at most 2 MB, 2 ms
+INLINE_BYTES: Final = 2 << 10  # longest body that the loop itself inflates: to 2 MB, in 2 ms
 GRACE_S: Final = 1.0  # a connection that was active this recently is never evicted
 ANSWERED_GRACE_S: Final = 10.0  # the same, for a connection that has had an answer
 CLAIMS_S: Final = 0.05  # minimum time between comparisons of all connections; one takes 1 ms
 LINGER_S: Final = 2.0  # a refused peer is read for this long, so that it can read the reason
-_scratch = memoryview(bytearray(SCRATCH_BYTES))  # is parsed before another connection receives
+_scratch = memoryview(bytearray(SCRATCH_BYTES))  # parsed before another connection receives
 KEPT_HEAD_BYTES: Final = 2 << 10  # limit of a head that is remembered
 MAX_DIGITS: Final = 6  # limit of the digits of Content-Length in such a head
 # nginx defined 499.
@@ -103,7 +103,7 @@ class BodyStream(Protocol):
     """A body that is produced in pieces. It holds its resources until ``close``."""
 
     async def next(self) -> bytes:
-        """Return the next piece, or b"" at the end; called when the peer has read the others."""
+        """Return the next piece, b"" at the end; called when the peer has read the earlier ones."""
         ...
 
     def close(self) -> None: ...
@@ -184,7 +184,7 @@ class HttpServer:
         self.connections: set[HttpConnection] = set()
         self.unfinished_bytes = 0  # bytes of incomplete heads and bodies
         self.by_peer: Counter[str] = Counter()  # number of connections by address
-        # By address (None: all): time of a comparison, and its candidates; the last one goes first.
+        # Address (None: all) -> time of a comparison, and candidates; the last is evicted first.
         self._claims: dict[str | None, tuple[float, list[tuple[Claim, HttpConnection]]]] = {}
 
     def __call__(self) -> HttpConnection:
@@ -218,24 +218,24 @@ class HttpServer:
             connection.abort()
 
     def enter(self, connection: HttpConnection) -> bool:
-        """Return True if the connection fits; evict the one with the weakest claim if necessary."""
+        """Return True if there is room; if needed, evict the connection with the weakest claim."""
         peer = connection.peer
         is_crowded = self.by_peer[peer] >= self.limits.connections_per_address
         if is_crowded or len(self.connections) >= self.limits.connections:
             least = self._least(peer if is_crowded else None)
             if least is None:
                 return False
-            self.leave(least)  # now: more may come before asyncio reports its end
+            self.leave(least)  # at once: others may arrive before asyncio reports its end
             least.abort()
         self.connections.add(connection)
         self.by_peer[peer] += 1
         return True
 
     def _least(self, peer: str | None) -> HttpConnection | None:
-        """Return the connection with the weakest claim, of an address or of all; None: all stay.
+        """Return the evictable connection with the weakest claim, of ``peer`` or, if None, of all.
 
-        A crowd arrives too fast to compare all connections each time. So a comparison's candidates
-        without an answer so far, which are evicted first, are kept for the next calls.
+        Comparing all connections for each new one of a crowd would take too long. So the candidates
+        of a comparison that had no answer, which are evicted first, are kept for the next calls.
         """
         now_s = time.monotonic()
         looked_at_s, strangers = self._claims.get(peer, (-CLAIMS_S, []))
@@ -264,7 +264,7 @@ class HttpServer:
                 del self.by_peer[connection.peer]
 
     def make_room(self) -> None:
-        """Drop the largest incomplete request until the rest fit the limit."""
+        """Refuse the largest incomplete requests until the rest fit the limit."""
         while self.unfinished_bytes > self.limits.unfinished_bytes:
             largest = max(self.connections, key=lambda one: one.reading.held_bytes)
             if largest.reading.held_bytes == self.unfinished_bytes:
@@ -296,9 +296,9 @@ class _Reading:
         self._connection, self._server, self._limits = connection, server, server.limits
         self._parser: Any = httptools.HttpRequestParser(self)
         self._is_between = True  # the parser has no incomplete request
-        self.known: Known | None = None  # the last head, if it may be repeated
+        self.known: Known | None = None  # the last head, to recognise a request that repeats it
         self._url = b""
-        self.path = ""  # the part of it that is parsed
+        self.path = ""  # path in ``_url``, after parsing
         self._headers: dict[str, str] = {}
         self.head_bytes = 0  # received bytes of an incomplete head
         self.head: Head | None = None  # head of the body that is being received
@@ -313,7 +313,7 @@ class _Reading:
         self.error: PipeSwitchError | None = None  # error in the parsed bytes
 
     def close(self) -> None:
-        """Drop the parser, which points back here."""
+        """Drop the parser, which refers to this object."""
         self._parser = None
 
     def take(self, nbytes: int, *, is_next: bool) -> None:
@@ -424,7 +424,7 @@ class _Reading:
             return
         headers = self._headers
         path, _, query = self._url.decode("latin-1").partition("?")
-        if path.startswith(("http://", "https://")):  # the form for proxies: this host counts
+        if path.startswith(("http://", "https://")):  # for a proxy: this host replaces the header
             site = path.split("/", 3)
             headers["host"], path = site[2], "/" + "".join(site[3:])
         self.path = path
@@ -543,7 +543,7 @@ class HttpConnection(asyncio.BufferedProtocol):
         return self._server.enter(self)
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        is_in = self in self._server.connections or self.enter(transport)  # TLS called ``enter``
+        is_in = self in self._server.connections or self.enter(transport)  # TLS called it before
         self._transport = transport
         self._transport.set_write_buffer_limits(high=UNREAD_BYTES)
         if not is_in:
@@ -624,7 +624,7 @@ class HttpConnection(asyncio.BufferedProtocol):
             path=self.reading.path,
         )
         if self._task is not None or self.queue:
-            self._transport.pause_reading()  # read on after the queue is answered
+            self._transport.pause_reading()  # until the queue is answered
         self.queue.append(request)
 
     async def _end_with(self, answer: Response) -> None:
@@ -819,7 +819,7 @@ class HttpConnection(asyncio.BufferedProtocol):
             self.abort()
 
     def leave(self) -> None:
-        """Close after the pending answers; a stream is cut, since it may never end."""
+        """Close the connection after its pending answers; cut a stream, which may never end."""
         self.is_ending = True
         if self._streaming is not None and self._cut is not None:
             error = ServerUnavailable("the server's gateway is stopping", hint="ask again soon")
@@ -832,7 +832,7 @@ class HttpConnection(asyncio.BufferedProtocol):
 
 
 def _untouched(size: int) -> memoryview:
-    """Return a buffer without pages until bytes arrive: a peer may claim a length and send none."""
+    """Return a buffer that takes no memory until bytes arrive, as a peer may send none."""
     if size > INLINE_BYTES:
         check_memory(size, each_bytes=1)
     raw: Any = np.empty(size, np.uint8)
@@ -872,7 +872,7 @@ def _chunk(piece: bytes) -> bytes:
 def _head_of(
     answer: Response, size: int | None, *, is_kept: bool, is_chunked: bool = False
 ) -> bytes:
-    """Return an answer's head. ``size``: bytes of the body; None: chunked, or until the end."""
+    """Return an answer's head. ``size``: bytes of the body; None: chunked, or until it closes."""
     lines = [
         f"HTTP/1.1 {answer.status} {_REASONS[answer.status]}",
         f"Content-Type: {answer.content_type}",

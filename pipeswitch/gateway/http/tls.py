@@ -1,4 +1,4 @@
-"""TLS below HTTP, with connections counted from the first byte on.
+"""TLS for the HTTP server, with connections counted before their handshake.
 
 asyncio reports a connection only after its handshake. A connection that stops in the handshake
 holds a descriptor and a third of a MiB: without the count, 600 of them would block all others.

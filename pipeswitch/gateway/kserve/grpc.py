@@ -43,12 +43,12 @@ log = logging.getLogger(__name__)
 SERVICE: Final = "inference.GRPCInferenceService"
 HEALTH_SERVICE: Final = "grpc.health.v1.Health"
 SPARE_BYTES: Final = 1 << 20  # bytes of a message in addition to its tensors
-CONNECTIONS_SHARE: Final = 8  # HTTP connections per gRPC connection, which may cost 0.6 MiB
+CONNECTIONS_SHARE: Final = 8  # HTTP connections for each gRPC connection, which may take 0.6 MiB
 WATCH_EVERY_S: Final = 1.0  # interval between checks of the health for watchers
 MAX_CALLS: Final = 1024  # concurrent calls of all callers
 CALLS_PER_ADDRESS: Final = MAX_CALLS // 2
 ARRIVING_MESSAGES: Final = 4  # memory for incomplete messages, in messages of the largest size
-MESSAGE_S: Final = 60.0  # time limit for the only message of a call; it occupies a place meanwhile
+MESSAGE_S: Final = 60.0  # a call occupies a place while it waits this long for its only message
 MAX_WATCHERS: Final = 64  # watchers of the health need no token, and their calls do not end
 OPTIONS: Final = (
     ("grpc.max_send_message_length", -1),
@@ -120,7 +120,7 @@ class GrpcVerbs:
 
     All calls are registered as streams, though most have one message. Otherwise gRPC's library
     would read the message before the caller is checked, and would not report when the answer has
-    left. Messages are read through the context: the library's iterator keeps the last one.
+    left. Messages are read through the context, because the library's iterator keeps the last one.
     """
 
     def __init__(
@@ -132,7 +132,7 @@ class GrpcVerbs:
         self._arrivals = arrivals
         self._watchers = FairQuota(MAX_WATCHERS, "watches of the health")
         self._by_address: Counter[str] = Counter()
-        self._answer_bytes: dict[str, int] = {}  # size of the last long answer, by model
+        self._answer_bytes: dict[str, int] = {}  # model -> size of its last long answer
 
     def handlers(self) -> tuple[grpc.GenericRpcHandler, ...]:
         verbs: dict[str, Verb] = {
@@ -350,10 +350,10 @@ class GrpcVerbs:
             request, infer_request = await self._shared.aside.run(address, read_infer, rest, raw)
         left_s = LEFT_S.get()
         if left_s is not None and infer_request.deadline_ms is None:
-            left_ms = max(left_s * 1000.0, 0.001)  # the server refuses one that has passed
+            left_ms = max(left_s * 1000.0, 0.001)  # the server refuses a deadline of 0
             infer_request = msgspec.structs.replace(infer_request, deadline_ms=left_ms)
         model = request.model_name
-        # Otherwise a client that reads no answers could request ever more of them.
+        # Without this check, a client that reads no answers could request ever more of them.
         if refusal := self._shared.answers.refusal(address, self._answer_bytes.get(model, 0)):
             raise refusal
         outputs, timing = await self._service.infer(
@@ -408,7 +408,7 @@ async def _only(arriving: Arriving) -> bytes:
     """Return the only message of a call.
 
     Raises:
-        InvalidInput: there is none.
+        InvalidInput: the call has no message.
         QueueFull, RequestTimeout: see ``Arriving.next``.
     """
     data = await arriving.next(MESSAGE_S)
@@ -428,7 +428,7 @@ def _of_model(name: str, ask: Callable[..., Awaitable[Any]], field: str = "") ->
 
 
 def _small(message: Any, verb: Verb) -> Answered:
-    """Return a function of bytes for a verb, whose messages have no tensors."""
+    """Return a verb as a function from bytes to bytes, for messages without tensors."""
 
     async def answered(caller: Principal, address: str, data: bytes) -> bytes:
         return _to_bytes(await verb(caller, _read(message, data)))
@@ -459,7 +459,7 @@ def read_infer(data: bytes, raw: Sequence[Any] = ()) -> tuple[Any, InferRequest]
     """Return a ModelInferRequest, and its decoded form; ``split_raw`` gives ``data`` and ``raw``.
 
     Raises:
-        InvalidInput: it is not such a message, or a tensor contradicts its shape or dtype.
+        InvalidInput: the bytes are not such a message, or a tensor contradicts its shape or dtype.
         TooLarge: the message without raw contents is too large.
     """
     request = _read(INFERENCE["ModelInferRequest"], data, oip.MAX_JSON_BYTES)
@@ -480,7 +480,7 @@ def split_raw(data: bytes) -> tuple[bytes, Sequence[memoryview]]:
     protobuf would copy each raw content twice. A small message is not split.
 
     Raises:
-        InvalidInput: it is not such a message, or has more than MAX_PARTS parts.
+        InvalidInput: the bytes are not such a message, or have more than MAX_PARTS parts.
     """
     if len(data) < SPLIT_BYTES:
         return data, ()
@@ -494,7 +494,7 @@ def split_raw(data: bytes) -> tuple[bytes, Sequence[memoryview]]:
             size, at = _number(whole, at)
         except IndexError:
             raise _no_message(INFERENCE["ModelInferRequest"]) from None
-        at += size if tag & 7 == 2 else 0  # else the number was the value
+        at += size if tag & 7 == 2 else 0  # otherwise the number is the field's value
         if tag & 7 not in (0, 2) or at > len(whole):
             raise _no_message(INFERENCE["ModelInferRequest"])
         if tag == _RAW_TAG:
@@ -523,7 +523,7 @@ def _number(data: memoryview, at: int) -> tuple[int, int]:
 
 
 def _charged(size: int) -> int:
-    """Return the bytes that count toward a share; the limit on calls bounds small messages."""
+    """Return the bytes to count toward a share: 0 if a message is small, as calls are limited."""
     return size if size > SMALL_BYTES else 0
 
 

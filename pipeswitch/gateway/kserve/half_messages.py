@@ -1,4 +1,4 @@
-"""Bytes of gRPC messages that have not arrived whole, with a share for each address.
+"""Limit on the bytes of incomplete gRPC messages, with a share for each address.
 
 gRPC's library reads the sockets itself and hands over whole messages only. The kernel counts the
 bytes that a connection received; this module subtracts the messages that its calls have read. If an
@@ -56,7 +56,7 @@ class Arrivals:
             connection.calls -= 1
 
     def look(self) -> None:
-        """Count what has arrived; end calls of addresses that have more than their share."""
+        """Count the received bytes; end calls of addresses that have more than their share."""
         arrived = self._arrived(self._connections.keys())
         for peer, connection in [*self._connections.items()]:
             connection.count(arrived.get(peer))
@@ -87,7 +87,7 @@ class _GrpcConnection:
         self.calls = 0
         self.waiting: set[Arriving] = set()
         self.unfinished_bytes = 0  # counted in the share of its address
-        self._arrived = 0  # bytes received, at the last count
+        self._arrived = 0  # received bytes at the last count
         self._passed = 0  # received bytes that belong to no unfinished message
 
     def count(self, arrived: int | None) -> None:

@@ -27,8 +27,8 @@ from .tokenizer_worker import Abort, DecodedText, StartGeneration, TokensGenerat
 from .tokenizer_worker import TokenizerRequest as TextAsked
 from .tokenizers import Inline, ProcessLost, TokenizerClient, TokenizerPool
 
-ANSWERS: Final = 256  # maximum number under way; each holds a cache on the server
-TRIES: Final = 3  # tries of a request whose process ends while computing it
+ANSWERS: Final = 256  # maximum number of answers under way; each holds a cache on the server
+TRIES: Final = 3  # tries of a request, if the text process ends while computing it
 _numbers = count(1)
 
 
@@ -83,9 +83,9 @@ class AnswerStream:
         self.id = secrets.token_hex(12)
         self.step: DecodedText
         self.tokens: list[Token] = []
-        self.scored: list[Token] = []  # tokens of the prompt, if their chances were requested
-        self.names: dict[int, str] = {}  # texts of single tokens, if logprobs are requested
-        self.is_counted = False  # among the answers under way
+        self.scored: list[Token] = []  # the prompt's tokens, if their logprobs are requested
+        self.names: dict[int, str] = {}  # token id -> its text, if logprobs are requested
+        self.is_counted = False  # it is counted in ``Answers.under_way``
         self._came: deque[Token] = deque()
         self.model, self.version = model, facts.version
         self._answers, self._caller, self._head, self._facts = answers, caller, head, facts
@@ -153,7 +153,7 @@ class AnswerStream:
             self._told += 1
 
     def _sent(self) -> asyncio.Future[dict[str, Any]]:
-        """Send the request; its replies come in ``_replies``."""
+        """Send the request; its replies arrive in ``_replies``."""
         ids, facts, put = array("i", self._prompt), self._facts, self._replies.put_nowait
         ending = ending_of(facts, ids, self._begin.ending)
         sampling = fitted(self._begin.sampling, facts, len(ids), ending)

@@ -42,7 +42,7 @@ class ParallelAnswers:
 
     @property
     def prompt_count(self) -> int:
-        """Tokens of all prompts, each counted once."""
+        """Number of tokens of all prompts; each prompt counts once."""
         return sum(one.step.prompt_count for one in self.answerings[:: self._per_prompt])
 
     @property

@@ -49,7 +49,7 @@ PATHS: Final = (MODELS, TEXT, CHAT, EMBED)
 MAX_BODY_BYTES: Final = 1 << 20
 MAX_FIELDS: Final = 256
 MAX_LIST_BYTES: Final = 16 << 10  # limit of ``logit_bias`` and similar fields
-NEUTRAL_BYTES: Final = 256  # limit of a value without effect
+NEUTRAL_BYTES: Final = 256  # limit of a value that has no effect
 NULL: Final = msgspec.Raw(b"null")
 ABSENT: Final = msgspec.Raw()
 DEFAULT_MAX_TOKENS: Final = 16  # OpenAI's default for completions
@@ -120,7 +120,7 @@ class CompletionRequest(TritonRequest, frozen=True, kw_only=True):
     """OpenAI's body of a completion or a chat; null means absent."""
 
     model: str
-    prompt: list[str | list[int]] | None = None  # one prompt is a list of one: ``_prompts``
+    prompt: list[str | list[int]] | None = None  # a single prompt becomes a list: ``_prompts``
     echo: bool | None = None
     logprobs: bool | int | None = None
     top_logprobs: int | None = None
@@ -167,7 +167,7 @@ class Completions:
         """Return the work that answers a request below ``/v1``.
 
         Raises:
-            NotFound, MethodNotAllowed, TooLarge: before its body is read.
+            NotFound, MethodNotAllowed, TooLarge: the request's body is not read.
         """
         path, model = head.path.rstrip("/"), ""
         if path.startswith(f"{MODELS}/"):
@@ -312,13 +312,13 @@ class _OpenAi:
     choices: ParallelAnswers
 
     def __init__(self, body: CompletionRequest, prompts: Sequence[str | list[int]], n: int) -> None:
-        """Prepare the format: a client that sent token ids receives ids beside the text."""
+        """Prepare the format. A client that sent token ids receives ids, too."""
         form = body.form
         self._readers = [CallReader(form) for _ in range(len(prompts) * n) if form.names]
         self._echo = [one if body.echo else "" for one in prompts for _ in range(n)]
         self._has_ids, self._has_logprobs = isinstance(prompts[0], list), body.logprobs is not None
         self.hides = body.scores_prompt and body.max_tokens == 0  # show only the prompt
-        self._began, self._shown = set[int](), Counter[int]()  # choices; characters shown
+        self._began, self._shown = set[int](), Counter[int]()  # begun choices; shown characters
         self._is_chat, self._created_s = body.messages != ABSENT, int(time.time())
         self._tells_usage = bool(body.stream_options and body.stream_options.include_usage)
 
@@ -340,7 +340,7 @@ class _OpenAi:
         return self._told("", rows, self._usage())
 
     def events(self, index: int, token: Token | None) -> Iterable[dict[str, Any]]:
-        """Yield the chunk of a choice's token; None is its end."""
+        """Yield the chunk for a choice's token, or for its end (None)."""
         answering = self.choices.answerings[index]
         tokens = [token] if token and not self.hides else []
         text = "".join([one.text for one in tokens])
@@ -364,7 +364,7 @@ class _OpenAi:
             yield self._told(".chunk", [self._choice(index, choice, tokens, is_last=not token)])
 
     def last(self) -> Iterable[dict[str, Any]]:
-        """Yield what follows the last choice's end."""
+        """Yield the chunks that follow the end of the last choice."""
         if self._tells_usage:
             yield self._told(".chunk", [], self._usage())
 
@@ -592,7 +592,7 @@ def _prompts(name: str, prompt: msgspec.Raw, most: Any) -> msgspec.Raw:
     """Return a request's prompts as a list.
 
     Raises:
-        InvalidInput: it is something else; decoding stops as soon as that is clear.
+        InvalidInput: it is neither one prompt nor a list; decoding stops as soon as that is clear.
     """
     with contextlib.suppress(msgspec.ValidationError):
         msgspec.json.decode(prompt, type=str | list[int])

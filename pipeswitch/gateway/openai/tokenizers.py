@@ -1,4 +1,4 @@
-"""Text processes: which models have one, and the connection to each.
+"""Text processes, which run tokenizers: which models have one, and the connection to each.
 
 A model's template and tokenizer are in a confined process of their own (``tokenizer_worker.py``),
 so their time and memory are charged only to that model's callers.
@@ -38,9 +38,9 @@ from .tokenizer_worker import (
     framed,
 )
 
-TEXT_S: Final = 10.0  # limit of one reply, from the sending of the request
-LEAST_SHARE: Final = 0.2  # minimum share on a processor; below it the machine is busy
-START_S: Final = 60.0  # limit of the start; also the maximum of TEXT_S on a busy machine
+TEXT_S: Final = 10.0  # time limit of a reply, from the sending of its request
+LEAST_SHARE: Final = 0.2  # share of a processor; with less, the machine is busy
+START_S: Final = 60.0  # time limit of the start, and of a reply on a busy machine
 TURN_S: Final = 10.0  # minimum time of a busy model's process while other models wait
 END_S: Final = 0.005  # interval between checks of a killed process; a waiting thread may not start
 LOOK_S: Final = 0.25  # interval between checks of turns
@@ -55,7 +55,7 @@ _Stream = tuple[asyncio.StreamReader, asyncio.StreamWriter]
 class ProcessLost(ServerUnavailable):
     """A text process ended before it replied; another one may do the work."""
 
-    was_computing = False  # it ended during this request
+    was_computing = False  # the process ended during this request
 
 
 class TokenizerSlot(msgspec.Struct, frozen=True, kw_only=True):
@@ -77,10 +77,10 @@ def next_place(
     """Return the model whose process starts next, and the model whose process ends before that.
     The second is empty if none must end. The result is None if all must wait.
 
-    The owner with the fewest processes comes first, then the caller that waits for the fewest. An
-    idle process may end for a model of the same owner, or of one with fewer processes; a busy one
-    may do so after TURN_S. A busy process may end at once if its owner has two more than the other
-    owner; a process that was idle for TURN_S may end for any model.
+    A model of the owner with the fewest processes comes first, then one of the caller that waits
+    for the fewest. An idle process may end for a model of the same owner, or of an owner with fewer
+    processes; a busy one may do so after TURN_S. A busy process may end at once if its owner has
+    two more than the other owner. A process that was idle for TURN_S may end for any model.
     """
     has = Counter(one.owner for one in slots.values())
     wishes = Counter(one.caller for one in waiting.values())
@@ -168,7 +168,7 @@ class TokenizerClient:
         return TokenizerSlot(owner=self._owner, since_s=self._since_s, idle_since_s=idle_since_s)
 
     async def ask(self, message: TokenizerRequest, caller: str = "") -> DecodedText:
-        """Wait for the reply, in turns with other callers.
+        """Send a request and wait for its reply; callers take turns.
 
         Raises:
             InvalidInput: the prompt or a setting does not fit.
@@ -220,7 +220,7 @@ class TokenizerClient:
 
     def _cpu_s(self) -> float:
         """Return the processor time of the process so far."""
-        with contextlib.suppress(OSError):  # it has ended
+        with contextlib.suppress(OSError):  # the process has ended
             return time.clock_gettime(~self._process.pid << 3 | PROCESS_CLOCK)
         return 0.0
 
@@ -252,7 +252,7 @@ class TokenizerClient:
                 await asyncio.sleep(END_S)
 
     def _fail(self, request: _Request) -> None:
-        """Fail a request: ServerUnavailable if it took too long, else ProcessLost, to try again."""
+        """Fail a request: ServerUnavailable if it took too long, else ProcessLost, for a retry."""
         error = _lost()
         error.was_computing = request is self._computing or not self._is_started
         is_for_good = error.was_computing and self._is_late
@@ -264,7 +264,7 @@ class TokenizerClient:
 
 
 class Inline:
-    """Replacement for a model without a tokenizer: it has no text, so it needs no process."""
+    """Replacement for the text process of a model without a tokenizer, and so without texts."""
 
     is_over = False
 
@@ -283,11 +283,11 @@ class TokenizerPool:
 
     def __init__(self, service: Service) -> None:
         self._service = service
-        self._talks: dict[str, TokenizerClient] = {}  # by program digest, like the next three
+        self._talks: dict[str, TokenizerClient] = {}  # key: program digest, as in the next three
         self._opening: dict[str, _Opening] = {}
         self._wanted: dict[str, TokenizerSlot] = {}
         self._starting: dict[str, TokenizerSlot] = {}
-        self._news = asyncio.Event()  # a process may be free
+        self._news = asyncio.Event()  # set when a process may be free
 
     async def enter(
         self, caller: Principal, turn: str, model: str, facts: LanguageModelConfig

@@ -91,8 +91,8 @@ class _Server:
     def __init__(self, *, has_nv_names: bool) -> None:
         self.facts: Mapping[str, Any] | None = None
         self._has_nv_names = has_nv_names
-        self._idle_s: dict[str, float] = {}  # by device, of the last scrape; so are the next two
-        self._up_s = self._busy_s = 0.0
+        self._idle_s: dict[str, float] = {}  # device -> idle time at the last scrape
+        self._up_s = self._busy_s = 0.0  # also at the last scrape
 
     def collect(self) -> Iterable[Metric]:
         if self.facts is None:
@@ -151,8 +151,8 @@ class _Server:
     def _device_time(self, stats: Mapping[str, Any]) -> Iterable[Metric]:
         """Yield device time by kind, and by device if there are several.
 
-        A computation counts only at its end, and idle time is the rest, so it could fall. It is
-        kept from falling, because Prometheus takes a falling counter for a restarted one.
+        A computation counts only at its end, and idle time is the rest, which could then fall. It
+        is not allowed to fall, because Prometheus takes a falling counter for a restarted one.
         """
         up_s = stats["up_s"]
         if up_s < self._up_s:  # the server was restarted

@@ -43,12 +43,12 @@ PHASES: Final[Mapping[str, str]] = {
 TRITONS: Final = {"queue": "queue", "compute_input": "switch", "compute_infer": "compute"}
 OK: Final = "ok"
 MAX_NAME_CHARS: Final = 64  # no model has a longer name
-MAX_COUNTED: Final = 1 << 14  # pairs of model and outcome; operators' queries drop old models
+MAX_COUNTED: Final = 1 << 14  # maximum (model, outcome) pairs; operators' queries drop old models
 _ENDS_MS: Final = [seconds * 1000.0 for seconds in SECONDS]
 _ENDS: Final = [floatToGoString(seconds) for seconds in (*SECONDS, float("inf"))]
 
 
-Values = Mapping[Any, float]  # by tuples of labels
+Values = Mapping[Any, float]  # tuple of labels -> value
 
 
 def counters(name: str, text: str, labels: Sequence[str], values: Values) -> Metric:
@@ -70,7 +70,7 @@ def _filled(family: CounterMetricFamily | GaugeMetricFamily, values: Values) -> 
 class _Phase(msgspec.Struct, gc=False):
     key: str  # field of a timing
     ms: float
-    counts: list[int]  # by the smallest of ``SECONDS`` that is not exceeded
+    counts: list[int]  # requests, by the smallest of ``SECONDS`` that they do not exceed
 
 
 class _Model(msgspec.Struct):

@@ -46,9 +46,9 @@ class NodeConnections:
         self._table = holders.Table()
         self._links: dict[holders.NodeAddress, Connection] = {}
         self._balance = holders.Balance()
-        self._busy: Counter[str] = Counter()  # requests under way, by address
-        self._failed_s: dict[str, float] = {}  # last failures, by address
-        self._began: dict[tuple[str, str], str] = {}  # nodes, by tenant and sequence
+        self._busy: Counter[str] = Counter()  # address -> number of requests under way
+        self._failed_s: dict[str, float] = {}  # address -> time of the last failure
+        self._began: dict[tuple[str, str], str] = {}  # (tenant, sequence) -> node
         self._read()
         self._reading = asyncio.get_running_loop().create_task(self._follow())
 
@@ -111,7 +111,7 @@ class NodeConnections:
             nodes, options = step, failover.options(options, time.monotonic())
 
     def _fresh(self, nodes: list[str]) -> list[str]:
-        """Return the nodes that have not failed recently; all nodes if there are none."""
+        """Return the nodes that have not failed recently; all nodes if each one has."""
         since_s, table = time.monotonic() - FAILED_S, self._table
         return [
             node for node in nodes if self._failed_s.get(table.address(node), -math.inf) < since_s
@@ -142,7 +142,7 @@ class NodeConnections:
         return node
 
     async def _of_holders(self, op: str, options: dict[str, Any]) -> Any:
-        """Ask every holder: requests may go to any of them."""
+        """Send the verb to all nodes with the model, as requests may go to any of them."""
         nodes = self._table.untried(options["model"]) or [self._table.here]
         return next(iter((await self._all(nodes, op, options)).values()))
 

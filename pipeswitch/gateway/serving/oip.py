@@ -102,7 +102,7 @@ class _Input(msgspec.Struct, kw_only=True):
 
 
 class _Body(msgspec.Struct, kw_only=True):
-    """Request body. Optional fields may also be null: clients generated from a schema send it."""
+    """Request body. Optional fields may be null, as clients generated from a schema send null."""
 
     inputs: list[_Input]
     id: str | None = None
@@ -115,7 +115,7 @@ class InferRequest(msgspec.Struct, frozen=True, kw_only=True):
 
     id: str
     inputs: tuple[WireTensor, ...]
-    frames: Sequence[Any]  # buffers, or their places in regions
+    frames: Sequence[Any]  # the inputs' buffers, or their places in regions
     priority: str = ""
     deadline_ms: float | None = None
     sequence: Mapping[str, Any] = {}  # fields for the body of ``infer``; empty: no sequence
@@ -227,7 +227,7 @@ def _parsed(whole: memoryview, end: int) -> _Body:
                 parsed = msgspec.convert(json.loads(str(text, "utf-8")), _Body)
                 inputs = (*parsed.inputs, *(parsed.outputs or ()))
                 named = [(one.name, one.parameters) for one in inputs]
-                # It also reads lone surrogates, which no answer could repeat.
+                # Python's parser also reads lone surrogates, which no answer can repeat.
                 json.dumps([parsed.id, parsed.parameters, named], ensure_ascii=False).encode()
                 return parsed
         if isinstance(error, OSError):
@@ -328,7 +328,7 @@ def is_long(request: InferRequest, outputs: Sequence[Output]) -> bool:
 
 
 def _numbers_of(chosen: Sequence[tuple[Output, bool]]) -> int:
-    """Return the number of an answer's numbers that are written as text."""
+    """Return how many of an answer's numbers are written as text."""
     count = 0
     for output, is_binary in chosen:
         if not is_binary and output.place is None:
@@ -429,7 +429,7 @@ def dtype_of(name: str, datatype: str) -> str:
     """Return the dtype of a protocol's datatype.
 
     Raises:
-        InvalidInput: no model can have it.
+        InvalidInput: no model can have this datatype.
     """
     if datatype not in DATATYPES:
         raise InvalidInput(

@@ -139,7 +139,7 @@ class Service:
         return {"model_stats": [self._tally.row(*one) for one in _named(rows)]}
 
     async def index(self, caller: Principal, *, ready_only: bool = False) -> list[dict[str, Any]]:
-        """Return the repository's index."""
+        """Return Triton's index of the model repository: each model's name, version and state."""
         rows = [
             {
                 "name": row["name"],

@@ -2,8 +2,8 @@
 
 A region is a range of a file in ``/dev/shm`` that a caller has registered. The file's owner may
 truncate or rewrite it at any time, so it is never mapped: an input is read once with ``pread``, and
-an output is written with ``pwrite``. A caller can thus read and write each file there that the
-server's user can, so it needs the role ``code``, and a gateway that only this machine can reach.
+an output is written with ``pwrite``. A caller can thus access each file there that the server's
+user can. So it needs the role ``code``, and a gateway that only this machine can reach.
 """
 
 from __future__ import annotations

@@ -13,6 +13,7 @@ from ...base.errors import PipeSwitchError, ServerUnavailable
 from ...client.calls import Call, FinalReply
 from ...client.generation import GenerateRequest
 from ...client.looped import LoopConnection
+from ...client.verbs import SAFE_JOB_ACTIONS
 from ...wire.frames import CHUNK_BYTES
 from ...wire.request_timing import RequestTiming
 from .nodes import NodeConnections
@@ -68,7 +69,7 @@ class Upstream:
 
         Version 0 is the current one; ``tenant`` and ``address`` are the caller's.
         """
-        body: dict[str, Any] = {"tenant": tenant} if tenant else {}  # without one: the owner
+        body: dict[str, Any] = {"tenant": tenant} if tenant else {}  # no tenant: the owner
         if address:
             body["address"] = address
         if version:
@@ -85,7 +86,7 @@ class Upstream:
             priority=request.priority,
             deadline_ms=request.deadline_ms,
             body=body,
-            is_safe=not request.sequence,  # repeated, it would compute two steps
+            is_safe=not request.sequence,  # a repeated step of a sequence would be computed twice
             convert=_outputs,
         )
 
@@ -107,9 +108,9 @@ class Upstream:
         return dict((await self._connection.ask(op, model=model, body=body, is_safe=is_safe)).body)
 
     async def job(self, name: str, action: str, **fields: Any) -> dict[str, Any]:
-        """Perform one action on a job, as ``Client.job``."""
+        """Perform one action on a job, like ``Client.job``."""
         body = {"name": name, "action": action, **fields}
-        return await self.ask("job", body=body, is_safe=action in ("show", "logs"))
+        return await self.ask("job", body=body, is_safe=action in SAFE_JOB_ACTIONS)
 
     async def upload(self, data: memoryview, kind: str, tenant: str) -> str:
         """Send a tenant's file to the server in chunks; return its source for ``register``."""

@@ -1,1 +1,1 @@
-"""Every message between PipeSwitch's own processes: a file for each pair of processes."""
+"""All messages between PipeSwitch's own processes; one file for each pair of processes."""

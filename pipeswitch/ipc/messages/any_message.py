@@ -1,4 +1,4 @@
-"""The union of all messages: what a channel decodes."""
+"""The union of all messages, which a channel decodes."""
 
 from __future__ import annotations
 

@@ -1,10 +1,10 @@
-"""Ids, the base of every message, and messages of several pairs of processes.
+"""Ids, the base class of messages, and messages that several pairs of processes exchange.
 
-Each message is a frozen struct whose docstring names its direction. Sizes and offsets are
-bytes; instants are milliseconds of the system-wide monotonic clock. ``op_id`` names one dispatch,
-lease or transfer for ever: it only grows, so a late message of an older one is recognised and
-dropped. ``turn`` is the permission to compute on the device (invariant I5): it has its own growing
-number. On the wire, the name of its class identifies a message.
+Each message is a frozen struct whose docstring begins with its direction. Sizes and offsets are
+bytes; instants are milliseconds of the system-wide monotonic clock. ``op_id`` identifies one
+dispatch, lease or transfer. It only grows, so a late message with an older id is recognised and
+dropped. ``turn`` is the permission to compute on the device (invariant I5), and has its own growing
+number. On the wire a message is identified by the name of its class.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import msgspec
 
 ModelName = NewType("ModelName", str)
 JobName = NewType("JobName", str)
-Slot = NewType("Slot", int)  # a worker's place; processes in it come and go
+Slot = NewType("Slot", int)  # index of a worker; a new process takes the slot of one that exited
 OpId = NewType("OpId", int)
 Turn = NewType("Turn", int)
 
@@ -35,22 +35,22 @@ class ByteRange(Message, frozen=True):
 
 
 class SlabTensor(Message, frozen=True):
-    """A tensor in the request/reply pool: contiguous at ``offset_bytes`` of the pool, or in
-    ``pieces``. Pieces have ``size_bytes`` of it, the rest is zeros; they may have room for more."""
+    """Tensor in the request pool: contiguous at ``offset_bytes``, or in ``pieces``. The pieces have
+    its first ``size_bytes``, and possibly unused space; the rest of the tensor is zeros."""
 
     name: str
     dtype: str
     shape: tuple[int, ...]
     offset_bytes: int
     size_bytes: int
-    pieces: tuple[int, ...] = ()  # their offsets
-    piece_bytes: int = 0  # of each
+    pieces: tuple[int, ...] = ()  # offsets of the pieces
+    piece_bytes: int = 0  # size of each piece
 
     def places(self, at: int, size_bytes: int) -> Iterator[tuple[int, int]]:
-        """Yield the offset and the size of each place of the bytes from ``at``, by pieces.
+        """Yield the pool's ranges (offset, size) of ``size_bytes`` from the pieces' byte ``at``.
 
         Raises:
-            IndexError: the pieces end before.
+            IndexError: the pieces are too short.
         """
         end = at + size_bytes
         while at < end:
@@ -61,27 +61,27 @@ class SlabTensor(Message, frozen=True):
 
 
 class StepCommitted(Message, frozen=True):
-    """memory daemon -> controller -> worker: flipped; ``error`` says why it was not."""
+    """memory daemon -> controller -> worker: the step is committed, or ``error`` says why not."""
 
     job: JobName
     op_id: OpId
-    number: int  # CommitStep's
+    number: int  # as in CommitStep
     step: int
     copy_ms: float
     error: str = ""
 
 
 class Ping(Message, frozen=True):
-    """controller -> memory daemon, worker (termination thread): are you there? No task notices."""
+    """controller -> memory daemon, worker (termination thread): answer with Pong."""
 
     op_id: OpId
 
 
 class Pong(Message, frozen=True):
-    """memory daemon, worker -> controller: yes."""
+    """memory daemon, worker -> controller: answer to Ping."""
 
     op_id: OpId
 
 
 class Exit(Message, frozen=True):
-    """controller -> anyone: finish and leave with status 0."""
+    """controller -> any process: finish, and exit with status 0."""

@@ -17,17 +17,17 @@ class BuildSettings(Message, frozen=True):
     spec: bytes  # msgpack of programs.build.BuildSpec
     directory: str
     threads: int
-    timeout_s: float = 0.0  # 0: as long as it takes
-    memory_bytes: int = 0  # beyond what a fresh child has mapped; 0: no limit
-    disk_bytes: int = 0  # what may be written; 0: no limit
-    task_memory_bytes: int = 0  # what a run may take for its intermediate values; 0: no limit
-    is_sandboxed: bool = False  # where the program is a client's
-    is_owners: bool = False  # what it fetches from a hub lands in the owner's caches
-    packs_weights: bool = True  # the devices read weights in the layout of this processor's kernels
+    timeout_s: float = 0.0  # 0: no limit
+    memory_bytes: int = 0  # limit on memory that the build maps itself; 0: no limit
+    disk_bytes: int = 0  # limit on written bytes; 0: no limit
+    task_memory_bytes: int = 0  # limit on the intermediate values of a run; 0: no limit
+    is_sandboxed: bool = False  # run a client's build in the sandbox
+    is_owners: bool = False  # downloads from a hub go to the owner's caches
+    packs_weights: bool = True  # pack weights in the layout of this processor's kernels
 
 
 class BuildProgress(Message, frozen=True):
-    """builder -> controller: stage and fraction of the whole."""
+    """builder -> controller: the current stage, and the completed fraction of the build."""
 
     model: ModelName
     op_id: OpId
@@ -36,16 +36,16 @@ class BuildProgress(Message, frozen=True):
 
 
 class BuildDone(Message, frozen=True):
-    """builder -> controller: the folder, inside the models' one, holds a complete program."""
+    """builder -> controller: ``folder``, inside the models' folder, has a complete program."""
 
     model: ModelName
     op_id: OpId
     digest: str
-    folder: str = ""  # empty: it has its place already
+    folder: str = ""  # empty: the program is in its final folder already
 
 
 class BuildFailed(Message, frozen=True):
-    """builder -> controller: refused; a name of errors.py, the text and its values."""
+    """builder -> controller: the registration is refused; ``error`` is a class of errors.py."""
 
     model: ModelName
     op_id: OpId

@@ -6,24 +6,24 @@ from .base import ByteRange, JobName, Message, ModelName, OpId
 
 
 class DaemonSettings(Message, frozen=True):
-    """Settings of a memory daemon (descriptors: control, store, board, doorbells…)."""
+    """Settings of a memory daemon (descriptors: channel, store, control page, doorbells)."""
 
     device: str
     arena_bytes: int
     store_bytes: int
-    fence_count: int  # fences at the start of the models memory
-    link_bytes_per_s: float  # 0: as fast as it goes
+    fence_count: int  # number of fences at the start of the arena
+    link_bytes_per_s: float  # speed of the simulated link; 0: no limit
     log_path: str = ""
-    log_bytes: int = 0  # what stays of the log, beside two older ones; 0: all
-    separates_tenants: bool = False  # each tenant's models lie in a file of their own (ADR 23)
-    options: bytes = b""  # the device kind's own
+    log_bytes: int = 0  # size at which the log is rotated; two older files stay; 0: never
+    separates_tenants: bool = False  # each tenant has its own file of the arena (ADR 23)
+    options: bytes = b""  # encoded options of the device's kind
 
 
 class DaemonReady(Message, frozen=True):
-    """memory daemon -> controller: memory is taken.
+    """memory daemon -> controller: the memory is allocated.
 
-    Descriptors, for the workers: on cpu models (sealed) and work, or work alone where tenants are
-    separate; on cuda the host's copy of the fences.
+    Descriptors for the workers. On cpu: the memory of models (sealed; not with separate tenants),
+    and that of training slices (*work*). On cuda: the host copy of the fences.
     """
 
     pid: int
@@ -35,13 +35,13 @@ class StoreModel(Message, frozen=True):
 
     model: ModelName
     op_id: OpId
-    directory: str  # holds manifest.json and the weights file
+    directory: str  # has manifest.json and the weights file
     store_offset_bytes: int
     size_bytes: int
 
 
 class ModelStored(Message, frozen=True):
-    """memory daemon -> controller: the bytes lie in the store and match their digest."""
+    """memory daemon -> controller: the store has the model's bytes, and they match their digest."""
 
     model: ModelName
     op_id: OpId
@@ -49,7 +49,7 @@ class ModelStored(Message, frozen=True):
 
 
 class StoreFailed(Message, frozen=True):
-    """memory daemon -> controller: unreadable or corrupt; nothing of it is used."""
+    """memory daemon -> controller: the model's files are unreadable or corrupt."""
 
     model: ModelName
     op_id: OpId
@@ -57,7 +57,7 @@ class StoreFailed(Message, frozen=True):
 
 
 class GroupCopy(Message, frozen=True):
-    """One layer group's copy to the arena; then its fence becomes the operation id."""
+    """Copy of one layer group to the arena; after it the group's fence gets the operation id."""
 
     store_offset_bytes: int
     arena_offset_bytes: int
@@ -66,9 +66,9 @@ class GroupCopy(Message, frozen=True):
 
 
 class TransmitModel(Message, frozen=True):
-    """controller -> memory daemon: copy groups in order, raise each word (PipeSwitch 4.2).
+    """controller -> memory daemon: copy groups in order, set a fence after each (PipeSwitch 4.2).
 
-    Where tenants are separate, the first one of a tenant carries its file of the arena.
+    With separate tenants, a tenant's first TransmitModel carries the tenant's file of the arena.
     """
 
     model: ModelName
@@ -76,20 +76,20 @@ class TransmitModel(Message, frozen=True):
     arena_offset_bytes: int  # the leased region; every copy must lie inside
     region_bytes: int
     groups: tuple[GroupCopy, ...]
-    tenant: str = ""  # whose file of the arena, where tenants are separate (ADR 23)
-    # Of a model that streams through a ring (ADR 43), for each group: its copy begins when so many
-    # groups have computed, as the control page's word says.
+    tenant: str = ""  # whose file of the arena to use, with separate tenants (ADR 23)
+    # Only for a streamed model (ADR 43): for each group, the number of groups that must have
+    # computed before its copy begins, because the copy overwrites them (see the control page).
     waits: tuple[int, ...] = ()
 
 
 class CancelTransmit(Message, frozen=True):
-    """controller -> memory daemon: stop after the group in flight; answered by TransmitEnded."""
+    """controller -> memory daemon: stop after the current chunk; TransmitEnded is the answer."""
 
     op_id: OpId
 
 
 class TransmitEnded(Message, frozen=True):
-    """memory daemon -> controller: no byte of this operation id will be written any more."""
+    """memory daemon -> controller: no more bytes will be written for this operation id."""
 
     model: ModelName
     op_id: OpId
@@ -102,7 +102,7 @@ class TransmitEnded(Message, frozen=True):
 
 
 class Scrub(Message, frozen=True):
-    """controller -> memory daemon: zero a released range of ``work`` before another owner."""
+    """controller -> memory daemon: zero a released range of ``work`` before another job gets it."""
 
     op_id: OpId
     offset_bytes: int
@@ -116,7 +116,7 @@ class Scrubbed(Message, frozen=True):
 
 
 class OpenCommits(Message, frozen=True):
-    """controller -> memory daemon: a job's double-buffered commit area (one memfd comes along).
+    """controller -> memory daemon: a job's double-buffered commit area (descriptor: its memfd).
 
     Layout of the memfd: a 4 KiB header, then two slots of ``slot_bytes``.
     """
@@ -126,19 +126,19 @@ class OpenCommits(Message, frozen=True):
 
 
 class CloseCommits(Message, frozen=True):
-    """controller -> memory daemon: the job is over, unmap."""
+    """controller -> memory daemon: unmap a commit area, because the job is over."""
 
     job: JobName
 
 
 class CommitCopy(Message, frozen=True):
-    """controller -> memory daemon: copy slice pieces into the idle slot, then flip (ADR 8)."""
+    """controller -> memory daemon: commit pieces of a slice to the job's commit area (ADR 8)."""
 
     job: JobName
     op_id: OpId
-    number: int  # CommitStep's; told again, it is not copied again
+    number: int  # as in CommitStep; a repeated number copies nothing again
     step: int
-    slice_offset_bytes: int  # of the slice in ``work``
+    slice_offset_bytes: int  # offset of the slice in ``work``
     slice_bytes: int
     ranges: tuple[ByteRange, ...]
 
@@ -152,7 +152,8 @@ class PersistCommit(Message, frozen=True):
 
 
 class CommitPersisted(Message, frozen=True):
-    """memory daemon -> controller: on disk and fsynced, or why not (the old one is intact)."""
+    """memory daemon -> controller: the commit is on disk and synced; or ``error`` says why not, and
+    the older commit is intact."""
 
     job: JobName
     op_id: OpId
@@ -161,7 +162,7 @@ class CommitPersisted(Message, frozen=True):
 
 
 class DaemonFault(Message, frozen=True):
-    """memory daemon -> controller: it refused something (out of bounds, overlapping, stale)."""
+    """memory daemon -> controller: it refused an order (out of bounds, overlapping, stale)."""
 
     op_id: OpId
     reason: str

@@ -1,7 +1,7 @@
 """Messages between the controller and the fork server.
 
-Descriptors of a child's sockets travel beside ``Fork``. The exit of a child is reported once,
-after the child was reaped.
+``Fork`` carries the descriptors for the child. The exit of a child is reported once, after the
+child was reaped.
 """
 
 from __future__ import annotations
@@ -12,16 +12,16 @@ from .base import Message
 
 
 class Fork(Message, frozen=True):
-    """controller -> fork server: fork a child; the descriptors of its sockets come along."""
+    """controller -> fork server: fork a child (descriptors: its channels, then the others)."""
 
     ticket: int
     kind: Literal["worker", "builder", "daemon", "stage"]
     name: str  # process name, e.g. "pipeswitch-worker-0"
-    settings: bytes  # msgpack of the kind's own settings struct, opaque here
+    settings: bytes  # msgpack of the kind's settings struct, opaque to the fork server
 
 
 class ForkServerReady(Message, frozen=True):
-    """fork server -> controller: torch is imported, children can be had."""
+    """fork server -> controller: torch is imported, and children can be forked."""
 
     pid: int
     import_ms: float
@@ -31,11 +31,11 @@ class Forked(Message, frozen=True):
     """fork server -> controller: the child's pid."""
 
     ticket: int
-    pid: int  # 0: the system had no room for another process
+    pid: int  # 0: the system refused another process
 
 
 class ChildExited(Message, frozen=True):
-    """fork server -> controller: reaped; its memory is gone for good."""
+    """fork server -> controller: the child was reaped, so its memory can be used again."""
 
     pid: int
-    status: int  # as os.waitstatus_to_exitcode: negative is a signal
+    status: int  # as from os.waitstatus_to_exitcode: a negative number is a signal

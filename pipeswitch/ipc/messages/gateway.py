@@ -6,14 +6,14 @@ from .base import Message
 
 
 class KeyedSettings(Message, frozen=True):
-    """inside GatewaySettings: where clients with keys come in."""
+    """Part of GatewaySettings: the socket for clients with keys, and its limits."""
 
-    address: str  # that its socket has
+    address: str  # address of the socket
     keys_dir: str
-    roles: tuple[str, ...]  # of every key
+    roles: tuple[str, ...]  # roles of every client; a key may add roles
     max_message_bytes: int
     max_connections: int
-    client_bytes: int  # held of one client's unfinished messages; twice as much of all
+    client_bytes: int  # limit for one client's unfinished messages; all clients get twice as much
 
 
 class GatewaySettings(Message, frozen=True):
@@ -23,22 +23,22 @@ class GatewaySettings(Message, frozen=True):
     ``http`` and ``keyed`` if these are set.
     """
 
-    address: str  # of the owner's socket
+    address: str  # address of the server's socket for its owner
     http: bool
     max_body_bytes: int
     max_connections: int
     grpc: str = ""  # host:port to listen on
-    hosts: tuple[str, ...] = ()  # names it may be asked under; none: any
-    origins: tuple[str, ...] = ()  # other sites whose pages may ask
-    roles: tuple[str, ...] = ()  # of every caller
-    tokens: str = ""  # file
-    owner_token: str = ""  # file
+    hosts: tuple[str, ...] = ()  # allowed host names of requests; empty: any
+    origins: tuple[str, ...] = ()  # other sites whose pages may send requests
+    roles: tuple[str, ...] = ()  # roles of every caller; a token may add roles
+    tokens: str = ""  # path of the callers' tokens
+    owner_token: str = ""  # path of the owner's token
     allow_code: tuple[str, ...] = ()
     needs_token: bool = False
     nv_metrics: bool = False
     text_processes: int = 8
-    aliases: tuple[str, ...] = ()  # ALIAS=MODEL
-    tls_cert: str = ""  # file
-    tls_key: str = ""  # file
-    cluster: str = ""  # file of a cluster's table; empty: the server is alone
+    aliases: tuple[str, ...] = ()  # each is ALIAS=MODEL
+    tls_cert: str = ""  # path of a PEM file
+    tls_key: str = ""  # path of a PEM file
+    cluster: str = ""  # path of a cluster's table; empty: no cluster
     keyed: KeyedSettings | None = None

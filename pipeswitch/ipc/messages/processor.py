@@ -1,4 +1,4 @@
-"""Messages between the controller and a stage process."""
+"""Messages between the controller and a stage process, which runs pre- and postprocessing."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from .base import Message, OpId, SlabTensor
 
 
 class StageSettings(Message, frozen=True):
-    """Settings of a stage process. Descriptors: its results' memory, the server's environment."""
+    """Settings of a stage process. Descriptors: memory for results, the server's environment."""
 
     result_bytes: int
 
@@ -16,18 +16,18 @@ class CheckStage(Message, frozen=True):
     StageFailed, and exits. Descriptor: the server's environment."""
 
     functions: tuple[str, ...]  # package.module:function
-    inputs: tuple[str, ...]  # that the first will be called with; none: not known yet
-    timeout_s: float  # 0: as long as it takes
+    inputs: tuple[str, ...]  # input names that the first function will get; empty: not known yet
+    timeout_s: float  # 0: no limit
 
 
 class StageReady(Message, frozen=True):
-    """stage -> controller: it takes requests; or the function can be called."""
+    """stage -> controller: ready for requests; after CheckStage: the functions can be called."""
 
     pid: int
 
 
 class RunStage(Message, frozen=True):
-    """controller -> stage: call the function. Descriptor: the file that the raw inputs lie in."""
+    """controller -> stage: call the function. Descriptor: the request pool with the raw inputs."""
 
     op_id: OpId
     function: str  # package.module:function
@@ -35,14 +35,14 @@ class RunStage(Message, frozen=True):
 
 
 class StageDone(Message, frozen=True):
-    """stage -> controller: what it returned lies in the memory of results, from its start."""
+    """stage -> controller: the function's outputs are at the start of the memory for results."""
 
     op_id: OpId
     outputs: tuple[SlabTensor, ...]
 
 
 class StageFailed(Message, frozen=True):
-    """stage -> controller: it raised, what it returned is no arrays, or it cannot be imported."""
+    """stage -> controller: the function raised, returned no arrays, or cannot be imported."""
 
     op_id: OpId
     reason: str

@@ -9,14 +9,14 @@ import msgspec
 
 from .base import ByteRange, JobName, Message, ModelName, OpId, SlabTensor, Slot, Turn
 
-LARGE_BYTES: Final = 3000  # of one request's sampling: 64 of them fit in a packet
+LARGE_BYTES: Final = 3000  # size of one request's parameters; a packet has space for 64 requests
 
 
 class WorkerSettings(Message, frozen=True):
     """Settings of a worker.
 
-    Descriptors: task and signal channel, board, ``doorbell_count`` doorbells; then the pool and
-    DaemonReady's, which come with BindTenant where tenants are separate.
+    Descriptors: task and signal channel, control page, ``doorbell_count`` doorbells, request pool,
+    and the descriptors of DaemonReady. With separate tenants, BindTenant carries pool and memory.
     """
 
     slot: Slot
@@ -26,16 +26,16 @@ class WorkerSettings(Message, frozen=True):
     pool_bytes: int
     threads: int
     doorbell_count: int
-    handle: bytes = b""  # DaemonReady's
-    is_sandboxed: bool = False  # from the first program on that is not code
-    task_memory_bytes: int = 0  # in the sandbox, beyond what it has then; 0: no limit
-    separates_tenants: bool = False  # it waits for BindTenant before anything else
-    link_bytes_per_s: float = 0.0  # as DaemonSettings
-    options: bytes = b""  # the device kind's own
+    handle: bytes = b""  # as in DaemonReady
+    is_sandboxed: bool = False  # enter the sandbox before the first program without ``is_code``
+    task_memory_bytes: int = 0  # limit on memory allocated in the sandbox; 0: no limit
+    separates_tenants: bool = False  # wait for BindTenant before anything else
+    link_bytes_per_s: float = 0.0  # as in DaemonSettings
+    options: bytes = b""  # encoded options of the device's kind
 
 
 class WorkerReady(Message, frozen=True):
-    """worker -> controller: mapped and waiting."""
+    """worker -> controller: the memory is mapped, and the worker waits for messages."""
 
     slot: Slot
     pid: int
@@ -44,8 +44,8 @@ class WorkerReady(Message, frozen=True):
 class BindTenant(Message, frozen=True):
     """controller -> worker: from now on this process serves one tenant (ADR 23).
 
-    Only where tenants are separate, and before anything else. Descriptors: the tenant's file of
-    the request pool, its file of the arena for reading, and for code the training slices.
+    Sent only with separate tenants, before any other message. Descriptors: the tenant's file of the
+    request pool, its read-only file of the arena, and the training slices if ``is_code``.
     """
 
     tenant: str
@@ -55,21 +55,21 @@ class BindTenant(Message, frozen=True):
 class PrepareModel(Message, frozen=True):
     """controller -> worker (standby): load a program's structure ahead of its first request.
 
-    For a worker in the sandbox, which opens no files, the first message that names a program
-    carries two descriptors: of its manifest and of its bundle.
+    A worker in the sandbox cannot open files. So the first message that names a program carries the
+    descriptors of its manifest and its bundle.
     """
 
     model: ModelName
     digest: str
     directory: str
-    arena_offset_bytes: int  # its home, to bind parameters now; -1 when it has none yet
-    plan: tuple[int, ...] = ()  # layers that open a group; empty: the groups it was built with
-    staging: tuple[int, ...] = ()  # of one that streams: where its groups land, from its home
+    arena_offset_bytes: int  # the model's region, to bind parameters now; -1: no region yet
+    plan: tuple[int, ...] = ()  # first layer of each group; empty: the groups it was built with
+    staging: tuple[int, ...] = ()  # offsets of a streamed model's groups in the region
     is_code: bool = False  # the operator's own module, which runs outside of the sandbox
 
 
 class ModelPrepared(Message, frozen=True):
-    """worker -> controller: structure loaded; ``error`` is empty or says why not."""
+    """worker -> controller: the structure is loaded, or ``error`` says why not."""
 
     model: ModelName
     digest: str
@@ -94,39 +94,39 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     options: dict[str, Any] | None = None
     seen: tuple[tuple[int, int], ...] = ()  # earlier tokens, each with its count in the answer
     stop: tuple[int, ...] = ()  # tokens that end the generation
-    left: int = 1  # tokens that may still come, with those of this run
-    answer: tuple[int, ...] = ()  # its tokens so far, if it follows a schema
-    forced: tuple[int, ...] = ()  # tokens of the prompt that come first; only their chances count
-    is_piece: bool = False  # more of the prompt follows: no token is chosen
+    left: int = 1  # maximum number of further tokens, those of this run included
+    answer: tuple[int, ...] = ()  # the answer's tokens so far, if it follows a schema
+    forced: tuple[int, ...] = ()  # prompt tokens that replace sampled tokens, to score the prompt
+    is_piece: bool = False  # the run computes a part of the prompt, so it chooses no token
 
     @property
     def schema(self) -> str:
-        """JSON schema that the answer follows; empty: none."""
+        """JSON schema that the answer follows; empty if there is none."""
         return "" if self.options is None else self.options.get("json_schema", "")
 
     @property
     def never_batch(self) -> bool:
-        """True if no other request joins: the first token shows if a schema can be used, and large
-        ones together would not fit in a packet."""
+        """True if a request with a schema must run alone: before its first token, because its
+        schema may be unusable, and if it is large, because a packet must hold the whole batch."""
         if self.options is None or not self.schema:
             return False
         return not self.answer or len(self.schema) + 5 * len(self.answer) > LARGE_BYTES
 
     def ends_with(self, tokens: Sequence[int]) -> str:
-        """Return why the generation ends with the tokens of this run: ``stop``, ``length``, or an
-        empty text while there is more to do."""
+        """Return why the generation ends after this run's tokens: ``stop`` or ``length``; empty if
+        it continues."""
         if tokens and tokens[-1] in self.stop:
             return "stop"
         return "length" if not self.is_piece and len(tokens) >= self.left else ""
 
     def allows(self, tokens: Sequence[int]) -> bool:
-        """Return whether a worker may have chosen so many tokens."""
+        """Return whether a worker may have chosen this number of tokens in one run."""
         most = 0 if self.is_piece else min(self.steps, self.left)
         return min(1, most) <= len(tokens) <= most
 
 
 class BatchedRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A request that another one takes along (ADR 28). Part of RunInference, no message."""
+    """A request that runs in the batch of another one (ADR 28). Part of RunInference."""
 
     request_id: str
     inputs: tuple[SlabTensor, ...]
@@ -138,50 +138,50 @@ class BatchedRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
 
 
 class RunInference(Message, frozen=True):
-    """controller -> worker: run one request as its groups arrive, when the turn word says so.
+    """controller -> worker: run a request when the worker has the turn, group by group.
 
-    Those of ``batched`` run with it, as one batch in this order; each has its own reply slab.
+    The requests in ``batched`` run with it, as one batch in this order, each with a reply slab.
 
     With ``is_timed`` the worker waits for the device after each group, so that a group's times are
     those of its computation (``pipeswitch profile``).
 
-    With ``sampling_params`` the tokens are answered instead of their logits, and the new cache rows
-    of all steps; the stop word ends the run after its current step.
+    With ``sampling_params`` the outputs are tokens (no logits) and the new cache rows of all steps.
+    The control page's stop word ends such a run after its current step.
     """
 
-    op_id: OpId  # also the turn this task computes under
+    op_id: OpId  # also the number of the turn in which this task computes
     request_id: str
     model: ModelName
     digest: str
     directory: str
     arena_offset_bytes: int
     first_fence: int  # fence of group 0; group i has first_fence + i
-    residency_id: OpId  # the words carry this when the groups have arrived
+    residency_id: OpId  # value of a group's fence when the group has arrived
     inputs: tuple[SlabTensor, ...]
     reply_offset_bytes: int
     reply_bytes: int
-    plan: tuple[int, ...] = ()  # as PrepareModel's
-    staging: tuple[int, ...] = ()  # as PrepareModel's
+    plan: tuple[int, ...] = ()  # as in PrepareModel
+    staging: tuple[int, ...] = ()  # as in PrepareModel
     batched: tuple[BatchedRequest, ...] = ()
     is_timed: bool = False
-    is_code: bool = False  # as PrepareModel's
-    sampling_params: SamplingParams | None = None  # None: its outputs are answered
-    sequence: int = 0  # whose step it is; 0: it stands alone
-    after: OpId = OpId(0)  # the run that made the last of its state, if the worker knows it yet
+    is_code: bool = False  # as in PrepareModel
+    sampling_params: SamplingParams | None = None  # None: the outputs are the model's own
+    sequence: int = 0  # the sequence that this run continues; 0: none
+    after: OpId = OpId(0)  # the run that made the sequence's newest state; its worker may have it
 
 
 class InferenceDone(Message, frozen=True):
-    """worker -> controller: outputs lie in the reply slab."""
+    """worker -> controller: the outputs are in the reply slab."""
 
     op_id: OpId
     outputs: tuple[SlabTensor, ...]
-    turn_at_ms: float  # when it had the device's turn
-    first_group_at_ms: float  # first group began to compute
+    turn_at_ms: float  # when the task got the turn
+    first_group_at_ms: float  # when the first group began to compute
     ended_at_ms: float
-    stall_ms: float  # waiting for groups while holding the turn, and for those that were let in
-    batched_outputs: tuple[tuple[SlabTensor, ...], ...] = ()  # of each joined request
-    is_clean: bool = False  # no ``WorkerClean`` follows: it holds nothing of the task any more
-    tokens: tuple[tuple[int, ...], ...] = ()  # of each request, if it has ``sampling_params``
+    stall_ms: float  # time spent waiting for groups, and for tasks to which it yielded
+    batched_outputs: tuple[tuple[SlabTensor, ...], ...] = ()  # outputs of each batched request
+    is_clean: bool = False  # no ``WorkerClean`` follows, because all references are dropped
+    tokens: tuple[tuple[int, ...], ...] = ()  # each request's tokens, with ``sampling_params``
     # Log probabilities of each request's tokens (``sampling.Chance``), if a request has logprobs.
     chances: tuple[tuple[tuple[float, tuple[tuple[int, float], ...]], ...], ...] = ()
     group_begins_at_ms: tuple[float, ...] = ()
@@ -189,14 +189,14 @@ class InferenceDone(Message, frozen=True):
 
 
 class Yielded(Message, frozen=True):
-    """worker -> controller: a pass of a model that streams lets another task in between two groups,
-    as the control page's stop word said; it goes on when the turn word is its own again."""
+    """worker -> controller: a streamed model's pass has paused between two groups, because of the
+    control page's stop word. It continues when the turn word has the task's number again."""
 
     op_id: OpId
 
 
 class InferenceFailed(Message, frozen=True):
-    """worker -> controller: the model's code raised, or the output does not fit; worker is fine."""
+    """worker -> controller: the model's code raised, or its output is too large for the slab."""
 
     op_id: OpId
     error: str  # a name of errors.py
@@ -205,43 +205,43 @@ class InferenceFailed(Message, frozen=True):
 
 
 class WorkerClean(Message, frozen=True):
-    """worker -> controller: the task's references are dropped."""
+    """worker -> controller: the worker no longer has references to the task's memory."""
 
     op_id: OpId
 
 
 class RunJob(Message, frozen=True):
-    """controller -> worker: run a training script from the top.
+    """controller -> worker: run a training script from its start.
 
-    Its commit memfd comes along, if it has one; then its group's ring of batches (ADR 32)."""
+    Descriptors: the job's commit area, if any; the ring of batches shared by its group (ADR 32)."""
 
     op_id: OpId
-    turn: Turn  # 0: the device is not yours yet
+    turn: Turn  # 0: a GrantTurn follows later
     job: JobName
     entry: str  # path of a script, or package.module:function
     args: tuple[str, ...]
     log_path: str
-    slot_bytes: int  # of the commit area; 0 when there is no commit yet
+    slot_bytes: int  # maximum size of a commit in its area; 0: there is no commit yet
     commit_every_ms: float
-    log_bytes: int = 0  # what stays of the log, the newest; 0: all
-    restarts: int = 0  # until now; the two are kept beside the step that it is at
-    steps_recomputed: int = 0
+    log_bytes: int = 0  # number of newest bytes that stay in the log; 0: all
+    restarts: int = 0  # restarts so far
+    steps_recomputed: int = 0  # steps that were computed again after restarts so far
     last_step: int = 0  # last step of the previous process that the controller knows
-    share: str = ""  # tenant/group: those whose input it shares; empty: none
-    defaults: tuple[tuple[str, str], ...] = ()  # of ``job.steps``: offload, activation_bytes
-    activation_bytes: int = 0  # of the device, for all jobs; 0: each has its own
+    share: str = ""  # tenant/group of the jobs with which it shares input; empty: none
+    defaults: tuple[tuple[str, str], ...] = ()  # for ``job.steps``: offload, activation_bytes
+    activation_bytes: int = 0  # budget that all jobs of the device share; 0: each has its own
 
 
 class LeaseRequest(Message, frozen=True):
-    """worker -> controller: a job's first job.steps asks for its slice; blocks until answered."""
+    """worker -> controller: a job's first job.steps requests its slice, and waits for it."""
 
     op_id: OpId
     slice_bytes: int
-    state_bytes: int  # one commit image
+    state_bytes: int  # size of one commit image
 
 
 class LeaseGranted(Message, frozen=True):
-    """controller -> worker: the slice in ``work``; the commit memfd comes along."""
+    """controller -> worker: the position of the slice in ``work`` (descriptor: commit area)."""
 
     op_id: OpId
     offset_bytes: int
@@ -249,7 +249,7 @@ class LeaseGranted(Message, frozen=True):
 
 
 class LeaseRefused(Message, frozen=True):
-    """controller -> worker: it can never fit; or, to a ``HostRequest``, not now."""
+    """controller -> worker: the slice can never fit; or a ``HostRequest`` does not fit now."""
 
     op_id: OpId
     error: str
@@ -258,20 +258,20 @@ class LeaseRefused(Message, frozen=True):
 
 
 class HostRequest(Message, frozen=True):
-    """worker -> controller: so much of a job's activations is to lie in host memory; blocks."""
+    """worker -> controller: a job's script requests host memory for activations, and waits."""
 
     op_id: OpId
     size_bytes: int
 
 
 class HostGranted(Message, frozen=True):
-    """controller -> worker: it counts as the host store's."""
+    """controller -> worker: the requested memory is granted, and counts against the host store."""
 
     op_id: OpId
 
 
 class StopTask(Message, frozen=True):
-    """controller -> worker (termination thread): park, then raise the next task's turn."""
+    """controller -> worker (termination thread): park, then write the next task's turn."""
 
     op_id: OpId
     turn: Turn
@@ -279,11 +279,11 @@ class StopTask(Message, frozen=True):
         Turn  # 0: no worker waits; otherwise write the turn word and ring next_slot's doorbell
     )
     next_slot: Slot
-    at_boundary: bool = False  # for another job: when it next leaves the device (its step is over,
+    at_boundary: bool = False  # park when the script next leaves the device, for another job
 
 
 class JobParked(Message, frozen=True):
-    """worker -> controller: it computes no more under ``turn``."""
+    """worker -> controller: the job no longer computes, and has given ``turn`` up."""
 
     op_id: OpId
     turn: Turn
@@ -294,15 +294,15 @@ class JobParked(Message, frozen=True):
 
 
 class JobReady(Message, frozen=True):
-    """worker -> controller: away as it gave up ``turn`` (for a batch, for copies), it is back."""
+    """worker -> controller: a job needs the device again; it was away when it lost ``turn``."""
 
     op_id: OpId
     turn: Turn
-    is_blocked: bool = False  # it has the turn, and needs memory that other jobs must let go first
+    is_blocked: bool = False  # the job has the turn, but needs memory that other jobs must free
 
 
 class GrantTurn(Message, frozen=True):
-    """controller -> worker (termination thread): the device is yours under a new turn."""
+    """controller -> worker (termination thread): the job may compute, with this new turn."""
 
     op_id: OpId
     turn: Turn
@@ -315,32 +315,32 @@ class EvictTask(Message, frozen=True):
 
 
 class CommitStep(Message, frozen=True):
-    """worker -> controller: these pieces of my slice are the state after ``step``.
+    """worker -> controller: commit these pieces of the job's slice as the state after ``step``.
 
-    They are so until it is answered. The number tells it from one that comes late or again.
+    The worker does not change them before the answer, which has the same ``number``.
     """
 
     op_id: OpId
-    number: int  # 1, 2, …: of this operation id's commits
+    number: int  # counts this operation id's commits from 1, to recognise late and repeated ones
     step: int
     ranges: tuple[ByteRange, ...]
 
 
 class PublishStep(Message, frozen=True):
-    """worker -> controller: the state after ``step`` shall be the model's next version.
+    """worker -> controller: make the state after ``step`` the model's next version.
 
-    Its commit is asked for by the script, before or after this. Answered by PublishAnswered.
+    The script commits this step before or after this message. PublishAnswered is the answer.
     """
 
     op_id: OpId
     model: ModelName
     step: int
-    tensors: tuple[tuple[str, str, tuple[int, ...]], ...]  # its parts': name, dtype, shape
-    part: str = ""  # of its parts; empty: the only one that fits
+    tensors: tuple[tuple[str, str, tuple[int, ...]], ...]  # name, dtype, shape, for all parts
+    part: str = ""  # the part to publish; empty: the only one that fits the model
 
 
 class PublishAnswered(Message, frozen=True):
-    """controller -> worker (termination thread): accepted, or a name of errors.py and its text."""
+    """controller -> worker (termination thread): accepted, or ``error`` is a name of errors.py."""
 
     op_id: OpId
     error: str = ""
@@ -350,13 +350,13 @@ class PublishAnswered(Message, frozen=True):
 
 
 class PublishCopied(Message, frozen=True):
-    """controller -> worker (termination thread): what it published is copied, or given up."""
+    """controller -> worker (termination thread): the published state is copied, or dropped."""
 
     op_id: OpId
 
 
 class JobReport(Message, frozen=True):
-    """worker -> controller: started computing, progress, a user's log line, a warning."""
+    """worker -> controller: start of computing, progress, a user's log values, or a warning."""
 
     op_id: OpId
     kind: str
@@ -364,7 +364,7 @@ class JobReport(Message, frozen=True):
 
 
 class JobEnded(Message, frozen=True):
-    """worker -> controller: the script is over; the process retires after this."""
+    """worker -> controller: the script has ended; the process exits after this."""
 
     op_id: OpId
     outcome: Literal["done", "preempted", "failed"]

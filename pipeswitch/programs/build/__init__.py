@@ -1,1 +1,1 @@
-"""From a source to a checked program on disk, in a builder child."""
+"""Build of a checked program on disk from a source, in a builder process."""

@@ -1,7 +1,8 @@
-"""The attention and the experts that a served language model computes with, for all families.
+"""Attention and experts of served language models, for all model families.
 
-transformers' models call both through an interface. Ours are graphs of any length: the attention
-knows windows, soft caps and sinks, and the experts read no data to choose a shape.
+Models of transformers call both through an interface of that library. These implementations can be
+exported with open lengths: the attention supports windows, soft caps and sinks, and the shapes of
+the experts' tensors do not depend on data.
 """
 
 from __future__ import annotations
@@ -17,18 +18,18 @@ from torch.nn import functional
 
 from ...base.errors import RegistrationRefused
 
-NAME: Final = "pipeswitch"  # among transformers' implementations
+NAME: Final = "pipeswitch"  # name of these implementations in transformers
 UNUSUAL: Final = "register it without generate; each request then computes the whole text"
 _READ: Final = frozenset({"sliding_window", "softcap", "s_aux"})
-# Keywords that change nothing here: positions are in the keys already, and nothing is dropped.
+# Keywords without effect here: keys contain their positions already, and nothing is dropped out.
 _UNREAD: Final = frozenset(
     ("dropout", "is_causal", "position_ids", "cache_position", "use_cache", "return_dict")
 )
-EXPERTS_TOGETHER: Final = 8  # in one product: bounds the memory of its result
+EXPERTS_TOGETHER: Final = 8  # experts per product, to limit the memory of its result
 
 
 class AttentionStep:
-    """One forward pass of several sequences: which rows each new token may attend to."""
+    """Attention masks for one forward pass over several sequences with a cache."""
 
     def __init__(
         self, step: torch.Tensor, used: torch.Tensor, past: int, windows: Sequence[int] = ()
@@ -37,17 +38,17 @@ class AttentionStep:
 
         Args:
             step: [length], the new tokens' numbers: 0, 1, ...
-            used: [batch], rows of the cache in use.
-            past: rows of the cache.
-            windows: by layer, how many tokens it attends to, itself included; 0: all.
+            used: [batch], number of used rows of the cache.
+            past: number of rows of the cache.
+            windows: for each layer, the tokens to which a token attends, itself included; 0: all.
         """
         self._step, self._used, self._past, self._windows = step, used, past, windows
-        self.asked: dict[int, int] = {}  # by layer: the window that the model's own code names
+        self.asked: dict[int, int] = {}  # layer -> window that the model's own code requested
         self._masks: dict[tuple[int, int, int], tuple[torch.Tensor, torch.Tensor]] = {}
 
     @contextlib.contextmanager
     def __call__(self) -> Iterator[None]:
-        """Make this the pass that ``attention`` computes in the block."""
+        """Make ``attention`` use this pass in the block."""
         token = _STEP.set(self)
         try:
             yield
@@ -55,9 +56,9 @@ class AttentionStep:
             _STEP.reset(token)
 
     def full(self, dtype: torch.dtype) -> torch.Tensor:
-        """Return the mask without a window: the rows in use, the token itself, earlier new ones.
+        """Return the mask without a window: [batch, 1, length, past + length].
 
-        It is added to the scores: [batch, 1, length, past + length].
+        It is added to the scores: 0 for used rows, the token and earlier new tokens, else -inf.
         """
         batch, length = self._used.shape[0], self._step.shape[0]
         rows = torch.arange(self._past, device=self._step.device)
@@ -66,23 +67,23 @@ class AttentionStep:
         return self._added(torch.cat([is_used, is_before], -1), dtype)
 
     def mask(self, full: torch.Tensor, window: int, groups: int) -> torch.Tensor:
-        """Return the mask of a layer whose heads share keys in groups; made once for all layers."""
+        """Return the mask for layers with this window and ``groups`` heads for each key."""
         key = (id(full), window, groups)
         if key not in self._masks:
             mask = full + self._within(window, full.dtype) if window else full
             mask = mask if groups == 1 else mask.repeat(1, 1, groups, 1)
-            self._masks[key] = (mask, full)  # ``full`` too: its id is not given to another
+            self._masks[key] = (mask, full)  # keeps ``full`` alive, so that its id stays unique
         return self._masks[key][0]
 
     def window(self, layer: int, requested: int) -> int:
-        """Return a layer's window; ``requested``: what the model's own code calls it with."""
+        """Return a layer's window; record ``requested``, the window of the model's own code."""
         self.asked[layer] = requested
         return self._windows[layer] if layer < len(self._windows) else requested
 
     def _within(self, window: int, dtype: torch.dtype) -> torch.Tensor:
         batch, length = self._used.shape[0], self._step.shape[0]
         rows = torch.arange(self._past, device=self._step.device)
-        oldest = self._used[:, None] + self._step - window  # the last one that is too old
+        oldest = self._used[:, None] + self._step - window  # newest row outside the window
         is_past = rows > oldest[:, :, None]
         is_new = (self._step > self._step[:, None] - window)[None].expand(batch, length, length)
         return self._added(torch.cat([is_past, is_new], -1), dtype)
@@ -97,7 +98,7 @@ _STEP: ContextVar[AttentionStep] = ContextVar("step")
 
 
 def register() -> None:
-    """Make both known to transformers, as ``NAME``."""
+    """Register ``attention`` and ``experts`` in transformers as ``NAME``."""
     from transformers import AttentionInterface
     from transformers.integrations.moe import ExpertsInterface
 
@@ -114,21 +115,21 @@ def attention(
     scaling: float | None = None,
     **more: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Attend as the current ``AttentionStep`` says.
+    """Compute attention with the masks of the current ``AttentionStep``.
 
-    Heads that share keys are asked as one with more rows: nothing is repeated, and torch's fused
-    kernel takes it at every length.
+    Heads that share keys are computed as one head with more rows. So no keys are repeated, and
+    torch's fused kernel accepts every length.
 
     Args:
-        query: [batch, heads, length, size]; ``key`` and ``value`` have fewer heads or as many.
-        mask: as ``AttentionStep.full`` returned it.
-        scaling: of the scores; None: one over the root of the size.
-        more: ``sliding_window`` of this layer, as the model's own code has it; ``softcap``, the
-            scores' bound; ``s_aux`` [heads], scores of a token without a value (attention sinks);
-            and keywords that only other implementations read.
+        query: [batch, heads, length, size]; ``key`` and ``value`` have the same or fewer heads.
+        mask: the result of ``AttentionStep.full``.
+        scaling: factor of the scores; None: ``size ** -0.5``.
+        more: ``sliding_window`` of this layer in the model's own code; ``softcap``, the bound of
+            the scores; ``s_aux`` [heads], scores of a token without a value (attention sinks);
+            and ignored keywords (``_UNREAD`` and ``output_*``).
 
     Raises:
-        RegistrationRefused: a keyword that may change the result, such as a choice of tokens.
+        RegistrationRefused: another keyword has a value, so it may change the result.
     """
     for keyword, argument in more.items():
         is_known = keyword in _READ | _UNREAD or keyword.startswith("output_")
@@ -163,16 +164,16 @@ def attention(
 def experts(
     module: Any, hidden: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor
 ) -> torch.Tensor:
-    """Compute all experts for all tokens, and add up the chosen ones' results.
+    """Compute all experts for all tokens, and add up the results of the chosen experts.
 
-    Gathering the chosen experts' weights copies them for each token: slower even for one (22 ms;
-    all of 32 experts take 13, 8 of them chosen), and gigabytes for a prompt.
+    Gathering the chosen experts' weights would copy them for each token. That takes gigabytes for a
+    prompt, and is slower even for one token: 22 ms for 8 of 32 experts, against 13 ms for all 32.
 
     Args:
-        module: transformers' experts: weights of all in one tensor, and how they lie there.
+        module: the experts of transformers, with the weights of all experts in one tensor.
         hidden: [tokens, size].
         chosen: [tokens, top_k], numbers of experts.
-        weights: [tokens, top_k].
+        weights: [tokens, top_k], factors of the results.
     """
     share = torch.zeros(hidden.shape[0], module.num_experts, dtype=weights.dtype)
     share = share.to(hidden.device).scatter(1, chosen, weights).t()[:, :, None]

@@ -1,4 +1,4 @@
-"""Check whether a program's requests can be batched, and how that changes their answers."""
+"""Checks whether a program's requests can be batched, and how that changes their answers."""
 
 from __future__ import annotations
 
@@ -25,19 +25,19 @@ from ..spec import weights_file
 from .checking import ROUNDING, is_rounded, same_bits, workers_default_dtype
 from .verify import Plain, acceptable_inputs, load_image
 
-MAX_COMPARED: Final = 16  # rows of a joined run with the same rows alone
-BATCHES: Final = (2, 3, 5, 8, 13)  # at which rows are compared with the rows alone
+MAX_COMPARED: Final = 16  # rows of a batch that are compared with the same rows computed alone
+BATCHES: Final = (2, 3, 5, 8, 13)  # sizes of batches that are compared with single rows
 
 
 def with_batching(manifest: Manifest, limit: int, delay_ms: float, folder: Path) -> Manifest:
     """Return the manifest of a program whose requests are batched, up to ``limit``.
 
-    Rows of a joined run are compared with the rows alone, at the limit and at two requests; of one
-    that pads, requests of unequal extents.
+    Rows of a batch are compared with the same rows computed alone, for a batch of two requests and
+    for one of ``limit``. If the program pads requests, the compared requests have unequal extents.
 
     Raises:
-        RegistrationRefused: its batch is fixed, not the first dimension, or outside of the limit;
-            or what a request is answered depends on those beside it by more than rounding.
+        RegistrationRefused: ``check_joinable`` refuses the program, or the answer to a request
+            depends on the other requests of its batch by more than rounding.
     """
     check_joinable(manifest, limit)
     path = folder / weights_file(manifest)
@@ -72,9 +72,9 @@ def with_batching(manifest: Manifest, limit: int, delay_ms: float, folder: Path)
 
 
 def is_batch_invariant(manifest: Manifest, compute: Plain, limit: int) -> bool | None:
-    """Return whether each row of a batch has the bits of the row alone; None if it has no rows.
+    """Return whether a batch's rows have the bits of rows computed alone; None without batches.
 
-    ``limit``: of joined requests; 0: each runs alone, in batches of its own.
+    ``limit`` is the maximum batch of several requests; 0: requests are not batched.
     """
     low, high = manifest.batch
     limit = min(limit or high, MAX_COMPARED * low)
@@ -87,10 +87,10 @@ def is_batch_invariant(manifest: Manifest, compute: Plain, limit: int) -> bool |
 
 
 def _are_exact(manifest: Manifest, sizes: Iterable[int], compute: Plain, most: float) -> bool:
-    """Return whether rows of runs of these sizes are those of runs alone, bit for bit.
+    """Return whether rows in batches of these sizes equal the rows computed alone, bit for bit.
 
-    ``most``: the rounding that is accepted, relative to the largest; less than that of the dtype
-    counts as that.
+    A difference beyond rounding is refused. ``most`` is the accepted rounding, relative to the
+    largest number; ``ROUNDING`` of the dtype counts instead if it is larger.
     """
     low, sizes = manifest.batch[0], sorted(sizes)
     if manifest.pads:
@@ -109,7 +109,7 @@ def _is_exact(
     compute: Plain,
     most: float,
 ) -> bool:
-    """Return True if rows of a run of ``size`` equal those of runs of ``low`` bit for bit."""
+    """Return True if rows of a batch of ``size`` equal those of batches of ``low``, bit for bit."""
     together = compute([value[:size].contiguous() for value in inputs])
     is_exact = True
     step = -(-size // low // MAX_COMPARED) * low
@@ -124,7 +124,7 @@ def _is_exact(
 
 
 def _is_exact_padded(manifest: Manifest, low: int, size: int, compute: Plain, most: float) -> bool:
-    """Return True like ``_is_exact``, for requests of varied extents from the low ends up."""
+    """Return the same as ``_is_exact`` for padded requests with extents near their low ends."""
     requests, extents = [], []
     for number in range(size // low):
         values = {
@@ -154,7 +154,7 @@ def _counted(compute: Plain, count: Plain, inputs: Sequence[torch.Tensor]) -> li
 def _with_counts(
     manifest: Manifest, values: Values, inputs: Sequence[torch.Tensor]
 ) -> list[torch.Tensor]:
-    """Return the inputs with the true extents of padded dimensions."""
+    """Return the inputs; inputs named in ``Manifest.pads`` are set to sizes before padding."""
     counted = {name: values[dim] for dim, name in manifest.pads.items()}
     return [
         torch.full_like(x, counted[spec.name]) if spec.name in counted else x

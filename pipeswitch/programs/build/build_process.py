@@ -1,6 +1,6 @@
-"""Entry of a builder: a forked child that builds one model and exits (ADR 3).
+"""Entry of a builder: a forked process that builds one model and exits (ADR 3).
 
-A bad model can take this process down and nothing else.
+A faulty model can end only this process, not the server.
 """
 
 from __future__ import annotations
@@ -30,18 +30,18 @@ from . import hub
 
 
 def exports(settings: BuildSettings) -> bool:
-    """Return True if the source is exported here: a bundle's is not. Never raises."""
+    """Return True if the source is not a bundle, so that this build exports it. Never raises."""
     try:
         spec = msgspec.msgpack.decode(settings.spec, type=BuildSpec)
-    except Exception:  # for the build to refuse
+    except Exception:  # the build refuses this spec
         return False
     return not spec.source.endswith(".bundle")
 
 
 def run(settings: BuildSettings, channel: Channel) -> int:
     """Build into a temporary folder, which the controller then renames to the program's digest."""
-    # A program is built on the CPU, and is the same wherever it is built. Torch's export asks for
-    # a GPU, and would make a context of half a gigabyte beside an arena that has taken the rest.
+    # Programs are built on the CPU only. With a visible GPU, torch's export would create a context
+    # of half a gigabyte, but the arena has taken the device's memory.
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
     import torch
 
@@ -69,8 +69,8 @@ def run(settings: BuildSettings, channel: Channel) -> int:
         spec = msgspec.msgpack.decode(settings.spec, type=BuildSpec)
         reach("build.begin")
         if spec.source.startswith("hf:") and not settings.is_owners:
-            os.chdir(work)  # ``hf:a/b`` would be the folder a/b of where the server runs
-        missing_half()  # asks Linux for the processor's matrix registers, which the sandbox forbids
+            os.chdir(work)  # else ``hf:a/b`` could mean a folder of the server
+        missing_half()  # requests the processor's matrix registers, which the sandbox forbids
         if settings.is_sandboxed and not needs_more(settings.spec) and not are_enabled():
             _confine(settings.spec, spec.source, work)
         with _metered(settings, spec, work, channel):
@@ -80,7 +80,7 @@ def run(settings: BuildSettings, channel: Channel) -> int:
         _check_memory(manifest, settings.task_memory_bytes)
         reach("build.write")
     except (Exception, SystemExit) as error:  # a model's own code may raise anything
-        shutil.rmtree(work, ignore_errors=True)  # all but itself, when confined
+        shutil.rmtree(work, ignore_errors=True)  # a confined process cannot remove ``work`` itself
         if not isinstance(error, PipeSwitchError):
             reason = f"{type(error).__name__}: {error}"
             error = RegistrationRefused("build", reason[:2000])
@@ -95,7 +95,7 @@ def run(settings: BuildSettings, channel: Channel) -> int:
 
 
 def _confine(packed: bytes, source: str, work: Path) -> None:
-    """Confine the build of a client's program to a sandbox with one writable folder."""
+    """Confine this process to a sandbox in which only ``work`` is writable."""
     tempfile.tempdir = str(work)
     hub.without_token(work)
     confine_builder([*files_of(packed), *hub.readable(source)], work)
@@ -105,7 +105,7 @@ def _confine(packed: bytes, source: str, work: Path) -> None:
 def _metered(
     settings: BuildSettings, spec: BuildSpec, work: Path, channel: Channel
 ) -> Iterator[None]:
-    """Limit a client's hub downloads to its share of the disk; they are deleted with the build."""
+    """Limit a client's hub downloads to its share of the disk; delete them after the block."""
     if settings.is_owners or spec.weights != "pretrained":
         yield
         return
@@ -128,9 +128,9 @@ def _metered(
 
 
 def _limit(settings: BuildSettings) -> None:
-    """Let the kernel end a build that takes too long, and deny it more memory than its share."""
+    """Set limits of time and memory. If a build exceeds the time limit, the kernel ends it."""
     if settings.timeout_s:
-        signal.setitimer(signal.ITIMER_REAL, settings.timeout_s)  # SIGALRM, which nothing catches
+        signal.setitimer(signal.ITIMER_REAL, settings.timeout_s)  # SIGALRM ends the process
         cpu_s = math.ceil(settings.timeout_s * (settings.threads + 1))
         resource.setrlimit(resource.RLIMIT_CPU, (cpu_s, cpu_s))
     if settings.memory_bytes:
@@ -140,7 +140,7 @@ def _limit(settings: BuildSettings) -> None:
 
 
 def _check_memory(manifest: Manifest, limit_bytes: int) -> None:
-    """Refuse a program whose largest batch needs too much memory, before a worker tries it."""
+    """Refuse a program that needs more than ``limit_bytes`` for intermediate values."""
     taken_bytes = manifest.extra.get("intermediate_bytes", 0)
     if limit_bytes and taken_bytes > limit_bytes:
         raise RegistrationRefused(
@@ -153,7 +153,7 @@ def _check_memory(manifest: Manifest, limit_bytes: int) -> None:
 
 
 def work_prefix(op_id: int) -> str:
-    """Return the folder prefix of an unfinished build; a killed builder leaves the folder."""
+    """Return the name prefix of an unfinished build's folder, which a killed builder leaves."""
     return f".build-{op_id}-"
 
 

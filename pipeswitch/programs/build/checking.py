@@ -1,8 +1,8 @@
-"""Check that an exported graph computes the plain module's bits, before it is sent.
+"""Checks that an exported graph computes the plain module's bits, before the graph is sent.
 
-A graph can differ from the module it was made from: torch has fused kernels that export does not
-see, and what a process has set (its default dtype) does not travel. The server that gets the graph
-alone could not tell.
+A graph can differ from its module: torch has fused kernels that cannot be exported, and a graph
+does not contain settings of the process, such as the default dtype. The server has only the graph,
+so it cannot detect such a difference.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from ..interface.synthetic_inputs import random_inputs
 from ..running.values import bytes_of
 from .dynamic import NotDynamic, working_end
 
-if TYPE_CHECKING:  # a worker makes inputs up, and needs no exporter
+if TYPE_CHECKING:  # workers import this module, but not the exporter
     from .encoder import EncodedProgram
 
 Compute = Callable[[Sequence[torch.Tensor]], list[torch.Tensor]]
@@ -38,14 +38,13 @@ _FUSED: Final = (
 )
 
 
-ALIGNED_BYTES: Final = 64  # where torch's own tensors begin; the arena's begin at multiples of it
+ALIGNED_BYTES: Final = 64  # alignment of torch's own tensors; the arena uses a multiple
 
 
 def align(module: torch.nn.Module) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """Copy weights that are not aligned like torch's own: kernels may compute other last bits from
-    them.
+    """Copy weights that are not aligned like torch's own tensors, for example mapped weights.
 
-    Weights that a library maps from a file may begin anywhere.
+    Kernels may compute other last bits from unaligned weights.
 
     Returns:
         The copied weights, each with its former memory.
@@ -56,7 +55,7 @@ def align(module: torch.nn.Module) -> list[tuple[torch.Tensor, torch.Tensor]]:
         former = weight.data
         is_usual = type(former) is torch.Tensor and former.layout is torch.strided
         if is_usual and former.device.type == "cpu" and former.data_ptr() % ALIGNED_BYTES:
-            key = (former.data_ptr(), former.shape, former.stride(), former.dtype)  # tied ones
+            key = (former.data_ptr(), former.shape, former.stride(), former.dtype)  # tied: equal
             if key not in copies:
                 copies[key] = former.clone()
             weight.data = copies[key]
@@ -65,7 +64,7 @@ def align(module: torch.nn.Module) -> list[tuple[torch.Tensor, torch.Tensor]]:
 
 
 def same_bits(left: torch.Tensor, right: torch.Tensor) -> bool:
-    """Equal in dtype, shape and every bit (so a NaN equals itself, and 0.0 is not -0.0)."""
+    """Return whether dtype, shape and all bits are equal (NaN equals itself, 0.0 is not -0.0)."""
     if left.dtype != right.dtype or left.shape != right.shape:
         return False
     return torch.equal(*(bytes_of(tensor.contiguous()) for tensor in (left, right)))
@@ -77,11 +76,12 @@ ROUNDING: Final = {
     torch.float16: 2e-2,
     torch.bfloat16: 5e-2,
 }
-"""Of the largest number of an output: what other kernels for another batch may differ by."""
+"""Dtype -> accepted difference of an output between batch sizes, relative to its largest number."""
 
 
 def is_rounded(actual: torch.Tensor, own: torch.Tensor, least: float = 0.0) -> bool:
-    """Return whether two tensors differ by rounding, or by at most ``least`` of the largest."""
+    """Return whether two tensors differ by rounding only: by ``ROUNDING``, or ``least`` if larger.
+    Both limits are relative to the largest number of ``own``."""
     if actual.shape != own.shape or actual.dtype is not own.dtype or actual.dtype not in ROUNDING:
         return False
     most = max(ROUNDING[own.dtype], least) * float(own.nan_to_num().abs().max())
@@ -90,7 +90,7 @@ def is_rounded(actual: torch.Tensor, own: torch.Tensor, least: float = 0.0) -> b
 
 @contextlib.contextmanager
 def workers_default_dtype() -> Iterator[None]:
-    """Use torch's own default dtype, as a worker does, whatever this process has set."""
+    """Set the default dtype of a worker, float32, for the block."""
     before = torch.get_default_dtype()
     torch.set_default_dtype(torch.float32)
     try:
@@ -108,17 +108,17 @@ def keeps_state(what: str) -> RegistrationRefused:
 def check_program(
     program: EncodedProgram, plain: Compute, fresh: Compute, inputs: Sequence[torch.Tensor]
 ) -> None:
-    """Compare the program with the module at the example's extents, and at others it admits.
+    """Compare the program with the module, at the example's extents and at other valid extents.
 
     Args:
-        program: what travels, with its weights on the host.
+        program: the exported program, with its weights on the host.
         plain: the module, with flat inputs and outputs, in eval mode.
         fresh: the module in its state before the first call.
         inputs: the inputs of the export.
 
     Raises:
-        RegistrationRefused: two runs of the module differ, or the program's from it.
-        NotDynamic: they differ only at other extents.
+        RegistrationRefused: two runs of the module differ, or program and module differ.
+        NotDynamic: program and module differ only at other extents than the example's.
     """
     graph, weights = program.graph, program.weights
     inputs = [value.clone(memory_format=torch.contiguous_format) for value in inputs]
@@ -131,7 +131,7 @@ def check_program(
             hint="make forward depend only on its inputs and weights",
         )
     if any(value.device.type != "cpu" for value in (*inputs, *expected)):
-        return  # computed elsewhere: other bits are no surprise
+        return  # another device may compute other bits
     compute = program_on_cpu(graph, weights)
     if not all_same(expected, on_clones(compute, inputs)):
         raise RegistrationRefused(
@@ -163,10 +163,10 @@ def check_program(
 
 
 def dry_run_ends(graph: Graph, weights: Sequence[torch.Tensor]) -> None:
-    """Run without data at the ends of its ranges.
+    """Run a graph without data at the ends of its dimensions' ranges.
 
     Raises:
-        NotDynamic: it does not work there.
+        NotDynamic: the graph fails at such an end.
     """
     try:
         check_on_meta(graph, weights, corners(graph.dims))
@@ -177,12 +177,10 @@ def dry_run_ends(graph: Graph, weights: Sequence[torch.Tensor]) -> None:
 def shapes_to_try(
     dims: Sequence[Dim], own: Values, suspects: Sequence[Values]
 ) -> list[dict[str, int]]:
-    """Return the extents, besides the exported ones, at which a program is compared with its
-    module.
+    """Return the extents, besides ``own``, at which a program is compared with its module.
 
     Dimensions vary one at a time. A batch of 1 (or 2 if the example's is 1) is tried because
-    extents of 1 broadcast; other ranges are tried at their ends and middle. All extents that torch
-    could not decide are added.
+    extents of 1 broadcast. Other ranges are tried at their ends and middle. ``suspects`` are added.
     """
     small = {
         dim.name: min(max(1, dim.low), dim.high) if dim.name == BATCH else own[dim.name]
@@ -211,8 +209,8 @@ def compare_at(
     """Compare the program with the fresh module at other extents than ``own``.
 
     Raises:
-        NotDynamic: they differ there, or the module does not take them; a batch it does not take
-            is its own answer to a request.
+        NotDynamic: they differ, or the module refuses these extents. If only the batch differs
+            from ``own``, a refusal is accepted: requests with such a batch get the module's error.
         RegistrationRefused: an earlier call has changed the module's answer.
     """
     try:
@@ -234,10 +232,10 @@ def compare_at(
 def refuse_state(
     now: Compute, inputs: Sequence[torch.Tensor], actual: Sequence[torch.Tensor], values: Values
 ) -> None:
-    """Find the cause of an answer that differs from the fresh module's.
+    """Refuse a module whose kept state explains why the program differs from the fresh module.
 
     Raises:
-        RegistrationRefused: the module gives this answer ``now``, after its earlier calls.
+        RegistrationRefused: the used module (``now``) gives the same answer as the program.
     """
     try:
         is_explained = all_same(on_clones(now, inputs), actual)
@@ -250,10 +248,10 @@ def refuse_state(
 def on_what_it_takes(
     plain: Compute, inputs: list[torch.Tensor], values: Values
 ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-    """Return inputs that the module takes, and its answer.
+    """Return inputs that the module accepts, and its answer.
 
-    An example's integers may be places in what has fewer of them here (edges name nodes), or count
-    what is shorter here (lengths): then they are cut.
+    An example's integers may be indices into another dimension (edges refer to nodes) or its size
+    (lengths). If the module refuses them because that dimension is smaller, they are reduced.
     """
     try:
         return inputs, on_clones(plain, inputs)
@@ -284,7 +282,7 @@ def program_on_cpu(graph: Graph, weights: Sequence[torch.Tensor]) -> Compute:
 
 
 def on_clones(compute: Compute, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Compute on copies of the inputs."""
+    """Compute on copies of the inputs, without gradients."""
     with torch.no_grad():
         return list(compute([value.clone() for value in inputs]))
 
@@ -297,7 +295,7 @@ def all_same(left: Sequence[torch.Tensor], right: Sequence[torch.Tensor]) -> boo
 def resized(
     shapes: Sequence[Shape], inputs: Sequence[torch.Tensor], values: Values
 ) -> list[torch.Tensor]:
-    """Return the inputs at other extents: repeated as often as needed, and cut."""
+    """Return the inputs at other extents, repeated and cut to fit."""
     parts = []
     for shape, value in zip(shapes, inputs, strict=True):
         for axis, extent in enumerate(shape_at(shape, values)):
@@ -310,14 +308,14 @@ def resized(
 def on_other_values(
     plain: Compute, specs: Sequence[ValueSpec], values: Values, examples: Sequence[torch.Tensor]
 ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-    """Return inputs of other values than the example's that ``plain`` takes, and its answer.
+    """Return inputs that ``plain`` accepts, with other values than the example's, and its answer.
 
     A signature does not say what an integer means (an index, a length). If the example's integers
-    are not all alike, they give the possible values. Otherwise increasingly cautious values are
-    tried, and last the example's own.
+    differ from each other, new ones are within their range. Otherwise smaller and smaller ranges
+    are tried. The last attempts use the example's own integers.
 
     Raises:
-        Exception: the module's own, if it does not take these extents.
+        Exception: the module's own exception, if it refuses these extents.
     """
     tensors = to_tensors(specs, values, seed=1)
     sized = resized([spec.shape for spec in specs], examples, values)
@@ -329,7 +327,7 @@ def on_other_values(
         ]
         try:
             return inputs, on_clones(plain, inputs)
-        except Exception:  # an index, or a number, that the module's code does not take
+        except Exception:  # the module's code refuses an index or another number
             own = own or on_what_it_takes(plain, sized, values)
     assert own is not None
     return own
@@ -340,7 +338,8 @@ def _is_integer(value: torch.Tensor) -> bool:
 
 
 def _like(tensor: torch.Tensor, example: torch.Tensor, way: int) -> torch.Tensor:
-    """Integers within an example's; where those are all alike: any, up to these, these and next."""
+    """Return integers in the example's range.
+    If all its integers are n, ``way`` selects the new range: 0: any; 1: 0 to n; 2: n and n + 1."""
     low, high = int(example.min()), int(example.max())
     if low == high:
         low, high = ((0, int(tensor.max())), (min(0, low), high), (low, high + 1))[way]
@@ -348,13 +347,13 @@ def _like(tensor: torch.Tensor, example: torch.Tensor, way: int) -> torch.Tensor
 
 
 def moved(value: torch.Tensor) -> torch.Tensor:
-    """Return the values in other places and, for dtypes with fractions, halved."""
+    """Return the values, rotated by one position and, if they are floats, halved."""
     rolled = value.flatten().roll(1).reshape(value.shape)
     return rolled * 0.5 if value.is_floating_point() else rolled
 
 
 def to_tensors(specs: Sequence[ValueSpec], values: Values, seed: int = 0) -> list[torch.Tensor]:
-    """Made-up inputs as torch tensors."""
+    """Return random inputs as torch tensors."""
     tensors = []
     for spec, value in zip(specs, random_inputs(specs, values, seed), strict=True):
         tensor = torch.from_numpy(np.array(value, order="C"))
@@ -364,7 +363,7 @@ def to_tensors(specs: Sequence[ValueSpec], values: Values, seed: int = 0) -> lis
 
 
 def _why(plain: Compute, inputs: Sequence[torch.Tensor], actual: list[torch.Tensor]) -> str:
-    """Return what the caller can do about a difference, or an empty string if that is unknown."""
+    """Return a hint for a graph that differs from its module; empty if the cause is unknown."""
     before = torch.backends.mha.get_fastpath_enabled()
     torch.backends.mha.set_fastpath_enabled(False)
     try:

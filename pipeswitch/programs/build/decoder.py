@@ -1,8 +1,8 @@
 """A causal language model of transformers as one program with a state (ADR 49).
 
-One graph serves a prompt and each token after it: the keys and values of earlier tokens come in as
-``cache``, one row for each token, and the rows of the new ones go out to be appended. Nothing is
-written in place, so the program is as any other: it may be run again.
+One graph computes a prompt and each later token. Its input ``cache`` has the keys and values of
+earlier tokens, one row for each token, and an output has the rows of new tokens, to be appended.
+The graph writes nothing in place, so a run can be repeated as with any other program.
 """
 
 from __future__ import annotations
@@ -33,24 +33,24 @@ from .attention import UNUSUAL, AttentionStep, refuse
 from .decoder_spec import decoder_spec, text_config
 from .dynamic import Dynamic
 
-MAX_CACHE_BYTES: Final = 1 << 30  # of one sequence: the longest is computed in the build
-MAX_PIECE: Final = 512  # tokens of one step: a longer prompt is several
-UNLIMITED: Final = 2048  # context of a model that has no longest: BLOOM was trained with it
-_CLOSE: Final = 0.02  # of the largest logit: bfloat16 differs by 0.01, a wrong mask by 0.3
-_BATCH_LENGTH_PAST: Final = (2, 5, 7)  # of the example: all unlike, none 1
-_ROUNDING: Final = 1e-4  # of the largest logit: what the order of a sum may change
-_CHECKED: Final = 8  # tokens of ``check``, more to pass a window of up to ``_SHORT``
+MAX_CACHE_BYTES: Final = 1 << 30  # maximum cache of a sequence; the build runs one of this size
+MAX_PIECE: Final = 512  # maximum tokens of one step; a longer prompt takes several steps
+UNLIMITED: Final = 2048  # context of a model without a limit; BLOOM was trained with it
+_CLOSE: Final = 0.02  # accepted error / largest logit: bfloat16 causes 0.01, a wrong mask 0.3
+_BATCH_LENGTH_PAST: Final = (2, 5, 7)  # the example's; all differ, and none is 1: export fixes 1
+_ROUNDING: Final = 1e-4  # effect of another order of a sum, relative to the largest logit
+_CHECKED: Final = 8  # minimum tokens of ``check``; a window of up to ``_SHORT`` tokens needs more
 _SHORT: Final = 64
 
 
 class Decoder(nn.Module):
-    """Causal language model with its cache as an input (``generation_settings.py``: the shapes)."""
+    """Causal language model with its cache as an input (shapes: ``generation_settings.py``)."""
 
     def __init__(self, model: Any) -> None:
-        """Wrap ``model``, which stays as it is.
+        """Wrap ``model`` without changing it.
 
         Raises:
-            RegistrationRefused: its state is not a cache of keys and values.
+            RegistrationRefused: the model's state is not a cache of keys and values.
         """
         super().__init__()
         refuse_encoder(model.config)
@@ -63,7 +63,7 @@ class Decoder(nn.Module):
         self._takes_positions = "position_ids" in takes
         self.spec = decoder_spec(model, self._cache_keyword)
         self.dtype = self.spec.dtype
-        self.width = sum(self.spec.sizes)  # of a token's row
+        self.width = sum(self.spec.sizes)  # elements of a token's cache row
         self.context, self.notes = self._context(text_config(model))
         self.piece = min(MAX_PIECE, self.context)
         if not self.spec.has_our_attention and self._has_a_table():
@@ -76,7 +76,7 @@ class Decoder(nn.Module):
             )
 
     def _context(self, config: Any) -> tuple[int, list[str]]:
-        """Return how many tokens a sequence may have, and notes that explain it."""
+        """Return the maximum number of tokens of a sequence, and notes that explain it."""
         names = ("max_position_embeddings", "max_seq_len", "seq_length")
         longest = next(filter(None, (getattr(config, name, None) for name in names)), UNLIMITED)
         if not isinstance(longest, int) or longest <= max(_BATCH_LENGTH_PAST):
@@ -90,7 +90,7 @@ class Decoder(nn.Module):
         ]
 
     def _has_a_table(self) -> bool:
-        """Return whether the model's own attention fails where padding runs past the context."""
+        """Return whether the model's own attention fails if padding extends past the context."""
         used = torch.tensor([self.context - 2])
         cache = torch.zeros(1, self.context, self.width, dtype=self.dtype)
         try:
@@ -107,7 +107,7 @@ class Decoder(nn.Module):
 
         batch, length = ids.shape
         step = torch.arange(length, device=ids.device)
-        # Padding may run past the end of a table of positions; what it gives is not looked at.
+        # Padding may extend past a table of positions, so clamp; its results are ignored.
         position = (used[:, None] + step).clamp(0, self.context - 1)
         if self.spec.has_our_attention:
             mask = self._mask(step, used, cache)
@@ -130,7 +130,7 @@ class Decoder(nn.Module):
         return {LOGITS: logits[:, 0], CACHE_NEW: torch.cat(rows, -1)}
 
     def _past(self, cache: torch.Tensor) -> Iterator[Any]:
-        """Yield each layer's past for transformers; keys and values are views of the rows."""
+        """Yield each layer's cache for transformers; its keys and values are views of the rows."""
         from transformers.cache_utils import DummyLayer
 
         parts = iter(torch.split(cache, self.spec.sizes, -1))
@@ -151,7 +151,7 @@ class Decoder(nn.Module):
 
     @contextlib.contextmanager
     def _as_decoder(self, count: torch.Tensor) -> Iterator[None]:
-        """Run the model with our attention and experts; logits of the last real tokens only."""
+        """Use our attention and experts, and compute only last tokens' logits, inside the block."""
 
         def last(head: nn.Module, hidden: tuple[torch.Tensor]) -> torch.Tensor:
             batch = torch.arange(count.shape[0], device=count.device)
@@ -188,7 +188,7 @@ class Decoder(nn.Module):
         return int(self.model.get_output_embeddings().weight.shape[0])
 
     def generation(self, tokenizer: Any = None) -> GenerationSettings:
-        """Return the bundle's data beside the graph; ``tokenizer`` is a fast tokenizer or None."""
+        """Return the settings for the bundle; ``tokenizer`` is a fast tokenizer or None."""
         own = getattr(self.model, "generation_config", None)
         settings = own or self.model.config
         eos, bos = settings.eos_token_id, settings.bos_token_id
@@ -214,10 +214,10 @@ class Decoder(nn.Module):
         )
 
     def check(self) -> None:
-        """Compare with the model's own answer, a prompt in pieces and token by token.
+        """Compare logits with the model's own, for a prompt in pieces and token by token.
 
         Raises:
-            RegistrationRefused: what it remembers of a sequence is not in the cache alone.
+            RegistrationRefused: they differ, so the cache is not the model's whole state.
         """
         short = [window for window in self.spec.windows if 0 < window <= _SHORT]
         total = max([_CHECKED, *(2 * window for window in short)])
@@ -230,7 +230,7 @@ class Decoder(nn.Module):
             for length in (3, 1, 1, total - 6, 1):
                 piece = ids[:, position : position + length]
                 counts = torch.tensor([length]), torch.tensor([position])
-                padding = torch.ones(1, 3, self.width, dtype=self.dtype)  # as of a longer neighbour
+                padding = torch.ones(1, 3, self.width, dtype=self.dtype)  # as in a batch
                 outputs = self(piece, *counts, torch.cat([rows, padding], 1))
                 rows = torch.cat([rows, outputs[CACHE_NEW]], 1)
                 position += length
@@ -246,12 +246,13 @@ class Decoder(nn.Module):
     def _check_causal(self, ids: torch.Tensor, logits: torch.Tensor) -> None:
         """Refuse a model whose logits depend on a later token, such as an encoder.
 
-        With random weights that changes them by less than a cache in bfloat16 does.
+        The limit is strict: with random weights, a later token may change logits very little.
         """
         changed = torch.cat([ids[:, :-1], ids[:, :1]], 1)
         others = self.model(input_ids=changed, use_cache=False, return_dict=True).logits[0]
         difference = float((others[:-1] - logits[:-1]).abs().max())
-        limit = _ROUNDING if self.dtype == torch.float32 else _CLOSE  # experts' sums are regrouped
+        # Sums over experts may be computed in another order, which matters more in bfloat16.
+        limit = _ROUNDING if self.dtype == torch.float32 else _CLOSE
         if not difference <= limit * float(logits.abs().max()):
             refuse(
                 f"a token changes the logits of those before it (by {difference:.2g}): it is not "
@@ -261,10 +262,9 @@ class Decoder(nn.Module):
 
 
 def _chat_template(template: Any) -> tuple[str, list[str]]:
-    """Return the template that transformers uses for a chat: the one named ``tool_use`` if there
-    are tools, else the default one, or the only one.
+    """Return the template that transformers uses for a chat, and a note if there is none.
 
-    If there is no default among several, a note says so.
+    With several templates, a chat with tools uses ``tool_use``, and other chats use ``default``.
     """
     named = template if isinstance(template, dict) else {"default": template or ""}
     if "default" in named and "tool_use" in named:
@@ -282,7 +282,7 @@ def _past_layer() -> Any:
     from transformers.cache_utils import DynamicLayer
 
     class Past(DynamicLayer):  # type: ignore[misc]  # untyped upstream
-        """A layer's keys and values; the new ones are kept apart."""
+        """Keys and values of one layer; ``new`` has the keys and values of the new tokens."""
 
         def __init__(self, keys: torch.Tensor, values: torch.Tensor) -> None:
             super().__init__()
@@ -298,13 +298,13 @@ def _past_layer() -> Any:
 def _without_gaps(
     cache: torch.Tensor, used: torch.Tensor, length: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Move the rows in use to the end, next to the new ones, for a model's own attention.
+    """Move the used rows to the end, next to the new ones, for a model's own attention.
 
-    Such a model reads distances from the rows' places (ALiBi, local attention), as in a batch that
-    is padded on the left.
+    The model's own attention (ALiBi, local attention) computes distances from row numbers, as in a
+    batch that is padded on the left.
 
     Returns:
-        The cache, and a mask [batch, past + length]: 1 for a row in use or new, else 0.
+        The cache, and a mask [batch, past + length]: 1 for a used or new row, else 0.
     """
     batch, past, width = cache.shape
     rows = torch.arange(past, device=cache.device)
@@ -321,10 +321,10 @@ def refuse_encoder(config: Any) -> None:
 
 
 def decoder(model: Any) -> Decoder:
-    """``model``, whose weights are in place, as a module with a state.
+    """Wrap ``model``, which must have its weights, in a checked ``Decoder``.
 
     Raises:
-        RegistrationRefused: it cannot be one; says why.
+        RegistrationRefused: the model cannot be served with a state; the error says why.
     """
     if not hasattr(model, "config"):
         refuse(f"a {type(model).__name__} is not a language model of transformers")

@@ -1,4 +1,4 @@
-"""Description of what each layer of a language model remembers of a sequence."""
+"""Description of the state that each layer of a language model keeps for a sequence."""
 
 from __future__ import annotations
 
@@ -18,36 +18,36 @@ _STATES: Final[Mapping[str, str]] = {
     "hybrid_sliding": "a recurrent state beside keys and values",
     "chunked_attention": "keys and values of one chunk (chunked attention)",
     "indexed_attention": "an index of its keys (sparse attention)",
-}  # what it keeps that is not a row for each token
+}  # transformers' layer type -> its state, for layers without a cache row for each token
 
 
 @dataclass(frozen=True)
 class DecoderLayer:
-    """Layer of a model: what it adds to a token's row of the cache."""
+    """Layer of a model, with the sizes of its keys and values in a token's cache row."""
 
     kind: Kind
-    window: int = 0  # how many tokens it attends to, itself included; 0: all
+    window: int = 0  # number of tokens to which a token attends, including itself; 0: all
     heads: int = 0
     key_size: int = 0
     value_size: int = 0
 
     @property
     def sizes(self) -> tuple[int, int]:
-        """Elements of a token's keys and of its values."""
+        """Numbers of elements of a token's keys and of its values."""
         return self.heads * self.key_size, self.heads * self.value_size
 
 
 @dataclass(frozen=True)
 class DecoderSpec:
-    """All layers of a model, in order, and how they attend."""
+    """All layers of a model, in order, and the attention that they use."""
 
     layers: tuple[DecoderLayer, ...]
     dtype: torch.dtype
-    has_our_attention: bool  # else the model's own, which wants rows without gaps
+    has_our_attention: bool  # False: the model's own attention, which needs rows without gaps
 
     @property
     def sizes(self) -> list[int]:
-        """Elements of each part of a token's row; the parts are keys and values by turns."""
+        """Numbers of elements of each layer's keys and values, in the order of a token's row."""
         return [size for layer in self.layers if layer.kind != "shared" for size in layer.sizes]
 
     @property
@@ -57,15 +57,15 @@ class DecoderSpec:
 
 
 def text_config(model: Any) -> Any:
-    """Return the configuration of the part that makes text."""
+    """Return the configuration of a model's part that generates text."""
     return model.config.get_text_config(decoder=True)
 
 
 def decoder_spec(model: Any, cache_keyword: str) -> DecoderSpec:
-    """Read a model's layers from its configuration, and run it on two tokens.
+    """Return a model's layers, read from its configuration and from a run on two tokens.
 
     Raises:
-        RegistrationRefused: a layer keeps something else than a row for each token.
+        RegistrationRefused: a layer keeps another state than a cache row for each token.
     """
     from transformers.cache_utils import DynamicCache
 
@@ -81,7 +81,7 @@ def decoder_spec(model: Any, cache_keyword: str) -> DecoderSpec:
             model(input_ids=ids, attention_mask=mask, use_cache=True, **{cache_keyword: cache})
         keeps = {number for number, (kind, _) in enumerate(kinds) if kind != "shared"}
         has_our_attention = {*step.asked} >= keeps
-    except (TypeError, ValueError, RuntimeError, IndexError):  # it cannot read such a mask
+    except (TypeError, ValueError, RuntimeError, IndexError):  # the model cannot use such a mask
         has_our_attention = False
     finally:
         config._attn_implementation = before
@@ -110,12 +110,12 @@ def decoder_spec(model: Any, cache_keyword: str) -> DecoderSpec:
 
 
 def _kinds(model: Any) -> list[tuple[Kind, int]]:
-    """Return each layer's kind and window; refuse a layer that keeps no row for each token."""
+    """Return each layer's kind and window; refuse a layer without a cache row for each token."""
     from transformers.cache_utils import get_layer_types_and_kwargs
 
     config = text_config(model)
     types, options = get_layer_types_and_kwargs(config)
-    named = getattr(config, "layer_types", None) or types  # of a layer that shares too
+    named = getattr(config, "layer_types", None) or types  # also names the types of shared layers
     if unknown := sorted({*types} - {"full_attention", "sliding_attention", "dummy"}):
         numbers = [at for at, kind in enumerate(types) if kind == unknown[0]]
         state_name = _STATES.get(unknown[0], unknown[0])

@@ -1,7 +1,7 @@
-"""Choice of a model's open dimensions: the requested ones, within the limits of its export.
+"""Choice of a model's open dimensions, whose extents may differ from request to request.
 
-Dimension 0 is the batch where all inputs share it. Others are opened where the caller, or the
-source, gives a range; ``choices`` lists the attempts, the most open first.
+Dimension 0 is the batch if all inputs share it. Other dimensions are open if the caller or the
+source gives a range. ``choices`` lists the exports to try, the one with most open dimensions first.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from ..interface.dims import BATCH, MAX_EXTENT, MAX_NAMED, Dim, Values
 
 Range = tuple[int, int] | tuple[str, int, int]
 Dynamic = Mapping[str, Mapping[int, Range]]
-"""By input and dimension: (smallest, largest), or a name before them."""
+"""Input -> dimension -> (smallest, largest) or (name, smallest, largest)."""
 
 Axes = dict[tuple[int, int], Dim]
-"""By number of the input and dimension."""
+"""(number of the input, dimension) -> its name and range."""
 
 _USUAL_NAMES: Final[Mapping[tuple[int, int], str]] = {
     (2, 1): "length",
@@ -28,14 +28,14 @@ _USUAL_NAMES: Final[Mapping[tuple[int, int], str]] = {
     (4, 2): "height",
     (4, 3): "width",
 }
-"""What a dimension is called by its input's number of dimensions and its own."""
-_CHANNELS: Final = (1, 3, 4)  # of a picture: others of four dimensions are caches, features, …
+"""(number of the input's dimensions, dimension) -> the dimension's usual name."""
+_CHANNELS: Final = (1, 3, 4)  # channels of a picture; other inputs of four dimensions may be caches
 
 
-ENDLESS: Final = 512  # the largest extent of a dimension that is given no upper end
+ENDLESS: Final = 512  # largest extent of a dimension without an upper end
 
 Works = Mapping[str, tuple[int | None, int | None]]
-"""The ends of a dimension's range within which it might; None: as they are."""
+"""Dimension -> ends of a range that may work; None: that end need not change."""
 
 
 class NotDynamic(Exception):
@@ -47,7 +47,7 @@ class NotDynamic(Exception):
 
 
 def narrowed(axes: Axes, shapes: Sequence[Sequence[int]], works: Works) -> Axes:
-    """Return the same dimensions with the ranges that work; equal ones if none is narrower."""
+    """Return ``axes``, narrowed to the ranges of ``works`` that contain the example's extent."""
     own = {dim.name: shapes[number][axis] for (number, axis), dim in axes.items()}
     ranges = {}
     for place, dim in axes.items():
@@ -61,10 +61,10 @@ def narrowed(axes: Axes, shapes: Sequence[Sequence[int]], works: Works) -> Axes:
 def working_end(
     values: Values, own: Values, is_same: Callable[[Values], bool]
 ) -> dict[str, tuple[int | None, int | None]]:
-    """Return how far the range of the one dimension that differs from ``own`` works, searched
-    from a failing value.
+    """Return a working end for the only dimension in which ``values`` differs from ``own``.
 
-    The result is empty if several dimensions differ.
+    The search goes from the failing ``values`` to ``own``. The result is empty if several
+    dimensions differ.
     """
     names = [name for name in own if name != BATCH and values[name] != own[name]]
     if len(names) != 1:
@@ -79,10 +79,10 @@ def working_end(
 
 
 def asked_axes(names: Sequence[str], shapes: Sequence[Sequence[int]], dynamic: Dynamic) -> Axes:
-    """Return the dimensions a caller requested. Equal ranges and extents of one usual name are one.
+    """Return the requested dimensions; axes of equal usual name, range and extent share one.
 
     Raises:
-        RegistrationRefused: there is no such input or dimension, or a range that is none.
+        RegistrationRefused: an input or dimension does not exist, or a range is invalid.
     """
     axes: Axes = {}
     names_used: dict[str, tuple[Dim, int]] = {}
@@ -99,16 +99,16 @@ def asked_axes(names: Sequence[str], shapes: Sequence[Sequence[int]], dynamic: D
                     part, f"the example's extent {shape[axis]} is not within {low}..{high}"
                 )
             if low == high:
-                continue  # a number
+                continue  # the dimension is fixed
             free = [label] if label else names_for(shape, axis)
             axes[number, axis] = _named(free, low, high, shape[axis], names_used)
     return axes
 
 
 def _by_input(names: Sequence[str], dynamic: Any) -> Iterator[tuple[str, dict[Any, Any]]]:
-    """Yield each input's ranges: under its name, or a pattern (``cache.*.k``).
+    """Yield each input's name and ranges; ``dynamic`` has names or patterns (``cache.*.k``).
 
-    Like torch's ``dynamic_shapes``, they may also be in the inputs' order, or None.
+    As in torch's ``dynamic_shapes``, ranges may also be a list in the inputs' order, or None.
     """
     if isinstance(dynamic, list | tuple):
         dynamic = dict(zip(names, dynamic, strict=False))
@@ -128,7 +128,7 @@ def _by_input(names: Sequence[str], dynamic: Any) -> Iterator[tuple[str, dict[An
 
 
 def names_for(shape: Sequence[Any], axis: int) -> Iterator[str]:
-    """Yield candidate names for an unnamed dimension, best first."""
+    """Yield candidate names for a dimension without a name, the best first."""
     is_picture = len(shape) != 4 or shape[1] in _CHANNELS
     usual = _USUAL_NAMES.get((len(shape), axis), "") if is_picture else ""
     usual = BATCH if axis == 0 else usual or f"dim{axis}"
@@ -151,14 +151,14 @@ def _range(part: str, ends: Any) -> tuple[str, int, int]:
 
 
 def _end(end: Any, default: int) -> int:
-    """Return a range end from torch as an int, or the default if it is None, 0 or not a number."""
+    """Return an end of torch's range as an int, or the default for None, 0 or infinity."""
     return int(end) or default if str(end).isdigit() else default
 
 
 def _named(
     free: Iterable[str], low: int, high: int, extent: int, names_used: dict[str, tuple[Dim, int]]
 ) -> Dim:
-    """Return a dimension of the first name that is free, or has the same range."""
+    """Return a dimension with the first name that is unused, or used for the same range."""
     for name in free:
         dim, known = names_used.setdefault(name, (Dim(name, low, high), extent))
         if (dim.low, dim.high, known) == (low, high, extent):
@@ -171,10 +171,10 @@ def _named(
 
 
 def batch_axes(shapes: Sequence[Sequence[int]], max_batch: int, axes: Axes) -> tuple[Axes, str]:
-    """Dimension 0 of all inputs, which they share; or none, and why.
+    """Return dimension 0 of all inputs as their shared batch, or no axes and the reason.
 
-    An input of one number (a time step, a temperature) has no say where the others have several
-    rows, or where it has no dimension.
+    Inputs without dimensions are ignored. So are inputs of one number (a time step, a temperature)
+    if the other inputs have several rows.
     """
     rows = {n: shape[0] for n, shape in enumerate(shapes) if shape}
     several = {n: extent for n, extent in rows.items() if math.prod(shapes[n]) > 1}
@@ -198,7 +198,7 @@ def batch_axes(shapes: Sequence[Sequence[int]], max_batch: int, axes: Axes) -> t
 
 
 def choices(batch: Axes, axes: Axes, *, is_wish: bool) -> list[Axes]:
-    """Return the attempts in order; ``is_wish`` allows dropping the requested dimensions."""
+    """Return the exports to try, in order; ``is_wish`` allows dropping requested dimensions."""
     tried = [{**batch, **axes}]
     if not any(axis == 0 for _, axis in axes):
         tried.append(axes)

@@ -28,27 +28,27 @@ _PREFIX: Final = "module."
 _INNER: Final = torch.ops.export.access_subclass_inner_tensor.default
 _SYMBOLIC: Final[dict[Any, str]] = {torch.sym_max: "_operator.max", torch.sym_min: "_operator.min"}
 _INSTEAD: Final = {
-    "aten.detach_.default": "aten.detach.default",  # of a constant made in forward
-    "aten.unfold.default": "aten.unfold_copy.default",  # windows that share no memory
+    "aten.detach_.default": "aten.detach.default",  # called for constants made in forward
+    "aten.unfold.default": "aten.unfold_copy.default",  # its windows share no memory
 }
-"""Without gradients, and where nothing is written, they compute the same."""
+"""Operator -> allowed operator with the same result, if there are no gradients and no writes."""
 _OF_GRADIENTS: Final[dict[str, tuple[int, tuple[str, ...]]]] = {
     "aten.embedding.default": (3, ("scale_grad_by_freq", "sparse")),
     "aten.gather.default": (3, ("sparse_grad",)),
 }
-"""Arguments that only a backward pass reads: the first one's position, and their names."""
+"""Operator -> position of the first argument that only backward reads, and such keywords."""
 
 
 @dataclass
 class EncodedProgram:
-    """An exported program: its graph, and the weights the graph's names stand for.
+    """An exported program: its graph, and the weights that the graph names.
 
     Attributes:
         graph: as in a bundle.
         weights: contiguous tensors on the host, one for each of ``graph.weights``.
-        notes: what was decided on the way (why the batch is fixed), for people.
-        suspects: values of its dimensions where torch could not tell that the graph is right.
-        generation: of a language model that answers in tokens.
+        notes: decisions of the export (such as why the batch is fixed), for people.
+        suspects: extents of the dimensions at which the graph may be wrong.
+        generation: settings of a model that generates or embeds texts.
     """
 
     graph: Graph
@@ -59,7 +59,7 @@ class EncodedProgram:
 
 
 class Encoder:
-    """Turns one exported program into ours."""
+    """Conversion of one exported program to an ``EncodedProgram``."""
 
     def __init__(
         self,
@@ -74,18 +74,18 @@ class Encoder:
         self._output_names = output_names
         self._axes = axes
         self._dims = tuple(dict.fromkeys(axes.values()))
-        self._symbols: dict[Any, str] = {}  # of the trace, and the dimension each is
-        self._replaced: Any = {}  # symbols that were found to be others
-        self._conditions: list[Any] = []  # what the trace assumed of them
+        self._symbols: dict[Any, str] = {}  # symbol of the trace -> name of a dimension
+        self._replaced: Any = {}  # symbol -> equal expression that the trace found
+        self._conditions: list[Any] = []  # assumptions of the trace about the symbols
         self._needed = _needed(exported)
-        self._first_names: dict[tuple[Any, ...], str] = {}  # of tied weights, by registration
+        self._first_names: dict[tuple[Any, ...], str] = {}  # weight -> name registered first
         for name, tensor in exported.state_dict.items():
             if not is_traceable_wrapper_subclass(tensor):
                 self._first_names.setdefault(_identity(tensor), name)
-        self._wrapped: dict[str, tuple[str, Any]] = {}  # weights that consist of others
+        self._wrapped: dict[str, tuple[str, Any]] = {}  # weights that consist of other tensors
         self._values: dict[str, Any] = {}  # fx node name -> value key, before numbering
         self._tensors: dict[tuple[Any, ...], int] = {}
-        self._permuted: dict[int, list[int]] = {}  # weight -> the dimensions' way back
+        self._permuted: dict[int, list[int]] = {}  # weight -> permutation that restores its shape
         self._permutation_nodes: dict[int, int] = {}
         self._weight_names: list[str] = []
         self._weights: list[torch.Tensor] = []
@@ -114,7 +114,7 @@ class Encoder:
                 self._call(node)
             elif node.op == "output":
                 results, outputs = self._outputs(node)
-            # What is left, ``get_attr``, is the body of a higher-order operator: ``_call`` refuses.
+            # A ``get_attr`` node is the body of a higher-order operator, which ``_call`` refuses.
         return self._numbered(inputs, results, outputs)
 
     def _placeholder(self, node: Any, spec: Any, inputs: list[ValueSpec]) -> None:
@@ -126,7 +126,7 @@ class Encoder:
             self._values[node.name] = {"v": ("i", len(inputs))}
             inputs.append(self._value_spec(f"input {name!r}", name, value))
         elif kind in ("PARAMETER", "BUFFER", "CONSTANT_TENSOR"):
-            tensor: Any = self._tensor(spec.target)  # of a subclass, perhaps
+            tensor: Any = self._tensor(spec.target)  # may be a subclass
             if is_traceable_wrapper_subclass(tensor):
                 self._wrapped[node.name] = (spec.target, tensor)
             elif node.users:
@@ -135,8 +135,8 @@ class Encoder:
             raise RegistrationRefused(f"{kind.lower()} {spec.target}", "it is not a tensor")
 
     def _open(self, number: int, name: str, value: torch.Tensor) -> None:
-        """Learn which symbols of the trace are our dimensions."""
-        extents: list[Any] = list(value.shape)  # symbols too, whatever the type says
+        """Record which symbols of the trace are dimensions of this input."""
+        extents: list[Any] = list(value.shape)  # may contain symbols, unlike its declared type
         for axis, extent in enumerate(extents):
             dim = self._axes.get((number, axis))
             if dim is None:
@@ -159,7 +159,8 @@ class Encoder:
         return source[target].detach()
 
     def _weight(self, target: str, tensor: Any) -> Any:
-        """Return a weight's value; tied tensors share one, odd strides become a permutation."""
+        """Return a weight's value key, which tied tensors share.
+        A permuted tensor is stored in the order of its bytes."""
         key = _identity(tensor)
         name = self._first_names.get(key, target).removeprefix(_PREFIX)
         dtype_name(tensor.dtype, f"weight {name!r}")
@@ -167,7 +168,7 @@ class Encoder:
             raise RegistrationRefused(f"weight {name!r}", "it is sparse", hint=SPARSE)
         if key not in self._tensors:
             # Convolutions choose their kernel by the weight's strides (channels_last), so bits
-            # depend on them: keep the order of the bytes, and permute the view back.
+            # depend on them. Keep the order of the bytes, and permute the tensor in the graph.
             strides = tensor.stride()
             order = sorted(range(tensor.dim()), key=lambda d: -strides[d])
             is_permuted = not tensor.is_contiguous() and tensor.permute(order).is_contiguous()
@@ -180,7 +181,7 @@ class Encoder:
         return {"v": ("w", self._tensors[key])}
 
     def _value(self, name: str) -> Any:
-        """Return a node's value; emit a weight's permutation just before its first use."""
+        """Return a node's value key; emit a weight's permutation just before its first use."""
         if name in self._wrapped:
             target, tensor = self._wrapped[name]
             refuse_wrapped(target, tensor)
@@ -196,7 +197,7 @@ class Encoder:
     def _call(self, node: Any) -> None:
         target = node.target
         if node not in self._needed:
-            return  # computed for a check that is dropped, or for nothing
+            return  # nothing reads the result, or only a dropped check does
         if target is _INNER:
             wrapper, part = node.args
             of, tensor = self._wrapped[wrapper.name]
@@ -223,7 +224,7 @@ class Encoder:
             raise RegistrationRefused(refusal.part, refusal.reason, hint=advice(name)) from None
         args = [self._argument(argument, name) for argument in node.args]
         kwargs = {key: self._argument(value, name) for key, value in node.kwargs.items()}
-        kwargs.pop("pin_memory", None)  # a wish about host memory; ours lies where it lies
+        kwargs.pop("pin_memory", None)  # only a hint about host memory
         if (of_gradients := _OF_GRADIENTS.get(name)) is not None:
             args = args[: of_gradients[0]]
             kwargs = {key: value for key, value in kwargs.items() if key not in of_gradients[1]}
@@ -270,7 +271,7 @@ class Encoder:
 
     def _value_spec(self, part: str, name: str, value: torch.Tensor) -> ValueSpec:
         shape: list[Extent] = []
-        extents: list[Any] = list(value.shape)  # symbols too, whatever the type says
+        extents: list[Any] = list(value.shape)  # may contain symbols, unlike its declared type
         for extent in extents:
             if isinstance(extent, int):
                 shape.append(extent)
@@ -320,7 +321,7 @@ class Encoder:
 
 
 def inline_regions(module: torch.fx.GraphModule) -> None:
-    """Inline the bodies of blocks that change nothing here, such as disabled autocast."""
+    """Inline the bodies of blocks without effect on inference, such as disabled autocast."""
     higher: Any = torch.ops.higher_order
     for node in list(module.graph.nodes):
         match node.args if node.op == "call_function" else ():
@@ -336,21 +337,21 @@ def inline_regions(module: torch.fx.GraphModule) -> None:
         with module.graph.inserting_before(node):
             values = dict(zip(placeholders, operands, strict=True))
             results: Any = module.graph.graph_copy(inner.graph, values)
-        for user in list(node.users):  # each takes one result
+        for user in list(node.users):  # each is a getitem of one result
             user.replace_all_uses_with(results[user.args[1]])
             module.graph.erase_node(user)
         module.graph.erase_node(node)
 
 
 def _identity(tensor: torch.Tensor) -> tuple[Any, ...]:
-    """Equal for two names of one tensor. Export keeps either name of a tied weight."""
+    """Return a key that all names of a tied weight share; export keeps any one of the names."""
     if tensor.layout is not torch.strided:
         return (id(tensor),)
     return (tensor.data_ptr(), tuple(tensor.shape), tensor.stride(), tensor.dtype)
 
 
 def _needed(exported: torch.export.ExportedProgram) -> set[Any]:
-    """Return the calls that write or that the outputs need; a dropped check needs none."""
+    """Return the calls that write in place or that the outputs need, without dropped checks."""
     needed: set[Any] = set()
     for node in reversed(exported.graph.nodes):
         target = node.target
@@ -364,7 +365,7 @@ def _needed(exported: torch.export.ExportedProgram) -> set[Any]:
 
 
 def _takes_default_dtype(node: Any) -> bool:
-    """Return True if the node creates a tensor of a default dtype that workers lack."""
+    """Return True if the node's dtype is this process's default, and a worker's default differs."""
     if torch.get_default_dtype() is torch.float32 or not isinstance(
         node.target, torch._ops.OpOverload
     ):
@@ -383,7 +384,7 @@ def _writes(target: Any) -> bool:
 def _weights_by_first_use(
     nodes: Sequence[tuple[str, list[Any], dict[str, Any]]], results: Sequence[Any]
 ) -> list[int]:
-    """Return indices of the weights that are used, by first use; those only returned come last."""
+    """Return the used weights' indices by first use; weights that are only returned come last."""
     order: dict[int, None] = {}
 
     def visit(argument: Any) -> None:
@@ -401,9 +402,10 @@ def _weights_by_first_use(
 
 
 def _private_inputs(graph: Graph) -> Graph:
-    """Clone each input that the program changes in place: it lies in the request's own memory.
+    """Return the graph with clones of the inputs that it changes in place.
 
-    A request must stay what it was: it is run again when a worker dies under it.
+    Inputs are in the request's own memory. A request whose worker dies runs again, so its inputs
+    must not change.
     """
     touched = {v for _, values in mutations(graph) for v in values if v < len(graph.inputs)}
     if not touched:

@@ -1,4 +1,4 @@
-"""An ``nn.Module`` as a program: exported, checked, its weights in order of first use."""
+"""Export of an ``nn.Module`` as a checked program, with its weights in order of first use."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from .naming import Example, Flat, named_inputs
 from .recurrent import OneCallEach
 from .statefulness import Fresh, check_keeps_nothing
 
-MAX_NARROWED: Final = 4  # exports of one registration that end in a narrower range
+MAX_NARROWED: Final = 4  # maximum repeated exports of a registration, with narrower ranges
 SYMBOLIC_SHAPES_LOG: Final = "torch.fx.experimental.symbolic_shapes"
 
 Verify = Callable[[EncodedProgram], None]
@@ -49,20 +49,20 @@ def export_module(
     is_wish: bool = False,
     verify: Verify | None = None,
 ) -> EncodedProgram:
-    """Export ``module`` in eval mode; the caller's module is left in the mode it was in.
+    """Export ``module`` in eval mode; afterwards the module has its former mode.
 
     Args:
         module: on the host, with data.
-        example_inputs: a tensor, a sequence of arguments, or a mapping by keyword (by place, where
-            a key is a number). Nested tensors are named by position (``cache.0.key``).
-        input_names: default: the keywords, ``x`` for a single one, else ``forward``'s own names.
-        max_batch: dimension 0 may be 1 … this, when all inputs share it and the model allows.
+        example_inputs: a tensor, a sequence of arguments, or a mapping by keyword (by position if
+            a key is a number). Nested tensors are named by path (``cache.0.key``).
+        input_names: default: the keywords, else ``forward``'s own names or ``x``.
+        max_batch: limit of dimension 0, if all inputs share it and the model allows it to vary.
         dynamic: the other dimensions that requests choose, with their ranges.
-        is_wish: leave out of ``dynamic`` what the model does not allow, with a note.
+        is_wish: drop dimensions of ``dynamic`` that the model does not allow, with a note.
         verify: checks the program; if it raises ``NotDynamic``, fewer dimensions are tried.
 
     Raises:
-        RegistrationRefused: the module cannot be a program; says which part and why.
+        RegistrationRefused: the module cannot be a program; the error says which part and why.
     """
     _check_kind(module)
     example = named_inputs(module, example_inputs, input_names)
@@ -108,7 +108,7 @@ def _notes(
     narrower: Sequence[str],
     fixed: Mapping[str, str],
 ) -> list[str]:
-    """Say which inputs a request brings alone, which ranges are narrower, which extents fixed."""
+    """Return notes on fixed arguments, on ranges that were narrowed, and on fixed dimensions."""
     dims = {dim.name: dim for dim in program.graph.dims}
     return [
         *(f"{name}={value}: each request is computed alone" for name, value in alone.items()),
@@ -127,7 +127,7 @@ def _refused(axes: Axes, why: str) -> RegistrationRefused:
         return RegistrationRefused("export", why, hint=advice(why))
     names = ", ".join(dict.fromkeys(dim.name for dim in axes.values()))
     hint = advice(why)
-    if hint == OTHERS:  # torch complains of the range
+    if hint == OTHERS:  # the reason is probably the range
         hint = "give a range that the model supports, or leave it out to use the example's size"
     return RegistrationRefused(f"dynamic {names}", why, hint=hint)
 
@@ -155,12 +155,12 @@ def _evaluated(module: nn.Module) -> Iterator[None]:
 
 
 def _modes(module: nn.Module) -> list[tuple[nn.Module, bool]]:
-    """Return the mode of each part; frozen TorchScript has none."""
+    """Return the mode of each submodule; submodules of frozen TorchScript have no mode."""
     return [(one, one.training) for one in module.modules() if hasattr(one, "training")]
 
 
 def _set_mode(module: nn.Module) -> None:
-    for child, _ in _modes(module):  # not .eval(): a module made by export refuses it
+    for child, _ in _modes(module):  # not .eval(): a module from torch.export refuses it
         child.training = False
 
 
@@ -188,7 +188,7 @@ _RELATED: Final = re.compile(r"(\w+) = (.*[A-Za-z].*)")
 
 
 def _not_dynamic(error: BaseException) -> NotDynamic:
-    """Build a NotDynamic from the dimensions that torch suggests, or from the first line."""
+    """Build a NotDynamic from the ranges that torch suggests, or from the error's first line."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     if not lines or not lines[0].startswith("Constraints violated"):
         return NotDynamic(f"torch.export: {first_line(error)}")
@@ -216,14 +216,14 @@ def _export_once(
         dim.name: torch.export.Dim(dim.name, min=dim.low, max=dim.high) for dim in axes.values()
     }
     for (number, axis), dim in axes.items():
-        if inputs[number].shape[axis] == 1 and dim.high > 1:  # it would be taken for a constant
+        if inputs[number].shape[axis] == 1 and dim.high > 1:  # export treats 1 as a constant
             arguments[number] = torch.cat([arguments[number]] * 2, axis)
     shapes = tuple(
         {axis: dims[dim.name] for (of, axis), dim in axes.items() if of == number}
         for number in range(len(inputs))
     )
     with torch.no_grad(), OneCallEach(), warnings.catch_warnings(), quiet(SYMBOLIC_SHAPES_LOG):
-        warnings.simplefilter("ignore")  # export's own chatter about attributes and pytrees
+        warnings.simplefilter("ignore")  # warnings of export about attributes and pytrees
         try:
             exported = torch.export.export(
                 flat,
@@ -260,10 +260,10 @@ def _checked_program(
     max_batch: int,
     dynamic: Dynamic,
 ) -> EncodedProgram:
-    """Export, and again with fewer open dimensions where other extents have other bits.
+    """Export a module; open fewer dimensions if the graph's bits differ at other extents.
 
-    A request must have one answer, the module's own: what counts its calls or draws numbers has
-    many, and an exported graph holds Python state as the constant it was.
+    A request must have one answer, the module's own. A module that counts its calls or draws random
+    numbers has several answers, and an exported graph contains its Python state as a constant.
     """
     _check_kind(module)
     input_names = input_names or _scripted_names(module)
@@ -278,7 +278,7 @@ def _checked_program(
 
     with _served(module) as notes, warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        # What TorchScript keeps of a call is none of Python's attributes.
+        # State of TorchScript is not in Python attributes, so ``Fresh`` cannot restore it.
         fresh = Fresh(nn.Module(), plain) if _is_scripted(module) else Fresh(flat)
         program = export_module(
             _traceable(module, example),
@@ -293,9 +293,9 @@ def _checked_program(
 
 
 def _is_scripted(module: nn.Module) -> bool:
-    """Return True for a ScriptModule, by name: torch.jit does not export the class.
+    """Return True for a scripted module; compare the name, because torch.jit hides the class.
 
-    A traced module is a subclass and can be exported.
+    A traced module has another class, and torch can export it.
     """
     return type(module).__name__ == "RecursiveScriptModule"
 
@@ -308,19 +308,19 @@ def _scripted_names(module: Any) -> list[str] | None:
 
 
 def _traceable(module: Any, example: Example) -> Any:
-    """Return the module, or for TorchScript the same calls as a graph that torch can export."""
+    """Return the module, or a graph that torch can export if the module is scripted."""
     if not _is_scripted(module):
         return module
-    from torch._export.converter import TS2EPConverter  # imports torch's own exporter, and more
+    from torch._export.converter import TS2EPConverter  # a slow import
 
     arguments = example.arguments
-    if {value.shape[:1] for value in example.tensors} == {(1,)}:  # it would be a constant
+    if {value.shape[:1] for value in example.tensors} == {(1,)}:  # export treats 1 as a constant
         arguments = tree_map_only(torch.Tensor, lambda value: torch.cat([value] * 2), arguments)
     places, named = split_arguments(arguments, example.keywords)
     try:
         with torch.no_grad(), quiet(SYMBOLIC_SHAPES_LOG):
             return TS2EPConverter(module, tuple(places), named).convert().module()
-    except Exception as error:  # it knows most of TorchScript, not all
+    except Exception as error:  # the converter does not support all of TorchScript
         raise RegistrationRefused(
             "source",
             f"its TorchScript does not export: {first_line(error)}",
@@ -330,11 +330,11 @@ def _traceable(module: Any, example: Example) -> Any:
 
 @contextlib.contextmanager
 def _served(module: nn.Module) -> Iterator[list[str]]:
-    """Put the module in the state in which it is served: in eval mode, with frozen parameters (they
-    affect the choice of matmul kernels) and aligned weights.
+    """Put the module in its served state for the block, and yield notes for people.
 
-    The module keeps the aligned memory, so that it still computes what is served, unless others
-    share the former memory. The notes say so.
+    In this state the module is in eval mode, its weights are aligned, and its parameters need no
+    gradients, which affects the choice of matmul kernels. Afterwards its weights stay aligned, so
+    that it computes the served bits, unless other tensors share their former memory.
     """
     modes = _modes(module)
     trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
@@ -366,17 +366,17 @@ def export_module_to_bundle(
     max_batch: int = 64,
     dynamic: Dynamic | None = None,
 ) -> dict[str, Any]:
-    """Export a module where it lives, and write the bundle that may be sent.
+    """Export a module in this process, and write it as a bundle.
 
-    From any thread: exports wait for one another. Leave the module alone meanwhile (it is in eval
-    mode, its parameters frozen); ``one_export_at_a_time`` says what other threads notice.
+    Any thread may call it. It blocks while another export runs. Do not use the module meanwhile: it
+    is in eval mode with frozen parameters. ``one_export_at_a_time`` says how other threads are
+    affected.
 
     Returns:
-        What was made: inputs, outputs, ranges of its dimensions, number of nodes, bytes of weights,
-        notes.
+        The bundle's inputs, outputs, ranges of dimensions, node count, bytes of weights, notes.
 
     Raises:
-        RegistrationRefused: it cannot be a program; says which part, why and what to do.
+        RegistrationRefused: the module cannot be a program; the error says why and what to do.
     """
     return _written(
         path,
@@ -392,10 +392,10 @@ def export_decoder_to_bundle(
     *,
     max_batch: int = DEFAULT_SEQUENCES,
 ) -> dict[str, Any]:
-    """Export a causal language model of transformers, whose sequences have their cache as state.
+    """Export a causal language model of transformers, with its cache as the sequence's state.
 
-    As ``export_module_to_bundle``; ``tokenizer`` is the model's own, a fast one: without it
-    prompts and answers are ids.
+    Threads, result and errors are those of ``export_module_to_bundle``. ``tokenizer`` is the
+    model's own fast tokenizer; without it, prompts and answers are ids.
     """
 
     def program_of() -> EncodedProgram:
@@ -414,7 +414,7 @@ def _written(path: str | os.PathLike[str], make: Callable[[], EncodedProgram]) -
         program = make()
     except PipeSwitchError:
         raise
-    except Exception as error:  # torch on a module that was never tried
+    except Exception as error:  # torch may raise anything for an unknown module
         why = f"{type(error).__name__}: {first_line(error)}"
         raise RegistrationRefused("export", why, hint=advice(why)) from error
     write_program(path, program)

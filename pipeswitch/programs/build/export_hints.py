@@ -1,4 +1,4 @@
-"""Advice on a module that cannot become a graph: a sentence for each kind of torch message."""
+"""Advice for modules that cannot become a graph: a hint for each kind of torch message."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def advice(reason: str) -> str:
 
 
 def refuse_wrapped(name: str, weight: Any) -> None:
-    """Refuse a weight of a library's own class, whose bytes nothing can stream as a whole."""
+    """Refuse a weight of a library's tensor class, whose bytes are not one contiguous copy."""
     if is_traceable_wrapper_subclass(weight):
         kind = type(weight)
         raise RegistrationRefused(
@@ -93,11 +93,10 @@ def refuse_wrapped(name: str, weight: Any) -> None:
 
 
 def refuse_engines(module: nn.Module) -> None:
-    """Refuse a module whose weights are not tensors: a torch engine has packed them, or its first
-    call would invent them.
+    """Refuse a module with weights that are lazy, on meta, or packed by a quantization engine.
 
     Raises:
-        RegistrationRefused: names the first such layer, or all such weights.
+        RegistrationRefused: the error names such weights (at most eight) or the first such layer.
     """
     lazy = [name for name, weight in module.named_parameters() if is_lazy(weight)]
     if lazy:

@@ -1,6 +1,6 @@
-"""One export at a time: ``torch.export`` changes its whole process while it traces.
+"""Lock for exports: ``torch.export`` changes process-wide settings while it traces.
 
-What is kept, and what a thread that computes beside it sees: docs/adr/0017.
+docs/adr/0017 says which settings are restored, and how other threads are affected meanwhile.
 """
 
 from __future__ import annotations
@@ -25,20 +25,20 @@ def _backends() -> dict[str, bool]:
     backends: Any = torch.backends
     return {
         "mkldnn": backends.mkldnn.enabled,
-        "nnpack": torch._C._get_nnpack_enabled(),  # torch.backends.nnpack can only set it
+        "nnpack": torch._C._get_nnpack_enabled(),  # torch.backends.nnpack has no getter
         "cudnn": backends.cudnn.enabled,
     }
 
 
 @contextlib.contextmanager
 def one_export_at_a_time() -> Iterator[None]:
-    """Run one export at a time, and restore torch's backends at its end.
+    """Hold the lock of exports in the block, and restore torch's backends at its end.
 
-    What ``torch.compile`` made runs as it was before: a compiled module has other last bits.
-    Two traces at once fail, or leave mkldnn, nnpack and cudnn off in this process for ever. A
-    thread that computes during an export does so without these: more slowly, and other in the last
-    bits. Where that matters, hold this while you compute. A ``torch.export`` that the process calls
-    by itself does not wait for it.
+    Inside, modules of ``torch.compile`` run uncompiled, because compiled code has other last bits.
+    Two traces at the same time fail, or leave mkldnn, nnpack and cudnn disabled in this process.
+    During an export, other threads compute without these three: more slowly, and with other last
+    bits. If that matters, hold this lock while you compute. The call blocks until the lock is free.
+    Direct calls of ``torch.export`` do not wait for it.
     """
     with _alone:
         before = _backends()
@@ -55,7 +55,7 @@ def one_export_at_a_time() -> Iterator[None]:
 
 
 class _OthersStderr(io.TextIOBase):
-    """``sys.stderr`` for every thread but the one that made it, whose own text goes nowhere."""
+    """Stream that discards text of the thread that created it, and forwards all other text."""
 
     def __init__(self, stderr: TextIO) -> None:
         self._stderr = stderr
@@ -71,7 +71,7 @@ class _OthersStderr(io.TextIOBase):
 
 @contextlib.contextmanager
 def quiet(logger_name: str) -> Iterator[None]:
-    """Pages of graph dumps beside the one error we raise do not help its reader."""
+    """Disable a logger and this thread's ``sys.stderr`` for the block: torch dumps whole graphs."""
     noisy = logging.getLogger(logger_name)
     before = noisy.disabled
     noisy.disabled = True

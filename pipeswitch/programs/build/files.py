@@ -1,6 +1,6 @@
-"""Files of torch's, on the machine of the one who has them: as bundles, or weights as safetensors.
+"""Conversion of torch's files to bundles or safetensors, on their owner's machine.
 
-A ``.pt2``'s dimensions are as open as the file has them.
+A bundle from a ``.pt2`` file has the same open dimensions as the file.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ from .naming import Flat, named_inputs
 from .sources import OpenShapes, checked_inputs, example_specs
 from .verify import acceptable_inputs
 
-MAX_REFUSED: Final = 32  # extents at the low end of a file's range that are tried
+MAX_REFUSED: Final = 32  # number of extents to try at the low end of a file's range
 
-_INNER: Final = ("state_dict", "model_state_dict", "model")  # where a checkpoint has its weights
+_INNER: Final = ("state_dict", "model_state_dict", "model")  # keys of the weights in a checkpoint
 
 OpenDims = dict[str, dict[int, tuple[str, int, int]]]
 
@@ -39,19 +39,19 @@ def convert(
     example_inputs: Any = None,
     **options: Any,
 ) -> dict[str, Any]:
-    """Convert a program's file to a bundle; return the same as ``export_module_to_bundle``.
+    """Convert a ``.pt2`` or TorchScript file to a bundle, as ``export_module_to_bundle`` does.
 
     Raises:
-        RegistrationRefused: it is none of them, it needs an example, or does not export.
+        RegistrationRefused: the file is of neither kind, needs an example, or cannot be exported.
     """
     if path.endswith(".pt2"):
         return convert_pt2(path, out)
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # advice to who wrote the file
+            warnings.simplefilter("ignore")  # torch's warnings are for the file's author
             load: Any = torch.jit.load
             module = load(path, map_location="cpu")
-    except Exception as error:  # torch's RuntimeError, for whatever else it holds
+    except Exception as error:  # torch's RuntimeError for a file with other content
         is_program = holds_program(path)
         raise RegistrationRefused(
             path,
@@ -83,10 +83,11 @@ def convert(
 
 
 def convert_weights(path: str | os.PathLike[str], out: str | os.PathLike[str]) -> None:
-    """Convert a state dict that ``torch.save`` wrote to safetensors.
+    """Convert a state dict that ``torch.save`` wrote to a safetensors file.
 
     Raises:
-        RegistrationRefused: it cannot be read, or holds something else.
+        RegistrationRefused: the file cannot be read, or contains something else.
+        FileNotFoundError: there is no such file.
     """
     part = f"weights {os.fspath(path)!r}"
     hint = "where the module is: torch.save(module.state_dict(), 'weights.pt')"
@@ -99,11 +100,11 @@ def convert_weights(path: str | os.PathLike[str], out: str | os.PathLike[str]) -
         )
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # advice about sparse tensors
+            warnings.simplefilter("ignore")  # torch's warnings are about sparse tensors
             content = torch.load(path, map_location="cpu", weights_only=True)
     except FileNotFoundError:
         raise
-    except Exception as error:  # an UnpicklingError, or what a damaged file leads to
+    except Exception as error:  # an UnpicklingError, or any error for a damaged file
         reason = f"it contains more than tensors ({first_line(error)[:80]})"
         raise RegistrationRefused(part, reason, hint=hint) from None
     for key in _INNER:
@@ -124,12 +125,12 @@ def convert_weights(path: str | os.PathLike[str], out: str | os.PathLike[str]) -
 
 @one_export_at_a_time()
 def convert_pt2(path: str | os.PathLike[str], out: str | os.PathLike[str]) -> dict[str, Any]:
-    """Convert a ``.pt2`` file to a bundle, on the machine of the one who trusts the file.
+    """Convert a ``.pt2`` file to a bundle, on the machine of a user who trusts the file.
 
-    ``torch.export.load`` unpickles: never call this on a file that came from another user.
+    ``torch.export.load`` unpickles: never call this on a file from another user.
 
     Raises:
-        RegistrationRefused: it cannot be loaded, carries no example inputs, or does not export.
+        RegistrationRefused: the file cannot be loaded, has no example inputs, or does not export.
     """
     try:
         loaded = torch.export.load(os.fspath(path))
@@ -149,7 +150,7 @@ def convert_pt2(path: str | os.PathLike[str], out: str | os.PathLike[str]) -> di
 def _taken(
     flat: Flat, names: Sequence[str], inputs: Sequence[torch.Tensor], dynamic: OpenDims
 ) -> OpenDims:
-    """Return the open dimensions without the smallest extents that the file's own guards refuse."""
+    """Return the open dimensions without small extents that the file's own guards refuse."""
     shapes = [tuple(value.shape) for value in inputs]
     dims = asked_axes(names, shapes, dynamic)
     specs = [
@@ -180,7 +181,7 @@ def _takes(flat: Flat, inputs: Sequence[torch.Tensor]) -> bool:
 
 
 def _open_in(loaded: torch.export.ExportedProgram, names: Sequence[str]) -> OpenDims:
-    """Return the dimensions that a file was exported with, under our names."""
+    """Return the open dimensions of a file, with names as ``names_for`` gives them."""
     user_inputs = set(loaded.graph_signature.user_inputs)
     values = [
         node.meta["val"]
@@ -204,7 +205,7 @@ def _open_in(loaded: torch.export.ExportedProgram, names: Sequence[str]) -> Open
 
 
 def _ends(loaded: torch.export.ExportedProgram, symbol: Any) -> tuple[int, int]:
-    """Return a symbol's range in a file; its upper end may be ``ENDLESS``."""
+    """Return a symbol's range in a file; ``ENDLESS`` replaces a missing upper end."""
     ends: Any = loaded.range_constraints.get(symbol)
     if ends is None:
         raise RegistrationRefused(

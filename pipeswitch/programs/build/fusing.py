@@ -1,9 +1,9 @@
 """Derivation of a graph with packed weights and fused calls from a verified graph.
 
-A call is packed only if that is faster on this machine: both forms are timed at the example's
-shape and at a batch, with the weight out of the caches, as a run finds it after all others.
-Positions are those of nodes in the plain graph; a new weight is named, ``{"w": name}``, until the
-derived graph is numbered.
+A call is packed only if that is faster on this machine. The plain and the packed call are timed at
+the example's shape and at a batch. Before each call the weight is evicted from the processor's
+caches, as in a run of a whole model. A position is the index of a node in the plain graph. The
+reference of a new weight is ``{"w": name}`` until the values of the derived graph are numbered.
 """
 
 from __future__ import annotations
@@ -22,19 +22,19 @@ from ..graphs.graph import CompiledGraph, resolve
 from ..interface import packing
 from ..running.executor import PackedKernels
 
-TIMED: Final = 2  # shapes at which calls are timed
-ROUNDS: Final = 7  # the fewest rounds of a timing; the minimum counts
+TIMED: Final = 2  # number of shapes at which calls are timed
+ROUNDS: Final = 7  # minimum number of rounds of a timing; the fastest round counts
 MAX_ROUNDS: Final = 200
-ENOUGH_MS: Final = 40.0  # a timing of short calls takes this long: other programs disturb it
-EVICTED_BYTES: Final = 32 << 20  # what is read between two calls, if a model has so much
+ENOUGH_MS: Final = 40.0  # minimum duration of a timing: other programs disturb a shorter one
+EVICTED_BYTES: Final = 32 << 20  # bytes to read to evict caches, or the model's bytes if less
 COPY: Final = "aten.contiguous.default"
-MAX_LOSS: Final = 0.05  # of all products at one shape; ``precision`` limits that of the whole form
-MAX_PADDED: Final = 1.1  # bytes of a packed bfloat16 weight, of those that it has plain,
-PADDED_BYTES: Final = 64 << 10  # or so many more, which nobody misses
+MAX_LOSS: Final = 0.05  # packing may slow down one shape by this share of the time of all products
+MAX_PADDED: Final = 1.1  # a packed weight may have this many times its bytes in plain bfloat16,
+PADDED_BYTES: Final = 64 << 10  # or this many bytes more, whichever is larger
 PRODUCTS: Final = {"aten.conv2d.default": 0, "aten.linear.default": 0, "aten.addmm.default": 1}
-"""Calls that may be packed, and which of their arguments is the input."""
+"""Calls that may be packed -> position of their input among the arguments."""
 
-# What a fused call does after its product: attribute, scalars, algorithm.
+# Operator -> name of the activation that a packed call can apply to its product.
 _ACTIVATIONS: Final[Mapping[str, str]] = {
     "relu": "relu",
     "sigmoid": "sigmoid",
@@ -45,7 +45,7 @@ _ACTIVATIONS: Final[Mapping[str, str]] = {
 }
 Activation = tuple[str, list[float], str]
 NewWeights = dict[str, tuple[torch.Tensor, packing.PackedLayout | None]]
-_Times = list[tuple[float, ...]]  # of a chain's plain calls and its packed call, by shape
+_Times = list[tuple[float, ...]]  # for each shape, ms of a chain's plain calls and its packed call
 NO_ACTIVATION: Final[Activation] = ("none", [], "")
 
 
@@ -54,14 +54,14 @@ class Derived:
     """A derived graph with its weights, in order of first use."""
 
     graph: Graph
-    weights: list[torch.Tensor]  # uint8 where packed
-    packed_count: int  # calls over packed weights
-    plain_count: int  # calls that could be packed but are faster plain
+    weights: list[torch.Tensor]  # packed weights are uint8
+    packed_count: int  # calls that read packed weights
+    plain_count: int  # calls that could read packed weights but are faster without
 
 
 @dataclass(frozen=True)
 class _Chain:
-    """A product and the calls that are fused into it, by position."""
+    """Positions of a product (matrix product or convolution) and of the calls fused into it."""
 
     product: int
     norm: int | None = None
@@ -77,13 +77,13 @@ class _Chain:
 
 @dataclass(frozen=True)
 class _Form:
-    """A chain as one packed call."""
+    """The packed call that replaces a chain."""
 
     node: Node
-    weights: NewWeights  # its new ones
-    run: Callable[[torch.Tensor, torch.Tensor], object]  # on its input and the other addend
-    source: Any  # its input
-    key: tuple[Any, ...]  # equal for forms that take equally long
+    weights: NewWeights  # new weights of the call
+    run: Callable[[torch.Tensor, torch.Tensor], object]  # takes the input and the other addend
+    source: Any  # reference of the call's input
+    key: tuple[Any, ...]  # forms with equal keys take the same time
 
 
 def fused(
@@ -99,22 +99,22 @@ def fused(
         graph: verified, without packed weights.
         weights: in the graph's order.
         examples: inputs at several shapes; calls are timed at the first two.
-        kernels: pack weights and compute over them.
-        precision: ``fast``, or that of the packed weights; then bytes decide and not the time, and
-            the calls take bfloat16 (``lowering``).
+        kernels: operators that pack weights and read packed weights.
+        precision: ``fast``: pack float32 weights if that is faster. ``bf16`` or ``int8``: pack in
+            this precision if that saves bytes; packed calls may take bfloat16 (``lowering``).
     """
     traces = [_Trace(graph, weights, inputs) for inputs in examples]
     return _Fusing(graph, weights, traces, kernels, precision).run()
 
 
 class _Trace:
-    """Run the graph once, call by call; record shapes and what products take."""
+    """Shapes of all values, and inputs of all products, from one run of the graph."""
 
     def __init__(
         self, graph: Graph, weights: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]
     ) -> None:
         self.shapes = {value: tuple(tensor.shape) for value, tensor in enumerate(inputs)}
-        self.taken: dict[int, torch.Tensor] = {}  # without data
+        self.taken: dict[int, torch.Tensor] = {}  # position of a product -> its input (meta device)
         spans = [(position, position + 1) for position in range(len(graph.nodes))]
         compiled = CompiledGraph(graph, spans, "cpu")
         environment = compiled.start([value.clone() for value in inputs])
@@ -132,7 +132,7 @@ class _Trace:
 
 
 class _Fusing:
-    """One graph on its way to a derived one."""
+    """Derivation of one graph with packed weights."""
 
     def __init__(
         self,
@@ -144,7 +144,7 @@ class _Fusing:
     ) -> None:
         self._graph, self._weights, self._kernels = graph, weights, kernels
         self._precision, self._is_fast = precision, precision == "fast"
-        self._dtype = torch.float32 if self._is_fast else torch.bfloat16  # of packed weights
+        self._dtype = torch.float32 if self._is_fast else torch.bfloat16  # dtype of packed weights
         self._packs = self._is_fast or kernels.half() == "packed"
         self._traces, self._taken = traces, traces[0].taken
         self._readers: dict[int, list[int]] = {}
@@ -152,16 +152,16 @@ class _Fusing:
             for value in dict.fromkeys(node_references(node)):
                 self._readers.setdefault(value, []).append(position)
         self._new: NewWeights = {}
-        self._calls: dict[int, Node] = {}  # instead of the last member of a chain
-        self._gone: set[int] = set()  # its other members
+        self._calls: dict[int, Node] = {}  # position of a chain's last member -> packed call
+        self._gone: set[int] = set()  # positions of the chains' other members, which are removed
         self._times: dict[tuple[Any, ...], tuple[float, ...]] = {}
         count = min(sum(weight.nbytes for weight in weights), EVICTED_BYTES) // 8
-        self._others = torch.ones(count, dtype=torch.int64)  # read instead of other weights
+        self._others = torch.ones(count, dtype=torch.int64)  # read to evict caches before a timing
         self._plain_count = 0
 
     def run(self) -> Derived:
         """Return the derived graph."""
-        packed: dict[tuple[int, ...], _Times] = {}  # by the positions of a chain
+        packed: dict[tuple[int, ...], _Times] = {}  # positions of a chain -> times
         measured: list[_Times] = []
         for position, node in enumerate(self._graph.nodes):
             x = self._taken.get(position)
@@ -188,7 +188,7 @@ class _Fusing:
         return self._numbered()
 
     def _limit_losses(self, packed: dict[tuple[int, ...], _Times], measured: list[_Times]) -> None:
-        """Undo the packed calls that lose most for their gain, until all lose little at each."""
+        """Undo calls with the least gain per loss until no shape loses more than ``MAX_LOSS``."""
         for at in range(len(measured[0]) if measured else 0):
             most_ms = MAX_LOSS * sum(times[at][0] for times in measured)
             lost_ms = {one: times[at][1] - times[at][0] for one, times in packed.items()}
@@ -210,7 +210,7 @@ class _Fusing:
         at = self._reader(position)
         if at is not None and is_convolution and self._is_foldable(nodes[at]):
             chain, at = _Chain(position, norm=at), self._reader(at)
-        # A transformer's residual stream stays float32, and grouped ones add in float32 alone.
+        # In bfloat16 only convolutions without groups add: transformers' residuals stay float32.
         is_lone = is_convolution and (*nodes[position].args, 1)[6:7] in ((), (1,))
         may_add = self._is_fast or is_lone
         if at is not None and may_add and (other := self._addend(chain, at)) is not None:
@@ -223,7 +223,7 @@ class _Fusing:
             and _activation(nodes[at]) is not None
         ):
             chain = _Chain(position, chain.norm, chain.addition, chain.other, at)
-        # The product moves to where its chain ends: nothing may be written in between.
+        # The product moves to the end of its chain, so no call in between may write in place.
         between = set(range(position, chain.members[-1])) - {*chain.members}
         is_written = any(nodes[one].target.split(".")[1].endswith("_") for one in between)
         return _Chain(position) if is_written else chain
@@ -232,7 +232,7 @@ class _Fusing:
         return self._graph.first_node_value + position
 
     def _reader(self, position: int) -> int | None:
-        """Return the only call that reads a call's value, if it is not part of another chain."""
+        """Return the only reader's position; None if there are others, or a chain contains it."""
         readers = self._readers.get(self._value(position), [])
         if len(readers) != 1 or self._value(position) in self._graph.results:
             return None
@@ -253,9 +253,9 @@ class _Fusing:
         )
 
     def _addend(self, chain: _Chain, at: int) -> Any:
-        """Return the other operand of a sum of equal shapes; None if it is not such a sum.
+        """Return the value that a call adds to the chain's; None unless it adds equal shapes.
 
-        ``x.add_(product)`` writes to ``x``, which others may read, so it is not fused.
+        ``x.add_(product)`` writes to ``x``, which other calls may read, so it is not fused.
         """
         node, own = self._graph.nodes[at], {"v": self._value(chain.members[-1])}
         if len(node.args) != 2 or node.kwargs or own not in node.args:
@@ -333,7 +333,7 @@ class _Fusing:
         )
 
     def _int8(self, node: Node, arguments: tuple[Any, Any, Any], weight: torch.Tensor) -> _Form:
-        """Return a product over int8 weights: symmetric, one scale for each output."""
+        """Return a product with an int8 weight, quantized symmetrically with a scale per output."""
         source, weight_at, bias_at = arguments
         name = f"{self._name_of(weight_at)}:int8"
         scales = (weight.abs().amax(1).clamp(min=1e-30) / 127.0).bfloat16()
@@ -352,7 +352,8 @@ class _Fusing:
         rest: tuple[Any, ...],
         new: NewWeights,
     ) -> _Form:
-        """``arguments`` and ``values``: of input, weight and bias; of the last two."""
+        """Return a chain's packed call.
+        ``arguments`` refer to input, weight and bias; ``values`` are the weight and the bias."""
         operators, (source, w, b) = self._kernels.operators(), arguments
         key = (tuple(values[0].shape), str(rest), b is None, chain.norm is None)
         if chain.addition is None:
@@ -365,7 +366,7 @@ class _Fusing:
         return _Form(node, new, run, source, (*key, "add"))
 
     def _is_channels_last(self, argument: Any) -> bool:
-        """Return True if a packed convolution's channels-last layout reaches the value."""
+        """Return True if a value may have the channels-last layout of a packed convolution."""
         value = argument["v"]
         while value >= self._graph.first_node_value:
             node = self._graph.nodes[value - self._graph.first_node_value]
@@ -403,7 +404,7 @@ class _Fusing:
         return self._graph.weights[index]
 
     def _timed(self, chain: _Chain, form: _Form, trace: _Trace) -> tuple[float, ...]:
-        """Return the milliseconds of the chain's plain calls and of its packed call."""
+        """Return the times in ms of the chain's plain calls and of its packed call."""
         targets = tuple(self._graph.nodes[one].target for one in chain.members)
         value_seen = trace.taken[chain.product]
         key = (targets, tuple(value_seen.shape), value_seen.stride(), *form.key)
@@ -419,7 +420,7 @@ class _Fusing:
         return self._times[key]
 
     def _plain(self, chain: _Chain, x: torch.Tensor) -> None:
-        """Compute the chain's calls one after the other."""
+        """Run the chain's plain calls one after the other."""
         value = x
         for position in chain.members:
             node = self._graph.nodes[position]
@@ -440,7 +441,7 @@ class _Fusing:
     def _numbered(self) -> Derived:
         graph = self._graph
         nodes: list[tuple[int, Node]] = []
-        copies: dict[int, int] = {}  # values whose copy is read from there on
+        copies: dict[int, int] = {}  # value -> its copy, which later calls read
 
         def read(argument: dict[str, Any]) -> dict[str, Any]:
             value = argument.get("v", -1)
@@ -460,7 +461,7 @@ class _Fusing:
         return renumbered(graph, nodes, results, weights, self._plain_count)
 
     def _needs_copy(self, position: int) -> bool:
-        """Return True if a call takes a view that channels-last memory does not allow."""
+        """Return True if a call makes a view that is impossible for channels-last memory."""
         node = self._graph.nodes[position]
         source = node.args[0] if node.args else None
         if node.target != "aten.view.default" or not isinstance(source, dict) or "v" not in source:
@@ -485,14 +486,14 @@ def renumbered(
     weights: NewWeights,
     plain_count: int,
 ) -> Derived:
-    """Return a graph of other calls with the same inputs and outputs.
+    """Return a graph of the calls ``nodes_kept`` with new value numbers.
 
     Args:
-        graph: the former one.
-        nodes_kept: the calls in order, each with its value: the number that others name it by.
-        results: arguments that name the outputs.
-        weights: by name, as ``{"w": name}`` or the number of a former one names them.
-        plain_count: of the result.
+        graph: the former graph.
+        nodes_kept: the calls in order, each with the value number by which other calls refer to it.
+        results: references of the outputs.
+        weights: all weights by name. Calls refer to them by ``{"w": name}`` or the old number.
+        plain_count: ``Derived.plain_count`` of the result.
     """
     first, order = len(graph.inputs), dict[str, int]()
 
@@ -525,7 +526,7 @@ def renumbered(
 
 
 def _mapped(node: Node, of: Callable[[dict[str, Any]], Any]) -> Node:
-    """Return a call whose references and tagged arguments are what ``of`` makes of them."""
+    """Return a call with ``of`` applied to each reference and tagged argument."""
 
     def mapped(argument: Any) -> Any:
         if isinstance(argument, list | tuple):
@@ -537,7 +538,7 @@ def _mapped(node: Node, of: Callable[[dict[str, Any]], Any]) -> Node:
 
 
 def _wastes(form: _Form) -> bool:
-    """Return whether packing pads a weight so much that the form breaks its promise of bytes."""
+    """Return whether padding makes a packed weight too large: ``MAX_PADDED``, ``PADDED_BYTES``."""
     pairs = [(data.nbytes, layout) for data, layout in form.weights.values() if layout is not None]
     packed_bytes = sum(size_bytes for size_bytes, _ in pairs)
     stored_bytes = sum(2 * math.prod(layout.shape) for _, layout in pairs)
@@ -545,7 +546,7 @@ def _wastes(form: _Form) -> bool:
 
 
 def _activation(node: Node) -> Activation | None:
-    """Return how a packed call applies a node's activation; None if it cannot."""
+    """Return a packed call's arguments for a node's activation; None if it is not supported."""
     name = node.target.split(".")[1].removesuffix("_")
     rest = [*node.args[1:], *node.kwargs.values()]
     if not all(isinstance(one, int | float | str) for one in rest):
@@ -569,7 +570,7 @@ def _activation(node: Node) -> Activation | None:
 def min_ms(
     calls: Sequence[Callable[[], object]], before: Callable[[], object] = lambda: None
 ) -> tuple[float, ...]:
-    """Return the least processor time of each call, measured in turns, each after ``before``."""
+    """Return each call's least processor time in ms. Calls alternate; ``before`` is not timed."""
     least = [float("inf")] * len(calls)
     began_s = time.thread_time()
     for number in range(MAX_ROUNDS):

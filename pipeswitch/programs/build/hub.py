@@ -1,9 +1,9 @@
-"""Model hubs' caches, and whose they are.
+"""Caches of model hubs, separate for the owner and for clients.
 
-What the owner fetches by ``pretrained`` stays in the caches of the server's user. A client pays for
-its own: it is fetched without the owner's token into the folder of its build, counted while it
-comes, and gone with it. Otherwise a client could fill the owner's disk by naming one repository
-after the other, and ask models that only the owner may have.
+The owner's ``pretrained`` downloads stay in the caches of the server's user. A client's downloads
+use no token of the owner, go to the folder of the client's build, are limited while they run, and
+are deleted with the build. Otherwise clients could fill the owner's disk, or get models that only
+the owner may have.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Final
 
-FOLDER: Final = "hub"  # in a build's
+FOLDER: Final = "hub"  # name of the hub folder inside a build's folder
 LOOK_EVERY_S: Final = 0.1
 _TOKENS: Final = ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN")
 _CACHES: Final = (
@@ -30,7 +30,7 @@ _CACHES: Final = (
 def readable(source: str) -> list[Path]:
     """Return the host paths that a confined build of this source may read.
 
-    They are the hub cache without the token beside it, or the folder that the owner named.
+    This is the hub cache, but not the token file next to it, or the folder that the owner named.
     """
     scheme, _, name = source.partition(":")
     if scheme != "hf":
@@ -44,9 +44,9 @@ def readable(source: str) -> list[Path]:
 
 
 def without_token(work: Path) -> None:
-    """Hide the token from the hub's library, which must not even try to read it.
+    """Hide the token from the hub's library, so that it does not try to read it.
 
-    Call it before the library is imported.
+    Call this before the library is imported.
     """
     for name in _TOKENS:
         os.environ.pop(name, None)
@@ -54,7 +54,7 @@ def without_token(work: Path) -> None:
 
 
 def of_its_own(work: Path) -> Path:
-    """Restrict this process to a hub folder of its own."""
+    """Make this process use a new hub folder in ``work`` and no token; return the folder."""
     without_token(work)
     for name in _CACHES:
         os.environ.pop(name, None)
@@ -64,10 +64,10 @@ def of_its_own(work: Path) -> Path:
 
 
 class Meter:
-    """Looks how much a folder holds, in a thread of its own, until it is closed."""
+    """Thread that measures the bytes of a folder every ``LOOK_EVERY_S`` seconds until closed."""
 
     def __init__(self, folder: Path, limit_bytes: int, on_over: Callable[[int], None]) -> None:
-        """``on_over`` is called once, with the bytes, when there are more than the limit."""
+        """Start; the thread calls ``on_over(bytes)`` once if the bytes exceed the limit."""
         self._folder = folder
         self._limit_bytes = limit_bytes
         self._on_over = on_over
@@ -88,12 +88,12 @@ class Meter:
 
 
 def folder_bytes(folder: Path) -> int:
-    """Bytes of the files in it; a link, which a hub's cache is full of, is none."""
+    """Return the bytes of a folder's files; a link counts as itself, not as its target."""
     total_bytes = 0
     for path, _, names in os.walk(folder):
         for name in names:
             try:
                 total_bytes += os.lstat(os.path.join(path, name)).st_size
-            except FileNotFoundError:  # it was renamed meanwhile
+            except FileNotFoundError:  # the file was renamed meanwhile
                 continue
     return total_bytes

@@ -1,10 +1,10 @@
-"""Derivation of a graph that computes in bfloat16, as autocast does, from one with packed calls.
+"""Conversion of a graph with packed calls to a graph that computes in bfloat16, like autocast.
 
-Matrix products and convolutions, and what only moves or activates their results, compute in
-bfloat16. Norms, softmax, reductions and the residual stream stay in float32: a sum of a float32
-and a bfloat16 tensor is float32. Weights with two dimensions or more are stored in bfloat16.
+Matrix products and convolutions compute in bfloat16, and so do calls that only move or activate
+their results. Norms, softmax, reductions and the residual stream stay in float32: a sum of a
+float32 and a bfloat16 tensor is float32. Weights of two or more dimensions are stored in bfloat16.
 
-The graph is run once on the example, call by call, so every dtype is one that was seen. A call
+The graph is run once on the example, call by call, so every dtype comes from a real run. A call
 that refuses bfloat16 gets float32.
 """
 
@@ -23,7 +23,7 @@ from ..interface.packing import TARGETS
 from ..running.executor import PackedKernels
 from .fusing import Derived, renumbered
 
-MIN_STORED: Final = 1024  # elements of a weight that is worth a conversion when it is read
+MIN_STORED: Final = 1024  # minimum elements of a weight that is stored in bfloat16
 
 _PRODUCTS: Final = """
 matmul mm bmm baddbmm addmm linear einsum conv1d conv2d conv3d convolution conv_transpose1d
@@ -41,26 +41,26 @@ scaled_dot_product_attention
 """
 PRODUCTS: Final = frozenset(_PRODUCTS.split())
 MOVES: Final = frozenset(_MOVES.split())
-"""Calls that change no number."""
+"""Operators that change no number."""
 FOLLOWERS: Final = frozenset(_FOLLOWERS.split())
-"""Calls that compute in the dtype that their arguments have."""
+"""Operators that compute in the dtype of their arguments."""
 LOOK_UPS: Final = frozenset({"embedding", "index", "index_select"})
-"""Calls that take a few rows out of a table: the rows are converted, not the table."""
+"""Operators that take a few rows out of a table: the rows are converted, not the table."""
 
-NEW: Final = 1 << 32  # beyond each value of the former graph
+NEW: Final = 1 << 32  # first value number of new calls; larger than any number of the old graph
 _HALF: Final = torch.bfloat16
-_Made = tuple[Any, Any]  # an argument of the new graph, and its value
+_Made = tuple[Any, Any]  # an argument of the new graph, and its value in the run on the example
 
 
 def lowered(
     derived: Derived, inputs: Sequence[torch.Tensor], kernels: PackedKernels, *, computes: bool
 ) -> Derived:
-    """Return the derived graph with bfloat16 in it.
+    """Return the derived graph, converted to bfloat16.
 
     Args:
-        derived: its packed weights are bfloat16 or int8 already.
-        inputs: the example's.
-        computes: products are computed in bfloat16; else their weights are only stored in it.
+        derived: a graph whose packed weights are bfloat16 or int8 already.
+        inputs: the inputs of the example.
+        computes: True: products compute in bfloat16. False: weights are only stored in bfloat16.
     """
     return _Lowering(derived, kernels, computes).run(inputs)
 
@@ -69,8 +69,8 @@ class _Lowering:
     def __init__(self, derived: Derived, kernels: PackedKernels, computes: bool) -> None:
         self._derived, self._graph, self._computes = derived, derived.graph, computes
         self._operators, self._wrap = kernels.operators(), kernels.wrap
-        self._nodes: list[Node] = []  # their values are numbers from NEW on
-        self._made: dict[int, _Made] = {}  # by value of the old graph
+        self._nodes: list[Node] = []  # new calls; their value numbers begin at NEW
+        self._made: dict[int, _Made] = {}  # value number of the old graph -> argument and value
         self._cast: dict[tuple[int, torch.dtype], _Made] = {}
         self._weights: dict[str, torch.Tensor] = {}
         self._rows: set[int] = set()  # values that are views of a weight
@@ -105,7 +105,7 @@ class _Lowering:
         return renumbered(graph, calls, results, weights, self._derived.plain_count)
 
     def _forget(self, value: int) -> None:
-        """Drop the data of a value that no call reads any more."""
+        """Drop the data of a value that no later call reads."""
         for dtype in (_HALF, torch.float32):
             self._cast.pop((value, dtype), None)
         self._made.pop(value, None)
@@ -120,7 +120,7 @@ class _Lowering:
             reads = [self._made[value][1] for value in node_references(node)]
             if (
                 any(map(_is_half, reads)) and name[:-1] in OVERLOADS
-            ):  # its argument is not read again: see _aliases
+            ):  # not in place: no later call reads the argument (``_aliases``)
                 name = name[:-1]
                 target = f"aten.{name}.{target.split('.')[2]}"
             else:
@@ -129,7 +129,7 @@ class _Lowering:
         if self._root[own] in self._frozen:
             return self._thawed(own, self._emit(target, node, self._float))
         if target == "aten.view.default":
-            target = "aten.reshape.default"  # a packed convolution's result may lie otherwise
+            target = "aten.reshape.default"  # a packed convolution's result may be channels-last
         ways: tuple[Callable[[int], _Made], ...] = (self._float,)
         if name in PRODUCTS and self._computes and self._takes_float(node):
             ways = (self._half, self._float)
@@ -156,7 +156,7 @@ class _Lowering:
         return self._emit(target, node, ways[-1])
 
     def _int8_rows(self, node: Node) -> _Made | None:
-        """Return the rows of a table that a product reads too, as int8; None if none does."""
+        """Return an embedding's rows from the int8 copy of a tied product; None without a copy."""
         table = node.args[0]["v"]
         if not len(self._graph.inputs) <= table < self._graph.first_node_value:
             return None
@@ -171,7 +171,7 @@ class _Lowering:
         return self._added("aten.mul.Tensor", [rows[0], steps[0]], rows[1] * steps[1])
 
     def _thawed(self, own: int, value: _Made) -> _Made:
-        """Return a result as float32 if it shares memory that is changed in place."""
+        """Return a result, converted to float32 if it shares memory that is changed in place."""
         if self._root[own] in self._frozen and _is_half(value[1]):
             return self._converted(value, torch.float32)
         return value
@@ -215,7 +215,7 @@ class _Lowering:
         name = str(dtype).removeprefix("torch.")
         return self._added("aten.to.dtype", [value[0], {"dtype": name}], value[1].to(dtype))
 
-    # ---- ways to give a call its arguments ----------------------------------------------------
+    # ---- ways to pass arguments to a call -----------------------------------------------------
 
     def _as(self, value: int, dtype: torch.dtype) -> _Made:
         entry = self._made[value]
@@ -236,15 +236,15 @@ class _Lowering:
         return self._cast[key]
 
     def _kept(self, value: int) -> _Made:
-        """Return a value as it is; a weight as it is stored."""
+        """Return a value in its present dtype; a weight in the dtype in which it is stored."""
         return self._weight(value, is_stored=True) or self._made[value]
 
     def _followed(self, value: int) -> _Made:
-        """Return a value as it is; a weight in float32, so that what it is added to stays so."""
+        """Return a value in its dtype; a weight in float32, so that sums with it stay float32."""
         return self._float(value) if self._is_row(value) else self._made[value]
 
     def _weight(self, value: int, is_stored: bool) -> _Made | None:
-        """Return a weight as it is stored; None if the value is not a weight."""
+        """Return a weight, in its stored dtype if ``is_stored``; None for other values."""
         if not len(self._graph.inputs) <= value < self._graph.first_node_value:
             return None
         entry = self._made[value]
@@ -262,13 +262,13 @@ class _Lowering:
         return value in self._rows or first <= value < self._graph.first_node_value
 
     def _takes_float(self, node: Node) -> bool:
-        """Return whether all tensors that a product takes are float32, or bfloat16 by now."""
+        """Return whether all tensors that a product takes are float32 or bfloat16."""
         tensors = [self._made[value][1] for value in node_references(node)]
         kinds = [one.dtype for one in tensors if isinstance(one, torch.Tensor)]
         return bool(kinds) and all(kind in (_HALF, torch.float32) for kind in kinds)
 
     def _changed(self, node: Node) -> None:
-        """Drop the converted copies of what a call changes in place."""
+        """Drop converted copies of all values that may share memory with a call's arguments."""
         roots = {self._root[value] for value in node_references(node)}
         for key in [key for key in self._cast if self._root[key[0]] in roots]:
             del self._cast[key]
@@ -281,15 +281,15 @@ def _is_half(value: Any) -> bool:
 
 
 def _is_stored_half(weight: torch.Tensor) -> bool:
-    """Return whether a weight is stored in bfloat16: a large matrix of finite numbers."""
+    """Return whether a weight is stored in bfloat16: a large matrix that does not overflow."""
     if weight.dtype is not torch.float32 or weight.dim() < 2 or weight.numel() < MIN_STORED:
         return False
     return bool((weight.to(_HALF).isfinite() == weight.isfinite()).all())
 
 
 def _aliases(graph: Graph) -> tuple[list[int], set[int]]:
-    """Return for each value a number that those share that may share memory, and the numbers of
-    memory that is changed in place while an older value of it is still read."""
+    """Return each value's memory number, equal if values may share memory, and the frozen numbers.
+    Memory is frozen if a call can only write in place, or if a later call reads an older value."""
     root = list(range(graph.first_node_value + len(graph.nodes)))
 
     def find(value: int) -> int:
@@ -324,7 +324,7 @@ def _aliases(graph: Graph) -> tuple[list[int], set[int]]:
 
 
 def _needed(calls: Sequence[tuple[int, Node]], results: Sequence[Any]) -> list[tuple[int, Node]]:
-    """Return the calls whose value is read, or that change one in place."""
+    """Return the calls whose value is read, or that change a value in place."""
     read = set(references(results))
     nodes = []
     for value, node in reversed(calls):

@@ -1,8 +1,8 @@
-"""Module mode: for the operator's own code that does not export.
+"""Build in module mode, for code of the operator that cannot be exported.
 
-No graph: the worker constructs the module without data, puts in parameters over the region, and
-pre-hooks on submodules wait for the group that holds what the submodule needs. The order is
-measured by running the module once.
+There is no graph. A worker constructs the module without data and sets its parameters over the
+region. Pre-hooks on submodules wait for the group with the submodule's weights. The build runs the
+module once to measure the order of submodules.
 """
 
 from __future__ import annotations
@@ -51,11 +51,11 @@ def build_module(
     why: RegistrationRefused,
     progress: Callable[[str, float], None],
 ) -> Manifest:
-    """Build ``loaded`` in module mode into ``out_dir``; ``why`` it did not export.
+    """Build ``loaded`` in module mode into ``out_dir``; ``why`` is the refusal of its export.
 
     Raises:
-        RegistrationRefused: no submodules to hook, or it changes its weights, or its outputs are
-            not tensors.
+        RegistrationRefused: no submodule has weights, the module changes its weights or keeps
+            state, or its outputs are not tensors.
     """
     progress("partition", 0.0)
     loaded, sparse_names = _without_sparse(loaded, examples)
@@ -109,7 +109,7 @@ def _write_weights(path: Path, tensors: Mapping[str, torch.Tensor]) -> Sequence[
 
 
 def _with_digest(manifest: Manifest, code: dict[str, Any]) -> Manifest:
-    """Return the manifest with its factory's code, and with the digest of the whole program."""
+    """Return the manifest with the digests of its factory's code and of the whole program."""
     sha256 = manifest.weights_sha256
     seed = manifest.extra["seed"]
     facts = [manifest.source, manifest.inputs, manifest.takes, manifest.dims, sha256, code, seed]
@@ -118,10 +118,10 @@ def _with_digest(manifest: Manifest, code: dict[str, Any]) -> Manifest:
 
 
 def _without_sparse(loaded: Loaded, examples: Sequence[torch.Tensor]) -> tuple[Loaded, list[str]]:
-    """Return the module without the sparse tensors that forward does not read, and their names.
+    """Return the module without sparse tensors that forward does not read, and their names.
 
     Raises:
-        RegistrationRefused: forward reads one.
+        RegistrationRefused: forward reads a sparse tensor.
     """
     module = loaded.module
     named = {**dict(module.named_parameters()), **dict(module.named_buffers()), **loaded.loose}
@@ -129,7 +129,7 @@ def _without_sparse(loaded: Loaded, examples: Sequence[torch.Tensor]) -> tuple[L
     if not sparse:
         return loaded, []
     expected = on_clones(loaded.outputs, examples)
-    with contextlib.suppress(Exception):  # forward raises what it likes for None in their place
+    with contextlib.suppress(Exception):  # forward may raise anything if a tensor is None
         leave_behind(module, sparse)
         loaded = dataclasses.replace(
             loaded, loose={n: t for n, t in loaded.loose.items() if n not in sparse}
@@ -154,7 +154,7 @@ def _refuse_writes(names: Sequence[str]) -> None:
 
 
 def _tensors(module: nn.Module) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
-    """Parameters and buffers by their first name, and the other names of tied ones."""
+    """Return parameters and buffers by first name, and further name -> first name if tied."""
     tensors: dict[str, torch.Tensor] = {}
     aliases: dict[str, str] = {}
     first_name: dict[int, str] = {}
@@ -182,7 +182,7 @@ def _hash_tensors(tensors: dict[str, torch.Tensor]) -> dict[str, bytes]:
 def _measure(
     loaded: Loaded, examples: Sequence[torch.Tensor]
 ) -> tuple[list[str], Tree, tuple[ValueSpec, ...]]:
-    """Submodules in the order they are first entered; how outputs nest, and their signature."""
+    """Return the submodules in order of their first call, and the outputs' tree and specs."""
     order: dict[str, None] = {}
 
     def hook(name: str) -> Callable[[nn.Module, Any], None]:
@@ -211,18 +211,18 @@ def _layers(
     why: RegistrationRefused,
     loose: Collection[str],
 ) -> tuple[list[str], list[Layer], list[str]]:
-    """Weights by first use, layers, and the submodule that opens each layer.
+    """Return names of weights by first use, layers, and the submodule that opens each layer.
 
-    A weight belongs to the submodule that owns it, or, when that one is never entered (attention
-    reads its projection's weight without calling it), to the nearest ancestor that is. A tied one
-    has several owners, and belongs to the first that is entered. What is ``loose`` is the root's.
+    A weight belongs to the submodule that owns it. If it is never called (attention reads its
+    projection's weight without a call), it belongs to the nearest ancestor that is called. A tied
+    weight belongs to its first called owner, and ``loose`` tensors belong to the root.
     """
     position = {name: index for index, name in enumerate(order)}
     first_owner: dict[str, str] = {}
     for name in (*tensors, *aliases):
         owner = "" if name in loose else name.rpartition(".")[0]
         while owner not in position:
-            owner = owner.rpartition(".")[0]  # the root is always entered, and is its own end
+            owner = owner.rpartition(".")[0]  # ends at the root, which is always called
         tensor = aliases.get(name, name)
         if tensor not in first_owner or position[owner] < position[first_owner[tensor]]:
             first_owner[tensor] = owner
@@ -236,7 +236,7 @@ def _layers(
             f"there are none with weights to hook, so no groups to stream ({why.message})",
         )
     if len(triggers) and triggers[0] != order[0]:
-        triggers.insert(0, order[0])  # the root opens the first group: nothing runs before it
+        triggers.insert(0, order[0])  # the root opens the first group, before all submodules
     names: list[str] = []
     layers: list[Layer] = []
     for index, trigger in enumerate(triggers):
@@ -249,16 +249,14 @@ def _layers(
 def _opened(
     loaded: Loaded, examples: Sequence[torch.Tensor], outputs: Sequence[ValueSpec]
 ) -> tuple[tuple[ValueSpec, ...], tuple[Dim, ...], tuple[ValueSpec, ...], list[list[torch.Tensor]]]:
-    """Return the signature with the extents that requests choose, and inputs to check.
+    """Return the signature with open dimensions, and inputs for checks.
 
-    The inputs have other values than the example: at its extents, at the ends and in the middle
-    of the ranges.
-
-    An output's extent is a dimension if it always equals it; else there is room for the largest
-    extent seen.
+    The inputs have other values than the example. Their extents are the example's, and the ends
+    and the middle of each range. If an output's extent always equals a dimension, it becomes that
+    dimension; otherwise it is the largest extent in these runs.
 
     Raises:
-        RegistrationRefused: the module does not run at an end of a range.
+        RegistrationRefused: the module fails at the end or in the middle of a range.
     """
     shapes = [tuple(shape) for shape, _ in loaded.inputs.values()]
     axes = asked_axes(list(loaded.inputs), shapes, {} if loaded.is_wish else loaded.dynamic)
@@ -301,7 +299,7 @@ def _opened(
 
 
 class _Writes(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Mode that records where operators write, even if the bytes stay the same."""
+    """Mode that records the addresses of all tensors to which operators write."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -314,7 +312,7 @@ class _Writes(TorchDispatchMode):  # type: ignore[no-untyped-call]
         }
         for argument in func._schema.arguments:
             is_write = argument.alias_info is not None and argument.alias_info.is_write
-            # A batch norm's schema does not say so.
+            # In training, a batch norm writes running statistics; its schema does not say so.
             is_write |= argument.name.startswith("running_") and named.get("training") is True
             for value in tree_leaves(named.get(argument.name)) if is_write else ():
                 if isinstance(value, torch.Tensor):
@@ -323,12 +321,12 @@ class _Writes(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 class _OneCopy:
-    """Copy of a module as in a worker: each call sees the state that the last one left."""
+    """Copy of a module that keeps its state from call to call, as in a worker."""
 
     def __init__(self, manifest: Manifest, loaded: Loaded, image: torch.Tensor) -> None:
         self.manifest = manifest
         self._image = image.numpy()
-        self._requests: dict[Any, list[torch.Tensor]] = {}  # requests share memory
+        self._requests: dict[Any, list[torch.Tensor]] = {}  # shapes and dtypes -> reused tensors
         self.writes_inputs = False
         try:
             with seeded(loaded.seed):
@@ -345,14 +343,14 @@ class _OneCopy:
         self.lie_over(arena.untyped_storage())
 
     def lie_over(self, storage: torch.UntypedStorage) -> None:
-        """Use the weights in ``storage`` from now on."""
+        """Use the weights in ``storage`` for all later runs."""
         self._first_address = storage.data_ptr()
         self._bound = self._program.bind(lambda tensor: tensor_over(storage, tensor, 0))
 
     def run(
         self, inputs: Sequence[torch.Tensor], before_group: Callable[[int], None]
     ) -> list[torch.Tensor]:
-        """Run as ``BoundProgram.run`` does; a group arrives in ``arena`` when the run waits for it.
+        """Run as ``BoundProgram.run``; copy a group into ``arena`` when the run waits for it.
 
         Raises:
             RegistrationRefused: the module writes to its weights.
@@ -362,12 +360,12 @@ class _OneCopy:
             before_group(index)
             group = self.manifest.groups[index]
             part = slice(group.offset_bytes, group.offset_bytes + group.size_bytes)
-            self.arena[part] = self._image[part]  # not by torch, whose writes are watched
+            self.arena[part] = self._image[part]  # with numpy, because writes of torch are recorded
 
         key = tuple((tuple(value.shape), value.dtype) for value in inputs)
         request = self._requests.setdefault(key, [torch.empty_like(value) for value in inputs])
         for own_input, value in zip(request, inputs, strict=True):
-            own_input.data.copy_(value)  # .data: no version tells that the values are others
+            own_input.data.copy_(value)  # .data: the module sees no new tensor version
         with _Writes() as writes:
             answer = [value.clone() for value in self._bound.run(request, arrive)]
         places = {address - self._first_address for address in writes.addresses}
@@ -386,12 +384,12 @@ class _OneCopy:
 def _verify(
     manifest: Manifest, loaded: Loaded, tried: Sequence[Sequence[torch.Tensor]], path: Path
 ) -> Manifest:
-    """Run as a worker will: one copy without data, with weights that appear group by group.
+    """Run as a worker does: one module without data, whose weights are copied group by group.
 
-    What has not arrived is poison (0xFF: NaN, or an index that does not exist), so a weight that
-    is read before its group opens shows. All later runs find the weights in read-only memory. Each
-    answer is compared with that of a module which was never called before; the first inputs come
-    again at the end.
+    In the first run, memory of later groups is filled with 0xFF (NaN, or an invalid index), so a
+    weight that is read before its group changes the answer. In later runs the weights are in
+    read-only memory. Each answer is compared with that of the module in its initial state. The
+    last run repeats the first inputs.
 
     Returns:
         The manifest with the digest of its weights.
@@ -402,17 +400,17 @@ def _verify(
     settings = TorchSettings.now()
 
     def plain(inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        # Each run starts with them, as in a worker; but without gradients, which change kernels.
+        # As in a worker, each run starts with these settings. Gradients would change kernels.
         with settings.inside(), torch.no_grad():
             return loaded.outputs(inputs)
 
-    # Floats of the other sign, and larger: what a running maximum would keep.
+    # Larger floats of the other sign, which would change a running maximum or minimum.
     louder = [v * -2 if v.is_floating_point() else moved(v) for v in tried[0]]
 
     def differs(copy: _OneCopy, inputs: Sequence[torch.Tensor]) -> str:
         try:
             expected = on_clones(plain, inputs)
-        except Exception:  # an answer of other names, or values that it does not take
+        except Exception:  # the module refuses these values, or returns other names
             return ""
         try:
             return compare(manifest, copy, plain, inputs, expected=expected)
@@ -441,7 +439,7 @@ def _verify(
 
 
 def _read_only(image: torch.Tensor) -> torch.UntypedStorage:
-    """Return the image in read-only memory."""
+    """Return a copy of the image in read-only memory."""
     descriptor = os.memfd_create("weights")
     try:
         os.truncate(descriptor, max(1, image.nbytes))

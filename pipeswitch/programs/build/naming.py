@@ -21,15 +21,15 @@ from ..running.values import dtype_name, flatten_outputs, is_tensor
 class Example:
     """Example call of a module: its arguments, and the tensors in them."""
 
-    arguments: dict[str, Any]  # as given: tensors, and what nests around them
-    keywords: frozenset[str]  # of the arguments: given by keyword, the others by place
-    takes: Tree  # the same under the names that requests use; None where each is a tensor
-    names: list[str]  # of the tensors, in call order
+    arguments: dict[str, Any]  # tensors, or containers of tensors, by argument name
+    keywords: frozenset[str]  # names of the arguments that are passed by keyword
+    takes: Tree  # tree of the arguments over ``names``; None: each argument is a tensor
+    names: list[str]  # names of the tensors in requests, in call order
     tensors: list[torch.Tensor]
 
 
 class Flat(nn.Module):
-    """Calls a module with flat tensors and returns flat tensors: what export sees."""
+    """Wrapper for the export that takes and returns flat tensors."""
 
     def __init__(self, module: nn.Module, example: Example) -> None:
         super().__init__()
@@ -38,7 +38,7 @@ class Flat(nn.Module):
         self.fixed = without_cache(module)
 
     def nested(self, inputs: Sequence[torch.Tensor]) -> Any:
-        """Return the module's own, nested result."""
+        """Return the module's own result, with its nesting."""
         leaves = iter(inputs)
         arguments = _replaced(self._example.arguments, is_tensor, lambda _: next(leaves))
         places, named = split_arguments(arguments, self._example.keywords)
@@ -49,10 +49,10 @@ class Flat(nn.Module):
 
 
 def _parameter_names(module: nn.Module, count: int) -> list[str]:
-    """Return the names of ``forward``'s first inputs; ``x``, or ``x0``…, where it has none.
+    """Return the names of ``forward``'s first inputs, or ``x``, or ``x0``… if they have no names.
 
-    ``*args`` and modules that were compiled or traced have no names of their own; torch's, like
-    ``Sequential``, call everything ``input``.
+    The inputs of ``*args`` and of compiled or traced modules have no names. Torch's own modules,
+    like ``Sequential``, name every input ``input``, so ``x`` is used.
     """
     if count == 1 and type(module).__module__.startswith("torch.nn."):
         return ["x"]
@@ -64,7 +64,7 @@ def _parameter_names(module: nn.Module, count: int) -> list[str]:
 
 
 def _replaced(value: Any, is_leaf: Callable[[Any], bool], make: Callable[[Any], Any]) -> Any:
-    """Return a value of the same classes, with each leaf, in order, replaced by ``make``."""
+    """Return a copy of ``value``, of the same classes, with ``make`` applied to each leaf."""
     if is_leaf(value):
         return make(value)
     inner = items_of(value)
@@ -82,7 +82,7 @@ def _replaced(value: Any, is_leaf: Callable[[Any], bool], make: Callable[[Any], 
         if isinstance(filled, MutableMapping):
             filled[key] = item
         else:
-            object.__setattr__(filled, key, item)  # a frozen dataclass too
+            object.__setattr__(filled, key, item)  # also works for a frozen dataclass
     return filled
 
 
@@ -98,12 +98,12 @@ def _as_tensors(value: Any) -> Any:
 def named_inputs(
     module: nn.Module, example_inputs: Any, input_names: Sequence[str] | None
 ) -> Example:
-    """Return the arguments that an example stands for, and their tensors' names.
+    """Return the arguments of an example, and the names of their tensors.
 
-    A mapping's texts are keywords, and its numbers places: ``{0: a, "scale": b}``.
+    A mapping's text keys are keywords, and its integer keys are positions: ``{0: a, "scale": b}``.
 
     Raises:
-        RegistrationRefused: it is none: two names are one, or something in it cannot travel.
+        RegistrationRefused: the example is invalid, names repeat, or a value is not supported.
     """
     example = example_inputs
     if is_tensor(example) or _is_array(example):

@@ -1,8 +1,8 @@
-"""A program in another precision: derived from the verified one, and compared with it.
+"""Programs in another precision: derived from the verified program, and compared with it.
 
-``fast`` packs the weights of linear layers and convolutions, folds a BatchNorm into the
-convolution before it, and fuses activations and residual additions into both (``fusing``).
-No packed data comes from a client: a bundle stays plain, and this module derives the packed form.
+``fast`` packs the weights of linear layers and convolutions, folds a BatchNorm into the convolution
+before it, and fuses activations and residual additions into convolutions and linear layers
+(``fusing``). Clients cannot send packed weights: their bundles are plain, and this module packs.
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ from .lowering import lowered
 from .verify import acceptable_inputs, load_image
 
 MAX_ERROR: Final = {"fast": 1e-3, "bf16": 5e-2, "int8": 1e-1}
-"""Limits of the error, relative to the largest output, where no option says another."""
-GROSS_ERROR: Final = 0.1  # of the largest output on average: no option lets a form be this wrong
-MIN_GAIN: Final = 0.03  # of the plain times together; less is noise of a measurement
-MAX_LOSS: Final = 0.1  # of the plain time, at one of the measured sizes
-MAX_SHAPES: Final = 6  # at which the two forms are compared
-SEVERAL: Final = 8  # rows of a batch at which they are timed
-MAX_ROWS: Final = 16  # of a batch at which they are compared: more take long and show nothing new
-SEEDS: Final = (1, 2)  # of further inputs that they are compared on, at the example's shape
+"""Default limits of the error, relative to the largest output."""
+GROSS_ERROR: Final = 0.1  # limit of the mean error, relative to the largest output; cannot be set
+MIN_GAIN: Final = 0.03  # ``fast`` must save this share of the plain time; less may be noise
+MAX_LOSS: Final = 0.1  # ``fast`` may be slower at one shape by this share of the plain time
+MAX_SHAPES: Final = 6  # maximum number of shapes at which the outputs of both programs are compared
+SEVERAL: Final = 8  # rows of the batch at which both programs are timed
+MAX_ROWS: Final = 16  # maximum batch of the comparison; more rows take long and show nothing new
+SEEDS: Final = (1, 2)  # seeds of more inputs at the example's shape, for the comparison
 
 
 Run = Callable[[Sequence[torch.Tensor]], list[torch.Tensor]]
@@ -56,14 +56,14 @@ def derive(
     kernels: PackedKernels,
     limit: int = 0,
 ) -> Manifest:
-    """Write the program in that precision into ``folder`` and return its manifest.
+    """Write the program in precision ``name`` into ``folder`` and return its manifest.
 
-    If nothing becomes faster, return the plain program's manifest with a note. ``limit``: up to
-    which batch its requests will be joined; 0: they are not.
+    If the derived program is not faster (``fast``) or smaller (others), return the plain program's
+    manifest with a note. ``limit`` is the maximum batch of several requests; 0: none are batched.
 
     Raises:
-        RegistrationRefused: the derived form differs from the plain one by more than
-            ``max_error`` (0: the default) of the largest output, or is not a number.
+        RegistrationRefused: an output of the derived program is not finite, or differs by more than
+            ``max_error`` (0: the default), relative to the largest output.
     """
     bundle = read_bundle(folder / BUNDLE_FILE)
     image = load_image(folder / BUNDLE_FILE, manifest)
@@ -84,7 +84,7 @@ def derive(
     compared = [first, *others, *inputs]
     try:
         errors = _compared(plain, fast, compared, name, max_error or MAX_ERROR[name])
-    except RuntimeError as error:  # torch's: a call that takes only one memory layout
+    except RuntimeError as error:  # raised by torch for a call that needs another memory layout
         path.unlink()
         return stays_exact(manifest, name, str(error)[:200])
     times = [min_ms([partial(plain, x), partial(fast, x)]) for x in [first, *inputs][:TIMED]]
@@ -110,7 +110,7 @@ def derive(
 
 
 def _measured(times_ms: Sequence[float], errors: Sequence[float]) -> dict[str, Any]:
-    """Return the fields of ``Precision`` that were measured: both times and the errors."""
+    """Return the measured fields of ``Precision``: both times and the errors."""
     plain_ms, ms = times_ms
     max_error, mean_error, agreement = errors
     return {
@@ -123,7 +123,7 @@ def _measured(times_ms: Sequence[float], errors: Sequence[float]) -> dict[str, A
 
 
 def _with_copies(manifest: Manifest) -> Manifest:
-    """Return the bytes that a run needs besides the plain program's values."""
+    """Return the manifest with more ``intermediate_bytes``, for a run's copies in other dtypes."""
     held_bytes = manifest.extra.get("intermediate_bytes", 0)
     int8_bytes = [spec.size_bytes for spec in manifest.tensors if spec.dtype == "int8"]
     taken_bytes = held_bytes + held_bytes // 2 + 2 * max(int8_bytes, default=0)
@@ -142,9 +142,9 @@ def _runner(program: GraphProgram, storage: torch.UntypedStorage) -> Run:
 
 
 def _shapes(manifest: Manifest, is_decoder: bool) -> list[Values]:
-    """Return the example's dimensions, those of a batch, then others at the ends of the ranges.
+    """Return the extents at which programs are compared: the example, a batch, the ranges' ends.
 
-    A language model computes one token of each sequence at a time, and often has one sequence.
+    For a language model the example is one token of one sequence, its most frequent step.
     """
     example: dict[str, int] = dict(manifest.extra["example_dims"])
     if is_decoder:
@@ -167,7 +167,7 @@ def _shapes(manifest: Manifest, is_decoder: bool) -> list[Values]:
 def _gain(
     name: str, shapes: Sequence[Values], times: Sequence[tuple[float, ...]], *, saves: bool
 ) -> tuple[str, str]:
-    """Return why the derived form gains nothing, or nothing; and a note of both forms' times."""
+    """Return the reason to stay exact (empty: use the derived program), and a note of the times."""
     summary = " and ".join(
         f"{ours_ms:.3g} ms instead of {plain_ms:.3g} at {values_text(values)}"
         for values, (plain_ms, ours_ms) in zip(shapes, times, strict=False)
@@ -183,14 +183,14 @@ def _gain(
 
 
 def stays_exact(manifest: Manifest, name: str, why: str) -> Manifest:
-    """Return the plain program's manifest with a note, under a digest of its own: the program that
-    was registered as exact may be there already and has no note."""
+    """Return the plain program's manifest with a note and a new digest.
+    The same program without a note may have been registered as exact under the old digest."""
     noted = with_note(manifest, f"precision {name}: {why}; it stays exact")
     return _named(noted, manifest, name, f"{manifest.digest} {name} stays exact")
 
 
 def _named(ours: Manifest, plain: Manifest, name: str, text: str) -> Manifest:
-    """Return a manifest with the digest of a text, which names what this machine made."""
+    """Return ``ours`` with a digest of ``text``, and a ``program`` digest equal on all machines."""
     program, digest = (
         hashlib.sha256(one.encode()).hexdigest() for one in (f"{plain.digest} {name}", text)
     )
@@ -237,8 +237,8 @@ def _written(
 def _compared(
     plain: Run, fast: Run, inputs: Sequence[Sequence[torch.Tensor]], name: str, limit: float
 ) -> tuple[float, float, float]:
-    """Return the largest and the mean error, relative to the largest output, and the share of the
-    first output's rows whose largest element is the same."""
+    """Return the maximum and the mean error, relative to the largest output, and the agreement.
+    Agreement is the share of the first output's rows whose largest element has the same index."""
     errors, means, rows, agreed = [0.0], [0.0], 0, 0
     for batch in inputs:
         for number, (theirs, ours) in enumerate(zip(plain(batch), fast(batch), strict=True)):

@@ -1,7 +1,7 @@
 """Registration: from a source to a verified program on disk (graph mode, or module mode).
 
-Runs in a short-lived child that has torch. Whatever goes wrong with a model ends in
-``RegistrationRefused``; a program that was written has computed the plain module's bits.
+This runs in a builder, a short-lived process with torch. All errors of a model become
+``RegistrationRefused``. A program must compute the module's bits; texts may differ by rounding.
 """
 
 from __future__ import annotations
@@ -76,16 +76,16 @@ def build(
     """Build a model into ``out_dir``: program.bundle (or weights.safetensors), manifest.json.
 
     Args:
-        spec: what to build.
-        out_dir: an existing or new folder; owned by the caller, also when this raises.
-        progress: told (stage, fraction done) as stages "build", "export", "partition", "verify"
-            and "pack" begin and end.
-        disk_bytes: what may be written; 0: no limit.
-        packs_weights: its devices read weights in the layout of this processor's kernels.
+        spec: the specification of the model.
+        out_dir: an existing or new folder; the caller must delete it, also if this raises.
+        progress: called with (stage, finished fraction) when the stages "build", "export",
+            "partition", "verify" and "pack" begin or end.
+        disk_bytes: maximum bytes to write; 0: no limit.
+        packs_weights: True if its devices can read weights that this processor's kernels packed.
 
     Raises:
-        RegistrationRefused: the model cannot be served; says which part and why.
-        HostStoreFull: it takes more than ``disk_bytes``; nothing was written.
+        RegistrationRefused: the model cannot be served; the error says which part and why.
+        HostStoreFull: the model needs more than ``disk_bytes``; nothing was written.
     """
     try:
         out_dir.mkdir(parents=True, exist_ok=True)
@@ -109,10 +109,10 @@ def build(
         return manifest
     except PipeSwitchError:
         raise
-    except Exception as error:  # a model's own code, or torch on a model that was never tried
+    except Exception as error:  # a model's own code or torch may raise anything
         why, hint = f"{type(error).__name__}: {str(error)[:500]}", ""
         for full in (errno.ENOSPC, errno.EDQUOT):
-            if os.strerror(full) in why:  # safetensors raises an error of its own
+            if os.strerror(full) in why:  # safetensors raises its own class, without errno
                 why = f"its program cannot be written: {os.strerror(full)}"
                 hint = "free space on the disk of the state directory, or unregister models"
         raise RegistrationRefused(f"model {spec.name!r}", why, hint=hint) from error
@@ -140,7 +140,7 @@ def _build_bundle(
     progress("build", 0.0)
     path = out_dir / BUNDLE_FILE
     try:
-        shutil.copyfile(spec.source, path)  # then only the copy is looked at: it cannot change
+        shutil.copyfile(spec.source, path)  # nobody can change the copy during the build
     except OSError as error:
         raise RegistrationRefused(f"source {spec.source!r}", str(error)) from error
     bundle = read_bundle(path)
@@ -165,7 +165,7 @@ def _build_bundle(
 
 
 def _weights_in(path: Path) -> dict[str, Weight]:
-    """Return the weights of a safetensors file, as those of a job's only part."""
+    """Return the weights of a safetensors file, named like the weights of a job with one part."""
     check_file(path, "weights")
     return {
         f"file.{one.name}": Weight(
@@ -178,7 +178,7 @@ def _weights_in(path: Path) -> dict[str, Weight]:
 
 
 def _write_weights(path: Path, bundle: Bundle, weights: Mapping[str, Weight], part: str) -> None:
-    """Write the weights in place: names, dtypes and shapes are the bundle's, so nothing moves."""
+    """Overwrite a bundle's weights in the file; names, dtypes, shapes and offsets stay the same."""
     specs = {tensor.name: (tensor.dtype, tensor.shape) for tensor in bundle.tensors}
     names = match(specs, {n: (w.dtype, w.shape) for n, w in weights.items()}, part)
     with path.open("r+b") as file:
@@ -189,9 +189,9 @@ def _write_weights(path: Path, bundle: Bundle, weights: Mapping[str, Weight], pa
 
 
 def _build_version(spec: BuildSpec, out_dir: Path, progress: Progress, disk_bytes: int) -> Manifest:
-    """Build the same program with a job's weights: check all anew, but trace nothing anew.
+    """Build a program with the weights that a job committed.
 
-    A module is made by its factory.
+    A bundle keeps its graph and is checked again. Another source is built again from its module.
     """
     record, weights = load_weights(Path(spec.weights))
     job = Path(spec.weights).name.partition("@")[0]
@@ -208,7 +208,7 @@ def _build_module(spec: BuildSpec, out_dir: Path, progress: Progress, disk_bytes
     progress("build", 0.0)
     loaded = load_source(spec)
     _check_disk(loaded.module, disk_bytes)
-    settings = TorchSettings.now()  # before the module has run: what it sets when it is made
+    settings = TorchSettings.now()  # as the constructor set them; no call has changed them
     specs = example_specs(loaded.inputs)
     examples = loaded.examples or acceptable_inputs(specs, {}, loaded.outputs)
     progress("export", 0.0)
@@ -231,7 +231,7 @@ def _build_module(spec: BuildSpec, out_dir: Path, progress: Progress, disk_bytes
 
 
 def _check_disk(module: nn.Module, limit_bytes: int) -> None:
-    """Check the disk limit against the module's tensors: a program adds only a few constants."""
+    """Raise HostStoreFull if a module's tensors exceed the limit; programs add few constants."""
     tensors: list[Any] = [*module.parameters(), *module.buffers()]
     plain = (one for one in tensors if not is_traceable_wrapper_subclass(one))
     storages = [one.untyped_storage() for one in plain if one.layout is torch.strided]
@@ -258,7 +258,7 @@ def _export(
         embeds = loaded.generation is not None and loaded.generation.pooling
         program.generation = loaded.generation if not embeds or HIDDEN in outputs else None
         write_program(path, program)
-        bundle = read_bundle(path)  # what we write, we accept
+        bundle = read_bundle(path)  # checks that our reader accepts the file
         if program.graph.dims:
             checking.dry_run_ends(program.graph, program.weights)
         own = values_of(
@@ -277,7 +277,7 @@ def _export(
         name if name in keywords else place: value
         for place, (name, value) in enumerate(loaded.arguments(examples).items())
     }
-    with loaded.fresh.inside():  # what an export leaves in the module goes with it
+    with loaded.fresh.inside():  # discards state that the export leaves in the module
         program = export_module(
             loaded.module,
             options,
@@ -320,8 +320,8 @@ def _finish_graph(
     if fresh is None:
         whole = GraphProgram(regrouped(manifest, (0,)), graph, "cpu")
         everything = whole.bind(lambda t: tensor_over(image.untyped_storage(), t, 0))
-        fresh = Fresh(nn.Module(), _without_waiting(everything))  # a graph keeps nothing
-    # A language model promises tokens, not bits, which a weight's place in memory may change.
+        fresh = Fresh(nn.Module(), _without_waiting(everything))  # a graph keeps no state
+    # Bits may depend on the address of a weight. A language model may differ by rounding.
     generates = bundle.generation is not None and not bundle.generation.pooling
     is_same = checking.is_rounded if generates else checking.same_bits
     _verify_graph(manifest, bound, fresh, shapes, progress, examples, is_same)
@@ -395,8 +395,8 @@ def _verify_graph(
     """Compare the program with the fresh module at each of ``shapes``.
 
     Raises:
-        RegistrationRefused: they differ at the first shape, or because of an earlier call.
-        NotDynamic: they differ only at another shape, or the module does not accept it.
+        RegistrationRefused: they differ at the first shape, or because the module keeps state.
+        NotDynamic: they differ only at another shape, or the module refuses that shape.
     """
     own_shapes = shapes[0]
 
@@ -432,7 +432,7 @@ def _verify_graph(
 
 
 def _shapes_of(spec: BuildSpec, graph: Graph) -> list[dict[str, int]]:
-    """Return the shapes for comparing groups with the whole: the declared batch, and another."""
+    """Return the shapes at which a bundle is compared: with the declared batch and another."""
     low, high = batch_range(graph.dims)
     declared = next((shape[0] for shape, _ in spec.inputs.values() if shape), 1)
     first = min(max(declared if isinstance(declared, int) else 1, low), high)
@@ -443,11 +443,11 @@ def _shapes_of(spec: BuildSpec, graph: Graph) -> list[dict[str, int]]:
 def _digest(
     manifest: Manifest, graph: Graph, weights_sha256: str, generation: GenerationSettings | None
 ) -> str:
-    """Return the program's digest, which covers the contracts' version: older ones give another."""
+    """Return the program's digest; it changes with the version of the contracts, too."""
     digest = hashlib.sha256(msgspec.json.encode(graph, order="deterministic"))
     digest.update(checked_by().encode())
     digest.update(weights_sha256.encode())
     digest.update(msgspec.json.encode([manifest.inputs, manifest.outputs, manifest.dims]))
-    if generation is not None:  # the same weights with another tokenizer say other things
+    if generation is not None:  # another tokenizer makes another program
         digest.update(msgspec.json.encode(generation))
     return digest.hexdigest()

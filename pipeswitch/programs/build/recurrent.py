@@ -1,9 +1,9 @@
 """Recurrent layers and short-time transforms under export.
 
-Torch's own trace writes LSTM, GRU and RNN out step by step, which fixes the length. While an export
-runs, their calls go to operators that only say what shapes come out; the encoder puts torch's in
-their place. ``torch.stft`` is on no list, for its windows share memory: it is traced as copied
-windows and a transform of each, which computes the same bits.
+Torch traces LSTM, GRU and RNN step by step, which fixes the length. During an export, their calls
+go to stand-in operators that only compute shapes, and the encoder replaces these by torch's
+operators. ``torch.stft`` is not an allowed operator, because its windows share memory. It is traced
+as copies of the windows and a transform of each, which compute the same bits.
 """
 
 from __future__ import annotations
@@ -37,11 +37,10 @@ _REST: Final = (
 
 
 class OneCallEach(TorchFunctionMode):
-    """Recurrent layers are traced as one call, ``stft`` as the two that it is, attention with keys
-    for each head.
+    """Mode during an export: calls that torch would not trace as allowed operators are replaced.
 
-    Raises (where a module calls it):
-        RegistrationRefused: it packs sequences.
+    A recurrent layer becomes one call, ``stft`` becomes windows and transforms, and attention gets
+    keys for each head. A call that packs sequences raises RegistrationRefused.
     """
 
     def __torch_function__(
@@ -49,11 +48,11 @@ class OneCallEach(TorchFunctionMode):
     ) -> Any:
         name = getattr(func, "__name__", "")
         is_layer = name in LAYERS and func == getattr(torch, name)
-        if is_layer and len(args) == 9 and isinstance(args[3], bool):  # not of packed sequences
+        if is_layer and len(args) == 9 and isinstance(args[3], bool):  # no packed sequences
             return _operators()[name](*args)
         if func is torch.stft:
             return _stft(*args, **(kwargs or {}))
-        if func in _WINDOWS:  # a constant: no kernel of them is on the list
+        if func in _WINDOWS:  # computed now as a constant, because no bundle may call them
             with _disable_current_modes():
                 return func(*args, **(kwargs or {}))
         if name == "_pack_padded_sequence":
@@ -87,7 +86,7 @@ def _stft(
     return_complex: bool | None = None,
     **rest: Any,
 ) -> torch.Tensor:
-    """``torch.stft`` of real numbers, by operators that share no memory."""
+    """Return ``torch.stft`` of real numbers, from operators that a bundle may call."""
     width = n_fft if win_length is None else win_length
     if window is None and width < n_fft:
         window = input.new_ones(width)
@@ -108,7 +107,7 @@ def _stft(
 
 @functools.cache
 def _operators() -> dict[str, Callable[..., Any]]:
-    """Ours by torch's names; made once, and kept as long as the process."""
+    """Return the stand-in operators by torch's names; they are made once per process."""
     make: Any = torch.library.Library
     library = make(NAMESPACE, "DEF")
     for name in LAYERS:
@@ -121,7 +120,7 @@ def _operators() -> dict[str, Callable[..., Any]]:
     return {name: getattr(ours, name) for name in LAYERS}
 
 
-_KEPT: Final[list[Any]] = []  # a library that is dropped takes its operators along
+_KEPT: Final[list[Any]] = []  # torch removes the operators of a library that is deleted
 
 
 def _shapes(value: torch.Tensor, hx: Any, *rest: Any) -> tuple[torch.Tensor, ...]:
@@ -130,5 +129,5 @@ def _shapes(value: torch.Tensor, hx: Any, *rest: Any) -> tuple[torch.Tensor, ...
 
 
 def own_name(target: str) -> str:
-    """Torch's name of an operator of ours: ``aten.lstm.input``."""
+    """Return torch's name for a stand-in operator, such as ``aten.lstm.input``; else ``target``."""
     return f"aten.{target.split('.')[1]}.input" if target.startswith(f"{NAMESPACE}.") else target

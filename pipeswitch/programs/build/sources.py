@@ -1,4 +1,4 @@
-"""Sources of a model: ``torchvision:``, ``hf:``, or ``package.module:factory``."""
+"""Loading of a model from its source: ``torchvision:``, ``hf:`` or ``package.module:factory``."""
 
 from __future__ import annotations
 
@@ -39,13 +39,13 @@ from .statefulness import Fresh
 
 InputShapes = dict[str, tuple[tuple[int, ...], str]]
 OpenShapes = Mapping[str, tuple[tuple[Any, ...], str]]
-"""As declared: an extent is a number, or the range of one that requests choose."""
+"""Declared inputs: name -> (shape, dtype); an extent is a number, or the range for requests."""
 
 _DIGEST: Final = re.compile(r"[0-9a-f]{64}\.safetensors")
 _FACTORY: Final = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*")
 
-# What these names mean without asking the hub: their published configurations are the defaults
-# of their classes. Others need a local folder or a filled cache.
+# Names that need no hub: name -> model type, and changes of its default configuration. Other models
+# need a local folder or a filled cache.
 _WELL_KNOWN: Final[Mapping[str, tuple[str, dict[str, Any]]]] = {
     "bert-base-uncased": ("bert", {}),
     "bert-large-uncased": (
@@ -74,67 +74,67 @@ _WELL_KNOWN: Final[Mapping[str, tuple[str, dict[str, Any]]]] = {
 
 
 MAX_SHOWN: Final = 8  # names of weights in an error
-WRAPPERS: Final = ("module.", "model.")  # DataParallel, Lightning
-LONGEST_TEXT: Final = 512  # unless the inputs are given
-MIN_SIDE: Final = 32  # of a picture
+WRAPPERS: Final = ("module.", "model.")  # prefixes of DataParallel and Lightning
+LONGEST_TEXT: Final = 512  # maximum tokens of a text, unless inputs are declared
+MIN_SIDE: Final = 32  # minimum side of a picture, in pixels
 
 _WEIGHTS_ONLY: Final = "TORCH_FORCE_WEIGHTS_ONLY_LOAD"
 
 
 @dataclass
 class Loaded:
-    """A module with data on the host, and the inputs it is to be built for."""
+    """A module with data on the host, and the inputs for which it is built."""
 
     module: nn.Module
     inputs: InputShapes
-    construct: Callable[[], nn.Module]  # the same structure again, for a worker's meta copy
+    construct: Callable[[], nn.Module]  # constructs the same structure again
     dynamic: Dynamic = field(default_factory=dict)  # dimensions that requests choose
-    is_wish: bool = False  # they are the source's own idea: what does not work is left out
-    takes: Tree = None  # how the inputs make up the arguments; None: each is one
-    examples: list[torch.Tensor] = field(default_factory=list)  # values given for the inputs
-    loose: dict[str, torch.Tensor] = field(default_factory=dict)  # kept as plain attributes
-    imported_before: frozenset[str] = frozenset()  # modules that are none of the source's
-    output_names: list[str] = field(default_factory=list)  # in order; none: as they come
-    # of a language model that is built to answer in tokens
+    is_wish: bool = False  # whether dimensions of ``dynamic`` may be dropped
+    takes: Tree = None  # tree of the arguments; None: each input is an argument
+    examples: list[torch.Tensor] = field(default_factory=list)  # declared values of the inputs
+    loose: dict[str, torch.Tensor] = field(default_factory=dict)  # tensors in plain attributes
+    imported_before: frozenset[str] = frozenset()  # modules imported before the source
+    output_names: list[str] = field(default_factory=list)  # output order; empty: the module's own
+    # settings of a model that generates or embeds texts
     generation: GenerationSettings | None = None
-    notes: list[str] = field(default_factory=list)  # what was decided on the way
-    seed: int = 0  # of the generators when the module was constructed
+    notes: list[str] = field(default_factory=list)  # decisions of the build, for people
+    seed: int = 0  # seed with which the module was constructed
 
     def __post_init__(self) -> None:
-        """Save the module's state; it has not been called yet."""
+        """Save the module's initial state, before its first call."""
 
         def call(inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
             try:
                 outputs = flatten_outputs(self.nested(inputs))
                 return [outputs[name] for name in self.output_names or outputs]
-            except (SystemExit, KeyboardInterrupt) as error:  # it does not take these values
+            except (SystemExit, KeyboardInterrupt) as error:  # the module refuses these values
                 raise RuntimeError(f"it raised {type(error).__name__}") from error
 
         self.fresh = Fresh(self.module, call)
 
     def arguments(self, inputs: Sequence[torch.Tensor]) -> dict[str, Any]:
-        """Return the call's arguments by name, made of the inputs in their order."""
+        """Return the arguments of a call by name, from the inputs in order."""
         return arguments(self.takes, dict(zip(self.inputs, inputs, strict=True)))
 
     def keywords(self) -> frozenset[str]:
-        """Return the names of the arguments that are given by keyword."""
+        """Return the names of the arguments that are passed by keyword."""
         return keywords_of(self.module, argument_names(self.takes, self.inputs))
 
     def nested(self, inputs: Sequence[torch.Tensor]) -> Any:
-        """Return the plain module's result."""
+        """Return the module's own result, with its nesting."""
         places, named = split_arguments(self.arguments(inputs), self.keywords())
         return self.module(*places, **named, **without_cache(self.module))
 
     def outputs(self, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Return the answers of a module that was never called before, in order."""
+        """Return the outputs, in order, of the module in its initial state."""
         return self.fresh(inputs)
 
 
 def load_source(spec: BuildSpec) -> Loaded:
-    """Construct the module a spec names (not for bundles).
+    """Construct the module of a spec whose source is not a bundle, and load its weights.
 
     Raises:
-        RegistrationRefused: no such model, weights that cannot be had or do not fit.
+        RegistrationRefused: there is no such model, or its weights are unavailable or do not fit.
     """
     imported_before = frozenset(sys.modules)
     construct, usual = _constructor(spec)
@@ -172,7 +172,7 @@ def load_source(spec: BuildSpec) -> Loaded:
 def _embedding(
     spec: BuildSpec, module: nn.Module, inputs: InputShapes, dynamic: Dynamic
 ) -> GenerationSettings | None:
-    """Return how a model of texts embeds them; None: it does not, or has no tokenizer."""
+    """Return a text-embedding model's settings; None for other models, or without a tokenizer."""
     is_text = isinstance(module, _ByPosition) and [*inputs] == ["input_ids", "attention_mask"]
     longest = dynamic.get("input_ids", {}).get(1)
     if not is_text or not isinstance(longest, tuple) or (tokenizer := _tokenizer(spec)) is None:
@@ -182,14 +182,14 @@ def _embedding(
     return GenerationSettings(
         version=VERSION,
         vocabulary=model.get_input_embeddings().weight.shape[0],
-        context=int(longest[-1]) + 1,  # as if one token were generated
+        context=int(longest[-1]) + 1,  # so that a prompt of the longest length is allowed
         tokenizer=packed_tokenizer(tokenizer.backend_tokenizer.to_str()),
         pooling=_pooling(spec) or ("last" if is_causal else "mean"),
     )
 
 
 def _pooling(spec: BuildSpec) -> str:
-    """Return the pooling that sentence-transformers' settings name; empty: none."""
+    """Return the pooling in the settings of sentence-transformers; empty if there is none."""
     from transformers.utils import cached_file
 
     name = spec.source.partition(":")[2].partition("#")[0]
@@ -231,7 +231,7 @@ def _tokenizer(spec: BuildSpec) -> Any:
     name = spec.source.partition(":")[2].partition("#")[0]
     is_local = spec.weights != "pretrained"
     loader: Any = AutoTokenizer  # untyped upstream
-    try:  # without its file some of their classes make an empty one
+    try:  # raises without the file, from which some classes would make an empty tokenizer
         cached_file(name, "tokenizer.json", local_files_only=is_local)
         tokenizer = loader.from_pretrained(name, local_files_only=is_local, trust_remote_code=False)
     except Exception:  # a hub client's errors share no base class
@@ -240,7 +240,7 @@ def _tokenizer(spec: BuildSpec) -> Any:
 
 
 def _examples(path: str, inputs: InputShapes, dynamic: Dynamic) -> dict[str, torch.Tensor]:
-    """Values for the inputs in their order; none where no file is there: an upload may be gone."""
+    """Return the inputs' values in order, or none if the file is gone: uploads may be deleted."""
     if not os.path.isfile(path):
         return {}
     from safetensors.torch import load_file
@@ -298,7 +298,7 @@ def _torchvision(name: str, is_pretrained: bool) -> tuple[Callable[[], nn.Module
         weights = "DEFAULT" if is_pretrained else None
         builder = inspect.signature(torchvision.models.get_model_builder(name))
         has_backbone = "weights_backbone" in builder.parameters
-        # A segmenter's or detector's backbone would be downloaded, whatever its own weights are.
+        # Otherwise the backbone of a segmenter or detector is downloaded, even for random weights.
         more = {"weights_backbone": None} if has_backbone else {}
         with _unpickling_refused():
             module: nn.Module = torchvision.models.get_model(name, weights=weights, **more)
@@ -309,7 +309,7 @@ def _torchvision(name: str, is_pretrained: bool) -> tuple[Callable[[], nn.Module
 
 @contextlib.contextmanager
 def _unpickling_refused() -> Iterator[None]:
-    """torch.hub unpickles what it downloaded, or finds in its folder; there is no parameter."""
+    """Forbid torch.hub to unpickle files; only an environment variable can do that."""
     before = os.environ.get(_WEIGHTS_ONLY)
     os.environ[_WEIGHTS_ONLY] = "1"
     try:
@@ -322,7 +322,7 @@ def _unpickling_refused() -> Iterator[None]:
 
 
 class _ByPosition(nn.Module):
-    """A transformers model called by position; it answers with all it computes, by name."""
+    """A transformers model that is called by position, and returns all its outputs by name."""
 
     def __init__(self, model: nn.Module, names: tuple[str, ...]) -> None:
         super().__init__()
@@ -333,14 +333,14 @@ class _ByPosition(nn.Module):
         keywords: dict[str, Any] = dict(zip(self._names, inputs, strict=True))
         if hasattr(self.model.config, "use_cache"):
             keywords["use_cache"] = (
-                False  # each request is computed alone; a cache would be an output
+                False  # a request does not use a cache, which would be an output
             )
         outputs: Mapping[str, Any] = self.model(**keywords, return_dict=True)
         return outputs
 
 
 def _transformers(name: str, spec: BuildSpec) -> tuple[Callable[[], nn.Module], OpenShapes]:
-    """``NAME``, or ``NAME#Class`` for another of its classes than its configuration names."""
+    """Return the constructor and the inputs of ``NAME``; ``NAME#Class`` also names the class."""
     try:
         import transformers
     except ImportError as error:
@@ -373,9 +373,9 @@ def _transformers(name: str, spec: BuildSpec) -> tuple[Callable[[], nn.Module], 
         elif cls is bare:
             model = bare.from_config(config)
         else:
-            model = cls._from_config(config)  # what an auto class would call: heeds its dtype
+            model = cls._from_config(config)  # like auto classes, this uses the config's dtype
         if getattr(config, "_experts_implementation", None) == "grouped_mm":
-            model.set_experts_implementation("batched_mm")  # the one of theirs that is a graph
+            model.set_experts_implementation("batched_mm")  # no other can be exported
         return _ByPosition(model, names)
 
     return construct, inputs
@@ -385,7 +385,7 @@ def _as_plain_tensors(name: str, config: Any) -> dict[str, Any]:
     """Return the arguments with which transformers loads a quantized checkpoint as plain tensors.
 
     Raises:
-        RegistrationRefused: transformers cannot do that for this method.
+        RegistrationRefused: transformers cannot do that for the checkpoint's quantization method.
     """
     declared = getattr(config, "quantization_config", None)
     if declared is None:
@@ -398,7 +398,7 @@ def _as_plain_tensors(name: str, config: Any) -> dict[str, Any]:
         quantization = loads.from_dict(dict(declared))
         if hasattr(quantization, "dequantize"):
             return {"quantization_config": type(quantization)(dequantize=True)}
-    except Exception as error:  # a library that the method needs, or a setting that it has not
+    except Exception as error:  # a library is missing, or the method lacks a setting
         why = f" ({type(error).__name__}: {str(error)[:200]})"
     raise RegistrationRefused(
         f"weights of hf:{name}",
@@ -408,7 +408,7 @@ def _as_plain_tensors(name: str, config: Any) -> dict[str, Any]:
 
 
 def _refuse_missing(part: str, missing: Sequence[str], what: str) -> None:
-    """Refuse a checkpoint with missing weights, which would be random."""
+    """Refuse a checkpoint that lacks weights: transformers would initialize them randomly."""
     if missing:
         more = f" and {len(missing) - MAX_SHOWN} more" if len(missing) > MAX_SHOWN else ""
         raise RegistrationRefused(
@@ -422,7 +422,7 @@ def _refuse_missing(part: str, missing: Sequence[str], what: str) -> None:
 def _refuse_kernels(name: str, config: Any) -> None:
     """Refuse a configuration that names a repository of compiled attention (``org/kernel``).
 
-    A configuration is data, but transformers would load that code.
+    A configuration is data, but transformers would download and run that code.
     """
     parts = [config, *(getattr(config, key, None) for key in getattr(config, "sub_configs", ()))]
     named = [str(getattr(part, "_attn_implementation", None) or "") for part in parts]
@@ -437,7 +437,7 @@ def _class(transformers: Any, wished: str, config: Any) -> Any:
     """Return the requested class, or the configuration's own; None if neither names one.
 
     Raises:
-        RegistrationRefused: transformers has no such model, or not for this configuration.
+        RegistrationRefused: transformers has no such class, or it is for other configurations.
     """
     wished = wished or next(iter(config.architectures or ()), "")
     if not wished:
@@ -448,7 +448,7 @@ def _class(transformers: Any, wished: str, config: Any) -> Any:
         raise RegistrationRefused(
             f"architecture {wished!r}", f"transformers {transformers.__version__} has no such model"
         )
-    if not isinstance(config, cls.config_class or ()):  # a base class has none
+    if not isinstance(config, cls.config_class or ()):  # config_class is None in a base class
         raise RegistrationRefused(
             f"architecture {wished!r}", f"the source is a {config.model_type}, which does not match"
         )
@@ -456,10 +456,8 @@ def _class(transformers: Any, wished: str, config: Any) -> Any:
 
 
 def _usual_inputs(cls: Any, config: Any) -> OpenShapes:
-    """Return a text of any length up to 512 tokens, or a picture of at most the model's size.
-
-    Other models need declared inputs.
-    """
+    """Return the default inputs: a text of up to ``LONGEST_TEXT`` tokens, or a picture.
+    A picture has at most the model's size. Other models get none: inputs must be declared."""
     main = getattr(cls, "main_input_name", "input_ids")
     if main == "pixel_values":
         size = getattr(config, "image_size", 224)
@@ -511,7 +509,7 @@ def _with_weights(spec: BuildSpec, construct: Callable[[], nn.Module]) -> nn.Mod
         )
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # the libraries' advice to the model's author
+            warnings.simplefilter("ignore")  # the warnings are for the model's author
             module = construct()
     except RegistrationRefused:
         raise
@@ -533,7 +531,7 @@ def _with_weights(spec: BuildSpec, construct: Callable[[], nn.Module]) -> nn.Mod
 
 
 def _seed(weights: str) -> int:
-    """Return SEED of ``random:SEED``; 0 for other weights."""
+    """Return the number SEED of ``random:SEED``; 0 for other weights."""
     if not weights.startswith("random:"):
         return 0
     seed = weights.removeprefix("random:")
@@ -567,7 +565,7 @@ def _load_file(module: nn.Module, path: str) -> None:
     from safetensors.torch import load_file
 
     is_upload = _DIGEST.fullmatch(os.path.basename(path)) is not None
-    part = "weights" if is_upload else f"weights {path!r}"  # an upload's name says nothing
+    part = "weights" if is_upload else f"weights {path!r}"  # an upload's path is only a digest
     try:
         check_file(path, part)
         state = load_file(path)
@@ -600,7 +598,7 @@ def _load_file(module: nn.Module, path: str) -> None:
 
 
 def _unwrapped(state: dict[str, torch.Tensor], own: Mapping[str, Any]) -> dict[str, torch.Tensor]:
-    """Strip what torch.compile adds to names, and, if no name fits, the wrappers' prefixes."""
+    """Return ``state`` without torch.compile's prefixes, and without WRAPPERS if no name fits."""
     state = {n if n in own else n.replace("_orig_mod.", ""): value for n, value in state.items()}
     while state and not state.keys() & own.keys():
         wrapper = next((w for w in WRAPPERS if all(name.startswith(w) for name in state)), "")
@@ -611,7 +609,7 @@ def _unwrapped(state: dict[str, torch.Tensor], own: Mapping[str, Any]) -> dict[s
 
 
 def _tied_names(module: nn.Module) -> list[list[str]]:
-    """Return all names of each parameter: a file may contain a tied one only once."""
+    """Return all names of each parameter: a file may contain only one name of a tied weight."""
     by_tensor: dict[int, list[str]] = {}
     for name, tensor in module.named_parameters(remove_duplicate=False):
         by_tensor.setdefault(id(tensor), []).append(name)
@@ -619,7 +617,7 @@ def _tied_names(module: nn.Module) -> list[list[str]]:
 
 
 def checked_inputs(inputs: OpenShapes) -> tuple[InputShapes, Dynamic]:
-    """Return the example's shapes, and the ranges of the extents that have one."""
+    """Return the shapes of example inputs, and the ranges of the open dimensions."""
     if not inputs:
         raise RegistrationRefused("inputs", "this source needs them: --input 8x3x224x224:float32")
     shapes: InputShapes = {}

@@ -1,8 +1,8 @@
-"""A module in its state before the first call, to detect what a call leaves behind.
+"""Detection of modules that keep state between calls.
 
-A module that keeps something from a call (a cache, a hidden state, the scale of the first data)
-does not have one answer to a request. Two runs on the same inputs may still agree, and a graph that
-is traced after them contains the kept state as a constant.
+A module that keeps state (a cache, a hidden state, the scale of the first data) has no unique
+answer to a request. Two runs on the same inputs may still agree, and a graph traced after them
+contains the state as a constant. So answers are compared with those of the module's initial state.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ if TYPE_CHECKING:
 
 _LIBRARIES: Final = {*sys.stdlib_module_names, "pipeswitch"}
 _INSTALLED: Final = {"site-packages", "dist-packages"}
-"""Folders of installed packages. Like ``_LIBRARIES`` they hold no state of a model, except
-the packages of the model's own classes (those in ``_SHARED`` never do)."""
+"""Folders of installed packages. Like ``_LIBRARIES``, they contain no state of a model, except for
+the packages of the model's own classes. Packages in ``_SHARED`` never contain such state."""
 _SHARED: Final = {"numpy", "torch", "torchvision", "transformers"}
 _ABSENT: Final = object()
 _AROUND: Final[dict[type, str]] = {
@@ -44,11 +44,11 @@ _AROUND: Final[dict[type, str]] = {
 
 
 class Fresh:
-    """Runner of a module that restores its initial state before each call.
+    """Runner of a module that restores the module's initial state before each call.
 
-    It restores the attributes of the module and of plain objects in it, and all that its code can
-    reach: globals, class attributes, closures, default arguments. It empties each ``lru_cache``.
-    Parameters and buffers are shared, not copied: what writes to them shows in their bytes.
+    It restores the attributes of the module and of plain objects in it, and everything that its
+    code can reach: globals, class attributes, closures, default arguments. It clears each
+    ``lru_cache``. Parameters and buffers are shared: other checks detect writes to their bytes.
     """
 
     def __init__(self, module: nn.Module, call: Callable[..., Any] | None = None) -> None:
@@ -89,7 +89,7 @@ class Fresh:
 
 
 def _copied(value: Any, copies: dict[int, Any], own: frozenset[str]) -> Any:
-    """Copy containers, tensors and plain objects, each once; share parameters and all else.
+    """Copy containers, tensors and plain objects, each once; share parameters and other values.
 
     An object with ``__del__`` is shared: deleting a copy would close a resource of the original.
     """
@@ -112,7 +112,7 @@ def _copied(value: Any, copies: dict[int, Any], own: frozenset[str]) -> Any:
 
 
 def _is_plain(value: Any, own: frozenset[str]) -> bool:
-    """Return whether ``__dict__`` is the whole state of a module, or of an object of no library."""
+    """Return whether the attributes of a module or non-library object are its whole state."""
     kind: Any = type(value)
     ways = ("__new__", "__reduce__", "__reduce_ex__", "__getstate__")
     has_own = any(getattr(kind, name) is not getattr(object, name, None) for name in ways)
@@ -143,7 +143,7 @@ def _is_installed(package: str) -> bool:
 
 
 class _Place:
-    """A name of a namespace: a module's attributes, a global, a class's attribute, a closure."""
+    """A place of state: an attribute of a module or class, a global, or a cell of a closure."""
 
     def __init__(self, owner: Any, name: str) -> None:
         self._owner, self._name = owner, name
@@ -170,7 +170,7 @@ class _Place:
 
 
 class _Reach:
-    """Collect what a module's code can read or write, without library code."""
+    """Places and caches that a module's code can reach, except those of libraries."""
 
     def __init__(self, module: nn.Module, own: frozenset[str]) -> None:
         self._own = own
@@ -178,7 +178,7 @@ class _Reach:
         self.caches: list[Any] = []
         self._seen: set[int] = set()
         for child in module.modules():
-            self._add(child, "__class__", "__dict__")  # a lazy module becomes one of another class
+            self._add(child, "__class__", "__dict__")  # because a lazy module changes its class
             self._look(type(child))
             for value in list(vars(child).values()):
                 self._look(value)
@@ -209,7 +209,7 @@ class _Reach:
             self._look_at_function(value)
 
     def _look_at_class(self, kind: type) -> None:
-        """Visit a class's attributes, and those that its functions may set."""
+        """Visit a class's attributes, and the attributes that its functions may set."""
         functions = [value for value in vars(kind).values() if type(value) is FunctionType]
         names = {*vars(kind)}.union(*(_names(function.__code__) for function in functions))
         for name in names:
@@ -221,7 +221,7 @@ class _Reach:
     def _look_at_function(self, function: FunctionType) -> None:
         self._add(function, "__defaults__", "__kwdefaults__")
         for cell in function.__closure__ or ():
-            with contextlib.suppress(ValueError):  # it is empty
+            with contextlib.suppress(ValueError):  # the cell is empty
                 self._look(cell.cell_contents)
                 self._add(cell, "cell_contents")
         names = _names(function.__code__)
@@ -241,13 +241,13 @@ class _Reach:
 
 
 def _names(code: CodeType) -> set[str]:
-    """Return the names that the code and functions inside it read or write."""
+    """Return the names that a code object, with its inner functions, reads or writes."""
     inner = (one for one in code.co_consts if isinstance(one, CodeType))
     return set(code.co_names).union(*map(_names, inner))
 
 
 def _globals(code: CodeType) -> set[str]:
-    """Return the subset of ``_names`` that are globals, not attributes."""
+    """Return the names in ``_names`` that are globals, not attributes."""
     inner = (one for one in code.co_consts if isinstance(one, CodeType))
     own = {one.argval for one in dis.get_instructions(code) if one.opname.endswith("_GLOBAL")}
     return own.union(*map(_globals, inner))
@@ -256,10 +256,10 @@ def _globals(code: CodeType) -> set[str]:
 def check_keeps_nothing(
     program: EncodedProgram, fresh: Fresh, inputs: Sequence[torch.Tensor]
 ) -> None:
-    """Compare the program with the module as it was, on values that it was not traced with.
+    """Compare the program with the fresh module on other values than those of the export.
 
     Raises:
-        RegistrationRefused: they differ.
+        RegistrationRefused: their answers differ, so the module keeps state.
     """
     specs = program.graph.inputs
     own = values_of((spec.shape for spec in specs), (value.shape for value in inputs))
@@ -268,14 +268,14 @@ def check_keeps_nothing(
     last_outputs: list[torch.Tensor] = []
 
     def both(values: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        # The program first: the module's run may write the weights that both have.
+        # The program first: the module's run may write the weights that both share.
         last_outputs.clear()
-        with contextlib.suppress(Exception):  # values that an index does not take
+        with contextlib.suppress(Exception):  # values may be invalid, such as indices out of range
             last_outputs.extend(compute([value.clone() for value in values]))
         return fresh(values)
 
     _, expected = on_other_values(both, specs, own, inputs)
-    is_here = all(value.device.type == "cpu" for value in expected)  # elsewhere bits may differ
+    is_here = all(value.device.type == "cpu" for value in expected)  # on a GPU bits may differ
     if is_here and not all_same(expected, last_outputs):
         raise keeps_state(
             "its answers to other values than the example's differ from its exported graph's"

@@ -1,18 +1,18 @@
-"""Conversion of an export's symbols to our extents, with the assumptions of the export."""
+"""Conversion of an export's symbolic extents, and search for shapes that break its assumptions."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Final
 
-import sympy  # type: ignore[import-untyped]  # torch's own language of shapes
+import sympy  # type: ignore[import-untyped]  # torch's shapes are expressions of sympy
 from torch.utils._sympy import functions
 
 from ..interface.dims import Dim, Expr, Extent, NoExtent, Values, all_values, evaluate, shape_count
 from .dynamic import NotDynamic
 
-MAX_CONDITION_CASES: Final = 1 << 18  # about a second
-MAX_SUSPECTS: Final = 4  # of one condition: each takes the module's same other path
+MAX_CONDITION_CASES: Final = 1 << 18  # testing so many takes about a second
+MAX_SUSPECTS: Final = 4  # shapes per condition; at all of them the module takes the same path
 MAX_POWER: Final = 4
 
 _FUNCTIONS: Final[Mapping[type, str]] = {
@@ -42,12 +42,12 @@ def extent_of(expression: Any, names: Mapping[Any, str], *, divides_by_any: bool
     """Convert a symbolic expression over ``names`` to an extent.
 
     Args:
-        expression: torch's.
-        names: what its symbols are called.
-        divides_by_any: not only by numbers: for a condition, which does not travel.
+        expression: an expression of torch.
+        names: symbol -> name of a dimension.
+        divides_by_any: allow any divisor in conditions; in a bundle a divisor must be a number.
 
     Raises:
-        NotDynamic: it is none of our expressions.
+        NotDynamic: the expression cannot be an extent.
     """
     if isinstance(expression, int | sympy.Integer):
         return int(expression)
@@ -69,12 +69,13 @@ def extent_of(expression: Any, names: Mapping[Any, str], *, divides_by_any: bool
 def suspects(
     conditions: Iterable[Any], names: Mapping[Any, str], dims: Sequence[Dim]
 ) -> list[dict[str, int]]:
-    """Values that break a condition: there the module's path may be another than was traced.
+    """Return values that break a condition of the trace, at most ``MAX_SUSPECTS`` for each.
 
-    Of each condition some, the first and the last among them. They are to be compared bit by bit.
+    With such values the module may take another path than the traced one, so the caller must
+    compare the results bit by bit. The first and the last broken values are among them.
 
     Raises:
-        NotDynamic: a condition is none that we can compute, or has too many cases.
+        NotDynamic: a condition cannot be computed here, or has too many cases.
     """
     values: list[dict[str, int]] = []
     for condition in conditions:

@@ -1,4 +1,4 @@
-"""Check that a program computes the plain module's bits; for registration and tests."""
+"""Checks that a program computes the plain module's bits, for registration and tests."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ def compare(
     is_same: Callable[[torch.Tensor, torch.Tensor], bool] = same_bits,
     expected: Sequence[torch.Tensor] | None = None,
 ) -> str:
-    """Return what differs between group-wise and plain execution; empty when nothing does.
+    """Return how group-wise and plain execution differ, as text; empty if they are equal.
 
-    ``expected``: the answer of ``plain``, if known.
+    ``expected`` is the result of ``plain``, if it is known.
     """
     opened: list[int] = []
     expected = on_clones(plain, inputs) if expected is None else expected
-    # A module brings what it sets along; a graph runs with what a worker has.
+    # A module has its own torch settings; a graph runs with a worker's settings.
     with workers_default_dtype() if manifest.mode == "graph" else contextlib.nullcontext():
         outputs = bound.run([value.clone() for value in inputs], opened.append)
     if opened != list(range(len(manifest.groups))):
@@ -53,10 +53,10 @@ def compare(
 def acceptable_inputs(
     specs: Sequence[ValueSpec], values: Values, plain: Plain, seed: int = 0
 ) -> list[torch.Tensor]:
-    """Made-up inputs that ``plain`` can run on.
+    """Return random inputs that ``plain`` accepts.
 
-    A signature gives integers no meaning: where random ones are no valid indices (a table of
-    ten rows, the offsets of bags), zeros usually are, or ones (lengths of sequences).
+    A signature does not say what integers mean. If random integers are invalid (as indices into ten
+    rows, as offsets of bags), zeros usually are valid, or ones (as lengths of sequences).
     """
     inputs = to_tensors(specs, values, seed)
     if all(value.is_floating_point() or value.dtype is torch.bool for value in inputs):
@@ -72,13 +72,13 @@ def _takes(plain: Plain, inputs: Sequence[torch.Tensor]) -> bool:
     try:
         with torch.no_grad():
             plain([value.clone() for value in inputs])
-    except Exception:  # whatever a model's code raises; raised again if nothing helps
+    except Exception:  # a model's code may raise anything; the caller's next run raises it again
         return False
     return True
 
 
 def load_image(path: Path, manifest: Manifest) -> torch.Tensor:
-    """Return the packed region image, as the host store will hold it; paddings are zero."""
+    """Return the region's image as it will be in the host store, with zeros as padding."""
     image = torch.zeros(max(manifest.total_bytes, 1), dtype=torch.uint8)
     view = image.numpy().data
     with path.open("rb") as file:

@@ -1,1 +1,1 @@
-"""Decoding of a language model's logits to text. Pure."""
+"""Decoding of a language model's logits into text. Pure."""

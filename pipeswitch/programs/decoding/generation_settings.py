@@ -1,10 +1,10 @@
-"""Language model data in a bundle, beside its graph: how its answers become text. Pure.
+"""Language model data that a bundle has besides its graph: tokenizer, end tokens, defaults. Pure.
 
-One program serves the prompt and each token after it (ADR 49). Its inputs: ``ids`` [batch, length],
-``count`` [batch] (number of real ids), ``used`` [batch] (number of cache rows in use) and ``cache``
-[batch, past, width], one row for each token so far. Its outputs: ``logits`` [batch, vocabulary] of
-each sequence's last real token, and ``cache_new`` [batch, length, width], the rows to append. All
-padding is on the right.
+One program computes the prompt and each later token (ADR 49). Its inputs are ``ids`` [batch,
+length], ``count`` [batch] (number of ids without padding), ``used`` [batch] (number of cache rows
+in use) and ``cache`` [batch, past, width], one row for each earlier token. Its outputs are
+``logits`` [batch, vocabulary] of each sequence's last token, and ``cache_new`` [batch, length,
+width], the rows to append. All padding is on the right.
 """
 
 from __future__ import annotations
@@ -29,51 +29,51 @@ USED: Final = "used"
 CACHE: Final = "cache"
 LOGITS: Final = "logits"
 CACHE_NEW: Final = "cache_new"
-STATE: Final = {CACHE: (CACHE_NEW, 1)}  # as a registration says it
+STATE: Final = {CACHE: (CACHE_NEW, 1)}  # ``BuildSpec.state``
 PADS: Final = {"length": "count", "past": "used"}  # ``Manifest.pads``
 HIDDEN: Final = "last_hidden_state"  # output of a model that embeds texts
 POOLINGS: Final = ("mean", "cls", "last")
-MOST_STEPS: Final = 32  # that it may go on for
+MOST_STEPS: Final = 32  # maximum number of steps that a worker computes in one run
 
 MAX_VOCABULARY: Final = 1 << 21
 MAX_EOS: Final = 64
-MAX_TEMPLATE_CHARS: Final = 1 << 16  # the longest known has 9,000
-MAX_SPECIALS: Final = 64  # tokens that a template names
+MAX_TEMPLATE_CHARS: Final = 1 << 16  # the longest known template has 9,000
+MAX_SPECIALS: Final = 64  # special tokens that a template uses
 MAX_NOTES: Final = 32
 MAX_NOTE_CHARS: Final = 1000
 RARE: Final = ("top_k", "min_p", "repetition_penalty")
-DEFAULTS: Final = ("temperature", "top_p", "max_new_tokens", *RARE)  # of its author, followed
-# Of a generation_config: what says nothing of the tokens, or is followed elsewhere.
+DEFAULTS: Final = ("temperature", "top_p", "max_new_tokens", *RARE)  # author's settings in use
+# Settings of a generation_config that do not affect the tokens, or that other code reads.
 SILENT: Final = re.compile(
     "(_|output_|use_|cache_|return_|assistant_|num_assistant|is_assistant|speculation|prompt_lookup|compile|disable_compile|continuous_batching|max_cache|max_matching|target_lookbehind|prefill|low_memory|renormalize|remove_invalid|decoder_start|(eos|bos|pad)_token_id$|do_sample$|transformers_version$)"
 )
-# Of the others, the values that change no token; so do None, False and what is empty.
+# Value -> settings that change no token with it. None, False and empty values change none, either.
 NEUTRAL: Final = {
     1: "repetition_penalty encoder_repetition_penalty length_penalty num_beams num_beam_groups "
     "num_return_sequences guidance_scale typical_p top_h",
     0: "top_k min_p min_length min_new_tokens no_repeat_ngram_size encoder_no_repeat_ngram_size "
     "epsilon_cutoff eta_cutoff penalty_alpha diversity_penalty",
 }
-MAX_TOKENIZER_BYTES: Final = 64 << 20  # the largest known, of 262,000 words, has 33 MB
+MAX_TOKENIZER_BYTES: Final = 64 << 20  # the largest known one, for 262,000 tokens, has 33 MB
 
 
 class GenerationSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A language model's own settings, as its author published them."""
 
     version: int
-    vocabulary: int  # logits of one token
-    context: int  # tokens of prompt and answer together
-    eos_ids: tuple[int, ...] = ()  # any of them ends an answer
+    vocabulary: int  # number of logits for one token
+    context: int  # maximum tokens of prompt and answer together
+    eos_ids: tuple[int, ...] = ()  # each of them ends an answer
     bos_id: int | None = None
-    chat_template: str = ""  # Jinja, of the model's author: to be rendered in a sandbox alone
-    special: dict[str, str] = {}  # what the template calls tokens, such as ``eos_token``
+    chat_template: str = ""  # Jinja of the model's author; it must be rendered in a sandbox
+    special: dict[str, str] = {}  # name in the template, such as ``eos_token`` -> token's text
     tokenizer: bytes = b""  # tokenizer.json, compressed by zlib; empty: prompts are ids
-    sampling: dict[str, int | float] = {}  # what holds where a request does not say: ``DEFAULTS``
-    pooling: str = ""  # which hidden states are a text's embedding; empty: it generates text
-    notes: tuple[str, ...] = ()  # settings of its author that are not followed, for people
+    sampling: dict[str, int | float] = {}  # defaults for requests; keys are in ``DEFAULTS``
+    pooling: str = ""  # one of ``POOLINGS``, if the model embeds texts; empty: it generates text
+    notes: tuple[str, ...] = ()  # settings of its author that are not supported, for people
 
     def numbers(self) -> dict[str, Any]:
-        """Return the part that the manifest holds; the long texts stay in the bundle."""
+        """Return the fields for the manifest; the long texts stay in the bundle."""
         fields = msgspec.to_builtins(self)
         numbers = {key: fields[key] for key in ("vocabulary", "context", "eos_ids", "bos_id")}
         numbers |= {"sampling": self.sampling} if self.sampling else {}
@@ -82,10 +82,10 @@ class GenerationSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unkno
 
 
 def decode_generation(text: str) -> GenerationSettings:
-    """Decode a bundle's metadata; ``check_generation`` must follow.
+    """Decode the settings from a bundle's metadata; the caller must call ``check_generation``.
 
     Raises:
-        RegistrationRefused: it is not one.
+        RegistrationRefused: ``text`` does not contain such settings.
     """
     try:
         return msgspec.json.decode(text, type=GenerationSettings)
@@ -96,7 +96,7 @@ def decode_generation(text: str) -> GenerationSettings:
 def check_generation(
     generation: GenerationSettings, values: Iterable[ValueSpec], dims: Iterable[Dim]
 ) -> None:
-    """Refuse what is not bounded, or says other things than its graph.
+    """Raise RegistrationRefused if a setting exceeds its limit or contradicts the graph.
 
     ``values`` are the graph's inputs and outputs.
     """
@@ -164,7 +164,7 @@ def _is_neutral(name: str, value: Any, context: int) -> bool:
     if isinstance(value, bool) or not isinstance(value, int | float):
         return not value
     if name == "max_length":
-        return value >= context  # which ends an answer as early
+        return value >= context  # the context ends an answer earlier
     return value in NEUTRAL and name in NEUTRAL[int(value)].split()
 
 
@@ -180,10 +180,10 @@ def _is_default(name: str, value: Any) -> bool:
 
 
 def packed_tokenizer(text: str) -> bytes:
-    """``tokenizer.json`` as a bundle carries it.
+    """Return ``tokenizer.json`` in the compressed form of a bundle.
 
     Raises:
-        RegistrationRefused: it is larger than a reader accepts.
+        RegistrationRefused: the text is larger than ``MAX_TOKENIZER_BYTES``.
     """
     data = text.encode()
     if len(data) > MAX_TOKENIZER_BYTES:
@@ -192,10 +192,10 @@ def packed_tokenizer(text: str) -> bytes:
 
 
 def tokenizer_json(packed: bytes) -> str:
-    """Return the text of ``tokenizer.json``; empty where there is none.
+    """Return the text of ``tokenizer.json``; empty if ``packed`` is empty.
 
     Raises:
-        RegistrationRefused: it is damaged, or unfolds to more than is accepted.
+        RegistrationRefused: ``packed`` is damaged, or its text exceeds ``MAX_TOKENIZER_BYTES``.
     """
     if not packed:
         return ""

@@ -1,6 +1,6 @@
-"""Answers that follow a JSON schema: which tokens may come next, by the library llguidance.
+"""Answers that follow a JSON schema: the library llguidance computes the allowed next tokens.
 
-A matcher depends on the schema and the answer's tokens alone, so any worker can continue an answer.
+A matcher depends only on the schema and the answer's tokens, so any worker can continue an answer.
 """
 
 from __future__ import annotations
@@ -15,26 +15,26 @@ from numpy.typing import NDArray
 from ...base.errors import InvalidInput
 from .generation_settings import tokenizer_json
 
-# To intersect n regular expressions takes time that doubles with each of them, without a limit.
+# Intersecting regular expressions takes twice as long with each one, and llguidance has no limit.
 EXPRESSIONS: Final = ("pattern", "patternProperties", "propertyNames", "format", "not")
 MOST_EXPRESSIONS: Final = 8
-MAX_MATCHERS: Final = 16  # kept between two runs of their answers
-MOST_TOKENIZERS: Final = 2  # in memory; one of 150,000 tokens takes 105 MiB, and 2 s to make
+MAX_MATCHERS: Final = 16  # matchers kept between the steps of their answers
+MOST_TOKENIZERS: Final = 2  # kept in memory; a tokenizer of 150,000 tokens needs 105 MiB and 2 s
 
 
 class Tokenizers:
-    """A worker's tokenizers, for the models whose answers follow schemas."""
+    """A worker's tokenizers and matchers, for models whose answers follow schemas."""
 
     def __init__(self) -> None:
-        self.packed: dict[str, bytes] = {}  # as bundles have them, by program
+        self.packed: dict[str, bytes] = {}  # program digest -> compressed ``tokenizer.json``
         self._made: dict[tuple[str, tuple[int, ...]], Any] = {}
-        self._kept: list[Matcher] = []  # of runs that ended well
+        self._kept: list[Matcher] = []  # matchers of steps that succeeded, for the next steps
 
     def get(self, digest: str, size: int, ends: tuple[int, ...]) -> Any:
-        """Return a program's tokenizer, of ``size`` tokens, in the library's form.
+        """Return a program's tokenizer, of ``size`` tokens, as an object of llguidance.
 
         Raises:
-            InvalidInput: the model has none, or the library is not installed.
+            InvalidInput: llguidance is not installed, or cannot use the model's tokenizer.
         """
         try:
             import llguidance
@@ -47,7 +47,7 @@ class Tokenizers:
         if (digest, ends) not in self._made:
             if len(self._made) >= MOST_TOKENIZERS:
                 self._made.clear()
-                self._kept.clear()  # they hold a tokenizer, too
+                self._kept.clear()  # matchers refer to their tokenizers
             try:
                 text = tokenizer_json(self.packed.get(digest, b""))
                 tokenizer = llguidance.LLTokenizer(text, n_vocab=size, eos_token=[*ends])
@@ -59,7 +59,7 @@ class Tokenizers:
     def matcher(
         self, digest: str, size: int, ends: tuple[int, ...], schema: str, answer: Sequence[int]
     ) -> Matcher:
-        """Return the place of an answer in its schema: a kept one, or a new one by a replay."""
+        """Return an answer's matcher: the kept one, or a new one that has taken its tokens."""
         key = digest, ends, schema, [*answer]
         for number, one in enumerate(self._kept):
             if (*one.key, one.answer) == key:
@@ -73,14 +73,14 @@ class Tokenizers:
 
 
 class Matcher:
-    """The place of one answer in its schema."""
+    """State of one answer in its schema."""
 
-    key: tuple[str, tuple[int, ...], str]  # of ``Tokenizers``: program, end tokens and schema
+    key: tuple[str, tuple[int, ...], str]  # program, end tokens and schema; set by ``Tokenizers``
 
     def __init__(
         self, tokenizer: Any, schema: str, ends: Sequence[int], answer: Sequence[int], size: int
     ) -> None:
-        """Set up; ``ends`` are the tokens that end an answer, and ``answer`` its tokens so far."""
+        """Take the tokens of ``answer``; ``ends`` are the tokens that end a whole answer."""
         from llguidance import LLMatcher
 
         self._matcher = LLMatcher(tokenizer, LLMatcher.grammar_from_json_schema(schema))
@@ -90,7 +90,7 @@ class Matcher:
             self.take(token)
 
     def allowed(self) -> NDArray[np.bool_]:
-        """Return a mask of the tokens that may come next: an end after a whole answer alone."""
+        """Return a mask of the tokens that may be next; end tokens only after a whole answer."""
         allowed = np.zeros(self._size, np.bool_)
         if self._matcher.is_stopped() and not self._matcher.is_error():
             allowed[[*self._ends]] = True
@@ -101,7 +101,7 @@ class Matcher:
         return allowed
 
     def take(self, token: int) -> None:
-        """Continue with a token. Raise InvalidInput if it does not follow the schema."""
+        """Append a token to the answer. Raise InvalidInput if the token breaks the schema."""
         self.answer.append(token)
         if token not in self._ends and not self._matcher.consume_token(token):
             self._check()
@@ -118,12 +118,12 @@ def refusal(why: str) -> InvalidInput:
 
 
 def ends_of(own: Sequence[int], stop: Sequence[int]) -> tuple[int, ...]:
-    """Return the tokens that end a whole answer: the model's own among those that stop it."""
+    """Return the tokens that end a whole answer: those of ``own`` in ``stop``, else ``stop``."""
     return tuple([one for one in own if one in stop] or stop)
 
 
 def check_schema(text: str, ends: Sequence[int]) -> None:
-    """Raise InvalidInput if it is not JSON of a schema's form, or no token ends the answer."""
+    """Raise InvalidInput if a schema is not a JSON object or too complex, or ``ends`` is empty."""
     names: list[str] = []
 
     def noted(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

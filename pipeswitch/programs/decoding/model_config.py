@@ -1,4 +1,4 @@
-"""Facts about a language model that a server sends, and how its answers end. Pure."""
+"""Facts about a language model that a server sends to clients, and limits of its answers. Pure."""
 
 from __future__ import annotations
 
@@ -13,45 +13,44 @@ from .generation_settings import tokenizer_json
 from .output import StopCriteria
 from .sampling import Options, Sampling
 
-TOO_LONG: Final = "context_length_exceeded"  # OpenAI's word, by which clients shorten a chat
-LONGEST: Final = "this model's maximum context length is {} tokens"  # others read OpenAI's text
+TOO_LONG: Final = "context_length_exceeded"  # OpenAI's code; some clients then shorten a chat
+LONGEST: Final = "this model's maximum context length is {} tokens"  # OpenAI's words, for clients
 
 
 class LanguageModelConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Facts about a language model that the server sends to clients."""
 
-    version: int  # of the model
-    digest: str  # of its program
+    version: int  # version of the model
+    digest: str  # digest of its program
     vocabulary: int
-    context: int  # tokens of prompt and answer together
+    context: int  # maximum tokens of prompt and answer together
     eos_ids: tuple[int, ...] = ()
     bos_id: int | None = None
     chat_template: str = ""
-    special: dict[str, str] = {}  # tokens that the template names
-    pooling: str = ""  # as of ``Generation``
-    tokenizer: bytes = b""  # compressed; empty: it has none, or it was not asked for
+    special: dict[str, str] = {}  # special tokens that the template uses, by name
+    pooling: str = ""  # as in ``GenerationSettings``
+    tokenizer: bytes = b""  # compressed; empty: the model has none, or it was not requested
     has_tokenizer: bool = True
-    sampling: dict[str, int | float] = {}  # what its author has where a request does not say
+    sampling: dict[str, int | float] = {}  # the author's defaults for requests
 
 
 class Token(NamedTuple):
     """One token of an answer."""
 
     id: int
-    text: str  # that may be shown now; empty where a character or a stop string is not whole
-    logprob: float | None = None  # with ``logprobs``: its log probability
-    top: Sequence[tuple[int, float]] = ()  # the likeliest tokens in its place, with their own
+    text: str  # text to show now; empty while a character or a possible stop string is incomplete
+    logprob: float | None = None  # log probability of the token, if ``logprobs`` is set
+    top: Sequence[tuple[int, float]] = ()  # likeliest tokens in its place, with log probabilities
 
 
 def ending_of(
     facts: LanguageModelConfig, prompt: Sequence[int], ending: StopCriteria
 ) -> StopCriteria:
-    """Return when the answer to a prompt ends: as asked, at the model's own end tokens, or where
-    its context ends.
+    """Return ``ending`` with the model's own end tokens, and limited to the model's context.
 
     Raises:
-        InvalidInput: a token is none of the vocabulary, the prompt is empty or leaves no room, or a
-            setting is out of its range.
+        InvalidInput: a token is not in the vocabulary, the prompt is empty or fills the context,
+            or a setting is out of its range.
     """
     ending.check()
     count = len(prompt)
@@ -70,10 +69,10 @@ def ending_of(
 def fitted(
     sampling: Sampling, facts: LanguageModelConfig, prompt_count: int, ending: StopCriteria
 ) -> Sampling:
-    """Return the sampling of an answer, whose end tokens cannot come too early.
+    """Return ``sampling``, changed to sample no end token before ``ending.min_new_tokens``.
 
     Raises:
-        InvalidInput: it names tokens that the model does not have, or is out of its range.
+        InvalidInput: a token is not in the vocabulary, or a setting is out of its range.
     """
     sampling.check()
     options = sampling.options
@@ -87,19 +86,19 @@ def fitted(
 
 
 def seen_of(ids: Sequence[int], prompt_count: int) -> dict[int, int]:
-    """Return how often each token of prompt and answer came in the answer."""
+    """Return, for each token of prompt and answer, its count in the answer."""
     return {**dict.fromkeys(ids[:prompt_count], 0), **Counter(ids[prompt_count:])}
 
 
 Tokenizer = tuple[Callable[..., list[int]], "Decoding"]
-"""What makes ids of a text, and a text of ids."""
+"""Functions that encode a text as ids, and decode ids to a text."""
 
 
 def tokenizer_of(facts: LanguageModelConfig) -> Tokenizer:
-    """Return the model's own tokenizer, made by the library ``tokenizers``.
+    """Return the model's own tokenizer, from the library ``tokenizers``.
 
     Raises:
-        InvalidInput: it has none; the library is not installed.
+        InvalidInput: the model has no tokenizer, or the library is not installed.
     """
     if not facts.tokenizer:
         raise InvalidInput("the model has no tokenizer", hint="give the prompt as token ids")
@@ -118,7 +117,7 @@ def tokenizer_of(facts: LanguageModelConfig) -> Tokenizer:
 
 
 class Decoding:
-    """A tokenizer's ``decode``, and the ids of its special tokens, which have no text."""
+    """A tokenizer's ``decode``, and the ids of its special tokens, which it does not show."""
 
     def __init__(self, tokenizer: Any) -> None:
         self._decode = tokenizer.decode
@@ -129,5 +128,5 @@ class Decoding:
         return str(self._decode(list(ids), skip_special_tokens=True))
 
     def name(self, id: int) -> str:
-        """Return the text of one token; here a special token has one."""
+        """Return the text of one token, also of a special token."""
         return str(self._decode([id], skip_special_tokens=False))

@@ -1,7 +1,7 @@
-"""Conversion of tokens to a text that is shown as it arrives, and its end. Pure, no clock.
+"""Conversion of an answer's tokens to text as they arrive, and detection of its end. Pure.
 
-A text once shown is never taken back: a character is shown when all its bytes are there, and what
-could be the beginning of a stop string waits until it is not.
+Text that was shown is never changed. So a character is shown when all its bytes are there, and text
+that may be the beginning of a stop string is held back until it cannot be one.
 """
 
 from __future__ import annotations
@@ -14,29 +14,29 @@ import msgspec
 from ...base.errors import InvalidInput
 
 Decode = Callable[[Sequence[int]], str]
-"""A tokenizer's own, without its special tokens; U+FFFD stands where bytes are missing."""
+"""A tokenizer's decoding, without special tokens; U+FFFD stands for incomplete characters."""
 
 FinishReason = Literal["stop", "length"]
 
 MAX_STOPS: Final = 16
 MAX_STOP_CHARS: Final = 256
 _MISSING: Final = "\ufffd"
-_MAX_WAIT: Final = 16  # tokens: no character has more than 4 bytes, so these are none
-_CONTEXT: Final = 6  # tokens of a prompt: enough for a whole character
-_MARKS: Final = range(0xD800, 0xE000)  # surrogates stand for special tokens: no text has them
+_MAX_WAIT: Final = 16  # maximum tokens to wait for a whole character, which has at most 4 bytes
+_CONTEXT: Final = 6  # number of prompt tokens to decode: enough for a whole character
+_MARKS: Final = range(0xD800, 0xE000)  # surrogates, which no text has, stand for special tokens
 
 
 class StopCriteria(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Conditions that end an answer; the first one met applies."""
+    """Conditions that end an answer; the first one that is met applies."""
 
     max_new_tokens: int
     eos_ids: tuple[int, ...] = ()
-    stop: tuple[str, ...] = ()  # is not shown itself
-    min_new_tokens: int = 0  # before which neither an end token nor a stop string ends it
-    ignore_eos: bool = False  # the model's own end tokens
+    stop: tuple[str, ...] = ()  # strings that end the answer and are not shown
+    min_new_tokens: int = 0  # end tokens and stop strings end no answer with fewer tokens
+    ignore_eos: bool = False  # True: the model's own end tokens do not end the answer
 
     def check(self) -> None:
-        """Raise InvalidInput if no token may come, or a stop string is none."""
+        """Raise InvalidInput if a number is out of its range or a stop string is invalid."""
         if self.max_new_tokens < 1:
             raise InvalidInput(f"max_new_tokens {self.max_new_tokens} is below 1")
         if not 0 <= self.min_new_tokens <= self.max_new_tokens:
@@ -51,23 +51,23 @@ class StopCriteria(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 
 
 class Detokenizer:
-    """The text of tokens that come one after the other."""
+    """Incremental decoder: the text that each new token adds."""
 
     def __init__(self, decode: Decode, prompt: Sequence[int] = ()) -> None:
-        """``prompt`` is what they continue: the first one's space may depend on it."""
+        """Start after the tokens ``prompt``: the first new token's space may depend on them."""
         self._decode = decode
         self._tokens = list(prompt[-_CONTEXT:])
-        self._shown = len(self._tokens)  # of them, those whose text was given
-        self._context = 0  # the first that is decoded again, for what the next depends on
+        self._shown = len(self._tokens)  # number of tokens whose text was returned
+        self._context = 0  # first token to decode again, as context for the next ones
 
     def push(self, token: int) -> str:
-        """Return the text that this token adds; empty while a character lacks bytes."""
+        """Return the text that this token adds; empty while a character is incomplete."""
         self._tokens.append(token)
         is_late = len(self._tokens) - self._shown > _MAX_WAIT
         return self._new(is_last=is_late)
 
     def flush(self) -> str:
-        """Return the remaining text, which no further token completes."""
+        """Return the remaining text, with U+FFFD for an incomplete character."""
         return self._new(is_last=True)
 
     def _new(self, *, is_last: bool) -> str:
@@ -75,18 +75,18 @@ class Detokenizer:
         before = self._decode(self._tokens[self._context : self._shown])
         if len(text) <= len(before) or (text.endswith(_MISSING) and not is_last):
             return ""
-        # Where a text ends whole its next part may begin: bytes are decoded in runs.
+        # The text ends with a whole character, so the next part can be decoded from here on.
         self._context, self._shown = self._shown, len(self._tokens)
         return text[len(before) :]
 
 
 class OutputProcessor:
-    """One answer: its tokens in, the text that may be shown out, and why it ended."""
+    """Processor of one answer: takes its tokens, returns the text to show, and finds its end."""
 
     def __init__(
         self, ending: StopCriteria, decode: Decode | None = None, prompt: Sequence[int] = ()
     ) -> None:
-        """``decode`` is None where only ids are wanted; then there are no stop strings."""
+        """Start; without ``decode`` there is no text, and stop strings raise InvalidInput."""
         if decode is None and ending.stop:
             raise InvalidInput("stop strings need a tokenizer, which this model does not have")
         self._ending = ending
@@ -98,10 +98,11 @@ class OutputProcessor:
         self._marks = {id: chr(mark) for (_, id), mark in zip(named, _MARKS, strict=False)}
         self._hidden = str.maketrans("", "", "".join(self._marks.values()))
         self._stops = [*ending.stop]
-        for text, id in sorted(named, key=lambda one: -len(one[0])):  # one may begin with another
+        # Longer texts first, because the text of a special token may begin with another's.
+        for text, id in sorted(named, key=lambda one: -len(one[0])):
             self._stops = [stop.replace(text, self._marks.get(id, text)) for stop in self._stops]
         self._detokenizer = Detokenizer(decode, prompt) if decode else None
-        self._held = ""  # it may be a stop string's beginning
+        self._held = ""  # text that may be a stop string's beginning
         self.tokens: list[int] = []
         self.reason: FinishReason | None = None
 
@@ -125,9 +126,10 @@ class OutputProcessor:
         return shown.translate(self._hidden) if self._marks else shown
 
     def _upto_stop(self, text: str) -> tuple[str, bool]:
-        """Return the text before the first stop string, or before what may become one.
+        """Return the text before the first stop string, or before its possible beginning.
 
-        A special token has no text, so in a stop string and here a mark stands for it.
+        The flag says whether a stop string was found. A special token has no text, so a mark stands
+        for it, both in stop strings and in ``text``.
         """
         if len(self.tokens) < self._ending.min_new_tokens:
             return text, False
@@ -141,6 +143,6 @@ class OutputProcessor:
 
 
 def _overlap(text: str, stop: str) -> int:
-    """Return the length of the longest end of ``text`` that begins ``stop``."""
+    """Return the length of the longest end of ``text`` with which ``stop`` begins."""
     longest = min(len(text), len(stop) - 1)
     return next((n for n in range(longest, 0, -1) if text.endswith(stop[:n])), 0)

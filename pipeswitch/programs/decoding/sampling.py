@@ -1,7 +1,7 @@
-"""Choice of the next token from logits, settings and a counted random number. Pure, no clock.
+"""Sampling of the next token from logits, settings and a random number. Pure, no clock.
 
-The random number of a token depends on (seed, position) alone. Other sequences in the step,
-repeated runs and restarts do not change it.
+The random number of a token depends only on (seed, position). Other sequences in the step, repeated
+runs and restarts do not change it.
 """
 
 from __future__ import annotations
@@ -20,34 +20,34 @@ MAX_SEED: Final = (1 << 63) - 1
 MAX_TEMPERATURE: Final = 100.0
 MAX_BIASES: Final = 300  # OpenAI's limit
 MAX_BIAS: Final = 100.0
-MAX_SCHEMA_CHARS: Final = 8 << 10  # each run's message contains the schema
+MAX_SCHEMA_CHARS: Final = 8 << 10  # the message of each step contains the schema
 MAX_LOGPROBS: Final = 20  # OpenAI's limit
 NO_TOKENS: Final[Mapping[int, int]] = {}
 
 Chance = tuple[float, tuple[tuple[int, float], ...]]
-"""A token's log probability, and the likeliest tokens in its place, each with its own."""
+"""A token's log probability, and (token, log probability) of the likeliest tokens at its place."""
 
 
 class Options(
     msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True
 ):
-    """The rarer ways to choose tokens. The defaults change nothing."""
+    """Sampling options that few requests use. The defaults change nothing."""
 
-    top_k: int = 0  # candidates; 0: all
-    min_p: float = 0.0  # least probability of a candidate, relative to the likeliest
-    repetition_penalty: float = 1.0  # divides the logits of tokens of prompt and answer
-    presence_penalty: float = 0.0  # subtracted from logits of tokens of the answer
-    frequency_penalty: float = 0.0  # the same, for each time that the token came
-    logit_bias: dict[int, float] = {}  # added to logits, by token
-    held: tuple[int, ...] = ()  # tokens that cannot be sampled
-    until: int = 0  # before this position
+    top_k: int = 0  # number of candidates; 0: all tokens
+    min_p: float = 0.0  # minimum probability of a candidate, relative to the likeliest token's
+    repetition_penalty: float = 1.0  # divides positive logits of earlier tokens, multiplies others
+    presence_penalty: float = 0.0  # subtracted from the logits of tokens in the answer
+    frequency_penalty: float = 0.0  # subtracted for each occurrence of the token in the answer
+    logit_bias: dict[int, float] = {}  # token -> number added to its logit
+    held: tuple[int, ...] = ()  # tokens that cannot be sampled before position ``until``
+    until: int = 0
     logprobs: int | None = None  # report each token's ``Chance``, with this many likeliest tokens
     json_schema: str = ""  # schema of the answer
-    scores_prompt: bool = False  # the prompt's own tokens come first, with their chances
+    scores_prompt: bool = False  # report the prompt's tokens first, each with its ``Chance``
 
     @property
     def needs_seen(self) -> bool:
-        """Return True if a penalty depends on earlier tokens."""
+        """True if a penalty depends on earlier tokens."""
         penalties = self.repetition_penalty - 1.0, self.presence_penalty, self.frequency_penalty
         return any(penalties)
 
@@ -88,7 +88,7 @@ class Options(
     ) -> NDArray[np.float64]:
         """Return the logits with biases and penalties.
 
-        ``token_counts`` counts how often each token of prompt and answer came in the answer.
+        ``token_counts`` has each token of the prompt and the answer, with its count in the answer.
         """
         values = logits.astype(np.float64)
         tokens = np.array([token for token in token_counts if token < len(values)], np.intp)
@@ -104,7 +104,7 @@ class Options(
         return values
 
     def cut(self, weights: NDArray[np.float64]) -> NDArray[np.float64]:
-        """Return the candidates' weights, with zeros for the others."""
+        """Return the weights, with zeros for tokens that are not candidates."""
         least = self.min_p * float(weights.max())
         if 0 < self.top_k < len(weights):
             least = max(least, float(np.partition(weights, -self.top_k)[-self.top_k]))
@@ -114,7 +114,7 @@ class Options(
 class Sampling(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Settings for sampling an answer's tokens."""
 
-    temperature: float = 0.0  # 0: the likeliest, the first of equals
+    temperature: float = 0.0  # 0: the likeliest token, the first one among equals
     top_p: float = 1.0  # total probability of the candidates
     seed: int = 0
     options: Options | None = None
@@ -134,10 +134,10 @@ class Sampling(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 
 
 def sampling_of(sampling_params: Any) -> Sampling:
-    """Return the sampling that a message names.
+    """Return the sampling settings from the fields of a message.
 
     Raises:
-        InvalidInput: it has an unknown option.
+        InvalidInput: a field has the wrong type, or an option is unknown.
     """
     named = {name: getattr(sampling_params, name) for name in Sampling.__struct_fields__}
     try:
@@ -152,7 +152,7 @@ def next_token(
     position: int,
     token_counts: Mapping[int, int] = NO_TOKENS,
 ) -> int:
-    """Return the token at ``position`` of its sequence, counted from the prompt's first.
+    """Return the token at ``position`` of its sequence, counted from the prompt's first token.
 
     Args:
         logits: [vocabulary], as the program returned them.
@@ -161,18 +161,18 @@ def next_token(
         token_counts: see ``Options.adjusted``.
 
     Raises:
-        InvalidInput: no logit is a number, so the model computes nonsense.
+        InvalidInput: the largest logit is not a finite number, so the model is broken.
     """
     if sampling.options is not None:
         logits = sampling.options.adjusted(logits, position, token_counts)
-    best = int(np.argmax(logits))  # NaN, if there is one
+    best = int(np.argmax(logits))  # the index of a NaN, if there is one
     if math.isnan(logits[best]):
         best = int(np.argmax(np.where(np.isnan(logits), -np.inf, logits)))
     if not math.isfinite(logits[best]):
         raise InvalidInput(f"its largest logit at position {position} is {logits[best]}")
     if sampling.temperature == 0.0:
         return best
-    with np.errstate(over="ignore"):  # a tiny temperature: -inf is what is meant
+    with np.errstate(over="ignore"):  # -inf is the right result for a tiny temperature
         scaled = (logits.astype(np.float64) - float(logits[best])) / sampling.temperature
     weights = np.exp(np.where(np.isnan(scaled), -np.inf, scaled))
     if sampling.options is not None:
@@ -189,7 +189,7 @@ def chance_of(logits: NDArray[np.floating], token: int, count: int) -> Chance:
     """Return the chance of a token before temperature, biases and penalties.
 
     Args:
-        logits: as of ``next_token``.
+        logits: as in ``next_token``.
         count: number of likeliest tokens to return, in order.
     """
     values = logits.astype(np.float64)
@@ -198,15 +198,15 @@ def chance_of(logits: NDArray[np.floating], token: int, count: int) -> Chance:
     values -= math.log(float(np.exp(values).sum()))
     best = np.argpartition(-values, min(count, len(values) - 1))[:count]
     order = sorted([int(one) for one in best], key=lambda one: (-values[one], one))
-    # JSON has no infinity; the least float reads as a probability of 0 too.
+    # JSON has no infinity; the smallest float32 also means a probability of 0.
     logs = np.maximum(values[[token, *order]], np.finfo(np.float32).min).tolist()
     return logs[0], tuple(zip(order, logs[1:], strict=True))
 
 
 def _top_filter(weights: NDArray[np.float64], top_p: float) -> NDArray[np.intp]:
-    """Return the smallest set of tokens that has ``top_p`` of the total, likeliest first."""
+    """Return the smallest set of tokens that has ``top_p`` of the total weight, likeliest first."""
     total = float(weights.sum())
-    # Lighter tokens together have less than the rest, so their order does not matter.
+    # All tokens below this weight together have less than 1 - top_p, so none of them is needed.
     [heavy] = np.nonzero(weights >= (1.0 - top_p) * total / len(weights))
     tokens = heavy[np.argsort(-weights[heavy], kind="stable")]
     upto = np.cumsum(weights[tokens])
@@ -214,6 +214,6 @@ def _top_filter(weights: NDArray[np.float64], top_p: float) -> NDArray[np.intp]:
 
 
 def uniform(seed: int, position: int) -> float:
-    """Return a number in [0, 1), by Philox: counted, so none depends on an earlier one."""
+    """Return a random number in [0, 1) from counter-based Philox, without state between calls."""
     word = np.random.Philox(key=seed, counter=position).random_raw()
     return float(int(word) >> 11) / float(1 << 53)

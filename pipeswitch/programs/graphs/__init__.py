@@ -1,1 +1,1 @@
-"""A program as data: the bundle, its operators, and the callables made of it."""
+"""A program as data: the bundle, its operators, and the callables made from it."""

@@ -1,18 +1,18 @@
-"""The bundle: how a program travels and rests. Pure, no torch.
+"""The bundle: a program's format in files and on the wire. Pure, no torch.
 
-One safetensors file. Its ``__metadata__`` carries JSON: the graph under ``pipeswitch.program``, the
-meaning of a language model's tokens under ``pipeswitch.generation``, and notes of the export for
-people under ``pipeswitch.notes``. Its tensors are the weights, one after another in order of first
-use. Nothing in it is code and nothing is unpickled (ADR 7 says why PyTorch's own formats are not
+A bundle is one safetensors file. Its ``__metadata__`` contains JSON: the graph under
+``pipeswitch.program``, a language model's settings under ``pipeswitch.generation``, and notes of
+the export for people under ``pipeswitch.notes``. Its tensors are the weights, in order of first
+use. It contains no code, and nothing is unpickled (ADR 7 says why PyTorch's own formats are not
 accepted).
 
 Values are numbered: the inputs, then the weights, then one value per node. An argument is a JSON
-scalar, a list of arguments, or an object with one key: ``{"v": 12}`` a value, ``{"dtype": …}``,
-``{"layout": …}``, ``{"memory_format": …}``, ``{"device": …}`` (always "the program's device"),
-``{"float": "inf"}`` for what JSON cannot say.
+scalar, a list of arguments, or an object with one key. The key is ``v`` for the number of a value
+(``{"v": 12}``), ``dtype``, ``layout``, ``memory_format``, ``device`` (always the program's device),
+or ``float`` for numbers that JSON does not have (``{"float": "inf"}``).
 
-Everything here may have been made by an enemy: sizes are bounded before anything is allocated,
-arithmetic is on Python integers, and every fault is a ``RegistrationRefused``.
+An attacker may have made the file. So sizes are checked before memory is allocated, arithmetic uses
+Python integers, and every error is a ``RegistrationRefused``.
 """
 
 from __future__ import annotations
@@ -58,15 +58,15 @@ VERSION: Final = 2
 METADATA_KEY: Final = "pipeswitch.program"
 NOTES_KEY: Final = "pipeswitch.notes"
 
-MAX_HEADER_BYTES: Final = 16 << 20  # the largest known program needs under 1 MiB
+MAX_HEADER_BYTES: Final = 16 << 20  # the largest known program needs less than 1 MiB
 MAX_WEIGHTS: Final = 65_536
 MAX_NODES: Final = 131_072
-MAX_VALUES: Final = 64  # inputs or outputs
+MAX_VALUES: Final = 64  # limit for inputs, and for outputs
 MAX_DIMS: Final = 8
 MAX_NAME_CHARS: Final = 256
-MAX_NESTING: Final = 3  # of lists in arguments; index([[...]]) is the deepest that aten takes
+MAX_NESTING: Final = 3  # maximum nesting of lists in arguments; aten's need 2, as in index([[...]])
 MAX_LIST_ITEMS: Final = 65_536
-MAX_TEXT_CHARS: Final = 64  # "none", "bilinear", an einsum equation
+MAX_TEXT_CHARS: Final = 64  # for a text argument such as "bilinear" or an einsum equation
 
 SAFETENSORS_DTYPES: Final = {
     "F64": "float64",
@@ -91,11 +91,11 @@ TAGS: Final = {
     "device": frozenset({"target"}),
     "float": frozenset({"inf", "-inf", "nan"}),
 }
-"""What an argument's object may say besides ``{"v": index}``."""
+"""Allowed keys and values of an argument's object, besides ``{"v": index}``."""
 
 
 class Node(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """One call. Its value's index is (inputs + weights + its own position)."""
+    """One call. Its value's number is (inputs + weights + the node's position)."""
 
     target: str
     args: tuple[Any, ...] = ()
@@ -105,22 +105,22 @@ class Node(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=T
 class Graph(
     msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True
 ):
-    """The graph of a program: straight-line code, no branch and no loop."""
+    """The graph of a program: a list of calls without branches or loops."""
 
     version: int
     inputs: tuple[ValueSpec, ...]
     weights: tuple[str, ...]  # names of the file's tensors, by first use
     nodes: tuple[Node, ...]
-    results: tuple[int, ...]  # the values that are the outputs
+    results: tuple[int, ...]  # numbers of the values that are the outputs
     outputs: tuple[ValueSpec, ...]
-    dims: tuple[Dim, ...] = ()  # each is an extent of an input
-    takes: Tree = None  # the arguments by name; None: each input is one
-    returns: Tree = None  # how the outputs nest; None: not told, or a lone tensor
-    packed: dict[str, PackedLayout] = {}  # by weight; of a derived graph, never of a client's
+    dims: tuple[Dim, ...] = ()  # each occurs in an input's shape
+    takes: Tree = None  # tree of the arguments; None: each input is an argument
+    returns: Tree = None  # tree of the outputs' nesting; None: unknown, or a single tensor
+    packed: dict[str, PackedLayout] = {}  # weight -> layout; only in derived graphs
 
     @property
     def first_node_value(self) -> int:
-        """The index of the first node's value."""
+        """The number of the first node's value."""
         return len(self.inputs) + len(self.weights)
 
 
@@ -131,16 +131,16 @@ class FileTensor(msgspec.Struct, frozen=True, kw_only=True):
     dtype: str
     shape: tuple[int, ...]
     size_bytes: int
-    file_offset_bytes: int  # absolute
+    file_offset_bytes: int  # from the start of the file
 
 
 class Bundle(msgspec.Struct, frozen=True, kw_only=True):
-    """A bundle that has been read: the graph, and where its weights lie in the file."""
+    """Content of a bundle's header: the graph, and the offsets of its weights in the file."""
 
     graph: Graph
     tensors: tuple[FileTensor, ...]  # in the order of graph.weights
-    generation: GenerationSettings | None = None  # of a language model
-    notes: tuple[str, ...] = ()  # of the export, for people
+    generation: GenerationSettings | None = None  # None: not a language model
+    notes: tuple[str, ...] = ()  # notes of the export, for people
 
 
 def _refuse(part: str, reason: str) -> NoReturn:
@@ -150,14 +150,14 @@ def _refuse(part: str, reason: str) -> NoReturn:
 def read_bundle(
     path: str | os.PathLike[str] | int, head_sha256: str = "", *, is_derived: bool = False
 ) -> Bundle:
-    """Read and check a bundle's header. Tensor bytes are not touched.
+    """Read and check a bundle's header. Tensor bytes are not read.
 
     Args:
-        head_sha256: what the digest of its head must be; empty: it is not known.
-        is_derived: the build of this server wrote it, so its weights may be packed.
+        head_sha256: expected digest of the file's head; empty: unknown.
+        is_derived: True if this server's build wrote it; only then weights may be packed.
 
     Raises:
-        RegistrationRefused: the file is not a bundle we accept; says which part.
+        RegistrationRefused: the file is not a valid bundle; the error names the part.
     """
     tensors, metadata, digest = read_safetensors_header(path)
     if head_sha256 not in ("", digest):
@@ -194,9 +194,9 @@ def write_bundle(
     generation: GenerationSettings | None = None,
     notes: Sequence[str] = (),
 ) -> None:
-    """Write a bundle: ``tensors`` are (name, dtype, shape) in order, ``data`` their bytes.
+    """Write a bundle of ``tensors`` (name, dtype, shape) in order; ``data`` yields their bytes.
 
-    Notes beyond what a reader accepts are cut.
+    Notes that are too long or too many are cut.
     """
     metadata = {METADATA_KEY: encode_graph(graph)}
     if generation is not None:
@@ -214,10 +214,10 @@ def encode_graph(graph: Graph) -> str:
 
 
 def decode_graph(text: str, *, is_derived: bool = False) -> Graph:
-    """Return the graph from its JSON, checked.
+    """Decode and check a graph.
 
     Raises:
-        RegistrationRefused: it is not a graph we accept.
+        RegistrationRefused: ``text`` is not a valid graph, or a client's graph with packed weights.
     """
     try:
         graph = msgspec.json.decode(text, type=Graph)
@@ -230,7 +230,7 @@ def decode_graph(text: str, *, is_derived: bool = False) -> Graph:
 
 
 def check_graph(graph: Graph) -> None:
-    """Refuse a graph that is not closed, ordered and bounded."""
+    """Refuse a graph that exceeds a limit, or in which a node reads a value of a later node."""
     if graph.version != VERSION:
         _refuse("bundle version", f"this one is {graph.version}, we read {VERSION}")
     if len(graph.nodes) > MAX_NODES or len(graph.weights) > MAX_WEIGHTS:
@@ -251,7 +251,7 @@ def check_graph(graph: Graph) -> None:
 def check_signature(
     inputs: Sequence[ValueSpec], outputs: Sequence[ValueSpec], dims: Sequence[Dim]
 ) -> None:
-    """Refuse inputs, outputs and dimensions that are not bounded, or do not belong together."""
+    """Refuse inputs, outputs and dimensions that exceed a limit or contradict each other."""
     check_dims(dims)
     chosen = {extent for spec in inputs for extent in spec.shape if isinstance(extent, str)}
     for dim in dims:
@@ -274,16 +274,17 @@ def check_signature(
 
 
 def check_trees(of: Graph | Manifest) -> None:
-    """Refuse trees that are not bounded, or not of the signature's inputs and outputs."""
+    """Refuse trees that exceed a limit, or do not contain the signature's inputs and outputs."""
     check_takes(of.takes, [spec.name for spec in of.inputs])
     if of.returns is not None:
         check_tree(of.returns, "output", [spec.name for spec in of.outputs])
 
 
 def _check_value(part: str, spec: ValueSpec, dims: Sequence[Dim]) -> int:
-    """Refuse an input or output whose name, dtype or shape is not of ours; its extents' parts.
+    """Check the name, dtype and shape of an input or output; return the node count of its extents.
 
-    Between the ends of the ranges an output may have no size still: the request says so.
+    Shapes are checked at the ends of the ranges. At other sizes an output's shape may still be
+    invalid; then the request fails.
     """
     if not is_name(spec.name):
         _refuse(part, "its name is empty, too long or has control characters")
@@ -308,7 +309,7 @@ def check_dtype_and_shape(part: str, dtype: str, shape: Sequence[Any]) -> int:
     """Return the size in bytes as a Python integer, which cannot overflow.
 
     Raises:
-        RegistrationRefused: the dtype is not in ITEM_BYTES or the shape is not a bounded one.
+        RegistrationRefused: the dtype is not in ITEM_BYTES, or the shape exceeds a limit.
     """
     if dtype not in ITEM_BYTES:
         _refuse(part, f"dtype {str(dtype)[:40]!r} is not one of {', '.join(ITEM_BYTES)}")
@@ -334,7 +335,7 @@ def _check_node(node: Node, part: str, own_value: int) -> None:
         _check_argument(argument, f"{part} ({node.target})", own_value, MAX_NESTING)
     for key in node.kwargs:
         is_name = key.isascii() and key.isidentifier() and not keyword.iskeyword(key)
-        if not is_name or len(key) > 64:  # it becomes a word of generated code
+        if not is_name or len(key) > 64:  # the key becomes part of generated code
             _refuse(part, f"{key[:40]!r} is not an argument's name")
 
 
@@ -399,11 +400,12 @@ def read_safetensors_header(
     Needs no torch and reads no tensor bytes.
 
     Raises:
-        RegistrationRefused: not a safetensors file, or one with holes, overlaps or odd dtypes.
+        RegistrationRefused: not a safetensors file, or its tensors have gaps, overlaps or unknown
+            dtypes.
     """
     try:
         with open(path, "rb", closefd=not isinstance(path, int)) as file:
-            file_bytes = file.seek(0, os.SEEK_END)  # a confined process may not ask for its size
+            file_bytes = file.seek(0, os.SEEK_END)  # a confined process may not call ``stat``
             file.seek(0)
             prefix = file.read(8)
             if len(prefix) < 8:
@@ -422,7 +424,7 @@ def read_safetensors_header(
     if len(header) > MAX_WEIGHTS:
         _refuse("weights header", f"more than {MAX_WEIGHTS} tensors")
     tensors = [_file_tensor(name, entry, data_start) for name, entry in header.items()]
-    tensors.sort(key=lambda tensor: tensor.file_offset_bytes)  # stable: empty ones keep place
+    tensors.sort(key=lambda tensor: tensor.file_offset_bytes)  # stable: empty tensors keep order
     position = data_start
     for tensor in tensors:
         if tensor.file_offset_bytes != position:
@@ -487,9 +489,9 @@ def write_safetensors(
     data: Iterable[memoryview | bytes],
     metadata: dict[str, str],
 ) -> None:
-    """Write (name, dtype, shape) tensors and their bytes in the order given, without holes.
+    """Write (name, dtype, shape) tensors and their bytes in the given order, without gaps.
 
-    The order is the point: the usual writer sorts by dtype and name, ours is by first use.
+    The writer of safetensors sorts by dtype and name; a bundle needs the order of first use.
 
     Raises:
         RegistrationRefused: the header would be larger than a reader accepts.
@@ -505,7 +507,7 @@ def write_safetensors(
         }
         position += size_bytes
     text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)  # the data start on 8 bytes, as the format wishes
+    text += b" " * (-len(text) % 8)  # the format recommends that the data start at a multiple of 8
     if len(text) > MAX_HEADER_BYTES:
         _refuse("bundle graph", f"{len(text)} bytes of header, limit {MAX_HEADER_BYTES}")
     with Path(path).open("wb") as file:

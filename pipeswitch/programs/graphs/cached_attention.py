@@ -1,8 +1,9 @@
-"""Attention of a decode step to the rows of a cache where they lie.
+"""Attention of a decode step directly on the cache, without a copy of it.
 
 A language model's graph appends each layer's new keys and values to the cached ones, which copies
-the cache. In a decode step (``DecodeRows``) each layer writes its new row behind those in use, and
-each sequence attends to its own rows: no padding is read, and its bits do not depend on its batch.
+the cache. In a decode step (``DecodeRows``) each layer writes its new row after the used rows, and
+each sequence attends only to its own rows. So no padding is read, and a sequence's bits do not
+depend on the other sequences of the batch.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from ..decoding.generation_settings import CACHE
 from .bundle import Graph, node_references
 
 Call = Callable[..., Any]
-Span = tuple[int, torch.Tensor | None]  # first row that a token attends to, and its mask if needed
+Span = tuple[int, torch.Tensor | None]  # first row that a token attends to, and a mask if needed
 
 APPEND: Final = "aten.cat.default"
 ATTENTION: Final = "aten.scaled_dot_product_attention.default"
@@ -26,10 +27,10 @@ _ROWS: ContextVar[DecodeRows | None] = ContextVar("rows", default=None)
 
 
 class DecodeRows:
-    """One step of one token for each sequence of a batch, while it is entered."""
+    """Context manager of one decode step: one token for each sequence of a batch."""
 
     def __init__(self, used: Sequence[int]) -> None:
-        """Take the used rows of each sequence; a cache has room for one more. Empty: no step."""
+        """Take each sequence's number of used rows; one more must be free. Empty: no decoding."""
         self.used, self.is_even = used, len({*used}) == 1
         if not self.is_even:
             self._places = torch.arange(len(used)), torch.tensor(used)
@@ -42,8 +43,8 @@ class DecodeRows:
         _ROWS.reset(self._token)
 
     def put(self, past: torch.Tensor, new: torch.Tensor) -> torch.Tensor:
-        """Write new rows [batch, heads, 1, size] behind those in use; return ``past``, a view of
-        the cache: [batch, heads, rows, size]."""
+        """Write ``new`` [batch, heads, 1, size] after the used rows of ``past``; return ``past``.
+        ``past`` is a view of the cache: [batch, heads, rows, size]."""
         if self.is_even:
             past.narrow(2, self.used[0], 1).copy_(new)
         else:
@@ -51,9 +52,10 @@ class DecodeRows:
         return past
 
     def spans(self, mask: torch.Tensor) -> list[Span]:
-        """Return what each sequence's token attends to; empty if that is all rows, equally many.
+        """Return each sequence's span, or an empty list if one span without a mask fits all.
 
-        ``mask``: the graph's, [batch, 1, heads that share keys, rows + 1]; layers share it.
+        One span fits if all tokens attend to the same number of rows, beginning at row 0. ``mask``
+        is the graph's: [batch, 1, heads that share keys, rows + 1]. Layers share it.
         """
         if id(mask) not in self._spans:
             bias = mask if mask.is_floating_point() else mask.float().log()
@@ -62,19 +64,19 @@ class DecodeRows:
             firsts = [*map(min, first_seen, self.used)]
             counts, spans = (bias == 0).sum(-1).flatten(1).tolist(), list[Span]()
             for row, (first, count, end) in enumerate(zip(firsts, counts, self.used, strict=True)):
-                is_plain = {*count} == {end + 1 - first}  # it sees these rows alone, and all alike
+                is_plain = {*count} == {end + 1 - first}  # no mask needed: exactly these rows
                 parts = bias[row : row + 1, ..., first:end], bias[row : row + 1, ..., -1:]
                 spans.append((first, None if is_plain else torch.cat(parts, -1)))
             is_whole = self.is_even and spans.count((0, None)) == len(spans)
-            self._spans[id(mask)] = mask, [] if is_whole else spans  # so its id stays its own
+            self._spans[id(mask)] = mask, [] if is_whole else spans  # a live mask's id is unique
         return self._spans[id(mask)][1]
 
 
 def calls_in_place(graph: Graph, look_up: Callable[[str], Call]) -> dict[str | int, Call]:
-    """Return the calls, by position, that differ in a decode step: those that append to the cache,
-    and those that attend to the result. If another call reads the result, return none."""
+    """Return replacements by node position for calls that extend the cache or attend to the result.
+    Return none if another call reads the extended cache."""
     views = {index for index, spec in enumerate(graph.inputs) if spec.name == CACHE}
-    appended: dict[int, str | int] = {}  # positions by value
+    appended: dict[int, str | int] = {}  # value -> position of the node that appends
     attending: list[str | int] = []
     for position, node in enumerate(graph.nodes if views else ()):
         value, sources = graph.first_node_value + position, node_references(node)

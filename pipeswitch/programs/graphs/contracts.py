@@ -1,11 +1,11 @@
-"""Contracts: what the kernels of ``operators.BY_CONTRACT`` require of their arguments.
+"""Contracts: requirements of the kernels of ``operators.BY_CONTRACT`` on their arguments.
 
-These kernels index one tensor by the extents of another, or trust a number, without a check of
-their own. Arguments that torch accepts without data (broadcasting a weight, a mode that does not
-exist) can read or write past a tensor, or leave the last tenant's memory in the result. A contract
-requires the extents, dtypes and numbers that torch's own modules give; it may be stricter than a
-kernel, never looser. Contracts do not see values of tensors (indices): kernels that take them check
-each one, and the fence fuzzing tests that.
+These kernels index one tensor by the extents of another, or use a number without a check. Torch
+accepts some arguments on meta (broadcasting a weight, a mode that does not exist) with which the
+kernels read or write past a tensor, or leave another tenant's bytes in the result. A contract
+requires the extents, dtypes and numbers that torch's own modules pass. It may be stricter than a
+kernel needs, but not looser. Contracts do not read the values of tensors, such as indices. Kernels
+check each index themselves, and ``make fuzz`` tests that.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any, Concatenate, Final, ParamSpec
 import torch
 
 Arguments = Mapping[str, Any]
-"""A call's arguments by their schema's names, defaults filled in; tensors have no data."""
+"""A call's arguments by their names in the schema, with defaults; contracts read no data."""
 Contract = Callable[[Arguments], None]
 
 MAX_GEOMETRY: Final = 1 << 16  # kernel sizes, strides, paddings, sizes of images
@@ -25,7 +25,7 @@ INDICES: Final = frozenset({torch.int64, torch.int32})
 
 
 class BrokenContract(ValueError):
-    """A call that torch would accept, and its kernel would not survive."""
+    """A call breaks its contract: torch may accept it, but the kernel is unsafe with it."""
 
 
 def _need(is_met: bool, text: str) -> None:
@@ -39,7 +39,7 @@ _Options = ParamSpec("_Options")
 def _with_options(
     check: Callable[Concatenate[Arguments, _Options], None],
 ) -> Callable[_Options, Contract]:
-    """Return a factory of contracts from ``check``, whose options come after a call's arguments."""
+    """Return a function that takes the options of ``check`` and returns a contract."""
     return lambda *options, **named: lambda args: check(args, *options, **named)
 
 
@@ -50,13 +50,13 @@ def _all_of(args: Arguments, *contracts: Contract) -> None:
 
 
 def _tensors(args: Arguments, names: Iterable[str]) -> dict[str, torch.Tensor]:
-    """Return the named tensors without optional ones that are None."""
+    """Return the tensors with these names; leave out optional tensors that are None."""
     return {name: args[name] for name in names if args.get(name) is not None}
 
 
 @_with_options
 def _extents(args: Arguments, /, **patterns: str) -> None:
-    """Extents by name: equal letters are equal, ``*`` at the end is any further ones."""
+    """Require extents by pattern: equal letters mean equal extents, a final ``*`` any rest."""
     split = {name: pattern.split() for name, pattern in patterns.items()}
     known: dict[str, int] = {}
     for name, tensor in _tensors(args, split).items():
@@ -73,7 +73,7 @@ def _extents(args: Arguments, /, **patterns: str) -> None:
 
 @_with_options
 def _floats(args: Arguments, *names: str, mixed: bool = False) -> None:
-    """Floating, and of one dtype; ``mixed``: parameters may be float32 beside a half input."""
+    """Require one floating dtype; ``mixed``: parameters may be float32 if the input is half."""
     dtypes = [tensor.dtype for tensor in _tensors(args, names).values()]
     first = dtypes[0]
     is_half = first in (torch.float16, torch.bfloat16)
@@ -91,7 +91,7 @@ def _indices(args: Arguments, *names: str) -> None:
 
 @_with_options
 def _numbers(args: Arguments, low: int, high: int, *names: str) -> None:
-    """Integers, or lists of them, within a range."""
+    """Require integers, or lists of integers, from ``low`` to ``high``."""
     for name in names:
         value = args.get(name)
         if value is not None:
@@ -120,15 +120,15 @@ def _not_empty(args: Arguments, *names: str) -> None:
 
 
 def _not_repeated(args: Arguments) -> None:
-    """Refuse a value with stride 0, as ``expand`` makes it: the kernel relies on its extents."""
+    """Refuse a value with a stride of 0, such as ``expand`` makes: the kernel uses only extents."""
     value = args["self"]
     pairs = zip(value.shape, value.stride(), strict=True)
     _need(all(n == 1 or stride for n, stride in pairs), f"it has strides {list(value.stride())}")
 
 
 def _division(args: Arguments) -> None:
-    """Cut towards zero, integers are divided by the processor, which ends the process where the
-    least is divided by -1: data decides that unless the divisor is a positive number."""
+    """Refuse truncating division of integers unless the divisor is a positive number.
+    The processor ends a process that divides the smallest integer by -1."""
     value, divisor = args["self"], args["other"]
     dtype = torch.result_type(value, divisor)
     if args.get("rounding_mode") == "trunc" and not (dtype.is_floating_point or dtype.is_complex):
@@ -147,7 +147,7 @@ _CHANNEL_FLOATS: Final = _floats(
 
 
 def _trailing(args: Arguments) -> None:
-    """layer_norm: the normalised extents are the input's last, and the parameters' all."""
+    """Require, for layer_norm, that the input's shape ends in the parameters' shape."""
     normal, shape = list(args["normalized_shape"]), list(args["input"].shape)
     _need(0 < len(normal) <= len(shape), f"normalized_shape is {normal}")
     _need(shape[len(shape) - len(normal) :] == normal, f"input {shape} does not end in {normal}")
@@ -163,7 +163,7 @@ def _grouped(args: Arguments, count: str) -> None:
 
 
 def _flattened(args: Arguments) -> None:
-    """native_group_norm believes N, C and HxW."""
+    """Require that N, C and HxW match the input: native_group_norm does not check them."""
     value = args["input"]
     _need(list(value.shape[:2]) == [args["N"], args["C"]], "N and C are not the input's")
     _need(args["N"] * args["C"] * args["HxW"] == value.numel(), "HxW is not the input's")
@@ -266,7 +266,7 @@ def _convolution(args: Arguments) -> None:
 
 
 def _each(numbers: Any, rank: int) -> list[int]:
-    """Return one number for each dimension; torch also takes one for all of them."""
+    """Return one number for each dimension, from a list or from one number for all dimensions."""
     numbers_of_axes = list(numbers) if isinstance(numbers, list | tuple) else [numbers]
     numbers_of_axes = numbers_of_axes * rank if len(numbers_of_axes) == 1 else numbers_of_axes
     _need(len(numbers_of_axes) == rank, f"{len(numbers_of_axes)} numbers for {rank} dimensions")
@@ -307,7 +307,7 @@ def _scales(args: Arguments) -> None:
     for name in ("scales", "scales_d", "scales_h", "scales_w", "scale_factors"):
         value = args.get(name)
         for scale in value if isinstance(value, list | tuple) else [value]:
-            is_sound = scale is None or MIN_SCALE <= scale <= MAX_SCALE  # a NaN is not
+            is_sound = scale is None or MIN_SCALE <= scale <= MAX_SCALE  # False for NaN
             _need(is_sound, f"{name} is {value}")
 
 
@@ -321,7 +321,7 @@ def _scaled(args: Arguments, axes: int) -> None:
     names = ["scales"] if axes == 1 else ["scales_d", "scales_h", "scales_w"][3 - axes :]
     for axis, name in enumerate(names):
         scale, extent = args.get(name), value.shape[2 + axis]
-        # Kernels read where the scale says, as often as the size says.
+        # Kernels compute the positions to read from the scale, and their number from the size.
         is_one = scale is None or int(extent * scale) == args["output_size"][axis]
         _need(is_one, f"{name} is {scale}, which is not the size's")
 
@@ -357,7 +357,7 @@ def _affine(args: Arguments) -> None:
 
 
 def _closed_circle(args: Arguments) -> None:
-    """Refuse negative circular padding: the rows cut on one side are the source of the other's."""
+    """Refuse negative circular padding: it removes rows that the other side's padding copies."""
     _need(args["mode"] != "circular" or min(args["pad"], default=0) >= 0, f"pad {args['pad']}")
 
 
@@ -366,7 +366,8 @@ def _closed_circle(args: Arguments) -> None:
 
 @_with_options
 def _along(args: Arguments, *others: str) -> None:
-    """Check gather and scatter: the index lies within ``others`` but along the dimension."""
+    """Require, for gather and scatter, an index no larger than ``self`` except along ``dim``.
+    It must also be no larger than each of ``others``, whose dtype must be that of ``self``."""
     value, index = args["self"], args["index"]
     axis = args["dim"] + (value.dim() if args["dim"] < 0 else 0)
     _need(index.dim() == value.dim() and 0 <= axis < max(value.dim(), 1), "dimensions differ")
@@ -380,7 +381,7 @@ def _along(args: Arguments, *others: str) -> None:
 
 
 def _rows(args: Arguments) -> None:
-    """index_select and its kin: one row of indices, and a source of as many."""
+    """Require, for index_select and similar operators, 1-D indices and one source row for each."""
     value, index = args["self"], args["index"]
     _need(index.dim() <= 1, "index has more than one dimension")
     axis = args["dim"] + (value.dim() if args["dim"] < 0 else 0)
@@ -440,7 +441,7 @@ _NO_CHANCE: Final = _is("train", False)
 _FAMILIES: Final[Mapping[str, Contract]] = {
     "batch_norm": _all_of(
         _MEAN_OF_BATCH,
-        # Without statistics it takes the batch's own, and has nothing to write.
+        # Without running statistics, training uses the batch's statistics and writes nothing.
         lambda g: _need(
             (g["running_mean"] is None and g["running_var"] is None)
             if g["training"] is True
@@ -583,7 +584,7 @@ _ELEMENTWISE: Final = frozenset({"add", "sub", "mul", "div"})
 def recurrent_results(
     value: torch.Tensor, hx: Any, is_bidirectional: bool, is_batch_first: bool
 ) -> tuple[torch.Tensor, ...]:
-    """Return LSTM, GRU or RNN results without data, where torch would run step after step."""
+    """Return LSTM, GRU or RNN results without data; torch would compute them step by step."""
     states = hx if isinstance(hx, list | tuple) else [hx]
     first, second = value.shape[:2]
     width = states[0].shape[-1] * (2 if is_bidirectional else 1)
@@ -595,10 +596,10 @@ def recurrent_results(
 
 
 def _known_result(name: str, args: tuple[Any, ...]) -> Any:
-    """Return a frequent operator's result, if its extents follow from the contract, else None.
+    """Return a frequent operator's result on meta, if the contract determines it, else None.
 
-    Torch's own functions without data are in Python for these, and take a millisecond each: a
-    program is tried at each of its batches.
+    Torch's own meta functions of these operators are in Python and take 1 ms each, which is too
+    long because a program is checked at each of its batch sizes.
     """
     first = args[0] if args else None
     if not isinstance(first, torch.Tensor) or not first.is_floating_point():
@@ -619,14 +620,14 @@ def _known_result(name: str, args: tuple[Any, ...]) -> Any:
 
 
 _ONLY_FIRST: Final = frozenset({"native_layer_norm", "native_group_norm"})
-"""Their further results are for a backward pass, and have other extents than meta promises."""
+"""Operators whose further results, for a backward pass, have other extents than on meta."""
 
 
 def contracted(call: Any) -> Callable[..., Any]:
-    """``call`` behind its contract. What has none has a kernel that looks at what it is given.
+    """Return ``call`` with its contract, if it has one, checked first.
 
-    Raises (when called):
-        BrokenContract: its kernel is not safe with these arguments.
+    The returned function raises BrokenContract if the kernel is unsafe with its arguments. Kernels
+    without a contract check their arguments themselves.
     """
     check = _check(call)
 
@@ -638,7 +639,7 @@ def contracted(call: Any) -> Callable[..., Any]:
 
 
 def guarded(call: Any) -> Callable[..., Any]:
-    """``call`` without data, behind its contract; raises as ``contracted``."""
+    """Return ``call`` for tensors on meta, with its contract checked first, as ``contracted``."""
     name, check = _name(call), _check(call)
 
     def checked(*args: Any, **kwargs: Any) -> Any:

@@ -1,7 +1,8 @@
 """Conversion of a bundle's graph to callables: one per layer group.
 
-Nothing is looked up that ``operators.split_target`` has not let through, and the source compiled
-here is made of value numbers alone: every operator and constant is passed in, never spelt out.
+Only names that ``operators.split_target`` accepts are looked up. The Python source that is compiled
+here contains only numbers of values and checked names of keywords. Operators and constants are
+passed in as objects.
 """
 
 from __future__ import annotations
@@ -32,19 +33,19 @@ from .schema_types import element, fits, returned
 from .zeroed import on_zeros
 
 Environment = dict[int, Any]
-"""Values that are alive between groups, by number; weights are not in it."""
+"""Number of a value -> value that later groups need; without weights."""
 
 GroupCall = Callable[[Environment, Sequence[torch.Tensor]], None]
-"""Takes what it needs out of the environment, drops what no later group needs, adds its results."""
+"""Function of a group: reads the environment, removes values not needed later, adds results."""
 
-NO_WEIGHT: Final = 1 << 62  # beyond every value's number
-MAX_VALUE_BYTES: Final = 64 << 30  # of one intermediate
-MAX_REMEMBERED: Final = 1 << 14  # calls without data whose results are kept during a check
-MAX_CHECKS: Final = 1 << 16  # nodes times shapes that a registration waits for: some seconds
+NO_WEIGHT: Final = 1 << 62  # larger than every value's number
+MAX_VALUE_BYTES: Final = 64 << 30  # maximum size of one intermediate value
+MAX_REMEMBERED: Final = 1 << 14  # maximum calls on meta whose results are kept during a check
+MAX_CHECKS: Final = 1 << 16  # maximum nodes times shapes in a registration's check; takes seconds
 
 
 def _bounded(compute: Callable[..., Any]) -> Callable[..., int]:
-    """Integer arithmetic that cannot grow: squaring in a loop would fill the memory."""
+    """Return ``compute`` limited to integers of 64 bits: repeated squaring could fill memory."""
 
     def checked(*operands: Any) -> int:
         if any(type(operand) is not int for operand in operands):
@@ -58,7 +59,7 @@ def _bounded(compute: Callable[..., Any]) -> Callable[..., int]:
 
 
 def behind_contract(target: str) -> Callable[..., Any]:
-    """Return the callable that a node names, with its contract checked first."""
+    """Return the callable of a node's target, with its contract checked first."""
     call = resolve(target)
     return contracted(call) if isinstance(call, torch._ops.OpOverload) else call
 
@@ -83,10 +84,10 @@ _OPERATORS: Final[Mapping[str, Callable[..., Any]]] = {
 
 
 def resolve(target: str) -> Callable[..., Any]:
-    """Return the callable that a node names.
+    """Return the callable of a node's target.
 
     Raises:
-        RegistrationRefused: not on the closed list, or this torch has no such overload.
+        RegistrationRefused: ``target`` is not on the closed list, or torch has no such overload.
     """
     namespace, name, overload = split_target(target)
     if namespace == "_operator":
@@ -101,7 +102,7 @@ def resolve(target: str) -> Callable[..., Any]:
 
 
 def _signature(target: str, call: Any, node: Node) -> dict[str, tuple[Any, Any]]:
-    """Return each given argument by name, with its schema entry; refuse those that do not fit."""
+    """Return the node's arguments, name -> (schema entry, value); refuse a wrong set of them."""
     entries = call._schema.arguments
     positional = [entry for entry in entries if not entry.kwarg_only]
     if len(node.args) > len(positional):
@@ -121,10 +122,10 @@ def _signature(target: str, call: Any, node: Node) -> dict[str, tuple[Any, Any]]
 
 
 def check_kinds(graph: Graph) -> None:
-    """Refuse an argument of another kind than its operator's schema asks for.
+    """Refuse an argument whose kind its operator's schema does not allow.
 
     Raises:
-        RegistrationRefused: names node, argument and kind.
+        RegistrationRefused: the error names node, argument and kind.
     """
     kinds = ["Tensor"] * graph.first_node_value
     for position, node in enumerate(graph.nodes):
@@ -149,19 +150,19 @@ def check_kinds(graph: Graph) -> None:
 
 
 def mutations(graph: Graph) -> list[tuple[int, frozenset[int]]]:
-    """(node position, placeholders its in-place write may reach), for those that reach any.
+    """Return (node position, inputs and weights that its in-place write may change).
 
-    Of the inputs all are named, of the weights the first. A value may alias what its arguments may
-    alias, unless its operator is known to return new memory. That is more than the operators'
-    schemas say, on purpose: several composite operators (``dropout``, ``meshgrid``, ``pad``) return
-    their argument without saying so.
+    Only nodes that may change any are returned, with all such inputs but only the first such
+    weight. A value may alias everything that its arguments may alias, unless its operator is known
+    to return new memory. Schemas are not enough: several composite operators (``dropout``,
+    ``meshgrid``, ``pad``) may return their argument although their schema does not say so.
 
     Raises:
-        RegistrationRefused: an operator this torch does not have, or arguments that do not fit it.
+        RegistrationRefused: this torch lacks an operator, or arguments do not fit their operator.
     """
     inputs = len(graph.inputs)
-    # For each value two numbers, however many placeholders it may alias: a set for each of them
-    # would take nodes times weights.
+    # Two numbers for each value: the inputs and the first weight that it may alias. Sets would need
+    # memory for nodes times weights.
     aliases = [
         (1 << value, NO_WEIGHT) if value < inputs else (0, value)
         for value in range(graph.first_node_value)
@@ -186,7 +187,7 @@ def mutations(graph: Graph) -> list[tuple[int, frozenset[int]]]:
 
 
 def _joined(aliases: Sequence[tuple[int, int]], values: Iterable[int]) -> tuple[int, int]:
-    """Return what any of the values may alias: a bit for each input, and the first weight."""
+    """Return the inputs (a bit mask) and the first weight that any of the values may alias."""
     mask, weight = 0, NO_WEIGHT
     for value in values:
         mask |= aliases[value][0]
@@ -202,7 +203,7 @@ def _written(node: Node, name: str) -> list[int]:
         if entry.alias_info is not None and entry.alias_info.is_write
         for value in references(argument)
     ]
-    # Batch statistics update the running ones without a word of it in the schema.
+    # In training, batch_norm and instance_norm write running statistics; schemas do not say so.
     training = {"batch_norm": "training", "instance_norm": "use_input_stats"}.get(name)
     if training is not None and arguments.get(training, (None, False))[1] is not False:
         for key in ("running_mean", "running_var"):
@@ -211,10 +212,9 @@ def _written(node: Node, name: str) -> list[int]:
 
 
 def last_readers(graph: Graph) -> list[int]:
-    """Return for each weight the position of the last node that may read it, directly or through
-    an alias (as in ``mutations``).
+    """Return, for each weight, the position of the last node that may read it or an alias of it.
 
-    It is one past the last node where an output may alias the weight.
+    The position is one past the last node if an output may alias the weight.
     """
     last = [-1] * (graph.first_node_value + len(graph.nodes))
     for value in graph.results:
@@ -234,7 +234,7 @@ def check_no_mutation(graph: Graph) -> None:
     """Refuse a graph that may write to its weights or to the request's inputs.
 
     Raises:
-        RegistrationRefused: names the first weight or input that would change.
+        RegistrationRefused: the graph may write; the error names the first such weight or input.
     """
     names = [*(f"input {spec.name!r}" for spec in graph.inputs), *graph.weights]
     for position, touched in mutations(graph):
@@ -252,7 +252,7 @@ class CompiledGraph:
     """A graph as one callable per group, for one device.
 
     Attributes:
-        group_weights: for each group, the indices of the weights it takes, in argument order.
+        group_weights: for each group, the indices of its weight arguments, in order.
     """
 
     def __init__(
@@ -264,7 +264,7 @@ class CompiledGraph:
     ) -> None:
         """Compile ``graph`` cut at ``spans``: (first node, one past the last) of each group.
 
-        ``look_up`` makes a node's callable of its name; ``resolve``, or something around it.
+        ``look_up`` returns the callable of a node's target, such as ``resolve``.
         """
         check_kinds(graph)
         positions = [position for span in spans for position in range(*span)]
@@ -279,13 +279,13 @@ class CompiledGraph:
         self.calls: list[GroupCall] = [self._compile(*span) for span in spans]
 
     def start(self, inputs: Sequence[torch.Tensor]) -> Environment:
-        """Return a fresh environment over the inputs."""
+        """Return a new environment with the inputs."""
         return dict(enumerate(inputs))
 
     def finish(
         self, environment: Environment, weights: Sequence[torch.Tensor]
     ) -> list[torch.Tensor]:
-        """Return the outputs, without copies: one may be an input or a weight itself."""
+        """Return the outputs without copies: an output may be an input or a weight itself."""
         first_weight = len(self._graph.inputs)
         return [
             weights[value - first_weight]
@@ -333,7 +333,7 @@ class CompiledGraph:
             local.add(own)
             dead = {v for v in node_references(node) if self._last_use.get(v) == position} & local
             if own not in self._last_use:
-                dead.add(own)  # no node reads it: an in-place call, or the rest of a tuple
+                dead.add(own)  # no node reads this value, such as the result of an in-place call
             if dead:
                 lines.append(" del " + ", ".join(f"v{value}" for value in sorted(dead)))
                 local -= dead
@@ -355,7 +355,7 @@ class CompiledGraph:
     def _constant(self, argument: Any) -> Any:
         match argument:
             case {"dtype": name} | {"layout": name} | {"memory_format": name}:
-                return getattr(torch, name)  # a name of bundle.TAGS, checked when it was read
+                return getattr(torch, name)  # a name of bundle.TAGS, checked when decoded
             case {"device": _}:
                 return self._device
             case {"float": name}:
@@ -377,29 +377,29 @@ def _last_uses(graph: Graph) -> dict[int, int]:
     return last
 
 
-# --- what a graph would do, found without doing it ----------------------------------------------
+# --- checks of a graph on meta, without data ----------------------------------------------------
 
 
 class RunMemory(NamedTuple):
-    """Memory that one run holds, computed from extents alone."""
+    """Memory that one run needs, computed from extents."""
 
-    largest_bytes: int  # of one value
-    peak_bytes: int  # of all values that are alive together
+    largest_bytes: int  # size of the largest value
+    peak_bytes: int  # size of all values alive at the same time
 
 
 class Checked(NamedTuple):
-    """Result of a check before anything runs."""
+    """Result of ``check_shapes``."""
 
-    is_whole: bool  # every shape was looked at
-    run_memory: RunMemory  # the most at any of them
+    is_whole: bool  # every shape was checked
+    run_memory: RunMemory  # maximum over the checked shapes
 
 
 def check_shapes(graph: Graph, weights: Sequence[torch.Tensor]) -> Checked:
-    """Run the graph without data at every shape it admits, or at the ends where these are many.
+    """Run the graph without data at all valid shapes, or at the ranges' ends if they are too many.
 
-    Integer arithmetic on extents can be right at the ends of a range and wrong within it, so
-    nothing is concluded from one shape to the next: at those that are not looked at here each call
-    is, by ``behind_contract``, before it is computed.
+    Integer arithmetic on extents can be right at the ends of a range and wrong inside it. So if a
+    shape is not checked here, the first run with it checks the contract of each call
+    (``behind_contract``).
 
     Raises:
         RegistrationRefused: as ``DryRun.at``.
@@ -414,17 +414,17 @@ def check_shapes(graph: Graph, weights: Sequence[torch.Tensor]) -> Checked:
 def check_on_meta(
     graph: Graph, weights: Sequence[torch.Tensor], shapes: Iterable[Values]
 ) -> RunMemory:
-    """Return the most that the graph holds at any of some shapes; raises as ``DryRun.at``."""
+    """Return the maximum memory over ``shapes``; raises as ``DryRun.at``."""
     dry_run = DryRun(graph, weights)
     memories = [dry_run.at(values) for values in shapes]
     return RunMemory(*map(max, zip(*memories, strict=True)))
 
 
 class DryRun:
-    """A graph without data: run at one shape after the other, and compared with its signature."""
+    """A graph on meta, to run at several shapes and to compare with its signature."""
 
     def __init__(self, graph: Graph, weights: Sequence[torch.Tensor]) -> None:
-        """``weights``: with or without data."""
+        """Compile the graph; ``weights`` may have data, which is not read."""
         self._graph = graph
         spans = [(i, i + 1) for i in range(len(graph.nodes))]
         self._compiled = CompiledGraph(graph, spans, "meta", _Rehearsed().look_up)
@@ -433,11 +433,12 @@ class DryRun:
         self._last_use = _last_uses(graph)
 
     def at(self, values: Values) -> RunMemory:
-        """Run where the dimensions are ``values``.
+        """Run with the dimensions ``values``.
 
         Returns:
-            What it holds: an upper bound. A value that shares its argument's memory counts too,
-            unless its operator's schema says that it does; what a kernel takes for itself does not.
+            An upper bound of the memory of the run's values. Values that share their argument's
+            memory are counted, too, unless the operator's schema declares the sharing. The
+            kernels' own temporary memory is not counted.
 
         Raises:
             RegistrationRefused: a call fails or breaks its operator's contract, a shape depends on
@@ -445,7 +446,7 @@ class DryRun:
         """
         graph, compiled = self._graph, self._compiled
         environment = compiled.start(_inputs_on_meta(graph, values))
-        ends: dict[int, int] = {}  # node position -> bytes that are free after it
+        ends: dict[int, int] = {}  # node position -> bytes that become free after it
         largest_bytes = live_bytes = peak_bytes = 0
         for position, call in enumerate(compiled.calls):
             own = graph.first_node_value + position
@@ -454,7 +455,7 @@ class DryRun:
                     call(environment, [self._weights[i] for i in compiled.group_weights[position]])
             except RegistrationRefused:
                 raise
-            except Exception as error:  # torch raises whatever it likes on nonsense
+            except Exception as error:  # torch may raise anything for invalid arguments
                 raise RegistrationRefused(
                     f"node {position} ({graph.nodes[position].target})",
                     f"at {values_text(values)} fails without data: {type(error).__name__}: "
@@ -509,10 +510,10 @@ def _inputs_on_meta(graph: Graph, values: Values) -> list[torch.Tensor]:
 
 
 class _Rehearsed:
-    """Operators without data, behind their contracts; each call with the same extents once.
+    """Operators on meta, with their contracts checked; calls with equal extents run once.
 
-    A deep model repeats its layers. Values without data may be shared: nothing on the closed list
-    changes a tensor's extents in place.
+    A deep model repeats its layers. Results can be shared, because they have no data and no
+    operator of the closed list changes a tensor's extents in place.
     """
 
     def __init__(self) -> None:
@@ -536,7 +537,7 @@ class _Rehearsed:
 
 
 def _extents_of(argument: Any) -> Any:
-    """Return a key of all that a call without data depends on; 1, 1.0 and True differ."""
+    """Return a key of everything that a call on meta depends on; 1, 1.0 and True differ."""
     if isinstance(argument, torch.Tensor):
         return (argument.dtype, argument.shape, argument.stride())
     if isinstance(argument, list | tuple):

@@ -1,8 +1,8 @@
-"""Checks of a graph manifest's numbers before anything trusts them. Pure, no torch.
+"""Checks of a graph manifest's numbers before any process relies on them. Pure, no torch.
 
-The builder of a client's program writes the manifest, and the code that it built may have taken the
-builder over. Scheduler, memory daemon and workers rely on these numbers, so they must match what
-``partition.place`` makes: tensors one after the other, layers and groups that tile them.
+The builder of a client's program writes the manifest, and the program may have compromised the
+builder. Scheduler, memory daemon and workers rely on the manifest. So its numbers must be those of
+``partition.place``: tensors follow each other, and layers and groups cover all of them.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from .bundle import MAX_NAME_CHARS, MAX_NODES, check_dtype_and_shape, is_name
 
 MAX_TEXT_CHARS: Final = 4096
 MAX_NOTES: Final = 64
-_NUMBERS: Final = ("largest_value_bytes", "intermediate_bytes")  # of ``Manifest.extra``
+_NUMBERS: Final = ("largest_value_bytes", "intermediate_bytes")  # keys of ``Manifest.extra``
 
 
 def check_claims(manifest: layout.Manifest) -> None:
-    """Refuse a graph's manifest whose numbers do not belong together.
+    """Refuse a graph's manifest whose numbers contradict each other.
 
     Raises:
-        RegistrationRefused: says which.
+        RegistrationRefused: a value is wrong; the error says which.
     """
     _check_texts(manifest)
     check_tensors(manifest.tensors, manifest.total_bytes)
@@ -87,10 +87,10 @@ def _check_texts(manifest: layout.Manifest) -> None:
 
 
 def check_tensors(tensors: Sequence[layout.TensorSpec], total_bytes: int) -> None:
-    """Refuse tensors with gaps, with sizes other than their shapes', or with bytes after them.
+    """Refuse tensors with gaps or wrong sizes for their shapes, or bytes after the last tensor.
 
     Raises:
-        RegistrationRefused: names the tensor.
+        RegistrationRefused: the error names the tensor.
     """
     position = 0
     for tensor in tensors:
@@ -117,7 +117,7 @@ def _check_nodes(spans: Sequence[layout.LayerSpec | layout.GroupSpec]) -> None:
 
 
 def _check_groups(manifest: layout.Manifest) -> None:
-    """Refuse groups that do not tile the region, or lack tensors that lie in their part."""
+    """Refuse groups that leave gaps in the region, or do not contain its tensors in order."""
     position = index = 0
     for group in manifest.groups:
         end = position + group.size_bytes
@@ -142,10 +142,11 @@ def _check_groups(manifest: layout.Manifest) -> None:
 
 
 def check_joinable(manifest: layout.Manifest, limit: int) -> None:
-    """Refuse to join a program's requests up to a batch of ``limit``.
+    """Refuse a program whose requests cannot be batched up to ``limit``.
 
     Raises:
-        RegistrationRefused: its batch is fixed, not the first dimension, or outside of the limit.
+        RegistrationRefused: the batch is fixed, is not the first dimension, or does not allow
+            ``limit``; or the program is in module mode.
     """
     low, high = manifest.batch
     if low == high or manifest.mode == "module":

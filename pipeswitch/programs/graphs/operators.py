@@ -1,33 +1,33 @@
-"""The closed list of operators a program may call. Pure, no torch.
+"""The closed list of operators that a program may call. Pure, no torch.
 
-A bundle comes from a client: it names operators, and only names on this list are ever looked up.
-A name stands with its overloads (``default`` where none is said), so that nothing is reached by a
-suffix: not an ``out=`` form, not TorchScript's own arithmetic on lists and texts, not an attribute.
+A client's bundle contains names of operators, and only names on this list are looked up. Each name
+is listed with its allowed overloads (``default`` if none is given). So no other form can be called,
+such as an ``out=`` overload, TorchScript's arithmetic on lists and texts, or an attribute.
 
-What is left out, and why:
+The list does not contain:
 
-- anything that reads or writes outside its arguments: ``from_file``, ``_print``, ``set_``;
-- anything that reaches past a tensor's own extent: a weight is a view of the *whole* arena, so
-  ``as_strided`` or ``_reshape_alias`` would read another model's memory, and the unchecked
-  ``_unsafe_*`` index operators with them;
-- windows that overlap (``unfold``): kernels take a stride for granted, and left out most of an
-  answer; its copy is on the list, so no elements share memory but those that ``expand`` repeats;
-- uninitialised memory (``empty``, ``new_empty``): it holds what the last tenant left;
-- random numbers: a request must be answerable again, with the same bits;
-- ``embedding_bag``: its kernel believes the offsets, which are data (the fence fuzzing read freed
-  memory and past tensors through them);
-- shapes that depend on data (``nonzero``, ``item``): a region and a reply could not be sized;
-- bytes read as a bool (``view.dtype``), which could be neither 0 nor 1: by its contract;
-- what no model we know needs: decompositions of matrices, packed sequences, windows, quantiles.
+- operators that read or write outside their arguments: ``from_file``, ``_print``, ``set_``;
+- operators that reach past a tensor's extents: a weight is a view of the *whole* arena, so
+  ``as_strided``, ``_reshape_alias`` and the unchecked ``_unsafe_*`` index operators could read
+  another model's memory;
+- overlapping windows (``unfold``): some kernels assume usual strides, and omitted most of an
+  answer. Its copy (``unfold_copy``) is allowed, so elements share memory only after ``expand``;
+- uninitialised memory (``empty``, ``new_empty``), which may contain another tenant's bytes;
+- random numbers: a repeated request must get the same bits;
+- ``embedding_bag``: its kernel does not check the offsets, which are data (fuzzing read freed
+  memory and past tensors with them);
+- shapes that depend on data (``nonzero``, ``item``): the sizes of buffers would be unknown;
+- bytes viewed as bool (``view.dtype``), which may be neither 0 nor 1; a contract refuses them;
+- operators that no known model needs: matrix decompositions, packed sequences, quantiles.
 
-Two groups differ in what makes their kernels safe. The operators *checked by meta* compute through
-TensorIterator, a structured kernel or a view: what they accept without data is what their kernels
-need. The others index with one argument by the extents of another, or take an enumeration they
-believe, and each has its contract in ``contracts``; ``make fuzz`` calls all of them between
-unmapped pages.
+Two groups of operators differ in the reason why their kernels are safe. Operators *checked by meta*
+use TensorIterator, a structured kernel or a view: their kernels are safe with all arguments that
+torch accepts on meta. The other operators index one argument by the extents of another, or use an
+enumeration without a check. Each of them has a contract in ``contracts``, and ``make fuzz`` calls
+all of them with memory between unmapped pages.
 
-The split into fresh and may-alias serves another question (``graph.check_no_mutation``): can this
-in-place call reach a weight or a request's input?
+Operators are also divided into those with fresh results and those whose results may alias an
+argument. ``graph.check_no_mutation`` uses this to detect writes to a weight or a request's input.
 """
 
 from __future__ import annotations
@@ -141,19 +141,20 @@ INTEGER_OPERATORS: Final = frozenset({"add", "sub", "mul", "floordiv", "mod", "n
 """Arithmetic on extents (``_operator.mul`` and so on): integers in, an integer out."""
 
 CHECKED_BY_META: Final = frozenset(_table(_POINTWISE + _IN_PLACE + _FRESH + _MAY_ALIAS))
-"""What they accept without data is all their kernels need."""
+"""Operators whose kernels are safe with all arguments that torch accepts on meta."""
 
 BY_CONTRACT: Final = frozenset(
     _table(_FRESH_BY_CONTRACT + _IN_PLACE_BY_CONTRACT + _MAY_ALIAS_BY_CONTRACT)
 )
-"""Each has a contract of its own."""
+"""Operators that have a contract."""
 
 ZEROED: Final = BY_CONTRACT - frozenset(_table(_WRITTEN_WHOLE))
-"""Their results begin as zeros. Kernels that go by TensorIterator, or are in every second model,
-have one loop over all of a result; what the others leave out shall not be another's memory."""
+"""Operators whose results are zeroed first, because their kernels might not write all elements, and
+the rest must not contain another request's bytes. Kernels of the other operators use
+TensorIterator or are very common, and write whole results."""
 
 FRESH: Final = frozenset(_table(_POINTWISE + _FRESH + _FRESH_BY_CONTRACT))
-"""Results are new memory (or plain integers): changing them in place changes no argument."""
+"""Operators whose results are new memory or integers: writes to them change no argument."""
 
 OVERLOADS: Final[Mapping[str, frozenset[str]]] = _table(
     _POINTWISE
@@ -164,33 +165,32 @@ OVERLOADS: Final[Mapping[str, frozenset[str]]] = _table(
     + _MAY_ALIAS
     + _MAY_ALIAS_BY_CONTRACT
 )
-"""The whole list: a name, and those of its overloads that a program may call."""
+"""The whole list: name -> overloads that a program may call."""
 
 ALLOWED: Final = frozenset(OVERLOADS)
 
-# Checks that export leaves behind; they compute nothing, and the manifest's signature replaces
-# them. Dropped at export, and not accepted in a bundle.
+# Checks in exported graphs. They compute nothing, and the manifest's signature replaces them, so
+# the export drops them; a bundle that contains one is refused.
 DROPPED_AT_EXPORT: Final = frozenset(
     {"_assert_tensor_metadata", "_assert_scalar", "_assert_async", "sym_constrain_range"}
 )
 
-CONTRACTS_VERSION: Final = 8  # one more whenever a contract or this list asks for more
+CONTRACTS_VERSION: Final = 8  # increment it if a contract or this list becomes stricter
 
 _ATEN: Final = re.compile(r"aten\.(\w{1,64})\.(\w{1,64})", re.ASCII)
 
 
 @functools.cache
 def checked_by() -> str:
-    """Return the checks' version: programs checked by another are checked again before a run.
+    """Return the version of the checks; programs of other versions are checked again before a run.
 
-    Kernels, and the arguments that they accept without data, depend on torch, so its version is
-    included.
+    It includes torch's version, on which kernels and their checks on meta depend.
     """
     return f"contracts {CONTRACTS_VERSION}, torch {version('torch')}"
 
 
 def split_target(target: str) -> tuple[str, str, str]:
-    """``"aten.add.Tensor"`` as ``("aten", "add", "Tensor")``, if a program may call it.
+    """Return the parts of a target: ``("aten", "add", "Tensor")`` for ``"aten.add.Tensor"``.
 
     Raises:
         RegistrationRefused: the name is not on the closed list.
@@ -199,7 +199,7 @@ def split_target(target: str) -> tuple[str, str, str]:
         return ("_operator", "getitem", "")
     if target.startswith("_operator.") and target[10:] in INTEGER_OPERATORS:
         return ("_operator", target[10:], "")
-    if target in TARGETS:  # of a derived graph; ``bundle.check_graph`` refuses any other's
+    if target in TARGETS:  # ``bundle.decode_graph`` accepts these only in derived graphs
         return (NAMESPACE, target.partition(".")[2], "")
     match = _ATEN.fullmatch(target)
     if match is None or match[2] not in OVERLOADS.get(match[1], ()):

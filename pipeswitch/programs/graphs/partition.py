@@ -1,4 +1,4 @@
-"""Starts of a program's layers, and places of its tensors in a region. Pure."""
+"""Division of a program into layers, and the offsets of its tensors in a region. Pure."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from .bundle import Graph, weights_of_node
 
 @dataclass(frozen=True)
 class Layer:
-    """A run of nodes (or one submodule) and the weights it is the first to use."""
+    """Consecutive nodes (or one submodule), and the weights that no earlier layer uses."""
 
     first_node: int
     end_node: int
@@ -22,7 +22,7 @@ class Layer:
 
 @dataclass(frozen=True)
 class UnplacedWeight:
-    """A weight without an offset yet."""
+    """A weight before it has an offset."""
 
     name: str
     dtype: str
@@ -31,10 +31,10 @@ class UnplacedWeight:
 
 
 def layers_of_graph(graph: Graph) -> list[Layer]:
-    """Cut right before each node that is the first to use a weight.
+    """Return the layers: each begins at a node that is the first to use a weight.
 
-    What comes before the first such node belongs to it; weights that are only returned belong
-    to the last layer.
+    The first layer also has the nodes before its first use of a weight. The last layer also has the
+    weights that no node uses.
     """
     layered: set[int] = set()
     starts: list[int] = []
@@ -42,7 +42,7 @@ def layers_of_graph(graph: Graph) -> list[Layer]:
     for position, node in enumerate(graph.nodes):
         new = [w for w in dict.fromkeys(weights_of_node(graph, node)) if w not in layered]
         if new or not starts:
-            if starts and not layered:  # no weight was used before: the same layer
+            if starts and not layered:  # no earlier node uses a weight: this is still layer 0
                 weights[-1] = new
             else:
                 starts.append(position)
@@ -62,7 +62,7 @@ def layers_of_graph(graph: Graph) -> list[Layer]:
 def default_plan(
     layers: Sequence[Layer], weights: Sequence[UnplacedWeight], bucket_bytes: int
 ) -> Plan:
-    """Byte buckets; 0 means the default size."""
+    """Return the plan without a profile; ``bucket_bytes`` 0 means the default size."""
     sizes = [sum(weights[index].size_bytes for index in layer.weights) for layer in layers]
     size = bucket_bytes or DEFAULT_BUCKET_BYTES
     return bucket(sizes, size, min(FIRST_BUCKET_BYTES, size))
@@ -74,7 +74,7 @@ def place(
     plan: Plan,
     file_offsets: Sequence[int],
 ) -> tuple[tuple[TensorSpec, ...], tuple[LayerSpec, ...], tuple[GroupSpec, ...], int]:
-    """Tensors in order of first use, layers, groups, and the region's size in bytes."""
+    """Return tensors in order of first use, layers, groups, and the region's size in bytes."""
     tensors: list[TensorSpec] = []
     position_bytes = 0
     for index in (weight for layer in layers for weight in layer.weights):

@@ -1,9 +1,9 @@
 """Kinds of a graph's values and arguments, checked against the operators' schemas.
 
-Python's callables accept a number for a dtype, a layout or a memory format: it is the code of one.
-Numbers may be computed, so one that is harmless at the rehearsed shapes could name another dtype
-between them. Here such kinds are constants of their own tag (``bundle.TAGS``), and kinds that the
-table lacks are refused.
+Python's callables accept a number as the code of a dtype, a layout or a memory format. A graph may
+compute numbers from extents, so a number that is harmless at the checked shapes could mean another
+dtype at other shapes. So a dtype, layout or memory format must be a constant with the tag of its
+kind (``bundle.TAGS``). Kinds that are not in the table are refused.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ _TAGS: Final[Mapping[str, str]] = {
     "MemoryFormat": "memory_format",
     "Device": "device",
 }
-"""Kinds that are constants of their own tag alone."""
+"""Kinds whose values must be constants with this tag."""
 
 _CONSTANTS: Final[Mapping[str, tuple[type, ...]]] = {
     "int": (int,),
@@ -25,20 +25,20 @@ _CONSTANTS: Final[Mapping[str, tuple[type, ...]]] = {
     "str": (str,),
     "float": (float, int),
     "number": (float, int, bool),
-    "Tensor": (float, int, bool),  # a number in the place of a tensor is one
+    "Tensor": (float, int, bool),  # torch makes a tensor of a number
 }
 _FROM_EXTENTS: Final = frozenset({"int", "float", "number", "Tensor"})
 _SEVERAL: Final = "List[Tensor]"
 
 
 def returned(schema: Any) -> str:
-    """Return the kind of a call's value, by its operator's schema."""
+    """Return the kind of an operator's result, from its schema."""
     kinds = [str(result.real_type) for result in schema.returns]
     return kinds[0] if len(kinds) == 1 else _SEVERAL
 
 
 def element(kind: str) -> str:
-    """Return the kind that ``getitem`` takes out of a value; ``nothing`` fits no argument."""
+    """Return the kind of a value's items: ``nothing``, which fits no argument, if not a list."""
     return "Tensor" if kind == _SEVERAL else "nothing"
 
 
@@ -47,7 +47,7 @@ def fits(kind: str, argument: Any, kinds: list[str]) -> bool:
 
     Args:
         kind: the schema's kind, such as ``Optional[List[int]]``.
-        argument: as a bundle has it: a constant, a tagged one, a reference, or a list of those.
+        argument: a constant, a tagged constant, a reference, or a list, as in the bundle.
         kinds: the kinds of earlier values, by number.
     """
     if kind.startswith("Optional["):
@@ -56,10 +56,10 @@ def fits(kind: str, argument: Any, kinds: list[str]) -> bool:
         inner = kind[5:-1]
         if isinstance(argument, list | tuple):
             return all(fits(inner, item, kinds) for item in argument)
-        return inner != "Tensor" and fits(inner, argument, kinds)  # one stands for all
+        return inner != "Tensor" and fits(inner, argument, kinds)  # one item, for all axes
     if isinstance(argument, dict):
         return _is_reference(argument, kind, kinds) or _is_tagged(argument, kind)
-    return type(argument) in _CONSTANTS.get(kind, ())  # a bool is no integer here
+    return type(argument) in _CONSTANTS.get(kind, ())  # a bool does not count as an integer
 
 
 def _is_reference(argument: Any, kind_name: str, kinds: list[str]) -> bool:

@@ -1,7 +1,7 @@
 """Zeroed memory for operators whose kernels might not write all of their results.
 
-A fresh tensor is freed heap: what the last request left. For each operator torch is asked to
-zero it (``operators.ZEROED`` says for which, ADR 19 why not for all).
+A new tensor is uninitialised heap memory, which may contain bytes of another request. Torch zeroes
+it first for the operators in ``operators.ZEROED``. ADR 19 says why not for all operators.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ import torch
 
 log = logging.getLogger(__name__)
 
-SWITCH: Final = "FLAGS_caffe2_cpu_allocator_do_zero_fill"  # of libc10, for every cpu allocation
+SWITCH: Final = "FLAGS_caffe2_cpu_allocator_do_zero_fill"  # True: libc10 zeroes cpu memory
 
 
 def on_zeros(call: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap a call so that memory that it allocates on the cpu begins as zeros."""
+    """Return ``call`` wrapped so that all memory it allocates on the cpu is zeroed first."""
     switch = allocator_switch()
     if switch is None:
         return call
@@ -38,9 +38,9 @@ def on_zeros(call: Callable[..., Any]) -> Callable[..., Any]:
 
 @functools.cache
 def allocator_switch() -> ctypes.c_bool | None:
-    """Return the allocator's switch, which may be set at any time; torch has no call for it.
+    """Return the allocator's switch, or None; torch has no function that sets it.
 
-    The first call opens a library.
+    The first call opens a library. The switch may be set at any time.
     """
     library = Path(torch.__file__).parent / "lib" / "libc10.so"
     try:

@@ -1,1 +1,1 @@
-"""Interface of a program to the rest of the system: inputs, outputs, layers and bytes."""
+"""Description of a program for the rest of the system: inputs, outputs, layers and bytes."""

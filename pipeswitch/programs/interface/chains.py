@@ -1,7 +1,7 @@
 """Chains: models that run one after the other in one request. Pure (docs/adr/0042-chains.md).
 
-An input of a step is named after an input of the request (``ids``) or an output of an earlier step
-(``encoder.y``); an input that is not mapped is the request's input of its name.
+A source is the name of an input of the request (``ids``) or of an output of an earlier step
+(``encoder.y``). A step's input without a source gets the request's input of the same name.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from .layout import Manifest, ValueSpec
 from .signature import signature_text
 
 MAX_STEPS: Final = 16
-MAX_VALUES: Final = 64  # limit for inputs and outputs: as many tensors as a message has
+MAX_VALUES: Final = 64  # limit for inputs, and for outputs: maximum tensors of a message
 HINT: Final = "pipeswitch chain NAME encoder head:x=encoder.y --output label=head.label"
 
 _Name = Annotated[str, msgspec.Meta(min_length=1, max_length=128)]
@@ -29,7 +29,7 @@ class ChainStep(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
 
     model: _Name
     name: Annotated[str, msgspec.Meta(max_length=64)] = ""  # empty: the model's name
-    inputs: Sources = {}  # value of each input
+    inputs: Sources = {}  # input -> source
 
 
 Steps = Annotated[tuple[ChainStep, ...], msgspec.Meta(min_length=1, max_length=MAX_STEPS)]
@@ -39,19 +39,19 @@ class Chain(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     """Checked chain: each step has a name, and each input and output has a source."""
 
     steps: tuple[ChainStep, ...]
-    returns: dict[str, str]  # value of each output of the answer
+    returns: dict[str, str]  # output of the answer -> source
     inputs: tuple[ValueSpec, ...]
     outputs: tuple[ValueSpec, ...]
     dims: tuple[Dim, ...] = ()
 
     def needed(self, number: int) -> set[str]:
-        """Return the values that are read from this step on."""
+        """Return the sources that are read by the answer or by a step from ``number`` on."""
         later = (step.inputs.values() for step in self.steps[number:])
         return set(self.returns.values()).union(*later)
 
     @property
     def manifest(self) -> Manifest:
-        """Return the manifest that admission sees: the inputs of a request."""
+        """Manifest for admission: it has only the inputs of a request."""
         return Manifest(
             digest="",
             mode="graph",
@@ -72,20 +72,20 @@ def chain_of(
     returns: Mapping[str, str],
     models: Mapping[str, Manifest],
 ) -> Chain:
-    """Return the declared chain.
+    """Check a declared chain and return it with all names and sources.
 
     Args:
-        returns: the answer's outputs by name; none: all of the last step.
-        models: all models, as their clients see them.
+        returns: output of the answer -> source; empty: all outputs of the last step.
+        models: public manifests of all models by name.
 
     Raises:
-        InvalidInput: a name is unknown, a value does not match, or no step uses a result.
+        InvalidInput: a name is unknown, a value does not match, or nothing reads a step's results.
     """
     return _Resolver(name, models).chain(steps, returns)
 
 
 class _Resolver:
-    """One declaration: the values so far, in the chain's own dimensions."""
+    """Check of one chain: the values known so far, with shapes in the chain's dimensions."""
 
     def __init__(self, name: str, models: Mapping[str, Manifest]) -> None:
         self._name, self._models = name, models
@@ -135,7 +135,7 @@ class _Resolver:
             raise self._wrong(
                 f'step "{step.name}" has no input "{unknown[0]}"; it has {", ".join(takes)}'
             )
-        bound: dict[str, Extent] = {}  # the model's dimensions in the chain's
+        bound: dict[str, Extent] = {}  # the model's dimension -> extent in the chain's dimensions
         ranges = {dim.name: dim for dim in manifest.dims}
         inputs = {name: step.inputs.get(name, name) for name in takes}
         for spec in manifest.inputs:
@@ -170,7 +170,8 @@ class _Resolver:
     ) -> Extent:
         """Return a model's extent in the chain's dimensions.
 
-        An unbound one becomes a new dimension, and so does a request's computed extent.
+        A dimension becomes a new dimension of the chain if it is unbound, or if it is bound to a
+        computed extent and a request sends the input.
         """
         if isinstance(extent, Expr):
             parts = [self._extent(one, bound, ranges, step) for one in extent.args]
@@ -190,7 +191,7 @@ class _Resolver:
         bound: dict[str, Extent],
         ranges: Mapping[str, Dim],
     ) -> bool:
-        """Return True if the specs can match; narrow the ranges that requests choose from."""
+        """Return True if the two specs can match; narrow the ranges of the chain's dimensions."""
         if source_spec.dtype != spec.dtype or len(source_spec.shape) != len(spec.shape):
             return False
         for have, want in zip(source_spec.shape, spec.shape, strict=True):
@@ -216,7 +217,7 @@ class _Resolver:
 
 
 def _ends(extent: Extent, ranges: Mapping[str, Dim]) -> tuple[int, int]:
-    """Return the range of an extent; a computed one is known only with a request."""
+    """Return the range of an extent; that of a computed extent is 0 to ``MAX_EXTENT``."""
     if isinstance(extent, int):
         return extent, extent
     dim = ranges.get(extent) if isinstance(extent, str) else None

@@ -1,11 +1,11 @@
 """Dimensions that a request chooses, and extents computed from them. Pure, no torch.
 
-A program names the dimensions it leaves open, each with a range. An extent of a shape is a number,
-such a name, or an expression over them: a small closed tree of data, computed here and never
-evaluated as code. An input's extents are numbers and names alone, so that a request's own shapes
-say what each name stands for; an output's extents are computed from that.
+A program names its open dimensions, each with a range. An extent of a shape is a number, the name
+of a dimension, or an expression over numbers and names. An expression is data, a small tree that is
+computed here and never evaluated as code. An input's extents are only numbers and names, so a
+request's shapes determine the value of each name. An output's extents are computed from the values.
 
-Expressions come from a client's bundle: their size is bounded, and so is every number in between.
+Expressions come from clients' bundles, so their size and all intermediate numbers are limited.
 """
 
 from __future__ import annotations
@@ -20,19 +20,19 @@ import msgspec
 from ...base.errors import RegistrationRefused
 
 BATCH: Final = "batch"
-"""What dimension 0 of all inputs is called, where they share it."""
+"""Name of dimension 0 of all inputs, if they share it."""
 
-MAX_NAMED: Final = 6  # dimensions of one program: all combinations of their ends are looked at
+MAX_NAMED: Final = 6  # dimensions of one program: all combinations of their ends are checked
 MAX_EXTENT: Final = 1 << 24  # a minute of sound has 2**22 samples
-MAX_EXPR_NODES: Final = 64  # a stack of forty convolutions is shorter, written out
+MAX_EXPR_NODES: Final = 64  # forty convolutions in a row need fewer
 MAX_EXPR_DEPTH: Final = 24
-MAX_NUMBER: Final = 1 << 62  # of anything on the way
-MAX_ELEMENTS: Final = 1 << 40  # of one tensor
-MAX_PARTS: Final = 1024  # of the extents of all inputs and outputs: each request computes them
-TYPICAL_EXTENT: Final = 128  # of made-up inputs, where the range admits it
+MAX_NUMBER: Final = 1 << 62  # absolute value of any intermediate number
+MAX_ELEMENTS: Final = 1 << 40  # maximum elements of one tensor
+MAX_PARTS: Final = 1024  # nodes of all inputs' and outputs' extents: each request computes them
+TYPICAL_EXTENT: Final = 128  # extent of random inputs, if the range admits it
 
 Values = Mapping[str, int]
-"""What each open dimension is in one request."""
+"""Size of each open dimension in one request."""
 
 MAX_NAME_CHARS: Final = 32
 
@@ -46,7 +46,7 @@ class Dim(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=Tr
 
 
 class Expr(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """A number computed from others: one of ``OPERATORS`` over its arguments."""
+    """A computed extent: one of ``OPERATORS`` applied to its arguments."""
 
     op: str
     args: tuple[int | str | Expr, ...]
@@ -59,14 +59,14 @@ OPERATORS: Final = {"+", "*", "//", "%", "min", "max"}
 
 
 class NoExtent(ValueError):
-    """An extent has no value here: it leaves 62 bits, is negative, or is larger than a tensor."""
+    """An extent cannot be computed: a name has no value, or the number is negative or too large."""
 
 
 def evaluate(extent: Extent, values: Values) -> int:
-    """Return the number of an extent.
+    """Return the value of an extent.
 
     Raises:
-        NoExtent: a number on the way is too large; or a name has no value.
+        NoExtent: an intermediate number is too large, or a name has no value.
     """
     if isinstance(extent, str):
         if extent not in values:
@@ -101,11 +101,11 @@ def names_in(extent: Extent) -> set[str]:
 
 
 def shape_at(shape: Sequence[Extent], values: Values) -> tuple[int, ...]:
-    """Return a shape's numbers.
+    """Return the sizes of a shape's extents.
 
     Raises:
-        NoExtent: an extent is negative or has no value, or there are more elements than a tensor
-            may have.
+        NoExtent: an extent is negative or has no value, or the shape has more than
+            ``MAX_ELEMENTS`` elements.
     """
     sizes = tuple(evaluate(extent, values) for extent in shape)
     if any(not 0 <= extent <= MAX_ELEMENTS for extent in sizes) or math.prod(sizes) > MAX_ELEMENTS:
@@ -114,10 +114,10 @@ def shape_at(shape: Sequence[Extent], values: Values) -> tuple[int, ...]:
 
 
 def check_extent(part: str, extent: Any, names: Iterable[str]) -> int:
-    """Refuse what is not a number, one of ``names`` or a bounded expression over them.
+    """Refuse an extent that is not a number, one of ``names`` or a small expression over them.
 
     Returns:
-        How many parts it has.
+        The number of its nodes.
     """
     budget = [MAX_EXPR_NODES]
     _check_extent(part, extent, frozenset(names), MAX_EXPR_DEPTH, budget)
@@ -149,7 +149,7 @@ def _check_extent(
 
 
 def check_dims(dims: Sequence[Dim]) -> None:
-    """Refuse names that are none or come twice, and ranges that are none."""
+    """Refuse too many dimensions, an invalid or repeated name, and an invalid range."""
     if len(dims) > MAX_NAMED or len({dim.name for dim in dims}) != len(dims):
         raise RegistrationRefused("dimensions", f"more than {MAX_NAMED}, or two of one name")
     for dim in dims:
@@ -169,7 +169,7 @@ def check_dims(dims: Sequence[Dim]) -> None:
 def match(shape: Sequence[Extent], numbers: Sequence[int], values: dict[str, int]) -> bool:
     """Return True if ``numbers`` matches an input's shape; add its names' sizes to ``values``.
 
-    Ranges are not checked.
+    This does not check whether the sizes are in their ranges.
     """
     if len(shape) != len(numbers):
         return False
@@ -183,19 +183,19 @@ def match(shape: Sequence[Extent], numbers: Sequence[int], values: dict[str, int
 def values_of(
     shapes: Iterable[Sequence[Extent]], sizes: Iterable[Sequence[int]]
 ) -> dict[str, int] | None:
-    """Return each name's size in a request's shapes; None if they contradict the signature."""
+    """Return each name's size in a request's shapes, or None if these do not match the inputs."""
     values: dict[str, int] = {}
     fits = [match(shape, numbers, values) for shape, numbers in zip(shapes, sizes, strict=True)]
     return values if all(fits) else None
 
 
 def typical(dim: Dim) -> int:
-    """Return an extent for made-up inputs: ``TYPICAL_EXTENT``, or the nearest allowed one."""
+    """Return an extent for random inputs: ``TYPICAL_EXTENT`` (batch: 1), or the nearest allowed."""
     return min(dim.high, max(dim.low, 1 if dim.name == BATCH else TYPICAL_EXTENT))
 
 
 def at_batch(dims: Iterable[Dim], batch: int) -> dict[str, int]:
-    """Typical values, at a batch where there is one."""
+    """Return typical values, with the batch dimension, if there is one, set to ``batch``."""
     return {dim.name: batch if dim.name == BATCH else typical(dim) for dim in dims}
 
 
@@ -205,12 +205,12 @@ def largest(dims: Iterable[Dim]) -> dict[str, int]:
 
 
 def batch_range(dims: Iterable[Dim]) -> tuple[int, int]:
-    """Return the smallest and the largest batch; 1 and 1 where there is none."""
+    """Return the smallest and the largest batch, or (1, 1) without a batch dimension."""
     return next(((dim.low, dim.high) for dim in dims if dim.name == BATCH), (1, 1))
 
 
 def shape_count(dims: Iterable[Dim]) -> int:
-    """Return the number of shapes of these dimensions."""
+    """Return the number of combinations that a request may choose."""
     return math.prod(dim.high - dim.low + 1 for dim in dims)
 
 
@@ -234,7 +234,7 @@ def _combinations(
 
 
 def extent_text(extent: Extent) -> str:
-    """``length``, ``(length+1)//2``: for people."""
+    """Return an extent as text for people, such as ``length`` or ``(length+1)//2``."""
     if not isinstance(extent, Expr):
         return str(extent)
     texts = [extent_text(argument) for argument in extent.args]
@@ -246,10 +246,10 @@ def extent_text(extent: Extent) -> str:
 
 
 def shape_text(shape: Iterable[Extent]) -> str:
-    """Return a shape as users write it."""
+    """Return a shape as text for people, such as ``[batch,3]``."""
     return f"[{','.join(map(extent_text, shape))}]"
 
 
 def values_text(values: Values) -> str:
-    """``batch=2 length=7``; for errors."""
+    """Return values as text for errors, such as ``batch=2 length=7``."""
     return " ".join(f"{name}={number}" for name, number in values.items()) or "its only shape"

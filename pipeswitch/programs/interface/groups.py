@@ -1,7 +1,7 @@
 """Division of a program's layers into groups. Pure.
 
-Tensors lie in order of first use and no group pads the ones behind it, so every plan
-uses the same image in the host store, the same file and the same digest.
+Tensors are stored in order of first use, without padding between groups. So every plan uses the
+same image in the host store, the same file and the same digest.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from .layout import GroupSpec, LayerSpec, Manifest, TensorSpec
 
 
 def layer_bytes(manifest: Manifest) -> tuple[int, ...]:
-    """Return the bytes that each layer is the first to use; empty if there are no layers."""
+    """Return the bytes of weights that each layer is the first to use."""
     starts = _starts(manifest.layers, manifest.tensors, manifest.total_bytes)
     return tuple(end - start for start, end in pairwise(starts))
 
@@ -26,7 +26,7 @@ def layer_bytes(manifest: Manifest) -> tuple[int, ...]:
 def cut(
     layers: Sequence[LayerSpec], tensors: Sequence[TensorSpec], total_bytes: int, plan: Plan
 ) -> tuple[GroupSpec, ...]:
-    """Return the groups of ``plan``, which tile the region."""
+    """Return the groups of ``plan``, which cover the model's region without gaps."""
     starts = _starts(layers, tensors, total_bytes)
     groups: list[GroupSpec] = []
     position = 0
@@ -48,10 +48,10 @@ def cut(
 
 
 def regrouped(manifest: Manifest, plan: Plan) -> Manifest:
-    """Return the program in the groups of ``plan``; an empty plan means as it was built.
+    """Return the manifest with the groups of ``plan``; an empty plan leaves it unchanged.
 
     Raises:
-        LocalProtocolError: no plan for this program.
+        LocalProtocolError: ``plan`` is not a plan for this program.
     """
     if not plan:
         return manifest
@@ -71,13 +71,13 @@ def regrouped(manifest: Manifest, plan: Plan) -> Manifest:
 
 
 def plan_in_force(manifest: Manifest) -> Plan:
-    """Return the layers that open the manifest's groups."""
+    """Return the plan of the manifest's groups: the first layer of each group."""
     starts = {layer.first_node: i for i, layer in reversed(list(enumerate(manifest.layers)))}
     return tuple(starts[group.first_node] for group in manifest.groups)
 
 
 def last_groups(manifest: Manifest) -> tuple[int, ...]:
-    """Return for each group of a graph the last group that reads its weights."""
+    """Return, for each group of a graph, the last group that reads its weights."""
     readers = manifest.extra["last_readers"]
     ends = [group.end_node for group in manifest.groups]
     last = len(ends) - 1
@@ -88,7 +88,8 @@ def last_groups(manifest: Manifest) -> tuple[int, ...]:
 
 
 def landed_tensors(manifest: Manifest, staging: Sequence[int]) -> dict[str, TensorSpec]:
-    """Return a streaming model's tensors, where its groups land; empty for other models."""
+    """Return the tensors of a model larger than the arena, with offsets in its staging slots.
+    ``staging`` has the offset of each group's slot, and is empty for other models."""
     return {
         (spec := manifest.tensors[index]).name: msgspec.structs.replace(
             spec, offset_bytes=landing + spec.offset_bytes - group.offset_bytes
@@ -99,7 +100,7 @@ def landed_tensors(manifest: Manifest, staging: Sequence[int]) -> dict[str, Tens
 
 
 def needs(triggers: Sequence[str], groups: Sequence[GroupSpec]) -> dict[str, int]:
-    """Return, for module mode, the group that must have arrived when each submodule is entered."""
+    """Return, for module mode, the group that must be on the device when each submodule runs."""
     return {
         triggers[layer]: index
         for index, group in enumerate(groups)

@@ -1,4 +1,4 @@
-"""Match of a job's tensors with a program's weights by name, dtype and shape. Pure, no torch."""
+"""Matching of a job's tensors with a program's weights by name, dtype and shape. No torch."""
 
 from __future__ import annotations
 
@@ -12,26 +12,26 @@ from .signature import signature_text
 Given = Mapping[str, tuple[str, tuple[int, ...]]]
 """Parameters and buffers: name -> dtype and shape."""
 
-ALL_PARTS: Final = "*"  # of a job, that are parts of the program too
-WRAPPER: Final = "model."  # stands before the names of a program that was made of an ``hf:`` source
-AVERAGED: Final = "module."  # in those of ``torch.optim.swa_utils.AveragedModel``
-_CONSTANT: Final = re.compile(r"(.*\.)?_?(lifted_tensor|tensor_constant)_?\d+")  # of its graph
+ALL_PARTS: Final = "*"  # label of all parts of a job together
+WRAPPER: Final = "model."  # prefix of the names in a program from an ``hf:`` source
+AVERAGED: Final = "module."  # prefix of the names in ``torch.optim.swa_utils.AveragedModel``
+_CONSTANT: Final = re.compile(r"(.*\.)?_?(lifted_tensor|tensor_constant)_?\d+")  # constant's name
 _MAX_SHOWN: Final = 8
 
 
 def match(weights: Given, own: Given, part: str = "") -> dict[str, str]:
-    """Return the given name of each of the program's weights, but not of constants.
+    """Return the job's tensor name for each weight of the program, except its constants.
 
-    A job may have more than the program: what only training uses.
+    The job may have more tensors than the program, such as tensors that only training uses.
 
     Args:
-        weights: the program's.
-        own: the job's, each behind its part's name and a dot.
-        part: of the job, that it shall be; empty: the only one that fits.
+        weights: the program's weights.
+        own: the job's tensors; each name is the part's name, a dot and the name in the part.
+        part: the job's part to match; empty: the only part that fits.
 
     Raises:
-        RegistrationRefused: a weight is missing or is another one; names all of them.
-        InvalidInput: several parts fit, or there is no such part; names those that there are.
+        RegistrationRefused: weights are missing or differ; the error names them.
+        InvalidInput: several parts fit, or no part has this name; the error names the parts.
     """
     constants_free = {n: kind for n, kind in weights.items() if not _CONSTANT.fullmatch(n)}
     parts = sorted({name.partition(".")[0] for name in own})
@@ -61,7 +61,7 @@ def match(weights: Given, own: Given, part: str = "") -> dict[str, str]:
 
 
 def _readings(own_weights: Given, parts: Iterable[str]) -> Iterator[tuple[str, dict[str, str]]]:
-    """Ways to call a part's tensors: name as the program may have it -> given name."""
+    """Yield (part, names) for each way to read the job's names: program's name -> job's name."""
     for part in parts:
         named = {
             name.partition(".")[2]: name for name in own_weights if name.startswith(f"{part}.")
@@ -75,7 +75,7 @@ def _readings(own_weights: Given, parts: Iterable[str]) -> Iterator[tuple[str, d
 
 
 def uncompiled(name: str) -> str:
-    """Return a tensor's name as it is without ``torch.compile``, which wraps modules."""
+    """Return a tensor's name without the prefix that ``torch.compile`` adds to a module."""
     return name.replace("_orig_mod.", "")
 
 

@@ -1,4 +1,4 @@
-"""Files of weights and programs that are not what their names say. Pure, no torch."""
+"""Checks that the content of weights and program files matches their names. Pure, no torch."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from ...base.errors import RegistrationRefused
 
 AGAIN: Final = "copy or download the file again"
 _LENGTH_BYTES: Final = 8  # a safetensors file begins with its header's length
-_MAX_HEADER_BYTES: Final = 100 << 20  # of the safetensors format
+_MAX_HEADER_BYTES: Final = 100 << 20  # limit of the safetensors format
 _BEGINNINGS: Final = (
     (
         b"version https://git-lfs",
@@ -25,11 +25,11 @@ _BEGINNINGS: Final = (
 
 
 def check_file(path: str | os.PathLike[str], part: str) -> None:
-    """Refuse a file that is empty, cut short, or stands for another one.
+    """Refuse a file that is empty, cut short, or of another format.
 
     Raises:
-        RegistrationRefused: says what the file is.
-        OSError: it cannot be read.
+        RegistrationRefused: the file is unusable; the error says why.
+        OSError: the file cannot be read.
     """
     with open(path, "rb") as file:
         head = file.read(64)
@@ -65,7 +65,7 @@ def _check_safetensors(path: str | os.PathLike[str], part: str, size_bytes: int)
         ends = [row["data_offsets"][1] for name, row in rows.items() if name != "__metadata__"]
         needed_bytes = _LENGTH_BYTES + header_bytes + max(ends, default=0)
     except (ValueError, TypeError, KeyError, IndexError, AttributeError):
-        return  # the reader of the format says what is wrong with it
+        return  # the safetensors reader raises an error that says what is wrong
     if size_bytes < needed_bytes:
         raise RegistrationRefused(
             part, f"it is cut short: {size_bytes} of {needed_bytes} bytes are there", hint=AGAIN
@@ -73,7 +73,7 @@ def _check_safetensors(path: str | os.PathLike[str], part: str, size_bytes: int)
 
 
 def holds_program(path: str | os.PathLike[str]) -> bool:
-    """Return whether a file of torch's has a TorchScript program in it, not weights alone."""
+    """Return whether a file of torch contains a TorchScript program, not only weights."""
     try:
         with zipfile.ZipFile(path) as archive:
             return any(name.endswith("/constants.pkl") for name in archive.namelist())

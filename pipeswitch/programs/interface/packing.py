@@ -1,4 +1,4 @@
-"""Packed weights: their layout, the calls that read them, their precision. Pure, no torch."""
+"""Packed weights: their layout, the operators that read them, their precision. Pure, no torch."""
 
 from __future__ import annotations
 
@@ -8,52 +8,52 @@ import msgspec
 
 NAMESPACE: Final = "packed"
 LINEAR: Final = "packed.linear"
-"""(input, weight, bias, activation, scalars, algorithm)"""
+"""Arguments: (input, weight, bias, activation, scalars, algorithm)."""
 LINEAR_ADD: Final = "packed.linear_add"
-"""(input, other, weight, bias): the sum."""
+"""(input, other, weight, bias): the sum of ``other`` and the linear layer's result."""
 CONVOLUTION: Final = "packed.convolution"
-"""(input, weight, bias, padding, stride, dilation, groups, activation, scalars, algorithm)"""
+"""(input, weight, bias, padding, stride, dilation, groups, activation, scalars, algorithm)."""
 CONVOLUTION_ADD: Final = "packed.convolution_add"
 """(input, other, weight, bias, padding, stride, dilation, groups, activation, scalars, algorithm):
-the activation of the sum."""
+the activation of the sum of ``other`` and the convolution's result."""
 LINEAR_INT8: Final = "packed.linear_int8"
-"""(input, weight, scales, bias): int8 rows of a weight, one scale for each; not packed."""
+"""(input, weight, scales, bias): a weight of int8 rows with one scale for each row; not packed."""
 TARGETS: Final = frozenset({LINEAR, LINEAR_ADD, LINEAR_INT8, CONVOLUTION, CONVOLUTION_ADD})
-"""Calls that only a derived graph may have: the build writes them; a client's bundle may not."""
+"""Operators that only derived graphs may call: the build writes these graphs, not a client."""
 
 PRECISIONS: Final = ("exact", "fast", "bf16", "int8")
-HALF: Final = ("bf16", "int8")  # those whose products are computed in bfloat16
-Half = Literal["packed", "plain", ""]  # how bfloat16 products are computed; "": not at all
-DERIVED_FILE: Final = "derived.bundle"  # beside the plain bundle, in the folder of a program
+HALF: Final = ("bf16", "int8")  # precisions whose products are computed in bfloat16
+Half = Literal["packed", "plain", ""]  # how bfloat16 products are computed; "": there are none
+DERIVED_FILE: Final = "derived.bundle"  # in a program's folder, next to the plain bundle
 
 
 class PackedLayout(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Layout of a packed weight's bytes."""
 
     dtype: str
-    shape: tuple[int, ...]  # of the weight as the module has it
-    description: bytes  # of the kernel library, opaque
-    input_shape: tuple[int, ...] = ()  # a convolution's input, for which the layout was chosen
+    shape: tuple[int, ...]  # shape of the weight in the module
+    description: bytes  # the kernel library's own description, opaque
+    input_shape: tuple[int, ...] = ()  # input of the convolution for which the layout was chosen
 
 
 class Precision(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A derived form of a program, and how it compares with the plain one on this machine."""
+    """Precision of a derived program, and its comparison with the plain one on this machine."""
 
     name: Literal["fast", "bf16", "int8"]
-    fingerprint: str  # of the machine whose kernels can read it
+    fingerprint: str  # equal on all machines whose kernels can read the weights
     plain_ms: float  # processor time of one run of the plain program, on the example
-    ms: float  # the same of this form
+    ms: float  # processor time of one run of the derived program
     plain_bytes: int
-    max_error: float  # the largest difference, relative to the largest output
+    max_error: float  # largest difference between outputs, relative to the largest output
     mean_error: float
-    agreement: float  # share of rows with the same largest class, or next token; 1.0: all
+    agreement: float  # share of rows with the same most likely class or next token, 0 to 1
     is_batch_invariant: bool | None = None
-    """Each row of a batch has the bits of the row alone; None: it has no batch."""
-    weights: tuple[tuple[str, str, tuple[int, ...]], ...] = ()  # of the plain program
-    packed_count: int  # calls over packed weights
-    plain_count: int  # calls that could be packed but are faster plain
+    """Whether a batch's rows have the bits of rows computed alone; None: no batch dimension."""
+    weights: tuple[tuple[str, str, tuple[int, ...]], ...] = ()  # weights of the plain program
+    packed_count: int  # calls that read packed weights
+    plain_count: int  # calls that could read packed weights but are faster without
 
     def row(self) -> dict[str, Any]:
-        """Return what people read."""
+        """Return the fields that are shown to people: all but ``weights``."""
         fields = msgspec.structs.asdict(self)
         return {key: value for key, value in fields.items() if key != "weights"}

@@ -1,5 +1,6 @@
-"""Stages: functions of the owner's around a model, from requests to its inputs, from its outputs to
-answers. Pure.
+"""Stages: functions of a model's owner that run before and after the model. Pure.
+
+They make the model's inputs from requests, and answers from its outputs.
 """
 
 from __future__ import annotations
@@ -13,18 +14,18 @@ from .dims import Dim
 from .layout import Manifest, ValueSpec
 
 Raw = Mapping[str, tuple[Sequence[int | Sequence[int]], str]]
-"""Declared inputs: shape and dtype by name; a range in a shape is what requests choose from."""
+"""Declared values: name -> (shape, dtype); requests choose an extent that is given as a range."""
 
 
 class Processor(msgspec.Struct, frozen=True, kw_only=True):
     """Functions that run on the CPU before a model and after it (ADR 34)."""
 
-    function: str = ""  # package.module:function, of what clients send; empty: they send inputs
-    inputs: tuple[ValueSpec, ...] = ()  # what clients send then
-    dims: tuple[Dim, ...] = ()  # the extents of those that a request chooses
-    after: str = ""  # package.module:function, of the model's outputs; empty: they are the answer
-    outputs: tuple[ValueSpec, ...] = ()  # what it returns
-    output_dims: tuple[Dim, ...] = ()
+    function: str = ""  # package.module:function before the model; empty: clients send its inputs
+    inputs: tuple[ValueSpec, ...] = ()  # arguments of ``function``, which clients send
+    dims: tuple[Dim, ...] = ()  # dimensions of ``inputs`` that a request chooses
+    after: str = ""  # package.module:function after the model; empty: its outputs are the answer
+    outputs: tuple[ValueSpec, ...] = ()  # results of ``after``
+    output_dims: tuple[Dim, ...] = ()  # dimensions of ``outputs``
 
     def raw(self, manifest: Manifest) -> Manifest:
         """Return the manifest of the raw inputs that a client sends; it has no outputs yet."""
@@ -33,7 +34,7 @@ class Processor(msgspec.Struct, frozen=True, kw_only=True):
         )
 
     def answer(self, manifest: Manifest) -> Manifest:
-        """Return the manifest of a postprocessing result, with outputs as a model's inputs."""
+        """Return a manifest whose ``inputs`` are the results of ``after``."""
         return msgspec.structs.replace(
             manifest, inputs=self.outputs, dims=self.output_dims, takes=None, outputs=()
         )
@@ -52,7 +53,7 @@ class Processor(msgspec.Struct, frozen=True, kw_only=True):
 def processor(
     function: str, raw: Raw, after: str = "", returns: Raw | None = None
 ) -> Processor | None:
-    """Return the stage, or None if clients send and get what the model takes and returns."""
+    """Return a model's stages, or None without ``function`` and ``after``."""
     if not function and not after:
         return None
     inputs, dims = _declared(raw)

@@ -1,10 +1,10 @@
 """Nesting of a model's inputs and outputs: containers around named tensors. Pure.
 
-On the wire tensors are flat, and named by their place: ``cache.0.key``. A tree says how dicts,
-lists, tuples and None hold them. It is data: a text is a tensor's name, ``null`` is None, and an
-object with one key is ``{"list": [tree, …]}``, ``{"tuple": [tree, …]}`` or ``{"dict": [[key, tree],
-…]}``. A dataclass, or a transformers result, is a dict. Trees come in bundles and registrations, so
-an attacker may have made them: ``check_tree`` bounds one before anything walks through it.
+On the wire tensors are a flat list, named by their path in the nested value: ``cache.0.key``. A
+tree describes the nesting in dicts, lists, tuples and None. It is JSON data: a text is a tensor's
+name, ``null`` is None, and a container is ``{"list": [tree, …]}``, ``{"tuple": [tree, …]}`` or
+``{"dict": [[key, tree], …]}``. Dataclasses and results of transformers become dicts. A client can
+send any tree in a bundle or registration, so ``check_tree`` checks it before any other use.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ Tree = Any
 """A text, None, or an object with one key; see above."""
 
 MAX_DEPTH: Final = 16
-MAX_PARTS: Final = 1024  # of one tree, its Nones and empty lists too
-MAX_KEY_CHARS: Final = 128  # a tree of the longest is in each answer's header, of at most 1 MiB
+MAX_PARTS: Final = 1024  # of one tree, with its Nones and empty lists
+MAX_KEY_CHARS: Final = 128  # so that each tree fits in an answer's header of at most 1 MiB
 
 
 def items_of(value: Any) -> tuple[str, list[tuple[Any, Any]]] | None:
@@ -37,11 +37,11 @@ def items_of(value: Any) -> tuple[str, list[tuple[Any, Any]]] | None:
 
 
 def flatten(value: Any, part: str, is_leaf: Callable[[Any], bool]) -> tuple[Tree, dict[str, Any]]:
-    """Return a tree and its leaves by name: ``y``, ``y0``, ``y1``…, or their keys.
+    """Return a value's tree, and its leaves by name: ``y``, ``y0``, ``y1``…, or a dict's keys.
 
     Raises:
-        RegistrationRefused: something in it is neither a leaf nor a container, two share a name,
-            or it is too deep or too large; ``part`` says of what.
+        RegistrationRefused: an item is neither a leaf nor a container, two leaves share a name, or
+            the value is too deep or too large. The error names the value by ``part``.
     """
     leaves: dict[str, Any] = {}
 
@@ -77,10 +77,10 @@ def flatten(value: Any, part: str, is_leaf: Callable[[Any], bool]) -> tuple[Tree
 
 
 def check_tree(tree: Tree, part: str, names: Iterable[str]) -> None:
-    """Refuse a tree that is not bounded, or does not hold each of ``names`` once.
+    """Refuse a tree that is too large or too deep, or does not contain each of ``names`` once.
 
     Raises:
-        RegistrationRefused: it is not one of ours; ``part`` says of what.
+        RegistrationRefused: the tree is invalid; the error names it by ``part``.
     """
     remaining = set(names)
     count = 0
@@ -104,10 +104,10 @@ def check_tree(tree: Tree, part: str, names: Iterable[str]) -> None:
 
 
 def check_takes(takes: Tree, names: Iterable[str]) -> None:
-    """Refuse a tree of arguments that is none of these inputs, or does not name the arguments.
+    """Refuse a tree of arguments that is not a dict with text keys over exactly these inputs.
 
     Raises:
-        RegistrationRefused: which.
+        RegistrationRefused: the tree is invalid.
     """
     if takes is None:
         return
@@ -147,7 +147,7 @@ def _refuse(part: str, reason: str) -> NoReturn:
 
 
 def unflatten(tree: Tree, values: Mapping[str, Any]) -> Any:
-    """Build the nested value of a checked tree from its leaves by name."""
+    """Return the nested value of a checked tree, with leaves from ``values``."""
     match tree:
         case None:
             return None
@@ -162,7 +162,7 @@ def unflatten(tree: Tree, values: Mapping[str, Any]) -> Any:
 
 
 def arguments(takes: Tree, values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a model's arguments by name; without a tree each input is an argument."""
+    """Return a model's arguments by name; without a tree, each input is one argument."""
     return dict(values) if takes is None else unflatten(takes, values)
 
 

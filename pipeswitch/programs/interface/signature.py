@@ -1,4 +1,4 @@
-"""Signatures as text: what a model takes."""
+"""Signatures of models as text, and their parsers."""
 
 from __future__ import annotations
 
@@ -11,21 +11,22 @@ from .layout import ITEM_BYTES, Manifest
 
 
 def is_same_signature(one: Manifest, other: Manifest) -> bool:
-    """Return True if a request that one manifest admits fits the other."""
+    """Return True if both manifests have the same inputs, outputs and dimensions."""
     return (one.inputs, one.outputs, one.dims) == (other.inputs, other.outputs, other.dims)
 
 
 def signature_text(dtype: str, shape: Iterable[object]) -> str:
-    """``float32[8,3,224,224]``."""
+    """Return a dtype and shape as text: ``float32[8,3,224,224]``."""
     return f"{dtype}[{','.join(map(str, shape))}]"
 
 
 def parse_states(pairs: Iterable[str]) -> dict[str, tuple[str, int]]:
-    """Return ``("h=h_out", "cache=rows+1")`` as a registration's ``state``: what an output replaces
-    (-1), or along which dimension it is appended.
+    """Parse ``state``, such as ``("h=h_out", "cache=rows+1")``, to input -> (output, dimension).
+
+    The output is appended along the dimension; with -1 it replaces the input.
 
     Raises:
-        InvalidInput: one is not of that form, or comes twice.
+        InvalidInput: a text is not of that form, or an input appears twice.
     """
     states: dict[str, tuple[str, int]] = {}
     for text in pairs:
@@ -38,17 +39,17 @@ def parse_states(pairs: Iterable[str]) -> dict[str, tuple[str, int]]:
 
 
 def parse_input(text: str, number: int = 0, *, texts: bool = False) -> tuple[str, list[Any]]:
-    """``x=8x3x224x224:float32`` as ``(name, [shape, dtype])``; how flags and files write it.
+    """Return ``(name, [shape, dtype])`` of a text such as ``x=8x3x224x224:float32``.
 
     An extent that requests choose is a range: ``ids=1..8x1..512:int64``.
 
     Args:
-        text: the name may be missing, the dtype too (float32).
-        number: position among the inputs; a nameless one is called x, x1, x2…
-        texts: ``bytes`` is a dtype too: of what a stage takes or returns.
+        text: may lack the name, and the dtype, which then is float32.
+        number: position among the inputs; an input without a name is called x, x1, x2…
+        texts: whether the dtype may be ``bytes``, as in values of a stage.
 
     Raises:
-        InvalidInput: it is not of that form.
+        InvalidInput: ``text`` is not of that form.
     """
     name, _, spec = text.rpartition("=")
     shape, _, dtype = spec.partition(":")

@@ -1,4 +1,4 @@
-"""Made-up inputs for warm-up, verification and ``infer --random``. Numpy only, no torch."""
+"""Random inputs for warm-up, verification and ``infer --random``. Numpy only, no torch."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from ...base.bytes_tensors import BYTES
 from .dims import Values, shape_at
 from .layout import ValueSpec
 
-MAX_RANDOM_INTEGER = 100  # small enough for every embedding that deserves the name
+MAX_RANDOM_INTEGER = 100  # a valid index into almost every embedding
 
 
 def random_value(spec: ValueSpec, values: Values, seed: int = 0) -> NDArray[np.generic]:
-    """Return a random value of ``spec`` at these dimensions; the same for the same seed.
+    """Return a random value of ``spec`` at these dimensions; equal seeds give equal values.
 
-    Integers are 0 to 100, so that embeddings do not overflow; masks are 0 and 1. numpy has no
-    bfloat16: its values come as the upper halves of float32, as uint16.
+    Integers are 0 to 100: valid indices of most embeddings. A mask is 1, and 0 at its end. numpy
+    has no bfloat16, so such values are returned as uint16: the upper halves of float32 values.
     """
     generator = np.random.default_rng([seed, *spec.name.encode()])
     shape = shape_at(spec.shape, values)
@@ -28,7 +28,7 @@ def random_value(spec: ValueSpec, values: Values, seed: int = 0) -> NDArray[np.g
         return generator.integers(0, 2, shape).astype(np.bool_)
     if "mask" in spec.name:
         ones = np.ones(shape, dtype=np.dtype(spec.dtype))
-        ones[..., -1:] = 0  # one padded position: a mask of ones alone is a special case
+        ones[..., -1:] = 0  # one padded position: models may treat a mask without zeros specially
         return ones
     if spec.dtype == "bfloat16":
         bits = generator.standard_normal(shape, dtype=np.float32).view(np.uint32)
@@ -42,5 +42,5 @@ def random_value(spec: ValueSpec, values: Values, seed: int = 0) -> NDArray[np.g
 def random_inputs(
     specs: Sequence[ValueSpec], values: Values, seed: int = 0
 ) -> list[NDArray[np.generic]]:
-    """Return one made-up value for each input of a manifest, in call order."""
+    """Return one random value for each input of a manifest, in call order."""
     return [random_value(spec, values, seed) for spec in specs]

@@ -1,1 +1,1 @@
-"""Running a program: tensors over raw memory, torch's settings, the executor."""
+"""Execution of programs: tensors over raw memory, torch's settings, the executor."""

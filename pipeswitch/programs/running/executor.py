@@ -1,7 +1,7 @@
-"""Executing a program group by group. The worker does it, and the build that verifies it.
+"""Execution of a program, group by group, in workers and in the build's verification.
 
-Weights are bound once per (program, home offset) and cached, so switching a model in costs
-nothing here: the groups' argument tuples already point at the region.
+A program is bound to a region once, and workers cache the bound program. So a switch costs nothing
+here: the argument tuples of the groups already refer to the region.
 """
 
 from __future__ import annotations
@@ -29,29 +29,29 @@ TensorFor = Callable[[TensorSpec], torch.Tensor]
 BeforeGroup = Callable[[int], None]
 Shapes = tuple[tuple[int, ...], ...]
 
-MAX_TRIED: Final = 1 << 14  # values of one program's dimensions that are remembered: 5 MiB
+MAX_TRIED: Final = 1 << 14  # tried combinations of dimensions to remember per program: 5 MiB
 
 
 class BoundProgram(Protocol):
-    """A program whose weights lie in place."""
+    """A program that is bound to the weights in one region."""
 
     manifest: Manifest
 
     def run(self, inputs: Sequence[torch.Tensor], before_group: BeforeGroup) -> list[torch.Tensor]:
-        """Run once; ``before_group(i)`` is called right before group ``i``, once and in order.
+        """Run once; call ``before_group(i)`` right before group ``i``, once for each in order.
 
-        It blocks until the group has arrived, and may raise ``TaskPreempted``, which passes
-        through. An output may be an input or a weight itself: copy it out, do not keep it.
+        ``before_group`` blocks until the group is on the device, and may raise ``TaskPreempted``,
+        which is not caught. Copy the outputs: an output may be an input or a weight itself.
         """
 
 
 class Program(Protocol):
-    """A loaded program without weights: structure only."""
+    """The structure of a loaded program, without weights."""
 
     manifest: Manifest
 
     def bind(self, tensor_for: TensorFor) -> BoundProgram:
-        """Bind to the tensors of one region; nothing is read from them yet."""
+        """Bind to the tensors of one region, without reading them."""
 
 
 class PackedKernels(Protocol):
@@ -71,33 +71,33 @@ class PackedKernels(Protocol):
     ) -> tuple[packing.PackedLayout, torch.Tensor]:
         """Pack a weight ``[out, in / groups, height, width]``; return its layout and bytes.
 
-        The layout is the best one for an input of that shape; it is right for all shapes.
+        The layout is the fastest one for ``input_shape`` and gives correct results for all shapes.
         """
 
     def wrap(self, data: torch.Tensor, layout: packing.PackedLayout) -> torch.Tensor:
-        """Wrap packed bytes in place as a weight; the bytes must outlive it."""
+        """Return packed bytes as a weight, without copying; the bytes must outlive the weight."""
 
     def half(self) -> packing.Half:
         """Return how products in bfloat16 are computed."""
 
     def operators(self) -> Mapping[str, Callable[..., torch.Tensor]]:
-        """Return the operators by the targets of ``packing``."""
+        """Return the operators by target (see ``packing``)."""
 
 
 def _check_packed(
     graph: Graph, kernels: PackedKernels | None, sizes_bytes: Mapping[str, int]
 ) -> None:
-    """Refuse packed weights whose layout is not the one that these kernels make.
+    """Refuse packed weights whose layout differs from the layout that these kernels make.
 
-    Kernels trust a layout, and a compromised builder may have written it. So each layout is
-    computed again from zeros.
+    Kernels do not check a layout, and a compromised builder may have written it. So each layout is
+    computed again, from a weight of zeros.
     """
     if kernels is None:
         raise RegistrationRefused("weights", "this device cannot read packed weights")
     first, packed = len(graph.inputs), set[str]()
     for node in graph.nodes:
         if node.target not in packing.TARGETS or node.target == packing.LINEAR_INT8:
-            continue  # an int8 weight is a plain tensor, and its kernel looks at all extents
+            continue  # an int8 weight is a plain tensor, and its kernel checks all extents
         at = 2 if node.target in (packing.LINEAR_ADD, packing.CONVOLUTION_ADD) else 1
         index = node.args[at]["v"] - first
         name = graph.weights[index] if 0 <= index < len(graph.weights) else ""
@@ -111,7 +111,7 @@ def _check_packed(
             how = (*node.args[at + 2 : at + 6], layout.input_shape)
             try:
                 expected, data = kernels.pack_convolution(zeros, *how)
-            except (RuntimeError, TypeError) as error:  # torch's, of numbers that do not fit
+            except (RuntimeError, TypeError) as error:  # torch refuses numbers that do not fit
                 refusal = f"its layout cannot be made: {str(error)[:200]}"
                 raise RegistrationRefused(f"weight {name!r}", refusal) from None
         if expected != layout or data.nbytes != sizes_bytes.get(name):
@@ -122,14 +122,14 @@ def _check_packed(
 
 
 def fitting(call: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-    """Return a packed operator that refuses an input whose extents do not fit its weight's."""
+    """Return a packed operator that refuses inputs whose dtype or extents do not fit the weight."""
 
     def checked(x: torch.Tensor, *rest: Any) -> torch.Tensor:
         weight = next(
             (w for w in rest if getattr(w, "layout", torch.strided) is not torch.strided), None
         )
         if weight is None:
-            return call(x, *rest)  # over int8: its kernel looks at all extents
+            return call(x, *rest)  # an int8 weight's kernel checks all extents
         if x.dtype is not weight.dtype:
             raise BrokenContract(f"input is {x.dtype}, the packed weight {weight.dtype}")
         is_linear = weight.dim() == 2
@@ -157,9 +157,9 @@ class GraphProgram:
         device: torch.device | str,
         kernels: PackedKernels | None = None,
     ) -> None:
-        """Compile a graph; refuse a manifest and a graph that do not belong together.
+        """Compile a graph; refuse a manifest that does not belong to it.
 
-        ``kernels``: operators over packed weights, if the graph has some.
+        ``kernels`` has the operators over packed weights, which a graph with such weights needs.
         """
         if graph.packed or kernels is not None:
             _check_packed(graph, kernels, {one.name: one.size_bytes for one in manifest.tensors})
@@ -173,8 +173,8 @@ class GraphProgram:
         self.compiled = CompiledGraph(graph, spans, device, self._look_up)
         self._spans, self._device = spans, device
         self._is_whole = bool(manifest.extra.get("is_whole"))
-        self._tried: set[tuple[int, ...]] = set()  # what the dimensions were
-        self._asking: CompiledGraph | None = None  # the same calls, each behind its contract
+        self._tried: set[tuple[int, ...]] = set()  # dimensions of runs that succeeded
+        self._asking: CompiledGraph | None = None  # the same graph, but calls check contracts
         arrived = 0
         for index, group in enumerate(manifest.groups):
             arrived += len(group.tensors)
@@ -202,7 +202,7 @@ class GraphProgram:
         return self._is_whole or _key(self._values(shapes)) in self._tried
 
     def asking(self) -> Sequence[GroupCall]:
-        """Return the groups for untried shapes: each call checks its contract first."""
+        """Return the groups' calls for untried shapes: each operator checks its contract first."""
         if self._asking is None:
             self._asking = CompiledGraph(
                 self.graph, self._spans, self._device, self._look_up_asking
@@ -210,7 +210,7 @@ class GraphProgram:
         return self._asking.calls
 
     def returned(self, inputs: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor]) -> None:
-        """Record that a run with these shapes succeeded: the next one skips the contracts.
+        """Record that a run with these shapes succeeded; later such runs skip the contracts.
 
         Raises:
             InvalidInput: the outputs do not match the signature.
@@ -232,7 +232,7 @@ class GraphProgram:
         self._tried.add(_key(values))
 
     def _values(self, shapes: Shapes) -> Values:
-        """Return the dimensions' sizes: fewer bytes than shapes, which a bundle may repeat."""
+        """Return the dimensions' sizes; raise InvalidInput if ``shapes`` violate the signature."""
         values = values_of((spec.shape for spec in self.manifest.inputs), shapes)
         if values is None:
             raise InvalidInput(f"the inputs' shapes {list(shapes)} are not of the signature")
@@ -240,7 +240,7 @@ class GraphProgram:
 
 
 def _key(values: Values) -> tuple[int, ...]:
-    """Return the sizes in the order in which the inputs name them."""
+    """Return the sizes in the order in which the inputs' shapes name the dimensions."""
     return tuple(values.values())
 
 
@@ -249,7 +249,7 @@ def _shapes(inputs: Sequence[torch.Tensor]) -> Shapes:
 
 
 class BoundGraph:
-    """A graph program over one region. ``run`` is the whole; the steps are public for capture."""
+    """A graph program over one region. CUDA graph capture calls the steps of ``run`` separately."""
 
     def __init__(self, program: GraphProgram, weights: Sequence[torch.Tensor]) -> None:
         self.manifest = program.manifest
@@ -262,7 +262,7 @@ class BoundGraph:
         ]
 
     def start(self, inputs: Sequence[torch.Tensor]) -> Environment:
-        """Return a fresh environment: the values that are alive between groups."""
+        """Return a new environment: the values that later groups still need."""
         if len(inputs) != len(self.manifest.inputs):
             raise LocalProtocolError(
                 f"{len(inputs)} inputs given, the program takes {len(self.manifest.inputs)}"
@@ -274,9 +274,9 @@ class BoundGraph:
         return self._program.is_tried(shapes)
 
     def run_group(self, index: int, environment: Environment) -> None:
-        """Run one group; its weights must have arrived, its inputs' shapes be tried.
+        """Run one group with gradients disabled.
 
-        Call it without gradients enabled.
+        Its weights must be on the device, and the run's shapes must be tried (``is_tried``).
         """
         self._compiled.calls[index](environment, self._arguments[index])
 
@@ -306,11 +306,11 @@ class BoundGraph:
 
 
 class _Awaited(dict[str, Any]):
-    """A submodule's parameters or buffers: a reader of one waits for its group first.
+    """A submodule's parameters or buffers; reading an item first waits for the item's group.
 
-    The pre-hooks know the order that was measured. On another path a weight may be read before
-    its submodule is entered, or by another one (a tied table, a functional call), and what lies
-    there until it has arrived is another model's.
+    Pre-hooks wait for groups in the order of the measured run. If the module takes another path, a
+    weight may be read before its submodule runs, or by another submodule (a tied table, a
+    functional call). Until a group is copied, its memory contains another model's bytes.
     """
 
     def __init__(
@@ -329,7 +329,7 @@ class _Awaited(dict[str, Any]):
         return self[key] if super().__contains__(key) else default
 
     def __iter__(self) -> Iterator[str]:
-        return super().__iter__()  # of our own, so that dict() and ** read item by item
+        return super().__iter__()  # overridden so that dict() and ** call ``__getitem__``
 
     def values(self) -> Any:
         return [self[key] for key in self]
@@ -339,10 +339,10 @@ class _Awaited(dict[str, Any]):
 
 
 class ModuleProgram:
-    """The operator's own module, built without data, with pre-hooks where its groups begin.
+    """The operator's own module, constructed without data, with pre-hooks that wait for groups.
 
-    ``manifest.extra["needs"]`` says which group must have arrived when a submodule is entered;
-    ``manifest.extra["aliases"]`` which names stand for one tensor.
+    ``manifest.extra["needs"]`` maps a submodule to the group that must be on the device before it
+    runs. ``manifest.extra["aliases"]`` maps further names of a tensor to its name.
     """
 
     def __init__(
@@ -355,7 +355,7 @@ class ModuleProgram:
         """Add hooks to ``module``, which this program owns from now on."""
         self.manifest = manifest
         self._inputs = [spec.name for spec in manifest.inputs]
-        # A request must stay what it was: it is run again when a worker dies under it.
+        # A request runs again after its worker died, so a run must not change the request's inputs.
         self._writes_inputs = bool(manifest.extra.get("writes_inputs"))
         self._settings = settings or TorchSettings.now()
         self.device = torch.device(device)
@@ -379,7 +379,7 @@ class ModuleProgram:
         self._await_reads()
 
     def _await_reads(self) -> None:
-        """Let no weight be read before it has arrived, whatever path the module takes."""
+        """Make each read of a weight wait for its group, on any path through the module."""
         tensors, aliases = self.manifest.tensors, self.manifest.extra["aliases"]
         groups = {
             tensors[index].name: number
@@ -395,7 +395,7 @@ class ModuleProgram:
                 vars(owner)[attribute] = _Awaited(attributes, known, self._open)
 
     def bind(self, tensor_for: TensorFor) -> BoundModule:
-        """Make parameters over one region; they are put into the module when it runs."""
+        """Create parameters over one region; each run sets them in the module."""
         tensors = {spec.name: tensor_for(spec) for spec in self.manifest.tensors}
         return BoundModule(self, tensors)
 
@@ -416,13 +416,13 @@ class ModuleProgram:
         """Run with the weights of ``bound``."""
         if self._bound is not bound:
             for owner, key, tensor in bound.slots:
-                setattr(owner, key, tensor)  # not a dictionary entry: nn.LSTM watches its names
+                setattr(owner, key, tensor)  # not a dictionary entry: nn.LSTM overrides setattr
             self._bound = bound
         for owner, key, value in bound.loose:  # in each run: a module may replace its attributes
             setattr(owner, key, value)
         self._before_group, self._opened = before_group, 0
         try:
-            # Not inference_mode: a module may compute gradients in its forward (forces).
+            # Not inference_mode: a module may compute gradients in forward, such as forces.
             with self._settings.inside(), torch.no_grad():
                 if self._writes_inputs:
                     inputs = [value.clone() for value in inputs]
@@ -431,13 +431,13 @@ class ModuleProgram:
                 places, by_name = split_arguments(nested, self._keywords)
                 answer = self.module(*places, **by_name, **self._fixed)
                 outputs = self._in_order(flatten_outputs(answer))
-            self._open(len(self.manifest.groups) - 1)  # a path not taken: same calls every time
+            self._open(len(self.manifest.groups) - 1)  # groups that the path did not need
         finally:
             self._before_group = None
         return outputs
 
     def _in_order(self, outputs: Mapping[str, torch.Tensor]) -> list[torch.Tensor]:
-        """Return the outputs as declared: another path's mapping may differ in order or keys."""
+        """Return the outputs in declared order; other paths may return other keys or orders."""
         declared = [value.name for value in self.manifest.outputs]
         if set(declared) != outputs.keys():
             raise ValueError(f"it returned {', '.join(outputs)} instead of {', '.join(declared)}")

@@ -1,5 +1,5 @@
-"""The operator's own models: ``package.module:factory``, imported by builders and by workers; and
-what is set in a call of any model."""
+"""Import of the operator's own models (``package.module:factory``) in builders and workers.
+It also splits the arguments of a call of any model into positional and keyword arguments."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def factory(source: str) -> Callable[[], nn.Module]:
     """Import ``package.module:factory``. This runs the operator's code.
 
     Raises:
-        RegistrationRefused: it cannot be imported, or is not callable.
+        RegistrationRefused: the factory cannot be imported, or is not callable.
     """
     module_name, _, attribute = source.partition(":")
     try:
@@ -48,14 +48,14 @@ def factory(source: str) -> Callable[[], nn.Module]:
 
 
 _STANDARD: Final = sysconfig.get_path("stdlib") + "/"
-_imported: dict[str, str] = {}  # a module that this process has imported -> digest of its file
+_imported: dict[str, str] = {}  # name of a module that this process has imported -> file's digest
 
 
 def code_of(source: str, before: Container[str]) -> dict[str, str]:
-    """Return the digests of a factory's module files, by module name.
+    """Return the digests of the files of a factory's code, by module name.
 
-    These are its package's files, and other files that are neither installed nor imported
-    ``before`` it: the code that an operator may edit while the server runs.
+    These are its package's files, and other files that are not installed and were not imported
+    ``before``. An operator may edit this code while the server runs.
     """
     package = source.partition(":")[0].partition(".")[0]
     digests = {}
@@ -69,7 +69,7 @@ def code_of(source: str, before: Container[str]) -> dict[str, str]:
 
 
 def import_as_built(source: str, code: Mapping[str, str]) -> None:
-    """Import a factory's package; import it again if this process has other code than the build.
+    """Import a factory's package; import it again if this process has code from another build.
 
     Raises:
         RegistrationRefused: the code has changed since the build.
@@ -85,7 +85,7 @@ def import_as_built(source: str, code: Mapping[str, str]) -> None:
             continue
         try:
             spec = importlib.util.find_spec(name)
-        except (ImportError, ValueError):  # it is gone
+        except (ImportError, ValueError):  # the file no longer exists
             spec = None
         _imported[name] = _digest(spec.origin) if spec and spec.origin else ""
         if _imported[name] != digest:
@@ -99,21 +99,21 @@ def import_as_built(source: str, code: Mapping[str, str]) -> None:
 def _digest(path: str) -> str:
     try:
         return hashlib.sha256(Path(path).read_bytes()).hexdigest()
-    except OSError:  # it is gone
+    except OSError:  # the file no longer exists
         return ""
 
 
 def without_cache(module: nn.Module) -> dict[str, bool]:
-    """``use_cache=False`` for a decoder of transformers: each request is computed alone."""
+    """Return ``use_cache=False`` for a decoder of transformers: requests do not share a cache."""
     is_asked = getattr(getattr(module, "config", None), "use_cache", False)
     return {"use_cache": False} if is_asked and "use_cache" in parameters_of(module) else {}
 
 
 def keywords_of(module: nn.Module, names: Sequence[str]) -> frozenset[str]:
-    """Return which of a call's arguments ``forward`` takes by keyword only.
+    """Return the names of those arguments of a call that are passed by keyword.
 
-    Where it says neither (``*args, **kwargs``), an argument that is called by its place, ``0``, is
-    positional, and the others beside it are keywords.
+    With ``forward(*args, **kwargs)``, an argument whose name is a number is positional. If there is
+    such an argument, all others are passed by keyword.
     """
     kinds = {name: one.kind for name, one in parameters_of(module).items()}
     keywords = {name for name in names if kinds.get(name) is inspect.Parameter.KEYWORD_ONLY}
@@ -134,7 +134,7 @@ _POSITIONAL: Final = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSIT
 def split_arguments(
     values: Mapping[str, Any], keywords: Container[str]
 ) -> tuple[list[Any], dict[str, Any]]:
-    """Return arguments by name as those by place and those by keyword."""
+    """Return the positional arguments in order, and the keyword arguments by name."""
     places = [value for name, value in values.items() if name not in keywords]
     return places, {name: value for name, value in values.items() if name in keywords}
 

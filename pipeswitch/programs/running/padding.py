@@ -1,4 +1,4 @@
-"""Requests of unequal extents as one batch: zeros behind what is shorter (``Manifest.pads``)."""
+"""Requests of unequal shapes in one batch: zeros fill the shorter ones (``Manifest.pads``)."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ import torch
 
 
 def padded_shape(parts: Sequence[torch.Tensor]) -> tuple[int, ...]:
-    """Return the shape that holds the rows of all parts, one after the other."""
+    """Return the smallest shape that holds the rows of all parts, one part after the other."""
     extents = (max(sizes) for sizes in zip(*(part.shape[1:] for part in parts), strict=True))
     return (sum(part.shape[0] for part in parts), *extents)
 
 
 def padded(parts: Sequence[torch.Tensor], out: torch.Tensor | None = None) -> torch.Tensor:
-    """Return the rows of all parts, in ``out`` if it is given, which has their shape."""
+    """Return the rows of all parts, padded; written to ``out`` (of ``padded_shape``) if given."""
     if out is None:
         out = parts[0].new_empty(padded_shape(parts))
     counts = [part.shape[0] for part in parts]
@@ -26,5 +26,5 @@ def padded(parts: Sequence[torch.Tensor], out: torch.Tensor | None = None) -> to
 
 
 def cut(value: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
-    """Return the beginning of a value, without its padding."""
+    """Return a view of the part of ``value`` that has this shape, without the padding."""
     return value[tuple(map(slice, shape))]

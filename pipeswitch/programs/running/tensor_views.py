@@ -1,4 +1,4 @@
-"""Tensors over raw memory: parameters in a region, requests in the pool, training slices."""
+"""Tensors over raw memory: weights in a region, requests in the pool, slices of jobs."""
 
 from __future__ import annotations
 
@@ -19,11 +19,10 @@ def bytes_over(
     offset_bytes: int = 0,
     size_bytes: int = -1,
 ) -> torch.UntypedStorage:
-    """Return a host buffer, or a part of it, as a storage, which keeps the buffer alive.
+    """Return a host buffer, or a part of it, as a storage; the storage keeps the buffer alive.
 
-    torch warns that a tensor over a read-only mapping can be written to. That a worker cannot
-    write to a model's weights is what we want: programs that would are refused when they are
-    registered, and the mapping stops what got past.
+    Mappings of a model's weights are read-only, so that no worker can write to them. Programs that
+    write to weights are refused at registration. So torch's warning about such mappings is ignored.
     """
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "The given buffer is not writable", UserWarning)
@@ -37,9 +36,8 @@ def tensor_over(
 ) -> torch.Tensor:
     """Return the tensor of ``spec`` in the region at ``region_offset_bytes`` of a storage.
 
-    Views of one base would share one version counter, and one in-place update of a BatchNorm
-    statistic would make backward fail for every other parameter; ``set_`` gives
-    each tensor its own.
+    Views of one base share one version counter: after an in-place update of a BatchNorm statistic,
+    backward would fail for all other parameters. ``set_`` gives each tensor its own counter.
 
     Raises:
         LocalProtocolError: the spec's numbers contradict each other or the storage.
@@ -52,7 +50,7 @@ def tensor_over(
 def place_in(
     storage_bytes: int, spec: TensorSpec, region_offset_bytes: int
 ) -> tuple[int, list[int]]:
-    """Index of a tensor's first item in a storage, and its strides (contiguous).
+    """Return the index of a tensor's first item in a storage, and its (contiguous) strides.
 
     Raises:
         LocalProtocolError: the spec's numbers contradict each other or the storage.

@@ -1,7 +1,7 @@
 """Torch's process-wide settings, kept apart so that one model's code cannot change another's.
 
-In module mode an operator's code runs in a worker that computes other models too. A setting that it
-leaves (a default dtype, a matmul precision, an open autocast) would change their bits.
+In module mode an operator's code runs in a worker that also computes other models. A lasting change
+of a setting (default dtype, matmul precision, autocast) would change the other models' outputs.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ def _of(owner: Any, attribute: str) -> _Setting:
 
 
 def _set_default_device(device: torch.device) -> None:
-    # Setting "cpu" would put a handler before every call; None takes the handler away.
+    # Setting "cpu" would add a handler to every call; None removes the handler.
     torch.set_default_device(None if device.type == "cpu" else device)
 
 
 def _matmul_precision() -> str:
     try:
         return torch.get_float32_matmul_precision()
-    except RuntimeError:  # it was set by the finer names, which are restored by themselves
+    except RuntimeError:  # backends' ``fp32_precision`` was set; ``_settings`` restores it
         return _MIXED
 
 
@@ -72,7 +72,7 @@ def _settings() -> tuple[_Setting, ...]:
             lambda: (are_deterministic(), torch.is_deterministic_algorithms_warn_only_enabled()),
             lambda value: torch.use_deterministic_algorithms(value[0], warn_only=value[1]),
         ),
-        # Torch has no call that tells whether this thread takes subnormal numbers for zero.
+        # Torch has no function that returns whether this thread flushes subnormal numbers to zero.
         (lambda: _SUBNORMAL * 1.0 == 0.0, torch.set_flush_denormal),
         *autocast,
         (torch.is_autocast_cache_enabled, torch.set_autocast_cache_enabled),
@@ -85,14 +85,14 @@ def _settings() -> tuple[_Setting, ...]:
         (backends.cuda.cudnn_sdp_enabled, backends.cuda.enable_cudnn_sdp),
         *(_of(backends.cudnn, name) for name in ("enabled", "benchmark", "deterministic")),
         *(_of(backends.mkldnn, name) for name in ("enabled", "deterministic")),
-        # torch.backends.nnpack can be set, not asked.
+        # torch.backends.nnpack has no public function that returns the setting.
         (torch._C._get_nnpack_enabled, torch.backends.nnpack.set_flags),
     )
 
 
 @dataclass(frozen=True)
 class TorchSettings:
-    """The settings at one instant, in the order of ``_settings``."""
+    """Values of the settings at one instant, in the order of ``_settings``."""
 
     values: tuple[Any, ...]
 
@@ -101,14 +101,14 @@ class TorchSettings:
         return cls(tuple(get() for get, _ in _settings()))
 
     def apply(self) -> None:
-        """Make them so again; what is so already is not touched."""
+        """Set each setting whose present value differs."""
         for (get, set_), value in zip(_settings(), self.values, strict=True):
             if get() != value:
                 set_(value)
 
     @contextlib.contextmanager
     def inside(self) -> Iterator[None]:
-        """Run something with these, then what there was before."""
+        """Apply these settings inside the block, and restore the former settings after it."""
         before = TorchSettings.now()
         self.apply()
         try:
@@ -132,22 +132,21 @@ def seeded(seed: int) -> Iterator[None]:
         random.setstate(before[2])
 
 
-_of_imports: dict[str, TorchSettings] = {}  # a package sets what it sets once, when it is imported
+_of_imports: dict[str, TorchSettings] = {}  # package -> settings after its import, which runs once
 
 
 def construct_without_data(
     source: str, code: Mapping[str, str], seed: int
 ) -> tuple[torch.nn.Module, TorchSettings]:
-    """Return the module that ``package.module:factory`` creates, without data, and the settings
-    that it has changed.
+    """Return the module that a factory creates, without data, and the settings that it needs.
 
     Args:
-        source: names the factory.
+        source: ``package.module:factory``.
         code: the result of ``code_of`` at the build.
-        seed: the build's, for a constructor that draws numbers.
+        seed: the seed of the build, for a constructor that draws random numbers.
 
     Raises:
-        RegistrationRefused: it cannot be imported, or has changed since the build.
+        RegistrationRefused: the code cannot be imported, or has changed since the build.
     """
     package = source.partition(":")[0]
     before = TorchSettings.now()

@@ -1,8 +1,8 @@
-"""Structure of a module without its data, and tensors that are plain attributes (anchors, tables).
+"""Modules without data, and their loose tensors: plain attributes such as anchors and tables.
 
-A copy that is made on meta has no data for such attributes, so in module mode they are tensors of
-the program like its weights. No hook sees who reads one: they belong to the first group, which has
-arrived before anything runs.
+A module that is constructed on meta has no data for loose tensors. So in module mode they are
+tensors of the program, like its weights. No hook can detect when a loose tensor is read. So loose
+tensors belong to the first group, which is on the device before the module runs.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ Make = Callable[[str, torch.Tensor], torch.Tensor]
 
 
 def loose_tensors(module: nn.Module) -> dict[str, torch.Tensor]:
-    """Return loose tensors by their place: ``rpn.anchor_generator.cell_anchors.0``."""
+    """Return loose tensors by their path, such as ``rpn.anchor_generator.cell_anchors.0``."""
     tensors: dict[str, torch.Tensor] = {}
 
     def note(name: str, tensor: torch.Tensor) -> torch.Tensor:
@@ -32,16 +32,16 @@ def loose_tensors(module: nn.Module) -> dict[str, torch.Tensor]:
 def without_data(construct: Callable[[], nn.Module]) -> nn.Module:
     """Construct a module whose weights and loose tensors are on meta.
 
-    A constructor that reads values (``.item()``, numpy, an orthogonal start) cannot run on meta: it
-    runs on the host, and the tensors are taken away afterwards.
+    A constructor that reads values (``.item()``, numpy, orthogonal initialization) cannot run on
+    meta. It runs on the host, and its tensors are moved to meta afterwards.
 
     Raises:
-        Exception: the constructor's own, on the host.
+        Exception: the constructor's own exception, from its run on the host.
     """
     try:
         with torch.device("meta"):
             return construct()
-    except Exception:  # whatever a read of a tensor without data leads to
+    except Exception:  # reading a tensor without data may raise anything
         module = construct()
     for owner in module.modules():
         for key, weight in [*owner._parameters.items(), *owner._buffers.items()]:
@@ -56,7 +56,7 @@ def without_data(construct: Callable[[], nn.Module]) -> nn.Module:
 
 
 def leave_behind(module: nn.Module, names: Iterable[str]) -> None:
-    """Set buffers, parameters and attributes to None, by their names."""
+    """Set the buffers, parameters and attributes with these names to None."""
     for name in names:
         path, _, key = name.rpartition(".")
         setattr(module.get_submodule(path), key, None)
@@ -65,7 +65,7 @@ def leave_behind(module: nn.Module, names: Iterable[str]) -> None:
 def slots(
     module: nn.Module, tensors: Mapping[str, torch.Tensor]
 ) -> list[tuple[nn.Module, str, Any]]:
-    """Return each attribute that has such tensors, with these in their places."""
+    """Return (owner, key, new value) of each attribute whose tensors ``tensors`` replaces."""
     return list(_attributes(module, lambda name, tensor: tensors.get(name, tensor)))
 
 
@@ -84,7 +84,7 @@ def _attributes(module: nn.Module, make: Make) -> Iterator[tuple[nn.Module, str,
 
 
 def _replaced(value: Any, name: str, make: Make) -> Any:
-    """Return a tensor or container made anew with its tensors; itself where nothing changed."""
+    """Return a value with ``make`` applied to its tensors; the same object if nothing changed."""
     if isinstance(value, torch.Tensor):
         return make(name, value)
     if type(value) is dict:

@@ -1,4 +1,4 @@
-"""Values of a model: how outputs are flattened and how a dtype is called."""
+"""Values of a model: flattening of outputs, names of dtypes, bytes of tensors."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from ..interface.pytree import Tree, flatten
 
 
 def dtype_name(dtype: torch.dtype, part: str) -> str:
-    """``"float32"`` for ``torch.float32``; refused when it cannot travel."""
+    """Return a dtype's name, such as ``float32``; raise RegistrationRefused if not supported."""
     name = str(dtype).removeprefix("torch.")
     if name not in ITEM_BYTES:
         hint = _PAIRS.get(part.partition(" ")[0], "") if dtype.is_complex else ""
@@ -29,7 +29,7 @@ _PAIRS: Final = {
     "weight": "keep it as pairs of numbers: torch.view_as_real(table) in the constructor, "
     "torch.view_as_complex(self.table) in forward",
 }
-"""What to do about complex numbers, by the kind of value that has them."""
+"""Hints for replacing complex numbers, by the kind of value that has them."""
 
 
 def is_tensor(value: Any) -> bool:
@@ -38,17 +38,16 @@ def is_tensor(value: Any) -> bool:
 
 
 def flatten_outputs(outputs: Any) -> dict[str, torch.Tensor]:
-    """Return a module's result as named tensors: ``y``; ``y0``, ``y1``…; or a mapping's own
-    keys.
+    """Return a module's result as tensors by name (``y``; ``y0``, ``y1``…; keys), without Nones.
 
     Raises:
-        RegistrationRefused: something in it is not a tensor. ``None`` is left out.
+        RegistrationRefused: a part is not a tensor, or there is no tensor.
     """
     return nested_outputs(outputs)[1]
 
 
 def nested_outputs(outputs: Any) -> tuple[Tree, dict[str, torch.Tensor]]:
-    """``flatten_outputs``, and the tree they make up; None where that is a lone tensor."""
+    """Return a result's tree (None for a single tensor), and the result of ``flatten_outputs``."""
     tree, leaves = flatten(outputs, "output", is_tensor)
     if not leaves:
         raise RegistrationRefused("outputs", "the module returns no tensor")
@@ -58,7 +57,7 @@ def nested_outputs(outputs: Any) -> tuple[Tree, dict[str, torch.Tensor]]:
 def bytes_of(tensor: torch.Tensor) -> torch.Tensor:
     """Return the bytes of a contiguous tensor as uint8, without a copy.
 
-    A single element is contiguous whatever its strides, which ``view`` would take at face value.
+    A tensor of one element is contiguous with any strides, but ``view`` needs stride 1.
     """
     return tensor.detach().as_strided((tensor.numel(),), (1,)).view(torch.uint8)
 
