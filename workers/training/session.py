@@ -223,7 +223,7 @@ class TrainingSession:
             self._watch_script()
         elif not isinstance(loader, Source):  # new marks: each call of a function has new variables
             self._script = ScriptWatch(sys._getframe(1), objects, loader)
-        iterator, is_left = self._open(phase, start), True
+        iterator, is_left, caller = self._open(phase, start), True, id(sys._getframe(1))
         try:
             if iterator is not None:
                 yield from self._run(phase, iterator, this_loop)
@@ -233,7 +233,8 @@ class TrainingSession:
                 self._open_loop = None
                 # A failed script must not resume after this loop. If it catches the error, its next
                 # call of ``job`` ends the loop.
-                self._has_failed = is_left and is_left_by_error(sys._getframe(1))
+                frame = sys._getframe(1)  # another one if the loop's function has returned
+                self._has_failed = is_left and id(frame) == caller and is_left_by_error(frame)
                 if not self._is_unwinding and not self._has_failed:
                     self._end_loop()
                 self._gate.leave()

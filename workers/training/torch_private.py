@@ -165,8 +165,7 @@ def is_left_by_error(frame: Any) -> bool:
 
 
 def version(tensor: torch.Tensor) -> int:
-    """Return autograd's count of in-place writes; writes through ``.data``, and those to tensors of
-    ``torch.inference_mode``, do not count."""
+    """Return autograd's count of visible in-place writes; 0 for ``inference_mode``."""
     return 0 if tensor.is_inference() else tensor._version
 
 
