@@ -55,15 +55,16 @@ def run(
     trials: int = 0,
     emit: Callable[[str], None] | None = None,
 ) -> int:
-    """Run benchmarks by name (none: all of them); return exit status 0, whatever was measured.
+    """Run benchmarks; return exit status 0, even if a target is missed.
 
     Args:
-        models: models to measure; empty: each benchmark's own choice.
+        names: names of the benchmarks; all of them if empty.
+        models: models to measure; if empty, each benchmark uses its own models.
         is_quick: run few trials, in less than two minutes for each benchmark.
-        trials: rounds of each case; 0: the benchmark's own choice.
+        trials: number of rounds of each case; if 0, each benchmark uses its own number.
         out: folder for one Markdown and one JSON file of each benchmark.
         as_json: print one JSON line per trial instead of progress and tables.
-        emit: called with each line; default: print to standard output.
+        emit: function that gets each line of output; the default prints the line.
     """
     for unknown in [name for name in names if name not in BENCHMARKS]:
         raise InvalidInput(f"no benchmark {unknown!r}", hint=f"one of {', '.join(BENCHMARKS)}")
@@ -98,7 +99,7 @@ def _command(name: str, models: Sequence[str], is_quick: bool, trials: int) -> s
 
 
 def listing() -> list[str]:
-    """Return a line for each benchmark, with the minutes that its newest kept run took."""
+    """Return a line for each benchmark, with the minutes that its run in ``results/`` took."""
     results = newest(ROOT / "benchmarks" / "results")
     lines = ["Name one or several, or all:"]
     for name in NAMES:
@@ -135,7 +136,7 @@ def main(
         click.echo("\n".join(listing()))
         return
     names = () if names == ("all",) else names
-    # Servers and rivals import this package, too: its factories create their models.
+    # Servers and rivals import this package, too: its factories create the models that they serve.
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (str(ROOT), os.getenv("PYTHONPATH"))))
     chosen = [model for model in models.split(",") if model]
     folder = Path(out) if out else None

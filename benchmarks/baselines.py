@@ -1,4 +1,4 @@
-"""Baselines that PipeSwitch is compared with. A new one needs an entry in ``BASELINES``."""
+"""Baselines that PipeSwitch is compared with. A new baseline needs an entry in ``BASELINES``."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ TRAIN_MODULE: Final = "benchmarks.train_script"
 
 
 class ReadyModel(Baseline):
-    """The model alone in a waiting process: the lower bound. Timed inside, without a network."""
+    """Lower bound: the model alone in a waiting process, timed there, without a network."""
 
     name = "ready"
 
@@ -32,7 +32,7 @@ class ReadyModel(Baseline):
 
 
 class StopAndStart(Baseline):
-    """Stop-and-start: kill the running process and start one for the request; the device is empty.
+    """Stop-and-start: kill the process that trains, then start a process that answers the request.
 
     It is as fast as a user could make it: SIGKILL, no random initialisation, weights mapped, files
     in the page cache.

@@ -1,8 +1,8 @@
-"""Torch side of the baselines: plain PyTorch, without any part of the server.
+"""Processes of the baselines that compute with plain PyTorch, without any part of the server.
 
-Verbs: ``weights`` writes a model's tensors to safetensors; ``ready`` keeps the eager model in a
-process; ``once`` is the process of stop-and-start, which imports, builds, loads and runs;
-``tensors`` copies a model's tensors one by one.
+Verbs: ``weights`` writes a model's tensors to a safetensors file; ``ready`` waits with the eager
+model in memory; ``once`` is the process of stop-and-start, which imports torch, builds and loads
+the model, and runs it; ``tensors`` copies a model's tensors one by one.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ STARTED_AT_MS = time.monotonic() * 1000
 
 
 def write_weights(order: dict[str, Any]) -> None:
-    """Write all tensors, also buffers that are not persistent, and the inputs of one request.
+    """Write a model's tensors, with its buffers that are not persistent, and one request's inputs.
 
     Also write the model packed group by group, for the baselines that copy it in groups.
     """
@@ -56,7 +56,7 @@ def write_weights(order: dict[str, Any]) -> None:
 
 
 def save_tensors(module: nn.Module, path: str) -> None:
-    """Write all tensors; a tensor with two names is written once."""
+    """Write all tensors of a module to a safetensors file; write a tensor with two names once."""
     from safetensors.torch import save_file
 
     tensors, saved = {}, set()
@@ -73,7 +73,7 @@ def _named_tensors(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def ready(order: dict[str, Any]) -> None:
-    """Build the model once; then run it and print the time for each input line."""
+    """Build the model once; then, for each input line, run it and print the time."""
     import torch
 
     from . import plain
@@ -100,7 +100,7 @@ def _answer(module: nn.Module, inputs: list[torch.Tensor]) -> None:
 def once(order: dict[str, Any]) -> None:
     """Load and run the model as fast as possible: no random initialisation, weights mapped.
 
-    After the first answer, run it again for each input line.
+    After the first answer, run the model again for each input line.
     """
     import torch
     from safetensors.torch import load_file
@@ -130,7 +130,7 @@ def once(order: dict[str, Any]) -> None:
 
 
 def _assign(module: nn.Module, tensors: dict[str, torch.Tensor]) -> None:
-    """Replace the meta tensors by those of the file; tied names share one tensor."""
+    """Replace a module's meta tensors by the file's tensors; tied names share one tensor."""
     from torch import nn
 
     parameters: dict[int, torch.Tensor] = {}
@@ -149,7 +149,7 @@ def _assign(module: nn.Module, tensors: dict[str, torch.Tensor]) -> None:
 
 
 def tensors(order: dict[str, Any]) -> None:
-    """Print the sizes of a model's tensors; for each input line allocate and copy all of them."""
+    """Print the sizes of a model's tensors; then, for each input line, allocate and copy them."""
     import torch
 
     from . import plain
@@ -169,7 +169,7 @@ VERBS = {"weights": write_weights, "ready": ready, "once": once, "tensors": tens
 
 
 def main(verb: str, order: str) -> None:
-    """Run a verb. Ctrl-C also reaches the benchmark, which reports it for both processes."""
+    """Run a verb. Ctrl-C ends this process silently: the benchmark also gets it, and reports it."""
     try:
         VERBS[verb](json.loads(order))
     except KeyboardInterrupt:

@@ -1,8 +1,8 @@
-"""``bench crowd``: a modest client beside clients that send expensive requests.
+"""``bench crowd``: one modest client while other clients (attackers) send expensive requests.
 
-The client is measured over all protocols: alone, beside attackers of one kind, and beside all kinds
-for ten minutes. The memory of each process at rest is measured before and after. Each attack runs
-in its own process.
+The modest client is measured over all protocols: alone, during each kind of attack, and during all
+attacks at once for ten minutes. The memory of each server process is measured before and after
+these ten minutes, while no client sends. Each attack runs in its own process.
 """
 
 from __future__ import annotations
@@ -36,22 +36,20 @@ from .trials import Arm, Numbers, Run, now_ms
 
 TURN_S: Final = 4.0
 QUICK_TURN_S: Final = 1.5
-SETTLE_S: Final = (
-    0.5  # pause before each turn, until earlier requests have ended or the attack has begun
-)
+SETTLE_S: Final = 0.5  # unmeasured time before each turn: earlier requests end, an attack begins
 PAUSE_S: Final = 0.003  # pause between two requests of a caller
 MODEST, GREEDY = "modest", "greedy"
 TOWER: Final = "benchmarks.factories:tower_24"  # one run takes about 2 ms
 X: Final = np.ones((1, 512), np.float32)
-ATTACKER, INNOCENT = "127.0.0.2", "127.0.0.3"  # sources over HTTP; gRPC: 127.0.0.1
-LONG_IDS: Final = 6 << 20  # 48 MiB
-TEXT_MODELS: Final = 8  # number of models with an endless template, and of good ones
+ATTACKER, INNOCENT = "127.0.0.2", "127.0.0.3"  # callers' addresses over HTTP; gRPC uses 127.0.0.1
+LONG_IDS: Final = 6 << 20  # number of token ids in a long input, which are 48 MiB
+TEXT_MODELS: Final = 8  # number of models with the endless template, and of models with a good one
 ENDLESS: Final = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
 TEMPLATE: Final = "{% for one in messages %}{{ one.content }}{% endfor %}"
 SOAK_S: Final = 600.0
 REST_S: Final = 20.0
-MAX_TIMES: Final = 5.0  # limit of p99 beside an attack, relative to p99 alone
-MAX_GROWTH: Final = 1.5  # limit of a process's memory at rest
+MAX_TIMES: Final = 5.0  # limit of the modest client's p99 during an attack / its p99 alone
+MAX_GROWTH: Final = 1.5  # limit of a process's memory at rest after all attacks / before them
 
 
 class Addresses(NamedTuple):
@@ -63,11 +61,11 @@ class Addresses(NamedTuple):
 
 
 Act = Callable[[Addresses, int], Awaitable[None]]
-"""Function that sends one request of the caller with this number."""
+"""Function that sends one attacking request, given the server's addresses and a caller's number."""
 
 
 async def post(to: Addresses, path: str, body: bytes, lines: str = "") -> None:
-    """Send a request from the attacker's address over its own connection."""
+    """Send a request from the attacker's address over a new connection, and read the answer."""
     host, _, port = to.http.rpartition(":")
     reader, writer = await asyncio.open_connection(host, int(port), local_addr=(ATTACKER, 0))
     head = f"POST {path} HTTP/1.1\r\nHost: {host}\r\nConnection: close\r\n{lines}"
@@ -79,7 +77,7 @@ async def post(to: Addresses, path: str, body: bytes, lines: str = "") -> None:
 
 
 def chat(model: str, more: str = "") -> bytes:
-    """Return the body of a chat; ``more`` has further fields of its message as JSON."""
+    """Return the body of a chat request; ``more`` has further JSON fields of its only message."""
     message = f'{{"role":"user","content":"ab"{more}}}'
     return f'{{"model":"{model}","max_tokens":4,"messages":[{message}]}}'.encode()
 
@@ -156,7 +154,7 @@ ATTACKS: Final[dict[str, tuple[int, Act]]] = {  # number of callers, and their a
 
 
 def run(bench: Run, _: Any = ()) -> None:
-    """Measure a modest client alone and beside each attack, then beside all attacks for minutes."""
+    """Measure a modest client alone and during each attack, then during all attacks for minutes."""
     options: Any = {"arena": "256MiB", "http": True, "tcp_roles": ("infer", "register")}
     with (
         server(**options) as running,
@@ -217,7 +215,7 @@ Asks = Mapping[str, Callable[[], object]]
 
 @contextlib.contextmanager
 def innocent(to: Addresses) -> Iterator[Asks]:
-    """Yield functions that send the modest client's requests, by protocol."""
+    """Yield functions, by protocol, each of which sends one request of the modest client."""
     import grpc
 
     host, _, port = to.http.rpartition(":")
@@ -249,7 +247,7 @@ def innocent(to: Addresses) -> Iterator[Asks]:
 
 
 def turn(asks: Asks, seconds: float) -> Numbers:
-    """Send requests of all protocols in turn for some seconds; return times and refusals."""
+    """Send requests over each protocol in turn for some seconds; return p99 times and refusals."""
     times_ms: dict[str, list[float]] = defaultdict(list)
     refused: Counter[str] = Counter()
     until_ms = now_ms() + seconds * 1000
@@ -268,7 +266,7 @@ def turn(asks: Asks, seconds: float) -> Numbers:
 
 @contextlib.contextmanager
 def attacked(to: Addresses, name: str) -> Iterator[None]:
-    """Run one attack, or all, in a separate process during the block."""
+    """Run one attack, or with ``all`` every attack, in another process during the block."""
     command = [sys.executable, "-m", __name__, json.dumps(to), name]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as child:
         assert child.stdout is not None
@@ -278,7 +276,7 @@ def attacked(to: Addresses, name: str) -> Iterator[None]:
 
 
 async def attack(to: Addresses, chosen_name: str) -> None:
-    """Run an attack until the process is killed."""
+    """Run one attack, or with ``all`` every attack, until the process is killed."""
 
     async def again(act: Act, number: int) -> None:
         while True:
@@ -311,7 +309,7 @@ def _beside_one_kind(bench: Run, name: str, to: Addresses, asks: Asks) -> None:
 
 
 def soak(bench: Run, to: Addresses, asks: Asks, server_pid: int) -> None:
-    """Run all attacks at once for minutes; compare memory at rest before and after."""
+    """Run all attacks at once for minutes; compare the processes' memory before and after them."""
     seconds = SOAK_S / 10 if bench.is_quick else SOAK_S
     bench.say(f"all at once: {seconds:.0f} s")
     turn(asks, QUICK_TURN_S)
@@ -328,7 +326,7 @@ def soak(bench: Run, to: Addresses, asks: Asks, server_pid: int) -> None:
 
 
 def _memory_mib(server_pid: int) -> dict[str, float]:
-    """Return the private memory in MiB of a server's processes, the largest of each kind.
+    """Return, for each kind of server process, the largest private memory of one process in MiB.
 
     Shared memory (arena, pool, store, shares) is left out: its sizes are fixed, and it counts for a
     process only while no other process has mapped it.

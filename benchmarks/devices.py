@@ -21,7 +21,7 @@ QUICK_WINDOW_S: Final = 6.0
 
 
 def run(bench: Run, _: Any = ()) -> None:
-    """Run the case on two devices; each serves one of two equal models."""
+    """Measure a server with two devices, each of which serves one of two equal models."""
     with serving(
         MODELS[MODEL],
         1,
@@ -44,7 +44,7 @@ def _bring(job: Training, device: str) -> None:
 
 
 def _requests_stay(bench: Run, running: RunningServer, job: Training, inputs: Any) -> None:
-    """Measure the job's progress and the requests beside it."""
+    """Measure the job's speed and the requests' times, while the job waits or moves away."""
     case, seconds = "requests stay", QUICK_WINDOW_S if bench.is_quick else WINDOW_S
 
     def measure(meanwhile: Callable[[], Any]) -> Numbers:

@@ -9,7 +9,7 @@ from .models import MLP_WIDTH
 
 
 def mlp() -> nn.Module:
-    """Return twelve times (2048 by 2048, ReLU), without biases: 201,326,592 bytes."""
+    """Return 12 linear layers of 2048 by 2048, each with a ReLU, no biases: 201,326,592 bytes."""
     layers: list[nn.Module] = []
     for _ in range(12):
         layers += [nn.Linear(MLP_WIDTH, MLP_WIDTH, bias=False), nn.ReLU()]
@@ -17,7 +17,7 @@ def mlp() -> nn.Module:
 
 
 def small_mlp() -> nn.Module:
-    """Return three small layers, for quick trials of the baselines themselves."""
+    """Return a model of three small layers, on which the baselines themselves are tried quickly."""
     return nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 64), nn.Linear(64, 8))
 
 
@@ -29,7 +29,7 @@ class FirstColumn(nn.Module):
         self.weight = nn.Parameter(torch.ones(1))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Return the weighted first column, [1], of ``x``: [1, n] float32."""
+        """Return the first number of ``x``, [1, n] float32, times the weight; the shape is [1]."""
         return (x[:, :1] * self.weight).sum(dim=1)
 
 
@@ -39,13 +39,13 @@ def first_column() -> nn.Module:
 
 
 def tower_24() -> nn.Module:
-    """Return 24 layers of 512 by 512 and ReLU, without biases: 24 MiB."""
+    """Return 24 linear layers of 512 by 512 without biases, each with a ReLU: 24 MiB."""
     pairs = [(nn.Linear(512, 512, bias=False), nn.ReLU()) for _ in range(24)]
     return nn.Sequential(*(module for pair in pairs for module in pair))
 
 
 def bert_base_like() -> nn.Module:
-    """Return a BERT-base-shaped encoder over embeddings: 12 layers, 768 wide, 12 heads, 85 M."""
+    """Return an encoder of BERT-base's shape, on embeddings: 12 layers, 12 heads, 85 M weights."""
     layer = nn.TransformerEncoderLayer(
         768, 12, dim_feedforward=3072, batch_first=True, activation="gelu"
     )
@@ -53,12 +53,12 @@ def bert_base_like() -> nn.Module:
 
 
 def tiny() -> nn.Module:
-    """Return the model of the GPU stages on a machine without a GPU."""
+    """Return the model that the GPU stages use on a machine without a GPU."""
     return nn.Sequential(*(part for _ in range(4) for part in (nn.Linear(64, 64), nn.ReLU())))
 
 
 class _FirstOutput(nn.Module):
-    """A model of transformers, reduced to its first output."""
+    """A model from the transformers library that returns only its first output."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
@@ -84,14 +84,14 @@ def distilbert() -> nn.Module:
 
 
 def gpt2() -> nn.Module:
-    """Return GPT-2 with random weights, without its files and without a cache."""
+    """Return GPT-2 with random weights and without a key-value cache; download no files."""
     from transformers import GPT2Config, GPT2LMHeadModel
 
     return _FirstOutput(GPT2LMHeadModel(GPT2Config(use_cache=False)))
 
 
 class _Residual(nn.Module):
-    """Three convolutions; the output of the first is added to that of the third."""
+    """Three convolutions; the first one's output is added to the third one's output."""
 
     def __init__(self, width: int) -> None:
         super().__init__()

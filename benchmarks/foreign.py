@@ -1,4 +1,4 @@
-"""Programs in other virtual environments: found, started, and stopped while others run."""
+"""Programs in other virtual environments, each stopped while another program is measured."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ POLL_S: Final = 0.05
 
 
 def usable(bench: Run, variable: str, names: Sequence[str]) -> list[str]:
-    """Return those packages that are installed; report the others as skipped."""
+    """Return the packages in ``variable``'s virtual environment; report the others as skipped."""
     folder = Path(os.environ.get(variable) or os.devnull)
     present = [name for name in names if [*folder.glob(f"lib/python*/site-packages/{name}")]]
     why = f"{variable} names no virtual environment that has it"
@@ -36,7 +36,7 @@ def usable(bench: Run, variable: str, names: Sequence[str]) -> list[str]:
 
 
 def python_of(variable: str) -> str:
-    """Return the interpreter of the virtual environment that a variable names."""
+    """Return the Python interpreter of the virtual environment that ``variable`` names."""
     return str(Path(os.environ[variable], "bin", "python"))
 
 
@@ -46,7 +46,7 @@ def environment() -> dict[str, str]:
 
 
 def free_port() -> int:
-    """Return a TCP port of this machine on which nobody listens."""
+    """Return a TCP port of 127.0.0.1 on which no program listens now."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
@@ -79,7 +79,7 @@ def send(processes: Sequence[psutil.Process], number: int) -> None:
 
 @dataclass
 class Foreign:
-    """Program that can be stopped (SIGSTOP) while others are measured."""
+    """Program that can be stopped (SIGSTOP) while another program is measured."""
 
     name: str
     process: subprocess.Popen[str] | None = None  # None: the program is never stopped
@@ -116,10 +116,10 @@ def started(
     has_lines: bool = False,
     folder: Path | None = None,
 ) -> Iterator[subprocess.Popen[str]]:
-    """Start a program, wait until ``answers`` does not raise, and stop it with SIGSTOP.
+    """Start a program, call ``answers`` until it returns without an error, then send SIGSTOP.
 
     Args:
-        has_lines: True if it reads requests from standard input and answers on standard output.
+        has_lines: True if the program reads standard input and answers on standard output.
     """
     pipe = subprocess.PIPE if has_lines else subprocess.DEVNULL
     process = subprocess.Popen(
@@ -150,7 +150,7 @@ def started(
 
 
 def _end(process: subprocess.Popen[Any]) -> None:
-    """Terminate the program, so that it removes its shared memory; then kill what remains."""
+    """Terminate the program, so that it removes its shared memory; then kill what has not ended."""
     members = family(process.pid)
     send(members, signal.SIGCONT)
     with contextlib.suppress(ProcessLookupError, subprocess.TimeoutExpired):

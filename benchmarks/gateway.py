@@ -1,9 +1,9 @@
 """``bench gateway``: HTTP with JSON, compared with other servers.
 
-1, 8 and 64 connections each send a request as soon as the last one is answered, over HTTP with
-JSON, which all servers speak. The servers are ours and those in the virtual environment named by
-``PIPESWITCH_BENCH_RIVALS`` (``kserve``, ``litserve`` and ``ray[serve]``); they take turns, and the
-others are stopped."""
+1, 8 or 64 connections send requests over HTTP with JSON, which all servers speak. A connection
+sends its next request when it has the answer to the last one. Our server is compared with the
+servers in the virtual environment that ``PIPESWITCH_BENCH_RIVALS`` names (``kserve``, ``litserve``,
+``ray[serve]``). The servers take turns; while one is measured, the others are stopped."""
 
 from __future__ import annotations
 
@@ -37,12 +37,12 @@ LOAD_S: Final = {SMALL.name: 3.0, "resnet50": 6.0, "bert-base": 6.0}
 QUICK_LOAD_S: Final = 1.0
 NAMES: Final = {"exact": "pipeswitch", "fast": "pipeswitch, fast"}
 DATATYPES: Final = {"float32": "FP32", "int64": "INT64"}
-MIN_THROUGHPUT: Final = {SMALL.name: 2.0, "resnet50": 1.7, "bert-base": 1.7}  # of a rival's
-MAX_P99: Final = 0.5  # at most, relative to a rival's; only for the small model
+MIN_THROUGHPUT: Final = {SMALL.name: 2.0, "resnet50": 1.7, "bert-base": 1.7}  # ours / a rival's
+MAX_P99: Final = 0.5  # limit of our p99 / a rival's p99; only for the small model
 
 
 def run(bench: Run, models: Sequence[str] = ()) -> None:
-    """Load all servers in turn, for each model."""
+    """Measure all servers in turn with each model."""
     for setting in settings(bench, models, tuple(MIN_THROUGHPUT), (SMALL.name,)):
         model = setting.model
         room = 2 * model.room_bytes + SLICE_ROOM_BYTES
@@ -95,7 +95,7 @@ def json_request(inputs: Mapping[str, Any], path: str) -> bytes:
 async def ask(
     reader: asyncio.StreamReader, writer: asyncio.StreamWriter, request: bytes
 ) -> tuple[int, bytes]:
-    """Send a request over an open connection; return the answer's status and its head."""
+    """Send a request over an open connection; return the answer's HTTP status and header bytes."""
     writer.write(request)
     head = (await reader.readuntil(b"\r\n\r\n")).lower()
     await reader.readexactly(int(head.partition(b"content-length:")[2].partition(b"\r\n")[0]))
@@ -110,7 +110,7 @@ def infer_message(model: str, x: Any, name: str) -> bytes:
 
 
 def _field(number: int, data: bytes) -> bytes:
-    """Return an encoded protobuf field of bytes."""
+    """Return ``data`` encoded as the protobuf field with this number."""
     return _number(number << 3 | 2) + _number(len(data)) + data
 
 
@@ -125,7 +125,7 @@ def _number(value: int) -> bytes:
 
 @dataclass
 class _Server(foreign.Foreign):
-    """Our server or a rival, with the path of its requests."""
+    """Our server or a rival, with its address and the URL path of its requests."""
 
     address: str = ""
     path: str = ""
@@ -206,7 +206,7 @@ def _output(one: _Server, inputs: Mapping[str, Any]) -> Any:
 
 
 async def _load(one: _Server, request: bytes, count: int, seconds: float) -> Numbers:
-    """Send a request on each connection as soon as the last one is answered."""
+    """Send requests over ``count`` connections for some seconds, one at a time on each."""
     taken_ms: list[float] = []
 
     async def caller() -> None:

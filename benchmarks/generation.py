@@ -1,10 +1,10 @@
-"""``bench generation``: speed, first tokens of cold models, and more models than fit.
+"""``bench generation``: tokens a second, first tokens of cold models, and more models than fit.
 
-*served* is a server over its owner's socket; *generate* is transformers' ``generate()`` alone in a
-process. Both must return the same tokens. A cold model's first token is compared with the larger of
-its copy time and a resident model's time for the prompt. Four models share memory for one and a
-half: requests come at random (Poisson). This is compared with memory for all, and with starting a
-process for each request."""
+*served* is our server over its owner's socket; *generate* is transformers' ``generate()`` alone in
+a process. Both must return the same tokens. The time of a cold model's first token is compared with
+its copy time or a resident model's time for the prompt, whichever is larger. Four models get random
+requests (Poisson) in an arena with room for 1.5 models. These times are compared with an arena that
+holds all four, and with starting a process for each request."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ from .trials import Arm, Numbers, Run, now_ms
 FOUR: Final = 4
 ROUNDS, QUICK_ROUNDS = 7, 2
 SECONDS, QUICK_SECONDS = 60.0, 8.0
-A_SECOND: Final = 0.6  # requests a second, for all four models together
+A_SECOND: Final = 0.6  # requests per second to the four models together
 
 
 def run(bench: Run, _: Sequence[str] = ()) -> None:
-    """Measure the speed of each size, and the other cases with the larger size."""
+    """Measure the speed of each model size, and the other cases with only the larger size."""
     for size in lm.SIZES[:1] if bench.is_quick else lm.SIZES:
         with lm.placed(bench, size, 1) as place:
             _speed(bench, place)
@@ -70,7 +70,7 @@ def _cold(bench: Run, place: lm.Place) -> None:
     with lm.served(place) as (_, client):
         for count in lm.PROMPTS:
             case = f"first token, prompt of {count}"
-            seeds = iter(range(count << 16, 1 << 31))  # no prompt twice, so no result is reused
+            seeds = iter(range(count << 16, 1 << 31))  # each prompt is new: no result is reused
             arms = [
                 Arm(arm, partial(_first, client, name, place.size, count, seeds))
                 for arm, name in (("cold", "lm-0"), ("resident", "lm-0"), ("other", "lm-1"))
@@ -85,7 +85,7 @@ def _cold(bench: Run, place: lm.Place) -> None:
 
 
 def _first(client: Client, name: str, size: lm.Size, count: int, seeds: Iterator[int]) -> Numbers:
-    """Measure an answer of one token to a new prompt."""
+    """Measure the answer to a new prompt of ``count`` tokens; the answer has one token."""
     [ids] = size.prompts(1, count, next(seeds))
     began_ms = now_ms()
     with client.generate(name, ids, max_new_tokens=1) as answer:
@@ -107,7 +107,7 @@ def _four(bench: Run, place: lm.Place) -> None:
     for arm, rooms in (("switching", 1.5), ("all resident", float(FOUR))):
         bench.say(f"{case}: {arm}, {seconds:.0f} s")
         with lm.served(place, rooms) as (_, client):
-            for number in range(FOUR):  # each model answers once before
+            for number in range(FOUR):  # warm up each model with one answer
                 list(client.generate(f"lm-{number}", [1, 2, 3], max_new_tokens=2))
             for number, row in enumerate(_by_chance(client, place.size, seconds, bench.seed)):
                 bench.record(case, arm, number, row)
@@ -143,7 +143,7 @@ def _four(bench: Run, place: lm.Place) -> None:
 
 
 def _by_chance(client: Client, size: lm.Size, seconds: float, seed: int) -> list[Numbers]:
-    """Send random requests of 32 tokens for 16 new tokens, the same requests for each arm."""
+    """Send prompts of 32 tokens at times that follow from the seed; each asks for 16 new tokens."""
     chance, rows, threads = random.Random(seed), list[Numbers](), list[threading.Thread]()
 
     def ask(name: str, prompt: list[int]) -> None:

@@ -2,18 +2,19 @@
 
     python -m benchmarks.gpu [--out DIR] [--budget 540] [--dry-run] [stage …]
 
-Each stage is a process with its own time limit, so that a stage that hangs or crashes harms no
-other: facts; each mechanism alone, without a server; tests of torch and of the device; a server
-with the lowest rungs, then with one higher rung at a time; then the numbers. A stage is left out,
-and says so, only if a mechanism that it needs is broken. After each stage the files
-``gpu-<name>-<date>.json`` and ``.md`` are written again into ``--out`` (benchmarks/results). The
-exit status is 0 when every stage ended well, 3 without a GPU. ``--dry-run`` runs every stage's
-program; without a GPU each says that it needs one. docs/gpu.md explains the results.
+Each stage is a process with its own time limit, so that a stage that hangs or crashes does not harm
+the next one. The stages: facts of the machine; each mechanism (rung) alone, without a server; tests
+of torch and of the device; a server with only the mechanisms that it cannot do without, then with
+one faster mechanism at a time; measurements. If a mechanism is broken, the stages that need it are
+reported as not run. After each stage the files ``gpu-<name>-<date>.json`` and ``.md`` are written
+again into ``--out`` (benchmarks/results).
+The exit status is 0 if every stage succeeded, 3 without a GPU. ``--dry-run`` runs every stage's
+program; without a GPU, each stage reports that it needs a GPU. docs/gpu.md explains the results.
 
-It runs with the packages of the machine: torch >= 2.11 with CUDA, torchvision, numpy, safetensors,
-click, rich, pytest, pytest-timeout, hypothesis. A machine without a package index needs wheels of
-pyzmq and msgspec. BERT-base is transformers' if that is installed, else an encoder of its shape. A
-fresh clone needs no installation: the checkout is put on the path.
+The machine needs torch >= 2.11 with CUDA, torchvision, numpy, safetensors, click, rich, pytest,
+pytest-timeout, hypothesis; without a package index, also wheels of pyzmq and msgspec. BERT-base is
+transformers' model if that is installed, else an encoder of its shape. A fresh clone needs no
+installation: this command puts the checkout on the path.
 """
 
 from __future__ import annotations
@@ -38,10 +39,10 @@ from .gpu_common import MARK, NEEDS_A_GPU, ROOT, RUNGS
 
 BUDGET_S = 540.0
 MIN_S = 8.0  # a stage is not begun with less time left
-TAIL = 3000  # characters kept of a failed stage's other output
-LOG_TAIL = 4000  # characters kept of each log of a server that failed
+TAIL = 3000  # kept characters of a failed stage's output, apart from its findings
+LOG_TAIL = 4000  # kept characters of each log of a failed server
 MARK_OF_A_STAGE = "PIPESWITCH_GPU_STAGE"  # variable in the environment of all processes of a stage
-LEAVE_S = 10.0  # time for a killed stage's processes to end, each with a CUDA context
+LEAVE_S = 10.0  # time for a killed stage's processes to end; each frees a CUDA context
 
 
 @dataclass(frozen=True)
@@ -51,7 +52,7 @@ class Stage:
     name: str
     limit_s: float
     command: tuple[str, ...]
-    needs: tuple[str, ...] = ()  # mechanisms without which it would fail
+    needs: tuple[str, ...] = ()  # mechanisms without which the stage would fail
 
 
 def _server(rung: str, *needs: str) -> Stage:
@@ -67,7 +68,7 @@ def _serving(limit_s: float, *words: str) -> Stage:
 
 
 STAGES = (
-    # The first import of torch from a cold disk may take a minute: the first stage has time for it.
+    # The first stage imports torch, perhaps from a cold disk, which may take a minute.
     Stage("facts", 150, ("-m", "benchmarks.gpu_environment")),
     Stage("mechanisms", 240, ("-m", "benchmarks.gpu_mechanisms")),
     Stage("raw", 60, ("-m", "benchmarks.gpu_tests", "raw"), ("device", "memory", "torch")),
@@ -99,12 +100,12 @@ class Outcome:
     tail: str = ""
 
     def first(self, key: str) -> Any:
-        """Return the first value found under a key."""
+        """Return the value of a key in the first finding that has the key; None without one."""
         return next((result[key] for result in self.results if key in result), None)
 
 
 def run_stage(stage: Stage, left_s: float, environment: dict[str, str]) -> Outcome:
-    """Run one stage to its end or to its time limit; keep its findings up to then."""
+    """Run one stage until it ends or its time is over; return the findings that it has printed."""
     limit_s = min(stage.limit_s, left_s)
     began_s, began_at_s = time.monotonic(), time.time()
     mark = f"{os.getpid()}-{stage.name}-{began_at_s}"
@@ -125,7 +126,7 @@ def run_stage(stage: Stage, left_s: float, environment: dict[str, str]) -> Outco
             timed_out = True
         finally:
             with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)  # its servers and children, too
+                os.killpg(process.pid, signal.SIGKILL)  # ends the stage's servers and children, too
             process.wait()
             stayed = end_leftovers(mark)
         output.seek(0)
@@ -145,8 +146,8 @@ def run_stage(stage: Stage, left_s: float, environment: dict[str, str]) -> Outco
 
 
 def end_leftovers(mark: str) -> list[str]:
-    """Wait until a stage's processes outside of its process group have ended (a server's fork
-    server and children leave with the controller). Kill the others, and return their names."""
+    """Wait until a stage's processes outside its process group have ended (a server's fork server
+    and children end after the controller). Then kill those still alive, and return their names."""
     ends_at_s = time.monotonic() + LEAVE_S
     entry = f"{MARK_OF_A_STAGE}={mark}".encode()
     while pids := _with_environment(entry):
@@ -162,7 +163,7 @@ def end_leftovers(mark: str) -> list[str]:
 
 
 def _with_environment(entry: bytes) -> list[int]:
-    """Return the processes that were started with this environment entry."""
+    """Return the ids of processes that were started with this entry (``NAME=value``) of environ."""
     pids = []
     for path in Path("/proc").glob("[0-9]*/environ"):
         with contextlib.suppress(OSError):
@@ -172,7 +173,7 @@ def _with_environment(entry: bytes) -> list[int]:
 
 
 def server_logs(since_s: float) -> list[str]:
-    """Return the ends of logs that failed servers left behind; a clean stop removes logs."""
+    """Return the ends of logs that failed servers left behind; a clean stop removes the logs."""
     lines = []
     for path in sorted(Path("/tmp").glob("pipeswitch-*/state/**/*.log")):
         with contextlib.suppress(OSError):
@@ -186,7 +187,7 @@ def _split(text: str) -> tuple[list[dict[str, Any]], str]:
     results, rest = [], []
     for line in text.splitlines():
         if line.startswith(MARK):
-            with contextlib.suppress(ValueError):  # the line was cut off by the kill
+            with contextlib.suppress(ValueError):  # a killed stage may leave half a line
                 results.append(json.loads(line[len(MARK) :]))
                 continue
         rest.append(line)
@@ -226,14 +227,14 @@ class Report:
 
     @property
     def broken(self) -> dict[str, str]:
-        """Mechanisms that failed or could not be tried, with reasons, in the order of the rungs."""
+        """Mechanisms that failed or could not be tried, each with the reason, in test order."""
         if any(outcome.status == "needs a GPU" for outcome in self.outcomes):
-            return {}  # nothing is known about them; a dry run tries every stage
+            return {}  # no mechanism was tried; a dry run still runs every stage
         rows = self._results("mechanism")
         return {row["mechanism"]: str(row["text"]) for row in rows if row["outcome"] != "ok"}
 
     def verdict(self) -> str:
-        """Return the first broken rung or, if all rungs hold, the first stage that failed."""
+        """Return the first broken rung (mechanism) or, if all work, the first stage that failed."""
         for name, why in self.broken.items():
             return f"first broken rung: {name}: {why}"
         for outcome in self.outcomes:
@@ -244,7 +245,7 @@ class Report:
         return "every rung holds"
 
     def markdown(self) -> str:
-        """Return the report as Markdown: first broken rung, mechanisms, stages, switches."""
+        """Return the report as Markdown: the verdict, then mechanisms, stages and switches."""
         lines = [f"# GPU run on {self.name}", "", f"`{self._command}`, commit {_commit()}", ""]
         lines += [f"**{self.verdict()}**", "", "| mechanism | outcome | finding | s |"]
         lines += ["|---|---|---|---|"]
@@ -309,7 +310,7 @@ def main() -> int:
     stages = [stage for stage in STAGES if not options.stages or stage.name in options.stages]
     with contextlib.ExitStack() as cleanup:
         folder = options.out
-        if options.dry_run:  # its files must not look like results
+        if options.dry_run:  # files of a dry run must not look like results
             folder = Path(cleanup.enter_context(tempfile.TemporaryDirectory()))
         return run_all(stages, folder, options.budget, stops_early=not options.dry_run)
 

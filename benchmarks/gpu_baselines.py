@@ -1,9 +1,9 @@
-"""Baselines of the GPU switch benchmark: plain PyTorch in one process, with a request per line.
+"""Baselines of the GPU switch benchmark: plain PyTorch in one process that reads requests as lines.
 
 Arms: ``ready-eager`` and ``ready-graph`` have the model on the device; ``serial`` copies all
 weights from pinned memory, then computes (PipeSwitch without the pipeline); ``to-device`` calls
-``module.to`` on ordinary memory. Like a request, each starts with the input in host memory and
-ends with the output there.
+``module.to`` on ordinary memory. As for a request to a server, each trial begins with the input in
+host memory and ends with the output in host memory.
 """
 
 from __future__ import annotations
@@ -106,7 +106,7 @@ class Arms:
 
 
 def answer(order: dict[str, Any]) -> None:
-    """Print one JSON line for each input line ``arm batch``."""
+    """Read lines ``arm batch``; for each, run the arm and print its times as one JSON line."""
     arms = Arms(order)
     calls = {
         "ready-eager": arms.ready_eager,
@@ -124,7 +124,7 @@ def answer(order: dict[str, Any]) -> None:
 
 
 def sums(output: Any) -> tuple[float, float]:
-    """Copy the output to the host, as for a request; return its sum and sum of magnitudes."""
+    """Copy the output to the host, as for a request; return its sum, and its magnitudes' sum."""
     value = output
     while not hasattr(value, "double"):
         value = value[0] if isinstance(value, tuple | list) else next(iter(value.values()))

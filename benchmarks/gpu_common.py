@@ -1,4 +1,4 @@
-"""Shared parts of the stages of ``gpu.py``: output, the required device, the models."""
+"""Shared parts of the stages of ``gpu.py``: printing of findings, the required GPU, the models."""
 
 from __future__ import annotations
 
@@ -18,24 +18,24 @@ ROOT = Path(__file__).resolve().parent.parent
 
 MARK = "RESULT "
 NEEDS_A_GPU = 3  # exit status of a stage without a GPU
-BINDINGS = "PIPESWITCH_DEVICE__BINDINGS"  # variable for the bindings; the tests set a stand-in
-DEV = "PIPESWITCH_GPU_DEV"  # variable for a folder instead of /dev, in which the tests put nodes
-RUNGS = "PIPESWITCH_GPU_RUNGS"  # variable with the self-test's choices, for later stages
+BINDINGS = "PIPESWITCH_DEVICE__BINDINGS"  # names the package of CUDA bindings; tests use a stand-in
+DEV = "PIPESWITCH_GPU_DEV"  # names a folder that replaces /dev in tests
+RUNGS = "PIPESWITCH_GPU_RUNGS"  # mechanisms that the self-test chose, which later stages reuse
 
 
 def put(**values: Any) -> None:
-    """Print one finding; it is kept even if the stage is killed later."""
+    """Print one finding at once, so that the report has it even if the stage is killed later."""
     sys.stdout.write(MARK + json.dumps(values, default=str) + "\n")
     sys.stdout.flush()
 
 
 def package() -> str:
-    """Return the name of the bindings in use."""
+    """Return the name of the Python package with the CUDA bindings in use."""
     return os.environ.get(BINDINGS, "cuda.bindings")
 
 
 def is_fake() -> bool:
-    """Return True with stand-in bindings: everything is small, and times mean nothing."""
+    """Return True with the tests' stand-in bindings: models are small, and times mean nothing."""
     return package() != "cuda.bindings"
 
 
@@ -51,7 +51,7 @@ def require_gpu() -> dict[str, Any]:
 
 
 def end_without(why: str, kind: str) -> int:
-    """Return the exit status of a stage without a usable device; a fault must not count as no GPU.
+    """Return the exit status of a stage without a usable GPU, which differs if a GPU has a fault.
 
     Args:
         kind: kind of ``NoCudaDevice``; empty for any other fault.
@@ -71,14 +71,14 @@ def device_nodes() -> list[str]:
 
 
 def rung_environment() -> dict[str, str]:
-    """Return settings with the self-test's rungs, so that servers start without their own test."""
+    """Return settings for the mechanisms that the self-test chose, so that servers run no test."""
     rungs = json.loads(os.environ.get(RUNGS, "{}"))
     return {f"PIPESWITCH_DEVICE__{key.upper()}": value for key, value in rungs.items()}
 
 
 @contextlib.contextmanager
 def served(arena: str, store: str = "512MiB", **environment: str) -> Iterator[tuple[Any, Any]]:
-    """Yield a server on the GPU and its client; if the block fails, put the end of its log."""
+    """Yield a server on the GPU and its client; if the block fails, print the end of the log."""
     from pipeswitch.testing import server
 
     with (
@@ -114,9 +114,9 @@ def percentiles(values: list[float]) -> dict[str, float]:
 
 @dataclass(frozen=True)
 class GpuModel(BenchModel):
-    """A model with its target."""
+    """A model with the target of its cold switch."""
 
-    target: float = 0.0  # limit of cold / ready-eager at batch 8
+    target: float = 0.0  # limit of a cold switch's time / ready-eager's time, at batch 8
 
 
 def _images(side: int) -> dict[str, tuple[tuple[int, ...], str]]:
@@ -124,7 +124,7 @@ def _images(side: int) -> dict[str, tuple[tuple[int, ...], str]]:
 
 
 def models() -> dict[str, GpuModel]:
-    """Return the models by name; BERT-base is transformers' if installed, else one of its shape."""
+    """Return the models by name; without transformers, BERT-base is an encoder of its shape."""
     import importlib.util
 
     if is_fake():

@@ -1,4 +1,4 @@
-"""Stage: facts of the machine. It imports nothing of PipeSwitch, whose faults could hide a fact."""
+"""Stage that prints facts of the machine. A fault of PipeSwitch hides none: it is not imported."""
 
 from __future__ import annotations
 
@@ -109,9 +109,9 @@ def _bindings() -> None:
 
 
 def _torch() -> None:
-    """Test torch alone, to separate its own failures from PipeSwitch's.
+    """Test torch alone, to separate its failures from PipeSwitch's.
 
-    It also brings torch's files into the page cache, from which the mechanisms then import it.
+    The test also brings torch's files into the page cache, so that later stages import it faster.
     """
     if not is_fake():
         began_ms = now_ms()
@@ -120,7 +120,7 @@ def _torch() -> None:
 
 
 def _said(command: list[str], limit_s: float) -> str:
-    """Return a program's output, or how the program ended."""
+    """Return a program's output or, if it failed, a text that says how it ended."""
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=limit_s)
     except (OSError, subprocess.TimeoutExpired) as error:

@@ -1,8 +1,9 @@
-"""Stage: each mechanism alone, without the server: on bindings, on torch, then on both.
+"""Stage that tests each mechanism without a server: with CUDA bindings, with torch, with both.
 
-These are the self-test's checks (``pipeswitch/devices/cuda/selftest.py``), and checks that no
-server makes at its start. Each runs in a process with 15 s and prints one JSON line; a check that
-cannot run says what it lacks. Mend the first broken one first: it may break the later ones.
+The mechanisms are the checks of the self-test (``pipeswitch/devices/cuda/selftest.py``), and
+further checks that no server makes when it starts. Each runs for at most 15 s in its own process
+and prints one JSON line; a check that cannot run prints what is missing. Repair the first broken
+mechanism first: it may be the reason why later ones fail.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ STEPS = 200
 
 
 def _pinned(rig: Rig) -> str:
-    """Test a mapped and registered memfd; if refused, copies are staged: slower, but correct."""
+    """Test if CUDA registers a mapped memfd; if not, copies are staged: slower, but correct."""
     store = PinnedMapping(rig.cuda(), sealed_memfd("store", PIN_BYTES), PIN_BYTES)
     store.pin(0, PIN_BYTES)
     selftest.round_trip(rig.cuda(), store.address, store.array[:MIB])
@@ -39,7 +40,7 @@ def _pinned(rig: Rig) -> str:
 
 
 def _wait(rig: Rig) -> str:
-    """Test a copy that waits for another stream's data in this process; without torch and IPC."""
+    """Test a copy that waits for data from another stream of this process, without torch or IPC."""
     cuda = rig.cuda()
     base = cuda.malloc(selftest.HEAD_BYTES + selftest.GROUP_BYTES)
     selftest.fill(cuda, base, 0, selftest.HEAD_BYTES + selftest.GROUP_BYTES)
@@ -61,7 +62,7 @@ def _warm(rig: Rig) -> str:
 
 
 def _suspend(rig: Rig) -> str:
-    """Test that a job drains its queue and parks, and that a peer reads and scrubs its memory."""
+    """Test that a job ends its kernels and parks, and that its memory is then read and scrubbed."""
     _, peer = selftest.fork(partial(_be_suspended, rig))
     cuda = rig.cuda()
     block = selftest.share(cuda, peer, SUSPEND_BYTES, 0)
@@ -104,7 +105,7 @@ MECHANISMS: Final[dict[str, SelfTestCheck]] = {
 
 
 def stage() -> int:
-    """Run all mechanisms; put the broken ones, and the rungs that a server would choose."""
+    """Test all mechanisms; print each result, and the mechanisms that a server would choose."""
     _, *names = MECHANISMS
     try:
         findings = look(package(), 0, names, program="benchmarks.gpu_mechanisms")

@@ -1,11 +1,10 @@
-"""Stages with a server on the GPU: ``switch MODEL``, ``training``, ``precision``,
-``soak``.
+"""Stages with a server on the GPU: ``switch MODEL``, ``training``, ``precision``, ``soak``.
 
-``switch``: one model's cold switch, compared with resident, ready-eager, ready-graph, serial,
-to-device and stop-and-start, in turns, at batch 8 and 1. *cold*: the arena holds one of two twins
-(same structure, other weights), and the request is for the other. All arms start and end with
-tensors in host memory. Each answer is compared with ready-eager's: a wrong answer ends the stage.
-``training``: the cost of being preemptible for a job, and how fast it leaves the device.
+``switch`` measures one model at batch 8 and 1. The arms take turns: cold, resident, ready-eager,
+ready-graph, serial, to-device and stop-and-start. *cold*: the arena holds one of two twins (same
+structure, different weights), and the request is for the other twin. All arms begin and end with
+tensors in host memory. Answers are compared with ready-eager's: a wrong answer ends the stage.
+``training``: how much slower a job is because it is preemptible, and how fast it leaves the device.
 ``precision``: bytes, error and times of one model in each precision.
 ``soak``: 2,000 cold switches, after which device bytes, descriptors and answers are unchanged.
 """
@@ -37,9 +36,9 @@ from .training import Suspensions
 
 BATCHES = (8, 1)
 SWITCH_ROUNDS = 25
-WARM_UP_ROUNDS = 8  # every worker runs eagerly once and then captures its graphs
+WARM_UP_ROUNDS = 8  # in which every worker runs eagerly once, then captures its CUDA graphs
 SEED = 0
-TOLERANCE = 1e-4  # relative error of the sum of all outputs, because kernels differ
+TOLERANCE = 1e-4  # allowed relative error of the outputs' sum, because kernels differ
 BASELINE_ARMS = ("ready-eager", "ready-graph", "serial", "to-device")
 TAX_ROUNDS = 2
 REQUESTS = 40
@@ -47,8 +46,8 @@ WARM_UP_STEPS = 15
 WARM_JOB_STEPS = 20  # steps of the job before the first request
 SMALL = ("--width", "64", "--layers", "2", "--batch", "16")
 SWITCHES = 2000
-SETTLE = 60  # switches before the first look, until workers have captured and caches have filled
-ALLOWED_BYTES = 2 * MIB  # allowed growth of the driver's own bookkeeping
+SETTLE = 60  # switches before memory is first read, in which workers capture and caches fill
+ALLOWED_BYTES = 2 * MIB  # growth that the driver's own bookkeeping may cause
 
 
 def switch(name: str) -> None:
@@ -83,7 +82,7 @@ def _switch(model: gpu.GpuModel, folder: Path) -> None:
                 twin, model.source, weights=f"random:{SEED + number}", inputs=model.inputs or None
             )
         put(case=model.name, setup_s=round((now_ms() - began_ms) / 1000, 1))
-        turns = itertools.cycle((0, 1))  # index of the twin, over all batches
+        turns = itertools.cycle((0, 1))  # index of the twin that is requested in a round
         for batch in BATCHES:
             _rounds(model, batch, client, baselines, inputs, turns)
         _stop_and_start(model, order, baselines)
@@ -99,7 +98,7 @@ def _inputs(model: gpu.GpuModel) -> dict[str, Any]:
     from pipeswitch.programs.spec import BuildSpec
 
     shapes = dict(model.inputs)
-    if not shapes:  # only building the source shows its inputs
+    if not shapes:  # the inputs are known only after the source was built
         spec = BuildSpec(name="bench", source=model.source, weights=f"random:{SEED}", inputs={})
         shapes = dict(load_source(spec).inputs)
     specs = example_specs(shapes)
@@ -135,7 +134,7 @@ def _rounds(
                 bills[arm].append(result.timing)
         for arm in BASELINE_ARMS:
             if arm == "to-device" and number % 4:
-                continue  # not timed: the module is copied first, which is slow
+                continue  # only every fourth round, because the arm's untimed preparation is slow
             answer = baselines.ask(arm, batch)
             if "error" in answer:
                 if number == 0:
@@ -153,7 +152,7 @@ def _rounds(
         parts = ("queue_ms", "switch_ms", "copy_ms", "stall_ms", "compute_ms")
         bill = {key: percentiles([getattr(t, key) for t in timings])["p50"] for key in parts}
         put(case=case, arm=arm, bill=bill)
-    # By the server's own clock: dispatch to the end of the last group, without network and SDK.
+    # Times by the server's clock, from dispatch to the end of the last group, without the network.
     served = [t.switch_ms + t.compute_ms for t in bills["cold"]]
     ready = percentiles(times["ready-eager"])["p50"]
     copy_ms = percentiles([t.copy_ms for t in bills["cold"]])["p50"]
@@ -171,7 +170,7 @@ def _rounds(
 
 
 def _stop_and_start(model: gpu.GpuModel, order: dict[str, Any], baselines: _Baselines) -> None:
-    baselines.close()  # the new process needs its memory
+    baselines.close()  # the new process needs the memory of this one
     times = []
     for _ in range(1 if is_fake() else 2):
         began_ms = now_ms()
@@ -218,7 +217,7 @@ def _model() -> tuple[str, ...]:
 
 
 def _tax(client: Any, folder: Path) -> None:
-    """Measure the script plain and as a job, in turns, with default commits."""
+    """Measure the training script in turns as a plain process and as a job with default commits."""
     times_ms: dict[str, list[float]] = {"plain": [], "job": []}
     steps = 40 if is_fake() else 80
     device = ["--device", "cpu" if is_fake() else "cuda"]
@@ -263,7 +262,7 @@ def _preemption(client: Any) -> None:
 
 
 def precision() -> None:
-    """Register one model in each precision; put bytes, error and times, cold and resident."""
+    """Register a model in each precision; print its bytes, error, and cold and resident times."""
     source, shape, room_bytes = "torchvision:resnet50", [8, 3, 224, 224], 128 * MIB
     if is_fake():
         source, shape, room_bytes = "benchmarks.factories:tiny", [8, 64], 0
@@ -339,7 +338,7 @@ def _ask(client: Any, name: str, payload: Any) -> Any:
 
 
 def _look(client: Any) -> dict[str, Any]:
-    """Return the device's free bytes as a fresh process sees them, and the workers' open files."""
+    """Return the device's free bytes, read in a new process, and the workers' open descriptors."""
     from pipeswitch.devices.cuda.examine import examine
 
     device = examine(gpu.package(), 0)["device"]

@@ -1,4 +1,4 @@
-"""Stages: pytest on a GPU, in a process for each file or rung. Usage: ``gpu_tests.py SUITE``."""
+"""Stages that run pytest on a GPU, one process per file or rung. Usage: ``gpu_tests.py SUITE``."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import sys
 
 from .gpu_common import ROOT, put, require_gpu
 
-TEST_S = 40  # limit of a test, by a thread, as no signal interrupts a driver call
+TEST_S = 40  # limit of a test; a thread ends it, because no signal interrupts a driver call
 
 SUITES = {
     "raw": ["tests/gpu/test_cuda_torch.py"],
@@ -28,13 +28,13 @@ def main(suite: str) -> int:
         def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
             if report.when == "call" or report.outcome != "passed":
                 counts[report.outcome] = counts.get(report.outcome, 0) + 1
-            if report.failed:  # put now, because a later test may hang until the stage is killed
+            if report.failed:  # print it now: a later test may hang until the stage is killed
                 crash = getattr(report.longrepr, "reprcrash", None)
                 text = str(report.longrepr if crash is None else crash.message)
                 put(failed=report.nodeid, why=text[-800:])
 
-    # Another version of torch may give other warnings. The verbose names and the stacks of slow
-    # tests are the last output of a stage that is killed.
+    # Warnings are no errors here, because versions of torch differ in them. If the stage is killed,
+    # its last output has the names of tests (-v) and the stacks of a slow test.
     words = ["-v", "--tb=short", f"--timeout={TEST_S}", "--timeout-method=thread"]
     words += ["-W", "default", "-p", "no:cacheprovider", "--rootdir", str(ROOT)]
     status = pytest.main([*words, *SUITES[suite]], plugins=[Counter()])

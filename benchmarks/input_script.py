@@ -1,7 +1,7 @@
 """Training script of ``bench shared-input``, on images that are costly to load.
 
-The job's entry is ``benchmarks.input_script:main``. ``--measure`` prints the times for training on
-a batch and for loading it.
+The job's entry is ``benchmarks.input_script:main``. With ``--measure`` the script only prints how
+long it trains on a batch, and how long it loads one.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ MEASURED: Final = 20  # number of batches that --measure times
 
 
 class Packed(Dataset[tuple[torch.Tensor, int]]):
-    """Float32 images of shape ``[3, SIDE, SIDE]``; each is unpacked ``units`` times."""
+    """Float32 images, ``[3, SIDE, SIDE]``, each unpacked ``units`` times to make loading costly."""
 
     def __init__(self, units: int) -> None:
         self.units = units
@@ -48,7 +48,7 @@ class Packed(Dataset[tuple[torch.Tensor, int]]):
 
 
 def main() -> None:
-    """Train; write the times at which steps ended, in ms, to ``--record``."""
+    """Train; write the times at which steps ended, in ms, to the file ``--record``."""
     options = _options()
     torch.set_num_threads(1)
     torch.manual_seed(0)
@@ -88,7 +88,7 @@ def _step(model: nn.Module, optimizer: torch.optim.Optimizer, x: Any, y: Any) ->
 
 
 def _measure(model: nn.Module, optimizer: torch.optim.Optimizer, loader: Any) -> None:
-    """Print the median times of training and loading a batch, as JSON."""
+    """Print the median time for training on a batch and for loading a batch, as JSON."""
     train_ms, load_ms = [], []
     batches = iter(loader)
     for _ in range(MEASURED):

@@ -1,7 +1,4 @@
-"""``bench interference``: requests beside a training job (SwitchFlow, figure 6).
-
-README.md has the arms.
-"""
+"""``bench interference``: requests while a job trains (SwitchFlow, figure 6); see README.md."""
 
 from __future__ import annotations
 
@@ -22,18 +19,18 @@ from .serving import TWINS, Training, serving
 from .setting import Setting, end, read_line, settings, spawn, tell
 from .trials import Arm, Numbers, Run, interleave
 
-BATCH: Final = 1024  # a training step takes some 80 ms, as a vision model's does on a GPU
+BATCH: Final = 1024  # with this batch a training step takes 80 ms, like a vision model's on a GPU
 STEP_ARGS: Final = ("--batch", str(BATCH))
-REQUESTS: Final = 10  # number of requests in a segment
+REQUESTS: Final = 10  # number of requests in a segment, which is one trial of an arm
 ROUNDS: Final = 10
 QUICK_ROUNDS: Final = 2
-LOAD: Final = 0.5  # share of the rate of a device that finishes a training step before each request
+LOAD: Final = 0.5  # request rate / highest rate of a device that trains a step before each request
 DEFAULT_MODELS: Final = ("resnet18",)
 SHARING: Final = {"threads": "threads", "session-slicing": "sessions", "alone": "alone"}
 
 
 def run(bench: Run, models: Sequence[str] = ()) -> None:
-    """Measure each model with its own server and its own sharing process."""
+    """Measure each model with its own server, and with its own process of ``sharing.py``."""
     for setting in settings(bench, models, DEFAULT_MODELS, DEFAULT_MODELS):
         _one_model(bench, setting)
     bench.notes.append("latency_ms: from the instant a request was due to its answer")
@@ -74,7 +71,7 @@ def _one_model(bench: Run, setting: Setting) -> None:
 
 
 def _take_turns(bench: Run, case: str, arms: Sequence[Arm]) -> None:
-    """Run the arms in turns; record each request, and each segment's training speed."""
+    """Run segments of the arms in turns; record each request, and each segment's training speed."""
     for arm, number, numbers in interleave(arms, bench.rounds(ROUNDS, QUICK_ROUNDS), warmup=1):
         for index, latency_ms in enumerate(numbers["latencies_ms"]):
             request = number * REQUESTS + index
@@ -84,7 +81,7 @@ def _take_turns(bench: Run, case: str, arms: Sequence[Arm]) -> None:
 
 
 class _Instants:
-    """Due times of a segment's requests, in seconds from its start."""
+    """Random times at which a segment's requests are due, in seconds from the segment's start."""
 
     def __init__(self, seed: int, rate_per_s: float) -> None:
         self._random, self._rate_per_s = random.Random(seed), rate_per_s
@@ -100,14 +97,14 @@ class _Ours:
     def __init__(self, client: Client, bench: Run, setting: Setting) -> None:
         self._client = client
         self._inputs: Any = setting.arrays()
-        client.infer(TWINS[0], self._inputs)  # now it is on the device
+        client.infer(TWINS[0], self._inputs)  # copies the model to the device
         self.training = Training(client, bench.threads, bench.seed, STEP_ARGS)
 
     def segment(self, due_s: Sequence[float]) -> Numbers:
         """Send each request when it is due, even if earlier ones are not answered yet."""
         began_s, first = time.monotonic(), self._step()
         ended_s: list[float] = [0.0] * len(due_s)
-        futures, is_done = [], threading.Semaphore(0)  # counts finished callbacks
+        futures, is_done = [], threading.Semaphore(0)  # ``is_done`` counts finished callbacks
 
         def keep(index: int, future: Future[Any]) -> None:
             ended_s[index] = time.monotonic()

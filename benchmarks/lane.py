@@ -1,7 +1,7 @@
-"""Host store, arena and the copy between them for the baselines, without the memory daemon.
+"""Host store, arena and copies between them for the baselines, without the memory daemon or torch.
 
-Memory and copies are like those of ``devices/cpu/memory.py``, in the same pieces; the user of this
-class decides when to copy which range. No torch.
+Memory is mapped, and copied in pieces, as in ``devices/cpu/memory.py``. The caller decides when to
+copy which range.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ Bytes = np.ndarray[tuple[int], np.dtype[np.uint8]]
 
 
 class Lane:
-    """One packed model in a store, with room for it in an arena. Sizes and offsets are bytes."""
+    """Store with one packed model, and an arena with room for it. Sizes and offsets are bytes."""
 
     def __init__(self, size_bytes: int) -> None:
         self._descriptors = [sealed_memfd(name, size_bytes) for name in ("store", "arena")]
@@ -34,12 +34,12 @@ class Lane:
         self.store, self.arena = (bytes_of(mapping) for mapping in self._maps)
 
     def paths(self) -> tuple[str, str]:
-        """Return paths by which child processes open store and arena while this process lives."""
+        """Return the paths of store and arena, for child processes, while this process lives."""
         store, arena = (f"/proc/{os.getpid()}/fd/{number}" for number in self._descriptors)
         return store, arena
 
     def fill(self, weights: Path, manifest: Manifest) -> None:
-        """Read a model's tensors from their file to their places in the store."""
+        """Read a model's tensors from the file ``weights`` to their places in the store."""
         view = memoryview(self._maps[0])
         fill(view, weights, manifest)
         view.release()
@@ -50,7 +50,7 @@ class Lane:
 
 
 class PlainCopy:
-    """A copy between two mappings like those of store and arena, as a reference time."""
+    """Copy between two mappings of the store's kind, whose time other copies are compared with."""
 
     def __init__(self, size_bytes: int) -> None:
         self._source, self._target = mapping(size_bytes), mapping(size_bytes)
@@ -58,14 +58,14 @@ class PlainCopy:
         self._target[:] = 0
 
     def measure(self) -> Numbers:
-        """Copy all bytes once, in pieces like the copy engine; return the time."""
+        """Copy all bytes once, in pieces of the copy engine's size; return the time in ms."""
         began_ms = now_ms()
         copy_in_pieces(self._source, self._target, 0, len(self._source))
         return {"transfer_ms": now_ms() - began_ms}
 
 
 def mapping(size_bytes: int) -> Bytes:
-    """Return a memfd mapping as an array of zeros; a page is allocated at its first write."""
+    """Return a new memfd, mapped as an array of zeros; a page is allocated at its first write."""
     descriptor = os.memfd_create("bench", os.MFD_CLOEXEC)
     os.ftruncate(descriptor, size_bytes)
     mapped = mmap.mmap(descriptor, size_bytes)
@@ -88,7 +88,7 @@ def copy_in_pieces(source: Bytes, target: Bytes, offset_bytes: int, size_bytes: 
 
 
 def fill(view: memoryview, weights: Path, manifest: Manifest) -> None:
-    """Copy each tensor from its file to its place in a store."""
+    """Copy each tensor from the file ``weights`` to its place in a store, mapped at ``view``."""
     with weights.open("rb") as file:
         for tensor in manifest.tensors:
             file.seek(tensor.file_offset_bytes)
@@ -101,12 +101,12 @@ def bytes_of(mapping: mmap.mmap) -> Bytes:
 
 
 def open_descriptor(path: str) -> int:
-    """Open a path of another process's ``Lane.paths``: writable unless it is sealed."""
+    """Open a path of another process's ``Lane.paths`` for reading and writing."""
     return os.open(path, os.O_RDWR)
 
 
 def open_mapping(path: str, size_bytes: int) -> mmap.mmap:
-    """Open a path like ``open_descriptor``, and map it for reading."""
+    """Open a path of another process's ``Lane.paths``, and map it for reading."""
     descriptor = open_descriptor(path)
     try:
         return mmap.mmap(descriptor, size_bytes, flags=mmap.MAP_SHARED, prot=mmap.PROT_READ)

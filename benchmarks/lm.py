@@ -1,4 +1,4 @@
-"""Language models under measurement: sizes, folders, the systems that answer, and their speed."""
+"""Language models that are measured: sizes, folders, systems that serve them, and their speed."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ PROMPT: Final = 33
 PROMPTS: Final = (32, 512)
 Prompts = Sequence[Sequence[int]]
 Asking = Callable[[int], tuple[list[int], float]]
-"""Function that asks with one prompt: returns the answer's tokens and the first one's time."""
+"""Function that sends the prompt with this index; it returns all tokens, and the first one's ms."""
 
 
 @dataclass(frozen=True)
 class Size:
-    """Size of a GPT-2."""
+    """Size of a GPT-2 model: name, width, number of layers, vocabulary."""
 
     name: str
     hidden: int
@@ -73,7 +73,7 @@ class Place:
 
 @contextlib.contextmanager
 def placed(bench: Run, size: Size, count: int, *, has_letters: bool = False) -> Iterator[Place]:
-    """Write the models; with ``has_letters`` also a tokenizer whose tokens are characters."""
+    """Write the models; with ``has_letters``, also a tokenizer whose tokens are characters."""
     with tempfile.TemporaryDirectory(prefix="pipeswitch-bench-") as folder:
         place = Place(bench, size, Path(folder), count)
         order = vars(size) | {"folders": place.folders, "has_letters": has_letters}
@@ -89,7 +89,7 @@ def placed(bench: Run, size: Size, count: int, *, has_letters: bool = False) -> 
 def served(
     place: Place, rooms: float = 1.0, *, http: bool = False
 ) -> Iterator[tuple[RunningServer, Client]]:
-    """Start a server with these models; its arena has room for ``rooms`` of them."""
+    """Start a server with all models of the folder, and with arena room for ``rooms`` of them."""
     with (
         server(
             arena=str(int(rooms * 1.05 * place.model_bytes) + 8 * MIB),
@@ -112,7 +112,7 @@ def served(
 
 @contextlib.contextmanager
 def transformers_child(place: Place) -> Iterator[subprocess.Popen[str]]:
-    """Start a process that answers lines with transformers' ``generate()``."""
+    """Start a process that answers requests, read as lines, with transformers' ``generate()``."""
     order = {"folders": place.folders[:1], "threads": place.bench.threads}
     child = spawn("serve", order, module="lm_child")
     try:
@@ -125,13 +125,13 @@ def transformers_child(place: Place) -> Iterator[subprocess.Popen[str]]:
 class Peer(Foreign):
     """A system that answers prompts. ``ask`` returns ``tokens``, ``took_ms`` and ``first_ms``."""
 
-    root: int = 0  # first process of a system that is never stopped
+    root: int = 0  # id of the system's first process, if the benchmark never stops the system
 
     def ask(self, model: int, prompts: Prompts, new: int) -> Numbers:
         raise NotImplementedError
 
     def costing(self, model: int, prompts: Prompts, new: int) -> Numbers:
-        """Ask, and add ``cpu_ms``, with the processor time of this asking process."""
+        """Ask; add ``cpu_ms``, the processor time of the system and of this process."""
         root = self.process.pid if self.process else self.root
         before_ms, own_s = used_ms(root), time.process_time()
         costs = self.ask(model, prompts, new)
@@ -141,7 +141,7 @@ class Peer(Foreign):
 
 @dataclass
 class OwnSocket(Peer):
-    """The project's own client, on the same machine."""
+    """Our server, asked by our own client over the owner's socket."""
 
     client: Client | None = None
 
@@ -158,7 +158,7 @@ class OwnSocket(Peer):
 
 @dataclass
 class Lines(Peer):
-    """A process that gets requests as lines of JSON: ``peer_child.py`` or ``lm_child.py``."""
+    """A process of ``peer_child.py`` or ``lm_child.py``, which gets requests as lines of JSON."""
 
     child: subprocess.Popen[str] | None = None
 
@@ -171,7 +171,7 @@ class Lines(Peer):
 
 
 def side_by_side(ask: Asking, count: int) -> Numbers:
-    """Ask with all prompts at once, each in its own thread."""
+    """Send ``count`` prompts at once, each in its own thread."""
     with ThreadPoolExecutor(count) as pool:
         began_ms = now_ms()
         answers = [*pool.map(ask, range(count))]
@@ -181,9 +181,10 @@ def side_by_side(ask: Asking, count: int) -> Numbers:
 
 
 def speed(bench: Run, size: Size, peers: Sequence[Peer], rounds: int) -> Iterator[str]:
-    """Measure one prompt and many at once; yield each case. The first peer's answers are right.
+    """Measure one prompt, and ``MANY`` at once; yield each case's name after it was measured.
 
-    In a round all peers get the same new prompts, so that none can reuse an earlier result.
+    The first peer's tokens are the reference. All peers get the same prompts in a round, and new
+    prompts in each round, so that no peer can reuse an earlier result.
     """
     right = peers[0]
     for count in (1, MANY):
@@ -218,7 +219,7 @@ def speed(bench: Run, size: Size, peers: Sequence[Peer], rounds: int) -> Iterato
 
 
 def _agreement(actual: Prompts, right: Prompts) -> Numbers:
-    """Return the number of token-identical answers, and the shortest common beginning."""
+    """Return how many answers equal the right ones, and the fewest tokens equal from the start."""
     same = [
         next((at for at, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), len(one))
         for one, other in zip(actual, right, strict=True)

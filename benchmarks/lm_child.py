@@ -1,7 +1,7 @@
-"""Process of a transformers language model, to measure ``generate()``.
+"""Process that writes language models, or measures ``generate()`` of the transformers library.
 
-``write`` makes models from configurations and saves them; ``serve`` answers lines of JSON, like a
-stop-and-start process, which imports, loads and computes.
+``write`` creates models from configurations and saves them. ``serve`` imports transformers, loads
+a model and answers lines of JSON; it is also the process of stop-and-start.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from typing import Any, Final
 
 from .trials import now_ms, say
 
-FIRST_LETTER: Final = 0x20000  # four bytes for each letter, like in ``peer_child.py``
+FIRST_LETTER: Final = 0x20000  # from here on a letter has four bytes; equal in ``peer_child.py``
 STARTED_AT_MS = time.monotonic() * 1000
 
 
 def write(order: dict[str, Any]) -> None:
-    """Write a GPT-2 of this size to each folder, each with different weights."""
+    """Write a GPT-2 model of the order's size to each folder, each with different weights."""
     import torch
     import transformers
 
@@ -42,7 +42,7 @@ def write(order: dict[str, Any]) -> None:
 
 
 def letters(count: int) -> Any:
-    """Return a tokenizer whose tokens are single characters, so that a text shows its tokens."""
+    """Return a tokenizer with one character per token, so that a text shows its tokens."""
     import transformers
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 
@@ -58,7 +58,7 @@ def letters(count: int) -> Any:
 
 
 def serve(order: dict[str, Any]) -> None:
-    """Answer each line with ``ids`` (a list for each sequence) and ``new`` (tokens for each)."""
+    """Answer lines with ``ids`` (token ids of each prompt) and ``new`` (number of new tokens)."""
     import torch
     import transformers
 

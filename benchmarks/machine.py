@@ -17,12 +17,12 @@ import psutil
 
 from pipeswitch.base.machine import cpu_count, processor_name
 
-QUIET_LOAD: Final = 0.5  # load average of the last minute, before the benchmark starts
-QUIET_SHARE: Final = 0.05  # share of all cores' time that other programs may use during the run
+QUIET_LOAD: Final = 0.5  # limit of the load average of the minute before the benchmark starts
+QUIET_SHARE: Final = 0.05  # limit of other programs' share of all cores' time during the run
 
 
 def machine_facts() -> dict[str, Any]:
-    """Return the facts that put the numbers in context: device, cores, versions, commit."""
+    """Return facts of the machine and the software: device, cores, versions, commit."""
     commit, is_dirty = _commit()
     return {
         "device": "cpu",
@@ -38,7 +38,7 @@ def machine_facts() -> dict[str, Any]:
 
 
 def python_build() -> str:
-    """Return the interpreter's optimizations, which change the server's step time by up to 14 %."""
+    """Return this Python build's optimizations, which change a server's step time by up to 14 %."""
     args = sysconfig.get_config_var("CONFIG_ARGS") or ""
     flags = {"PGO": "--enable-optimizations", "LTO": "--with-lto"}
     return " and ".join(name for name, flag in flags.items() if flag in args) or "no PGO, no LTO"
@@ -46,21 +46,24 @@ def python_build() -> str:
 
 @dataclass
 class Others:
-    """CPU time of other programs since creation. This process's children count when they end."""
+    """CPU time of other programs since this object was created.
+
+    A child of this process counts as another program until it ends.
+    """
 
     began_s: float = field(default_factory=time.monotonic)
     busy_s: float = field(default_factory=lambda: busy_s())
     own_s: float = field(default_factory=lambda: own_s())
 
     def share(self) -> float:
-        """Return the share of all cores' time that other programs have used since creation."""
+        """Return other programs' share of all cores' time since this object was created."""
         others_s = busy_s() - self.busy_s - (own_s() - self.own_s)
         elapsed_s = max(time.monotonic() - self.began_s, 1e-3)
         return max(0.0, others_s / (elapsed_s * (os.cpu_count() or 1)))
 
 
 def warnings_of(load_1m: float, others_share: float) -> list[str]:
-    """Return reasons to trust the numbers less; empty for a quiet machine."""
+    """Return warnings for a machine that was not quiet; empty for a quiet machine."""
     warnings = []
     if load_1m > QUIET_LOAD:
         warnings.append(f"the machine was not quiet when this began: load average {load_1m:g}")
@@ -82,7 +85,7 @@ def busy_s() -> float:
 
 
 def _commit() -> tuple[str, bool]:
-    """Return the checkout's commit and whether files differ; without git, the version."""
+    """Return the checkout's commit, and True if files differ from it; without git, the version."""
     here = Path(__file__).resolve().parent
 
     def git(*words: str) -> str:

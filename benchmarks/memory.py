@@ -1,6 +1,6 @@
 """``bench memory``: unified memory management with one part removed (PipeSwitch, figure 8).
 
-It uses the rig; README.md says what each arm lacks.
+It measures switches without a server (``rig.py``). README.md says which part each arm lacks.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ SKIPPED: Final = {
 
 
 def run(bench: Run, models: Sequence[str] = ()) -> None:
-    """Measure each model on its own rig."""
+    """Measure each model on its own ``Rig``."""
     for setting in settings(bench, models, DEFAULT_MODELS, QUICK_MODELS):
         _one_model(bench, setting)
     bench.skip(SKIPPED)
@@ -35,7 +35,7 @@ def run(bench: Run, models: Sequence[str] = ()) -> None:
 
 
 class _Variants:
-    """The arms; each starts with an arena that is mapped and faulted in."""
+    """The arms of a model. Before each trial the child maps the arena and faults in its pages."""
 
     def __init__(self, rig: Rig) -> None:
         self._rig = rig
@@ -67,7 +67,7 @@ class _Variants:
         return self._rig.switch(self._plan, began_at_ms=began_ms).numbers()
 
     def close(self) -> None:
-        """Close the previous arena; not timed."""
+        """Close the arena that a trial of ``without_arena`` replaced; this is not timed."""
         if self._left is not None:
             self._left.close()
             self._left = None

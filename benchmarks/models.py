@@ -12,11 +12,11 @@ Inputs = Mapping[str, tuple[tuple[int, ...], str]]
 
 @dataclass(frozen=True)
 class BenchModel:
-    """A model in the form of its registration, and the most memory that it takes on the device."""
+    """A model's source and inputs, as they are registered, and its memory on the device."""
 
     name: str
     source: str
-    room_bytes: int  # size of its region, rounded up
+    room_bytes: int  # size of the model's region on the device, rounded up
     inputs: Inputs = field(default_factory=dict)
 
 
@@ -26,7 +26,7 @@ MIB: Final = 1 << 20
 
 
 def mlp(batch: int) -> BenchModel:
-    """Return 12 layers of 2048 by 2048: 201 MB in equal pieces; compute grows with the batch."""
+    """Return an MLP of 12 equal layers, 201 MB in sum. A larger batch takes longer to compute."""
     return BenchModel("mlp", MLP_SOURCE, 194 * MIB, {"x": ((batch, MLP_WIDTH), "float32")})
 
 
@@ -51,7 +51,7 @@ QUICK_MODELS: Final = ("resnet152",)
 
 
 def missing(name: str) -> str:
-    """Return why a model cannot be measured here; empty if it can."""
+    """Return the reason why a model cannot be measured here; empty if it can be measured."""
     is_there = importlib.util.find_spec("transformers") is not None
     if MODELS[name].source.startswith("hf:") and not is_there:
         return "transformers is not installed: pip install 'pipeswitch[hf]'"

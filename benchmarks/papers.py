@@ -1,7 +1,7 @@
-"""The papers' claims, figure by figure, with our newest number for each: ``docs/papers.md``.
+"""The papers' claims, figure by figure, with our newest numbers, for the page ``docs/papers.md``.
 
-``python -m benchmarks.readme`` writes the page, and a test fails if it is stale. The claims are in
-our own words. This module decides from the newest result whether a claim holds; nobody types it.
+``python -m benchmarks.readme`` writes the page, and a test fails if the page is stale. The claims
+are in our own words. This module decides from the newest results if a claim holds.
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ Results = Mapping[str, tuple[str, Mapping[str, Any]]]
 
 @dataclass(frozen=True)
 class Number:
-    """A finding of ours, by its name in the result. The claim holds if it is within the bounds."""
+    """Name of one of our findings, and its bounds: the claim holds if the value is within them."""
 
     finding: str
     label: str
     low: float = -math.inf
     high: float = math.inf
-    above: str = ""  # name of another finding that is a lower bound
+    above: str = ""  # name of another finding whose value is a lower bound
 
     def holds(self, values: Mapping[str, float]) -> bool | None:
-        """Return True if the claim holds here; None if this number decides nothing."""
+        """Return True if the value is within the bounds; None without a value or without bounds."""
         value = values.get(self.finding)
         if value is None or (self.low, self.high, self.above) == (-math.inf, math.inf, ""):
             return None
@@ -36,11 +36,11 @@ class Number:
 
 @dataclass(frozen=True)
 class Claim:
-    """One figure or table: its claim, our command, our numbers, and what differs."""
+    """Claim of one figure or table, with our numbers, and how our measurement differs."""
 
     figure: str
     claim: str
-    differs: str  # without a number: the reason
+    differs: str  # how our measurement differs; for a claim without a number, why it has none
     benchmark: str = ""
     numbers: Sequence[Number] = ()
 

@@ -1,8 +1,8 @@
-"""Peers' own libraries in a process, for ``bench peers``: their best case, without a server.
+"""Process of ``bench peers`` with a peer's own library: the peer's best case, without a server.
 
-``PYTHON -P peer_child.py VERB ORDER``, where PYTHON's environment has the libraries. ``gguf``
-converts the weights in a transformers folder for llama.cpp; ``llama_cpp`` and ``vllm`` answer lines
-of JSON, which have a model, ``prompts`` (token ids) and ``new`` (the number of new tokens).
+Usage: ``PYTHON -P peer_child.py VERB ORDER``, where PYTHON's environment has the libraries.
+``gguf`` converts the weights in a transformers folder for llama.cpp. ``llama_cpp`` and ``vllm``
+answer lines of JSON with ``model``, ``prompts`` (token ids) and ``new`` (number of new tokens).
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Any, Final, Protocol
 
 import numpy as np
 
-FIRST_LETTER: Final = 0x20000  # like in ``lm_child.py``
+FIRST_LETTER: Final = 0x20000  # character of token 0; equal in ``lm_child.py``
 BLOCK: Final = {
     "ln_1": "attn_norm",
     "attn.c_attn": "attn_qkv",
@@ -31,13 +31,13 @@ F32: Final = 0  # ggml's number; the default for keys and values is float16
 
 
 class Engine(Protocol):
-    """Engine that answers prompts; its result has the keys of an output line."""
+    """Engine that answers prompts; ``ask`` returns the fields of an output line."""
 
     def ask(self, model: int, prompts: list[list[int]], new: int) -> dict[str, Any]: ...
 
 
 def convert(order: dict[str, Any]) -> None:
-    """Convert a GPT-2 in float32. Its tokens are single letters, and no token ends an answer."""
+    """Convert GPT-2 models to float32 GGUF files. Tokens are letters; no token ends an answer."""
     import gguf
 
     for folder, path in order["files"]:
@@ -50,7 +50,7 @@ def convert(order: dict[str, Any]) -> None:
         writer.add_head_count(config["n_head"])
         writer.add_layer_norm_eps(config["layer_norm_epsilon"])
         writer.add_file_type(gguf.LlamaFileType.ALL_F32)
-        writer.add_tokenizer_model("rwkv")  # chooses the longest token that fits, here a letter
+        writer.add_tokenizer_model("rwkv")  # takes the longest matching token, which is one letter
         letters = [chr(FIRST_LETTER + token) for token in range(config["vocab_size"])]
         writer.add_token_list(letters)
         writer.add_token_types([gguf.TokenType.NORMAL] * len(letters))
@@ -73,7 +73,7 @@ def tensors(path: Path) -> Iterator[tuple[str, Any]]:
 
 
 def renamed(name: str, values: Any) -> tuple[str, Any]:
-    """Return name and values in GGUF's form, in which linear layers' weights are transposed."""
+    """Return a tensor's name and values for GGUF, which has linear layers' weights transposed."""
     words = name.removeprefix("transformer.").split(".")
     if words[0] != "h":
         return f"{AROUND[words[0]]}.{words[-1]}", values
@@ -83,7 +83,7 @@ def renamed(name: str, values: Any) -> tuple[str, Any]:
 
 
 class LlamaCpp:
-    """Engine on llama.cpp's library: it batches sequences; the largest logit is the token."""
+    """Engine on llama.cpp's library. It batches sequences, and takes the largest logit's token."""
 
     def __init__(self, order: dict[str, Any]) -> None:
         import llama_cpp
@@ -98,7 +98,7 @@ class LlamaCpp:
         self._batch: Any = llama_cpp.llama_batch_init(order["context"], 0, order["together"])
 
     def ask(self, model: int, prompts: list[list[int]], new: int) -> dict[str, Any]:
-        """Answer the prompts; if the model is not the loaded one, load it in its place."""
+        """Answer the prompts; if another model is loaded, first replace it by the requested one."""
         lib, began_s = self._lib, time.monotonic()
         if model != self._loaded or len(prompts) > self._room:
             self._load(model, len(prompts))
@@ -140,7 +140,7 @@ class LlamaCpp:
         return np.ctypeslib.as_array(logits, (self._vocabulary,))
 
     def _load(self, model: int, room: int) -> None:
-        """Load a model for ``room`` sequences only, as clearing more keys and values takes time."""
+        """Load a model for ``room`` sequences; clearing a larger key-value cache takes longer."""
         lib, order = self._lib, self._order
         if self._model is not None:
             lib.llama_free(self._context)

@@ -1,7 +1,7 @@
-"""``bench peers``: language models, ours compared with llama-cpp-python and vLLM.
+"""``bench peers``: our server with language models, compared with llama-cpp-python and vLLM.
 
-Each peer is measured twice: as a server over HTTP, and as a library alone in a process, its best
-case. README.md says what is equal and what is not. ``generate()`` gives the right tokens.
+Each peer is measured twice: as a server over HTTP, and as a library in a process, its best case.
+README.md says what is equal for all peers. transformers' ``generate()`` gives the right tokens.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ from .trials import Numbers, Run, now_ms
 PEERS: Final = ("llama_cpp", "vllm")
 OURS: Final = "pipeswitch, HTTP"
 RIGHT: Final = "generate()"
-TWO: Final = 2  # number of models; the device holds one of them
+TWO: Final = 2  # number of models; the device has room for one
 ROUNDS, QUICK_ROUNDS = 5, 2
 F32: Final = 0  # ggml's number; the default for keys and values is float16
 
 
 def run(bench: Run, _: Sequence[str] = ()) -> None:
-    """Measure for each size the speed, first tokens, and a switch to another model."""
+    """Measure each model size: tokens a second, first tokens, and a switch to another model."""
     present = usable(bench, PEERS_FOLDER, PEERS)
     for size in lm.SIZES[:1] if bench.is_quick else lm.SIZES:
         with lm.placed(bench, size, TWO, has_letters=True) as place:
@@ -71,7 +71,7 @@ def _child_command(verb: str, order: Mapping[str, Any]) -> list[str]:
 
 
 def _environment(place: lm.Place) -> dict[str, str]:
-    """Return an environment that downloads and sends nothing, and keeps files in the folder."""
+    """Return an environment in which libraries use no network and write only to the folder."""
     return environment() | {
         "HF_HUB_OFFLINE": "1",
         "VLLM_NO_USAGE_STATS": "1",
@@ -86,7 +86,7 @@ def _environment(place: lm.Place) -> dict[str, str]:
 
 @dataclass
 class OverHttp(lm.Peer):
-    """Peer behind ``/v1/completions``; each prompt has its own connection and thread."""
+    """Server with the path ``/v1/completions``; each prompt has its own connection and thread."""
 
     address: str = ""
     more: Mapping[str, Any] = field(default_factory=dict)  # further fields of the request's body
@@ -109,7 +109,7 @@ class OverHttp(lm.Peer):
 
 
 def _stream(address: str, body: str) -> tuple[str, float]:
-    """Return a completion's text, and the time in ms until its first letter."""
+    """Request a completion; return its text, and the time in ms until its first letter."""
     connection, began_ms, first_ms = http.client.HTTPConnection(address), now_ms(), 0.0
     try:
         connection.request("POST", "/v1/completions", body, {"Content-Type": "application/json"})
@@ -130,7 +130,7 @@ def _stream(address: str, body: str) -> tuple[str, float]:
 def _everyone(
     place: lm.Place, present: Sequence[str]
 ) -> Iterator[contextlib.AbstractContextManager[list[lm.Peer]]]:
-    """Yield each peer; the one whose answers are right comes first."""
+    """Yield contexts that start the peers; the first peer's answers are the right ones."""
     yield _transformers(place)
     yield _ours(place)
     for name, start in (("llama_cpp", _llama_server), ("vllm", _vllm_server)):
@@ -179,7 +179,7 @@ def _llama_server(place: lm.Place) -> contextlib.AbstractContextManager[list[lm.
         "utf-8",
     )
     command = ["llama_cpp.server", "--config_file", str(config)]
-    # The default, 1.1, penalizes repeated tokens.
+    # The server's default for repeat_penalty, 1.1, would penalize repeated tokens.
     return _http("llama-cpp-python, HTTP", place, command, port, {"repeat_penalty": 1.0})
 
 
@@ -209,7 +209,7 @@ def _vllm_server(place: lm.Place) -> contextlib.AbstractContextManager[list[lm.P
 def _http(
     name: str, place: lm.Place, command: Sequence[str], port: int, more: Mapping[str, Any]
 ) -> Iterator[list[lm.Peer]]:
-    """Start a server (a module with arguments), wait for its first answer, and stop it."""
+    """Start a server (a module with arguments), wait for its first answer, and send SIGSTOP."""
     peer = OverHttp(name, address=f"127.0.0.1:{port}", more=more)
     prompts = place.size.prompts(1, lm.PROMPTS[0], 0)
     words = [python_of(PEERS_FOLDER), "-P", "-m", *command]
@@ -240,13 +240,13 @@ def _library(place: lm.Place, name: str) -> Iterator[list[lm.Peer]]:
 
 
 def _first(place: lm.Place, peers: Sequence[lm.Peer]) -> None:
-    """Measure the first token of a new prompt, after a request for this or for the other model."""
+    """Measure first tokens of new prompts, after a request for the same or for the other model."""
     bench, size = place.bench, place.size
     holders = [one for one in peers if not one.name.startswith(("vLLM", RIGHT))]
     for words, before, chosen in (("first token", 0, peers), ("another model wanted", 1, holders)):
         for count in lm.PROMPTS:
             case = f"{size.name}, {words}, prompt of {count}"
-            seeds = itertools.count(count << 16 | before << 15)  # no prompt twice
+            seeds = itertools.count(count << 16 | before << 15)  # so that each prompt is new
             bench.say(f"{case}: measuring")
 
             def prepare(peer: lm.Peer, before: int = before, seeds: Any = seeds) -> None:
@@ -264,7 +264,7 @@ def _first(place: lm.Place, peers: Sequence[lm.Peer]) -> None:
 
 
 def _processes(place: lm.Place) -> None:
-    """Measure a switch of vLLM, which needs a new process for another model."""
+    """Measure vLLM's switch to another model, for which it needs a new process."""
     bench, size = place.bench, place.size
     case = f"{size.name}, another model wanted, prompt of {lm.PROMPTS[0]}"
     for number in range(bench.rounds(2, 1)):

@@ -1,7 +1,7 @@
-"""``bench pipeline``: groupings, compared with each other and the bound (PipeSwitch 4.2, figure 7).
+"""``bench pipeline``: ways to group layers for copying (PipeSwitch, section 4.2 and figure 7).
 
-It uses the rig's engine without a server or a training job. The arms differ in when each layer is
-copied; README.md describes them.
+They are compared with each other and with the shortest possible time, without a server or a
+training job (``rig.py``). README.md describes the arms, which differ in when layers are copied.
 """
 
 from __future__ import annotations
@@ -24,19 +24,19 @@ from .rig import Rig, Switch
 from .setting import Setting
 from .trials import Arm, Numbers, Run
 
-RATIOS: Final = (0.5, 1.0, 2.0)  # link : compute
+RATIOS: Final = (0.5, 1.0, 2.0)  # time to copy the model over the link / time to compute it
 ROUNDS: Final = 30
 QUICK_ROUNDS: Final = 5
 CALIBRATIONS: Final = 5
-QUIET: Final = 1.05  # limit of a ratio; a smaller difference is noise
+QUIET: Final = 1.05  # limit of a ratio that should be 1, because a smaller difference is noise
 MLP_BYTES: Final = 12 * MLP_WIDTH * MLP_WIDTH * 4
 PROBE_ROUNDS: Final = 3
 PROBE_BATCH: Final = 64
-COMPUTE_OVER_MEMCPY: Final = 2.5  # wanted ratio; the result is at least 2
+COMPUTE_OVER_MEMCPY: Final = 2.5  # wanted for the MLP; RATIOS' 0.5 needs 2, the rest is reserve
 
 
 def run(bench: Run, models: Sequence[str] = ()) -> None:
-    """Measure all arms at each ratio, for each model on its own rig."""
+    """Measure all arms at each ratio of ``RATIOS``, with one ``Rig`` for each model."""
     for model in [MODELS[name] for name in models] or [_mlp(bench)]:
         with tempfile.TemporaryDirectory(prefix="pipeswitch-bench-") as folder:
             _one_model(bench, Setting(model, Path(folder), bench.threads, bench.seed))
@@ -75,7 +75,7 @@ def _one_model(bench: Run, setting: Setting) -> None:
 
 
 class _Arms:
-    """The arms, and the switches that they have made."""
+    """The arms, with the plan of each arm and the measured switches."""
 
     def __init__(self, rig: Rig, costs: LayerCosts) -> None:
         self._rig = rig
@@ -114,7 +114,7 @@ def _simple_plans(rig: Rig) -> dict[str, Plan]:
 
 
 def _calibrate(rig: Rig) -> LayerCosts:
-    """Measure each layer's cost as it is now, beside a copy: medians of some switches."""
+    """Measure each layer's copy and computing time while copies run; return medians."""
     switches_of: dict[str, list[Switch]] = {"per-layer": [], "one-shot": []}
     plans = _simple_plans(rig)
     for number in range(CALIBRATIONS + 1):
@@ -122,7 +122,7 @@ def _calibrate(rig: Rig) -> LayerCosts:
             rig.set_plan(plans[name])
             rig.prefault()
             switch = rig.switch(plans[name])
-            if number:  # the first switch warms up
+            if number:  # switch 0 is a warm-up
                 switches.append(switch)
     return costs_of(rig.layer_bytes, switches_of["per-layer"], switches_of["one-shot"])
 
@@ -130,9 +130,9 @@ def _calibrate(rig: Rig) -> LayerCosts:
 def costs_of(
     layer_bytes: Sequence[int], per_layer: Sequence[Switch], one_shot: Sequence[Switch]
 ) -> LayerCosts:
-    """Return costs fitted to medians: the link's two numbers, and each layer's computing time.
+    """Return the link's cost per copy and per byte, and each layer's computing time, from medians.
 
-    The difference between one copy and a copy per layer is the fixed cost of a copy.
+    The fixed cost of a copy follows from how much longer one copy per layer takes than one copy.
     """
     whole_ms = quantile([sum(switch.transfers_ms) for switch in one_shot], 0.5)
     pieces_ms = quantile([sum(switch.transfers_ms) for switch in per_layer], 0.5)

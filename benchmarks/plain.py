@@ -1,4 +1,4 @@
-"""Plain PyTorch for all baselines' processes: the model, its inputs, its answer."""
+"""Plain PyTorch in the baselines' processes: how they load the model and inputs, and answer."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ Order = dict[str, Any]
 
 
 def build_spec(order: Order) -> BuildSpec:
-    """Return the spec of a registration of the order's model."""
+    """Return the spec with which a server would register the order's model."""
     inputs = {name: (tuple(shape), dtype) for name, (shape, dtype) in order["inputs"].items()}
     weights = f"random:{order['seed']}"
     return BuildSpec(name="bench", source=order["source"], weights=weights, inputs=inputs)
 
 
 def load(order: Order) -> Loaded:
-    """Return the module with seeded random weights, like a registration."""
+    """Return the module with the seeded random weights that a registration gives it."""
     return load_source(build_spec(order))
 
 
@@ -37,7 +37,7 @@ def network(order: Order) -> nn.Module:
 
 
 def structure(order: Order) -> nn.Module:
-    """Return the module on meta: it touches no memory and draws no random number."""
+    """Return the module on the meta device, without memory for weights or random numbers."""
     construct, _ = _constructor(build_spec(order))
     with torch.device("meta"):
         module = construct()
@@ -51,7 +51,7 @@ def inputs_of(order: Order) -> list[torch.Tensor]:
 
 
 def answer(module: nn.Module, tensors: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Return the output tensors for a request in the Open Inference Protocol's JSON."""
+    """Run the module; its inputs and outputs are JSON tensors of the Open Inference Protocol."""
     inputs = [
         torch.tensor(one["data"], dtype=DTYPES[one["datatype"]]).reshape(one["shape"])
         for one in tensors
@@ -65,7 +65,7 @@ def answer(module: nn.Module, tensors: Sequence[Mapping[str, Any]]) -> list[dict
 
 
 def checksum(output: Any) -> float:
-    """Return the sum of the first output, which is equal for all compared runs."""
+    """Return the sum of the first output, by which runs of different arms are compared."""
     first = next(iter(flatten_outputs(output).values()))
     return float(first.double().sum())
 

@@ -1,7 +1,7 @@
 """``bench precision``: each precision, compared with eager PyTorch and ``torch.compile``.
 
-The arms of a model run in one process, in turns, with one thread. The compared times are the
-thread's processor time, which other programs disturb less than ``total_ms`` of the wall clock.
+The arms of a model run in one process, in turns, with one thread. They are compared by processor
+time of the thread (``processor_ms``), which other programs disturb less than wall time.
 """
 
 from __future__ import annotations
@@ -19,20 +19,20 @@ from .trials import Arm, Numbers, Run
 ROUNDS: Final = 12
 QUICK_ROUNDS: Final = 3
 SEVERAL: Final = 8
-MAX_CONVOLUTIONAL: Final = 0.60  # limit, as a share of eager's time
-MAX_TRANSFORMER: Final = 0.50  # limit, as a share of eager's time at a batch of eight
-MAX_SLOWER: Final = 1.0  # limit, as a share of exact's time
+MAX_CONVOLUTIONAL: Final = 0.60  # limit of a convolutional model's time in fast / in eager PyTorch
+MAX_TRANSFORMER: Final = 0.50  # limit of a transformer's time in fast / in eager PyTorch, batch 8
+MAX_SLOWER: Final = 1.0  # limit of a model's time in precision fast / in precision exact
 COMPILED: Final = ("torch.compile", "torch.compile, freezing")
 Inputs = dict[str, tuple[tuple[int, ...], str]]
 
 
 @dataclass(frozen=True)
 class Case:
-    """A model, its inputs at a batch of one, and the limits of its ``fast`` form."""
+    """A model, its inputs at a batch of one, and its limits in precision ``fast``."""
 
     source: str
     inputs: Inputs
-    limits: dict[int, float | None]  # share of eager's time by batch; None: no target
+    limits: dict[int, float | None]  # batch size -> limit of fast's / eager's time; None: no target
 
 
 def _pictures(name: str, side: int = 224, *, is_transformer: bool = False) -> Case:

@@ -1,4 +1,4 @@
-"""Torch side of ``bench precision``: all forms of one model, in one process."""
+"""Process of ``bench precision`` that runs one model in each precision and in plain PyTorch."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ from pipeswitch.programs.spec import BuildSpec, weights_file
 from . import plain
 from .trials import now_ms, say
 
-COPIES: Final = 5  # number of copies of the weights; the fastest counts
+COPIES: Final = 5  # how often the weights are copied to measure copy_ms, the fastest copy
 Runner = Callable[[Sequence[torch.Tensor]], Any]
 
 
 def serve(order: Mapping[str, Any]) -> None:
-    """Build the arms, then run the arm that each input line names."""
+    """Build the model for each arm; then, for each input line, run the arm that it names."""
     torch.set_num_threads(order["threads"])
     network = plain.load(dict(order)).module.eval()
     runners: dict[str, Runner] = {"eager": lambda inputs: network(*inputs)}
@@ -57,7 +57,7 @@ def serve(order: Mapping[str, Any]) -> None:
 
 
 def _answer(runners: Mapping[str, Runner], arm: str, inputs: Sequence[torch.Tensor]) -> None:
-    """Run once to warm up and compare, then once more with a clock; print the result."""
+    """Run an arm twice: first to compare its output with eager's, then to print its time."""
     ours, theirs = _first(runners[arm](inputs)), _first(runners["eager"](inputs))
     error = float((ours - theirs).abs().max()) / (float(theirs.abs().max()) or 1.0)
     began_ms, began_s = now_ms(), time.thread_time()
@@ -87,14 +87,14 @@ def _compiled(network: nn.Module, arm: str) -> Runner:
     compiled = torch.compile(network, dynamic=False, options=options)
 
     def run(inputs: Sequence[torch.Tensor]) -> Any:
-        with torch.no_grad():  # freezing requires a graph without gradients
+        with torch.no_grad():  # torch.compile freezes only graphs without gradients
             return compiled(*inputs)
 
     return run
 
 
 def _served(order: dict[str, Any], precision: str, folder: Path) -> tuple[Runner, Any]:
-    """Build a form like a registration, and bind it to its weights."""
+    """Build the model in one precision, like a registration; return its runner, bytes and times."""
     spec: BuildSpec = msgspec.structs.replace(plain.build_spec(order), precision=precision)
     manifest = build(spec, folder, lambda stage, share: None)
     notes = [note for note in manifest.extra.get("notes", ()) if "precision" in note]
@@ -114,7 +114,7 @@ def _served(order: dict[str, Any], precision: str, folder: Path) -> tuple[Runner
     facts = {"bytes": manifest.total_bytes, "copy_ms": min(copies), "notes": notes}
 
     def run(inputs: Sequence[torch.Tensor], image: torch.Tensor = image) -> Any:
-        return bound.run([*inputs], lambda index: None)  # ``run`` keeps the image alive for it
+        return bound.run([*inputs], lambda index: None)  # the unused default keeps ``image`` alive
 
     return run, facts
 

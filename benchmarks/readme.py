@@ -1,8 +1,8 @@
-"""Writer of the results that pages show, from the files in ``benchmarks/results``.
+"""Writer of the benchmark results that pages show, from the files in ``benchmarks/results``.
 
 README has two sentences and a picture; ``benchmarks/results/README.md`` has the tables, and every
-missed target. The text between the two marks of a page is replaced; a test checks that it matches
-the newest results. Pure, except for ``newest`` and ``main``, which use files.
+missed target. Each page has two marks, and the text between them is replaced. A test checks that
+this text matches the newest results. Only ``newest`` and ``main`` use files.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ Results = Mapping[str, tuple[str, Document]]
 
 
 def newest(folder: Path) -> dict[str, tuple[str, Document]]:
-    """Return the newest result of each cpu benchmark: its file name and content.
+    """Return the name and the content of each benchmark's newest result file from a cpu device.
 
     File names are ``<what>_cpu_<date>.json``. Results of other devices have their own page.
     """
@@ -49,7 +49,7 @@ def newest(folder: Path) -> dict[str, tuple[str, Document]]:
 
 
 def front_page(results: Results) -> list[str]:
-    """Return README's paragraphs: the demo in a sentence, and how many targets are met."""
+    """Return README's paragraphs: a sentence about the demo, and how many targets are met."""
     parts = []
     if DEMO in results:
         parts.append(demo_sentence(*results[DEMO]))
@@ -57,7 +57,8 @@ def front_page(results: Results) -> list[str]:
     if judged:
         met = sum(row["is_met"] for row in judged)
         parts.append(
-            f"{met} of {len(judged)} targets are met. [benchmarks/results/README.md]"
+            f"The benchmarks set {len(judged)} targets for times, sizes and equal answers; the "
+            f"newest results meet {met} of them. [benchmarks/results/README.md]"
             "(benchmarks/results/README.md) lists all of them, and how busy the machine was."
         )
     return parts
@@ -102,7 +103,7 @@ def replaced(page: str, paragraphs: Sequence[str]) -> str:
 
 
 def demo_sentence(file: str, demo: Document) -> str:
-    """Return one sentence about a result of ``make demo``."""
+    """Return a sentence about a result of ``make demo``, which is in ``file``."""
     ours, training = demo["pipeswitch"], demo["training"]
     same = "bit-equal" if demo["largest_difference"] == 0 else "not equal"
     fast = ""
@@ -163,7 +164,7 @@ def switch_table(file: str, document: Document) -> str:
     }
     cases = list(dict.fromkeys(case for case, _ in rows))
     arms = [arm for arm in SWITCH_ARMS if any((case, arm) in rows for case in cases)]
-    command = document["command"].replace("pipeswitch bench", "python -m benchmarks")  # old form
+    command = document["command"].replace("pipeswitch bench", "python -m benchmarks")  # old name
     about = (
         f"**`{command}`**: a request that preempts training, p50 (p99), "
         f"{_where(document)}. *Ready* has nothing beside it; *resident* and *cold* are "
@@ -174,7 +175,7 @@ def switch_table(file: str, document: Document) -> str:
 
 
 def peers_table(file: str, document: Document) -> str:
-    """Return a table of language models' cases by peer, p50; the best value of a row is bold."""
+    """Return a table of language models' p50 by case and peer; each row's best value is bold."""
     p50 = {
         (row["case"], row["arm"]): row["p50"]
         for row in document["summary"]
@@ -206,7 +207,7 @@ def peers_table(file: str, document: Document) -> str:
 
 
 def target_table(results: Results) -> str:
-    """Return a table of targets met by each benchmark, with commit and state of the machine."""
+    """Return a table: how many targets each benchmark meets, on which commit and machine."""
     rows = []
     for name, (file, document) in sorted(results.items()):
         judged = _judged(document)
@@ -219,7 +220,7 @@ def target_table(results: Results) -> str:
 
 
 def findings_table(file: str, document: Document) -> str:
-    """Return every missed target; for a benchmark without targets, all of its findings."""
+    """Return a table of a result's missed targets or, if it has no targets, of all its findings."""
     judged = _judged(document)
     shown = [row for row in judged if not row["is_met"]] if judged else document["findings"]
     rows = [
@@ -244,7 +245,7 @@ def _commit(document: Document) -> str:
 
 
 def _columns(names: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
-    """Return a table whose first column has no name."""
+    """Return a Markdown table with these column names, after a first column without a name."""
     _, *lines = table(" | ".join(["", *names]), rows)
     return [f"| | {' | '.join(names)} |", *lines]
 
@@ -260,14 +261,14 @@ def _p50_p99(row: Mapping[str, Any] | None) -> str:
 
 
 def _ms(value_ms: float) -> str:
-    """Return a time with three digits, in seconds from one second up."""
+    """Return a time as text with three digits: in ms or, from one second up, in s."""
     if value_ms >= SECOND_MS:
         return f"{value_ms / SECOND_MS:.2f} s"
     return f"{value_ms:.0f} ms" if value_ms >= 10 else f"{value_ms:.1f} ms"
 
 
 def main(root: Path, arguments: Sequence[str]) -> int:
-    """Rewrite the pages of a checkout; with ``--check`` only return 1 if a page is stale."""
+    """Rewrite the pages of a checkout; with ``--check``, write nothing, but return 1 if stale."""
     results = newest(root / "benchmarks" / "results")
     is_stale = False
     for name, paragraphs in PAGES.items():

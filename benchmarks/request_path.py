@@ -1,8 +1,8 @@
-"""``bench request-path``: time of a request beside its computation, by payload size.
+"""``bench request-path``: time of a request without its computation, by payload size.
 
-The model is resident and reads one number of its input. It is compared with a bare ZeroMQ server,
-a process that copies the payload into shared memory and sends a reply of our size. Both are
-measured over TCP and locally, where ours has the owner's plain socket and the bare server ipc.
+The model is on the device and reads one number of its input. Our server is compared with a bare
+ZeroMQ server, which only copies the payload into shared memory and sends a reply of our reply's
+size. Both are measured over TCP and locally: our server over the owner's socket, ZeroMQ over ipc.
 """
 
 from __future__ import annotations
@@ -43,16 +43,16 @@ ROUNDS: Final = 200
 QUICK_ROUNDS: Final = 40
 LARGE_BYTES: Final = 1 << 20
 RESIDENCY: Final = ("", "-local")
-MAX_RATIO: Final = 1.25  # limit from LARGE_BYTES up
-MAX_MORE_MS: Final = 0.3  # limit below LARGE_BYTES
-LOCAL_MORE_MS: Final = 0.1  # limit at the owner's socket, below LARGE_BYTES
-LOCAL_RATIO: Final = {"16MB": 0.5}  # limit there from LARGE_BYTES up; 1.0 for sizes not named
+MAX_RATIO: Final = 1.25  # limit over TCP, from LARGE_BYTES up: our time / the bare server's
+MAX_MORE_MS: Final = 0.3  # limit over TCP, below LARGE_BYTES: our time - the bare server's
+LOCAL_MORE_MS: Final = 0.1  # limit over the owner's socket, below LARGE_BYTES: a difference
+LOCAL_RATIO: Final = {"16MB": 0.5}  # limits over it, from LARGE_BYTES up; for other sizes 1.0
 
 Dealer = zmq.Socket[bytes]
 
 
 def run(bench: Run, _: Any = ()) -> None:
-    """Measure all sizes on one server, in turns with the bare server."""
+    """Measure all payload sizes, on our server and on the bare server in turns."""
     sizes = {name: SIZES[name] for name in (QUICK_SIZES if bench.is_quick else SIZES)}
     bench.say("starting both servers")
     args = ("--threads", str(bench.threads))
@@ -126,7 +126,7 @@ def _judge(bench: Run, name: str, size: int, place: str) -> None:
 
 @contextmanager
 def bare_server(largest_bytes: int) -> Iterator[list[Dealer]]:
-    """Start the bare server in a process; yield connections to it, first TCP, then ipc."""
+    """Start the bare server in a process; yield two connections to it: over TCP and over ipc."""
     command = [
         sys.executable,
         "-P",
@@ -150,7 +150,7 @@ def bare_server(largest_bytes: int) -> Iterator[list[Dealer]]:
 
 
 def _reply_bytes() -> int:
-    """Return the size of our reply header with a complete bill of times."""
+    """Return the size in bytes of our reply's header with all times of a request."""
     timing = RequestTiming(**dict.fromkeys(PARTS, 1.5), resident=True, worker=0, op_id=1000)  # type: ignore[arg-type]
     output = WireTensor(name="y", dtype="float32", shape=(1,), frame=0)
     header = ReplyHeader(
@@ -162,8 +162,8 @@ def _reply_bytes() -> int:
 def serve_bare() -> None:
     """Print the TCP and the ipc address, and serve until standard input is closed.
 
-    It does only what no server can avoid: receive, copy the payload into memory shared with the
-    computing process, send back a header and a result.
+    It only does the work that every server must do: receive, copy the payload into memory that it
+    would share with a computing process, send a header and an output.
     """
     reply_bytes, pool_bytes = int(sys.argv[1]), int(sys.argv[2])
     descriptor = os.memfd_create("bare", os.MFD_CLOEXEC)

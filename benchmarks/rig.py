@@ -1,7 +1,7 @@
-"""A switch without a server: the product's device memory here, its worker's view in a child.
+"""A switch without a server: this process owns the device memory, and a child computes.
 
 Copy engine, fences, doorbells and grouped execution are the product's (``devices/cpu``,
-``programs/executor``). This module only chooses the groups and the start of the copy, so that a
+``programs/executor``). This module only chooses the groups and when their copies start, so that a
 benchmark can change one thing at a time. Only the child imports torch.
 """
 
@@ -26,13 +26,13 @@ from .setting import Setting, end, read_line, spawn, tell
 from .trials import Numbers, now_ms
 
 FENCE_COUNT: Final = 4096  # more than any model's number of layers
-REGION_BYTES: Final = REGION_ALIGN_BYTES  # offset of the model's region, behind the fences
+REGION_BYTES: Final = REGION_ALIGN_BYTES  # offset of the model's region, which follows the fences
 MODEL: Final = ModelName("rig")
 
 
 @dataclass(frozen=True)
 class LayerSpan:
-    """A layer of the program: offset and size of its weights, and its nodes."""
+    """Layer of the program: offset and size of its weights, and its range of graph nodes."""
 
     offset_bytes: int
     size_bytes: int
@@ -45,7 +45,7 @@ class Switch:
     """Measurements of one switch. Times are milliseconds of the monotonic clock."""
 
     began_at_ms: float
-    arrivals_ms: tuple[float, ...]  # arrival of each group, at the latest its start
+    arrivals_ms: tuple[float, ...]  # arrival of each group; never after its computation's start
     begins_ms: tuple[float, ...]  # start of each group's computation
     ends_ms: tuple[float, ...]
     checksum: float
@@ -66,7 +66,7 @@ class Switch:
         return [b - a for a, b in zip(starts, self.arrivals_ms, strict=True)]
 
     def numbers(self) -> Numbers:
-        """Return the numbers for the record of a trial."""
+        """Return the times and the checksum that a trial records."""
         return {
             "makespan_ms": self.makespan_ms,
             "transfer_ms": sum(self.transfers_ms),
@@ -77,7 +77,7 @@ class Switch:
 
 
 class Engine:
-    """The product's device memory and copy engine over a store, without a server."""
+    """The product's device memory and copy engine, with a store, without a server."""
 
     def __init__(self, size_bytes: int) -> None:
         self.store_bytes = aligned(size_bytes, REGION_ALIGN_BYTES)
@@ -87,7 +87,7 @@ class Engine:
         self.memory = self.allocate()
 
     def allocate(self, link_gbps: float = 0.0) -> CpuDeviceMemory:
-        """Return an arena for the model, with its pages allocated."""
+        """Return an arena for the model with allocated pages; a link speed of 0.0 is unlimited."""
         settings = DaemonSettings(
             device="cpu",
             arena_bytes=REGION_BYTES + self.store_bytes,
@@ -98,7 +98,7 @@ class Engine:
         return CpuDeviceMemory(settings, store=self.store, doorbells=[self.doorbell])
 
     def transmit(self, groups: Iterable[tuple[int, int]]) -> None:
-        """Order copies of groups (offset and size in bytes); ``ended`` gets a record at the end."""
+        """Start copying groups (offset and size in bytes); the times go to the queue ``ended``."""
         copies = tuple(
             GroupCopy(
                 store_offset_bytes=offset_bytes,
@@ -128,7 +128,7 @@ class Rig(Engine):
     """A model in a store, an arena, and a child that computes on it; ``close`` ends the child."""
 
     def __init__(self, setting: Setting) -> None:
-        """Build the program (seconds), allocate the memory, start the child."""
+        """Build the program, which takes seconds; allocate the memory; start the child."""
         order = setting.order() | {"packed_path": f"{setting.order()['packed_path']}.graph"}
         self.layers = _build(order)
         self.manifest, self._weights = packed(order["packed_path"])
@@ -146,7 +146,7 @@ class Rig(Engine):
         return [layer.size_bytes for layer in self.layers]
 
     def fill_store(self) -> None:
-        """Fill the store with the weights from their file."""
+        """Read the model's weights from their file into the store."""
         view = self.memory.store_view(0, self.store_bytes)
         fill(view, self._weights, self.manifest)
         view.release()
@@ -172,12 +172,12 @@ class Rig(Engine):
         )
 
     def set_plan(self, plan: Sequence[int]) -> None:
-        """Cut the program into groups that begin at these layers; the child prepares it."""
+        """Make the child divide the program into groups; ``plan`` has each group's first layer."""
         groups = self.groups(plan)
         self._ask("plan", plan=list(plan), nodes=[[g.first_node, g.end_node] for g in groups])
 
     def groups(self, plan: Sequence[int]) -> list[LayerSpan]:
-        """Return the groups of a plan, each merged from its layers."""
+        """Return the groups of a plan; a group is one span of its merged layers."""
         ends = [*plan[1:], len(self.layers)]
         return [_merged(self.layers[start:end]) for start, end in zip(plan, ends, strict=True)]
 
@@ -197,10 +197,10 @@ class Rig(Engine):
         is_pipelined: bool = True,
         began_at_ms: float = 0.0,
     ) -> Switch:
-        """Copy all groups except the first ``resident`` ones, and compute; call ``set_plan`` first.
+        """Copy all groups except the first ``resident`` groups, and compute. Needs ``set_plan``.
 
         Args:
-            is_pipelined: False: the first group waits until the last one has arrived."""
+            is_pipelined: if False, computing starts after the last group has arrived."""
         groups = self.groups(plan)
         self.op_id += 1
         began_at_ms = began_at_ms or now_ms()

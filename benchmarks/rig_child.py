@@ -1,4 +1,4 @@
-"""Torch side of ``rig``: it builds a program, or computes it group by group as they arrive."""
+"""Child of ``rig.py`` that imports torch: it builds a program, or computes it as groups arrive."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from .trials import now_ms, say
 
 
 def write_program(order: plain.Order) -> None:
-    """Build into the order's folder; print each layer's offset, bytes and nodes."""
+    """Build the program in the order's folder; print each layer's offset, bytes and nodes."""
     folder = Path(order["packed_path"])
     manifest = build(plain.build_spec(order), folder, lambda stage, share: None)
     rows = []
@@ -36,12 +36,12 @@ def write_program(order: plain.Order) -> None:
         rows.append([offset, 0, layer.first_node, layer.end_node])
     ends = [*(row[0] for row in rows[1:]), manifest.total_bytes]
     for row, end in zip(rows, ends, strict=True):
-        row[1] = end - row[0]  # like groups, layers have no bytes between them
+        row[1] = end - row[0]  # a layer ends where the next layer begins
     say(layers=rows)
 
 
 class Runner:
-    """Runner of one verb per line on standard input, with one JSON answer for each."""
+    """Runner that reads one verb per line from standard input and answers each with JSON."""
 
     def __init__(self, order: plain.Order) -> None:
         folder = Path(order["packed_path"])
@@ -100,7 +100,7 @@ class Runner:
         say()
 
     def run(self, op_id: int, first_fence: int) -> None:
-        """Compute as the groups of ``op_id`` arrive; the first waits for ``first_fence``."""
+        """Compute each group after its fence has ``op_id``; group 0 waits for ``first_fence``."""
         pool, bound = self._pool, self._bound[self._plan]
         assert pool is not None
         begins_ms: list[float] = []
@@ -130,7 +130,7 @@ class Runner:
             )
 
     def _groups(self, nodes: list[list[int]]) -> tuple[GroupSpec, ...]:
-        """Return groups with the manifest's tensors and nodes; the sender knows their bytes."""
+        """Return groups with tensors and nodes; only the parent process needs their byte ranges."""
         layers = layers_of_graph(self._graph)
         return tuple(
             GroupSpec(

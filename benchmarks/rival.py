@@ -1,19 +1,18 @@
-"""PipeSwitch as published, in our own words, and other systems made of the same parts.
+"""Rival systems: PipeSwitch as published, implemented again here, and variants of it.
 
-It has real processes: a coordinator that owns store and arena and serves one client, and two
-workers, of which one trains when a request comes. For a request it does what the published system
-does:
+A rival has real processes: a coordinator that owns store and arena and serves one client, and two
+workers. One worker trains when a request arrives. A request runs as in the published system:
 
-1. The input arrives, pickled, from the client.
-2. The training worker is told to terminate. It checks for that after every leaf module, forward and
-   backward, when the device is synchronised (the cpu device always is), and acknowledges. Its
-   progress is lost: training starts from scratch.
-3. Only then the input is sent, pickled again, to the standby worker, and the copy starts.
-4. All weights are copied, whatever the arena contains. The host waits for the copy of each group,
+1. The client sends the input to the coordinator, pickled.
+2. The coordinator orders the training worker to terminate. After every leaf module, forward and
+   backward, the worker checks for this order, with the device synchronised (the cpu device always
+   is). It acknowledges, and loses its progress: training will start from scratch.
+3. Then the coordinator sends the input, pickled again, to the standby worker, and starts copying.
+4. All weights are copied, even those in the arena. For each group, the host waits for the copy and
    then sends a message on a pipe. The worker's hook reads it before the group's first layer.
-5. The output is sent back, pickled, in the same way as the input.
+5. The output travels back the same way, pickled.
 
-``Style`` changes single points of this. Pickles travel only between processes of this benchmark.
+``Style`` changes one or two of these points. Only processes of this benchmark exchange pickles.
 """
 
 from __future__ import annotations
@@ -45,7 +44,7 @@ STYLES: Final = (PUBLISHED, SERIAL, TO_DEVICE, ONE_PROCESS, TWO_PROCESSES)
 
 
 class Rival(Baseline):
-    """Baseline that sends requests to a coordinator of one style."""
+    """Baseline that sends requests to the coordinator of a rival with one ``Style``."""
 
     def __init__(self, setting: Setting, style: Style = PUBLISHED) -> None:
         self.name = style.name
@@ -59,12 +58,12 @@ class Rival(Baseline):
         self._receive()  # the coordinator is ready
 
     def prepare(self) -> None:
-        """Start training; return when it computes."""
+        """Start training; return when the first steps have been computed."""
         self._client.send(("train", None))
         self._receive()
 
     def measure(self) -> Numbers:
-        """Measure one request, and its parts by the coordinator's and the worker's clocks."""
+        """Measure a request by this process's clock, and parts of it in coordinator and worker."""
         began_ms = now_ms()
         self._client.send(("infer", self._inputs))
         outputs, parts = self._receive()
@@ -74,7 +73,7 @@ class Rival(Baseline):
 
     def close(self) -> None:
         """End the coordinator and its workers."""
-        self._client.close()  # the coordinator reads the end of file, as do its workers
+        self._client.close()  # the coordinator reads the end of file and leaves; so do its workers
         self._process.join(START_TIMEOUT_S)
         if self._process.is_alive():
             self._process.kill()
@@ -92,7 +91,7 @@ class Rival(Baseline):
 
 @dataclass
 class WorkerHandle:
-    """A worker process and the three pipes to it, as published: work, termination, groups."""
+    """Worker process with three pipes, as published: for work, termination and arrived groups."""
 
     process: Any  # a process of a multiprocessing context
     work: Connection
@@ -125,9 +124,9 @@ def coordinate(order: dict[str, Any], style: Style, client: Connection) -> None:
 
 
 def _next_order(client: Connection) -> tuple[str, Any] | None:
-    """Return the next order, or None if the client has closed the connection.
+    """Return the client's next order, or None if the client has closed the connection.
 
-    A worker's end of file is an error, which is raised.
+    An end of file from a worker's pipe, in contrast, is an error, which the caller raises.
     """
     try:
         verb, inputs = client.recv()
@@ -137,7 +136,7 @@ def _next_order(client: Connection) -> tuple[str, Any] | None:
 
 
 class Coordinator:
-    """Scheduler and memory daemon in one process, as published."""
+    """Scheduler and memory daemon in one process, as in the published system."""
 
     def __init__(self, order: dict[str, Any], style: Style) -> None:
         self._order, self._style = order, style
@@ -153,14 +152,14 @@ class Coordinator:
         self._active = 0
 
     def train(self) -> None:
-        """Start training in the next worker; return after its first steps."""
+        """Start training in the next worker; return after the first steps."""
         worker = self._next()
         worker.work.send(("train", None))
         worker.work.recv()
         worker.is_training = True
 
     def infer(self, inputs: list[Any]) -> tuple[list[Any], Numbers]:
-        """Serve one request as in the module's numbered list."""
+        """Serve one request (steps 2 to 5 in the module's docstring); return outputs and times."""
         received_ms = now_ms()
         fresh = self._start() if self._style.workers == "new" else None
         old = self._workers[self._active]
@@ -176,7 +175,7 @@ class Coordinator:
         self._transmit(worker)
         copy_ms = now_ms() - copy_began_ms
         outputs, ended_at_ms, numbers = worker.work.recv()
-        if old.is_training:  # it has cleaned up while the request was served
+        if old.is_training:  # the old worker has cleaned up while the request was served
             if worker is not old:
                 old.work.recv()
             old.is_training = False
@@ -196,7 +195,7 @@ class Coordinator:
         forkserver._forkserver._stop()  # type: ignore[attr-defined]
 
     def _transmit(self, worker: WorkerHandle) -> None:
-        """Copy, wait for the copy on the host, notify the worker: for each group, or once."""
+        """Copy, wait for the copy on the host and notify the worker, per group or for the model."""
         match self._style.transfer:
             case "groups":
                 for index, group in enumerate(self._manifest.groups):
@@ -206,7 +205,7 @@ class Coordinator:
                 self._lane.copy(0, self._manifest.total_bytes)
                 worker.groups.send(0)
             case "tensors":
-                pass  # the worker copies
+                pass  # the worker copies the tensors
 
     def _next(self) -> WorkerHandle:
         self._active = (self._active + 1) % len(self._workers)
@@ -225,7 +224,7 @@ class Coordinator:
 
 
 def _work(*arguments: Any) -> None:
-    """Run the worker; imported here, so that the coordinator does not import torch."""
+    """Run the worker. Its import is in this function, to keep torch out of the coordinator."""
     from .rival_worker import main
 
     main(*arguments)

@@ -1,7 +1,7 @@
 """``kserve``'s Python server with one model, for ``bench gateway``.
 
-``PYTHON -P rival_kserve.py ORDER``, where PYTHON's environment has ``kserve``; the order's path
-adds torch and this package.
+Usage: ``PYTHON -P rival_kserve.py ORDER``, where PYTHON's environment has ``kserve``. torch and
+this package are imported from the folders in the order's ``path``.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from kserve import InferOutput, InferResponse, Model, ModelServer
 
 
 class Served(Model):  # type: ignore[misc]
-    """Model served with the Open Inference Protocol."""
+    """Model that ``kserve`` serves with the Open Inference Protocol."""
 
     def __init__(self, order: dict[str, Any]) -> None:
         super().__init__(order["name"])

@@ -1,9 +1,9 @@
 """``litserve.LitServer`` with one model, for ``bench gateway``; started like ``rival_kserve.py``.
 
-It has one worker, like our server, in which one worker computes at a time.
+It has one worker, because in our server, too, one worker computes at a time.
 """
 
-# Without ``from __future__ import annotations``, because litserve inspects annotations.
+# This file does not import annotations from __future__, because litserve inspects annotations.
 import json
 import sys
 from typing import Any
@@ -13,7 +13,7 @@ from fastapi import Request
 
 
 class Served(litserve.LitAPI):  # type: ignore[misc]
-    """Model served with the necessary part of the Open Inference Protocol's JSON."""
+    """Model that reads and writes as much of the Open Inference Protocol's JSON as we measure."""
 
     def __init__(self, order: dict[str, Any]) -> None:
         super().__init__()

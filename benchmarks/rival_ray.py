@@ -1,7 +1,7 @@
 """Ray Serve with one model, for ``bench gateway``; it is started like ``rival_kserve.py``.
 
-It has one replica and the necessary part of the Open Inference Protocol's JSON.
-"""
+It has one replica, which reads and writes as much of the Open Inference Protocol's JSON as we
+measure."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ from starlette.responses import Response
 
 @serve.deployment(max_ongoing_requests=64)
 class Served:
-    """The model in a replica."""
+    """Model in a replica of Ray Serve."""
 
     def __init__(self, order: dict[str, Any]) -> None:
-        sys.path += order["path"]  # torch and this package, after Serve's own path
+        sys.path += order["path"]  # folders with torch and this package, after Ray Serve's own path
         from benchmarks.plain import answer, network
 
         self.answer, self.network = answer, network(order)

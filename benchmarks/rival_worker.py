@@ -1,4 +1,4 @@
-"""A worker process of ``rival``: it trains until it is told to terminate, or infers."""
+"""A worker process of ``rival.py``: it answers requests, or trains until it must terminate."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ ANNOUNCED_STEPS: Final = 2
 
 
 class Terminated(Exception):
-    """Raised by a leaf's hook in the middle of a training step."""
+    """Request to terminate, raised by a leaf module's hook in the middle of a training step."""
 
 
 class Termination:
-    """Thread that waits for "terminate", and the flag that the hooks check."""
+    """Thread that waits for the order to terminate, and the flag that it sets for the hooks."""
 
     def __init__(self, pipe: Connection) -> None:
         self._pipe = pipe
@@ -39,12 +39,12 @@ class Termination:
         threading.Thread(target=self._listen, daemon=True).start()
 
     def check(self) -> None:
-        """Raise ``Terminated`` if requested; called after a leaf module, with the device idle."""
+        """Raise ``Terminated`` if ordered. Hooks call it after leaf modules, on an idle device."""
         if self._is_asked.is_set():
             raise Terminated
 
     def acknowledge(self) -> None:
-        """Report that the device is free."""
+        """Report to the coordinator that the device is free."""
         self._is_asked.clear()
         self._pipe.send("terminated")
 
@@ -54,7 +54,7 @@ class Termination:
                 self._pipe.recv()
                 self._is_asked.set()
         except (EOFError, OSError):
-            pass  # the coordinator is gone; the main thread sees that, too
+            pass  # the coordinator has ended; the main thread notices it, too, and leaves
 
 
 def main(
@@ -76,7 +76,7 @@ def main(
             verb, inputs = work.recv()
             if verb == "train":
                 _train(work, termination)
-                if style.workers != "one":  # with one process, the next order follows on this pipe
+                if style.workers != "one":  # with one worker, the request comes next on this pipe
                     work.send("clean")
             else:
                 tensors = [torch.from_numpy(value) for value in inputs]
@@ -88,7 +88,7 @@ def main(
 
 
 def _train(work: Connection, termination: Termination) -> None:
-    """Train from scratch until told to terminate; dropping the last references cleans up."""
+    """Train from scratch until ordered to terminate; the return drops all references to tensors."""
     module, x, y = network()
     optimizer = torch.optim.Adam(module.parameters(), lr=1e-4)
     for leaf in module.modules():
@@ -110,7 +110,7 @@ def _train(work: Connection, termination: Termination) -> None:
 
 
 class ServedModel:
-    """The model's structure, with tensors in the arena or newly allocated for each request."""
+    """The model's program, with its tensors in the arena, or newly allocated for each request."""
 
     def __init__(self, order: plain.Order, style: Style, paths: tuple[str, str]) -> None:
         self._style = style
@@ -126,7 +126,7 @@ class ServedModel:
     def run(
         self, inputs: list[torch.Tensor], groups: Connection
     ) -> tuple[list[torch.Tensor], Numbers]:
-        """Compute after the waits and copies that the style requires; return outputs and times."""
+        """Wait and copy as the style requires, and compute; return outputs and times."""
         waited_ms = 0.0
         copy_ms = 0.0
         bound = self._bound
@@ -154,7 +154,7 @@ class ServedModel:
         return tensor_over(self._arena, spec, 0)
 
     def _made_anew(self, spec: TensorSpec) -> torch.Tensor:
-        """Allocate one tensor and copy it, like ``.to(device)``."""
+        """Allocate memory for one tensor and copy it from the store, like ``.to(device)``."""
         tensor = torch.empty(spec.size_bytes, dtype=torch.uint8)
         end = spec.offset_bytes + spec.size_bytes
         copy_in_pieces(self._store[spec.offset_bytes : end], tensor.numpy(), 0, len(tensor))
@@ -162,4 +162,4 @@ class ServedModel:
 
 
 def _go_on(index: int) -> None:
-    """Do nothing: all groups have arrived."""
+    """Continue without waiting, because all groups have arrived."""

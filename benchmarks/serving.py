@@ -1,4 +1,4 @@
-"""A server under measurement: it serves twins of a model, and a training job to preempt."""
+"""Server that is measured: it has twins (copies of a model with other weights) and trains a job."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ TRAIN_ENTRY: Final = "benchmarks.train_script:main"
 SLICE_ROOM_BYTES: Final = 40 * MIB  # fences and the training job's slice
 WAIT_S: Final = 60.0
 POLL_S: Final = 0.01
-SETTLE_S: Final = 1.0  # until a held job's worker is replaced and the new worker is prepared
-STEPS_BETWEEN: Final = 2  # after these steps training is under way again
+SETTLE_S: Final = 1.0  # time to replace a paused job's worker and to prepare the new worker
+STEPS_BETWEEN: Final = 2  # steps after which a started job trains at its usual speed
 TWINS: Final = ("twin-a", "twin-b")
 FAST_TWINS: Final = ("fast-a", "fast-b")
-SWITCH_INTERVAL_S: Final = 0.0005  # clients are threads: by default one may block another for 5 ms
+SWITCH_INTERVAL_S: Final = 0.0005  # Python's default lets one client's thread block others for 5 ms
 BILL: Final = ("queue_ms", "switch_ms", "copy_ms", "stall_ms", "compute_ms")
 
 
@@ -44,12 +44,11 @@ def serving(
     slices_bytes: int = SLICE_ROOM_BYTES,
     has_fast: bool = False,
 ) -> Iterator[tuple[RunningServer, Client]]:
-    """Start a server whose arena holds only one of two twins of a model (with 2 ``rooms`` both).
+    """Start a server with two twins of a model, whose arena has room for ``rooms`` models.
 
-    The twins differ only in their weights, so a request for the absent one is always a cold switch
-    of the same size. With ``are_pinned``, each twin has its own device. With ``has_fast`` there are
-    two more twins, in precision ``fast``.
-    """
+    The twins differ only in their weights. If there is room for one, a request for the absent twin
+    is always a cold switch of the same size. With ``are_pinned``, each twin has its own device.
+    With ``has_fast``, there are two more twins, in precision ``fast``."""
     with (
         server(
             arena=str(rooms * model.room_bytes + slices_bytes),
@@ -79,7 +78,7 @@ def serving(
 
 
 def ask(client: Client, name: str, inputs: Any, *, is_resident: bool) -> tuple[Result, Numbers]:
-    """Send one request; return its result, times and bill. Raise if residency differs."""
+    """Send one request; return its result and times. Raise if its model was (not) resident."""
     began_ms = now_ms()
     result = client.infer(name, inputs)
     total_ms = now_ms() - began_ms
@@ -92,7 +91,7 @@ def ask(client: Client, name: str, inputs: Any, *, is_resident: bool) -> tuple[R
 
 
 def inputs_of(client: Client) -> Any:
-    """Return zeros as the smallest batch of inputs for the twins."""
+    """Return the twins' smallest input, filled with zeros."""
     (shape, _), *_ = client.show(TWINS[0])["inputs"].values()
     return np.zeros([size if isinstance(size, int) else 1 for size in shape], np.float32)
 
@@ -104,7 +103,7 @@ def window(
     seconds: float,
     meanwhile: Callable[[], object] = nothing,
 ) -> Numbers:
-    """Send requests from a client for each name until the time is over; finish the last ones.
+    """Send requests for each name from its own client, for some seconds; wait for the last answers.
 
     ``meanwhile`` is called when the clients have started.
     """
@@ -131,7 +130,7 @@ def window(
 
 
 class Training:
-    """Background training job, which is made to run, or held, before a trial."""
+    """Training job in the background, which is started or paused before a trial."""
 
     def __init__(
         self,
@@ -147,7 +146,7 @@ class Training:
         self.is_held = False
 
     def run(self, steps: int = STEPS_BETWEEN) -> None:
-        """Run the job; return after some steps, at a random moment of the next step."""
+        """Start or resume the job; return after ``steps`` steps, at a random moment of a step."""
         if self.is_held:
             self.task.resume()
             self.is_held = False
@@ -160,7 +159,7 @@ class Training:
                 if row["step"] >= first + steps:
                     break
             self._check(row, until_s)
-        time.sleep(self._random.uniform(0.0, 0.05))  # requests do not wait for the end of a step
+        time.sleep(self._random.uniform(0.0, 0.05))  # so that requests arrive anywhere in a step
 
     def hold(self) -> None:
         """Pause the job; return when it has left the device."""

@@ -1,4 +1,4 @@
-"""Setting that all baselines share: a model's files, a baseline's interface, child processes."""
+"""Shared parts of the baselines: a model's files, the interface of a baseline, child processes."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from .trials import Numbers, Run
 
 @dataclass(frozen=True)
 class Setting:
-    """Model, folder of its files, thread count and seed, which all baselines share."""
+    """Model, folder of its files, thread count and seed, equal for all baselines."""
 
     model: BenchModel
     folder: Path
@@ -28,7 +28,7 @@ class Setting:
     seed: int
 
     def order(self) -> dict[str, Any]:
-        """Return the order for ``child.py``: a JSON document with all facts and paths."""
+        """Return the order that child processes get, for JSON: the setting, and paths of files."""
         return {
             "source": self.model.source,
             "inputs": dict(self.model.inputs),
@@ -40,7 +40,7 @@ class Setting:
         }
 
     def arrays(self) -> list[Any]:
-        """Return the inputs of one request; ``write_files`` must have been called."""
+        """Return the inputs of one request. Call ``write_files`` first."""
         with np.load(self.order()["inputs_path"]) as arrays:
             return [arrays[name] for name in arrays.files]
 
@@ -55,7 +55,7 @@ class Setting:
 def settings(
     bench: Run, names: Sequence[str], full: Sequence[str], quick: Sequence[str]
 ) -> Iterator[Setting]:
-    """Yield each model that can be measured here, with its files in its own temporary folder."""
+    """Yield a setting for each model that can be measured here; its folder is temporary."""
     for name in bench.usable(names or (quick if bench.is_quick else full)):
         with tempfile.TemporaryDirectory(prefix="pipeswitch-bench-") as folder:
             setting = Setting(MODELS[name], Path(folder), bench.threads, bench.seed)
@@ -66,13 +66,12 @@ def settings(
 
 @dataclass(frozen=True)
 class Style:
-    """Way in which a rival serves a request (``rival.py``).
+    """Choices by which rivals differ in how they serve a request (``rival.py``).
 
-    ``transfer``: in groups during computation; the whole model before it; or each tensor into newly
-    allocated memory, like ``.to(device)``. ``workers``: a standby worker is ready; the process that
-    trained also infers; or a new process is forked for the request while the old one stops
-    (PipeSwitch's figure 9).
-    """
+    ``transfer``: "groups" copies groups while computing; "whole" copies the model before computing;
+    "tensors" copies each tensor into newly allocated memory, like ``.to(device)``. ``workers`` as
+    in PipeSwitch's figure 9: "standby" has a second worker ready; "one" uses the worker that
+    trained; "new" forks a worker for the request while the old one stops."""
 
     name: str
     transfer: Literal["groups", "whole", "tensors"] = "groups"
@@ -83,7 +82,7 @@ class Baseline:
     """One way to answer a request without PipeSwitch."""
 
     name: str
-    every = 1  # takes part in every ``every``-th round
+    every = 1  # the baseline is measured in every ``every``-th round
 
     def prepare(self) -> None:
         """Create the state before a request; not timed."""
@@ -125,7 +124,7 @@ def read_line(child: subprocess.Popen[str]) -> Numbers:
 
 
 def next_answer(child: subprocess.Popen[str]) -> Numbers:
-    """Ask for and return the next answer of a child that answers line by line."""
+    """Request an answer from a child that reads a line per request; return the answer."""
     assert child.stdin is not None
     child.stdin.write("run\n")
     return read_line(child)

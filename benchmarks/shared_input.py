@@ -1,11 +1,11 @@
-"""``bench shared-input``: jobs that train on the same data, with a shared loader or one each.
+"""``bench shared-input``: jobs that train on the same data, with one loader or with a loader each.
 
-SwitchFlow's figures 8 to 10: one, two and three jobs, of equal and of mixed models, train in turns
-on one device with one compute thread. Arms, in turns: *own* (each job has a DataLoader) and
-*shared* (``job.shared``). Loading a batch takes as long as training on it, except in the last case.
-In the case before that one both times are short, so that the fixed cost of a step counts more. The
-result is the images a second of all jobs together, from the first step of any job to the last step:
-the start of the processes is not counted.
+As in SwitchFlow's figures 8 to 10, one, two or three jobs, with equal or different models, train in
+turns on one device with one compute thread. Arms: *own* (each job has a DataLoader) and *shared*
+(``job.shared``). In most cases, loading a batch takes as long as training on it. "short steps" has
+short times for both, so that the fixed cost of a step counts more. "cheap input" loads as fast as
+possible. The measured number is images per second of all jobs together, from the first step of any
+job to the last step of any job, so the start of the processes does not count.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class Case:
     name: str
     widths: tuple[int, ...]  # width of each job's model
     width: int = WIDTH
-    load: float = 1.0  # time to load a batch / time to train the model of ``width`` on it
+    load: float = 1.0  # time to load a batch / time to train a model of ``width`` on the batch
     at_least: float | None = None
 
 
@@ -56,7 +56,7 @@ CASES: Final = (
 
 
 def run(bench: Run, _: Any = ()) -> None:
-    """Measure the times of a batch, then all cases on one server."""
+    """Measure the times to load a batch and to train on it, then all cases on one server."""
     one, many = _measured(1, WIDTH), _measured(MANY_UNITS, WIDTH)
     unit_ms = (many["load_ms"] - one["load_ms"]) / (MANY_UNITS - 1)
     train_ms = {WIDTH: one["train_ms"], NARROW: _measured(1, NARROW)["train_ms"]}
@@ -90,7 +90,7 @@ def _measured(units: int, width: int) -> Numbers:
 
 
 class _Jobs:
-    """The jobs of a case, which start together."""
+    """Starter of a case's jobs, all at once."""
 
     def __init__(self, bench: Run, client: Client, case: Case, units: int, folder: Path) -> None:
         self._client, self._case, self._folder = client, case, folder
@@ -114,6 +114,6 @@ class _Jobs:
 
 
 def _rate(instants_ms: Sequence[Sequence[float]]) -> Numbers:
-    """Return the images per second of all jobs, from the first step of any job to the last one."""
+    """Return images per second of all jobs together, from the first to the last step of any job."""
     seconds = (max(one[-1] for one in instants_ms) - min(one[0] for one in instants_ms)) / 1000.0
     return {"images_per_s": sum(map(len, instants_ms)) * BATCH / seconds, "window_s": seconds}

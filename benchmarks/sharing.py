@@ -1,7 +1,7 @@
 """Training and inference in one process without PipeSwitch, as a baseline of ``interference``.
 
 ``python -m … sharing share ORDER`` reads one segment per line: a mode and the times at which
-requests are due. It prints their latencies, and the training steps made in that time.
+requests are due. It prints the requests' latencies, and how many steps it has trained meanwhile.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ PROBES: Final = 5
 
 
 class Sessions:
-    """A fair lock: a session owns the device until its end, and sessions run in order of request.
+    """Fair lock of the device: threads get it one after the other, in the order of their requests.
 
-    A plain lock would prefer the trainer, which asks for it again before a waiting thread wakes.
+    A plain lock would prefer the trainer, which takes it again before a waiting thread wakes.
     """
 
     def __init__(self) -> None:
@@ -51,7 +51,7 @@ class Sessions:
 
 
 class Trainer:
-    """The benchmark's training job, called step by step."""
+    """The training that the benchmark's job does, one call per step."""
 
     def __init__(self, batch: int) -> None:
         self._model, self._x, self._y = network(batch=batch)
@@ -66,7 +66,7 @@ class Trainer:
         self.steps += 1
 
     def run(self, is_over: threading.Event, turn: Callable[[], Any]) -> None:
-        """Train until ``is_over`` is set, with each step inside a ``turn``."""
+        """Train until ``is_over`` is set. Each step runs in a context that ``turn`` returns."""
         while not is_over.is_set():
             with turn():
                 self.step()
@@ -75,7 +75,7 @@ class Trainer:
 def segment(
     mode: str, due_s: Sequence[float], trainer: Trainer, infer: Callable[[], Any]
 ) -> dict[str, Any]:
-    """Answer requests when they are due, while a thread trains (except in mode ``alone``)."""
+    """Answer requests when they are due, while a thread trains (not in the mode ``alone``)."""
     turn = Sessions().session if mode == "sessions" else contextlib.nullcontext
     is_over = threading.Event()
     thread = threading.Thread(target=trainer.run, args=(is_over, turn))
@@ -108,7 +108,7 @@ def _inference(order: plain.Order) -> Callable[[], Any]:
 
 
 def main() -> None:
-    """Serve segments, bound to the order's cores, with as many threads as the server has."""
+    """Run the segments that standard input has, on the order's cores, with the server's threads."""
     order = json.loads(sys.argv[2])
     os.sched_setaffinity(0, order["cores"])
     torch.set_num_threads(order["threads"])

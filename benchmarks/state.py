@@ -1,6 +1,6 @@
 """``bench state``: time to copy a model's state to the device (SwitchFlow, table 1).
 
-README.md has the arms. The arms differ most for models with many small tensors.
+README.md describes the arms, which differ most for models with many small tensors.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ SKIPPED: Final = {"inception_resnet_v2": "torchvision has none"}
 ROUNDS: Final = 100
 QUICK_ROUNDS: Final = 20
 MANY_TENSORS: Final = 500
-MAX_OVER_PLAIN: Final = 1.25  # limit for MANY_TENSORS: "time near bytes / bandwidth"
+MAX_OVER_PLAIN: Final = 1.25  # limit of our time / a plain copy's, from MANY_TENSORS tensors up
 
 
 def run(bench: Run, _: Sequence[str] = ()) -> None:
-    """Measure each model of SwitchFlow's table that torchvision has."""
+    """Measure the models of SwitchFlow's table that torchvision has."""
     for name in QUICK_MODELS if bench.is_quick else MODELS:
         _one_model(bench, name)
     bench.skip(SKIPPED)
@@ -86,7 +86,7 @@ class Packed(Engine):
         view.release()
 
     def measure(self) -> Numbers:
-        """Copy all groups once; return the time."""
+        """Copy all groups once; return the time in ms."""
         self.op_id += 1
         began_ms = now_ms()
         self.transmit(self._groups)

@@ -1,5 +1,5 @@
-"""``bench switch``: requests that preempt training and find another model on the device
-(PipeSwitch, figure 5). README.md describes the arms."""
+"""``bench switch``: requests that preempt training, with another model on the device (PipeSwitch,
+figure 5). README.md describes the arms."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ from .trials import Arm, Numbers, Run, paired_differences, ratio
 
 ROUNDS: Final = 12
 QUICK_ROUNDS: Final = 7
-MAX_FAST_RATIO: Final = 0.70  # limit of cold fast / ready eager
-MIN_RATIO: Final = 100.0  # limit of stop-and-start's overhead / ours, on the cpu device
-MIN_RIVAL_RATIO: Final = 3.0  # limit of the PipeSwitch-style system's overhead / ours
+MAX_FAST_RATIO: Final = 0.70  # limit of a cold request's time in precision fast / ready's time
+MIN_RATIO: Final = 100.0  # limit of stop-and-start's overhead / our overhead, on the cpu device
+MIN_RIVAL_RATIO: Final = 3.0  # limit of the PipeSwitch-style system's overhead / our overhead
 RIVALS: Final = (PUBLISHED.name, SERIAL.name, TO_DEVICE.name)
 ARMS: Final = (ReadyModel.name, *RIVALS, StopAndStart.name)
-CHECKSUM_TOLERANCE: Final = 1e-3  # relative error of the sum of all outputs
+CHECKSUM_TOLERANCE: Final = 1e-3  # allowed relative error of the outputs' sum
 
 
 def run(bench: Run, models: Sequence[str]) -> None:
@@ -41,7 +41,7 @@ def run(bench: Run, models: Sequence[str]) -> None:
 
 
 def compare(bench: Run, setting: Setting, baselines: Sequence[str]) -> None:
-    """Measure ours, cold and resident, exact and fast, in turns with these baselines."""
+    """Measure our server (cold and resident, exact and fast) in turns with these baselines."""
     name = setting.model.name
     with contextlib.ExitStack() as stack:
         rivals = []
@@ -64,7 +64,7 @@ def compare(bench: Run, setting: Setting, baselines: Sequence[str]) -> None:
 
 
 class Requests:
-    """State that the arms share: the twin on the device, the inputs, the training job."""
+    """Requests to our server, with what all its arms share: last twin, inputs, training job."""
 
     def __init__(self, bench: Run, client: Client, setting: Setting) -> None:
         self._client = client
@@ -100,7 +100,7 @@ class Requests:
         return Arm(baseline.name, measure, prepare, baseline.every, warms_up=baseline.every == 1)
 
     def _same(self, name: str, checksum: float) -> None:
-        """Raise RuntimeError if a baseline has computed another result than the server."""
+        """Raise RuntimeError if a baseline's checksum differs from the server's."""
         assert self._checksum is not None
         if abs(checksum - self._checksum) > CHECKSUM_TOLERANCE * max(1.0, abs(self._checksum)):
             raise RuntimeError(f"{name} answers {checksum}, the server {self._checksum}")
@@ -121,7 +121,7 @@ def _findings(bench: Run, case: str) -> None:
         ("stop-and-start overhead, p50", theirs),
     ):
         bench.find(f"{case}: {what}", value_ms, "ms")
-    # A difference of totals may be noise, or negative; the bill's own overhead cannot.
+    # A difference of totals may be noise, even negative; the overhead in the server's times is not.
     by_pairs = ratio(theirs, max(ours, billed))
     by_minimum = ratio(min(restart) - min(ready), max(min(cold) - min(resident), billed))
     bench.find(f"{case}: stop-and-start overhead / ours", by_pairs, at_least=MIN_RATIO)
@@ -135,10 +135,10 @@ def _findings(bench: Run, case: str) -> None:
 
 
 def _against_rivals(bench: Run, case: str) -> None:
-    """Add each rival's overhead, computed like ours: time beyond ready, and billed time.
+    """Add findings for each rival's overhead, computed like ours in two ways.
 
-    Billed time is from the request's arrival in the server to its outputs, without computing.
-    """
+    One is the total time minus that of ``ready``. The other is billed time: from the request's
+    arrival in the server to its outputs, without computing."""
     ready = bench.values(case, "ready", "total_ms")
     cold = bench.values(case, "cold", "total_ms")
     billed = _wait_ms(bench, case, "cold")
@@ -162,7 +162,7 @@ def _against_rivals(bench: Run, case: str) -> None:
         ):
             bench.find(f"{case}: {arm} overhead / ours, {what}", value, at_least=at_least)
         bench.find(f"{case}: {arm} overhead / ours when resident, p50", ratio(theirs, warm))
-    # A system that stops training at a layer must wait for that layer in any case.
+    # Every system that stops training after a layer waits for that layer; nothing else is needed.
     waits, stops = (bench.values(case, RIVALS[0], key) for key in ("wait_ms", "acknowledge_ms"))
     most = ratio(quantile(waits, 0.5), quantile(stops, 0.5))
     bench.find(f"{case}: {RIVALS[0]} wait / its wait for training alone: the most to gain", most)

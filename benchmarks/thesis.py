@@ -1,9 +1,9 @@
-"""The thesis' worked example: its order, compared with all others.
+"""Example of the thesis: in which order four models load and compute, and how long that takes.
 
     python -m benchmarks.thesis
 
-A server decides by ``alternating``. ``johnson`` (Johnson 1954) and ``exhaustive`` give the best
-order: by a closed form if all models fit, and by trying all orders.
+A server uses the order ``alternating``. If all models fit in memory, ``johnson`` (Johnson 1954)
+sorts them into the best order; ``exhaustive`` finds the best order by trying all.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from pipeswitch.planning import windows
 
 
 def johnson(jobs: Sequence[windows.WindowJob]) -> windows.Order:
-    """Return the order of Johnson's rule, the best one if all models fit: first jobs that load
-    faster than they compute, shortest load first; then the others, longest computation first."""
+    """Return the order of Johnson's rule, which is the best if all models fit: first jobs that load
+    faster than they compute, shortest load first; then the rest, longest computation first."""
 
     def rule(i: int) -> tuple[bool, float]:
         job = jobs[i]
@@ -31,7 +31,7 @@ def johnson(jobs: Sequence[windows.WindowJob]) -> windows.Order:
 def exhaustive(
     jobs: Sequence[windows.WindowJob], memory: windows.Memory = windows.UNLIMITED
 ) -> windows.Order:
-    """Return the best of all orders; use it for ten jobs at most, as its time is factorial."""
+    """Return the best of all orders, in factorial time: use it for ten jobs at most."""
     best: tuple[float, windows.Order] = (math.inf, ())
 
     def extend(order: windows.Order, remaining: tuple[int, ...]) -> None:
@@ -57,11 +57,11 @@ EXAMPLE: Final = (
     windows.WindowJob(model="C", load_ms=125.0, compute_ms=560.0),
     windows.WindowJob(model="D", load_ms=62.5, compute_ms=482.5),
 )
-"""Four clients. The thesis has only pictures; these numbers give its three totals."""
+"""Jobs of the thesis' four clients. It has only pictures; with these numbers its totals result."""
 
 
 def example() -> list[dict[str, Any]]:
-    """Return the total times: serial, with prefetch, and with prefetch in each rule's order."""
+    """Return total times without prefetch, and with prefetch in the order of each rule."""
     order: windows.Order = tuple(range(len(EXAMPLE)))
     ways: dict[str, tuple[windows.Order, windows.Memory]] = {
         "serial": (order, windows.Memory(is_prefetching=False)),

@@ -1,4 +1,4 @@
-"""``bench throughput``: the throughput that remains with switching (PipeSwitch, figure 6).
+"""``bench throughput``: throughput if models are switched in cycles (PipeSwitch, figure 6).
 
 README.md describes the arms. No job trains.
 """
@@ -20,10 +20,10 @@ from .serving import TWINS, ask, serving
 from .setting import Setting, settings
 from .trials import Arm, Numbers, Run
 
-CYCLES: Final = {30.0: 1, 10.0: 1, 5.0: 1, 2.0: 2, 1.0: 6, 0.1: 20}  # seconds to full rounds
+CYCLES: Final = {30.0: 1, 10.0: 1, 5.0: 1, 2.0: 2, 1.0: 6, 0.1: 20}  # cycle in s -> rounds
 QUICK_CYCLES: Final = {1.0: 2, 0.1: 5}
-RESTART_CYCLES_S: Final = (30.0, 10.0, 5.0)  # in shorter cycles its process would not start in time
-MIN_SHARE: Final = {1.0: 0.98, 0.1: 0.90}  # limit of ours / ready, on the cpu device
+RESTART_CYCLES_S: Final = (30.0, 10.0, 5.0)  # shorter cycles end before stop-and-start has started
+MIN_SHARE: Final = {1.0: 0.98, 0.1: 0.90}  # cycle in s -> limit of our / ready's throughput, on cpu
 DEFAULT_MODELS: Final = ("resnet152",)
 QUICK_MODELS: Final = ("mlp",)
 
@@ -31,7 +31,7 @@ Ask = Callable[[], Numbers]
 
 
 def run(bench: Run, models: Sequence[str]) -> None:
-    """Measure all cycles of each model."""
+    """Measure each model with all lengths of a cycle."""
     for setting in settings(bench, models, DEFAULT_MODELS, QUICK_MODELS):
         _one_model(bench, setting)
     bench.notes.append("throughput: requests of a cycle over the time until its last has ended")
@@ -39,7 +39,9 @@ def run(bench: Run, models: Sequence[str]) -> None:
 
 
 def cycle(length_s: float, first: Ask, then: Ask) -> Numbers:
-    """Send requests until ``length_s`` seconds have passed; finish the last one."""
+    """Send requests for ``length_s`` seconds, and wait for the last answer; return its numbers.
+
+    ``first`` sends the cycle's first request, and ``then`` each later one."""
     began_s = time.monotonic()
     totals_ms = [float(first()["total_ms"])]
     while time.monotonic() - began_s < length_s:
@@ -55,13 +57,13 @@ def cycle(length_s: float, first: Ask, then: Ask) -> Numbers:
 
 
 class _Server:
-    """A server of ours, with the twin that answered last."""
+    """Our server; in each cycle it serves the other one of two twins."""
 
     def __init__(self, client: Client, inputs: Any, *, is_cold: bool) -> None:
         self._client, self._inputs, self._is_cold = client, inputs, is_cold
         self._here = 1
         for name in TWINS:
-            client.infer(name, inputs)  # with arm both-fit, both stay on the device
+            client.infer(name, inputs)  # in the arm both-fit, both twins stay on the device
 
     def cycle(self, length_s: float) -> Numbers:
         self._here = 1 - self._here

@@ -1,6 +1,6 @@
-"""Training script of the benchmarks: the same file runs plain and as a job.
+"""Training script of the benchmarks, which runs as a plain process and as a job.
 
-``python -m benchmarks.train_script`` runs it plain; as a job its entry is
+``python -m benchmarks.train_script`` starts a plain process. A job's entry is
 ``benchmarks.train_script:main``.
 """
 
@@ -26,7 +26,7 @@ BATCH: Final = 256
 
 
 def main() -> None:
-    """Train an MLP on random data; write the times of the step boundaries to ``--record``."""
+    """Train on random data; write the times at which steps begin and end to ``--record``."""
     options = _options()
     torch.set_num_threads(options.threads)
     device = options.device or job.device
@@ -37,7 +37,7 @@ def main() -> None:
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-4)
     gaps = Gaps(model) if options.gaps else None
     instants_ms: list[float] = []
-    cpu_ms: list[float] = []  # of this thread alone, so that a busy machine changes it little
+    cpu_ms: list[float] = []  # this thread's CPU time, which a busy machine changes little
     per_epoch = options.steps or 1000
     for _ in job.epochs(1 if options.steps else 1_000_000):
         for number, (inputs, targets) in enumerate(
@@ -73,7 +73,7 @@ def main() -> None:
 def network(
     width: int = WIDTH, layer_count: int = LAYERS, batch: int = BATCH
 ) -> tuple[nn.Module, torch.Tensor, torch.Tensor]:
-    """Return the MLP to train, and a batch of inputs and targets; equal at each call."""
+    """Return the MLP to train, a batch of inputs, and targets; every call returns equal values."""
     torch.manual_seed(0)
     layers = [nn.Linear(width, width) for _ in range(layer_count)]
     model = nn.Sequential(*(part for layer in layers for part in (layer, nn.ReLU())))
@@ -81,7 +81,7 @@ def network(
 
 
 def resnet50() -> tuple[nn.Module, torch.Tensor, torch.Tensor]:
-    """Return the model of the GPU stages, ResNet-50, and a batch of random images and targets."""
+    """Return ResNet-50, which the GPU stages train, with a batch of random images and targets."""
     import torchvision
 
     torch.manual_seed(0)
@@ -95,9 +95,9 @@ def _synchronize(device: str) -> None:
 
 
 class Gaps:
-    """Times between neighbouring places at which the preemption gate would be checked.
+    """Times between two successive places at which a job would check for preemption.
 
-    The longest gap is the time of "one layer", for which a stop must wait at most.
+    The longest gap is the time of "one layer", the longest that a stop should have to wait.
     """
 
     def __init__(self, model: nn.Module) -> None:

@@ -1,9 +1,9 @@
-"""``bench training``: the cost of being preemptible for a job, and how fast it is suspended.
+"""``bench training``: how much slower a job is because it is preemptible, and how fast it stops.
 
-The plain script also runs with a worker's allocator settings (``workers/training/script.py``). They
-make a job faster than a plain script, so without that arm the gain would hide a part of the cost.
-Runs are compared pairwise within a round, because the state of the heap differs from process to
-process.
+The script runs as a job and as a plain process. A job's worker has allocator settings that make it
+faster (``workers/training/script.py``). To see the cost without this gain, the plain script also
+runs with these settings. Runs are compared in pairs within a round, because the heap's state
+differs from process to process.
 """
 
 from __future__ import annotations
@@ -36,15 +36,15 @@ from .request_path import SOURCE
 from .serving import TRAIN_ENTRY, Training, ask
 from .trials import Arm, Numbers, Run
 
-KEPT_HEAP: Final = {  # settings of a worker for a job
+KEPT_HEAP: Final = {  # allocator settings of a job's worker
     "MALLOC_MMAP_THRESHOLD_": str(1 << 30),
     "MALLOC_TRIM_THRESHOLD_": str(1 << 30),
 }
 PLAIN: Final = "plain"
 PLAIN_KEPT: Final = "plain, heap kept"
 WARM_STEPS: Final = 5
-MAX_SLOWDOWN: Final = 0.02  # limit for steps of at least LONG_STEP_MS
-MAX_MORE_MS: Final = 0.3  # limit for a shorter step
+MAX_SLOWDOWN: Final = 0.02  # limit of a job's slowdown, for steps of at least LONG_STEP_MS
+MAX_MORE_MS: Final = 0.3  # limit of a job's additional time per step, for shorter steps
 LONG_STEP_MS: Final = 20.0
 MAX_OVER_LAYER_MS: Final = 1.0
 RUN_S: Final = 12.0
@@ -54,7 +54,7 @@ QUICK_ROUNDS: Final = 3
 STOPS: Final = 200
 QUICK_STOPS: Final = 25
 GAP_STEPS: Final = 40
-EVENTS_WAIT_S: Final = 0.3  # time after the last request for the last event
+EVENTS_WAIT_S: Final = 0.3  # time to wait for the last event after the last request
 
 
 SHAPES: Final = {  # size of a training step, as arguments of train_script
@@ -65,7 +65,7 @@ SHAPES: Final = {  # size of a training step, as arguments of train_script
 
 
 def run(bench: Run, _: Any = ()) -> None:
-    """Measure all shapes on one server."""
+    """Measure steps of all sizes in ``SHAPES`` on one server."""
     with (
         tempfile.TemporaryDirectory(prefix="pipeswitch-bench-") as folder,
         server(
@@ -86,7 +86,7 @@ def run(bench: Run, _: Any = ()) -> None:
 
 
 class _Runs:
-    """Runs of the script, plain and as a job, for a number of steps."""
+    """Starter of runs of the script, plain and as a job, each with the same number of steps."""
 
     def __init__(self, bench: Run, client: Client, folder: Path, args: tuple[str, ...]) -> None:
         self._client, self._numbers, self.args = client, itertools.count(), args
@@ -123,11 +123,11 @@ class _Runs:
 
 @dataclass(frozen=True)
 class _Steps:
-    """Times of each step after the warm-up; ``gaps_ms`` are between neighbouring gate points."""
+    """Times of each step after the warm-up."""
 
     wall_ms: list[float]
-    cpu_ms: list[float]  # of the script's thread
-    gaps_ms: list[list[float]]
+    cpu_ms: list[float]  # CPU time of the script's thread
+    gaps_ms: list[list[float]]  # for each step, the times between places that may stop a job
 
 
 def _read(path: Path) -> _Steps:
@@ -141,7 +141,7 @@ def _read(path: Path) -> _Steps:
 
 def _numbers(steps: _Steps) -> Numbers:
     return {
-        "step_ms": sum(steps.wall_ms) / len(steps.wall_ms),  # commits included
+        "step_ms": sum(steps.wall_ms) / len(steps.wall_ms),  # mean, which includes commits
         "median_step_ms": quantile(steps.wall_ms, 0.5),
         "fastest_tenth_step_ms": quantile(steps.wall_ms, 0.1),
         "cpu_step_ms": sum(steps.cpu_ms) / len(steps.cpu_ms),
@@ -176,7 +176,7 @@ def _slowdown(bench: Run, shape: str, runs: _Runs) -> None:
 
 
 def _latency(bench: Run, shape: str, runs: _Runs, client: Client) -> None:
-    """Measure ``job.suspended`` events for requests at random moments of an endless job."""
+    """Send requests at random moments of an endless job; measure how long the job takes to stop."""
     layer_ms = _longest_layer_ms(runs.gaps)
     stops = QUICK_STOPS if bench.is_quick else STOPS
     bench.say(f"{shape}: {stops} preemptions")
@@ -198,19 +198,19 @@ def _latency(bench: Run, shape: str, runs: _Runs, client: Client) -> None:
         values = bench.values(shape, f"stop-{where}", "stop_ms")
         if not values:
             continue
-        limit = limit_ms if where in ("forward", "backward") else None  # no limit in a step
+        limit = limit_ms if where in ("forward", "backward") else None  # the limit is for layers
         for what, share in (("p50", 0.5), ("p99", 0.99)):
             stop_ms = quantile(values, share)
             bench.find(f"{shape}: stop in {where}, {what}", stop_ms, "ms", at_most=limit)
 
 
 def _longest_layer_ms(gaps: Sequence[Sequence[float]]) -> float:
-    """Return the longest gap of a step, by the median of each gap."""
+    """Return the longest gap of a step in ms; each gap's time is its median over all steps."""
     return max(quantile(place, 0.5) for place in zip(*gaps, strict=True))
 
 
 class Suspensions:
-    """Collects ``job.suspended`` events on a thread until ``stop``."""
+    """Thread that collects ``job.suspended`` events until ``stop``."""
 
     def __init__(self, client: Client) -> None:
         self._found: list[dict[str, Any]] = []
@@ -221,13 +221,13 @@ class Suspensions:
 
     def _collect(self, client: Client) -> None:
         while True:
-            self._found += self._records  # until no event has come for EVENTS_WAIT_S
+            self._found += self._records  # blocks until no event has come for EVENTS_WAIT_S
             if self._is_over.is_set():
                 return
             self._records = client.events("job.suspended", timeout_s=EVENTS_WAIT_S)
 
     def stop(self) -> list[dict[str, Any]]:
-        """Stop; return all events, also that of the last request."""
+        """Stop the thread; return all events, including the last request's event."""
         self._is_over.set()
         self._thread.join()
         return self._found

@@ -1,7 +1,7 @@
-"""Common trial loop: interleaved arms, warm-up, one record per trial, then p50 and p99.
+"""Common trial loop: warm-up, then trials of all arms, one record per trial, then p50 and p99.
 
-Machines drift, because of other programs, clocks and caches. So compared arms take turns in one run
-(A B A B), instead of one after the other, and are compared by median and minimum of one run.
+An arm is one of the ways that a benchmark compares. A machine's speed drifts with other programs,
+clocks and caches, so the arms take turns (A B A B), and only numbers of one run are compared.
 """
 
 from __future__ import annotations
@@ -25,34 +25,34 @@ Emit = Callable[[str], None]
 
 
 def now_ms() -> float:
-    """Return the system-wide monotonic clock in milliseconds."""
+    """Return the time of the monotonic clock, which all processes share, in milliseconds."""
     return time.monotonic() * 1000
 
 
 def say(**values: Any) -> None:
-    """Write one JSON line to standard output, as a child's answer to the measuring process."""
+    """Write one JSON line to standard output: a child process answers the benchmark like this."""
     sys.stdout.write(json.dumps(values) + "\n")
     sys.stdout.flush()
 
 
 def ratio(over: float, under: float) -> float:
-    """Return ``over / under``; noise may have made ``under`` zero."""
+    """Return ``over / under``, with a minimum for ``under``, which noise may have made zero."""
     return over / max(under, 1e-3)
 
 
 def paired_differences(over: Sequence[float], under: Sequence[float]) -> list[float]:
-    """Return the differences by rounds, from which drift that affects both arms cancels out."""
+    """Return the difference in each round, in which drift that affects both arms cancels out."""
     return [a - b for a, b in zip(over, under, strict=True)]
 
 
 def table(head: str, rows: Iterable[Sequence[str]]) -> list[str]:
-    """Return the lines of a Markdown table; ``head`` has the names, separated by bars."""
+    """Return the lines of a Markdown table; ``head`` has the column names, separated by ``|``."""
     lines = [f"| {head} |", "|---" * (head.count("|") + 1) + "|"]
     return lines + [f"| {' | '.join(row)} |" for row in rows]
 
 
 def nothing() -> None:
-    """Do nothing; preparation of an arm that needs none."""
+    """Do nothing: the default preparation of an arm."""
 
 
 @dataclass(frozen=True)
@@ -72,7 +72,7 @@ class Arm:
 def interleave(
     arms: Sequence[Arm], rounds: int, *, warmup: int = 1
 ) -> Iterator[tuple[Arm, int, Numbers]]:
-    """Yield the trials; a round has one trial of each arm, and warm-up rounds are not yielded."""
+    """Run rounds with one trial of each arm; yield each trial, except those of warm-up rounds."""
     for number in range(-warmup, rounds):
         for arm in arms:
             if number % arm.every if number >= 0 else not arm.warms_up:
@@ -96,7 +96,7 @@ class Finding:
 
 @dataclass
 class Run:
-    """A benchmark in progress: facts, trials, findings. ``emit`` gets each finished line."""
+    """A benchmark in progress: facts, trials, findings. ``emit`` gets each line of output."""
 
     what: str
     command: str
@@ -104,21 +104,21 @@ class Run:
     seed: int
     as_json: bool
     emit: Emit
-    facts: Numbers  # result of ``machine_facts``
+    facts: Numbers  # return value of ``machine_facts``
     threads: int = field(default_factory=lambda: max(1, cpu_count() - 1))
     trials: list[dict[str, Any]] = field(default_factory=list)
     findings: list[Finding] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
-    warnings: list[str] = field(default_factory=list)  # reasons to trust the numbers less
+    warnings: list[str] = field(default_factory=list)  # return value of ``warnings_of``
     began_at_s: float = field(default_factory=time.monotonic)
-    trials_asked: int = 0  # rounds of each case; 0: the benchmark's own choice
+    trials_asked: int = 0  # requested rounds of each case; 0: the benchmark's own number
     others: Others = field(default_factory=Others)
 
     def __post_init__(self) -> None:
         self.facts = self.facts | {"threads": self.threads, "seed": self.seed}
 
     def rounds(self, full: int, quick: int) -> int:
-        """Return the number of rounds: the requested number, or the benchmark's own."""
+        """Return the requested number of rounds or, without a request, ``full`` or ``quick``."""
         return self.trials_asked or (quick if self.is_quick else full)
 
     def usable(self, names: Sequence[str]) -> list[str]:
@@ -128,7 +128,7 @@ class Run:
         return [name for name in names if not reasons[name]]
 
     def skip(self, arms: Mapping[str, str]) -> None:
-        """Report which arms are left out, and why."""
+        """Report that arms are left out; ``arms`` has the reason for each."""
         for arm, reason in arms.items():
             self.say(f"{arm}: skipped: {reason}")
             self.notes.append(f"{arm}: skipped: {reason}")
@@ -151,7 +151,7 @@ class Run:
             self.record(case, arm.name, number, numbers)
 
     def values(self, case: str, arm: str, key: str) -> list[float]:
-        """Return one number from all trials of an arm, in order."""
+        """Return the value of ``key`` in all trials of an arm, in order."""
         return [
             float(trial[key])
             for trial in self.trials
@@ -159,7 +159,7 @@ class Run:
         ]
 
     def p50(self, case: str, arm: str, key: str, share: float = 0.5) -> float:
-        """Return the median, or another quantile, of one number from all trials of an arm."""
+        """Return the median (or another quantile) of ``key`` in all trials of an arm."""
         return quantile(self.values(case, arm, key), share)
 
     def find(
@@ -171,7 +171,7 @@ class Run:
         at_most: float | None = None,
         at_least: float | None = None,
     ) -> None:
-        """Add a finding; with a target, judge whether it is met."""
+        """Add a finding; if it has a target, decide whether the target is met."""
         target, is_met = "", None
         if at_most is not None:
             target, is_met = f"≤ {at_most:g}", value <= at_most
@@ -182,7 +182,7 @@ class Run:
     # ---- reports -------------------------------------------------------------------------------
 
     def finish(self) -> None:
-        """Record how quiet the machine was; called once, after all our processes have ended."""
+        """Record how quiet the machine was. Call this once, after all our processes have ended."""
         share = self.others.share()
         self.facts = self.facts | {"others_share": round(share, 3)}
         warnings = warnings_of(float(self.facts.get("load_1m", 0.0)), share)
@@ -211,7 +211,7 @@ class Run:
         ]
 
     def document(self) -> dict[str, Any]:
-        """Return the content of the JSON file that is written beside the Markdown."""
+        """Return the content of the JSON file, which has all trials."""
         return {
             "bench": self.what,
             "command": self.command,
@@ -226,7 +226,7 @@ class Run:
         }
 
     def compact_json(self) -> str:
-        """Return the document with a line for each trial, so that a diff shows what has changed."""
+        """Return the document as JSON with one line per trial, so that diffs are readable."""
         document = self.document()
         trials = ",\n".join(f"  {json.dumps(trial)}" for trial in document.pop("trials"))
         head = json.dumps(document, indent=1)[:-2]

@@ -1,4 +1,4 @@
-"""``bench workers``: which process runs a new task (PipeSwitch, figure 9); see README.md."""
+"""``bench workers``: which process should run a new task (PipeSwitch, figure 9); see README.md."""
 
 from __future__ import annotations
 

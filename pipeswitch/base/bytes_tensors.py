@@ -48,7 +48,7 @@ def unpack(data: Any, count: int) -> list[bytes]:
 def packed(value: Any) -> tuple[tuple[int, ...], bytes] | None:
     """Return shape and packed bytes of a text (UTF-8), a byte string, or a list or array of them.
 
-    Return None for any other value.
+    Return None for any other value. Raise InvalidInput if UTF-8 cannot encode a text.
     """
     import numpy as np
 
@@ -64,7 +64,10 @@ def packed(value: Any) -> tuple[tuple[int, ...], bytes] | None:
             return None
     else:
         return None
-    return shape, pack(one.encode() if isinstance(one, str) else one for one in elements)
+    try:
+        return shape, pack(one.encode() if isinstance(one, str) else one for one in elements)
+    except UnicodeEncodeError as error:
+        raise InvalidInput(f"a text is not valid Unicode: {error}") from None
 
 
 def unpacked(data: Any, shape: Sequence[int]) -> Any:

@@ -90,15 +90,16 @@ class Chat:
             "stream_options": {"include_usage": True},
             **self._options,
         }
-        where = urlsplit(self._url)
         kinds = {"http": http.client.HTTPConnection, "https": http.client.HTTPSConnection}
-        if where.scheme not in kinds or not where.netloc:
-            raise InvalidInput(f"{self._url!r} is not a URL", hint="--http http://127.0.0.1:8000")
-        connection = kinds[where.scheme](where.netloc)
-        headers = {"Authorization": f"Bearer {self._token or 'EMPTY'}"}
+        try:
+            where = urlsplit(self._url)
+            connection = kinds[where.scheme if where.netloc else ""](where.netloc)
+        except (ValueError, KeyError, http.client.InvalidURL):
+            raise InvalidInput(f"{self._url!r} is not a URL", hint="http://HOST:PORT") from None
+        headers = {"Authorization": f"Bearer {self._token.strip() or 'EMPTY'}"}
         with contextlib.closing(connection):
             try:
-                connection.request("POST", PATH, json.dumps(body), headers)
+                connection.request("POST", where.path + PATH, json.dumps(body), headers)
                 answer = connection.getresponse()
                 if answer.status != 200:
                     raise _error_of(answer.read())
@@ -110,7 +111,7 @@ class Chat:
                             raise _error_of(line[6:])
                         yield event
                     is_whole = is_whole or line.startswith(b"data: [DONE]")
-            except (OSError, http.client.HTTPException) as error:
+            except (OSError, http.client.HTTPException, ValueError) as error:
                 raise ServerUnavailable(
                     f"no answer from {self._url}: {error}",
                     hint="pipeswitch ping; then send the message again",

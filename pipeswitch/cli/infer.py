@@ -51,7 +51,7 @@ _RATE: Final = re.compile(r"(?:(poisson|constant):)?([0-9]+(?:\.[0-9]+)?|\.[0-9]
 @click.option("--deadline", help="Maximum waiting time after sending: 50ms.")
 @click.option("--priority", type=click.Choice(["high", "normal", "low"]), default=None)
 @click.option("--version", type=click.IntRange(1), help="Default: the current version.")
-@click.option("--seed", type=int, default=0, help="Seed of random inputs and arrivals.")
+@click.option("--seed", type=click.IntRange(0), default=0, help="Seed of inputs and arrivals.")
 @json_option
 def infer(
     name: str,
@@ -277,7 +277,7 @@ def _image(file: Path, signature: Signature) -> Any:
 def parse_rate(text: str) -> tuple[str, float]:
     """Return the arrival kind and the requests per second; a bare number is constant."""
     match = _RATE.fullmatch(text)
-    if match is None or not float(match.group(2)) > 0:
+    if match is None or not float(match.group(2)) >= 1e-6:  # one in twelve days
         raise InvalidInput(f"--rate {text!r} is not of the form poisson:50")
     return match.group(1) or "constant", float(match.group(2))
 
@@ -389,7 +389,7 @@ def generate(name: str, prompt: str, ids: bool, as_json: bool, **options: Any) -
     content: Any = sys.stdin.read() if prompt == "-" else prompt
     if ids:
         parts = content.replace(",", " ").split()
-        if not all(part.isdecimal() for part in parts):
+        if not all(part.isdecimal() and len(part) < 20 for part in parts):
             raise click.UsageError("with --ids, PROMPT must be token ids: 1,2,3")
         content = [int(part) for part in parts]
     with connected() as client, client.generate(name, content, **options) as answer:

@@ -7,6 +7,7 @@ import os
 from collections.abc import AsyncIterator
 from typing import TYPE_CHECKING, Any
 
+from .calls import as_wait_s
 from .client import CONNECT_TIMEOUT_S, Client, Task
 from .sequence import RequestSequence
 from .tensors import Result
@@ -132,10 +133,14 @@ class AsyncTask(AsyncWrapper[Task]):
     move = as_async(Task.move)
     resume = as_async(Task.resume)
     cancel = as_async(Task.cancel)
-    wait = as_async(Task.wait)
     history = as_async(Task.history)
     export = as_async(Task.export)
     remove = as_async(Task.remove)
+
+    async def wait(self, timeout_s: float | None = None) -> dict[str, Any]:
+        """Wait until the job is over, like ``Task.wait``, without a thread."""
+        end = asyncio.wrap_future(self._awaits._end())
+        return dict((await asyncio.wait_for(end, as_wait_s(timeout_s))).body["job"])
 
     async def logs(self, follow: bool = False) -> AsyncIterator[str]:
         """Yield the log from its start, in pieces, like ``Task.logs``."""

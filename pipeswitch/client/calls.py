@@ -239,7 +239,7 @@ class Calls:
         """Open a new link and send hello."""
         try:
             link = self._new_link(f"{self._prefix}-hello-{next(self._numbers)}")
-        except OSError:
+        except (OSError, UnicodeError):  # UnicodeError: such as two dots in a machine's name
             self._absent()
             return
         self._link = link

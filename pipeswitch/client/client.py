@@ -34,7 +34,7 @@ from .model_sources import Dynamic, Inputs, LocalSource, declared
 from .sequence import RequestSequence
 from .subscription import Subscription
 from .tensors import Result, from_reply, to_frames
-from .verbs import Progress, Verbs, progress_caller
+from .verbs import Progress, Verbs, as_texts, progress_caller
 
 if TYPE_CHECKING:
     from .generation import GenerationStream
@@ -277,7 +277,7 @@ class Client(Verbs):
         temperature: float = 0.0,
         top_p: float = 1.0,
         seed: int = 0,
-        stop: Sequence[str] = (),
+        stop: str | Sequence[str] = (),
         priority: str = "",
         version: int = 0,
         **options: Any,
@@ -312,7 +312,7 @@ class Client(Verbs):
             prompt,
             version=version,
             priority=priority,
-            stop=tuple(stop),
+            stop=as_texts(stop),
             max_new_tokens=max_new_tokens,
             temperature=temperature,
             top_p=top_p,
@@ -344,7 +344,7 @@ class Client(Verbs):
         name: str,
         source: Any = "",
         *,
-        aliases: Sequence[str] = (),
+        aliases: str | Sequence[str] = (),
         as_version: bool = False,
         weights: str | os.PathLike[str] = "",
         inputs: Inputs | None = None,
@@ -355,7 +355,7 @@ class Client(Verbs):
         max_batch: int = 0,
         batch: int = 0,
         batch_delay_ms: float = 0.0,
-        devices: Sequence[str] = (),
+        devices: str | Sequence[str] = (),
         preprocess: str = "",
         raw: Inputs | None = None,
         postprocess: str = "",
@@ -434,14 +434,14 @@ class Client(Verbs):
         takes, signature = declared(inputs)
         state = state or {}  # a string names an output that replaces its input
         request = RegisterRequest(
-            aliases=tuple(aliases),
+            aliases=as_texts(aliases),
             as_version=as_version,
             weights=os.fspath(weights or ""),
             inputs=signature,
             takes=takes,
             priority=priority,
             pin=pin,
-            devices=tuple(devices),
+            devices=as_texts(devices),
             max_batch=max_batch,
             batch=batch,
             batch_delay_ms=batch_delay_ms,
@@ -503,7 +503,8 @@ class Client(Verbs):
         while offset < size and not first["complete"]:
             if len(waiting) >= int(first["credit"]):
                 waiting.pop(0).result()
-            chunk = file.read(CHUNK_BYTES)
+            if not (chunk := file.read(CHUNK_BYTES)):
+                raise InvalidInput("a file became shorter while it was sent", hint="send it again")
             frames = [chunk]
             waiting.append(
                 self._connection.request(
@@ -525,7 +526,7 @@ class Client(Verbs):
         args: Sequence[str] = (),
         priority: str = "",
         share: str = "",
-        devices: Sequence[str] = (),
+        devices: str | Sequence[str] = (),
         offload: str | None = None,
         activation_memory: str | int | None = None,
     ) -> Task:
@@ -560,7 +561,7 @@ class Client(Verbs):
             "share": share,
             **({"offload": offload} if offload else {}),
             **({"activation_memory": str(activation_memory)} if activation_memory else {}),
-            **({"devices": list(devices)} if devices else {}),
+            **({"devices": as_texts(devices)} if devices else {}),
         }
         self._connection.request("train", body=body).result()
         return Task(self, str(body["name"]))
@@ -639,9 +640,16 @@ class Task:
             TaskFailed: the script raised an error.
             TimeoutError: the job is not over after ``timeout_s``.
         """
-        body, wait_s = {"name": self.name, "action": "wait"}, as_wait_s(timeout_s)
-        future = self._client._connection.request("job", body=body, is_safe=True)
-        return dict(future.result(wait_s).body["job"])
+        wait_s, future = as_wait_s(timeout_s), self._end()
+        try:
+            return dict(future.result(wait_s).body["job"])
+        finally:
+            future.cancel()  # otherwise the server keeps the request after a timeout
+
+    def _end(self) -> Future[FinalReply]:
+        """Return a future for the reply at the job's end."""
+        body = {"name": self.name, "action": "wait"}
+        return self._client._connection.request("job", body=body, is_safe=True)
 
     def logs(self, follow: bool = False) -> Iterator[str]:
         """Yield the log from its start, in pieces; with ``follow``, until the job is over."""

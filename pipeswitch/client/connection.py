@@ -91,7 +91,11 @@ class Connection(Calls):
         self._holder = 0  # ident of the thread that holds the role; 0: none
         self._needed = threading.Event()  # set when the background thread must take the role
         self._thread = threading.Thread(target=self._run, name="pipeswitch-client", daemon=True)
-        self._thread.start()
+        try:
+            self._thread.start()
+        except BaseException:  # the machine has no more threads: the caller may try again
+            os.close(self._wake)
+            raise
 
     def another(self) -> Connection:
         """Return a connection to the same server, with the same keys, without shared memory."""

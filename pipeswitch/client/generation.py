@@ -6,8 +6,9 @@ import time
 from array import array
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from operator import index
 from queue import SimpleQueue
-from typing import Any
+from typing import Any, cast
 
 import msgspec
 
@@ -213,12 +214,12 @@ def check_prompt(prompt: Any, encode: Callable[[str], list[int]] | None) -> list
     Raises:
         InvalidInput: the prompt is neither a text nor ids.
     """
-    if isinstance(prompt, str):
-        if encode is None:
-            raise InvalidInput("this model has no tokenizer", hint="give the prompt as ids")
-        return encode(prompt)
     try:
-        return [int(one) for one in prompt]
+        if isinstance(prompt, str):
+            if encode is None:
+                raise InvalidInput("this model has no tokenizer", hint="give the prompt as ids")
+            return encode(prompt)  # TypeError for a lone surrogate
+        return [index(one) for one in cast(Any, None if isinstance(prompt, bytes) else prompt)]
     except (TypeError, ValueError):
         raise InvalidInput(
             "a prompt must be a text or token ids", hint='"Once upon a time"'

@@ -45,6 +45,11 @@ Progress = Callable[[str, float], None]
 """Callback that gets a stage's name and the completed fraction of the whole work, 0 to 1."""
 
 
+def as_texts(texts: str | Sequence[str] | None) -> tuple[str, ...]:
+    """Return the texts of an argument; a single one is not split into its characters."""
+    return (texts,) if isinstance(texts, str) else tuple(texts or ())
+
+
 class VerbConnection(Protocol):
     """Connection to a server or a cluster."""
 

@@ -281,7 +281,7 @@ VERBS: Final[Mapping[str, Verb]] = {
         http=Http("GET", "ps", "Models, jobs and processes, what they do and hold now"),
     ),
     "jobs": Verb(Role.OPERATE, _query, http=Http("GET", "jobs", "One row for each job")),
-    "job": Verb(Role.OPERATE, _job),
+    "job": Verb(Role.OPERATE, _job, ends_with_client=True),
     "trace": Verb(Role.OPERATE, _query),
     "events": Verb(Role.OPERATE),  # events of all clients
     "stop": Verb(Role.OPERATE, _stop),

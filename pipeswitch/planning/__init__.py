@@ -1,4 +1,4 @@
-"""Planner: computes the groups in which a model is copied from the costs of its layers. Pure.
+"""Planner: chooses the groups in which a model is copied, from the costs of its layers.
 
-It uses no thread, clock, socket, file or torch. ``grouping.py`` also works without a profile.
+Only ``profile_files.py`` does I/O: all other modules use no thread, clock, socket, file or torch.
 """

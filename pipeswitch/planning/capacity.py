@@ -16,10 +16,10 @@ class ModelDemand:
     """A model, its costs and its deadline.
 
     Attributes:
-        name: of the model.
-        costs: from its profile.
-        total_bytes: size of its region in the arena: its layers' bytes and their alignment.
-        deadline_ms: from the start of a switch to the end of the computation, or None.
+        name: the model's name.
+        costs: costs of the model's layers, from its profile.
+        total_bytes: size of the model's region in the arena: its layers, and padding for alignment.
+        deadline_ms: maximum time from the start of a switch to its end; None: no deadline.
         pass_ms: time of a cold run of a model that is larger than the arena; 0 for other models.
     """
 
@@ -39,13 +39,13 @@ class ModelReport(msgspec.Struct, frozen=True, kw_only=True):
 
     name: str
     total_bytes: int
-    fits: bool  # in the arena, alone
+    fits: bool  # whether the arena can hold the model without other models
     layer_count: int
-    group_count: int  # of the best plan for a cold model
-    groups: tuple[int, ...]  # that plan: the first layer of each group
-    bound_ms: float  # M*, a lower bound of the cold time for any plan
-    resident_ms: float  # if the whole model is already on the device
-    cold_ms: float  # if no part of the model is on the device
+    group_count: int  # number of groups in the best plan for a cold model
+    groups: tuple[int, ...]  # index of the first layer of each group in this plan
+    bound_ms: float  # M*, a lower limit of the cold time of every plan
+    resident_ms: float  # time if the whole model is already on the device
+    cold_ms: float  # time if no part of the model is on the device
     overhead_ms: float  # ``cold_ms - resident_ms``
     deadline_ms: float | None
     holds_cold: bool | None  # whether a cold run meets the deadline; None: no deadline
@@ -55,7 +55,7 @@ class CapacityReport(msgspec.Struct, frozen=True, kw_only=True):
     """Report on all models that share one arena."""
 
     arena_bytes: int
-    total_bytes: int  # of all models
+    total_bytes: int  # sum over all models
     fits_all: bool
     fit_count: int  # maximum number of models that fit together (the smallest ones)
     models: tuple[ModelReport, ...]

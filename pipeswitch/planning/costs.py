@@ -12,7 +12,7 @@ from .grouping import Plan, spans
 
 @dataclass(frozen=True, slots=True)
 class LinkCost:
-    """Time of one copy: ``alpha_ms + beta_ms_per_byte * bytes``, a fixed part and a bandwidth."""
+    """Time of one copy: ``alpha_ms + beta_ms_per_byte * bytes``. Both parts are at least 0."""
 
     alpha_ms: float
     beta_ms_per_byte: float
@@ -28,16 +28,16 @@ class LinkCost:
 
 @dataclass(frozen=True)
 class LayerCosts:
-    """Costs of a model's layers on one link and one device, both working in layer order.
+    """Costs of a model's layers on one link and one device; both process layers in order.
 
     Group *k* of a plan arrives at ``l[k] = l[k-1] + link(bytes)`` and its computation ends at
-    ``c[k] = max(c[k-1], l[k]) + sigma_ms + compute_ms``; both begin at 0.
+    ``c[k] = max(c[k-1], l[k]) + sigma_ms + compute_ms``; ``l`` and ``c`` begin at 0.
 
     Attributes:
         layer_bytes: bytes of the weights that each layer is the first to use; may be 0.
-        compute_ms: of each layer, with its weights on the device.
-        link: time of one copy by its size.
-        sigma_ms: time that each copied group costs the compute side (wait, wake-up, hook).
+        compute_ms: compute time of each layer when its weights are on the device.
+        link: time of one copy as a function of its size.
+        sigma_ms: fixed compute-side time of each group: reading its fence, calling its subgraph.
     """
 
     layer_bytes: tuple[int, ...]
@@ -69,12 +69,12 @@ class LayerCosts:
 
     @cached_property
     def offsets_bytes(self) -> tuple[int, ...]:
-        """Sum of the bytes before each layer, then of all layers: ``layer_count + 1`` values."""
+        """Bytes before each layer, and last the bytes of all layers: ``layer_count + 1`` values."""
         return tuple(accumulate(self.layer_bytes, initial=0))
 
     @cached_property
     def remaining_ms(self) -> tuple[float, ...]:
-        """Compute time from each layer to the end, then 0: ``layer_count + 1`` values."""
+        """Compute time from each layer's start to the end, then 0: ``layer_count + 1`` values."""
         return tuple(accumulate(reversed(self.compute_ms), initial=0.0))[::-1]
 
     @property
@@ -83,7 +83,7 @@ class LayerCosts:
 
     @property
     def resident_ms(self) -> float:
-        """Time of a run with the whole model on the device, with which a switch is compared."""
+        """Compute time in ms if the whole model is on the device; switches are compared with it."""
         return self.remaining_ms[0]
 
     def transfer_ms(self, first: int, end: int) -> float:
@@ -106,15 +106,15 @@ def makespan(plan: Plan, costs: LayerCosts) -> float:
 
 
 def bound(costs: LayerCosts) -> float:
-    """Return M*, a lower bound of the makespan of any plan, in ms.
+    """Return M*, in ms: no plan can have a smaller makespan.
 
-    In every plan layer *i* starts after layers 0 to *i* have been sent, and all layers from *i* on
-    compute after that. Every plan also pays the fixed cost of one copy and of one signal.
+    In every plan, layer *i* starts after layers 0 to *i* have been copied; then all layers from *i*
+    on must still compute. Every plan also pays the fixed costs of at least one copy and one signal.
     """
     if not costs.layer_count:
         return 0.0
     latest_ms = max(
-        costs.link(sent_bytes) + remaining_ms  # sent in one copy, which is the fastest way
+        costs.link(sent_bytes) + remaining_ms  # one copy of these bytes is the fastest way
         for sent_bytes, remaining_ms in zip(
             costs.offsets_bytes[1:], costs.remaining_ms, strict=False
         )

@@ -1,20 +1,21 @@
 """Exact planner: finds the best grouping in polynomial time (the default planner). Pure.
 
-The PipeSwitch paper searches the groupings and prunes; this planner needs no search. Add to each
-group's arrival all computation and signalling from that group on: the run ends at the largest of
-these sums. So if the link is free, the layers from *i* on, sent in *m* groups, take
+The PipeSwitch paper searches the groupings and prunes; this planner needs no search. For each
+group, add its arrival time and the compute and signal times (sigma) of itself and all later groups.
+The run ends at the largest of these sums. If the link begins with layer *i* at time 0, sends the
+layers from *i* on in *m* groups, and layer *j* begins the second group, then the earliest end is
 
     rest[m][i] = min over j of  transfer(i, j) + max(compute(i..) + m sigma, rest[m-1][j])
 
-and the run ends at ``max(compute(0..) + m sigma, rest[m][0])``. That takes O(groups x layers^2)
-for any link. With our link's ``alpha + beta bytes`` it takes O(groups x layers), because only two
-values of j must be tried for each i. The link's total time for given bytes and a given number of
-groups does not depend on j. Hence:
+The run ends at ``max(compute(0..) + m sigma, rest[m][0])``. For a link with any cost function this
+takes O(groups x layers^2). Our link's cost is ``alpha + beta bytes``. Then it takes only
+O(groups x layers), because two values of j are enough for each i:
 
-* Among the j at which ``compute(i..) + m sigma`` is the larger term, the nearest is best: the first
-  group then has the fewest bytes.
-* Among the j at which ``rest[m-1][j]`` is the larger term, the farthest is best. A plan from j on
-  without the layers before a later j' ends no later: it sends no more and computes no earlier.
+* Among the j at which ``compute(i..) + m sigma`` is the larger term, the nearest is best, because
+  the first group then has the fewest bytes.
+* Among the j at which ``rest[m-1][j]`` is the larger term, the farthest is best. It moves layers
+  into the first group. The same bytes in m copies take the same total time, wherever the cuts are.
+  So each later group still arrives at the same time, or earlier if fewer groups are left.
 
 ``rest[m]`` stores the minimum over plans of at most m groups.
 """
@@ -29,9 +30,9 @@ from .costs import LayerCosts
 from .grouping import Plan
 
 SAME: Final = 1e-12
-"""Relative difference below which two totals count as equal: rounding of a sum of 500 terms."""
+"""Relative difference below which totals count as equal: the rounding error of 500 terms."""
 
-Chain: TypeAlias = "tuple[int, Chain] | None"  # start of the next group, chain of later groups
+Chain: TypeAlias = "tuple[int, Chain] | None"  # (start of the next group, its chain)
 
 
 def plan_groups(costs: LayerCosts) -> Plan:
@@ -51,12 +52,12 @@ def plan_groups(costs: LayerCosts) -> Plan:
 def _merged(costs: LayerCosts, total_ms: float) -> Plan:
     """Return the plan with the fewest groups that ends within ``total_ms``; only for sigma 0.
 
-    Each group takes all layers with which it still arrives in time. That is never worse than a
-    shorter group: the link is free no later, and the next group may arrive later.
+    Each group takes as many layers as can still arrive in time. A shorter group has no advantage:
+    the same bytes would need more copies, and the next group would have an earlier deadline.
     """
     latest_ms = total_ms * (1 + SAME)
     merged: list[int] = []
-    link_ms = own_ms = 0.0  # the copies before the open group, and the open group's copy
+    link_ms = own_ms = 0.0  # copy times: of all groups before the last one, of the last one
     for layer in range(costs.layer_count):
         if merged:
             joined_ms = costs.transfer_ms(merged[-1], layer + 1)
@@ -69,7 +70,7 @@ def _merged(costs: LayerCosts, total_ms: float) -> Plan:
 
 
 class _Table:
-    """One row of the recursion, and the best total so far."""
+    """One row ``rest[m]`` of the recursion, and the best total time so far."""
 
     def __init__(self, costs: LayerCosts) -> None:
         count = costs.layer_count
@@ -80,14 +81,14 @@ class _Table:
         self.best_chain: Chain = None
 
     def fill_unlimited(self) -> None:
-        """Fill one row for any number of groups; this is right only if sigma is 0."""
-        # The generator goes from the last layer to the first and reads the entries made before.
+        """Fill one row for plans of any number of groups; correct only if sigma is 0."""
+        # The generator goes from the last layer to the first and reads entries made by this loop.
         for i, ms, j in self._faster_cuts(0.0, self.costs.layer_count):
             self.rest_ms[i], self.chains[i] = ms, (j, self.chains[j])
         self._offer(self.costs.resident_ms)
 
     def fill_by_groups(self) -> None:
-        """Fill the row of 1, 2, 3, ... groups, until one more group makes nothing faster."""
+        """Fill the rows for 1, 2, 3, ... groups, until one more group improves no plan."""
         end = self.costs.layer_count
         for groups in range(1, self.costs.layer_count + 1):
             floor_ms = self.costs.resident_ms + groups * self.costs.sigma_ms
@@ -101,7 +102,7 @@ class _Table:
             for i, ms, chain in entries:
                 self.rest_ms[i], self.chains[i] = ms, chain
             self._offer(floor_ms)
-            end = max(i for i, _, _ in faster)  # only a layer before a faster one can gain
+            end = max(i for i, _, _ in faster)  # only layers before an improved one can improve
 
     def _offer(self, floor_ms: float) -> None:
         total_ms = max(floor_ms, self.rest_ms[0])
@@ -109,10 +110,10 @@ class _Table:
             self.best_ms, self.best_chain = total_ms, self.chains[0]
 
     def _faster_cuts(self, signal_ms: float, end: int) -> Iterator[tuple[int, float, int]]:
-        """Yield (i, new ``rest_ms[i]``, j) for the layers i < ``end`` that one more group improves.
+        """Yield (i, new ``rest_ms[i]``, j) for each i < ``end`` that one more group makes faster.
 
-        Gains within rounding are ignored, because they would add groups for nothing. Two values of
-        j are tried for each i. The pointer ``cut`` finds them, and it only falls.
+        Gains within the rounding error are ignored, because they would add groups for nothing. For
+        each i, two values of j are tried: ``cut`` and ``cut - 1``. The value of ``cut`` only falls.
         """
         rest_ms, remaining_ms = self.rest_ms, self.costs.remaining_ms
         offsets_bytes = self.costs.offsets_bytes

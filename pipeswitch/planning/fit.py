@@ -9,12 +9,12 @@ from statistics import median
 from .profile import LinkProfile
 
 MIB = 1 << 20
-ROUNDS = 4  # of the fit; results change little after the second
-FLOOR_MS = 1e-3  # the noise of clocks would dominate the relative error of shorter times
+ROUNDS = 4  # rounds of the fit; the line changes little after the second
+FLOOR_MS = 1e-3  # in shorter times, the clocks' noise would dominate the relative error
 
 
 def spread(values: Sequence[float]) -> float:
-    """Return the distance between the quartiles; 0 for fewer than two values."""
+    """Return the distance between the quartiles of one or more values."""
     return quantile(values, 0.75) - quantile(values, 0.25)
 
 
@@ -28,14 +28,14 @@ def quantile(values: Sequence[float], fraction: float) -> float:
 
 
 def percentile(values: Sequence[float], fraction: float) -> float:
-    """Return the smallest value such that at least ``fraction`` of all values are at most it."""
+    """Return the smallest value that is at least as large as ``fraction`` of all values."""
     ordered = sorted(values)
     rank = max(0, -(-len(ordered) * round(fraction * 1000) // 1000) - 1)
     return ordered[rank]
 
 
 def _line(points: Sequence[tuple[float, float]], weights: Sequence[float]) -> tuple[float, float]:
-    """Return intercept and slope, each at least 0, by weighted least squares."""
+    """Fit a line by weighted least squares; return its intercept and slope, each at least 0."""
     weighted = [(x, y, w) for (x, y), w in zip(points, weights, strict=True)]
     total = sum(weights)
     mean_x = sum(w * x for x, _, w in weighted) / total
@@ -56,10 +56,10 @@ def fit_link(samples: Sequence[tuple[int, float]]) -> LinkProfile:
     """Fit ``alpha + beta * size`` to (bytes, ms) by least squares of the *relative* error.
 
     Sizes span five orders of magnitude. With absolute errors the largest groups would determine
-    alpha, which matters most for many small groups. Errors are relative to the fitted line, which
-    is computed in rounds. Relative to the samples, a copy with a time near zero would outweigh all
-    others. (A modelled link on a busy machine has such copies, after a late one.) Samples are
-    medians, so a single outlier does not change the line. Alpha and beta are at least 0.
+    alpha, but alpha matters most for many small groups. Each error is divided by the time on the
+    fitted line, so the fit needs several rounds. If errors were divided by the samples' own times,
+    a copy with a time near zero would outweigh all others. (On a busy machine a modelled link has
+    such copies.) Samples are medians, so one outlier has no effect. Alpha and beta are at least 0.
 
     Raises:
         ValueError: no samples.

@@ -1,8 +1,8 @@
 """Cutting a program into layer groups (PipeSwitch 4.2, model-aware grouping). Pure.
 
-A *layer* is the part of execution from one first use of weights to just before the next one. A cut
-inside a layer would gain nothing, because the layer waits for no other weights. A *plan* lists the
-layers at which a group starts. ``bucket`` makes one without a profile, ``exact.py`` from a profile.
+A *layer* is a part of a run: it starts where some weights are first used, and ends just before the
+next first use. A cut inside a layer gains nothing: the rest of the layer needs no new weights. A
+*plan* lists the first layers of all groups. ``bucket`` needs no profile; ``exact.py`` needs one.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from itertools import pairwise
 from typing import Final
 
-DEFAULT_BUCKET_BYTES: Final = 8 << 20  # makespans are about 4 % above the optimum
+DEFAULT_BUCKET_BYTES: Final = 8 << 20  # makespans are then about 4 % above the optimum
 FIRST_BUCKET_BYTES: Final = 2 << 20  # small: the first kernel waits for the first group's copy
 
 Plan = tuple[int, ...]
@@ -23,7 +23,7 @@ def bucket(
     bucket_bytes: int = DEFAULT_BUCKET_BYTES,
     first_bytes: int = FIRST_BUCKET_BYTES,
 ) -> Plan:
-    """Group consecutive layers up to a size; this needs no profile.
+    """Return a plan whose groups have a limited size; this needs no profile.
 
     A layer larger than its bucket gets a group of its own; layers are never split.
 

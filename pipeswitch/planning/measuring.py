@@ -1,11 +1,11 @@
-"""Measurement of one profile: chooses the next run, and makes the profile from all runs. Pure.
+"""Measurement of a profile: chooses the next run, and computes the profile from all runs. Pure.
 
-A *trial* is one run of the real program on the real device, under a plan. It is *cold* if the model
-is copied meanwhile, else *resident*. Trials of the finest plan (each layer a group) time the
-layers. Trials of coarser plans show larger copies and the cost of a group. Trials of the planned
-groups come last and show how good the prediction is. The first trial of each plan is not counted,
-because it compiles the groups and touches their memory. The very first trial's time determines
-the number of trials.
+A *trial* is one run of the real program on the real device with one plan. It is *cold* if the model
+is copied during the run, else *resident*. Trials of the finest plan (one group for each layer)
+measure each layer. Trials of coarser plans measure larger copies and the fixed cost of a group. The
+last trials use the planned groups and show how good the prediction is. The first trial of a plan at
+a batch size is not counted, because it compiles the groups and touches their memory. The time of
+the very first trial determines the number of trials.
 """
 
 from __future__ import annotations
@@ -32,15 +32,15 @@ from .profile import (
     Profile,
 )
 
-MIN_REPEATS: Final = 5  # of each kind of trial
-MAX_REPEATS: Final = 25  # of a short trial; more samples give steadier medians
+MIN_REPEATS: Final = 5  # minimum number of counted trials of each kind
+MAX_REPEATS: Final = 25  # maximum number, if trials are short: medians become steadier
 BLOCK_MS: Final = 1000.0  # approximate time for all trials of one kind
-ONE_SHOT: Final[Plan] = (0,)
+ONE_SHOT: Final[Plan] = (0,)  # all layers in one group
 
 
 @dataclass(frozen=True)
 class Trial:
-    """One run of the program that the measurement needs."""
+    """Kind of run that the measurement needs; equal trials are repetitions."""
 
     plan: Plan
     batch: int
@@ -75,14 +75,14 @@ class RunInstants:
 
     @property
     def gaps_ms(self) -> list[float]:
-        """Times between the end of a group and the beginning of the next."""
+        """Times between the end of each group and the beginning of the next group."""
         return [
             begin - end for end, begin in zip(self.ends_ms[:-1], self.begins_ms[1:], strict=True)
         ]
 
     @property
     def wakes_ms(self) -> list[float]:
-        """Times from a copy's end to its group's beginning, if the worker waited for the copy."""
+        """Times from the end of a copy to the group's start, if the worker waited for the copy."""
         free_at_ms = (self.copy_started_ms, *self.ends_ms[:-1])
         return [
             begin - arrived
@@ -101,7 +101,7 @@ class MeasuredProgram:
     digest: str
     layer_bytes: tuple[int, ...]
     labels: tuple[str, ...]
-    built_plan: Plan  # the groups that the program has without a profile
+    built_plan: Plan  # groups of the program when it has no profile
 
     @property
     def finest(self) -> Plan:
@@ -118,9 +118,9 @@ class Measurement:
     Args:
         program: the program to measure.
         batches: batch sizes to time; plans are made for the first one.
-        identity: of the device.
-        plan: makes groups from a profile.
-        predict: the makespan in ms of a plan at a batch size.
+        identity: the device and the versions with which the trials run.
+        plan: function that returns the plan for a profile.
+        predict: function that returns the makespan of a plan at a batch size, in ms.
     """
 
     def __init__(
@@ -167,12 +167,12 @@ class Measurement:
 
     @property
     def fraction(self) -> float:
-        """Finished share of all trials, 0 to 1; includes the trials of the planned groups."""
+        """Finished fraction of all trials, including those of the planned groups: 0 to 1."""
         total = len(self._trials) + (0 if self._profile is not None else self._repeats + 1)
         return self._done / total
 
     def take(self, run: RunInstants | None) -> bool:
-        """Record the run of ``next``; return False if it is unusable and must be made again."""
+        """Record the run of trial ``next``; return False if it is unusable and must be repeated."""
         trial = self.next
         assert trial is not None
         if run is None or not len(run.begins_ms) == len(run.ends_ms) == len(trial.plan):
@@ -284,8 +284,8 @@ class Measurement:
         )
 
     def _overheads(self) -> Overheads:
-        """Return the costs of a group: sigma from gaps between resident groups, wake from waits.
-        Launch is measured by computing the same layers as many groups and as one."""
+        """Return the costs of a group: sigma from gaps between groups, wake-up time from waits.
+        The launch time is the difference between runs with many groups and with one group."""
         finest, batch = self._program.finest, self._batches[0]
         gaps = [ms for run in self._resident(finest, batch) for ms in run.gaps_ms]
         wakes = [

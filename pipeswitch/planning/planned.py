@@ -1,10 +1,10 @@
 """Groups and predictions from a profile. Pure.
 
-A machine is not always as fast as it was when it was measured. The optimum for one set of costs has
-no slack: each group is as large as the computation before it allows, so a copy that is a little
-late stalls the device. Planning for a slower link does not solve this: where the link is the
-bottleneck, that plan takes up to 20 % longer. So the plan is chosen by its *regret*: the largest
-ratio, over a few scenarios, of its makespan to the best plan's makespan.
+A machine is not always as fast as during the measurement. The best plan for one set of costs has no
+slack: each group is as large as the computation before it allows, so a copy that is a little late
+stalls the device. Planning for a slower link does not solve this: if the link is the bottleneck,
+such a plan takes up to 20 % longer. So the plan with the least *regret* is chosen: the largest
+ratio, over a few scenarios, of its makespan to the makespan of the scenario's best plan.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from .grouping import Plan, per_layer
 from .profile import Profile
 
 SCENARIOS: Final = ((1.0, 1.0), (1.2, 1.0), (1.0, 1.2))
-"""Factors of copy times and of compute times: as measured, a slower link, a slower device."""
+"""(Copy time factor, compute time factor): as measured, with a slower link, a slower device."""
 
 
 def robust_plan(costs: LayerCosts) -> Plan:
-    """Return the plan of least regret among each scenario's best plan and the finest plan."""
+    """Return the plan with the least regret among the scenarios' best plans and the finest plan."""
     worlds = [costs.scaled(*factors) for factors in SCENARIOS]
     optima = [plan_groups(world) for world in worlds]
     best_ms = [makespan(plan, world) for plan, world in zip(optima, worlds, strict=True)]
@@ -37,15 +37,15 @@ def robust_plan(costs: LayerCosts) -> Plan:
 
 
 def costs_of(profile: Profile, batch: int | None = None) -> LayerCosts:
-    """Return the planner's input; ``batch`` defaults to the first that was measured.
+    """Return the planner's input; ``batch`` defaults to the first measured batch size.
 
-    A layer's time was measured as a group of its own, so it includes one call of a subgraph. Each
-    group pays for one such call, so that part moves to sigma. Sigma does not include the time that
-    a waiting worker needs to wake up: the link continues meanwhile, so it delays a run only once.
+    Each layer was measured as a group of its own, so its time includes one call of a subgraph. A
+    plan has only one such call for each group, so the call's time becomes part of sigma. Sigma does
+    not include the wake-up of a waiting worker: the link keeps copying, so it delays a run once.
 
-    On the cpu device, copies take memory bandwidth and cores from the computation, so the times of
-    a switch are used. A GPU's copy engine takes nothing from the computation, and the times of its
-    switches include the GPU's waits for groups, so the times of resident runs are used.
+    On the cpu device, copies take memory bandwidth and cores from the computation, so the compute
+    times during switches are used. A GPU's copy engine takes nothing from the computation, and its
+    times during switches include waits for groups, so the times of resident runs are used.
 
     Raises:
         ValueError: ``batch`` was not measured.
@@ -64,10 +64,10 @@ def costs_of(profile: Profile, batch: int | None = None) -> LayerCosts:
 
 
 def plan_of(profile: Profile) -> Plan:
-    """Return the groups of least regret at the first batch (``robust_plan``)."""
+    """Return the plan with the least regret (``robust_plan``) at the profile's first batch size."""
     return robust_plan(costs_of(profile))
 
 
 def predict(profile: Profile, plan: Plan, batch: int) -> float:
-    """Return the time from the start of the first copy to the end of the last group, in ms."""
+    """Return the predicted time from the first copy's start to the last group's end, in ms."""
     return makespan(plan, costs_of(profile, batch)) + profile.overheads.wake_ms

@@ -1,8 +1,8 @@
-"""A profile: the costs of one program on one device, layer by layer. Data and its checks, pure.
+"""Profile data and their checks: the costs of one program on one device, layer by layer. Pure.
 
-A *layer* is the smallest unit into which a program is cut (programs/interface/layout.py). Each time
-is in milliseconds and a median over trials; its spread is the distance between the quartiles. A
-profile names the program, device and versions that were measured, and is used for no others.
+A *layer* is the smallest unit into which a program is cut (``programs/interface/layout.py``). Times
+are medians over trials, in milliseconds; a spread is the distance between the quartiles. A profile
+names the program, device and versions that were measured, and is used only for them.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Final
 import msgspec
 
 VERSION: Final = 1
-MAX_BYTES: Final = 32 << 20  # of a file: a program of 65 536 layers needs less
+MAX_BYTES: Final = 32 << 20  # size limit of a file; 65 536 layers need less
 MAX_MS: Final = 1e9
 
 
@@ -23,22 +23,22 @@ class ProfileError(ValueError):
 
 
 class _Part(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Base of all parts; decoding refuses unknown fields."""
+    """Base class of a profile and its parts; decoding refuses unknown fields."""
 
 
 class Identity(_Part, frozen=True):
-    """Facts besides the program on which the times depend."""
+    """Device, settings and versions with which a program was measured: its times depend on them."""
 
-    device: str  # as configured: "cpu", "cuda:0"
-    name: str  # of the processor or the GPU
+    device: str  # name in the settings, such as "cpu" or "cuda:0"
+    name: str  # product name of the processor or the GPU
     cores: int  # number of cores that the server may use
     threads: int  # number of threads with which a worker computes
-    link_bytes_per_s: float  # of the modelled link; 0: no limit
-    pipeswitch: str
-    torch: str
+    link_bytes_per_s: float  # speed of the modelled link; 0: no limit
+    pipeswitch: str  # version
+    torch: str  # version
 
     def difference(self, ours: Identity) -> str:
-        """Return the first difference in words; empty if there is none."""
+        """Describe the first difference from ``ours``; return an empty text if there is none."""
         for field in self.__struct_fields__:
             theirs, mine = getattr(self, field), getattr(ours, field)
             if theirs != mine:
@@ -56,7 +56,7 @@ class LayerProfile(_Part, frozen=True):
 
     label: str
     size_bytes: int
-    copy_ms: float  # if the layer is a group of its own
+    copy_ms: float  # time of the copy if the layer is a group of its own
     copy_spread_ms: float
 
 
@@ -64,31 +64,31 @@ class BatchProfile(_Part, frozen=True):
     """Compute times at one batch size; each tuple has one number for each layer."""
 
     batch: int
-    switch_ms: tuple[float, ...]  # while later layers are copied
+    switch_ms: tuple[float, ...]  # compute times while later layers are copied
     switch_spread_ms: tuple[float, ...]
-    resident_ms: tuple[float, ...]
+    resident_ms: tuple[float, ...]  # compute times with all layers on the device
     resident_spread_ms: tuple[float, ...]
-    trials: int  # of each kind (switch and resident)
+    trials: int  # number of trials of each kind (switch and resident)
 
 
 class LinkProfile(_Part, frozen=True):
-    """The time of one copy, fitted: ``alpha_ms + beta_ms_per_mib * size``."""
+    """Fitted time of one copy: ``alpha_ms + beta_ms_per_mib * size``, with the size in MiB."""
 
     alpha_ms: float
     beta_ms_per_mib: float
-    residual_p50: float  # of |measured - fitted| / measured over all sizes
-    residual_p90: float
+    residual_p50: float  # median of |measured - fitted| / measured over all samples
+    residual_p90: float  # 90th percentile of the same ratio
     samples: int
     smallest_bytes: int
     largest_bytes: int
 
 
 class Overheads(_Part, frozen=True):
-    """Costs of a group beyond its copy and its compute."""
+    """Costs of a group besides the copy and the computation of its layers."""
 
-    sigma_ms: float  # reading the fence of a group that is on the device, and the time stamps
-    launch_ms: float  # calling one more subgraph
-    wake_ms: float  # from the moment a fence is set until the waiting worker computes
+    sigma_ms: float  # time to read the fence of a copied group, and to take the time stamps
+    launch_ms: float  # time to call one more subgraph
+    wake_ms: float  # time from setting a fence until the worker that waits for it computes
 
 
 class PlanCheck(_Part, frozen=True):
@@ -111,10 +111,10 @@ class Profile(_Part, frozen=True):
     measured_at: str  # UTC, ISO 8601
     identity: Identity
     layers: tuple[LayerProfile, ...]
-    batches: tuple[BatchProfile, ...]  # plans are made for the first
+    batches: tuple[BatchProfile, ...]  # plans are made for the first batch size
     link: LinkProfile
     overheads: Overheads
-    checks: tuple[PlanCheck, ...] = ()  # layer by layer, buckets, one copy; the planned groups last
+    checks: tuple[PlanCheck, ...] = ()  # one for each plan that was tried, the chosen plan last
     stale: str = ""  # why the profile is not used; only earlier releases wrote this
 
     def batch(self, batch: int) -> BatchProfile | None:
@@ -122,7 +122,7 @@ class Profile(_Part, frozen=True):
         return next((one for one in self.batches if one.batch == batch), None)
 
     def why_unusable(self, identity: Identity, digest: str, layer_bytes: Sequence[int]) -> str:
-        """Return why no plan for this device and program can use the profile; empty if one can."""
+        """Return why the profile cannot be used for this device and program; empty if it can."""
         if self.stale:
             return f"it is stale: {self.stale}"
         if self.digest != digest:
@@ -135,7 +135,7 @@ class Profile(_Part, frozen=True):
 
 @dataclass(frozen=True)
 class ProfileFile:
-    """A file with a program's digest in its name: its profile, or why it cannot be read."""
+    """Profile from a file with a program's digest in its name, or why the file is unreadable."""
 
     file_name: str
     profile: Profile | None

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from .profile import MAX_BYTES, Profile, ProfileError, ProfileFile, decode, encode
 
-DIGEST_CHARS = 12  # of the digest in a file's name; the file contains the whole digest
+DIGEST_CHARS = 12  # length of the digest in a file's name; the file has the whole digest
 
 
 def file_name(profile: Profile) -> str:
@@ -34,14 +34,14 @@ def find(folders: Sequence[Path], digest: str) -> Iterator[ProfileFile]:
 
 
 def save(folder: Path, profile: Profile) -> Path:
-    """Write a profile atomically, readable by its owner alone; replace the program's former file.
+    """Write a profile atomically and return its path; an older file of the program is replaced.
 
     Raises:
         OSError: the disk is full, or the folder may not be written.
     """
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     path = folder / file_name(profile)
-    descriptor, temporary = tempfile.mkstemp(prefix=".profile-", dir=folder)  # 0600
+    descriptor, temporary = tempfile.mkstemp(prefix=".profile-", dir=folder)  # mode 0600
     try:
         with os.fdopen(descriptor, "wb") as file:
             file.write(encode(profile))

@@ -1,10 +1,10 @@
 """Memory layout and duration of one run (a pass) of a model that is larger than the arena. Pure.
 
-The model's window in the arena has two parts. The first part is a ring: a group's memory is used
-again for a later group once the group has computed. The second part keeps the other groups on the
-device from pass to pass. The ring is free between passes, and it borders on the free memory before
-the window. The groups that stay are spread over the model. The link copies later groups while such
-a group computes, so a small ring is enough. The first group stays, so a pass begins at once.
+The model's window (its range of the arena) has two parts. The first part is a ring: when a group
+has computed, a later group uses its memory again. The second part keeps the other groups on the
+device. Between passes the ring is free, and it borders on any free memory before the window. The
+groups that stay are spread over the model: while one of them computes, the link copies later
+groups, so a small ring is enough. The first group stays, so a pass begins at once.
 """
 
 from __future__ import annotations
@@ -21,24 +21,24 @@ from .grouping import Plan, spans
 class StagingLayout:
     """Places of a model's groups in its window; tuples have one entry for each group."""
 
-    offsets: tuple[int, ...]  # from the window's start, in bytes
-    waits: tuple[int, ...]  # number of groups that must have computed before this group's copy
-    resident: frozenset[int]  # indices of the groups that stay
-    resident_bytes: int  # of the window's second part, which holds the resident groups
-    size_bytes: int  # of the window
+    offsets: tuple[int, ...]  # distance of each group from the window's start, in bytes
+    waits: tuple[int, ...]  # number of groups that must have computed before each group's copy
+    resident: frozenset[int]  # indices of the groups that stay on the device
+    resident_bytes: int  # size of the window's second part, which holds the resident groups
+    size_bytes: int  # size of the window
 
 
 def land(
     sizes_bytes: Sequence[int], until: Sequence[int], window_bytes: int, unit_bytes: int
 ) -> StagingLayout | None:
-    """Return the layout in a window of ``window_bytes``, or None if that is too small.
+    """Return the layout in a window of ``window_bytes``, or None if the window is too small.
 
-    The ring holds at least two groups: a group can be copied while the previous one computes.
+    The ring holds at least two groups, so a group can be copied while the previous one computes.
 
     Args:
-        sizes_bytes: of the groups.
-        until: for each group the last group that reads its bytes: itself or a later one.
-        unit_bytes: the places of groups begin and end on multiples of it.
+        sizes_bytes: size of each group.
+        until: for each group, the last group that reads its bytes: itself or a later one.
+        unit_bytes: alignment; groups begin and end on its multiples.
     """
     sizes = [-(-size // unit_bytes) * unit_bytes for size in sizes_bytes]
     window_bytes -= window_bytes % unit_bytes
@@ -61,22 +61,22 @@ def land(
 def least_window(
     sizes_bytes: Sequence[int], until: Sequence[int], max_bytes: int, unit_bytes: int
 ) -> int:
-    """Return the size of a small window that ``land`` accepts, or more than ``max_bytes``."""
+    """Return a small window size that ``land`` accepts; above ``max_bytes`` if there is none."""
     sizes = [-(-size // unit_bytes) * unit_bytes for size in sizes_bytes]
     needed = frozenset(i for i, last in enumerate(until) if last > i + 1)
     least = _least_ring(sizes, until, needed, max_bytes, unit_bytes)
     return sum(sizes[index] for index in needed) + least
 
 
-Ring = dict[int, tuple[int, int]]  # group -> (offset, wait), without the groups that stay
+Ring = dict[int, tuple[int, int]]  # group in the ring -> (offset, wait)
 
 
 def _ring(
     sizes: Sequence[int], until: Sequence[int], fixed: frozenset[int], ring_bytes: int
 ) -> Ring | None:
-    """Return places one after the other, continuing at the ring's start.
+    """Place the groups one after the other; at the ring's end, continue at its start.
     Return None if a group does not fit, or must wait for itself or for the group before it."""
-    lying: list[tuple[int, int, int]] = []  # start, end, last group that reads this range
+    lying: list[tuple[int, int, int]] = []  # placed groups: (start, end, last reader)
     ring: Ring = {}
     cursor = 0
     for index, size in enumerate(sizes):
@@ -103,8 +103,8 @@ def _least_ring(
     max_bytes: int,
     unit_bytes: int,
 ) -> int:
-    """Return the first size in the search that suffices for ``_ring``.
-    It starts with the largest two neighbours and grows by 1/16: no client can make it long."""
+    """Return a ring size that suffices for ``_ring``; above ``max_bytes`` if none was found.
+    The search starts with the largest two neighbours and grows by 1/16, so it is always short."""
     streams = [size for index, size in enumerate(sizes) if index not in fixed]
     ring_bytes = max(map(sum, pairwise((0, *streams))), default=0)
     while ring_bytes <= max_bytes and _ring(sizes, until, fixed, ring_bytes) is None:
@@ -113,8 +113,8 @@ def _least_ring(
 
 
 def _spread(sizes: Sequence[int], needed: frozenset[int], budget_bytes: int) -> frozenset[int]:
-    """Return the groups that stay: ``needed``, then others as far as the budget allows.
-    These are spread evenly over the model, from its first group on; then the earliest that fit."""
+    """Return the groups that stay: ``needed``, and others within the budget.
+    The others are spread evenly from the first group on; then the earliest that fit are added."""
     total = sum(size for index, size in enumerate(sizes) if index not in needed)
     fixed, resident_bytes, passed_bytes = set(needed), 0, 0
     for only_due in (True, False):
@@ -144,10 +144,9 @@ def _placed(
 
 
 def pass_ms(plan: Plan, costs: LayerCosts, staging: StagingLayout) -> float:
-    """Return the time from the start of the first copy to the end of the last group, in ms.
-    The resident groups are on the device already."""
+    """Return the predicted time of a pass in ms; the resident groups are already on the device."""
     link_ms = device_ms = 0.0
-    ends_ms = [0.0]  # index n: when n groups have computed
+    ends_ms = [0.0]  # entry n: when n groups have computed
     for index, (first, end) in enumerate(spans(plan, costs.layer_count)):
         if index not in staging.resident:
             link_ms = max(link_ms, ends_ms[staging.waits[index]])

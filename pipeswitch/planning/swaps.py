@@ -1,16 +1,16 @@
-"""Choice of the saved tensors of a training step that leave the device, and of their return. Pure.
+"""Choice of the saved tensors of a training step that leave the device until their use. Pure.
 
-vDNN (MICRO'16) copies tensors that forward saves to the host while later layers compute, and copies
-them back before backward uses them. SwapAdvisor (ASPLOS'20) searches with a genetic algorithm which
-tensors are swapped, and when; a simulator is its fitness. Here one measured step determines which
-storages are chosen, and only as many leave as the budget needs. Operators keep the script's order.
+vDNN (MICRO'16) takes the tensors that forward saves. It copies them out to the host while later
+layers compute, and back before backward uses them. SwapAdvisor (ASPLOS'20) uses a genetic algorithm
+to find which tensors to swap, and when; a simulator rates each candidate. Here one measured step
+determines the choice. Only as many storages leave as needed; operators keep the script's order.
 
-The simulation has three queues: compute, copies out and copies in. Both kinds of copies run in the
-order of their requests. A copy out is requested at the save. Forward waits at a save that has no
-room yet, and backward waits at a use whose bytes are not back yet. From the first use on, storages
-are requested back in the order of use, each as soon as there is room for it. ``forecast`` simulates
-a step by these rules, which ``workers/training/activations.py`` follows. Another order or a later
-copy out gains nothing (ADR 47), so the set of leaving storages is the whole plan.
+The simulation has three queues: compute, copies out and copies in. Each kind of copy runs in the
+order of its requests. A copy out is requested at the save. Forward waits at a save until there is
+room, and backward waits at a use until the bytes are back. From the first use on, storages are
+requested back in the order of use, each as soon as there is room for it. ``forecast`` simulates a
+step by these rules, and ``workers/training/activations.py`` follows them. Another order or a later
+copy out gains nothing (ADR 47), so the set of storages that leave is the whole plan.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from random import Random
 from typing import Final, Literal
 
 MIN_BYTES: Final = 4096  # smaller storages stay: their copies would cost more than they free
-MAX_TRIES: Final = 32  # numbers of leaving storages that ``hiding`` tries
-POPULATION: Final = 16
+MAX_TRIES: Final = 32  # approximate number of plans that ``hiding`` tries
+POPULATION: Final = 16  # number of plans that the genetic search keeps
 CHILDREN: Final = 1000  # maximum number of children of the genetic search
 
 What = Literal["save", "use", "release"]
@@ -35,7 +35,7 @@ class Event:
     """Save, use or release of a storage in a measured step.
 
     ``compute_ms`` is the time since the previous event, without waits for copies. A storage has one
-    save; only its first use counts.
+    save, and only the first of its uses counts.
     """
 
     what: What
@@ -62,7 +62,7 @@ class LinkQueue:
         return self.call_ms + size_bytes / self.bytes_per_ms
 
 
-Links = tuple[LinkQueue, LinkQueue]  # out, in
+Links = tuple[LinkQueue, LinkQueue]  # (link for copies out, link for copies in)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,12 +72,12 @@ class Forecast:
     leaving: frozenset[int]
     wait_ms: float
     peak_bytes: int
-    moved_bytes: int  # copied out; the same bytes are copied back
+    moved_bytes: int  # bytes that are copied out; the same bytes are copied back
     fetches: tuple[tuple[int, int], ...] = ()  # (storage, index of the event that requests it back)
 
 
 class _ForecastState:
-    """The state of ``forecast``."""
+    """State of the simulation in ``forecast``."""
 
     def __init__(
         self, step: Step, leaving: Collection[int], budget_bytes: int, links: Links
@@ -100,7 +100,7 @@ class _ForecastState:
         self.fetches: list[tuple[int, int]] = []
 
     def is_possible(self) -> bool:
-        """Run the step; return False if at some event waiting would not make enough room."""
+        """Simulate the step; return False if an event needs more room than waiting can free."""
         for number, event in enumerate(self._step.events):
             self._number = number
             self._now_ms += event.compute_ms
@@ -213,7 +213,7 @@ class _ForecastState:
 def forecast(
     step: Step, leaving: Collection[int], budget_bytes: int, links: Links
 ) -> Forecast | None:
-    """Return the predicted course of a step, or None if it cannot keep the budget."""
+    """Return the predicted course of a step, or None if the step needs more than the budget."""
     run = _ForecastState(step, leaving, budget_bytes, links)
     if not run.is_possible():
         return None
@@ -234,13 +234,13 @@ def order_of_use(step: Step) -> tuple[int, ...]:
 def plan(
     step: Step, budget_bytes: int, links: Links, is_over: Callable[[], bool] = lambda: False
 ) -> Forecast | None:
-    """Return the best plan of vDNN's rule, Belady's rule and a genetic search that starts there.
+    """Return the best plan of vDNN's rule, Belady's rule, and a genetic search from their plans.
 
     Args:
         is_over: returns True when time is up; the search then ends with its best plan so far.
 
     Returns:
-        The forecast of the best plan, or None if neither rule keeps the budget.
+        The forecast of the best plan, or None if no plan of the two rules keeps the budget.
     """
     forecasts = [*hiding(step, budget_bytes, links)]
     if one := forecast(step, farthest(step, budget_bytes), budget_bytes, links):
@@ -251,7 +251,7 @@ def plan(
 
 
 def min_bytes(step: Step) -> int:
-    """Return the smallest budget in bytes that a step keeps when all of ``_ranked`` leave."""
+    """Return the smallest budget a step can keep, in bytes; all storages of ``_ranked`` leave."""
     links = (LinkQueue(bytes_per_ms=1.0),) * 2
     unlimited = forecast(step, (), 1 << 62, links)
     assert unlimited is not None
@@ -265,8 +265,8 @@ def min_bytes(step: Step) -> int:
 
 def hiding(step: Step, budget_bytes: int, links: Links) -> list[Forecast]:
     """Return the plans of vDNN's rule: storages leave in the order of ``_ranked``.
-    First leave those whose copies hide best behind computation. The first plan has the fewest
-    storages that keep the budget; later plans have more."""
+    The copies of the first storages hide best behind computation. In the first plan as few storages
+    leave as the budget allows; more leave in each later plan."""
     ranked = _ranked(step, links)
     low, high = 0, len(ranked)
     while low < high:  # binary search: the step needs less room if more storages leave
@@ -281,7 +281,7 @@ def hiding(step: Step, budget_bytes: int, links: Links) -> list[Forecast]:
 
 
 def farthest(step: Step, budget_bytes: int) -> set[int]:
-    """Return Belady's choice: if room is needed, the storage with the farthest use leaves."""
+    """Return the storages that leave by Belady's rule: if room is needed, the one used last."""
     sizes, order = step.sizes_bytes, order_of_use(step)
     here: set[int] = set()
     leaving: set[int] = set()
@@ -297,7 +297,7 @@ def farthest(step: Step, budget_bytes: int) -> set[int]:
 
 
 class _Search:
-    """Genetic search: a child takes each storage's choice from a parent, and flips one or more."""
+    """Genetic search: a child combines its parents' choices of storages, and flips some choices."""
 
     def __init__(
         self, step: Step, budget_bytes: int, links: Links, first: Sequence[Forecast], dice: Random
@@ -308,7 +308,7 @@ class _Search:
         self._seen = {one.leaving for one in first}
 
     def best(self, is_over: Callable[[], bool]) -> Forecast:
-        """Search until a step has no waits, time is up, or CHILDREN were made; return the best."""
+        """Search until a plan has no waits, time is up, or CHILDREN were tried; return the best."""
         for _ in range(CHILDREN):
             if not self._alive[0].wait_ms or is_over():
                 break

@@ -1,8 +1,8 @@
-"""Execution-time simulator of a window of jobs, and the order that the thesis proposes. Pure.
+"""Simulation of a window (jobs that wait together), and the order of the thesis. Pure.
 
 There is one link and one compute unit. Each serves one job at a time, in the order given, and a
-job's load may run while an earlier job computes. An order is a tuple of indices into the jobs of
-one window. ``benchmarks/thesis.py`` computes the best orders, for comparison.
+job's load may run while an earlier job computes. ``docs/papers.md`` introduces the thesis, and
+``benchmarks/thesis.py`` computes the best orders for comparison.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ Order = tuple[int, ...]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WindowJob:
-    """One request, or one client's turn."""
+    """Job in a window: one request, or all requests of one client's turn."""
 
     model: str
     load_ms: float  # time to copy the model over the link, if it is not resident
     compute_ms: float
-    size_bytes: int = 0  # of the model in the device's memory
+    size_bytes: int = 0  # size of the model in the device's memory
     arrived_at_ms: float = 0.0
 
 
@@ -31,7 +31,7 @@ class WindowJob:
 class Turn:
     """Instants of one job; ``load_begins_at_ms`` is None if its model was resident."""
 
-    job: int
+    job: int  # index in the window
     load_begins_at_ms: float | None
     load_ends_at_ms: float
     begins_at_ms: float
@@ -40,11 +40,11 @@ class Turn:
 
 @dataclass(slots=True)
 class _Held:
-    """A model in memory."""
+    """Model in the device's memory."""
 
     size_bytes: int
     loaded_at_ms: float
-    pinned_until_ms: float  # end of its last issued job
+    pinned_until_ms: float  # end of the last issued job with this model
     last_used_at: int  # position of that job in the order
 
 
@@ -53,7 +53,7 @@ class Memory:
     """The device's memory when a window begins.
 
     Attributes:
-        capacity_bytes: room for models.
+        capacity_bytes: size of the memory for models.
         resident: models that are already there, with their sizes in bytes.
         is_prefetching: whether a load may begin before the previous job has ended.
         is_belady: True: evict the model whose next use in the order is farthest away; False:
@@ -72,8 +72,8 @@ UNLIMITED: Final = Memory()
 def run(jobs: Sequence[WindowJob], order: Sequence[int], memory: Memory = UNLIMITED) -> list[Turn]:
     """Return when each job loads and computes, in ms from the window's beginning.
 
-    A load begins when the link is free, the job has arrived, and its model fits beside the pinned
-    models. A model is pinned from its load to the end of its last issued job.
+    A load begins when the link is free, the job has arrived, and its model fits into the memory
+    that pinned models leave. A model is pinned from its load to the end of its last issued job.
 
     Raises:
         ValueError: a model is larger than the memory.
@@ -108,7 +108,7 @@ def run(jobs: Sequence[WindowJob], order: Sequence[int], memory: Memory = UNLIMI
 def _make_room(
     models: dict[str, _Held], size_bytes: int, at_ms: float, memory: Memory, upcoming: Sequence[str]
 ) -> float:
-    """Evict models until ``size_bytes`` fit; return the time of that, ``at_ms`` or later."""
+    """Evict models until ``size_bytes`` fit; return when they fit: at ``at_ms`` or later."""
     used_bytes = sum(model.size_bytes for model in models.values())
     while used_bytes + size_bytes > memory.capacity_bytes:
         idle = [name for name, model in models.items() if model.pinned_until_ms <= at_ms]
@@ -135,10 +135,10 @@ def makespan_ms(
 def alternating(jobs: Sequence[WindowJob]) -> Order:
     """Return the jobs' order by weight: the largest, the smallest, the second largest, and so on.
 
-    A job's weight is its compute time (the reward) divided by its load time (the penalty), and
-    infinite if its model is resident. The thesis divides the compute time by the window's length,
-    which is the same for all jobs. Among equal weights, the job with the shorter load ranks higher.
-    The long computation of a large weight hides the long load of the small weight after it.
+    A job's weight is its compute time (the reward) divided by its load time (the penalty). It is
+    infinite if the job's model is resident. The thesis also divides by the window's length, which
+    changes no order. Among equal weights, the job with the shorter load ranks higher. A job with a
+    large weight computes for a long time, which hides the long load of the next job.
     """
 
     def weight(i: int) -> tuple[float, float]:

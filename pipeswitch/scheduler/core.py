@@ -18,29 +18,29 @@ from .policies.guard import PolicyGuard
 E = TypeVar("E", bound=ClientRequest)
 P = TypeVar("P")  # a part of the scheduler
 
-# Kinds of state that may have changed since the parts were called last (docs/adr/0038-agenda.md).
+# Kinds of state. A part is called if a kind that it waits for changed (docs/adr/0038-agenda.md).
 QUEUE: Final = 1  # the waiting requests, and their order
 TURN: Final = 2  # tasks that are dispatched, compute, or have ended
 WORKERS: Final = 4  # the processes, and the programs that they have loaded
 RESIDENCY: Final = 8  # models that are on a device, or are being copied there
-JOBS: Final = 16
+JOBS: Final = 16  # training jobs
 MEASURED: Final = 32  # measurements for profiles
-STAGES: Final = 64
-PINGS: Final = 128
+STAGES: Final = 64  # functions that run before and after models
+PINGS: Final = 128  # pings of processes
 DUE: Final = 256  # time to dispatch or to refuse a request
 HUNG: Final = 512  # time to check for a hanging task
 REST: Final = 1024  # all other state
 ALL: Final = 2 * REST - 1
-URGENT: Final = QUEUE | TURN | WORKERS | RESIDENCY | JOBS | DUE  # decides a device's next task
+URGENT: Final = QUEUE | TURN | WORKERS | RESIDENCY | JOBS | DUE  # they decide a device's next task
 
 
 class Component:
-    """Part of the scheduler that may have something to do after some kinds of events.
+    """Part of the scheduler that may have work after some kinds of changes.
 
     Attributes:
-        ask: does the work, and returns the bits of the changes that it waits for.
+        ask: function that does the work, and returns the bits of the changes that it waits for.
         wants: the bits that ``ask`` returned last.
-        is_urgent: ``Scheduler.decide`` calls ``ask`` before ``run_deferred`` does.
+        is_urgent: whether ``Scheduler.decide`` also does this work, before ``run_deferred``.
     """
 
     __slots__ = ("ask", "is_urgent", "wants")
@@ -58,42 +58,42 @@ class SchedulerSettings:
     device: str = "cpu"
     arena_bytes: int = 1 << 30
     store_bytes: int = 2 << 30
-    fence_count: int = 16384  # fences; each registered model takes one per group
-    standby: int = 2  # workers beside the active one; the pool keeps at least one
+    fence_count: int = 16384  # each registered model needs a fence for each group
+    standby: int = 2  # number of workers besides the active one; the pool keeps at least 1
     max_queue: int = 512
     max_queue_per_model: int = 256
-    max_queue_time_ms: float = 0.0  # predicted computation queued for a model; 0: no limit
-    max_builds: int = 1  # builds at once; each client has at most one
+    max_queue_time_ms: float = 0.0  # limit of a model's queued compute time; 0: no limit
+    max_builds: int = 1  # number of builds at once; each client has at most one
     max_models_per_client: int = 1000
-    max_waiting_builds: int = 1024  # for all clients; base/quotas.py has the limit for one
+    max_waiting_builds: int = 1024  # limit for all clients; base/quotas.py limits each one
     training_cycle_ms: float = 1000.0  # length of a turn in the round robin of jobs
     commit_every_ms: float = 5000.0
-    stop_grace_ms: float = 30000.0  # a stop inside optimizer.step() may take this long
-    evict_grace_ms: float = 30000.0  # commit and unwind, else the worker is killed
-    max_compute_ms: float = 60000.0  # a task that computes for longer hangs; 0: no limit
-    deadline_grace_ms: float = 5000.0  # a task still running this long after its deadline hangs
+    stop_grace_ms: float = 30000.0  # time limit of a stop inside optimizer.step()
+    evict_grace_ms: float = 30000.0  # time limit of an evicted job's commit and exit
+    max_compute_ms: float = 60000.0  # a task that computes for longer is hung; 0: no limit
+    deadline_grace_ms: float = 5000.0  # a task that runs this long past its deadline is hung
     restart_backoff_ms: float = 1000.0
-    preprocess_processes: int = 1  # processes that run functions before and after models
-    max_stage_ms: float = 60000.0  # time limit of such a function; 0: no limit
+    preprocess_processes: int = 1  # number of processes for functions before and after models
+    max_stage_ms: float = 60000.0  # time limit of a function before or after a model; 0: none
     max_deaths: int = 3  # deaths of workers in a row, for each request and each model
     max_job_deaths: int = 10  # deaths of a job's workers in a row, with no commit between them
     max_daemon_restarts: int = 5  # restarts in a row, with no served request between them
-    keep_versions: int = 2  # kept versions of a model, including the current one
-    keep_jobs: int = 20  # kept jobs that have ended, with their last state
-    keep_jobs_ms: float = 0.0  # time for which ended jobs are kept; 0: only ``keep_jobs`` counts
+    keep_versions: int = 2  # number of kept versions of a model, including the current one
+    keep_jobs: int = 20  # number of ended jobs that are kept, with their last state
+    keep_jobs_ms: float = 0.0  # time for which ended jobs are kept; 0: ``keep_jobs`` decides
     move_after_ms: float = 0.0  # a job that requests suspend for longer moves; 0: it stays
     placement: str = "least-finish"  # choice of a device (policies/placement.py)
     admission: str = "off"  # "deadline": refuse requests that cannot be answered in time
     weights: Mapping[str, float] = field(default_factory=dict)  # weights of callers; default 1
     training: str = "rotate"  # order of jobs (policies/job_orders.py)
-    activation_memory_bytes: int = 0  # limit for all jobs of a device; 0: each has its own
+    activation_memory_bytes: int = 0  # limit for all jobs of a device; 0: each job has its own
     prepares: bool = True  # standby workers load programs before requests need them
     look_ahead: bool = True  # the next request's model is copied while the device computes
     identity: Identity = UNKNOWN_DEVICE  # identity of the device, for profiles
     unix_offset_ms: float = 0.0  # Unix time minus the scheduler's time
-    is_sandboxed: bool = False  # a process that runs programs can run no code afterwards (ADR 20)
+    is_sandboxed: bool = False  # a process runs either the owner's code or programs (ADR 20)
     separates_tenants: bool = False  # a process serves the models of one tenant only (ADR 23)
-    models_dir: str = "models"  # folder of the programs, opened by other processes like the next
+    models_dir: str = "models"  # programs; other processes open this folder and the next ones
     logs_dir: str = "logs"  # folder of the jobs' logs
     job_log_bytes: int = 0  # maximum size of a job's log; 0: no limit
     commits_dir: str = "commits"
@@ -104,13 +104,13 @@ class SchedulerSettings:
 
 
 class Wakeups:
-    """Instants, in milliseconds, at which the scheduler needs a call even without an event, each
-    with the bits of the parts to call."""
+    """Instants, in milliseconds, at which the scheduler needs a Tick if no other event comes.
+    Each has bits; at that instant, the parts that wait for one of these bits are called."""
 
     def __init__(self, instants: Iterable[tuple[float, int]] = ()) -> None:
         self._known: set[tuple[float, int]] = set()
         self.heap: list[tuple[float, int]] = []
-        self._first: dict[int, float] = {}  # first instant, by bits
+        self._first: dict[int, float] = {}  # bits -> first instant with exactly these bits
         for at_ms, bits in instants:
             self.add(at_ms, bits)
 
@@ -159,9 +159,9 @@ class Core:
     counts: Counter[str] = field(default_factory=Counter)
     out: list[Command] = field(default_factory=list)
     last_epoch: int = 0
-    going_on: set[Token] = field(default_factory=set)  # computed; the frontend sends the next step
+    going_on: set[Token] = field(default_factory=set)  # requests that the frontend continues
     models_generation: int = 0  # grows when a model becomes ready or gets other groups
-    dirty: int = ALL  # the bits of the changes since the parts were called
+    dirty: int = ALL  # the bits of all changes since the parts were called
     pins: dict[ModelName, None] = field(default_factory=dict)  # models that are to be pinned
     wakeups: Wakeups = field(default_factory=Wakeups)
 
@@ -205,12 +205,12 @@ class Core:
         return self.drain_at_ms is not None
 
     def wake_at(self, at_ms: float, bits: int = ALL) -> None:
-        """Request a Tick at that instant, for the parts that wait for one of these bits."""
+        """Request a Tick at ``at_ms`` for the parts that wait for one of these bits."""
         self.wakeups.add(at_ms, bits)
 
 
 def handles(kind: type[E]) -> Callable[[Callable[[P, E], None]], Callable[[P, E], None]]:
-    """Mark a method of a part: it handles all events of this kind and answers their clients."""
+    """Decorate a part's method: it handles all events of this kind and answers their clients."""
 
     def marked(method: Callable[[P, E], None]) -> Callable[[P, E], None]:
         method.takes = kind  # type: ignore[attr-defined]
@@ -220,7 +220,7 @@ def handles(kind: type[E]) -> Callable[[Callable[[P, E], None]], Callable[[P, E]
 
 
 def handler_table(*parts: object) -> dict[type[ClientRequest], Callable[[Any], None]]:
-    """Return the marked methods of these parts, by event."""
+    """Return event type -> bound method, for the methods of these parts that ``handles`` marks."""
     return {
         method.takes: getattr(part, name)
         for part in parts

@@ -1,4 +1,4 @@
-"""One device: its parts, which decide, and the messages of its workers and its daemon."""
+"""One device: the parts that decide for it, and the messages of its processes to these parts."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ class Device:
         self.worker_pool = WorkerPool(state)
         self.health = Health(state)
 
-    # -- its processes ------------------------------------------------------------------------
+    # -- the device's processes ----------------------------------------------------------------
 
     def sender_of(self, source: Address) -> Worker | None:
         """Return the live worker with this address, if there is one."""
@@ -201,7 +201,7 @@ class Device:
 
     @property
     def is_quiet(self) -> bool:
-        """True if no request is live and no commit is on its way."""
+        """True if no request is unfinished and no commit is being copied or written."""
         return not self.state.requests and self.commits.is_quiet
 
     # -- invariants ---------------------------------------------------------------------------

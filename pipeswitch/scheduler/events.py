@@ -28,7 +28,7 @@ Token = NewType("Token", int)
 
 
 class _Message(msgspec.Struct, frozen=True, kw_only=True):
-    """Base of all events and commands; five times faster to create than a frozen dataclass."""
+    """Base class of events and commands; five times faster to create than a frozen dataclass."""
 
 
 ProcessKind = Literal["daemon", "worker", "stage", "builder"]
@@ -59,7 +59,7 @@ class ClientRequest(_Message, frozen=True):
 
 
 class InferArrived(ClientRequest, frozen=True):
-    """Valid request; its tensors are in the request pool, with space for its reply."""
+    """Valid inference request; the request pool has its tensors, and space for its reply."""
 
     request_id: str
     model: ModelName
@@ -72,19 +72,19 @@ class InferArrived(ClientRequest, frozen=True):
     caller: str = ""  # tenant of the client; empty: the server's owner
     connection: str = ""  # the client's session, or its address behind the gateway
     tenant: str = ""  # the tenant whose pool file has the tensors (as in ModelAvailable)
-    registration_id: int = 0  # another version with this id may serve it, too; 0: only ``model``
-    arrived_at_ms: float | None = None  # when it was read from its client; None: now
+    registration_id: int = 0  # any version with this id may serve it; 0: only ``model``
+    arrived_at_ms: float | None = None  # when the request was read from its client; None: now
     is_postprocess: bool = False  # the model has computed: ``inputs`` are for postprocessing
     is_chain_continuation: bool = False  # a later step of an accepted chain
     follows: bool = False  # another step of the chain will follow
-    sequence: int = 0  # number of its sequence; 0: none
+    sequence: int = 0  # number of the request's sequence; 0: none
     sampling_params: SamplingParams | None = None  # set for a generation, which needs many runs
-    after: OpId = OpId(0)  # the run that answered the previous step of its sequence
-    leader: Token | None = None  # an earlier generation whose next run computes tokens of both
+    after: OpId = OpId(0)  # the run that answered the sequence's previous step
+    leader: Token | None = None  # earlier generation whose next run computes for both
 
 
 class Prepared(_Message, frozen=True):
-    """End of ``TakeResult``: the function's result is in the request pool, or an error."""
+    """End of ``TakeResult``: the request pool has the function's result, or ``error`` is set."""
 
     token: Token
     slot: Slot
@@ -96,8 +96,8 @@ class Prepared(_Message, frozen=True):
 
 
 class NextRun(_Message, frozen=True):
-    """Next run of a generation; without ``sampling_params`` it waits, since its cache has no room
-    or is being copied."""
+    """Next run of a generation; if ``sampling_params`` is None, the generation must wait.
+    Then there is no room for its cache, or the cache is being copied."""
 
     token: Token
     inputs: tuple[SlabTensor, ...] = ()
@@ -122,7 +122,7 @@ class PrefetchHint(_Message, frozen=True):
 
 
 class CancelRequest(_Message, frozen=True):
-    """Cancellation of an infer or register request by its client, or its connection's end."""
+    """Cancellation of a request, by its client or by the connection's end."""
 
     token: Token
 
@@ -132,23 +132,23 @@ class RegisterModelRequest(ClientRequest, frozen=True):
 
     model: ModelName
     spec: bytes  # msgpack of programs.build.BuildSpec
-    spec_digest: str  # same name and same spec again is a no-op
+    spec_digest: str  # a repeated registration with the same digest is a no-op
     priority: int
     is_pinned: bool
-    client: str = ""  # builds take turns among clients; empty: the server itself
+    client: str = ""  # clients take turns with builds; empty: the server itself
     tenant: str = ""  # tenant that will own the model; empty: the server's owner
     devices: tuple[str, ...] = ()  # names of the devices that may serve it; empty: all
-    is_known: bool = False  # restored from the journal of an earlier server
+    is_known: bool = False  # whether it comes from the journal of an earlier server
     restored: Manifest | None = None  # manifest from the journal: requests may wait for the build
     processor: Processor | None = None  # functions before and after the model
     aliases: tuple[ModelName, ...] = ()  # further names
 
 
 class VersionRequest(ClientRequest, frozen=True):
-    """Request to serve a file of weights as a model's next version; answered when it is current."""
+    """Request to serve a weight file as a model's next version; answered when that is current."""
 
     model: ModelName
-    spec: bytes  # msgpack of programs.build.BuildSpec: its weights
+    spec: bytes  # msgpack of programs.build.BuildSpec, with the weights
     tenant: str = ""  # tenant that must own the model; empty: any
 
 
@@ -163,19 +163,19 @@ class ChainRequest(ClientRequest, frozen=True):
 
 
 class PublishRequest(ClientRequest, frozen=True):
-    """Request to serve a job's newest commit as a model's next version; answered when current."""
+    """Request to make a job's newest commit a model's next version; answered when it is current."""
 
     model: ModelName
     job: JobName
     step: int = -1  # required step of the commit; -1: any
-    part: str = ""  # name of the trained module; empty: the only one that fits
+    part: str = ""  # name of the trained module; empty: the only module that fits
 
 
 class RollbackRequest(ClientRequest, frozen=True):
-    """Request to make a version current, or to give it a share."""
+    """Request to make a version current, or to give it a share of the requests."""
 
     model: ModelName
-    version: int = 0  # 0: the newest before the current one
+    version: int = 0  # 0: the newest version before the current one
     share: int = -1  # percentage of the requests; -1: make the version current
     tenant: str | None = None  # as in UnregisterRequest
 
@@ -210,21 +210,21 @@ class TrainRequest(ClientRequest, frozen=True):
     args: tuple[str, ...]
     priority: int
     tenant: str = ""  # tenant that will own the job; empty: the server's owner
-    share: str = ""  # jobs of one group share their input; empty: none
+    share: str = ""  # name of a group of jobs that share their input; empty: none
     devices: tuple[str, ...] = ()  # names of the devices that may train it; empty: all
-    defaults: tuple[tuple[str, str], ...] = ()  # arguments of ``job.steps`` that it omits
+    defaults: tuple[tuple[str, str], ...] = ()  # values for omitted arguments of ``job.steps``
     resumes: bool = False  # resume from another server's commit in ``jobs/NAME/commit``
     is_paused: bool = False  # the job was paused on the other server
     loaded: LoadedCommit | None = None  # the commit to resume from; None: there was none
-    restarts: int = 0  # restarts on other servers; so are the next two values
+    restarts: int = 0  # number of restarts on other servers; the next two values are from there
     steps_recomputed: int = 0
-    last_step: int = 0  # last step of its last process
+    last_step: int = 0  # last step of the job's last process
 
 
 class JobRequest(ClientRequest, frozen=True):
-    """Request about a job. ``wait`` is answered when the job is final, ``export`` when its
-    newest commit is on disk, ``move`` when the job has arrived; the others when the job's
-    state has changed."""
+    """Request about a job. ``show`` is answered at once, ``wait`` when the job has ended.
+    ``export`` is answered when the newest commit is on disk, ``move`` when the job is on its new
+    device, and each other action when the job's state has changed."""
 
     job: JobName
     action: Literal["show", "pause", "resume", "cancel", "wait", "export", "rm", "move"]
@@ -238,15 +238,15 @@ class Query(ClientRequest, frozen=True):
     what: Literal["models", "show", "ps", "jobs", "stats", "trace", "plan"]
     name: str = ""
     seconds: float = 0.0
-    version: int = 0  # for ``show``; 0: the current version
-    all_versions: bool = False  # for ``models``
+    version: int = 0  # version for ``show``; 0: the current one
+    all_versions: bool = False  # whether ``models`` lists all versions
 
 
 class ProfileRequest(ClientRequest, frozen=True):
     """Request to measure a model on an idle device; the final answer is the profile."""
 
     model: ModelName
-    batches: tuple[int, ...] = ()  # empty: the batch of its last requests
+    batches: tuple[int, ...] = ()  # batch sizes; empty: that of the model's last requests
 
 
 class PingRequest(ClientRequest, frozen=True):
@@ -264,7 +264,7 @@ class DrainRequest(_Message, frozen=True):
 
 
 class Received(_Message, frozen=True):
-    """Message from a process. The process may have been replaced: compare its generation.
+    """Message from a process, which may have been replaced: compare ``source.generation``.
 
     Attributes:
         manifest: With ``BuildDone``: the checked manifest from disk.
@@ -307,7 +307,7 @@ Event = (
 class Spawn(_Message, frozen=True):
     """Start a process, and kill the previous one in the same slot.
 
-    ``StartBuild`` starts builders: a build needs a specification and up to two processes.
+    Builders are started by ``StartBuild``, because a build needs a specification, too.
     """
 
     target: Address
@@ -317,7 +317,7 @@ class Send(_Message, frozen=True):
     """Send a message to a process; drop it if the process has exited.
 
     Attributes:
-        channel: A worker has two: its termination thread, which is never busy, reads "signal".
+        channel: Channel of a worker; its termination thread, which is never busy, reads "signal".
         commits_of: Attach this job's commit memfd.
         tenant: With ``RunStage``: the tenant whose pool file has the raw inputs.
     """
@@ -344,18 +344,18 @@ class RaiseTurn(_Message, frozen=True):
 
 
 class Interrupt(_Message, frozen=True):
-    """Write the worker's stop word. A streamed model's pass then yields between two groups,
-    and a run of several steps ends between two steps."""
+    """Write the worker's stop word.
+    A streamed model's pass then yields between two groups, or a multi-step run ends early."""
 
     target: Address
     op_id: OpId
 
 
 class TakeResult(_Message, frozen=True):
-    """Check the result of a function against the model's inputs, or against the declared answer,
-    and copy it to the request pool.
+    """Check the result of a function, and copy it to the request pool.
 
-    ``Prepared`` follows; until then the process in that slot gets no other call.
+    It must fit the model's inputs, or the declared answer. ``Prepared`` follows; until then the
+    process in ``slot`` gets no other call.
     """
 
     token: Token
@@ -376,13 +376,13 @@ class StartBuild(_Message, frozen=True):
 
 
 class DropPublished(_Message, frozen=True):
-    """Remove the copy of a commit that a version was built from, or should have been."""
+    """Remove a copied commit: its publication has ended, or the copy begins again elsewhere."""
 
     directory: str
 
 
 class SweepPrograms(_Message, frozen=True):
-    """Remove program files that no model needs any more. It is sent while no build runs."""
+    """Remove program files that no model needs any more; sent only while no build runs."""
 
     digests: frozenset[str]  # digests of the models that stay
 
@@ -392,8 +392,8 @@ class CreateCommits(_Message, frozen=True):
 
     job: JobName
     slot_bytes: int
-    loaded: int = -1  # descriptor of a memfd to use, loaded from files that the job takes over
-    is_on_disk: bool = False  # the job owns these files already
+    loaded: int = -1  # memfd to use, loaded from files that the job takes over; -1: none
+    is_on_disk: bool = False  # whether the job already owns these files
 
 
 class LoadCommits(_Message, frozen=True):
@@ -409,9 +409,9 @@ class DropCommits(_Message, frozen=True):
 
 
 class CountSharers(_Message, frozen=True):
-    """Number of unfinished jobs that share an input; a single job does not share its batches."""
+    """Report the number of unfinished jobs that share an input; a single job shares no batches."""
 
-    group: str  # as in RunJob
+    group: str  # name of the group, as in RunJob
     jobs: int
 
 
@@ -444,7 +444,7 @@ class ModelRemoved(_Message, frozen=True):
 
 
 class Reply(_Message, frozen=True):
-    """Reply, with outputs in the request pool. Each token gets exactly one without ``more``."""
+    """Reply; ``outputs`` are in the request pool. Each token gets one reply without ``more``."""
 
     token: Token
     body: dict[str, Any] = {}
@@ -455,22 +455,22 @@ class Reply(_Message, frozen=True):
 
 
 class RunEnded(_Message, frozen=True):
-    """Command to the frontend: these generations need more runs. The frontend appends their
-    cache rows and answers with one ``NextRuns``; until then their next batch is not formed. A
-    generation that waited for its leader's run has an answer without a body."""
+    """Command to the frontend: these generations need more runs.
+    The frontend appends their cache rows and answers with one ``NextRuns``; their next batch waits
+    for it. A generation that waited for its leader's run has an answer without a body."""
 
     answers: tuple[Reply, ...]
 
 
 class Publish(_Message, frozen=True):
-    """Event for subscribers: topic (``switch. model. job. worker. queue.``) and record."""
+    """Event for subscribers; ``topic`` begins with switch, model, job, worker or queue."""
 
     topic: str
     body: dict[str, Any]
 
 
 class Span(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
-    """A named interval for the timeline. ``track``: scheduler, copy, or ``worker N``."""
+    """Named interval for the timeline; ``track`` is "scheduler", "copy" or "worker N"."""
 
     track: str
     name: str
@@ -478,7 +478,7 @@ class Span(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
     end_ms: float
     args: dict[str, Any] = {}
     flow: int = 0  # operation id; spans with the same id are connected by arrows
-    event: int = 0  # number of the scheduler's event that caused it
+    event: int = 0  # number of the scheduler's event that caused the span
 
 
 class Spans(_Message, frozen=True):

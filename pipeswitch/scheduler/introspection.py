@@ -28,9 +28,9 @@ from .state.states import ModelState, Residency, TaskState, WorkerState
 from .state.versions import Versions, version_name
 from .training.jobs import activations_row, behind
 
-DISPATCH_KINDS = ("cold", "partial", "resident")  # all, a part, or none of the model was sent
+DISPATCH_KINDS = ("cold", "partial", "resident")  # all, a part or none of the model was copied
 DEVICE_KINDS = ("infer", "switch", "train")
-OWNER = "(owner)"  # the owner's name in ``tenant_s``: names of keys have no parentheses
+OWNER = "(owner)"  # the server's owner in ``tenant_s``; tenants' names have no parentheses
 PRIORITY_NAMES = {0: "high", 1: "normal", 2: "low"}
 
 
@@ -125,7 +125,7 @@ class Introspection:
                 core.answer(event.token, **self.plan())
             case "stats":
                 core.answer(event.token, **self.stats())
-            case "trace":  # the timeline is the controller's
+            case "trace":  # the controller has the timeline and answers
                 raise InvalidInput("trace is not answered here")
 
     def _show(self, event: Query) -> None:
@@ -227,7 +227,7 @@ class Introspection:
     def _model(self, model: Model, versions: Sequence[Model]) -> dict[str, Any]:
         """Return a model's row. ``versions``: all versions of its name."""
         replica = self._machine.shown(model)
-        manifest = replica.manifest or model.manifest  # the first has the groups in use
+        manifest = replica.manifest or model.manifest  # the replica's has the groups in use
         row = self._facts(model) | {
             "current": self._versions.is_current(model),
             "share": self._versions.share(model),
@@ -280,7 +280,7 @@ class Introspection:
         return row | plan_row(replica)
 
     def plan(self) -> dict[str, Any]:
-        """Return the input of ``pipeswitch plan``: models' profiles, and the first arena's size."""
+        """Return the input of ``pipeswitch plan``: profiles, and the size of the first arena."""
         device = self._machine.devices[0]
         return {
             "arena_bytes": device.arena.leasable_bytes,
@@ -305,7 +305,7 @@ class Introspection:
         return [self._machine.jobs.row(job) for job in self._machine.jobs]
 
     def ps(self) -> list[dict[str, Any]]:
-        """Return the rows of models, jobs, workers, tenants, memory daemons and stages."""
+        """Return rows of models, jobs, workers, tenants, daemons and preprocessing processes."""
         rows: list[dict[str, Any]] = []
         for device in self._machine.devices:
             state, arena = device.state, device.arena
@@ -497,7 +497,7 @@ class Introspection:
         }
 
     def _device_s(self, device: DeviceState) -> dict[str, float]:
-        """Return the device's seconds by kind, including unfinished ones."""
+        """Return device seconds for each kind of task, including the unfinished training cycle."""
         spent_us = {kind: device.spent_us[kind] for kind in DEVICE_KINDS}
         if device.owner.job is not None:
             began_at_ms = device.jobs[device.owner.job].timing.cycle_began_at_ms
@@ -506,7 +506,7 @@ class Introspection:
 
     @staticmethod
     def _leases(device: Device) -> int:
-        """Return the number of regions in use by a process: models in use, training slices."""
+        """Return the number of regions in use: models with tasks or copies, and training slices."""
         replicas = device.state.replicas.values()
         in_use = sum(replica.users > 0 or replica.is_being_sent for replica in replicas)
         kinds = ("slice", "scrub")
@@ -515,7 +515,7 @@ class Introspection:
 
 
 def _is_batch_invariant(manifest: Manifest) -> bool | None:
-    """Return True if a row has the same bits in a batch as alone; None: not measured."""
+    """Return True if an output row has the same bits in a batch as alone; None: not measured."""
     if manifest.precision is not None:
         return manifest.precision.is_batch_invariant
     return None if manifest.batching is None else manifest.batching.is_exact

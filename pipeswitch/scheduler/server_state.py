@@ -24,8 +24,8 @@ class ServerState:
         """``devices``: the settings of each device; if empty, one with ``core.settings``."""
         self._core = core
         self.models: dict[ModelName, Model] = {}
-        self.served: dict[ModelName, Served] = {}  # by the name that requests use
-        self.chains: dict[ModelName, tuple[Chain, str]] = {}  # chains with tenants
+        self.served: dict[ModelName, Served] = {}  # name in requests -> its versions
+        self.chains: dict[ModelName, tuple[Chain, str]] = {}  # each chain with its tenant
         self.store = HostStoreAllocator(core)
         self.jobs = Jobs(core)
         devices = devices or (core.settings,)
@@ -41,7 +41,7 @@ class ServerState:
         self.jobs.place = self.placement.job
 
     def stream_of(self, model: Model) -> dict[str, Any] | None:
-        """Return the cost of a pass on the first device whose arena the model exceeds, or None."""
+        """Return the cost of a pass on the first device with too small an arena, or None."""
         states = [one.state for one in self.devices if one.state.may_serve(model)]
         streams = (stream_of(state, state.replicas[model.name]) for state in states)
         return next((one for one in streams if one is not None), None)
@@ -62,7 +62,7 @@ class ServerState:
         return next((d for d in allowed if d.state.daemon.is_ready), (allowed or self.devices)[0])
 
     def use_profile(self, name: ModelName, profile: Profile) -> None:
-        """Plan groups from the profile on each device with the identity of the measured one."""
+        """Plan groups from the profile on each device that is identical to the measured one."""
         for device in self.devices:
             replica = device.state.replicas.get(name)
             if replica is not None and device.state.settings.identity == profile.identity:

@@ -16,7 +16,7 @@ from msgspec.structs import replace
 from .events import Span, Spans
 
 RING_BYTES: Final = 6 << 20  # about 2 KiB for each switch: the last 3,000 switches
-KEPT: Final = 32_768  # slots for groups of spans; one of them may be being written
+KEPT: Final = 32_768  # number of slots for groups of spans; the writer may be filling one
 MOST_BYTES: Final = 32_768  # a longer group loses its spans' arguments, then its last spans
 NAME_CHARACTERS: Final = 100
 PROCESS_ID: Final = 1
@@ -43,8 +43,8 @@ class Timeline:
         # Latest end of all spans up to and including each group.
         self._latest_ms = array("d", [0.0]) * KEPT
         self._newest_ms = 0.0
-        self._count = 0  # groups ever added
-        self._end = 0  # bytes ever written
+        self._count = 0  # number of groups ever added
+        self._end = 0  # number of bytes ever written
 
     def add(self, command: Spans) -> None:
         spans = command.spans

@@ -21,10 +21,10 @@ class Arrival(NamedTuple):
 
     at_ms: float
     model: int  # index among the models of the trace
-    deadline_ms: float | None = None  # from the arrival; None: as in the replay's settings
+    deadline_ms: float | None = None  # counts from the arrival; None: as in the replay's settings
     caller: str = ""
     prompt: int = 0  # number of tokens in a language model's prompt
-    tokens: int = 1  # tokens of its answer; each is a request that follows the previous answer
+    tokens: int = 1  # number of tokens in its answer; each is a request of its own
 
 
 class Trace(NamedTuple):
@@ -60,8 +60,8 @@ def of_functions(text: str, *, speed_up: float = 1.0, seed: int = 0) -> Trace:
 
 
 def of_services(texts: Sequence[str], *, speed_up: float = 1.0, has_tokens: bool = False) -> Trace:
-    """Parse Azure LLM 2023: a file for each service, a row for each request with its ``TIMESTAMP``
-    and the numbers of tokens in prompt and answer. These are used only with ``has_tokens``."""
+    """Parse Azure LLM 2023: a file for each service, a row for each request.
+    A row has a time and the numbers of prompt and answer tokens; ``has_tokens``: use them."""
     times: list[tuple[datetime, int, list[int]]] = []
     for model, text in enumerate(texts):
         _, *rows = _rows(text)
@@ -80,8 +80,8 @@ def of_services(texts: Sequence[str], *, speed_up: float = 1.0, has_tokens: bool
 
 
 def of_rows(text: str, *, name: str = "trace", speed_up: float = 1.0) -> tuple[Trace, list[str]]:
-    """Parse a user's trace: a header ``at_ms,model``, and rows of this form, optionally with
-    ``deadline_ms`` (from the arrival) and the client. Return the trace and the models' names.
+    """Parse a user's trace, and return it with the models' names. Its header is ``at_ms,model``.
+    Each row has these values, and optionally ``deadline_ms`` (from the arrival) and the client.
 
     Raises:
         TraceError: the header or a row has another form.
@@ -109,7 +109,7 @@ def of_rows(text: str, *, name: str = "trace", speed_up: float = 1.0) -> tuple[T
 
 
 def poisson(rate_per_s: float, *, count: int, model_count: int, seed: int = 0) -> Trace:
-    """Return Poisson arrivals. By Zipf's law the k-th model gets 1/k as many as the first one."""
+    """Return Poisson arrivals; by Zipf's law, model k gets 1/k of the first model's requests."""
     chance = Random(seed)
     weights = [1.0 / (1 + model) for model in range(model_count)]
     models = chance.choices(range(model_count), weights, k=count)
@@ -121,9 +121,9 @@ def poisson(rate_per_s: float, *, count: int, model_count: int, seed: int = 0) -
 
 
 def tiled(trace: Trace, tiles: int, requests: int, seed: int = 0) -> Trace:
-    """Return the trace for ``tiles`` concurrent clients, with about ``requests`` requests in total
-    if there are so many. Each client has its own models, starts at a random instant of the trace,
-    and continues at the trace's beginning after its end."""
+    """Return the trace for ``tiles`` concurrent clients.
+    It has about ``requests`` requests in total, or all if there are fewer. Each client has its own
+    models, starts at a random instant, and continues at the trace's beginning after its end."""
     chance, times = Random(f"tiles {seed}"), [one.at_ms for one in trace.arrivals]
     length_ms = times[-1] + times[-1] / len(times)
     span_ms = length_ms * min(1.0, requests / (tiles * len(times)))

@@ -10,8 +10,8 @@ Act = Callable[[], None]
 
 
 class Move(NamedTuple):
-    """Next step of one thread of a process. The clock executes it ``cost_ms`` after it became
-    possible. It never happens if the thread gets another next step before."""
+    """Next step of one thread of a process.
+    The clock executes it ``cost_ms`` after it became possible, unless another one replaces it."""
 
     thread: str
     what: str
@@ -20,13 +20,13 @@ class Move(NamedTuple):
 
 
 class ProcessPlans(dict[str, tuple[str, int]]):
-    """Plans of a process on ``device``: thread -> its next step and the number of its entry."""
+    """Plans of a process on ``device``: thread -> (next step, number of the step's clock entry)."""
 
     device = 0
 
 
 class Clock:
-    """Clock with the current instant, and its entries by due time, the oldest first if equal."""
+    """Clock: the current instant, and entries by due time; equal ones in the order of creation."""
 
     def __init__(self) -> None:
         self.now_ms = 0.0

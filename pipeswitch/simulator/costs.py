@@ -33,7 +33,7 @@ class Costs:
     reap_ms: float = 0.0
     build_ms: float = 0.0
     prepare_ms: float = 0.0
-    park_ms: float = 0.0  # from the stop of a job to the end of its layer
+    park_ms: float = 0.0  # time from the stop of a job to the end of its layer
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,8 +42,8 @@ class Training:
 
     steps: int
     step_ms: float = 0.0
-    start_ms: float = 0.0  # from the start of the script to its lease request
-    loader_ms: float = 0.0  # wait for each batch
+    start_ms: float = 0.0  # time from the start of the script to its lease request
+    loader_ms: float = 0.0  # time that each batch takes to arrive
     slice_bytes: int
     state_bytes: int  # size of one commit
 

@@ -66,7 +66,7 @@ def image_of(step: int) -> Image:
 
 
 class Held(NamedTuple):
-    """Transfer to the arena whose region was not given to another owner."""
+    """Transfer to the arena; its region has had no other owner since."""
 
     order: TransmitModel
     done: int  # number of groups that have arrived
@@ -81,7 +81,7 @@ class SimulatedArea:
         self._half = 0
 
     def last(self) -> Image | None:
-        """Return the image from which a script resumes."""
+        """Return the image from which a script resumes; None if there is no commit."""
         return self._newest
 
     def begin(self, step: int, image: Image) -> None:
@@ -101,16 +101,16 @@ class SimulatedDevice:
 
     def __init__(self) -> None:
         self.turn = 0
-        self.stop_words: dict[int, int] = {}  # operation id of the task that must stop, by slot
+        self.stop_words: dict[int, int] = {}  # slot -> operation id of a task that must stop
         self.clear()
 
     def clear(self) -> None:
         """Clear the memory, which was lost with its daemon."""
         self.fences: dict[int, OpId] = {}
-        self.computed = (0, 0)  # streaming model: operation id of its copy, computed groups
+        self.computed = (0, 0)  # streaming: operation id of the copy, number of computed groups
         self.contents: dict[ModelName, Held] = {}  # models on the device or being copied
-        self.slices: dict[int, Image] = {}  # written slices, by offset
-        self.intact: dict[ModelName, ByteSpan] = {}  # rest of each model's last complete copy
+        self.slices: dict[int, Image] = {}  # offset of a written slice -> its content
+        self.intact: dict[ModelName, ByteSpan] = {}  # rest of each last complete copy
         self.cancelled: frozenset[OpId] = frozenset()  # copies that may end early
         self.dirty: tuple[ByteSpan, ...] = ()  # slices of dead jobs that are not zeroed yet
 
@@ -208,7 +208,7 @@ def require_unused(span: ByteSpan, why: str, users: Iterable[User]) -> None:
 
 
 def _without(span: ByteSpan, cut: ByteSpan) -> ByteSpan:
-    """Return the rest of ``span`` before ``cut`` (a prefix), else after it (kept groups)."""
+    """Return the part of ``span`` before ``cut``, or if there is none, the part after ``cut``."""
     if not span.overlaps(cut):
         return span
     return (
@@ -217,19 +217,19 @@ def _without(span: ByteSpan, cut: ByteSpan) -> ByteSpan:
 
 
 def region_of(order: TransmitModel) -> ByteSpan:
-    """Return the range of a transmission."""
+    """Return the arena range that a transmission writes."""
     start = order.arena_offset_bytes
     return ByteSpan(start, start + order.region_bytes)
 
 
 def resident_groups(order: TransmitModel) -> list[GroupCopy]:
-    """Return the groups that are not sent again."""
+    """Return the groups that are on the device already, and are not sent again."""
     return [group for group in order.groups if not group.size_bytes]
 
 
 def _true_size(order: TransmitModel, group: GroupCopy, program: SimulatedProgram) -> int:
     """Return the size of a group whose order says 0: it ends where the next group begins."""
     begins = sorted(g.arena_offset_bytes for g in order.groups)
-    held_bytes = min(order.region_bytes, program.manifest.total_bytes)  # a streaming one has less
+    held_bytes = min(order.region_bytes, program.manifest.total_bytes)  # less if it streams
     begins.append(order.arena_offset_bytes + held_bytes)
     return begins[begins.index(group.arena_offset_bytes) + 1] - group.arena_offset_bytes

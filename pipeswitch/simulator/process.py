@@ -1,5 +1,4 @@
-"""Base class of all simulated processes, with channels and an exit that may come at any time; and
-the builder, the simplest process."""
+"""Base class of simulated processes (channels, an exit at any time), and the simulated builder."""
 
 from __future__ import annotations
 
@@ -65,7 +64,7 @@ class Scene:
     programs: dict[ModelName, SimulatedProgram] = field(default_factory=dict)
     scripts: dict[JobName, Training] = field(default_factory=dict)
     commits: dict[JobName, SimulatedArea] = field(default_factory=dict)  # commit areas
-    prompts: dict[str, float] = field(default_factory=dict)  # extra time by request, in rows
+    prompts: dict[str, float] = field(default_factory=dict)  # request -> extra time, in rows
 
 
 class SimulatedProcess:

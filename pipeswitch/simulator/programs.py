@@ -24,8 +24,8 @@ class SimulatedProgram:
     profiles: tuple[ProfileFile, ...] = ()  # an earlier server's profiles, found at the build
 
     def group_ms(self, plan: Sequence[int], batch: int, more: float = 0.0) -> tuple[float, ...]:
-        """Return the computing time of each group. ``plan``: as in RunInference, empty: the built
-        groups. ``more``: extra time for prompts, in units of one row's time."""
+        """Return the computing time of each group; an empty ``plan`` means the built groups.
+        ``more``: extra time for prompts, in units of one row's time."""
         begins = list(plan) or self.plan
         ends = (*begins[1:], len(self.layer_ms))
         rows = 1.0 + (batch - 1) * self.row_share + more

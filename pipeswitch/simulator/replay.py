@@ -28,7 +28,7 @@ from .costs import Costs, Link, Training
 from .programs import ALIGNMENT_BYTES, SimulatedProgram, manifest_of
 from .world import World
 
-NEAR_MS: Final = 1e-6  # rounding of a sum of instants
+NEAR_MS: Final = 1e-6  # tolerance for the rounding of a sum of instants
 REPORT_EVERY: Final = 500  # number of answered requests between two calls of ``watch``
 ENDLESS: Final = 1 << 30  # a limit that no trace reaches
 
@@ -87,7 +87,7 @@ def paper_model(name: str, profile: Profile) -> PaperModel:
 
 
 def _row_share(profile: Profile) -> float:
-    """Return ``row_share`` from batch 1 and the largest measured batch; 1 if one is missing."""
+    """Return ``row_share`` from batch 1 and the largest measured batch; 1 without both of them."""
     most = max(times.batch for times in profile.batches)
     if most == 1 or profile.batch(1) is None:
         return 1.0
@@ -141,7 +141,7 @@ class Trained:
 
     @property
     def share(self) -> float:
-        """Share of the device's time between the job's submission and its end."""
+        """Fraction of the time from its submission to its end for which the job had the device."""
         return self.trained_ms / self.jct_ms if self.jct_ms else 1.0
 
 
@@ -163,12 +163,12 @@ class Setting:
 
     Attributes:
         memory_bytes: memory of each device for models and jobs.
-        own: creates the policy of each server, if ``policy`` is not a built-in name.
+        own: function that returns a new policy; None: ``policy`` names a built-in one.
         slo_ms: time that a request may take in addition to its own computation.
-        has_deadlines: requests have this time as their deadline; otherwise late requests are
-            computed, too.
-        is_known: each model's times are known from the start, without measurements.
-        prepares: workers load programs in advance, which takes no simulated time.
+        has_deadlines: whether requests have a deadline: ``slo_ms`` plus their own computation. If
+            not, late requests are computed, too.
+        is_known: whether each model's times are known from the start, without measurements.
+        prepares: whether workers load programs in advance, which takes no simulated time.
         prompt_share: time of each prompt token in the first step, as a fraction of a step's time.
     """
 
@@ -197,7 +197,7 @@ class Outcome:
             tokens, it is the time to the first token.
         between_ms: times between two successive tokens of an answer, sorted.
         in_slo: number of requests whose tokens all arrived in time.
-        refused: number of requests that were not computed, by the error's name.
+        refused: error's name -> number of requests that were not computed because of it.
         busy_ms: total time for which the devices computed or trained.
         order: numbers of the requests in the trace, in the order of their computation.
         jobs: results of the jobs, in the order of the arguments.
@@ -220,7 +220,7 @@ class Outcome:
 
     @property
     def jct_ms(self) -> float:
-        """Mean of the jobs' completion times; NaN for none."""
+        """Mean of the jobs' completion times; NaN if there are no jobs."""
         return fmean(job.jct_ms for job in self.jobs) if self.jobs else math.nan
 
     @property
@@ -261,9 +261,9 @@ def replay(
 
 
 def serial(setting: Setting, models: Sequence[PaperModel], arrivals: Sequence[Arrival]) -> Outcome:
-    """Replay the reference, the loop that PipeSwitch's authors published: requests run in order of
-    arrival, a model is copied and then computes without overlap, and the least recently used model
-    is evicted."""
+    """Replay a trace with the loop that PipeSwitch's authors published, for comparison.
+    Requests run in order of arrival. A model is copied completely before it computes, and the least
+    recently used model is evicted."""
     link = setting.costs.to_device
     jobs = [
         WindowJob(
@@ -298,8 +298,8 @@ def serial(setting: Setting, models: Sequence[PaperModel], arrivals: Sequence[Ar
 
 
 class Models(dict[int, PaperModel]):
-    """Models by their number in the trace. A tile is one client's copy of the trace; it has the
-    same models under its own names, which are created on first access."""
+    """Models by their number in the trace; all but the first ones are created on first access.
+    A tile is one client's copy of the trace: the same models, under its own names."""
 
     def __init__(self, first: Sequence[PaperModel], tiles: int = 1) -> None:
         super().__init__(enumerate(first))
@@ -323,7 +323,7 @@ class Asked(NamedTuple):
 
 
 class Replay(World):
-    """One server, and the requests of a trace that it gets. ``models``: all models of the trace."""
+    """One server, and the requests of a trace that it gets; ``models`` has the trace's models."""
 
     def __init__(
         self,
@@ -340,7 +340,7 @@ class Replay(World):
         self.between_ms: list[float] = []
         self.order: list[tuple[float, int]] = []
         self.refused: Counter[str] = Counter()
-        self._training: dict[ev.Token, PaperJob] = {}  # by the request that waits for its end
+        self._training: dict[ev.Token, PaperJob] = {}  # request that waits for a job's end -> job
         self.trained: dict[str, Trained] = {}
         self.warnings: list[str] = []
         self.in_slo = 0

@@ -81,8 +81,8 @@ class SimulatedClients:
         connection: str = "",
         sampling_params: SamplingParams | None = None,
     ) -> ev.Token:
-        """Send a request; the deadline counts from now. With ``sampling_params`` it is a
-        generation."""
+        """Send an inference request, or a generation if it has ``sampling_params``.
+        The deadline counts from now."""
         token, now_ms = self.token(), self._scene.clock.now_ms
         if sampling_params is not None:
             self.left[token] = sampling_params.left

@@ -1,5 +1,4 @@
-"""Simulated memory daemon: a control thread, a thread that copies to the device, and one thread
-each for host store, slices and disk."""
+"""Simulated memory daemon: threads for control, copies to the device, host store, slices, disk."""
 
 from __future__ import annotations
 
@@ -37,7 +36,7 @@ class SimulatedDaemon(SimulatedProcess):
         self.copies: deque[SimulatedTransmission] = deque()
         self.is_half = False  # the first half of the current commit is copied
         self._queues: dict[str, deque[Message]] = {}
-        self._areas: dict[JobName, tuple[OpId, int]] = {}  # last commit: operation id, number
+        self._areas: dict[JobName, tuple[OpId, int]] = {}  # operation id and number of last commit
 
     def users(self) -> list[User]:
         """Return every range of the device that the daemon writes."""
@@ -237,7 +236,7 @@ class SimulatedDaemon(SimulatedProcess):
 
 
 def slice_of(order: daemon_msg.CommitCopy | daemon_msg.Scrub) -> ByteSpan:
-    """Return the slice that an order is about."""
+    """Return the slice that an order copies or zeroes."""
     if isinstance(order, daemon_msg.Scrub):
         return ByteSpan(order.offset_bytes, order.offset_bytes + order.size_bytes)
     return ByteSpan(order.slice_offset_bytes, order.slice_offset_bytes + order.slice_bytes)

@@ -1,7 +1,7 @@
 """Training script in a worker, with the real gate (``ipc/gate.py``).
 
-The script's state is three numbers in its slice (``device.Image``). It writes one after the other,
-so every unfinished, lost or repeated step is visible there.
+The script's state is three numbers in its slice (``device.Image``). It writes them one after the
+other, so an unfinished, lost or repeated step is visible in the slice.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ COMPUTES: Final = (GateState.RUNNING, GateState.STOPPING)
 
 
 class Halt(Exception):
-    """Signal that the main thread waits inside the gate."""
+    """Exception that ends a move when the main thread must wait inside the gate."""
 
 
 class Bell:
@@ -74,7 +74,7 @@ class SimulatedScript:
         self.committed = -1  # last committed step
         self.in_flight = -1  # step of the commit that is being copied; -1: none
         self.number = 0  # number of the last commit that began
-        self.is_acknowledged = False  # the commit ``number`` was acknowledged
+        self.is_acknowledged = False  # whether the commit ``number`` was acknowledged
         self.is_stubborn = scene.choices.happens("swallow", order.job)
         self.gate = Gate(self._parked, BELL)
         self.gate.on_back = self._back
@@ -92,7 +92,7 @@ class SimulatedScript:
 
     @property
     def step(self) -> int:
-        """Number of finished steps in its slice."""
+        """Number of finished steps, according to the slice."""
         return self._image.step
 
     @property

@@ -41,7 +41,7 @@ class SimulatedInference:
         return len(self.ends_at_ms)
 
     def computed(self, now_ms: float) -> None:
-        """Record the times of a computed group, which ends now or, after a late group, later."""
+        """Record the times of a computed group; it ends now, or later if the last one was late."""
         cost_ms = self.costs_ms[self.next_group]
         last_ms = self.ends_at_ms[-1] if self.ends_at_ms else self.turn_at_ms
         begin_ms = max(last_ms, now_ms - cost_ms)
@@ -281,7 +281,7 @@ class SimulatedWorker(SimulatedProcess):
 
 
 def output_of(order: worker_msg.RunInference | worker_msg.BatchedRequest) -> SlabTensor:
-    """Return a tensor whose name says to which request it belongs."""
+    """Return an output tensor that has the request's id as its name."""
     return SlabTensor(
         name=order.request_id,
         dtype="uint8",

@@ -36,7 +36,7 @@ from .simulated_worker import SimulatedWorker
 
 MOST_SLOTS = 64  # maximum number of slots of a device
 TOLD = 200  # number of last events and commands in the note of a violation
-SHOWN = 300  # maximum number of characters of an event or command in it
+SHOWN = 300  # maximum number of characters of an event or command in that note
 INFORMING = (ev.Publish, ev.Spans, ev.Journal)
 
 
@@ -61,7 +61,7 @@ class SimulatedProcesses(ABC):
         ]
         self.clock, self.device = self.scene.clock, self.scene.device
         self.daemons: dict[int, Any] = {}  # SimulatedDaemon of each device, or None
-        self.workers: dict[Slot, SimulatedWorker] = {}  # by ``key_of``
+        self.workers: dict[Slot, SimulatedWorker] = {}  # ``key_of`` a worker -> worker
         self.dying: list[SimulatedWorker] = []  # killed, and replaced in their slots
         self.builders: list[SimulatedBuilder] = []
         self.ghosts: list[SimulatedProcess] = []  # reaped, with messages that have not arrived
@@ -229,7 +229,7 @@ class SimulatedProcesses(ABC):
 
 
 class World(SimulatedProcesses):
-    """World of one server, with a scheduler that has not started yet.
+    """World of one server; it starts the scheduler.
 
     Args:
         is_checked: call ``Scheduler.check`` after each event; it is slow.
@@ -246,7 +246,7 @@ class World(SimulatedProcesses):
         super().__init__(scheduler, choices or Faithful(), costs or Costs())
         self.clients = SimulatedClients(self.scene, self.handle)
         self.on_disk: dict[JobName, SimulatedArea] = {}  # commits of ended jobs
-        self._asked_again: list[ev.JobRequest] = []  # repeated, with a commit from disk
+        self._asked_again: list[ev.JobRequest] = []  # requests to repeat, with a commit from disk
         self.slot_bytes: dict[JobName, int] = {}  # slot size of each job's newest commit area
         self.left: int | None = None  # exit status of the server; None: it runs
         self.story: deque[tuple[float, str, Any]] = deque(maxlen=TOLD)
@@ -301,7 +301,7 @@ class World(SimulatedProcesses):
         self.handle(ev.Tick())
 
     def to_next_wakeup(self) -> bool:
-        """Advance the clock to the scheduler's next wakeup. False: there is none."""
+        """Advance the clock to the scheduler's next wakeup. Return False if there is none."""
         due_ms = self.scheduler.next_wakeup_ms()
         if due_ms is None or self.left is not None:
             return False

@@ -101,8 +101,8 @@ def is_refused(address: str) -> bool:
             return False
     except ConnectionRefusedError:
         return True
-    except socket.gaierror as error:
-        raise ConfigError(f"there is no machine {host!r}: {error.strerror}", hint=HINT) from None
+    except (socket.gaierror, UnicodeError) as error:
+        raise ConfigError(f"there is no machine {host!r}: {error.args[-1]}", hint=HINT) from None
     except (OSError, ValueError):
         return False  # the client's own connection reports the problem
 

@@ -17,7 +17,7 @@ from .run import chaos
 
 
 def main() -> int:
-    """Run the chaos test; return 0 if it showed no defect."""
+    """Run the chaos test; return 0 if it has found no defect."""
     parser = argparse.ArgumentParser(prog="python -m tests.chaos")
     parser.add_argument("--minutes", type=float, default=2.0)
     parser.add_argument("--seed", type=int, default=1)
@@ -52,7 +52,7 @@ def main() -> int:
 
 
 def is_bad(report: dict[str, object]) -> bool:
-    """Return whether the run showed a defect."""
+    """Return True if the run has found a defect."""
     return bool(
         report["lost"]
         or report["duplicated"]

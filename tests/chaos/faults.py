@@ -1,4 +1,4 @@
-"""Grid of components and faults; each cell injects one fault into a running server."""
+"""Grid of components and faults; each cell injects a fault into one component of a server."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ from ..process.tools import kill, until
 from .stage import DEVICES, Stage
 
 FIRES_WITHIN_S: Final = 30.0
-STOPPED_FOR_S: Final = 0.4  # shorter than the time after which the server takes a process for dead
+STOPPED_FOR_S: Final = 0.4  # shorter than the time after which a stopped process counts as dead
 
 
 @dataclass(frozen=True)
 class Cell:
-    """One cell of the grid; ``inject`` causes the fault and returns whether it happened."""
+    """Cell of the grid; ``inject`` causes the fault, and returns True if it has happened."""
 
     component: str
     fault: str
@@ -55,7 +55,7 @@ def _pick(stage: Stage, generator: random.Random, *states: str) -> int | None:
 
 
 def _of(kind: str, device: str) -> Find:
-    """Return a function that finds a process of this kind and device."""
+    """Return a function that finds a process of this kind on this device."""
 
     def find(stage: Stage, generator: random.Random) -> int | None:
         pids = _pids(stage, kind, device)
@@ -65,7 +65,7 @@ def _of(kind: str, device: str) -> Find:
 
 
 def _hit(stage: Stage, generator: random.Random, find: Find, number: int) -> int:
-    """Signal the found process, or its successor if it has died; return the pid, or 0."""
+    """Send a signal to the process, or to its successor if it has died; return the pid, or 0."""
 
     def sent() -> int:
         pid = find(stage, generator)
@@ -112,7 +112,7 @@ def _controller(stage: Stage, _: random.Random) -> int | None:
 
 
 def _stop_and_go(find: Find) -> Any:
-    """Stop a process for a moment and continue it; the server must not take it for dead."""
+    """Stop a process for a moment and continue it; it must not count as dead."""
 
     def inject(stage: Stage, generator: random.Random) -> bool:
         pid = _hit(stage, generator, find, signal.SIGSTOP)
@@ -165,7 +165,7 @@ VICTIM = """
 
 
 def _client_with(number: int) -> Any:
-    """Kill a client process that has requests in flight, or stop it first and kill it later."""
+    """Start a client process that sends requests; send it the signal, and kill it in the end."""
 
     def inject(stage: Stage, _: random.Random) -> bool:
         process = subprocess.Popen(
@@ -188,7 +188,7 @@ def _client_with(number: int) -> Any:
 
 
 def _garbage(stage: Stage, generator: random.Random) -> bool:
-    """Send messages that cannot be decoded, and then bytes that are not even messages."""
+    """Send messages that cannot be decoded, then bytes that do not form a message."""
     try:
         with raw_peer(stage.address) as peer:
             for _ in range(20):
@@ -202,7 +202,7 @@ def _garbage(stage: Stage, generator: random.Random) -> bool:
 
 
 def _to_the_gateway(stage: Stage, data: bytes, waits_s: float) -> bool:
-    """Send bytes to the gateway and read nothing of the answer."""
+    """Send bytes to the gateway, and do not read the answer."""
     host, _, port = stage.http_address.rpartition(":")
     try:
         with socket.create_connection((host, int(port)), timeout=5) as plain:
@@ -228,7 +228,7 @@ def _unread_answers(stage: Stage, _: random.Random) -> bool:
 
 
 def _slow_reader(stage: Stage, _: random.Random) -> bool:
-    """Submit many requests from a client that reads no answer and leaves."""
+    """Submit many requests from a client that leaves without reading an answer."""
     with stage.client() as client:
         with contextlib.suppress(PipeSwitchError):
             for _ in range(50):
@@ -237,7 +237,7 @@ def _slow_reader(stage: Stage, _: random.Random) -> bool:
 
 
 def _half_a_message(stage: Stage, _: random.Random) -> bool:
-    """Connect, send half a message, hang for a moment and leave."""
+    """Connect, send half a message, wait for a moment and disconnect."""
     host, _sep, port = stage.address.removeprefix("tcp://").rpartition(":")
     try:
         with socket.create_connection((host, int(port)), timeout=5) as plain:
@@ -254,7 +254,7 @@ def _half_a_message(stage: Stage, _: random.Random) -> bool:
 def _damaged_journal(stage: Stage, generator: random.Random) -> bool:
     """Kill the controller and cut off the last bytes of its journal.
 
-    These record a load and an unload. Losing them is harmless, unlike losing an accepted job.
+    These bytes record a load and an unload, whose loss is harmless; an accepted job must survive.
     """
     with stage.client() as client:
         client.load("probe")
@@ -267,7 +267,7 @@ def _damaged_journal(stage: Stage, generator: random.Random) -> bool:
 
 
 def _scribble(path: Path, generator: random.Random) -> None:
-    """Cut off some bytes at the end of the file, as after a torn write."""
+    """Cut off some bytes at the file's end, as if a write had been interrupted."""
     size = path.stat().st_size
     if size > 64:
         os.truncate(path, size - generator.randrange(1, 32))
@@ -277,7 +277,7 @@ def _scribble(path: Path, generator: random.Random) -> None:
 
 
 def grid() -> list[Cell]:
-    """Return every possible cell; a component without a cell for a fault cannot have that fault.
+    """Return all cells of the grid; a combination without a cell is impossible.
 
     A failpoint fires on the device that reaches it first.
     """

@@ -1,4 +1,4 @@
-"""Records of a chaos run, and the checks of them. Pure."""
+"""Records of a chaos run, and checks of these records, without I/O."""
 
 from __future__ import annotations
 
@@ -9,69 +9,69 @@ from typing import Any, Final
 LASTING: Final = ("SIGSTOP", "hang", "slow peer")
 LONG: Final = ("controller", "daemon", "device 2 daemon", "fork server")
 LASTS_S: Final = 3.0  # the server detects a stopped process within 2.5 s
-LANES: Final = {"gateway": "http", "stage": "staged"}  # by component; default: probe
-RECOVERED_WITHIN_S: Final = 60.0  # a fault is not survived if no request is answered for longer
+LANES: Final = {"gateway": "http", "stage": "staged"}  # component -> lane; for others "probe"
+RECOVERED_WITHIN_S: Final = 60.0  # limit of the time from a fault to the next good answer
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """One request of the load, as its client saw it."""
+    """Result of one request of the load, as its client has seen it."""
 
     lane: str
     model: str
     sent_at_s: float
     ended_at_s: float
-    kind: str  # ok, wrong, no answer, duplicate, or the type of an error
-    may_fail: bool = False  # the request had a deadline, or was cancelled
+    kind: str  # ok, wrong, no answer, duplicate, or the name of an error's class
+    may_fail: bool = False  # True if the request had a deadline or was cancelled
 
 
 @dataclass(frozen=True)
 class Fault:
-    """One fault that was injected."""
+    """A fault that was injected."""
 
     component: str
     fault: str
     at_s: float
-    ends_controller: bool = False  # by design: a controller with damaged state exits
+    ends_controller: bool = False  # True if the controller must exit, because its state is damaged
 
     def holds_up(self, other: Fault) -> bool:
-        """Return whether this fault's effect may last into the recovery from the other one."""
+        """Return True if this fault may still have an effect when ``other`` is injected."""
         lasts = self.fault in LASTING or self.component in LONG
         return lasts and 0 < other.at_s - self.at_s < LASTS_S
 
 
 def lane_of(fault: Fault) -> str:
-    """Return the lane whose requests show that the server has recovered from the fault."""
+    """Return the lane (kind of load) whose answers show that the server has recovered."""
     return LANES.get(fault.component, "probe")
 
 
 @dataclass
 class History:
-    """Everything that is judged at the end. All threads append to it; the lists only grow."""
+    """All records that are checked at the end. All threads append to the lists, which only grow."""
 
     outcomes: list[Outcome] = field(default_factory=list)
     faults: list[Fault] = field(default_factory=list)
-    controller_downs: list[tuple[float, float]] = field(default_factory=list)  # each from, to
+    controller_downs: list[tuple[float, float]] = field(default_factory=list)  # from, to (seconds)
     violations: list[str] = field(default_factory=list)
 
     def was_down(self, from_s: float, to_s: float) -> bool:
-        """Return whether the controller was down at any time in this interval."""
+        """Return True if the controller was down at any time in this interval."""
         return any(down <= to_s and up >= from_s for down, up in self.controller_downs)
 
     def lost(self) -> list[Outcome]:
-        """Return the requests that should have been answered and were not.
+        """Return the requests that should have been answered, but were not.
 
-        A typed error is an answer, with exceptions. ``ServerUnavailable`` counts only if the
+        A typed error is an answer, with exceptions. ``ServerUnavailable`` is an answer only if the
         controller was down, ``SequenceNotFound`` only if it was down since the sequence began. An
-        expired deadline or a cancellation counts only if the request may fail. ``TaskFailed``
-        counts once per injected error.
+        expired deadline or a cancellation is an answer only if the request may fail. ``TaskFailed``
+        is an answer once per injected error.
         """
         lost_outcomes = [outcome for outcome in self.outcomes if self._is_lost(outcome)]
         failed = [outcome for outcome in self.outcomes if outcome.kind == "TaskFailed"]
         return lost_outcomes + failed[self._failures_injected() :]
 
     def _failures_injected(self) -> int:
-        """Return the number of injected errors; each fires once and fails one request."""
+        """Return the number of injected errors, each of which fails one request."""
         return sum(
             fault.component in ("active worker", "stage")
             and fault.fault in ("exception", "OOM", "ENOSPC")
@@ -82,11 +82,11 @@ class History:
         match outcome.kind:
             case "ok" | "WorkerLost" | "ModelQuarantined" | "QueueFull" | "never accepted":
                 return False
-            case "TaskFailed":  # counted by lost()
+            case "TaskFailed":  # ``lost`` itself counts these
                 return False
             case "ServerUnavailable" | "SequenceNotFound" | "no answer to a raw request":
                 return not self.was_down(outcome.sent_at_s, outcome.ended_at_s)
-            case "hung up":  # the client has to send the request again
+            case "hung up":  # allowed if the gateway ended: the client must send the request again
                 times = outcome.sent_at_s, outcome.ended_at_s
                 return not (self.was_down(*times) or self._had_no_gateway(*times))
             case "DeadlineExceeded" | "Cancelled" | "CancelledError":
@@ -97,7 +97,7 @@ class History:
                 return True
 
     def _had_no_gateway(self, from_s: float, to_s: float) -> bool:
-        """Return whether the gateway had been killed and had answered nothing since its restart."""
+        """Return True if the gateway was killed and had not yet answered a request again."""
         return any(
             fault.at_s <= to_s and fault.at_s + (self.recovery_s(fault) or to_s) >= from_s
             for fault in self.faults
@@ -105,8 +105,8 @@ class History:
         )
 
     def recovery_s(self, fault: Fault) -> float | None:
-        """Return the seconds from the fault until a later request of its lane is answered well,
-        or None if there is no such answer."""
+        """Return the seconds from the fault to the first good answer of its lane that was requested
+        after the fault; None without such an answer."""
         lane = lane_of(fault)
         times = [
             outcome.ended_at_s - fault.at_s
@@ -145,10 +145,10 @@ class History:
         }
 
     def _dead_worker_ms(self) -> dict[str, Any]:
-        """Return recovery times in ms after a kill of a worker, which a standby worker replaces.
+        """Return recovery times in ms after kills of workers, which standby workers replace.
 
-        ``alone`` omits kills shortly after a fault that keeps something stopped, slow or down,
-        because a request may have to wait for the end of that fault.
+        ``alone`` omits kills shortly after another fault whose effect lasts, because a request may
+        have to wait for the end of that fault.
         """
         kills = [
             fault
@@ -180,7 +180,7 @@ def _cell(cell: dict[str, Any]) -> dict[str, Any]:
 
 
 def quantile(ordered: list[float], share: float) -> float | None:
-    """Return a quantile of a sorted list by nearest rank; None if the list is empty."""
+    """Return a quantile of a sorted list, by nearest rank; None if the list is empty."""
     if not ordered:
         return None
     return round(ordered[min(len(ordered) - 1, int(share * len(ordered)))], 1)

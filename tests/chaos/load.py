@@ -1,4 +1,4 @@
-"""Mixed load for a server with injected faults; each lane is a thread that records its outcomes."""
+"""Mixed load for the chaos test. A lane is a thread that sends one kind of requests."""
 
 from __future__ import annotations
 
@@ -32,12 +32,12 @@ WIDTH: Final = 512
 DEPTH: Final = 8  # 8 MiB
 MODELS: Final = ("a", "b", "c")
 PROBE: Final = "probe"
-STAGED: Final = "staged"  # its preprocessing, ``numpy:copy``, copies the input
+STAGED: Final = "staged"  # model whose preprocessing, ``numpy:copy``, copies the input
 TALKER: Final = "talker"
-MOST_TOKENS: Final = 100  # enough for several runs, so that faults also come between two runs
+MOST_TOKENS: Final = 100  # so many that a generation has several runs, with faults between them
 ANSWER_TIMEOUT_S: Final = 90.0
 CONTROLLER_GRACE_S: Final = 40.0
-GONE: Final = ("ServerUnavailable", "SequenceNotFound")  # if the server was restarted
+GONE: Final = ("ServerUnavailable", "SequenceNotFound")  # errors after a restart of the server
 DEADLINES_MS: Final = (None, None, None, 40.0, 2000.0)
 
 TRAIN = """
@@ -71,7 +71,7 @@ TRAIN = """
 
 
 class Load:
-    """All lanes of the load; ``stop`` ends them, and ``finish_jobs`` then judges the training."""
+    """All lanes of the load. ``stop`` ends them; then ``finish_jobs`` checks the jobs' results."""
 
     def __init__(self, stage: Stage, seed: int) -> None:
         self._stage = stage
@@ -106,7 +106,7 @@ class Load:
     # ---- life ----------------------------------------------------------------------------------
 
     def prepare(self) -> None:
-        """Register all models and get one answer of each, to pay the costs of first requests."""
+        """Register all models, and get one answer from each, because first requests take longer."""
         client = self._stage.checked.client
         for name, module in self.modules.items():
             width = WIDTH if name in MODELS else 16
@@ -145,7 +145,7 @@ class Load:
                 self._history.violations.append(f"lane {thread.name} never came back")
 
     def finish_jobs(self) -> dict[str, Any]:
-        """End both jobs; record a violation if a run without a server gives other results."""
+        """End both jobs; record a violation if their results differ from runs without a server."""
         rows = {}
         for name in self._jobs:
             self._stop_file(name).touch()
@@ -239,7 +239,7 @@ class Load:
         )
 
     def _sequences(self, generator: random.Random) -> None:
-        """Compare each answer with a plain loop's; send a failed request again."""
+        """Compare each answer in a sequence with a plain loop's; repeat requests that failed."""
         with self._stage.client() as client:
             while not self._stop.wait(generator.uniform(0.0, 0.1)):
                 self._one_sequence(client, generator, generator.choice(["cell", "recalls"]))
@@ -251,7 +251,7 @@ class Load:
             while kind not in GONE and len(past) < 20 and not self._stop.is_set():
                 shape = (1, generator.randrange(1, 5), 8) if name == "recalls" else (1, 8)
                 x = torch.full(shape, generator.uniform(-1.0, 1.0))
-                # A state that grows has no initial value: the first request brings it.
+                # A growing state has no initial value, so the first request brings it.
                 brought = {"past": torch.zeros(1, 1, 8)} if name == "recalls" and not past else {}
                 expected, after = self._after(name, x, [*brought.values(), *past])
                 sent_at_s = time.monotonic()
@@ -267,7 +267,7 @@ class Load:
     def _after(
         self, name: str, x: torch.Tensor, past: list[torch.Tensor]
     ) -> tuple[torch.Tensor, list[torch.Tensor]]:
-        """Return the expected answer and the new ``past`` of a sequence that has had ``past``."""
+        """Return the expected answer to ``x`` after the state ``past``, and the next state."""
         if name == "cell":
             out = eager(self._cell, x, *(past[-2:] or _cell_state(1)))
             return out["y"], [*past, out["h_out"], out["c_out"]]
@@ -275,7 +275,7 @@ class Load:
         return out["y"], [*past, out["rows"]]
 
     def _generate(self, generator: random.Random) -> None:
-        """Compare each generation with the greedy tokens of an undisturbed model."""
+        """Compare each generation with the greedy tokens of the model without a server."""
         lane = threading.current_thread().name
         with self._stage.client() as client:
             while not self._stop.wait(generator.uniform(0.0, 0.1)):
@@ -294,7 +294,7 @@ class Load:
                 self._history.outcomes.append(outcome)
 
     def _raw(self, generator: random.Random) -> None:
-        """Send requests through a raw connection: the SDK would hide duplicate replies."""
+        """Send requests through a raw connection, because the SDK would hide duplicate replies."""
         with contextlib.closing(RawClient(self._stage.address)) as raw:
             number = 0
             while not self._stop.wait(generator.uniform(0.02, 0.1)):
@@ -365,7 +365,7 @@ def _cell_state(batch: int = 2) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def talker(folder: Path) -> Any:
-    """Return a small language model that does not answer with one token again and again."""
+    """Return a small language model that does not repeat a single token."""
     import transformers
 
     published(folder, transformers.AutoModelForCausalLM, scale=8.0)
@@ -380,7 +380,7 @@ def greedy(model: Any, ids: list[int]) -> list[int]:
 
 
 class RawClient:
-    """Client that sees every reply; connects again if the connection has ended."""
+    """Client that gets every reply, even duplicates, and reconnects if its connection has ended."""
 
     def __init__(self, address: str) -> None:
         self._address = address
@@ -410,7 +410,7 @@ class RawClient:
         return self._peer
 
     def listen(self, request_id: str, stop: threading.Event) -> list[str]:
-        """Return the kinds of replies up to this one; the next call reports late duplicates."""
+        """Return the kinds of replies up to this request's; the next call finds late duplicates."""
         kinds: list[str] = []
         ends_at_s = time.monotonic() + CONTROLLER_GRACE_S
         while self._peer is not None and time.monotonic() < ends_at_s:

@@ -1,4 +1,4 @@
-"""A chaos run: the whole grid once, then random cells until the time is up."""
+"""A chaos run, which injects every fault of the grid once, then random faults until time is up."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ from .stage import DEVICES, Stage, staged
 WORKERS: Final = 3  # per device
 PAUSE_S: Final = (0.05, 0.6)
 RECOVERS_WITHIN_S: Final = 60.0
-# Components that are expected to die get most of the random draws.
+# Weights of random faults: most for components that die most often in practice.
 WEIGHTS: Final = {"active worker": 4.0, "standby worker": 3.0, "daemon": 1.5, "client": 1.0}
-ENDING_WEIGHT: Final = 0.1  # a controller takes seconds to come back
+ENDING_WEIGHT: Final = 0.1  # low, because a controller takes seconds to start again
 
-NUMBER: Final = re.compile(r"\d+")  # the number of an inode or a port
+NUMBER: Final = re.compile(r"\d+")  # number of an inode or a port
 PIDFD: Final = "anon_inode:[pidfd]"
 CHANNEL: Final = "socket:[] SOCK_SEQPACKET  NONE"
-PROGRAM: Final = ("manifest.json", "program.bundle", "null")  # a device's program; null: none yet
+PROGRAM: Final = ("manifest.json", "program.bundle", "null")  # files of a program; null: none yet
 
 Say = Callable[[str], object]
 
@@ -47,12 +47,12 @@ def chaos(
     policy: str = "priority",
     faults: int = 0,
 ) -> dict[str, Any]:
-    """Run the chaos test, judge it, and return the report for the JSON file.
+    """Run the chaos test, check its records, and return the report for the JSON file.
 
     Args:
-        keep_log: receives the server's log.
-        policy: the scheduling policy of the server.
-        faults: the number of faults to inject; 0: the whole grid, then random ones for ``seconds``.
+        keep_log: function that gets the text of the server's log.
+        policy: scheduling policy of the server.
+        faults: number of faults; 0 means the whole grid, then random faults for ``seconds``.
     """
     generator = random.Random(seed)
     history = History()
@@ -152,7 +152,7 @@ def _inject(stage: Stage, history: History, cell: Cell, generator: random.Random
 
 
 def _wait_for_answers(history: History, known: int, lane: str) -> None:
-    """Wait until a request of this lane that is sent from now on has a good answer."""
+    """Wait until a request that this lane sends after this call has a good answer."""
     from_s = time.monotonic()
 
     def answered() -> bool:
@@ -184,21 +184,21 @@ def _judge_log(stage: Stage, history: History) -> None:
 
 
 def _left(stage: Stage, before: Counter[str]) -> dict[str, int]:
-    """Wait until the controller is at rest; return what it holds beyond ``before``."""
+    """Wait until the controller rests; return its threads and descriptors beyond ``before``."""
     with contextlib.suppress(AssertionError):
         until(lambda: _held(stage) <= before, "all is given back")
     return dict(_held(stage) - before)
 
 
 def _held(stage: Stage) -> Counter[str]:
-    """Return the controller's threads and descriptors, without those of its workers: a device keeps
-    as many workers as it has ever needed."""
+    """Return the controller's threads and descriptors, but not the descriptors of workers, because
+    a device keeps as many workers as it has ever needed."""
     workers = sum(bool(row["pid"]) for row in stage.checked.rows("worker"))
     return held(stage.running.pid) - Counter({PIDFD: workers, CHANNEL: 2 * workers})
 
 
 def held(pid: int) -> Counter[str]:
-    """Return the threads and descriptors of a process, counted by kind."""
+    """Return the numbers of a process's threads and descriptors, by kind."""
     process, proc = psutil.Process(pid), Path("/proc", str(pid))
     entries = [f"thread {path.read_text().strip()}" for path in proc.glob("task/*/comm")]
     ends = process.net_connections("all")

@@ -1,4 +1,4 @@
-"""The server under test; it can be killed and started again with the same state and address."""
+"""The tested server, which can be killed and started again with the same state and address."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ ENVIRONMENT = {
     "PIPESWITCH_SCHEDULER__COMMIT_EVERY": "100ms",
     "PIPESWITCH_WORKERS__RESTART_BACKOFF": "50ms",
 }
-ARENA = "24MiB"  # per device: two of the load's three large models, and small ones
+ARENA = "24MiB"  # room, per device, for two of the load's three large models and the small models
 DEVICES = ("cpu:0", "cpu:1")
 
 
 def free_port() -> int:
-    """Return a port that is free now, as is the next one."""
+    """Return a port that is free now; the next port is free, too."""
     while True:
         with socket.socket() as first, socket.socket() as second:
             first.bind(("127.0.0.1", 0))
@@ -71,7 +71,7 @@ class Stage:
 
     @property
     def gateway_pid(self) -> int:
-        """Pid of the gateway that runs or ran last; 0 while its lock file is being written."""
+        """Process id of the present or last gateway; 0 while its lock file is being written."""
         return int((self.folder / "state" / "gateway.lock").read_text() or 0)
 
     @property
@@ -83,12 +83,12 @@ class Stage:
         return self.running.process.poll() is None
 
     def client(self) -> Client:
-        """Return a client through TCP, because that address outlives the server."""
+        """Return a client over TCP, because the next server has the same TCP address."""
         return Client(self.address, timeout_s=30.0)
 
     def revive(self, down_at_s: float) -> None:
-        """Start the server again on the same state after the controller has died.
-        Only the gateway may be left: it answers with errors until the next server ends it."""
+        """Start the server again on the same state after the controller has died. Only the old
+        gateway may still run: it answers with errors until the next server ends it."""
         with self._lock:
             self.running.process.wait(30)
             gone(self.mark, but=frozenset({self.gateway_pid}))
@@ -116,7 +116,7 @@ class Stage:
             return status
 
     def kill_all(self) -> None:
-        """Kill all processes of the server, after a failure of the run itself."""
+        """Kill all processes of the server, because the chaos run itself has failed."""
         for pid in marked_pids(self.mark):
             kill(pid)
 

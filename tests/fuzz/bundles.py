@@ -1,7 +1,7 @@
-"""Files of bundles, and weights files, which have no graph: header, offsets, graph.
+"""Fuzz target: reading of bundle files, and of weights files, which are bundles without a graph.
 
-The file is a memfd, which is rewritten for each input. An input is two frames, the header's JSON
-and the tensors' bytes. If there is a third frame, it is the whole file.
+The file is a memfd, which is rewritten for each input. An input has two frames: the header's JSON
+and the tensors' bytes. If there is a third frame, this frame alone is the whole file.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from .target import Codec, Target, join_frames, split_frames
 
 
 class _File:
-    """One anonymous file, and the path by which readers open it."""
+    """An anonymous file, and the path by which readers open it."""
 
     def __init__(self) -> None:
         self._descriptor = os.memfd_create("fuzz-bundle", os.MFD_CLOEXEC)
@@ -67,7 +67,7 @@ def run(data: bytes) -> None:
 
 
 def program() -> dict[str, Any]:
-    """Return a graph around relu(x @ w.T + b) that has each kind of argument once."""
+    """Return a graph for relu(x @ w.T + b), extended so that each kind of argument occurs once."""
     return {
         "version": 2,
         "inputs": [{"name": "x", "dtype": "float32", "shape": ["batch", 4]}],
@@ -92,7 +92,7 @@ def program() -> dict[str, Any]:
 
 
 def header_of(graph: dict[str, Any]) -> dict[str, Any]:
-    """Return the file's header, in which the graph is not yet JSON text."""
+    """Return a bundle's header with the graph as a dictionary, not yet as JSON text."""
     return {
         "__metadata__": {bundle.METADATA_KEY: graph},
         "w": {"dtype": "F32", "shape": [3, 4], "data_offsets": [0, 48]},
@@ -101,7 +101,7 @@ def header_of(graph: dict[str, Any]) -> dict[str, Any]:
 
 
 def _decode(frame: bytes) -> Any:
-    """Return a header whose graph is decoded as well, so that the mutator can change it."""
+    """Decode a header and its graph, so that the mutator can change the graph, too."""
     header = json.loads(frame)
     if "__metadata__" in header:
         header["__metadata__"][bundle.METADATA_KEY] = json.loads(

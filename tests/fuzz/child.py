@@ -1,7 +1,7 @@
-"""One target in a process of its own: ``python -m tests.fuzz.child NAME [libFuzzer's options]``.
+"""Process that fuzzes one target: ``python -m tests.fuzz.child NAME [libFuzzer's options]``.
 
-The product's modules are imported under atheris's instrumentation, which makes libFuzzer see the
-branches that an input takes. The process ends when libFuzzer does.
+atheris instruments the product's modules when they are imported, so that libFuzzer knows which
+branches an input takes. The process ends with libFuzzer.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def main() -> None:
     with atheris.instrument_imports(include=INSTRUMENTED):
         target = load(name)
     for seed in target.seeds():
-        target.run(seed)  # lazy imports happen here, so they do not count for any input
+        target.run(seed)  # makes lazy imports, so that their branches do not count for an input
     # ``atheris.Mutate`` is looked up at each call, because Setup replaces it.
     mutator = Mutator(target, lambda data, max_bytes: atheris.Mutate(data, max_bytes))
     with _folders_of(target) as (itself, seeds):
@@ -40,8 +40,8 @@ def main() -> None:
 
 @contextlib.contextmanager
 def _folders_of(target: Target) -> Iterator[tuple[str, list[str]]]:
-    """Yield a script that starts this program again, which libFuzzer does to merge, and the folders
-    that libFuzzer only reads: seeds, corpus and regressions."""
+    """Yield a script and the folders that libFuzzer only reads: seeds, corpus and regressions. The
+    script starts this program again, which libFuzzer needs to merge folders."""
     with tempfile.TemporaryDirectory(prefix="pipeswitch-fuzz-") as name:
         itself, seeds = Path(name, "itself"), Path(name, "seeds")
         command = shlex.join([sys.executable, "-m", f"{__package__}.child", target.name])

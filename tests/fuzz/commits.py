@@ -1,7 +1,7 @@
-"""Commits at rest: ``commit.json``, the image's file, and the image itself.
+"""Fuzz target: reading of commits on disk (``commit.json``, an image's file) and of images.
 
-An input begins with its kind. FROM_JSON builds an image from its JSON and its bulk, so that a
-mutated JSON still gets a header with the right checksum. AS_IT_IS has the image in one frame.
+An input begins with its kind. FROM_JSON builds an image from JSON and tensors' bytes, so that the
+image of a mutated JSON has the right checksum. AS_IT_IS has the image in one frame.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def run(data: bytes) -> None:
 
 
 def _read(raw: bytes) -> None:
-    """Read an image as a resumed worker and the writer to disk do."""
+    """Read an image like a worker that resumes, and like the daemon that writes it to disk."""
     image = memoryview(raw)
     safetensors_head(image)
     try:
@@ -72,7 +72,7 @@ def _folder() -> Path:
 
 
 def _load(record: bytes, head: bytes, image: bytes) -> None:
-    """Load a job's folder as a server does when it starts."""
+    """Load a job's folder like a server that starts."""
     folder = _folder()
     (folder / RECORD_NAME).write_bytes(record)
     (folder / IMAGE_NAME).write_bytes(head + image)

@@ -1,7 +1,7 @@
-"""Orders to the memory daemon, with the real guard and real commit areas.
+"""Fuzz target: orders to the memory daemon, with the real guard and real commit areas.
 
-The device is a few pages of this process, and performs each order at once and unchecked. An
-access outside of its range is an escape, and so is an exception in a thread of the daemon.
+The device is a few pages of this process. It performs each order at once, without checks of its
+own. An access outside of its range is an escape, and so is an exception in a daemon's thread.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ ARENA_BYTES = 1 << 16
 STORE_BYTES = 1 << 14
 FENCE_COUNT = 16
 SLOT_BYTES = 4096
-NOWHERE = "/proc/self/nowhere"  # cannot be created, so nothing is ever written
+NOWHERE = "/proc/self/nowhere"  # a folder that cannot be created, so that no file is written
 
 
 class _Pages:
-    """A device (DeviceMemory) that trusts its orders."""
+    """Device (``DeviceMemory``) that performs orders without checking them."""
 
     arena_bytes = ARENA_BYTES
     store_bytes = STORE_BYTES
@@ -52,7 +52,7 @@ class _Pages:
 
     def store_view(self, offset_bytes: int, size_bytes: int) -> memoryview:
         if not 0 <= offset_bytes <= offset_bytes + size_bytes <= STORE_BYTES or size_bytes < 0:
-            raise RemoteProtocolError("outside of the store")  # as devices/cpu/memory.py refuses it
+            raise RemoteProtocolError("outside of the store")  # as in devices/cpu/memory.py
         return memoryview(self._store)[offset_bytes : offset_bytes + size_bytes]
 
     def open_tenant(self, tenant: str, descriptor: int) -> None:
@@ -61,7 +61,7 @@ class _Pages:
     def transmit(
         self, order: daemon_msg.TransmitModel, on_end: Callable[[daemon_msg.TransmitEnded], None]
     ) -> None:
-        """Check each group's ranges. The transmission ends when it is cancelled or finished."""
+        """Check each group's ranges. The order ends when it is cancelled or finished."""
         for group in order.groups:
             _within("copy", group.arena_offset_bytes, group.size_bytes, ARENA_BYTES)
             _within("read", group.store_offset_bytes, group.size_bytes, STORE_BYTES)
@@ -114,10 +114,10 @@ def _within(what: str, start: int, size: int, limit: int) -> None:
 
 
 class _Lane:
-    """Stand-in for WorkerThread: ``put`` does the work, and its exceptions are escapes."""
+    """Stand-in for WorkerThread: ``put`` does the work at once, and its exceptions are escapes."""
 
     def __init__(self, name: str) -> None:
-        """Take the name as ``WorkerThread`` does."""
+        """Accept the same argument as ``WorkerThread``."""
 
     def put(self, work: Work, failed: Failed = lambda _: None) -> None:
         work()
@@ -127,7 +127,7 @@ class _Lane:
 
 
 class _Control:
-    """Daemon's end of its channel: returns the packets of an input, encodes and counts answers."""
+    """Daemon's end of its channel, which returns an input's packets, and counts encoded answers."""
 
     def __init__(self) -> None:
         self.point = ""
@@ -143,7 +143,7 @@ class _Control:
             return None
         message = decode_message(self.packets.pop(0))
         if isinstance(message, daemon_msg.PersistCommit | daemon_msg.StoreModel):
-            # The new path cannot exist, so no file is read or written. Its odd characters stay.
+            # Replace the path by one that cannot exist, but keep its odd characters.
             odd = message.directory[-64:].replace("/", "")
             message = msgspec.structs.replace(message, directory=f"{NOWHERE}/{odd}")
         is_open = isinstance(message, daemon_msg.OpenCommits)
@@ -158,7 +158,7 @@ def _area() -> int:
 def run(data: bytes) -> None:
     device, control = _Pages(), _Control()
     control.packets = split_frames(data)
-    os.pwrite(_area(), bytes(HEADER_BYTES), 0)  # as in a new area: nothing is committed
+    os.pwrite(_area(), bytes(HEADER_BYTES), 0)  # a new area's header: it has no commit
     lane, daemon_module.WorkerThread = daemon_module.WorkerThread, _Lane  # type: ignore[misc, assignment]
     try:
         parts: Any = (device, control)
@@ -176,7 +176,7 @@ def _input(*messages: Message) -> bytes:
 
 
 def seeds() -> list[bytes]:
-    """Return inputs that store and transmit a model, and inputs that copy a job's commits."""
+    """Return inputs that store and copy a model, and inputs that copy a job's commits."""
     model, job = ModelName("m"), JobName("j")
     groups = tuple(
         daemon_msg.GroupCopy(

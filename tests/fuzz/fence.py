@@ -42,7 +42,7 @@ PAGE: Final = mmap.PAGESIZE
 SLOT_PAGES: Final = 16
 SLOTS: Final = 24
 PATTERNS: Final = (0x5A, 0xA7)
-RESIDENCY, VALUES = 8, 8  # memory layouts for accepted arguments, and sets of values per layout
+RESIDENCY, VALUES = 8, 8  # number of memory layouts per call, number of sets of values per layout
 TRIES: Final = 8  # attempts to find arguments that are accepted
 REGIONS: Final = 20_000  # a child ends after this many large allocations; Linux allows some 30,000
 FLOATS: Final = (torch.float32, torch.float32, torch.float64, torch.bfloat16, torch.float16)
@@ -61,13 +61,13 @@ ODD_FLOATS: Final = (
     1e-40,
 )
 ODD_INTEGERS: Final = (-(1 << 63), -(1 << 31), 1 << 31, 1 << 40, 1 << 62, (1 << 63) - 1)
-ODDITY: Final = 1 / 16  # probability of odd values in a tensor, and of an odd number as argument
-WITHOUT_END: Final = frozenset({"sections"})  # no odd numbers: a view per section fills memory
+ODDITY: Final = 1 / 16  # probability that a tensor has odd values, or that an argument is odd
+WITHOUT_END: Final = frozenset({"sections"})  # never odd: a huge number of views fills memory
 TARGETS: Final = sorted(f"aten.{n}.{o}" for n, suffixes in OVERLOADS.items() for o in suffixes)
 
 
 class T:
-    """Specification of a tensor: extents, dtype, and a bound of its values if they are indices."""
+    """Specification of a tensor: extents, dtype, and, for indices, the bound of its values."""
 
     def __init__(self, shape: Sequence[int], dtype: torch.dtype, bound: int = 0) -> None:
         self.shape, self.dtype, self.bound = tuple(shape), dtype, bound
@@ -81,7 +81,7 @@ class T:
 
 @dataclass
 class Wish:
-    """Properties that the arguments of one call share."""
+    """Properties that all arguments of one call have in common."""
 
     rng: random.Random
     shape: list[int]
@@ -361,7 +361,7 @@ def r_float(wish: Wish) -> torch.dtype:
 
 
 def argument(entry: Any, wish: Wish, target: str) -> Any:
-    """Return an argument of the schema's type; all tensors of one call broadcast together."""
+    """Return an argument of the schema's type; the shapes of a call's tensors can be broadcast."""
     kind, r, rank = str(entry.type), wish.rng, len(wish.shape)
     is_odd = r.random() < ODDITY and entry.name not in WITHOUT_END
     if entry.has_default_value() and r.random() < 0.5:
@@ -429,7 +429,7 @@ def arguments(target: str, schema: Any, seed: int) -> dict[str, Any]:
 
 
 class Values:
-    """Data for tensors: long arrays, each made once, from which each call takes a random piece."""
+    """Data for tensors: long random arrays, made once; each call takes a random piece of one."""
 
     LENGTH: Final = 1 << 16
 
@@ -438,7 +438,7 @@ class Values:
         self._made: dict[tuple[torch.dtype, int, bool], bytes] = {}
 
     def piece(self, spec: T, size: int, rng: random.Random) -> bytes:
-        """Return ``size`` bytes, sometimes odd values or indices that a kernel must refuse."""
+        """Return ``size`` bytes, sometimes with odd values or indices that a kernel must refuse."""
         key = spec.dtype, spec.bound, rng.random() < ODDITY
         values = self._made.get(key)
         if values is None:
@@ -455,7 +455,7 @@ class Values:
                 odd = torch.tensor(ODD_FLOATS)
                 values[::3] = odd[torch.arange(len(values[::3])) % len(odd)]
             return raw(values.to(dtype))
-        if is_hostile and not bound:  # a request may bring any byte as a bool
+        if is_hostile and not bound:  # in a request, the byte of a bool may have any value
             low, high = (0, 256) if dtype is torch.bool else (-2, 2)
             values = torch.randint(low, high, (count,), generator=generator)
             if dtype is torch.bool:
@@ -467,7 +467,7 @@ class Values:
 
 
 class Place:
-    """Memory of one tensor, and the bytes last written there, including the gaps of strides."""
+    """Memory of one tensor, and the bytes last written there, also between strided elements."""
 
     def __init__(self, tensor: torch.Tensor, memory: memoryview, spec: T) -> None:
         self.tensor, self._memory, self._wanted = tensor, memory, spec
@@ -509,7 +509,7 @@ class Fence:
         self._next = 0
 
     def place(self, spec: T, rng: random.Random) -> Place:
-        """Place a tensor so that it ends at a fence, starts after one, or lies up to 64 bytes off.
+        """Place a tensor: it ends at an unmapped page, starts after one, or up to 64 bytes off.
 
         Raises:
             ValueError: the tensor is larger than a slot.
@@ -526,7 +526,7 @@ class Fence:
             step *= max(shape[axis], 1)
         if shape and rng.random() < 0.1:
             strides = [2 * stride for stride in strides]
-        if shape and rng.random() < 0.1:  # overlaps as ``expand`` makes them; there are no others
+        if shape and rng.random() < 0.1:  # elements overlap, as in a result of ``expand``
             strides = [rng.choice([0, stride]) for stride in strides]
         last = (
             sum((n - 1) * s for n, s in zip(shape, strides, strict=True)) if 0 not in shape else -1
@@ -571,7 +571,7 @@ def share(target: str) -> int:
 
 
 class _Asked:
-    """Call that computes nothing, so that only its contract is checked."""
+    """Call without a computation, so that only its contract is checked."""
 
     def __init__(self, schema: Any) -> None:
         self._schema = schema
@@ -581,7 +581,7 @@ class _Asked:
 
 
 class Child:
-    """Caller of operators in a child process, whose last call stands in a mapped file."""
+    """Caller of operators in a child process; a mapped file has its last call."""
 
     def __init__(
         self, last_call: Path, seed: int, only: str = "", *, is_inner: bool = False
@@ -608,7 +608,7 @@ class Child:
         self.findings: list[str] = []
 
     def run(self, seconds: float, report: Callable[[], None]) -> None:
-        """Call operators in turn; those in BY_CONTRACT, which trust their inputs, more often."""
+        """Call operators in turn; those in BY_CONTRACT, which check no inputs, come more often."""
         ends_s = time.monotonic() + seconds
         calls = [c for c in self._calls for _ in range(share(c[0]))]
         random.Random(self._seed).shuffle(calls)
@@ -637,7 +637,7 @@ class Child:
             if not tensors_of(list(on_meta.values())):
                 on_meta["device"] = torch.device("meta")
             promised = self._promised(target, call._schema, on_meta, seed)
-        except Exception:  # not accepted: such a call never reaches a kernel
+        except Exception:  # refused, so such a call never reaches a kernel
             return False
         if sum(t.numel() for t in tensors_of(promised)) > 1 << 16:
             return False
@@ -650,8 +650,8 @@ class Child:
         return self.done[target] > before
 
     def _promised(self, target: str, schema: Any, on_meta: dict[str, Any], seed: int) -> Any:
-        """Return the results of a call without data. With ``is_inner``, return [] if torch refuses
-        the call and raise ValueError if torch accepts it."""
+        """Return a call's results on meta tensors. With ``--inner``, return [] if torch refuses the
+        call, and raise ValueError if torch accepts it."""
         if not self._is_inner:
             args, kwargs = as_written(schema, on_meta) if seed % 2 else ([], on_meta)
             return self._behind[target](*args, **kwargs)
@@ -670,7 +670,7 @@ class Child:
         promised: list[torch.Tensor],
         rng: random.Random,
     ) -> None:
-        """Call the operator with several values in one layout, each with both patterns."""
+        """Call the operator with several sets of values in one layout, each with both patterns."""
         self._fence.rewind()
         places: list[Place] = []
 
@@ -695,7 +695,7 @@ class Child:
                 self._pattern(pattern)
                 try:
                     result = call(**actual)
-                except Exception:  # refused by the kernel itself
+                except Exception:  # the kernel itself refuses the call
                     break
                 finally:
                     self._pattern(-1)
@@ -716,7 +716,7 @@ class Child:
 
 
 def as_written(schema: Any, arguments_by_name: dict[str, Any]) -> tuple[list[Any], dict[str, Any]]:
-    """Return a call's arguments as most programs pass them: by position if the schema allows."""
+    """Return a call's arguments as most programs pass them: by position where the schema allows."""
     args, kwargs = [], dict(arguments_by_name)
     for entry in schema.arguments:
         if entry.kwarg_only or not (entry.name in kwargs or entry.has_default_value()):
@@ -737,7 +737,7 @@ def child(
     warnings.simplefilter("ignore")
     one = Child(last_call, seed, only, is_inner=is_inner)
 
-    def tell() -> None:  # called regularly, so that the counts survive a crash
+    def tell() -> None:  # called often, so that the file has the counts after a crash
         report.write_text(json.dumps({"done": one.done, "findings": one.findings}))
 
     one.run(seconds, tell)
@@ -747,7 +747,7 @@ def child(
 
 
 def library(folder: Path) -> str:
-    """Compile fence.c and return its path, or "" without a compiler: only inputs are fenced."""
+    """Compile fence.c; return its path. Without a compiler, return "": only inputs are fenced."""
     compiler = shutil.which("cc")
     if compiler is None:
         return ""
@@ -758,7 +758,7 @@ def library(folder: Path) -> str:
 
 
 def fuzz(seconds: float, seed: int, only: str = "", *, is_inner: bool = False) -> dict[str, Any]:
-    """Run one child after the other until the time is over; a child that dies is a finding."""
+    """Run one child after the other until the time is over; a child that crashes is a finding."""
     done = dict.fromkeys(TARGETS, 0)
     findings: list[str] = []
     ends_s = time.monotonic() + seconds

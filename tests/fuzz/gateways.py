@@ -1,9 +1,9 @@
-"""Bytes that a peer of the gateway can send on one HTTP connection, piece by piece.
+"""Fuzz target: bytes that a peer of the gateway sends on one HTTP connection, piece by piece.
 
-The gateway is complete except for the socket and the server behind it: llhttp, the connection with
-its limits, the paths, the callers, the protocols' bodies. Each frame of an input arrives as one
-piece. Then the peer waits for ever, or hangs up. An escape is an answer of 500, an HTTP head that
-the peer can add lines to, an exceeded limit, or a resource that is still held at the end.
+The gateway is complete (llhttp, the connection with its limits, the paths, the callers, the
+protocols' bodies), but without a socket and without a server. Each frame of an input arrives as one
+piece. Then the peer waits for ever, or hangs up. Escapes are an answer of 500, a line that the peer
+has added to an answer's HTTP head, an exceeded limit, and a resource that is in use at the end.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ from .target import Codec, Target, join_frames, split_frames
 PEER = "127.0.0.1"
 TOKEN = "the-token-of-an-operator"
 LIMITS = http.Limits(head_bytes=1500, body_bytes=1200, waiting_bytes=2400)
-TURNS = 6  # turns of the event loop after each piece; a stream needs as many to end
-MAX_TURNS = 400  # turns to wait for a connection that has stopped reading
-LATE_S = 1e6  # longer than all time limits
-HANGS_UP = b"\0"  # as a whole frame: the peer closes the connection
+TURNS = 6  # iterations of the event loop after each piece, which are enough for a stream to end
+MAX_TURNS = 400  # iterations for which the peer waits for a connection that has stopped reading
+LATE_S = 1e6  # a time that is longer than all limits
+HANGS_UP = b"\0"  # a frame of this byte closes the peer's connection
 HEAD_LINE = re.compile(rb"HTTP/1\.1 \d{3} [ -~]+|[\w-]+: [\t -~\x80-\xff]*")
 ROW: dict[str, Any] = {
     "name": "m",
@@ -53,7 +53,7 @@ ROW: dict[str, Any] = {
 
 
 class Upstream:
-    """A server that has one model, which answers with its inputs."""
+    """Server with one model, which answers with its inputs."""
 
     async def infer(
         self, model: str, version: int, request: InferRequest, tenant: str, address: str, trace: str
@@ -138,7 +138,7 @@ class Wire(asyncio.Transport):
 
 
 class _Gate:
-    """Gateway that serves all inputs, each as one connection."""
+    """Gateway that handles all inputs, each on its own connection."""
 
     def __init__(self) -> None:
         upstream: Any = Upstream()
@@ -183,7 +183,7 @@ class _Gate:
         return answer
 
     async def hear(self, frames: list[bytes]) -> list[bytes]:
-        """Feed frames to a new connection until it ends; return what the gateway wrote to it."""
+        """Feed frames to a new connection until it ends; return the bytes that it was sent."""
         self.statuses.clear()
         wire, connection = Wire(PEER), self.server()
         wire.protocol = connection
@@ -193,7 +193,7 @@ class _Gate:
                 wire.abort()
                 break
             await self._feed(connection, wire, frame)
-        for _ in range(3):  # limits for a late head or body, an unsent answer, a lingering peer
+        for _ in range(3):  # time limits of a late head or body, of an unread answer, of lingering
             if not wire.is_closed:
                 connection.look(connection.since_s + LATE_S)
                 await _turns(TURNS)
@@ -212,7 +212,7 @@ class _Gate:
                     break
                 await asyncio.sleep(0)
             if not wire.is_reading or wire.is_closed:
-                return  # the gateway reads no more of this connection
+                return  # the gateway reads no more from this connection
             buffer = connection.get_buffer(-1)
             size = min(len(buffer), len(rest))
             buffer[:size] = rest[:size]
@@ -278,7 +278,7 @@ def _chunked(line: str, *chunks: bytes) -> bytes:
 
 
 def seeds() -> list[bytes]:
-    """Return a valid input for each kind of path, body and framing."""
+    """Return valid inputs, which have each kind of path, body and framing."""
     x = {"name": "x", "shape": [1, 4], "datatype": "FP32", "data": [1, 2.5, -3, 1e9]}
     ask = {"id": "7", "inputs": [x], "parameters": {"priority": 1, "timeout": 10_000_000}}
     body = json.dumps(ask).encode()

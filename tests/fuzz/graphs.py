@@ -1,4 +1,4 @@
-"""Compilation of an accepted graph: mutation check, compiled source, a run without data."""
+"""Compilation of a graph that was accepted: mutation check, compiled source, run without data."""
 
 from __future__ import annotations
 

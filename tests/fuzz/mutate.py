@@ -1,7 +1,7 @@
-"""Mutations that keep an input well formed: one of its values is replaced by another.
+"""Mutations that keep an input well-formed: they replace one of its values by another.
 
-Bytes flipped at random seldom get past the first decoder. Here an input is cut into its parts,
-a part is decoded to plain data, one place in the data is changed, and all is encoded again.
+The first decoder refuses most inputs in which random bytes were flipped. This mutator splits an
+input into parts, decodes a part to plain data, changes one place in it, and encodes all again.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ FLOATS = (0.0, -0.0, 1.0, -1.0, 0.5, 1e-300, 1e300, float("inf"), float("-inf"),
 TEXTS = ("", "a", "\0", "é", "\ud7ff", "x" * 65, "x" * 300, "../..", "/", "%s", "{0}", "\n")
 
 Native = Callable[[bytes, int], bytes]
-"""The fuzzer's own mutation: takes bytes and the largest size of the result."""
+"""The fuzzer's own mutation of bytes; the second argument is the largest size of its result."""
 
 
 class Mutator:
@@ -71,7 +71,7 @@ class Mutator:
         self._parts = [part for seed in target.seeds() for part in self._codec.split(seed)]
 
     def __call__(self, data: bytes, max_bytes: int, seed: int) -> bytes:
-        if self._chance is None:  # made once: a new generator costs as much as a mutation
+        if self._chance is None:  # created once, because creating one takes as long as a mutation
             self._chance = random.Random(seed)
         chance = self._chance
         if chance.random() < NATIVE_CHANCE:
@@ -101,7 +101,7 @@ class Mutator:
                 parts.insert(index + 1, chance.choice(self._parts))
 
     def _change_part(self, parts: list[bytes], max_bytes: int, chance: random.Random) -> None:
-        """Change one part, preferably one that can be decoded."""
+        """Change one part, preferably a part that can be decoded."""
         for _ in range(TRIES):
             index = chance.randrange(len(parts))
             try:

@@ -1,7 +1,7 @@
-"""Orders to a worker: tensors in the request pool, the gate, and answers to the job's requests.
+"""Fuzz target: orders to a worker, with tensors in the request pool, the gate, answers to a job.
 
-The controller is honest but may have bugs. The worker must refuse an impossible order with an
-ordinary exception, before it addresses a byte outside of the pool.
+The controller is honest, but may have bugs. The worker must refuse an impossible order with an
+ordinary exception, before it accesses a byte outside of the pool.
 """
 
 from __future__ import annotations
@@ -36,14 +36,14 @@ from .target import MSGPACK_FRAMES, Target, join_frames, split_frames
 POOL_BYTES = 1 << 16
 SLOT_BYTES = 4096
 REFUSED = (ValueError, KeyError, TypeError, RuntimeError, OverflowError)
-"""Exceptions for mistakes in a request: it fails, but its worker lives (inference/task.py)."""
+"""Exceptions for errors in a request, which fails without its worker (inference/task.py)."""
 
 
 class _View:
     device = "cpu"
 
     def settle(self) -> None:
-        """Return at once: nothing is queued."""
+        """Return at once, because no computation is queued."""
 
 
 @functools.cache
@@ -57,7 +57,7 @@ def _area() -> int:
 
 
 class _Worker:
-    """Termination thread's part of workers/main.py, without the thread."""
+    """The part of workers/main.py that its termination thread runs, without the thread."""
 
     def __init__(self) -> None:
         self.parked: list[tuple[int, int]] = []
@@ -116,7 +116,7 @@ def run(data: bytes) -> None:
             try:
                 message = decode_message(packet)
             except RemoteProtocolError:
-                return  # the worker ends
+                return  # a worker ends in this case
             worker.obey(message)
     finally:
         worker.close()
@@ -137,7 +137,7 @@ _RUN_JOB = worker_msg.RunJob(
 
 
 def seeds() -> list[bytes]:
-    """Return two inputs: the orders to a job during its life, and those for a request."""
+    """Return two inputs: all orders to a job, and all orders for a request."""
     op_id = OpId(1)
     x = SlabTensor(name="x", dtype="float32", shape=(2, 4), offset_bytes=4096, size_bytes=32)
     mask = SlabTensor(name="mask", dtype="bool", shape=(2, 2), offset_bytes=4608, size_bytes=4)

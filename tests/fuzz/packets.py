@@ -1,4 +1,4 @@
-"""Packets between our processes: each is refused, or equal after another encoding and decoding."""
+"""Fuzz target: packets between our processes. A packet is refused, or equal after a round trip."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Files of profiles: each is read and checked, and used for a plan if it is valid."""
+"""Fuzz target: profile files, which are read, checked, and used for a plan if they are valid."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def run(raw: bytes) -> None:
     profile.why_unusable(_usual().identity, profile.digest, [4096])
     try:
         plan = plan_of(profile)
-    except ValueError:  # the scheduler handles this as a profile without a plan
+    except ValueError:  # the scheduler handles this error: the profile has no plan
         return
     for batch in profile.batches:
         predict(profile, plan, batch.batch)

@@ -1,4 +1,4 @@
-"""Replies that a server, or a peer in its place, can send to a client."""
+"""Fuzz target: replies that a server, or a malicious peer in its place, sends to a client."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ BILL = RequestTiming(queue_ms=1.0, switch_ms=2.0, resident=True, preempted="job"
 
 
 def run(data: bytes) -> None:
-    """Decode the frames of one reply as a client does."""
+    """Decode the frames of one reply like a client."""
     frames = split_frames(data)
     try:
         header = decode_reply(frames)
@@ -47,7 +47,7 @@ def _frames(*tensors: bytes, **fields: Any) -> bytes:
 
 
 def seeds() -> list[bytes]:
-    """Return replies with outputs of several dtypes, an error, progress, a body as a tensor."""
+    """Return replies with outputs of several dtypes, with an error, progress, a tensor as body."""
     outputs = tuple(
         WireTensor(name=dtype, dtype=dtype, shape=(2, 2), frame=number)
         for number, dtype in enumerate(("float32", "bfloat16", "int64", "bool"))

@@ -1,9 +1,9 @@
-"""Bytes that a client can send, through a socket to the real frontend.
+"""Fuzz target: bytes that a client sends through a socket to the real frontend.
 
-If the first frame is the magic, the others are sent after a table that fits them. Otherwise all
-frames are sent as raw bytes, as a stranger might do. Afterwards every accepted request is
-answered, so that each input finds the frontend in the same state. It is an escape if the frontend
-still holds something.
+If an input's first frame is the magic, the other frames are sent as a message, after a table of
+their sizes. Otherwise all frames are sent as raw bytes, as a stranger might do. Then every accepted
+request is answered, so that each input finds the frontend in the same state. If the frontend still
+has a resource in use, that is an escape.
 """
 
 from __future__ import annotations
@@ -44,9 +44,9 @@ from .target import MSGPACK_FRAMES, Target, join_frames, split_frames
 from .worlds import manifest_of
 
 POOL_BYTES = 1 << 20
-SESSION = "S" * 32  # placeholder in an input for the id of the connection's session
-WAITING = "waiting"  # the id of a request that has no answer yet
-FAMILIAR = bytes([0x57])  # as the first frame: the connection uses the owner's listener
+SESSION = "S" * 32  # placeholder, in an input, for the id of the connection's session
+WAITING = "waiting"  # id of a request that has no answer yet
+FAMILIAR = bytes([0x57])  # as an input's first frame, it selects the owner's listener
 CLOCK_MS = 1e6
 
 
@@ -83,7 +83,7 @@ class _Connection:
             )
 
     def read_replies(self) -> None:
-        """Decode all replies, which must follow the protocol."""
+        """Decode all replies; raise if one does not follow the protocol."""
         stream = Stream(self.theirs, 1 << 30)
         with contextlib.suppress(EOFError):
             while messages := stream.receive(16):
@@ -98,7 +98,7 @@ class _Connection:
 
 
 class _IdleLane(WorkerThread):
-    """Worker thread that does no work; ``_clean_up`` reports each work item as failed."""
+    """Worker thread that does no work; ``_clean_up`` later reports all its work as failed."""
 
     def __init__(self) -> None:
         super().__init__("idle")
@@ -134,7 +134,7 @@ class _Gate(Frontend):
             weakref.finalize(self, listener.sock.close)
 
     def hear(self, frames: list[bytes]) -> list[Event]:
-        """Send frames through a new connection, and return the events that they caused."""
+        """Send frames through a new connection; return the events that the frontend has created."""
         is_owner = frames[:1] == [FAMILIAR]
         with _Connection(self, self.owner if is_owner else self.stranger) as known:
             header = RequestHeader(v=1, op="infer", id=WAITING, model="m")
@@ -182,7 +182,7 @@ def run(data: bytes) -> None:
 
 
 def _check_slabs(event: InferArrived) -> None:
-    """Check that a request's tensors lie in the pool, and that its inputs do not overlap."""
+    """Check that a request's tensors are inside the pool, and that its inputs do not overlap."""
     position = 0
     for tensor in sorted(event.inputs, key=lambda tensor: tensor.offset_bytes):
         if tensor.offset_bytes < position or tensor.size_bytes < 0:
@@ -199,7 +199,7 @@ def _message(*tensors: bytes, is_owner: bool = False, **fields: Any) -> bytes:
 
 
 def _bytes(*messages: bytes) -> bytes:
-    """Return an input of raw bytes: the messages as they are sent, one after the other."""
+    """Return an input that sends these messages, one after the other, as raw bytes."""
     whole = b""
     for message in messages:
         _, *parts = split_frames(message)
@@ -208,7 +208,7 @@ def _bytes(*messages: bytes) -> bytes:
 
 
 def seeds() -> list[bytes]:
-    """Return a valid message for each verb, then raw bytes, some of which are valid messages."""
+    """Return a valid message for each verb, then raw bytes; some of these are valid messages."""
     x = WireTensor(name="x", dtype="float32", shape=(2, 4), frame=0)
     mask = WireTensor(name="mask", dtype="bool", shape=(2, 2), frame=1)
     infer: dict[str, Any] = {"op": "infer", "model": "m", "inputs": (x, mask)}

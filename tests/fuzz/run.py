@@ -1,4 +1,4 @@
-"""Driver that fuzzes each target in a process, and reports figures and inputs that escaped."""
+"""Driver that fuzzes each target in a process, and reports figures and inputs with an escape."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from .target import CORPUS
 from .targets import SHARES
 
 RSS_LIMIT_MIB: Final = 2048
-INPUT_TIMEOUT_S: Final = 30  # per input; libFuzzer then reports a hang, which is an escape
-GRACE_S: Final = 90.0  # for imports and the corpus, in addition to the requested time
-WARM_SHARE: Final = 0.2  # share of the time after which memory is first read
+INPUT_TIMEOUT_S: Final = 30  # an input that takes longer is a hang, and so an escape
+GRACE_S: Final = 90.0  # time for imports and the corpus, in addition to the requested time
+WARM_SHARE: Final = 0.2  # memory is first read after this share of the time
 LOOK_EVERY_S: Final = 0.5
 PAGE_BYTES: Final = os.sysconf("SC_PAGE_SIZE")
 MIB: Final = 1 << 20
@@ -40,9 +40,9 @@ class Outcome:
     escapes: int = 0
     rss_from_mib: float = 0.0
     rss_to_mib: float = 0.0
-    coverage: int = 0  # branches of the instrumented modules
+    coverage: int = 0  # number of the instrumented modules' branches that inputs have taken
     new_entries: int = 0
-    saved: list[str] = field(default_factory=list)  # the inputs that escaped
+    saved: list[str] = field(default_factory=list)  # files of the inputs with an escape
 
     def figures(self) -> dict[str, Any]:
         """Return the figures for the JSON report."""
@@ -58,7 +58,7 @@ class Outcome:
 
 
 def fuzz(name: str, seconds: float, corpus: Path, saved: Path) -> Outcome:
-    """Run one target for ``seconds``; its corpus grows in ``corpus``, escapes go to ``saved``."""
+    """Run one target for ``seconds``. Write new inputs to ``corpus``, and escapes to ``saved``."""
     corpus.mkdir(parents=True, exist_ok=True)
     saved.mkdir(parents=True, exist_ok=True)
     before = set(saved.iterdir())
@@ -84,7 +84,7 @@ def fuzz(name: str, seconds: float, corpus: Path, saved: Path) -> Outcome:
     new = sorted(path for path in saved.iterdir() if path not in before)
     outcome.saved = [str(path) for path in new]
     outcome.escapes = len(new)
-    if child.returncode and not new:  # it failed to start, or died without saving an input
+    if child.returncode and not new:  # the child failed to start, or died without saving an input
         outcome.escapes = 1
         (saved / "log.txt").write_text(text)
         outcome.saved = [str(saved / "log.txt")]
@@ -94,7 +94,7 @@ def fuzz(name: str, seconds: float, corpus: Path, saved: Path) -> Outcome:
 
 
 def _watch(child: subprocess.Popen[bytes], began_s: float, seconds: float) -> tuple[float, float]:
-    """Wait for the child's end; return its resident memory in MiB when warm and at the end."""
+    """Wait for the child's end; return its resident memory in MiB when warmed up and at the end."""
     warm_at_s = began_s + max(2.0, WARM_SHARE * seconds)
     first = last = 0.0
     while True:
@@ -119,7 +119,7 @@ def _rss_mib(pid: int) -> float:
 
 
 def read_log(text: str) -> Outcome:
-    """Return the figures in libFuzzer's log; for an aborted run, the last ones that it printed."""
+    """Return the last figures in libFuzzer's log, which also an aborted run has printed."""
     outcome = Outcome()
     pulses = [int(number) for number in _PULSE.findall(text)]
     executed = _EXECUTED.search(text)
@@ -131,14 +131,14 @@ def read_log(text: str) -> Outcome:
 
 
 def shares(names: Sequence[str], seconds: float) -> dict[str, float]:
-    """Return the seconds for each target, in proportion to its share, but at least 1."""
+    """Divide ``seconds`` among the targets by their weights; each gets at least 1."""
     weights = {name: SHARES.get(name, 1.0) for name in names}
     whole = sum(weights.values())
     return {name: max(1.0, seconds * weight / whole) for name, weight in weights.items()}
 
 
 def minimise(name: str, corpus: Path) -> int:
-    """Reduce the kept corpus to few inputs that reach the same branches; return their number."""
+    """Reduce the saved corpus to few inputs that reach the same branches; return their number."""
     case = CORPUS / name
     with tempfile.TemporaryDirectory(prefix="pipeswitch-fuzz-") as folder:
         merged = Path(folder)
@@ -157,7 +157,7 @@ def minimise(name: str, corpus: Path) -> int:
 
 
 def merged(older: dict[str, Any], newer: dict[str, Any]) -> dict[str, Any]:
-    """Return two runs' figures as one: sums, the first and last memory, the highest coverage."""
+    """Return the figures of two runs in one: sums, first and last memory, highest coverage."""
     targets = dict(older.get("targets", {}))
     for name, new in newer["targets"].items():
         old = targets.get(name)

@@ -1,4 +1,4 @@
-"""Fuzz targets, and codecs that cut their inputs into parts for the mutator."""
+"""Types of fuzz targets, and codecs that split their inputs into parts for the mutator."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ import msgspec
 HERE = Path(__file__).parent
 CORPUS = HERE / "corpus"
 REGRESSIONS = HERE / "regressions"
-LENGTH_BYTES = 2  # in front of each frame
+LENGTH_BYTES = 2  # size of the length before each frame
 MAX_FRAMES = 24
 
 
 @dataclass(frozen=True, kw_only=True)
 class Codec:
-    """Functions that split an input into parts, decode a part to a value, and reverse both."""
+    """Functions that split an input into parts and decode a part to a value, and their inverses."""
 
     split: Callable[[bytes], list[bytes]]
     join: Callable[[Sequence[bytes]], bytes]
@@ -29,12 +29,12 @@ class Codec:
 
 @dataclass(frozen=True, kw_only=True)
 class Target:
-    """One interface under fuzz.
+    """Interface that is fuzzed.
 
     Attributes:
-        run: takes an input; raises only if the interface lets something escape.
-        seeds: returns valid inputs to begin with, the same at each call.
-        words: texts with a meaning to the interface, which the mutator inserts.
+        run: function that passes an input to the interface, and raises only for an escape.
+        seeds: function that returns valid first inputs, the same ones at each call.
+        words: texts that the interface understands; the mutator inserts them.
     """
 
     name: str
@@ -54,7 +54,7 @@ class Target:
 
 
 def split_frames(data: bytes) -> list[bytes]:
-    """Return the frames of any bytes; the last may be short, and at most MAX_FRAMES are kept."""
+    """Split any bytes into frames. The last frame may be short; frames after MAX_FRAMES are cut."""
     frames: list[bytes] = []
     position = 0
     while position + LENGTH_BYTES <= len(data) and len(frames) < MAX_FRAMES:
@@ -66,7 +66,7 @@ def split_frames(data: bytes) -> list[bytes]:
 
 
 def join_frames(frames: Sequence[bytes]) -> bytes:
-    """Return frames as one input (see ``split_frames``); frames are cut to 65,535 bytes."""
+    """Join frames to an input for ``split_frames``; each frame is cut to 65,535 bytes."""
     cut = [frame[:0xFFFF] for frame in frames]
     return b"".join(len(frame).to_bytes(LENGTH_BYTES, "little") + frame for frame in cut)
 
@@ -91,7 +91,7 @@ def _tagged_encode(value: Any) -> bytes:
 TAGGED_FRAMES = Codec(
     split=split_frames, join=join_frames, decode=_tagged_decode, encode=_tagged_encode
 )
-"""Frames of one byte, which names the sender, and msgpack."""
+"""Codec of frames that have one byte for the sender, then msgpack."""
 
 
 def _json_encode(value: Any) -> bytes:

@@ -20,13 +20,13 @@ MODULES: Final = {
     "order": "obeying",
     "gateway": "gateways",
 }
-"""A target's name -> the module beside this one that defines it."""
+"""Name of a target -> module in this package that defines the target."""
 
 SHARES: Final = {"packet": 2.0}
-"""A target's weight when the time is divided; all other targets have weight 1."""
+"""Name of a target -> its weight when the time is divided; other targets have weight 1."""
 
 
 def load(name: str) -> Target:
-    """Import a target's module, and with it the code under test; return the target."""
+    """Import a target's module, which imports the tested code; return the target."""
     target: Target = importlib.import_module(f"{__package__}.{MODULES[name]}").TARGET
     return target

@@ -1,16 +1,16 @@
-"""Messages that workers and builders can send to the real scheduler in an otherwise honest server.
+"""Fuzz target: messages from malicious workers and builders to the real scheduler.
 
-An input is frames. The low two bits of a frame's first byte are the slot (3: a worker that has a
-job or a request). The other bits are the sender:
+An input consists of frames. The low two bits of a frame's first byte choose a worker's slot (3
+means a worker that has a job or a request). The other bits choose the sender:
 
-* a hostile worker: the rest of the frame is its message. Operation ids and turns of 0 are replaced
-  by the current ones of that slot, so that the scheduler accepts the message as current;
-* an honest worker: it obeys its orders;
-* a hostile builder; a client; the clock; the death of a worker.
+* a malicious worker: the rest of the frame is its message. Operation ids and turns of 0 are
+  replaced by the slot's current ones, so that the scheduler does not drop the message as late;
+* an honest worker: it executes its orders;
+* a malicious builder; a client; the clock; the death of a worker.
 
-All other processes are prompt and honest (``pipeswitch/simulator``), and a killed worker dies at
-once. After each frame the invariants are checked. Each command of the scheduler is encoded, as it
-is when it leaves the process.
+All other processes are honest and answer at once (``pipeswitch/simulator``), and a killed worker
+dies at once. After each frame the invariants are checked. Each command of the scheduler is encoded,
+as when it is sent to another process.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ MODELS = (ModelName("m"), ModelName("n"))
 JOBS = (JobName("j"), JobName("k"))
 SLOT_BITS: Final = 2  # low bits of a frame's first byte; the other bits are a ``Who``
 BUSY: Final = 3
-MAX_STEPS = 400  # consecutive steps of honest processes, which must come to rest by then
+MAX_STEPS = 400  # limit of consecutive steps of honest processes, within which they must rest
 
 
 class Who(enum.IntEnum):
@@ -73,9 +73,9 @@ class Who(enum.IntEnum):
 
 
 class Told(SimulatedWorker):
-    """Worker that only collects its orders; the frames of an input are its messages."""
+    """Worker that only collects its orders; an input's frames are its messages."""
 
-    told: list[Message]  # orders that it has not obeyed, oldest first
+    told: list[Message]  # orders that the worker has not executed yet, oldest first
 
     def hear(self, channel: str, message: Message) -> None:
         self.told.append(message)
@@ -85,7 +85,7 @@ class Told(SimulatedWorker):
 
 
 class Stage(World):
-    """Server with two models and two jobs, in which all processes but the workers are honest."""
+    """Server with two models and two jobs, in which only workers and builders may be malicious."""
 
     def __init__(self) -> None:
         settings = SchedulerSettings(
@@ -116,7 +116,7 @@ class Stage(World):
     # -- events in, commands out --------------------------------------------------------------
 
     def hear(self, event: ev.Event) -> None:
-        """Handle one event, then make all moves of the honest processes that result from it."""
+        """Handle an event, then make all moves of honest processes that result from it."""
         self.handle(event)
         self._rest()
         self.scheduler.check()
@@ -135,7 +135,7 @@ class Stage(World):
         super().perform(commands)
 
     def honest(self, slot: Slot) -> None:
-        """Obey the worker's orders, and the orders that result from its answers."""
+        """Execute a worker's orders, and the orders that result from its answers."""
         for _ in range(MAX_STEPS):
             process = self.workers.get(slot)
             if not isinstance(process, Told) or not process.told:
@@ -173,7 +173,7 @@ class Stage(World):
                 pass
 
     def _slot(self, number: int) -> Slot:
-        """Return the slot for a number; BUSY stands for a worker that has a task."""
+        """Return the slot with a number; BUSY means the slot of a worker that has a task."""
         if number != BUSY:
             return Slot(number)
         state = self.state
@@ -193,7 +193,7 @@ class Stage(World):
         self.scheduler.check()
 
     def _hostile(self, slot: Slot, packet: bytes) -> None:
-        """Handle a packet as processes.py does: an invalid packet ends the process that sent it."""
+        """Handle a packet like processes.py: an invalid packet ends the process that sent it."""
         try:
             message = decode_message(packet)
         except RemoteProtocolError:
@@ -202,7 +202,7 @@ class Stage(World):
         self.from_worker(slot, self._in_time(slot, message))
 
     def _in_time(self, slot: Slot, message: Any) -> Any:
-        """Return a message whose ids and turns of 0 are replaced by the slot's current ones."""
+        """Return a message with the slot's current ids and turns in place of 0."""
         worker = self.state.workers.get(slot)
         if worker is None:
             return message
@@ -221,7 +221,7 @@ class Stage(World):
         except RemoteProtocolError:
             return
         if isinstance(message, BuildDone):
-            return  # its manifest is read from disk first
+            return  # left out, because a manifest would be read from disk
         registrations = self.scheduler.registry.registrations
         registration = registrations.get(getattr(message, "model", MODELS[0]))
         if registration is not None and getattr(message, "op_id", 1) == 0:
@@ -229,7 +229,7 @@ class Stage(World):
         self.hear(ev.Received(ev.Address("builder"), message))
 
     def _client(self, rest: bytes) -> None:
-        """Handle a client's request: a byte for the verb, then one for the model, job or token."""
+        """Handle a client's request: one byte is the verb, one the model, the job or the token."""
         verb, number = ([*rest[:2], 0, 0])[:2]
         model, job = MODELS[number % 2], JOBS[number % 2]
         token = self.clients.token()
@@ -238,7 +238,7 @@ class Stage(World):
 
 
 def _encode(command: ev.Command) -> None:
-    """Encode a command as effects.py and frontend.py do."""
+    """Encode a command like effects.py and frontend.py."""
     match command:
         case ev.Send(message=message):
             encode_message(message)
@@ -382,7 +382,7 @@ def _asks(verb: int, number: int = 0) -> bytes:
 
 
 def worker_messages() -> list[Message]:
-    """Return each message of a worker once; ids and turns of 0 stand for the current ones."""
+    """Return one message of each kind that a worker sends; 0 means the current id or turn."""
     op_id, model = OpId(0), MODELS[0]
     slab = SlabTensor(name="y", dtype="float32", shape=(1, 4), offset_bytes=4096, size_bytes=16)
     return [
@@ -432,7 +432,7 @@ def worker_messages() -> list[Message]:
 
 
 def seeds() -> list[bytes]:
-    """Return inputs with each message during a request and during training, and others."""
+    """Return inputs with each message, during a request and during training, and other inputs."""
     infer, train = _asks(0), _asks(1)
     pressed = [_says(Who.HONEST, slot) for slot in range(2)]
     cases = []

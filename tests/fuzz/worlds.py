@@ -1,4 +1,4 @@
-"""Small programs and profiles that the targets share."""
+"""Small programs and profiles that several targets use."""
 
 from __future__ import annotations
 

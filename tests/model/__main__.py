@@ -46,7 +46,7 @@ def main() -> int:
 
 
 class _Found:
-    """Results of a run; ``row`` is their JSON form, in which ``seconds`` is wall time."""
+    """Results of a run. ``row`` has them for the JSON report; its ``seconds`` are wall time."""
 
     def __init__(self) -> None:
         self.row: dict[str, Any] = {"scopes": [], "mutants": 0, "mutants_caught": 0}
@@ -74,7 +74,7 @@ class _Found:
             )
 
     def plant(self) -> None:
-        """Plant every seeded bug, explore its scope, and print the path to the violation."""
+        """For each seeded bug, explore its scope with it, and print the path to a violation."""
         missed = 0
         for mutant in MUTANTS:
             with mutant.planted():

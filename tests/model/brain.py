@@ -1,4 +1,4 @@
-"""The real scheduler as a state: frozen to a tuple, thawed in place (see ``frozen``).
+"""Conversion of the real scheduler to a tuple (freezing), and back in place (thawing; ``frozen``).
 
 The tuple begins with the state that all devices share; the state of each device follows.
 """
@@ -38,9 +38,9 @@ SHOWN_OF_JOB = (
     "progress.steps_per_s",
     "progress.error",
     "progress.why",
-    "progress.missed_at",  # matters after a hundred stops, which no scope has
+    "progress.missed_at",  # has an effect only after a hundred stops, which no scope has
     "memory.blocked_at_ms",
-    "memory.beside_blocked",  # matters after five steps, which no scope has
+    "memory.beside_blocked",  # has an effect only after five steps, which no scope has
     "timing.last_ran_at_ms",
     "timing.parked_at_ms",
     "timing.preempted_ms",
@@ -49,13 +49,13 @@ SHOWN_OF_JOB = (
     "progress.steps_left",
     "timing.trained_ms",
     "timing.counted_from_ms",
-    "created_op_id",  # marks messages of an earlier job with this name; here each name has one job
+    "created_op_id",  # distinguishes jobs of one name, but here each name has only one job
 )
 ORDERED_OF_JOB = ("place", "op_id", "memory.persist_id", "memory.copy_id")
 SHOWN_OF_REPLICA = (
     "transfer.started_at_ms",
     "transfer.ended_at_ms",
-    "transfer.report",  # only profiles use it, and nothing is measured in this world
+    "transfer.report",  # only profiling reads it, and this world measures no model
 )
 
 MODEL = Codec(records.Model, drop=("reason", "last_batch"))
@@ -74,7 +74,7 @@ JOB = Codec(
     parts=(records.JobSpec, records.JobProgress, records.JobMemory, records.JobTiming),
 )
 WORKER = Codec(records.Worker, drop=("generation",))
-SHOWN_OF_TASK = ("dispatched_at_ms", "charge")  # only the accounts read these
+SHOWN_OF_TASK = ("dispatched_at_ms", "charge")  # only the callers' accounts read these fields
 ACTIVATION = Codec(records.RunningTask, drop=SHOWN_OF_TASK)
 
 OF_CORE = ("is_stopped", "drain_at_ms", "now_ms", "counts", "last_epoch", "wakeups", "pins")
@@ -87,20 +87,20 @@ OF_STATE = (
     "jobs",
     "workers",
     "owner",
-    "predictions",  # nothing is measured (see ``Known``)
+    "predictions",  # constant (see ``Known``)
     "accounts",
     "served",
-    "spent_us",  # this and ``served`` are only shown
+    "spent_us",  # like ``served``, it is only shown
     "pinned",
-    "sending",  # this and ``pinned`` follow from the replicas
+    "sending",  # like ``pinned``, it follows from the replicas
 )
 OF_FLEET = ("is_daemon_alive", "_daemon_deaths", "_daemon_respawn_at_ms")
 
 
 class Known(Predictions):
-    """Constant run times, known from the start, so that requests wait to be batched.
+    """Constant predictions of run times, with which requests wait to be batched.
 
-    Nothing is measured, so a request's placement depends only on the devices' current tasks.
+    No run changes them, so a request's placement depends only on the devices' current tasks.
     """
 
     def sent(self, model: str, took_ms: float, now_ms: float) -> None:
@@ -114,7 +114,7 @@ class Known(Predictions):
 
 
 class Equal(CallerQueue):
-    """Fair queue in which all runs cost the same. With a single caller it has no frozen state."""
+    """Fair queue in which all runs cost the same. With one caller it has no state to freeze."""
 
     def __init__(self, is_shared: bool) -> None:
         super().__init__({}, max_wait_ms=1.0)
@@ -124,7 +124,7 @@ class Equal(CallerQueue):
         return super().reconcile_cost(charge, charge.ms, now_ms)
 
     def died(self, charge: Charge, now_ms: float) -> float:
-        return -math.inf  # no time passes
+        return -math.inf  # no penalty, because no time passes in which it could end
 
     def freeze(self, *tasks: records.RunningTask | None) -> Any:
         charges = [task.charge if task is not None else None for task in tasks]
@@ -140,12 +140,12 @@ class Equal(CallerQueue):
         )
 
     def thaw(self, frozen: Any, *tasks: records.RunningTask | None) -> None:
-        """Restore the accounts. The queue, which defines the waiting callers, is restored first."""
+        """Restore the accounts of callers. Restore the queue first: it defines who waits."""
         accounts, clock, charges = frozen or ((), (), ())
         for caller, tags, running in accounts:
             account = self.of(caller)
             account.tags.update(tags)
-            account.running, account.seen_at_ms = running, 0.0  # no time passes
+            account.running, account.seen_at_ms = running, 0.0  # constant: no time passes
         self._clock.update(clock)
         for task, charge in zip(tasks, charges, strict=False):
             if task is not None and charge is not None:
@@ -154,7 +154,7 @@ class Equal(CallerQueue):
 
 
 class _Records:
-    """Codec of one kind of record, with the values of its unfrozen fields."""
+    """Codec of one kind of record, with example records for the values of unfrozen fields."""
 
     def __init__(self, codec: Codec, *examples: tuple[Any, Any]) -> None:
         self._freeze, self._thaw = codec.freeze, codec.thaw
@@ -188,7 +188,7 @@ def _freeze_regions(regions: RegionAllocator, e: Add) -> Any:
         owner = region.owner
         name: str | None = owner.name
         if owner.kind == "scrub":
-            e(-int(owner.name))  # negative as if ordered, so that two owners stay different
+            e(-int(owner.name))  # negative, so that different owners get different numbers
             name = None
         frozen.append((region.offset_bytes, region.size_bytes, owner.kind, name))
     return tuple(frozen)
@@ -206,7 +206,7 @@ def _thaw_regions(regions: RegionAllocator, frozen: Any, n: Next) -> None:
 
 
 class Brain:
-    """One scheduler object, which can be set to any state that it was once in."""
+    """Scheduler object that can be set to any state in which it has been."""
 
     def __init__(self, scheduler: Scheduler) -> None:
         self.scheduler = scheduler
@@ -238,7 +238,7 @@ class Brain:
     def freeze(self, e: Add) -> Any:
         """Return the scheduler's state as a tuple; pass its operation ids to ``e``.
 
-        Process generations are left out: only the caller knows which ones late messages name.
+        Generations of processes are not included: only the caller knows which late messages exist.
         """
         core, machine = self.scheduler.core, self.scheduler.machine
         for part, still in self._still:
@@ -283,8 +283,8 @@ class Brain:
     def thaw(
         self, frozen: Any, n: Next, last_epoch: int, generations: Sequence[Sequence[int]]
     ) -> None:
-        """Set the scheduler to a frozen state. ``generations`` has a list for each device: the
-        daemon's generation, then those of the workers' slots."""
+        """Set the scheduler to a frozen state. ``generations`` has a tuple for each device: the
+        generation of the daemon, then the generation of each worker slot."""
         core, machine = self.scheduler.core, self.scheduler.machine
         core.now_ms, due_ms, core.is_stopped, core.drain_at_ms, models, store, devices = frozen
         machine.models.clear()
@@ -359,16 +359,16 @@ _COMMITTED_STEP = JOB.position("memory.committed_step")
 
 
 class Sight(NamedTuple):
-    """Part of a frozen scheduler that the world may read."""
+    """Part of a frozen scheduler that the simulated world may read."""
 
     now_ms: float
     due_ms: tuple[float, ...]  # instants at which the scheduler asked for a wake-up
-    has_upcoming: tuple[bool, ...]  # for each device: a task waits for its turn
-    promised: dict[str, int]  # for each job, the newest step that counts as committed; -1: none
+    has_upcoming: tuple[bool, ...]  # for each device, True if a task waits for its turn
+    promised: dict[str, int]  # job -> newest step that counts as committed; -1: none
 
 
 def sight(frozen: Any) -> Sight:
-    """Return the part of a frozen scheduler that the world may read."""
+    """Return the part of a frozen scheduler that the simulated world may read."""
     now_ms, due_ms, *_, devices = frozen
     jobs = [job for device in devices for job in device[2]]
     promised = {job[0]: job[_COMMITTED_STEP] for job in jobs}

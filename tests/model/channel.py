@@ -1,4 +1,4 @@
-"""Messages that wait in a channel, packed into the plain values of a state."""
+"""Conversion of the messages that wait in a channel to plain values, for a frozen state."""
 
 from __future__ import annotations
 
@@ -41,11 +41,11 @@ from pipeswitch.ipc.messages.worker import (
 
 from .frozen import OP_IDS, Add, Next
 
-Body = tuple[str, tuple[Any, ...]]  # a message's type and fields, without operation ids and turns
+Body = tuple[str, tuple[Any, ...]]  # a message's type and its fields except operation ids and turns
 
 IMAGE_BYTES: Final = 3  # size of a job's training state; see ``commits``
 _RANGES: Final = (ByteRange(offset_bytes=0, size_bytes=IMAGE_BYTES),)
-# Fields that never matter in the model are not packed; an unpacked message has these values.
+# Fields without effect in the model are not packed; unpacked messages have these values instead.
 _FIXED: Final[dict[type[Message], dict[str, Any]]] = {
     RunInference: {
         "digest": "",
@@ -108,18 +108,18 @@ _CARRIED: Final = (
     Yielded,
     JobReady,
 )
-_NESTED: Final[dict[str, tuple[type, int]]] = {  # element type, and depth of the tuples around it
+_NESTED: Final[dict[str, tuple[type, int]]] = {  # field -> type of elements, nesting of tuples
     "groups": (GroupCopy, 1),
     "outputs": (SlabTensor, 1),
     "batched": (BatchedRequest, 1),
     "batched_outputs": (SlabTensor, 2),
     "sampling_params": (SamplingParams, 0),
 }
-_OF_COMMITS: Final = (CommitStep, CommitCopy, StepCommitted)  # with operation ids that are ordered
+_OF_COMMITS: Final = (CommitStep, CommitCopy, StepCommitted)  # code compares their ids by size
 
 
 class _Kind:
-    """Fields of one type of message, sorted by the way in which they are packed."""
+    """Fields of one type of message, by the way in which they are packed."""
 
     def __init__(self, kind: type[Message]) -> None:
         self.kind = kind
@@ -159,7 +159,7 @@ def _unpacked(value: Any, kind: type, depth: int) -> Any:
 
 @cache
 def _pack(message: Message) -> tuple[Body, tuple[int, ...]]:
-    """Return a message as plain values, and its operation ids; ids that are ordered are negated."""
+    """Return a message as plain values, and its operation ids, negated if code orders them."""
     name = type(message).__name__
     known = _KINDS[name]
     fields = [getattr(message, field) for field in known.plain]
@@ -185,7 +185,7 @@ def _unpack(body: Body, epochs: tuple[int, ...]) -> Any:
 
 @cache
 def plain(message: Message) -> Any:
-    """Return the message with the fields that never matter set to fixed values (``_FIXED``)."""
+    """Return the message with fixed values (``_FIXED``) in the fields without effect."""
     if type(message).__name__ not in _KINDS:
         return message
     body, epochs = _pack(message)

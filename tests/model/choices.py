@@ -1,4 +1,4 @@
-"""Possible actions in a state of the world: moves, messages and faults."""
+"""Actions that are possible in a state of the world: moves, messages and faults."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from .daemon import OUT, TO_HOST
 from .worker import SIGNAL, TASK, Worker
 
 Action = tuple[Any, ...]
-FAR_MS: Final = 1e8  # the clock only jumps to earlier instants
+FAR_MS: Final = 1e8  # the clock never jumps as far as this
 
 
 def actions(world: Any) -> list[Action]:
@@ -18,7 +18,7 @@ def actions(world: Any) -> list[Action]:
     steps: list[Action] = world.clients.actions()
     for slot, worker in sorted(world.workers.items()):
         if not worker.is_ready:
-            # A process affects nothing else before it is ready: first it gets ready, or it dies.
+            # A process that is not ready affects nothing: it first gets ready, or it dies.
             return [("ready", slot), *_deaths(world, slot, worker)]
         steps += _of_worker(world, slot, worker)
     for index, ghost in enumerate(world.ghosts):
@@ -54,8 +54,8 @@ def _of_worker(world: Any, slot: int, worker: Worker) -> list[Action]:
 
 
 def _deaths(world: Any, slot: int, worker: Worker) -> list[Action]:
-    """Return the possible deaths of a worker. Death and reap are one action, because until the
-    reap the scheduler cannot tell a dead process from a slow one."""
+    """Return the possible deaths of a worker. Death and reaping are one action, because before it
+    is reaped, a dead process is like a slow one for the scheduler."""
     has_words = world.late and any(worker.out.values())
     if worker.is_doomed:
         return [("struck", slot)] + ([("struck_early", slot)] if has_words else [])

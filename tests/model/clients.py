@@ -1,4 +1,4 @@
-"""Simulated clients as a state, with checks of the answers that they get (I1)."""
+"""Simulated clients that can be frozen, with checks of the answers that they get (I1)."""
 
 from __future__ import annotations
 
@@ -15,37 +15,37 @@ from pipeswitch.simulator.simulated_clients import Action, SimulatedClients
 
 JOBS: Final = JobName("job"), JobName("other")
 JOB: Final = JOBS[0]
-# Tokens. Requests have 1, 2, …; OTHER is the second job's, REGISTER that of every registration.
+# Tokens of messages: requests have 1, 2, …; OTHER: the second job's; REGISTER: all registrations'.
 TRAIN, WAIT, PAUSE, RESUME, PIN, MOVE, OTHER, REGISTER = 101, 102, 103, 104, 105, 106, 107, 200
-DEADLINE_MS: Final = 1000.0  # shorter than any grace period, so no worker is suspected by then
+DEADLINE_MS: Final = 1000.0  # shorter than a grace period: no worker counts as hung before
 
 
 class Clients(SimulatedClients):
-    """Requests and jobs of the clients. Values are replaced, never changed in place."""
+    """Requests and jobs of the clients. Attributes' values are replaced, never changed in place."""
 
     def __init__(self, world: Any) -> None:
         super().__init__(world.scene, world.handle)
         scope = world.scope
         self._world = world
         self._next_token = REGISTER
-        # Known from the start: a process may thaw a state in which another process sent the job.
+        # Set now, because this process may thaw a state in which another process sent the job.
         self._script = Training(
             steps=scope.steps, slice_bytes=scope.slice_bytes, state_bytes=scope.state_bytes
         )
         world.scene.scripts.update(dict.fromkeys(JOBS, self._script))
-        self.asked = 0  # number of requests sent
+        self.asked = 0  # number of requests that were sent
         self.is_trained = not scope.has_job
         self.is_paused = False
         self.pauses, self.cancels = scope.pauses, scope.cancels
         self.hints, self.drains, self.pins = scope.hints, scope.drains, scope.pins
         self.moves = scope.moves
         self.deadlines: tuple[tuple[int, float], ...] = ()  # token and deadline of open requests
-        self.cancelled: tuple[int, ...] = ()  # tokens
-        self.drained: tuple[int, float] | None = None  # last earlier request, end of the grace
-        self.turns = ""  # the callers of the requests that were dispatched, in order
-        self.waits: tuple[tuple[int, int], ...] = ()  # token, and length of ``turns`` before it
-        # Generations: for each ended run, each request and how many tokens it still computes; the
-        # requests that wait for room, in the same form; how many more may have to wait.
+        self.cancelled: tuple[int, ...] = ()  # tokens of cancelled requests
+        self.drained: tuple[int, float] | None = None  # last token before the drain, end of grace
+        self.turns = ""  # callers of the requests that were dispatched, in order
+        self.waits: tuple[tuple[int, int], ...] = ()  # token, and length of ``turns`` at its start
+        # Generations, as pairs of token and number of tokens still to compute. ``ended`` has them
+        # for each run that has ended, ``parked`` for requests that wait for room.
         self.ended: tuple[tuple[tuple[int, int], ...], ...] = ()
         self.parked: tuple[tuple[int, int], ...] = ()
         self.parks = scope.parks
@@ -104,7 +104,7 @@ class Clients(SimulatedClients):
         self.open = set(still_open)
 
     def actions(self) -> list[tuple[Any, ...]]:
-        """Return the possible actions of all clients."""
+        """Return all actions that are possible for the clients."""
         steps: list[tuple[Any, ...]] = []
         if not self.is_trained and self.drained is None:
             steps.append(("train",))
@@ -169,7 +169,7 @@ class Clients(SimulatedClients):
         self.ended += (tuple(runs),)
 
     def do_next_runs(self, is_parked: bool) -> None:
-        """Send the next runs of the oldest ended run. If ``is_parked``, the first has no room."""
+        """Send the next runs after the oldest ended run; if ``is_parked``, one waits for room."""
         (runs, *rest) = self.ended
         self.ended = tuple(rest)
         next_runs = [
@@ -182,7 +182,7 @@ class Clients(SimulatedClients):
         self._world.handle(ev.NextRuns(runs=tuple(next_runs)))
 
     def do_room(self, index: int) -> None:
-        """Send the next run of a generation that got room, even if it was cancelled meanwhile."""
+        """Send the next run of a generation that has got room, even if it has been cancelled."""
         token, to_come = self.parked[index]
         self.parked = self.parked[:index] + self.parked[index + 1 :]
         run = ev.NextRun(token=ev.Token(token), sampling_params=SamplingParams(left=to_come))
@@ -193,7 +193,7 @@ class Clients(SimulatedClients):
         self._asks(PAUSE, "pause")
 
     def do_move(self) -> None:
-        """Move the job (``pipeswitch jobs move``). The last move is to the second device."""
+        """Move the job like ``pipeswitch jobs move``. The last of its moves is to device 1."""
         to = f"cpu:{self.moves % 2}"
         self.moves -= 1
         self._next_token = MOVE
@@ -208,18 +208,18 @@ class Clients(SimulatedClients):
         self.ask(JOB, action)
 
     def do_cancel(self, token: int) -> None:
-        """Cancel a request, as a client that cancels or disconnects does."""
+        """Cancel a request, like a client that cancels it or disconnects."""
         self.cancels -= 1
         self.cancelled += (token,)
         self._world.handle(ev.CancelRequest(token=ev.Token(token)))
 
     def do_hint(self, index: int) -> None:
-        """Announce a large request, which may never arrive."""
+        """Announce a large request; the request itself may never arrive."""
         self.hints -= 1
         self._world.handle(ev.PrefetchHint(model=self._world.model_name(index)))
 
     def do_pin(self) -> None:
-        """Pin the first model, as ``pipeswitch load`` does."""
+        """Pin the first model, like ``pipeswitch load``."""
         self.pins -= 1
         self._next_token = PIN
         self._world.handle(
@@ -227,7 +227,7 @@ class Clients(SimulatedClients):
         )
 
     def do_drain(self) -> None:
-        """Drain the server, as SIGTERM does."""
+        """Drain the server, like SIGTERM."""
         grace_ms = self._world.scope.grace_ms
         self.drains -= 1
         self.drained = (self.asked, self._world.now_ms + grace_ms)
@@ -238,7 +238,7 @@ class Clients(SimulatedClients):
         require(not self.open, f"left, and never answered: tokens {sorted(self.open)} (I1)")
 
     def check_dispatch(self, order: RunInference) -> None:
-        """Check that a worker gets requests only before their deadlines, and in a fair order."""
+        """Check that a request is dispatched before its deadline, and that callers take turns."""
         for one in (order, *order.batched):
             token = int(one.request_id.removeprefix("r"))
             at_ms = dict(self.deadlines).get(token, math.inf)
@@ -247,7 +247,7 @@ class Clients(SimulatedClients):
             self._check_turn(int(order.request_id.removeprefix("r")))
 
     def _check_turn(self, dispatched: int) -> None:
-        """Check that no caller has two turns while another waits; all runs take equally long."""
+        """Check that no caller has two turns while another caller waits; all runs cost the same."""
         callers = self._world.scope.callers
         caller = callers[dispatched - 1]
         self.waits = tuple([pair for pair in self.waits if pair[0] != dispatched])
@@ -268,7 +268,7 @@ class Clients(SimulatedClients):
         )
 
     def answered(self, answer: ev.Reply) -> None:
-        """Check that an answer is the first one for its token, and correct."""
+        """Check that an answer is correct, and the first answer for its token."""
         super().answered(answer)
         token = int(answer.token)
         if answer.more or token >= REGISTER:
@@ -282,9 +282,9 @@ class Clients(SimulatedClients):
         self.deadlines = tuple([pair for pair in self.deadlines if pair[0] != token])
 
     def _may_refuse(self, token: int, error: PipeSwitchError) -> bool:
-        """Return True if the error is allowed for the token: 1. a pause or a resume after the job
-        ended; 2. a cancelled request; 3. an expired deadline; 4. during a drain, a new request or
-        a wait for a job, and after the grace period also earlier requests."""
+        """Return True if the token may get the error: 1. a pause or a resume after the job's end;
+        2. a cancelled request; 3. an expired deadline; 4. during a drain, a new request or a wait
+        for a job, and after the grace period also an earlier request."""
         now_ms = self._world.now_ms
         match error:
             case Cancelled():

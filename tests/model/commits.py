@@ -1,5 +1,5 @@
-"""The real commit area over plain memory, with checks of invariant I2: a script resumes from a
-whole commit, which is no older than the last one that the scheduler counts as committed."""
+"""The real commit area in plain memory, with checks of invariant I2: a script resumes from a whole
+commit, at least as new as the last commit that the scheduler has counted."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from pipeswitch.simulator.device import Image, SimulatedArea, Violation, image_o
 
 from .channel import IMAGE_BYTES
 
-_SEQUENCE: Final = 2  # word of the header
+_SEQUENCE: Final = 2  # index of the sequence number among the header's words
 
 
 class Paused(Exception):
-    """Interruption in the middle of a copy, whose second half is a separate move."""
+    """Interruption in the middle of a copy; the copy's second half is a separate move."""
 
 
 class _Memory(CommitArea):
-    """The real commit area over plain memory, which can be saved and restored."""
+    """The real commit area in plain memory, which can be saved and restored."""
 
     def __init__(self) -> None:
         self.slot_bytes = IMAGE_BYTES
@@ -48,18 +48,18 @@ EMPTY: Final = _Memory().save()
 
 
 class Area(SimulatedArea):
-    """Commit area of one job, with the checks of invariant I2."""
+    """Commit area of one job, with checks of invariant I2."""
 
     def __init__(self, world: Any, job: str) -> None:
         self._world, self._job = world, job
         self._real = _Memory()
-        self._content: Any = EMPTY  # the saved area; None: ``_real`` may have changed since
-        self._loaded: Any = EMPTY  # the saved area that ``_real`` holds
-        self.on_disk = -1  # the step of the commit on disk; -1: none
+        self._content: Any = EMPTY  # this state's saved content; None: ``_real`` may have changed
+        self._loaded: Any = EMPTY  # the saved content that ``_real`` was last set to
+        self.on_disk = -1  # step of the commit on disk; -1: none
 
     @property
     def real(self) -> _Memory:
-        """The real area with the current content, for reading and writing."""
+        """Real commit area with the current content, for reading and writing."""
         if self._content is not None and self._loaded is not self._content:
             self._real.set(self._content)
         self._content = self._loaded = None
@@ -114,7 +114,7 @@ class Area(SimulatedArea):
         require(self.last() is not None, "a commit was flipped and is not there (I2)")
 
     def require_on_disk(self) -> None:
-        """Check that the newest commit is on disk, where the next server finds it."""
+        """Check that the newest commit is on disk, so that the next server can find it."""
         image = self.last()
         is_there = image is None or self.on_disk == image.step
         require(is_there, f"it leaves with a commit that is not on disk: {image} (I2)")

@@ -1,4 +1,4 @@
-"""Simulated memory daemon as a state; the real daemon's code decides which orders it accepts."""
+"""Simulated memory daemon that can be frozen; the real daemon's code accepts or refuses orders."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ OUT, TO_HOST = "out", "to-host"
 
 
 class Daemon(SimulatedDaemon):
-    """Memory daemon that several states of the world may share, as they share a ``Worker``."""
+    """Memory daemon; like a ``Worker``, several states of the world may share the object."""
 
     kept: Kept | None = None
 
     def __init__(self, world: Any, *of_process: object) -> None:
         super().__init__(*of_process)
         self._world = world
-        self.last_order: Message | None = None  # kept only while it may arrive a second time
+        self.last_order: Message | None = None  # kept while it may still arrive a second time
 
     def own(self) -> Daemon:
         twin = Daemon.__new__(Daemon)
@@ -47,7 +47,7 @@ class Daemon(SimulatedDaemon):
         super().say(channel, plain(message))
 
     def hear(self, channel: str, message: Message) -> None:
-        """Begin an order at once, as the control thread does. Raises Violation if it is refused."""
+        """Begin an order at once, like the control thread. Raise Violation if it is refused."""
         message = plain(message)
         is_kept = self._world.repeats and isinstance(message, daemon_msg.CommitCopy)
         self.last_order = message if is_kept else None
@@ -62,18 +62,18 @@ class Daemon(SimulatedDaemon):
                 self._control(message)
         except RemoteProtocolError as error:
             raise Violation(f"the memory daemon refuses an order: {error.message}") from None
-        if isinstance(message, daemon_msg.PersistCommit):  # at once: the disk is not modelled
+        if isinstance(message, daemon_msg.PersistCommit):  # the model's disk takes no time
             self.work("disk")
 
     def work(self, thread: str) -> None:
-        """Make a thread's next move; the copy of the last group also ends the transmission."""
+        """Make a thread's next move. Copying the last group also ends the transmission."""
         (move,) = [move for move in self.steps() if move.thread == thread]
         move.act()
         if move.what == "copies" and self.copies[0].done == len(self.copies[0].order.groups):
             self._end_copy()
 
     def _guard(self, order: daemon_msg.TransmitModel) -> None:
-        """Check an order with the real guard. Orders arrive in order, so it needs no older ones."""
+        """Check an order with a new real guard, which needs no older orders: they came in order."""
         scope = self._world.scope
         guard = TransmitGuard(
             arena_bytes=scope.arena_bytes,
@@ -120,7 +120,7 @@ def freeze_daemon(daemon: Daemon | None, e: Add) -> Any:
 
 
 def thaw_daemon(frozen: Any, n: Next, daemon: Daemon) -> None:
-    """Set ``daemon``, which is new, to a frozen state."""
+    """Set the new object ``daemon`` to a frozen state."""
     daemon.is_ready, daemon.is_half, areas, orders, progress, thread, out, last = frozen
     daemon._areas = {job: (n(), number) for job, number in areas}  # type: ignore[misc]
     for order, (is_cancelled, done) in zip(thaw_items(orders, n), progress, strict=True):

@@ -1,4 +1,4 @@
-"""Memory of the simulated device as a state."""
+"""Freezing and thawing of the simulated device's memory."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Successors of a state, found in this process or in several that share the work."""
+"""Search for the successors of states, in this process or in several processes."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from .choices import Action, actions, jumps
 from .scope import Scope
 from .world import World
 
-# Actions that may never happen. A state of rest must be reachable without them.
+# Actions that need not ever happen. A state of rest must be reachable without them.
 FAULTS = frozenset(
     {
         "kill",
@@ -37,16 +37,16 @@ FAULTS = frozenset(
 )
 
 CHUNK = 64  # states that are sent to a process together
-GARBAGE_EVERY = 100_000  # allocations; nearly no object is in a cycle, so collections find little
-DIGEST_BYTES = 12  # two of 10^6 states have the same digest with a probability below 10^-16
+GARBAGE_EVERY = 100_000  # allocations between collections, which find nearly no cycles
+DIGEST_BYTES = 12  # the probability that two of 10^6 states have one digest is below 10^-16
 
-# States of the scheduler that a process caches, about 3 KiB each. A cache for a quarter of a
-# scope's states makes the search 1.5 times as long.
+# How many states of the scheduler a process caches, at about 3 KiB each. With a cache for a quarter
+# of a scope's states, the search takes 1.5 times as long.
 MAX_MOMENTS = 150_000
 
-State = tuple[int, bytes]  # its home (see ``Moment.home``), and its frozen form
-Edge = tuple[Action, bytes, State | None]  # the successor's digest; the successor if it is new
-Frontier = list[tuple[int, State]]  # states, each with its number
+State = tuple[int, bytes]  # ``Moment.home`` of the scheduler's state, and the frozen state
+Edge = tuple[Action, bytes, State | None]  # action, successor's digest, and successor if it is new
+Frontier = list[tuple[int, State]]  # numbered states
 Expand = Callable[[list[Frontier]], Iterator[tuple[Frontier, list["Expanded"]]]]
 
 
@@ -55,12 +55,12 @@ class Expanded:
     """Successors of a state, or the violation that an action leads to."""
 
     edges: list[Edge] = field(default_factory=list)
-    is_rest: bool = False  # only faults can follow, and the checks of rest passed
+    is_rest: bool = False  # True if only faults can follow, and the checks of rest have passed
     broken: tuple[Action | None, str] | None = None
 
 
 def digest_of(frozen: bytes) -> bytes:
-    """Return a short hash of a state, for comparisons."""
+    """Return a short hash of a state, by which states are compared."""
     return blake2b(frozen, digest_size=DIGEST_BYTES).digest()
 
 
@@ -85,7 +85,7 @@ class Expander:
         goes_on = is_suspected = False
         for action in possible:
             if action[0] == "suspect" and is_suspected and world.scope.is_coarse:
-                break  # the first instant at which a worker is taken for hung is enough
+                break  # one instant at which a worker counts as hung is enough
             if not self._follow(state, action, expanded):
                 if expanded.broken:
                     return expanded
@@ -114,7 +114,7 @@ class Expander:
         return True
 
     def _at_rest(self, state: object, later: list[Action], expanded: Expanded) -> None:
-        """Expand a state in which only faults are possible: advance the clock, or check rest."""
+        """Handle a state in which only faults are possible: advance the clock, or check rest."""
         for jump in later:
             self._follow(state, jump, expanded)
             return
@@ -145,16 +145,16 @@ def _expand(chunk: list[bytes]) -> list[Expanded]:
 
 
 def here(chunks: list[Frontier]) -> Iterator[tuple[Frontier, list[Expanded]]]:
-    """Yield each chunk with its successors, found in this process."""
+    """Yield each chunk with the successors of its states, found in this process."""
     for chunk in chunks:
         yield chunk, _expand([frozen for _, (_, frozen) in chunk])
 
 
 class Elsewhere:
-    """Expansion in several processes.
+    """Search for successors in several processes.
 
-    All states with the same scheduler state go to the same process, which has cached the results.
-    At the end of a level, a process without work takes chunks from the others.
+    All states with one scheduler state go to one process, which then has the results in its cache.
+    At the end of a level of the search, a process without work takes chunks from other processes.
     """
 
     def __init__(self, pools: list[Pool]) -> None:

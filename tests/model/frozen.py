@@ -1,13 +1,13 @@
 """Conversion of live records into plain tuples and back, so that states can be compared.
 
-The absolute values of operation ids, turns and process generations mean nothing. So operation ids
-are taken out in a fixed order and renumbered; states that differ only in these counters are one
-state. Ids that some code compares by size are taken out as negative numbers and stay negative in a
-frozen state, so a part that did not change since it was thawed keeps its frozen form.
+Absolute values of operation ids, turns and process generations mean nothing. So operation ids are
+extracted in a fixed order and renumbered, and states that differ only in these counters count as
+one state. Ids that some code compares by size are extracted as negative numbers, and stay negative
+in a frozen state. So a part that has not changed since it was thawed keeps its frozen form.
 
 The code is generated from each class's annotations. A field with an unknown annotation must keep
-its first value. If it changes, the model raises UnknownField, because it would otherwise merge
-states that differ.
+its first value: if it changes, the model raises UnknownField, because otherwise states that differ
+would count as one state.
 """
 
 # mypy: disable-error-code="no-any-return"
@@ -31,7 +31,7 @@ Add = Callable[[int], None]
 Next = Callable[[], int]
 Freeze = Callable[[Any, Add], Any]
 Thaw = Callable[[Any, Next], Any]
-Kept = tuple[bytes, tuple[int, ...]]  # marshalled values, operation ids; see ``frozen_part``
+Kept = tuple[bytes, tuple[int, ...]]  # marshalled values, operation ids (from ``frozen_part``)
 
 PLAIN = frozenset(
     {
@@ -60,20 +60,20 @@ OP_IDS = frozenset({"OpId", "Turn"})
 
 
 class UnknownField(Exception):
-    """Change of a field whose meaning the model does not know."""
+    """Error: a field changed whose meaning the model does not know."""
 
 
 class Codec:
-    """``freeze`` and ``thaw`` of one class of records.
+    """Pair of functions ``freeze`` and ``thaw`` for one class of records.
 
     Args:
-        drop: fields that are only shown; no decision reads them.
-        ordered: operation ids that some code compares by size; turns always count as ordered.
-        parts: classes of nested records, whose fields are named with a dot.
+        drop: names of fields that are not frozen, because no decision reads them.
+        ordered: names of operation ids that some code compares by size; turns always count as such.
+        parts: classes of nested records; a name of such a record's field has a dot.
 
     Attributes:
-        still: the fields that must not change. ``thaw`` copies these and the dropped fields from
-            its template.
+        still: names of the fields that must not change. ``thaw`` copies these fields and the
+            dropped ones from its template.
     """
 
     def __init__(
@@ -86,12 +86,12 @@ class Codec:
     ) -> None:
         self.kind = kind
         self.drop = drop
-        self.parts: dict[str, type] = {}  # class by field name; "": the record itself
+        self.parts: dict[str, type] = {}  # field -> class of the nested record; "": the record
         self.still: list[str] = []
         self._ordered = ordered
         self._plain: list[str] = []
         self._lines_out: list[str] = []
-        self._epochs_in: list[str] = []  # run before ``_lines_in``, in the order of ``_lines_out``
+        self._epochs_in: list[str] = []  # code before ``_lines_in``, in the order of ``_lines_out``
         self._lines_in: list[str] = []
         self._names: dict[str, Any] = {
             "new": kind.__new__,
@@ -137,7 +137,7 @@ class Codec:
             self._value(
                 name, f"o.{name} and (o.{name}.steps, o.{name}.left)", "sampling_params({})"
             )
-        elif annotation == "Runs | None":  # its other fields are only shown
+        elif annotation == "Runs | None":  # the other fields of ``Runs`` are only shown
             shown = f"o.{name} and (o.{name}.is_returning, o.{name}.is_cancelled)"
             self._value(name, shown, "runs({})")
         elif annotation.startswith("StateMachine["):
@@ -189,13 +189,13 @@ class Codec:
 
 
 def _slot(name: str) -> str:
-    """Return the place of a field in the records that ``thaw`` makes."""
+    """Return the expression for a field in the generated code of ``thaw``."""
     path, _, field = name.rpartition(".")
     return f"d_{path}[{field!r}]"
 
 
 def lands(of: StagingLayout | None) -> Any:
-    """Return the staging layout of a streamed model as plain values."""
+    """Return the layout of a streamed model (larger than the arena) as plain values."""
     return of and (
         of.offsets,
         of.waits,
@@ -206,11 +206,11 @@ def lands(of: StagingLayout | None) -> Any:
 
 
 class Still:
-    """Attributes that the model does not know, which must keep their values.
+    """Attributes that the model does not freeze, so that they must keep their values.
 
     Args:
         owner: a part of the scheduler, or a record.
-        known: names of the attributes that the model freezes, or that are only shown.
+        known: names of attributes that may change, because they are frozen or only shown.
     """
 
     def __init__(self, owner: object, *known: str) -> None:
@@ -234,14 +234,14 @@ class Still:
                 )
 
 
-@cache  # a whole scope has only a few thousand different arguments
+@cache  # calls for a whole scope have only a few thousand different arguments
 def renumbered(epochs: tuple[int, ...]) -> tuple[int, ...]:
     """Return the operation ids with new numbers; ids that are compared by size stay negative.
 
-    1. The absent id (0) stays 0.
+    1. The id 0, which means "none", stays 0.
     2. Ids that some code compares by size keep their order.
-    3. Only equality matters for the other ids: they are numbered in order of appearance. An id
-       that appears only once becomes 0. New operation ids are larger, so no later one equals it.
+    3. Other ids are only tested for equality, so they are numbered in order of appearance. An id
+       that appears once becomes 0: new operation ids are larger, so none will equal it.
     """
     ordered = sorted({-op_id for op_id in epochs if op_id < 0})
     numbers = {0: 0} | {op_id: rank for rank, op_id in enumerate(ordered, start=1)}
@@ -259,9 +259,9 @@ def renumbered(epochs: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def frozen_part(freeze: Freeze, part: Any) -> Kept:
-    """Return a part of the world as bytes and operation ids; they change only if the part does."""
+    """Return a part of the world as bytes and operation ids, which change only with the part."""
     epochs: list[int] = []
-    # Version 2 writes no references, so the bytes depend on the values alone.
+    # Version 2 of marshal writes no references, so the bytes depend only on the values.
     return marshal.dumps(freeze(part, epochs.append), 2), tuple(epochs)
 
 

@@ -1,7 +1,7 @@
 """Seeded bugs: the model must find each of them.
 
-Nothing inside the scheduler is replaced. A bug alters only the events that the scheduler gets and
-the commands that it returns.
+A bug changes the events that the scheduler gets, or the commands that it returns. The scheduler's
+own code stays as it is.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ JOINED = replace(FAULTLESS, steps=0, requests=3, batch=2, is_coarse=True)
 
 
 def _kind(command: ev.Command) -> type:
-    """Return the class of the message that a command sends, or of the command if it sends none."""
+    """Return the class of the message that a command sends, else the class of the command."""
     return type(getattr(command, "message", command))
 
 
@@ -93,7 +93,7 @@ def _answers_early(handle: Handle, event: ev.Event) -> list[ev.Command]:
 
 @dataclass(frozen=True)
 class Mutant:
-    """Seeded bug: its name, the scope that finds it, and its change to one event's commands."""
+    """Seeded bug: its name, the scope in which it is found, and how it changes commands."""
 
     name: str
     scope: Scope

@@ -1,8 +1,8 @@
 """Cache of the scheduler's results by state and event.
 
-The scheduler is a function of its state and the event. Many states of the world differ only in
-facts that the scheduler does not know, and pass the same event to it. The result then need not be
-computed, frozen and checked again.
+The scheduler's result depends only on its state and the event. Many states of the world differ only
+in facts that the scheduler does not know, and send it the same event. Then the cache has the
+result, and it is not computed, frozen and checked again.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from pipeswitch.scheduler.scheduler import Scheduler
 from .brain import Brain, sight
 from .frozen import Kept, frozen_part, reader
 
-FIRST_EPOCH: Final = 1000  # new operation ids are larger than all renumbered ones
-# The world performs these commands; all others only inform.
+FIRST_EPOCH: Final = 1000  # new operation ids begin here, above all renumbered ids
+# Commands that the world performs; all other commands only inform.
 PERFORMED: Final = (
     ev.Spawn,
     ev.Send,
@@ -32,13 +32,13 @@ PERFORMED: Final = (
     ev.StartBuild,
     ev.Shutdown,
 )
-Generations = tuple[tuple[int, ...], ...]  # for each device: the daemon's, then each slot's
+Generations = tuple[tuple[int, ...], ...]  # for each device: of the daemon, then of each slot
 # Result of an event: the commands, the error that ``check`` raised, and the state afterwards.
 Consequence = tuple[tuple[ev.Command, ...], AssertionError | None, "Moment"]
 
 
 class Moment:
-    """One state of the scheduler, with the part that the world may read."""
+    """One state of the scheduler, with the part of it that the world may read."""
 
     __slots__ = ("generations", "home", "kept", "last_epoch", "next", "seen")
 
@@ -46,7 +46,7 @@ class Moment:
         self, packed: Kept, frozen: Any, generations: Generations, last_epoch: int
     ) -> None:
         self.kept = packed
-        self.home = crc32(packed[0])  # chooses the process, which may have cached the results
+        self.home = crc32(packed[0])  # chooses the process that has the results in its cache
         self.generations = generations
         self.last_epoch = last_epoch
         self.seen = sight(frozen)
@@ -54,10 +54,10 @@ class Moment:
 
 
 class Recall:
-    """The scheduler, behind a cache of its results.
+    """The scheduler with a cache of its results.
 
-    Until the first ``go_to`` the scheduler is live: it handles every event itself, so that a story
-    does not depend on the cache. Afterwards it only handles events that are not in the cache.
+    Until the first ``go_to`` the scheduler is live: it handles every event, so that a story (the
+    replay of a path) does not depend on the cache. Then it handles only events without a result.
     """
 
     def __init__(self, scheduler: Scheduler) -> None:
@@ -65,22 +65,22 @@ class Recall:
         self._brain: Brain | None = None
         self.is_live = True
         self._moments: dict[Any, Moment] = {}
-        self._at: Moment | None = None  # None: the live scheduler has not been frozen since
+        self._at: Moment | None = None  # None: the live scheduler has changed since it was frozen
 
     def learn(self) -> None:
-        """Take the values of all unfrozen fields from the scheduler as it is now."""
+        """Use the scheduler's present values for all unfrozen fields from now on."""
         self._brain = Brain(self._scheduler)
 
     @property
     def scheduler(self) -> Scheduler:
-        """The real scheduler, set to the current moment."""
+        """Real scheduler, set to the current moment."""
         if not self.is_live:
             self._load()
         return self._scheduler
 
     @property
     def moment(self) -> Moment:
-        """The scheduler's current state."""
+        """Current state of the scheduler."""
         if self._at is None:
             self._at = self._freeze()
         return self._at
@@ -108,7 +108,7 @@ class Recall:
         moment, question = self.moment, (event, now_ms)
         known = moment.next.get(question)
         if known is None:
-            self._load()  # always: unfrozen values must not depend on the order of the search
+            self._load()  # so that unfrozen values do not depend on the order of the search
             at_ms = moment.seen.now_ms if now_ms is None else now_ms
             commands = self._scheduler.handle(event, at_ms)
             broken = self._checked()

@@ -8,34 +8,33 @@ from typing import Final
 from .channel import IMAGE_BYTES
 
 MIB: Final = 1 << 20
-CYCLE_MS: Final = 1000.0  # how long a job trains before the next job's turn
-GRACE_MS: Final = 30000.0  # the same for all grace periods: one jump of the clock ends them all
+CYCLE_MS: Final = 1000.0  # how long a job trains before another job gets the device
+GRACE_MS: Final = 30000.0  # all grace periods are equal, so that one jump of the clock ends them
 
 
 @dataclass(frozen=True, kw_only=True)
 class Scope:
     """A training job, some requests and some faults, explored in every possible order.
 
-    ``kills``: kills of workers, each at any step. ``daemon_kills``: kills of the memory daemon.
-    ``suspicions``: jumps of the clock to an instant at which the scheduler asked for a wake-up, so
-    that it takes a slow worker for hung and kills it while it still acts. ``late``: exits that are
-    reported before the process's last messages. ``repeats``: messages that arrive twice, without
-    a later message of the channel in between: a message from a worker or from the memory daemon,
-    a signal to a worker, or an order to copy a commit.
+    Numbers of faults. ``kills``: kills of workers, each at any step. ``daemon_kills``: kills of the
+    memory daemon. ``suspicions``: jumps of the clock to a wake-up of the scheduler, at which a slow
+    worker counts as hung; the scheduler kills it while it still acts. ``late``: exits that are
+    reported before the process's last messages. ``repeats``: messages that arrive a second time
+    before the channel's next message. They come from a worker or from the memory daemon, or are a
+    signal to a worker, or an order to copy a commit.
 
-    ``is_coarse``: larger moves, for larger scopes; a fine scope splits these moves. The job is
-    submitted at the start. A process is ready at once, a signal arrives at once, all messages of a
-    channel are handled together, and so are the memory daemon's results. An optimizer step, a
-    commit and a scrub are one move each. Faults without effect (a killed idle standby, a jump of
-    the clock after which no worker is suspected) are left out.
-    """
+    ``is_coarse``: larger moves, for larger scopes. The job is submitted at the start. Processes
+    are ready at once, and signals arrive at once. All messages of a channel are handled together,
+    and so are the memory daemon's results. An optimizer step, a commit and a scrub are one move
+    each. Faults without effect are left out: kills of an idle standby, and jumps of the clock after
+    which no worker counts as hung."""
 
     name: str
     steps: int = 3
     has_job: bool = True
     jobs: int = 1
     training: str = "rotate"  # the policy that chooses the next job
-    cycles: int = 0  # training cycles that end while the other job waits, or in a slow step
+    cycles: int = 0  # ends of a training cycle while the other job waits, or during a slow step
     requests: int = 2
     kills: int = 0
     daemon_kills: int = 0
@@ -43,31 +42,31 @@ class Scope:
     late: int = 0
     pauses: int = 0  # pauses by the user, each with a resume
     repeats: int = 0
-    deadlines: int = 0  # the number of last requests that have a deadline; it may expire
+    deadlines: int = 0  # number of requests, the last ones, whose deadline may expire
     cancels: int = 0  # requests that their clients cancel
-    hints: int = 0  # announcements of a request for a model
+    hints: int = 0  # announcements of a request, without the request
     moves: int = 0  # moves of the job to the other device
-    pins: int = 0  # pins of the first model by the operator; it stays pinned
-    drains: int = 0  # orders to the server to finish all accepted requests and to stop
+    pins: int = 0  # pins of the first model by the operator
+    drains: int = 0  # orders to finish all accepted requests and then to stop the server
     models: int = 2
     devices: int = 1
     placement: str = "least-finish"
     limited: str = ""  # models that only the last device may serve
-    daemon_restarts: int = 9  # more than can happen; 0: a device whose daemon dies is given up
-    asks: str = ""  # the model of each request, a letter each; empty: each model in turn
-    callers: str = ""  # the caller of each request, a letter each; empty: the same for all
-    runs: int = 0  # tokens of each request, which is a generation; 0: no generations
-    parks: int = 0  # times that a generation has no room for its next run, for a while
-    batch: int = 0  # the largest batch; a request waits for others for up to DEADLINE_MS
+    daemon_restarts: int = 9  # maximum, never reached; 0: a device whose daemon dies is given up
+    asks: str = ""  # a letter per request for its model; empty: all models in turn
+    callers: str = ""  # a letter per request for its caller; empty: one caller
+    runs: int = 0  # tokens of each request, which is then a generation; 0: no generations
+    parks: int = 0  # how often a generation has to wait for room before its next run
+    batch: int = 0  # largest batch; a request waits up to DEADLINE_MS for others
     groups: int = 1
     arena_mib: int = 8  # the fences and the slice take 2 MiB each
     model_mib: int = 4
-    small_mib: int = 0  # size of each model but the first, in one group; 0: the same for all
+    small_mib: int = 0  # size of all models but the first, in one group; 0: all have one size
     standby: int = 1
     commit_steps: tuple[int, ...] = (1, 2, 3, 4)  # steps after which the job commits
     is_coarse: bool = False
-    hears_late: bool = False  # in a coarse scope: signals do not arrive at once
-    max_deaths: int = 9  # workers' deaths per request; more than can happen, so none fails
+    hears_late: bool = False  # if True, signals do not arrive at once, even in a coarse scope
+    max_deaths: int = 9  # maximum of workers' deaths per request, never reached
 
     slice_bytes = 2 * MIB
     state_bytes = IMAGE_BYTES

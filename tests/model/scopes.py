@@ -1,4 +1,4 @@
-"""Scopes to explore: every test run explores the small ones, ``make model`` all of them."""
+"""Scopes to explore: every test run explores the small scopes, and ``make model`` explores all."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Breadth-first search of every state; no path to a violation is shorter than the reported one."""
+"""Breadth-first search of every state, which reports a shortest path to a violation."""
 
 from __future__ import annotations
 
@@ -39,14 +39,14 @@ class Report:
     transitions: int = 0
     depth: int = 0
     wall_s: float = 0.0
-    cpu_s: float = 0.0  # sum over all processes; comparable even on a busy machine
+    cpu_s: float = 0.0  # CPU time of all processes, which other programs change little
     peak_mib: int = 0
     is_exhausted: bool = False
     violation: str = ""
     path: list[Action] = field(default_factory=list)  # from the start to the violation
 
     def line(self) -> str:
-        """Return the result as one line for people."""
+        """Return the result as one line of text."""
         end = "exhausted" if self.is_exhausted else "NOT exhausted"
         outcome = f"VIOLATION: {self.violation}" if self.violation else "no violation"
         return (
@@ -60,8 +60,8 @@ class Exploration:
     """Search of all states of a scope.
 
     Args:
-        processes: number of processes that expand states; 1: this process, where patches apply.
-        most_states: stop at this number of states; ``Report.is_exhausted`` is then False.
+        processes: number of processes that search; 1 means only this process, so patches apply.
+        most_states: number of states at which the search stops, with ``is_exhausted`` False.
     """
 
     def __init__(self, scope: Scope, *, processes: int = 1, most_states: int = 10**8) -> None:
@@ -72,8 +72,8 @@ class Exploration:
         self._parents = array("I")
         self._actions: list[Action] = []
         self._numbers: dict[Action, int] = {}
-        self._by = array("H")  # for each state, the number of the action that led to it
-        self._sources, self._targets = array("I"), array("I")  # edges of actions without faults
+        self._by = array("H")  # state -> number of the action that led to it
+        self._sources, self._targets = array("I"), array("I")  # edges whose action is no fault
         self._rests: list[int] = []
         self.report = Report(scope)
 
@@ -181,10 +181,10 @@ class Exploration:
         return path[::-1]
 
     def _require_ways_out(self) -> None:
-        """Report a violation if a state cannot reach any state of rest without further faults."""
+        """Report a violation if some state cannot reach a state of rest without further faults."""
         count = len(self._index)
         first, following = [-1] * count, array("i", [-1]) * len(self._sources)
-        for edge, target in enumerate(self._targets):  # a linked list of edges for each target
+        for edge, target in enumerate(self._targets):  # builds a linked list of edges per target
             following[edge], first[target] = first[target], edge
         has_way = bytearray(count)
         waiting = list(self._rests)

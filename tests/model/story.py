@@ -1,4 +1,4 @@
-"""Stories: paths through the states as numbered lines for people."""
+"""Stories: paths through the states, as numbered lines of text."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ _PLAIN: Final = {
 
 
 def describe(world: World, action: Action) -> str:
-    """Return a sentence that describes the next action."""
+    """Return a sentence that describes ``action``, which the world has not made yet."""
     kind, *rest = action
     if kind in _PLAIN:
         return _PLAIN[kind]
@@ -123,7 +123,7 @@ def _message(message: Any) -> str:
 
 
 def order_of(world: World, command: Any) -> str | None:
-    """Return a command of the scheduler in words; None if the command only informs."""
+    """Return a sentence for a command of the scheduler; None if the command only informs."""
     target = getattr(command, "target", None) or ev.Address("daemon")
     where = _of(world, target.device)
     who = "the memory daemon" if target.kind == "daemon" else f"{target.kind} {target.slot}"
@@ -161,7 +161,7 @@ def tell(scope: Scope, path: list[Action], violation: str) -> str:
     """Return the story of a path, with the scheduler's real numbers.
 
     The path is replayed from the start, without freezing. If the violation does not occur again,
-    the model may renumber ids incorrectly, and the last line says so.
+    the last line says so; then the model may renumber ids incorrectly.
     """
     world = World(scope)
     lines = [f"Tokens: requests 1 to {scope.requests}, 101 the job's acceptance, 102 its end."]

@@ -1,4 +1,4 @@
-"""Frozen state that is unpacked only once, though the world returns to it for each action."""
+"""A frozen state that is unpacked only once, although the world returns to it for each action."""
 
 from __future__ import annotations
 

@@ -20,7 +20,7 @@ from .frozen import Add, Kept, Next
 TASK, SIGNAL = "task", "signal"
 NO_TURN = Turn(0)
 _STATES = {state.value: state for state in GateState}
-# Moves that no other process can see. They are made at once, as a part of the move before.
+# Moves that no other process can notice. They are made at once, together with the move before.
 UNSEEN = frozenset({"answers", "cleans", "asks"})
 
 
@@ -28,14 +28,14 @@ class Worker(SimulatedWorker):
     """Worker process in a slot. Several states of the world may share the object.
 
     Attributes:
-        kept: the frozen form of a shared worker, which must not change; None if it is not shared.
+        kept: frozen form of a worker that states share, so that it must not change; else None.
     """
 
     kept: Kept | None = None
     is_coarse = False
 
     def own(self) -> Worker:
-        """Return a copy for one state of the world, which may change it."""
+        """Return a copy that one state of the world may change."""
         twin = _copy_of(self)
         twin.kept = None
         twin.inbox, twin.out = copied(self.inbox), copied(self.out)
@@ -50,7 +50,7 @@ class Worker(SimulatedWorker):
         return twin
 
     def say(self, channel: str, message: Message) -> None:
-        if not isinstance(message, JobReport):  # a report changes no decision
+        if not isinstance(message, JobReport):  # reports have no effect on decisions
             super().say(channel, plain(message))
 
     def hear(self, channel: str, message: Message) -> None:
@@ -63,12 +63,12 @@ class Worker(SimulatedWorker):
         self.inference = self.script = None
 
     def main_move(self) -> Move | None:
-        """Return the main thread's next move; None while it waits."""
+        """Return the main thread's next move; None while the thread waits."""
         steps = self.main_steps()
         return steps[0] if steps else None
 
     def settle(self) -> None:
-        """Make the moves that no other process can see."""
+        """Make the moves that no other process can notice."""
         while self.is_ready and self.runs and (move := self.main_move()) is not None:
             is_request = move.thread == TASK and isinstance(self.inbox[TASK][0], RunInference)
             is_half = self.is_coarse and move.what == "writes"
@@ -116,7 +116,7 @@ def freeze_worker(worker: Worker, e: Add) -> Any:
 
 
 def thaw_worker(frozen: Any, n: Next, worker: Worker) -> None:
-    """Set ``worker``, which is new in its slot, to a frozen state."""
+    """Set the new object ``worker`` to a frozen state."""
     worker.begun, worker._job_op_id = n(), n()  # type: ignore[assignment]
     (_, worker.is_ready, worker.is_doomed, worker.status, lease, queues, task, script) = frozen
     worker.lease = None if lease is None else ByteSpan(*lease)
@@ -180,7 +180,7 @@ def _thaw_script(frozen: Any, n: Next, worker: Worker) -> SimulatedScript:
 
 
 def _freeze_gate(gate: Gate, e: Add) -> Any:
-    """Return the real gate's state; pass its turns, which are ordered, to ``e``."""
+    """Return the real gate's state; pass its turns, negated because they are ordered, to ``e``."""
     e(-gate._turn)
     e(-gate._granted)
     for pair in (gate._accepted, gate._future):

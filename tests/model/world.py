@@ -1,4 +1,4 @@
-"""Simulated world that can be frozen and thawed, and changes by one action at a time."""
+"""Simulated world that can be frozen and thawed, and that changes by one action at a time."""
 
 from __future__ import annotations
 
@@ -58,11 +58,11 @@ OF_CLIENTS: Final = frozenset(
 
 
 class World(simulator.World):
-    """The whole world in one state; ``thaw`` sets it to another state.
+    """The simulated world in its current state; ``thaw`` sets it to another state.
 
-    States share process objects, so an action changes a copy (``own``, ``own_daemon``).
-    Actions name a worker by ``key_of``, and a daemon by its device.
-    ``scheduler`` is the only scheduler object; ``recall`` has its content in this state.
+    States share objects of processes, so an action changes a copy (``own``, ``own_daemon``).
+    An action names a worker by ``key_of``, and a daemon by its device.
+    ``scheduler`` is the only scheduler object; ``recall`` has the scheduler's state.
     """
 
     clients: Clients
@@ -75,12 +75,12 @@ class World(simulator.World):
         self.suspicions, self.late, self.repeats = scope.suspicions, scope.late, scope.repeats
         self.cycles = scope.cycles
         self._prepares: list[tuple[Worker, PrepareModel]] = []
-        # Every thawed object by its frozen form; states share these objects.
+        # Frozen form -> thawed object, which states share.
         self.known_workers: dict[tuple[Kept, Slot, int], Worker] = {}
         self.known_daemons: dict[tuple[Kept, int], Daemon] = {}
         self._known_devices: dict[Kept, dict[str, Any]] = {}
         self._thawed: tuple[Any, Thawed] | None = None
-        # For each device: its values, and their frozen form.
+        # For each device, the values of its memory, and their frozen form.
         self.kept_devices: list[tuple[dict[str, Any], Kept]] = [({}, (b"", ()))] * scope.devices
         settings = SchedulerSettings(
             arena_bytes=scope.arena_bytes,
@@ -128,7 +128,7 @@ class World(simulator.World):
             self._rest()
 
     def _allowed(self, model: str) -> tuple[str, ...]:
-        """Return the devices that may serve a model; empty: all of them."""
+        """Return the devices that may serve a model; empty if all devices may."""
         return (f"cpu:{self.scope.devices - 1}",) if model in self.scope.limited else ()
 
     def _rest(self) -> None:
@@ -139,7 +139,7 @@ class World(simulator.World):
         return ModelName("ABC"[index % self.scope.models])
 
     def happens(self, what: Chance, name: str) -> bool:
-        """Decide a chance that is neither an action nor a fault of the scope (see ``Choices``)."""
+        """Decide about events that are no actions and no faults of the scope (see ``Choices``)."""
         match what:
             case "commit":
                 scripts = [w.script for w in self.workers.values() if w.script is not None]
@@ -207,7 +207,7 @@ class World(simulator.World):
         return packed if vars(scene.device) == before else frozen_part(freeze_device, scene.device)
 
     def _generations(self) -> tuple[Any, ...]:
-        """Return generations by device and slot, as ranks among live workers and dead ones."""
+        """Return generations by device and slot, as ranks among those of live and dead workers."""
         return tuple(
             [
                 tuple(
@@ -226,7 +226,7 @@ class World(simulator.World):
         return order[generation], tuple([order[g] for g in ghosts])
 
     def thaw(self, frozen: Any) -> None:
-        """Set the world to a state that ``marshal.loads`` returned; the same again is cheap."""
+        """Set the world to a state from ``marshal.loads``; setting it again to it is cheap."""
         if self._thawed is None or frozen is not self._thawed[0]:
             self._thawed = frozen, Thawed(self, frozen)
         self._thawed[1].becomes(self)
@@ -244,7 +244,7 @@ class World(simulator.World):
         return worker
 
     def daemon_of(self, packed: Kept, index: int) -> Daemon | None:
-        """Return the memory daemon of a device that has this frozen form; None if it is dead."""
+        """Return the device's memory daemon with this frozen form; None if it is dead."""
         if packed == NO_DAEMON:
             return None
         daemon = self.known_daemons.get((packed, index))
@@ -256,24 +256,24 @@ class World(simulator.World):
         return daemon
 
     def device_of(self, packed: Kept) -> dict[str, Any]:
-        """Return the values of a device's memory that has this frozen form."""
+        """Return the values of a device's memory from its frozen form."""
         fields = self._known_devices.get(packed)
         if fields is None:
             fields = vars(thaw_device(marshal.loads(packed[0]), reader(packed[1])))
             self._known_devices[packed] = fields
         return fields
 
-    # -- what can be changed -------------------------------------------------------------------
+    # -- copies that may be changed ------------------------------------------------------------
 
     def own(self, key: Slot) -> Worker:
-        """Return the worker in a slot to change it; a copy replaces it if states share it."""
+        """Return the worker in a slot for changes; if states share it, a copy replaces it here."""
         worker = self.workers[key]
         if worker.kept is not None:
             worker = self.workers[key] = worker.own()
         return worker
 
     def own_daemon(self, index: int = 0) -> Daemon:
-        """Return a device's memory daemon to change it; a copy replaces it if states share it."""
+        """Return a device's memory daemon for changes; if states share it, a copy replaces it."""
         daemon: Daemon = self.daemons[index]
         if daemon.kept is not None:
             daemon = self.daemons[index] = daemon.own()
@@ -282,7 +282,7 @@ class World(simulator.World):
     # -- moves ---------------------------------------------------------------------------------
 
     def apply(self, action: Action) -> bool:
-        """Perform an action; return False if it had no effect. Raises Violation."""
+        """Perform an action; return False if it had no effect. Raise Violation for a defect."""
         try:
             kind, *rest = action
             act: Callable[..., Any]
@@ -305,7 +305,7 @@ class World(simulator.World):
                 area.last()
 
     def _hurry(self) -> None:
-        """Make every move that takes no time in a coarse scope."""
+        """Make every move that happens at once in a coarse scope."""
         for slot, worker in list(self.workers.items()):
             if not worker.is_ready:
                 self.do_ready(slot)
@@ -400,7 +400,7 @@ class World(simulator.World):
         self.do_struck(slot)
 
     def do_struck(self, slot: Slot) -> None:
-        """End and reap a worker; its messages are read first, as ``Processes._exited`` does."""
+        """End and reap a worker after its messages were read, like ``Processes._exited``."""
         worker = self.own(slot)
         worker.end(-9)
         self._reap(worker)
@@ -410,7 +410,7 @@ class World(simulator.World):
         self.do_struck_early(slot)
 
     def do_struck_early(self, slot: Slot) -> None:
-        """End and reap a worker before its last messages are read."""
+        """End and reap a worker; its last messages are read only later."""
         self.late -= 1
         worker = self.own(slot)
         worker.end(-9)
@@ -467,7 +467,7 @@ class World(simulator.World):
             for command in commands
             if isinstance(command, ev.Send) and isinstance(command.message, RunInference)
         }
-        if self.recall.is_live:  # the commands are recorded for a story
+        if self.recall.is_live:  # a story records all commands
             super().perform(commands)
             return
         for command in commands:
@@ -505,7 +505,7 @@ class World(simulator.World):
         key = key_of(index, command.target.slot)
         if key in self.workers:
             worker, message = self.own(key), command.message
-            if isinstance(message, PrepareModel):  # a worker prepares it in no time
+            if isinstance(message, PrepareModel):  # preparing a model takes no time here
                 self._prepares.append((worker, message))
                 return
             if isinstance(message, RunInference):
@@ -527,7 +527,7 @@ class World(simulator.World):
                 require(not is_wanted, f"{name} is waited for, and {message.model} sent ahead")
 
     def _leaves(self, reason: str) -> None:
-        """Check that the server may stop now, which kills all its processes."""
+        """Check that the server may stop, which kills all its processes."""
         drained = self.clients.drained
         is_grace_over = drained is not None and self.now_ms >= drained[1]
         require(reason == "drained" or is_grace_over, f"it leaves: {reason}")
@@ -546,10 +546,10 @@ class World(simulator.World):
                 if job in self.scene.commits:
                     area.require_on_disk()
 
-    # -- what holds in every state -------------------------------------------------------------
+    # -- checks in every state -----------------------------------------------------------------
 
     def _begins_a_step(self, worker: Worker) -> None:
-        """Check that a job that begins a step while a request waits was told to stop."""
+        """Check that a job that begins a step while a request waits has got a stop signal."""
         has_upcoming = self.recall.moment.seen.has_upcoming[worker.scene.index]
         is_told = bool(worker.inbox.get(SIGNAL)) or not has_upcoming
         require(
@@ -558,7 +558,7 @@ class World(simulator.World):
         )
 
     def check_rest(self) -> None:
-        """Check a state of rest: every token is answered, and no memory is leased (I1, I3)."""
+        """Check a state of rest: all tokens are answered, and no memory is leased (I1, I3)."""
         if self.left is not None:
             return
         machine = self.recall.scheduler.machine
@@ -597,8 +597,8 @@ __all__ = ["Violation", "World"]
 
 
 def _leave_the_disk_out(jobs: Jobs) -> None:
-    """Disable the periodic writes of commits to disk: such a write, possible at any moment, would
-    double the number of states."""
+    """Disable the periodic writes of commits to disk. A write would be possible at any moment, and
+    would double the number of states."""
     adopt = jobs.adopt
 
     def adopted(*args: Any, **options: Any) -> Job:

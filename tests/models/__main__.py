@@ -45,7 +45,7 @@ Dynamic = dict[str, dict[int, tuple[str, int, int]]]
 
 
 def plainly(module: nn.Module, inputs: Inputs) -> Any:
-    """Return the output of the plain module; a decoder runs without its cache."""
+    """Return the output of the plain module; a decoder does not return its cache."""
     with torch.no_grad():
         if not isinstance(inputs, dict):
             return module(*inputs)
@@ -54,7 +54,7 @@ def plainly(module: nn.Module, inputs: Inputs) -> Any:
 
 
 def equal(answer: Any, expected: Any) -> bool:
-    """Return whether all outputs are equal bit by bit, so NaN equals itself and 0.0 is not -0.0."""
+    """Return True if all outputs have equal bits: NaN equals itself, but 0.0 differs from -0.0."""
     outputs, plain = list(answer.outputs.values()), list(flatten_outputs(expected).values())
     return len(outputs) == len(plain) and all(
         a.contiguous().numpy().tobytes() == b.contiguous().numpy().tobytes()
@@ -63,8 +63,8 @@ def equal(answer: Any, expected: Any) -> bool:
 
 
 def open_dims(module: nn.Module, example: Inputs, *, has_sides: bool) -> Dynamic:
-    """Return dynamic dimensions: lengths from 1 to 512, image sides and sound samples from half of
-    the example's. Empty if arguments nest or are passed by name."""
+    """Return dynamic dimensions: lengths from 1 to 512; image sides and sound samples from half of
+    the example's. Return none if arguments are nested or passed by name."""
     dims: Dynamic = {}
     if isinstance(example, dict) or not all(isinstance(value, torch.Tensor) for value in example):
         return dims
@@ -86,7 +86,7 @@ def resized(value: torch.Tensor, axis: int, extent: int) -> torch.Tensor:
 
 
 class Sweep:
-    """Runner of one server: registers each model, sends requests, compares and unregisters."""
+    """Tester with one server, which registers each model, compares answers, and unregisters it."""
 
     def __init__(self, running: RunningServer) -> None:
         self._running, self._client = running, running.client()
@@ -113,7 +113,7 @@ class Sweep:
             row["outcome"] = "served" if all(answers) else "differs"
         except PipeSwitchError as error:
             row["why"] = str(error).splitlines()[0][:400]
-        except Exception as error:  # an error that is not a refusal
+        except Exception as error:  # this error is not a refusal, so the model has failed
             row["outcome"] = "failed"
             row["why"] = f"{type(error).__name__}: {str(error)[:300]}"
         row["took_s"] = round(time.monotonic() - began_s, 1)
@@ -166,7 +166,7 @@ class Sweep:
         return equal_by_batch
 
     def _ask_sizes(self, module: nn.Module, example: Inputs, dynamic: Dynamic) -> dict[str, bool]:
-        """Compare answers at each length, and at two sizes of images and sounds."""
+        """Compare answers for each length, and for two sizes of images and sounds."""
         equal_by_size: dict[str, bool] = {}
         if not dynamic:
             return equal_by_size
@@ -192,7 +192,7 @@ class Sweep:
 
 @contextlib.contextmanager
 def claimed(folder: Path, name: str) -> Iterator[Path | None]:
-    """Yield the file of a row that is to be made; None if it exists or another process makes it."""
+    """Yield the file for a row; None if the row exists or another process makes it."""
     path = folder / f"{name}.json"
     with path.open("a") as file:
         try:
@@ -220,7 +220,7 @@ def summary(rows: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def sweep(names: list[str], entries: Mapping[str, Entry], folder: Path) -> None:
-    """Make the rows that are missing; print a line for each."""
+    """Test the models whose rows are missing; print a line for each."""
     arguments = ("--threads", str(THREADS))
     root = str(Path(__file__).parents[2])  # the server imports tests.models.factories from here
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (root, os.environ.get("PYTHONPATH"))))
@@ -253,7 +253,7 @@ def main() -> int:
         folder.mkdir(parents=True, exist_ok=True)
         sweep(names, entries, folder)
         texts = [(folder / f"{name}.json").read_text() for name in names]
-    rows = [json.loads(text) for text in texts if text]  # a row without text is another process's
+    rows = [json.loads(text) for text in texts if text]  # empty: another process makes the row
     report = summary(rows)
     if options.out:
         options.out.parent.mkdir(parents=True, exist_ok=True)

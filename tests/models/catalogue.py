@@ -1,8 +1,8 @@
-"""The models: torchvision's families at their usual image sizes, transformers' kinds, small ones.
+"""Catalogue of models: torchvision's families, transformers' classes, and small modules.
 
-An entry makes a module with seeded weights and an example of its inputs. Names are those of
-torchvision and transformers; the latter are small configurations of the real classes.
-"""
+An entry is a function that returns a module with seeded weights, and an example of its inputs.
+torchvision's models get their usual image size; transformers' models are small configurations.
+Names are those of the two libraries."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from torch import nn
 
 from .odd import ODD
 
-Inputs = tuple[Any, ...] | dict[str, Any]  # positional or keyword arguments, which may nest
+Inputs = tuple[Any, ...] | dict[str, Any]  # positional or keyword arguments, perhaps nested
 Made = tuple[nn.Module, Inputs]
 Entry = Callable[[], Made]
 
@@ -52,7 +52,7 @@ SIZED: Final = frozenset(
         "squeezenet1_1",
     }
 )
-"""Models that are also tested at other image sizes. Exporting the others takes a minute each."""
+"""Models that are also tested with other image sizes. Exports of other models take a minute."""
 OWN_SIDES: Final = {
     f"torchvision {name}"
     for names in (*PICTURES.values(), DETECTORS)
@@ -227,7 +227,7 @@ TRANSFORMERS: Final[Mapping[str, tuple[Mapping[str, Any], str]]] = {
 
 
 class Answers(nn.Module):
-    """Transformers model with positional arguments; returns a tuple of tensors and no cache."""
+    """Transformers model with positional arguments; it returns a tuple of tensors, but no cache."""
 
     def __init__(self, model: Any, names: tuple[str, ...]) -> None:
         super().__init__()
@@ -242,7 +242,7 @@ class Answers(nn.Module):
 
 
 class Dense(nn.Module):
-    """Module that returns the values of a segmenter's or GoogLeNet's dict."""
+    """Module that returns a tuple of the values in a segmenter's or GoogLeNet's output dict."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
@@ -324,7 +324,7 @@ def _transformer(name: str) -> Made:
 
 
 def _as_it_comes(name: str, options: Mapping[str, Any], *kinds: str) -> Made:
-    """Return a model and example that use a tokenizer's argument names and full output types."""
+    """Return a transformers model unchanged, with a tokenizer's argument names in the example."""
     import transformers
 
     cls: Any = getattr(transformers, name)
@@ -401,7 +401,7 @@ def _small() -> dict[str, Entry]:
 
 
 def catalogue() -> dict[str, Entry]:
-    """Return the entries by name: torchvision, transformers, small ones."""
+    """Return all entries by name: torchvision's, transformers', and small modules."""
     entries: dict[str, Entry] = {}
 
     def vision(name: str, *shape: int) -> None:

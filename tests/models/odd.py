@@ -16,7 +16,7 @@ rand = torch.randn
 
 
 class Does(nn.Module):
-    """Module that calls a function with a few layers."""
+    """Module whose ``forward`` calls a given function, which uses a few layers."""
 
     def __init__(self, does: Callable[..., Any], **layers: nn.Module) -> None:
         super().__init__()
@@ -195,7 +195,7 @@ def cells(m: Any, x: T) -> T:
 
 
 class Table(nn.Module):
-    """Rotary angles that are not a buffer."""
+    """Module with rotary angles that are a plain tensor instead of a buffer."""
 
     def __init__(self) -> None:
         super().__init__()

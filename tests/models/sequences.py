@@ -22,7 +22,7 @@ class Cell(torch.nn.Module):
 
 
 class Recalls(torch.nn.Module):
-    """Module that attends to all rows of its sequence, including those of this step."""
+    """Module that attends to all rows of its sequence, including the rows of this step."""
 
     def __init__(self) -> None:
         super().__init__()

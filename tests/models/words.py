@@ -9,8 +9,8 @@ from typing import Any
 
 
 def trained(kind: str) -> Any:
-    """Return a trained tokenizer like GPT-2's (``bytes``) or Llama's (``fallback``).
-    Words include the space before them; unknown words become bytes."""
+    """Train and return a tokenizer like GPT-2's (``bytes``) or Llama's (``fallback``). A word
+    includes the space before it, and unknown words become bytes."""
     import tokenizers
     from tokenizers import decoders, models, pre_tokenizers
 

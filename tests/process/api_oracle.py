@@ -1,8 +1,8 @@
-"""Pure model of the answers of a server: dictionaries of models and jobs, without torch and I/O.
+"""Oracle: a model of which answers a server may give, made of dictionaries, without torch or I/O.
 
-A ``may_...`` method returns the outcomes that a request may have now; a ``did_...`` method records
-the outcome that it had. An outcome is ``OK`` or the name of an error type. Several outcomes are
-allowed where the oracle cannot know: free memory may be fragmented, or a short script may be over.
+A ``may_...`` method returns the outcomes that a request may have now. A ``did_...`` method records
+the outcome that it had. An outcome is ``OK`` or the name of an error's class. Several outcomes are
+allowed if the oracle cannot know: free memory may be fragmented, or a short script may have ended.
 """
 
 from __future__ import annotations
@@ -20,18 +20,18 @@ OK: Final = "ok"
 Outcomes = frozenset[str]
 
 SLOT_BYTES: Final = 2 << 20  # regions of the arena begin and end at multiples of this
-COMMITS_BYTES: Final = 512 << 10  # of the host store, at most, for commits of all jobs of the test
-REJECTIONS: Final = frozenset({"InvalidInput", "ModelNotFound", "QueueFull"})  # never accepted
+COMMITS_BYTES: Final = 512 << 10  # limit of the commits of all jobs of the test in the host store
+REJECTIONS: Final = frozenset({"InvalidInput", "ModelNotFound", "QueueFull"})  # before acceptance
 MOVING: Final = frozenset(
     {"queued", "transmitting", "running", "stopping", "suspended", "evicting"}
 )
-ELSEWHERE: Final = frozenset({"host", "partial", "transmitting"})  # not on the device, or not yet
+ELSEWHERE: Final = frozenset({"host", "partial", "transmitting"})  # not completely on the device
 CLASSES: Final = ("high", "normal", "low")  # most urgent first
 PS_WORDS: Final[Mapping[str, str]] = {"running": "active", "stopping": "active"}
 FINITE: Final[Mapping[str, str]] = {
     "short": "done",
     "broken": "failed",
-}  # the state in which each finite kind of job ends on its own
+}  # kind of job -> the state in which it ends by its own script
 
 
 def only(*outcomes: str) -> Outcomes:
@@ -40,13 +40,13 @@ def only(*outcomes: str) -> Outcomes:
 
 @dataclass(frozen=True, kw_only=True)
 class Program:
-    """A program to register, and the known facts about it."""
+    """A program that the test registers, and the facts about it."""
 
     name: str
-    size_bytes: int = 4096  # at most, in the host store
-    is_code: bool = False  # a factory, which some listeners refuse
-    refusal: str = ""  # error of its registration; empty: it can be served
-    batch_max: int = 0  # 0: as registered
+    size_bytes: int = 4096  # upper limit of its size in the host store
+    is_code: bool = False  # True for a factory, which some listeners refuse
+    refusal: str = ""  # error of its registration; empty if it can be served
+    batch_max: int = 0  # largest batch; 0: as registered
 
     @property
     def slots(self) -> int:
@@ -62,14 +62,14 @@ class KnownModel:
     priority: str
     is_pinned: bool
     digest: str
-    is_owners: bool  # registered by the owner, not by another client
+    is_owners: bool  # True if the owner has registered it, False for another client
     is_quarantined: bool = False
-    answered: int = 0  # requests with a result since the server started
-    stays: bool = False  # pinned and seen on the device: only a client can evict it
+    answered: int = 0  # number of requests with a result since the server's start
+    stays: bool = False  # True if pinned and seen on the device: only a client can evict it
 
     @property
     def residencies(self) -> frozenset[str]:
-        """The values that the model's row may show as its residency."""
+        """Values that the model's row may show as its residency."""
         return ELSEWHERE | {"pinned" if self.is_pinned else "resident"}
 
     @property
@@ -79,18 +79,18 @@ class KnownModel:
 
 @dataclass(kw_only=True)
 class KnownJob:
-    """An accepted job, also after its end."""
+    """A job that was accepted; it may have ended."""
 
     kind: str  # endless, short or broken
     priority: str
     is_paused: bool = False
-    end: str = ""  # its final state, once seen; empty before
-    may_lack_memory: bool = False  # pinned models left no certain place for its slice
+    end: str = ""  # final state; empty until a row has shown it
+    may_lack_memory: bool = False  # True if pinned models may leave no place for its slice
     committed_step: int = -1
 
     @property
     def states(self) -> frozenset[str]:
-        """The states that the job's row may show now."""
+        """States that the job's row may show now."""
         if self.end:
             return only(self.end)
         if self.is_paused:
@@ -105,13 +105,13 @@ class KnownJob:
 
 @dataclass
 class Oracle:
-    """State that a server must have now, if it began empty.
+    """State that a server must have now, if it was empty at its start.
 
     Args:
-        arena_slots: the number of slots of ``SLOT_BYTES``, without the fences.
-        store_bytes: the size of the host store.
-        digests: the digests seen for each program and largest batch; a digest never changes. The
-            owner's digest differs from that of the other clients.
+        arena_slots: number of slots of ``SLOT_BYTES`` in the arena, without the fences.
+        store_bytes: size of the host store.
+        digests: (program, largest batch) -> the digests that were seen. A digest never changes, but
+            the owner's program and another client's program have different digests.
     """
 
     arena_slots: int
@@ -119,25 +119,25 @@ class Oracle:
     digests: dict[tuple[str, int], set[str]]
     models: dict[str, KnownModel] = field(default_factory=dict)
     jobs: dict[str, KnownJob] = field(default_factory=dict)
-    counts: Counter[str] = field(default_factory=Counter)  # inference counts since the server began
+    counts: Counter[str] = field(default_factory=Counter)  # requests by outcome, since the start
     kills: int = 0
-    daemon_deaths: int = 0  # consecutive deaths without an answer in between
+    daemon_deaths: int = 0  # number of deaths since the last answer
 
     # ---- memory --------------------------------------------------------------------------------
 
     def has_certain_place(self, slots: int, name: str = "") -> bool:
-        """Return whether ``slots`` adjacent slots are free wherever the pinned models lie."""
+        """Return True if ``slots`` adjacent slots are free for every placement of pinned models."""
         pinned = [m.program.slots for n, m in self.models.items() if m.is_pinned and n != name]
         free = self.arena_slots - sum(pinned)
         return free > 0 and -(-free // (len(pinned) + 1)) >= slots
 
     def has_no_place(self, slots: int, name: str = "") -> bool:
-        """Return whether the pinned models on the device leave fewer than ``slots`` slots."""
+        """Return True if the pinned models on the device leave fewer than ``slots`` slots."""
         there = [m.program.slots for n, m in self.models.items() if m.stays and n != name]
         return self.arena_slots - sum(there) < slots
 
     def device_lost(self) -> None:
-        """Record the death of the memory daemon: pinned models come back, but not at once."""
+        """Record the death of the memory daemon; pinned models are copied again later."""
         self.kills += 1
         self.daemon_deaths += 1
         for model in self.models.values():
@@ -147,7 +147,7 @@ class Oracle:
         free = self.store_bytes - sum(m.program.size_bytes for m in self.models.values())
         if free < program.size_bytes:
             return only("HostStoreFull")
-        # The worst arrangement leaves equal gaps between the models.
+        # In the worst case, the free bytes are divided into equal gaps between the models.
         if (free - COMMITS_BYTES) // (len(self.models) + 1) >= program.size_bytes:
             return only(OK)
         return only(OK, "HostStoreFull")
@@ -181,7 +181,7 @@ class Oracle:
         is_pinned: bool,
         is_owner: bool,
     ) -> None:
-        """Record a registration that was answered with ``row``; a repeated one changes nothing."""
+        """Record a registration whose answer is ``row``; a repeated one changes nothing."""
         old = self.models.get(name)
         if old is not None:
             assert row["digest"] == old.digest
@@ -199,7 +199,7 @@ class Oracle:
         self._memory_changed()
 
     def know_digest(self, program: str, max_batch: int, digest: str) -> None:
-        """Check that a program keeps its digest, one per tenant, and no other program has it."""
+        """Check that a program has one digest per tenant, which no other program has."""
         digests = self.digests.setdefault((program, max_batch), set())
         digests.add(digest)
         assert len(digests) <= 2, program
@@ -207,7 +207,7 @@ class Oracle:
         assert others == {program}, f"{others} have one digest"
 
     def adopt(self, name: str, program: Program, row: Mapping[str, Any]) -> None:
-        """Take over a row of ``models`` that resulted from requests in an unknown order."""
+        """Copy a row of ``models`` that results from requests whose order is unknown."""
         old = self.models.get(name)
         self.models[name] = KnownModel(
             program=program,
@@ -221,14 +221,14 @@ class Oracle:
         self._memory_changed()
 
     def may_find(self, name: str) -> Outcomes:
-        """Return the outcomes of ``show``, ``unregister``, ``load`` and ``unload``."""
+        """Return the possible outcomes of ``show``, ``unregister``, ``load`` and ``unload``."""
         return only(OK if name in self.models else "ModelNotFound")
 
     def did_unregister(self, name: str) -> None:
         self.models.pop(name, None)
 
     def did_pin(self, name: str, row: Mapping[str, Any], *, is_pinned: bool) -> None:
-        """Record a ``load`` or ``unload`` that was answered with ``row``."""
+        """Record a ``load`` or ``unload`` whose answer is ``row``."""
         model = self.models[name]
         model.is_pinned = is_pinned
         model.is_quarantined &= not is_pinned
@@ -238,7 +238,7 @@ class Oracle:
         self._memory_changed()
 
     def comes_to_the_device(self, name: str) -> bool:
-        """Return whether the model is pinned and certain to come: it fits, and no job is alive."""
+        """Return True if the pinned model must come to the device: it fits, and no job is alive."""
         model = self.models[name]
         is_alone = all(job.end for job in self.jobs.values())
         has_place = self.has_certain_place(model.program.slots, name)
@@ -256,7 +256,7 @@ class Oracle:
         if model.is_quarantined or any(not 1 <= n <= model.batch_max for n in batches):
             return only("InvalidInput")
         if any(not job.end for job in self.jobs.values()):
-            return only(OK, "DeviceBusy", "OutOfDeviceMemory")  # paused jobs use no memory
+            return only(OK, "DeviceBusy", "OutOfDeviceMemory")  # OK, as a paused job uses no memory
         if not self.has_certain_place(model.program.slots, name):
             return only(OK, "OutOfDeviceMemory")
         return only(OK)
@@ -264,7 +264,7 @@ class Oracle:
     # ---- requests ------------------------------------------------------------------------------
 
     def may_infer(self, name: str, batch: int = 1, *, fits: bool = True) -> Outcomes:
-        """Return the outcomes of a request without a deadline; ``fits``: its input is valid."""
+        """Return the possible outcomes of a request without a deadline. ``fits``: valid input."""
         model = self.models.get(name)
         if model is None:
             return only("ModelNotFound")
@@ -279,7 +279,7 @@ class Oracle:
         return only(OK)
 
     def class_of(self, name: str, priority: str) -> int:
-        """Return the class of a request; empty priority: the model's own. 0 is the most urgent."""
+        """Return a request's class (0: most urgent); without a priority, the model's counts."""
         return CLASSES.index(priority or self.models[name].priority)
 
     def did_infer(self, name: str, outcome: str) -> None:
@@ -314,7 +314,7 @@ class Oracle:
         self.jobs[name].may_lack_memory = not self.has_certain_place(1)
 
     def may_act(self, name: str, action: str) -> Outcomes:
-        """Return the outcomes of pause, resume, cancel and show."""
+        """Return the possible outcomes of pause, resume, cancel and show."""
         if not NAME_PATTERN.fullmatch(name):
             return only("InvalidInput")
         job = self.jobs.get(name)
@@ -327,7 +327,7 @@ class Oracle:
         return only(OK, "InvalidInput") if job.may_be_over else only(OK)
 
     def did_act(self, name: str, action: str, row: Mapping[str, Any]) -> None:
-        """Record a job action that was answered with ``row``."""
+        """Record an action on a job whose answer is ``row``."""
         job = self.jobs[name]
         if action in ("pause", "cancel"):
             by_itself = job.states & FINAL_JOB_STATES
@@ -351,10 +351,10 @@ class Oracle:
     # ---- the server ----------------------------------------------------------------------------
 
     def restarted(self, persisted: Mapping[str, int]) -> None:
-        """Record a restart on the same state directory: all models and jobs are back.
+        """Record a restart on the same state directory, after which all models and jobs exist.
 
         Args:
-            persisted: for each job, the step that was on disk for certain.
+            persisted: job -> the step that certainly was on disk.
         """
         self.counts.clear()
         self.daemon_deaths = 0
@@ -379,13 +379,13 @@ class Oracle:
         assert shown == known, f"{name}: {shown}, not {known}"
         assert row["batch"] == [1, model.batch_max], row
         assert row["residency"] in model.residencies, row
-        # A new profile changes the groups, so the model leaves the device and comes back.
+        # A new profile changes the groups, for which the model is evicted and copied again.
         is_there = row["residency"] == "pinned" and not row["profile"]
         assert is_there or not model.stays or row["profile"], f"{name} was pinned, and left: {row}"
         model.stays = is_there
 
     def check_jobs(self, rows: Iterable[Mapping[str, Any]]) -> None:
-        """Check that ``jobs`` shows this test's jobs, and only ended jobs of earlier tests."""
+        """Check that ``jobs`` shows this test's jobs, and only ended jobs of other tests."""
         remaining = dict(self.jobs)
         for row in rows:
             if remaining.pop(row["name"], None) is not None:

@@ -9,7 +9,7 @@ from typing import Any
 
 
 class Bomb:
-    """Object that makes a folder when it is unpickled."""
+    """Object that creates a folder when it is unpickled."""
 
     def __init__(self, target: Path) -> None:
         self.target = target
@@ -19,5 +19,5 @@ class Bomb:
 
 
 def pickled(target: Path) -> bytes:
-    """Return a pickle, readable by old readers, that makes the folder when it is unpickled."""
+    """Return a pickle, in an old protocol, that creates the folder when it is unpickled."""
     return pickle.dumps(Bomb(target), protocol=2)

@@ -1,7 +1,7 @@
 """Fixtures of the tests that start processes.
 
-Tests run in importlib mode, where a test file cannot import its neighbour: the helpers are
-loaded here once, as ``process_tools``, ``frontend_rig`` and ``keeper``.
+pytest's importlib mode does not let a test file import a file of the same folder. So helper files
+are loaded here once, as the modules ``process_tools``, ``frontend_rig`` and ``keeper``.
 """
 
 from __future__ import annotations
@@ -46,14 +46,14 @@ LONGEST = (
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Run the longest files first, so that no core idles while another one runs the last file."""
+    """Run the longest files first, so that no core idles while the last file runs."""
     items.sort(key=lambda item: item.path.stem not in LONGEST)
 
 
 @pytest.fixture(scope="session", autouse=True)
 def _warm() -> Iterator[None]:
-    """Start servers from one process that has imported torch.
-    Servers with an environment of their own start as usual."""
+    """Start servers from one process (``keeper``) that has imported torch. A server with another
+    environment starts as usual."""
     keeper, start = sys.modules["keeper"].Keeper(), testing._start
 
     def start_warm(command: list[str], folder: str, environment: Any) -> Any:

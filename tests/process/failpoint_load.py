@@ -1,4 +1,4 @@
-"""Load of the failpoint tour: clients that check each answer, a job, and its undisturbed run."""
+"""Load of the failpoint tour: clients that check answers, and a plain run of the job's script."""
 
 from __future__ import annotations
 
@@ -70,21 +70,21 @@ TRAIN: Final = """
 
 @dataclass(frozen=True)
 class Answer:
-    """One request as its client saw it."""
+    """Result of one request, as its client has seen it."""
 
     sent_at_s: float
     ended_at_s: float
-    said: str  # ok, wrong, or the type and text of the error
+    said: str  # ok, wrong, or the error's type and text
 
 
 class Lane:
-    """Client in its own thread that sends requests through TCP and compares each answer's bits."""
+    """Client in its own thread, which sends requests over TCP and compares each answer's bits."""
 
     def __init__(self, stage: Stage, name: str, batches: Mapping[str, Any]) -> None:
         self._stage = stage
         self._expected = [(model, x, y) for model, (x, y) in batches.items()]
         self.over = threading.Event()
-        self.answers: list[Answer] = []  # only grows
+        self.answers: list[Answer] = []  # the thread only appends
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
 
@@ -105,7 +105,7 @@ class Lane:
             return f"{type(error).__name__}: {error}"
 
     def is_served_since(self, at_s: float) -> bool:
-        """Return whether a request sent after ``at_s`` got the right answer."""
+        """Return True if a request that was sent after ``at_s`` has the right answer."""
         return any(a.said == "ok" and a.sent_at_s >= at_s for a in self.answers[-20:])
 
     def stop(self) -> None:
@@ -118,7 +118,7 @@ class Lane:
 
 
 class Undisturbed:
-    """Output of the plain script after each epoch; it runs again if more epochs are needed."""
+    """Output of the plain script after each epoch; the script runs again for more epochs."""
 
     def __init__(self, script: Path) -> None:
         self._script = script

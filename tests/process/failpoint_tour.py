@@ -1,10 +1,10 @@
 """Tour of all failpoints: a server under load, and acts that make a process reach each point.
 
-The load never stops. Two clients compare every answer with the plain model's. A job trains, commits
-every 100 ms and is written to disk as often. An *act* provokes each point that the load does not
-reach. After each fault all processes must be back, the clients must get answers and the job must
-progress. A fault in the controller's own process ends it; the tour starts it again on the same
-state directory.
+The load never stops: two clients compare every answer with the plain model's, and a job trains,
+which commits to the store and to disk every 100 ms. For each point that the load does not reach, an
+*act* makes a process reach it. After each fault, all processes must be back, the clients must get
+answers, and the job must progress. A fault in the controller itself ends the server; then the tour
+starts it again on the same state directory.
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ RECOVERS_WITHIN_S: Final = 60.0
 EXIT_INTERNAL: Final = 70  # os.EX_SOFTWARE: a bug of the controller, described in its log
 
 WIDTH: Final = 512
-DEPTH: Final = 10  # 10 MiB in two groups; the arena has room for two of the three models
+DEPTH: Final = 10  # a model has 10 MiB in two groups; the arena has room for two of three models
 MODELS: Final = ("a", "b", "c")
-LARGE_BATCH: Final = 520  # rows of 2 KiB: more than the 1 MiB that the loop copies itself
-PACE_S: Final = 0.004  # time that the loader of a served job takes for a batch
+LARGE_BATCH: Final = 520  # rows of 2 KiB, in sum more than the 1 MiB that the loop itself copies
+PACE_S: Final = 0.004  # time per batch of a job's loader on the server
 
 FOREVER: Final = str(10**9)
 
@@ -51,13 +51,13 @@ class Stop:
     """One failpoint of the tour."""
 
     point: str
-    act: str = ""  # makes a process reach the point; empty: the load does
-    fatal: tuple[str, ...] = ()  # actions that end the server, because the point is in it
-    writes: bool = False  # the point is at a write to the disk, which may be full
+    act: str = ""  # act that makes a process reach the point; empty if the load reaches it
+    fatal: tuple[str, ...] = ()  # actions that end the server, if the point is in the controller
+    writes: bool = False  # True if the point is before a write to the disk, which may be full
 
 
-LOOP: Final = ("crash", "error", "memory")  # the loop's thread cannot trust its state after these
-WRITER: Final = ("crash",)  # after other actions this thread answers with the error and continues
+LOOP: Final = ("crash", "error", "memory")  # actions that end the loop's thread, and the server
+WRITER: Final = ("crash",)  # after any other action, this thread reports an error and continues
 
 
 def _stops(
@@ -108,7 +108,7 @@ TOUR: Final[Mapping[str, tuple[Stop, ...]]] = {
         *_stops("commits.create", "commits.drop", act="short-job", fatal=LOOP),
     ),
 }
-"""All points, by the affected part."""
+"""All points, by the part of the server that they affect."""
 
 
 # ---- the tour ----------------------------------------------------------------------------------
@@ -116,14 +116,14 @@ TOUR: Final[Mapping[str, tuple[Stop, ...]]] = {
 
 @dataclass
 class Kept:
-    """Names that acts registered; the server must not lose them."""
+    """Names that acts have registered, which the server must not lose."""
 
     models: set[str] = field(default_factory=set)
     jobs: set[str] = field(default_factory=set)
 
 
 class Tour:
-    """One server, its load, and one fault after the other."""
+    """A server with its load, into which one fault after the other is injected."""
 
     def __init__(self, folder: Path) -> None:
         folder.mkdir()
@@ -146,7 +146,7 @@ class Tour:
 
     @property
     def client(self) -> Client:
-        """The owner's client of the server that runs now."""
+        """Owner's client of the server that runs now."""
         return self.stage.checked.client
 
     def new_name(self, kind: str) -> str:
@@ -156,7 +156,7 @@ class Tour:
 
     @contextlib.contextmanager
     def load(self) -> Iterator[None]:
-        """Run clients and a job during the block; then check the job's bits and for leaks."""
+        """Run clients and a job during the block; then check the job's bits, and for leaks."""
         self.start_job()
         self._lanes = [
             Lane(self.stage, "small", self._small),
@@ -185,10 +185,10 @@ class Tour:
         return row
 
     def finish_job(self, name: str) -> None:
-        """End the job and check that it computed the same bits as the plain script."""
+        """End the job; check that it has computed the same bits as the plain script."""
         (self.folder / f"{name}.stop").touch()
         with contextlib.suppress(PipeSwitchError):
-            self.client.job(name, "resume")  # in case a fault came while it was paused
+            self.client.job(name, "resume")  # a fault may have come while the job was paused
         row = finish(self.client.task(name))
         text = (self.folder / f"{name}.out").read_text()
         assert text == self._undisturbed.after(row["step"]), f"{name} differs at {row['step']}"
@@ -230,13 +230,13 @@ class Tour:
         self._judge(stop, action)
         self.stage.checked.wait_until_whole()
         with contextlib.suppress(PipeSwitchError):
-            self.client.job(self.job, "resume")  # if an act left it paused
+            self.client.job(self.job, "resume")  # an act may have left the job paused
         self._keep_training(stop, action)
         self._look_at_kept()
         assert self.stage.is_up, "the server left later"
 
     def _judge(self, stop: Stop, action: str) -> None:
-        """Check new answers: each has the right bits, or the injected error of its own request."""
+        """Check new answers: each has the right bits, or the error that was injected into it."""
         answers = [answer for lane in self._lanes for answer in list(lane.answers)]
         for answer in answers:
             if answer.said == "ok" or answer.ended_at_s <= self._judged_s:
@@ -248,7 +248,7 @@ class Tour:
         self._judged_s = max((a.ended_at_s for a in answers), default=0.0)
 
     def _keep_training(self, stop: Stop, action: str) -> None:
-        """Wait for a further commit; start a new job if the fault's exception failed the script."""
+        """Wait for the next commit; start a new job if the injected error failed the script."""
         row = self.row(self.job)
         if row["state"] == "failed" and action != "crash" and stop.point in str(row):
             self.start_job()
@@ -263,7 +263,7 @@ class Tour:
         until(goes_on, f"the job commits again after {row}")
 
     def _look_at_kept(self) -> None:
-        """Check that models and jobs registered by acts exist, then remove them."""
+        """Check that the models and jobs of acts exist, then remove them."""
         for name in sorted(self.kept.models):
             self.client.infer(name, torch.zeros(1, 8))
         for row in self.client.models():
@@ -271,7 +271,7 @@ class Tour:
                 self.client.unregister(row["name"])
         self.kept.models.clear()
         if self.kept.jobs:
-            self.client.job(self.job, "pause")  # so that they do not share the device with it
+            self.client.job(self.job, "pause")  # so that the acts' jobs have the device alone
             for name in sorted(self.kept.jobs):
                 self.finish_job(name)
             self.client.job(self.job, "resume")
@@ -285,7 +285,7 @@ class Tour:
         assert status == 0, f"status {status}\n{self.stage.running.log()[-4000:]}"
 
     def abandon(self) -> None:
-        """Kill everything after a failure, so that the next batch gets another server."""
+        """Kill the server after a failure; the next batch of points gets a new server."""
         for lane in self._lanes:
             lane.over.set()
         self.stage.kill_all()
@@ -293,7 +293,7 @@ class Tour:
 
 
 def has_ended(stage: Stage, stop: Stop, action: str) -> bool:
-    """Return whether the action ends the server; if so, wait until it has ended as expected."""
+    """Return True if the action must end the server, after the server has ended as expected."""
     process = stage.running.process
     if action not in stop.fatal:
         return False
@@ -306,7 +306,7 @@ def has_ended(stage: Stage, stop: Stop, action: str) -> bool:
 
 
 class Act:
-    """An action that a thread repeats until the failpoint has fired."""
+    """Thread that repeats an act until the failpoint has fired."""
 
     def __init__(self, tour: Tour, what: Callable[[Tour], None], path: Path) -> None:
         self._errors: list[BaseException] = []
@@ -318,7 +318,7 @@ class Act:
             try:
                 what(tour)
             except PipeSwitchError:
-                continue  # the server is down, or the fault hit this request
+                continue  # the server is down, or the fault was injected into this request
             except BaseException as error:
                 self._errors.append(error)
                 return
@@ -346,7 +346,7 @@ def _preprocess(tour: Tour) -> None:
 
 
 def _evict(tour: Tour) -> None:
-    """Evict the job: another worker takes over and restores the job from its commit."""
+    """Evict the job; later another worker restores the job from its commit."""
     tour.client.job(tour.job, "pause")
     until(lambda: tour.row(tour.job)["state"] not in ("stopping", "evicting"), "it is unwound")
     before = tour.row(tour.job)["committed_step"]
@@ -360,7 +360,7 @@ def _evict(tour: Tour) -> None:
 
 
 def _short_job(tour: Tour) -> None:
-    """Run a short job alone on the device; its commits are dropped at its end."""
+    """Run a short job alone on the device; when it ends, its commits are dropped."""
     tour.client.job(tour.job, "pause")
     name = tour.new_name("short")
     tour.client.train(tour.script, name=name, args=tour.arguments(name, "10"))

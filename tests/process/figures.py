@@ -1,7 +1,7 @@
-"""Figures that the long tests measure; ``docs/reliability.md`` cites them.
+"""Files of the figures that long tests measure; ``docs/reliability.md`` cites the figures.
 
-``PIPESWITCH_FIGURES=folder pytest -m soak ...`` writes ``folder/<name>.json``; without the variable
-nothing is written. Import this module as ``tests.process.figures``.
+``PIPESWITCH_FIGURES=folder pytest -m soak ...`` writes ``folder/<name>.json``. Without the variable
+no file is written. Import this module as ``tests.process.figures``.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ def publish(name: str, figures: Mapping[str, object]) -> None:
     """Write ``<name>.json`` into the folder that the environment variable names, if it is set.
 
     Args:
-        name: the file's name without suffix; a later run replaces the file.
-        figures: the measurements. The file also has ``date`` (UTC) and ``facts`` (commit, whether
-            it is dirty, cores, versions), unless ``figures`` contains them.
+        name: file name without suffix; a later run replaces the file.
+        figures: measurements. The file also has ``date`` (UTC) and ``facts`` (commit, ``dirty`` if
+            files differ from it, cores, versions), unless ``figures`` has these keys.
     """
     folder = os.environ.get(VARIABLE)
     if not folder:
@@ -43,11 +43,11 @@ def publish(name: str, figures: Mapping[str, object]) -> None:
 
 @contextlib.contextmanager
 def publishing(name: str) -> Iterator[dict[str, Any]]:
-    """Yield a dictionary for figures and publish it at the end of the block, also after an error.
+    """Yield a dictionary for figures; publish it when the block ends, even with an error.
 
-    The file also has ``seconds`` and ``passed``, which is false if the block raised.
+    The file also has ``seconds`` and ``passed``, which is false if the block has raised.
     """
-    figures: dict[str, Any] = {"facts": facts()}  # at the start: the commit may change later
+    figures: dict[str, Any] = {"facts": facts()}  # read now, because the commit may change later
     began_s = time.monotonic()
     passed = False
     try:
@@ -59,7 +59,7 @@ def publishing(name: str) -> Iterator[dict[str, Any]]:
 
 
 def facts() -> dict[str, Any]:
-    """Return the facts of this machine and checkout, without the load, which is the test's own."""
+    """Return facts of this machine and checkout; omit the load, which the test itself causes."""
     return {key: value for key, value in machine_facts().items() if key != "load_1m"}
 
 

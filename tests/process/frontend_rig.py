@@ -50,9 +50,9 @@ def manifest(width: int = 4, batch_max: int = 8) -> Manifest:
 
 
 class FakeScheduler:
-    """Fake scheduler: takes events and sends replies, in a loop like the server's.
+    """Fake scheduler, which gets events and sends replies, in a loop like the server's.
 
-    Its only model, ``double``, is computed in the request pool, as a worker would.
+    It has one model, ``double``, and computes it in the request pool, like a worker.
     """
 
     def __init__(self, directory: Path, **server: Any) -> None:
@@ -88,7 +88,7 @@ class FakeScheduler:
             self._open_door(keyed)
 
     def _open_door(self, settings: KeyedSettings) -> None:
-        """Start the gateway's listener on a loop of its own."""
+        """Start the gateway's listener on its own event loop."""
         is_open = threading.Event()
 
         async def serve() -> None:
@@ -111,7 +111,7 @@ class FakeScheduler:
         self.post(ev.ModelAvailable(model=model, manifest=manifest(**options), priority=1))
 
     def post(self, command: Posted) -> None:
-        """Perform a command from the test's thread; return when it has been performed."""
+        """Perform a command of the test's thread on the loop; return when it was performed."""
         if threading.current_thread() is self._thread:
             self.tcp.perform(command)
             return
@@ -122,7 +122,7 @@ class FakeScheduler:
             done.set()
 
         self.tcp._call_soon(perform)
-        was_done = done.wait(DEADLINE_S)  # outside the assert, because some runs use -O
+        was_done = done.wait(DEADLINE_S)  # not inside the assert, which -O removes
         assert was_done
 
     def _run(self) -> None:
@@ -137,7 +137,7 @@ class FakeScheduler:
                     self.seen.append(event)
                     self.answer(event)
             self.tcp.unwatch(selector)
-        self._may_end.wait(DEADLINE_S)  # else the wakeup socket could close during a write
+        self._may_end.wait(DEADLINE_S)  # so that the wakeup socket is not closed during a write
         self.tcp.close()
 
     def answer(self, event: ev.Event) -> None:
@@ -177,7 +177,7 @@ class FakeScheduler:
                 post(ev.Reply(token=token, body={}))
 
     def finish(self, event: ev.InferArrived) -> None:
-        """Compute y = 2 x from the request's slab into the reply's, and reply."""
+        """Read x from the request's slab, write y = 2 x to the reply's slab, and reply."""
         (x,) = event.inputs
         at, size = x.offset_bytes, x.size_bytes
         y = event.reply_offset_bytes
@@ -207,7 +207,7 @@ class FakeScheduler:
 
 
 def until(look: Callable[[], Any], at_least: int = 1) -> Any:
-    """Wait until ``look`` returns a true value, or ``at_least`` items; return them."""
+    """Wait until ``look`` returns ``at_least`` items, or a true value; return its last result."""
     give_up_at_s = time.monotonic() + DEADLINE_S
     while True:
         value = look()

@@ -1,6 +1,6 @@
-"""Attempts of a hostile process to leave its sandbox; each returns the name of an errno, or "".
+"""Attempts of a malicious process to leave its sandbox; each returns the name of an errno, or "".
 
-The attempts are raw system calls by their numbers on x86-64 and aarch64, without a library between.
+The attempts are raw system calls, by their numbers on x86-64 and aarch64, without a library.
 """
 
 from __future__ import annotations
@@ -168,12 +168,12 @@ def call(name: str, *arguments: object) -> str:
     ctypes.set_errno(0)
     result = LIBC.syscall(ctypes.c_long(number), *passed)
     if name in ("fork", "vfork", "clone", "clone3") and result == 0:
-        os._exit(0)  # this is the child, so the call succeeded
+        os._exit(0)  # only a child gets here, so the call has succeeded
     return errno.errorcode[ctypes.get_errno()] if result < 0 else ""
 
 
 def python(action: Callable[[], object]) -> str:
-    """Return the errno's name of an action in Python, or "" on success."""
+    """Run Python code; return the name of its error's errno, or "" on success."""
     try:
         action()
     except OSError as error:
@@ -187,8 +187,8 @@ def attempts(victim: int, a_file: str) -> dict[str, str]:
     """Make all attempts; return the results by name.
 
     Args:
-        victim: the pid of another process of the same user.
-        a_file: a file that this user may read and write.
+        victim: process id of another process of the same user.
+        a_file: path of a file that this user may read and write.
     """
     me = os.getpid()
     path, folder = a_file.encode(), os.path.dirname(a_file).encode()

@@ -1,13 +1,13 @@
-"""A process that has imported the servers' modules, so that servers of tests start fast.
+"""The keeper: a process that has imported the servers' modules, so that tests' servers start fast.
 
-Most of a server's start is its fork server's ``import torch``, and the tests start hundreds. For
-each start this process, the keeper, forks a process that executes the server's command and is a
-controller like any other. Before that, the forked process forks a child, which waits to become the
-controller's fork server. A fork server that replaces a dead one imports the modules itself.
+The tests start hundreds of servers, and most of a start is the fork server's ``import torch``. The
+keeper forks a process for each start. This process first forks a child, which waits to become the
+fork server; then it executes the server's command, and so becomes a normal controller. If the fork
+server dies, its successor imports the modules itself.
 
 Imports read variables such as ``OMP_NUM_THREADS`` from the keeper's environment. So the keeper only
-starts a server whose environment equals its own, except for names that begin as in ``READ_LATE``. A
-server may have its own ``PYTHONPATH`` if its folders have no module that the keeper imports.
+starts a server whose environment equals the keeper's, except for names that begin as in
+``READ_LATE``. A server may have another ``PYTHONPATH`` if its folders have no module of the keeper.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ CLONE_PARENT: Final = 0x8000
 
 
 class Kept:
-    """A server's process: our child, forked by the keeper. Like ``subprocess.Popen``."""
+    """Process of a server, forked by the keeper, but our child; it is like ``subprocess.Popen``."""
 
     def __init__(self, pid: int, stdout: TextIO) -> None:
         self.pid = pid
@@ -93,7 +93,7 @@ class Kept:
 
 
 class Waiting:
-    """The waiting fork server that the keeper gave a controller as its child. Used once."""
+    """Waiting fork server, a child of the controller, which the controller uses only once."""
 
     def __init__(self, pid: int, descriptor: int) -> None:
         self.pid, self._descriptor = pid, descriptor
@@ -116,7 +116,7 @@ class Waiting:
 
 
 class Keeper:
-    """This side of the keeper; it starts with the first server and ends when this side closes."""
+    """Test's side of the keeper. The keeper starts with the first server, and ends at ``close``."""
 
     def __init__(self) -> None:
         self._environment = dict(os.environ)
@@ -124,7 +124,7 @@ class Keeper:
         self._process: subprocess.Popen[bytes] | None = None
 
     def serves(self, environment: Mapping[str, str]) -> bool:
-        """Return whether the keeper can start a server with this environment."""
+        """Return True if the keeper can start a server with this environment."""
         names = {name for name, _ in environment.items() ^ self._environment.items()}
         if "PYTHONPATH" in names:
             names.remove("PYTHONPATH")
@@ -133,7 +133,7 @@ class Keeper:
         return os.uname().machine in CLONE and all(name.startswith(READ_LATE) for name in names)
 
     def start(self, command: Sequence[str], folder: str, environment: Mapping[str, str]) -> Kept:
-        """Run a server's command in the keeper's child; its output can be read from ``stdout``."""
+        """Run a server's command in a fork of the keeper; its output is readable at ``stdout``."""
         if self._process is None:
             self._begin()
         reads, writes = os.pipe()
@@ -165,7 +165,7 @@ class Keeper:
 
 
 def main(descriptor: int) -> None:
-    """Run the keeper: import, then fork for each order until the other side closes its socket."""
+    """Run the keeper: import modules, then fork for each order until the test closes the socket."""
     door = socket.socket(fileno=descriptor)
     import_for_children((*launch.FIRST, *launch.LATER))
     while True:
@@ -180,7 +180,7 @@ def main(descriptor: int) -> None:
 
 
 def _clone_for_the_parent() -> int:
-    """Fork as ``os.fork`` does, but make the child our parent's, which can then wait for it."""
+    """Fork like ``os.fork``, but make the child a child of our parent, which can wait for it."""
     flags = CLONE_PARENT | signal.SIGCHLD
     pid = ctypes.CDLL(None, use_errno=True).syscall(CLONE[os.uname().machine], flags, 0, 0, 0, 0)
     if pid < 0:
@@ -210,7 +210,7 @@ def _become_a_server(
 
 
 def _wait_to_serve(door: socket.socket) -> NoReturn:
-    """Become the fork server of a controller when it asks; exit if the controller ends first."""
+    """Become the fork server when the controller sends an order; exit if the controller ends."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     order, descriptors, _, _ = socket.recv_fds(door, MAX_ORDER_BYTES, 2)
     if not order:
@@ -227,10 +227,10 @@ def _wait_to_serve(door: socket.socket) -> NoReturn:
 
 
 def _take_environment(environment: Mapping[str, str]) -> None:
-    """Replace the environment, also in /proc/PID/environ, where other processes read it."""
+    """Replace the environment, even in /proc/PID/environ, which other processes read."""
     keepers = _folders(os.environ)
     sys.path[:] = [*_folders(environment), *(path for path in sys.path if path not in keepers)]
-    tempfile.tempdir = None  # tempfile looks it up again
+    tempfile.tempdir = None  # so that tempfile reads the new environment
     os.environ.clear()
     os.environ.update(environment)
     stat = Path("/proc/self/stat").read_text()

@@ -55,7 +55,7 @@ SCRIPT: Final = """
     state = torch.cat([value.double().flatten() for value in model.state_dict().values()])
     out.write_text(f"{hashlib.sha256(state.numpy().tobytes()).hexdigest()} {epoch}")
 """
-SAVED_BYTES: Final = 2_500_000  # approximate, per step
+SAVED_BYTES: Final = 2_500_000  # approximate bytes that a step saves
 
 
 def strike(checked: Checked, name: str, dice: random.Random) -> None:
@@ -149,7 +149,7 @@ def test_a_plan_says_what_a_job_will_do_that_is_limited_by_its_command_line(tmp_
         assert took["budget_bytes"] == 800 << 10 >= took["peak_bytes"]
         assert took["host_bytes"] >= took["offloaded_bytes"] > 0
         assert took["step_ms"] > 0
-    with checked_server(**options) as checked:  # the job keeps the budget of its acceptance
+    with checked_server(**options) as checked:  # the job keeps the budget that it began with
         took = until(lambda: figures_of_a_plan(checked), "a plan")
         assert took["budget_bytes"] == 800 << 10
         checked.client.task("planned").cancel()

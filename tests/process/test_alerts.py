@@ -1,4 +1,4 @@
-"""The alert rules in Prometheus' own checker: each fires for its fault and not without it."""
+"""Alert rules in Prometheus' own checker: each rule fires with its fault, but not without it."""
 
 from __future__ import annotations
 

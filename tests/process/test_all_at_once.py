@@ -20,13 +20,13 @@ from tests.process.test_activations import SAVED_BYTES, SCRIPT
 SEED: Final = int(os.environ.get("PIPESWITCH_SEED", "1"))
 DISTURBANCES: Final = 200
 DAEMON_DIES: Final = range(30, DISTURBANCES, 45)  # the daemon is killed before these disturbances
-ARENA: Final = "22MiB"  # 20 MiB and the fences
-MODELS: Final = {  # width and depth; "large" (60 MiB) is streamed, the others evict each other
+ARENA: Final = "22MiB"  # 20 MiB for models and slices, and the fences
+MODELS: Final = {  # width and depth; "large" (60 MiB) streams, the other models evict each other
     "large": (1024, 15),
     "middle": (1024, 2),
     "small": (128, 2),
 }
-JOBS: Final = {  # offload mode, and byte budget for activations
+JOBS: Final = {  # mode of offloading, and budget for activations in bytes
     "limited": ("all", SAVED_BYTES // 2),
     "planned": ("auto", SAVED_BYTES // 3),
     "roomy": ("none", 1 << 30),
@@ -34,7 +34,7 @@ JOBS: Final = {  # offload mode, and byte budget for activations
 
 
 class Asked:
-    """Models, inputs and the plain modules' outputs; two threads send requests."""
+    """Models, inputs and the plain modules' outputs, with two threads that send requests."""
 
     def __init__(self, client: Client) -> None:
         modules = {name: tools.mlp(*size, seed) for seed, (name, size) in enumerate(MODELS.items())}
@@ -69,7 +69,7 @@ def disturb(checked: tools.Checked, requests: Asked, dice: random.Random, number
 
 
 def figures_of(row: dict[str, Any]) -> dict[str, Any]:
-    """Return a job's activation figures; {} until they exist, for "planned" until it has a plan."""
+    """Return a job's figures of activations; {} while there are none, or no plan in "planned"."""
     figures: dict[str, Any] = row.get("activations", {})
     is_planned = row["name"] != "planned" or figures.get("planned_step_ms")
     return figures if figures.get("saved_bytes") and is_planned else {}

@@ -1,4 +1,4 @@
-"""Requests that a real server computes in one batch: their bits, a bad one, a worker's death."""
+"""Requests that a real server computes in one batch: their bits, errors, a worker's death."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import nn
 
 from pipeswitch.base.errors import PipeSwitchError, RegistrationRefused
 
-LONG_MS = 20_000.0  # the time that an incomplete batch would wait
+LONG_MS = 20_000.0  # how long an incomplete batch waits for further requests
 WORDS, WIDTH = 97, 1024
 
 
@@ -38,7 +38,7 @@ def running() -> Iterator[Checked]:
 
 
 def wait_until_pinned(running: Checked, *names: str) -> None:
-    """Wait until the models are on the device: a request waits for a batch only then."""
+    """Wait until the models are on the device, because only then requests wait for a batch."""
     for name in names:
         until(lambda name=name: running.client.show(name)["residency"] == "pinned", name)
 

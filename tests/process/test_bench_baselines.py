@@ -30,7 +30,7 @@ pytestmark = pytest.mark.slow
 
 @pytest.fixture(scope="module", autouse=True)
 def found_by_children():
-    """Put the package of the benchmarks on the path of child processes, as its command does."""
+    """Let child processes import the benchmarks' package, like ``python -m benchmarks``."""
     with pytest.MonkeyPatch.context() as changes:
         changes.setenv("PYTHONPATH", str(Path(__file__).parents[2]), prepend=os.pathsep)
         yield
@@ -38,7 +38,7 @@ def found_by_children():
 
 @pytest.fixture(scope="module")
 def setting(tmp_path_factory):
-    """Return the setting of a model that returns a mapping, as transformers' models do."""
+    """Return the setting of a model that returns a mapping, like transformers' models."""
     folder = tmp_path_factory.mktemp("bench")
     (folder / "config.json").write_text(json.dumps(TEXT))
     model = BenchModel("tiny", f"hf:{folder}", 1 << 20, {"input_ids": ((4, 16), "int64")})
@@ -72,7 +72,7 @@ def test_the_published_behaviour_sends_all_weights_on_each_request(setting, expe
     rival = Rival(setting, PUBLISHED)
     try:
         rival.prepare()
-        first, second = rival.measure(), rival.measure()  # no training runs before the second
+        first, second = rival.measure(), rival.measure()  # the second preempts no training
     finally:
         rival.close()
     assert min(first["copy_ms"], second["copy_ms"]) > 0.0
@@ -97,7 +97,7 @@ def test_the_rig_answers_alike_however_a_model_is_cut_and_sent(setting, expected
                 assert len(switch.begins_ms) == len(plan)
                 pairs = zip(switch.arrivals_ms, switch.begins_ms, strict=True)
                 assert all(arrived <= began for arrived, began in pairs)
-        rig.map_arena()  # another mapping of the same arena holds the same weights
+        rig.map_arena()  # a new mapping of the same arena, with the same weights
         assert rig.resident((0, 2)).checksum == pytest.approx(expected, rel=1e-5)
     finally:
         rig.close()

@@ -1,4 +1,4 @@
-"""Chains of models: bits, timings, failures in the middle, and no leftovers."""
+"""Chains of models: their bits and timings, failures in the middle, and resources freed."""
 
 from __future__ import annotations
 
@@ -197,7 +197,7 @@ def test_a_chain_is_listed_and_its_name_is_taken(running: Checked) -> None:
     assert row["inputs"] == client.show("encoder")["inputs"]
     assert row["outputs"] == {"y": [["batch", WIDTH], "float32"]}
     assert "both" in {one["name"] for one in client.models()}
-    assert client.register_chain("both", STEPS)["model"] == "both"  # changes nothing
+    assert client.register_chain("both", STEPS)["model"] == "both"  # equal, so it changes nothing
     with pytest.raises(errors.AlreadyExists, match="another chain"):
         client.register_chain("both", ["encoder"])
     with pytest.raises(errors.AlreadyExists, match="is a model"):
@@ -279,7 +279,7 @@ def test_a_request_that_is_taken_back_or_whose_client_leaves_goes_no_further(
         lock, future = begun(lambda inputs: other.submit("slow", inputs), "left")
     until(lambda: running.count("preprocessing") == 0, "its client has gone")
     lock.close()
-    assert running.count("inferences") == served + 2  # only the encoder computed
+    assert running.count("inferences") == served + 2  # only the encoder has computed
 
     lock, future = begun(lambda inputs: client.submit("slow", inputs), "killed")
     for row in running.rows("worker") + running.rows("stage"):

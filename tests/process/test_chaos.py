@@ -1,4 +1,4 @@
-"""Every cell of component and fault once, then random cells, under load: nothing is lost."""
+"""The chaos test: every fault in every component once, then random faults; no answer is lost."""
 
 from __future__ import annotations
 

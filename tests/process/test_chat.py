@@ -25,13 +25,13 @@ from pipeswitch.cli.chat import Chat, local_folder, name_of
 from tests.models.words import published
 
 transformers = pytest.importorskip("transformers")
-PROMPT = ">>> "  # text typed before the prompt is echoed by the terminal, not by the chat
+PROMPT = ">>> "  # wait for it before typing: else the terminal echoes the text, not the chat
 TEMPLATE = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}<assistant>"
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return the folder of a language model in the form in which its author publishes it."""
+    """Return a folder with a language model, as its author would publish it."""
     path = tmp_path_factory.mktemp("hub") / "Tiny_Chat-1B"
     cls = transformers.AutoModelForCausalLM
     published(path, cls, scale=8.0, eos_token="<end>", chat_template=TEMPLATE)
@@ -52,11 +52,11 @@ def url(running: Checked, folder: Path) -> str:
 
 def _own_terminal() -> None:
     fcntl.ioctl(0, termios.TIOCSCTTY, 0)
-    signal.signal(signal.SIGINT, signal.SIG_DFL)  # background jobs of a shell inherit SIG_IGN
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # a shell's background jobs ignore SIGINT
 
 
 class Terminal:
-    """The ``pipeswitch`` command in a terminal of its own."""
+    """The ``pipeswitch`` command in its own terminal."""
 
     def __init__(self, running: Checked, *words: str, cwd: Path | None = None) -> None:
         self._ours, theirs = pty.openpty()
@@ -74,7 +74,7 @@ class Terminal:
         self._text = ""
 
     def say(self, text: str, *patterns: str) -> str:
-        """Type a text; return the output up to the last pattern."""
+        """Type a text; wait for the patterns in order; return the output up to the last one."""
         os.write(self._ours, text.encode())
         return [self.until(one) for one in patterns][-1]
 
@@ -106,7 +106,7 @@ def test_run_registers_a_folder_and_talks_until_bye(running: Checked, folder: Pa
         terminal.say('"""two\r', r"\.\.\. ")
         terminal.say('lines"""\r', statistics, PROMPT)
         terminal.say("/clear\r", "a new chat", PROMPT)
-        assert terminal.say("The data\r", statistics).split("[12")[0] == first  # the same answer
+        assert terminal.say("The data\r", statistics).split("[12")[0] == first  # equal answers
         terminal.until(PROMPT)
         terminal.say("/nonsense\r", "no command /nonsense", PROMPT)
         terminal.say("/bye\r", "/bye")
@@ -116,7 +116,7 @@ def test_run_registers_a_folder_and_talks_until_bye(running: Checked, folder: Pa
 def test_ctrl_c_stops_the_answer_and_keeps_the_chat(running: Checked, folder: Path) -> None:
     with contextlib.closing(Terminal(running, "run", f"hf:{folder}")) as terminal:
         terminal.until(PROMPT)
-        for _ in range(5):  # an answer takes seconds, but may end before Ctrl-C
+        for _ in range(5):  # try again if an answer, which takes seconds, ends before Ctrl-C
             terminal.say("The data\r", "The data", r"\n.")
             shown = terminal.say("\x03", r"\[stopped\]|tokens/s")
             terminal.until(PROMPT)
@@ -134,7 +134,7 @@ def test_a_chat_remembers_what_was_said_and_not_what_was_refused(url: str) -> No
     talk = Chat(url, "", "tiny_chat-1b", options)
     pieces = talk.say("The data")
     read = next(pieces) + next(pieces)
-    pieces.close()  # Ctrl-C does the same
+    pieces.close()  # what Ctrl-C does, too
     messages: Any = [
         {"role": "system", "content": "Be brief"},
         {"role": "user", "content": "The data"},

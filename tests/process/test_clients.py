@@ -11,7 +11,7 @@ from process_tools import checked_server
 from tests.models.words import published
 
 transformers = pytest.importorskip("transformers")
-pytestmark = pytest.mark.filterwarnings("default")  # warnings of the clients
+pytestmark = pytest.mark.filterwarnings("default")  # allows the clients' own warnings
 SAID: Any = [{"role": "user", "content": "The data set has"}]
 
 

@@ -1,4 +1,4 @@
-"""Three nodes on this machine under Ray: all verbs, and a node that dies under requests."""
+"""Three nodes on this machine under Ray: all verbs, and a node that dies during requests."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ class Cluster:
             raise AssertionError(line + self.process.communicate()[0])
         os.environ["RAY_ADDRESS"] = ready_at(line)  # "auto" may find another Ray on this machine
 
-        # Ray tries for 20 s; other tests run meanwhile.
+        # Ray tries to connect for 20 s, while other tests run.
         self.stranger = subprocess.Popen(
             [*COMMAND, "cluster", "status"],
             env={**os.environ, "RAY_AUTH_TOKEN": "0" * 64},
@@ -136,7 +136,7 @@ def client(nodes: Cluster) -> Iterator[Client]:
             torch.nn.Linear(8, 64), torch.nn.ReLU(), torch.nn.Linear(64, 4)
         )
         row = own_client.register("m", module.eval(), example_inputs=(torch.zeros(1, 8),))
-        assert row["notes"] == []  # the second copy of the model exists
+        assert row["notes"] == []  # no note, because a second node already has a copy
         yield own_client
 
 
@@ -169,7 +169,7 @@ def test_the_verbs_speak_of_all_nodes(nodes: Cluster, client: Client, tmp_path: 
 
 
 def test_of_two_who_register_one_name_the_first_has_it(nodes: Cluster, client: Client) -> None:
-    """Register one name from two clients at different nodes; one client's threads use one node."""
+    """Register a name at once from two clients, because threads of one client use one node."""
     modules = {width: torch.nn.Linear(8, width).eval() for width in (3, 5)}
 
     def register(one: Client, width: int) -> int:
@@ -204,7 +204,7 @@ def test_placement_that_is_started_again_knows_as_much(nodes: Cluster, client: C
 
 
 class Job:
-    """Job on the cluster, slow until it is released, and an undisturbed run of the same script."""
+    """Job on the cluster, slow until it is released, and a plain run of the same script."""
 
     def __init__(self, client: Client, folder: Path, name: str) -> None:
         self.client, self.folder, self.name = client, folder, name
@@ -215,7 +215,7 @@ class Job:
         assert client.task(f"whole-{name}").wait(60)["state"] == "done"
 
     def has_come(self, nodes: Cluster, step: int) -> str:
-        """Return the job's node once this step is on its disk and on another node's."""
+        """Return the job's node, after this step is on its disk and on another node's disk."""
         row = wait_for(
             lambda: job_row(self.client, self.name), lambda row: row["persisted_step"] >= step
         )
@@ -227,8 +227,8 @@ class Job:
         return str(row["node"])
 
     def ends_as_the_whole_one(self) -> None:
-        """Release the job; compare its weights with the whole run's.
-        Check that no two of its processes ran alternately."""
+        """Release the job; compare its weights with the plain run's. Check that no two processes of
+        the job have run at the same time."""
         (self.folder / "let_go").touch()
         assert self.client.task(self.name).wait(120)["state"] == "done"
         weights = [
@@ -268,7 +268,7 @@ def test_a_jobs_node_hangs(nodes: Cluster, client: Client, tmp_path: Path) -> No
     to = job.has_come(nodes, 2)
     node = psutil.Process(nodes.pids[to]).parent()
     assert node is not None
-    (tmp_path / "job.py").unlink()  # the node has its own copy
+    (tmp_path / "job.py").unlink()  # the node must use its own copy
     node.suspend()
     try:
         wait_for(
@@ -285,7 +285,7 @@ def test_a_jobs_node_hangs(nodes: Cluster, client: Client, tmp_path: Path) -> No
 def test_a_job_whose_node_is_lost_again_and_again(
     nodes: Cluster, client: Client, tmp_path: Path
 ) -> None:
-    """Check that a node that Ray does not restart returns later without the job."""
+    """End a job's node, which Ray does not restart: when it returns, it must not run the job."""
     job = Job(client, tmp_path, "lost")
     for number in range(3):
         home = job.has_come(nodes, 2 * number + 2)
@@ -318,8 +318,8 @@ def wait_for(look: Callable[[], Any], is_so: Callable[[Any], bool] = bool) -> An
 def test_a_node_is_killed_under_requests_and_none_is_lost(
     nodes: Cluster, client: Client, tmp_path: Path
 ) -> None:
-    """Check that each request is answered once with the same bits, and the killed node returns.
-    Then drain a node that trains: its models and its job move, and no request is lost."""
+    """Kill a node: each request must be answered once with equal bits, and the node must return.
+    Then drain a node that trains: its models and its job must move, without a lost request."""
     x = np.random.default_rng(0).random((1, 8), dtype=np.float32)
     expected = client.infer("m", x).outputs["y"].tobytes()
     status = nodes.status()
@@ -356,7 +356,7 @@ def test_a_node_is_killed_under_requests_and_none_is_lost(
 
 @pytest.mark.slow
 def test_tokens_go_on_where_their_node_died(nodes: Cluster, client: Client) -> None:
-    """Check that another holder continues from the token ids with equal tokens."""
+    """Kill the node of a generation: another node must continue with equal tokens."""
     transformers = pytest.importorskip("transformers")
     torch.manual_seed(7)
     config = transformers.AutoConfig.for_model(

@@ -30,7 +30,7 @@ from tests.process.test_generate import wanted
 NEEDED = ("ray", "openai", "tritonclient", "transformers")
 pytestmark = [
     pytest.mark.slow,
-    pytest.mark.timeout(1800),  # servers restart; another test file may hold Ray
+    pytest.mark.timeout(1800),  # servers restart; another test file may use Ray first
     pytest.mark.skipif(
         not all(map(importlib.util.find_spec, NEEDED)), reason=f"needs {', '.join(NEEDED)}"
     ),
@@ -74,7 +74,7 @@ print(json.dumps({"answers": answers, "errors": errors}), flush=True)
 
 
 class Asking:
-    """Process with a client of another project that sends requests to one address without end."""
+    """Process in which another project's client sends requests to one address without end."""
 
     def __init__(self, kind: str, address: str) -> None:
         self.process = subprocess.Popen(
@@ -94,7 +94,7 @@ class Asking:
             self.count += 1
 
     def goes_on(self, more: int = 10) -> None:
-        """Wait for ``more`` further answers or errors."""
+        """Wait until the client has had ``more`` further answers or errors."""
         target = self.count + more
         wait_for(lambda: self.count >= target or self.process.poll() is not None)
         assert self.process.poll() is None
@@ -155,7 +155,7 @@ def asked(url: str, body: Any = None, method: str | None = None) -> tuple[int, A
 
 
 def rows_of(nodes: Cluster, model: str = "m") -> tuple[dict[str, dict[str, Any]], list[str]]:
-    """Return the nodes by name, and the holders of a model as soon as it has two."""
+    """Wait until two nodes hold a model; return all nodes by name, and the holders."""
     status = wait_for(
         nodes.status,
         lambda status: (
@@ -224,7 +224,7 @@ def test_callers_are_the_same_at_the_node_that_computes(nodes: Cluster, client: 
 
 
 def sequences(rows: dict[str, dict[str, Any]]) -> dict[str, str]:
-    """Return the tenant of each node's sequence, by node."""
+    """Return, by node, the tenant of the node's sequence."""
     tenants = {}
     for name, row in rows.items():
         with Client(row["owners"]) as owner:
@@ -234,7 +234,7 @@ def sequences(rows: dict[str, dict[str, Any]]) -> dict[str, str]:
 
 
 def test_nodes_die_and_no_client_of_a_door_loses_a_request(nodes: Cluster, client: Client) -> None:
-    """Kill the nodes that hold the models in turn, each when the previous one is back."""
+    """Kill the nodes that hold models one after the other, each after the previous one's return."""
     rows, holders = rows_of(nodes)
     answer = client.generate("chat", PROMPT, max_new_tokens=TOKENS)
     text, (model, tokenizer) = answer.text, made()
@@ -274,7 +274,7 @@ def killed(nodes: Cluster, victim: str, clients: dict[str, Asking]) -> None:
 def test_a_door_whose_server_dies_goes_on_with_the_other_nodes(
     nodes: Cluster, client: Client
 ) -> None:
-    """Use the same address until the node is back; OpenAI's client retries on its own."""
+    """Kill the node of the client's own address; OpenAI's client retries until it is back."""
     rows, holders = rows_of(nodes)
     text = client.generate("chat", PROMPT, max_new_tokens=TOKENS).text
     for door in rows:

@@ -1,4 +1,4 @@
-"""Servers, actors, placement and a raylet are killed under requests: each request is answered."""
+"""Kills of servers, actors, placement and a raylet during requests: each request is answered."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ RAY = [
     "--object-store-memory=100000000",
     "--disable-usage-stats",
 ]
-RETURN_S = 240.0  # until a killed node is back, on a busy machine
+RETURN_S = 240.0  # limit for a killed node's return, on a busy machine
 REQUESTS, KILLS, REPEATS = 300, 8, 20
 SEED = int(os.environ.get("SEED", "0")) or random.randrange(1, 1 << 30)
 X = np.random.default_rng(0).random((1, 8), dtype=np.float32)
@@ -61,7 +61,7 @@ def free_port() -> int:
 
 @pytest.fixture(scope="module")
 def raylets(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[subprocess.Popen[str]]]:
-    """Start one Ray with three raylets on this machine, and three nodes; the head is first."""
+    """Start a Ray of three raylets, and three nodes; yield the raylets' processes, head first."""
     processes: list[subprocess.Popen[str]] = []
     with ray_of_its_own(RAY_AUTH_MODE="token", RAY_worker_niceness="0") as (_, started):
 
@@ -121,7 +121,7 @@ def status() -> dict[str, Any]:
 
 
 def holders() -> list[dict[str, Any]]:
-    """Return the nodes that hold the model; the node that serves it comes first."""
+    """Return the nodes that hold the model, beginning with the node that serves it."""
     facts = status()
     model = facts["models"].get("m", {"nodes": [], "serving": ""})
     names = sorted(model["nodes"], key=lambda name: name != model["serving"])
@@ -152,7 +152,7 @@ def kill_raylet(raylet: subprocess.Popen[str]) -> None:
 
 
 def wait_for(is_so: Callable[[list[dict[str, Any]]], bool], what: str) -> list[dict[str, Any]]:
-    """Return the holders as soon as ``is_so`` is true of them."""
+    """Wait until ``is_so(holders())`` is true; return these holders."""
     until_s = time.monotonic() + RETURN_S
     while not is_so(rows := holders()):
         assert time.monotonic() < until_s, f"{what}: {status()}"
@@ -160,7 +160,7 @@ def wait_for(is_so: Callable[[list[dict[str, Any]]], bool], what: str) -> list[d
 
 
 def test_of_two_nodes_that_die_in_turn_the_first_is_found_again(client: Client) -> None:
-    """Give the client a stale port of the first node and the port of a second, dead node."""
+    """Restart one node on another port, then kill the others: the client must find it again."""
     expected = client.infer("m", X).outputs["y"].tobytes()
     waits_s = []
     for number in range(REPEATS):

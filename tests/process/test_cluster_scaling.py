@@ -1,4 +1,4 @@
-"""Scaling by Ray's autoscaler with fake machines: load adds a machine, rest removes it."""
+"""Scaling by Ray's autoscaler with fake machines: load adds a machine, and idling removes it."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ from pipeswitch.client.cluster_client import answer_of, connected_ray, placement
 
 pytestmark = [
     pytest.mark.soak,
-    pytest.mark.timeout(900),  # a minute of rest, and machines that start one after the other
+    pytest.mark.timeout(900),  # a minute of idling, and machines that start one after the other
     pytest.mark.skipif(
         importlib.util.find_spec("ray") is None, reason="no Ray: pip install 'pipeswitch[ray]'"
     ),
 ]
 
 CLUSTER = [sys.executable, "-P", "-c", "from pipeswitch.cli.main import main; main()", "cluster"]
-IN_FLIGHT = 80  # requests of each of the two clients
+IN_FLIGHT = 80  # number of open requests of each of the two clients
 PROVIDER = {
     "type": "fake_multinode",
     "use_node_id_as_ip": True,
@@ -69,7 +69,7 @@ FAKE = (
 
 @pytest.fixture
 def ray_that_scales(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Start a Ray that scales. ``ray.cluster_utils`` would end every Ray of this machine first."""
+    """Start a Ray with an autoscaler, without ``ray.cluster_utils``, which would end other Rays."""
     with socket.socket() as one, socket.socket() as other:
         one.bind(("127.0.0.1", 0))
         other.bind(("127.0.0.1", 0))
@@ -106,12 +106,12 @@ def ray_that_scales(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         )
         assert head.stdout is not None
         try:
-            assert any("runtime started" in line for line in head.stdout)  # skips earlier lines
-            monkeypatch.setenv("RAY_ADDRESS", provider["gcs_address"])  # there may be another Ray
+            assert any("runtime started" in line for line in head.stdout)  # reads up to this line
+            monkeypatch.setenv("RAY_ADDRESS", provider["gcs_address"])  # another Ray may run here
             yield
         finally:
             started += psutil.Process(head.pid).children(recursive=True)
-            for one in (psutil.Process(head.pid), *started):  # each would restart the others
+            for one in (psutil.Process(head.pid), *started):  # they restart processes that end
                 with contextlib.suppress(psutil.NoSuchProcess):
                     one.kill()
             head.communicate()
@@ -129,7 +129,7 @@ def machines() -> int:
 
 
 def test_a_load_brings_a_machine_and_rest_lets_it_go(ray_that_scales: None, tmp_path: Path) -> None:
-    """Check that the second machine's answers have equal bits, and none is lost when it leaves."""
+    """The second machine's answers must have equal bits; no answer may be lost when it leaves."""
     up = ["up", "--scale", "1", "2", "--state-dir", str(tmp_path), "--", "--device", "cpu"]
     sizes = ["--arena", "128MiB", "--host-store", "256MiB", "--standby", "1"]
     subprocess.run([*CLUSTER, *up, *sizes], check=True)

@@ -1,4 +1,4 @@
-"""Text over HTTP through OpenAI's unmodified client: it equals the text from the SDK."""
+"""Text over HTTP through OpenAI's unmodified client, which must equal the text from the SDK."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ from tests.models.words import trained
 openai = pytest.importorskip("openai")
 transformers = pytest.importorskip("transformers")
 
-CONTEXT = 2048  # long enough for a hang-up during an answer
+CONTEXT = 2048  # so long that a client can hang up during an answer
 TEMPLATE = """{%- for message in messages %}
 {%- if message.role not in ('system', 'user', 'assistant') %}
   {{- raise_exception('no role ' + message.role) }}
@@ -53,7 +53,7 @@ SAID: Any = [
 
 
 def made() -> tuple[Any, Any]:
-    """Return a small model that does not repeat one word for ever, and its tokenizer."""
+    """Return a small model, which does not repeat one word for ever, and its tokenizer."""
     torch.manual_seed(7)
     config = transformers.AutoConfig.for_model(
         "qwen2",
@@ -100,7 +100,7 @@ def ai(running: Checked) -> Iterator[Any]:
 
 
 def post(running: Checked, path: str, body: Any, key: str = "EMPTY") -> tuple[int, Any, Any]:
-    """Return the status, the JSON (for a stream: its events) and the headers."""
+    """Send a POST request; return the status, the JSON (or a stream's events), and the headers."""
     connection = http.client.HTTPConnection(running.running.http_address, timeout=60)
     data = body if isinstance(body, bytes) else json.dumps(body).encode()
     connection.request("POST", path, data, {"Authorization": f"Bearer {key}"})
@@ -157,7 +157,7 @@ def test_a_chat_is_rendered_as_transformers_does(running: Checked, ai: Any) -> N
     assert whole.usage.prompt_tokens == len(ids)
     chunks = []
     for chunk in ai.chat.completions.create(**options, max_tokens=30, stream=True):
-        if not chunks:  # the server drops the sequence; the tokens continue
+        if not chunks:  # at the first chunk, drop the sequence: the tokens must continue
             with contextlib.suppress(SequenceNotFound):
                 name = chunk.id.removeprefix("chatcmpl-")
                 running.client._ask("sequences", body={"end": name, "tenant": ANYONE})
@@ -169,7 +169,7 @@ def test_a_chat_is_rendered_as_transformers_does(running: Checked, ai: Any) -> N
     long: Any = {"role": "user", "content": "ab1" * 660}
     unbound = ai.chat.completions.create(**{**options, "messages": [long]})
     assert unbound.usage.prompt_tokens > 1000
-    assert unbound.usage.total_tokens == CONTEXT  # the answer ends where the context ends
+    assert unbound.usage.total_tokens == CONTEXT  # the answer ends because the context is full
     assert [one.id for one in ai.models.list()] == ["chat", "gpt-4o"]
     assert ai.models.retrieve("chat").id == "chat"
     assert ai.models.retrieve("gpt-4o").id == "gpt-4o"
@@ -338,10 +338,10 @@ def test_logprobs_are_transformers_own_in_each_form(running: Checked, ai: Any) -
 
 @pytest.mark.parametrize("new", [0, 4])
 def test_echo_with_logprobs_scores_the_prompt(running: Checked, ai: Any, new: int) -> None:
-    """Make the calls of lm-eval's ``local-completions``: lists of ids, and sums from a prefix."""
+    """Make the calls of lm-eval's ``local-completions``, with lists of ids and sums of logprobs."""
     text = PROMPT + " been told of the large and the small words of all that there is, and of it"
     ids: list[int] = made()[1](text * 3)["input_ids"]
-    assert len(ids) > 64  # needs several runs
+    assert len(ids) > 64  # so many ids need several runs
     options: Any = {
         "model": "chat",
         "max_tokens": new,
@@ -401,7 +401,7 @@ def test_answers_follow_their_schemas_when_workers_die(running: Checked, ai: Any
 
 
 def test_tools_are_called_by_openais_client_whole_and_streamed(running: Checked, ai: Any) -> None:
-    """Check calls of a model with random weights: only the grammar makes its answers calls."""
+    """Request tool calls from a model with random weights, which follows only the grammar."""
     pydantic = pytest.importorskip("pydantic")
     line = pydantic.create_model("Line", is_gift=(bool, ...), size=(Literal["S", "L"], ...))
     order = pydantic.create_model("Order", first=(line, ...), second=(line, ...))  # in $defs
@@ -426,7 +426,7 @@ def test_tools_are_called_by_openais_client_whole_and_streamed(running: Checked,
     assert final.finish_reason == "tool_calls"
     assert final.message.tool_calls[0].function.arguments == call.function.arguments
     deltas = [one.choices[0].delta.tool_calls for one in chunks if one.choices]
-    assert len([one for one in deltas if one]) > 3  # arguments arrive as they are generated
+    assert len([one for one in deltas if one]) > 3  # arguments arrive in several pieces
     for seed in range(3):
         some = ai.chat.completions.create(**{**options, "tool_choice": "required"}, seed=seed, n=2)
         for one in some.choices:
@@ -437,8 +437,8 @@ def test_tools_are_called_by_openais_client_whole_and_streamed(running: Checked,
     answer = ai.chat.completions.create(**free).choices[0]
     assert (answer.finish_reason, answer.message.tool_calls) == ("length", None)
     for more, param in (
-        ({"model": "chat"}, "tools"),  # the model's template does not read tools
-        ({"extra_body": {}}, "tools"),  # without an end token there is no schema
+        ({"model": "chat"}, "tools"),  # this model's template does not use tools
+        ({"extra_body": {}}, "tools"),  # a schema needs an end token, which is missing here
         ({"tool_choice": "sometimes"}, "tool_choice"),
     ):
         with pytest.raises(openai.BadRequestError) as caught:
@@ -463,26 +463,26 @@ def test_a_stop_string_of_a_special_token_ends_the_answer(running: Checked, ai: 
     options: Any = {"model": "over", "prompt": [9, 8], "max_tokens": 30, "temperature": 0}
     plain = ai.completions.create(**{**options, "model": "chat"}).choices[0].token_ids
     with torch.no_grad():
-        weight[over] = weight[plain[12]] * 1.01  # replaces the token plain[12]
+        weight[over] = weight[plain[12]] * 1.01  # so that ``over`` replaces the token plain[12]
     running.client.register("over", model, generate=True, tokenizer=tokenizer)
     ids = ai.completions.create(**options).choices[0].token_ids
     assert over in ids
     stopped = ai.completions.create(**options, stop="<end>").choices[0]
     assert (stopped.finish_reason, stopped.token_ids) == ("stop", ids[: ids.index(over) + 1])
     chat = ai.chat.completions.create(model="over", messages=SAID, max_tokens=1)
-    assert chat.choices[0].finish_reason == "length"  # the chat used the default template
+    assert chat.choices[0].finish_reason == "length"  # the default template was used
     running.client.unregister("over")
 
 
 def test_who_hangs_up_ends_the_sequence(running: Checked, ai: Any) -> None:
     options: Any = {"model": "chat", "messages": SAID, "temperature": 0, "stream": True}
-    with contextlib.ExitStack() as stack:  # in parallel: no answer ends soon
+    with contextlib.ExitStack() as stack:  # keeps eight long answers open at once
         for _ in range(8):
             stream = stack.enter_context(ai.chat.completions.create(**options))
             assert next(iter(stream)).choices
         assert [row["model"] for row in running.client.sequences()] == ["chat"] * 8
     until(lambda: running.client.sequences() == [], "their sequences are gone")
-    with pytest.raises(openai.APITimeoutError):  # a client that awaits the whole answer hangs up
+    with pytest.raises(openai.APITimeoutError):  # hang up while waiting for a whole answer
         ai.chat.completions.create(**{**options, "stream": False}, timeout=0.2)
     until(lambda: running.client.sequences() == [], "its sequence is gone")
 
@@ -522,7 +522,7 @@ def test_streams_side_by_side_lose_nothing(running: Checked) -> None:
 def test_a_hostile_template_costs_its_own_process_alone(
     template: str, words: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Check also a caller that hangs up: the next request finds the process ended."""
+    """Also let a caller hang up while the process ends: the next request must get a new process."""
     facts = LanguageModelConfig(
         version=1,
         digest="d",
@@ -559,14 +559,14 @@ def test_a_hostile_template_costs_its_own_process_alone(
 def text_processes(checked: Checked) -> list[psutil.Process]:
     processes = []
     for one in psutil.Process(checked.running.pid).children(recursive=True):
-        with contextlib.suppress(psutil.Error):  # it has just ended
+        with contextlib.suppress(psutil.Error):  # the process may just have ended
             if "pipeswitch.gateway.openai.tokenizer_worker" in one.cmdline():
                 processes.append(one)
     return processes
 
 
 def test_an_answer_goes_on_when_its_text_process_ends(running: Checked, ai: Any) -> None:
-    """Kill the text process several times: another one continues, and the text is the same."""
+    """Kill the text process several times: its successor must continue with the same text."""
     options: Any = {"model": "chat", "prompt": PROMPT, "max_tokens": 400, "temperature": 0}
     whole = ai.completions.create(**options)
     chunks = []
@@ -582,7 +582,7 @@ def test_an_answer_goes_on_when_its_text_process_ends(running: Checked, ai: Any)
 def test_an_answer_goes_on_when_its_text_process_has_nothing_left(
     running: Checked, ai: Any
 ) -> None:
-    """Leave the text process no memory, no descriptor and no thread."""
+    """Let the text process have no memory, no descriptor or no thread left."""
     options: Any = {"model": "chat", "prompt": PROMPT, "max_tokens": 300, "temperature": 0}
     whole = ai.completions.create(**options)
     chunks = []
@@ -627,7 +627,7 @@ def test_a_text_process_that_cannot_be_started_is_one_clear_error(running: Check
 def test_a_text_process_without_memory_for_a_token_ends_and_refuses_a_prompt(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Check that a prompt that takes all memory is refused, but a token ends the process."""
+    """If memory runs out, a prompt must be refused, but at a token the process must end."""
     worker = TextProcess(LanguageModelConfig(version=1, digest="d", vocabulary=9, context=CONTEXT))
     begin = StartGeneration(
         answer=1, prompt=[1], sampling=Sampling(), ending=StopCriteria(max_new_tokens=4)
@@ -646,7 +646,7 @@ def test_a_text_process_without_memory_for_a_token_ends_and_refuses_a_prompt(
 
 
 def test_one_callers_long_prompts_wait_for_anothers_turn() -> None:
-    """Check that tokens go first, then callers in turn, and a long prompt costs only what fits."""
+    """Tokens must go first, then callers in turns, even if one caller has long prompts."""
     facts = LanguageModelConfig(
         version=1,
         digest="d",
@@ -691,7 +691,7 @@ def test_one_callers_long_prompts_wait_for_anothers_turn() -> None:
 
 
 def test_more_models_than_text_processes_take_turns(tmp_path: Any) -> None:
-    """Check that models take turns with one process, and answers continue in the next turn."""
+    """Models must take turns at one text process, and answers must continue in the next turn."""
     config = tmp_path / "pipeswitch.toml"
     config.write_text("[gateway]\ntext_processes = 1\n")
     options: Any = {"arena": "64MiB", "host_store": "256MiB", "http": True}
@@ -712,7 +712,7 @@ def test_more_models_than_text_processes_take_turns(tmp_path: Any) -> None:
             stream = await client.completions.create(**options, stream=True)
             chunks = [chunk async for chunk in stream]
             assert chunks[-1].choices[0].finish_reason == "length"
-            assert len(text_processes(checked)) <= 2  # one process may be ending
+            assert len(text_processes(checked)) <= 2  # one runs, and another may be ending
             return "".join(chunk.choices[0].text for chunk in chunks)
 
         async def together() -> list[str]:
@@ -738,7 +738,7 @@ def test_an_authors_settings_are_followed_or_noted(running: Checked, ai: Any) ->
     settings = model.generation_config
     settings.do_sample, settings.temperature, settings.top_p = True, 0.7, 0.5
     settings.max_new_tokens, settings.no_repeat_ngram_size = 6, 3
-    settings.top_k = 700  # all tokens
+    settings.top_k = 700  # as many as the vocabulary has tokens
     settings.eos_token_id = [end, 9999]
     row = running.client.register(
         "own", model, generate=True, tokenizer=tokenizer, precision="exact"
@@ -760,7 +760,7 @@ def test_an_authors_settings_are_followed_or_noted(running: Checked, ai: Any) ->
 
 
 def ended_by(act: Callable[[Checked], object], path: str) -> tuple[list[Any], bool]:
-    """Run ``act`` during a stream; return its events, and whether the framing was complete."""
+    """Run ``act`` during a stream; return the events, and True if the stream was complete."""
     options: Any = {"arena": "64MiB", "host_store": "256MiB", "http": True, "settles": False}
     with checked_server(**options) as checked:
         model, tokenizer = made()

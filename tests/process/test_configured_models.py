@@ -1,4 +1,4 @@
-"""Models and listeners of a configuration file: errors are found at the start, or shown later."""
+"""Models and listeners in a configuration file: errors end the start, or are shown later."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ def test_ready_comes_after_the_first_attempt_at_each_and_what_failed_is_shown(
         body = json.loads(refused.value.read())
         assert "is failed" in body["error"]
         assert "[[model]]" in body["hint"]
-        client.register("typo", torch.nn.Linear(4, 4), example_inputs=x)  # the name is free
+        client.register("typo", torch.nn.Linear(4, 4), example_inputs=x)  # its name is still free
         assert client.infer("typo", x).value.shape == (1, 4)
 
 

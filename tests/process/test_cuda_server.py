@@ -1,6 +1,6 @@
-"""The whole server on the cuda device, over a fake of CUDA's bindings.
+"""The whole server on the cuda device, with fake CUDA bindings.
 
-Processes, self-test, daemon, workers, graphs and training are real. Only the device is a fake: its
+Processes, self-test, daemon, workers, graphs and training are real. Only the device is fake: its
 memory is host memory, and it computes at once (``tests/fakes/fake_cuda``).
 """
 
@@ -72,7 +72,7 @@ def machine_in(folder: Path) -> dict[str, str]:
 
 @pytest.fixture(scope="module")
 def server(first_gpu: dict[str, str]) -> Iterator[tools.Checked]:
-    """Start one server for the tests that leave it unchanged; the self-test chooses all rungs."""
+    """Start a server, with all mechanisms that its self-test finds, for tests that share it."""
     with tools.checked_server(devices=ON_CUDA, environment=first_gpu) as checked:
         yield checked
 
@@ -172,7 +172,7 @@ def test_a_job_beside_requests_ends_with_the_plain_runs_bits(
 def test_two_gpus_serve_and_a_daemon_that_dies_is_nothing_to_the_other(
     own_gpu: dict[str, str],
 ) -> None:
-    """Detect a worker that opens the other GPU's arena: it would fail or compute on wrong bytes."""
+    """Use two GPUs: a worker that opened the other GPU's arena would fail or give wrong answers."""
     rungs = {"WAITS": "cpu", "WORDS": "copy", "ACTIVATIONS": "private", "GRAPHS": "off"}
     named = {f"PIPESWITCH_DEVICE__{key}": value for key, value in rungs.items()}
     with tools.checked_server(
@@ -323,8 +323,8 @@ def test_a_second_server_on_the_same_gpu_is_refused(
 
 
 class Lookup(torch.nn.Module):
-    """Rows of a table of ten. With ``is_hidden`` the module computes the indices, so the server
-    cannot check them before the run."""
+    """Module that looks rows up in a table of ten. With ``is_hidden`` it computes the indices, so
+    that the server cannot check them before the run."""
 
     def __init__(self, is_hidden: bool) -> None:
         super().__init__()
@@ -340,7 +340,7 @@ class Lookup(torch.nn.Module):
 def test_an_index_out_of_range_is_answered_and_costs_one_worker_at_most(
     server: tools.Checked, is_hidden: bool
 ) -> None:
-    """Check that a kernel's assertion breaks no later request."""
+    """Cause an assertion in a kernel: later requests must not fail."""
     server.wait_until_whole()
     module = Lookup(is_hidden).eval()
     good, bad = torch.tensor([[1, 9]]), np.array([[1, 99]])

@@ -1,8 +1,8 @@
 """Damage to one file of the state directory: undamaged entries survive, and no answer is wrong.
 
-Most rounds run the code that restores a server in this process, without children. Some start a
-server and send requests. All use one directory: two models, one of them with two names, a chain, a
-paused job with two commits on disk, and a completed job.
+Most rounds run the code that restores a server in this process, without children. Other rounds
+start a server and send requests. All rounds damage copies of one directory, which has two models
+(one with two names), a chain, a paused job with two commits on disk, and a completed job.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ PERFORMED = (
     ev.DropCommits,
     ev.SweepPrograms,
 )
-"""Commands that need no child process."""
+"""Commands of the scheduler that need no child process."""
 
 
 @dataclass
@@ -73,8 +73,8 @@ class Sound:
     """An undamaged state directory, and the digests of its contents."""
 
     folder: Path
-    digests: dict[str, str]  # by model
-    images: dict[int, str]  # sha256 of the job's state, by step
+    digests: dict[str, str]  # model -> digest of its program
+    images: dict[int, str]  # step -> sha256 of the job's state
 
     def files(self) -> list[Path]:
         paths = [path for path in self.folder.rglob("*") if path.is_file()]
@@ -133,7 +133,7 @@ def step_and_digest(folder: Path) -> tuple[int, str]:
 
 
 def damage(folder: Path, path: Path, files: list[Path], generator: random.Random) -> str:
-    """Damage a file in one way; return a description."""
+    """Damage a file in one random way; return a description of the damage."""
     target, data = folder / path, (folder / path).read_bytes()
     kind = generator.choice(["byte", "byte", "bytes", "cut", "empty", "other", "gone"])
     if kind in ("byte", "bytes") and data:
@@ -157,7 +157,7 @@ def is_about(path: Path, digest: str) -> bool:
 
 
 class Restored:
-    """A restored server without children: its own objects only."""
+    """A restored server without child processes, made of the controller's objects."""
 
     def __init__(self, folder: Path) -> None:
         config = load(
@@ -182,7 +182,7 @@ class Restored:
                     self.server.effects.perform(command)
 
     def _is_built(self, command: ev.Command) -> bool:
-        """Return whether the command is a build without a child: its program has a manifest."""
+        """Return True if the command is a build that needs no child: its program has a manifest."""
         if not isinstance(command, ev.StartBuild):
             return False
         digest = self.server.effects.builds.built_before[command.spec]
@@ -202,7 +202,7 @@ class Restored:
 
 
 def check_model(folder: Path, sound: Sound, name: str) -> bool:
-    """Return whether daemon and worker accept the program; if so, check that it is unchanged."""
+    """Return True if daemon and worker accept the program, which then must be unchanged."""
     digest = sound.digests[name]
     place, before = folder / "models" / digest, sound.folder / "models" / digest
     try:
@@ -222,7 +222,7 @@ def check_model(folder: Path, sound: Sound, name: str) -> bool:
 
 
 def check_restored(folder: Path, sound: Sound, hurt: Path) -> str:
-    """Check that nothing undamaged is lost and nothing is wrong; return how the start ended."""
+    """Check that no undamaged entry is lost and none is wrong; return how the start has ended."""
     try:
         restored = Restored(folder)
     except ConfigError as error:
@@ -262,7 +262,7 @@ def check_restored(folder: Path, sound: Sound, hurt: Path) -> str:
 
 def hurt_at_random(sound: Sound, folder: Path, generator: random.Random) -> Path:
     files = sound.files()
-    folders = sorted({path.parent for path in files})  # else large folders have most damage
+    folders = sorted({path.parent for path in files})  # so that each folder is damaged as often
     place = generator.choice(folders)
     path = generator.choice([one for one in files if one.parent == place])
     shutil.copytree(sound.folder, folder)
@@ -278,13 +278,13 @@ def damage_in_process(sound: Sound, tmp_path: Path, rounds: int, seed: int) -> C
         outcome = check_restored(folder, sound, path)
         outcomes[outcome] += 1
         if "refused" not in outcome:
-            check_restored(folder, sound, path)  # the next start works, too
+            check_restored(folder, sound, path)  # the next start must work, too
         shutil.rmtree(folder)
     return outcomes
 
 
 def check_served(folder: Path, sound: Sound, hurt: Path) -> str:
-    """Do the checks of ``check_restored`` with a client of a real server."""
+    """Make the checks of ``check_restored`` with a real server and its client."""
     try:
         with checked_server(state_dir=folder, settles=False) as checked:
             rows = until(lambda: settled(checked.client.models()), "each model was looked at")
@@ -321,7 +321,7 @@ def test_damage_to_one_file_loses_nothing_else(sound: Sound, tmp_path: Path) -> 
 
 
 def test_an_entry_that_cannot_be_used_is_left_out_and_named(sound: Sound, tmp_path: Path) -> None:
-    """Restore entries that cannot be used, as from an older release, in two starts."""
+    """Start twice with entries that cannot be used, such as those of an older release."""
     folder = tmp_path / "state"
     shutil.copytree(sound.folder, folder)
     with contextlib.closing(JournalFile(folder / FILE_NAME)) as journal:
@@ -406,4 +406,4 @@ def test_five_hundred_damaged_files_lose_nothing_else(sound: Sound, tmp_path: Pa
             hurt = hurt_at_random(sound, folder, random.Random(f"served-{number}"))
             served[check_served(folder, sound, hurt)] += 1
             shutil.rmtree(folder)
-        figures.update(served=dict(served), wrong=0, lost=0)  # else a check would have failed
+        figures.update(served=dict(served), wrong=0, lost=0)  # all checks have passed

@@ -1,7 +1,7 @@
-"""Language models as one program with a state: the tokens equal those of transformers.
+"""Language models as one program with a state, whose tokens must equal those of transformers.
 
-Each test starts with a folder of configuration, weights and tokenizer. The model is built, written,
-read and run by our executor. The tests keep the rows of its cache.
+A test begins with a folder of configuration, weights and tokenizer. From it, the program is built,
+written, read, and run by our executor. The tests themselves keep the rows of its cache.
 """
 
 from __future__ import annotations
@@ -75,14 +75,14 @@ FAMILIES: dict[str, dict[str, Any]] = {
 
 @dataclass
 class Made:
-    """A transformers model and the program built from it."""
+    """A transformers model, and the program that was built from it."""
 
     model: Any
     tokenizer: Any
     manifest: Manifest
     bundle: Bundle
     path: Path  # path of the bundle
-    run: Callable[..., tuple[torch.Tensor, torch.Tensor]]  # takes ids, count, used, cache
+    run: Callable[..., tuple[torch.Tensor, torch.Tensor]]  # arguments: ids, count, used, cache
     width: int
 
     def greedy(self, ids: Sequence[int], new: int, piece: int = 512) -> list[int]:
@@ -176,7 +176,7 @@ def test_greedy_tokens_are_those_of_generate_wherever_it_starts_again(decoder: M
 
 
 def test_in_one_step_with_others_a_sequence_answers_as_alone(decoder: Made) -> None:
-    """Check prompts and single tokens with different pasts in one step; padding changes nothing."""
+    """Compute prompts and single tokens after different pasts in one step, with padding."""
     torch.manual_seed(1)
     pasts, counts = [0, 1, 40, 97, 12], [17, 1, 1, 5, 1]
     ids = torch.randint(1, VOCABULARY, (5, max(counts)))
@@ -193,7 +193,7 @@ def test_in_one_step_with_others_a_sequence_answers_as_alone(decoder: Made) -> N
         scale = float(alone.abs().max())
         assert float((together[one] - alone).abs().max()) < 1e-5 * scale
         assert torch.allclose(rows[one, :count], own_rows, rtol=1e-4, atol=1e-4)
-    cache[2, 40:] = 1e4  # unused values are not read, so the bits are equal
+    cache[2, 40:] = 1e4  # changes only values that are not used, so bits must stay equal
     ids[3, 5:] = 1
     again, _ = decoder.run(ids, torch.tensor(counts), torch.tensor(pasts), cache)
     assert torch.equal(together, again)
@@ -215,7 +215,7 @@ def test_of_a_run_of_unequal_requests_each_gets_its_own_extents_and_what_pads_is
 def test_one_whose_answers_depend_on_what_pads_is_not_joined(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Make all sequences but the first use padding rows, which a batch of one does not show."""
+    """Break the mask, so that all sequences but the first use padding rows: it must be noticed."""
     right = Decoder._mask
 
     def wrong(self: Decoder, step: Any, used: Any, cache: torch.Tensor) -> torch.Tensor:
@@ -405,7 +405,7 @@ def test_what_keeps_another_state_is_refused_with_the_reason(
 def test_an_attention_that_takes_an_unknown_keyword_is_refused(
     keyword: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A choice of tokens, for example, changes nothing in the short text that ``check`` uses."""
+    """Pass an argument whose effect the short text of the check would not show."""
     model, value = plain_model("llama"), torch.ones(1, dtype=torch.long)
     monkeypatch.setattr(model, "forward", partial(model.forward, **{keyword: value}))
     with pytest.raises(RegistrationRefused, match=keyword) as caught:
@@ -414,7 +414,7 @@ def test_an_attention_that_takes_an_unknown_keyword_is_refused(
 
 
 def test_what_answers_otherwise_with_a_state_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Make the decoder attend to one token too many; the check against the model's logits fails."""
+    """Let the decoder attend to one token too many: the check of its logits must fail."""
     module = Decoder(plain_model("llama"))
     monkeypatch.setattr(
         module,
@@ -430,7 +430,7 @@ def test_what_answers_otherwise_with_a_state_is_refused(monkeypatch: pytest.Monk
 
 
 def test_a_servers_sequence_answers_the_same_tokens(tmp_path: Path) -> None:
-    """Serve a folder and a client's model; the cache stays on the server."""
+    """Serve a model from a folder and one from a client; their caches stay on the server."""
     transformers.AutoConfig.for_model("qwen2", **FAMILIES["qwen2"]).save_pretrained(tmp_path / "m")
     with checked_server(arena="16MiB", host_store="64MiB") as checked:
         client, model = checked.client, plain_model("qwen2")
@@ -452,7 +452,7 @@ def test_a_servers_sequence_answers_the_same_tokens(tmp_path: Path) -> None:
 
 
 def test_a_folder_is_served_whatever_last_bits_its_weights_places_give(tmp_path: Path) -> None:
-    """Check models of two layers, whose logits differ in the last bits at a batch of one."""
+    """Include models whose logits, at a batch of one, differ in the last bits."""
     with checked_server(arena="64MiB", host_store="128MiB") as checked:
         for layers in (1, 2, 3):
             sizes = {"n_layer": layers, "n_embd": 64, "n_head": 4, "n_positions": 256}

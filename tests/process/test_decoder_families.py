@@ -1,7 +1,7 @@
-"""Families of language models: greedy tokens equal those of ``generate()``, past every window.
+"""Families of language models: greedy tokens must equal those of ``generate()``, beyond windows.
 
-Each is a small transformers model with seeded random weights, saved in a folder, built, and run by
-our executor.
+Each model is a small transformers model with seeded random weights. It is saved in a folder, built,
+and run by our executor.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ BODY = {"hidden_size": 64, "num_hidden_layers": 3, "num_attention_heads": 4, **W
 PLAIN = {**BODY, "intermediate_size": 96, "max_position_embeddings": LONG}
 GROUPED = {**PLAIN, "num_key_value_heads": 2, "head_dim": 16}
 WINDOW = {**GROUPED, "sliding_window": 16}
-SOME = {**WINDOW, "num_hidden_layers": 4}  # some layers have the window
+SOME = {**WINDOW, "num_hidden_layers": 4}  # not all four layers have the window
 GEMMA = {**SOME, "query_pre_attn_scalar": 16}
 FOUR = {"num_local_experts": 4, "num_experts_per_tok": 2}
 MANY = {**GROUPED, "num_experts": 12, "num_experts_per_tok": 3, "moe_intermediate_size": 32}
@@ -88,7 +88,7 @@ def plain_model(family: str) -> Any:
         for name, parameter in model.named_parameters():
             if parameter.dim() > 1:
                 parameter.mul_(8)
-            elif "sinks" in name:  # they have no effect otherwise
+            elif "sinks" in name:  # with smaller values, sinks would have no effect
                 parameter.fill_(2.0)
     return model
 
@@ -98,7 +98,7 @@ def prompt(length: int, first: int = 5) -> list[int]:
 
 
 def built(model: Path, path: Path) -> tuple[Run, int]:
-    """Build a folder as a builder does; return its step function and a token's row width."""
+    """Build a folder's model like a builder; return its step function, and a cache row's width."""
     spec = BuildSpec(
         name="m", source=f"hf:{model}", weights="pretrained", generate=True, max_batch=4
     )
@@ -115,14 +115,14 @@ def built(model: Path, path: Path) -> tuple[Run, int]:
 
 
 def together(run: Run, width: int, prompts: Sequence[Sequence[int]], new: int) -> list[list[int]]:
-    """Answer all prompts in the same steps, each padded to the longest; return the new tokens."""
+    """Answer all prompts in common steps, padded to the longest; return each one's new tokens."""
     rows = torch.full((len(prompts), LONG, width), 3.0)
     tokens, done = [list(one) for one in prompts], [0] * len(prompts)
     for _ in range(new):
         rests = [torch.tensor(one[at:]) for one, at in zip(tokens, done, strict=True)]
         ids = torch.nn.utils.rnn.pad_sequence(rests, batch_first=True)
         counts = torch.tensor([len(one) for one in rests])
-        with DecodeRows(done if ids.shape[1] == 1 else []):  # as a worker computes a step
+        with DecodeRows(done if ids.shape[1] == 1 else []):  # a worker computes a step like this
             logits, fresh = run(ids, counts, torch.tensor(done), rows[:, : max(done) + 1])
         for at, one in enumerate(rests):
             rows[at, done[at] : done[at] + len(one)] = fresh[at, : len(one)]
@@ -131,7 +131,7 @@ def together(run: Run, width: int, prompts: Sequence[Sequence[int]], new: int) -
     return [one[len(prompt_ids) :] for one, prompt_ids in zip(tokens, prompts, strict=True)]
 
 
-# Each has a related family above that always runs; ``pytest -m soak`` runs these as well.
+# Families that only ``pytest -m soak`` runs; a related family above always runs.
 RARE: Final = (
     *("gemma", "cohere", "olmo2", "granite", "smollm3", "glm4", "stablelm", "starcoder2"),
     *("cohere2", "olmo3", "exaone4", "gemma4_text", "granitemoe", "olmoe", "qwen2_moe"),
@@ -155,7 +155,7 @@ def test_greedy_tokens_of_a_batch_are_those_of_generate(family: str, tmp_path: P
 
 @pytest.mark.soak
 def test_a_server_answers_families_with_shared_prefixes_side_by_side() -> None:
-    """Use three prompts with a common start; check that the client's models stay unchanged."""
+    """Send prompts with a common start to several models; the client's models must not change."""
     start = prompt(60)
     prompts = [start, start + prompt(9, 99), start + prompt(20, 7), prompt(12, 50)]
     with checked_server(arena="32MiB", host_store="64MiB") as checked:
@@ -175,7 +175,7 @@ def test_a_server_answers_families_with_shared_prefixes_side_by_side() -> None:
 def test_a_wrong_window_is_found_before_it_answers(
     family: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Make layers attend to all tokens: logits are equal up to the window and differ after it."""
+    """Let layers attend to all tokens: logits must be equal up to the window, and differ beyond."""
     module = Decoder(plain_model(family))
     assert {*module.spec.windows} <= {0, 16}
     module.check()
@@ -200,14 +200,14 @@ def quantized(folder: Path, settings: dict[str, Any]) -> None:
 
 
 def eight_bits(weight: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    """Return a weight and its float8 form, as checkpoints of DeepSeek and Qwen contain it."""
+    """Return a weight, and its float8 tensors as in checkpoints of DeepSeek and Qwen."""
     scale = weight.abs().max() / 448
     eight = (weight / scale).to(torch.float8_e4m3fn)
     return eight.float() * scale, {"": eight, "_scale_inv": scale.reshape(1, 1)}
 
 
 def four_bits(weight: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    """Return a weight and its 4-bit form as in GPT-OSS: two numbers a byte, one exponent per 32."""
+    """Return a weight, and its 4-bit tensors as in GPT-OSS, with one exponent per 32 numbers."""
     count, size, outputs = weight.shape
     values = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6])
     codes = torch.randint(0, 16, (count, outputs, size))

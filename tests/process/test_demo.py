@@ -22,7 +22,7 @@ from pipeswitch.demo.run import DemoModel, Plan, run
 
 pytestmark = pytest.mark.slow
 
-HEARING = ("env", "--default-signal=INT")  # jobs in a shell's background start with SIGINT ignored
+HEARING = ("env", "--default-signal=INT")  # a shell's background jobs ignore SIGINT
 
 IMAGE = {"x": ((1, 3, 64, 64), "float32")}
 TEXT = {
@@ -74,7 +74,7 @@ def test_the_demo_fills_its_table_and_loses_no_step(
 
 @pytest.fixture
 def folder() -> Iterator[Path]:
-    """Yield a folder with a short path: socket paths are limited, and pytest's are long."""
+    """Yield a folder with a short path, because pytest's paths are too long for sockets."""
     with tempfile.TemporaryDirectory(prefix="psw-") as name:
         yield Path(name)
 
@@ -94,7 +94,7 @@ def test_control_c_in_the_middle_leaves_no_process_and_no_file_behind(folder: Pa
                 break
         family = psutil.Process(demo.pid).children(recursive=True)
         assert len(family) >= 4, "server, fork server, daemon, workers"
-        os.killpg(demo.pid, signal.SIGINT)  # to the whole group, as a terminal does
+        os.killpg(demo.pid, signal.SIGINT)  # a terminal, too, signals the whole group
         rest, _ = demo.communicate(timeout=60)
         assert demo.returncode == 130, rest
         _, alive = psutil.wait_procs(family, timeout=10)

@@ -1,8 +1,7 @@
 """Conformance of every device, with real memory and real processes.
 
-``cuda`` runs over the fake of its bindings, with real processes as well: once with waits on the
-CPU, once with waits on the device. tests/gpu runs the same tests on a real GPU.
-"""
+``cuda`` runs with fake bindings, but real processes: once with waits on the CPU, once with waits on
+the device. tests/gpu runs the same tests on a real GPU."""
 
 from __future__ import annotations
 
@@ -113,7 +112,7 @@ class CpuRig:
         return self._views[-1]
 
     def arena(self, start: int, size: int) -> bytes:
-        """Return device bytes as any other process would see them."""
+        """Return device bytes as another process would read them."""
         return os.pread(self.models_fd, size, start)
 
     def fence(self, index: int) -> int:
@@ -164,8 +163,8 @@ class CpuRig:
 
 
 class FakeCudaRig(CpuRig):
-    """The cuda device over the fake of its bindings. Each process has a fake runtime of its own.
-    The processes share the device's bytes through the IPC handle, as with the real bindings."""
+    """The cuda device with fake bindings. Each process has its own fake runtime. As with the real
+    bindings, the processes share the device's bytes through the IPC handle."""
 
     is_sealed = False  # all workers trust each other
     waits: Waits = "cpu"
@@ -216,14 +215,14 @@ class FakeCudaRig(CpuRig):
 
 
 class WaitingCudaRig(FakeCudaRig):
-    """The same, but the device itself waits for words."""
+    """``FakeCudaRig`` in which the device itself waits for words."""
 
     waits: Waits = "gpu"
     waits_on_the_host = False
 
 
 class _OwnHandle(Cuda):
-    """Substitute for opening an IPC handle in the process that made it, which is not possible."""
+    """Substitute for opening an IPC handle, which is impossible in the process that created it."""
 
     def __init__(self, cuda: Cuda, base: int) -> None:
         super().__init__(cuda._runtime, cuda._driver)
@@ -267,7 +266,7 @@ class GpuRig(FakeCudaRig):
 
 
 class WaitingGpuRig(GpuRig):
-    """The same, but the GPU itself waits for words."""
+    """``GpuRig`` in which the GPU itself waits for words."""
 
     waits: Waits = "gpu"
     waits_on_the_host = False
@@ -348,7 +347,7 @@ def rig(make_rig: MakeRig) -> CpuRig:
 def order(
     op_id: int, start: int, sizes: Sequence[int], *, store: int = 0, first_fence: int = 0
 ) -> TransmitModel:
-    """Return an order for groups of ``sizes`` bytes, contiguous in the store and in the arena."""
+    """Return an order to copy groups of ``sizes`` bytes, contiguous in the store and the arena."""
     groups, position = [], 0
     for index, size in enumerate(sizes):
         groups.append(
@@ -375,7 +374,7 @@ def in_whole_units(sent: TransmitModel) -> TransmitModel:
 
 
 def on_host(tensor: torch.Tensor) -> np.ndarray[tuple[int], np.dtype[np.uint8]]:
-    """Return the bytes of a device tensor; on the cpu device they are not copied."""
+    """Return the bytes of a device tensor, on the cpu device without a copy."""
     return tensor.cpu().numpy()  # type: ignore[no-any-return]
 
 
@@ -496,7 +495,7 @@ def test_a_copy_of_no_bytes_raises_its_word(rig: CpuRig) -> None:
 
 
 def test_a_cancelled_transmission_stops_where_it_says(make_rig: MakeRig) -> None:
-    rig = make_rig(20 * MIB)  # all groups would take two seconds
+    rig = make_rig(20 * MIB)  # at this speed, all groups would take two seconds
     rig.fill_store(0, bytes([7]) * (40 * MIB))
     rig.transmit(order(3, MIB, [4 * MIB] * 10))
     rig.view(slot=1).wait_group(0, OpId(3))
@@ -508,7 +507,7 @@ def test_a_cancelled_transmission_stops_where_it_says(make_rig: MakeRig) -> None
     assert fences == [3] * ended.group_count + [0] * (10 - ended.group_count)
     untouched = rig.arena(MIB + ended.copied_bytes, 40 * MIB - ended.copied_bytes)
     assert not any(untouched), "bytes were written beyond what was reported"
-    rig.memory.cancel(OpId(3))  # late, so it changes nothing
+    rig.memory.cancel(OpId(3))  # too late, so it has no effect
     assert rig.run(order(4, MIB, [100])).is_complete
 
 
@@ -525,7 +524,7 @@ def test_a_transmission_cancelled_in_the_queue_writes_nothing(make_rig: MakeRig)
     assert not any(rig.arena(20 * MIB, MIB))
 
 
-# ---- a ring of landings (ADR 43): group after group uses the same memory -------------------
+# ---- a ring of memory (ADR 43), which one group after the other uses ------------------------
 
 RING: Final = 4 * MIB  # two places of one allocation unit each
 GROUP: Final = 2 * MIB - 1000
@@ -566,11 +565,11 @@ def test_a_copy_that_waits_believes_no_word_of_another_pass_and_ends_when_it_is_
     view = rig.view()
     rig.transmit(through_a_ring(7, 9))
     view.wait_group(1, OpId(7))
-    view.report_computed(OpId(6), 9)  # late
+    view.report_computed(OpId(6), 9)  # a late report of an earlier operation
     rig.memory.cancel(OpId(7))
     ended = rig.ended.get(timeout=DEADLINE_S)
     assert (ended.is_complete, ended.group_count) == (False, 2)
-    rig.transmit(through_a_ring(8, 9))  # stopped when the memory closes
+    rig.transmit(through_a_ring(8, 9))  # still running when the memory is closed
     view.wait_group(1, OpId(8))
 
 
@@ -601,7 +600,7 @@ for epoch in range(1, {rounds} + 1):
         for _ in range(rng.randrange(2000) if rng.random() < 0.5 else 0):
             pass
         if rng.random() < 0.2:
-            ring(rig.doorbells[0])  # a wake-up without a reason
+            ring(rig.doorbells[0])  # wakes the child up without a reason
         has_turn = op_id % 3 == 0
         is_turn_first = rng.random() < 0.5
         if has_turn and is_turn_first:
@@ -709,7 +708,7 @@ def test_closing_gives_back_threads_and_descriptors() -> None:
         threads, descriptors = set(threading.enumerate()), len(os.listdir("/proc/self/fd"))
         rig = kind(50 * MIB)
         rig.view()
-        rig.transmit(order(1, MIB, [40 * MIB]))  # closing interrupts it
+        rig.transmit(order(1, MIB, [40 * MIB]))  # still running when the rig is closed
         rig.close()
         assert not rig.ended.get(timeout=DEADLINE_S).is_complete
         assert set(threading.enumerate()) <= threads
@@ -841,7 +840,7 @@ def cpu() -> Iterator[CpuRig]:
 
 
 def two_models(rig: CpuRig) -> None:
-    """Transmit A at 2 MiB and B next to it at 6 MiB; each ends in the middle of a page."""
+    """Copy model A to 2 MiB, and model B behind it to 6 MiB; both end in the middle of a page."""
     for op_id, start, value, size in ((1, 2, b"A", 4 * MIB - 100), (2, 6, b"B", 3 * MIB + 100)):
         rig.fill_store(0, value * size)
         sizes = [MIB // 2, 10_000, size - MIB // 2 - 10_000]
@@ -901,7 +900,7 @@ def test_the_page_behind_a_models_last_byte_holds_nothing_of_another(cpu: CpuRig
 
 
 def test_when_a_groups_word_rises_its_last_unit_holds_nothing_of_another() -> None:
-    """Check the whole last unit, because a worker opens whole units: no old bytes may remain."""
+    """A worker opens whole units of memory, so a last unit must not have another model's bytes."""
     rig = CpuRig(20 * MIB)
     try:
         rig.fill_store(0, b"S" * (8 * MIB))

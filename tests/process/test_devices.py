@@ -1,4 +1,4 @@
-"""Two cpu devices of one server: both serve in parallel, and a death on one spares the other."""
+"""Two cpu devices of one server: both serve in parallel, and a death on one affects only that."""
 
 from __future__ import annotations
 
@@ -107,7 +107,7 @@ COUNTED = TIMED.replace(
 def test_a_job_that_moves_repeats_no_step_unless_its_process_dies(
     running: tools.Checked, tmp_path: Path, moves: int, others: int, epochs: int
 ) -> None:
-    """Check the end state after moves, and then after random moves, evictions and kills."""
+    """Move the job, then move, evict and kill it at random; compare its final state."""
     script = tools.write_script(tmp_path, "train.py", COUNTED)
     task = running.client.train(script, args=[str(tmp_path / "m"), str(epochs), "512", "0.005"])
     tools.until(lambda: task.status()["committed_step"] > 0, "it has committed")
@@ -146,7 +146,7 @@ def disturb(running: tools.Checked, task: Task, chance: random.Random, count: in
         elif what == "move":
             task.move(to)
         else:
-            # A job fails, rightly, if it dies several times without a commit in between.
+            # Wait for a commit, because a job fails if it dies several times without one.
             since = task.status()["committed_step"]
             tools.until(lambda since=since: goes_on(task, since), "it commits")  # type: ignore[misc]
             row = running.row(task.name)

@@ -17,7 +17,7 @@ TURNS = 5
 
 
 def resident_bytes(running: RunningServer) -> int:
-    """Return the bytes of programs and uploads; ignore files that are removed meanwhile."""
+    """Return the bytes of programs and uploads, without files that are removed meanwhile."""
     total_bytes = 0
     for folder in (running.state_dir / "models", running.state_dir / "uploads"):
         for path, _, names in os.walk(folder):
@@ -28,7 +28,7 @@ def resident_bytes(running: RunningServer) -> int:
 
 
 def settled_bytes(running: RunningServer) -> int:
-    """Return ``resident_bytes`` once uploads of registered models are gone. Blocks."""
+    """Wait until uploads of registered models are removed; return ``resident_bytes``."""
     until(lambda: not any((running.state_dir / "uploads").iterdir()), "uploads are removed")
     return resident_bytes(running)
 
@@ -46,7 +46,7 @@ def test_registered_and_unregistered_leaves_nothing(tmp_path: Path) -> None:
         for turn in range(TURNS):
             client.register(
                 "m", module(turn), example_inputs=example
-            )  # in turn 0 the program is that of "stays"
+            )  # in turn 0, the program equals that of the model "stays"
             client.unregister("m")
             until(lambda: resident_bytes(running) == before, f"given back in turn {turn}")
         with pytest.raises(ps.RegistrationRefused):
@@ -68,7 +68,7 @@ def _damaged(folder: Path) -> Path:
 
 
 def test_what_does_not_fit_a_clients_share_is_refused_before_it_is_written(tmp_path: Path) -> None:
-    """Register 256 KiB of weights, stored as upload and as program: the share has room for one."""
+    """Register models of 256 KiB, each stored twice (upload, program): only one fits the share."""
     example = torch.zeros(1, 256)
     environment = {"PIPESWITCH_SERVER__MAX_DISK_PER_CLIENT": "640KiB"}
     options = {"tcp_roles": ("infer", "register"), "environment": environment}

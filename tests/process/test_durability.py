@@ -1,4 +1,4 @@
-"""``kill -9`` of the server at random: acknowledged names exist once, and no commit is torn."""
+"""``kill -9`` of servers at random: acknowledged names must exist once, and commits be whole."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ from tests.process.figures import publishing, say
 
 SEED = 1121
 EPOCH_STEPS = 100
-KEPT = 12  # models and jobs; above this number each addition removes the oldest
+KEPT = 12  # number of models and jobs above which each addition removes the oldest one
 LANES = 2
-LIVES_OF_A_JOB = 25  # few, so that the job's plain run stays short
+LIVES_OF_A_JOB = 25  # so few that the job's plain run, for comparison, is short
 PERSIST = [name for name in POINTS if name.startswith("persist.")]
 ENVIRONMENT = {
     "PIPESWITCH_SCHEDULER__COMMIT_EVERY": "20ms",
@@ -45,19 +45,19 @@ SHORT = """
 
 
 class Ledger:
-    """Requests and answers of all clients, over all lives of one state directory."""
+    """Requests and answers of all clients, during all server lives on one state directory."""
 
     def __init__(self, folder: Path) -> None:
         self.waits = tools.write_script(folder, "waits.py", SHORT)
-        self.there: list[str] = []  # acknowledged, oldest first: ``m…`` models, ``s…`` jobs
-        self.unsure: set[str] = set()  # requests without an answer: either outcome is right
+        self.there: list[str] = []  # acknowledged models ``m…`` and jobs ``s…``, oldest first
+        self.unsure: set[str] = set()  # names whose requests got no answer: both outcomes are right
         self.removed = 0
         self.acknowledged = 0
         self.persisted_step = -1
         self.numbers = iter(range(1_000_000))
 
     def ask(self, checked: tools.Checked, generator: random.Random, over: threading.Event) -> None:
-        """Add and remove names until the server is gone; note only what was answered."""
+        """Add and remove names until the server is gone; record only requests with an answer."""
         with contextlib.suppress(PipeSwitchError):
             while not over.is_set():
                 kind = generator.choice("mss")
@@ -72,10 +72,10 @@ class Ledger:
         if name.startswith("m"):
             module, x = tools.mlp(16, 1, int(name[1:])), torch.zeros(1, 16)
             checked.client.register(name, module, example_inputs=(x,))
-        else:  # it queues behind the job that trains, until it is paused
+        else:  # the new job is queued behind the job that trains, and then paused
             checked.client.train(self.waits, name=name)
             row = checked.client.job(name, "pause")["job"]
-            if row["state"] != "paused":  # it started while the other job's worker was dead
+            if row["state"] != "paused":  # it has started, because the other job's worker was dead
                 return
         self.there.append(name)
         self.unsure.discard(name)
@@ -92,7 +92,7 @@ class Ledger:
         self.removed += 1
 
     def counts(self) -> dict[str, int]:
-        """Return counts for the figures."""
+        """Return the counts that are published as figures."""
         return {
             "acknowledged": self.acknowledged,
             "removed": self.removed,
@@ -156,7 +156,7 @@ def live_and_die(ledger: Ledger, folder: Path, name: str, generator: random.Rand
     for armed in points.iterdir():
         if armed.is_file():
             armed.unlink()
-    loaded = load_commit(state / "commits" / name)  # raises if it is torn
+    loaded = load_commit(state / "commits" / name)  # raises if the commit is incomplete
     assert loaded is not None, "the checkpoint is missing"
     descriptor, _, record = loaded
     os.close(descriptor)
@@ -192,7 +192,7 @@ def kill_servers(folder: Path, kills: int, seed: int) -> dict[str, int]:
         with tools.checked_server(settles=False, **options) as last:
             ledger.check(last)
             task = last.client.task(name)
-            epoch = task.status()["step"] // EPOCH_STEPS + 5  # no step of this epoch has run yet
+            epoch = task.status()["step"] // EPOCH_STEPS + 5  # an epoch that has not begun yet
             Path(f"{served}.enough-{epoch}").touch()
             figures["steps"] += tools.finish(task)["step"]
         tools.run_plain(script, str(plain), str(epoch), "64")
@@ -208,7 +208,7 @@ def kill_servers(folder: Path, kills: int, seed: int) -> dict[str, int]:
 
 @contextlib.contextmanager
 def lane(folder: Path, kills: int, seed: int) -> Iterator[subprocess.Popen[bytes]]:
-    """Run ``kill_servers`` in its own process, as a life mostly consists of importing torch."""
+    """Run ``kill_servers`` in its own process; several run in parallel, as starts take long."""
     folder.mkdir()
     root = Path(__file__).resolve().parents[2]
     process = subprocess.Popen(
@@ -219,7 +219,7 @@ def lane(folder: Path, kills: int, seed: int) -> Iterator[subprocess.Popen[bytes
         yield process
     finally:
         if process.poll() is None:
-            process.send_signal(signal.SIGINT)  # it then ends its server
+            process.send_signal(signal.SIGINT)  # makes the process end its server
         process.wait()
 
 
@@ -238,11 +238,11 @@ BODIES = """
             optimizer.step()
             optimizer.zero_grad()
 """
-"""Script that writes a line to OUT when a loop body begins: the steps before it, and the time."""
+"""Script that writes a line to OUT at the start of each loop body: number of steps, and time."""
 
 
 def lost(begun: Path) -> list[tuple[int, float]]:
-    """Return for each death of the server the number of repeated steps and their age in s."""
+    """Return, for each death of the server, the number of repeated steps, and their age in s."""
     rows = [tuple(map(int, line.split())) for line in begun.read_text().splitlines()]
     began_at_ns, repeats = dict[int, int](), []
     for (step, at_ns), (following, _) in itertools.pairwise(rows):
@@ -264,9 +264,9 @@ def kill_training_servers(
     most_s: float,
     environment: dict[str, str],
 ) -> tuple[list[list[tuple[int, float]]], list[dict[str, Any]]]:
-    """Kill ``kills`` servers of ``jobs`` jobs, each at most ``most_s`` after all jobs have resumed.
+    """Kill ``kills`` servers that train ``jobs`` jobs, each within ``most_s`` after all jobs train.
 
-    Returns: For each job, the result of ``lost``, and its last row.
+    Returns: For each job, the result of ``lost``; for each job, its last row.
     """
     script, names = tools.write_script(folder, "bodies.py", BODIES), [f"j{n}" for n in range(jobs)]
     outs = {name: folder / f"{name}.begun" for name in names}
@@ -335,7 +335,7 @@ def test_three_hundred_killed_servers_lose_nothing(tmp_path: Path) -> None:
                 for number, folder in enumerate(folders)
             ]
             assert [process.wait() for process in lanes] == [0] * LANES
-            figures.update(lost=0, twice=0, torn=0)  # else a lane would have failed
+            figures.update(lost=0, twice=0, torn=0)  # no lane has failed
         finally:
             figures_of_lanes = [
                 json.loads(path.read_text()) for path in tmp_path.glob("lane-*/found.json")

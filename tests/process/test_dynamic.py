@@ -1,4 +1,4 @@
-"""Dimensions that requests choose, on one real server: bit-equal to the module at each size."""
+"""Dimensions that requests choose: at each size, a real server's answers have the module's bits."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def _as_a_worker() -> Iterator[None]:
 
 
 class Encoder(nn.Module):
-    """Module with positions by length, a mask, and outputs whose extents depend on the mask."""
+    """Module with positions by length, and with outputs whose extents depend on a mask."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -191,7 +191,7 @@ class Places(nn.Module):
 
 
 class OneOdd(nn.Module):
-    """Module that acts differently at length 8, a length that torch does not examine."""
+    """Module that acts differently at length 8, which an export does not notice."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return x if x.shape[1] != 8 else x * 3
@@ -238,7 +238,7 @@ def test_a_range_is_narrowed_to_what_is_proved_and_that_is_told(
 
 
 class Edges(nn.Module):
-    """Module whose edges refer to nodes, so the example's edges do not fit fewer nodes."""
+    """Module whose edges are node numbers, so the example's edges are invalid for fewer nodes."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -281,7 +281,7 @@ def test_a_dimension_that_cannot_be_chosen_is_refused_with_the_reason(
 def test_a_transformer_by_name_takes_the_lengths_it_is_asked_for(
     running: Checked, hub: Path
 ) -> None:
-    """Check given lengths; test_programs_bitexact.py tests a registration without lengths."""
+    """Register with lengths; test_programs_bitexact.py tests a registration without lengths."""
     transformers = pytest.importorskip("transformers")
     client = running.client
     transformers.AutoConfig.for_model(
@@ -302,7 +302,7 @@ def test_a_transformer_by_name_takes_the_lengths_it_is_asked_for(
         client.infer("bert", [np.ones((1, 1), np.int64)] * 2)
 
 
-# ---- made by an attacker ---------------------------------------------------------------------
+# ---- bundles of an attacker ------------------------------------------------------------------
 
 ROWS = 1 << 12
 
@@ -315,7 +315,7 @@ def deep(levels: int) -> Expr:
 
 
 def bundle(folder: Path, y: Shape, nodes: list[Node], high: int = 8) -> Path:
-    """Write a bundle: input x [rows, 4]; output y is the value of the last node."""
+    """Write a bundle with an input x [rows, 4]; its output y is the value of the last node."""
     graph = Graph(
         version=2,
         inputs=(ValueSpec(name="x", dtype="float32", shape=("rows", 4)),),
@@ -358,10 +358,10 @@ def test_an_extent_that_an_enemy_wrote_is_refused(
 def test_an_answer_larger_than_its_signature_says_is_an_error_and_nothing_else_is_read(
     running: Checked, tmp_path: Path
 ) -> None:
-    """Return a right size where registration looks, and a wrong size in between."""
+    """Give the output a right extent where registration checks it, and a wrong one in between."""
     whole = Expr("*", ("rows", Expr("//", ("rows", ROWS))))
     ends = Expr("min", ("rows", Expr("max", (128, whole))))
-    nodes = RELU * 40  # more nodes than are tried at once
+    nodes = RELU * 40  # more nodes than a check tries at once
     with running.running.client(tcp=True) as stranger:
         stranger.register("hostile", bundle(tmp_path, (ends, 4), nodes, ROWS))
         workers = running.worker_pids()
@@ -380,7 +380,7 @@ def test_an_answer_larger_than_its_signature_says_is_an_error_and_nothing_else_i
 def test_an_answer_that_no_memory_could_hold_is_refused_and_the_server_serves_on(
     running: Checked, tmp_path: Path
 ) -> None:
-    """Return no rows where registration looks, and 2 ** 112 bytes in between."""
+    """Give the output no rows where registration checks it, and 2 ** 112 bytes in between."""
     extent = Expr("*", (Expr("%", (Expr("+", ("rows", -1)), 127)), 1 << 55))
     empty = [Node("aten.slice.Tensor", ({"v": 41 + axis}, axis, 0, 0)) for axis in (0, 1)]
     with running.running.client(tcp=True) as stranger:

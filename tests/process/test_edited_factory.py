@@ -1,4 +1,4 @@
-"""An operator edits code while the server runs: answers are those of the checked code."""
+"""Edits of an operator's code while the server runs: the code that was registered must answer."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ X = {"x": ((2, 4), "float32")}
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.setattr(sys, "dont_write_bytecode", True)  # two edits may come within a second
+    monkeypatch.setattr(sys, "dont_write_bytecode", True)  # bytecode may miss edits within a second
     for name, text in FILES.items():
         (tmp_path / name).write_text(textwrap.dedent(text))
     yield tmp_path
@@ -65,7 +65,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 
 
 def forget() -> None:
-    """Unload the edited modules, as in a process that has not imported them."""
+    """Unload the edited modules, so that this process is like one that has not imported them."""
     for name in FILES:
         sys.modules.pop(name.removesuffix(".py"), None)
     factories._imported.clear()
@@ -78,7 +78,7 @@ def edit(path: Path, old: str, new: str) -> None:
 
 
 def built(folder: Path, out: str) -> Manifest:
-    forget()  # like a builder, which is a new fork
+    forget()  # a builder is a new fork, which has not imported the modules
     spec = BuildSpec(name="net", source="editing:Net", weights="random:7", inputs=X)
     manifest = build(spec, folder / out, lambda stage, done: None)
     assert manifest.mode == "module"
@@ -94,7 +94,7 @@ def test_a_program_runs_with_the_code_that_it_was_checked_with_or_not_at_all(
     forget()
     make_program(before, None, "cpu")
     edit(folder / name, old, new)
-    make_program(before, None, "cpu")  # this worker has the old code
+    make_program(before, None, "cpu")  # imports the old code, like a worker before the edit
     imported = {name: sys.modules[name] for name in ("editing", "helping")}
     saved = dict(factories._imported)
     after = built(folder, "after")
@@ -104,7 +104,7 @@ def test_a_program_runs_with_the_code_that_it_was_checked_with_or_not_at_all(
     program = make_program(after, None, "cpu")
     assert type(program.module) is sys.modules["editing"].Net  # type: ignore[attr-defined]
     assert sys.modules["editing"] is not imported["editing"]
-    forget()  # as in a worker that starts after the edit
+    forget()  # a worker that starts after the edit has not imported the modules
     with pytest.raises(RegistrationRefused, match=name.removesuffix(".py")):
         make_program(before, None, "cpu")
     make_program(after, None, "cpu")

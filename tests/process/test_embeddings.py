@@ -1,4 +1,4 @@
-"""Embeddings over ``/v1`` through OpenAI's client equal those that transformers computes."""
+"""Embeddings over ``/v1`` through OpenAI's client, which must equal those of transformers."""
 
 from __future__ import annotations
 

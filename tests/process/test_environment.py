@@ -40,7 +40,7 @@ SCRIPT = """
 
 
 def knows(pid: int, secret: str) -> bool:
-    """Return whether the secret is in memory that belongs to no file: heap, stacks, and others."""
+    """Return True if the secret is in a process's memory that maps no file, such as the heap."""
     with open(f"/proc/{pid}/mem", "rb", buffering=0) as memory:
         for line in Path(f"/proc/{pid}/maps").read_text().splitlines():
             span, may, _, _, inode, *_ = line.split()

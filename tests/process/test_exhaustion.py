@@ -1,4 +1,4 @@
-"""Real processes that run out of a resource: others are served, and nobody waits for ever."""
+"""Real processes that run out of a resource: other requests are served, and no call hangs."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def test_a_large_request_that_cannot_be_copied_is_answered_and_the_next_is_serve
 def test_a_server_without_descriptors_rests_and_then_takes_who_waited(
     server: FakeScheduler, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Check that the loop sleeps while descriptors are short: the listener stays readable."""
+    """The loop must sleep while there are no descriptors, although the listener stays readable."""
     turns, rested = 0, threading.Event()
     select = selectors.EpollSelector.select
 
@@ -97,7 +97,7 @@ def test_a_server_without_descriptors_rests_and_then_takes_who_waited(
 def test_a_connection_that_ends_leaves_no_circle_that_keeps_what_it_held(
     server: FakeScheduler,
 ) -> None:
-    """Check for reference cycles, as unread bytes may be large and collections are rare."""
+    """A reference cycle would keep a closed connection's unread bytes until a rare collection."""
     peers, refs = server.tcp.sessions.peers, []
     gc.collect()
     gc.disable()
@@ -121,7 +121,7 @@ def test_a_connection_that_ends_leaves_no_circle_that_keeps_what_it_held(
 
 
 def test_a_job_whose_commits_cannot_be_kept_ends_and_the_server_lives(tmp_path: Path) -> None:
-    """Leave no descriptor for the job's commit area."""
+    """Leave no descriptor for a job's commit area."""
     with tools.checked_server(arena="64MiB", environment=tools.ENVIRONMENT) as checked:
         checked.client.register("small", tools.mlp(64, 2, 1), example_inputs=(torch.zeros(1, 64),))
         script = tools.write_script(tmp_path, "train.py", TRAIN)

@@ -1,4 +1,4 @@
-"""Exporting a module changes nothing else in its process, from any thread (ADR 0017)."""
+"""Exporting a module, from any thread, must change nothing else in the process (ADR 0017)."""
 
 from __future__ import annotations
 
@@ -118,7 +118,7 @@ class Windows(nn.Module):
 
 
 def test_windows_that_overlap_are_copied() -> None:
-    """Check overlapping windows: attention kernels assumed strides and read freed memory."""
+    """Overlapping windows must be copies: with views, attention kernels once read freed memory."""
     program = export_module(Windows(), torch.rand(2, 5))
     assert program.graph.nodes[0].target == "aten.unfold_copy.default"
 
@@ -134,7 +134,7 @@ def test_a_worker_does_not_import_the_exporter() -> None:
 
 
 def test_a_server_is_ready_without_what_only_exports_and_scripts_import(tmp_path: Path) -> None:
-    """Check also that the build of a bundle imports nothing more: each model would pay for it."""
+    """The build of a bundle must not import them either, because each build would take longer."""
     export_module_to_bundle(layers(), X, tmp_path / "m.bundle")
     first, more, later = run_python(
         """
@@ -157,7 +157,7 @@ print({*LATER} <= {*sys.modules})
 
 
 class Keeps(nn.Module):
-    """Module that depends on an earlier call, in ways that two equal calls do not show."""
+    """Module whose answer depends on an earlier call, which two equal calls do not show."""
 
     def __init__(self, way: str) -> None:
         super().__init__()

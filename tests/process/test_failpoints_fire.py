@@ -1,4 +1,4 @@
-"""Each named failpoint fires once in a server under load, and nothing is lost (G2)."""
+"""Each failpoint fires once in a server under load, and nothing is lost (goal G2)."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from tests.process.tools import shm_names
 
 ACTIONS = ("crash", "error", "memory", "disk", "delay 300")
 ONCE_FATAL = ("daemon.send", "daemon.transmit.end", "commit.copied", "job.obey", "upload.write")
-"""Points where an exception once left a process half alive: a request, commit or job hung."""
+"""Points at which an exception once ended a thread, so that a request, a commit or a job hung."""
 
 
 class Guide:
-    """Runner of batches of failpoints, on one server until a failure, then on a new one."""
+    """Runner of batches of failpoints, on one server, which is replaced only after a failure."""
 
     def __init__(self, folders: pytest.TempPathFactory) -> None:
         self._folders = folders

@@ -1,4 +1,4 @@
-"""Chaos under mixed load, stopped processes, full disks, damaged state, hostile peers."""
+"""Further faults: stopped and killed processes, full disks, damaged state, malicious peers."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def log_is_clean(checked: tools.Checked) -> None:
 
 
 def test_a_channel_that_was_closed_by_its_childs_exit_is_not_read_again(tmp_path: Path) -> None:
-    """Handle the exit before the read; one select call reports both."""
+    """Let one select call report an exit and a message, and handle the exit first."""
     ours, theirs = channel_pair()
     ours.setblocking(False)
     exits: list[int] = []
@@ -51,7 +51,7 @@ def test_a_channel_that_was_closed_by_its_childs_exit_is_not_read_again(tmp_path
         processes._exited(child, -9)
         processes._read(child, ours)
         processes._exited(child, -9)
-    assert heard == [Exit()]  # sent before the exit
+    assert heard == [Exit()]  # the child has sent it before its exit
     assert exits == [-9]
 
 
@@ -110,7 +110,7 @@ def test_a_worker_stopped_while_it_computes_is_replaced_and_its_request_answered
 
 
 def test_a_worker_that_goes_on_soon_is_left_alone(running: tools.Checked) -> None:
-    # Send no request while the worker is stopped: the server may give it to this worker.
+    # No request is sent while the worker is stopped, because this worker might get the request.
     pid = next(r["pid"] for r in running.rows("worker") if r["state"] == "standby")
     tools.stop(pid)
     tools.kill(pid, signal.SIGCONT)
@@ -143,7 +143,7 @@ def test_a_worker_stopped_while_it_trains_blocks_nobody_and_the_job_resumes(
 def test_three_deaths_of_the_daemon_in_a_row_lose_no_request(
     running: tools.Checked, tmp_path: Path
 ) -> None:
-    task = tools.start_endless_job(running, tmp_path)  # it commits without pause
+    task = tools.start_endless_job(running, tmp_path)  # commits all the time
     futures = [running.client.submit("long", torch.ones(64, LONG)) for _ in range(8)]
     for _ in range(3):
         pid, workers = (
@@ -233,7 +233,7 @@ def test_a_full_disk_refuses_what_cannot_be_kept_and_serves_on(
         with pytest.raises(errors.PipeSwitchError) as refused:
             client.register("other", tools.mlp(64, 2, 2), example_inputs=(torch.zeros(1, 64),))
         assert "No space left" in str(refused.value), refused.value
-        fill(small_disk)  # fills the space of an older upload, which was removed
+        fill(small_disk)  # the server has removed an older upload, which made room
         script = tools.write_script(tmp_path, "hello.py", "from pipeswitch import job\n")
         args = ["x" * 200] * 30  # does not fit in the journal's last page
         with pytest.raises(errors.ServerUnavailable, match="No space left"):
@@ -258,7 +258,7 @@ def test_a_stop_on_a_full_disk_fails_and_names_the_steps_that_are_lost(
         tools.until(lambda: task.status()["persisted_step"] > 0, "a commit is on disk")
         fill(small_disk)
         tools.until(lambda: "No space left" in task.status()["why"], "a commit is not")
-        fill(small_disk)  # fills the space that the failed commit freed
+        fill(small_disk)  # the failed commit has freed its space
         step = task.status()["committed_step"]
         tools.until(lambda: task.status()["committed_step"] > step, "it goes on")
         done = tools.command("--host", checked.running.ipc_address, "stop")
@@ -326,7 +326,7 @@ def test_damage_to_the_state_directory_costs_what_is_damaged_alone(tmp_path: Pat
         tools.until(
             lambda: all(row["state"] != "building" for row in checked.client.models()), "all tried"
         )
-        for name in ("b", "c"):  # dropped or built again, but never wrong
+        for name in ("b", "c"):  # these models may be lost or built again, but answers are right
             with contextlib.suppress(errors.ModelNotFound, errors.RegistrationRefused):
                 answer = checked.client.submit(name, SMALL).result(20)["y"]
                 assert tools.is_bit_equal(answer, tools.eager(modules[name], SMALL))
@@ -337,7 +337,7 @@ def test_damage_to_the_state_directory_costs_what_is_damaged_alone(tmp_path: Pat
 
 
 def test_two_thousand_idle_connections_disturb_nobody(running: tools.Checked) -> None:
-    """Check that the usual soft limit of 1024 open files does not stop the server from forking."""
+    """With the usual soft limit of 1024 open files, the server must still be able to fork."""
     host, port = running.running.tcp_address.removeprefix("tcp://").split(":")
     answers(running)
     before = tools.rss_bytes(running.pid)

@@ -1,4 +1,4 @@
-"""A process returns freed memory to the system, regardless of its history."""
+"""Freed memory: a process returns it to the system, whatever it has allocated before."""
 
 from __future__ import annotations
 

@@ -26,7 +26,7 @@ pytest.importorskip("httptools", reason="make installs it")
 for _client in ("tritonclient.http", "tritonclient.grpc"):
     pytest.importorskip(_client, reason="make installs it")
 
-CROWD = 4  # requests in flight
+CROWD = 4  # number of open requests
 TOKEN = "a-token-of-the-operator"
 
 
@@ -38,7 +38,7 @@ class Doubled(torch.nn.Module):
 
 
 class Long(torch.nn.Module):
-    """Module that computes at least ten times as long as a caller waits."""
+    """Module whose computation takes at least ten times as long as a caller waits."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -71,7 +71,7 @@ def checked(tokens: Path, net: torch.nn.Module) -> Iterator[Checked]:
     args = ("--gateway-tokens", str(tokens))
     write_script(tokens.parent, "worded.py", WORDED)
     environment = {
-        "PIPESWITCH_SCHEDULER__MAX_WAIT": "1m",  # default: old requests go first after 2 s
+        "PIPESWITCH_SCHEDULER__MAX_WAIT": "1m",  # by default, requests older than 2 s go first
         "PYTHONPATH": os.pathsep.join((str(tokens.parent), os.environ.get("PYTHONPATH", ""))),
     }
     with checked_server(http=True, args=args, arena="128MiB", environment=environment) as checked:
@@ -124,7 +124,7 @@ def resident_bytes(pid: int) -> int:
 
 
 def curl(address: str, path: str, *args: str) -> tuple[int, Any]:
-    """Return the status and the decoded JSON."""
+    """Run curl; return the HTTP status and the decoded JSON."""
     output = subprocess.run(
         ["curl", "-s", "-w", "\n%{http_code}", f"http://{address}{path}", *args],
         capture_output=True,
@@ -573,7 +573,7 @@ HALF_OPEN = """
 
 def test_calls_whose_message_does_not_come_leave_room_for_other_addresses(checked: Checked) -> None:
     stranger, full = run(HALF_OPEN, checked.running.grpc_address)
-    assert stranger[0] == "UNAUTHENTICATED"  # before the client had sent its message
+    assert stranger[0] == "UNAUTHENTICATED"  # refused before the client has sent its message
     assert full[0] == "RESOURCE_EXHAUSTED"
     assert "calls from this address" in full[1]
 
@@ -673,7 +673,7 @@ UNREAD = """
 
 
 def test_a_stream_whose_answers_nobody_reads_is_not_read_on(checked: Checked) -> None:
-    """Check the gateway's memory, which unread requests of 1 MiB each would otherwise fill."""
+    """Send requests of 1 MiB, and read no answer: the gateway's memory must stay bounded."""
     gateway = gateway_of(checked)
     checked.client.register("large", Doubled(), example_inputs=(torch.ones(1 << 18),))
     sent = run(UNREAD, checked.running.grpc_address)
@@ -741,7 +741,7 @@ KSERVE = """
 def test_kserves_clients_ask_over_rest_and_grpc(
     checked: Checked, http: str, net: torch.nn.Module
 ) -> None:
-    """Use a Python of its own, because kserve installs 450 MB that no other test needs."""
+    """Run kserve in another Python, because it installs 450 MB that no other test needs."""
     python = os.environ.get("PIPESWITCH_KSERVE_PYTHON")
     if not python:
         pytest.skip("PIPESWITCH_KSERVE_PYTHON names no Python that has kserve")
@@ -823,7 +823,7 @@ def test_a_scraper_reads_requests_and_an_operators_the_server_too(http: str) -> 
 
 
 def test_prometheus_own_checker_has_nothing_to_say_of_the_metrics(http: str) -> None:
-    """Check without Triton's names, which promtool rejects; they are off by default."""
+    """Check the default metrics; Triton's names, which promtool rejects, are off by default."""
     promtool = shutil.which("promtool")
     if promtool is None:
         assert not os.environ.get("PIPESWITCH_NEED_PROMTOOL"), "this must run here"
@@ -886,7 +886,7 @@ IMPATIENT = """
 
 @contextlib.contextmanager
 def crowded(client: Any, model: str, x: Any) -> Iterator[None]:
-    """Keep sending so many urgent requests that no other request is computed."""
+    """Send so many urgent requests, during the block, that no other request is computed."""
     is_over = threading.Event()
 
     def ask() -> None:
@@ -906,7 +906,7 @@ def crowded(client: Any, model: str, x: Any) -> Iterator[None]:
 
 
 def test_requests_whose_callers_hang_up_are_taken_back(checked: Checked, http: str) -> None:
-    slow = mlp(1024, 8, seed=1)  # takes tens of milliseconds
+    slow = mlp(1024, 8, seed=1)  # a run takes tens of milliseconds
     checked.client.register("slow", slow, example_inputs=(torch.zeros(2, 1024),), max_batch=256)
     x = np.zeros((256, 1024), np.float32)
     pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}

@@ -44,7 +44,7 @@ def checked() -> Iterator[Checked]:
 
 
 class Caller:
-    """One connection, with or without the owner's token."""
+    """Caller with one connection, with or without the owner's token."""
 
     def __init__(self, checked: Checked, *, is_owner: bool = True) -> None:
         host, _, port = checked.running.http_address.rpartition(":")
@@ -78,7 +78,7 @@ Call = Callable[..., Caller]
 
 @pytest.fixture
 def call(checked: Checked) -> Iterator[Call]:
-    """Return a function that makes callers; close them at the end."""
+    """Yield a function that creates callers; close them at the end."""
     callers = []
 
     def make(*, is_owner: bool = True) -> Caller:
@@ -117,7 +117,7 @@ def test_a_job_is_steered_and_its_log_followed_to_its_end(
     (row,) = [row for row in owner.ask("GET", "/api/jobs")["jobs"] if row["name"] == "endless"]
     assert row["log"]["loss"] >= 0
     assert owner.ask("POST", "/api/jobs/endless/cancel")["state"] == "cancelled"
-    log.read()  # until the stream ends with the job
+    log.read()  # blocks until the stream ends with the job
 
 
 def test_a_model_comes_as_a_bundle_answers_and_goes(call: Call, tmp_path: Path) -> None:
@@ -148,7 +148,7 @@ def test_events_are_read_as_they_come_and_gone_on_with(checked: Checked, call: C
     reader = threading.Thread(target=lambda: received.append(next(events)))
     reader.start()
 
-    def more() -> bool:  # in case the subscription begins late
+    def more() -> bool:  # called again, because the subscription may begin late
         checked.client.register("e", mlp(8, 1, seed=2), example_inputs=(torch.zeros(1, 8),))
         checked.client.unregister("e")
         return bool(received)

@@ -1,4 +1,4 @@
-"""A gateway that dies, a server that dies under its gateway, and hostile peers."""
+"""Deaths of the gateway, deaths of the server behind a gateway, and malicious peers."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def ask(sock: socket.socket, request: bytes = HEAD.encode() + BODY) -> tuple[int
 
 
 def ask_once(address: str) -> int:
-    """Return the status over a new connection; 0 if it broke before the answer."""
+    """Send a request over a new connection; return its status, or 0 if the connection breaks."""
     with contextlib.suppress(ConnectionError, TimeoutError), connected(address) as sock:
         return ask(sock)[0]
     return 0
@@ -104,7 +104,7 @@ def test_of_a_thousand_from_one_address_half_are_let_in_and_who_has_asked_stays(
 
 
 def stand(checked: Checked, count: int) -> None:
-    """Check that a good connection survives beside ``count`` hostile ones, with bounded memory."""
+    """Check that a good connection works during ``count`` malicious ones, with bounded memory."""
     with contextlib.ExitStack() as stack:
         address, pid = checked.running.http_address, gateway_pid(checked)
         good = stack.enter_context(connected(address))
@@ -152,7 +152,7 @@ def test_it_dies_and_the_next_one_answers_those_who_came_meanwhile(checked: Chec
 
 
 class Caller(threading.Thread):
-    """Thread that sends requests until it is stopped, over one connection while that lasts."""
+    """Thread that sends requests until it is stopped; it reconnects only if a connection breaks."""
 
     def __init__(self, address: str, expected: list[float]) -> None:
         super().__init__()
@@ -166,7 +166,7 @@ class Caller(threading.Thread):
             while not self.is_over.is_set():
                 try:
                     self._ask_on()
-                except ConnectionError:  # retried; 30 s without an answer fails
+                except ConnectionError:  # try again; a caller fails after 30 s without an answer
                     self.broken += 1
         except Exception as error:
             self.error = error
@@ -208,7 +208,7 @@ def test_killed_a_hundred_times_under_load_every_call_ends_and_no_answer_is_lost
             caller.join()
             assert caller.error is None
         assert all(caller.broken for caller in callers)
-        after = checked.settle()  # each accepted request was answered, and no resource is held
+        after = checked.settle()  # checks that each request was answered, and resources are free
         answered = sum(caller.answered for caller in callers)
         assert after["inference"]["ok"] - before["inference"]["ok"] >= answered
         assert after["inference"]["error"] == before["inference"]["error"]
@@ -219,7 +219,7 @@ def test_when_the_server_dies_it_says_so_until_the_next_one_takes_over(
     checked: Checked, state: Path
 ) -> None:
     address, pid = checked.running.http_address, gateway_pid(checked)
-    kill(pid, signal.SIGSTOP)  # the server would find it stopped, but dies first
+    kill(pid, signal.SIGSTOP)  # the server dies before it can notice the stopped gateway
     kill(checked.pid)
     until(lambda: ask_once(address) == 503, "callers are told")
     with connected(address) as sock:

@@ -1,4 +1,4 @@
-"""Language models on a real server: tokens equal those of transformers, despite disturbances."""
+"""Language models on a real server: even with faults, tokens equal those of transformers."""
 
 from __future__ import annotations
 
@@ -85,12 +85,12 @@ def wanted(model: Any, ids: list[int], new: int) -> list[int]:
 def test_two_hundred_tokens_beside_a_job_with_workers_that_die(
     running: Checked, model: Any, tmp_path: Path, rounds: int
 ) -> None:
-    """Kill workers at three moments of each of 17 answers: 51 kills."""
+    """Kill all workers three times during each of 17 answers, which are 51 kills."""
     client, ids, is_over = running.client, [*range(5, 38)], threading.Event()
     expected, turn, delays = wanted(model, ids, 200), threading.Semaphore(0), random.Random(0)
 
     def strike() -> None:
-        """Kill all workers at a random moment of a next token, at most once per request."""
+        """Kill all workers once per release of ``turn``, at a random moment of the next token."""
         while turn.acquire() and not is_over.is_set():
             is_over.wait(delays.uniform(0.0, 0.01))
             for row in running.rows("worker"):
@@ -113,13 +113,13 @@ def test_two_hundred_tokens_beside_a_job_with_workers_that_die(
         is_over.set()
         turn.release()
         striking.join()
-        with contextlib.suppress(InvalidInput):  # the 51 deaths end the job
+        with contextlib.suppress(InvalidInput):  # the job may have ended, because of 51 deaths
             task.cancel()
     assert client.sequences() == []
 
 
 def by_hand(client: Any, ids: list[int], new: int, deadlines: list[float | None]) -> list[int]:
-    """Return greedy tokens; repeat each step until it is answered, also after a deadline."""
+    """Return greedy tokens of single steps; repeat a step whose deadline has passed."""
     tokens, done = list(ids), 0
     with client.sequence("chat") as sequence:
         while len(tokens) < len(ids) + new:
@@ -149,7 +149,7 @@ def test_in_one_run_with_others_that_leave_fail_and_die_each_answers_its_own_tok
         with client_of.generate("chat", prompts[number], max_new_tokens=new) as answer:
             for token in answer:
                 ids[number].append(token.id)
-                if number == 0 and len(ids[0]) in (9, 24):  # at any step of the others
+                if number == 0 and len(ids[0]) in (9, 24):  # the other generations may be anywhere
                     for row in running.rows("worker"):
                         if row["pid"]:
                             kill(row["pid"])
@@ -207,7 +207,7 @@ def test_a_text_comes_back_as_text_and_a_seed_says_which(
 def test_what_a_conversation_has_computed_is_not_computed_again(
     running: Checked, model: Any
 ) -> None:
-    """Check an ended generation and one that continues while its worker dies."""
+    """Continue a conversation, and begin another from its prompt, while a worker dies."""
     client, ids = running.client, [3 + 7 * n % 600 for n in range(150)]
     for turn in range(3):
         expected, before = wanted(model, ids, 20), running.stats()
@@ -231,7 +231,7 @@ def test_an_answer_that_is_dropped_or_closed_ends_on_the_server(running: Checked
     before = running.stats()["inference"]
     answer = client.generate("chat", [1, 2, 3], max_new_tokens=300)
     assert next(answer)
-    del answer  # the last reference
+    del answer  # drops the last reference
     with client.generate("chat", [1, 2, 4], max_new_tokens=300) as answer:
         next(answer)
     until(lambda: client.sequences() == [], "both are gone")

@@ -1,4 +1,4 @@
-"""``make gpu`` without a GPU: every stage starts, limits apply, results are kept."""
+"""``make gpu`` without a GPU: every stage starts, time limits hold, results are saved."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def test_a_dry_run_starts_every_stage_and_each_says_that_it_needs_a_gpu() -> Non
 def test_a_machine_without_a_gpu_is_told_from_one_whose_gpu_cannot_be_had(
     tmp_path: Path, has_nodes: bool
 ) -> None:
-    """Inject the same fault twice: only a machine without GPU nodes may report "needs a GPU"."""
+    """Inject a fault, with and without device nodes of a GPU: only without them, it needs a GPU."""
     nodes = tmp_path / "dev"
     nodes.mkdir()
     if has_nodes:
@@ -76,7 +76,7 @@ def test_a_machine_without_a_gpu_is_told_from_one_whose_gpu_cannot_be_had(
 BEHIND_IPC = {"tensor", "wait-write", "wait-copy", "suspend"}
 BEHIND_TORCH = {"warm", "slice", "graph", *BEHIND_IPC}
 BEHIND_MEMORY = {"pinned", "wait", "ipc", "slice", "graph", *BEHIND_IPC}
-BROKEN = {  # by broken call: mechanisms that fail (first one first), those that cannot run then
+BROKEN = {  # broken call -> mechanisms that fail (in order), and mechanisms that then cannot run
     "cudaSetDevice=cudaErrorUnknown": (["device", "memory"], BEHIND_MEMORY),
     "cudaMalloc=cudaErrorMemoryAllocation": (["memory"], BEHIND_MEMORY),
     "cudaHostRegister=cudaErrorNotPermitted": (["pinned"], set()),
@@ -110,7 +110,7 @@ def test_one_broken_mechanism_is_named_and_hides_nothing_that_does_not_need_it(
     stages = [
         stage
         if stage.name == "mechanisms"
-        else dataclasses.replace(stage, command=("-c", "pass"))  # the test is about the order
+        else dataclasses.replace(stage, command=("-c", "pass"))  # only the order is tested
         for stage in gpu.STAGES
     ]
     assert gpu.run_all(stages, tmp_path, gpu.BUDGET_S, stops_early=True) == 1
@@ -139,7 +139,7 @@ def test_stages_need_what_servers_need() -> None:
 
 @pytest.mark.soak
 def test_switches_and_soak_run_over_a_fake_gpu(tmp_path: Path) -> None:
-    """Run the code of the stages, with servers and baselines; the numbers mean nothing."""
+    """Run the code of the stages, with servers and baselines; the numbers are meaningless."""
     done = command(
         "--dry-run",
         "facts",
@@ -196,7 +196,7 @@ def test_a_stage_that_fails_shows_its_last_words_and_the_next_one_runs(tmp_path:
 def test_what_left_the_stages_process_group_is_ended_and_its_log_is_shown(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """End processes such as a fork server and a daemon: the next stage needs their device."""
+    """End a stage's remaining processes, such as a daemon, because the next stage needs the GPU."""
     monkeypatch.setattr(gpu, "LEAVE_S", 0.2)
     code = """
 import pathlib, subprocess, sys, tempfile

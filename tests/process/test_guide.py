@@ -1,8 +1,8 @@
-"""The manual's code blocks, run unchanged: each page's in order, with one server.
+"""The manual's code blocks, which run unchanged: those of a page in order, with one server.
 
-Python blocks of a page share their names. A block that begins with ``# NAME.py`` becomes that file.
-In a shell block ``pipeswitch serve …`` replaces the page's server by one with those flags, on ports
-of the test. TOML is read as a server's configuration.
+Python blocks of a page share their variables. A block that begins with ``# NAME.py`` is written to
+that file. In a shell block, ``pipeswitch serve …`` replaces the page's server by one with these
+flags, on the test's ports. TOML blocks are read as a server's configuration.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ ROOT = Path(__file__).parents[2]
 GUIDE = set(ROOT.glob("docs/guide/*.md")) - {ROOT / "docs/guide/trainers.md"}  # see test_trainers
 PAGES = [ROOT / "README.md", ROOT / "docs/scheduling.md", *sorted(GUIDE)]
 BLOCK = re.compile(r"^```(\w+)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
-SKIPPED = ("make ", "pip install ")  # commands before the first server
+SKIPPED = ("make ", "pip install ")  # commands that the test does not run
 COMMAND = 'import sys; sys.argv[0] = "pipeswitch"; from pipeswitch.cli.main import main; main()'
 BLOCK_TIMEOUT_S = 120
 
@@ -40,7 +40,7 @@ def blocks_of(page: Path) -> list[tuple[int, str, str]]:
 
 
 class Page:
-    """A reader who follows a page in a folder of its own."""
+    """Page of the manual, whose blocks run in their own folder."""
 
     def __init__(self, folder: Path, stack: contextlib.ExitStack) -> None:
         self.folder, self._outer = folder, stack
@@ -55,7 +55,7 @@ class Page:
             path.chmod(0o755)
 
     def serve(self, flags: list[str]) -> testing.RunningServer:
-        """Stop the previous server; start and return one with these flags."""
+        """Stop the previous server; start and return a server with these flags."""
         self._stack.close()
         self._stack = self._outer.enter_context(contextlib.ExitStack())
         pairs = list(zip(flags[::2], flags[1::2], strict=True))

@@ -124,7 +124,7 @@ def replace_fork_server(checked: tools.Checked) -> None:
     old = checked.fork_server_pid()
 
     def is_another() -> bool:
-        with contextlib.suppress(AssertionError, OSError):  # there may be none at this moment
+        with contextlib.suppress(AssertionError, OSError):  # at this moment there may be no process
             return checked.fork_server_pid() != old
         return False
 
@@ -133,7 +133,7 @@ def replace_fork_server(checked: tools.Checked) -> None:
 
 
 def test_two_deaths_of_the_fork_server_lose_nobody_it_has_forked(running: tools.Checked) -> None:
-    """Check that children are watched by their own descriptors, each once."""
+    """Kill the fork server twice: the controller must watch each child once, without it."""
     running.wait_until_whole()
     workers = running.worker_pids()
     for _ in range(2):
@@ -170,7 +170,7 @@ def serve_until_it_ends(
     environment: Mapping[str, str] | None = None,
     when_ready: object = None,
 ) -> tuple[subprocess.CompletedProcess[str], str]:
-    """Run a server that ends on its own; return how it ended, and its ready line."""
+    """Run a server that ends without a stop; return the ended process, and its ready line."""
     command = [
         sys.executable,
         "-P",
@@ -255,11 +255,11 @@ def test_a_scheduler_that_never_returns_ends_the_server_with_the_stacks_in_its_l
 
 
 def test_a_server_that_was_stopped_as_a_whole_goes_on(tmp_path: Path) -> None:
-    """Check that a gap in the server's own clock is not taken for a hang."""
+    """Stop and continue a whole server: the gap in its clock must not count as a hang."""
     environment = {**tools.ENVIRONMENT, "PIPESWITCH_SERVER__WATCHDOG": "1s"}
     with tools.checked_server(arena="64MiB", environment=environment) as checked:
         tools.stop(checked.pid)
-        time.sleep(2.5)  # the test is about this time
+        time.sleep(2.5)  # longer than the watchdog's limit
         tools.kill(checked.pid, signal.SIGCONT)
         assert checked.client.ping(deep=True)["ready"]
         assert "scheduler=hung" not in checked.running.log()

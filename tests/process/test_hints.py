@@ -1,7 +1,7 @@
-"""Hints of refused registrations: each is followed once, literally, and the model is served.
+"""Hints of refused registrations: if a user follows the hint literally, the model is served.
 
-Each module is built as in a registration, loaded as in a worker, and compared bit for bit with a
-module that was made separately.
+Each module is built like in a registration, loaded like in a worker, and compared bit for bit with
+a module that was created separately.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ X = {"x": ((2, 4), "float32")}
 
 
 class Base(nn.Module):
-    """A layer, then ``after``. A branch on a value makes it run in module mode."""
+    """Module with a layer, then ``after``. A branch on a value excludes an export (module mode)."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -57,7 +57,7 @@ class Base(nn.Module):
         self.made()
 
     def made(self) -> None:
-        """Prepare what ``after`` needs."""
+        """Create the attributes that ``after`` needs."""
 
     def after(self, y: T) -> Any:
         return y
@@ -78,14 +78,14 @@ class Item(Base):
 class Filters(Base):
     def made(self) -> None:
         self.register_buffer("bank", torch.from_numpy(np.eye(4, dtype="float32")) + torch.eye(4))
-        self.window = torch.from_numpy(np.hanning(4).astype("float32"))  # not a buffer
+        self.window = torch.from_numpy(np.hanning(4).astype("float32"))  # is no buffer
 
     def after(self, y: T) -> T:
         return y @ self.bank * self.window
 
 
 class Drawn(Base):
-    """Module with a random structure, which a worker's copy must draw again."""
+    """Module with a random structure, which must be equal in a worker."""
 
     def made(self) -> None:
         self.order = torch.randperm(4).tolist()
@@ -113,7 +113,7 @@ class Unread(Base):
     def made(self) -> None:
         alignment = torch.eye(4, dtype=torch.bool).to_sparse()
         self.register_buffer("alignment", alignment, persistent=False)
-        self.other = torch.eye(3).to_sparse()  # not a buffer
+        self.other = torch.eye(3).to_sparse()  # is no buffer
 
 
 class Forces(Base):
@@ -228,7 +228,7 @@ class MaxNormOnce(MaxNorm):
         self.table.max_norm = None
 
 
-# A refused class, a part of its hint, and the same model after the hint was followed.
+# Each row: a class that is refused, a part of the hint, and the class after following the hint.
 FOLLOWED: list[tuple[type[Base], str, type[Base]]] = [
     (Sparse, "a.to_dense()", SparseAsDense),
     (Sparse, "torch.sparse_coo_tensor", SparseInParts),
@@ -261,7 +261,7 @@ def fresh(kind: Callable[[], nn.Module]) -> nn.Module:
 
 def built(spec: BuildSpec, folder: Path) -> tuple[Manifest, BoundProgram]:
     manifest = build(spec, folder, lambda stage, done: None)
-    random.seed(1)  # a worker's generators have other states
+    random.seed(1)  # because random generators have other states in a worker
     image = load_image(folder / weights_file(manifest), manifest)
     program = make_program(manifest, read_graph(manifest, folder / BUNDLE_FILE), "cpu")
     return manifest, program.bind(lambda one: tensor_over(image.untyped_storage(), one, 0))
@@ -450,7 +450,7 @@ def test_a_factory_gets_what_it_takes_by_keyword_alone(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("mode", ["module", "graph"])
 def test_a_version_is_the_same_program_with_a_files_weights(mode: str, tmp_path: Path) -> None:
-    """Build the version from a factory or the served bundle, as the server does."""
+    """Build the version like the server: from a factory, or from the served bundle."""
     kind = Item if mode == "module" else plain
     manifest, _ = by_factory(kind, tmp_path / "one")
     assert manifest.mode == mode
@@ -580,7 +580,7 @@ def test_a_request_is_written_as_the_modules_own_call(
 
 
 class Wrapped(Base):
-    """Module with a weight of a library's own class, as after torchao's int4."""
+    """Module with a weight of a library's own tensor class, like torchao's int4."""
 
     def made(self) -> None:
         from torch.testing._internal.two_tensor import TwoTensor

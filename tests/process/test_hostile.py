@@ -1,9 +1,8 @@
-"""Hostile peers beside one good client: they may cost time, but no answer and no memory.
+"""Malicious peers and one good client, whose answers may come later, but must not be lost.
 
-The attackers run in their own process. Every 0.1 s each connection does one more bad thing. A
-closed connection is opened again, unless the test forbids it. The long run prints figures:
-``pytest -m soak tests/process/test_hostile.py -s``.
-"""
+The attackers run in their own process, and memory must stay bounded. Every 0.1 s, each connection
+does one more bad thing. A closed connection is opened again, unless the test forbids it. The long
+run prints figures: ``pytest -m soak tests/process/test_hostile.py -s``."""
 
 from __future__ import annotations
 
@@ -113,7 +112,8 @@ def attacked(
     comes_again: bool = True,
     with_keys: bool = False,
 ) -> Iterator[dict[str, int]]:
-    """Keep ``count`` hostile connections in the block; then ``ended`` says how many were cut."""
+    """Keep ``count`` malicious connections open during the block; yield a dictionary that has
+    ``ended`` afterwards, the number of connections that the server has closed."""
     host, port = address.removeprefix("tcp://").split(":")
     figures: dict[str, int] = {}
     how_often = "again" if comes_again else "once"
@@ -178,7 +178,7 @@ class Rss:
 
 
 def ask_for(client: ps.Client, seconds: float) -> list[float]:
-    """Return the latencies in ms of consecutive requests; each of them must be answered."""
+    """Send requests one after the other, all of which must be answered; return latencies in ms."""
     times_ms = []
     until_s = time.monotonic() + seconds
     while time.monotonic() < until_s:
@@ -218,7 +218,7 @@ def measure(
     comes_again: bool = True,
     with_keys: bool = False,
 ) -> dict[str, Any]:
-    """Return the good client's latencies without and with an attack, and the RSS growth."""
+    """Return the good client's latencies without and during an attack, and the growth of RSS."""
     ask_for(client, min(seconds, 2.0))
     quiet = ask_for(client, seconds)
     address = checked.running.tcp_address
@@ -273,7 +273,7 @@ def test_a_thousand_hostile_connections(
 @pytest.mark.soak
 @pytest.mark.parametrize("with_keys", [False, True], ids=["open", "keys"])
 def test_a_thousand_hostile_connections_that_come_once(with_keys: bool, tmp_path: Path) -> None:
-    """Leave out reconnects, which cost more than anything that the connections do."""
+    """Do not reconnect, because reconnects would cost more than what the connections send."""
     limit_mib = 64 if with_keys else 256
     with publishing(f"hostile_{'keys' if with_keys else 'open'}_once") as figures:
         figures.update(keys=with_keys, kinds=KINDS, rss_limit_mib=limit_mib)

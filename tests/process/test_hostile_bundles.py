@@ -1,8 +1,8 @@
 """Bundles by an attacker who knows torch's kernels, registered through the TCP listener.
 
-Once, each of these leaked another model's weights, another client's request or freed memory, or
-killed a worker. Now registration refuses each, names the batch at which it would go wrong, and the
-server continues.
+In earlier releases, each bundle leaked another model's weights, another client's request or freed
+memory, or killed a worker. Now registration refuses each bundle, and names the batch at which it
+would go wrong; the server continues.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def bundle(
     result: int = -1,
     batch_max: int = 8,
 ) -> Path:
-    """Write a bundle: input x, float32 weights, and y from node ``result`` (default: the last)."""
+    """Write a bundle with input x, float32 weights, and as output y node ``result`` or the last."""
     first = 1 + len(weights)
     graph = Graph(
         version=2,
@@ -272,8 +272,8 @@ def test_a_range_with_more_batches_than_a_registration_tries_is_served(
 
 
 def kept_by_an_older_server(tmp_path: Path) -> tuple[Path, Path, Manifest]:
-    """Register a model and mark it as checked by an older server.
-    Return the state directory, the model's folder, and the manifest before the mark."""
+    """Register a model, and mark it as one that an older server has checked. Return the state
+    directory, the model's folder, and the manifest without the mark."""
     nodes = [node("add.Tensor", X, value(1))]
     extents: dict[str, Any] = {"x": (BATCH, 4), "y": (BATCH, 4), "weights": {"w": (4,)}}
     state = tmp_path / "state"
@@ -289,7 +289,7 @@ def kept_by_an_older_server(tmp_path: Path) -> tuple[Path, Path, Manifest]:
 def test_a_program_that_older_contracts_let_through_is_checked_again_at_a_restart(
     tmp_path: Path,
 ) -> None:
-    """Restart on a journal whose model was checked by an older server."""
+    """Restart with a model that an older server has checked, so that it must be checked again."""
     state, folder, manifest = kept_by_an_older_server(tmp_path)
     (tmp_path / "hostile.bundle").unlink()
     with checked_server(arena="64MiB", host_store="128MiB", state_dir=state) as checked:

@@ -31,7 +31,7 @@ SMALL = ("--device", "cpu", "--arena", "64MiB", "--host-store", "256MiB")
 
 @dataclass(frozen=True)
 class Installed:
-    """An environment with the installed wheel, and a folder that stands for the image's root."""
+    """An environment with the installed wheel, and a folder that replaces the image's root."""
 
     root: Path
     python: Path
@@ -41,7 +41,7 @@ class Installed:
 
     @property
     def environment(self) -> dict[str, str]:
-        """The image's environment variables, with paths below our root."""
+        """Environment variables of the image, with paths below our folder."""
         image = dict(re.findall(r"\b([A-Z_]+)=(/(?:var|run)/\S+)", DOCKERFILE))
         moved = {name: f"{self.root}{place}" for name, place in image.items()}
         return {"PATH": os.environ["PATH"], **moved}
@@ -70,7 +70,7 @@ def installed() -> Iterator[Installed]:
                 for source in sources:
                     copy(ROOT / source, Path(f"{root}{target}"))
         wheels = root / "wheels"
-        # As ``make wheel`` does.
+        # The same command as in ``make wheel``.
         arguments = ["wheel", "--no-build-isolation", "--wheel-dir", wheels, root / "src"]
         pip(sys.executable, *arguments)
         shutil.rmtree(root / "src")
@@ -90,7 +90,7 @@ def installed() -> Iterator[Installed]:
 
 
 def environment_at(folder: Path) -> Path:
-    """Make an environment that can import our dependencies; return its Python."""
+    """Create an environment that can import our dependencies; return its Python interpreter."""
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", folder], check=True)
     packages = next(folder.glob("lib/*/site-packages"))
     (packages / "there.pth").write_text(f"{Path(torch.__file__).parents[1]}\n")
@@ -113,7 +113,7 @@ def pip(python: str | Path, verb: str, *words: str | Path) -> None:
 
 
 def copy(source: Path, target: Path) -> None:
-    """Copy as a COPY step of the image does: a file into a folder, a folder as the target."""
+    """Copy like a COPY step of the image: put a file into the target, or a folder's content."""
     if source.is_dir():
         skipped = shutil.ignore_patterns("__pycache__")
         shutil.copytree(source, target, symlinks=True, ignore=skipped)
@@ -140,7 +140,7 @@ def status(address: str, path: str, token: str = "") -> int:
 
 @contextlib.contextmanager
 def served(installed: Installed, *args: str, **environment: str) -> Iterator[str]:
-    """Yield the ready line of a server; then stop the server as a container is stopped."""
+    """Yield the ready line of a server; then stop the server like a container."""
     command = installed.command("serve", *args, *SMALL)
     with subprocess.Popen(
         command,

@@ -1,4 +1,4 @@
-"""Servers from the keeper, a process that imported torch before."""
+"""Servers that the keeper has started, a process that has already imported torch."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from process_tools import Checked, checked_server, children_of, command_of, kill
 
 
 def test_a_kept_server_is_like_any_other() -> None:
-    """Check the processes' environment, that the fork server is the controller's child and its
-    successor imports by itself, and that we can read the exit status."""
+    """Check the environment of the processes, that the fork server is the controller's child, that
+    its successor imports modules itself, and that the test can read the exit status."""
     with checked_server() as checked:
         checked.wait_until_whole()
         old = checked.fork_server_pid()

@@ -1,8 +1,8 @@
-"""Answers depend only on the request and the weights; other models are refused at registration.
+"""Models with a memory: registration refuses a model whose answers depend on earlier requests.
 
-Each module remembers in one way. ``graph`` modules can be exported; ``module`` ones cannot, and run
-as the operator's own code. An accepted module must answer in any order like a new one.
-"""
+Each module remembers in one way. ``graph`` modules can be exported. ``module`` modules cannot, and
+run as the operator's own code. A module that is accepted must answer requests in any order like a
+new module."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class Base(nn.Module):
         self.made()
 
     def made(self) -> None:
-        """Prepare what ``of`` needs."""
+        """Create the attributes that ``of`` needs."""
 
     def of(self, x: T) -> Any:
         raise NotImplementedError
@@ -304,7 +304,7 @@ def fresh(kind: type[Base], *, does_export: bool) -> Base:
 
 
 def built(spec: BuildSpec, folder: Path) -> tuple[Manifest, BoundProgram]:
-    """Build as a registration does, and load as a worker does."""
+    """Build a program like a registration, and load it like a worker."""
     forget()
     manifest = build(spec, folder, lambda stage, done: None)
     forget()
@@ -353,7 +353,7 @@ def test_a_factorys_module_that_remembers_is_refused(kind: type[Base], tmp_path:
 
 @pytest.mark.parametrize("kind", REFUSED)
 def test_a_factorys_graph_has_no_memory_in_it(kind: type[Base], tmp_path: Path) -> None:
-    """Check that the graph is refused."""
+    """Build the graph of a factory whose module remembers: it must be refused."""
     with pytest.raises(RegistrationRefused):
         by_factory(kind, tmp_path / "graph", does_export=True)
 
@@ -391,7 +391,7 @@ def test_globals_that_only_have_an_attributes_name_are_left_alone(tmp_path: Path
 
 
 class Connected:
-    """A user's connection, whose end closes the other side."""
+    """Connection of a user; when the object ends, the other side is closed."""
 
     def __init__(self, ended: SimpleQueue[int]) -> None:
         self.ended = ended
@@ -408,7 +408,7 @@ class Owning(dict[str, Any]):
 
 
 class Calls(nn.Module):
-    """Module with a layer and with a function of the process that made it."""
+    """Module with a layer, and with a function that works only in the process that created it."""
 
     def __init__(self, function: Callable[[], Any]) -> None:
         super().__init__()
@@ -423,7 +423,7 @@ class Calls(nn.Module):
 def test_what_a_models_code_reaches_is_not_ended_by_its_registration(
     way: str, tmp_path: Path
 ) -> None:
-    """Check that objects are not copied: the copy's ``__del__`` would run on what both share."""
+    """Such objects must not be copied: the copy's ``__del__`` would close what both share."""
     ended: SimpleQueue[int] = SimpleQueue()
     owner: Any = Owning(ended=ended) if way == "container" else Connected(ended)
     module = Calls(lambda: None if way == "attribute" else owner).eval()
@@ -432,7 +432,7 @@ def test_what_a_models_code_reaches_is_not_ended_by_its_registration(
     export_module_to_bundle(module, torch.randn(2, 4), tmp_path / "it.bundle")
     gc.collect()
     assert ended.empty()
-    module.connection = owner  # keeps it alive until here
+    module.connection = owner  # keeps ``owner`` alive until here
     module.connection = owner = None
     gc.collect()
     assert ended.qsize() == 1
@@ -441,7 +441,7 @@ def test_what_a_models_code_reaches_is_not_ended_by_its_registration(
 def test_objects_of_installed_packages_are_used_as_they_are(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Check that such objects are not copied: a pytest fixture reaches the whole test session."""
+    """Such objects must not be copied: a pytest fixture refers to the whole test session."""
     ids: SimpleQueue[int] = SimpleQueue()
     Fresh(Calls(lambda: ids.put(id(monkeypatch))).eval())([torch.randn(2, 4)])
     assert ids.get() == id(monkeypatch)
@@ -450,7 +450,7 @@ def test_objects_of_installed_packages_are_used_as_they_are(
 def test_a_models_own_package_is_no_library_where_it_is_installed(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """Check that a model that remembers is refused even if pip installed its code."""
+    """A model that remembers must be refused, even if pip has installed its code."""
     package = tmp_path / "site-packages" / "installed_model.py"
     package.parent.mkdir()
     package.write_text(INSTALLED)

@@ -131,7 +131,7 @@ def test_keys_may_come_from_the_environment(
 
 
 def test_a_request_says_who_asks_and_only_the_owner_names_another(guarded: Guarded) -> None:
-    """Check that outside a cluster no client can name another caller, whatever its key's name."""
+    """Outside of a cluster, no client may name another caller, whatever the name of its key."""
     with (
         guarded.client(key=guarded.admit(GATEWAY_KEY)) as stranger,
         pytest.raises(ps.PermissionDenied),
@@ -159,7 +159,7 @@ async def _ask_as_gateway(address: str, *tenants: str) -> None:
 
 
 def refused(guarded: Guarded, text: str, **options: Any) -> None:
-    with guarded.client(timeout_s=60.0, **options) as client:  # long enough that no timeout occurs
+    with guarded.client(timeout_s=60.0, **options) as client:  # so long that no timeout occurs
         with pytest.raises(ps.PermissionDenied, match=text) as caught:
             client.models()
         assert caught.value.hint
@@ -169,7 +169,7 @@ def refused(guarded: Guarded, text: str, **options: Any) -> None:
 def test_a_refusal_that_comes_before_the_hello_is_one_in_words_too(
     guarded: Guarded, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Force libzmq to give up a refused connection, whose socket then accepts no messages."""
+    """Wait until libzmq has given up a refused connection: its socket then accepts no messages."""
     secret_file, _ = make_pair("stranger", guarded.directory)
     attach = ZmqLink.attach
 
@@ -191,7 +191,7 @@ def test_a_client_that_expects_another_server_says_so(guarded: Guarded) -> None:
 def test_a_revoked_key_is_refused_and_its_connection_ends(guarded: Guarded) -> None:
     other_key = guarded.admit("b")
     with guarded.client() as client, guarded.client(key=other_key, timeout_s=60.0) as revoked:
-        assert client.infer("m", X)["y"][0, 0] == 2.0  # both are admitted, so one is left
+        assert client.infer("m", X)["y"][0, 0] == 2.0  # two keys are admitted, so one will be left
         assert revoked.infer("m", X)["y"][0, 0] == 2.0
         guarded.folder.revoke("b")
         until(lambda: len(guarded.fake.tcp.sessions.clients) == 1)
@@ -209,7 +209,7 @@ def test_a_key_admitted_later_needs_no_restart(guarded: Guarded) -> None:
 
 
 def first_record(fake: FakeScheduler, subscribe: Callable[[], Any]) -> Any:
-    """Subscribe, publish a record and return the first record that arrives."""
+    """Subscribe, publish a record, and return the first record that arrives."""
     records = subscribe()
     fake.post(Publish(topic="switch.m", body={"n": 1}))
     try:
@@ -250,7 +250,7 @@ def raw_ask(sock: zmq.Socket[bytes], **fields: Any) -> Any:
 
 @pytest.fixture
 def dealer(guarded: Guarded) -> Iterator[Callable[..., zmq.Socket[bytes]]]:
-    """Return a function that makes a bare client with a key."""
+    """Yield a function that creates a bare ZeroMQ client with a key."""
     context: zmq.Context[Any] = zmq.Context()
     sockets: list[zmq.Socket[bytes]] = []
 
@@ -320,7 +320,7 @@ def test_a_client_that_does_not_read_holds_up_its_own_answers_alone(
     deaf = dealer(guarded.key)
     session = raw_ask(deaf, op="hello").session
     header = {"v": 1, "op": "trace", "session": session}
-    for number in range(20):  # 2 MB each
+    for number in range(20):  # an answer has 2 MB
         deaf.send_multipart([MAGIC, encode_header(RequestHeader(**header, id=str(number)))])
     with guarded.client() as client:
         for _ in range(20):
@@ -329,11 +329,11 @@ def test_a_client_that_does_not_read_holds_up_its_own_answers_alone(
     assert heard == {str(number) for number in range(20)}
 
 
-# ---- memory that libzmq holds -----------------------------------------------------------------
+# ---- memory in libzmq -------------------------------------------------------------------------
 
 
 class Pair:
-    """Both ends of a TCP connection; ``caller`` is the listener's view of one."""
+    """Both ends of a TCP connection; ``caller`` is the listener's view of the connection."""
 
     def __init__(self) -> None:
         with socket.create_server(("127.0.0.1", 0)) as listener:
@@ -364,7 +364,7 @@ def test_what_the_kernel_received_and_is_no_message_yet_is_held(pair: Pair) -> N
     assert pair.caller.held_bytes(0.0) > 100_000
     pair.caller.taken_bytes += curve_listener.wire_bytes([bytes(100_000)])
     assert pair.caller.held_bytes(0.0) == 0
-    pair.send(1_000_000)  # as many bytes as pings of a day
+    pair.send(1_000_000)  # a day's pings have as many bytes
     assert pair.caller.held_bytes(86_400.0) == 0
 
 
@@ -376,7 +376,7 @@ def test_who_is_hung_up_reads_the_end(pair: Pair) -> None:
 def test_a_number_that_means_something_else_now_is_left_alone(pair: Pair) -> None:
     number = pair.ours.fileno()
     left, right = socket.socketpair()
-    os.dup2(left.fileno(), number)  # the number now is another descriptor
+    os.dup2(left.fileno(), number)  # the number now means another socket
     assert curve_listener.inode_of(number, pair.port) == 0
     assert pair.caller.held_bytes(0.0) == -1
     pair.caller.hang_up()
@@ -425,7 +425,7 @@ def descriptors() -> Iterator[tuple[str, str]]:
 
 
 def test_a_door_that_dies_is_opened_again_and_clients_go_on(tmp_path: Path) -> None:
-    """Kill the gateway of a server without HTTP, which needs its gateway for the keys alone."""
+    """Kill the gateway of a server without HTTP, whose gateway only checks keys."""
     folder = KeyFolder(tmp_path / "keys").open()
     options = {"server_key": folder.make_server().public.decode()}
     options["key"], public = make_pair("a", tmp_path)

@@ -1,6 +1,6 @@
-"""The owner's plain socket: equal answers, memory that a client's end frees, and hostile peers.
+"""The owner's plain socket: equal answers, memory freed when a client ends, and malicious peers.
 
-The server is ``frontend_rig``'s: answers are made in the test's process, but the sockets are real.
+The server is the one of ``frontend_rig``: the test's process answers, but the sockets are real.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ from pipeswitch.wire.frames import INLINE, MAGIC, RequestHeader, encode_header, 
 from pipeswitch.wire.stream import ShmSegment, Stream
 from tests.raw_peer import RawPeer
 
-WIDTH = 1 << 15  # 128 KiB a row, large enough for shared memory
-HALF = 1 << 20  # half of the shared memory of the rig's clients
+WIDTH = 1 << 15  # numbers in a row of 128 KiB, which is large enough for shared memory
+HALF = 1 << 20  # bytes of one half of a client's shared memory
 
 
 @pytest.fixture
@@ -61,7 +61,7 @@ def shares(server: FakeScheduler) -> int:
 
 
 class Raw(RawPeer):
-    """A raw peer with a session and shared memory."""
+    """Raw peer that has a session and shared memory."""
 
     def __init__(self, server: FakeScheduler) -> None:
         super().__init__(server.listeners.ipc.address)
@@ -239,7 +239,7 @@ def test_an_event_loop_asks_by_itself_takes_back_and_goes_on_with_the_next_serve
         for task in tasks:
             task.cancel()
         late = asyncio.create_task(is_doubled(4))
-        await asyncio.sleep(0)  # now it copies
+        await asyncio.sleep(0)  # lets the thread begin to copy
         late.cancel()
         await asyncio.to_thread(until, lambda: not server.held)
         server.is_holding = False
@@ -365,7 +365,7 @@ def test_a_place_without_a_share_cuts_the_peer(server: FakeScheduler, peer: Raw)
 
 
 def _with_an_answer_that_waits(server: FakeScheduler, peer: Raw) -> Any:
-    """Ask for an answer that is larger than the socket's buffer, and do not read it."""
+    """Request an answer that is larger than the socket's buffer, and do not read it."""
     peer.greeted(with_share=False)
     x = rows(8)
     inputs: Any = ({"name": "", "dtype": "float32", "shape": x.shape, "frame": 0},)
@@ -392,7 +392,7 @@ def test_a_second_hello_does_not_change_what_is_on_its_way(
     expected = _with_an_answer_that_waits(server, peer)
     peer.say(op="hello")
     with ps.Client(server.listeners.ipc.address) as other:
-        other.infer("double", rows(8, seed=1))  # it would reuse the answer's memory
+        other.infer("double", rows(8, seed=1))  # would overwrite the answer if it were freed
     assert bytes(peer.hear()[2]) == expected.tobytes()
     assert b"session" in bytes(peer.hear()[1])
 
@@ -439,7 +439,7 @@ def test_descriptors_that_a_peer_sends_are_closed(server: FakeScheduler, peer: R
 
 
 def descriptors_of(memory: int) -> int:
-    """Count the descriptors of this process that refer to this file; others may change."""
+    """Return the number of this process's descriptors of one file; other descriptors may change."""
     file, count = os.fstat(memory), 0
     for name in os.listdir("/proc/self/fd"):
         with contextlib.suppress(OSError):  # the listing's own descriptor

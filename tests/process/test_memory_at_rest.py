@@ -1,4 +1,4 @@
-"""Memory at rest after abuse: twice as many repetitions hold no more memory."""
+"""Memory at rest after abuse: with twice as many repetitions, no more memory is in use."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def running() -> Iterator[tools.Checked]:
     with tools.checked_server(arena="64MiB", http=True, args=args) as checked:
         checked.client.register("wide", Wide(), example_inputs=(torch.zeros(1, 64),))
         for abuse in ABUSES.values():
-            abuse(checked)  # so that imports and caches are not counted later
+            abuse(checked)  # so that imports and caches do not count later
         yield checked
 
 

@@ -54,7 +54,7 @@ M = TypeVar("M", bound=base_msg.Message)
 
 
 class DaemonRig:
-    """A running daemon. The test owns its store and commit areas, which outlive it."""
+    """A running daemon. Its store and its commit areas are the test's, and exist longer."""
 
     def __init__(self, store: int, *, rate: float = 0.0) -> None:
         self.doorbells = [new_doorbell(), new_doorbell()]
@@ -203,12 +203,12 @@ def image_of(step: int) -> bytes:
 
 
 def put_slice(daemon: DaemonRig, step: int) -> None:
-    """Write the bytes that a training job's slice holds after ``step``."""
+    """Write the bytes that a job's slice would have after ``step``."""
     os.pwrite(daemon.work, image_of(step), 4096)
 
 
 def committed(area: int, slot_bytes: int = SLOT_BYTES) -> tuple[int, bytes] | None:
-    """Return (step, image) as a resuming worker finds them, or None."""
+    """Return the (step, image) that a resuming worker would find, or None."""
     reader = CommitArea(area, slot_bytes)
     newest = reader.newest()
     commit = None if newest is None else (newest.step, bytes(reader.image(newest)))
@@ -217,7 +217,7 @@ def committed(area: int, slot_bytes: int = SLOT_BYTES) -> tuple[int, bytes] | No
 
 
 def persisted(directory: Path) -> tuple[int, bytes] | None:
-    """Return (step, image) as a restarted server finds them, or None."""
+    """Return the (step, image) that a restarted server would find, or None."""
     loaded = load_commit(directory)
     if loaded is None:
         return None
@@ -298,7 +298,7 @@ def test_a_cancelled_transmission_is_answered_and_its_range_is_free_again(start:
     assert ended.group_count < 16
     daemon.control.send(
         daemon_msg.CancelTransmit(op_id=base_msg.OpId(1))
-    )  # it comes late: no answer and no error
+    )  # too late, so there is no answer and no error
     assert daemon.ask(transmit(2, MIB, 1024), daemon_msg.TransmitEnded).is_complete
 
 
@@ -381,7 +381,7 @@ def test_overlapping_and_stale_transmissions_are_refused(start: Start) -> None:
     "packet", [b"\xc1", b"\x80", encode_message(ForgetModel(model=MODEL))[:-1], b""], ids=repr
 )
 def test_an_order_that_cannot_be_read_ends_the_daemon(daemon: DaemonRig, packet: bytes) -> None:
-    """End the daemon: the sender would wait for ever. The next daemon gets the order again."""
+    """The daemon must end, or the sender would wait for ever; the next daemon gets the order."""
     raw = socket.socket(fileno=os.dup(daemon.control.fileno()))
     raw.send(bytes(EVENT_BYTES) + packet)
     raw.close()

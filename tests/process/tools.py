@@ -1,7 +1,7 @@
 """Tools for tests of a running server; conftest.py loads this module as ``process_tools``.
 
-Tests wait for conditions with a deadline and do not sleep. Processes are found by a mark in their
-environment, which every child of a server inherits, even if its parent has changed.
+Tests do not sleep; they wait for conditions, with a deadline. Processes of a server are found by a
+mark in the environment, which all its children inherit, even those whose parent has ended.
 """
 
 from __future__ import annotations
@@ -36,13 +36,13 @@ from pipeswitch.client.client import FINAL_JOB_STATES, Task
 from pipeswitch.testing import RunningServer, server
 
 DEADLINE_S = 30.0
-POLL_S = 0.002  # between two checks of a condition
+POLL_S = 0.002  # time between two checks of a condition
 MARK = "PIPESWITCH_TESTS_MARK"
 ENVIRONMENT = {
     "PIPESWITCH_SCHEDULER__COMMIT_EVERY": "50ms",
     "PIPESWITCH_WORKERS__RESTART_BACKOFF": "20ms",
 }
-"""Settings of a server that commits without pause and restarts dead processes at once."""
+"""Settings of a server that commits all the time, and restarts dead processes at once."""
 
 COMMAND = [sys.executable, "-P", "-c", "from pipeswitch.cli.main import main; main()"]
 
@@ -65,7 +65,7 @@ def command(
 
 
 def until(look: Callable[[], T], what: str, deadline_s: float = DEADLINE_S) -> T:
-    """Return the first true value of ``look()``; after the deadline, fail with the last value."""
+    """Call ``look`` until it returns a true value; return this value. Fail after the deadline."""
     ends_at = time.monotonic() + deadline_s
     while True:
         value = look()
@@ -79,7 +79,7 @@ def until(look: Callable[[], T], what: str, deadline_s: float = DEADLINE_S) -> T
 
 
 def marked_pids(mark: str) -> set[int]:
-    """Return the living processes, without zombies, that have this mark in their environment."""
+    """Return the ids of living processes (no zombies) that have this mark in their environment."""
     mark_text, pids = f"{MARK}={mark}".encode(), set()
     for entry in os.listdir("/proc"):
         if not entry.isdigit():
@@ -92,7 +92,7 @@ def marked_pids(mark: str) -> set[int]:
 
 
 def children_of(pid: int) -> set[int]:
-    """Return the direct children of all threads of a process."""
+    """Return the ids of all direct children of a process."""
     pids: set[int] = set()
     for task in Path("/proc", str(pid), "task").iterdir():
         pids.update(int(child) for child in (task / "children").read_text().split())
@@ -111,7 +111,7 @@ def rss_bytes(pid: int) -> int:
 
 
 def private_bytes(pid: int) -> int:
-    """Return a process's own memory, without pages of files and of shared regions."""
+    """Return a process's private memory in bytes, without pages of memfds."""
     maps = psutil.Process(pid).memory_maps()
     return sum(m.private_clean + m.private_dirty for m in maps if m.path[:7] != "/memfd:")
 
@@ -123,7 +123,7 @@ def shm_names() -> set[str]:
 
 
 def kill(pid: int, number: int = signal.SIGKILL) -> bool:
-    """Signal a process; return false if it has exited already."""
+    """Send a signal to a process; return False if the process has already exited."""
     assert pid > 1
     try:
         os.kill(pid, number)
@@ -133,7 +133,7 @@ def kill(pid: int, number: int = signal.SIGKILL) -> bool:
 
 
 def stop(pid: int) -> None:
-    """Stop a process and wait until none of its threads runs; until then one may still answer."""
+    """Stop a process; wait until none of its threads runs, because a running one could answer."""
     is_there = kill(pid, signal.SIGSTOP)
     assert is_there, f"{pid} is gone"
     until(lambda: _stands_still(pid), f"{pid} stands still")
@@ -142,7 +142,7 @@ def stop(pid: int) -> None:
 def _stands_still(pid: int) -> bool:
     try:
         stats = [path.read_bytes() for path in Path("/proc", str(pid), "task").glob("*/stat")]
-    except OSError:  # a thread has just exited
+    except OSError:  # one of the threads has just exited
         return False
     assert stats, f"{pid} is gone"
     return all(stat.rpartition(b")")[2].split()[0] == b"T" for stat in stats)
@@ -152,7 +152,7 @@ def _stands_still(pid: int) -> bool:
 
 
 class Checked:
-    """A running server with an owner's client, and checks for tests."""
+    """A running server with its owner's client, and with checks that tests use."""
 
     def __init__(self, running: RunningServer, mark: str) -> None:
         self.running = running
@@ -178,7 +178,7 @@ class Checked:
         return int(self.stats()[key])
 
     def fork_server_pid(self) -> int:
-        """Return the pid of the controller's own child; other children may be adopted orphans."""
+        """Return the pid of the fork server; the controller's other children may be orphans."""
         for pid in children_of(self.pid):
             if Path("/proc", str(pid), "comm").read_text().strip() == "pipeswitch-fork":
                 return pid
@@ -188,12 +188,12 @@ class Checked:
         return int(self.row("memory-daemon")["pid"])
 
     def worker_pids(self) -> dict[int, int]:
-        """Return the pids of all living workers by slot."""
+        """Return slot -> pid of all living workers."""
         rows = self.rows("worker")
         return {row["worker"]: row["pid"] for row in rows if row["state"] != "dead" and row["pid"]}
 
     def wait_until_whole(self, workers: int = 3) -> None:
-        """Wait until the daemon and ``workers`` workers are up (a suspended job needs one more)."""
+        """Wait until daemon and ``workers`` workers are ready; a suspended job needs one more."""
 
         def is_whole() -> bool:
             rows = self.client.ps()
@@ -222,7 +222,7 @@ class Checked:
                 last["arena_leases"] == 0
                 and last["pool_slabs"] == last["pool_spare_slabs"]
                 and last["queued"] == 0
-                and last["in_flight"] == 1  # this request itself
+                and last["in_flight"] == 1  # the request for these statistics
             )
 
         try:
@@ -233,14 +233,14 @@ class Checked:
 
 
 def check_identity(stats: dict[str, Any]) -> None:
-    """Check I1: every accepted request is answered, in flight, or counted undeliverable."""
+    """Check invariant I1: an accepted request is answered, in flight, or counted undeliverable."""
     for counts in (stats, stats["inference"]):
         answered = counts["ok"] + counts["error"] + counts["undeliverable"]
         assert counts["accepted"] == answered + counts["in_flight"], stats
 
 
 def gone(mark: str, deadline_s: float = DEADLINE_S, *, but: frozenset[int] = frozenset()) -> None:
-    """Wait until no process of this server is left, except those in ``but``."""
+    """Wait until no process of this server is alive, except those in ``but``."""
     try:
         until(lambda: marked_pids(mark) <= but, "every process left", deadline_s)
     except AssertionError:
@@ -252,12 +252,13 @@ def gone(mark: str, deadline_s: float = DEADLINE_S, *, but: frozenset[int] = fro
 
 @contextlib.contextmanager
 def checked_server(*, settles: bool = True, status: int = 0, **options: Any) -> Iterator[Checked]:
-    """Start a server with one compute thread; check at the end that nothing of it is left.
+    """Start a server with one compute thread; check at the end that all its resources are freed.
 
     Args:
-        settles: cancel jobs and check leases before the stop; False if the test ends the server.
-        status: the expected exit status.
-        **options: for ``pipeswitch.testing.server``; by default TCP clients have all roles.
+        settles: if True, cancel jobs and check leases before the stop. If the test itself ends the
+            server, pass False.
+        status: expected exit status.
+        **options: options of ``pipeswitch.testing.server``; by default TCP clients have every role.
     """
     options.setdefault("tcp_roles", tuple(Role))
     mark, names = uuid.uuid4().hex, shm_names()
@@ -281,7 +282,7 @@ def checked_server(*, settles: bool = True, status: int = 0, **options: Any) -> 
                 assert "the grace period is over" not in running.log(), "it waited for nothing"
     finally:
         gone(mark)
-    # Loaders of scripts in another test use /dev/shm for a moment.
+    # Data loaders in another test's scripts use /dev/shm for a moment.
     until(lambda: shm_names() <= names, f"nothing is left in /dev/shm beside {names}")
 
 
@@ -333,15 +334,15 @@ DIGESTED = """
     with open(sys.argv[1], "w") as file:
         file.write(f"{job.step} {hashlib.sha256(state).hexdigest()}")
 """
-"""Script with arguments OUT EPOCHS ROWS: epochs of 100 steps of so many rows.
-It ends before epoch N if ``OUT.enough-N`` exists. It writes step and parameter digest to OUT."""
+"""Script with arguments OUT EPOCHS ROWS: an epoch has 100 steps of ROWS rows. It ends before epoch
+N if ``OUT.enough-N`` exists. It writes steps and digests of the parameters to OUT."""
 
 
 _numbers = itertools.count()
 
 
 def start_endless_job(checked: Checked, folder: Path, name: str = "") -> Task:
-    """Submit an endless job, by default under a new name, and wait until it makes steps."""
+    """Submit an endless job, by default with a new name; wait until it trains."""
     name = name or f"endless-{next(_numbers)}"
     task = checked.client.train(write_script(folder, f"{name}.py", LOOP), name=name)
     until(lambda: task.status()["step"] > 0, f"{name} trains")
@@ -349,7 +350,7 @@ def start_endless_job(checked: Checked, folder: Path, name: str = "") -> Task:
 
 
 def finish(task: Task, deadline_s: float = 60.0) -> dict[str, Any]:
-    """Wait for a job that must end well; return its last row. Show the log if it fails."""
+    """Wait for a job, which must succeed; return its last row. If it fails, show its log."""
     try:
         row = task.wait(deadline_s)
     except (TaskFailed, TimeoutError) as error:
@@ -360,14 +361,14 @@ def finish(task: Task, deadline_s: float = 60.0) -> dict[str, Any]:
 
 
 def hurt(checked: Checked, task: Task, how: str) -> None:
-    """Kill a job's process (``how`` "kill") or evict the job, without effect on other jobs."""
+    """Kill a job's process if ``how`` is "kill", else evict the job; spare all other jobs."""
     if how != "kill":
         task.pause()
         task.resume()
         return
     before = task.status()["restarts"]
     pid = until(lambda: checked.row(task.name)["pid"], "it has a worker")
-    kill(pid)  # unless it has just exited
+    kill(pid)  # has no effect if the process has just exited
     until(
         lambda: task.status()["restarts"] > before or checked.row(task.name)["pid"] not in (0, pid),
         "its death is known",
@@ -392,7 +393,7 @@ _plain_lock = threading.Lock()
 
 @functools.cache
 def _plain() -> subprocess.Popen[str]:
-    """Start the process that forks for each plain script, so that torch is imported once."""
+    """Start a process that forks for each plain script, so that torch is imported only once."""
     process = subprocess.Popen(
         [sys.executable, "-c", _PLAIN],
         env={**os.environ, "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"},
@@ -419,7 +420,7 @@ def run_plain(script: Path, *args: str) -> str:
 
 
 def mlp(width: int, depth: int, seed: int) -> Any:
-    """Return a ``[B, width] -> [B, width]`` float32 model, ``4 * depth * width ** 2`` bytes."""
+    """Return a float32 model ``[B, width] -> [B, width]`` with ``4 * depth * width ** 2`` bytes."""
     import torch
 
     torch.manual_seed(seed)
@@ -430,7 +431,7 @@ def mlp(width: int, depth: int, seed: int) -> Any:
 
 
 def eager(module: Any, *inputs: Any) -> Any:
-    """Return the plain module's output with one compute thread, and while no export runs."""
+    """Run the plain module with one compute thread, while no export runs; return its output."""
     import torch
 
     from pipeswitch.programs.build.export_lock import one_export_at_a_time
@@ -446,7 +447,7 @@ def eager(module: Any, *inputs: Any) -> Any:
 
 
 def is_bit_equal(one: Any, other: Any) -> bool:
-    """Return whether two tensors have the same dtype, shape and bytes."""
+    """Return True if two tensors have equal dtypes, shapes and bytes."""
     import torch
 
     if one.dtype != other.dtype or one.shape != other.shape:
@@ -457,19 +458,18 @@ def is_bit_equal(one: Any, other: Any) -> bool:
 
 @contextlib.contextmanager
 def ray_of_its_own(**environment: str) -> Iterator[tuple[Path, list[psutil.Process]]]:
-    """Yield a folder for a Ray and a list for its processes; remove everything at the end.
+    """Yield a folder for a Ray cluster, and a list for its processes; end and remove all later.
 
-    One Ray at a time runs on a machine, because nodes of two use the same names. Other tests wait
-    here for it, so they need a longer timeout.
-    """
+    Only one of the tests' Rays runs at a time, because nodes of two Rays would have equal names. A
+    test that uses Ray waits here for the one before, so it needs a longer timeout."""
     with open(Path(tempfile.gettempdir(), "pipeswitch-tests-ray.lock"), "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         yield from _ray_of_its_own(environment)
 
 
 def _ray_of_its_own(environment: dict[str, str]) -> Iterator[tuple[Path, list[psutil.Process]]]:
-    before = dict(os.environ)  # Ray adds variables
-    folder = Path(tempfile.mkdtemp(prefix="ray-", dir="/tmp"))  # short, as its sockets are in it
+    before = dict(os.environ)  # because Ray adds variables
+    folder = Path(tempfile.mkdtemp(prefix="ray-", dir="/tmp"))  # a short path for Ray's sockets
     token = folder / "token"
     token.write_text(secrets.token_hex(32))
     os.environ |= {"RAY_TMPDIR": str(folder), "RAY_AUTH_TOKEN_PATH": str(token), **environment}

@@ -23,6 +23,6 @@ settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "quick"))
 
 
 def pytest_collection_finish() -> None:
-    """Exclude the objects of torch and of the test files from garbage collection, which took 5 %
-    of the time."""
+    """Exclude the objects of torch and of the test files from garbage collection, because looking
+    at them took 5 % of the tests' time."""
     gc.freeze()

@@ -1,11 +1,11 @@
-"""Random lives of the simulated world: clients, faults and deliveries in random order.
+"""Simulated servers with random clients, faults and deliveries; a life is one run of a server.
 
-The world itself (``pipeswitch/simulator``) checks the rules that a scheduler can break. This module
+The simulator (``pipeswitch/simulator``) checks the rules that a scheduler can break. This module
 adds the probabilities of faults, random clients, and the checks at the end of a life.
 """
 
 # mypy: disable-error-code="arg-type"
-# Names are plain strings and numbers here, because NewTypes would make the model hard to read.
+# Names and ids are plain strings and numbers here, because NewTypes would make this hard to read.
 
 from __future__ import annotations
 
@@ -41,11 +41,11 @@ from pipeswitch.simulator.device import require
 from pipeswitch.simulator.programs import program_of
 
 MIB = 1 << 20
-LAYER_MS = 5.0  # to compute a layer; to copy a group takes twice as long
+LAYER_MS = 5.0  # time to compute a layer; the time to copy a group is twice as long
 COSTS = Costs(to_device=Link(fixed_ms=10.0))
 PRIORITIES = (0, 1, 1, 2)
 CALLERS = ("", "a", "b")
-JOINED = {  # models that batch requests; m2 is code, m3 runs each request alone
+JOINED = {  # batching of the models; m2 is the operator's code, m3 runs each request alone
     "m0": Batching(limit=4, delay_ms=30.0, is_exact=True),
     "m1": Batching(limit=2, delay_ms=0.0, is_exact=True),
 }
@@ -58,7 +58,7 @@ def manifest_of(digest: str, total_bytes: int, group_count: int) -> Manifest:
 
 
 def profile_of(name: str, manifest: Manifest, layer_ms: float) -> Profile:
-    """Return a profile as on disk: to copy a layer takes 10 ms, to compute it ``layer_ms``."""
+    """Return a profile as on disk: copying a layer takes 10 ms, and computing it ``layer_ms``."""
     sizes = layer_bytes(manifest)
     times, zeros = (layer_ms,) * len(sizes), (0.0,) * len(sizes)
     return Profile(
@@ -96,7 +96,7 @@ def profile_of(name: str, manifest: Manifest, layer_ms: float) -> Profile:
 
 @dataclass
 class Faults:
-    """Probabilities per step or per decision. Those of faults are zero after ``settle``."""
+    """Probabilities of events, per step or per decision. ``settle`` sets those of faults to 0."""
 
     kill_worker: float = 0.0
     kill_daemon: float = 0.0
@@ -126,7 +126,7 @@ QUIET: dict[str, Any] = dict.fromkeys(
 
 
 class World(simulator.World):
-    """One server's life. ``act`` makes one random move; ``settle`` ends all faults."""
+    """A server with random clients. ``act`` makes one random move; ``settle`` ends all faults."""
 
     def __init__(
         self,
@@ -162,8 +162,8 @@ class World(simulator.World):
         self.announced: set[str] = set()
         self.job_names: list[str] = []
         self.measuring: list[Callable[[], object]] = []  # next actions of measuring clients
-        self.measured: dict[int, str] = {}  # the model of each measurement, by its token
-        self.runs: dict[int, int] = {}  # the measurement's token, by its request's token
+        self.measured: dict[int, str] = {}  # token of a measurement -> its model
+        self.runs: dict[int, int] = {}  # token of a request -> token of its measurement
         super().__init__(
             scheduler or Scheduler(settings, policy, 2000.0, each), choices=self, costs=COSTS
         )
@@ -174,7 +174,7 @@ class World(simulator.World):
         )
 
     def happens(self, what: str, name: str) -> bool:
-        """Decide a chance at random (see ``Choices``)."""
+        """Return True with the probability of the event ``what`` (see ``Choices``)."""
         if what == "poison":
             return name in self.faults.poison
         chance: float = getattr(self.faults, what)
@@ -220,7 +220,7 @@ class World(simulator.World):
                 daemon.end(-9)
 
     def settle(self, limit: int = 12000) -> None:
-        """End all faults, and run until every request and job has ended, in bounded steps."""
+        """End all faults; run until all requests and jobs have ended, within ``limit`` moves."""
         self.faults = Faults(**QUIET, persist_error=0.0)
         for worker in self.workers.values():
             if worker.inference is not None:
@@ -236,7 +236,7 @@ class World(simulator.World):
         require(not self.open, f"never answered: {sorted(self.open)} {self.describe()}")
 
     def help(self) -> bool:
-        """Act as the jobs' user: resume paused jobs, and unpin models if a job waits for memory.
+        """Act as the user: resume paused jobs, and unpin models if a job waits for memory.
         Return False if there was nothing to do."""
         machine = self.scheduler.machine
         paused = [job.spec.name for job in machine.jobs if job.state.state.value == "paused"]
@@ -255,7 +255,7 @@ class World(simulator.World):
             and all(job.state.state.value in FINAL for job in jobs)
             and not any(
                 job.memory.commit_slot_bytes for job in jobs
-            )  # a commit is written again after an error of the disk
+            )  # if a disk error was injected, the commit is written again
             and not self.moves()
             and not any(worker.script for worker in self.workers.values())
         )
@@ -286,7 +286,7 @@ class World(simulator.World):
         )
 
     def check_rest(self) -> None:
-        """Check I3 at rest: the arena holds fences and idle models, nothing else."""
+        """Check invariant I3 at rest: the arena holds only fences and idle models."""
         machine = self.scheduler.machine
         open_areas = [daemon.areas for daemon in self.daemons.values() if daemon is not None]
         require(not any(open_areas), f"commit areas of jobs that are over: {open_areas}")
@@ -304,12 +304,12 @@ class World(simulator.World):
     # -- clients -------------------------------------------------------------------------------
 
     def register(self, name: str, total_bytes: int, *, pin: bool = False, groups: int = 2) -> int:
-        """Register a model; with probability ``profiled`` a profile of it is on disk."""
+        """Register a model; with probability ``profiled``, its profile is already on disk."""
         profiles: tuple[ProfileFile, ...] = ()
         program = program_of(
             f"d-{name}", total_bytes, groups=groups, layer_ms=LAYER_MS, batching=JOINED.get(name)
         )
-        if name.endswith("2"):  # the operator's own code
+        if name.endswith("2"):  # this model is the operator's own code
             needs = {f"layer{index}": 0 for index in range(len(program.manifest.layers))}
             manifest = structs.replace(program.manifest, mode="module", extra={"needs": needs})
             program = replace(program, manifest=manifest)
@@ -335,7 +335,7 @@ class World(simulator.World):
         return token
 
     def _run(self, measurement: int) -> None:
-        """Send the request that a measurement needs next."""
+        """Send the next request of a measurement."""
         if measurement in self.open:
             self.runs[self.infer(self.measured[measurement])] = measurement
 
@@ -347,7 +347,7 @@ class World(simulator.World):
             self.job_names.append(name)
 
     def random_client(self) -> None:
-        """Send one random request of a client, or let time pass."""
+        """Send one random request, or advance the clock."""
         rng, ask, handle = self.random, self.clients.ask, self.handle
         name = f"m{rng.randrange(4)}"
         job = f"j{rng.randrange(3)}"
@@ -390,7 +390,7 @@ class World(simulator.World):
 
 
 def live(world: World, steps: int) -> None:
-    """Run random clients and faults in random order, then settle, check the rest, and drain."""
+    """Run random clients and faults in random order, then settle, check memory, and drain."""
     for name, mib in (("m0", 7), ("m1", 15), ("m2", 30)):
         world.register(name, mib * MIB)
         if world.random.random() < 0.1:

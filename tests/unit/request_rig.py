@@ -1,7 +1,7 @@
-"""Numbers of Python calls that one warm request takes in each process.
+"""Measurement of how many Python calls a request to a resident model takes in each process.
 
-The gateway's loop, the SDK's client and the worker are real. In each measurement, simple peers
-stand in for the two processes around the measured one.
+The gateway's loop, the SDK's client and the worker are real. Each is measured alone, and simple
+stand-ins replace the processes that it talks to.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ class Counted:
 
     @property
     def of_each(self) -> int:
-        """The most frequent number of calls per request."""
+        """Most frequent number of calls per request."""
         assert len(self._at) == REQUESTS
         return mode(after - before for before, after in pairwise(self._at))
 
@@ -122,7 +122,7 @@ def _answer_one(listener: socket.socket) -> None:
 
 
 def gateways_calls(folder: Path) -> int:
-    """Return the calls of the gateway's loop for JSON of 64 numbers, over kept connections."""
+    """Return the calls of the gateway's loop per JSON request of 64 numbers on open connections."""
     with answering(folder / "server") as address:
         ours, theirs = socket.socketpair()
         loop, spent = asyncio.new_event_loop(), Counted("buffer_updated")
@@ -189,7 +189,7 @@ async def _gateway(address: str, sock: socket.socket) -> Any:
 
 
 def clients_calls(folder: Path) -> int:
-    """Return the calls of the thread that calls ``infer`` with an array."""
+    """Return the calls per request of the thread that calls ``infer`` with an array."""
     x = np.ones((1, COLUMNS), np.float32)
     with answering(folder / "server") as address, Client(address, shared_memory=False) as client:
 
@@ -198,14 +198,14 @@ def clients_calls(folder: Path) -> int:
                 assert client.infer("m", x)["y"].shape == (1, 8)
 
         ask()
-        with client._connection._role:  # waits until the client's thread has released it
+        with client._connection._role:  # waits until the client's thread has released the lock
             spent = Counted("infer")
         spent.watch(ask)
         return spent.of_each
 
 
 def workers_calls() -> int:
-    """Return the calls of a worker's main thread for a model of two groups, which are resident."""
+    """Return the calls per request of a worker's main thread; the model has two resident groups."""
     page = 1 << 12
     control_page, models, work, pool = (
         sealed_memfd(name, size)

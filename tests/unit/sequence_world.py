@@ -1,7 +1,7 @@
-"""World of the caches of generations, which makes the frontend's moves and checks invariants.
+"""Key-value caches of generations: ``World`` makes the frontend's moves and checks invariants.
 
-A row depends on its caller and on all tokens up to it, so a check finds any wrong row. After each
-move, memory outside of all slabs is overwritten.
+The bytes of a cache's row depend on the caller and on all tokens so far, so a check finds any wrong
+row. After each move, memory outside of all slabs is overwritten.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ MODEL: Any = Model()
 
 
 class File:
-    """Stand-in for the pool's mapped file, which is copied with its world."""
+    """Stand-in for the pool's mapped file; a copy of the world has its own copy of it."""
 
     def __init__(self, size: int) -> None:
         self.data = bytearray(size)
@@ -77,7 +77,7 @@ class File:
 
 
 class Request(msgspec.Struct):
-    """A generation between two of its runs."""
+    """State of a generation between two of its runs."""
 
     held: SequenceState
     ids: list[int]
@@ -122,7 +122,7 @@ class World:
         self.check()
 
     def begin(self, key: Key, ids: list[int], how: str) -> None:
-        """Begin a generation. ``how``: "refused" means that its run has no room."""
+        """Begin a generation. If ``how`` is "refused", the pool has no room for its run."""
         self.numbers += 1
         sequence = self.sequences.open(self, key[0], MODEL, Token(self.numbers))  # type: ignore[arg-type]
         try:
@@ -138,8 +138,8 @@ class World:
         self.live[key] = Request(sequence, ids, sequence.values["cache"], sequence.used)
 
     def run(self, key: Key, chosen: list[int], how: str) -> None:
-        """End a run, whose worker has appended its rows. ``how``: "wrong" means that the run died
-        in the middle, "full" that the next run has no room."""
+        """End a run whose worker has appended rows to the cache. If ``how`` is "wrong", the worker
+        died during the run; if it is "full", the pool has no room for the next run."""
         request = self.live[key]
         sequence, ids = request.held, request.ids
         fed = [*ids[request.used :], *chosen[:-1]]
@@ -200,7 +200,7 @@ class World:
 
 
 def check(blocks: BlockPool, tables: Sequence[BlockTable]) -> None:
-    """Assert the invariants of blocks. ``tables`` are all open tables."""
+    """Assert the invariants of the pool's blocks, given all open tables."""
     locks: dict[Block, int] = {}
     for table in tables:
         assert table.used <= table.capacity
@@ -245,5 +245,5 @@ def made(pool: RequestPool, allocation: PoolAllocation, rows: bytes) -> SlabTens
 
 
 def done(key: Key, ids: Sequence[int], *runs: Sequence[int]) -> tuple[Move, ...]:
-    """Return the moves of a generation that has had these runs and continues."""
+    """Return the moves of a generation that has made these runs and has not ended."""
     return ("begin", key, tuple(ids), "ok"), *[("run", key, tuple(one), "ok") for one in runs]

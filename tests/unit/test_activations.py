@@ -1,4 +1,4 @@
-"""Saved tensors under a budget: the same bits as without, and never more bytes than allowed."""
+"""Saved tensors under a budget: gradients are bit-equal, and the device never holds more bytes."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ Grads = list[torch.Tensor]
 
 @pytest.fixture(autouse=True)
 def lanes_end(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Close all copy streams after each test, because logs of over a hundred threads are cut."""
+    """Close all copy streams after each test: pytest's report of over a hundred threads is cut."""
     streams: list[CopyStreams] = []
     begin = CopyStreams.__init__
 
@@ -110,7 +110,7 @@ class Transformer(nn.Module):
 
 
 class Cells(nn.Module):
-    """LSTM cells, whose gates are pieces of one storage, written in place in turn and saved."""
+    """LSTM cells; their gates are pieces of one storage, each written in place and then saved."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -149,12 +149,12 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
 
 
 class Ticking(Activations):
-    """Activations that check their byte counts whenever one of them may have changed."""
+    """Activations that check their byte counts whenever a count may have changed."""
 
     ticks = 0
 
     def __init__(self, *arguments: Any) -> None:
-        self.asks: list[int] = []  # requested sizes of host memory, in bytes
+        self.asks: list[int] = []  # sizes of host memory that were requested, in bytes
         super().__init__(*arguments, charge=self.asks.append)
 
     def _finish_copies(self) -> bool:
@@ -235,7 +235,7 @@ def test_gradients_are_bit_equal_within_every_budget(model: str, autocast: bool)
     all_of_it = limited("none", 1 << 40)
     assert same(train(make, all_of_it, autocast=autocast), plain)
     total = all_of_it.memory.peak_bytes
-    most = 4 if model in ("vgg", "resnet", "transformer") else 1.5  # room for one layer
+    most = 4 if model in ("vgg", "resnet", "transformer") else 1.5  # budget fits one layer
     for offload, share in (("auto", 1), ("auto", 1.5), ("auto", most), ("all", most), ("all", 0)):
         limit = limited(offload, int(total / share) if share else None)
         assert same(train(make, limit, autocast=autocast), plain), (offload, share)
@@ -246,7 +246,7 @@ def test_gradients_are_bit_equal_within_every_budget(model: str, autocast: bool)
         assert limit.asks == sorted({ask >> 20 << 20 for ask in limit.asks}), "as it grows"
         limit.give_back()
         assert limit.asks[-1:] in ([], [0])
-        if share:  # without a budget, late copies are cancelled
+        if share:  # without a budget, some copies may come too late and are cancelled
             assert (figures["offloaded_bytes"] == 0) == (share == 1)
 
 
@@ -312,7 +312,7 @@ def test_a_storage_counts_and_travels_once_however_many_views_are_saved() -> Non
         loss = (base[:, :32] * base[:, 32:] * base.t()[:64:2].t()).sum()
         limit.drain()
         loss.backward()
-    product = 64 * 32 * 4  # result of the first product, which the second product saves
+    product = 64 * 32 * 4  # bytes of the first product's result, which the second product saves
     assert limit.figures["saved_bytes"] == 64 * 64 * 4 + product
     assert limit.figures["offloaded_bytes"] == 64 * 64 * 4 + product
 
@@ -322,7 +322,7 @@ def test_parameters_buffers_and_the_batch_are_no_activations() -> None:
     model, x = nn.Linear(64, 64), torch.randn(64, 64)
     with limit.body({"x": [x]}):
         (model(x) * model.weight).sum().backward()
-    assert limit.figures["saved_bytes"] == 64 * 64 * 4  # only the output counts
+    assert limit.figures["saved_bytes"] == 64 * 64 * 4  # only the output's bytes count
 
 
 @pytest.mark.parametrize("offload", ["all", "none"])
@@ -349,7 +349,7 @@ def test_a_graph_that_is_kept_is_used_in_a_later_body() -> None:
         limit.drain()
     with limit.body(()):
         loss.backward()
-    limit.close()  # as at the end of a loop; the next one has a new budget
+    limit.close()  # the end of a training loop; the next loop has a new budget
     other.backward()
     expected = torch.autograd.grad(x.sigmoid().tanh().sum(), x)[0]
     assert x.grad is not None
@@ -398,7 +398,7 @@ def test_forward_alone_may_save_more_than_fits() -> None:
 
 
 class Told(CpuCopies):
-    """Copies that log the main thread's requests, and call ``then`` at one piece's arrival."""
+    """Copies that log the main thread's requests, and call ``then`` when one piece arrives."""
 
     def __init__(self, at_piece: int = -1, then: Callable[[], None] = lambda: None) -> None:
         super().__init__(0)
@@ -432,7 +432,7 @@ def test_bytes_are_asked_back_one_layer_ahead_of_their_use() -> None:
     assert copies.log == [
         "layer 4",
         "asked",
-        "asked",  # the first request is late, for layer 4 itself; the second one is for layer 3
+        "asked",  # the first request, for layer 4, is late; the second request is for layer 3
         "layer 3",
         "asked",
         "layer 2",
@@ -502,7 +502,7 @@ def test_an_eviction_unwinds_a_main_thread_that_waits(piece: int) -> None:
 
 
 def in_flight(then: Callable[[], None]) -> tuple[CopyStreams, Any]:
-    """Return copy streams, and their first copy, which runs until ``then`` returns."""
+    """Return copy streams and their first copy, which takes until ``then`` has returned."""
     begun, gate = threading.Event(), open_gate()
 
     def comes() -> None:

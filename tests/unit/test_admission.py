@@ -1,4 +1,4 @@
-"""Admission by deadline: a request is refused at once if and only if it cannot be in time."""
+"""Admission by deadline: a request that cannot be in time, and no other, is refused at once."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ def test_what_waits_for_a_model_is_bounded_in_time() -> None:
 def test_what_waits_for_a_model_may_be_anothers_but_for_the_rest_of_the_time() -> None:
     server = Server(admission="off", max_queue_time_ms=80.0)
     tokens = [server.clients.infer(ModelName("m0"), caller="greedy") for _ in range(40)]
-    # Two requests are dispatched, and a caller may have 15 of the 20 places in the queue.
+    # Two requests are dispatched, and one caller may have 15 of the queue's 20 places.
     assert [server.error(token) is None for token in tokens].index(False) == 2 + 15
     other = [server.clients.infer(ModelName("m0"), caller="modest") for _ in range(5)]
     assert [server.error(token) is None for token in other] == [True] * 4 + [False]
@@ -117,9 +117,9 @@ def test_one_that_others_delay_is_told_as_soon_as_it_is_clear() -> None:
     urgent = [server.ask(0, deadline_ms=30.0, priority=2), waits]
     server.run()
     times_ms = [server.answers[token][0] - began_ms for token in urgent]
-    assert server.error(waits) is None  # the queue was empty when it arrived, so it ran at once
+    assert server.error(waits) is None  # it arrived first, so it ran at once
     assert isinstance(server.error(urgent[0]), DeadlineExceeded)
-    assert times_ms[0] == pytest.approx(30.0 - COMPUTE_MS[0], abs=0.1)  # before its deadline
+    assert times_ms[0] == pytest.approx(30.0 - COMPUTE_MS[0], abs=0.1)  # when it became too late
 
 
 def test_what_was_never_measured_is_not_refused() -> None:
@@ -138,7 +138,7 @@ def slow_once(server: Server, model: int, took_ms: float) -> None:
 
 
 def test_one_slow_run_does_not_refuse_for_ever() -> None:
-    """If all requests were refused, no run would be measured, so one is accepted after a while."""
+    """One request is accepted after a while: without any request, no run would be measured."""
     server = Server()
     slow_once(server, 0, 900.0)
     refused = [server.error(server.ask(0, deadline_ms=500.0)) for _ in range(3)]
@@ -206,7 +206,7 @@ def test_a_long_text_says_nothing_of_a_short_one() -> None:
 
 
 def arrivals_of(seed: int) -> list[tuple[float, int, float | None, int]]:
-    """Return random arrivals: gap in ms, model, deadline in ms, priority."""
+    """Return random arrivals: gap to the previous one in ms, model, deadline in ms, priority."""
     rng = random.Random(seed)
     return [
         (
@@ -220,7 +220,7 @@ def arrivals_of(seed: int) -> list[tuple[float, int, float | None, int]]:
 
 
 def lived(policy: str, arena_mib: int, arrivals: Any, forced: int | None = None) -> Any:
-    """Run the arrivals; return server and tokens. Request ``forced`` is accepted in any case."""
+    """Run the arrivals; return the server and the tokens. Request ``forced`` is always accepted."""
     server, tokens = Server(policy, arena_mib), []
     for number, (gap_ms, model, deadline_ms, priority) in enumerate(arrivals):
         server.run(server.now_ms + gap_ms)
@@ -236,8 +236,8 @@ def lived(policy: str, arena_mib: int, arrivals: Any, forced: int | None = None)
 @pytest.mark.parametrize("arena_mib", [8, 64])
 @pytest.mark.parametrize("policy", ["priority", "fifo", "edf", "sjf", "collate", "alternating"])
 def test_none_is_refused_that_could_have_been_in_time(policy: str, arena_mib: int) -> None:
-    """For each refused request, the same arrivals run again, but the request is accepted. Then it
-    is late, or it makes an earlier accepted request late."""
+    """For each refused request, run the same arrivals again and accept it. Then it must be late, or
+    make a request late that was accepted before it."""
     checked = 0
     for seed in range(6):
         arrivals = arrivals_of(seed)
@@ -247,7 +247,7 @@ def test_none_is_refused_that_could_have_been_in_time(policy: str, arena_mib: in
             if deadline_ms is None or server.error(token) is None:
                 continue
             if server.answers[token][0] > at_ms:
-                continue  # not refused at once, but after other requests had overtaken it
+                continue  # it was refused later, after other requests had overtaken it
             other, others = lived(policy, arena_mib, arrivals[: number + 1], forced=number)
             other.run()
             ended_at_ms, answer = other.answers[others[number][0]]
@@ -267,8 +267,8 @@ def test_none_is_refused_that_could_have_been_in_time(policy: str, arena_mib: in
 def test_at_overload_all_that_are_accepted_are_in_time_and_the_others_told_when_they_come(
     factor: float,
 ) -> None:
-    """The four models get equally many requests, which compute for 10 ms on average. Each request
-    is in time, or is refused when it arrives."""
+    """Send equally many requests to each of four models; they compute for 10 ms on average. Each
+    request must be in time, or be refused when it arrives."""
     server, rng = Server("edf"), random.Random(11)
     began_ms, tokens = server.now_ms, []
     while server.now_ms < began_ms + 8_000.0:
@@ -286,7 +286,7 @@ def test_at_overload_all_that_are_accepted_are_in_time_and_the_others_told_when_
 
 
 def test_what_is_accepted_is_in_time_though_runs_scatter(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Deadlines allow about 17 runs. With sums of medians, which are too low, 1 in 20 was late."""
+    """Deadlines allow about 17 runs. When predictions were sums of medians, 1 in 20 was late."""
     rng, exact = random.Random(3), SimulatedProgram.group_ms
 
     def scattered(program: SimulatedProgram, *arguments: Any) -> tuple[float, ...]:
@@ -312,7 +312,7 @@ def test_what_is_accepted_is_in_time_though_runs_scatter(monkeypatch: pytest.Mon
 def test_copies_for_requests_that_wait_are_counted() -> None:
     server = Server("edf", arena_mib=12)  # room for two models, the last two
     first = server.ask(0, deadline_ms=13.0)
-    late = server.ask(1, deadline_ms=17.0)  # too short: it needs two copies of 8 ms, and 8 ms more
+    late = server.ask(1, deadline_ms=17.0)  # it needs 24 ms: two copies, and 8 ms to compute
     assert isinstance(server.error(late), DeadlineExceeded)
     in_time = server.ask(1, deadline_ms=2 * COPY_MS + COMPUTE_MS[1])
     server.run()
@@ -323,7 +323,7 @@ def test_one_that_overtakes_a_request_that_waits_for_the_link_may_not_make_it_la
     server = Server("edf", arena_mib=12)
     began_ms = server.now_ms
     waits = [server.ask(1, deadline_ms=20.0), server.ask(0, deadline_ms=24.0)]
-    overtakes = server.ask(2, deadline_ms=150.0)  # its model is resident, and it takes 20 ms
+    overtakes = server.ask(2, deadline_ms=150.0)  # computes for 20 ms on a resident model
     server.run()
     for token, deadline_ms in zip(waits, (20.0, 24.0), strict=True):
         assert server.error(token) is None
@@ -337,7 +337,7 @@ def test_while_a_model_comes_runs_that_end_before_go_first() -> None:
     server.run(server.now_ms + 100.0)
     began_ms = server.now_ms
     for _ in range(2):
-        server.ask(0, deadline_ms=300.0)  # the first computes, the second is dispatched
+        server.ask(0, deadline_ms=300.0)  # the first request computes, the second is dispatched
     comes = server.ask(1, deadline_ms=100.0)
     short = [server.ask(0, deadline_ms=200.0) for _ in range(3)]
     server.run()
@@ -347,9 +347,9 @@ def test_while_a_model_comes_runs_that_end_before_go_first() -> None:
 
 def test_one_that_would_make_an_accepted_one_late_is_refused() -> None:
     server = Server("edf")
-    first = server.ask(2, deadline_ms=20.0)  # it takes 20 ms and computes at once
+    first = server.ask(2, deadline_ms=20.0)  # computes at once, for 20 ms
     later = server.ask(2, deadline_ms=43.0)
-    urgent = server.ask(0, deadline_ms=30.0)  # it would be next and end after 24 ms, in time
+    urgent = server.ask(0, deadline_ms=30.0)  # would run before ``later`` and end after 24 ms
     assert isinstance(server.error(urgent), DeadlineExceeded)
     server.run()
     assert server.error(first) is None is server.error(later)

@@ -16,7 +16,7 @@ from tests.unit.test_scheduler_rules import Rig, publish, register_net, trained,
 
 
 class Names(Rig):
-    """Scheduler with the names in its frontend and in its journal."""
+    """Scheduler, with the aliases that its frontend and its journal have."""
 
     def __init__(self) -> None:
         self.models, self.journal = AnnouncedModels(1 << 20), dict[str, str]()
@@ -36,7 +36,7 @@ class Names(Rig):
                     self.journal.pop(name, None)
 
     def add(self, name: str, *aliases: str, **fields: Any) -> Any:
-        """Register a model, perhaps again; return the error or None."""
+        """Register a new or registered model; return the error, or None."""
         token = self.ask_register(name, aliases=aliases, **fields)
         if builds := self.commands(ev.StartBuild):
             self.built(name, 4, builds[0].op_id)
@@ -60,7 +60,7 @@ def test_aliases_are_resolved_shown_and_kept_until_the_model_is_gone(rig: Names)
     assert rig.add("m", "gpt-4o", "o1") is None  # another registration adds an alias
     assert rig.rows() == {"m": ["gpt-4o", "gpt-3.5-turbo", "o1"]}
     assert rig.models.aliases == rig.journal == {**both, "o1": "m"}
-    assert rig.error(unregister(rig, "gpt-4o")) is None  # removes only the alias
+    assert rig.error(unregister(rig, "gpt-4o")) is None  # removes the alias, but not the model
     assert rig.rows() == {"m": ["gpt-3.5-turbo", "o1"]}
     assert rig.models.aliases == rig.journal == {"gpt-3.5-turbo": "m", "o1": "m"}
     assert rig.error(unregister(rig, "m")) is None
@@ -79,7 +79,7 @@ def test_a_name_is_one_models(rig: Names) -> None:
     assert isinstance(rig.add("m", *[f"x{number}" for number in range(16)]), InvalidInput)
     rig.begin("k", aliases=("x",))
     assert isinstance(rig.error(rig.ask_register("l", aliases=("x",))), AlreadyExists)
-    unregister(rig, "k")  # ends the registration, so the alias is free
+    unregister(rig, "k")  # ends its registration, so its alias is free
     assert rig.ask_register("l", aliases=("x",)) not in rig.answers  # the build runs
 
 

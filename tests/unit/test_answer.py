@@ -1,4 +1,4 @@
-"""Choice of the next token, and the text of tokens as they arrive."""
+"""Choice of a generation's next token, and conversion of its tokens to text as they arrive."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def test_pieces_are_whole_characters_and_together_the_text(
     tokens = tokenizer.encode(text).ids
     prompt, tokens = tokens[:cut], tokens[cut:]
     if not tokens or "\ufffd" in tokenizer.decode(prompt):
-        return  # a real prompt is whole text
+        return  # real prompts have no incomplete characters
     answer = OutputProcessor(StopCriteria(max_new_tokens=len(tokens)), tokenizer.decode, prompt)
     pieces = [answer.push(token) for token in tokens]
     assert "".join(pieces) == text[len(tokenizer.decode(prompt)) :]
@@ -162,7 +162,7 @@ def test_bytes_that_are_no_character_are_shown_in_the_end() -> None:
     answer = OutputProcessor(StopCriteria(max_new_tokens=3), decode)
     assert [answer.push(token) for token in (97, 0xE4, 0xBD)] == ["a", "", "\ufffd"]
     endless = OutputProcessor(StopCriteria(max_new_tokens=99), decode)
-    assert any(endless.push(0x80) for _ in range(20))  # bytes that never become valid are shown
+    assert any(endless.push(0x80) for _ in range(20))  # bytes that never become text are shown
 
 
 def naive(logits: Any, temperature: float, top_p: float) -> dict[int, float]:
@@ -196,7 +196,7 @@ def test_tokens_are_drawn_as_often_as_they_should_be(
     for token, share in shares.items():
         spread = math.sqrt(400 * share * (1 - share)) + 1
         assert abs(draws.count(token) - 400 * share) < 6 * spread
-    # A token depends only on the seed, the position and the logits, not on the order of calls.
+    # A token depends on the seed, the position and the logits, but not on the order of calls.
     assert [next_token(values, sampling, n) for n in (399, 7, 7)] == [
         draws[399],
         draws[7],

@@ -24,7 +24,7 @@ def digest(name: str) -> str:
 
 
 class State:
-    """State directory with an open journal, as of a running server: models a and b, and job j."""
+    """State directory with an open journal, like a running server's, with models a, b and job j."""
 
     def __init__(self, root: Path) -> None:
         self.root = root
@@ -57,7 +57,7 @@ def state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> State:
 
 
 def restored(copy: Path, root: Path) -> tuple[set[str], int]:
-    """Restore a copy; return its models and its job's step."""
+    """Restore a backup; return the names of its models, and its job's step."""
     restore(copy, root)
     journal = JournalFile(root / FILE_NAME)
     journal.close()
@@ -110,9 +110,9 @@ def test_a_copy_has_the_whole_journal_and_a_start_finds_no_damage(
     state: State, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     state.journal.append({"kind": "hold", "name": "j", "why": "asked"})
-    for number in range(300):  # some entries are in the journal's file, some in its log
+    for number in range(300):  # some entries stay in the journal's write-ahead log
         state.journal.append({**model("a"), "digest": digest("a"), "priority": number})
-    (state.root / "models" / "b~model").unlink()  # as if the disk had no room for the file
+    (state.root / "models" / "b~model").unlink()  # as if the disk had had no room for the file
     copyfile, numbers = shutil.copyfile, iter(range(3))
 
     def meanwhile(path: Any, to: Any, **options: Any) -> None:
@@ -197,5 +197,5 @@ def test_a_full_disk_names_both_folders_and_leaves_nothing(
         assert told in refused.value.hint
         assert not target.exists()
         assert whole == {path: path.stat().st_mtime_ns for path in source.rglob("*")}
-        call(source, target)  # succeeds after the disk has room again
+        call(source, target)  # succeeds, because the disk has room again
         shutil.rmtree(target)

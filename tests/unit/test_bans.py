@@ -1,4 +1,4 @@
-"""Bans on unsafe uses of external data: each ban finds its example, and nothing in our code."""
+"""Bans on unsafe calls for external data: each ban finds an example, and nothing in our code."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def test_an_assert_is_found_wherever_outside_input_may_come(path: str, is_found:
     assert [one["code"] for one in findings] == ["S101"] * is_found
 
 
-# ---- what is banned by its method's name, which ruff cannot say --------------------------------
+# ---- methods that are banned by name, which ruff cannot do -------------------------------------
 
 METHODS = {
     "recv_pyobj": "a pickle inside",
@@ -82,7 +82,7 @@ METHODS = {
     "recv_serialized": "decodes with whatever it is given: wire.py",
 }
 KEYWORDS = {("allow_pickle", True), ("weights_only", False), ("trust_remote_code", True)}
-SOCKETS = "pipeswitch/wire/sockets.py"  # the only place that makes ZeroMQ sockets
+SOCKETS = "pipeswitch/wire/sockets.py"  # the only file that may create ZeroMQ sockets
 
 
 def offences(tree: ast.AST, path: str) -> Iterator[str]:

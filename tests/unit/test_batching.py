@@ -32,15 +32,15 @@ IDS = (ValueSpec(name="ids", dtype="int64", shape=("batch", "length")),)
 
 
 class Server(World):
-    """Server with three resident models: ``joins`` batches the requests that wait, ``waits`` also
-    waits for further ones, ``other`` does not batch."""
+    """Server with three resident models: ``joins`` batches requests that already wait, ``waits``
+    delays a batch for further requests, and ``other`` does not batch."""
 
     def __init__(
         self, policy: str = "priority", *, max_wait_ms: float = 2000.0, **settings: Any
     ) -> None:
         self.answers: dict[ev.Token, tuple[float, ev.Reply]] = {}
         self.runs: list[tuple[float, RunInference]] = []
-        self.faults: dict[str, list[str]] = {}  # by kind: the models whose next runs have it
+        self.faults: dict[str, list[str]] = {}  # kind of fault -> models whose next runs have it
         self.unjoined: list[str] = []
         self.interrupts: list[ev.Interrupt] = []
         all_settings = {
@@ -95,7 +95,7 @@ class Server(World):
                     self.unjoined.append(command.body["model"])
 
     began_ms = 0.0
-    deadly: ev.Token | None = None  # the request that kills each worker that computes it
+    deadly: ev.Token | None = None  # request that kills every worker that computes it
 
     def ask(self, name: str, *, rows: int = 1, length: int = 3, **values: Any) -> ev.Token:
         token = self.clients.token()
@@ -120,7 +120,7 @@ class Server(World):
         return token
 
     def ask_behind(self, count: int, name: str = "joins", **values: Any) -> list[ev.Token]:
-        """Send requests that wait together, behind two requests of another model."""
+        """Send requests that wait together until two requests of another model have run."""
         for _ in range(2):
             self.ask("other", priority=0)
         tokens = [self.ask(name, **values) for _ in range(count)]
@@ -128,7 +128,7 @@ class Server(World):
         return tokens
 
     def batched(self) -> list[list[int]]:
-        """Return the tokens of each run's requests."""
+        """Return, for each run, the tokens of its requests."""
         return [[int(one.request_id[1:]) for one in (run, *run.batched)] for _, run in self.runs]
 
     def error(self, token: ev.Token) -> Any:
@@ -161,7 +161,7 @@ PARTS = ("preprocess_ms", "queue_ms", "switch_ms", "stall_ms", "compute_ms", "po
 
 
 def test_the_parts_of_a_bill_never_exceed_its_total() -> None:
-    """The requests include cold and resident models, a wait behind others, and batched ones."""
+    """Check requests that were cold, resident, delayed by other requests, and batched."""
     server = Server()
     for n in range(4):
         program = program_of(f"cold{n}", (4 + 4 * n) * MIB, layer_ms=1.0 + 3.0 * n)
@@ -285,7 +285,7 @@ def test_none_is_joined_that_would_make_another_late() -> None:
     server.ask_behind(0)
     first = server.ask("joins", deadline_ms=4 * COMPUTE_MS)
     rest = [server.ask("joins") for _ in range(3)]
-    server.run()  # two requests of "other" come first, so only two of four fit before the deadline
+    server.run()  # two requests of "other" run first; a batch of four would miss the deadline
     assert server.batched() == [[first, rest[0]], rest[1:]]
     assert server.end_ms(first) == 4 * COMPUTE_MS
 
@@ -294,7 +294,7 @@ def test_none_is_joined_that_would_make_another_late() -> None:
 def test_a_request_that_fails_fails_alone(fault: str) -> None:
     server = Server()
     tokens = server.ask_behind(3)
-    server.faults[fault] = ["joins", "joins"]  # the batched run, and the first request alone
+    server.faults[fault] = ["joins", "joins"]  # in the batch, then in its first request alone
     server.run()
     assert server.batched() == [tokens, *[[token] for token in tokens]]
     assert isinstance(server.error(tokens[0]), errors.TaskFailed)
@@ -381,7 +381,7 @@ def test_one_that_is_taken_back_while_it_waits_is_not_computed_and_one_that_comp
     server.handle(ev.CancelRequest(token=second))
     assert isinstance(server.error(second), errors.Cancelled)
     server.run(server.now_ms + 2 * COMPUTE_MS)
-    server.handle(ev.CancelRequest(token=third))  # too late: the request is nearly computed
+    server.handle(ev.CancelRequest(token=third))  # too late: the request already computes
     server.run()
     assert server.batched() == [[first, third]]
     assert not server.error(first)
@@ -447,7 +447,7 @@ def test_a_worker_that_answers_other_requests_than_it_was_given_is_killed() -> N
 
 
 def test_admission_counts_joined_runs_and_refuses_none_that_can_be_in_time() -> None:
-    """Eight earlier rows are two runs, and each run takes at least as long as one row."""
+    """Two runs of ``other`` and two of eight joined rows come first, each as long as one row."""
     server = Server("fifo", admission="deadline")
     server.ask_behind(8, "waits")
     ends_ms = 2 * COMPUTE_MS + 2 * COMPUTE_MS + COMPUTE_MS
@@ -484,15 +484,15 @@ def test_what_has_waited_long_enough_begins_in_the_urgent_half_of_the_decision()
 
 class Steps(Server):
     """Server with ``lm``, which generates tokens and batches requests of unequal lengths. When a
-    run ends, this class acts as the frontend: it sends the next runs at once, or parks requests."""
+    run ends, this class acts as the frontend: it sends the next run, or keeps a request waiting."""
 
     run_of = 1  # the maximum number of steps of a run
 
     def __init__(self, **settings: Any) -> None:
-        self.to_come: dict[ev.Token, int] = {}  # how many tokens each request still computes
+        self.to_come: dict[ev.Token, int] = {}  # request -> number of tokens still to compute
         self.past: dict[ev.Token, int] = {}
-        self.parked: set[ev.Token] = set()  # requests without room
-        self.renewed: set[ev.Token] = set()  # requests whose inputs were requested again
+        self.parked: set[ev.Token] = set()  # requests that wait for room in the pool
+        self.renewed: set[ev.Token] = set()  # requests whose inputs the scheduler requested again
         super().__init__(**settings)
         joins = Batching(limit=8, delay_ms=0.0, is_exact=False)
         program = program_of("lm", 4 * MIB, layer_ms=COMPUTE_MS / 4, batching=joins)
@@ -516,7 +516,7 @@ class Steps(Server):
         self.runs.clear()
 
     def step(self, *, past: int, length: int = 1, tokens: int = 1, **values: Any) -> ev.Token:
-        """Send a generation of ``tokens`` tokens; return its token."""
+        """Send a request that generates ``tokens`` tokens; return the request's token."""
         token = self.clients.token()
         self.to_come[token], self.past[token] = tokens, past
         self.handle(
@@ -574,7 +574,7 @@ def inputs_of(past: int, length: int) -> tuple[SlabTensor, ...]:
 
 
 def test_generations_are_one_run_however_they_began() -> None:
-    """They never split into two batches that take turns and wait for each other's runs."""
+    """Begin eight generations at different times; they must not split into two batches for good."""
     for starts in ([0.0] * 8, [n * 3.1 for n in range(8)], [9.0 * (n % 2) for n in range(8)]):
         server = Steps()
         tokens = []
@@ -722,7 +722,7 @@ def test_a_worker_that_chooses_too_many_tokens_or_none_is_killed(tokens: Any) ->
 
 
 def test_each_run_has_its_own_deaths_and_its_own_deadline() -> None:
-    """A generation may lose more workers over all its runs than one run may."""
+    """A generation may lose more workers in sum than a single run may lose."""
     server = Steps()
     token = server.step(past=40, tokens=12)
     for _ in range(5):
@@ -747,7 +747,7 @@ def test_lengths_are_joined_as_far_as_padding_pays() -> None:
 def test_what_is_joined_together_has_room_in_a_workers_memory(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(batching, "MAX_JOINED_BYTES", 3 * 8 * (3 * 40 + 3))  # for three requests
+    monkeypatch.setattr(batching, "MAX_JOINED_BYTES", 3 * 8 * (3 * 40 + 3))  # fits three requests
     server = Steps()
     server.ask_behind(0)
     for _ in range(7):
@@ -771,7 +771,7 @@ def test_the_requests_of_a_run_that_failed_are_tried_alone_and_the_next_ones_joi
 
 
 def test_steps_that_follow_one_another_end_when_another_request_waits() -> None:
-    """Each run is interrupted once, even for a request of its model, which may join the next."""
+    """Interrupt each run once, even for a request of its own model, which may join the next run."""
     for other in ("lm", "other"):
         server = Steps()
         server.run_of = 8
@@ -811,7 +811,7 @@ def test_generations_run_after_the_leader_with_their_tokens(others: int, event: 
         server.handle(ev.CancelRequest(token=leader))
     server.run()
     assert not any(map(server.error, led))
-    if not event:  # the inputs of the other requests were requested again
+    if not event:  # the scheduler requested the inputs of the led requests again
         assert all(not run.batched for _, run in server.runs if run.inputs[0].shape[1] > 1)
         assert server.renewed == {*led}
 

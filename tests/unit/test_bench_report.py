@@ -91,7 +91,7 @@ def test_a_result_of_a_busy_machine_says_so():
 
 def test_what_this_process_computes_is_not_others_work():
     others = Others()
-    others.own_s -= 1000.0  # as if this process had used 1000 s of CPU time since then
+    others.own_s -= 1000.0  # as if this process had used 1000 s of CPU time in between
     assert others.share() == 0.0
 
 

@@ -1,4 +1,4 @@
-"""Blocks of a KV cache: their bytes, their sharing, and each of their four operations."""
+"""Blocks of a KV cache: their bytes, how sequences share them, and each of four operations."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class Memory:
         self.free_bytes += self.taken.pop(offset_bytes)
 
     def begin(self, caller: str, ids: list[int], row_bytes: int = ROW) -> BlockTable:
-        """Begin a sequence whose prompt is computed; return its table."""
+        """Begin a sequence and add the rows of its whole prompt; return its table of blocks."""
         table = self.blocks.open(caller, "m", "", row_bytes, "digest")
         try:
             self.blocks.reuse(table, tokens_of(ids[:-1]))
@@ -70,13 +70,13 @@ moves = st.tuples(
 def test_random_lives_hold_the_rows_that_live_and_leave_every_byte_free(
     steps: list[tuple[str, int, int, str]], pages: int
 ) -> None:
-    """Hypothesis tries 400 worlds in a run, each with up to 60 moves."""
+    """Make up to 60 random moves; then every sequence has its rows, and all bytes become free."""
     memory = Memory(pages * PAGE)
     blocks, live = memory.blocks, list[tuple[str, BlockTable, list[int]]]()
     for move, which, number, caller in steps:
         one = live[which % len(live)] if live else None
         try:
-            if move == "b":  # begin a sequence, whose prompt has a common prefix with others
+            if move == "b":  # begin a sequence, whose prompt shares a prefix with other prompts
                 ids = [*prompt(which, 20 + 8 * which), *prompt(which + number % 2, number + 1)]
                 live.append((caller, memory.begin(caller, ids), ids))
             elif move == "g" and one is not None:
@@ -135,7 +135,7 @@ def test_ten_thousand_lives_in_one_pool_leave_every_byte_free() -> None:
 
 @pytest.mark.parametrize("together", [False, True])
 def test_a_prefix_of_1000_tokens_is_one_copy_for_64_streams(together: bool) -> None:
-    """This also holds if all streams have begun before the first one's rows exist."""
+    """If ``together``, all streams begin before the first stream's rows exist."""
     memory, prefix = Memory(1 << 30), prompt(0, 1000)
     blocks, tables = memory.blocks, list[BlockTable]()
     for number in range(64):
@@ -148,7 +148,7 @@ def test_a_prefix_of_1000_tokens_is_one_copy_for_64_streams(together: bool) -> N
     for number, table in enumerate(tables if together else []):
         blocks.extend(table, 1001, tokens_of([*prefix, 2000 + number]))
     whole = 1000 // BLOCK_ROWS
-    assert len(memory.taken) == whole + 64  # the shared blocks, and a last block per stream
+    assert len(memory.taken) == whole + 64  # shared blocks, and one last block for each stream
     assert {table.pieces[:whole] for table in tables} == {tables[0].pieces[:whole]}
     check(blocks, tables)
 
@@ -175,7 +175,7 @@ def test_nothing_is_shared_between_callers_programs_or_row_sizes() -> None:
         assert not table.used
     table = blocks.open("a", "m", "", ROW, "digest")
     assert blocks.match(table.space, ids)[1] == 100 // BLOCK_ROWS * BLOCK_ROWS
-    blocks.close(sequence)  # from now on, its last block matches too, although it is not full
+    blocks.close(sequence)  # then its last block matches, too, although it is not full
     assert blocks.match(table.space, ids)[1] == 100
 
 
@@ -201,7 +201,7 @@ def test_what_nobody_uses_is_evicted_from_the_end_and_the_oldest_first() -> None
     order = []
     while (before := set(memory.taken)) and blocks.evict():
         order += before - set(memory.taken)
-    assert order == [pieces[0][2], pieces[1][2]]  # earlier blocks are in use
+    assert order == [pieces[0][2], pieces[1][2]]  # the sequences' earlier blocks are in use
     blocks.close(again)
     assert blocks.expire(0.0) is None
     assert not memory.taken

@@ -1,6 +1,6 @@
-"""Budgets: numbers that only a commit with a reason may raise.
+"""Budgets for lines, words and calls; only a commit that gives a reason may raise one.
 
-Calls are calls of Python functions, mostly of the scheduler, whose number is the same in each run.
+Calls are calls of Python functions, mostly the scheduler's; their number is equal in each run.
 """
 
 # mypy: disable-error-code="arg-type, union-attr, misc"
@@ -32,9 +32,9 @@ from tests.unit.test_scheduler_rules import MIB, Rig
 
 ROOT = Path(__file__).parents[2]
 PRODUCT = ("pipeswitch", "workers", "memory_daemon")
-# Added and allowed thousands of lines: "What outsiders broke" 4.3 of 1.2 (tests 6.9 of 2), and
-# "Precision" 0.95 of 0.9. "A smaller house", which pays for both, has removed 0.9 (tests 0.8) so
-# far. The import lists of its new folders (0.2 and 0.2) are not subtracted.
+# Thousands of lines that two features added: "What outsiders broke" 4.3 with an allowance of 1.2
+# (tests: 6.9 of 2), "Precision" 0.95 of 0.9. "A smaller house" compensates for both: so far it has
+# removed 0.9 (tests: 0.8), without subtracting its new folders' import lists (0.2 and 0.2).
 MAX_PRODUCT_LINES = 80_800
 MAX_DOC_WORDS = 50_000
 MAX_TEST_LINES = 79_450
@@ -51,9 +51,9 @@ def lines_of(*tops: str) -> int:
 
 
 def test_the_lines_stay_below_their_ceiling() -> None:
-    """Lower a ceiling when lines are deleted, to the next hundred. A feature may raise it by its
-    allowance, in the commit that adds the feature and gives the reason. Any other change that adds
-    lines must delete as many."""
+    """If you delete lines, lower a ceiling to the next hundred. A commit that adds a feature and
+    gives the reason may raise it by the feature's allowance. Any other change that adds lines must
+    delete as many."""
     assert lines_of(*PRODUCT) <= MAX_PRODUCT_LINES
     assert lines_of("tests") <= MAX_TEST_LINES
 
@@ -65,7 +65,7 @@ def test_the_documents_stay_short() -> None:
 
 @dataclass
 class Spent:
-    """Calls between two points: their number, and the files of the functions."""
+    """Number of calls between two points, and the files that have the called functions."""
 
     calls: int = 0
     files: set[str] = field(default_factory=set)
@@ -119,14 +119,14 @@ class Counted(Rig):
 
     @contextmanager
     def counted(self) -> Iterator[Spent]:
-        """Count the scheduler's calls while the context is open, without those of checks."""
+        """Count the scheduler's calls while the context is open, but not the calls of checks."""
         self.spent, self.is_counting = Spent(), True
         yield self.spent
         self.is_counting = False
         self.scheduler.check()
 
     def computed(self) -> None:
-        """End the computing task, so that its worker is free at once."""
+        """End the task that computes; its worker is free at once."""
         task = self.state.owner.running
         self.worker(
             task.slot,
@@ -144,7 +144,7 @@ class Counted(Rig):
         )
 
     def switch(self, name: str, job: Any) -> None:
-        """Suspend a job for a request whose model is sent, then continue the job."""
+        """Suspend a job for a request whose model must be copied, then continue the job."""
         self.infer(name)
         turn = self.state.owner.pending.turn
         parked = worker_msg.JobParked(
@@ -187,7 +187,7 @@ def test_a_warm_request_touches_what_it_needs(models: int) -> None:
 def test_a_cold_request_that_preempts_a_job_touches_what_it_needs() -> None:
     rig = Counted(models=20)
     job = rig.start_training()
-    rig.switch("m6", job)  # a suspended job needs one more worker, which starts here
+    rig.switch("m6", job)  # while the job is suspended, the server needs one more worker
     rig.worker(3, worker_msg.WorkerReady(slot=3, pid=13))
     rig.prepare()
     with rig.counted() as spent:
@@ -210,7 +210,7 @@ def test_a_training_report_concerns_nobody(models: int) -> None:
 
 def test_a_request_over_http_costs_the_gateways_loop_so_many_calls(tmp_path: Path) -> None:
     pytest.importorskip("httptools", reason="make installs it")
-    assert gateways_calls(tmp_path) <= 103  # in two turns of the loop; earlier 293, in five turns
+    assert gateways_calls(tmp_path) <= 103  # in 2 iterations of the loop; earlier 293, in 5
 
 
 def test_a_log_of_requests_that_is_off_costs_them_no_call_and_no_file(tmp_path: Path) -> None:

@@ -33,7 +33,7 @@ def settings_of(spec: bytes, folder: Path) -> BuildSettings:
         op_id=OpId(1),
         directory=str(folder),
         spec=spec,
-        threads=torch.get_num_threads(),  # the builder sets the number of this process's threads
+        threads=torch.get_num_threads(),  # unchanged, because the builder sets it in this process
     )
 
 

@@ -1,4 +1,4 @@
-"""Attention of a decode step, in which each sequence reads its cache's rows without a copy."""
+"""Attention of a decode step that reads each sequence's cache in place, without a copy."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ INPUTS = ("ids", "used", "cache")
 
 
 class Drawn:
-    """Model of two layers, built call by call; the second layer has a window."""
+    """Model of two layers, built call by call; the second layer's attention has a window."""
 
     def __init__(self, *, bias: float = 0.0, shows_keys: bool = False) -> None:
-        """Add ``bias`` to all scores; if ``shows_keys``, the keys of all rows are an output."""
+        """Add ``bias`` to all attention scores; with ``shows_keys``, also return all rows' keys."""
         self.nodes: list[Node] = []
         call, (ids, used, cache, table) = self.call, [{"v": number} for number in range(4)]
         batch, past = call("sym_size.int", ids, 0), call("sym_size.int", cache, 1)

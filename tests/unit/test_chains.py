@@ -1,4 +1,4 @@
-"""Declarations of chains: meaning of names, matching of tensors, and texts of refusals."""
+"""Declarations of chains of models: what names mean, which tensors match, texts of refusals."""
 
 from __future__ import annotations
 

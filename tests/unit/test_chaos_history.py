@@ -1,4 +1,4 @@
-"""Checks of a chaos run: they find each kind of loss, and report nothing else as a loss."""
+"""Checks of a chaos run: they find each kind of lost answer, and report nothing else as lost."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def test_a_kill_beside_another_fault_is_not_counted_as_alone() -> None:
         Fault("active worker", "kill -9", 1.0),
         Fault("standby worker", "hang", 11.0),
         Fault("active worker", "kill -9", 12.0),
-        Fault("active worker", "exception", 20.9),  # a fault that ends at once
+        Fault("active worker", "exception", 20.9),  # ends at once, so the next kill is alone
         Fault("active worker", "kill -9", 21.0),
     ]
     dead = history.report()["dead_worker_recovery_ms"]
@@ -74,7 +74,7 @@ def test_a_kill_beside_another_fault_is_not_counted_as_alone() -> None:
 
 
 def test_what_a_process_holds_more_than_before_is_named() -> None:
-    leaked = os.memfd_create("of-job-17")  # only this is checked, as other tests have threads here
+    leaked = os.memfd_create("of-job-17")  # other tests' threads may change other descriptors
     assert held(os.getpid())["memfd:of-job- (deleted)"] == 1
     os.close(leaked)
     assert "memfd:of-job- (deleted)" not in held(os.getpid())

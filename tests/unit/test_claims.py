@@ -1,4 +1,4 @@
-"""Checks of a builder that an attacker controls: its messages and its files are not trusted."""
+"""Checks of messages and files of a builder, which a malicious program may control."""
 
 from __future__ import annotations
 
@@ -153,7 +153,7 @@ class Children:
 
 
 class Rig:
-    """Builds with a single builder, which builds model ``own`` as build 7."""
+    """Controller's side of one build: number 7, of the model ``own``."""
 
     def __init__(
         self, folder: Path, batch: int = 0, source: str = "/x.bundle", weights: str = ""
@@ -238,7 +238,7 @@ def test_a_builder_speaks_of_no_build_but_its_own(tmp_path: Path) -> None:
 def test_requests_are_joined_as_the_owner_asked_and_not_as_the_builder_says(
     batch: int, built_batch: int, tmp_path: Path
 ) -> None:
-    """A false claim would batch other clients' requests in a process that it may control."""
+    """With a false claim, other clients' requests would be batched in a process of the attacker."""
     rig = Rig(tmp_path, batch=batch)
     rig.built(
         msgspec.structs.replace(
@@ -258,8 +258,8 @@ def test_what_belongs_together_is_published(tmp_path: Path) -> None:
 
 
 def test_these_are_the_fields_that_a_builder_fills() -> None:
-    """Each new field needs a check, unless the server never calculates with it."""
-    digests = {"digest", "weights_sha256", "head_sha256"}  # a wrong digest only refuses its program
+    """List the manifest's fields. A new field needs a check if the server calculates with it."""
+    digests = {"digest", "weights_sha256", "head_sha256"}  # if wrong, the program is refused
     assert set(layout.Manifest.__struct_fields__) - {*digests, "mode", "triggers"} == {
         "mode_reason",
         "source",

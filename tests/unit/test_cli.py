@@ -26,6 +26,7 @@ from pipeswitch.base.config import Config
 from pipeswitch.base.errors import ConfigError, InvalidInput, ServerUnavailable
 from pipeswitch.cli import common, views
 from pipeswitch.cli import infer as cli_infer
+from pipeswitch.cli.chat import Chat
 from pipeswitch.cli.main import main
 from pipeswitch.cli.page import page_url
 from pipeswitch.client.client import job_name
@@ -206,13 +207,14 @@ def test_inputs_are_read_with_and_without_a_name() -> None:
 
 
 def test_a_wrong_input_is_a_usage_error() -> None:
+    assert run("register", "m", "--from-job", "a@²", env=NOBODY)[0] == 2
     assert run("register", "m", "torchvision:resnet18", "--input", "8xx3", env=NOBODY)[0] == 2
 
 
 def test_rates_are_read() -> None:
     assert cli_infer.parse_rate("poisson:50") == ("poisson", 50.0)
     assert cli_infer.parse_rate("10") == ("constant", 10.0)
-    for wrong in ("uniform:5", "poisson:", "0", "poisson:0", "poisson:1.2.3", "."):
+    for wrong in ("uniform:5", "poisson:", "0", "poisson:0", "poisson:1.2.3", ".", ".0000000001"):
         with pytest.raises(InvalidInput):
             cli_infer.parse_rate(wrong)
 
@@ -268,7 +270,7 @@ def test_flags_reach_the_server_as_settings(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 class NobodysServer:
-    """Client without a server; a test defines the answers of its verbs."""
+    """Client without a server, whose verbs give the answers that a test defines."""
 
     address = "ipc:///nowhere"
 
@@ -300,10 +302,18 @@ def answering(monkeypatch: pytest.MonkeyPatch, **answers: Any) -> None:
         ("--deadline", ""),
         ("--output", "/nonexistent/y.npy"),
         ("--output", "y.txt"),
+        ("--seed", "-1"),
     ],
 )
 def test_what_infer_cannot_use_is_a_usage_error_before_anything_is_sent(args: tuple[str]) -> None:
     assert run("infer", "m", *args, env=NOBODY)[0] == 2
+
+
+def test_a_chat_refuses_what_is_no_url_and_no_token() -> None:
+    urls = ("http://127.0.0.1:abc", "http://[::1", "127.0.0.1:9", "http://")
+    for url, token in (*((url, "") for url in urls), ("http://127.0.0.1:9", "ключ")):
+        with pytest.raises(ServerUnavailable if token else InvalidInput):
+            next(Chat(url, token, "m", {}).say("Hi"))
 
 
 def test_a_time_without_a_unit_is_never_guessed() -> None:
@@ -446,7 +456,7 @@ def test_host_takes_what_pipeswitch_host_takes(
 
 @pytest.mark.parametrize("make", ["open", "link"])
 def test_a_socket_in_a_folder_that_others_may_write_is_no_server(tmp_path: Path, make: str) -> None:
-    """Another user who created the folder first could listen there and get models and scripts."""
+    """Another user, who created the folder first, could listen there and get models and scripts."""
     folder = tmp_path / "pipeswitch"
     if make == "open":
         folder.mkdir()
@@ -572,7 +582,7 @@ def test_a_pt2_file_that_is_none_is_told_in_one_line(
         "import sys; from pipeswitch.base.errors import RegistrationRefused; "
         "raise RegistrationRefused(sys.argv[1], 'torch.export.load: it is not a zip file')"
     )
-    monkeypatch.setattr("pipeswitch.cli.models.CONVERT", refuse)  # the same error, without torch
+    monkeypatch.setattr("pipeswitch.cli.models.CONVERT", refuse)  # raises convert's error
     path = tmp_path / "x.pt2"
     path.write_text("garbage")
     status, _, text = run("register", "m", str(path), env=NOBODY)
@@ -621,7 +631,7 @@ def test_an_address_where_nothing_listens_is_told_at_once_from_one_that_is_busy(
     assert is_refused(f"ipc://{tmp_path / 'none.sock'}")
     with socket.socket(socket.AF_UNIX) as listener:
         listener.bind(str(tmp_path / "a.sock"))
-        assert is_refused(f"ipc://{tmp_path / 'a.sock'}")  # as the socket of a dead server
+        assert is_refused(f"ipc://{tmp_path / 'a.sock'}")  # a dead server's socket has no listener
         listener.listen()
         assert not is_refused(f"ipc://{tmp_path / 'a.sock'}")
     with socket.socket() as listener:
@@ -648,6 +658,8 @@ def test_a_name_that_no_machine_has_and_what_is_no_address_are_refused_at_once(
         assert (code, f"{bad!r} is not an address" in err, "HOST:PORT" in err) == (2, True, True), (
             err
         )
+    monkeypatch.undo()
+    assert run("--host", "gpu1..local", "ps")[0] == 2
 
 
 def test_a_verb_does_not_wait_for_a_server_that_is_not_there(
@@ -814,7 +826,7 @@ LONG = "a-model-of-" + 40 * "x" + "-v12345"
 
 
 def narrow(shown: Any, width: int = 80, height: int = 25) -> list[str]:
-    """Return the lines of a view on a screen of this size."""
+    """Return the lines that a view has on a screen of this size."""
     console = Console(width=width, height=height, file=io.StringIO())
     console.print(shown)
     return str(console.file.getvalue()).splitlines()

@@ -21,7 +21,7 @@ LAYERS = 6
 
 
 def profile(name: str, layer_ms: float) -> Profile:
-    """Return a profile of a device that copies 1 MiB, or computes a layer, in ``layer_ms``."""
+    """Return a profile in which ``layer_ms`` copies 1 MiB, or computes one layer."""
     program = MeasuredProgram(name, "ab" * 32, (MIB,) * LAYERS, ("l",) * LAYERS, (0, 3))
     measurement = Measurement(program, (8, 1), UNKNOWN_DEVICE, plan_of, predict)
     while (trial := measurement.next) is not None:
@@ -97,7 +97,7 @@ def test_the_plan_predicts_each_model_and_says_what_the_arena_holds() -> None:
     assert report["models"][0]["cold_ms"] < report["models"][1]["cold_ms"]
     text = text_of(cli_profile.report_view(report))
     assert "2 of 2 profiled models are resident together" in text
-    assert "DEADLINE" not in text  # the report was requested without a deadline
+    assert "DEADLINE" not in text  # the command was called without a deadline
 
 
 def test_deadlines_are_for_all_or_for_one_model() -> None:

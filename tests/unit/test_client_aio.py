@@ -4,14 +4,20 @@ from __future__ import annotations
 
 import asyncio
 import inspect
+import io
 import threading
 from collections.abc import Callable
-from typing import Any
+from concurrent.futures import Future
+from types import SimpleNamespace
+from typing import Any, cast
 
+import numpy as np
 import pytest
 
+from pipeswitch.base.errors import InvalidInput
 from pipeswitch.client import Client, Task
 from pipeswitch.client.aio import AsyncClient, AsyncTask
+from pipeswitch.client.generation import check_prompt
 from pipeswitch.client.verbs import AsyncWrapper, as_async
 
 
@@ -63,6 +69,58 @@ def test_a_verb_runs_on_another_thread_and_its_progress_on_the_loop(is_named: bo
         assert heard == [("upload", 1.0)]
 
     asyncio.run(scenario())
+
+
+def test_a_single_text_is_one_and_not_its_characters(monkeypatch: pytest.MonkeyPatch) -> None:
+    fake: Any = SimpleNamespace(_register=lambda name, request, *_: request)
+    request: Any = Client.register(fake, "m", aliases="abc", devices="cpu")
+    assert (request.aliases, request.devices) == (("abc",), ("cpu",))
+    monkeypatch.setattr("pipeswitch.client.generation.generated", lambda *_, stop, **__: stop)
+    for given, stop in (("END", ("END",)), (["a", "b"], ("a", "b")), (None, ())):
+        assert Client.generate(fake, "m", "x", stop=cast(Any, given)) == stop
+
+
+@pytest.mark.parametrize("prompt", [[float("inf")], [1.7], ["1"], b"ab", [None], 5, {"ids": [1]}])
+def test_a_prompt_that_is_no_text_and_no_ids_is_refused(prompt: Any) -> None:
+    with pytest.raises(InvalidInput):
+        check_prompt(prompt, None)
+    assert check_prompt(np.arange(3), None) == [0, 1, 2]
+    tokenizers = pytest.importorskip("tokenizers")
+    with pytest.raises(InvalidInput):  # a lone surrogate
+        check_prompt("\ud83d", tokenizers.Tokenizer(tokenizers.models.BPE()).encode)
+
+
+def test_a_file_that_becomes_shorter_while_it_is_sent_ends_the_upload() -> None:
+    sent: Future[Any] = Future()
+    sent.set_result(SimpleNamespace(body={"credit": 1, "complete": False}))
+    fake: Any = SimpleNamespace(_connection=SimpleNamespace(request=lambda *_, **__: sent))
+    with pytest.raises(InvalidInput):
+        Client._send_file(fake, io.BytesIO(b"ab"), "digest", 9, "bundle", None)
+
+
+def test_a_wait_that_is_given_up_leaves_no_request_and_no_thread() -> None:
+    futures: list[Future[Any]] = []
+
+    def request(*_: Any, **__: Any) -> Future[Any]:
+        futures.append(Future())
+        return futures[-1]
+
+    task = Task(cast(Any, SimpleNamespace(_connection=SimpleNamespace(request=request))), "job")
+    with pytest.raises(TimeoutError):
+        task.wait(0)
+
+    async def scenario() -> None:
+        before = threading.active_count()
+        with pytest.raises(TimeoutError):
+            await AsyncTask(task).wait(0)
+        waiting = asyncio.create_task(AsyncTask(task).wait())
+        await asyncio.sleep(0)
+        waiting.cancel()
+        await asyncio.gather(waiting, return_exceptions=True)
+        assert threading.active_count() == before
+
+    asyncio.run(scenario())
+    assert [one.cancelled() for one in futures] == [True] * 3
 
 
 def test_verbs_are_awaited() -> None:

@@ -1,4 +1,4 @@
-"""The client's protocol with connections and a clock of the test, without sockets or threads."""
+"""The client's protocol, with the test's own connections and clock, without sockets or threads."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Clock:
 
 
 class Link:
-    """Connection to a server that the test plays."""
+    """Connection of a client; the test acts as the server."""
 
     def __init__(self, clock: Clock, hello_id: str) -> None:
         self._clock, self.hello_id = clock, hello_id
@@ -58,7 +58,7 @@ class Link:
 
 
 class Face(Calls):
-    """Client's calls without I/O. ``listens``: True if a server listens at the address."""
+    """Client's calls without I/O. ``listens`` is True if a server listens at the address."""
 
     def __init__(self, clock: Clock, *, return_s: float = RETURN_S, **options: Any) -> None:
         super().__init__("tcp://there:1", TIMEOUT_S, cast(Any, None), return_s=return_s, **options)
@@ -123,7 +123,7 @@ def face(clock: Clock) -> Face:
 
 @pytest.fixture
 def lost_face(face: Face) -> Face:
-    """Return a client that lost its connection, while the server still listens."""
+    """Return a client that has lost its connection to a server that still listens."""
     face.ask("ping")
     face.greet()
     face.arrive(EOFError())
@@ -193,7 +193,7 @@ def test_a_server_that_is_gone_is_not_waited_for_so_long(lost_face: Face) -> Non
 
 
 def test_a_link_that_reaches_nobody_is_not_waited_for_so_long(lost_face: Face) -> None:
-    """As with a machine that is off, the connection is neither refused nor answered."""
+    """Reconnect to a machine that is off: it neither refuses nor answers the connection."""
     lost_face.links[-1].is_listened = False
     future = lost_face.ask()
     lost_face.wait(TIMEOUT_S + 0.1)
@@ -201,7 +201,7 @@ def test_a_link_that_reaches_nobody_is_not_waited_for_so_long(lost_face: Face) -
 
 
 def test_a_moment_without_a_connection_does_not_end_the_wait(lost_face: Face) -> None:
-    """As libzmq does, the client ends a handshake without an answer and connects again."""
+    """Like libzmq, the client ends a handshake that gets no answer, and connects again."""
     future = lost_face.ask()
     lost_face.wait(5.0)
     lost_face.arrive(EOFError())

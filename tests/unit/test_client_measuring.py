@@ -1,4 +1,4 @@
-"""The requests of ``Client.profile``: they have valid inputs, and a measurement always ends."""
+"""Requests of ``Client.profile``: their inputs are valid, and a measurement always ends."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def test_the_callers_inputs_are_made_once_for_each_batch() -> None:
 
 
 def begun(*runs: dict[str, Any]) -> tuple[Future[Any], Callable[..., Future[Any]]]:
-    """Return a measurement's future and its call, in which the server requests ``runs`` at once."""
+    """Return a measurement's future, and its call, to which the server answers with ``runs``."""
     future: Future[Any] = Future()
 
     def begin(on_progress: Callable[[dict[str, Any]], None]) -> Future[Any]:

@@ -1,4 +1,4 @@
-"""Placement over nodes, compared with a ranking of all nodes; and the client's table."""
+"""Placement of requests on nodes, compared with a ranking of all nodes; and the client's table."""
 
 # mypy: disable-error-code="attr-defined"
 
@@ -38,7 +38,7 @@ def summary(name: str, queue_ms: float = 0.0, free_bytes: int = 1 << 30) -> Summ
 def plain(
     known: dict[str, Summary], nodes_holding: set[str], size_bytes: int, without: set[str]
 ) -> Place:
-    """Return the best place after a look at every node."""
+    """Return the best place for a request, found by comparing every node."""
     places = []
     for number, (name, one) in enumerate(sorted(known.items(), key=lambda pair: int(pair[0]))):
         if name not in without:
@@ -62,7 +62,7 @@ def plain(
 
 @pytest.mark.parametrize("seed", range(20))
 def test_of_thousands_the_few_that_are_looked_at_hold_the_best(seed: int) -> None:
-    """Loads, memory, holders and deaths change between 300 decisions."""
+    """Make 300 decisions; between them, change loads, memory and holders, and end nodes."""
     rng = random.Random(seed)
     nodes, known, holders_by_model = Nodes(), {}, nodes_held()
     count = rng.choice([2, 7, 40])
@@ -88,7 +88,7 @@ def test_of_thousands_the_few_that_are_looked_at_hold_the_best(seed: int) -> Non
         assert (choice.finish_ms, choice.node) == (expected.finish_ms, str(expected.device))
         assert choice.reason == expected.reason
     lengths = [len(order) for orders in nodes._orders.values() for order in orders.values()]
-    assert max(lengths) <= 2 * count + 2  # though more than 300 summaries were put
+    assert max(lengths) <= 2 * count + 2  # although more than 300 summaries were added
     for name in sorted(known):
         nodes.remove(name)
     with pytest.raises(errors.ServerUnavailable):
@@ -118,7 +118,7 @@ def test_a_model_wanders_only_to_a_node_that_is_earlier_by_enough(waiting_ms: fl
 
 
 class Door:
-    """Connection to a node; it answers with the node's name, or with an error."""
+    """Connection to a node, which answers with the node's name or with an error."""
 
     def __init__(self, name: str) -> None:
         self.name, self.asked = name, 0
@@ -138,8 +138,8 @@ class Door:
 
 
 class Rig(cluster_client.ClusterConnection):
-    """Client's connection to two nodes that hold ``m``, and to a placement. The placement answers
-    with each item of ``soon`` once, then always with ``later``."""
+    """Client's connection to two nodes that have model ``m``, and to a placement. The placement
+    answers with each item of ``soon`` once, then always with ``later``."""
 
     def __init__(self) -> None:
         self.doors = {name: Door(name) for name in "ab"}
@@ -153,7 +153,7 @@ class Rig(cluster_client.ClusterConnection):
     def table(
         version: int, serving: str, holders: str, *, may_come: bool = False, **addresses: str
     ) -> dict[str, Any]:
-        """Return a table. ``addresses`` has those of restarted nodes; others use their names."""
+        """Return a table. A restarted node's address is in ``addresses``, else it is its name."""
         nodes = {name: {"address": addresses.get(name, name)} for name in "ab"}
         models = {"m": serving} if serving else {}
         return {
@@ -197,7 +197,7 @@ def test_a_request_asks_its_node_and_nobody_else(asking: Callable[[Rig], str]) -
 def test_of_two_holders_the_one_that_finishes_first_is_asked(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The client adds its own requests to each reported queue, which shrinks as time passes."""
+    """Send 200 requests at once: the client adds its own requests to the queues in the table."""
     rig, names = Rig(), list[str]()
     pending = [Future[str]() for _ in range(200)]
 
@@ -222,7 +222,7 @@ def test_of_two_holders_the_one_that_finishes_first_is_asked(
 def test_a_client_that_stays_connected_learns_of_a_new_table(
     asking: Callable[[Rig], str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A node sends the table, without Ray. An older table, or an error, changes nothing."""
+    """Get tables from a node, without Ray. An older table, or an error, must change nothing."""
     rig = Rig()
     verbs: list[str] = []
     answer: Future[Any] = Future()
@@ -302,12 +302,12 @@ GONE = errors.ServerUnavailable("gone")
 
 @pytest.fixture
 def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Make the client wait for placement's next table without sleeping."""
+    """Make the client's waits for placement's next table take no time."""
     monkeypatch.setattr(cluster_client, "LOOK_S", 0.0)
 
 
 def lost_twice() -> Rig:
-    """Return a client whose nodes have both died since its table; ``a`` is back on another port."""
+    """Return a client with an old table: both nodes have died; ``a`` is back on another port."""
     rig = Rig()
     for door in rig.doors.values():
         door.error = GONE
@@ -329,7 +329,7 @@ def test_when_the_second_holder_is_gone_too_placement_says_where_the_first_is_no
     "soon",
     [
         [GONE, GONE],  # placement is restarted, too
-        [Rig.table(2, "", "", may_come=True)],  # placement does not know either node yet
+        [Rig.table(2, "", "", may_come=True)],  # placement knows neither node yet
         [Rig.table(2, "b", "b")],  # placement does not know yet that b is gone
     ],
 )
@@ -344,7 +344,7 @@ def test_a_model_whose_nodes_are_all_gone_is_waited_for(
 def test_a_model_that_placement_does_not_know_yet_is_waited_for(
     asking: Callable[[Rig], str], at_once: None
 ) -> None:
-    """After a restart, placement does not know the models of a node that also restarts."""
+    """Restart placement and the nodes: placement then does not know the nodes' models yet."""
     rig = Rig()
     rig.soon = [rig.table(2, "", "", may_come=True)] * 2
     rig._ask()
@@ -357,7 +357,7 @@ def test_a_model_that_placement_does_not_know_yet_is_waited_for(
 
 
 def test_a_request_with_a_deadline_waits_no_longer_than_that() -> None:
-    """The client renews its table at once and after each wait; the next node gets the rest."""
+    """The client renews its table at once and after each wait; a later node gets the time left."""
     failover = Failover("m", {"deadline_ms": 3000.0}, now_s=10.0, look_s=1.0)
     table = msgspec.convert(Rig.table(2, "a", "ab"), Table)
     failover.failed(GONE, "a")
@@ -411,7 +411,7 @@ def test_another_server_that_has_the_port_of_a_node_is_not_the_node(
 def test_a_node_that_the_table_has_lost_meanwhile_is_not_waited_for(
     asking: Callable[[Rig], str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Another thread installs a newer table after a node is chosen and before it gets a message."""
+    """Let another thread install a newer table between a node's choice and the message to it."""
     rig = Rig()
     to = rig._to
 
@@ -449,7 +449,7 @@ def test_a_second_try_that_has_not_begun_ends_with_its_client() -> None:
 
 
 def test_a_client_that_has_no_descriptor_left_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The client does not report the node as failed."""
+    """Fail to open a connection: the client must not report the node as failed."""
 
     class Whole(Rig):
         _to = cluster_client.ClusterConnection._to
@@ -466,7 +466,7 @@ def test_a_client_that_has_no_descriptor_left_says_so(monkeypatch: pytest.Monkey
 
 
 def test_a_connection_is_of_an_address_and_its_keys(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Another node may get the port of a node that has left."""
+    """A new node may get the port of a node that has left, so the keys must match, too."""
 
     class Whole(Rig):
         _to = cluster_client.ClusterConnection._to
@@ -501,15 +501,15 @@ def test_what_changes_something_is_sent_once() -> None:
 
 
 def test_a_sequence_stays_on_its_node_and_ends_with_it(asking: Callable[..., str]) -> None:
-    """The first step may go to another node, because there is no state yet; later ones may not."""
+    """Only the first step may go to another node; later steps need the state that the node has."""
     rig = Rig()
     first, later = ({"sequence": "s", **start} for start in ({"start": True}, {}))
     assert asking(rig, first) == "a"
-    rig.later = rig.table(2, "b", "ba")  # now b is preferred, as after a change of load
+    rig.later = rig.table(2, "b", "ba")  # now b is preferred, as if a's load had grown
     rig._ask()
     assert [asking(rig, later), asking(rig)] == ["a", "b"]
     rig.doors["a"].error = errors.ServerUnavailable("gone")
-    for _ in range(2):  # the step goes to no other node
+    for _ in range(2):  # the step is not sent to another node
         with pytest.raises(errors.SequenceNotFound):
             asking(rig, later)
     assert rig.doors["b"].asked == 1
@@ -554,7 +554,7 @@ def test_a_token_that_others_may_read_is_refused(tmp_path: Path) -> None:
 
 
 def test_a_copy_that_became_another_program_is_not_served(tmp_path: Path) -> None:
-    """The code of node and client is real; the server builds another program from the source."""
+    """Copy a model between nodes (real code) to a server that builds another program from it."""
 
     class Server:
         served: ClassVar = {"another"}

@@ -1,4 +1,4 @@
-"""Placement with several threads, and with nodes that fail in the middle of a call."""
+"""Placement of a cluster, with several threads, and with nodes that fail during a call."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ HOME = job_reconciler.JobReplica(incarnation=1, state="home")
 
 
 class Remote:
-    """Method of an actor, whose answer is available at once."""
+    """Method of a Ray actor, whose answer is available at once."""
 
     def __init__(self, work: Callable[..., Any]) -> None:
         self._work = work
 
     def remote(self, *args: Any) -> Callable[[], Any]:
         if self._work.__name__ == "do_learn":
-            self._work(*args)  # runs now, because no caller fetches the answer
+            self._work(*args)  # runs now, because the caller does not fetch the answer
         return lambda: self._work(*args)
 
 
@@ -145,7 +145,7 @@ def test_a_node_whose_drain_fails_serves_again(
 def test_a_drain_looks_once_at_who_is_left(
     ray: FakeRay, placed: Placement, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Between two looks, another thread could remove the last node."""
+    """Another thread could remove the last node between two reads of the nodes."""
     ray.nodes["a"].facts |= {"copies": {"j": HOME}, "jobs": 1}
     placed._poll()
     targets = placed._targets
@@ -178,7 +178,7 @@ def test_a_model_lost_with_its_last_node_is_no_error_of_the_drain(
 def test_a_node_that_scaling_could_not_leave_is_left_later(
     ray: FakeRay, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A failed drain, or a failure to start its thread, does not prevent the next attempt."""
+    """A failed drain, or a thread that cannot start, must not prevent the next attempt."""
     placed, scale = Placement("folder", (), None), Scale(1, 3, 3)
     monkeypatch.setattr(placement_actor, "machines", lambda ray, only_ours: ({}, {}))
     monkeypatch.setattr(ray_nodes, "machines", lambda ray, only_ours: ({}, {}))
@@ -209,7 +209,7 @@ def test_a_node_that_scaling_could_not_leave_is_left_later(
 
 
 def test_a_copy_that_hangs_does_not_hold_up_the_rounds(ray: FakeRay, placed: Placement) -> None:
-    """Placement must contact each node in every round, or the node holds its jobs."""
+    """Placement must contact each node in every round; else the node pauses its jobs."""
     is_begun, may_end = threading.Event(), threading.Event()
 
     def hangs() -> None:
@@ -231,7 +231,7 @@ def test_a_copy_that_hangs_does_not_hold_up_the_rounds(ray: FakeRay, placed: Pla
 def test_an_order_that_is_done_is_taken_away_under_the_lock(
     ray: FakeRay, placed: Placement, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Other threads iterate over the orders under that lock."""
+    """Other threads iterate over the orders while they have placement's lock."""
 
     class Guarded(dict[tuple[str, str], Any]):
         def __delitem__(self, key: tuple[str, str]) -> None:
@@ -292,7 +292,7 @@ def ends(status: int) -> None:
 def test_a_node_that_cannot_start_again_now_is_started_later(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, part: str, error: Exception
 ) -> None:
-    """Ray drops an actor whose constructor raises. Only the first start reports errors that way."""
+    """Only a node's first start may raise in the constructor, after which Ray drops the actor."""
 
     def fails(*_: Any) -> None:
         raise error
@@ -321,7 +321,7 @@ def test_placement_that_cannot_look_yet_is_started_later(
 
 
 def test_two_who_hear_a_node_at_once_renew_its_lease_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Several threads of placement call a node."""
+    """Two threads of placement call a node at once."""
     node = NodeActor.__new__(NodeActor)
     node._lock, node._answered, node._owners = threading.Lock(), 7, "ipc://owner"
     node._answered_s = {7: 1.0}
@@ -338,7 +338,7 @@ def test_two_who_hear_a_node_at_once_renew_its_lease_once(monkeypatch: pytest.Mo
 def test_a_server_whose_lease_cannot_be_read_leaves(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, heard: bytes
 ) -> None:
-    """Its jobs must not continue on a node without a lease."""
+    """End the server, because its jobs must not run on a node without a valid lease."""
     killed: list[int] = []
     monkeypatch.setattr(node_lease.select, "select", lambda *_: ([0], [], []))
     monkeypatch.setattr(node_lease.os, "read", lambda *_: heard)
@@ -402,6 +402,6 @@ def test_a_name_or_an_alias_leads_to_one_model_of_the_cluster(
         assert name not in nodes["b"].facts["models"]
     known = {"models": {"n": ("d", 1)}, "aliases": {"x": "n", "m": "n"}, "bodies": {"n": {}}}
     nodes["b"].facts |= known
-    with pytest.raises(AlreadyExists):  # the known model stays as it is, without the new alias
+    with pytest.raises(AlreadyExists):  # the known model must not get the new alias
         placed.registered("n", "b", {"aliases": ["x", "m"]})
     assert (nodes["b"].facts["aliases"], [*nodes["b"].facts["models"]]) == ({"x": "n"}, ["n"])

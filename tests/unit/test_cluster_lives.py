@@ -1,4 +1,4 @@
-"""A job's life over nodes that come and go, in a world that carries out its orders."""
+"""A job's life on nodes that fail and return, in a model of a cluster that executes its orders."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ NODES = ("a", "b", "c")
 
 
 class World:
-    """Three nodes and one job. A node that is away keeps its files, but its job does not run."""
+    """Three nodes and one job. A node in ``away`` has failed: it keeps files, but runs no job."""
 
     def __init__(self) -> None:
         self.kept: dict[str, dict[str, JobReplica]] = {node: {} for node in NODES}
@@ -48,7 +48,7 @@ class World:
         return list(plan_actions(copies, {}, sorted(copies), gone))
 
     def carry_out(self, order: JobAction) -> None:
-        """Carry out an order as a node does, which checks the order's number first."""
+        """Execute an order like a node, which first checks the order's number."""
         mine = self.kept[order.node]
         copy = mine.get(order.job)
         if order.node in self.away or copy is None:
@@ -65,7 +65,7 @@ class World:
                 self.kept[order.to][order.job] = copy._replace(state="replica")
 
     def comes_back(self, *nodes: str) -> None:
-        """Start nodes again, perhaps several at once; each first reports the jobs that it has."""
+        """Start nodes again at the same time; each node first reports the jobs that it has."""
         claims = {
             node: {
                 job: copy.incarnation
@@ -93,12 +93,12 @@ class World:
 
 @pytest.mark.parametrize("seed", range(40))
 def test_a_job_has_one_life_whichever_nodes_come_and_go(seed: int) -> None:
-    """Orders arrive late, twice or never. No state that was committed and replicated is lost."""
+    """Deliver orders late, twice or never: no state that was committed and replicated is lost."""
     rng = random.Random(seed)
     world, late = World(), []
     world.settle()
     for _ in range(60):
-        late += world.ordered(given_up=False)  # no start elsewhere while the home may come back
+        late += world.ordered(given_up=False)  # the home may come back, so no other node starts
         rng.shuffle(late)
         for order in late[: rng.randrange(4)]:
             world.carry_out(order)
@@ -173,7 +173,7 @@ def test_a_name_that_is_a_path_is_refused_before_anything_is_forgotten(tmp_path:
 
 
 class Server:
-    """Client of a node's server, which moves the file with a job's past as a server does."""
+    """Client of a node's server; it moves the file with a job's counts as a server does."""
 
     def __init__(self, root: Path) -> None:
         self.jobs_folder, self.asked = root / "jobs", list[dict[str, Any]]()
@@ -195,7 +195,7 @@ class Server:
     ("ran_as", "goes_on_as"),
     [
         (Life(True, 2, 30, 7), Life(False, 3, 30, 7)),  # a lost node counts as a restart
-        (Life(False, 2, 30, 7), Life(False, 2, 30, 7)),  # the job was handed over
+        (Life(False, 2, 30, 7), Life(False, 2, 30, 7)),  # the node handed the job over
         (Life(), Life()),  # the job had not begun
     ],
 )
@@ -223,5 +223,5 @@ def test_a_job_counts_on_where_it_goes_on(
         second.take_over("j", 2)
         assert (after.asked[0]["resumes"], read_life(after.file)) == (True, goes_on_as)
         assert second.send("j", "a")
-    first.take_over("j", 3)  # with a replica: node b was lost before it had the job
+    first.take_over("j", 3)  # if it kept a replica: node b was lost before it had the job
     assert read_life(before.file) == goes_on_as

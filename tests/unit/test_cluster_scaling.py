@@ -1,4 +1,4 @@
-"""The wanted number of nodes, which changes seldom and stays within its limits."""
+"""Wanted number of a cluster's nodes, which changes seldom and stays within its limits."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ def test_more_when_all_are_behind_and_fewer_when_the_others_are_enough() -> None
     burst = [[BEHIND]] * (MORE_ROUNDS - 1) + [[LONG_MS]]
     assert {scale.look(queues_ms, 0) for queues_ms in burst * 10} == {1}
     assert [scale.look([BEHIND], 0) for _ in range(MORE_ROUNDS)] == [1] * (MORE_ROUNDS - 1) + [2]
-    for queues_ms in ([BEHIND], [BEHIND, 0.0]):  # the new node starts; the new node is idle
+    for queues_ms in ([BEHIND], [BEHIND, 0.0]):  # the new node still starts, then is idle
         assert {scale.look(queues_ms, 0) for _ in range(3 * MORE_ROUNDS)} == {2}
-    for queues_ms, jobs in (([SHORT_MS, 1.0], 0), ([0.0] * 2, 2)):  # each job keeps a node
+    for queues_ms, jobs in (([SHORT_MS, 1.0], 0), ([0.0] * 2, 2)):  # a node with a job stays
         assert {scale.look(queues_ms, jobs) for _ in range(3 * FEWER_ROUNDS)} == {2}
     targets = [scale.look([SHORT_MS, 0.0], 1) for _ in range(FEWER_ROUNDS)]
     assert targets == [2] * (FEWER_ROUNDS - 1) + [1]
@@ -26,7 +26,7 @@ def test_more_when_all_are_behind_and_fewer_when_the_others_are_enough() -> None
 
 @pytest.mark.parametrize("seed", range(20))
 def test_what_is_wanted_changes_by_one_within_its_limits_and_seldom(seed: int) -> None:
-    """Machines may arrive late or never."""
+    """Machines that were requested may arrive late or never."""
     rng = random.Random(seed)
     least = rng.randrange(3)
     most = least + rng.randrange(1, 4)

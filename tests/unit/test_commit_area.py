@@ -1,4 +1,4 @@
-"""Commit areas and commits on disk, as a reader finds them after any interrupted write."""
+"""Commit areas and commits on disk, read after a write that was interrupted anywhere."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ PERSIST_POINTS = [
 
 
 class Died(BaseException):
-    """Stand-in for kill -9, after which no code of the writer runs."""
+    """Stand-in for ``kill -9``: after it, no code of the writer runs."""
 
 
 def dies_at(point: str) -> Callable[[str], None]:
@@ -92,7 +92,7 @@ def test_the_reader_finds_what_the_writer_flipped_last(
 def test_a_slot_is_reserved_by_who_writes_it_and_a_full_machine_fails_that_commit_alone(
     descriptor: int, writer: CommitArea, reader: CommitArea, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The creator must not block, as it serves requests; an unreserved page may raise SIGBUS."""
+    """The creator must not block to reserve pages. A write to an unreserved page raises SIGBUS."""
     assert os.fstat(descriptor).st_blocks * 512 == HEADER_BYTES
     commit(writer, 1)
     with monkeypatch.context() as patch:
@@ -228,7 +228,7 @@ def test_a_reader_refuses_an_area_nobody_formatted() -> None:
 
 
 def loaded(directory: Path) -> tuple[int, bytes] | None:
-    """Return the step and the image that a restarted server restores; None if there is none."""
+    """Return the step and the image that a restarted server restores; None without a commit."""
     content = commit_files.load_commit(directory)
     if content is None:
         return None
@@ -259,13 +259,13 @@ def test_a_persist_that_is_cut_off_anywhere_leaves_a_whole_commit(
     with monkeypatch.context() as patch:
         patch.setattr(
             commit_files, "remove_unnamed", lambda *_, **__: None
-        )  # a dead writer does not clean up
+        )  # a killed writer does not clean up
         patch.setattr(commit_files, "reach", dies_at(point))
         with pytest.raises(Died):
             commit_files.write_commit(tmp_path, 2, memoryview(image_of(2)))
     before = (1, image_of(1)) if had_one else None
     is_there = point == "persist.record.renamed"
-    if not had_one:  # a single whole image needs no record
+    if not had_one:  # if there is only one complete image, a reader needs no record
         is_there = point in ("persist.image.renamed", "persist.record.written") or is_there
     assert loaded(tmp_path) == ((2, image_of(2)) if is_there else before)
     commit_files.write_commit(tmp_path, 2, memoryview(image_of(2)))
@@ -321,7 +321,7 @@ def damage_record(directory: Path, kind: str) -> None:
             path.unlink()
         case "garbage":
             path.write_bytes(b"\xff" * 40)
-        case "another step":  # a record that differs in one digit
+        case "another step":  # one digit of the record differs
             path.write_text(path.read_text().replace('"step":9', '"step":8'))
         case "another size":
             path.write_text(path.read_text().replace('"size_bytes":', '"size_bytes":1'))

@@ -1,4 +1,4 @@
-"""Commit images on disk, which any reader of safetensors can open, whatever they contain."""
+"""Commit images on disk, which every reader of safetensors can open, whatever they contain."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def entry(dtype: str, shape: list[int], stride: list[int], offset: int, size: in
 
 
 def image_of(tensors: dict[str, Any], size_bytes: int = 4096) -> bytes:
-    """Return an image of random tensors, with the JSON in its last KiB."""
+    """Return an image of random bytes, with these tensors' JSON in its last KiB."""
     image = bytearray(random.Random(1).randbytes(size_bytes))
     document = dump_json({"tensors": tensors, "blobs": {}, "meta": {}})
     at = size_bytes - 1024
@@ -26,7 +26,7 @@ def image_of(tensors: dict[str, Any], size_bytes: int = 4096) -> bytes:
 
 
 def read(image: bytes) -> dict[str, dict[str, Any]]:
-    """Return head and image as read by safetensors, which refuses holes and overlaps."""
+    """Return the tensors that safetensors, which refuses gaps and overlaps, reads from an image."""
     file = safetensors_head(memoryview(image)) + image
     return dict(deserialize(file))  # type: ignore[no-untyped-call]
 

@@ -1,4 +1,4 @@
-"""Limits on the memory that connections occupy in the server, with the test's clock."""
+"""Limits on the memory that clients' connections occupy in the server, with the test's clock."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Rig:
         return one
 
     def rounds(self, now_s: float) -> None:
-        """Run two whole rounds, of which the second uses the sums of the first."""
+        """Run two whole rounds, because a round uses the sums of the round before it."""
         for step in range(4):
             self.connections.tick(now_s + step)
 
@@ -96,7 +96,7 @@ def test_over_the_limit_the_one_that_waits_longest_to_say_hello_goes(rig: Rig) -
 def test_over_the_limit_of_sessions_the_newest_goes_of_whom_has_most(rig: Rig) -> None:
     sessions = [rig.connect("modest" if number == 7 else "greedy") for number in range(8)]
     late = rig.connect()
-    assert late.is_open  # its tenant is not known yet
+    assert late.is_open  # the connection's tenant is not known yet
     rig.connections.on_hello(late, "modest")
     assert [one.is_open for one in sessions] == [True] * 6 + [False, True]
     assert not any(rig.connect("greedy").is_open for _ in range(3))
@@ -119,6 +119,6 @@ def test_one_that_has_ended_counts_no_more(rig: Rig) -> None:
     rig.connections.remove(session)
     rig.connections.remove(session)
     rig.rounds(1.0)
-    assert ended.is_open  # the limits did not close it
+    assert ended.is_open  # the limits have not closed the connection
     assert len(rig.connections) == 0
     assert all(rig.connect("anyone").is_open for _ in range(8))

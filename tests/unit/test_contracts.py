@@ -1,4 +1,4 @@
-"""The closed list and its contracts, which refuse calls that torch accepts but kernels do not."""
+"""Contracts of the allowed operators: they refuse calls that torch accepts, but kernels do not."""
 
 from __future__ import annotations
 
@@ -148,7 +148,7 @@ def test_a_broken_contract_is_refused_whatever_torch_would_say(name: str) -> Non
 
 
 def test_results_that_are_for_a_backward_pass_cannot_be_reached() -> None:
-    """Their extents on meta tensors are wrong, so an empty result would pass for a weight."""
+    """On meta tensors these results have wrong extents: an empty result would pass for a weight."""
     norm = contracts.guarded(resolve("aten.native_layer_norm.default"))
     [result] = norm(meta(2, 3), [3], None, None, 1e-5)
     assert list(result.shape) == [2, 3]
@@ -156,7 +156,7 @@ def test_results_that_are_for_a_backward_pass_cannot_be_reached() -> None:
 
 
 def narrowing(batch_max: int) -> Graph:
-    """Return a graph of x [B, 4] that takes at most two rows, which is right only for B <= 2."""
+    """Return a graph that returns at most two rows of x [B, 4], which is right only for B <= 2."""
     graph = Graph(
         version=2,
         inputs=(ValueSpec(name="x", dtype="float32", shape=("batch", 4)),),
@@ -187,7 +187,7 @@ def test_of_more_shapes_than_a_registration_waits_for_the_ends_are_looked_at(
 
 
 def a_program(nodes: tuple[Node, ...], y: Any, *, is_whole: bool) -> Any:
-    """Return a program with x [batch, 4] and a weight [3, 4], which arrives in one group."""
+    """Return a program with an input x [batch, 4] and a weight [3, 4], in one group."""
     graph = Graph(
         version=2,
         inputs=(ValueSpec(name="x", dtype="float32", shape=("batch", 4)),),
@@ -231,7 +231,7 @@ WIDER = (
 def test_at_a_shape_that_was_not_tried_each_call_asks_its_contract(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The registration tried batches from 4, with enough columns; smaller batches have too few."""
+    """Cut the weight to ``batch`` columns. Batches from 4 were tried; smaller ones have too few."""
     run = a_program(WIDER, ("batch", 3), is_whole=False)
     assert run(4).shape == (4, 3)
     with pytest.raises(InvalidInput, match="not as wide as the weight"):
@@ -260,7 +260,7 @@ def test_what_is_returned_is_what_the_signature_says_or_an_error() -> None:
 
 
 def test_what_is_returned_has_the_dtype_that_the_signature_says() -> None:
-    """A sum with a float64 tensor stays float32 only while that tensor has a single element."""
+    """A float32 tensor plus a float64 tensor is float32 only if the latter has no dimensions."""
     widened = (
         Node("aten.sym_size.int", ({"v": 0}, 0)),
         Node("aten.new_zeros.default", ({"v": 0}, [{"v": 2}]), {"dtype": {"dtype": "float64"}}),
@@ -274,7 +274,7 @@ def test_what_is_returned_has_the_dtype_that_the_signature_says() -> None:
 
 
 def test_of_a_shape_that_was_tried_no_more_is_kept_than_what_its_dimensions_are() -> None:
-    """A signature may name one dimension five hundred times."""
+    """For a tried shape, keep only its dimensions' values: a signature may use one 500 times."""
     spec = ValueSpec(name="x", dtype="float32", shape=("batch", "length", "batch", 1))
     graph = Graph(
         version=2,

@@ -1,4 +1,4 @@
-"""The typed wrapper of cuda.bindings, over a fake: every error becomes a typed error."""
+"""The typed wrapper of cuda.bindings, with fake bindings: every error becomes a typed error."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def test_a_driver_call_without_the_library_is_a_typed_error() -> None:
 
 
 def test_the_real_bindings_import_and_answer_without_a_driver() -> None:
-    """The test needs a new process, in which no other code has loaded the bindings."""
+    """Run in a new process, in which no other code has loaded the bindings."""
     code = """
 from pipeswitch.devices.cuda.bindings import Cuda, CudaError, NoCudaDevice
 cuda = Cuda.load()
@@ -118,7 +118,7 @@ def test_every_error_code_that_is_named_exists() -> None:
     ],
 )
 def test_the_real_bindings_take_our_arguments(call: str, arguments: tuple[object, ...]) -> None:
-    """Without a driver each call fails with an error code, not because of an argument's type."""
+    """Call each function without a driver: it must return an error code, not refuse a type."""
     with pytest.raises(bindings.CudaError):
         getattr(bindings.Cuda.load(), call)(*arguments)
 
@@ -142,7 +142,7 @@ def test_errors_that_break_the_context_are_recognised(code: str, is_sticky: bool
 
 
 def test_a_code_that_these_bindings_cannot_name_is_a_cuda_error_too() -> None:
-    """If the driver is newer than the bindings, the enum has no member for its code and raises."""
+    """With a driver that is newer than the bindings, the enum of errors raises for a new code."""
 
     def unknown(*_: object) -> None:
         raise ValueError("999999 is not a valid cudaError_t")

@@ -1,4 +1,4 @@
-"""Failed captures, which must not affect later code, with a model of torch's own state."""
+"""Failed captures of CUDA graphs, which must not affect later code; torch's state is modelled."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Choice of a device by the output of the self-test program, which may be incomplete."""
+"""Choice of a device from the output of the self-test program, which may be incomplete."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ def test_what_was_said_before_a_hang_counts(
     program.chmod(0o755)
     monkeypatch.setattr(cuda_examine.sys, "executable", str(program))
     read_end, write_end = os.pipe()
-    monkeypatch.setattr(cuda_examine.subprocess, "DEVNULL", read_end)  # the program's endless input
+    monkeypatch.setattr(cuda_examine.subprocess, "DEVNULL", read_end)  # input that never ends
     monkeypatch.setattr(cuda_examine, "SELFTEST_S", 0.3)
     findings = examine("fake_cuda", 0, tests=("memory", "ipc"))
     assert {name: row["is_ok"] for name, row in findings.items()} == {

@@ -1,4 +1,4 @@
-"""The fake driver refuses the same calls as the real one; otherwise its tests prove nothing."""
+"""The fake driver refuses the same calls as the real driver; else tests with it prove nothing."""
 
 from __future__ import annotations
 
@@ -136,9 +136,9 @@ def test_what_another_process_has_allocated_is_not_free_until_it_is_gone(tmp_pat
     for world in worlds:
         world.ledger = tmp_path
     worlds[0].note_use()
-    (tmp_path / str(os.getpid())).rename(tmp_path / str(os.getppid()))  # a live process
+    (tmp_path / str(os.getpid())).rename(tmp_path / str(os.getppid()))  # now another live process
     assert cudas[1].memory_info() == (424 << 10, 1 << 20)
     refused("cudaErrorMemoryAllocation", lambda: cudas[1].malloc(500 << 10))
-    (tmp_path / str(os.getppid())).rename(tmp_path / "4194305")  # larger than any process id
+    (tmp_path / str(os.getppid())).rename(tmp_path / "4194305")  # no process has such an id
     cudas[1].malloc(500 << 10)
     cudas[0].free(block)

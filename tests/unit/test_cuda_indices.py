@@ -1,4 +1,4 @@
-"""Inputs that are indices: how they are found, and errors for indices out of range."""
+"""Inputs that a program uses as indices: how they are found, and errors if out of range."""
 
 from __future__ import annotations
 

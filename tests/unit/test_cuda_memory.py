@@ -1,4 +1,4 @@
-"""Daemon side of the cuda device, with a fake GPU: order, bounds, lifetime, and all error paths."""
+"""The daemon's cuda device, with a fake GPU: order of copies, bounds, lifetime, all error paths."""
 
 from __future__ import annotations
 
@@ -132,7 +132,7 @@ def test_the_word_follows_its_data_on_the_same_stream(writer: str) -> None:
 
         stream.put = put  # type: ignore[method-assign]
     assert rig.run(order(9, [MIB, MIB, MIB])).is_complete
-    assert len(states) == 6  # after each of three copies and three words
+    assert len(states) == 6  # one after each of three copies and three fence words
     for fences, arena in states:
         for index, fence in enumerate(fences):
             if fence == 9:
@@ -144,7 +144,7 @@ def test_the_word_follows_its_data_on_the_same_stream(writer: str) -> None:
 
 
 def test_a_source_of_words_is_not_used_again_before_its_copy_has_run(rig: Rig) -> None:
-    """Groups without bytes never fill the window, so only the ring of words limits them."""
+    """Send groups without bytes: only the ring of fence words limits them, not the copy window."""
     for op_id in range(1, 2 * RING_FENCES // FENCE_COUNT + 3):
         assert rig.run(order(op_id, [0] * FENCE_COUNT)).is_complete
         assert rig.fences() == [op_id] * FENCE_COUNT
@@ -154,7 +154,7 @@ def test_no_copy_crosses_the_end_of_a_registration(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(cuda_pinned, "PIN_BYTES", MIB)
     rig = Rig()
     data = random.Random(2).randbytes(5 * MIB)
-    rig.fill_store(MIB // 2, data)  # the fake refuses a copy over two registrations
+    rig.fill_store(MIB // 2, data)  # the fake refuses a copy that crosses two registrations
     groups = order(3, [3 * MIB + 17, 100, MIB])
     moved = [
         GroupCopy(
@@ -203,7 +203,7 @@ def test_a_refused_registration_costs_speed_and_nothing_else() -> None:
 
 
 def test_what_another_daemon_wrote_is_staged_once_and_pinned_for_the_next_time(rig: Rig) -> None:
-    """A second device's daemon, or a restarted daemon, finds such bytes in the store."""
+    """Find bytes in the store, like a second device's daemon or a restarted daemon."""
     data = random.Random(4).randbytes(2 * MIB)
     os.pwrite(rig.store, data, 0)
 
@@ -221,7 +221,7 @@ def test_what_another_daemon_wrote_is_staged_once_and_pinned_for_the_next_time(r
 
 def test_a_copy_that_is_refused_ends_the_transmission_incomplete(rig: Rig) -> None:
     rig.fill_store(0, bytes([5]) * (3 * MIB))
-    rig.world.fail("cudaMemcpyAsync", "cudaErrorInvalidValue", after=1)  # the second group's copy
+    rig.world.fail("cudaMemcpyAsync", "cudaErrorInvalidValue", after=1)  # fails the second copy
     ended = rig.run(order(4, [MIB, MIB, MIB]))
     assert (ended.is_complete, ended.group_count, ended.copied_bytes) == (False, 1, MIB)
     assert rig.fences(3) == [4, 0, 0]
@@ -299,7 +299,7 @@ def test_reading_more_than_both_staging_buffers_hold(monkeypatch: pytest.MonkeyP
 
 
 def test_closing_gives_everything_back() -> None:
-    gc.collect()  # frees mappings of other tests
+    gc.collect()  # frees mappings that other tests have left
     descriptors = open_files("memfd")
     rig = Rig()
     rig.fill_store(0, bytes(MIB))

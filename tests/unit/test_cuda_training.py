@@ -1,4 +1,4 @@
-"""Scripts on cuda: at most two groups ahead of the device, with tensors aligned as by torch."""
+"""Scripts on cuda: they run at most two groups ahead, and tensors are aligned as by torch."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def test_two_groups_are_queued_and_no_more() -> None:
     queue = world.streams[stream]
     for group in range(1, 12):
         for _ in range(LOOKS_PER_GROUP):
-            cuda.fill(block, group, 64, stream)  # stands for the kernels of a layer
+            cuda.fill(block, group, 64, stream)  # replaces the kernels of a layer
             ahead.look()
         assert queue.enqueued - queue.done <= GROUPS_AHEAD * LOOKS_PER_GROUP
         if group > GROUPS_AHEAD:
@@ -116,7 +116,7 @@ def test_the_devices_generator_is_kept_with_the_others(monkeypatch: pytest.Monke
 
 
 def test_what_lies_behind_a_small_bias_is_aligned_as_torchs_own_allocator_would() -> None:
-    """cuBLASLt chooses algorithms by the operands' alignment, so other places give other bits."""
+    """cuBLASLt chooses algorithms by operands' alignment, so another alignment changes bits."""
     area = Area("parameters", 0, 4096)
     places = [area.place(str(size), torch.empty(size)) for size in (8, 64, 3, 100)]
     assert [place.offset_bytes % 512 for place in places] == [0, 0, 0, 0]

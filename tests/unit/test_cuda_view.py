@@ -1,4 +1,4 @@
-"""Worker's side of the cuda device: tensors at fake addresses, graphs, the slice, and waits."""
+"""The worker's cuda device: tensors at fake addresses, graphs, the slice, and waits for groups."""
 
 from __future__ import annotations
 
@@ -186,7 +186,7 @@ def test_tensors_over_words_or_behind_the_arena_are_refused(rig: Rig) -> None:
     with pytest.raises(RemoteProtocolError):
         rig.view.tensor(spec("float32", (4,), 0, 16), 0)
     with pytest.raises(LocalProtocolError):
-        rig.view.tensor(spec("float32", (4,), 0, 16), 3 * MIB)  # no model has bytes in the slice
+        rig.view.tensor(spec("float32", (4,), 0, 16), 3 * MIB)  # a slice has no model's bytes
     with pytest.raises(LocalProtocolError):
         rig.view.slice_bytes(3 * MIB - 1, 2)
 
@@ -228,7 +228,7 @@ def test_a_broken_context_is_told_from_a_models_own_error() -> None:
 
 
 def test_a_kernels_assertion_is_the_tasks_own_fault_and_nothing_else_is() -> None:
-    rig = Rig()  # never closed, as above
+    rig = Rig()  # never closed, because closing fails in a broken context
     assert rig.view.fault() is None
     rig.world.fail("cudaEventRecord", "cudaErrorAssert")
     assert rig.view.is_lost(RuntimeError("CUDA error: device-side assert triggered"))
@@ -241,7 +241,7 @@ def test_a_kernels_assertion_is_the_tasks_own_fault_and_nothing_else_is() -> Non
 
 
 def test_an_eager_run_waits_on_the_host_and_leaves_nothing_behind_a_wait(rig: Rig) -> None:
-    """Behind a wait on the stream, the driver blocks the load of a kernel and any allocation."""
+    """The host waits: if the stream did, the driver would block kernel loads and allocations."""
     rig.view._running = None
     waited = threading.Thread(target=rig.view.wait_group, args=(3, 7))
     waited.start()
@@ -287,7 +287,7 @@ def test_a_slice_that_is_too_small_is_left_for_good() -> None:
 
 
 def test_a_refusal_of_unknown_name_counts_as_one_while_the_context_works(rig: Rig) -> None:
-    rig.world.fail("cudaHostRegister", "cudaErrorNotReady")  # no list has it as a harmless error
+    rig.world.fail("cudaHostRegister", "cudaErrorNotReady")  # not in a list of harmless errors
     rig.view.pin(rig.block, 4096)
     assert rig.world.registered == {}
     rig.world.fail("cudaHostRegister", "cudaErrorUnknown")  # breaks the fake's context
@@ -372,7 +372,7 @@ def test_segments_are_handed_out_in_units_and_come_back() -> None:
 
 
 def program(groups: int = 3) -> tuple[BoundGraph, list[torch.Tensor]]:
-    """Return a program of ((x + w0) * w1) + w2 …, with a group for each weight, and its weights."""
+    """Return a program ((x + w0) * w1) + w2 …, with a group per weight; and return the weights."""
     graph = Graph(
         version=2,
         inputs=(ValueSpec(name="x", dtype="float32", shape=("batch", 4)),),
@@ -451,7 +451,7 @@ def test_a_replay_reads_new_inputs_and_new_weights_at_the_same_addresses() -> No
     for _ in range(3):
         x = torch.randn(2, 4)
         for weight in weights:
-            weight.copy_(torch.randn(4))  # bytes of a later transmission, at the same address
+            weight.copy_(torch.randn(4))  # as if another copy had changed the bytes in place
         assert torch.equal(device.run([x], lambda _: None)[0], expected(x, weights))
 
 
@@ -501,7 +501,7 @@ def test_a_capture_that_fails_is_not_tried_again_and_the_program_serves() -> Non
 def test_what_breaks_a_contract_is_not_captured_and_does_not_pass_as_a_replay(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """A capture checks no contracts, so it is only for shapes at which each call was checked."""
+    """Capture a shape only after an eager run at it: a capture does not check calls' contracts."""
     bound, weights = program()
     device, _ = made(bound)
     good, bad = torch.randn(2, 4), torch.randn(3, 4)
@@ -578,7 +578,7 @@ def test_a_graph_larger_than_the_budget_is_refused_for_good() -> None:
 def test_memory_that_another_process_took_meanwhile_does_not_refuse_a_graph() -> None:
     bound, _ = program()
     device, recorder = made(bound, limit=2 * MIB)
-    recorder.cost_bytes = 3 * MIB  # growth on the whole device, of which the graph causes 1 MiB
+    recorder.cost_bytes = 3 * MIB  # the device loses 3 MiB, of which the graph causes 1 MiB
     plain = recorder.session
 
     @contextlib.contextmanager

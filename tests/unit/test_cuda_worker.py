@@ -18,7 +18,7 @@ from pipeswitch.workers.inference.task import _Groups, infer
 def test_a_worker_whose_termination_thread_fails_leaves_at_once(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Its stream cannot be drained, as the context is broken, so a parked worker waits for ever."""
+    """A broken context's stream cannot be drained, so a worker that parked would wait for ever."""
 
     class Left(BaseException):
         pass

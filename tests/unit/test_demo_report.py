@@ -1,4 +1,4 @@
-"""Calculations of the demo: percentiles, the parts of a time, and the remaining training speed."""
+"""Calculations of the demo: percentiles, parts of a request's time, remaining training speed."""
 
 from __future__ import annotations
 

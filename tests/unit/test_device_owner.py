@@ -1,4 +1,4 @@
-"""Owner of a device's turn, whose state always agrees with the tasks that it names."""
+"""The record of which task has a device's turn: its state always agrees with its tasks."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def test_any_events_keep_the_owner_and_its_tasks_in_agreement() -> None:
     for seed in range(200):
         chance, owner = random.Random(seed), DeviceOwner()
         for number in range(1, 100):
-            events = [*OwnerEvent][: len(OwnerEvent) - (chance.random() < 0.9)]  # TASKS_LOST: rare
+            events = [*OwnerEvent][: len(OwnerEvent) - (chance.random() < 0.9)]  # few TASKS_LOST
             event = chance.choice(events)
             if owner.pending is None and chance.random() < 0.5:
                 owner.pending = RunningTask(number, 0, (number,), "m", 0.0, was_resident=True)

@@ -1,4 +1,4 @@
-"""Computed extents: bounded expressions, and results within the bounds of their trees."""
+"""Computed extents of tensors: expressions are bounded, and so are their values."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def test_an_accepted_extent_is_a_bounded_number_or_none_and_survives_the_bundle(
         return
     assert abs(value) <= MAX_NUMBER
     text = extent_text(extent).replace("min(", "min_(").replace("max(", "max_(")
-    same = eval(text, {"min_": min, "max_": max, **values})  # the shown text has the same value
+    same = eval(text, {"min_": min, "max_": max, **values})  # the value of the text that users see
     assert same == value
     spec = ValueSpec(name="y", dtype="float32", shape=(extent,))
     assert msgspec.json.decode(msgspec.json.encode(spec), type=ValueSpec) == spec
@@ -139,7 +139,7 @@ def test_a_shape_has_no_more_elements_than_a_tensor_wherever_in_its_range() -> N
 
 
 def test_a_program_has_a_bounded_number_of_extents_parts() -> None:
-    """Each request computes all parts, in the loop that serves all clients."""
+    """Refuse a program with too many: each request computes them in the loop that serves all."""
     sixty: Any = Expr("min", (1,) + ("length",) * 59)
     x = ValueSpec(name="x", dtype="float32", shape=("length",))
 
@@ -220,7 +220,7 @@ def ask(*shapes: tuple[int, ...]) -> Any:
 def test_a_reply_has_the_room_that_the_requests_own_shape_asks_for() -> None:
     assert ask((2, 7), (2, 7)).reply_bytes == 2 * 4 * 256 * 4 + 512
     assert ask((8, 512), (8, 512)).reply_bytes == 8 * 256 * 256 * 4 + 2048
-    assert ask((1, 1), (1, 1)).reply_bytes == 1024  # with one output of 0 bytes
+    assert ask((1, 1), (1, 1)).reply_bytes == 1024  # one of the outputs has 0 bytes
 
 
 @pytest.mark.parametrize(
@@ -245,7 +245,7 @@ def test_a_reply_that_no_memory_could_hold_is_refused_before_room_is_asked_for()
     x = ValueSpec(name="x", dtype="float32", shape=("length",))
     dims = (Dim("length", 128, 128 << 10),)
     signed = msgspec.structs.replace(manifest(), inputs=(x,), outputs=(huge,), dims=dims)
-    check_signature(signed.inputs, signed.outputs, signed.dims)  # both ends of the range are valid
+    check_signature(signed.inputs, signed.outputs, signed.dims)  # checks only ends of the range
     announced = ModelAvailable(model="m", manifest=signed, priority=1)  # type: ignore[arg-type]
     tensor = WireTensor(name="", dtype="float32", shape=(129,), frame=0)
     header = RequestHeader(v=1, op="infer", id="1", model="m", inputs=(tensor,))

@@ -1,4 +1,4 @@
-"""Shares of the state directory's disk: use by tenant, and refusals before a write."""
+"""Tenants' shares of the state directory's disk, and writes that are refused beforehand."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def test_programs_uploads_and_commits_count_and_nothing_else(disk: Disk, tmp_pat
     write(tmp_path / "commits" / "job" / "commit-1-0.safetensors", 300)
     write(tmp_path / "logs" / "server.log", 5000)
     (tmp_path / "uploads" / "link").symlink_to(tmp_path / "logs" / "server.log")
-    assert disk.left_bytes("") in range(1000 - 610 - 200, 1000 - 609)  # a link takes a few bytes
+    assert disk.left_bytes("") in range(1000 - 610 - 200, 1000 - 609)  # the link itself counts
 
 
 def test_a_tenant_pays_for_its_programs_and_uploads_alone(disk: Disk, tmp_path: Path) -> None:

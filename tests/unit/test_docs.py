@@ -133,7 +133,7 @@ def test_no_file_cites_a_document_that_is_not_in_the_repository() -> None:
 
 def test_each_decision_has_a_number_and_its_sections_unless_it_was_withdrawn() -> None:
     numbers = [int(path.name[:4]) for path in RECORDS]
-    assert numbers == sorted(set(numbers))  # a number may be reserved for an unfinished decision
+    assert numbers == sorted(set(numbers))  # gaps are allowed, for decisions that are not finished
     for path in RECORDS:
         text = path.read_text()
         assert text.startswith(f"# {int(path.name[:4])}. "), path.name
@@ -172,7 +172,7 @@ def test_every_dependency_has_its_reason() -> None:
         assert re.search(rf"\b{re.escape(name)}\b", reasons), name
 
 
-GOALS = {  # for each goal, the text of its row with placeholders for figures
+GOALS = {  # goal -> text of its row, with placeholders for figures
     "G1": "{chaos[faults_survived]}/{chaos[faults_injected]} faults survived, {chaos[lost]} lost, "
     "{chaos[duplicated]} duplicated, {chaos[wrong]} wrong, 0 violations of {chaos[requests]:,} "
     "requests; {chaos[cells_exercised]}/{chaos[cells]} cells; dead worker p99 "

@@ -1,4 +1,4 @@
-"""Variables of the server's environment that its processes get."""
+"""Environment variables that the server's child processes get."""
 
 from __future__ import annotations
 

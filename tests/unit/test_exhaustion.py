@@ -1,4 +1,4 @@
-"""Shortages of a system resource, which must neither end a process nor block it for ever."""
+"""Shortages of system resources, which must neither end a process nor block it for ever."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import os
 import selectors
 import signal
 import subprocess
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ import pytest
 
 from pipeswitch import launch
 from pipeswitch.base.errors import ServerUnavailable
+from pipeswitch.client.connection import Connection
 from pipeswitch.controller import processes as controller_processes
 from pipeswitch.controller.processes import MAX_FAILED_STARTS, Child, Processes
 from pipeswitch.gateway.openai.tokenizers import TokenizerClient
@@ -32,7 +34,7 @@ SHORTAGES = (errno.EMFILE, errno.EAGAIN, errno.ENOMEM)
 
 
 class Parent:
-    """The controller's processes, with a fork server that the test plays."""
+    """The controller's record of its processes; the test acts as the fork server."""
 
     def __init__(self, folder: Path) -> None:
         self.selector = selectors.DefaultSelector()
@@ -63,7 +65,7 @@ class Parent:
         self.processes._from_server()
 
     def is_usable(self, child: Child) -> bool:
-        """Use a child that has ended; return True if neither messages nor a kill have an effect."""
+        """Send messages and a kill to a child; return True if one exit, by SIGKILL, is reported."""
         for index in (0, 1):
             self.processes.send(child, index, PING)
         self.processes.kill(child)
@@ -92,7 +94,7 @@ def refuse(number: int) -> Any:
 def test_a_child_without_descriptors_has_exited_and_is_sent_nothing(
     parent: Parent, monkeypatch: pytest.MonkeyPatch, pairs: int
 ) -> None:
-    """The scheduler spawns a worker and sends its first task in the same decision."""
+    """Use a child at once, because the scheduler spawns a worker and sends a task in one step."""
     pairs_made = [channel_pair() for _ in range(pairs)]
     monkeypatch.setattr(
         controller_processes,
@@ -194,3 +196,17 @@ def test_the_fork_server_reports_what_it_could_not_fork_and_lives_on(
     sleeper.wait()
     for channel in (ours, theirs):
         channel.close()
+
+
+def test_a_client_whose_thread_cannot_start_keeps_no_descriptor(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def fail(_: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(threading.Thread, "start", fail)
+    before = open_files("eventfd")
+    for _ in range(3):
+        with pytest.raises(RuntimeError):
+            Connection("tcp://127.0.0.1:9", 1.0)
+    assert open_files("eventfd") == before

@@ -1,4 +1,4 @@
-"""Failpoints: the table and the code agree, and a point fires once."""
+"""Failpoints, at which tests inject faults: table and code agree, and each point fires once."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from pipeswitch.base.failpoints import POINTS, REACHED, VARIABLE, Injected
 from tests.process.failpoint_tour import TOUR
 
 ROOT = Path(__file__).resolve().parents[2]
-SENT_TO = ("worker", "daemon", "stage")  # kinds of children in names that an f-string makes
+SENT_TO = ("worker", "daemon", "stage")  # kinds of children, which f-strings put into names
 
 
 def points_in_code() -> Counter[str]:

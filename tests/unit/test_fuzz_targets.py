@@ -1,6 +1,6 @@
-"""Replay of every kept input of the fuzz targets, so that fixed bugs stay fixed.
+"""Replay of every saved input of the fuzz targets, so that fixed bugs stay fixed.
 
-The replay does not need atheris; ``make fuzz`` searches for new inputs.
+The replay works without atheris. ``make fuzz`` searches for new inputs.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from tests.fuzz.target import (
 )
 from tests.fuzz.targets import MODULES, load
 
-KEPT_BYTES = 512 << 10  # size limit of all corpora together
+KEPT_BYTES = 512 << 10  # limit of the size of all saved inputs together
 FOUND = sorted(path.relative_to(REGRESSIONS) for path in REGRESSIONS.glob("*/*"))
 
 
@@ -62,7 +62,7 @@ BROKEN = {
     "order": "pipeswitch.ipc.gate.Gate.grant",
     "gateway": "pipeswitch.gateway.http.http_server.HttpConnection.look",
 }
-"""A target -> something in its way that raises what was not promised."""
+"""Fuzz target -> a patch that makes the tested code raise an error that it must not raise."""
 
 
 @pytest.mark.parametrize("name", MODULES)
@@ -78,7 +78,7 @@ def test_a_target_lets_an_escape_out(name: str, monkeypatch: pytest.MonkeyPatch)
         with pytest.raises(ZeroDivisionError):  # noqa: PT012 - one of them gets there
             for seed in seeds:
                 target.run(seed)
-    target.run(seeds[0])  # the escape does not affect the next input
+    target.run(seeds[0])  # the escaped error does not affect the next input
 
 
 def test_an_error_that_the_gateway_answers_with_500_is_an_escape(
@@ -93,7 +93,7 @@ def test_an_error_that_the_gateway_answers_with_500_is_an_escape(
         target.run(target.seeds()[0])
 
 
-# ---- the targets reach what they are for --------------------------------------------------------
+# ---- each target reaches the code that it should test -------------------------------------------
 
 
 def test_a_good_request_is_admitted_and_its_bytes_lie_in_the_pool() -> None:
@@ -199,7 +199,7 @@ def test_the_same_seed_mutates_the_same_way() -> None:
     assert random.Random(7).random() != random.Random(8).random()
 
 
-# ---- the driver's reading -----------------------------------------------------------------------
+# ---- the driver's reading of atheris's output ---------------------------------------------------
 
 LOG = """#2\tINITED cov: 9 ft: 9 corp: 1/1b exec/s: 0 rss: 40Mb
 #4096\tpulse  cov: 33 ft: 40 corp: 7/70b lim: 4096 exec/s: 2048 rss: 41Mb

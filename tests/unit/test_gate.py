@@ -1,4 +1,4 @@
-"""Table of the gate, row by row, and its two threads in every order."""
+"""The gate, where a script stops: each row of its table, and its two threads in every order."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ S = GateState
 
 
 class Recorder:
-    """Gate with a list of its acknowledgements."""
+    """Gate, with a list of the stops that it has acknowledged."""
 
     def __init__(self) -> None:
         self.parked: list[tuple[int, int, Where]] = []
@@ -42,7 +42,7 @@ def running(box: Recorder) -> Gate:
 
 
 class Main:
-    """Main thread with one blocking call; ``join`` returns the exception that it raised."""
+    """Thread with one blocking call; ``join`` returns the exception that the call raised."""
 
     def __init__(self, call: Callable[[], Any]) -> None:
         self.raised: BaseException | None = None
@@ -66,8 +66,8 @@ class Main:
     ("steps", "parked", "state"),
     [
         ("check", "", S.RUNNING),
-        ("leave check", "", S.RUNNING),  # the check takes the device again
-        ("leave stop:1 grant:3 check", "1 loader", S.RUNNING),  # AWAY: acknowledged at once
+        ("leave check", "", S.RUNNING),  # the check takes the turn again
+        ("leave stop:1 grant:3 check", "1 loader", S.RUNNING),  # AWAY, so it stops at once
         ("stop:1", "", S.STOPPING),
         ("stop:1 leave", "1 loader", S.STOPPED),  # ``leave`` does not block
         ("stop:1 stop:1 leave stop:1", "1 loader", S.STOPPED),  # a repeated stop counts once
@@ -76,14 +76,14 @@ class Main:
         ("leave stop:1 stop:3", "1 loader", S.STOPPED),
         ("leave stop:1 stop:3 grant:3", "1 loader, 3 loader", S.STOPPED),
         ("leave stop:2 grant:4", "", S.AWAY),
-        # A grant that overtakes the acknowledgement takes effect after it; check does not block.
+        # A grant that arrives before the stop is acknowledged is used afterwards; no check blocks.
         ("stop:1 grant:3", "", S.STOPPING),
         ("stop:1 grant:3 check", "1 forward", S.RUNNING),
-        # No check parks or raises inside the optimizer's step; leaving never raises.
+        # In the optimizer's step, no check parks or raises. Leaving never raises.
         ("optimizer stop:1 check evict check", "", S.STOPPING),
         ("optimizer stop:1 check evict check over raises", "1 forward", S.STOPPED),
         ("evict leave stop:1", "1 loader", S.STOPPED),
-        # A stop for another job waits for the step's end, unless a second stop or an evict comes.
+        # A stop for another job takes effect at the step's end, or at a second stop or an evict.
         ("later:1 check grant:3 check", "", S.STOPPING),
         ("later:1 check boundary grant:3 leave", "1 loader", S.AWAY),
         ("later:1 check leave", "1 loader", S.STOPPED),
@@ -97,7 +97,7 @@ class Main:
 def test_a_turn_is_given_up_where_it_is_asked_for(
     box: Recorder, steps: str, parked: str, state: GateState
 ) -> None:
-    """``stop:1`` requests turn 1 for turn 2 at once, ``later:1`` at the end of the step."""
+    """``stop:1`` asks the job to give up turn 1 at once, ``later:1`` at the end of the step."""
     gate = running(box)
     for step in steps.split():
         what, _, turn = step.partition(":")
@@ -133,7 +133,7 @@ def test_one_that_was_away_says_once_that_it_is_back_or_that_others_go_first(box
     gate.pause(0.0)
     assert gate.allows_copies
     gate.request_stop(1, 2, at_boundary=True)
-    assert gate.allows_copies  # while another job computes
+    assert gate.allows_copies  # another job computes, which copies do not disturb
     main = Main(gate.enter)
     for _ in range(2):
         assert is_told.acquire(timeout=20)
@@ -142,7 +142,7 @@ def test_one_that_was_away_says_once_that_it_is_back_or_that_others_go_first(box
     gate.check()
     gate.leave("copies")
     gate.request_stop(3, 4)
-    assert not gate.allows_copies  # while a request computes
+    assert not gate.allows_copies  # a request computes
     assert box.parked == [(1, 2, "copies"), (3, 4, "copies")]
     assert calls == [(1, True), (1, False)]
 
@@ -151,7 +151,7 @@ def test_one_that_was_away_says_once_that_it_is_back_or_that_others_go_first(box
 def test_a_parked_thread_goes_on_with_a_larger_turn_or_is_woken_by_its_eviction(
     box: Recorder, is_evicted: bool
 ) -> None:
-    first = Main(box.gate.enter)  # a script computes only after its first grant
+    first = Main(box.gate.enter)  # blocks until the script's first grant
     box.gate.grant(1)
     assert first.join() is None
     gate = box.gate
@@ -205,10 +205,10 @@ operations = st.lists(
 
 @given(operations)
 def test_any_order_keeps_the_books(plan: list[str]) -> None:
-    """One thread plays both threads and skips checks that would block.
+    """Make the moves of both threads in one thread, but skip checks that would block.
 
-    Each turn is acknowledged at most once, and never inside the optimizer. The gate has a turn
-    exactly in the states RUNNING, STOPPING and AWAY.
+    Each turn must be acknowledged at most once, and never inside the optimizer's step. The gate
+    must have a turn exactly in the states RUNNING, STOPPING and AWAY.
     """
     box = Recorder()
     gate = box.gate
@@ -258,7 +258,7 @@ def test_any_order_keeps_the_books(plan: list[str]) -> None:
 
 @pytest.mark.parametrize("seed", range(4))
 def test_two_threads_racing_acknowledge_every_stop_once(seed: int) -> None:
-    """The main thread checks, leaves and enters; the other one stops and grants continuously."""
+    """One thread checks, leaves and enters, while the other one stops and grants continuously."""
     box = Recorder()
     gate = box.gate
     stops = 100
@@ -298,7 +298,7 @@ def test_an_evicted_thread_that_has_the_turn_goes_on_to_the_end_of_its_step(box:
         gate.check()
     assert gate.is_unwinding
     gate.finishes_step = lambda: True
-    with pytest.raises(TaskPreempted):  # raised again after the script caught the first one
+    with pytest.raises(TaskPreempted):  # raised again, because the script caught the first one
         gate.check()
 
 

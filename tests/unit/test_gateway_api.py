@@ -1,4 +1,4 @@
-"""``/api`` and ``/ui``: every route has its role, its description and its refusals."""
+"""Routes of ``/api`` and ``/ui``: their roles, their descriptions, and requests they refuse."""
 
 from __future__ import annotations
 
@@ -159,7 +159,7 @@ def test_a_row_of_verbs_gives_a_verb_its_route(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_a_verb_that_depends_on_its_client_needs_operate_over_http(rig: Rig) -> None:
-    """The gateway sends as the server's owner, who may see everything."""
+    """The gateway connects as the server's owner, so the server would answer with everything."""
     roles = {(route.method, route.path): route.role for route in rig.api.routes}
     for verb in VERBS.values():
         if verb.http is not None and (verb.is_cut or verb.of_owner):
@@ -257,7 +257,7 @@ def test_code_that_is_allowed_needs_its_role_and_pinning_another() -> None:
     body = b'{"source": "models.zoo:make"}'
     register, code = (f"token-of-{role}".ljust(16, "-") for role in ("register", "code"))
     assert rig.refused("POST", "/api/models/m", body, token=register)[0] == 403
-    assert rig.refused("POST", "/api/models/m", body, token=code)[0] == 403  # needs "register" too
+    assert rig.refused("POST", "/api/models/m", body, token=code)[0] == 403  # "register" is missing
     assert rig.ask("POST", "/api/models/m", body).status == 200
     pinned = b'{"source": "torchvision:resnet18", "pin": true}'
     assert '"operate"' in rig.refused("POST", "/api/models/m", pinned, token=register)[1]
@@ -302,7 +302,7 @@ def test_a_bundle_is_the_body_and_its_options_are_the_query(rig: Rig) -> None:
 
 
 def test_http_fills_what_every_door_fills_and_the_callers_rights_hold(rig: Rig) -> None:
-    """The gateway uses the owner's socket, so it must check each caller's rights itself."""
+    """The gateway connects as the owner, so it must check each caller's rights itself."""
     fields = {
         "source": "torchvision:resnet18",
         "inputs": {"x": [[1, [1, 8]], "int64"]},
@@ -328,8 +328,8 @@ def test_http_fills_what_every_door_fills_and_the_callers_rights_hold(rig: Rig) 
 
 
 def test_what_a_caller_registers_is_its_own_and_not_the_owners(rig: Rig) -> None:
-    """As the owner's, its bundle would share a process with the owner's models, and its uploads
-    and programs would have no limit on disk."""
+    """If it counted as the owner's, its program would run in a process with the owner's models, and
+    its uploads and programs would have no limit on disk."""
     token = "token-of-register".ljust(16, "-")
     told(rig.ask("POST", "/api/models/m", b"bytes", token=token, content_type=BUNDLE))
     told(rig.ask("POST", "/api/models/n", b'{"source": "torchvision:resnet18"}', token=token))
@@ -414,9 +414,22 @@ def test_a_probe_of_http_1_0_that_names_no_host_is_answered(rig: Rig) -> None:
     assert answer.status == 200
 
 
+def test_a_step_of_a_sequence_whose_outputs_are_refused_is_not_computed(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(ROW, "outputs", {"y": [[4], "float32"]})
+    data = {"name": "x", "shape": [1], "datatype": "FP32", "data": [1.0]}
+    for name, parameters in (("typo", {}), ("y", {"classification": 2}), ("y", {"binary_data": 1})):
+        outputs = [{"name": name, "parameters": parameters}]
+        body = {"inputs": [data], "outputs": outputs, "parameters": {"sequence_id": 5}}
+        status, _ = rig.refused("POST", "/v2/models/m/infer", json.dumps(body).encode())
+        assert status == 400  # the rig's server has no ``infer``
+
+
 def test_a_page_of_another_site_may_not_ask(rig: Rig) -> None:
     for path in ("/ui", "/api/ps"):
-        assert rig.refused("GET", path, origin="http://evil.example")[0] == 403
+        for origin in ("http://evil.example", "http://[::1", "//[", "http://a]b", "null"):
+            assert rig.refused("GET", path, origin=origin)[0] == 403
         assert rig.refused("GET", path, host="evil.example")[0] == 403
 
 
@@ -471,7 +484,7 @@ def test_the_pages_files_ask_no_other_site_and_parse_no_text_as_html() -> None:
         answer = Page().answers[path]
         text = bytes(answer.parts[0]).decode()
         sites = set(re.findall(r"https?://[^\s\"'<)]+", text))
-        assert sites <= {"http://www.w3.org/2000/svg"}, path  # a namespace's name, never loaded
+        assert sites <= {"http://www.w3.org/2000/svg"}, path  # a namespace, which is never loaded
         for word in (
             "innerHTML",
             "outerHTML",

@@ -1,4 +1,4 @@
-"""Fair shares, by address, of the bytes of gRPC messages that have not arrived completely."""
+"""Fair shares of the memory for gRPC messages that have arrived only partly, by address."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ ALONE = SIZE * 3 // 4
 
 
 class Wire:
-    """Connections with the number of bytes that arrived on each, as the kernel reports them."""
+    """Connections, with the number of bytes that the kernel has received on each."""
 
     def __init__(self) -> None:
         self.arrived: dict[str, int] = {}
@@ -32,7 +32,7 @@ class Wire:
 
 
 class Call:
-    """Call that waits for its next message."""
+    """gRPC call that waits for its next message."""
 
     def __init__(self, wire: Wire, peer: str) -> None:
         self._peer = peer
@@ -46,7 +46,7 @@ class Call:
         return self._peer
 
     async def ended(self) -> Any:
-        """Leave the call after it ended; return its message or its error."""
+        """Leave the call after it has ended; return its message or its error."""
         try:
             return await self.task
         except QueueFull as error:
@@ -65,7 +65,7 @@ def test_an_address_with_more_than_its_share_of_half_messages_loses_the_largest(
         assert not any(call.task.done() for call in calls.values())
         wire.arrive("a:2", ALONE - ALONE // 3)
         assert isinstance(await calls["a:2"].ended(), QueueFull)
-        assert wire.shares.of("a") == ALONE // 3  # the other call continues
+        assert wire.shares.of("a") == ALONE // 3  # the other call of this address continues
         await asyncio.sleep(0)
         assert not calls["a:1"].task.done()
         assert not calls["b:1"].task.done()
@@ -109,7 +109,7 @@ def test_bytes_are_given_back_when_the_calls_or_the_connection_end(is_gone: bool
         again = Call(wire, "a:1")
         await asyncio.sleep(0)
         wire.arrive("a:1", 1 << 20)
-        assert wire.shares.of("a") == 1 << 20  # earlier bytes do not count
+        assert wire.shares.of("a") == 1 << 20  # only bytes since the call began count
         again.came.put_nowait(b"x")
         assert await again.ended() == b"x"
 
@@ -117,7 +117,7 @@ def test_bytes_are_given_back_when_the_calls_or_the_connection_end(is_gone: bool
 
 
 def test_a_busy_connection_with_an_idle_stream_is_not_refused() -> None:
-    """Bytes of headers and frames around whole messages do not count as incomplete messages."""
+    """Send complete messages: bytes of headers and frames must not count as incomplete messages."""
 
     async def scenario() -> None:
         wire = Wire()

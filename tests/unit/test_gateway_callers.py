@@ -77,7 +77,7 @@ def test_this_address_may_be_asked_under_its_own_names(host: str) -> None:
 def test_another_host_is_refused(host: str) -> None:
     with pytest.raises(WrongHost):
         callers(hosts=frozenset({"127.0.0.1", "localhost", "[::1]"})).check_host(host)
-    callers().check_host(host)  # without a list, any host is accepted, as behind a proxy
+    callers().check_host(host)  # without a list, every host is accepted, for use behind a proxy
 
 
 def test_a_row_is_cut_to_what_infer_is_told() -> None:
@@ -120,7 +120,7 @@ def test_a_file_that_is_wrong_is_refused_in_words(
 
 
 def test_every_error_has_a_status_and_what_may_be_sent_again_says_so() -> None:
-    ours = {cls.__name__: cls for cls in PipeSwitchError.__subclasses__()}  # with the gateway's
+    ours = {cls.__name__: cls for cls in PipeSwitchError.__subclasses__()}  # and gateway errors
     statuses = {name: status_of(cls.__new__(cls)) for name, cls in (ERRORS_BY_NAME | ours).items()}
     assert {name: s.http for name, s in statuses.items() if s.http != 500} == {
         "InvalidInput": 400,

@@ -1,4 +1,4 @@
-"""Requests below ``/v1`` and Triton's ``generate``, and the memory that their bodies take."""
+"""Requests to paths below ``/v1`` and to Triton's ``generate``, and the memory of their bodies."""
 
 from __future__ import annotations
 
@@ -121,7 +121,7 @@ def test_a_chat_of_many_fields_is_refused_before_they_are_decoded() -> None:
 @pytest.mark.parametrize(
     ("data", "param"),
     [
-        (body(stop=["ab"] * 17), "stop"),  # stop strings take memory while the request waits
+        (body(stop=["ab"] * 17), "stop"),  # too many, as they take memory while a request waits
         (body(**{f"x{number}": None if number % 2 else 0 for number in range(900)}), None),
         (body(logit_bias={str(number): 0 for number in range(1000)}), "logit_bias"),
         (body(max_tokens="many"), "max_tokens"),

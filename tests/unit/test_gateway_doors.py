@@ -93,7 +93,7 @@ def test_what_cannot_be_started_is_tried_again_ever_later(
             wait_s = gateway.wait_s()
             assert wait_s is not None
             waits.append(wait_s)
-            gateway.look()  # before its time, so it has no effect
+            gateway.look()  # too early, so it has no effect
             assert gateway.wait_s() == wait_s
             now[0] += wait_s
             gateway.look()
@@ -121,7 +121,7 @@ def test_the_owners_token_is_made_once_and_only_its_owner_may_read_it(tmp_path: 
     assert len(token) >= 32
     gateway.stop()
     opened(tmp_path, http="127.0.0.1:0").stop()
-    assert owner_token(path) == token  # so an open page keeps working with the next server
+    assert owner_token(path) == token  # so that an open page works with the next server
     path.chmod(0o644)
     with pytest.raises(ConfigError, match="chmod 600"):
         opened(tmp_path, http="127.0.0.1:0")

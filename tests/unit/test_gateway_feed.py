@@ -1,17 +1,19 @@
-"""Events over HTTP: numbered, resumable, and never kept for a client that does not read."""
+"""Events over HTTP: numbered, resumable, and not stored for a client that does not read."""
 
 from __future__ import annotations
 
 import asyncio
 import json
 from collections.abc import Awaitable
+from types import SimpleNamespace
 from typing import Any, TypeVar
 
 import pytest
 
-from pipeswitch.base.errors import QueueFull
+from pipeswitch.base.errors import PipeSwitchError, QueueFull
 from pipeswitch.gateway.http import event_stream as feeds
 from pipeswitch.gateway.http.event_stream import EventLog, Reader
+from pipeswitch.gateway.serving import upstream as upstreams
 
 T = TypeVar("T")
 
@@ -82,6 +84,22 @@ def test_an_id_of_another_life_is_told_as_a_gap(last_id: str) -> None:
     assert [(name, data) for _, name, data in events if name == "dropped"] == [
         ("dropped", {"count": None})
     ]
+
+
+def test_events_are_followed_again_after_any_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(upstreams, "EVENTS_AGAIN_S", 0.0)
+    errors = [PipeSwitchError("the connection failed"), KeyError("asked again")]
+
+    async def ask(op: str, **_: Any) -> None:
+        raise errors.pop(0)
+
+    async def scenario() -> None:
+        upstream = upstreams.Upstream("ipc://nowhere")
+        monkeypatch.setattr(upstream, "_events", SimpleNamespace(ask=ask))
+        await upstream._follow(lambda *_: None)
+
+    with pytest.raises(KeyError):
+        now(scenario())
 
 
 def test_who_does_not_read_is_told_how_many_it_missed_and_holds_nothing() -> None:

@@ -7,6 +7,7 @@ import contextlib
 import gc
 import sys
 import threading
+from types import SimpleNamespace
 from typing import Any, cast
 
 import numpy as np
@@ -226,7 +227,7 @@ def test_a_joined_models_configuration_is_a_message_too() -> None:
 
 @pytest.mark.parametrize("package", list(REFLECTION))
 def test_a_client_that_knows_nothing_learns_every_service(package: str) -> None:
-    """Like grpcurl, the client lists the services, then their files, then all that those import."""
+    """Like grpcurl, get the services, then their files, then all files that those import."""
     from google.protobuf.descriptor_pool import DescriptorPool
 
     asks = REFLECTION[package]["ServerReflectionRequest"]
@@ -269,7 +270,7 @@ class _Details:
 
 
 class Context:
-    """Context of a call, as gRPC's library makes it."""
+    """Context of a call, with the interface of gRPC's own contexts."""
 
     def __init__(
         self, address: str, *messages: bytes, left_s: float | None = None, port: int = 4711
@@ -317,7 +318,7 @@ def test_an_answer_that_is_refused_is_held_no_longer(monkeypatch: pytest.MonkeyP
         unary = calls._unary("ModelInfer", calls._infer).stream_stream
         assert [part async for part in unary(None, context)] == []
         streamed = calls._stream(None, cast(Any, context))
-        assert b"not read" in await anext(streamed)  # the stream is refused for the same reason
+        assert b"not read" in await anext(streamed)  # a stream is refused like a single request
         large = [one for one in messages if len(one) >= 1 << 16]
         assert {sys.getrefcount(one) for one in large} == {4}  # only references of this test
 
@@ -474,7 +475,7 @@ def test_a_request_is_held_no_longer_while_its_answer_is_not_read(verb: str, siz
         answers = behavior_of(verb, Echo(size), shared)(None, context)
         answer = await anext(answers)
         assert len(answer) >= size
-        assert sys.getrefcount(data) == count - 1  # neither the context nor the call keeps it
+        assert sys.getrefcount(data) == count - 1  # neither the context nor the call has ``data``
         assert shared.waiting.held == 0
         await answers.aclose()
         assert shared.answers.held == 0
@@ -535,6 +536,16 @@ def test_an_answer_that_would_be_refused_is_not_computed_again(verb: str) -> Non
     asyncio.run(call())
 
 
+def test_requests_of_a_stream_that_fail_for_any_reason_are_answered() -> None:
+    async def call() -> list[bool]:
+        service = SimpleNamespace(principal=lambda _: None)  # it has no ``infer``
+        answers = behavior_of("ModelStreamInfer", service, Shared(1 << 20, 1 << 20))
+        context = Context("10.0.0.1", long_request(1), long_request(1))
+        return [b"AttributeError" in part async for part in answers(None, context)]
+
+    assert asyncio.run(call()) == [True, True]
+
+
 @pytest.mark.parametrize("verb", ["ModelInfer", "ModelStreamInfer"])
 def test_calls_of_a_crowded_address_take_turns_by_connection_and_others_go_first(verb: str) -> None:
     class Named(Echo):
@@ -544,7 +555,7 @@ def test_calls_of_a_crowded_address_take_turns_by_connection_and_others_go_first
 
     class Later(Context):
         async def read(self) -> Any:
-            await asyncio.sleep(0)  # all calls begin before the first message
+            await asyncio.sleep(0)  # lets all calls begin before the first message
             return await super().read()
 
     async def run() -> None:

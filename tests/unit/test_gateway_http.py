@@ -1,4 +1,4 @@
-"""HTTP over a transport that records writes: framing, order, and all limits on bytes and time."""
+"""HTTP on a transport that records writes: framing, order, and all limits on bytes and time."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ LIMITS = Limits(
 
 
 class Rig:
-    """Server that answers with the path and body, at once or when the test opens ``gate``."""
+    """Server that answers with a request's path and body, at once or when ``gate`` is set."""
 
     def __init__(self) -> None:
         self.server = HttpServer(self.admit, LIMITS)
@@ -102,7 +102,7 @@ def rig() -> Iterator[Rig]:
 
 
 def feed(connection: HttpConnection, data: bytes, piece: int = 1 << 20) -> None:
-    """Give bytes to a connection as a socket does: what the buffer takes, up to ``piece``."""
+    """Give bytes to a connection like a socket: as many as its buffer takes, but <= ``piece``."""
 
     async def run() -> None:
         rest = memoryview(data)
@@ -307,6 +307,19 @@ def test_an_upgrade_is_answered_as_it_is_and_then_the_connection_ends(rig: Rig) 
     assert wire.has_ended
 
 
+@pytest.mark.parametrize("piece", [1 << 20, 7])
+def test_a_request_that_offers_an_upgrade_keeps_its_body(rig: Rig, piece: int) -> None:
+    """Java's client and ``curl --http2`` offer h2c; the parser skips the body of such a request."""
+    offer = b"Connection: Upgrade, HTTP2-Settings\r\nUpgrade: h2c\r\nHTTP2-Settings: AAMAAABk\r\n"
+    known = b"POST /a HTTP/1.1\r\n" + HOST + offer + b"Content-Length: 4\r\n\r\nabcd"
+    chunked = b"POST /b HTTP/1.1\r\n" + HOST + offer + b"Transfer-Encoding: chunked\r\n\r\n"
+    connection, wire = rig.connect()
+    feed(connection, known * 2 + chunked + b"3\r\nefg\r\n2\r\nhi\r\n0\r\n\r\n" + known, piece)
+    assert rig.asked == [("/a", b"abcd"), ("/a", b"abcd"), ("/b", b"efghi"), ("/a", b"abcd")]
+    assert [status for status, _ in answers(wire)] == [200] * 4
+    assert not rig.server.unfinished_bytes
+
+
 def test_a_peer_that_waits_for_leave_to_send_gets_it(rig: Rig) -> None:
     connection, wire = rig.connect()
     feed(connection, post("/a", b"12", b"Expect: 100-continue\r\n")[:-2])
@@ -366,7 +379,7 @@ def test_a_compressed_body_that_is_none_or_too_large_is_refused(
 
 
 def test_each_path_has_the_form_of_errors_that_its_clients_read(rig: Rig) -> None:
-    """This includes requests that are refused before the path's own code runs."""
+    """Check errors for requests that are refused before the path's own code runs."""
     form = lambda path, error: json_answer({"of": path}, 418)  # noqa: E731
     rig.server = HttpServer(rig.admit, LIMITS, None, form)
     gzipped = b"Content-Encoding: gzip\r\n"
@@ -385,7 +398,7 @@ def test_each_path_has_the_form_of_errors_that_its_clients_read(rig: Rig) -> Non
 
 
 def test_what_is_inflated_counts_among_the_bodies_that_wait(rig: Rig) -> None:
-    """The second of two bodies has no room inflated, although it was accepted compressed."""
+    """Send two compressed bodies that fit; after inflating the first, the second has no room."""
     rig.gate = asyncio.Event()
     connections = [rig.connect() for _ in range(2)]
     for connection, _ in connections:
@@ -436,7 +449,7 @@ def test_head_gets_the_head_alone(rig: Rig) -> None:
 
 
 def look(connection: HttpConnection, after_s: float) -> None:
-    """Run the server's check ``after_s`` seconds after the connection's current phase began."""
+    """Run the server's check as if the connection's current phase had begun ``after_s`` ago."""
 
     async def run() -> None:
         connection.look(connection.since_s + after_s)
@@ -466,7 +479,7 @@ def test_what_comes_too_slowly_is_cut_off(
         return
     assert answers(wire)[0][0] == status
     look(connection, http.LINGER_S + 0.1)
-    assert wire.is_closed  # although the peer has not closed the connection
+    assert wire.is_closed  # even if the peer does not close the connection
 
 
 def test_an_answer_that_is_not_taken_ends_the_connection_and_a_slow_server_does_not(
@@ -565,7 +578,7 @@ def test_a_crowded_server_gives_up_the_longest_idle_connection_and_no_busy_one(r
     feed(busy, post("/1", b"a"))
     idle, idle_wire = rig.connect("10.0.0.1")
     idle.since_s -= 10
-    newer, newer_wire = rig.connect("10.0.0.1")  # the third connection of this address
+    newer, newer_wire = rig.connect("10.0.0.1")  # this address's third connection
     assert (busy_wire.is_closed, idle_wire.is_closed, newer_wire.is_closed) == (False, True, False)
     feed(newer, post("/2", b"b"))
     _, refused = rig.connect("10.0.0.1")
@@ -589,7 +602,7 @@ def test_unfinished_bodies_together_are_bounded_and_the_largest_goes_first(rig: 
 def test_a_head_that_is_not_whole_counts_among_them(rig: Rig) -> None:
     large, large_wire = rig.connect("10.0.0.1")
     feed(large, b"GET / HTTP/1.1\r\nA: " + b"x" * 900)
-    assert large_wire.sent == b""  # accepted while it is alone
+    assert large_wire.sent == b""  # accepted, because there is no other connection
     small, _ = rig.connect("10.0.0.2")
     feed(small, post("/s", b"x" * 300)[:-100])
     assert answers(large_wire)[0][0] == 429
@@ -767,7 +780,7 @@ def test_a_stream_comes_piece_by_piece_and_its_end_is_the_connections(rig: Rig) 
 
 @pytest.mark.parametrize("head", [get(), get().replace(b"1.1", b"1.0")])
 def test_a_stream_that_fails_or_must_leave_has_no_last_chunk(rig: Rig, head: bytes) -> None:
-    """HTTP/1.0 never has chunks, even if its connection is kept for the next request."""
+    """The client must notice that the stream is incomplete. HTTP/1.0 never has chunks."""
     is_chunked = b"1.1" in head
     for error in (RuntimeError("a bug"), None):
         pieces = Pieces()

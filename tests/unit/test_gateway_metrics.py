@@ -56,7 +56,7 @@ def test_requests_are_counted_and_their_bills_are_histograms_in_seconds() -> Non
 
 
 def test_a_strangers_names_are_not_kept_without_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    """While the server is down, no answer shows which models exist."""
+    """While the server is down, the gateway cannot know which models exist."""
     monkeypatch.setattr(tally_module, "MAX_COUNTED", 3)
     model_stats = ModelStats()
     model_stats.answered("m", 33.0, BILL)
@@ -156,6 +156,9 @@ def test_a_scraper_that_asks_for_openmetrics_gets_it_whole() -> None:
     model_stats = ModelStats()
     model_stats.answered("m", 33.0, BILL)
     metrics = Metrics(model_stats)
+    for wrong in ("abc", "1.x.0", "\xb2"):  # versions
+        plain = metrics.text(f"application/openmetrics-text; version={wrong}", None)
+        assert plain == metrics.text("", None)
     text, kind = metrics.text("application/openmetrics-text; version=1.0.0", facts())
     assert kind.startswith("application/openmetrics-text")
     values = samples(text.decode(), read_open)
@@ -194,7 +197,7 @@ def test_several_devices_are_told_apart() -> None:
     assert (values[name, "cpu:0", "idle"], values[name, "cpu:1", "idle"]) == (18.0, 16.0)
     assert values["pipeswitch_device_inferences_total", "cpu:1"] == 7
     assert values["pipeswitch_device_ready", "cpu:1"] == 0
-    assert values["nv_gpu_utilization", "cpu"] == 0.25  # of both devices together
+    assert values["nv_gpu_utilization", "cpu"] == 0.25  # mean of both devices
 
 
 def of_two(facts: dict[str, Any], *infer_s: float) -> dict[str, Any]:
@@ -223,7 +226,7 @@ def test_tritons_names_are_told_when_they_are_asked_for() -> None:
 
 
 def test_joined_requests_are_one_run_and_their_rows_are_counted_once() -> None:
-    """As in Triton's statistics, inferences are rows and executions are runs."""
+    """As in Triton's statistics, count rows as inferences and runs as executions."""
     model_stats = ModelStats()
     model_stats.answered("m", 1.0, {**BILL, "batch": 4, "batched": 1})
     for _ in range(3):

@@ -1,4 +1,4 @@
-"""Choice of the node for a gateway's request, and of the next one if a node does not answer."""
+"""Choice of the node for a gateway's request, and of another node if one does not answer."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ KEYS = ["p" * 40, "s" * 40, "k" * 40]
 
 
 class Server:
-    """Node that answers with its name or an error; if ``pending`` is set, when that is done."""
+    """Node that answers with its name or an error: at once, or when ``pending`` is done."""
 
     def __init__(self, name: str) -> None:
         self.name, self.asked = name, list[dict[str, Any]]()
@@ -61,7 +61,7 @@ class Rig:
         monkeypatch.setattr(holders, "RETURN_S", 0.0)
 
     def table(self, holders: str, serving: str = "", nodes: str = "abc", **facts: Any) -> None:
-        """Write a table, in which ``holders`` are the nodes that hold the model ``m``."""
+        """Write a table in which the nodes ``holders`` have the model ``m``."""
         holders_by_model = {"m": list(holders)} if holders else {}
         rows = {name: {"address": name, "gateway_keys": KEYS} for name in nodes}
         models = {"m": serving or holders[:1]}
@@ -202,7 +202,7 @@ def test_a_node_that_is_drained_answers_what_it_has(rig: Rig) -> None:
 def test_a_generation_goes_where_a_request_would_and_on_to_another_node_with_its_tokens(
     rig: Rig, holders: str, node: str
 ) -> None:
-    """The node dies after two tokens, which its connection's thread has delivered."""
+    """End a node after its connection's thread has delivered two tokens of an answer."""
     rig.table(holders)
     came: list[int] = []
     body: dict[str, Any] = {"so_far": []}

@@ -1,4 +1,4 @@
-"""Bytes of the Open Inference Protocol: decoding, texts of refusals, and answers."""
+"""Messages of the Open Inference Protocol: how bytes are decoded, refused, and answered."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ ROW = {
 
 
 def body(**tensor: Any) -> bytes:
-    """Return a request with one input, FP32[2, 2], with the fields of ``tensor`` changed."""
+    """Return a request with one input, FP32[2, 2], in which ``tensor`` replaces fields."""
     fields = {"name": "x", "shape": [2, 2], "datatype": "FP32", "data": [1, 2, 3, 4], **tensor}
     rows = [{key: value for key, value in fields.items() if value is not None}]
     return json.dumps({"inputs": rows}).encode()
 
 
 def whole(**fields: Any) -> bytes:
-    """Return the same request, with fields in addition to its inputs."""
+    """Return the request of ``body`` with further top-level fields."""
     return json.dumps(json.loads(body()) | fields).encode()
 
 
@@ -110,7 +110,7 @@ def test_bfloat16_is_rounded_to_the_nearest_even_and_comes_back_as_numbers() -> 
 
 @pytest.mark.parametrize("datatype", ["FP16", "BF16", "FP32", "FP64"])
 def test_what_json_has_no_word_for_comes_and_goes(datatype: str) -> None:
-    """The spellings are those of Python's encoder, of strict JSON, and numbers out of range."""
+    """Read NaN and infinity as Python's encoder and as strict JSON write them, or out of range."""
     ask = json.dumps(json.loads(body(datatype=datatype))).encode()
     for text in (b"[NaN, -Infinity, Infinity, 1]", b"[null, -1e999, 1e999, 1]"):
         request = oip.decode_request(ask.replace(b"[1, 2, 3, 4]", text), None)
@@ -160,6 +160,18 @@ def test_each_output_says_for_itself_whether_it_is_binary() -> None:
     assert parts[1:] == [data]
 
 
+def test_a_text_among_numbers_does_not_widen_the_other_elements() -> None:
+    """Numpy would give each element the length of the longest: gigabytes for 64 KB of JSON."""
+    request = body(shape=[1000], data=["a" * 30_000] + [""] * 999)
+    tracemalloc.start()
+    try:
+        with pytest.raises(InvalidInput, match="no numbers"):
+            oip.decode_request(request, None)
+        assert tracemalloc.get_traced_memory()[1] < 10 * len(request)
+    finally:
+        tracemalloc.stop()
+
+
 def test_priority_and_timeout_become_the_servers() -> None:
     ask = json.loads(body())
     for priority, name in ((0, ""), (1, "high"), (2, "normal"), (3, "low"), (99, "low")):
@@ -191,6 +203,9 @@ def test_priority_and_timeout_become_the_servers() -> None:
         (body(datatype="INT32", data=[1, 2, 3, 0.5]), None, "with fractions"),
         (body(datatype="FLOAT32"), None, "one of BOOL"),
         (body(datatype="BYTES"), None, "its data must be texts"),
+        (body(datatype="BYTES", data=["\ud83d"] * 4), None, "not valid Unicode"),
+        (body(data=[[["a"], [""]], [[""], [1]]]), None, "no numbers"),
+        (body(data=json.loads("[" * 99 + "1" + "]" * 99)), None, "not a regular list"),
         (body(shape=[-2, -2]), None, "has no shape"),
         (body(shape=[1] * 9), None, "has no shape"),
         (body(shape=[10**4000] * 2), None, "has no shape"),
@@ -307,7 +322,7 @@ def of_data(data: bytes, datatype: str = "FP32", count: int = 4) -> bytes:
 
 SIZE = 512 << 10
 DEAREST = {
-    # Inputs that take the most memory or time per byte, each with the shortest values of a kind.
+    # Bodies that take the most memory or time per byte, each with the shortest values of its kind.
     "numbers": of_data(b"0," * (SIZE // 2) + b"0"),
     "numbers of the shape": of_data(b"0," * (SIZE // 2) + b"0", count=SIZE // 2 + 1),
     "fractions for integers": of_data(b"1.5," * (SIZE // 4) + b"0", "INT64", SIZE // 4 + 1),

@@ -1,4 +1,4 @@
-"""Shared memory that callers name: names, rights, and changes by the caller during a request."""
+"""Shared memory of callers: names, rights, and changes by the caller during a request."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def test_regions_are_listed_and_forgotten_by_name_or_all(regions: SharedMemoryRe
 def test_a_region_that_is_forgotten_while_it_is_read_is_read_to_its_end(
     regions: SharedMemoryRegions, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """Otherwise the read would continue in the next file that gets the descriptor's number."""
+    """If unregistering closed the descriptor during a read, another file could get its number."""
     preadv, begun = os.preadv, []
 
     def in_pieces(descriptor: int, buffers: Any, offset: int) -> int:

@@ -1,4 +1,4 @@
-"""TLS over a transport that records writes; an unfinished handshake counts as a connection."""
+"""TLS on a transport that records writes; an unfinished handshake counts as a connection."""
 
 from __future__ import annotations
 

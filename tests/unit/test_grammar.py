@@ -40,7 +40,7 @@ def matcher_of(words: Any, schema: str, answer: Sequence[int] = (), digest: str 
 
 @pytest.mark.parametrize("seed", range(5))
 def test_any_allowed_tokens_make_an_answer_that_follows_its_schema(words: Any, seed: int) -> None:
-    """Another worker may take over after any token, and it allows the same next tokens."""
+    """Another worker may continue after any token, and must allow the same next tokens."""
     chance, end = random.Random(seed), words.token_to_id("<end>")
     text, answer = json.dumps({**REST, "properties": FORM}), list[int]()
     matcher = matcher_of(words, text)
@@ -82,11 +82,11 @@ def test_without_the_library_the_error_names_the_extra(monkeypatch: pytest.Monke
 
 def test_a_schema_needs_an_end_token_and_leaves_no_room_for_what_contradicts_it() -> None:
     check_schema("{}", [3])
-    assert ends_of((3, 4), (3, 4, 9)) == (3, 4)  # the model's end tokens, if it has any
+    assert ends_of((3, 4), (3, 4, 9)) == (3, 4)  # a model's own end tokens come first
     assert ends_of((), (9,)) == ends_of((3,), (9,)) == (9,)
     regexes = [{"pattern": f".*{one}.*"} for one in "abcdefghijklmnopqrstuvwxyz"]
     check_schema(json.dumps({"allOf": regexes[:8]}), [3])
-    without_limit = json.dumps({"allOf": regexes})  # their intersection would never be finished
+    without_limit = json.dumps({"allOf": regexes})  # computing the intersection would never end
     for text, ends in (
         (without_limit, [3]),
         ("{", [3]),

@@ -1,4 +1,4 @@
-"""Byte buckets and plans."""
+"""Groups of layers: by bytes (buckets) and from plans."""
 
 from __future__ import annotations
 

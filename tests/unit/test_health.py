@@ -1,4 +1,4 @@
-"""Deep pings, which pass through daemon and workers, take up to a second, and flood no process."""
+"""Deep pings: they reach the daemon and all workers, take up to a second, and flood no process."""
 
 from __future__ import annotations
 

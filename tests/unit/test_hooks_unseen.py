@@ -1,4 +1,4 @@
-"""The gate's hooks on a script's model, which run but are not visible in copies and files."""
+"""The gate's hooks on a script's model: they run, but are not in copies and files of the model."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def _counted() -> Iterator[None]:
 
 
 def announce(module: nn.Module, args: object) -> None:
-    """Hook that the script itself registers."""
+    """Hook that the training script itself registers."""
     CALLS.append(100)
 
 
@@ -51,7 +51,7 @@ def test_a_call_passes_the_gate_at_each_layer_and_no_more_when_the_hooks_are_gon
         handle.remove()
     model(X)
     assert CALLS == [1, 1]
-    hook_modules([model])  # as the next loop does
+    hook_modules([model])  # again, like a script's next loop
     model(X)
     assert CALLS == [1, 1, 1, 1]
 

@@ -1,7 +1,7 @@
-"""Rooms that may import each other, by the table below.
+"""Rooms, and which other rooms each may import, by the tables below.
 
-A room is a folder, or a file beside the folders of ``pipeswitch/``. All imports count, including
-those inside functions and under ``TYPE_CHECKING``.
+A room is a folder of code, or a file directly in ``pipeswitch/``. All imports count, including
+imports inside functions and under ``TYPE_CHECKING``.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ ROOT = Path(__file__).parents[2]
 CODE = ("pipeswitch", "workers", "memory_daemon")
 TOPS = (*CODE, "benchmarks")
 
-# A room may import only the rooms that its line names, which all have earlier lines. Names of
-# folders in pipeswitch/ omit that first part.
+# Room -> the rooms that it may import, all of which have earlier lines. Names of folders in
+# pipeswitch/ omit this first part.
 MAY_IMPORT: Mapping[str, str] = {
     # Basic types.
     "base": "",
@@ -64,8 +64,8 @@ MAY_IMPORT: Mapping[str, str] = {
     "benchmarks/": "base cli client devices ipc job planning programs programs/build testing wire",
 }
 
-# The same for folders of the scheduler, whose stored state may not import its decisions. The room
-# "" has all files that are not in a named folder; no other room may import it.
+# The same for folders of the scheduler, in which stored state may not import decisions. The room ""
+# has all files that are not in a named folder; no other room may import it.
 IN_SCHEDULER: Mapping[str, str] = {
     "events": "",
     "policies": "",
@@ -83,7 +83,7 @@ IN_SCHEDULER: Mapping[str, str] = {
     "training",
 }
 
-# The same for other folders.
+# The same for folders of other rooms.
 IN_GATEWAY: Mapping[str, str] = {
     "http_errors": "",
     "offload": "",
@@ -179,13 +179,13 @@ def imported(tree: ast.Module, module: str, is_package: bool) -> set[str]:
 
 
 def file_of(name: str) -> str | None:
-    """Return the project's module that has a full name; None if it is not in the project."""
+    """Return the project's module that defines a full name; None for a name from elsewhere."""
     while name and name not in FILES:
         name = name.rpartition(".")[0]
     return name or None
 
 
-@cache  # parsed in a test, not at collection, which runs in every test process
+@cache  # called in tests only: code at import would run in every test process
 def parsed(module: str) -> ast.Module:
     return ast.parse(FILES[module].read_text("utf-8"))
 
@@ -207,7 +207,7 @@ def arrows() -> dict[str, set[str]]:
 
 
 def room_of(module: str, inside: str = "") -> str | None:
-    """Return the longest room name in a table that fits a module; None if it is outside."""
+    """Return the most specific room of a table that has the module; None if no room has it."""
     path, table = FILES[module].relative_to(ROOT), TABLES[inside]
     outside = path.parts[0] != "pipeswitch"
     place = "/".join(path.with_suffix("").parts[0 if outside else 1 :])

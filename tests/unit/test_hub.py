@@ -1,4 +1,4 @@
-"""Downloads of a build from a hub: the caches, the token, and the limit of bytes."""
+"""Downloads from a model hub during a build: the caches, the token, and the limit of bytes."""
 
 from __future__ import annotations
 
@@ -36,10 +36,10 @@ MANIFEST = Manifest(
 
 @pytest.fixture(autouse=True)
 def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """Yield the folder of an owner's caches with a token; restore the environment afterwards."""
+    """Yield the folder of an owner's hub caches and token; restore the environment afterwards."""
     home = tmp_path / "home"
     (tmp_path / "org" / "model").mkdir(parents=True)
-    monkeypatch.chdir(tmp_path)  # where the server runs
+    monkeypatch.chdir(tmp_path)  # the server's working directory
     (home / "hub").mkdir(parents=True)
     (home / "token").write_text(TOKEN)
     (home / "hub" / "config.json").write_text(OWNERS)
@@ -54,7 +54,7 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 
 
 def reads_when_confined(spec: BuildSpec, work: Path, *paths: Path) -> list[str]:
-    """Return a confined child's token, and what it could read from each path."""
+    """Fork a confined child; return the token that it has, and what it can read of each path."""
     reading, writing = os.pipe()
     child = os.fork()
     if child == 0:
@@ -98,14 +98,14 @@ def test_a_folder_that_the_owner_names_is_read_wherever_it_is(tmp_path: Path) ->
 
 
 class Ended(BaseException):
-    """End of the process."""
+    """Replacement for the end of the process."""
 
 
 def build_that(
     monkeypatch: pytest.MonkeyPatch, folder: Path, pieces: int, *, is_owners: bool
 ) -> tuple[Message, dict[str, str | None]]:
-    """Run a build of pretrained weights that fetches ``pieces`` KiB; return its last message and
-    the environment of its search."""
+    """Run a build that downloads ``pieces`` KiB of pretrained weights; return its last message, and
+    the environment in which it searches for the weights."""
     environment: dict[str, str | None] = {}
 
     def build(spec: BuildSpec, work: Path, progress: Any, disk_bytes: int, **_: bool) -> Manifest:
@@ -119,7 +119,7 @@ def build_that(
         for piece in range(pieces):
             (cache / f"part-{piece}").write_bytes(bytes(KIB))
         is_over = pieces * KIB > disk_bytes and not is_owners
-        for meter in meters:  # a real meter looks at any time, at the latest when it is closed
+        for meter in meters:  # a real meter checks the size at random, at the latest when closed
             meter.close()
             if is_over:
                 meter._on_over(hub.folder_bytes(cache))
@@ -150,7 +150,7 @@ def build_that(
         disk_bytes=8 * KIB,
         is_sandboxed=True,
         is_owners=is_owners,
-        threads=torch.get_num_threads(),  # the build sets the number of this process's threads
+        threads=torch.get_num_threads(),  # unchanged, because the build sets it in this process
     )
     try:
         build_process.run(settings, sent)  # type: ignore[arg-type]

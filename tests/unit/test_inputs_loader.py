@@ -1,4 +1,4 @@
-"""Batches of a shared loader, which are the same as without sharing, also after a resume."""
+"""Batches of a loader that jobs share: they equal those of an own loader, also after a resume."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ PASS = SAMPLES // BATCH
 
 
 class Noisy(Dataset[tuple[torch.Tensor, int]]):
-    """Dataset that draws from the three global generators, and counts its calls."""
+    """Dataset that draws from the three global random generators, and counts its calls."""
 
     def __init__(self, factor: float = 1.0) -> None:
         self.calls = 0
@@ -47,7 +47,7 @@ def noisy(**options: Any) -> DataLoader[Any]:
 
 
 class Script:
-    """Job's side of the sharing: its loader, its ring, and its step."""
+    """A job that shares input: its loader, its ring of shared batches, and its step."""
 
     def __init__(self, descriptor: int, name: str, loader: Any = None, **options: Any) -> None:
         self.step = 0
@@ -59,7 +59,7 @@ class Script:
         )
 
     def batches(self, count: int) -> Iterator[Any]:
-        """Yield ``count`` batches, over one or several passes."""
+        """Yield ``count`` batches, from one or several passes over the data."""
         while True:
             for batch in self.shared:
                 yield batch
@@ -73,7 +73,7 @@ def alone(count: int, **options: Any) -> list[Any]:
 
 
 def count(descriptor: int, jobs: int) -> None:
-    """Write the number of sharing jobs into the ring, as the controller does."""
+    """Write into the ring how many jobs share it, like the controller."""
     os.pwrite(descriptor, jobs.to_bytes(8, sys.byteorder), SHARERS_BYTE)
 
 
@@ -96,9 +96,9 @@ def test_two_jobs_see_what_each_sees_alone_and_the_loader_runs_once(memory: int)
     for want, x, y in zip(expected, a.batches(15), b.batches(15), strict=True):
         assert equal(x, want)
         assert equal(y, want)
-    assert torch.equal(torch.get_rng_state(), before)  # the script's generators do not change
+    assert torch.equal(torch.get_rng_state(), before)  # the script's generators are unchanged
     assert (a.shared.loaded, a.shared.found) == (15, 0)
-    assert (b.shared.loaded, b.shared.found) == (1, 15)  # one batch is loaded for comparison
+    assert (b.shared.loaded, b.shared.found) == (1, 15)  # b loads one batch, to compare it
     assert a.loader.dataset.calls == 3 * SAMPLES
 
 
@@ -152,7 +152,7 @@ def test_a_pass_in_the_body_of_another_is_not_the_one_that_is_resumed() -> None:
 
 
 def test_other_jobs_keep_their_batches_where_one_is_killed_while_it_loads(memory: int) -> None:
-    """The killed child has taken the first batch and dies while it loads the second one."""
+    """Kill a child that has taken the first batch, while it loads the second batch."""
     expected = alone(PASS)
     reading, writing = os.pipe()
 
@@ -202,7 +202,7 @@ def test_a_write_in_place_is_refused_and_reaches_no_other_job(memory: int) -> No
 def test_a_batch_that_the_script_keeps_stays_as_it_was(memory: int) -> None:
     a, b = Script(memory, "a"), Script(memory, "b")
     batches_kept = []
-    count = 20 * PASS  # about twenty times the ring's size
+    count = 20 * PASS  # these batches fill the ring about twenty times
     for x, _ in zip(a.batches(count), b.batches(count), strict=True):
         if a.step % 50 == 0:
             batches_kept.append(x)
@@ -252,7 +252,7 @@ class AtOnce:
 def test_an_order_that_is_drawn_at_once_is_the_same_in_every_job(memory: int) -> None:
     a, b = (Script(memory, name, DataLoader(Noisy(), batch_sampler=AtOnce())) for name in "ab")
     want = [[part.clone() for part in batch] for batch in a.batches(2 * PASS)]
-    torch.manual_seed(5)  # a seed that the script sets must have no effect
+    torch.manual_seed(5)  # the script's own seed must have no effect on batches
     assert all(map(equal, b.batches(2 * PASS), want))
 
 
@@ -368,7 +368,7 @@ def test_a_pass_that_was_left_in_its_first_body_is_not_begun_again() -> None:
     first, second = Script(-1, ""), Script(-1, "")
     batches = iter(first.shared)
     next(batches)
-    second.shared.pass_by(first.shared.state_dict())  # the only information before the first step
+    second.shared.pass_by(first.shared.state_dict())  # all that a job knows before its first step
     expected = next(iter(first.shared))
     assert equal(next(iter(second.shared)), expected)
     assert not equal(expected, alone(1)[0])
@@ -380,13 +380,13 @@ def test_a_job_that_is_alone_in_its_group_uses_no_ring_until_another_one_comes(m
     batches = first.batches(2 * PASS)
     expected = alone(2 * PASS)
     got = [[part.clone() for part in next(batches)] for _ in range(PASS)]
-    assert os.fstat(memory).st_blocks * 512 <= HEAD_BYTES  # no batch was written to the ring
+    assert os.fstat(memory).st_blocks * 512 <= HEAD_BYTES  # a job alone writes no batch to the ring
     count(memory, 2)
     got += [[part.clone() for part in next(batches)] for _ in range(PASS)]
     assert all(map(equal, got, expected))
     second = Script(memory, "two")
     assert all(map(equal, second.batches(2 * PASS), expected))
-    assert (second.shared.loaded, second.shared.found) == (PASS + 1, PASS)  # 1 for comparison
+    assert (second.shared.loaded, second.shared.found) == (PASS + 1, PASS)  # 1 loaded to compare
 
 
 def test_a_job_that_is_left_alone_finds_what_the_others_had_loaded(memory: int) -> None:
@@ -396,4 +396,4 @@ def test_a_job_that_is_left_alone_finds_what_the_others_had_loaded(memory: int) 
         pass
     count(memory, 1)
     assert all(map(equal, second.batches(2 * PASS), alone(2 * PASS)))
-    assert (second.shared.loaded, second.shared.found) == (PASS + 1, PASS)  # 1 for comparison
+    assert (second.shared.loaded, second.shared.found) == (PASS + 1, PASS)  # 1 loaded to compare

@@ -1,4 +1,4 @@
-"""Table of the batches in the ring of shared input, and of the jobs that need them."""
+"""Table of the batches that jobs share in a ring of memory, and of the jobs that need them."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Jobs:
         return self.table.take(job, f"job-{job}", label(index), FACTS | facts, entries)
 
     def step(self, job: int, index: int) -> bool:
-        """Take a batch, loaded if necessary; return True if the ring had it."""
+        """Take a batch, and load it if necessary; return True if it was in the ring."""
         answer = self.take(job, index)
         if isinstance(answer, HeldBatch):
             self.held[job] = [answer.entry.id]
@@ -44,7 +44,7 @@ class Jobs:
         return False
 
     def check(self) -> None:
-        """Check that batches do not overlap, lie in the ring, and are there if a job holds them."""
+        """Check that batches lie in the ring without overlap, and that held batches are ready."""
         placed = sorted((e.offset_bytes, e.size_bytes) for e in self.table.entries if e.size_bytes)
         ends = [offset + size for offset, size in placed]
         assert all(end <= start for end, (start, _) in zip(ends, placed[1:], strict=False))
@@ -82,7 +82,7 @@ def test_a_job_that_is_ahead_by_more_than_the_ring_leaves_in_it_what_the_other_w
     for index in range(20):
         jobs.step(1, index)
     indices = [index for index in range(1, 20) if jobs.step(2, index)]
-    assert indices[:3] == [1, 2, 3]  # the job ahead holds the fourth place
+    assert indices[:3] == [1, 2, 3]  # the ring's fourth place has the batch that job 1 holds
 
 
 def test_no_job_waits_for_one_that_is_behind_or_gone() -> None:

@@ -1,4 +1,4 @@
-"""Logs of jobs, which are cut only between characters, whatever they contain."""
+"""Logs of jobs: whatever they contain, they are cut only between characters."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ def test_what_a_script_puts_in_place_of_its_files_is_not_read(
     path.unlink(missing_ok=True)
     {"fifo": os.mkfifo, "link": lambda at: at.symlink_to(secret), "folder": Path.mkdir}[kind](path)
     stream = "logs" if "log" in place else "state"
-    with pytest.raises(ModelNotFound):  # at once, not after a wait for a fifo's writer
+    with pytest.raises(ModelNotFound):  # raised at once: opening a fifo must not wait for a writer
         read_piece(tmp_path, JobName("j"), stream, 0)
     assert read_life(path) == Life()
     if stream == "state":  # a starting server reads the commits, too

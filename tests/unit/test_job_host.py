@@ -1,4 +1,4 @@
-"""Requests of a training session to its process: numbered commits, each with its own answer."""
+"""Requests from a training script to its worker process: commits, each with its own answer."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Sent:
 
 
 class View:
-    """Device whose computations have always ended."""
+    """Device on which no computation is pending."""
 
     device = None
 
@@ -76,7 +76,7 @@ def test_commits_are_numbered_from_one_in_each_dispatch_also_those_of_one_step()
 
 
 def test_an_answer_that_is_told_again_is_none_to_the_next_commit() -> None:
-    """Otherwise the optimizer would write to tensors that are being copied."""
+    """If it counted, the optimizer would write to tensors that the second commit still copies."""
     task = Sent()
     host = host_of(task)
     host.begin_commit(5, [(0, 8)])
@@ -94,7 +94,7 @@ def test_steps_behind_the_last_report_of_a_killed_process_are_counted_by_the_nex
     tmp_path: Path,
 ) -> None:
     log_path = str(tmp_path / "job-j.log")
-    host_of(Sent(), log_path=log_path).reached(30)  # then killed; the controller knows 12 steps
+    host_of(Sent(), log_path=log_path).reached(30)  # killed here; the controller knows of 12 steps
     task = Sent()
     host = host_of(task, log_path=log_path, restarts=1, steps_recomputed=7, last_step=12)
     host.resumes_at(5)

@@ -21,7 +21,7 @@ CYCLE_MS = 1000.0
 
 
 class Server(World):
-    """Server with room for the memory of all jobs."""
+    """Server whose memory has room for all jobs."""
 
     def __init__(self, order: str) -> None:
         self.ends_ms: dict[str, float] = {}
@@ -76,8 +76,8 @@ def test_the_servers_file_names_the_orders_that_there_are() -> None:
 
 @pytest.mark.parametrize("comes", ["new", "resumed"])
 def test_by_fair_one_that_comes_late_has_half_from_then_on(comes: str) -> None:
-    """The first job has trained for 8 s or more when the second arrives. In the next 6 s, each
-    trains for 3 s."""
+    """Start or resume a second job when the first one has trained for 6 s longer. In the next 6 s,
+    each must train for 3 s."""
     server = Server("fair")
     if comes == "resumed":
         server.start("second", 20.0)
@@ -129,8 +129,8 @@ def test_by_fair_no_two_jobs_are_more_than_two_cycles_apart() -> None:
 def test_by_coshift_the_device_idles_only_where_no_job_could_have_it(
     shapes: list[tuple[float, float]],
 ) -> None:
-    """Each job has 20 steps. While one job fetches, another one computes, except during fetches
-    of less than 3 ms, which are not worth two switches."""
+    """Run jobs of 20 steps. While one job fetches a batch, another job must compute, except during
+    fetches of less than 3 ms, which are not worth two switches."""
     server = Server("coshift")
     for index, (step_ms, loader_ms) in enumerate(shapes):
         server.start(f"j{index}", 0.02 * step_ms, step_ms=step_ms, loader_ms=loader_ms)
@@ -142,7 +142,7 @@ def test_by_coshift_the_device_idles_only_where_no_job_could_have_it(
 
 
 def test_by_coshift_a_loader_as_long_as_the_step_costs_the_device_nothing() -> None:
-    """Alone, a job takes 10 s, half of it without the device. In turns of 1 s, two take 18 s."""
+    """A job alone computes and fetches for 5 s each; two jobs also take 10 s, or 18 s in turns."""
     ends = {}
     for order in ("rotate", "coshift"):
         server = Server(order)

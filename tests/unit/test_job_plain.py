@@ -1,4 +1,4 @@
-"""``job`` outside of a server, where its loop is a plain loop."""
+"""``pipeswitch.job`` in a plain process without a server, where its loops are plain loops."""
 
 from __future__ import annotations
 

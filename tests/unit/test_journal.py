@@ -1,4 +1,4 @@
-"""Journal: keeps exactly the entries that were written, and survives damage."""
+"""Journal of the server: it keeps exactly the entries that were written, and survives damage."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def opened(folder: Path) -> Iterator[JournalFile]:
 
 @contextmanager
 def largest_file(size_bytes: int) -> Iterator[None]:
-    """Limit the size of files, as on a full disk; the limit's signal is ignored."""
+    """Limit the size of files, as on a full disk. The signal that the limit sends is ignored."""
     import signal
 
     before, handler = resource.getrlimit(resource.RLIMIT_FSIZE), signal.getsignal(signal.SIGXFSZ)
@@ -184,7 +184,7 @@ def test_models_of_a_release_without_tenants_are_the_owners(tmp_path: Path) -> N
 
 
 def test_what_was_appended_is_there_though_nothing_was_closed(tmp_path: Path) -> None:
-    """A kill leaves the file and its write-ahead log in this state."""
+    """Copy the journal's file and write-ahead log while they are open, as a kill leaves them."""
     copy = tmp_path / "copy"
     copy.mkdir()
     with opened(tmp_path) as file:
@@ -290,7 +290,7 @@ def test_a_journal_is_the_owners_alone(tmp_path: Path) -> None:
         FILE_NAME + "-wal": 0o600,
         BACKUPS[0]: 0o600,
         "commits": 0o700,
-    }  # no "-shm" file, because the log's index is not mapped
+    }  # there is no "-shm" file, because sqlite does not map the log's index here
 
 
 @pytest.mark.parametrize("damage", ["header", "page", "empty-table", "no-table", "garbage"])
@@ -388,7 +388,7 @@ def test_a_journal_of_a_later_release_is_left_alone(tmp_path: Path) -> None:
     assert not list(tmp_path.glob("*damaged*"))
 
 
-# ---- what lies beside the journal -----------------------------------------------------------
+# ---- the journal's neighbours in the state directory ----------------------------------------
 
 WHOLE = (
     model("m"),
@@ -469,7 +469,7 @@ def test_a_journal_is_written_again_from_what_lies_beside_it(
 ) -> None:
     before = filled(tmp_path)
     damage(tmp_path / FILE_NAME)
-    for path in tmp_path.glob("*/*~*"):  # a coarse clock may give files the same time
+    for path in tmp_path.glob("*/*~*"):  # a coarse clock may give all files the same time
         os.utime(path, ns=(0, 0))
     doomed = {
         "all": [],

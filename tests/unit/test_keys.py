@@ -70,7 +70,7 @@ def test_a_secret_is_not_in_what_is_printed(folder: KeyFolder, tmp_path: Path) -
 def test_a_change_counts_at_the_next_look(folder: KeyFolder, tmp_path: Path) -> None:
     allowed = AllowList(folder)
     _, public = make_pair("a", tmp_path)
-    for _ in range(20):  # changes within one tick of the file system's clock
+    for _ in range(20):  # the file system's clock may show no difference between changes
         assert not allowed.callback("pipeswitch", public)
         folder.admit("a", public)
         assert allowed.callback("pipeswitch", public)
@@ -115,7 +115,7 @@ def test_one_key_has_one_name_and_one_name_one_key(folder: KeyFolder, tmp_path: 
     _, public = make_pair("a", tmp_path)
     _, other = make_pair("b", tmp_path)
     folder.admit("a", public)
-    folder.admit("a", public)  # the same again changes nothing
+    folder.admit("a", public)  # admitting the same key again changes nothing
     for name, key in (("a", other), ("b", public)):
         with pytest.raises(ps.AlreadyExists):
             folder.admit(name, key)
@@ -149,5 +149,5 @@ def test_the_commands_make_admit_list_and_revoke(tmp_path: Path) -> None:
     assert [row["name"] for row in cli(*where, "ls", "--json")] == ["a", "b"]
     cli(*where, "revoke", "a", "--json")
     assert cli(*where, "ls", "--json") == [{"name": "b", "key": pair["key"], "roles": ["infer"]}]
-    dashed = "-}TYWmW=i!x>lW(ZIUh<*5OH9(@:ytRP]5=LXaMk"  # 1 key in 85 begins with "-"
+    dashed = "-}TYWmW=i!x>lW(ZIUh<*5OH9(@:ytRP]5=LXaMk"  # "-" may begin a key, not only an option
     assert cli(*where, "admit", "c", dashed, "--json")["key"] == dashed

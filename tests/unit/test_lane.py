@@ -1,4 +1,4 @@
-"""Worker thread: does its work in order, on its own thread, and keeps no reference to it."""
+"""``WorkerThread``: it does work in order on its own thread, and keeps no reference to the work."""
 
 from __future__ import annotations
 

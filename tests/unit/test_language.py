@@ -1,4 +1,4 @@
-"""The checker of plain English (``lint/language.py``), which finds what it should."""
+"""The checker of plain English (``lint/language.py``): it finds each habit that it forbids."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Requests for versions that leave, from frontends with old or new lists of versions."""
+"""Requests for model versions that are being removed, from frontends with old or new lists."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ STEPS = st.lists(
 
 
 class Frontend(Rig):
-    """Scheduler with all lists of versions that its frontend ever had; requests use any of them."""
+    """Scheduler, with all lists of versions that its frontend has had; a request may use any."""
 
     def __init__(self) -> None:
         self.known: list[tuple[ev.ModelAvailable, ...]] = [()]
@@ -44,7 +44,7 @@ class Frontend(Rig):
                 self.known.append(tuple(versions))
 
     def ask_as(self, announced: ev.ModelAvailable, version: int) -> ev.Token:
-        """Send a request for an announced version; ``version`` 0: the caller named none."""
+        """Send a request for an announced version; with ``version`` 0, the caller named none."""
         return self.infer(
             announced.model,
             digest=announced.manifest.digest,
@@ -52,7 +52,7 @@ class Frontend(Rig):
         )
 
     def serve(self) -> None:
-        """End the computing task, after its model has arrived; suspend a stopping job first."""
+        """Suspend a stopping job; copy the computing task's model; then end the task."""
         for job in self.state.jobs.values():
             if job.state.state is TaskState.STOPPING:
                 self.park(job, self.state.owner.pending.turn)

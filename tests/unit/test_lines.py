@@ -1,4 +1,4 @@
-"""The queue's first request, found without a look at every request, compared with a full look."""
+"""The queue's first request: the fast search finds the same one as a look at every request."""
 
 # mypy: disable-error-code="arg-type"
 
@@ -22,7 +22,7 @@ MAX_WAIT_MS = 100.0
 
 
 class Device:
-    """Queue with the facts that its policy uses, which a test changes at random."""
+    """Queue, with the facts that its policy uses; a test changes them at random."""
 
     def __init__(self, policy: policies.Policy) -> None:
         self.order = policy.order
@@ -50,7 +50,7 @@ class Device:
         return policies.View(self.now_ms)
 
     def by_looking_at_all(self) -> list[Request]:
-        """Return all requests in the order in which they are tried if none has memory."""
+        """Return all requests in the order in which the policy ranks them."""
         return sorted(self.queue, key=lambda r: self.order.rank(self.view(r), self.at()))
 
     def heads(self) -> list[tuple[policies.Waiting, Request]]:
@@ -100,7 +100,7 @@ def test_the_same_requests_are_tried_as_by_a_look_at_all(
             case ("add", model, priority, deadline_ms, aged_ms):
                 device.count += 1
                 deadline = None if deadline_ms is None else device.now_ms + deadline_ms
-                came_at_ms = device.now_ms - aged_ms  # earlier if it is queued again after a death
+                came_at_ms = device.now_ms - aged_ms  # as if queued again after a worker's death
                 device.queue.add(
                     Request(
                         device.count,
@@ -152,13 +152,13 @@ def test_a_decision_ranks_only_the_lines_that_changed(
     device.heads()
     ranked.clear()
     _, first = device.heads()[0]
-    assert ranked == []  # a second look without a change ranks nothing
+    assert ranked == []  # without a change, a second search ranks no request
     device.queue.discard(first)
     device.on_device.add("m1")
     device.queue.changed("m1")
     device.heads()
     assert set(ranked) <= {first.model, "m1"}
-    assert len(ranked) <= 4  # a line per model and priority
+    assert len(ranked) <= 4  # one request for each model and priority
 
 
 def test_a_window_runs_what_waited_in_its_lines_before_anything_later() -> None:
@@ -185,7 +185,7 @@ def test_a_window_runs_what_waited_in_its_lines_before_anything_later() -> None:
     for model in "abac":
         ask(model)
     assert run() == "b"
-    ask("b")  # belongs to the next window
+    ask("b")  # this request belongs to the next window
     assert [run() for _ in range(4)] == ["a", "a", "b", "c"]
     assert windows == [(["a", "b"], [2, 1]), (["c", "b"], [1, 1])]
     assert device.heads() == []

@@ -1,4 +1,4 @@
-"""Table of a message at the owner's plain socket, and the shared memory that a peer may name."""
+"""Messages on the owner's plain socket: their tables of frames, and shared memory of a peer."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ parts = st.lists(
 
 @pytest.fixture
 def share() -> Iterator[tuple[ShmSegment, ShmSegment]]:
-    """Yield the client's and the server's side of a shared segment."""
+    """Yield the client's and the server's view of one shared segment."""
     descriptor = sealed_memfd("share", 2 * HALF)
     yield ShmSegment(descriptor, is_servers=False), ShmSegment(descriptor, is_servers=True)
     os.close(descriptor)

@@ -1,4 +1,4 @@
-"""Look-ahead: the next request's model is sent during a computation, and evicts no wanted model."""
+"""Look-ahead: the next request's model is copied during a run, and evicts no wanted model."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class Server(World):
 
 @pytest.mark.parametrize("look_ahead", [True, False])
 def test_the_third_requests_model_is_sent_while_the_first_computes(look_ahead: bool) -> None:
-    """Without look-ahead, its copy begins during the second request, which is too short for it."""
+    """Without look-ahead, the third model's copy begins only during the short second request."""
     server = Server(look_ahead=look_ahead)
     began_ms = server.now_ms
     tokens = [server.ask(name) for name in ("long", "short", "next")]
@@ -65,7 +65,7 @@ def test_the_third_requests_model_is_sent_while_the_first_computes(look_ahead: b
     assert third - second == (COMPUTE_MS["next"] if look_ahead else COPY_MS - 1.0 + last_group_ms)
     assert [name for _, name in server.sent] == ["long", "short", "next"]
     assert server.sent[2][0] - began_ms == (2 * COPY_MS if look_ahead else first)
-    assert server.switches == ["long", "short", "next"]  # each is reported once, at its dispatch
+    assert server.switches == ["long", "short", "next"]  # each switch is reported once
 
 
 def test_it_evicts_no_model_that_a_request_waits_for() -> None:
@@ -76,7 +76,7 @@ def test_it_evicts_no_model_that_a_request_waits_for() -> None:
     server.sent.clear()
     waiting = [server.ask(name) for name in ("long", "short", "other", "next")]
     server.run(server.now_ms + 50.0)
-    assert server.sent == []  # a request waits for "other", and the other two compute
+    assert server.sent == []  # "long" and "short" are in use, and a request waits for "other"
     server.run()
     assert [name for _, name in server.sent] == ["next"]
     assert all(token in server.ends_ms for token in waiting)

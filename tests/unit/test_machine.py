@@ -36,7 +36,7 @@ def test_memory_is_bounded_by_every_cgroup_around(
     free = free_bytes()
     assert free > 100 * MIB
     group(inner, names, str(100 * MIB), 30 * MIB, 10 * MIB)
-    assert free_bytes() == 80 * MIB  # pages of files count as free
+    assert free_bytes() == 80 * MIB  # pages that cache files count as free
     group(inner.parent, names, str(50 * MIB), 20 * MIB, 0)
     assert free_bytes() == 30 * MIB
     group(inner.parents[1], names, "max", 20 * MIB, 0)

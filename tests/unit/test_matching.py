@@ -49,7 +49,7 @@ def test_where_several_parts_fit_one_is_named() -> None:
 
 
 def test_parts_may_be_the_program_together() -> None:
-    """A program may be a Sequential of two models that a job trains in a list."""
+    """The program may be a Sequential of two models, which the job has in a list."""
     both = of("0.", w=(1,)) | of("1.", w=(1,))
     assert match(both, both) == {"0.w": "0.w", "1.w": "1.w"}
     copied = both | of("2.0.", w=(1,)) | of("2.1.", w=(1,))

@@ -29,7 +29,7 @@ TRAINING = Training(steps=60, slice_bytes=4 * MIB, state_bytes=MIB, step_ms=100.
 
 
 class Server:
-    """Server with two devices, and a job that has begun on the first."""
+    """Server with two devices, and a job that has begun on the first device."""
 
     def __init__(self, **settings: float) -> None:
         self.settings = SchedulerSettings(
@@ -103,7 +103,7 @@ def test_a_job_that_its_device_is_asked_to_keep_is_not_evicted() -> None:
 
 def test_a_job_waits_on_its_device_until_the_other_one_is_ready() -> None:
     server = Server(restart_backoff_ms=500.0)
-    for _ in range(3):  # the daemon restarts at once after its first death, later ones are delayed
+    for _ in range(3):  # the daemon restarts at once after its first death, and later with a delay
         daemon = server.world.daemons[1]
         if daemon is not None:
             daemon.end(-9)
@@ -123,7 +123,7 @@ def test_what_an_idle_job_leaves_behind_is_zeroed_before_a_model_comes_there() -
     )
     server.run(50.0)
     server.move(1)
-    server.clients.infer(ModelName("m"))  # the world raises if a model overlaps the slice
+    server.clients.infer(ModelName("m"))  # the simulator raises if the model overlaps the slice
     server.finish()
     assert server.clients.outcomes["ok"] == 4
 
@@ -139,7 +139,7 @@ def test_whatever_dies_during_a_move_the_last_commit_counts(victim: str) -> None
     else:
         server.world.daemons[int(victim == "new daemon")].end(-9)
     server.run(100.0)
-    assert server.job.progress.restarts == (victim == "process")  # a daemon dies after the unwind
+    assert server.job.progress.restarts == (victim == "process")  # a daemon dies after the job left
     server.finish()
     assert server.on == 1
 
@@ -240,8 +240,8 @@ def test_a_job_that_its_user_sent_somewhere_stays_there() -> None:
 
 @pytest.mark.parametrize("seed", range(6))
 def test_a_hundred_moves_evictions_and_kills_lose_and_repeat_no_committed_step(seed: int) -> None:
-    """The world compares each image with that of an undisturbed run (I2), and checks that no two
-    processes use a range (I4)."""
+    """Move, evict and kill jobs at random. The simulator compares each commit with that of an
+    undisturbed run (I2), and checks that no two processes use the same range of bytes (I4)."""
     chance = random.Random(seed)
     server = Server(max_job_deaths=1000, max_daemon_restarts=1000, restart_backoff_ms=10.0)
     for _ in range(100):
@@ -265,7 +265,7 @@ def test_a_hundred_moves_evictions_and_kills_lose_and_repeat_no_committed_step(s
 
 
 def test_each_slot_that_jobs_in_place_and_standbys_take_has_a_bell() -> None:
-    """A worker in a slot without a doorbell could not start."""
+    """Fill as many worker slots as possible: a worker in a slot without a doorbell cannot start."""
     config = Config()
     doorbells = sizes_of(config, [ChosenDevice(kind=CpuKind(), name="cpu")])[0].doorbell_count
     settings = SchedulerSettings(

@@ -1,4 +1,4 @@
-"""Trees of named tensors: each survives a round trip, and malicious trees are refused."""
+"""Nested inputs and outputs (trees of tensors): round trips, and refusals of malicious trees."""
 
 from __future__ import annotations
 
@@ -122,7 +122,7 @@ def test_a_tree_that_is_none_is_refused_wherever_it_comes_from(tree: Any, tmp_pa
     with pytest.raises(RegistrationRefused):
         check_tree(tree, "output", ["a"])
     if tree is None:
-        return  # a signature without a tree is valid
+        return  # the rest does not apply, because a signature without a tree is valid
     graph = {
         "version": 2,
         "inputs": [spec("x")],
@@ -292,7 +292,7 @@ class Echo(torch.nn.Module):
 
 
 def test_a_module_is_called_with_the_classes_of_its_example() -> None:
-    """A numpy array in the example becomes a tensor, and a frozen dataclass keeps its class."""
+    """In a call, a numpy array of the example is a tensor; a frozen dataclass keeps its class."""
     example = named_inputs(Echo(), (torch.zeros(2), State(np.ones(2), None)), None)
     assert example.names == ["x", "state.h"]
     answer = Flat(Echo(), example).nested([torch.ones(2), torch.full((2,), 5.0)])

@@ -1,4 +1,4 @@
-"""Values that callers may give for open dimensions, whose extents requests choose."""
+"""Open dimensions, whose extents each request chooses, and the values that callers may choose."""
 
 from __future__ import annotations
 

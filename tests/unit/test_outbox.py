@@ -1,4 +1,4 @@
-"""Send queue: clients that do not read never block the loop."""
+"""Queue of messages to clients: a client that does not read never blocks the server's loop."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pipeswitch.frontend.transport.send_queue import SHORT_BYTES, SLOW_CLIENT_MS
 
 
 class FullPeer:
-    """Connection to a peer that reads nothing until the test says so."""
+    """Connection to a peer that reads nothing until the test lets it read."""
 
     needs_poll = False
     is_full = True
@@ -72,7 +72,7 @@ def test_a_client_over_its_budget_or_too_slow_is_dropped_and_its_answers_are_los
 
 
 def order(*sent: tuple[int, bool]) -> list[int]:
-    """Return the order in which messages leave, given their sizes and which are answers."""
+    """Return the order in which messages leave; each has a size, and True for an answer."""
     peer = FullPeer()
     client, outbox = Session(peer=peer, principal=OWNER), SendQueue(1 << 30, lambda: 0.0, print)
     messages = [
@@ -92,7 +92,7 @@ LONG, SHORT = SHORT_BYTES + 1, SHORT_BYTES
 def test_short_messages_leave_before_long_answers_but_the_one_that_has_begun() -> None:
     answers = [(size, True) for size in (LONG, LONG, LONG, SHORT, LONG, SHORT)]
     assert order(*answers) == [0, 3, 5, 1, 2, 4]
-    assert order((LONG, True), (LONG, True), (SHORT, False)) == [0, 2, 1]  # a step's progress
+    assert order((LONG, True), (LONG, True), (SHORT, False)) == [0, 2, 1]  # SHORT reports progress
 
 
 def test_nothing_overtakes_a_message_that_more_may_follow() -> None:

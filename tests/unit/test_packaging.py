@@ -1,4 +1,4 @@
-"""Container files, which are read but not built: their files, settings, ports and paths exist."""
+"""Container files, which these tests read but do not build: files, settings, ports and paths."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def test_the_image_copies_what_is_there_and_all_that_is_installed() -> None:
     assert {f"!{source}" for source in copied} <= set(context)
     (extras,) = re.findall(r"/src\[([\w,]+)\]", DOCKERFILE)
     assert set(extras.split(",")) <= set(PROJECT["project"]["optional-dependencies"])
-    assert instructions("FROM")[0].split()[0] == instructions("FROM")[1]  # with the same Python
+    assert instructions("FROM")[0].split()[0] == instructions("FROM")[1]  # both have one Python
 
 
 def test_the_image_runs_as_its_own_user_and_says_how_it_is() -> None:
@@ -82,9 +82,9 @@ def test_a_server_takes_every_setting_of_a_container(
     assert load(environ=environ).gateway.behind_proxy
     for name, value in environ.items():
         if name.startswith("PIPESWITCH_"):
-            assert "__" in name or name == PROFILES_VARIABLE  # other names are ignored
+            assert "__" in name or name == PROFILES_VARIABLE  # the server ignores other names
             if "/" in value:
-                assert value.startswith(f"{STATE}/"), name  # the path is in the volume
+                assert value.startswith(f"{STATE}/"), name  # the path must be in the volume
 
 
 @pytest.mark.parametrize(

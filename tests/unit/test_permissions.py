@@ -1,4 +1,4 @@
-"""Code that a caller may name: its pattern is compared with exactly the code that will run."""
+"""Permissions to name code: a pattern is compared with exactly the code that will run."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def test_a_factory_is_matched_by_its_module_alone() -> None:
 
 
 def test_only_the_owner_names_the_address_that_a_request_comes_from() -> None:
-    """The gateway sends it, so that all requests of one address share their turns."""
+    """The gateway sends the address, so that all requests from one address share their turns."""
     named = Body("infer", {"address": "10.0.0.1"})
     assert validation.address_of(named, OWNER.tenant) == "10.0.0.1"
     assert validation.address_of(Body("infer", {}), "alice") == ""

@@ -1,4 +1,4 @@
-"""Pinned models never block others: all that fits the arena beside them is served and trained."""
+"""Pinned models never block others: what fits the rest of the arena is served and trained."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ SIZES = (
     {"p0": 1, "p1": 3, "p2": 5, "p3": 9, "j0": 32, "j1": 7, "j2": 18, "j3": 40},
     {"p0": 11, "p1": 3, "p2": 17, "p3": 7, "j0": 20, "j1": 7, "j2": 18, "j3": 13},
 )
-OTHERS = {"a": 30, "b": 14, "c": 21, "d": 5, "s": 120}  # the last one streams
+OTHERS = {"a": 30, "b": 14, "c": 21, "d": 5, "s": 120}  # "s" is larger than the arena, and streams
 PINS, JOBS = ("p0", "p1", "p2", "p3"), ("j0", "j1", "j2", "j3")
 STEPS = st.lists(
     st.one_of(
@@ -39,7 +39,7 @@ STEPS = st.lists(
 
 
 class Life:
-    """World whose clients pin and train, and whose memory daemon may die."""
+    """Simulated server whose clients pin and train, and whose memory daemon may die."""
 
     def __init__(self, seed: int = 0, arena_mib: int = 64) -> None:
         faults = Faults(
@@ -51,7 +51,7 @@ class Life:
         self.device = self.machine.devices[0]
 
     def do(self, what: str, name: str) -> None:
-        """Perform one step: a client's request, a fault, or time that passes."""
+        """Perform one step: send a client's request, cause a fault, or advance the clock."""
         world, token = self.world, self.world.token
         match what:
             case "pinned" | "register":
@@ -149,7 +149,7 @@ def test_after_any_history_what_fits_beside_the_pinned_models_is_served(
 
 
 def test_a_model_that_is_pinned_in_the_middle_moves_for_a_job_that_comes_back() -> None:
-    """A job trains beside two models. Then the small one is pinned, and the large one evicts it."""
+    """The large model evicts the job; the small model, pinned in the middle, must then move."""
     life = Life()
     for name in ("d", "a"):
         life.do("register", name)
@@ -200,7 +200,7 @@ def test_a_job_that_has_not_trained_and_does_not_fit_beside_pinned_models_fails_
 
 @pytest.mark.parametrize("first", ["p1", "p2"])
 def test_a_pinned_model_moves_for_another_one(first: str) -> None:
-    """Both models fit the arena, but only if the first one moves."""
+    """Both models fit the arena, but only if the first model moves."""
     life = Life()
     for name in ("c", first):
         life.do("register", name)

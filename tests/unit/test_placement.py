@@ -1,4 +1,4 @@
-"""Choice of the device for a request, and the reason for the choice."""
+"""Placement: the chosen device for each request and job, and the reason for the choice."""
 
 from __future__ import annotations
 
@@ -55,14 +55,14 @@ def test_the_settings_are_the_policies_that_are_there() -> None:
     ("changes", "expected"),
     [
         (({}, RESIDENT), (1, "resident")),
-        # A queue of 5 ms is shorter than a copy of 10 ms, but a queue of 15 ms is not.
+        # A queue of 5 ms is shorter than a copy of 10 ms; a queue of 15 ms is longer.
         (({}, {**RESIDENT, **BUSY}), (1, "resident")),
         (({}, {**RESIDENT, **BUSY, "queue_ms": 15.0}), (0, "free")),
-        # An evicted model must be copied back later, so the copy counts twice.
+        # The copy evicts a model, which must be copied back later, so the copy counts twice.
         (({"free_bytes": 5}, {**RESIDENT, **BUSY, "queue_ms": 15.0}), (1, "resident")),
         (({"switch_ms": 7.0}, {"switch_ms": 3.0}), (1, "free")),
         ((BUSY, {**BUSY, "queue_ms": 4.0}), (1, "shortest")),
-        # Without measurements: first a device with the model, then a free one, then the most room.
+        # Without measurements, prefer a device with the model, then a free device, then most room.
         (({"switch_ms": 0.0}, {**RESIDENT, "is_busy": True, "waiting": 3}), (1, "resident")),
         (({**BUSY, "queue_ms": 0.0, "switch_ms": 0.0}, {"switch_ms": 0.0}), (1, "free")),
         (({"switch_ms": 0.0}, {"switch_ms": 0.0, "free_bytes": 200}), (1, "free")),
@@ -87,7 +87,7 @@ COSTS = Costs(to_device=Link(bytes_per_ms=MIB), reap_ms=5.0)
 
 
 class Server:
-    """Server with several devices, each with a link of 1 MiB/ms; it collects answers' timings."""
+    """Server that collects answers' timings; it has several devices, with links of 1 MiB/ms."""
 
     def __init__(self, names: Sequence[str] = ("cpu:0", "cpu:1"), **settings: Any) -> None:
         all_settings = SchedulerSettings(
@@ -155,7 +155,7 @@ def test_a_hot_model_comes_to_the_other_device_when_its_queue_is_longer_than_its
 
 
 def test_what_waits_goes_to_a_device_that_has_nothing_to_do() -> None:
-    """Without measurements, all requests first go to the device to which the model is copied."""
+    """Without measurements, all requests go to the device that copies the model; two move later."""
     server = Server()
     slow = program_of("dslow", 8 * MIB, groups=2, layer_ms=50.0)
     server.world.clients.register(ModelName("slow"), slow)
@@ -172,7 +172,7 @@ def test_what_waits_goes_to_a_device_that_has_nothing_to_do() -> None:
 
 @pytest.mark.parametrize("is_pinned_first", [True, False])
 def test_a_request_goes_where_pinned_models_leave_it_a_place(is_pinned_first: bool) -> None:
-    """The idle device is full of a pinned model, or will be after its copy."""
+    """Fill the idle device with a pinned model: a request that does not fit goes elsewhere."""
     server = Server()
     large = program_of("dlarge", 20 * MIB)
     server.world.clients.register(
@@ -225,14 +225,14 @@ def test_jobs_are_spread_and_one_whose_device_is_lost_goes_on_elsewhere() -> Non
 
 
 def test_a_job_goes_to_a_free_device_when_its_process_is_gone_and_not_before() -> None:
-    """The job is resumed while its old process still leaves; the world forbids two processes."""
+    """Resume a job while its old process still ends; the simulator forbids two processes."""
     server = Server()
     training = Training(steps=6, slice_bytes=4 * MIB, state_bytes=MIB, step_ms=100.0)
     for name, steps in (("j", 60), ("k", 15), ("l", 60)):
         server.world.clients.train(name, replace(training, steps=steps))  # type: ignore[arg-type]
     first, second = (device.state for device in server.scheduler.machine.devices)
     assert (list(first.jobs), list(second.jobs)) == (["j", "l"], ["k"])
-    server.world.run(server.world.now_ms + 1600.0)  # both have begun, and k is over
+    server.world.run(server.world.now_ms + 1600.0)  # j and l have begun, and k is over
     server.world.clients.ask(JobName("j"), "pause")
     job = first.jobs[JobName("j")]
     while job.state.state is not TaskState.PAUSED:
@@ -252,7 +252,7 @@ def test_a_job_of_a_name_begins_when_the_process_of_the_one_before_is_gone_from_
     for name, steps in (("j", 60), ("k", 15), ("l", 60)):
         server.world.clients.train(name, replace(training, steps=steps))  # type: ignore[arg-type]
     first, second = (device.state for device in server.scheduler.machine.devices)
-    server.world.run(server.world.now_ms + 1600.0)  # both have begun, and k is over
+    server.world.run(server.world.now_ms + 1600.0)  # j and l have begun, and k is over
     server.world.clients.ask(JobName("j"), "cancel")
     while first.jobs[JobName("j")].state.state is not TaskState.CANCELLED:
         server.world.run(server.world.now_ms + 1.0)
@@ -298,7 +298,7 @@ def test_a_model_is_served_where_it_was_registered_for_and_nowhere_else() -> Non
     program = program_of("de", 8 * MIB, groups=2, layer_ms=2.0)
     server.world.clients.register(ModelName("e"), program, pin=True, devices=("cpu:1",))
     server.world.run()
-    assert server.scheduler.listing.models()[-1]["on"] == ["cpu:1"]  # its only allowed device
+    assert server.scheduler.listing.models()[-1]["on"] == ["cpu:1"]  # the only allowed device
     assert {device for device, _ in server.placed("eeeeeeee")} == {"cpu:1"}
     before = server.world.clients.outcomes["InvalidInput"]
     server.world.clients.register(ModelName("f"), program, devices=("cpu:0", "cpu:7"))
@@ -415,7 +415,7 @@ def test_a_job_stays_on_devices_of_one_kind_whatever_is_lost() -> None:
 
 
 def test_a_listing_looks_through_the_models_once_however_many_there_are() -> None:
-    """Once per model was too slow: with a thousand models it blocked the loop for 160 ms."""
+    """One look at all models per listed model blocked the loop for 160 ms with 1,000 models."""
     passes: list[int] = []
 
     class Counted(dict[ModelName, Model]):

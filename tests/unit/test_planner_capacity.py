@@ -10,8 +10,8 @@ from pipeswitch.planning.costs import LayerCosts, LinkCost, makespan
 from pipeswitch.planning.exact import plan_groups
 
 LINK = LinkCost(0.0, 0.1)  # 0.1 ms per byte
-COMPUTING = LayerCosts((10,) * 10, (2.0,) * 10, LINK)  # copy 10 ms, computation 20 ms
-COPYING = LayerCosts((10,) * 10, (0.5,) * 10, LINK)  # copy 10 ms, computation 5 ms
+COMPUTING = LayerCosts((10,) * 10, (2.0,) * 10, LINK)  # 10 ms to copy, 20 ms to compute
+COPYING = LayerCosts((10,) * 10, (0.5,) * 10, LINK)  # 10 ms to copy, 5 ms to compute
 
 
 def demand(name: str, costs: LayerCosts, deadline_ms: float | None = None) -> ModelDemand:

@@ -14,13 +14,13 @@ from pipeswitch.planning.costs import LayerCosts, LinkCost, bound, makespan
 from pipeswitch.planning.exact import plan_groups
 from pipeswitch.planning.grouping import check_plan
 
-CLOSE = 1e-9  # relative tolerance, because sums have another order
+CLOSE = 1e-9  # relative tolerance, because the methods add in different orders
 
-# --- two other ways to the optimum -----------------------------------------------------------
+# --- two other methods that find the optimum -------------------------------------------------
 
 
 def brute_force_ms(costs: LayerCosts) -> float:
-    """Return the shortest total time in ms over all groupings, by trying each."""
+    """Return the shortest total time in ms, by trying all groupings."""
     count = costs.layer_count
     copy_ms = [
         [costs.transfer_ms(i, j) if j > i else 0.0 for j in range(count + 1)] for i in range(count)
@@ -42,8 +42,8 @@ def brute_force_ms(costs: LayerCosts) -> float:
 
 
 def pareto_ms(costs: LayerCosts) -> float:
-    """Return the shortest total time in ms, by a forward search over the Pareto-optimal pairs of
-    end times (link, device)."""
+    """Return the shortest total time in ms, by a forward search over pairs of times at which link
+    and device end; only Pareto-optimal pairs are kept."""
     pairs: list[list[tuple[float, float]]] = [[(0.0, 0.0)]]
     for end in range(1, costs.layer_count + 1):
         points = []
@@ -83,7 +83,7 @@ def any_costs(max_layers: int) -> st.SearchStrategy[LayerCosts]:
 
 
 def random_costs(rng: random.Random, count: int) -> LayerCosts:
-    """Return log-normal layers, for which the link and the device take about equally long."""
+    """Return layers with log-normal sizes and times; copying takes about as long as computing."""
     sizes = [0 if rng.random() < 0.1 else int(rng.lognormvariate(9, 1.2)) for _ in range(count)]
     times_ms = [rng.lognormvariate(-2, 0.8) for _ in range(count)]
     beta = rng.choice([0.3, 1.0, 3.0]) * sum(times_ms) / max(1, sum(sizes))
@@ -93,13 +93,13 @@ def random_costs(rng: random.Random, count: int) -> LayerCosts:
 
 
 def planned_ms(costs: LayerCosts) -> float:
-    """Return the plan's time in ms by the timeline, not by the planner's own sums."""
+    """Return a plan's time in ms, computed from its timeline instead of the planner's own sums."""
     plan = plan_groups(costs)
     check_plan(plan, costs.layer_count)
     return makespan(plan, costs)
 
 
-# --- it is the best --------------------------------------------------------------------------
+# --- the planner's plan is the best ----------------------------------------------------------
 
 
 @given(any_costs(max_layers=12))

@@ -1,4 +1,4 @@
-"""Costs of plans, their ends, their bounds, and TicTac's orders of transfers."""
+"""Predicted times of plans, their lower bounds, and TicTac's orders of transfers."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ SMALL = LayerCosts((10, 20, 10), (4.0, 1.0, 2.0), LinkCost(1.0, 0.1), sigma_ms=0
 
 
 def test_a_group_starts_when_it_has_arrived_and_the_one_before_has_computed() -> None:
-    # 30 bytes arrive after 4 ms and compute until 4 + 0.5 + 5; the last 10, after 6 ms, wait.
+    # 30 bytes arrive at 4 ms and compute until 4 + 0.5 + 5. The last 10 arrive at 6 ms and wait.
     assert makespan((0, 2), SMALL) == 9.5 + 0.5 + 2.0
 
 
 def test_the_bound_is_the_layer_whose_arrival_and_remaining_computation_are_latest() -> None:
-    # The last layer arrives after 1 + 4 ms at the earliest, the first after 1 + 1 ms.
+    # The first layer arrives at 1 + 1 ms at the earliest, the last layer at 1 + 4 ms.
     assert bound(SMALL) == 0.5 + max(7.0, 2.0 + 7.0, 4.0 + 3.0, 5.0 + 2.0)
 
 

@@ -1,4 +1,4 @@
-"""The plan that the server uses, which is near the optimum, even if the machine is slower."""
+"""The plan that the server uses: it is near the optimum, even if the machine becomes slower."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Policies: the request that goes first, and the model that is evicted."""
+"""Policies: which request runs first, and which model is evicted."""
 
 from __future__ import annotations
 
@@ -113,7 +113,7 @@ def test_of_those_who_waited_too_long_the_oldest_goes_first() -> None:
 
 @given(priority=st.integers(0, 2), fresh=st.integers(0, 2))
 def test_nobody_starves(priority: int, fresh: int) -> None:
-    """After three aging times, the lowest class is ahead of any new request."""
+    """After three aging times, a request of the lowest priority is ahead of any new request."""
     now_ms = 4 * PRIORITY.aging_ms
     newcomer = waiting(priority=fresh, arrived_at_ms=now_ms, is_current=True, is_resident=True)
     assert PRIORITY.rank(waiting(priority=priority), View(now_ms)) < PRIORITY.rank(
@@ -269,7 +269,7 @@ class CostIsNegative(Eviction):
 
 
 class Heard(World):
-    """World that collects the warnings and topics for the operator."""
+    """Simulated server that collects warnings and topics for the operator."""
 
     def __init__(self, policy: Policy, arena_mib: int) -> None:
         self.warnings: list[str] = []
@@ -304,7 +304,7 @@ def raises(*_: object) -> Any:
 
 
 def odd(kind: type, *methods: str) -> type:
-    """Return a subclass of a type in which these methods raise."""
+    """Return a subclass of ``kind`` in which these methods raise."""
     return type("Odd", (kind,), dict.fromkeys(methods, raises))
 
 
@@ -384,7 +384,7 @@ def test_a_policy_that_fails_when_memory_is_short_is_replaced_too() -> None:
         Policy("mine", Order(), CostIsNegative()),
         Policy("mine", Fails("may_backfill", 0, ValueError("no")), Eviction()),
     ):
-        world = live(policy, arena_mib=8)  # one model fits
+        world = live(policy, arena_mib=8)  # one model fits the arena
         assert world.scheduler.core.judge.name == "priority"
         assert len(world.warnings) == 1
         assert world.clients.outcomes["ok"] == 66
@@ -422,7 +422,7 @@ def test_predictions_are_of_the_last_runs_of_that_batch() -> None:
         known.computed("m", 4, float(took_ms), 0.0)
     known.sent("m", 7.0, 0.0)
     assert known.predict("m", 4) == (7.0, 68.0, 97.0)  # from the last 64 values, 37 to 100
-    assert known.predict("m", 8) == known.predict("m", 4)  # at least as long as a smaller batch
+    assert known.predict("m", 8) == known.predict("m", 4)  # from the largest measured batch
     assert known.predict("m", 1) == (7.0, 0.0, 0.0)
     assert known.safe("m", 8) == (7.0, 96.0, 68.5)
     known.remove("m")
@@ -437,8 +437,8 @@ def test_many_batches_cost_neither_memory_nor_time() -> None:
         known.computed("m", batch, float(batch), 0.0)
     held_bytes = tracemalloc.get_traced_memory()[0]
     tracemalloc.stop()
-    assert held_bytes < 1 << 20  # 19 MiB if each batch size is kept
-    entries = KEPT_BATCHES - 1  # without batch 1, which is measured all the time
+    assert held_bytes < 1 << 20  # 19 MiB if all batch sizes were kept
+    entries = KEPT_BATCHES - 1  # one entry is batch 1, which is measured again and again
     assert known.safe("m", 1 << 23).compute_ms == 20_000.0
     assert known.safe("m", 20_001 - entries).compute_ms == 20_001.0 - entries
     assert known.safe("m", 20_000 - entries).compute_ms == 1.0  # from the nearest smaller batch
@@ -510,7 +510,7 @@ def test_an_installed_policy_is_found_by_its_entry_point(
     )
     monkeypatch.syspath_prepend(tmp_path)
     assert parse({"scheduler": {"policy": "theirs"}}).scheduler.policy == "theirs"
-    with pytest.raises(ConfigError, match="make_fair"):  # the policy names what it lacks
+    with pytest.raises(ConfigError, match="make_fair"):  # the entry point names no function
         find_policy("theirs", max_wait_ms=3.0)
     with pytest.raises(ConfigError, match=f"{POLICIES[-1]}, theirs"):
         parse({"scheduler": {"policy": "their"}})

@@ -1,4 +1,4 @@
-"""Allocations in the request pool: a share for each holder, and one release per allocation."""
+"""Allocations in the request pool: each holder has a share, and each allocation is freed once."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from pipeswitch.programs.interface.layout import aligned
 from pipeswitch.wire.slabs import SLAB_ALIGN_BYTES as PAGE
 
 PAGES: Final = 16
-SHARE_BYTES = 3 * PAGES * PAGE // 4  # the share of a single holder
+SHARE_BYTES = 3 * PAGES * PAGE // 4  # bytes that a single holder may have
 
 
 @pytest.fixture
@@ -134,7 +134,7 @@ def test_requests_of_no_bytes_hold_room_as_well(pool: RequestPool) -> None:
 
 
 def test_many_small_rooms_count_the_pages_that_they_take(pool: RequestPool) -> None:
-    """Otherwise a holder of single bytes could take all pages."""
+    """Whole pages count: otherwise a holder of many single bytes could take all pages."""
     for _ in range(SHARE_BYTES // PAGE // 2):
         pool.reserve("many", 1, 1)
     refusal(pool, "many", 1, 1)
@@ -157,7 +157,7 @@ def test_a_full_pool_is_refused_with_the_numbers(pool: RequestPool) -> None:
     for allocation in allocations:
         pool.release_inputs(allocation)
     free_bytes = pool.as_dict()["pool_free_bytes"]
-    assert free_bytes == (PAGES - 6) * PAGE  # in several pieces
+    assert free_bytes == (PAGES - 6) * PAGE  # free bytes are in several pieces
     refused = refusal(pool, "g", 6 * PAGE - 5, 0)
     assert refused.data["requested_bytes"] == 6 * PAGE - 5
     assert PAGE <= refused.data["largest_free_bytes"] < 6 * PAGE
@@ -203,7 +203,7 @@ def test_any_sequence_keeps_shares_and_slabs_and_ends_empty(
 ) -> None:
     pool = make_pool()
     whole: list[PoolAllocation] = []
-    halves: list[PoolAllocation] = []  # allocations whose inputs are released
+    halves: list[PoolAllocation] = []  # allocations whose inputs, but not replies, are released
     for what, number, reply_bytes in steps:
         if what == "inputs":
             if whole:

@@ -33,7 +33,7 @@ pytestmark = pytest.mark.skipif(bool(missing()), reason=f"packed weights: {missi
 
 
 class Block(nn.Module):
-    """A residual block of a convolutional network, and a classifier."""
+    """A residual block of a convolutional network, followed by a classifier."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -56,7 +56,7 @@ class Block(nn.Module):
 
 
 class Written(nn.Module):
-    """Model whose product must not be moved after an in-place write."""
+    """Model with a product that must not be computed after a later in-place write."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -101,7 +101,7 @@ ACTIVATIONS = {
 
 @pytest.fixture(autouse=True)
 def packing_always_pays(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Make packing always faster, because small calls are often faster unpacked."""
+    """Pretend that packing is always faster, because tests' small calls often are not."""
 
     def timed(calls: Sequence[Callable[[], object]], before: object = None) -> tuple[float, float]:
         for call in calls:
@@ -222,7 +222,7 @@ def test_a_view_of_a_convolution_is_the_modules(name: str, tmp_path: Path) -> No
 def test_a_call_is_packed_if_it_gains_at_a_batch(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    times = {1: (1.0, 1.04), 8: (3.0, 2.0)}  # ms unpacked and packed, by number of rows
+    times = {1: (1.0, 1.04), 8: (3.0, 2.0)}  # number of rows -> ms unpacked, ms packed
 
     def timed(calls: Sequence[Callable[[], Any]], before: object = None) -> tuple[float, ...]:
         return times[len(calls[0]())]
@@ -293,7 +293,7 @@ def test_a_model_that_gains_nothing_stays_exact(tmp_path: Path) -> None:
     manifest = built(nn.Softmax(-1), (torch.randn(2, 16),), tmp_path)
     exact = built(nn.Softmax(-1), (torch.randn(2, 16),), tmp_path, "exact")
     assert manifest.precision is exact.precision is None
-    assert manifest.digest != exact.digest  # otherwise both would have the same notes
+    assert manifest.digest != exact.digest  # with equal digests, both would get the same notes
     assert "it stays exact" in manifest.extra["notes"][-1]
     assert not (tmp_path / "out" / packing.DERIVED_FILE).exists()
 
@@ -397,7 +397,7 @@ def test_a_layout_for_an_input_that_cannot_be_is_refused(
 
 
 class Layer(nn.Module):
-    """Transformer layer with a token table, which the head also uses."""
+    """Transformer layer with a token table, which is also the weight of the output head."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -418,7 +418,7 @@ class Layer(nn.Module):
 
 
 class Shared(nn.Module):
-    """Model that changes views of a product in place, while other views are still read."""
+    """Model that changes views of a product in place, and later reads other views of it."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -433,7 +433,7 @@ class Shared(nn.Module):
 
 
 class Seen(nn.Module):
-    """A convolution whose result the module views as if it were contiguous."""
+    """A convolution; the module takes a view of its result that needs a contiguous tensor."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -484,7 +484,7 @@ def relative_error(ours: torch.Tensor, theirs: torch.Tensor) -> float:
 def test_a_form_in_fewer_bytes_answers_as_the_module_does(
     name: str, form: str, machine: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """``stores`` is a processor without bfloat16; ``unpacked`` is the form for a cuda device."""
+    """``stores`` is a processor without bfloat16; ``unpacked`` is a model for a cuda device."""
     if machine == "stores":
         monkeypatch.setattr(CpuKernels, "half", lambda kernels: "")
     module, x = FORMS[name][0](), FORMS[name][1]

@@ -1,4 +1,4 @@
-"""Text of others in a terminal: it is shown, but its control characters have no effect."""
+"""Other users' text in a terminal: it is shown, but its control characters have no effect."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ def test_a_refusal_leaves_whatever_its_values_are(data: dict[str, Any]) -> None:
 
 
 def test_a_number_too_large_to_travel_is_the_largest_that_does() -> None:
-    """The same holds in a worker's refusal and in a job's record."""
+    """Also check numbers in a worker's refusal and in a job's record."""
     wire = to_wire(ps.QueueFull("no room", bytes=2**112, least=[-(2**112)], all=True, small=7))
     assert wire["data"] == {"bytes": 2**63 - 1, "least": [-(2**63)], "all": True, "small": 7}
 
@@ -160,7 +160,7 @@ def test_a_bar_of_progress_obeys_no_stage(text: str, monkeypatch: pytest.MonkeyP
 def test_no_log_of_a_process_holds_such_a_character(
     log_to: Callable[[str], None], tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """The test needs a child process, because the setup of logs cannot be undone."""
+    """Fork a child process for this test, because the setup of logs cannot be undone."""
     path = tmp_path / "memory-daemon.log"
     child = os.fork()
     if child == 0:

@@ -1,4 +1,4 @@
-"""Trusted folders and files: their owners, and other users who may write them."""
+"""Trusted folders and files: they are refused if another user owns them or may write to them."""
 
 from __future__ import annotations
 

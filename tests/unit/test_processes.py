@@ -86,7 +86,7 @@ def test_a_log_is_emptied_though_its_disk_takes_no_copy(tmp_path: Path) -> None:
     path = tmp_path / "processes.log"
     path.write_bytes(bytes(100))
     (tmp_path / "processes.log.1").mkdir()
-    (tmp_path / "processes.log.2").touch()  # a folder never replaces a file
+    (tmp_path / "processes.log.2").touch()  # the folder cannot be renamed to this file's name
     rotate(path, 6)
     assert path.stat().st_size == 0
     rotate(tmp_path / "there-is-none", 6)
@@ -101,12 +101,12 @@ def test_the_log_is_looked_at_with_the_processes(tmp_path: Path) -> None:
 
 
 def test_a_stop_also_ends_who_is_just_being_forked(tmp_path: Path) -> None:
-    """The child's pid arrives after the stop began, which then kills the child at once."""
+    """Report a child's pid after the stop has begun: the stop must kill the child at once."""
     ours, theirs = channel_pair()
     exits: list[int] = []
     sleeper = subprocess.Popen(["sleep", "600"])
 
-    def reap() -> None:  # the fork server's part
+    def reap() -> None:  # reports the exit, like the fork server
         theirs.send(ChildExited(pid=sleeper.pid, status=sleeper.wait()))
 
     with selectors.DefaultSelector() as selector, subprocess.Popen(["sleep", "600"]) as server:

@@ -1,4 +1,4 @@
-"""Profiles: their numbers, their files, and reasons not to use them."""
+"""Profiles of models: their numbers, their files, and reasons why a profile is not used."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def profile(**changes: Any) -> Profile:
 
 
 def test_what_a_further_row_adds_follows_from_the_batches_that_were_measured() -> None:
-    """One row takes 13.5 ms; eight rows take 13.5 ms and 7 x 2.7 ms."""
+    """One row takes 13.5 ms; eight rows take 13.5 ms plus 7 x 2.7 ms."""
     one, eight = (
         BatchProfile(
             batch=rows,
@@ -127,7 +127,7 @@ def test_no_samples_make_a_negative_cost(samples: list[tuple[int, float]]) -> No
 
 
 def test_many_small_groups_decide_the_fixed_cost() -> None:
-    # A bent curve: 0.1 ms per call and 1 ms per MiB, but large copies take 20 % longer.
+    # A copy takes 0.1 ms plus 1 ms per MiB, except that large copies take 1.2 ms per MiB.
     samples = [(size, 0.1 + size / MIB) for size in (1024, 2048, 4096, 8192)]
     samples += [(64 * MIB, 0.1 + 1.2 * 64), (128 * MIB, 0.1 + 1.2 * 128)]
     link = fit_link(samples)
@@ -136,7 +136,7 @@ def test_many_small_groups_decide_the_fixed_cost() -> None:
 
 
 def test_copies_made_in_what_others_overslept_do_not_decide() -> None:
-    """If a modelled link's wait ends late on a busy machine, the next copy takes no time."""
+    """On a busy machine, a modelled link may wake up late; then the next copy takes no time."""
     samples = [(MIB, 2.25), (MIB, 0.02)] * 12 + [(8 * MIB, 8.6), (24 * MIB, 26.0)]
     link = fit_link(samples)
     assert link.alpha_ms + link.beta_ms_per_mib * 12 == pytest.approx(13.0, rel=0.15)
@@ -239,7 +239,7 @@ def test_the_profiles_that_come_along_are_whole_and_can_be_planned() -> None:
         check_plan(plan_of(profile_read), len(profile_read.layers))
 
 
-# ---- when it is used ---------------------------------------------------------------------------
+# ---- when a profile is used --------------------------------------------------------------------
 
 
 def test_a_profile_of_this_program_on_this_device_is_used() -> None:
@@ -270,7 +270,7 @@ def test_a_profile_of_another_program_or_a_stale_one_is_not() -> None:
     assert "drifted" in profile(stale="drifted").why_unusable(HERE, DIGEST, SIZES)
 
 
-# ---- plans from it -----------------------------------------------------------------------------
+# ---- plans from a profile ----------------------------------------------------------------------
 
 
 def test_the_plan_is_made_of_the_costs_and_the_wake_up_is_paid_once() -> None:

@@ -1,4 +1,4 @@
-"""Valid content of bundles; everything else is refused with a reason."""
+"""Bundles: valid content is accepted, and everything else is refused with a reason."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ Header = dict[str, Any]
 
 
 def a_header() -> Header:
-    """Return the header of a program relu(x @ w.T + b), which is not encoded yet."""
+    """Return the header, not yet encoded, of a bundle with the program relu(x @ w.T + b)."""
     program = {
         "version": 2,
         "inputs": [{"name": "x", "dtype": "float32", "shape": ["batch", 4]}],
@@ -102,7 +102,7 @@ def node(target: str, *args: Any, **kwargs: Any) -> Callable[[Header], None]:
 
 
 def put(*path: Any) -> Callable[[Header], None]:
-    """Return a change that sets header[path[0]]… = path[-1]; "program" stands for the program."""
+    """Return a function that sets header[path[0]]… = path[-1]; "program" means its program."""
 
     def change(header: Header) -> None:
         target: Any = program(header) if path[0] == "program" else header

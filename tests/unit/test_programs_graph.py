@@ -1,4 +1,4 @@
-"""Well-formed graphs that must not run; tensors over an arena."""
+"""Graphs that are well-formed, but must be refused; and tensors over an arena's bytes."""
 
 from __future__ import annotations
 
@@ -31,12 +31,12 @@ from pipeswitch.programs.running.values import tensor_bytes
 
 X = {"v": 0}
 W = {"v": 1}
-FIRST = 2  # the value of the first node
+FIRST = 2  # number of the value that the first node computes
 NOT_FRESH = "aten.expand_as.default"
 
 
 def graph(*nodes: tuple[Any, ...], result: int | None = None, shape: Any = ("batch", 4)) -> Graph:
-    """Return a graph with an input x, a weight w [4], and its last node or ``result`` as output."""
+    """Return a graph with input x and weight w [4]; its output is ``result``, or the last node."""
     graph_made = Graph(
         version=2,
         inputs=(ValueSpec(name="x", dtype="float32", shape=("batch", 4)),),
@@ -158,7 +158,7 @@ def test_a_value_is_dropped_after_its_last_use_and_kept_for_a_later_group() -> N
 
 
 def test_a_kernel_that_writes_nothing_answers_zeros_and_not_what_was_freed_before() -> None:
-    """Bytes that a kernel does not write could be values of another request."""
+    """If a kernel leaves bytes unwritten, they could be values of another request."""
 
     def writes_nothing(x: torch.Tensor, *rest: object) -> torch.Tensor:
         return torch.cat([torch.empty(1 << 10) for _ in range(64)])
@@ -169,7 +169,7 @@ def test_a_kernel_that_writes_nothing_answers_zeros_and_not_what_was_freed_befor
         graph_made = graph((target, arguments))
         compiled = CompiledGraph(graph_made, [(0, 1)], "cpu", lambda _: writes_nothing)
         freed = [torch.full((1 << 10,), 7.0) for _ in range(64)]
-        del freed  # the next allocations use this memory again
+        del freed  # so that the next allocations get this memory
         environment = compiled.start([torch.ones(1, 4)])
         compiled.calls[0](environment, [])
         answers[target] = compiled.finish(environment, [])[0]
@@ -242,12 +242,12 @@ def test_a_read_only_mapping_makes_tensors_without_a_warning() -> None:
 
 
 def test_what_a_run_holds_at_once_is_told_from_extents() -> None:
-    row = 8 * 4 * 4  # bytes of x with batch_max rows
+    row = 8 * 4 * 4  # bytes of x at the largest batch
     weights = [torch.zeros(4)]
     relu = ("aten.relu.default", [X])
     assert peak_bytes(graph(relu), weights) == row
     chain = [relu, *(("aten.relu.default", [value(i)]) for i in range(5))]
-    assert peak_bytes(graph(*chain), weights) == 2 * row  # one value is read, one is written
+    assert peak_bytes(graph(*chain), weights) == 2 * row  # a node reads one value and writes one
     nodes = [
         relu,
         relu,
@@ -265,7 +265,7 @@ def test_what_a_run_holds_at_once_is_told_from_extents() -> None:
 
 
 def test_what_may_change_is_found_without_a_set_for_each_node() -> None:
-    """Each of 2,000 nodes aliases one more weight, so sets would have two million members."""
+    """Each of 2,000 nodes aliases one more weight, so a set per node would be too many members."""
     count = 2000
     gathered = Graph(
         version=2,
@@ -288,7 +288,7 @@ def test_what_may_change_is_found_without_a_set_for_each_node() -> None:
 
 
 def test_one_row_of_a_column_is_dense_whatever_its_stride() -> None:
-    """A model's answer of one token may have this form: ``x[:, :, 0]`` of one row and one token."""
+    """An answer of one token may have such a stride: ``x[:, :, 0]`` of one row and one token."""
     one = torch.tensor([[1.5, 2.5]])[:, 1]
     assert (one.shape, one.stride()) == ((1,), (2,))
     assert bytes(tensor_bytes(one)) == one.numpy().tobytes()
@@ -296,7 +296,7 @@ def test_one_row_of_a_column_is_dense_whatever_its_stride() -> None:
     assert not same_bits(one, torch.tensor([1.5]))
 
 
-# --- kinds ---------------------------------------------------------------------------------------
+# --- kinds of arguments --------------------------------------------------------------------------
 
 CONSTANTS = {
     "an integer": 11,
@@ -329,7 +329,7 @@ FITS = {
     "Layout": {"a layout"},
     "MemoryFormat": {"a format"},
     "Device": {"a device"},
-    "Generator": set(),  # stands for any kind that torch may add
+    "Generator": set(),  # an example of a kind that our code does not know
 }
 
 
@@ -345,7 +345,7 @@ def test_an_argument_is_of_the_kind_that_its_schema_has(kind: str) -> None:
 
 @pytest.mark.parametrize("name", sorted(OVERLOADS))
 def test_what_names_a_dtype_a_layout_or_a_device_is_never_a_number(name: str) -> None:
-    """For each operator, each argument of these kinds is tried, constant and computed."""
+    """Pass numbers, constant and computed, for each operator's arguments of these kinds."""
     tried = 0
     for overload in OVERLOADS[name]:
         schema: Any = resolve(f"aten.{name}.{overload}")._schema  # type: ignore[attr-defined]
@@ -363,7 +363,7 @@ def test_what_names_a_dtype_a_layout_or_a_device_is_never_a_number(name: str) ->
 
 
 def test_a_number_that_depends_on_an_extent_is_no_dtype() -> None:
-    """At the ends of its range, the number may stand for the same dtype as in the tried call."""
+    """A check at the ends of the extent's range might find only the tried dtype's number."""
     graph_made = graph(
         ("aten.sym_size.int", [X, 0]),
         ("_operator.mod", [{"v": 2}, 2]),

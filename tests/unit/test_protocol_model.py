@@ -1,4 +1,4 @@
-"""The protocol model: small scopes keep the invariants in every state, and it finds seeded bugs."""
+"""The protocol model: every state of small scopes keeps the invariants; seeded bugs are found."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from tests.model.story import tell
 from tests.model.world import World
 
 LONG = {"deadline", "evict", "pause", "signals", "prefetch", "daemon", "cancel", "kill"}
-"""With the most states; ``make model`` looks at these too, and at larger ones."""
+"""Scopes with the most states; ``make model`` explores these, too, and larger scopes."""
 
 
 def _some(rows: Any) -> list[Any]:
-    """Return scopes as parameters; scopes that take long are marked as slow."""
+    """Return scopes as test parameters; the scopes in ``LONG`` are marked as slow."""
     return [
         pytest.param(row, id=row.name, marks=[pytest.mark.slow] if row.name in LONG else [])
         for row in rows
@@ -49,7 +49,7 @@ def test_the_model_finds_the_seeded_bug(mutant: Any) -> None:
 
 @pytest.mark.parametrize("devices", [1, 2])
 def test_a_thawed_state_goes_on_as_the_one_that_was_frozen(devices: int) -> None:
-    """Two worlds make the same moves, but one of them is frozen and thawed before each move."""
+    """Make the same moves in two worlds; freeze and thaw one of them before each move."""
     scope = Scope(
         name="both",
         steps=2,
@@ -82,7 +82,7 @@ def test_a_thawed_state_goes_on_as_the_one_that_was_frozen(devices: int) -> None
 
 
 def test_what_states_share_is_never_changed() -> None:
-    """States share each thawed worker and daemon, so a change must be made to a copy."""
+    """States share their workers and daemons, so a move must change a copy of one."""
     for scope in QUICK[:2]:
         Exploration(scope).run()
         world = expand._expander.world
@@ -112,7 +112,7 @@ def test_the_scheduler_is_asked_once_for_each_event_in_a_state() -> None:
 def test_a_server_leaves_when_the_commit_of_a_waiting_job_is_on_disk() -> None:
     world: Any = World(
         Scope(name="one", steps=1, requests=1, models=1, arena_mib=6, drains=1, is_coarse=True)
-    )  # the model needs the slice's memory, so the job is evicted for the request, and waits
+    )  # the model needs the slice's memory, so the request evicts the job, which then waits
     for action in [
         ("moves", 1),
         ("tells", 1, "task"),
@@ -146,7 +146,7 @@ def test_a_job_starts_again_only_when_its_last_commit_is_copied() -> None:
     world: Any = World(Scope(name="one", steps=1, requests=0, models=1, kills=1, is_coarse=True))
     for action in [("moves", 1), ("tells", 1, "task"), ("moves", 1), ("moves", 1), ("moves", 1)]:
         world.apply(action)
-    world.apply(("kill", 1))  # its last message, a CommitStep, is delivered
+    world.apply(("kill", 1))  # the killed worker's last message, a CommitStep, still arrives
     job = world.scheduler.machine.devices[0].state.jobs["job"]
     assert job.slot is None
     orders = [type(order).__name__ for order in world.daemon._queues["to-host"]]

@@ -1,4 +1,4 @@
-"""The queue of requests: order, counts and deadlines; the instants to wake up at."""
+"""The queue of requests: order, counts, deadlines, and the times at which it must wake up."""
 
 # mypy: disable-error-code="arg-type"
 
@@ -25,8 +25,8 @@ def test_requests_keep_their_order_and_are_counted_by_model() -> None:
     for one in (first, second, third):
         queue.add(one)
     queue.discard(first)
-    queue.discard(first)  # no effect on a request that does not wait
-    queue.add(first)  # again, as after its worker's death
+    queue.discard(first)  # has no effect, because the request does not wait
+    queue.add(first)  # queues it again, as after its worker's death
     queue.check()
     assert tokens(queue) == [2, 3, 1]
     assert (tokens(queue.of("a")), queue.count("a"), queue.count("b")) == ([3, 1], 2, 1)

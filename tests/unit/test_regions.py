@@ -1,4 +1,4 @@
-"""Allocator of regions: regions never overlap, no byte is lost, and windows are the cheapest."""
+"""Allocator of regions: regions never overlap, no byte is lost, the cheapest window is found."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ STEPS = st.lists(
 
 
 def filled(steps: list[tuple[Owner, int, int | None]], capacity: int = 100) -> RegionAllocator:
-    """Return an allocator after steps that each reserve or release the region of an owner."""
+    """Return an allocator after these steps, each of which reserves or releases a region."""
     regions = RegionAllocator(capacity, 8)
     for owner, size, at in steps:
         if regions.get(owner) is not None:
@@ -63,7 +63,7 @@ def test_the_cheapest_window_is_the_cheapest_of_all_places(
         price = prices.get(region.owner)
         return (
             None if price is None else (float(price // 5), float(price % 5))
-        )  # None: the region must stay
+        )  # None means that the region cannot be evicted
 
     costs = [cost(region) for region in regions]
     places = [regions.window_at(start, size, costs) for start in range(0, 96, 8)]

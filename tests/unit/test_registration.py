@@ -1,4 +1,4 @@
-"""Registrations: every interface fills the same request, and one function refuses it."""
+"""Registrations: every interface fills the same request, which one function checks."""
 
 from __future__ import annotations
 
@@ -119,7 +119,7 @@ def test_the_sdk_the_command_line_and_the_file_ask_for_the_same(
 
 
 def test_an_older_client_that_sends_every_field_asks_for_the_same() -> None:
-    """Older clients of protocol version 1 also send all default values."""
+    """Compare with an older client of protocol version 1, which also sends all default values."""
     older = {
         "source": SOURCE,
         "weights": "",
@@ -133,7 +133,7 @@ def test_an_older_client_that_sends_every_field_asks_for_the_same() -> None:
     }
     sdk = Recorded()
     sdk.register("m", SOURCE)
-    assert sdk.body == {"source": SOURCE}  # older servers know every field that is sent
+    assert sdk.body == {"source": SOURCE}  # so that an older server knows every field
     assert asked(older) == asked(sdk.body)
     spec = msgspec.msgpack.decode(asked(older).spec, type=BuildSpec)
     assert (spec.max_batch, spec.precision) == (64, "exact")

@@ -39,7 +39,7 @@ LINK = Costs(to_device=Link(bytes_per_ms=float(PER_MS)))
 
 
 def whole(name: str, load_ms: float, compute_ms: float) -> PaperModel:
-    """Return a model of one group, which computes only after all its bytes are copied."""
+    """Return a model of one group, so that it computes only after all its bytes are copied."""
     return PaperModel(
         name=name, layer_bytes=(int(load_ms * PER_MS),), layer_ms=(compute_ms,), plan=(0,)
     )
@@ -103,7 +103,7 @@ def test_serial_overlaps_nothing_and_admission_refuses_what_would_be_late() -> N
     assert one_by_one.latency_ms == pytest.approx((30.0, 60.0, 79.0, 98.5))
     assert (one_by_one.in_slo, one_by_one.switches, one_by_one.makespan_ms) == (2, 2, 100.0)
     strict = dataclasses.replace(setting, has_deadlines=True, admission="deadline")
-    warm = [Arrival(0.0, 0), Arrival(200.0, 1)]  # measures the run times
+    warm = [Arrival(0.0, 0), Arrival(200.0, 1)]  # these runs measure the models' times
     outcome = replay(strict, models, [*warm, *(Arrival(400.0 + i, i % 2) for i in range(6))])
     assert outcome.refused["DeadlineExceeded"] >= 2
     assert outcome.in_slo == len(outcome.latency_ms)
@@ -125,7 +125,7 @@ def test_tokens_come_one_after_the_other_and_join_those_of_others() -> None:
     ]
     six = replay(setting, batched, [Arrival(0.1 * at, 0, tokens=5) for at in range(6)])
     assert len(six.between_ms) == 24
-    assert six.busy_ms < 27 * 4.0  # in a batch, a further row takes half of its time
+    assert six.busy_ms < 27 * 4.0  # in a batch, each further row takes half as long
     text = "TIMESTAMP,ContextTokens,GeneratedTokens\n2023-11-16 18:20:07.1,30,2\n"
     (plain,), (with_tokens,) = (
         arrivals.of_services([text], has_tokens=has_tokens).arrivals for has_tokens in (False, True)
@@ -314,7 +314,7 @@ def test_the_command_takes_ones_own_policy_and_says_so_when_it_fails(
     runs = json.loads(text)["runs"]
     assert [run.pop("policy") for run in runs] == policies.split(",")
     fifo, newest, priority, broken = runs
-    assert newest["p50_ms"] < fifo["p50_ms"]  # the newest request never waits long
+    assert newest["p50_ms"] < fifo["p50_ms"]  # most requests run while they are the newest
     assert broken == priority
     assert error.count("Warning") == 1
     assert 'policy "broken" failed and is replaced by "priority"' in error
@@ -398,15 +398,15 @@ def test_bad_input_is_one_sentence(args: list[str], text_expected: str) -> None:
     [
         ("device 1.2", 1.2, 0.25, 12.6e6, 0.785, 0.826),  # the device is overloaded
         ("link", 0.8, 0.15, 6e6, 0.843, 0.850),  # the link is overloaded
-        ("link x 2", 0.8, 0.15, 3e6, 0.792, 0.795),  # the link has half of that bandwidth
+        ("link x 2", 0.8, 0.15, 3e6, 0.792, 0.795),  # the link has half the bandwidth of "link"
     ],
 )
 def test_admission_accepts_what_a_plain_server_accepts_and_keeps_what_it_promised(
     name: str, load: float, memory: float, rate: float, keeping: float, greedy: float
 ) -> None:
-    """``keeping`` and ``greedy`` are the shares that two plain servers with exact times answer in
-    time: one keeps all accepted requests, the other may drop them. If copies for waiting requests
-    were not counted, only 88 % of the accepted requests would be in time in case ``link``."""
+    """``keeping`` and ``greedy`` are the shares of requests that two simple servers, which know all
+    times, answer in time. The first keeps all accepted requests, the second may drop them. Without
+    counting copies for waiting requests, 88 % of accepted requests would be in time in ``link``."""
     share, accepted = share_in_time(name, load, memory, rate)
     assert accepted >= 0.95
     assert share >= 0.97 * keeping
@@ -414,7 +414,7 @@ def test_admission_accepts_what_a_plain_server_accepts_and_keeps_what_it_promise
 
 
 def share_in_time(name: str, load: float, memory: float, rate: float) -> tuple[float, float]:
-    """Return the shares of all requests, and of the accepted ones, that are answered in time.
+    """Return which share of all requests, and which of the accepted ones, is answered in time.
 
     Args:
         name: seed of the trace.
@@ -457,7 +457,7 @@ def share_in_time(name: str, load: float, memory: float, rate: float) -> tuple[f
 
 
 class Kept(Replay):
-    """Replay that counts the requests that are refused on arrival, so never accepted."""
+    """Replay that counts the requests that are refused on arrival."""
 
     refused_at_once = 0
 

@@ -41,8 +41,8 @@ def trained(order: str, *jobs: PaperJob, mib: int = 64) -> Outcome:
 def test_srtf_ends_three_jobs_sooner_on_average_than_turns(
     order: str, ends: tuple[float, ...]
 ) -> None:
-    """Jobs l, m and s need 3, 2 and 1 s. ``rotate`` runs l m s l m l, in cycles of 1 s and the rest
-    of a step. ``srtf`` runs l m s m l: three steps each of l and m first show their lengths."""
+    """Train jobs l, m and s of 3, 2 and 1 s. ``rotate`` runs l m s l m l, for 1 s each, up to the
+    next step's end. ``srtf`` runs l m s m l, first three steps each of l and m to learn lengths."""
     outcome = trained(order, job("long", 3.0), job("middle", 2.0), job("short", 1.0))
     assert tuple(one.jct_ms for one in outcome.jobs) == pytest.approx(ends)
     assert outcome.jct_ms == pytest.approx(sum(ends) / 3)
@@ -61,8 +61,8 @@ def test_srtf_ends_three_jobs_sooner_on_average_than_turns(
 def test_srtf_ends_jobs_no_later_on_average_than_fifo_but_for_what_it_takes_to_learn(
     shapes: list[tuple[int, float, int]],
 ) -> None:
-    """Lengths and arrivals are arbitrary. If ``fifo`` already has the best order, each job delays
-    the others by three steps: two show its length, and it stops at the end of the third."""
+    """Jobs have any lengths and arrivals. Even if ``fifo`` has the best order, a job delays others
+    by at most three steps: two show its length, and it stops at the end of the third."""
     jobs = [
         PaperJob(name=f"j{i}", steps=steps, step_ms=step_ms, memory_bytes=MIB, at_ms=1000.0 * at_s)
         for i, (steps, step_ms, at_s) in enumerate(shapes)
@@ -92,13 +92,13 @@ def test_by_pack_small_jobs_end_beside_each_other_and_the_large_one_leaves_once(
     packed, turns = (trained(order, *jobs, mib=9) for order in ("pack", "rotate"))
     large, small, little = packed.jobs
     assert (large.evictions, small.evictions, little.evictions) == (1, 0, 0)
-    assert max(small.jct_ms, little.jct_ms) == pytest.approx(7100.0)  # after a cycle of "large"
+    assert max(small.jct_ms, little.jct_ms) == pytest.approx(7100.0)  # "large" had a cycle before
     assert large.jct_ms == pytest.approx(9000.0)
     assert sum(one.evictions for one in turns.jobs) > 1
 
 
 def test_a_job_waits_in_place_for_just_what_requests_take() -> None:
-    """Five requests take one copy of the model and five computations."""
+    """Send five requests to a job's device: they take one copy and five computations."""
     model = PaperModel(name="A", layer_bytes=(10 * MIB,), layer_ms=(20.0,), plan=(0,))
     arrivals = [Arrival(150.0 + 100.0 * i, 0) for i in range(5)]
     outcome = replay(Setting(memory_bytes=64 * MIB, costs=LINK), [model], arrivals, [job("j", 1.0)])
@@ -124,13 +124,13 @@ def test_a_job_larger_than_the_memory_is_an_error() -> None:
         ((0.0, 1.0), (17.0, 16.0), 15.0),  # the oldest request's delay counts
         ((0.0, 0.0, 0.0, 0.0), (25.0,) * 4, 25.0),  # a full batch starts at once
         ((0.0,) * 5, (25.0,) * 4 + (35.0,), 35.0),
-        ((0.0, 3.0), (12.0, 19.0), 20.0),  # the second's delay is over when the first ends
+        ((0.0, 3.0), (12.0, 19.0), 20.0),  # the second has waited 2 ms when the first ends
     ],
 )
 def test_joined_requests_take_what_their_rows_do(
     asked_at_ms: tuple[float, ...], took_ms: tuple[float, ...], busy_ms: float
 ) -> None:
-    """A run takes 10 ms, plus 5 ms per further row; up to four rows wait 2 ms for each other."""
+    """Batch up to four rows, which wait 2 ms. A run takes 10 ms, plus 5 ms per further row."""
     model = PaperModel(
         name="A",
         layer_bytes=(MIB,),

@@ -234,7 +234,7 @@ def test_a_share_of_them_is_written_and_the_files_have_a_bound(tmp_path: Path) -
     assert all(one.stat().st_size <= 1 << 18 for one in files)
     written = [int(line["request_id"]) for line in logged(tmp_path)]
     assert written
-    assert len(written) < 0.75 * (max(written) - min(written))  # only a share of the requests
+    assert len(written) < 0.75 * (max(written) - min(written))  # not all requests are written
 
 
 def test_a_disk_that_is_full_ends_no_request(

@@ -1,4 +1,4 @@
-"""Roles that verbs need, and callers that have them."""
+"""Roles: which role each verb needs, and which roles a caller has."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def frontend(tmp_path: Path) -> Iterator[Frontend]:
 def test_every_verb_has_one_role_and_every_role_a_verb(frontend: Frontend) -> None:
     served = {name for name, verb in VERBS.items() if verb.parse is None}
     assert served == {*frontend._own.handlers, "hello"}
-    assert {verb.role for verb in VERBS.values()} == set(Role) - {Role.URGENT}  # for a priority
+    assert {verb.role for verb in VERBS.values()} == set(Role) - {Role.URGENT}  # allows a priority
 
 
 def test_a_cluster_reaches_only_verbs_of_the_table() -> None:

@@ -1,4 +1,4 @@
-"""The sandbox's filter, executed as the kernel would, for each processor."""
+"""The sandbox's filter of system calls, executed like in the kernel, for each processor."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ REFUSED = ERRNO | errno.EPERM
 def verdict(
     machine: str, number: int, *arguments: int, allowed: frozenset[str] = OWN, architecture: int = 0
 ) -> int:
-    """Return the filter's result for a system call."""
+    """Return the filter's verdict on a system call."""
     architecture = architecture or ARCHITECTURES[machine][1]
     padded = [*arguments, *[0] * (6 - len(arguments))]
     data = struct.pack("<IIQ6Q", number, architecture, 0, *padded)
@@ -61,7 +61,7 @@ def test_every_call_of_every_number_is_allowed_by_its_name_or_refused(machine: s
 
 @pytest.mark.parametrize("machine", MACHINES)
 def test_calls_that_can_do_more_are_told_by_their_arguments(machine: str) -> None:
-    high = 1 << 32  # arguments have 64 bits, but a filter reads 32 bits at a time
+    high = 1 << 32  # a filter reads 32 bits at a time, so it must also read an argument's high half
     assert call(machine, "tgkill", PID, PID, 6) == ALLOW
     assert call(machine, "tgkill", PID + high, PID, 6) == REFUSED
     assert call(machine, "tgkill", PID + 1, PID, 6) == REFUSED

@@ -1,4 +1,4 @@
-"""Random lives: any order of requests, messages, deaths and time keeps the invariants and ends."""
+"""Random runs of simulated servers: any order of events keeps the invariants, and all runs end."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ lives = settings(max_examples=settings().max_examples // 3)  # an example takes 
 @lives
 @given(seed=SEEDS)
 def test_any_life_keeps_the_invariants_and_ends(seed: int) -> None:
-    """In half of the lives, clients also ask for the health of all processes."""
+    """Run a random life; in half of the lives, clients also ask for all processes' health."""
     live(random_world(seed, pings=seed % 2 == 0), 500)
 
 
@@ -32,7 +32,7 @@ def test_any_life_keeps_the_invariants_and_ends(seed: int) -> None:
 def test_without_faults_nothing_is_lost_or_restarted(seed: int) -> None:
     world = World(seed, faults=Faults(**QUIET))
     core = world.scheduler.core
-    # Time jumps by seconds in this world, and a task whose deadline is long over counts as hung.
+    # Time jumps by seconds in this world, so a deadline must not make a task count as hung.
     core.settings = dataclasses.replace(core.settings, deadline_grace_ms=1e12)
     live(world, 500)
     assert core.counts["worker_restarts"] == 0
@@ -64,7 +64,7 @@ def test_models_that_do_not_fit_together_do_not_block_each_other(
 
 @given(seed=SEEDS)
 def test_endless_loops_give_the_device_back(seed: int) -> None:
-    """Every request hangs and has no deadline, but each one is answered in the end."""
+    """Make every request hang, without a deadline: each one must still be answered in the end."""
     faults = Faults(**QUIET, hang=1.0)
     world = World(seed, faults=faults, max_compute_ms=60000.0)
     world.register("a", MIB)
@@ -81,14 +81,14 @@ def test_endless_loops_give_the_device_back(seed: int) -> None:
 
 @lives
 @given(seed=SEEDS)
-@example(seed=39)  # an unclean worker is replaced before it answers a ping
+@example(seed=39)  # here a worker that must be replaced leaves before it answers a ping
 def test_any_life_on_two_devices_keeps_the_invariants_and_ends(seed: int) -> None:
     live(random_world(seed, pings=seed % 2 == 1, devices=2), 500)
 
 
 @lives
 @given(seed=SEEDS)
-@example(seed=24)  # a caller's penalty ends, so another model is next and may be sent ahead
+@example(seed=24)  # here a caller's penalty ends, so another model is next and may be copied
 def test_any_life_with_a_model_that_streams_keeps_the_invariants_and_ends(seed: int) -> None:
     world = random_world(seed, devices=1 + seed % 2)
     world.register("m6", 120 * MIB, groups=12)
@@ -96,7 +96,7 @@ def test_any_life_with_a_model_that_streams_keeps_the_invariants_and_ends(seed: 
 
 
 def _seen(scheduler: Any) -> Any:
-    """Return the facts about each device on which later decisions depend."""
+    """Return, for each device, the facts that later decisions depend on."""
     return [
         (
             {r.token: r.state.state for r in state.requests.values()},

@@ -1,4 +1,4 @@
-"""Profiling: a model is measured alone, by requests, and plans change only at rest."""
+"""Profiling: requests measure a model alone, and its plan changes only while it does not run."""
 
 # mypy: disable-error-code="arg-type, no-any-return"
 # Names are plain strings and numbers here, because NewTypes would make tests hard to read.
@@ -26,7 +26,7 @@ BATCH = 4
 
 
 class Rig:
-    """World without faults, with a list of its commands."""
+    """Simulated server without faults, with a list of its commands."""
 
     def __init__(self, **options: Any) -> None:
         faults = Faults(**QUIET, persist_error=0.0)
@@ -248,7 +248,7 @@ def test_other_groups_wait_until_nobody_reads_the_model(rig: Rig) -> None:
     assert model.grouping.plan == profile.checks[-1].plan
     rig.rest()
     assert model.grouping.plan == ()
-    assert model.residency.state is Residency.HOST  # so its next request is cold
+    assert model.residency.state is Residency.HOST  # evicted, so the next request is cold
 
 
 def test_a_pinned_model_is_measured_and_comes_back(rig: Rig) -> None:
@@ -305,7 +305,7 @@ def identity(name: str) -> Any:
 
 
 def register_with(rig: Rig, profiles: tuple[ProfileFile, ...]) -> None:
-    """Register "a", which has these profiles on disk."""
+    """Register model "a", which already has these profiles on disk."""
     take = rig.world.scheduler.handle
 
     def handle(event: ev.Event, now_ms: float) -> list[ev.Command]:

@@ -76,7 +76,7 @@ MIB = 1 << 20
 
 
 def tenant_of(model: str) -> str:
-    """Return a model's tenant: ``ada`` for ``ada.m``, the server's owner for a name without dot."""
+    """Return a model's tenant: ``ada`` for ``ada.m``, and empty (the owner) for ``m``."""
     return model.rpartition(".")[0]
 
 
@@ -90,7 +90,7 @@ def builder(op_id: Any) -> ev.Address:
 
 
 def received(message: Any, **read: Any) -> ev.Received:
-    """Return a builder's message as an event; ``read`` has the values read from disk."""
+    """Return a builder's message as an event; ``read`` has the values that were read from disk."""
     return ev.Received(builder(message.op_id), message, **read)
 
 
@@ -99,7 +99,7 @@ def exited(op_id: Any, status: int) -> ev.Exited:
 
 
 class Rig:
-    """Scheduler that a test drives by events; ``out`` has the commands of the last event."""
+    """Scheduler that gets events from a test; ``out`` has the commands for the last event."""
 
     def __init__(self, **settings: Any) -> None:
         values = {
@@ -148,13 +148,13 @@ class Rig:
         self.handle(ev.Exited(self.state.daemon.address, -9))
 
     def daemon_returns(self) -> None:
-        """Reap the workers of the dead daemon, and make the next daemon ready."""
+        """Report the exits of the dead daemon's workers, and make the next daemon ready."""
         for slot in list(self.state.workers):
             self.worker_exits(slot)
         self.daemon(DaemonReady(pid=2))
 
     def worker_restarts(self, slot: int, status: int = -9) -> None:
-        """End a worker, and make the next process in its slot ready."""
+        """Report a worker's exit, and make the next process in its slot ready."""
         self.worker_exits(slot, status)
         while self.state.workers[slot].state.state is WorkerState.DEAD:
             due = self.scheduler.next_wakeup_ms()
@@ -170,7 +170,7 @@ class Rig:
         return ev.Token(self.last_token)
 
     def ask(self, kind: type, **fields: Any) -> ev.Token:
-        """Send an event that gets an answer; return its token."""
+        """Send an event that gets an answer; return the event's token."""
         token = self.token()
         self.handle(kind(token=token, **fields))
         return token
@@ -189,7 +189,7 @@ class Rig:
     def error(self, token: int) -> Any:
         return self.answers[token].error
 
-    # -- longer steps --------------------------------------------------------------------------
+    # -- steps of several events ---------------------------------------------------------------
 
     def ask_register(
         self, name: str, *, spec: str = "", pin: bool = False, **fields: Any
@@ -206,7 +206,7 @@ class Rig:
         )
 
     def begin(self, name: str, **fields: Any) -> tuple[ev.Token, Any]:
-        """Register a model and begin its build; return its token and operation id."""
+        """Register a model, whose build begins; return the request's token and the build's id."""
         token = self.ask_register(name, **fields)
         return token, self.commands(ev.StartBuild)[0].op_id
 
@@ -218,7 +218,7 @@ class Rig:
         self.prepared()
 
     def prepared(self) -> None:
-        """Finish all preparations of models, until no worker prepares one."""
+        """Finish all preparations, until no worker prepares a model."""
         while busy := [w for w in self.state.workers.values() if w.preparing is not None]:
             for worker in busy:
                 name = worker.preparing
@@ -232,7 +232,7 @@ class Rig:
         self.handle(received(done, manifest=manifest))
 
     def stored(self, name: str, op_id: Any) -> None:
-        """Finish a registration: its builder exits, and the daemon has stored its bytes."""
+        """Finish a registration: report its builder's exit, and its bytes as stored."""
         self.handle(exited(op_id, 0))
         self.daemon(ModelStored(model=name, op_id=op_id, load_ms=1.0))
 
@@ -254,7 +254,7 @@ class Rig:
         return token
 
     def pool_of(self, name: str) -> str:
-        """Return the tenant whose pool file the frontend uses for a model's requests."""
+        """Return the tenant whose request pool file has a model's requests."""
         replica = self.state.replicas.get(name)
         return "" if replica is None else self.core.tenant_of(replica.model.tenant)
 
@@ -273,7 +273,7 @@ class Rig:
         )
 
     def done(self) -> None:
-        """End the computing task without an error; its worker cleans up."""
+        """End the task that computes, without an error; its worker then cleans up."""
         task = self.state.owner.running
         self.worker(
             task.slot,
@@ -315,7 +315,7 @@ class Rig:
         return job
 
     def commit(self, job: Any, number: int, step: int) -> None:
-        """Send a job's request for a commit; the daemon does not answer yet."""
+        """Send a job's request for a commit, to which the daemon does not answer yet."""
         message = CommitStep(op_id=job.op_id, number=number, step=step, ranges=())
         self.worker(job.slot, message)
 
@@ -326,7 +326,7 @@ class Rig:
         )
 
     def committed(self, job: Any, number: int, step: int) -> None:
-        """Finish a commit in the host store; it is also written to disk if one is due."""
+        """Finish a commit in the host store; if a write to disk is due, the scheduler orders it."""
         self.commit(job, number, step)
         self.flip(job, number, step)
 
@@ -351,7 +351,7 @@ class Rig:
         self.worker(job.slot, message)
 
     def switch(self, job: Any, model: str = "a") -> None:
-        """Serve one request of a resident model, for which the job is suspended."""
+        """Suspend the job, and serve one request to a resident model."""
         self.infer(model)
         self.park(job, self.state.owner.pending.turn)
         self.done()
@@ -382,7 +382,7 @@ def rig() -> Rig:
     return Rig()
 
 
-# -- a request that comes before its model's bytes (a restart) ----------------------------------
+# -- a request that arrives before its model's bytes (after a restart) --------------------------
 
 
 def awaited(rig: Rig, name: str = "a") -> int:
@@ -511,7 +511,7 @@ def test_a_job_that_waits_behind_requests_says_so(rig: Rig) -> None:
 
 
 def test_what_a_task_does_before_its_first_group_belongs_to_the_switch_alone(rig: Rig) -> None:
-    """The task has the turn from 10 ms, begins at 50, waits 5 ms for group 2, and ends at 85."""
+    """From the turn (10 ms) to the first group (50 ms) is switch time; a later wait takes 5 ms."""
     rig.register("a")
     token = rig.infer("a")
     rig.arrived("a")
@@ -652,8 +652,8 @@ def test_a_model_moves_rather_than_evict_another_while_there_is_room(rig: Rig) -
     rig.register("a", 20)
     rig.register("b", 40)
     rig.register("c", 20)
-    rig.make_resident("a", "b")  # a has the lowest address
-    rig.make_resident("c")  # evicts a, which was used before b
+    rig.make_resident("a", "b")  # "a" gets the lowest address
+    rig.make_resident("c")  # evicts "a", which was used before "b"
     assert rig.residency("a") is Residency.HOST
     rig.ask(ev.UnregisterRequest, model="b")
     rig.make_resident("a")
@@ -667,7 +667,7 @@ def test_any_idle_model_leaves_rather_than_a_request_waits_for_a_range_being_zer
     rig.register("b", 11 << 10)
     job = rig.start_training(mib=11 << 10)
     rig.job_asked("cifar", "cancel")
-    rig.worker_exits(rig.job_ends(job, "preempted"))  # the job's slice is now being zeroed
+    rig.worker_exits(rig.job_ends(job, "preempted"))  # the daemon now zeroes the job's slice
     rig.make_resident("small", "hot")
     hot = rig.state.replicas["hot"]
     hot.priority, hot.use_count = 0, 8
@@ -782,7 +782,7 @@ def test_a_run_that_ends_with_its_worker_is_charged_to_its_caller(rig: Rig) -> N
 def test_a_caller_whose_models_go_on_killing_workers_has_no_turn_for_a_while(
     rig: Rig, caller: str
 ) -> None:
-    """New models do not help, and other callers are served meanwhile. The owner is never barred."""
+    """Bar a caller even with new models, and serve others meanwhile. The owner is never barred."""
     rig.register("other", 1)
     rig.make_resident("other")
     bars_s = []
@@ -945,7 +945,7 @@ def test_three_deaths_in_a_row_while_computing_quarantine_the_model(rig: Rig) ->
     assert all(
         isinstance(rig.error(one), errors.WorkerLost | errors.ModelQuarantined) for one in refused
     )
-    while rig.state.owner.running is not None:  # earlier dispatched requests may still end
+    while rig.state.owner.running is not None:  # requests that were dispatched before may still end
         rig.done()
     assert {first, second, third} <= set(rig.answers)
     rig.ask(ev.PinRequest, model="a", pin=True)
@@ -978,6 +978,14 @@ def test_what_a_dead_daemon_still_says_is_dropped(rig: Rig) -> None:
     rig.daemon_exits()
     rig.daemon(DaemonReady(pid=1))
     assert not rig.state.daemon.is_ready
+
+
+def test_a_wait_for_a_job_that_is_taken_back_is_answered_and_forgotten(rig: Rig) -> None:
+    job = rig.train("cifar")
+    waiting, other = rig.job_asked("cifar", "wait"), rig.job_asked("cifar", "wait")
+    rig.handle(ev.CancelRequest(token=waiting))
+    assert isinstance(rig.error(waiting), errors.Cancelled)
+    assert job.waiters == [other]
 
 
 def test_a_daemon_that_dies_too_often_ends_the_server_and_answers_everybody(rig: Rig) -> None:
@@ -1021,7 +1029,7 @@ def test_a_transmission_the_daemon_refuses_is_not_waited_for(rig: Rig) -> None:
 
 
 def test_workers_that_die_before_they_are_ready_are_respawned_with_growing_delay(rig: Rig) -> None:
-    rig.worker_exits(0, 1)  # a worker that was ready is replaced at once, and not counted
+    rig.worker_exits(0, 1)  # a worker that was ready is replaced at once; its exit does not count
     for _ in range(rig.core.settings.max_deaths):
         rig.worker_exits(0, 1)
         assert rig.commands(ev.Spawn)
@@ -1125,7 +1133,7 @@ def test_jobs_share_the_device_in_turns_of_training_cycle_ms(rig: Rig) -> None:
 
 
 def test_a_job_that_needs_what_another_holds_has_the_device_after_that_one() -> None:
-    """The job that holds the activations is first, although it has a lower priority."""
+    """The job that has the activations' memory runs first, although its priority is lower."""
     rig = Rig(training="coshift", activation_memory_bytes=1 << 20)
     low = rig.train("low", priority=2)
     rig.lease(low)
@@ -1148,7 +1156,7 @@ def test_a_job_that_needs_what_another_holds_has_the_device_after_that_one() -> 
 
 
 def starved() -> tuple[Rig, Any, Any]:
-    """Return two jobs under coshift: ``keeper`` trains, and its activations block ``other``."""
+    """Return two jobs under coshift; ``other`` waits for memory of ``keeper``'s activations."""
     rig = Rig(training="coshift", activation_memory_bytes=1 << 20)
     keeper = rig.train("keeper")
     rig.lease(keeper)
@@ -1197,7 +1205,7 @@ def test_a_job_that_keeps_activations_leaves_for_one_that_waits_for_them(comes_l
 def test_a_job_that_ends_its_step_for_another_is_told_again_by_what_cannot_wait(
     rig: Rig, comes: str
 ) -> None:
-    """Either a request arrives, or the step outlasts a cycle and is stopped in the middle."""
+    """Stop a job in the middle of a step: for a request, or because the step outlasts a cycle."""
     rig.register("a")
     one = rig.start_training("one")
     rig.train("two")
@@ -1219,7 +1227,7 @@ def test_a_job_that_ends_its_step_for_another_is_told_again_by_what_cannot_wait(
 
 
 def test_a_job_that_parks_again_while_another_one_trains_gives_nobody_a_turn(rig: Rig) -> None:
-    """A fixed bug: a request began while another job had the turn (invariant I5)."""
+    """Fixed bug: a request got the turn that another job still had (invariant I5)."""
     rig.register("a")
     rig.make_resident("a")
     one, two = rig.start_training("one"), rig.train("two")
@@ -1271,20 +1279,20 @@ def test_jobs_whose_slices_fit_stay_suspended_side_by_side(rig: Rig) -> None:
     rig.park(two, rig.state.owner.pending.turn)
     assert one.state.state is two.state.state is TaskState.SUSPENDED
     assert not rig.sent(EvictTask)
-    assert len(rig.state.workers) == 5  # one active worker and two standbys beside the two jobs'
+    assert len(rig.state.workers) == 5  # one active worker, two standbys, and each job's worker
 
 
 def test_a_job_keeps_its_memory_for_ten_times_its_start(rig: Rig) -> None:
     one = rig.train("one")
     rig.tick(500.0)
-    rig.lease(one, 40)  # the script took half a second to start
+    rig.lease(one, 40)  # the script has taken half a second to start
     two = rig.train("two")
     rig.tick(1500.0)
     rig.park(one)
     rig.lease(two, 40)
     assert not rig.sent(EvictTask)
     assert "memory" in two.progress.why
-    rig.park(two)  # a job that waits for memory gives the device away
+    rig.park(two)  # job two gives the device away, because it waits for memory
     assert one.state.state is TaskState.RUNNING
     rig.tick(6000.0)
     rig.park(one)
@@ -1305,7 +1313,7 @@ def test_a_job_that_waits_for_another_s_memory_gets_it_when_its_time_comes(rig: 
     two = rig.train("two")
     rig.tick(1000.0)
     rig.park(one)
-    rig.lease(two, 40)  # job one is suspended and holds the memory
+    rig.lease(two, 40)  # the suspended job one still has the memory
     (evict,) = rig.sent(EvictTask)
     assert evict.op_id == one.op_id
     slot = rig.job_ends(one, "preempted")
@@ -1317,7 +1325,7 @@ def test_a_job_that_waits_for_another_s_memory_gets_it_when_its_time_comes(rig: 
 
 
 def test_a_running_job_does_not_keep_one_that_waits_for_its_memory_out_for_ever(rig: Rig) -> None:
-    """A script's imports may outlast its share of time, so it asks for memory after its stop."""
+    """Let job two ask for memory after its turn is over, because its imports have taken so long."""
     one = rig.start_training("one", 40)
     two = rig.train("two")
     rig.tick(1000.0)
@@ -1377,7 +1385,7 @@ def test_a_job_that_never_stepped_aside_says_so(rig: Rig, has_yielded: bool) -> 
 
 
 def hangs(rig: Rig, job: Any) -> float:
-    """Send a request while a script does not stop; return how long the request waits, in ms."""
+    """Send a request while a script ignores its stop; return how long the request waits, in ms."""
     token, began_ms = rig.infer("a"), rig.now_ms
     while (
         job.slot is not None and rig.state.workers[job.slot].state.state is not WorkerState.DOOMED
@@ -1397,7 +1405,7 @@ def hangs(rig: Rig, job: Any) -> float:
 
 
 def trains_again(rig: Rig, job: Any) -> None:
-    """Make the replacements of killed workers ready, and let one of them resume the job."""
+    """Make replacements of killed workers ready; one of them resumes the job."""
     while starting := [
         w for w in rig.state.workers.values() if w.state.state is WorkerState.STARTING
     ]:
@@ -1515,7 +1523,7 @@ def test_a_commit_counts_when_the_daemon_flipped_it_and_forgives_deaths(rig: Rig
 
 
 def test_a_commit_that_is_told_again_or_late_is_counted_and_not_copied(rig: Rig) -> None:
-    """The job writes to its slice again by then, so a copy would be a torn image."""
+    """The job already writes to its slice again, so a copy would mix bytes of two steps."""
     job = rig.start_training()
     for number, late in ((1, (1,)), (2, (2, 1, 0, -1, -(1 << 63)))):
         rig.commit(job, number, step=number)
@@ -1639,7 +1647,7 @@ def test_a_pause_is_on_record_before_it_is_answered_and_holds_in_the_next_server
 
 
 def failed(rig: Rig, step: int = 7) -> tuple[Any, Any]:
-    """Return a job that failed after its commit of step 4, which is on disk, and its record."""
+    """Return a job that failed after it had committed step 4 to disk, and the job's record."""
     job = rig.start_training()
     job.spec = replace(job.spec, defaults=(("offload", "all"),))
     rig.committed(job, 1, step=4)
@@ -1681,7 +1689,7 @@ def test_a_failed_job_whose_commit_is_in_memory_or_that_has_none_starts_again_at
     rig.lease(job)
     rig.committed(job, 1, step=5)
     slot = rig.job_ends(job, "failed", step=5)
-    rig.job_asked("cifar", "resume")  # while the commit is being written to disk
+    rig.job_asked("cifar", "resume")  # the commit is still being written to disk
     assert not rig.commands(ev.LoadCommits)
     rig.worker_exits(slot, 0)
     assert rig.sent(RunJob)
@@ -1750,7 +1758,7 @@ def test_a_slice_asked_for_while_the_daemon_is_dead_is_not_granted(rig: Rig) -> 
     assert not rig.sent(LeaseGranted)
     for slot in (0, 1, 2):
         rig.worker_exits(slot)
-    assert len(rig.scheduler.machine.devices[0].arena.regions) == 1  # only the fences
+    assert len(rig.scheduler.machine.devices[0].arena.regions) == 1  # only the fences' region
 
 
 # -- registration --------------------------------------------------------------------------------
@@ -1765,7 +1773,7 @@ def test_the_same_name_and_spec_again_is_a_no_op_and_another_spec_an_error(rig: 
 
 
 def test_another_clients_name_is_taken_though_it_asks_for_the_same(rig: Rig) -> None:
-    """With a no-op, the other client's model would serve this client, and could be unregistered."""
+    """As a no-op, it would let this client use, and unregister, the other client's model."""
     rig.register("enemy.m")
     token = rig.ask_register("enemy.m", client="friend", tenant="friend")
     error = rig.error(token)
@@ -1849,7 +1857,7 @@ def test_a_client_has_so_many_models_and_no_more_and_the_owner_any() -> None:
     assert "unregister" in error.hint
     for name in ("friend.0", "owners-0", "owners-1", "owners-2"):
         rig.register(name)
-    assert rig.error(rig.ask_register("enemy.1", client="enemy")) is None  # already registered
+    assert rig.error(rig.ask_register("enemy.1", client="enemy")) is None  # a no-op: it exists
     rig.ask(ev.UnregisterRequest, model="enemy.0", tenant="enemy")
     assert rig.ask_register("enemy.2", client="enemy") not in rig.answers
 
@@ -1901,7 +1909,7 @@ def test_a_store_that_fails_in_a_way_nobody_expected_refuses_the_registration(ri
 def test_a_slice_that_could_not_be_zeroed_is_nobodys_until_it_was(rig: Rig) -> None:
     job = rig.start_training()
     rig.lease(job)
-    rig.lease(job, 40)  # another size, so the first slice is released
+    rig.lease(job, 40)  # asks for another size, so the first slice is released
     (scrub,) = rig.sent(Scrub)
     rig.daemon(DaemonFault(op_id=scrub.op_id, reason="RuntimeError: no idea"))
     assert not rig.sent(Scrub), "not at once: it would fail again"
@@ -1987,7 +1995,7 @@ def test_standbys_prepare_models_they_do_not_know_and_one_stays_ready(rig: Rig) 
 def test_a_worker_that_knows_all_programs_is_not_asked_about_each_at_each_event(
     rig: Rig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With a thousand models, a look at each took milliseconds per event with an empty queue."""
+    """With a thousand models, looking at each one took milliseconds per event."""
     for name in "abc":
         stored(rig, name)
     rig.prepared()
@@ -2028,7 +2036,7 @@ def test_a_request_goes_to_who_is_just_learning_its_model(rig: Rig) -> None:
 
 
 def test_a_second_request_waits_for_the_first_rather_than_for_a_program(rig: Rig) -> None:
-    """A worker that still loads a program for a second would keep the device idle that long."""
+    """A free worker still loads a program; if it got the request, the device would idle so long."""
     rig.register("a")
     rig.make_resident("a")
     stored(rig, "b")
@@ -2118,7 +2126,7 @@ def test_an_idle_server_leaves_at_once(rig: Rig) -> None:
 
 
 def restored(rig: Rig, outputs: tuple[Any, ...] = ()) -> tuple[ev.Token, Any]:
-    """Restore a model and send a request while its build is repeated; return the request's token
+    """Restore a model, and send it a request while it is built again; return the request's token
     and the build's operation id."""
     manifest = manifest_of("digest a", 10 * MIB, 2)
     rig.ask_register("a", restored=msgspec.structs.replace(manifest, outputs=outputs))
@@ -2159,7 +2167,7 @@ def test_a_model_that_is_unregistered_while_it_is_checked_again_stays_away(rig: 
     assert journal.entry == {"kind": "model-gone", "name": "a"}
 
 
-# -- what a process may run (ADR 20) ---------------------------------------------------------------
+# -- programs that may share a process (ADR 20) ----------------------------------------------------
 
 
 def test_a_job_is_given_a_fresh_process_when_all_have_run_clients_programs() -> None:
@@ -2171,7 +2179,7 @@ def test_a_job_is_given_a_fresh_process_when_all_have_run_clients_programs() -> 
     assert spawned.target.slot == job.slot
     assert [type(c) for c in rig.commands(ev.Spawn | ev.Send)] == [ev.Spawn, ev.Send]
     assert len(rig.sent(RunJob)) == 1
-    # The old process's exit is reported before the new one is ready, and does not end the job.
+    # The old process's exit is reported before the new process is ready; it must not end the job.
     rig.handle(ev.Exited(ev.Address("worker", 0, job.slot, 1), -9, 0))
     worker = rig.state.workers[job.slot]
     assert (worker.state.state, worker.warm) == (WorkerState.ACTIVE, {})
@@ -2196,7 +2204,7 @@ def test_code_and_programs_are_never_prepared_in_one_process() -> None:
     assert all("code" in worker.warm for worker in rig.state.workers.values())
     rig.register("a")
     assert not any("a" in worker.warm for worker in rig.state.workers.values())
-    # The first request for "a" replaces one process; the others keep their prepared models.
+    # The first request for "a" replaces one process; other processes keep their prepared models.
     rig.infer("a")
     [spawned] = rig.commands(ev.Spawn)
     [order] = rig.sent(RunInference)
@@ -2233,7 +2241,7 @@ def tenants(rig: Rig) -> list[str | None]:
 
 
 def asked(rig: Rig, name: str) -> tuple[list[str], list[int]]:
-    """Serve one request of a model; return the newly bound tenants and the replaced slots."""
+    """Serve one request; return the tenants that were bound to a worker, and the replaced slots."""
     rig.infer(name)
     bound = [message.tenant for message in rig.sent(BindTenant)]
     spawned = [command.target.slot for command in rig.commands(ev.Spawn)]
@@ -2333,13 +2341,13 @@ def test_a_model_is_sent_to_its_tenants_file_and_announced_with_it(apart: Rig, r
 
 
 def test_a_request_in_another_tenants_file_is_refused(apart: Rig) -> None:
-    """The frontend wrote the request when the name was another tenant's, with an equal program."""
+    """Send a request that was written while the name was another tenant's. The program is equal."""
     apart.register("ada.m")
     token = apart.infer("ada.m", tenant="bob")
     assert isinstance(apart.error(token), errors.ModelNotFound)
 
 
-# ------------------------------------------------------------------------------ jobs that are over
+# ----------------------------------------------------------------------------- jobs that have ended
 
 
 def test_the_last_state_of_a_job_is_written_and_then_leaves_the_host_store(rig: Rig) -> None:
@@ -2374,7 +2382,7 @@ def test_a_disk_that_does_not_take_the_last_state_is_asked_again(rig: Rig) -> No
 
 
 def test_a_job_that_runs_again_waits_until_the_one_before_it_is_on_disk(rig: Rig) -> None:
-    """Both jobs write to the folder of their name, and the newer job's state must remain there."""
+    """Both jobs write to the folder of their common name; the newer job's state must remain."""
     old = rig.start_training()
     rig.committed(old, 1, 3)
     rig.job_ends(old, "done")
@@ -2427,7 +2435,7 @@ def test_a_removed_jobs_slice_is_in_the_way_until_its_process_is_reaped(rig: Rig
     slot = rig.job_ends(job, "failed")
     assert rig.error(rig.job_asked("cifar", "rm")) is None
     rig.register("a", 40)
-    token = rig.infer("a")  # its placement finds the removed job's slice in the way
+    token = rig.infer("a")  # the removed job's slice is in the way of the model
     assert not rig.sent(TransmitModel)
     rig.worker_exits(slot, 0)
     rig.scrubbed()
@@ -2482,7 +2490,7 @@ def ask_publish(rig: Rig, job: Any, step: int = -1) -> ev.Token:
 
 
 def publication(rig: Rig) -> Any:
-    """Return the order that copies a commit for a publication, not the job's own one."""
+    """Return the order that copies a commit for a publication, not an order for the job itself."""
     (order,) = [one for one in rig.sent(PersistCommit) if one.directory.startswith("published/")]
     return order
 
@@ -2496,7 +2504,7 @@ def copied(rig: Rig, job: Any, step: int = 3) -> Any:
 
 
 def comes(rig: Rig, build: Any, digest: str = "") -> None:
-    """Finish a version's build, store it, and prepare it; ``rig.seen`` has the commands."""
+    """Finish a version's build, store and prepare the version; ``rig.seen`` has the commands."""
     manifest = manifest_of(digest or f"digest {build.model}", 10 * MIB, 2)
     done = BuildDone(model=build.model, op_id=build.op_id, digest=manifest.digest)
     rig.handle(received(done, manifest=manifest))
@@ -2518,7 +2526,7 @@ def versions_of(rig: Rig) -> list[tuple[int, bool]]:
 
 
 def test_a_model_is_resident_for_the_next_request_though_its_answer_overtook_the_daemon() -> None:
-    """Daemon and worker both report the end of a copy, and the worker's answer may come first."""
+    """Let the worker answer before the daemon reports the end of the copy."""
     rig = Rig(arena_bytes=16 * MIB)
     rig.register("a")
     rig.register("b")
@@ -2529,7 +2537,7 @@ def test_a_model_is_resident_for_the_next_request_though_its_answer_overtook_the
     rig.done()
     third = rig.infer("a")
     rig.done()
-    rig.make_resident("b")  # evicts a
+    rig.make_resident("b")  # evicts "a"
     fourth = rig.infer("a")
     rig.arrived("a")
     rig.done()
@@ -2538,7 +2546,7 @@ def test_a_model_is_resident_for_the_next_request_though_its_answer_overtook_the
 
 
 def infer_of(rig: Rig, registration_id: int) -> ev.Token:
-    """Send a request for version 1, as a frontend that does not know of its removal."""
+    """Send a request for version 1, like a frontend that does not know of its removal yet."""
     token = rig.token()
     rig.handle(
         ev.InferArrived(
@@ -2591,7 +2599,7 @@ def test_a_publication_is_a_copy_of_the_commit_a_build_and_then_the_current_vers
 def test_versions_that_nothing_keeps_leave_when_no_request_wants_them(rig: Rig) -> None:
     job = net_and_job(rig)
     publish(rig, job)
-    waits = rig.infer("net")  # version 1: the frontend does not know the second one yet
+    waits = rig.infer("net")  # for version 1: the frontend does not know version 2 yet
     publish(rig, job)
     assert versions_of(rig) == [(1, False), (2, False), (3, True)]
     assert rig.scheduler.machine.models["net"].state.state is ModelState.LEAVING
@@ -2745,7 +2753,7 @@ def test_a_split_with_a_quarantined_version_answers_from_the_current_one(rig: Ri
     for _ in tokens:
         rig.worker_restarts(rig.state.owner.running.slot)
     assert isinstance(rig.error(rig.infer("net")), errors.ModelQuarantined)
-    answers(0)  # earlier dispatched requests may still end
+    answers(0)  # requests that were dispatched before may still end
     assert answers(10) == 10 * ["net@2"]
     assert [versions.share(model) for model in versions.all_of("net")] == [50, 50]
 
@@ -2813,7 +2821,7 @@ def script_publishes(
     parts: tuple[str, ...] = ("model",),
     part: str = "",
 ) -> Any:
-    """Publish from a script, with the model's tensors or wider ones; return the answer to it."""
+    """Publish a job's model from its script, perhaps with wider tensors; return the answer."""
     served = rig.scheduler.versions.current(model)
     weights = served.manifest.tensors if served is not None and served.manifest else ()
     more = (9,) if wide else ()
@@ -2890,7 +2898,7 @@ def test_a_script_that_publishes_faster_than_versions_are_built_waits(rig: Rig) 
 
 
 def test_a_publication_whose_commit_does_not_come_holds_up_nobody(rig: Rig) -> None:
-    """The job has published step 9, but stays in the middle of that step."""
+    """Publish step 9 of a job that never ends this step."""
     job = net_and_job(rig)
     script_publishes(rig, job, step=9)
     token = ask_publish(rig, job)
@@ -3038,7 +3046,7 @@ def test_a_job_of_another_server_counts_on(rig: Rig) -> None:
         ev.TrainRequest(token=rig.token(), job="j", entry="e:f", args=(), priority=2, **past)
     )
     progress, [run] = rig.state.jobs["j"].progress, rig.sent(RunJob)
-    # The job has no commit here, so it repeats its seven steps.
+    # This server has no commit of the job, so the job repeats its seven steps.
     assert (progress.restarts, progress.steps_recomputed) == (2, 37)
     assert (run.restarts, run.steps_recomputed, run.last_step) == (2, 37, 7)
 
@@ -3069,7 +3077,7 @@ def test_a_publication_that_waits_for_another_build_ends_with_its_job(rig: Rig) 
 
 
 def test_one_version_is_unregistered_alone_and_the_one_before_serves_at_once(rig: Rig) -> None:
-    """The server does the same with a version that it cannot write to the journal."""
+    """The server also unregisters a version like this if it cannot write it to the journal."""
     register_net(rig, pin=True)
     job = trained(rig)
     publish(rig, job)
@@ -3138,7 +3146,7 @@ def test_the_version_that_was_just_current_is_kept_not_the_one_that_was_rolled_b
 def test_a_publication_that_is_cancelled_changes_nothing(rig: Rig, stage: str) -> None:
     job = net_and_job(rig)
     other = None
-    if stage == "copied":  # it waits for another publication's build
+    if stage == "copied":  # this publication waits for another publication's build
         ask_publish(rig, job)
         other = copied(rig, job)
     if stage == "waits":
@@ -3164,8 +3172,8 @@ def test_a_publication_that_is_cancelled_changes_nothing(rig: Rig, stage: str) -
 
 
 def test_a_job_from_another_server_begins_at_its_commit(rig: Rig) -> None:
-    """A paused job stays paused. Without room for its commits, a job is refused without a trace."""
-    job = over(rig)  # an older job of the same name, whose files are removed first
+    """A paused job stays paused. A job without room for its commits is refused without a trace."""
+    job = over(rig)  # an older job of the same name; its files are removed first
     for step, slot_bytes, is_paused in ((7, MIB, True), (9, 1 << 40, False)):
         token, loaded = rig.token(), ev.LoadedCommit(slot_bytes, step, 5)
         name = job.spec.name if is_paused else "large"

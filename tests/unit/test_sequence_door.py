@@ -1,4 +1,4 @@
-"""Checks of sequences' requests, made before any byte is read; a refusal changes nothing."""
+"""Checks of requests in sequences, before any byte is read; a refused request changes nothing."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def offer(
     keep: bool = False,
     **shapes: Any,
 ) -> Any:
-    """Offer a request with these inputs; unless ``keep``, refuse it as the frontend does."""
+    """Offer a request with these inputs; without ``keep``, then refuse it like the frontend."""
     options = SequenceOptions(id=KEY[1], starts=starts, ends=False)
     sequence = world.sequences.of(options, world, KEY[0], model)  # type: ignore[arg-type]
     inputs, data = [], []
@@ -168,7 +168,7 @@ def test_a_model_that_is_gone_leaves_no_sequence_no_block_and_no_tokens(when: st
     world.sequences.retract("other")
     assert world.sequences.blocks.unlocked
     world.sequences.retract("m")
-    for key in list(world.live):  # the scheduler refuses their next runs
+    for key in list(world.live):  # end them, because the scheduler refuses their next runs
         world.move(("end", key))
     assert world.sequences.as_dict()["sequences_by_model"].get("m", {}).get("sequences", 0) == 0
     assert not world.sequences.held
@@ -179,7 +179,7 @@ def test_a_model_that_is_gone_leaves_no_sequence_no_block_and_no_tokens(when: st
 
 
 def test_the_request_that_starts_a_sequence_may_bring_its_rows() -> None:
-    """The rows are stored as if the sequence had computed them."""
+    """Rows that a request brings must be stored as if the sequence had computed them."""
     world, rows = World(1 << 20), np.arange(33 * ROW, dtype=np.uint8).reshape(1, 33, ROW)
     for no_rows in (rows[:, :0], np.zeros((1, MOST + 1, ROW), np.uint8), rows[:, :, :1]):
         with pytest.raises(InvalidInput):

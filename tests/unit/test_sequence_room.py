@@ -1,6 +1,6 @@
-"""Generations whose caches do not fit together: each one that began ends with the right tokens.
+"""Generations whose caches do not all fit: each generation that began must get the right tokens.
 
-A row depends on the row before, and a token on all rows, so checks find any wrong byte of a cache.
+A row of a cache depends on the row before it, and a token on all rows, so any wrong byte is found.
 """
 
 from __future__ import annotations
@@ -97,7 +97,7 @@ def recomputed(prompt: list[int], count: int) -> list[int]:
 
 
 class Talk:
-    """One generation, as its client sees it."""
+    """One generation and its answer, as the client sees them."""
 
     def __init__(self, rig: Rig, client: Session, prompt: list[int], most: int) -> None:
         self.rig, self.client, self.prompt, self.most = rig, client, prompt, most
@@ -150,7 +150,7 @@ class Rig:
         self.calls: deque[Callable[[], None]] = deque()
         self.events: deque[ev.Event] = deque()
         self.computing: dict[int, ev.InferArrived | ev.NextRun] = {}
-        self.between: set[int] = set()  # requests that wait for room
+        self.between: set[int] = set()  # requests that wait for room between two runs
         self.inference = Inference(
             self.requests,
             take=self.events.append,
@@ -169,7 +169,7 @@ class Rig:
         self.longest = longest(MANIFEST, self.pool.share_bytes)
         self.talks: list[Talk] = []
         self.count = self.waits = 0
-        self.chances: list[Any] = []  # probabilities that a worker reports, whatever its tokens
+        self.chances: list[Any] = []  # log probabilities that workers report with any tokens
 
     def client(self, tenant: str) -> Session:
         return Session(peer=SimpleNamespace(), principal=Principal(tenant=tenant))
@@ -190,8 +190,8 @@ class Rig:
             self.events.append(ev.CancelRequest(token=token))
 
     def compute(self, tokens: Collection[int], error: PipeSwitchError | None = None) -> None:
-        """Compute a run of these requests, with some of its allowed steps, as worker and scheduler
-        do. Each request is then answered, or needs another run."""
+        """Compute a run of these requests, like worker and scheduler, with one or more of the steps
+        that it may have. Each request is then answered, or needs another run."""
         runs, more = [self.computing.pop(token) for token in tokens], []
         for run, answer in zip(runs, self.answers_of(runs), strict=True):
             token = answer.token
@@ -264,7 +264,7 @@ class Rig:
         self.pool.check()
 
     def take(self, event: ev.Event) -> None:
-        """Handle an event as the scheduler does."""
+        """Handle an event like the scheduler."""
         if isinstance(event, ev.InferArrived):
             self.computing[event.token] = event
         elif isinstance(event, ev.NextRuns):
@@ -280,7 +280,7 @@ class Rig:
             assert isinstance(event, ev.PrefetchHint)
 
     def some(self) -> list[int]:
-        """Return the requests of a random next run."""
+        """Return one to four random requests for the next run."""
         return self.chance.sample(
             sorted(self.computing), self.chance.randint(1, min(4, len(self.computing)))
         )
@@ -375,7 +375,7 @@ def test_the_longest_answer_alone_ends_and_a_longer_one_is_never_begun(length: i
 
 @pytest.mark.parametrize("seed", [*range(8), 38, 69, 138])
 def test_whatever_happens_no_begun_answer_is_refused_room_and_every_byte_is_free(seed: int) -> None:
-    """Moves include common prompts, errors, cancels, lost clients, and hours without a request."""
+    """Make random moves: common prompts, errors, cancels, lost clients, hours without a request."""
     rig, chance = Rig((256 << 10) + seed % 12 * 8192, seed), random.Random(seed)
     clients = {name: rig.client(name) for name in "aab"}
     for _ in range(1200):
@@ -541,7 +541,7 @@ def test_a_request_that_does_not_fit_is_refused(what: str) -> None:
 
 
 def test_generations_that_come_together_compute_their_common_prompt_once() -> None:
-    """The prompt may be longer than a run; a generation never leads those of another caller."""
+    """One generation computes the prompt, in two runs, and leads the others of the same caller."""
     rig, stem = Rig(640 << 10), prompt(1, 120)
     mine, other = rig.client("a"), rig.client("b")
     talks = [rig.talk(mine, [*stem, *prompt(number + 2, 7)], 9) for number in range(4)]
@@ -557,7 +557,7 @@ def test_generations_that_come_together_compute_their_common_prompt_once() -> No
     assert {rig.computing[token].leader for token in led} == {None}
     rig.run()
     assert all(one.tokens == recomputed(one.prompt, 9) for one in talks)
-    assert rig.sequences.as_dict()["tokens_reused"] == 3 * 112  # only whole blocks
+    assert rig.sequences.as_dict()["tokens_reused"] == 3 * 112  # only tokens in whole blocks
     rig.close()
 
 

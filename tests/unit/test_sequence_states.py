@@ -1,7 +1,7 @@
-"""Every order of a few moves of a few sequences, without a wrong row or lost memory.
+"""Search through every order of a few moves of a few sequences for wrong rows and lost memory.
 
-The search is breadth-first and visits equal states once, so the first violation has a shortest
-story. Blocks, slabs and steps are small, so that few tokens reach every limit.
+The search is breadth-first and visits equal states once, so that the first violation is reached by
+the fewest moves. Blocks, slabs and steps are small, so that few tokens reach every limit.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from pipeswitch.frontend.sequences.sequence_state import SequenceState
 from pipeswitch.wire import slabs
 from tests.unit.sequence_world import Key, Move, Request, World, done
 
-PAGE = 512  # bytes of two rows, which are a block
+PAGE = 512  # bytes of a block, which has two rows
 STRUCTS = (SequenceState, Block, BlockTable, BlockNamespace, PoolAllocation, Request)
 UNTOLD = ("key", "number", "client", "announced", "steps", "made", "token", "used_at_ms")
 SIZES = (
@@ -46,11 +46,11 @@ class Scope:
     keys: tuple[Key, ...] = (ONE, TWO)
     pages: int = 40
     depth: int
-    story: tuple[Move, ...] = ()  # moves before the search
+    story: tuple[Move, ...] = ()  # moves that are made before the search
     hows: tuple[str, ...] = ("ok", "refused")
 
     def moves(self, world: World) -> Iterator[Move]:
-        for key in self.keys if world.numbers else self.keys[:1]:  # at first, all keys are alike
+        for key in self.keys if world.numbers else self.keys[:1]:  # at first, keys do not differ
             request = world.live.get(key)
             if request is None:
                 yield from (("begin", key, *one) for one in product(PROMPTS, self.hows))
@@ -68,7 +68,7 @@ def _blank(kind: Any) -> Any:
 
 
 def _fields(one: Any) -> Any:
-    """Return how to pickle a struct in a cycle: create it first, then set its fields."""
+    """Return the parts that pickle a struct in a cycle: it is created before its fields are set."""
     fields = {name: getattr(one, name) for name in one.__struct_fields__}
     return _blank, (type(one),), (None, fields)
 
@@ -107,7 +107,7 @@ def shape_of(world: World) -> int:
 
 
 def explore(scope: Scope) -> int:
-    """Return the number of states; an exception in a move gets the story as a note."""
+    """Visit all states; return their number. A move's exception gets the moves so far as a note."""
     root = World(scope.pages * PAGE, steps=max(map(len, RUNS)))
     for move in scope.story:
         root.move(move)

@@ -1,4 +1,4 @@
-"""Generations between the real code of frontend and worker, over blocks of the request pool."""
+"""Generations with the real code of frontend and worker, on blocks of the request pool."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ POOL_BYTES = 640 << 10
 
 
 class Program:
-    """Model of ``test_sequence_room``, as a program over padded tensors."""
+    """Model of ``test_sequence_room``, as a program that reads padded tensors."""
 
     manifest = MANIFEST
 
@@ -42,7 +42,7 @@ class Program:
 
 
 class Rig(allocation.Rig):
-    """Rig whose runs are computed by a worker, which sometimes dies before its answer arrives."""
+    """Rig in which a worker computes runs, and sometimes dies before its answer arrives."""
 
     def __init__(self, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
         def shared(name: str, size: int) -> int:

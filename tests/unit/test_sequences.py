@@ -1,4 +1,4 @@
-"""Bookkeeping of sequences in the request pool, over random lives on a virtual clock."""
+"""Bookkeeping of sequences in the request pool, during random requests on a virtual clock."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from pipeswitch.wire.frames import RequestHeader, WireTensor
 from tests.unit.sequence_world import gathered
 
 MOST = 500  # the maximum number of rows of the cache
-BYTES = 16  # size of the state, in which each byte is the number of steps
+BYTES = 16  # size of a sequence's state; each of its bytes is the number of steps
 MANIFEST: Any = SimpleNamespace(
     pads={},
     digest="d",
@@ -56,13 +56,13 @@ class Rig:
         self.pool, self.now_ms = RequestPool(descriptor), 0.0
         os.close(descriptor)
         self.sequences = Sequences(self.pool, lambda: self.now_ms)
-        self.rows: dict[int, bytes] = {}  # rows that each sequence has got, by its ``id()``
+        self.rows: dict[int, bytes] = {}  # ``id()`` of a sequence -> rows that it has got
         self.ever: list[SequenceState] = []
-        self.refuses = False  # refuse the next request after its sequence accepted it
+        self.refuses = False  # True: refuse the next request, but only after its sequence took it
         self.under_way: dict[tuple[str, str], tuple[SequenceState, PoolAllocation, int]] = {}
 
     def ask(self, caller: str, name: str, client: Any, length: int = 1, **flags: bool) -> bool:
-        """Send a request; return True if it is accepted. ``under_way`` then has its old state."""
+        """Send a request; return True if it is accepted. ``under_way`` then has its sequence."""
         flags = {"starts": False, "ends": False} | flags
         options = SequenceOptions(id=name, **flags)
         try:
@@ -73,7 +73,7 @@ class Rig:
         header = RequestHeader(v=1, op="infer", id="r", model="m", inputs=(x,))
         brought = [bytes(length)]
         if sequence.key not in self.sequences.held or flags["starts"]:
-            if not self.model.manifest.pads:  # such a model cannot tell padding from rows
+            if not self.model.manifest.pads:  # then the client sends the cache's first rows
                 count = 1 + length % 3
                 brought.append(bytes(range(1, 3 * count + 1)))
                 first = WireTensor(name="cache", dtype="uint8", shape=(1, count, 3), frame=1)
@@ -161,7 +161,7 @@ def test_random_lives_keep_every_state_and_give_every_byte_back(seed: int) -> No
             rig.sequences.remove_client(clients[0])
         elif move < 0.95 and key in rig.sequences.held:
             rig.sequences.end(key[1], key[0])
-            ended |= {key} & rig.under_way.keys()  # ends with its request, whatever the result
+            ended |= {key} & rig.under_way.keys()  # the sequence ends when its request has ended
         elif move < 0.97:
             rig.now_ms += IDLE_MS / 3
         rig.pool.check()

@@ -1,4 +1,4 @@
-"""The controller's descriptors: memory without other users is freed outside of the loop."""
+"""The controller's memory descriptors: closing the last one frees memory outside of the loop."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from pipeswitch.ipc.messages.base import JobName
 
 
 def test_the_loop_waits_for_no_page_to_be_given_back(monkeypatch: pytest.MonkeyPatch) -> None:
-    """In the loop, freeing 2 GiB took 0.3 s, during which all requests of all devices waited."""
+    """Freeing 2 GiB in the loop took 0.3 s, and all requests of all devices waited meanwhile."""
     closed: dict[int, threading.Thread] = {}
     close = os.close
 

@@ -1,5 +1,5 @@
-"""Placement over simulated machines: each request is answered once, and a single node behaves
-like the server of ``replay``."""
+"""Placement on simulated machines: each request is answered once, and a single node behaves like
+the server of ``replay``."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def test_one_node_is_one_server(seed: int) -> None:
 
 @pytest.mark.parametrize("seed", range(2))
 def test_nodes_die_and_each_request_is_answered_once(seed: int) -> None:
-    """Several of four nodes die within minutes; their models and requests go to other nodes."""
+    """End several of four nodes within minutes: their models and requests go to other nodes."""
     trace = asked(300, 1.0, seed=seed)
     cluster = Cluster(nodes=4, tiles=2, failures=1 - 1e-14, seed=seed)
     quiet, outcome = placed(trace, replace(cluster, failures=0.0)), placed(trace, cluster)
@@ -71,7 +71,7 @@ def test_nodes_die_and_each_request_is_answered_once(seed: int) -> None:
 def test_two_holders_share_the_load_that_one_cannot_bear(
     share_of_one: float, least: float, median_ms: float
 ) -> None:
-    """A request takes 5 ms. A load that one node can bear leaves the other node to other models."""
+    """Send requests of 5 ms. The second node must get a share if one node cannot bear the load."""
     trace = arrivals.poisson(200.0 * share_of_one, count=3000, model_count=1, seed=0)
     run = _ClusterRun(Cluster(nodes=2), SETTING, Models(MODELS[:1], 1))
     outcome = run.run(arrivals.tiled(trace, 1, 10**6).arrivals, None).outcome
@@ -113,7 +113,7 @@ def test_each_tile_asks_for_models_of_its_own_from_its_own_instant_on() -> None:
 
 
 def test_only_processes_of_a_touched_device_are_asked_what_they_do_next() -> None:
-    """The outcome is the same as if all processes were asked after every event."""
+    """Compare with a run that asks all processes after every event: the outcome is the same."""
 
     class Everything(set[int]):
         def __contains__(self, _: object) -> bool:

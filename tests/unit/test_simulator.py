@@ -1,4 +1,4 @@
-"""The simulated world on its virtual clock: closed forms, preemption, deaths."""
+"""The simulator on its virtual clock: times by formula, preemption, deaths of processes."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ LINK = Link(bytes_per_ms=float(MIB), fixed_ms=1.0)  # a group of 1 MiB takes COP
 
 
 class Answered(World):
-    """World that records when each token was answered."""
+    """Simulated server that records when each request was answered."""
 
     def __init__(self, scheduler: Scheduler, costs: Costs) -> None:
         self.answers: dict[ev.Token, tuple[float, ev.Reply]] = {}
@@ -80,7 +80,7 @@ def test_a_slow_link_is_what_a_cold_request_waits_for() -> None:
     began_ms = world.now_ms
     token = world.clients.infer(MODEL)
     world.run()
-    assert world.took_ms(token, began_ms) == GROUPS * 10.0 + LAYER_MS + 0.5  # 0.5: its answer
+    assert world.took_ms(token, began_ms) == GROUPS * 10.0 + LAYER_MS + 0.5  # 0.5 for the answer
 
 
 def test_a_request_suspends_training_in_place_and_costs_it_no_more_than_its_own_time() -> None:
@@ -97,7 +97,7 @@ def test_a_request_suspends_training_in_place_and_costs_it_no_more_than_its_own_
         world.clock.at(began_ms + at_ms, lambda: tokens.append(world.clients.infer(MODEL)))
     world.run()
     assert [world.answers[token][1].error for token in tokens] == [None, None]
-    # A cold request also suspends the job while its first group is copied, a resident one does not.
+    # A cold request also suspends the job for the copy of its first group.
     assert world.took_ms(done, began_ms) == 10 * STEP_MS + COPY_MS + 2 * GROUPS * LAYER_MS
 
 
@@ -140,7 +140,7 @@ def test_a_token_is_answered_once() -> None:
 
 @pytest.mark.parametrize("slice_mib", [12, 45], ids=["fit side by side", "fit one at a time"])
 def test_three_jobs_train_nearly_as_much_as_one_alone_and_equally(slice_mib: int) -> None:
-    """A request arrives every second, and each script takes two seconds to start."""
+    """Send a request every second; each script takes two seconds to start."""
 
     def trained_steps(jobs: int) -> list[int]:
         world = Server(start_ms=300.0, to_host=LINK, message_ms=0.1, store_mib=1024)

@@ -1,7 +1,7 @@
-"""Size limits of functions and classes; the lists below name the exceptions, and only shrink.
+"""Size limits of functions and classes; lists below name the exceptions, and may only shrink.
 
-A function has at most 60 lines (its docstring counts) and 7 parameters, a class 25 methods, a
-record 20 fields.
+A function has at most 60 lines, with its docstring, and 7 parameters. A class has at most 25
+methods, a record 20 fields.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def listed(measure: str) -> dict[str, int]:
 
 
 def sizes(tree: ast.AST, name: str) -> Iterator[tuple[str, str, int]]:
-    """Yield each measure of each function and class, with its qualified name and its size."""
+    """Yield measure, qualified name and size, for each measure of each function and class."""
     for node in ast.iter_child_nodes(tree):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
             own = f"{name}.{node.name}"
@@ -67,8 +67,8 @@ def too_large() -> dict[str, dict[str, int]]:
 
 @pytest.mark.parametrize("measure", LIMITS)
 def test_nothing_new_is_too_large_and_nothing_grows(measure: str) -> None:
-    """The lists are exact. Split new code by concept, remove entries that have become small enough,
-    and never raise a number."""
+    """Compare with the lists, which are exact. Split new code by concept; remove an entry that has
+    become small enough; never raise a number."""
     assert too_large()[measure] == listed(measure)
 
 

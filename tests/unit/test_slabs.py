@@ -1,4 +1,4 @@
-"""Slabs never overlap, and freeing all leaves one hole."""
+"""Allocator of slabs: slabs never overlap, and freeing all of them leaves one free range."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Preprocessing processes, which make requests' inputs: order, deaths, deadlines, cancels."""
+"""Preprocessing processes, which compute requests' inputs: order, deaths, deadlines, cancels."""
 
 # mypy: disable-error-code="arg-type"
 
@@ -30,7 +30,7 @@ LIMIT_MS = 1000.0
 
 
 class Pool(PreprocessPool):
-    """Preprocess pool whose processes act as the test says."""
+    """Pool of preprocessing processes; the test sends the processes' messages."""
 
     def __init__(self, stages: int = 1) -> None:
         settings = SchedulerSettings(
@@ -70,7 +70,7 @@ class Pool(PreprocessPool):
         self.is_current_generation(StageReady(pid=7), slot)
 
     def calls(self) -> list[int]:
-        """Return the tokens of the requests whose inputs are being made."""
+        """Return the tokens of the requests whose inputs are being computed."""
         assert all(
             isinstance(one.message, RunStage) for one in self.core.out if isinstance(one, ev.Send)
         )
@@ -261,7 +261,7 @@ def test_what_a_registration_may_not_name(
 
 
 def test_a_deadline_that_passes_as_something_else_happens_is_not_forgotten() -> None:
-    """The other event comes instead of the wake-up that was requested for the deadline."""
+    """Send another event at the time for which the scheduler requested a wake-up."""
     scheduler = Scheduler(
         SchedulerSettings(arena_bytes=1 << 22, store_bytes=1 << 22, fence_count=64)
     )
@@ -275,7 +275,7 @@ def test_a_deadline_that_passes_as_something_else_happens_is_not_forgotten() -> 
 
 
 def test_a_server_that_leaves_waits_for_the_function_behind_a_model() -> None:
-    """Between the model's answer and the frontend's next event, only the frontend knows of it."""
+    """Drain between the model's answer and the event with which the frontend continues."""
     rig = Rig()
     rig.register("a")
     rig.state.replicas["a"].model.processor = processor("", {}, "pkg:fn", {"label": ([1], "bytes")})
@@ -316,7 +316,7 @@ def test_a_server_that_leaves_finishes_a_chain_that_it_has_begun() -> None:
     assert not rig.commands(ev.Shutdown)
     late, last = rig.infer("a"), rig.infer("a", is_chain_continuation=True)
     assert isinstance(rig.error(late), errors.ServerUnavailable)
-    rig.handle(ev.CancelRequest(token=first))  # the frontend has given up the first request
+    rig.handle(ev.CancelRequest(token=first))  # the frontend gives up the first request
     assert not rig.commands(ev.Shutdown)
     rig.done()
     assert rig.error(last) is None

@@ -1,4 +1,4 @@
-"""The tables are whole: every state is reached, every live one has a good way out."""
+"""State tables are complete: every state can be reached, and every live state can end well."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A worker's runs of several steps of a language model, compared with single steps."""
+"""Runs in which a worker computes several steps of a language model, compared with single steps."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ NAMES = ("ids", "count", "used", "cache")
 
 
 class Toy:
-    """Model whose logits depend on every used row, and on nothing else."""
+    """Model whose logits depend only on the cache's used rows, and on each of them."""
 
     def __init__(self) -> None:
         specs = [
@@ -73,7 +73,7 @@ class Pool:
 
 
 def padded(inputs: list[Any]) -> list[torch.Tensor]:
-    """Return the inputs with the cache as a tensor, which has an additional row of garbage."""
+    """Return the inputs, with the cache as a tensor that has one more row of garbage."""
     cache = torch.full((1, len(inputs[3].rows) + 1, WIDTH), 99.0)
     cache[0, :-1] = inputs[3].rows
     return [*inputs[:3], cache]
@@ -139,7 +139,7 @@ class Worker:
         return [([*one], rows) for one, rows in zip(run.tokens(), rows_of_all, strict=True)]
 
     def alone(self, tokens: list[int], count: int, **how: Any) -> list[int]:
-        """Compute ``count`` tokens, each by a request to a new worker; return them."""
+        """Return the next ``count`` tokens, each computed by a new worker."""
         tokens = list(tokens)
         for _ in range(count):
             [([token], _)] = Worker(self.toy).told([self.asked(tokens, 1, **how)])
@@ -154,7 +154,7 @@ def no_hurry(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("seed", range(4))
 def test_runs_of_any_sequences_in_any_order_answer_each_as_alone(seed: int) -> None:
-    """Sequences end, are dropped, or continue on another worker, so kept rows are used or not."""
+    """End, drop or move sequences at random, so that a worker's kept rows are used or are stale."""
     chance, worker = random.Random(seed), Worker()
     lives: dict[int, Any] = {}
     hows = [{"temperature": 3.0, "seed": n} for n in range(3)]
@@ -221,7 +221,7 @@ def test_a_prompt_is_one_step_and_so_is_the_first_and_what_takes_long(
 
 
 def test_of_a_piece_of_a_prompt_no_token_is_chosen() -> None:
-    """The piece's rows are returned, but its logits, which are no numbers here, are not used."""
+    """Compute a part of a prompt: its rows are returned; its logits, here NaN, are not used."""
     worker = Worker()
     worker.toy.is_nonsense = True
     [(tokens, rows)] = worker.told([worker.asked([1, 2, 3], 1, length=2, is_piece=True)])
@@ -263,10 +263,10 @@ def test_rows_in_pieces_are_gathered_and_new_ones_lie_behind_them(dtype: str) ->
 
 
 def test_chances_are_those_of_the_logits_in_any_batch_and_run() -> None:
-    """The batch has a request without logprobs. Biases change the token, not its probability."""
+    """Batch requests with and without logprobs. A bias changes the token, not its probability."""
     tokens, biased = [1, 2, 3], {"logprobs": 3, "logit_bias": {4: 50.0}}
     alone, worker = Worker(), Worker()
-    alone.told([alone.asked(tokens, 1)])  # a process's first run has a single step
+    alone.told([alone.asked(tokens, 1)])  # the first run of a worker has only one step
     worker.told([worker.asked(tokens, 1) for _ in range(3)])
     [(chosen, _)] = alone.told([alone.asked(tokens, 5, options={"logprobs": 11})])
     assert [len(one) for one in alone.run.chances()] == [5]

@@ -1,4 +1,4 @@
-"""Loading of a model into the store, and the guard that checks transmissions."""
+"""Loading of a model into the host store, and the guard that checks orders to copy."""
 
 from __future__ import annotations
 
@@ -265,7 +265,7 @@ def test_the_store_knows_which_of_its_bytes_are_being_read(guard: TransmitGuard)
 
 def test_accepted_spans_stay_disjoint_and_few(guard: TransmitGuard) -> None:
     rng = random.Random(3)
-    newest = [0] * 128  # for each page of 8 KiB, the op_id that the guard should know
+    newest = [0] * 128  # for each 8 KiB of the arena, the op_id that the guard should know
     for op_id in range(1, 1500):
         first = rng.randrange(1, 127)
         count = rng.randrange(1, 128 - first + 1)

@@ -1,4 +1,4 @@
-"""Models larger than the arena: the places of their groups, their passes, and reports."""
+"""Models larger than the arena: where their groups are copied to, their runs, and reports."""
 
 # mypy: disable-error-code="arg-type"
 
@@ -56,7 +56,7 @@ def check(layout: StagingLayout, sizes: list[int], until: list[int], window: int
         for before in range(index):
             if padded[before] and size and overlap(layout, padded, before, index):
                 assert not {before, index} & layout.resident, "what stays is overwritten"
-                # Copies go in order, so a copy also waits for all that earlier copies wait for.
+                # Copies are made in order, so a copy also waits for what earlier copies wait for.
                 waited = max(layout.waits[: index + 1])
                 assert until[before] < waited, "what is read is overwritten"
     assert sum(padded[index] for index in layout.resident) == layout.resident_bytes
@@ -78,7 +78,7 @@ def test_no_landing_is_used_before_what_lay_there_has_been_read() -> None:
 
 @pytest.mark.parametrize("sizes", [*product((1, 2, 3), repeat=4)])
 def test_the_least_ring_is_hardly_larger_than_the_best_there_is(sizes: tuple[int, ...]) -> None:
-    """The best ring is found by trying each place for each group."""
+    """Find the smallest possible ring of memory by trying each place for each group."""
 
     def fits(ring: int) -> bool:
         places = [range(ring - size + 1) for size in sizes]
@@ -116,7 +116,7 @@ def test_what_is_read_again_at_the_end_stays() -> None:
 
 
 def by_hand(layout: StagingLayout, copy_ms: float, compute_ms: float) -> float:
-    """Return a pass's time in ms, simulated tick by tick for a link and a device."""
+    """Return the time in ms of a pass (one run of the model), simulated tick by tick."""
     count = len(layout.offsets)
     order = [index for index in range(count) if index not in layout.resident]
     arrived, computed, sent, clock_ms, link_ms, device_ms = {*layout.resident}, 0, 0, 0.0, 0.0, 0.0
@@ -167,7 +167,7 @@ def test_a_weight_is_read_by_what_may_alias_it_and_an_output_may_be_one() -> Non
     assert last_readers(graph) == [4, 2, 3, 5]
 
 
-# -- by the clock ----------------------------------------------------------------------------
+# -- on the virtual clock --------------------------------------------------------------------
 
 
 class Streaming(Answered):
@@ -234,12 +234,12 @@ def test_a_pass_of_a_language_model_is_one_step_and_lets_in_whom_the_policy_does
             )
         )
         world.run(world.now_ms + 10.0)
-    assert not world.scene.device.stop_words  # the second request gets its own pass
+    assert not world.scene.device.stop_words  # nothing stops the second request's own pass
     world.run(world.now_ms + 1e4)
     assert all(world.answers[token][1].error is None for token in tokens)
 
 
-# -- by hand ------------------------------------------------------------------------------------
+# -- with hand-made events ----------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -389,7 +389,7 @@ def test_a_job_takes_what_it_keeps_and_it_streams_through_the_rest(rig: Rig) -> 
 
 
 def beside(rig: Rig) -> Any:
-    """Make a small model resident, and start a pass of the large one; return the pass's task."""
+    """Make a small model resident, and start a run of the large model; return the run's task."""
     registered(rig)
     rig.register("small")
     rig.make_resident("small")
@@ -475,7 +475,7 @@ def test_a_pass_that_dies_aside_is_run_again(rig: Rig) -> None:
 
 
 def test_a_worker_that_was_let_in_and_steps_aside_is_killed(rig: Rig) -> None:
-    """A fixed bug: this overwrote the pass that had yielded before, whose client got no answer."""
+    """Fixed bug: a second yield overwrote the pass that had yielded before, which got no answer."""
     passing = beside(rig)
     small = rig.infer("small")
     steps_aside(rig, passing)

@@ -1,4 +1,4 @@
-"""The planner of swaps, compared with every possible choice."""
+"""Planner of which saved tensors leave the device, compared with every possible choice."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ PAGE = 4096
 
 
 class Watched(swaps._ForecastState):
-    """Forecast that counts the bytes on the device again at every tick."""
+    """Forecast that also counts the bytes on the device from scratch at every tick."""
 
     def _watch(self) -> None:
         held_bytes = sum(
@@ -40,7 +40,7 @@ def _watched(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def random_step(dice: random.Random, count: int) -> Step:
-    """Return a step that uses storages in nearly reverse order, and releases them then or later."""
+    """Return a step that saves storages, uses them in nearly reverse order, then releases them."""
     events = [Event("save", storage, dice.uniform(0.2, 2)) for storage in range(count)]
     order = sorted(range(count), key=lambda storage: -storage + dice.choice([0, 0, 1.5, 3]))
     late: list[int] = []
@@ -128,7 +128,7 @@ def test_a_search_that_is_over_at_once_keeps_the_budget_all_the_same() -> None:
     assert forecast_of is not None
     assert len(looks) == 1
     longer = plan(step, budget_bytes, both(2e3))
-    assert longer == plan(step, budget_bytes, both(2e3))  # the plan is always the same
+    assert longer == plan(step, budget_bytes, both(2e3))  # equal inputs give equal plans
     assert longer is not None
     assert longer.wait_ms < forecast_of.wait_ms
 
@@ -173,7 +173,7 @@ def test_one_lane_carries_out_while_the_other_brings_back() -> None:
     step = Step(sizes_bytes=[PAGE, 4 * PAGE], events=events)
     forecast_of = forecast(step, {0, 1}, 5 * PAGE, both(PAGE))
     assert forecast_of is not None
-    assert forecast_of.wait_ms == 1.0  # only for its own copy; it does not wait for 1's copy out
+    assert forecast_of.wait_ms == 1.0  # for storage 0's copy back, not for storage 1's copy out
 
 
 def test_a_slow_lane_is_waited_for() -> None:

@@ -1,4 +1,4 @@
-"""The pickle-free codec, which is exact for its closed list of types and refuses all others."""
+"""The codec that replaces pickle: it is exact for a list of types, and refuses all other types."""
 
 from __future__ import annotations
 

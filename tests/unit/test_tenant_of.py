@@ -1,4 +1,4 @@
-"""Tenant of a registration: only the owner, as whom the gateway connects, may name another one."""
+"""Tenant of a registration: only the owner (or the gateway for it) may name another tenant."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One allocator with a memory file for each tenant: their pages, and who may write (ADR 23)."""
+"""One allocator for the memory files of all tenants: pages of files, and who may write (ADR 23)."""
 
 from __future__ import annotations
 
@@ -205,7 +205,7 @@ def test_what_a_worker_touched_beside_its_slabs_is_given_back_when_it_is_gone(
     pool.tidy("ada")
     assert held_bytes(files["ada"]) == 2 * PAGE
     assert os.pread(files["ada"], 3, allocation.input_offset_bytes) == b"ask"
-    pool.tidy("bob")  # a tenant that has no requests yet
+    pool.tidy("bob")  # has no effect for a tenant without requests
     pool.release_inputs(allocation)
     pool.release_reply(allocation)
 

@@ -1,4 +1,4 @@
-"""Turns at text processes, and options of requests and of models' authors; no process runs."""
+"""Turns of callers at tokenizer processes, and options for texts; the tests start no process."""
 
 from __future__ import annotations
 
@@ -105,7 +105,7 @@ EIGHT = {f"m{n}": busy("mallory", n / 8) for n in range(8)}
     ("slots", "waiting", "now_s", "expected"),
     [
         ({}, {"a": busy("alice")}, 1.0, ("a", "")),
-        # An owner with all eight places gives one away at once; its own ninth model waits a turn.
+        # An owner with all eight places loses one at once; its own ninth model waits for a turn.
         (EIGHT, {"a": busy("alice", 1.0)}, 1.0, ("a", "m0")),
         (EIGHT, {"m8": busy("mallory", 1.0)}, 1.0, None),
         (EIGHT, {"m8": busy("mallory", 1.0)}, TURN_S, ("m8", "m0")),
@@ -113,7 +113,7 @@ EIGHT = {f"m{n}": busy("mallory", n / 8) for n in range(8)}
         # With nine owners, the process that has run longest is replaced after its turn.
         ({f"{n}": busy(f"o{n}", n) for n in range(8)}, {"a": busy("alice", 9.0)}, 9.0, None),
         ({f"{n}": busy(f"o{n}", n) for n in range(8)}, {"a": busy("alice", 9.0)}, 10.5, ("a", "0")),
-        # An idle process is replaced first; if its owner has fewer, only after an idle turn.
+        # An idle process is replaced first, but after an idle turn if its owner has fewer places.
         ({**EIGHT, "m7": idle("mallory", 3.0)}, {"a": busy("alice")}, 4.0, ("a", "m7")),
         ({**EIGHT, "m7": idle("alice", 3.0)}, {"m8": busy("mallory", 3.0)}, 4.0, None),
         ({**EIGHT, "m7": idle("alice", 3.0)}, {"m8": busy("mallory")}, 3 + TURN_S, ("m8", "m7")),
@@ -121,7 +121,7 @@ EIGHT = {f"m{n}": busy("mallory", n / 8) for n in range(8)}
         ({"x": starting("a")}, {"y": busy("a", 1.0)}, 9 * TURN_S, None),
         ({"x": starting("a"), "y": starting("a")}, {"z": busy("b", 1.0)}, 9 * TURN_S, None),
         ({"x": starting("a"), "y": busy("a", 1.0)}, {"z": busy("b")}, 9 * TURN_S, ("z", "y")),
-        # With two owners, neither takes a place if the other would then have fewer places.
+        # An owner takes no place from another who would then have fewer places.
         ({"x": busy("a"), "y": busy("b")}, {"z": busy("a", 1.0)}, 5.0, None),
     ],
 )
@@ -142,7 +142,7 @@ def test_a_caller_that_wishes_for_many_models_waits_longer_than_one_with_one_wis
     st.dictionaries(st.text("cd", max_size=3), st.sampled_from("xyz"), min_size=1, max_size=4),
 )
 def test_nobody_waits_for_ever(slots: dict[str, str], waiting: dict[str, str]) -> None:
-    """After a turn, some place is free or replaced if a waiting owner has fewer than another."""
+    """A waiting owner that has fewer places than another owner gets a place within a turn."""
     places = {name: busy(owner) for name, owner in slots.items()}
     wishes = {name: busy(owner, 1.0) for name, owner in waiting.items() if name not in slots}
     has = [*slots.values()]
@@ -204,7 +204,7 @@ def refused(name: str, value: Any, *, is_chat: bool = False) -> bool:
 
 
 def test_a_neutral_value_is_accepted_and_any_other_is_refused_by_name() -> None:
-    """Neutral values are the defaults of OpenAI's and vLLM's fields, for chats and completions."""
+    """Send the default values of OpenAI's and vLLM's fields, for chats and completions."""
     both = json.loads("""{
         "logprobs": false, "top_logprobs": 0, "suffix": "", "user": "me",
         "length_penalty": 1.0,
@@ -291,7 +291,7 @@ def test_what_an_author_asks_for_is_followed_or_noted(
 def test_an_answer_whose_process_is_over_at_once_gets_another_one(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Others still await the finished opening; asking it again and again would block the loop."""
+    """Other callers still await the start; trying the ended process again would block the loop."""
 
     class Process:
         answers = 0

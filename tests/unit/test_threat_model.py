@@ -1,4 +1,4 @@
-"""The threat model names only tests that exist, and all tests in ``test_neighbours`` files."""
+"""The threat model: it names only tests that exist, and all tests in ``test_neighbours`` files."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ FILES = {
 
 
 def files_called(name: str) -> list[set[str]]:
-    """Return the tests of each file with this name, which may begin with the folder."""
+    """Return the tests of each file with this name or with a path that ends with it."""
     return [tests for path, tests in FILES.items() if path == name or path.endswith(f"/{name}")]
 
 

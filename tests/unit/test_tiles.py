@@ -1,4 +1,4 @@
-"""Several jobs with one activation budget: in any order of turns they keep it, and all end."""
+"""Jobs with one budget for activations: in any order of turns, they keep it, and all jobs end."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from pipeswitch.workers.training.activation_budget import TILE_BYTES, Activation
 
 
 class Script:
-    """A job's steps, each a list of the tiles that it needs from moment to moment."""
+    """A job's steps; a step is a list of the numbers of tiles (units of memory) that it needs."""
 
     def __init__(self, control_page: Board, slot: int, steps: list[list[int]], total: int) -> None:
         view: Any = SimpleNamespace(control_page=control_page)
@@ -23,8 +23,8 @@ class Script:
         self.measured = 0
 
     def goes_on(self, more: int) -> bool:
-        """Go to the next moment, during the job's turn, with up to ``more`` further tiles if they
-        are free. Return False if the job needs tiles that others have."""
+        """Go to the step's next number, during the job's turn; also take up to ``more`` free tiles.
+        Return False if the job needs tiles that other jobs have."""
         tiles, needs = self.tiles, self.steps[0]
         if self.at == 0:
             if not tiles.may_begin:
@@ -49,7 +49,7 @@ class Script:
         return True
 
     def lets_go(self) -> None:
-        """Release tiles whose copies end, outside of the job's turn."""
+        """Release tiles whose copies end after the job's turn."""
         if self.at:
             self.tiles.hold(min(self.tiles.held, self.steps[0][self.at - 1]) * TILE_BYTES)
 
@@ -62,7 +62,7 @@ def others_claim(tiles: ActivationBudget) -> bool:
 def test_jobs_that_know_their_needs_keep_the_budget_and_never_wait_for_each_other(
     data: st.DataObject, count: int
 ) -> None:
-    """The first step of each job is its largest. Until it is measured, the job runs steps alone."""
+    """Each job's first step is its largest. Until it is measured, no other job is in a step."""
     total = data.draw(st.integers(2, 12))
     descriptor = sealed_memfd("control_page", BOARD_BYTES)
     control_page = Board(descriptor)

@@ -57,7 +57,7 @@ def test_the_ring_forgets_the_oldest_and_never_grows() -> None:
         timeline.add(span(str(number), float(number)))
     names = [event["name"] for event in complete(timeline.chrome_trace(0.0))]
     assert (len(names), names[0], names[-1]) == (KEPT - 1, "6", str(KEPT + 4))
-    for _ in range(400):  # large spans reach the limit of bytes before that of spans
+    for _ in range(400):  # large spans reach the limit of bytes before the limit of spans
         timeline.add(Spans(spans=span("x" * 90).spans * 270))
     assert len(timeline._ring) == RING_BYTES
     names = [event["name"] for event in complete(timeline.chrome_trace(0.0))]
@@ -67,7 +67,7 @@ def test_the_ring_forgets_the_oldest_and_never_grows() -> None:
 
 
 def test_a_reader_during_a_write_does_not_decode_the_group_that_is_replaced() -> None:
-    """The new group takes the slot of the oldest one, and its bytes are written last."""
+    """A new group of spans takes the slot of the oldest group; its bytes are written last."""
     timeline, traces = Timeline(), list[dict[str, Any]]()
     for _ in range(KEPT):
         timeline.add(span("x"))

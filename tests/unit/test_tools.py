@@ -1,4 +1,4 @@
-"""Tools of a chat: the schema of a forced call, calls in an answer's text, and templates."""
+"""Tool calls in a chat: the schema of a forced call, calls in an answer's text, and templates."""
 
 from __future__ import annotations
 
@@ -94,9 +94,9 @@ PLAIN_TEXTS = (
 @pytest.mark.parametrize(
     ("text", "content", "calls"),
     [
-        (CALL, "", [ULM]),  # the form of forced calls, and of Llama
+        (CALL, "", [ULM]),  # this is how forced calls and Llama write it
         (f"Let me see.\n{MARKED}\n<tool_call>{LATER}</tool_call>", "Let me see.", [ULM, NOW]),
-        (f"[{CALL}, {LATER}]", "", [ULM, NOW]),  # the form of Mistral
+        (f"[{CALL}, {LATER}]", "", [ULM, NOW]),  # this is how Mistral writes it
         (f" {MARKED}\nThat was it.", "That was it.", [ULM]),
         ('{"type": "function", "name": "now", "parameters": {}}', "", [NOW]),
         (CALL[:-1], "", [ULM]),  # cut off after the arguments
@@ -123,7 +123,7 @@ def test_a_text_is_not_held_longer_than_it_may_become_a_call() -> None:
 
 @pytest.mark.parametrize("unit", [" ", "<", "[", "{", "<tool_call>", '{"n', MARKED])
 def test_a_long_text_is_read_in_linear_time(unit: str) -> None:
-    """An endless text must not occupy the gateway's loop: quadratic work would take minutes."""
+    """Quadratic work on an endless text would occupy the gateway's loop for minutes."""
     count = 60_000 // len(unit)
     content, calls = read(unit * count, form(), sizes_of(0))
     assert (content, len(calls)) == (("", count) if unit == MARKED else (unit * count, 0))
@@ -133,7 +133,7 @@ def test_the_choice_decides_what_an_answer_must_be() -> None:
     assert form(choice="none") == form([], "auto") == form(None) == AnswerForm()
     auto = form()
     assert (auto.names, auto.schema, auto.is_forced) == (("weather", "now"), "", False)
-    assert json.loads(auto.rendered) == TOOLS  # unchanged from the client
+    assert json.loads(auto.rendered) == TOOLS  # as the client has sent them
     both = json.loads(form(choice="required").schema)["anyOf"]
     assert [one["properties"]["name"]["const"] for one in both] == ["weather", "now"]
     assert both[0]["properties"]["arguments"] == PLACE
@@ -169,7 +169,7 @@ def test_what_cannot_be_called_is_refused_by_its_name(tools: Any, choice: Any, p
 
 @pytest.mark.parametrize("seed", range(8))
 def test_any_tokens_of_a_forced_call_are_a_call(seed: int) -> None:
-    """The weights do not matter: only tokens that the schema allows are chosen."""
+    """Choose random tokens that the schema allows: the model's weights must not matter."""
     pytest.importorskip("llguidance")
     from tests.models.words import trained
 

@@ -1,4 +1,4 @@
-"""Spans of requests: children of the caller's span, one per part of the timing, and opt-in."""
+"""Trace spans of requests: off by default, below the caller's span, one for each part of a time."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Turns of callers by their device time; a policy only orders each caller's own requests."""
+"""Turns: each caller gets its share of device time; a policy orders only one caller's requests."""
 
 from __future__ import annotations
 
@@ -34,12 +34,12 @@ MODELS = {"a": RUN_MS, "b": RUN_MS, "long": 5 * fair_queue.LONG_MS, "batched": R
 class Server(World):
     """The real scheduler with measured models, and clients that always send the next request."""
 
-    think_ms = 0.1  # between an answer and the next request
+    think_ms = 0.1  # time between an answer and the client's next request
 
     def __init__(self, policy: str = "priority", arena_mib: int = 64, **values: Any) -> None:
-        self.loops: dict[str, dict[str, Any]] = {}  # options of each client's requests
-        self.of: dict[ev.Token, tuple[str, float]] = {}  # client and time of each request
-        self.answers: list[str] = []  # the client of each answer
+        self.loops: dict[str, dict[str, Any]] = {}  # client -> options of its requests
+        self.of: dict[ev.Token, tuple[str, float]] = {}  # request -> its client and time
+        self.answers: list[str] = []  # client of each answer, in order
         self.took_ms: dict[str, list[float]] = {}
         chosen = SchedulerSettings(
             arena_bytes=arena_mib * MIB, store_bytes=64 * MIB, fence_count=64, **values
@@ -56,7 +56,7 @@ class Server(World):
         self.pass_ms(2 * MAX_WAIT_MS)
 
     def loop(self, client: str, model: str, count: int = 1, **options: Any) -> None:
-        """Let a client always have ``count`` open requests."""
+        """Start a client that always has ``count`` open requests."""
         self.loops[client] = {"model": ModelName(model), "caller": client, **options}
         for _ in range(count):
             self.ask(client)
@@ -75,7 +75,7 @@ class Server(World):
                 self.clock.at(self.now_ms + self.think_ms, partial(self.ask, client))
 
     def pass_ms(self, ms: float) -> dict[str, float]:
-        """Run for ``ms``; return the device time in ms that each caller gets in it."""
+        """Run for ``ms``; return the device time in ms that each caller has got meanwhile."""
         accounts = self.scheduler.machine.devices[0].state.accounts
         before = {one.caller: one.used_ms for one in accounts}
         self.run(self.now_ms + ms)
@@ -109,14 +109,14 @@ def test_a_modest_caller_waits_for_one_run_and_its_own_however_many_wait(
 def test_while_two_wait_neither_has_more_than_a_run_before_the_other(
     weights: list[float], runs_ms: list[float], error: float
 ) -> None:
-    """A new caller arrives after every five runs, and predictions may be wrong."""
+    """Add a caller after every five runs, and predict run times wrongly by the factor ``error``."""
     accounts = fair_queue.CallerQueue({str(n): weight for n, weight in enumerate(weights)}, 1e9)
     leads: dict[tuple[fair_queue.CallerShare, fair_queue.CallerShare], list[float]] = {}
     had: defaultdict[fair_queue.CallerShare, float] = defaultdict(float)
     now_ms = 0.0
     for number, run_ms in enumerate(runs_ms):
         if number % 5 == 0 and number // 5 < len(weights):
-            accounts.count(accounts.of(str(number // 5)), 1, 1)  # always has a waiting request
+            accounts.count(accounts.of(str(number // 5)), 1, 1)  # it always has a waiting request
         ((first, *_),) = accounts.in_rounds(lambda _: 0.0, now_ms)
         charge = accounts.charge(Counter({first.caller: 1}), run_ms * error, now_ms)
         now_ms += run_ms
@@ -134,7 +134,7 @@ def test_of_priorities_the_lower_has_a_turn_when_it_had_none_for_max_wait() -> N
     server.loop("normal", "b", OPEN, priority=1)
     used_ms = server.pass_ms(1000.0)
     assert used_ms["normal"] == pytest.approx(1000.0 / MAX_WAIT_MS * RUN_MS, abs=RUN_MS)
-    # The caller's old requests go first, but its most urgent one decides when its turn comes.
+    # A caller's turn depends on its most urgent request, even if its older request runs first.
     server.loop("idle work", "b", 2, priority=2, caller="modest")
     server.pass_ms(2 * MAX_WAIT_MS)
     server.loop("modest", "b", priority=0)
@@ -149,7 +149,7 @@ def test_a_joined_run_takes_a_row_of_each_caller_before_a_second_of_one() -> Non
     server.loop("modest", "batched", 2)
     used_ms = server.pass_ms(400 * RUN_MS)
     assert max(server.took_ms["modest"]) <= 3 * 4 * RUN_MS  # four rows take four times as long
-    assert used_ms["modest"] == RUN_MS * len(server.took_ms["modest"])  # only its own rows
+    assert used_ms["modest"] == RUN_MS * len(server.took_ms["modest"])  # only its own rows count
 
 
 @pytest.mark.parametrize("policy", ["fifo", "edf"])
@@ -225,7 +225,7 @@ def test_a_connection_with_a_lower_priority_has_a_turn_when_it_had_none_for_max_
     server.loop("low", "b", OPEN, caller="", connection="2", priority=2)
     server.pass_ms(20 * MAX_WAIT_MS)
     low = server.answers.count("low")
-    assert 20 / 2 - 2 <= low <= 20 / 2 + 2  # two levels of urgency less
+    assert 20 / 2 - 2 <= low <= 20 / 2 + 2  # priority 2 waits for two MAX_WAIT_MS behind 0
 
 
 def test_connections_whose_models_do_not_fit_together_do_not_switch_for_each_request() -> None:
@@ -266,7 +266,7 @@ def test_a_decision_looks_at_those_that_have_turns_not_at_all_callers() -> None:
     server, calls = Server("fifo", max_queue=10_000, max_queue_per_model=10_000), Counter[str]()
 
     def decided() -> int:
-        """Return the scheduler's number of calls for ten answers and the next requests."""
+        """Return how many calls the scheduler makes for ten answers and the ten next requests."""
 
         def note(frame: Any, what: str, _: Any) -> None:
             calls[what] += what == "call" and "pipeswitch/scheduler" in frame.f_code.co_filename

@@ -1,4 +1,4 @@
-"""Uploads, whose number and bytes are limited, in total and for each client."""
+"""Uploads: their number and bytes are limited, in total and for each client."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from pipeswitch.wire.frames import RequestHeader
 
 @pytest.fixture
 def writer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Uploads]:
-    """Yield uploads for 8 files, of which a single client may have 6, and the next client 1."""
+    """Yield uploads with room for 8 files: a first client may have 6 of them, the next client 1."""
     monkeypatch.setattr(uploads, "MAX_FILES", 8)
     monkeypatch.setattr(uploads, "MAX_PARTIALS", 4)
     disk = Disk(tmp_path, SizeSpec(size_bytes=1 << 20), SizeSpec(size_bytes=1000))
@@ -34,7 +34,7 @@ def writer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Uploads]
 def put(
     writer: Uploads, session: str, text: str, *, size_bytes: int = 0, tenant: str = ""
 ) -> tuple[str, Any]:
-    """Upload a text; return file name and error. A larger ``size_bytes`` leaves it unfinished."""
+    """Upload a text; return file name and error. If ``size_bytes`` is larger, it is unfinished."""
     data = text.encode()
     digest = hashlib.sha256(data).hexdigest()
     body = {"digest": digest, "size_bytes": size_bytes or len(data), "offset_bytes": 0}
@@ -54,7 +54,7 @@ def names(writer: Uploads) -> set[str]:
 def test_a_clients_files_have_its_share_whatever_its_sessions_and_no_others_go_for_it(
     writer: Uploads,
 ) -> None:
-    """Sessions do not count, because a gateway has one session for all its callers."""
+    """Use several sessions: shares are per client, as a gateway has one session for all callers."""
     friend, _ = put(writer, "session 0", "friend-0", tenant="friend")
     mine = []
     for number in range(9):
@@ -103,7 +103,7 @@ def test_a_file_stays_as_long_as_a_registration_names_it(
 
 
 def test_a_file_that_another_client_was_told_of_stays_for_its_registration(writer: Uploads) -> None:
-    """Otherwise the file would be gone when that client registers it."""
+    """If uploads removed the file, it would be missing when the other client registers it."""
     (name, _), (same, _) = put(writer, "me", "same"), put(writer, "friend", "same")
     spec = msgspec.msgpack.encode({"name": "m", "source": str(writer.directory / name)})
     writer.unpin(writer.pin(spec))
@@ -143,7 +143,7 @@ def test_a_file_that_cannot_be_published_leaves_nothing_and_costs_no_share(
 
 
 def test_what_one_session_sends_never_lies_in_anothers_file(writer: Uploads) -> None:
-    """Otherwise a session could change a file that others trust by its digest."""
+    """A session must not write to another's file, which clients trust by its digest."""
     for session in ("0123456789", "0123456780"):
         assert put(writer, session, "enemy-1", size_bytes=100, tenant="enemy")[1] is None
     assert len([path for path in writer.directory.iterdir() if path.name[0] == "."]) == 2

@@ -55,7 +55,7 @@ def test_the_watchdog_is_fed_three_times_per_limit_and_no_more(manager: socket.s
     notifier.beat(-1.0)  # no effect before READY
     notifier.notify(READY=1)
     assert manager.recv(1000) == b"READY=1"
-    for turn in range(1000):  # ten seconds
+    for turn in range(1000):  # simulates ten seconds
         notifier.beat(turn / 100)
     manager.settimeout(0)
     heard = []

@@ -1,4 +1,4 @@
-"""A model's tensors in a commit: found among all others, and never read outside of the commit."""
+"""A model's tensors in a commit: they are found by name, and never read outside of the commit."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def test_a_part_has_its_models_own_names() -> None:
 
 
 def image(tensors: dict[str, dict[str, Any]], data: bytes) -> memoryview:
-    """Return an image with the header, ``data``, which has the tensors, and the JSON."""
+    """Return an image: the header, then ``data`` with the tensors' bytes, then the JSON."""
     document = dump_json({"tensors": tensors, "blobs": {}, "meta": {}})
     offset = HEADER_BYTES + len(data)
     head = pack_header(document, offset, offset + len(document))
@@ -69,8 +69,8 @@ def test_several_models_keep_their_keys() -> None:
 @pytest.mark.parametrize(
     "bad",
     [
-        entry([2, 4], [4, 1], 24),  # larger than its number of bytes
-        entry([2, 3], [4, 1], 24),  # strides that go beyond its bytes
+        entry([2, 4], [4, 1], 24),  # the shape needs more than 24 bytes
+        entry([2, 3], [4, 1], 24),  # the strides need more than 24 bytes
         entry([2, 3], [-3, 1], 24),
         entry([6, 1 << 60], [1, 0], 24),
         entry([2, 3], [3], 24),

@@ -1,4 +1,4 @@
-"""Windows of the thesis: its example, closed forms, and the limits of link and memory."""
+"""Windows of requests (from the thesis): its example, formulas, limits of link and memory."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def distinct(draw: st.DrawFn, most: int = 6) -> list[WindowJob]:
 
 @st.composite
 def shared(draw: st.DrawFn) -> tuple[list[WindowJob], Memory, tuple[int, ...]]:
-    """Draw several jobs per model, memory that may be too small for all, and an order."""
+    """Draw several jobs per model, a memory that may be too small for all models, and an order."""
     jobs: list[WindowJob] = []
     for model in range(draw(st.integers(1, 4))):
         load_ms, size = draw(TIMES), draw(st.integers(1, 10))
@@ -59,7 +59,7 @@ def shared(draw: st.DrawFn) -> tuple[list[WindowJob], Memory, tuple[int, ...]]:
 
 
 def test_the_worked_example_of_the_thesis() -> None:
-    """The serial order takes 2375 ms, 2062.5 ms with prefetch, and D, B, C, A takes 2005 ms."""
+    """The order A, B, C, D takes 2375 ms, or 2062.5 ms with prefetch; D, B, C, A takes 2005 ms."""
     order = windows.alternating(EXAMPLE)
     assert "".join(EXAMPLE[i].model for i in order) == "DBCA"
     assert makespan_ms(EXAMPLE, range(4), SERIAL) == 2375.0
@@ -130,7 +130,7 @@ def test_link_and_device_are_serial_and_memory_is_never_over(
     for before, after in itertools.pairwise(loads):
         assert after.load_begins_at_ms is not None
         assert after.load_begins_at_ms >= before.load_ends_at_ms
-    stays: list[tuple[float, float, int]] = []  # begin and end of each stay in ms, and bytes
+    stays: list[tuple[float, float, int]] = []  # begin and end (ms) of each model's stay; its bytes
     where: dict[str, int] = {}
     for name, size in memory.resident:
         where[name] = len(stays)

@@ -45,7 +45,7 @@ bodies = st.dictionaries(
 
 
 def value_of(kind: Any) -> st.SearchStrategy[Any]:
-    """Return a strategy for values of a field's type, as msgspec decodes them."""
+    """Return a strategy for the values to which msgspec decodes a field of this type."""
     supertype = getattr(kind, "__supertype__", None)
     if supertype is not None:
         return value_of(supertype)
@@ -198,7 +198,7 @@ def test_deep_nesting_is_refused_not_a_crash(depth: int) -> None:
 @pytest.mark.parametrize("depth", [MAX_NESTING, 200, 900])
 @pytest.mark.parametrize("opener", [b"\x91", b"\x81\xa1a"])
 def test_what_only_the_decoder_could_bear_is_refused(depth: int, opener: bytes) -> None:
-    """Code that prints or encodes the message later has less stack left, and would overflow it."""
+    """Refuse deep nesting: code that later prints or encodes a message could overflow its stack."""
     mark = 0x7123_4567
     deep = opener * depth + b"\x01"
     messages = [

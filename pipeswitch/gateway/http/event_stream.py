@@ -58,7 +58,7 @@ class EventLog:
         """
         self.enter(peer)
         name, _, number = last_id.partition("-")
-        is_known = name == self._name and number.isdigit() and len(number) < 20
+        is_known = name == self._name and number.isdecimal() and len(number) < 20
         next_number = min(int(number) + 1, self._next) if is_known else self._next
         return Reader(
             self, peer, tuple(topics), next_number, has_gap=bool(last_id) and not is_known

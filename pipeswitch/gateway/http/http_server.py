@@ -346,9 +346,7 @@ class _Reading:
         else:
             self._raw_bytes += len(data)
         try:
-            self._parser.feed_data(data)
-        except httptools.HttpParserUpgrade:  # the new protocol is not supported: answer in HTTP/1.1
-            self._connection.is_ending = True
+            self._feed(data)
         except httptools.HttpParserCallbackError:
             if self.error is None:  # else the callback raised to stop the parser
                 log.exception("http=%s", self._connection.peer)
@@ -370,6 +368,19 @@ class _Reading:
                 self.error = InvalidInput("the chunks of this body are too small")
         else:
             self.rest = self._body[self.received_bytes :]
+
+    def _feed(self, data: memoryview) -> None:
+        try:
+            self._parser.feed_data(data)
+        except httptools.HttpParserUpgrade as error:  # not supported: answer in HTTP/1.1
+            if self.head is None:
+                self._connection.is_ending = True
+                return
+            length = self.head.length  # httptools skips the body: another parser reads it
+            framing = f"Content-Length: {length}" if length else "Transfer-Encoding: chunked"
+            self._parser = httptools.HttpRequestParser(self)
+            self._parser.feed_data(f"POST / HTTP/1.1\r\n{framing}\r\n\r\n".encode())
+            self._feed(data[error.args[0] :])
 
     def repeats(self, nbytes: int, before: bytes, behind: bytes, work: Work, path: str) -> bool:
         """Queue a message if it is exactly one request with the known head; return True if so."""
@@ -399,12 +410,15 @@ class _Reading:
             self.known = head[: match.start(1)], head[match.end(1) :], request.work, request.path
 
     def on_message_begin(self) -> None:
+        if self.head is not None:
+            return  # see ``_feed``
         self._is_between = False
         self._url, self.path, self._headers = b"", "", {}
 
     def on_url(self, url: bytes) -> None:
-        self._url += url
-        self.path = self._url.decode("latin-1")
+        if self.head is None:
+            self._url += url
+            self.path = self._url.decode("latin-1")
 
     def on_header(self, name: bytes, value: bytes) -> None:
         if self.head is not None:
@@ -420,7 +434,7 @@ class _Reading:
         self._headers[key] = text
 
     def on_headers_complete(self) -> None:
-        if self.error is not None:
+        if self.error is not None or self.head is not None:
             return
         headers = self._headers
         path, _, query = self._url.decode("latin-1").partition("?")
@@ -481,6 +495,8 @@ class _Reading:
             self._receive(GROWTH * len(data))
 
     def on_message_complete(self) -> None:
+        if self.head is not None and self.head.length != 0 and self._parser.should_upgrade():
+            return  # the body follows, see ``_feed``
         head, self.head = self.head, None
         self._is_between = True
         if self.error is not None or head is None:

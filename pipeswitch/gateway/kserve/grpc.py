@@ -384,8 +384,10 @@ class GrpcVerbs:
                             data = b""  # free it: the client may read slowly
                             yield answer
                         continue
-                    except PipeSwitchError as error:
-                        failed = response(error_message=_told(error)[1])
+                    except Exception as error:  # the stream's other requests go on
+                        if not isinstance(error, PipeSwitchError):
+                            log.exception("call=ModelStreamInfer failed")
+                        failed = response(error_message=_told(as_ours(error))[1])
                     if request_id := _id_of(data):
                         failed.infer_response.id = request_id
                     del data  # free it: the client may not read the answer

@@ -77,7 +77,10 @@ class Metrics:
             facts: ``stats``, ``jobs``, ``ps`` and ``models`` (all versions) of the server, and
                 ``model_stats``, the rows of Triton's statistics; None: the caller sees none.
         """
-        encode, content_type = choose_encoder(accept)
+        try:
+            encode, content_type = choose_encoder(accept)
+        except (TypeError, ValueError):  # a version that is no number
+            encode, content_type = choose_encoder("")
         self._server.facts = facts
         try:
             return encode(self._registry), content_type

@@ -11,7 +11,7 @@ import contextlib
 import json
 import math
 from collections.abc import Mapping, Sequence
-from itertools import repeat
+from itertools import chain, repeat
 from mmap import MAP_PRIVATE, mmap
 from typing import Any, Final
 
@@ -497,6 +497,11 @@ def from_numbers(name: str, dtype: str, shape: Sequence[int], values: Any) -> me
         raise _other_count(name, len(values), shape)
     if dtype == BYTES:
         return _from_texts(name, shape, values)
+    rest = values if isinstance(values, list) else []
+    while kinds := {*map(type, rest)}:
+        if str in kinds:  # numpy would make each element as long as the longest text
+            raise InvalidInput(f'input "{name}" is {DATATYPE_OF[dtype]}, its data is no numbers')
+        rest = [*chain(*[one for one in rest if type(one) is list])] if list in kinds else []
     try:
         array = np.asarray(values)
         if array.dtype == object and "float" in dtype and _are_numbers(array):

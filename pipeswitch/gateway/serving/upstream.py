@@ -143,7 +143,7 @@ class Upstream:
                 take(str(record.pop("topic")), record)
 
         while True:
-            with contextlib.suppress(ServerUnavailable):
+            with contextlib.suppress(PipeSwitchError):
                 await self._events.ask("events", on_progress=took)
             await asyncio.sleep(EVENTS_AGAIN_S)
 

@@ -20,13 +20,13 @@ from ..state.states import Residency, TaskState
 
 FENCES = Owner("fences")
 
-# Cost of a place: bytes of running jobs, leaving jobs, ranges that are soon free, and the policy's
-# cost of models. Costs are compared as tuples: to evict idle models is better than to wait, and to
-# wait for a job that already leaves is better than to evict another job.
+# Cost of a place: (bytes of running jobs, number of leaving jobs, number of ranges that are soon
+# free, the policy's cost of models). Costs are compared as tuples: evicting idle models is better
+# than waiting, and waiting for a job that already leaves is better than evicting another job.
 FREE: Cost = (0.0, 0.0, 0.0, 0.0)
 SOON_FREE: Cost = (0.0, 0.0, 1.0, 0.0)
 JOB_LEAVES: Cost = (0.0, 1.0, 0.0, 0.0)
-KEPT_WEIGHT = 4.0  # kept groups of a streaming model are worth more: each pass reads them
+KEPT_WEIGHT = 4.0  # weight of the groups that a streaming model keeps: each pass reads them
 WHOLE = (Residency.TRANSMITTING, Residency.ABANDONED, Residency.RESIDENT, Residency.PINNED)
 COMPUTING = (TaskState.TRANSMITTING, TaskState.RUNNING, TaskState.STOPPING, TaskState.SUSPENDED)
 
@@ -47,7 +47,7 @@ class ArenaAllocator:
 
     A model that is larger than the arena holds two adjacent regions: first its ring
     (``DeviceModel.rest``), then the groups that it keeps (``DeviceModel.owner``). Between two
-    passes it holds only the latter and is PARTIAL.
+    passes it holds only the second region and is PARTIAL.
     """
 
     def __init__(self, device: DeviceState) -> None:
@@ -91,7 +91,7 @@ class ArenaAllocator:
            for a request that ranks before them, never for a prefetch or a job.
         3. A range being zeroed, an abandoned copy and the slice of a leaving job are soon free.
         4. A training job's slice is taken only for a request, and only as the last resort.
-        5. Groups that ``mover``, the model to be placed, keeps itself cost nothing.
+        5. Groups of ``mover``, the model to be placed, that are on the device cost nothing.
         """
         view, own = self._device.view, mover.owner if mover is not None else None  # 5.
         return [
@@ -137,13 +137,13 @@ class ArenaAllocator:
     def find_extent(self, replica: DeviceModel, *, for_request: bool) -> Extent | None:
         """Return the model's last place (its home) if no place is cheaper, else the cheapest place.
 
-        At its home offset, cached parameter views (and CUDA graphs) stay valid. While there is room
-        elsewhere, the model gets a new home rather than evict another model: models whose homes
+        At its home offset, cached parameter views (and CUDA graphs) stay valid. If there is room
+        elsewhere, the model gets a new home and evicts no other model. Otherwise models whose homes
         overlap would evict each other for ever.
 
         A pinned model gets the highest possible place, so that the rest of the arena is one piece.
-        A pinned model at a lower place moves if a request, a job or another pinned model finds no
-        place otherwise.
+        A pinned model at a lower place moves if a request, a job or another pinned model would find
+        no place otherwise.
         """
         costs = self.costs(for_request=for_request, mover=replica)
         if replica.staging is not None:
@@ -163,13 +163,13 @@ class ArenaAllocator:
         return best
 
     def window_after_packing(self, size_bytes: int, costs: Costs) -> Extent | None:
-        """Return a window that exists once the pinned models lie at the end of the arena.
+        """Return a window that will exist when pinned models have moved to the end of the arena.
 
         Its victims are the regions in the window and the pinned models that move; ``bring_pinned``
-        copies these again, to the places that were chosen here.
+        copies these models again, to the places that were chosen here.
 
-        1. No pinned model can move: there is none, or tasks read them.
-        2. A range will soon be free, which may be enough: the caller waits for it.
+        1. If no pinned model can move (there is none, or tasks read them), return None.
+        2. If a range will soon be free, that may be enough: the caller waits for it.
         3. First, only idle models leave for the pinned ones. If that is not enough, slices leave,
            too, where ``costs`` allows it.
         """
@@ -256,7 +256,7 @@ class ArenaAllocator:
         return land(sizes, last_groups(manifest), window_bytes, REGION_ALIGN_BYTES)
 
     def min_bytes(self, manifest: Manifest) -> int:
-        """Return the smallest window for a streaming model; 0: it fits whole, or cannot stream."""
+        """Return the smallest window in which a model can stream; 0: it fits, or cannot stream."""
         is_whole = aligned(manifest.total_bytes, REGION_ALIGN_BYTES) <= self.leasable_bytes
         if is_whole or manifest.mode == "module":
             return 0
@@ -305,16 +305,16 @@ class ArenaAllocator:
             )
 
     def can_ever_hold(self, size_bytes: int) -> bool:
-        """Return True if the size fits beside the pinned models, once all else is evicted."""
+        """Return True if the size would fit if only the pinned models were on the device."""
         return aligned(size_bytes, REGION_ALIGN_BYTES) <= self.largest_for_all_bytes
 
     def may_take(self, replica: DeviceModel, size_bytes: int) -> bool:
-        """Return True if the model is on the device, or its size fits beside the pinned models."""
+        """Return True if the model is on the device, or ``can_ever_hold`` is true for its size."""
         return replica.residency.state in WHOLE or self.can_ever_hold(size_bytes)
 
     @property
     def largest_for_all_bytes(self) -> int:
-        """Size of the arena without the pinned models, which can move together."""
+        """Size of the arena without the pinned models, which can move into one piece."""
         pinned = (self._device.replicas[name] for name in self._device.pinned)
         return self.leasable_bytes - sum(replica.region_bytes for replica in pinned)
 
@@ -341,15 +341,15 @@ class ArenaAllocator:
 
 
 class HostStoreAllocator:
-    """Host store: each model's bytes once, in the layout of the device.
+    """Ledger of the host store, which has each model's bytes once, in the layout of the device.
 
     Offloaded activations lie in the memory of the jobs' processes, and count toward the same limit.
     """
 
     def __init__(self, core: Core) -> None:
         self.regions = RegionAllocator(core.settings.store_bytes, TENSOR_ALIGN_BYTES)
-        self._held_bytes: Counter[str] = Counter()  # by tenant
-        self.offloaded: dict[JobName, int] = {}  # bytes of jobs with a process
+        self._held_bytes: Counter[str] = Counter()  # tenant -> bytes of its models
+        self.offloaded: dict[JobName, int] = {}  # job with a process -> its bytes
 
     def charge(self, name: JobName, size_bytes: int) -> None:
         """Set the host memory that a job may use for offloading; 0: its process uses none.
@@ -390,7 +390,7 @@ class HostStoreAllocator:
         self._held_bytes[model.tenant] += region.size_bytes
 
     def _over_share(self, model: Model, size: int) -> HostStoreFull | None:
-        """Return the error if the model exceeds its tenant's share; the owner has none."""
+        """Return the error if the model exceeds its tenant's share; None for the server's owner."""
         own, free, whole = self._held_bytes[model.tenant], self.regions.free_bytes, self.regions
         share = left(whole.capacity_bytes, whole.capacity_bytes - free, own)
         if not model.tenant or size <= share:
@@ -420,7 +420,7 @@ class HostStoreAllocator:
 
 
 def _without_jobs(costs: Costs) -> Costs:
-    """Return the same costs, but with only idle models as victims."""
+    """Return the same costs, but None for all regions except those of idle models."""
     return [None if cost is None or any(cost[:3]) else cost for cost in costs]
 
 

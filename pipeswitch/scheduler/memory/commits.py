@@ -24,7 +24,7 @@ from .allocators import ArenaAllocator, HostStoreAllocator
 
 HEADER_BYTES: Final = 4096  # size of the header before the two slots of a commit area
 NO_COPY: Final = (NO_OP_ID, 0)
-DISK_SHARE: Final = 20  # a job's writes may take 1/20 of the time: large ones are less frequent
+DISK_SHARE: Final = 20  # a job's writes may take 1/20 of the time, so large ones are rarer
 
 
 class Commits:
@@ -39,7 +39,7 @@ class Commits:
         self._store = store
 
     def restore(self, job: Job, slot_bytes: int, step: int) -> bool:
-        """Adopt a commit area loaded from disk. False: there is no room, so the job starts anew."""
+        """Adopt a commit area from disk. Return False if there is no room: the job starts anew."""
         if self._store.regions.reserve(job.commits, HEADER_BYTES + 2 * slot_bytes):
             job.memory.commit_slot_bytes = slot_bytes
             job.progress.step = job.memory.committed_step = job.memory.persisted_step = step
@@ -139,7 +139,7 @@ class Commits:
         job = device.jobs.get(message.job)
         commit_ids = (message.op_id, message.number)
         if job is None or commit_ids != (job.memory.copy_id, job.memory.copying_number):
-            core.counts["stale_messages"] += 1  # an older job's message, or repeated
+            core.counts["stale_messages"] += 1  # from an older job, or a repeated message
             return
         job.memory.copy_id, job.memory.copying_number = NO_COPY
         if not message.error:
@@ -154,7 +154,7 @@ class Commits:
             self._device.send(job.slot, message, "signal")
 
     def persist_due(self) -> None:
-        """Write the commits to disk that are due: each job's writes take their share of the time.
+        """Order the disk writes that are due. Each job's writes take at most 1/20 of the time.
         The last commit of a job that was paused or has ended is due at once."""
         core, device = self._core, self._device
         for job in device.jobs.values():
@@ -247,7 +247,7 @@ class Commits:
         for job in self._device.jobs.values():
             if job.memory.commit_slot_bytes:
                 self._tell_daemon(job)
-            if job.exporters or job.state.state in TASK_FINAL:  # ordered again
+            if job.exporters or job.state.state in TASK_FINAL:  # the write is ordered again
                 job.memory.persist_due_at_ms = self._core.now_ms
 
     @property

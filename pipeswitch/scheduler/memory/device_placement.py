@@ -15,11 +15,11 @@ from .allocators import ArenaAllocator
 
 
 class DevicePlacement:
-    """Choice of a device. A request is placed on arrival, and again when it waits while another
-    device is idle; a job is placed on arrival and after it has left its device.
+    """Choice of a device for each request and each job.
 
-    A device without a running memory daemon, or without room beside its pinned models, is chosen
-    only if all other devices have this problem, too.
+    A request is placed on arrival, and again when it waits while another device is idle. A job is
+    placed on arrival and after it has left its device. A device without a running memory daemon,
+    or without room because of pinned models, is chosen only if all others have this problem, too.
     """
 
     def __init__(
@@ -43,11 +43,11 @@ class DevicePlacement:
         return self.states[choice.device], choice.reason
 
     def has_place(self, state: DeviceState, name: ModelName, size_bytes: int) -> bool:
-        """Return True if the model fits on that device beside the pinned models."""
+        """Return True if the model is on that device, or could fit if only pinned models stayed."""
         return self._arenas[state.index].may_take(state.replicas[name], size_bytes)
 
     def job(self, job: Job, home: int | None, counts: Sequence[int]) -> int:
-        """Return the device with the fewest other jobs; prefer ``home`` among equals.
+        """Return the index of the device with the fewest other jobs; prefer ``home`` among equals.
 
         Args:
             counts: number of unfinished jobs on each device.
@@ -59,7 +59,7 @@ class DevicePlacement:
             return others, state.index != home, state.index
 
         places = _ready(self._living(job.allowed))
-        if all(state.daemon.is_given_up for state in places):  # devices of its kind can continue it
+        if all(state.daemon.is_given_up for state in places):  # others of its kind can continue it
             names = [state.settings.device for state in self.states]
             places = _ready(self._living(limit(kinds_of(job.allowed), names)))
         return min(places, key=order).index

@@ -28,16 +28,16 @@ class Slices:
         self._device = device
         self._arena = arena
         self._residents = residents
-        self._unscrubbed: dict[OpId, float] = {}  # failed scrubs, with the time of the next try
+        self._unscrubbed: dict[OpId, float] = {}  # failed scrub -> time of the next try
 
     def lease(self, owner: Owner, size_bytes: int) -> Region | Literal["soon"] | None:
         """Take a place for a job's state; idle models are evicted for it.
 
         Returns:
-            "soon" if enough will soon be free; None if another job would have to leave.
+            The region; "soon" if enough will soon be free; None if another job would have to leave.
 
         Raises:
-            OutOfDeviceMemory: it would not fit in an empty arena beside the pinned models.
+            OutOfDeviceMemory: it would not fit even if only the pinned models were in the arena.
         """
         self.refuse_too_large(owner, size_bytes)
         costs = self._arena.costs(for_request=False)
@@ -66,7 +66,7 @@ class Slices:
             )
 
     def release(self, owner: Owner) -> None:
-        """Have a slice without writers zeroed; then its range is free, even for other tenants."""
+        """Order a slice that has no writer to be zeroed; then its range is free for any tenant."""
         if self._arena.regions.get(owner) is None:
             return
         self._core.dirty |= RESIDENCY
@@ -86,7 +86,7 @@ class Slices:
         )
 
     def scrub_again(self) -> int:
-        """Retry ranges that the daemon failed to zero: nobody may own them before."""
+        """Retry ranges that the daemon failed to zero; until they are zero, nobody may own them."""
         for op_id, at_ms in list(self._unscrubbed.items()):
             region = self._arena.regions.get(Owner("scrub", str(op_id)))
             if region is None:  # the memory was lost with the daemon
@@ -119,8 +119,8 @@ MIN_STARTS: Final = 10  # a job may keep its memory for this many times its star
 
 
 class Leases:
-    """Slices of jobs: at most one per job, from its first ``job.steps`` until its process is
-    reaped. The job's offloaded activations stay in host memory for the same time."""
+    """Slices of jobs: at most one per job, from its first ``job.steps`` until it is reaped.
+    The job's offloaded activations stay in host memory for the same time."""
 
     def __init__(
         self,
@@ -144,7 +144,7 @@ class Leases:
         old = self._arena.regions.get(job.slice)
         grows = old is not None and old.size_bytes < message.slice_bytes
         try:
-            if grows:  # else it may wait for models that were pinned later
+            if grows:  # a slice that fitted before may wait instead
                 self._slices.refuse_too_large(job.slice, message.slice_bytes)
             self._commits.open(job, message.state_bytes)
         except PipeSwitchError as error:
@@ -153,7 +153,7 @@ class Leases:
         if grows:  # the script has copied its state elsewhere
             self._slices.release(job.slice)
         job.memory.lease_asked_bytes = max(1, message.slice_bytes)
-        if not job.memory.lease_bytes:  # else a later phase of the script asks again
+        if not job.memory.lease_bytes:  # else a later phase of the script sends the request
             job.timing.start_ms = self._device.core.now_ms - job.timing.dispatched_at_ms
 
     def host_requested(self, worker: Worker, message: worker_msg.HostRequest) -> None:
@@ -175,8 +175,7 @@ class Leases:
         self._slices.release(Owner("slice", name))
 
     def grant(self) -> Iterator[tuple[Job, str]]:
-        """Grant slices to waiting jobs, but not while requests wait, since their models may need
-        the room.
+        """Grant slices to waiting jobs, but none while requests wait: their models may need room.
 
         If a job that has committed no longer fits because of models that were pinned later, it
         waits: a failure would lose its work.
@@ -226,13 +225,14 @@ class Leases:
             self._device.send(job.slot, granted, "signal", commits_of=job.spec.name)
 
     def may_grant(self, job: Job) -> bool:
-        """Return True if the slice that a job waits for fits beside the pinned models."""
+        """Return True if the slice that a job waits for could fit if only pinned models stayed."""
         return self._arena.can_ever_hold(job.memory.lease_asked_bytes)
 
     def who_leaves_for(self, job: Job) -> Job | None:
-        """Return a suspended job that has a slice, and a lower priority or no training time left.
+        """Return the suspended job that must leave its slice; None if there is none.
 
-        None while tasks run: their models can soon be evicted instead.
+        It has a lower priority than ``job``, or an equal one and no training time left. While tasks
+        run, no job must leave, because their models can soon be evicted instead.
         """
         device = self._device
         if device.owner.tasks:

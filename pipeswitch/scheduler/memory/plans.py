@@ -33,7 +33,7 @@ class Plans:
     def use_profiles(self, replica: DeviceModel, profiles: tuple[ProfileFile, ...]) -> None:
         """Use the first profile that fits the built program and this device.
 
-        If none fits, use byte buckets, with one warning if a profile might have fitted.
+        If none fits, the model keeps its byte buckets, and one warning names the first problem.
         """
         assert replica.model.manifest is not None
         problems: list[str] = []
@@ -58,8 +58,8 @@ class Plans:
         self._device.publish("model.profile_unusable", model=replica.name, reason=why)
 
     def use(self, replica: DeviceModel, profile: Profile) -> bool:
-        """Plan from the profile; the plan takes effect as soon as the model is off the device. A
-        streaming model keeps its groups; the profile only predicts its passes."""
+        """Plan from the profile; the plan takes effect as soon as the model is off the device.
+        A streaming model keeps its groups; the profile only predicts its passes."""
         if replica.staging is not None:
             replica.grouping.profile = profile
             return True
@@ -84,7 +84,7 @@ class Plans:
         self._core.dirty |= MEASURED
 
     def apply(self) -> int:
-        """Cut the groups of each model that can be cut, except one that is being measured."""
+        """Apply the next plan of each model that can be cut now and is not being measured."""
         for name in list(self._wanted):
             replica = self._device.replicas.get(name)
             if replica is None or replica.grouping.next is None:
@@ -101,7 +101,7 @@ class Plans:
         return ALL if self._wanted else MEASURED
 
     def _cut(self, replica: DeviceModel, plan: Plan) -> bool:
-        """Cut a model into other groups. False: it is being read, sent or waited for.
+        """Cut a model into other groups. Return False if it is in use, or no fences are left.
 
         A model on the device is evicted first, because the fences of the new groups are not set.
         Only its next request is cold.
@@ -135,7 +135,7 @@ def stream_of(state: DeviceState, replica: DeviceModel) -> dict[str, Any] | None
     """Return the cost of a pass of a model that is larger than the arena; None for other models.
 
     ``pass_ms`` is predicted from the model's profile. Without a profile it is the measured time of
-    its passes, or before the first pass the time of the copy. 0: the link's speed is unknown.
+    its passes, or before the first pass the time of the copy. It is 0 if no speed is known.
     """
     if replica.staging is None:
         return None

@@ -28,7 +28,7 @@ class Residents:
         self._arena = arena
 
     def take(self, replica: DeviceModel) -> bool:
-        """Take fences for a built model's groups. False: too few are left."""
+        """Take fences for a built model's groups. Return False if too few are left."""
         manifest = replica.model.manifest
         assert manifest is not None
         fences = self._arena.fences.reserve(replica.owner, max(1, len(manifest.groups)))
@@ -48,7 +48,7 @@ class Residents:
             replica.region_bytes = staging.size_bytes
 
     def is_idle(self, replica: DeviceModel) -> bool:
-        """Return True if no request waits for it, no task reads it, and it is not being sent."""
+        """Return True if no request waits for the model, no task reads it, and no copy runs."""
         is_wanted = replica.users or self._device.queue.count(replica.name)
         return not is_wanted and not replica.is_being_sent
 
@@ -90,9 +90,9 @@ class Residents:
         return True
 
     def transmit(self, replica: DeviceModel, window: Extent, cause: str) -> OpId:
-        """Evict the window's models, lease it, and tell the daemon to send the groups.
+        """Evict the window's models, lease the window, and order the daemon to copy the groups.
 
-        The window must have no obstacles (the scheduler waits until they have left).
+        The window must have no obstacles. Return the operation id of the copy.
         """
         core, device, manifest = self._core, self._device, replica.manifest
         assert manifest is not None
@@ -312,7 +312,7 @@ class Residents:
                 device.daemon.send(CancelTransmit(op_id=replica.residency_id))
 
     def bring_pinned(self) -> int:
-        """Send pinned models that are not on the device, while no request may need the link."""
+        """Send pinned models that are not on the device, while no request needs the link."""
         core, device = self._core, self._device
         if not core.pins:
             return 0

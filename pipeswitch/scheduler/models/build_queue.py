@@ -15,15 +15,15 @@ class BuildQueue:
     """Registrations that wait for their build, and the running builds.
 
     Builds of one client run one after the other, since each uses all cores. The client whose last
-    turn is longest ago is next, so a client waits for at most one build of another client.
+    turn is longest ago is next, so a client waits for at most one build of each other client.
     """
 
     def __init__(self, core: Core, machine: ServerState) -> None:
         self._core = core
         self._machine = machine
         self._waiting: list[Registration] = []  # in order of arrival
-        self._running: dict[OpId, Registration] = {}  # until its process exits
-        self._last_turns: dict[str, OpId] = {}  # last build of each client with builds
+        self._running: dict[OpId, Registration] = {}  # started builds, until the builder exits
+        self._last_turns: dict[str, OpId] = {}  # client with builds -> its last build
 
     @property
     def is_idle(self) -> bool:

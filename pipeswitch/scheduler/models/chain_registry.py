@@ -19,7 +19,7 @@ from ..state.versions import PRESENT, Versions
 
 
 class Chains:
-    """All chains."""
+    """All registered chains."""
 
     def __init__(self, core: Core, machine: ServerState, versions: Versions) -> None:
         self._core = core

@@ -1,4 +1,4 @@
-"""Registration of models: build in a child, load into the host store, announce, unregister."""
+"""Registration of models: build in a process, load into the host store, announce, remove."""
 
 from __future__ import annotations
 
@@ -53,8 +53,8 @@ class Registry:
 
     @handles(ev.RegisterModelRequest)
     def register(self, event: ev.RegisterModelRequest) -> None:
-        """Register a model. 1. Same name, spec and tenant as before: a no-op; 2. same name, other
-        spec or tenant: an error; 3. else a build starts; progress and one final answer follow."""
+        """Register a model: build it; progress and one final answer follow.
+        If a model has the name already: 1. same spec and tenant: a no-op; 2. else: an error."""
         core = self._core
         if core.is_draining:
             raise errors.ServerUnavailable("the server is draining")
@@ -97,8 +97,8 @@ class Registry:
         self._begin(event, (event.token,))
 
     def _is_same(self, event: ev.RegisterModelRequest, old: Model) -> bool:
-        """Return True if the registration repeats the old one, from the same tenant. Two tenants
-        must not share a model without their consent."""
+        """Return True if the registration repeats the old one, from the same tenant.
+        Two tenants must not share a model without their consent."""
         served = self._versions.served(event.model)
         is_of_one = old.tenant == event.tenant
         return is_of_one and served is not None and served.spec_digest == event.spec_digest
@@ -182,7 +182,7 @@ class Registry:
         )
 
     def refuse_all(self, error: errors.PipeSwitchError) -> None:
-        """Refuse every waiting client: the server cannot go on."""
+        """Refuse every waiting client: the server stops."""
         for one in self.registrations.values():
             self._core.refuse_all(error, one.waiters, one.end_waiters)
         for served in self._machine.served.values():
@@ -236,7 +236,7 @@ class Registry:
             device.plans.use_profiles(device.state.replicas[model.name], profiles)
 
     def _is_new(self, model: Model) -> bool:
-        """Return True if the version was made by this server, not restored from an earlier one."""
+        """Return True if this server made the version from new weights, and did not restore it."""
         return self.registrations[model.name].takes_over
 
     def _leave_as_it_is(self, model: Model, current: Model) -> None:
@@ -270,7 +270,7 @@ class Registry:
         )
 
     def store_from(self, device: int | None) -> None:
-        """Repeat the load orders of a daemon that died; None: the orders that no daemon got."""
+        """Repeat the load orders of a device's dead daemon; None: the orders that no daemon got."""
         for model in self._machine.models.values():
             is_storing = model.state.state is ModelState.STORING
             if is_storing and self.registrations[model.name].storing == device:
@@ -391,7 +391,7 @@ class Registry:
     def unregister(self, event: ev.UnregisterRequest) -> None:
         """Stop admitting requests; answer when the queued requests have ended.
 
-        A name removes all its versions, a version's own name only that version. A registration
+        A name removes all its versions; a version's own name removes that version. A registration
         whose build waits or runs is cancelled, since a build may take arbitrarily long.
         """
         core = self._core

@@ -40,13 +40,13 @@ class Names:
         self.registrations: dict[ModelName, Registration] = {}
         self.leaving: dict[ModelName, Model] = {}
         self.failed: dict[ModelName, Model] = {}
-        self._has_gone = False  # a model was removed; its files were not yet
+        self._has_gone = False  # a model was removed, but not its files
 
     def pump(self, *, is_idle: bool) -> None:
         """Finish unregistrations whose model is idle now.
 
         Args:
-            is_idle: no build runs. A running build may reuse files that would be removed.
+            is_idle: whether no build runs; a running build may reuse files that would be removed.
         """
         for model in list(self.leaving.values()):
             self._finish(model)
@@ -129,7 +129,7 @@ class Names:
 
     @handles(RollbackRequest)
     def rollback(self, event: RollbackRequest) -> None:
-        """Make another existing version current, or give it a share."""
+        """Make another existing version current, or give it a share of the requests."""
         core, current = self._core, self._versions.current(event.model)
         if current is None:
             raise not_found(event.model)

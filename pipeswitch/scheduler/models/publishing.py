@@ -1,12 +1,12 @@
 """Publication of a job's commit as the next version of a model: wait, copy, build. Pure.
 
-1. *waits*: the commit does not exist yet. A script publishes its current step, a client the newest
-   commit after the earlier publications of the name. A script's publication also waits while
-   ``MAX_COPIES`` of its name are on disk; the script's next ``job.publish`` waits for it;
+1. *waits*: the commit does not exist yet. A script publishes its current step. A client publishes
+   the newest commit when earlier publications of the name have ended. A script's publication also
+   waits while ``MAX_COPIES`` of its name are on disk; the script's next ``job.publish`` waits, too;
 2. *copies*: the daemon writes the commit to a separate folder. A script makes no other commit
    meanwhile. The commit of an ended job is on disk already;
 3. *copied*: it waits to be built. The publications of a name are built one at a time, in order of
-   arrival, when the current version is ready. Publications that still wait delay no other;
+   arrival, when the current version is ready. Publications in *waits* delay no other one;
 4. *builds*: the model's program is built with these weights, as a separate registration. The
    version becomes current when its bytes are in the host store.
 """
@@ -52,15 +52,15 @@ class Publication:
     name: ModelName
     job: JobName
     step: int  # step of the commit; -1: the newest commit
-    part: str  # name of the trained module; empty: the only one that fits
+    part: str  # name of the trained module; empty: the only module that fits
     token: Token | None
-    since: OpId  # drawn at its acceptance: a younger job or model only has the same name
-    is_script: bool  # a script requested it; a later commit than that of ``step`` serves, too
+    since: OpId  # id of its acceptance; later jobs or models with these names do not count
+    is_script: bool  # a script requested it; a commit later than ``step`` is allowed, too
     stage: Literal["waits", "copies", "copied", "builds"] = "waits"
     op_id: OpId = NO_OP_ID  # operation id of its copy
     device: int = 0  # index of the device whose daemon copies
     directory: str = ""  # folder of the copied commit; empty: the job's own folder
-    is_cancelled: bool = False  # the publication ends when the daemon has left its folder
+    is_cancelled: bool = False  # it ends when the daemon no longer writes its folder
     version: Model | None = None
     registration: Registration | None = None
 
@@ -188,7 +188,7 @@ class Publishing:
         """Return True if the publication's commit may be copied as soon as it exists."""
         begun = [other for other in line if other.stage != "waits"]
         if one.is_script:
-            return len(begun) <= MAX_COPIES  # beside the first one, which is built or is next
+            return len(begun) <= MAX_COPIES  # not counting the first, which is built or next
         return one.step >= 0 or not any(other.since < one.since for other in begun)
 
     def _is_awaited(self, name: ModelName) -> bool:
@@ -323,7 +323,7 @@ class Publishing:
                 self._end(one, error)
 
     def daemon_died(self, device: int) -> None:
-        """Restart the copies of a dead daemon into another folder: the old one is being removed."""
+        """Restart the copies of a dead daemon in other folders; the old folders are removed."""
         for one in [one for line in self._lines.values() for one in line]:
             if one.stage == "copies" and one.device != device:
                 continue
@@ -334,7 +334,7 @@ class Publishing:
                 one.stage, one.directory = "waits", ""
 
     def refuse_all(self, error: PipeSwitchError) -> None:
-        """Refuse every waiting client: the server cannot go on."""
+        """Refuse every waiting client: the server stops."""
         for line in self._lines.values():
             for one in line:
                 if one.token is not None:

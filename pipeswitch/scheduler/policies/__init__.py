@@ -38,7 +38,7 @@ MAKERS: Final[dict[str, Maker]] = {
 
 
 def make_policy(name: str, *, max_wait_ms: float) -> Policy:
-    """Return the policy of that name.
+    """Return a new policy: the built-in one with this name.
 
     Raises:
         KeyError: no policy has that name; the message lists all names.

@@ -20,8 +20,8 @@ Failed = Callable[[str, str], None]  # called with the policy's name and the err
 
 
 class PolicyGuard:
-    """Guard of a policy, which may be a user's. It checks the answers before use and makes them
-    plain numbers, so that no code of the user runs when they are compared.
+    """Guard of a policy, which may be a user's; it checks the policy's answers before use.
+    It converts them to plain numbers, so that comparing them runs no code of the user.
 
     Attributes:
         generation: number of failed policies; ranks of an earlier generation are invalid.
@@ -110,7 +110,7 @@ class PolicyGuard:
 
 
 def described(error: BaseException) -> str:
-    """Return the error's type and text; the user's code that makes the text may fail, too."""
+    """Return an error's type and text. The text comes from the user's code, which may fail, too."""
     try:
         return f"{type(error).__name__}: {error}"
     except FAILURES:

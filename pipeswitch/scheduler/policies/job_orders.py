@@ -1,6 +1,6 @@
-"""Orders of training jobs: the next job, and the end of a turn, as in Salus. Pure.
+"""Orders of training jobs, as in Salus: the choice of the next job, and the end of a turn. Pure.
 
-Orders apply within a priority; ``leases`` decides how much memory a waiting job keeps.
+An order applies to jobs of equal priority; ``leases`` decides how much memory a waiting job keeps.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ class JobView(NamedTuple):
     """A job, as an order sees it."""
 
     place: int  # position in the round robin: the smallest goes first
-    share_ms: float  # device time since a job was last added to the device
+    share_ms: float  # its device time since any job was last added to the device
     left_ms: float  # device time until its script ends, at its current speed; 0: unknown
     state_bytes: int  # last size of its memory on the device; 0: unknown
     born: int = 0  # order of submission: the smallest is the oldest
     priority: int = 0  # the smallest goes first
-    away_ms: float = -1.0  # time of a step without the device; negative: unknown
+    away_ms: float = -1.0  # time in each step without the device; negative: unknown
 
 
 class JobOrder:
@@ -37,7 +37,7 @@ class JobOrder:
         return True
 
     def is_impatient(self, running: JobView, waiting: JobView) -> bool:
-        """Return True if the waiting job waits only for the end of a step, not of a cycle."""
+        """Return True if the waiting job waits for the end of a step only, not of a whole cycle."""
         return False
 
 
@@ -56,7 +56,7 @@ class Fifo(_Ranked):
 
 
 class Fair(_Ranked):
-    """Least device time first, counted since a job was last added to the device."""
+    """Least device time first, counted since any job was last added to the device."""
 
     def rank(self, job: JobView) -> tuple[float, ...]:
         return (job.share_ms, job.place)
@@ -80,7 +80,7 @@ class Pack(_Ranked):
 
 
 class Coshift(JobOrder):
-    """Two jobs phase by phase, as in Zico: one computes while the other needs no device."""
+    """Two jobs that share the device, as in Zico: one computes while the other does not need it."""
 
     shares = True
 

@@ -1,4 +1,4 @@
-"""Orders of the queue: by deadline, by length, by model, and of a window of models."""
+"""Orders of requests: by arrival, deadline, predicted time or model, and the thesis's order."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from ...planning.windows import WindowJob, alternating
 from .policy import Order, View, Waiting, deadline_of, reuse_of
 
 MAX_WAITS = 10  # requests without a deadline get this many times ``max_wait_ms``
-WINDOW = 8  # number of models
+WINDOW = 8  # number of models that the thesis's order arranges at a time
 
 
 class AgingOrder(Order):
     """Order in which requests older than ``max_wait_ms`` go first, the oldest before the others.
-    Only for such a request may the device stay idle until its model has memory."""
+    The device may stay idle only for such a request, until its model has memory."""
 
     def __init__(self, *, max_wait_ms: float) -> None:
         self.aging_ms = max_wait_ms
@@ -39,8 +39,8 @@ class FirstCome(Order):
 
 
 class EarliestDeadline(Order):
-    """Earliest deadline first. A request without a deadline, or with a late one, counts as due
-    after ten times ``max_wait_ms``, so none waits for ever."""
+    """Earliest deadline first; a request counts as due after at most ten times ``max_wait_ms``.
+    So a request without a deadline, or with a late one, does not wait for ever."""
 
     sorts_by = "deadline"
     ranks_runs = False
@@ -71,22 +71,22 @@ class ShortestFirst(AgingOrder):
 
 
 class Collate(AgingOrder):
-    """Requests grouped by model (A A A B B): first the computing model, then models on the
-    device, then the model whose first request waited longest. There are as few switches as
-    ``max_wait_ms`` allows."""
+    """Requests grouped by model (A A A B B), with as few switches as ``max_wait_ms`` allows.
+    The computing model comes first, then models on the device, then the model whose first request
+    waited longest."""
 
     def rank_in_time(self, head: Waiting, view: View) -> tuple[float, ...]:
         return (reuse_of(head),)
 
 
 class Alternating(Order):
-    """Order of the thesis: the oldest heads, arranged by load and compute times of their models."""
+    """Order of the thesis (docs/papers.md): the oldest heads, by their load and compute times."""
 
     window = WINDOW
     ranks_runs = False
 
     def may_backfill(self, request: Waiting, blocked: Waiting, view: View) -> bool:
-        return True  # only inside a window, which ends
+        return True  # every window ends, so no request waits for ever
 
     def arrange(self, heads: Sequence[Waiting], counts: Sequence[int], view: View) -> Sequence[int]:
         jobs = []

@@ -15,14 +15,14 @@ class Place(NamedTuple):
     is_resident: bool  # the request's model is on the device, or is being copied
     is_busy: bool  # a request computes or waits there
     waiting: int  # number of unfinished requests
-    queue_ms: float  # time until they are finished; 0: none, or no measurement yet
+    queue_ms: float  # time until these are finished; 0: there are none, or no measurement yet
     switch_ms: float  # time to copy the model; 0: it is there, or no measurement yet
     free_bytes: int
     size_bytes: int  # size of the model
 
     @property
     def finish_ms(self) -> float:
-        """Predicted start of its computation. An eviction counts as a second switch."""
+        """Predicted start of the request's run, in ms; an eviction counts as a second switch."""
         has_room = self.size_bytes <= self.free_bytes
         return self.queue_ms + self.switch_ms * (1 if has_room else 2)
 
@@ -38,8 +38,8 @@ Rank = Callable[[Place], tuple[float, ...]]
 
 
 def _least_finish(place: Place) -> tuple[float, ...]:
-    """Rank a place by its predicted start. Ties: first a free device with the model, a busy one
-    with it, a free one; then the shortest queue, then the most room."""
+    """Rank a place by the predicted start. Ties go to a device with the model, then to a free one.
+    Further ties go to the shortest queue, then to the most room."""
     order = 2 * (not place.is_resident) + place.is_busy
     return (place.finish_ms, order, place.waiting, -place.free_bytes, place.device)
 

@@ -61,21 +61,21 @@ SortsBy = Literal["", "arrival", "deadline"]
 
 
 class Order:
-    """Order of one caller's requests; callers take turns. Derive your order from this class, which
-    serves first come, first served.
+    """Order of one caller's requests; callers take turns.
 
-    A caller's requests of one model and one priority form a *line*, and only the head of each line
-    is ranked: a decision reads the lines whose head or model has changed, never the whole queue.
+    Derive your order from this class, which serves first come, first served. A caller's requests of
+    one model and one priority form a *line*. Only the head of each line is ranked: a decision reads
+    the lines whose head or model has changed, never the whole queue.
 
     Only the order decides which request gets memory: a request is considered after all heads that
-    rank before it. So only later requests can need a model that is evicted for it, two models that
+    rank before it. So only later requests can need a model that is evicted for it. Two models that
     do not fit together never block each other, and a low priority never blocks a high one.
 
     Attributes:
-        aging_ms: a request that waited longer goes first in its line, the oldest of them first.
-        window: number of lines that ``arrange`` orders at a time, or 0. A line in a window
-            runs as many requests as waited in it when the window was made, back to back, and no
-            later request runs before the window is done.
+        aging_ms: requests that waited longer than this go first in their line, the oldest first.
+        window: number of lines that ``arrange`` orders together (a window); 0: no windows. Each
+            line of a window runs, back to back, the number of requests that it had when the
+            window was made. Later requests run after the window.
         sorts_by: name of the key, if a single key sorts all requests of any model and priority.
             Then admission knows which requests go before a new one.
         ranks_runs: True if ``rank`` reads ``is_current`` or predictions. If False, lines are not
@@ -93,8 +93,8 @@ class Order:
         return (request.arrived_at_ms,)
 
     def rank(self, head: Waiting, view: View) -> tuple[float, ...]:
-        """Return the rank of a head; the smallest one runs first. Called again when its line,
-        its model's residency or its prediction has changed."""
+        """Return the rank of a head; the smallest one runs first.
+        It is called again when the head's line, or its model's residency or prediction, changes."""
         return (head.arrived_at_ms,)
 
     def stays_until_ms(self, head: Waiting, view: View) -> float:
@@ -102,8 +102,7 @@ class Order:
         return math.inf
 
     def may_backfill(self, request: Waiting, blocked: Waiting, view: View) -> bool:
-        """Return True if ``request`` may run while ``blocked``, which ranks before it, has no
-        memory.
+        """Return True if ``request`` may run while ``blocked``, which ranks first, has no memory.
 
         When ``blocked`` has waited for some time, a policy must return False for all requests.
         Otherwise small models, which keep the memory in use, could make a large one wait for ever.
@@ -111,17 +110,17 @@ class Order:
         return False
 
     def arrange(self, heads: Sequence[Waiting], counts: Sequence[int], view: View) -> Sequence[int]:
-        """Return the indices of the heads in the order in which their lines run. ``counts``:
-        number of requests that wait in each line."""
+        """Return the indices of the heads in the order in which their lines run.
+        ``counts``: number of requests that wait in each line."""
         return range(len(heads))
 
 
 class Eviction:
-    """Cost of an eviction. Derive from it: the base class evicts the least recently used model."""
+    """Base class for the cost of an eviction; it evicts the least recently used model."""
 
     def cost(self, resident: Resident, view: View) -> tuple[float, ...]:
-        """Return a cost of at least 0, in any unit; the cheapest model is evicted. The costs of
-        several victims are added element by element, and the sums are compared as tuples."""
+        """Return a cost of at least 0, in any unit; the cheapest model is evicted.
+        Costs of several victims are added element by element; the sums are compared as tuples."""
         # Waiting requests do not protect a model; they only make it the last choice.
         idle_ms = max(0.0, view.now_ms - resident.last_used_at_ms)
         return (1.0 if resident.waiting_count else 0.0, 1.0 / (1.0 + idle_ms))

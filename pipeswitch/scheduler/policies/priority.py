@@ -6,8 +6,8 @@ import math
 
 from .policy import Eviction, Order, Resident, View, Waiting, deadline_of
 
-WEIGHTS = {0: 16.0, 1: 4.0}  # by priority
-MAX_USES = 8
+WEIGHTS = {0: 16.0, 1: 4.0}  # priority -> weight of its models; 1 for other priorities
+MAX_USES = 8  # further uses of a model do not raise its cost
 WANTED_WEIGHT = 64.0  # a model that a request waits for is the last choice among equals
 
 
@@ -15,10 +15,10 @@ class Priority(Order):
     """Default order of requests, by these criteria.
 
     1. priority class, raised by one for every ``max_wait_ms`` waited, so nothing starves;
-    2. inside a class, a request that waited longer than ``max_wait_ms`` goes before any reuse, the
-       one that waited longest first;
-    3. models already on the device: a copy that is saved is worth more than the order. The running
-    model is not preferred, since a change between resident models costs nothing;
+    2. inside a class, requests that waited longer than ``max_wait_ms`` go first, even before models
+       on the device; the one that waited longest is the first of them;
+    3. models already on the device: saving a copy is worth more than the order. The running model
+       is not preferred, since a change between resident models costs nothing;
     4. the earlier deadline;
     5. the earlier arrival.
     """
@@ -59,8 +59,8 @@ class Priority(Order):
 
 
 class CostAwareEviction(Eviction):
-    """Bytes that would have to be sent again, weighted by priority, use and waiting requests, and
-    divided by the time for which the model has been idle."""
+    """Eviction with the cost: bytes to send again, times weights, divided by the model's idle time.
+    The weights are for priority, use and waiting requests."""
 
     def cost(self, resident: Resident, view: View) -> tuple[float, ...]:
         _, size_bytes, priority, last_used_at_ms, use_count, waiting_count = resident

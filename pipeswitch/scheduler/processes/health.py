@@ -1,6 +1,6 @@
 """``ping --deep``: timed pings of each device's memory daemon and workers.
 
-Workers answer on their termination thread, which no task keeps busy, so nothing is scheduled.
+Workers answer on their termination thread, which no task keeps busy, so a ping needs no turn.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class Health:
             probe.workers[worker.slot] = (worker.generation, took_ms)
 
     def ask(self) -> None:
-        """Begin a round."""
+        """Begin a round of pings."""
         core, device = self._core, self._device
         self._probe = probe = Probe(core.next_op_id(), core.now_ms)
         question = Ping(op_id=probe.op_id)
@@ -101,8 +101,8 @@ class Health:
 
 
 class Pings:
-    """Rounds over all devices, one at a time. Clients that ping during a round share the next
-    one, so a flood of pings has no effect."""
+    """Rounds of pings over all devices, one at a time.
+    Clients that ping during a round share the next one, so a flood of pings has no effect."""
 
     def __init__(self, core: Core, devices: Sequence[Health]) -> None:
         self._core = core
@@ -124,7 +124,7 @@ class Pings:
             for device in self._devices:
                 device.ask()
             self._conclude()  # there may be no process
-        return PINGS | WORKERS if self._answering else PINGS  # an exit may end it
+        return PINGS | WORKERS if self._answering else PINGS  # an exit may end a round
 
     def _conclude(self) -> None:
         core = self._core
@@ -154,5 +154,5 @@ class Pings:
         }
 
     def refuse_all(self, error: ServerUnavailable) -> None:
-        """Refuse every waiting client: the server leaves."""
+        """Refuse every waiting client: the server stops."""
         self._core.refuse_all(error, self._answering, self._waiting)

@@ -21,11 +21,11 @@ from ..state.states import WORKER_TRANSITIONS, StateMachine, TaskEvent, WorkerEv
 
 @dataclass
 class PreprocessSlot:
-    """A slot, and the process in it."""
+    """Slot for a preprocessing process, and the process in it."""
 
     slot: Slot
     state: StateMachine[WorkerState, WorkerEvent] = field(init=False)
-    generation: OpId = NO_OP_ID  # drawn at its start: it imported no function registered later
+    generation: OpId = NO_OP_ID  # id of its start; it lacks functions registered later
     pid: int = 0
     op_id: OpId = NO_OP_ID  # operation id of the current call
     token: ev.Token | None = None  # request of the call, or of the result that is being copied
@@ -106,7 +106,7 @@ class PreprocessPool:
         if process.state.state is WorkerState.CLEANING:
             process.state.apply(WorkerEvent.CLEANED, "its result was copied")
         raw = self.waits.get(event.token)
-        if raw is None:  # the server is leaving
+        if raw is None:  # the server is stopping
             return None
         error = raw.error or event.error
         if error is not None:
@@ -124,7 +124,7 @@ class PreprocessPool:
         return request
 
     def cancel(self, token: ev.Token) -> bool:
-        """Cancel a request, but not its running function. False: it is not in this pool."""
+        """Cancel a request, but not its running function. Return False if it is not in the pool."""
         raw = self.waits.get(token)
         if raw is None:
             return False
@@ -254,7 +254,7 @@ class PreprocessPool:
             core.wake_at(core.now_ms + core.settings.max_stage_ms, STAGES)
 
     def _expire(self) -> None:
-        """End hung calls, and requests past their deadline whose inputs are not being copied."""
+        """End hung calls, and requests past their deadline whose result is not being copied."""
         now_ms, limit_ms = self._core.now_ms, self._core.settings.max_stage_ms or math.inf
         for token, raw in list(self.waits.items()):
             if raw.request.due_ms <= now_ms and not self._is_copied(token):

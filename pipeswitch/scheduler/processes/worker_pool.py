@@ -1,4 +1,4 @@
-"""Processes of a device: number of workers, warm programs, restarts (``rest_for_one``)."""
+"""Processes of a device: their number, the programs that idle workers load, and restarts."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from ..state.records import Worker
 from ..state.states import WORKER_FREE, WORKER_LEAVES, ModelState, WorkerEvent, WorkerState
 from ..training.training import MAX_IN_PLACE
 
-MIN_TO_KEEP_ONE_UNBOUND = 3  # workers: with fewer, two alternating tenants would lose theirs
+MIN_TO_KEEP_ONE_UNBOUND = 3  # with fewer workers, two alternating tenants would lose theirs
 MAX_DOUBLINGS = 3  # doublings of the restart delay: 8 s with the default of 1 s
 
 
@@ -21,7 +21,7 @@ def max_workers(standby: int) -> int:
 
 
 class WorkerPool:
-    """The memory daemon and the worker slots."""
+    """The memory daemon and the worker slots of a device."""
 
     def __init__(self, device: DeviceState) -> None:
         self._core = device.core
@@ -136,12 +136,11 @@ class WorkerPool:
         self._device.publish("worker.ready", worker=worker.slot, pid=pid)
 
     def worker_exited(self, worker: Worker, status: int, *, ended_well: bool) -> None:
-        """Handle a reaped worker. It is replaced at once; after several deaths in a row, with a
-        growing delay.
+        """Handle a reaped worker: replace it at once, or after several deaths in a row, later.
 
-        Only deaths before the process is ready count for the delay: then the machine is at fault,
-        and an immediate retry would only load it. A death during a task counts against the model
-        or the job, which have their own limits. An idle process was killed by the server.
+        Only deaths before the process is ready count for this growing delay: then the machine is at
+        fault, and an immediate retry would only load it. A death during a task counts against the
+        model or the job, which have their own limits. Idle processes die only if they are killed.
         """
         core = self._core
         was_starting = not worker.pid
@@ -162,9 +161,8 @@ class WorkerPool:
         )
 
     def _keep_one_unbound(self) -> None:
-        """Keep one worker without a tenant for the next tenant, where tenants are separate. The
-        standby whose tenant has been idle longest is replaced, unless there are only two
-        workers."""
+        """Keep one worker without a tenant for the next tenant, if tenants are separate.
+        The standby whose tenant has been idle longest is replaced, unless there are only two."""
         core, device = self._core, self._device
         if not core.settings.separates_tenants or len(device.workers) < MIN_TO_KEEP_ONE_UNBOUND:
             return
@@ -180,7 +178,7 @@ class WorkerPool:
     # -- warm programs ------------------------------------------------------------------------
 
     def _prepare_idle(self) -> None:
-        """Prepare one program at a time per standby, while no request waits.
+        """Order standbys to load programs, one at a time each, while no request waits.
 
         A program may take seconds to load, and its worker takes no task until then. So if two
         workers are free, one of them stays ready for the next request.
@@ -198,7 +196,7 @@ class WorkerPool:
                 worker.state.state is not WorkerState.STANDBY
                 or worker.complete_at == core.models_generation
             ):
-                continue  # a check of a thousand models would take milliseconds
+                continue  # nothing is left to load; a check of all models would take long
             name = self._next_to_prepare(worker)
             if name is None:
                 continue

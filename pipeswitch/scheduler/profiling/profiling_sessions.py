@@ -1,10 +1,10 @@
 """Measurement of a model on an idle device, with requests of the client that profiles it.
 
-1. Only that client uses the device. If another request or a job comes, the client gets
-``DeviceBusy``.
+1. Only that client uses the device. If another request or a job comes, the measurement ends with
+   ``DeviceBusy``.
 2. The model gets the groups of the next run, and is evicted if that run must be cold.
-3. The client is asked for a request. It is served like any other, except that its worker waits
-   for the device after each group (``RunInference.is_timed``).
+3. The client is asked for a request. The request is served like any other, except that its worker
+   waits for the device after each group (``RunInference.is_timed``).
 4. The times of that run are recorded. Steps 1 to 4 repeat until the profile is complete.
 """
 
@@ -44,7 +44,7 @@ class ProfilingSession:
     device: Device
     replica: DeviceModel
     measurement: Measurement
-    served_count: int | None = None  # ``served`` before the expected request; None: none expected
+    served_count: int | None = None  # ``served`` before the expected request; None: no request due
     retries: int = 0
 
 
@@ -59,7 +59,7 @@ class Profiling:
 
     @handles(ProfileRequest)
     def on_request(self, event: ProfileRequest) -> None:
-        """Begin a measurement: the client sends requests on demand, and gets the profile last."""
+        """Begin a measurement: the client sends requests on demand, then it gets the profile."""
         name = self._versions.resolve(event.model)
         device = self._machine.measures(name)
         replica = self._measurable(device, name, event.batches)
@@ -84,7 +84,7 @@ class Profiling:
         device.state.publish("model.profiling", model=replica.name, batches=list(batches))
 
     def _measurable(self, device: Device, name: ModelName, batches: Sequence[int]) -> DeviceModel:
-        """Return the model's replica.
+        """Return the model's replica on the device, if it can be measured.
 
         Raises:
             ServerUnavailable, ModelNotFound, InvalidInput, RegistrationRefused, OutOfDeviceMemory.
@@ -124,7 +124,7 @@ class Profiling:
             self._fail(self._session, errors.Cancelled("cancelled by the caller"))
 
     def refuse_all(self, error: errors.PipeSwitchError) -> None:
-        """Refuse the client: the server leaves."""
+        """Refuse the client that measures: the server stops."""
         if self._session is not None:
             self._fail(self._session, error)
 
@@ -316,7 +316,7 @@ def usual_batch(replica: DeviceModel) -> int:
 
 
 def program_of(name: str, built: Manifest) -> MeasuredProgram:
-    """Return the manifest as a measurement sees it."""
+    """Return the facts from a manifest that a measurement needs."""
     layers, sizes = built.layers, layer_bytes(built)
     finest = cut(layers, built.tensors, built.total_bytes, tuple(range(len(layers))))
     return MeasuredProgram(

@@ -160,7 +160,7 @@ class Admission:
                 break
 
     def _of_a_version_that_is_there(self, event: InferArrived) -> InferArrived:
-        """Redirect a request without a version number to the current version, or by the shares."""
+        """Return the request for a version that is there: by the shares, or the current version."""
         model = self._models.get(event.model)
         if model is not None and model.state.state is not ModelState.LEAVING:
             if model.split is None or event.registration_id != model.split.born:
@@ -244,7 +244,7 @@ class Admission:
         )
 
     def cancel(self, event: CancelRequest) -> bool:
-        """Cancel a queued request; a dispatched one, or a run of a generation, ends first."""
+        """Cancel a queued request; a dispatched one completes, a generation ends after its run."""
         self._core.going_on.discard(event.token)
         for state in self._states:
             request = state.requests.get(event.token)
@@ -258,10 +258,10 @@ class Admission:
         return self.preprocess_pool.cancel(event.token)
 
     def on_next_runs(self, event: NextRuns) -> None:
-        """Queue all generations of an event, whose run has ended or which waited for room.
+        """Queue the generations of an event: their run has ended, or they waited for room.
 
-        A generation that arrived after its leader's run had ended and before this event was
-        prepared without the run's tokens: its inputs are requested again.
+        A generation may arrive between the end of its leader's run and this event. It was prepared
+        without that run's tokens, so its inputs are requested again.
         """
         led: list[Reply] = []
         for run in event.runs:
@@ -296,7 +296,7 @@ class Admission:
             if request.deadline_at_ms is not None:
                 self._core.wake_at(request.deadline_at_ms, DUE)
         else:
-            self._core.dirty |= QUEUE  # others need not wait for this generation
+            self._core.dirty |= QUEUE  # other requests need not wait for this generation
 
     def stored(self, model: Model) -> None:
         """Queue the early requests in order for dispatch: the model is in the host store."""
@@ -314,7 +314,7 @@ class Admission:
         """Move requests from devices without a memory daemon to devices with one.
 
         A device's workers are reaped first: one of them may still write a request's outputs.
-        Requests that no longer fit beside the pinned models move to a device where they fit.
+        If models were pinned and a request's model no longer fits, the request moves, too.
         """
         states = self._states
         for state in states if len(states) > 1 else ():

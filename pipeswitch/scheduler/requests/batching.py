@@ -1,7 +1,7 @@
 """Batches of waiting requests, and the time that a batch waits for more requests. Pure.
 
-If the model's owner has enabled it (ADR 28), requests are joined along the batch dimension: the
-requests of one line, which have the same model, version and priority, in the line's order.
+If the model's owner has enabled batching (ADR 28), requests are joined along the batch dimension.
+A batch has requests of one line (same model, version and priority), in the line's order.
 
 The worker pads requests of unequal extents if the program allows it (``Manifest.pads``, ADR 53).
 Generations are padded. When their run ends they wait again, and all that wait at that time form the
@@ -24,7 +24,7 @@ from ..state.records import DeviceModel, Request
 from .forecast import free_at_ms
 
 MOST_LOOKED_AT: Final = 256  # requests of a line that are searched for the batch
-MAX_PADDING: Final = 1.5  # padded over real size of each dimension; at 2 it saves no time
+MAX_PADDING: Final = 1.5  # limit of padded / real size in a dimension; at 2, batches save no time
 
 
 class Batch(NamedTuple):
@@ -79,7 +79,7 @@ def batch_for(device: DeviceState, replica: DeviceModel, head: Request) -> Batch
     The batch ends
 
     1. at the first request that is too large for the rest of the limit;
-    2. where the predicted end of the run would miss a deadline within it.
+    2. at the first request with which the predicted end would miss a deadline in the batch.
 
     Requests with other extents, with a leader in the batch, or that run alone are skipped.
     """
@@ -106,9 +106,9 @@ def batch_for(device: DeviceState, replica: DeviceModel, head: Request) -> Batch
 
 
 def batch_start_ms(device: DeviceState, replica: DeviceModel, batch: Batch) -> float:
-    """Return the instant until which a batch waits for more requests: the arrival of its oldest
-    request plus the delay, or earlier to meet each deadline. A batch with a deadline does not wait
-    if no run was measured yet."""
+    """Return the instant until which a batch waits for more requests.
+    It is the arrival of the oldest request plus the delay, or earlier to meet each deadline.
+    A batch with a deadline does not wait if no run was measured yet."""
     batching = replica.built.batching
     compute_ms = _compute_ms(device, replica, batch.size)
     due_ms = min(request.due_ms for request in batch.requests)
@@ -120,8 +120,8 @@ def batch_start_ms(device: DeviceState, replica: DeviceModel, batch: Batch) -> f
 
 
 def should_wait_for_batch(device: DeviceState, replica: DeviceModel, batch: Batch) -> bool:
-    """Return True if requests of the model's current run may join this batch after it, or if this
-    batch needs tokens of the run. The run itself takes no more requests."""
+    """Return True if the batch must wait for the current run, which takes no more requests.
+    Requests of that run may join the batch afterwards, or the batch needs tokens of the run."""
     running = device.owner.running
     is_same = running is not None and running.model == replica.name
     if running is not None and any(one.batching.leader in running.tokens for one in batch.requests):
@@ -130,8 +130,8 @@ def should_wait_for_batch(device: DeviceState, replica: DeviceModel, batch: Batc
 
 
 def take_led(device: DeviceState, model: ModelName, leaders: Container[Token]) -> Iterator[Reply]:
-    """Take the queued generations of these leaders out of the queue, and ask for their inputs
-    again: the leaders' runs have computed tokens of their prompts."""
+    """Take the generations of these leaders out of the queue; yield replies that request inputs.
+    Their inputs are out of date: the leaders' runs have computed tokens of their prompts."""
     for one in device.queue.of(model) if device.queue.requests else ():
         if one.batching.leader in leaders and one.runs is not None:
             device.queue.discard(one)
@@ -140,10 +140,10 @@ def take_led(device: DeviceState, model: ModelName, leaders: Container[Token]) -
 
 
 def failed(device: DeviceState, replica: DeviceModel, requests: Sequence[Request]) -> None:
-    """Record a failed batch, caused by one request or by the batching: all are retried alone.
+    """Record a failed batch. The cause is a request or the batching, so all are retried alone.
 
-    A run with a schema, which may be the cause, does not count: a client's schema must not end the
-    batching of a model.
+    A batch with a schema does not count, because the schema may be the cause. A client's schema
+    must not end the batching of a model.
     """
     hows = [one.sampling_params for one in requests]
     replica.model.failed_batches += not any(how is not None and how.schema for how in hows)

@@ -1,5 +1,4 @@
-"""End of a dispatched task: outputs and their timing, a model's error, a death, a server
-shutdown."""
+"""End of a dispatched task: outputs and timing, an error of the model, a death, or a shutdown."""
 
 from __future__ import annotations
 
@@ -31,7 +30,7 @@ class TaskCompletion:
         self._ended: list[tuple[RunningTask, list[Request], InferenceDone]] = []  # not traced yet
 
     def done(self, worker: Worker, message: InferenceDone) -> None:
-        """Answer the requests of a run with their timing; their outputs are in the reply slabs."""
+        """Answer the requests of a run with their timing; their outputs are in the request pool."""
         core, device = self._core, self._device
         task = self._device.owner.task_of(worker.slot, message.op_id)
         if task is None:
@@ -39,7 +38,7 @@ class TaskCompletion:
         counts = len(message.batched_outputs) + 1, len(message.chances) or len(task.tokens)
         is_whole = set(counts) == {len(task.tokens)}
         if not is_whole or (task.chooses and not self._has_chosen(task, message.tokens)):
-            # It may write to the slabs until it is reaped, so the requests are retried only then.
+            # The worker may write outputs until it is reaped: only then are the requests retried.
             device.kill(worker, "it answered other requests than those of its run")
             return
         activation, requests, replica = self._end(worker, task)
@@ -100,7 +99,7 @@ class TaskCompletion:
         )
 
     def _has_more(self, request: Request, runs: Runs) -> bool:
-        """Set an unfinished generation aside until its next run. False: it was cancelled."""
+        """Set an unfinished generation aside for its next run; return False if it is cancelled."""
         core, device = self._core, self._device
         request.state.apply(TaskEvent.MORE, "its run has ended")
         if runs.is_cancelled:
@@ -119,7 +118,7 @@ class TaskCompletion:
     ) -> None:
         """Record the run's time for predictions, and its batch as the model's usual one."""
         replica.model.last_batch = activation.batch
-        # By the controller's clock, from the turn to the answer: the next task waits for this time.
+        # Time from the turn to the answer, by the controller's clock: the next task waits for it.
         now_ms = self._core.now_ms
         took_ms = max(0.0, now_ms - activation.began_at_ms - message.stall_ms)
         steps = max([1, *map(len, message.tokens)])
@@ -129,7 +128,7 @@ class TaskCompletion:
             self._device.queue.changed(replica.name)
 
     def trace_ended(self) -> None:
-        """Emit the timeline of answered tasks, after the answer, which must not wait for it."""
+        """Emit the timeline of answered tasks; call this after the answers, which must not wait."""
         for activation, requests, message in self._ended:
             self._core.emit(_trace(self._device, activation, requests, message))
         self._ended.clear()
@@ -155,7 +154,7 @@ class TaskCompletion:
         replica: DeviceModel,
         error: errors.PipeSwitchError,
     ) -> None:
-        """Refuse a single request; run those of a batch again alone, as only one may be faulty."""
+        """Refuse a single request; run each of a batch again alone, because one may be at fault."""
         if not activation.is_batched:
             self._device.refuse(requests[0], TaskEvent.ERROR, error)
             return
@@ -269,7 +268,7 @@ class TaskCompletion:
         device.owner.lose_tasks("memory daemon exited")
 
     def refuse_all(self, error: errors.PipeSwitchError) -> None:
-        """Refuse every waiting client: the server cannot go on."""
+        """Refuse every waiting client: the server stops."""
         for request in list(self._device.requests.values()):
             self._device.refuse(request, TaskEvent.ERROR, error)
         self._device.owner.lose_tasks("the server leaves")

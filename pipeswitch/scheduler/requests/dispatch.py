@@ -67,9 +67,9 @@ class Turns:
     # -- a pass of a model that streams: it may take as long as its copy ---------------------------
 
     def request_yield(self) -> None:
-        """Interrupt a streaming pass between two groups for the next task, if that task needs no
-        copy. The policy limits the total interruption, as if the pass were a request that waits
-        for memory and is overtaken."""
+        """Interrupt a streaming pass between two groups for the next task, if this needs no copy.
+        The policy limits the total interruption, as if the pass were a request that waits for
+        memory and is overtaken."""
         device, owner = self._device, self._device.owner
         passing, waiting = owner.running, owner.pending
         if passing is None or waiting is None or not passing.streamed:
@@ -177,19 +177,20 @@ class Dispatch:
         0. The request was dispatched on arrival (``at_once``).
         1. Another task already waits for its turn, or nothing is queued: nothing to do.
         2. The best request's model is on the device, or the link and a place for it are free or can
-           be freed: the model is sent and the task dispatched in one step; a job must stop.
-        3. A job's slice is in its place: the job is evicted, and the request waits. It also waits
-           for a range that is being zeroed, or a cancelled copy.
-        4. Models that must stay are in its place, or another copy uses the link: it waits.
+           be freed. An absent model is sent and the task dispatched in one step; a job must stop.
+        3. A job's slice is in the model's place: the job is evicted, and the request waits. It also
+           waits for a range that is being zeroed, or a cancelled copy.
+        4. Models that must stay are in the place, or another copy uses the link: the request waits.
         5. While a request waits for memory or the link, the next best one is tried if the policy
            lets it overtake: a lower priority never runs before a higher one, and no request is
            overtaken for ever. The search ends after ``MAX_BLOCKED`` models.
-        6. It waits for others to join its batch, and the next best requests run first. If requests
+        6. The request waits for others to join its batch; the next best ones run first. If requests
            of the model's current run may return and join it, others overtake it only as in 5.
-        7. Its caller had a long run, or has a task while another may go first (``CallerQueue``).
-        8. Its model streams through the arena for another request: each request has its own pass.
+        7. The request's caller had a long run, or has a task while another caller may go first
+           (``CallerQueue``).
+        8. The model streams through the arena for another request: each request has its own pass.
         9. A run of several steps ends early when a request waits, dispatched or not.
-        10. Its model is being copied: a request that ends before the copy goes first, if the policy
+        10. The model is being copied: a request that ends before the copy goes first, if the policy
             lets it overtake.
         11. A run of generations has just ended, and their next runs will come in a moment. All
             requests wait for them: others would evict the generations' model after each run.
@@ -215,7 +216,7 @@ class Dispatch:
             self._core.emit(Interrupt(device.address(running.slot), running.op_id))
 
     def _refuse_the_impossible(self) -> None:
-        """Refuse requests whose model does not fit beside the pinned ones: they would never run."""
+        """Refuse requests whose model cannot fit because of pinned ones: they would never run."""
         device = self._device
         unchecked, device.queue.unchecked = device.queue.unchecked, {}
         if not device.pinned:
@@ -251,7 +252,7 @@ class Dispatch:
             ):
                 break  # 5.
             model = device.replicas[request.model].model
-            if model.state.state is states.ModelState.QUARANTINED:  # while on another device
+            if model.state.state is states.ModelState.QUARANTINED:  # on another device
                 device.refuse(request, states.TaskEvent.ERROR, quarantined(model))
                 return True
             if forecast.cannot_meet_deadline(device, request):
@@ -292,7 +293,7 @@ class Dispatch:
             request, replica, is_sent = coming
             self.activate(request, replica, is_sent=is_sent)
             return True
-        # Time alone may change the order, and the requests that may overtake.
+        # Time alone may change the order, and which requests may overtake.
         again_at_ms = device.accounts.again_at_ms
         self._wake_at(min(again_at_ms, device.queue.until_ms) if blocked else again_at_ms)
         return False
@@ -321,9 +322,9 @@ class Dispatch:
         return QUEUE | TURN | RESIDENCY | DUE
 
     def _look_ahead(self) -> None:
-        """Send the model of the next request whose model is absent, if the link is idle, a task
-        computes and another task waits for the turn. The model must fit beside models that are
-        used, pinned or awaited. The request itself is dispatched later, in its order."""
+        """Send the next absent model, if the link is idle, a task computes, and another one waits.
+        The copy may evict no model that is used, pinned or awaited. The request itself is
+        dispatched later, in its order."""
         device = self._device
         is_ahead = device.owner.running is not None and device.owner.pending is not None
         if not is_ahead or device.sending or not device.settings.look_ahead:
@@ -346,8 +347,9 @@ class Dispatch:
             return
 
     def _has_worker(self) -> bool:
-        """Return True if a worker could begin. A worker that loads a program, perhaps for
-        seconds, gets a task only while no task runs whose worker could be free earlier."""
+        """Return True if a worker could begin a task.
+        A worker that loads a program, perhaps for seconds, counts only while no task runs. The
+        worker of a running task could be free earlier."""
         free = [w for w in self._device.workers.values() if w.state.state in states.WORKER_FREE]
         return any(worker.preparing is None for worker in free) or (
             bool(free) and self._device.owner.running is None
@@ -379,9 +381,9 @@ class Dispatch:
         return any(self._device.replicas[name].is_on_device for name in self._device.sending)
 
     def _pick_worker(self, replica: DeviceModel) -> Worker:
-        """Return a free worker: if possible one that has loaded the model, else one that is
-        loading it, else one that must load it. The last choice is one that loads another program
-        or must be replaced."""
+        """Return a free worker, if possible one that has loaded the model.
+        The next choice is one that is loading it, then one that must load it, and last one that
+        loads another program or must be replaced."""
         name, version, is_code = replica.name, replica.version, replica.is_code
         tenant = self._core.tenant_of(replica.model.tenant)
 
@@ -416,8 +418,8 @@ class Dispatch:
     def at_once(self, request: Request) -> bool:
         """Give a new request to a worker without ranking it: outcome 0 of ``pump``.
 
-        Nothing waits, computes or trains, its model is on the device and loaded in a free worker,
-        and it waits for no batch: it would be next under any policy. False: it must be queued.
+        Any policy would choose it, if nothing waits, computes or trains, the model is on the device
+        and in a free worker, and the request waits for no batch. Otherwise return False.
         """
         core, device, replica = self._core, self._device, self._device.replicas[request.model]
         owner = device.owner
@@ -459,8 +461,8 @@ class Dispatch:
     def activate(self, request: Request, replica: DeviceModel, *, is_sent: bool) -> RunningTask:
         """Give the request to a worker, with the requests that join it.
 
-        ``is_sent``: its model was sent for it just now. A model that was sent ahead for it counts
-        as a switch, too.
+        ``is_sent``: whether the model was sent for this request just now. A model that was sent
+        ahead of the request counts as a switch, too.
         """
         core, device = self._core, self._device
         batch = batch_for(device, replica, request)
@@ -591,7 +593,7 @@ def _joined(request: Request) -> BatchedRequest:
 
 
 def _was_resident(replica: DeviceModel) -> bool:
-    """Return True if the model was on the device. The answer of an earlier run may arrive before
-    the daemon's message that all groups have arrived."""
+    """Return True if the model was on the device.
+    An earlier run's answer may arrive before the daemon's message that all groups have arrived."""
     is_copied = replica.residency.state in (states.Residency.RESIDENT, states.Residency.PINNED)
     return is_copied or replica.computed_op_id == replica.residency_id != NO_OP_ID

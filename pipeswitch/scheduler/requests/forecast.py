@@ -4,8 +4,8 @@ A new request is accepted only if it will be in time and makes no accepted reque
 prediction is therefore the sum of
 
 1. the 95th percentile of each dispatched task;
-2. the mean of itself and of each request before it, plus ``SURE`` times the root of the sum of
-   the squares of (95th percentile - mean);
+2. the mean time of the request and of each request before it, plus ``SURE`` times the root of the
+   sum of the squares of (95th percentile - mean);
 3. a margin: how much later dispatched requests ended than was predicted.
 
 The prediction of a waiting request uses only means: it was accepted, so it is dropped only if its
@@ -34,10 +34,10 @@ from ..state.device_state import DeviceState
 from ..state.records import Request
 from ..state.states import Residency
 
-SURE = 2.0  # doubles the spread of a sum: slow moments last for many runs
-MOST_AHEAD: Final = 4  # heads or models that are searched for a model to send ahead
-MAX_BLOCKED: Final = 8  # models without memory that are skipped; each costs a search
-MOST_LOOKED_AT: Final = 64  # waiting requests that are searched for models to send ahead
+SURE = 2.0  # factor for the spread of a sum, because slow moments last for many runs
+MOST_AHEAD: Final = 4  # number of heads or models that are searched for one to send ahead
+MAX_BLOCKED: Final = 8  # number of models without memory that are skipped; each costs a search
+MOST_LOOKED_AT: Final = 64  # number of requests that are searched for models to send ahead
 ROUNDING_MS: Final = 1e-6  # a check must come just after the limit, not exactly at it
 MARGIN_MS = 0.01  # tolerance for rounding; predictions are less exact than this
 
@@ -77,7 +77,7 @@ def _ends_ms(device: DeviceState, before: list[Request], then: list[Request]) ->
     kinds = {(one.model, one.batch): one for one in waiting}
     times = {key: (*_run_ms(device, *key), _sent_ms(device, one)) for key, one in kinds.items()}
     load_ms = {name: device.predictions.safe(name, 1).load_ms for name, _ in times}
-    comes_ms: dict[ModelName, float] = {}  # arrivals of models; 0: already there
+    comes_ms: dict[ModelName, float] = {}  # model -> its copy's end; 0: it is there
     for name in load_ms:
         replica = device.replicas[name]
         if replica.is_on_device and replica.staging is None:
@@ -122,9 +122,9 @@ def _ends_ms(device: DeviceState, before: list[Request], then: list[Request]) ->
 
 
 def _others_ms(device: DeviceState, request: Request, own_ms: float) -> float:
-    """Return the device time of other callers before the request's turn: all their waiting work of
-    a more urgent priority, and of equal priority at most their share. Requests that may still
-    arrive are not counted: they may delay the request, but it is not refused for them."""
+    """Return the device time of other callers before the request's turn.
+    It counts their waiting work: all of a more urgent priority, and at most their share of equal
+    priority. Requests that may still arrive do not count: no request is refused for them."""
     accounts, effective_priority, total_ms = device.accounts, request.priority, 0.0
     account = accounts.of(request.caller)
     turn = accounts.tag(account, effective_priority) + own_ms / account.weight
@@ -189,7 +189,7 @@ def infeasible_after_ms(device: DeviceState, request: Request) -> float | None:
 
 
 def absent_until_ms(device: DeviceState, request: Request) -> float:
-    """Return the last instant for the copy of the next request's absent model; else infinity."""
+    """Return the last useful start of an absent model's copy; infinity if there is no such copy."""
     if not _is_asked(device, request) or not _is_absent(device, request):
         return math.inf
     return request.due_ms - _sent_ms(device, request) + MARGIN_MS + ROUNDING_MS
@@ -203,7 +203,7 @@ def waits_for_copy_ms(device: DeviceState, request: Request) -> float:
 
 
 def fits_in(device: DeviceState, request: Request, idle_ms: float) -> bool:
-    """Return True if the request's run surely ends in that time; False if others may join it."""
+    """Return True if the run surely takes at most ``idle_ms``; False if others may join it."""
     run_ms = sum(_run_ms(device, request.model, request.batch))
     is_batched = device.replicas[request.model].built.batching is not None
     return not is_batched and 0.0 < run_ms <= idle_ms
@@ -220,8 +220,8 @@ def cannot_meet_deadline(device: DeviceState, request: Request) -> bool:
 
 
 def note_end(device: DeviceState, request: Request) -> None:
-    """Store the predicted end of a dispatched request, to compare it with the real end. Requests
-    whose model is being copied are left out: the copy also waits for memory."""
+    """Store the predicted end of a dispatched request, to compare it with the real end.
+    Requests whose model is being copied are left out, because the copy also waits for memory."""
     running = device.owner.running
     is_warm = running is None or running.was_resident
     is_there = device.replicas[request.model].residency.state in (
@@ -272,8 +272,8 @@ def _is_absent(device: DeviceState, request: Request) -> bool:
 
 
 def _sent_ms(device: DeviceState, request: Request) -> float:
-    """Return the time of copy and computation on an idle device. Groups are computed as they
-    arrive; the last group, assumed to be as large as the others, is computed after the copy."""
+    """Return the time of copy and computation on an idle device.
+    Groups compute as they arrive; the last one (of average size) computes after the copy."""
     manifest, own_ms = (
         device.replicas[request.model].manifest,
         _run_ms(device, request.model, request.batch)[0],

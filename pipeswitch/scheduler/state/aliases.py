@@ -10,7 +10,7 @@ from ..events import Journal, Token
 
 
 class Aliases:
-    """Table of aliases; the journal has those of registered models."""
+    """Table of aliases; the journal has the aliases of registered models."""
 
     def __init__(self, core: Core) -> None:
         self._core = core

@@ -13,7 +13,7 @@ class DeviceOwner(states.StateMachine[states.OwnerState, states.OwnerEvent]):
     Attributes:
         running: the inference task that has the turn.
         pending: the task that is dispatched and waits for the turn; possible in any state.
-        yielded: the pass of a streamed model that stepped aside and waits to continue.
+        yielded: the run of a streamed model (a pass) that gave the turn up and waits to continue.
         job: the job that has the turn.
         promised: for each worker, the turn that it must write to the control page when it parks. It
             may write that turn at any time until it has parked or is reaped.

@@ -63,9 +63,9 @@ class DeviceState:
     core: Core
     settings: SchedulerSettings
     index: int = 0  # index among the server's devices
-    label: str = ""  # name of the device, if there are several
+    label: str = ""  # name of the device; empty: it is the only one
     replicas: dict[ModelName, DeviceModel] = field(default_factory=dict)
-    requests: dict[Token, Request] = field(default_factory=dict)  # live requests
+    requests: dict[Token, Request] = field(default_factory=dict)  # unfinished requests
     accounts: CallerQueue = field(init=False)
     queue: Queue = field(init=False)  # QUEUED requests that may be dispatched
     awaiting_model: Queue = field(default_factory=Queue)  # QUEUED, until their model is stored
@@ -77,9 +77,9 @@ class DeviceState:
     daemon: Daemon = field(init=False)
     predictions: Predictions = field(default_factory=Predictions)
     pinned: dict[ModelName, None] = field(default_factory=dict)  # models in the state PINNED
-    sending: dict[ModelName, None] = field(default_factory=dict)  # models that the daemon may write
+    sending: dict[ModelName, None] = field(default_factory=dict)  # the daemon may write to them
     served: int = 0  # number of requests answered with outputs
-    spent_us: Counter[str] = field(default_factory=Counter)  # device time, by kind
+    spent_us: Counter[str] = field(default_factory=Counter)  # kind of use -> device time
 
     def __post_init__(self) -> None:
         self.daemon = Daemon(self.core, self.index)
@@ -116,7 +116,7 @@ class DeviceState:
 
     @property
     def has_processes(self) -> bool:
-        """True if one of its workers is not reaped yet: it may still write to all its memory."""
+        """True if a worker is not reaped yet: it may still write to all the memory that it has."""
         return any(worker.is_alive for worker in self.workers.values())
 
     def address(self, slot: Slot) -> Address:
@@ -235,7 +235,7 @@ class DeviceState:
         self.core.emit(Spawn(self.address(worker.slot)))
 
     def fits(self, worker: Worker, *, is_code: bool, tenant: str) -> bool:
-        """Return True if the worker may run this code (ADR 20) for this tenant (ADR 23)."""
+        """Return True if the worker may run code or a program (ADR 20) for a tenant (ADR 23)."""
         is_of_the_kind = not self.core.settings.is_sandboxed or worker.runs_code in (None, is_code)
         return is_of_the_kind and worker.tenant in (None, tenant)
 
@@ -251,7 +251,7 @@ class DeviceState:
     def kill(self, worker: Worker, reason: str, *, blame: bool = True) -> None:
         """Kill a worker with SIGKILL, once; its memory is reused after ``Exited``.
 
-        ``blame``: the worker is at fault, so its death counts against its task.
+        ``blame``: whether the worker is at fault, so that its death counts against its task.
         """
         if worker.state.allows(WorkerEvent.KILLED):
             worker.state.apply(WorkerEvent.KILLED, reason)

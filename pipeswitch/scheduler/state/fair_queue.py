@@ -1,10 +1,11 @@
 """Fair queues over a device's callers, and over the connections of each caller.
 
-Start-time fair queueing inside each urgency (docs/adr/0037-turns-by-tenant.md): a member's *tag* is
-its service time divided by its weight, and the smallest tag goes first. The *clock* is the tag of
+A member is a caller or a connection; its *urgency* is the best priority that waits in it. Inside
+each urgency there is start-time fair queueing (docs/adr/0037-turns-by-tenant.md). A member's *tag*
+is its service time divided by its weight; the smallest tag goes first. The *clock* is the tag of
 the last turn. A member that begins to wait gets at least the clock as its tag, so idle time earns
-nothing. A run is charged with its predicted time at its dispatch, because the next run is chosen
-before it ends; at its end the charge is corrected.
+nothing. A run is charged with its predicted time at dispatch, because the next run is chosen before
+it ends. At its end the charge is corrected.
 """
 
 from __future__ import annotations
@@ -23,16 +24,16 @@ MAX_DEATHS: Final = 3  # recent worker deaths that a caller may cause without a 
 BAR_MS: Final = 1000.0  # penalty for one more death; each further one doubles it
 HALF_MS: Final = 60_000.0  # half-life of the count of deaths
 UNKNOWN_MS: Final = 1.0  # charge for a run without a prediction, until it has ended
-MAX_IDLE: Final = 64  # members without requests that are always kept
+MAX_IDLE: Final = 64  # number of members without requests that are kept in any case
 
 
 @dataclass(eq=False, slots=True)
 class MemberShare:
-    """One member's part of a fair queue; ``tags`` are by urgency (``effective_priority``)."""
+    """Member of a fair queue; ``tags`` has its tag for each urgency (``effective_priority``)."""
 
     caller: str  # name of the tenant or of the connection
     weight: float = 1.0
-    waiting: Counter[int] = field(default_factory=Counter)  # requests by priority
+    waiting: Counter[int] = field(default_factory=Counter)  # priority -> number of requests
     effective_priority: float = math.inf  # urgency: the most urgent priority in ``waiting``
     tags: defaultdict[float, float] = field(default_factory=lambda: defaultdict(float))
     running: int = 0  # number of dispatched runs in which it has a part
@@ -53,7 +54,7 @@ class CallerShare(MemberShare):
     deaths: float = 0.0  # count of worker deaths in its runs, halved in every ``HALF_MS``
     died_at_ms: float = -math.inf
     penalty_until_ms: float = -math.inf
-    connections: FairQueue[MemberShare] | None = None  # set while several of them wait
+    connections: FairQueue[MemberShare] | None = None  # set while several connections wait
 
 
 class Charge(NamedTuple):
@@ -73,8 +74,8 @@ class FairQueue(Generic[S]):
         self._max_wait_ms = max_wait_ms
         self._make = make
         self._of: dict[str, S] = {}
-        self._clock: defaultdict[float, float] = defaultdict(float)  # by urgency
-        self._had_at_ms: dict[float, float] = {}  # by urgency: last turn or empty time
+        self._clock: defaultdict[float, float] = defaultdict(float)  # urgency -> clock
+        self._had_at_ms: dict[float, float] = {}  # urgency -> its last turn or empty time
         self._order: dict[float, list[tuple[float, int, S]]] = {}  # waiting members, by urgency
         self._changed: dict[S, None] = {}  # members whose place in the order may have changed
         self._idle: dict[S, None] = {}  # members with nothing waiting; the latest change is last
@@ -115,7 +116,7 @@ class FairQueue(Generic[S]):
         """Return the waiting members by urgency; within an urgency the first one has the next turn.
 
         The iterators are lazy and valid until a request is added or removed. An urgency is raised
-        by one for each ``max_wait`` in which it had no turn. The age of requests does not count: it
+        by one for each ``max_wait_ms`` without a turn. The age of requests does not count: it
         would favour the member with the most requests.
 
         Args:
@@ -206,7 +207,7 @@ class FairQueue(Generic[S]):
         del self._idle[share], self._of[share.caller]
 
     def take(self, parts: Mapping[S, float], ms: float, now_ms: float) -> float:
-        """Charge a turn of the first member to all members in ``parts``; return its urgency."""
+        """Charge all members in ``parts`` for a turn of the first one; return its urgency."""
         first = next(iter(parts))
         effective_priority, tag = first.effective_priority, first.tags[first.effective_priority]
         self._clock[effective_priority], self._had_at_ms[effective_priority] = (
@@ -271,9 +272,9 @@ class CallerQueue(FairQueue[CallerShare]):
         return now_ms >= share.throttled_until_ms or not self._should_yield(share, now_ms)
 
     def _should_yield(self, account: CallerShare, now_ms: float) -> bool:
-        """Return True if another caller, with less service, may soon send a request. That caller
-        may have no waiting request only because its last reply is on its way, or has just arrived
-        after a long run."""
+        """Return True if another caller, with less service, may soon send a request.
+        That caller may lack a waiting request only because its last reply is on its way, or has
+        just arrived after a long run."""
         tag = account.tags[account.effective_priority]
         for one in reversed(self._idle):
             if not one.running and now_ms >= one.seen_at_ms + self._max_wait_ms:
@@ -285,8 +286,8 @@ class CallerQueue(FairQueue[CallerShare]):
         return False
 
     def _has_nothing(self, share: CallerShare, now_ms: float) -> bool:
-        """Return True if only the used time of a caller must be kept: it has been idle for longer
-        than its lead over the others, and has no penalty."""
+        """Return True if only the used time of a caller must be kept.
+        It has been idle for longer than its lead over the others, and has no penalty."""
         away_from_ms = share.seen_at_ms + max(self._max_wait_ms, self._ahead_ms(share))
         held_until_ms = max(away_from_ms, share.throttled_until_ms, share.penalty_until_ms)
         deaths = share.deaths * 0.5 ** ((now_ms - share.died_at_ms) / HALF_MS)
@@ -300,7 +301,7 @@ class CallerQueue(FairQueue[CallerShare]):
     def charge(self, rows: Counter[str], predicted_ms: float, now_ms: float) -> Charge:
         """Charge a dispatched run, whose requests must still count as waiting, to its callers.
 
-        ``rows``: rows by caller; the first caller has the turn. ``predicted_ms``: 0 if unknown.
+        ``rows``: caller -> rows; the first caller has the turn. ``predicted_ms``: 0 if unknown.
         """
         ms, total = predicted_ms or UNKNOWN_MS, rows.total()
         parts = {self.of(caller): own / total for caller, own in rows.items()}
@@ -310,7 +311,7 @@ class CallerQueue(FairQueue[CallerShare]):
     def charge_connections(
         charge: Charge, rows: Iterable[tuple[str, str, int]], now_ms: float
     ) -> Charge:
-        """Charge the run of ``charge`` also inside callers whose connections take turns.
+        """Charge the run of ``charge`` also to connections, if a caller's connections take turns.
 
         ``rows``: caller, connection and rows of each request.
         """
@@ -349,8 +350,8 @@ class CallerQueue(FairQueue[CallerShare]):
         return Charge(effective_priority, ms, {account: 1.0})
 
     def reconcile_cost(self, charge: Charge, took_ms: float, now_ms: float) -> float:
-        """Correct the charge of a finished run. A caller whose part was long yields for that time,
-        divided by its weight (at least 1). Return the latest end of such a period."""
+        """Correct the charge of a finished run; return the end of its callers' pauses.
+        A caller with a long part of the run pauses for that time, divided by ``max(1, weight)``."""
         for account, part in charge.parts.items():
             own_ms = part * took_ms
             account.used_ms += own_ms
@@ -365,9 +366,9 @@ class CallerQueue(FairQueue[CallerShare]):
         return max([account.throttled_until_ms for account in charge.parts])
 
     def died(self, charge: Charge, now_ms: float) -> float:
-        """Record that the run killed its worker; return the instant at which its caller's penalty
-        ends. The penalty of a caller that keeps killing workers, with one model after another,
-        grows to 8 to 16 s. The owner never has one."""
+        """Record that the run killed its worker; return when its caller's penalty ends.
+        The penalty of a caller that keeps killing workers, with one model after another, grows to
+        8 to 16 s. The server's owner never has a penalty."""
         account = next(iter(charge.parts))
         decay = 0.5 ** ((now_ms - account.died_at_ms) / HALF_MS)
         account.deaths, account.died_at_ms = account.deaths * decay + 1.0, now_ms

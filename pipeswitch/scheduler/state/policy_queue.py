@@ -66,7 +66,7 @@ class SubQueue:
         self.connection = connection
         self.model = model
         self.smallest_batch = smallest_batch  # smallest since the line was last empty
-        self.entries: dict[int, tuple[Rank, int, Waiting, Request]] = {}  # by number
+        self.entries: dict[int, tuple[Rank, int, Waiting, Request]] = {}  # number -> entry
         self.by_key: list[tuple[Rank, int]] = []
         self.by_age: list[tuple[float, int]] = []
         self.place: Place | None = None
@@ -98,7 +98,7 @@ class PolicyQueue:
         self._generation = judge.generation
         self._has_connections = not judge.sorts_by
         self._lines: dict[ModelName, dict[tuple[CallerShare, str, int], SubQueue]] = {}
-        self._ranked: dict[CallerShare, dict[str, list[Place]]] = {}  # by connection
+        self._ranked: dict[CallerShare, dict[str, list[Place]]] = {}  # places by connection
         self._until: list[Until] = []
         self._stale: dict[SubQueue, None] = {}
         self._current: ModelName | None = None
@@ -172,9 +172,9 @@ class PolicyQueue:
                 account.connections = None
 
     def ahead(self, request: Request) -> tuple[int, int]:
-        """Return lower bounds for the requests with its model and priority that precede a new
-        request: their number and their batch. They are the requests of the same line, and earlier
-        turns of the caller's other connections that wait only for that model and priority."""
+        """Return lower bounds for the requests that precede a new one: their number and batch.
+        They have its model and priority. They are in its line, or have earlier turns in the
+        caller's other connections, if these wait only for that model and priority."""
         account = self._accounts.of(request.caller)
         own, priority = request.connection if self._has_connections else "", request.priority
         lines, queue = self._lines.get(request.model, {}), account.connections
@@ -197,8 +197,8 @@ class PolicyQueue:
         return sum([one for one, _ in entries]), min([rows for _, rows in entries], default=1)
 
     def of_line(self, request: Request) -> Iterator[Request]:
-        """Yield all requests with its model and priority, itself included: callers take turns, and
-        so do each caller's connections, whose requests are sorted by key."""
+        """Yield the request and all others with its model and priority.
+        Callers take turns, and so do a caller's connections, whose requests are sorted by key."""
         by: dict[CallerShare, list[SubQueue]] = {}
         for (account, _, priority), line in self._lines[request.model].items():
             if priority == request.priority:
@@ -374,7 +374,7 @@ class PolicyQueue:
 
 
 def _moved(sorted_list: list[T], old: T | None, new: T | None) -> T | None:
-    """Replace ``old`` by ``new`` in the sorted list and return ``new``; often both are equal."""
+    """Replace ``old`` by ``new`` in the sorted list, unless both are equal; return ``new``."""
     if old != new:
         if old is not None:
             del sorted_list[bisect.bisect_left(sorted_list, old)]

@@ -9,8 +9,8 @@ from typing import Final, NamedTuple
 
 from ..policies import Prediction
 
-KEPT: Final = 64  # measurements of each kind: older ones say little about today
-KEPT_BATCHES: Final = 64  # batches of each model, limited because clients choose them
+KEPT: Final = 64  # number of measurements of each kind; older ones say little about the present
+KEPT_BATCHES: Final = 64  # limit of batch sizes for each model, since clients choose them
 OLD_MS: Final = 5000.0  # one measurement is valid for this time, two for twice as long
 
 
@@ -32,7 +32,7 @@ class Rolling:
             del ordered[bisect.bisect_left(ordered, self._values.popleft())]
         self._values.append(value)
         bisect.insort(ordered, value)
-        self.high = ordered[int(0.95 * (len(ordered) - 1))]  # ignores one slow value of few
+        self.high = ordered[int(0.95 * (len(ordered) - 1))]  # ignores one slow value among few
         self.p50 = ordered[(len(ordered) - 1) // 2]
         self.p95 = ordered[math.ceil(0.95 * len(ordered)) - 1]
 
@@ -41,8 +41,8 @@ class Rolling:
         return min(self.high, sum(self._ordered) / len(self._ordered))
 
     def is_old(self, now_ms: float) -> bool:
-        """Return True if it is time to measure again. A single high value may come from a slow
-        moment; the more values there are, the longer they stay valid."""
+        """Return True if it is time to measure again.
+        A single high value may come from a slow moment; more values stay valid for longer."""
         return now_ms - self.fresh_at_ms >= OLD_MS * len(self._ordered)
 
 
@@ -52,7 +52,7 @@ class ByBatch:
     __slots__ = ("_batches", "_of")
 
     def __init__(self) -> None:
-        self._of: dict[int, Rolling] = {}  # by batch, in the order of their last measurement
+        self._of: dict[int, Rolling] = {}  # batch -> its times, the last measured at the end
         self._batches: list[int] = []  # sorted
 
     def add(self, batch: int, value: float, now_ms: float) -> None:
@@ -74,7 +74,7 @@ class ByBatch:
         return self._of[self._batches[index - 1]] if index else None
 
     def at_most_ms(self, batch: int) -> float:
-        """Return the scaled 95th percentile of the nearest smaller batch, else a larger one's."""
+        """Return the 95th percentile of the nearest smaller batch, scaled up, or a larger one's."""
         index = bisect.bisect_right(self._batches, batch)
         known = self._batches[max(0, index - 1)]
         return self._of[known].p95 * max(1.0, batch / known)
@@ -143,8 +143,8 @@ class Predictions:
         return known.at_most_ms(batch) if known is not None else 0.0
 
     def is_due(self, model: str, batch: int, *, is_sent: bool, now_ms: float) -> bool:
-        """Return True if the times for that batch are old and no dispatched request will renew
-        them. ``is_sent``: the model has to be copied."""
+        """Return True if the batch's times are old, and no dispatched request will renew them.
+        ``is_sent``: whether the model has to be copied."""
         return any(one.is_old(now_ms) for one in self._counted(model, batch, is_sent=is_sent))
 
     def on_dispatched(self, model: str, batch: int, *, is_sent: bool, now_ms: float) -> None:

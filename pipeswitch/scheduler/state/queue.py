@@ -16,7 +16,7 @@ from .fair_queue import CallerQueue
 from .policy_queue import IsResident, PolicyQueue
 from .records import Request
 
-SPARE_DEADLINES = 64  # extra deadlines of removed requests before the heap is rebuilt
+SPARE_DEADLINES = 64  # entries beyond twice the queue's length at which the heap is rebuilt
 
 
 class Queue:
@@ -32,10 +32,10 @@ class Queue:
     ) -> None:
         self.unchecked: dict[ModelName, None] = {}
         self._lines = PolicyQueue(judge, accounts) if judge and accounts else None
-        self.requests: dict[Token, tuple[int, Request]] = {}  # with numbers in order of arrival
+        self.requests: dict[Token, tuple[int, Request]] = {}  # (number by arrival, request)
         self._of: dict[ModelName, dict[Token, Request]] = {}
-        self._held: Counter[tuple[str, str]] = Counter()  # by caller and model ("": all)
-        self._deadlines: list[tuple[float, int, Request]] = []  # a heap with removed requests too
+        self._held: Counter[tuple[str, str]] = Counter()  # (caller, model or "" for all)
+        self._deadlines: list[tuple[float, int, Request]] = []  # a heap; also has removed ones
         self._due: list[tuple[float, int, Request]] = []  # requests with a deadline, sorted by it
         self._added = 0
 
@@ -98,10 +98,9 @@ class Queue:
     def heads(
         self, is_resident: IsResident, current: ModelName | None, view: View
     ) -> Iterator[tuple[Waiting, Request]]:
-        """Yield the first request of each caller, model and priority. Callers take turns, each in
-        policy order.
+        """Yield the first request of each caller, model and priority; callers take turns.
 
-        Valid only until a request is added or discarded.
+        A caller's requests are in policy order. Valid only until a request is added or discarded.
         """
         assert self._lines is not None
         return self._lines.heads(is_resident, current, view)
@@ -122,12 +121,12 @@ class Queue:
         return self._held[caller, model]
 
     def ahead(self, request: Request) -> tuple[int, int]:
-        """Return lower bounds for its caller's requests before it: their number and their batch."""
+        """Return lower bounds for the caller's requests before a new one: number and batch."""
         assert self._lines is not None
         return self._lines.ahead(request)
 
     def around(self, request: Request, sorts_by: SortsBy) -> tuple[list[Request], list[Request]]:
-        """Return the caller's requests before a new one, and its requests with later deadlines."""
+        """Return the caller's requests before a new one, and those with later deadlines."""
         if sorts_by == "arrival":
             return [one for one in self if one.caller == request.caller], []
         at = (request.due_ms, self._added + 1)
@@ -135,7 +134,7 @@ class Queue:
         return [due[2] for due in own if due <= at], [due[2] for due in own if due > at]
 
     def of_line(self, request: Request) -> Iterator[Request]:
-        """Yield the requests with its model and priority, itself included: callers take turns."""
+        """Yield the request and all others with its model and priority; callers take turns."""
         assert self._lines is not None
         return self._lines.of_line(request)
 
@@ -147,7 +146,7 @@ class Queue:
             self._lines.changed(model)
 
     def pins_changed(self) -> None:
-        """Check every model again: other models may now fit beside the pinned ones."""
+        """Check every model again: after a change of the pinned models, other models may fit."""
         self.unchecked = dict.fromkeys(self._of)
 
     def models(self) -> list[ModelName]:

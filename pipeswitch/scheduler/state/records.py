@@ -50,12 +50,12 @@ Version = tuple[str, Plan]  # digest and groups of a program, as a worker loads 
 
 @dataclass
 class Registration:
-    """Registration of a model: spec, build, and the clients that wait for its result or end."""
+    """Registration of a model: spec, build, and clients that wait for its result or its removal."""
 
     model: ModelName
     spec: bytes
     spec_digest: str
-    client: str  # builds take turns among clients
+    client: str  # client that registers; clients take turns with builds
     build_id: OpId
     storing: int | None = None  # index of the device whose daemon loads it into the host store
     takes_over: bool = False  # the version becomes current as soon as it is ready
@@ -73,15 +73,15 @@ class Served:
     current: int  # number of the current version
     last: int  # highest version number so far
     spec_digest: str  # digest of the first registration; repeating that one is a no-op
-    born: OpId  # registration id of its versions; the name gets a new one if it is used again
-    shares: dict[int, int] = field(default_factory=dict)  # other versions' percent of requests
+    born: OpId  # registration id of its versions; a name that is used again gets a new one
+    shares: dict[int, int] = field(default_factory=dict)  # version -> percent of requests
     drawn: int = 0  # number of requests that the shares have distributed
     end_waiters: list[Token] = field(default_factory=list)  # clients that await its removal
 
 
 @dataclass
 class Model:
-    """Version that is served or will be; the record is the same for all devices."""
+    """Version of a model that is or will be served; the record is the same for all devices."""
 
     name: ModelName  # versions.version_name(base, version)
     priority: int
@@ -93,10 +93,10 @@ class Model:
     devices: tuple[str, ...] = ()  # names of the devices that may serve it; empty: all
     processor: Processor | None = None  # functions before and after the model; None: none
     split: Served | None = None  # set if this version is current and others have shares
-    chosen_op_id: OpId = NO_OP_ID  # drawn when it last became the current version
+    chosen_op_id: OpId = NO_OP_ID  # id taken when it last became current
     state: StateMachine[ModelState, ModelEvent] = field(init=False)
     serving: StateMachine[VersionState, VersionEvent] = field(init=False)
-    manifest: Manifest | None = None  # from the build; before it, from the journal if restored
+    manifest: Manifest | None = None  # made by the build; until then the journal's
     store_offset_bytes: int = -1
     reason: str = ""  # reason for its failure or quarantine
     deaths: int = 0  # number of workers that it killed since its last success
@@ -124,7 +124,7 @@ class Model:
 
 @dataclass
 class Grouping:
-    """Layer groups of a model on a device, and their reason."""
+    """Layer groups of a model on a device, and the reason for them."""
 
     plan: Plan = ()  # empty: the groups of the build
     source: str = "buckets"
@@ -141,8 +141,8 @@ class Transfer:
     started_at_ms: float = 0.0
     ended_at_ms: float = 0.0
     report: TransmitEnded | None = None  # report of the last complete copy
-    ahead_id: OpId = NO_OP_ID  # residency id of a copy that was sent ahead of its request
-    is_prefetch: bool = False  # in flight only because of a hint: may be cancelled
+    ahead_id: OpId = NO_OP_ID  # residency id of a copy that began before its request
+    is_prefetch: bool = False  # copied only because of a hint: may be cancelled
     retry_at_ms: float = 0.0  # earliest retry after a failed copy
 
 
@@ -158,7 +158,7 @@ class DeviceModel:
     transfer: Transfer = field(default_factory=Transfer)
     resident_groups: int = 0  # number of a streaming model's groups that stay between passes
     resident_bytes: int = 0  # bytes of those groups that the last transfer did not send
-    predicted_ms: dict[int, float] = field(default_factory=dict)  # cold switch time, by batch
+    predicted_ms: dict[int, float] = field(default_factory=dict)  # batch -> cold switch time
     region_bytes: int = 0  # needed part of the arena: the whole model, or a streaming window
     staging: StagingLayout | None = None  # set if the model streams: the arena is too small
     min_bytes: int = 0  # smallest window in which the model can stream; 0: it does not stream
@@ -234,7 +234,7 @@ class Runs:
     """Runs of a generation so far. For policies each run is a new arrival."""
 
     born_at_ms: float  # arrival of the generation
-    allowed_ms: float | None  # time to the first token, and for each later run
+    allowed_ms: float | None  # time limit of the first token and each later run
     timing: RequestTiming | None = None  # sum of the times of its runs
     is_returning: bool = False  # a run has ended, and the next run is not known yet
     is_cancelled: bool = False  # cancelled during a run: the generation ends with that run
@@ -245,11 +245,11 @@ class BatchingFacts:
     """Facts that decide which requests one run may serve together.
 
     Attributes:
-        padded: Extents by ``Manifest.pads``; empty: the request is not padded.
+        padded: Extents of the dimensions in ``Manifest.pads``; empty: it is not padded.
         fixed: The other extents of a padded request, except the batch.
-        never_batch: A run with other requests failed, or its schema forbids one: it runs alone.
+        never_batch: True if it runs alone: a batch with it failed, or its schema forbids batches.
         deaths: Number of workers that died while the request ran alone.
-        leader: Generation whose next run computes tokens of both; this request runs after it.
+        leader: Generation whose next run computes tokens for both; this one then runs after it.
     """
 
     padded: tuple[int, ...] = ()
@@ -266,7 +266,7 @@ class RequestForecast:
     Attributes:
         infeasible_after_ms: Instant after which no answer can arrive before the deadline.
         predicted_end_ms: End that was predicted at dispatch; None if no prediction is needed.
-        is_probe: Accepted although it seems late, so that its model is measured again.
+        is_probe: True if it is accepted although it seems late, to measure its model again.
         placed: Reason for the choice of its device; empty if there is only one device.
     """
 
@@ -312,8 +312,8 @@ class Request:
     batching: BatchingFacts = field(default_factory=BatchingFacts)
     forecast: RequestForecast = field(default_factory=RequestForecast)
     steps: Steps = field(default_factory=Steps)
-    sequence: tuple[int, OpId] = (0, NO_OP_ID)  # sequence number (0: none), and its last run
-    sampling_params: SamplingParams | None = None  # for a generation's next or current run
+    sequence: tuple[int, OpId] = (0, NO_OP_ID)  # (sequence number or 0, its last run)
+    sampling_params: SamplingParams | None = None  # set for a generation's current or next run
     runs: Runs | None = None  # set for a generation
     state: StateMachine[TaskState, TaskEvent] = field(init=False)
     connection: str = ""  # the client's session, or its address behind the gateway
@@ -363,7 +363,7 @@ class JobSpec:
 
     @property
     def group(self) -> str:
-        """Group of the jobs of one tenant that share its input; empty: none."""
+        """Name of the group of its tenant's jobs that share its input; empty: none."""
         return f"{self.tenant}/{self.share}" if self.share else ""
 
 
@@ -397,8 +397,8 @@ class JobMemory:
     lease_asked_bytes: int = 0  # size of the lease that it waits for
     activations: dict[str, object] = field(default_factory=dict)  # report of its last step
     is_blocked: bool = False  # the job waits for activation memory that other jobs use
-    blocked_at_ms: float = 0.0  # start of that wait, or of the last eviction against it
-    beside_blocked: dict[JobName, int] = field(default_factory=dict)  # jobs' steps at that start
+    blocked_at_ms: float = 0.0  # start of that wait, or of the last eviction to end it
+    beside_blocked: dict[JobName, int] = field(default_factory=dict)  # job -> its step at that time
     commit_slot_bytes: int = 0  # 0: no commit area yet
     committed_step: int = -1
     commit_number: int = 0  # number of this dispatch's last commit that the daemon got
@@ -427,7 +427,7 @@ class JobTiming:
     preempted_ms: float = 0.0  # total time that it was suspended
     away_ms: float = -1.0  # reported part of a step without the device (fetches, copies)
     trained_ms: float = 0.0  # total time that it had the device
-    counted_from_ms: float = 0.0  # ``trained_ms`` when a job last came to its device
+    counted_from_ms: float = 0.0  # ``trained_ms`` when any job was last added to its device
     reported_trained_ms: float = 0.0  # ``trained_ms`` at its last report
     ended_at_ms: float = 0.0  # Unix time of its end
 
@@ -442,7 +442,7 @@ class Job:
     memory: JobMemory = field(default_factory=JobMemory)
     timing: JobTiming = field(default_factory=JobTiming)
     state: StateMachine[TaskState, TaskEvent] = field(init=False)
-    wanted: Wanted = "run"  # the action after it has unwound
+    wanted: Wanted = "run"  # the next action, after it has unwound
     created_op_id: OpId = NO_OP_ID  # ids up to this one belong to an older job of this name
     op_id: OpId = NO_OP_ID  # operation id of its current dispatch
     turn: Turn = NO_TURN
@@ -465,7 +465,7 @@ class Job:
         return (self.sent_to,) if self.sent_to else self.spec.devices
 
     def view(self, now_ms: float) -> JobView:
-        """Return the job as job orders see it; ``now_ms`` 0: it does not have the device."""
+        """Return the job as job orders see it; ``now_ms`` is 0 if it does not have the device."""
         progress, timing = self.progress, self.timing
         left_s = progress.steps_left / progress.steps_per_s if progress.steps_per_s else 0.0
         return JobView(
@@ -493,7 +493,7 @@ class Job:
 
 @dataclass
 class Worker:
-    """A slot and the process in it."""
+    """Slot for a worker, and the process in it."""
 
     slot: Slot
     generation: int = 0
@@ -504,7 +504,7 @@ class Worker:
     complete_at: int = -1  # ``models_generation`` at which it had nothing left to load
     preparing: ModelName | None = None
     dispatch_id: OpId = NO_OP_ID
-    job: JobName | None = None  # from its dispatch until the process is reaped
+    job: JobName | None = None  # its job, from the dispatch until the process is reaped
     retired_at_ms: float = 0.0
     deaths: int = 0  # deaths in a row before its process was ready
     respawn_at_ms: float | None = None

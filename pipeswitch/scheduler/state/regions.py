@@ -17,8 +17,8 @@ from ...programs.interface.layout import aligned
 
 
 class Owner(NamedTuple):
-    """Owner of a range: a model, the ring of a model that streams, a job's slice, a range being
-    zeroed (named by its operation id), a job's commit area, or the fences."""
+    """Owner of a range: a model, a streaming model's ring, a job's slice or commit area, fences.
+    The owner of a range that is being zeroed ("scrub") is named by the operation id."""
 
     kind: Literal["model", "rest", "slice", "scrub", "commits", "fences"]
     name: str = ""
@@ -42,7 +42,7 @@ Costs = Sequence[Cost | None]  # cost of each region, in order; None: its owner 
 
 @dataclass(frozen=True)
 class Extent:
-    """A place where a region would fit once its victims have left."""
+    """A place where a region would fit if its victims, the regions there, left."""
 
     offset_bytes: int
     victims: tuple[Region, ...]
@@ -53,7 +53,7 @@ BEGIN = attrgetter("offset_bytes")
 
 
 def _plus(one: Cost, other: Cost) -> Cost:
-    """Return the sum, element by element; the shorter cost is extended with zeros."""
+    """Return the sum of two costs, element by element; the shorter one is extended with zeros."""
     if len(one) == len(other):
         return tuple(map(add, one, other))
     return tuple(a + b for a, b in zip_longest(one, other, fillvalue=0.0))
@@ -115,7 +115,7 @@ class RegionAllocator:
             yield cursor, self.capacity_bytes
 
     def largest_hole(self, without: Owner) -> tuple[int, int]:
-        """Return size and offset of the longest hole, as if that owner's region were free."""
+        """Return size and offset of the longest hole, as if the region of ``without`` were free."""
         cursor, largest = 0, (0, 0)
         for region in (*self._regions, Region(self.capacity_bytes, 0, without)):
             if region.owner != without or not region.size_bytes:

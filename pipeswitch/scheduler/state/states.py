@@ -28,7 +28,7 @@ Owner (of a device's turn; ``device_owner.py`` records the task or job that has 
   YIELDED     a pass (one run of a streamed model) yielded between two groups: a dispatched task has
               the turn next, or the pass itself if none is dispatched.
   LENT        a dispatched task has the turn, and the pass waits.
-  RECLAIMED   that task has ended: the pass has the turn next, even before a dispatched task.
+  RECLAIMED   the task of LENT has ended: the pass has the turn next, before any dispatched task.
   TRAINING    a job has the turn.
   STOPPING    a job has the turn and was told to pass it on. When it has parked, IDLE follows.
 
@@ -63,8 +63,8 @@ from ...base.errors import InvalidTransition
 
 
 class Name(enum.Enum):
-    """Name of a state or an event. Members hash by identity, which is faster than hashing their
-    names: one decision looks up about twenty of them."""
+    """Name of a state or an event.
+    Members hash by identity, which is faster: one decision looks up about twenty of them."""
 
     __hash__ = object.__hash__
 
@@ -142,7 +142,7 @@ TASK_TRANSITIONS: Final[Mapping[tuple[TaskState, TaskEvent], TaskState]] = {
     (_S.SUSPENDED, _E.FINISHED): _S.DONE,  # the script ended while the job was parked
     (_S.SUSPENDED, _E.EVICT_REQUESTED): _S.EVICTING,
     (_S.EVICTING, _E.STOP_REQUESTED): _S.EVICTING,  # the job parks before it unwinds
-    (_S.EVICTING, _E.PARKED): _S.EVICTING,  # also if the two messages crossed
+    (_S.EVICTING, _E.PARKED): _S.EVICTING,  # also if it parked before the order arrived
     (_S.EVICTING, _E.UNWOUND): _S.QUEUED,  # the job will resume from its last commit
     (_S.EVICTING, _E.FINISHED): _S.DONE,
     **{(state, _E.WORKER_DIED): _S.QUEUED for state in TaskState if state in TASK_ON_WORKER},
@@ -189,7 +189,7 @@ class WorkerEvent(Name):
 _W, _V = WorkerState, WorkerEvent
 WORKER_SERVES: Final = frozenset(WorkerState) - {_W.STARTING, _W.DOOMED, _W.DEAD}
 _GONE: Final = (_W.DOOMED, _W.DEAD)
-_CROSSES_A_KILL: Final = (  # sent before the process died, or decided before it was reaped
+_CROSSES_A_KILL: Final = (  # events sent before the process died, or decided before it was reaped
     _V.READY,
     _V.PARKED,
     _V.TURN_GIVEN,
@@ -370,7 +370,7 @@ VERSION_TRANSITIONS: Final[Mapping[tuple[VersionState, VersionEvent], VersionSta
 State = TypeVar("State", bound=Name)
 Event = TypeVar("Event", bound=Name)
 
-STORY_LENGTH: Final = 12  # enough for a whole preemption, small enough for every record
+STORY_LENGTH: Final = 12  # kept transitions: enough for a whole preemption
 
 
 class StateMachine(Generic[State, Event]):
@@ -390,7 +390,7 @@ class StateMachine(Generic[State, Event]):
 
     @property
     def story(self) -> list[str]:
-        """Last transitions as texts. They are made only when they are read: a request has six."""
+        """Last transitions as texts; these are made only on reading, since each request has six."""
         return [
             f"{source.value}->{target.value} {event.value} {cause}".rstrip()
             for source, target, event, cause in self._steps

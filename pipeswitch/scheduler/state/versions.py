@@ -24,7 +24,7 @@ PRESENT: Final = frozenset({ModelState.READY, ModelState.QUARANTINED})
 
 
 def version_name(name: ModelName, version: int) -> ModelName:
-    """Return the name of a version in the scheduler and in ``ps``."""
+    """Return the name that a version has in the scheduler and in ``ps``: NAME, or NAME@2."""
     return ModelName(f"{name}{AT}{version}") if version > 1 else name
 
 
@@ -146,9 +146,8 @@ class Versions:
         model.chosen_op_id = self._core.next_op_id()
 
     def split(self, model: Model, percent: int) -> bool:
-        """Give a version that percentage of the requests that name no version, until another
-        version becomes the current one. Return False if it is current, or if the shares
-        exceed 100 %."""
+        """Give a version a share of the requests that name no version, until another is current.
+        Return False if this version is current, or the shares exceed 100 %."""
         served, current = self._served[model.base], self.current(model.base)
         every = {**served.shares, model.version: percent}
         shares = {version: share for version, share in every.items() if share}
@@ -202,7 +201,7 @@ class Versions:
         """Return the successor of the current version: the version that was current before it.
 
         A version that is not in the host store yet may succeed: its requests wait. A quarantined
-        version succeeds only if there is no other. None if all versions are leaving.
+        version succeeds only if there is no other. Returns None if all versions are leaving.
         """
         bad = ModelState.QUARANTINED
         return max(

@@ -1,1 +1,1 @@
-"""Jobs: their time, their memory, their commits."""
+"""Training jobs: client requests for them, their order, their turns and their ends."""

@@ -20,7 +20,7 @@ class JobRequests:
     def __init__(self, core: Core, jobs: Jobs) -> None:
         self._core = core
         self._jobs = jobs
-        self._after_others: list[TrainRequest] = []  # an older job is being written
+        self._after_others: list[TrainRequest] = []  # they wait for the disk write of an older job
 
     def pump(self) -> int:
         """Accept jobs that waited for an older job's disk write; answer requests that are due."""
@@ -39,10 +39,10 @@ class JobRequests:
             if job.movers:
                 self._answer_movers(job)
         self._jobs.tidy()
-        return 0  # jobs' turns change nothing here
+        return 0  # a change of jobs' turns needs no call of this part
 
     def refuse_all(self, error: errors.PipeSwitchError) -> None:
-        """Refuse every waiting client: the server cannot go on."""
+        """Refuse every waiting client: the server stops."""
         for job in self._jobs:
             self._core.refuse_all(
                 error, job.waiters, job.answer_on_change, job.exporters, job.movers
@@ -50,6 +50,12 @@ class JobRequests:
         for event in self._after_others:
             self._core.refuse(event.token, error)
         self._after_others.clear()
+
+    def cancel(self, token: Token) -> None:
+        """Cancel a client's wait for the end of a job."""
+        for job in [one for one in self._jobs if token in one.waiters]:
+            job.waiters.remove(token)
+            self._core.refuse(token, errors.Cancelled("cancelled by the caller"))
 
     @handles(TrainRequest)
     def train(self, event: TrainRequest) -> None:
@@ -64,13 +70,13 @@ class JobRequests:
                 f'a job "{event.job}" is {old.state.state.value}',
                 hint=f"choose another --name, or pipeswitch jobs cancel {event.job}",
             )
-        if old is not None and old.memory.is_persisting:  # into the new job's future folder
+        if old is not None and old.memory.is_persisting:  # the write goes to the new job's folder
             self._after_others.append(event)
             return
         if old is not None:
             self._jobs.remove(old)
-        # The process of an old job of that name may still be exiting: the new job waits for that
-        # in the queue (``Ranking.runnable``).
+        # The process of an old job of that name may still be exiting. Until it has exited, the new
+        # job waits in the queue (``Ranking.runnable``).
         spec = JobSpec(
             event.job,
             event.entry,
@@ -137,7 +143,7 @@ class JobRequests:
         if job.state.state is TaskState.FAILED:
             if self._core.is_draining:
                 raise errors.ServerUnavailable("the server is draining")
-            if not job.spec.entry:  # the job is listed only because it was lost
+            if not job.spec.entry:  # a lost job: it is listed without its script
                 raise errors.InvalidInput(
                     f'the script of job "{event.job}" is unknown: its journal entry was damaged',
                     hint=f"pipeswitch jobs rm {event.job}, then pipeswitch train SCRIPT",
@@ -177,7 +183,7 @@ class JobRequests:
         job.memory.persist_due_at_ms = self._core.now_ms  # answered by ``pump``
 
     def _move_asked(self, job: Job, event: JobRequest) -> None:
-        """Bind the job to a device (``JobMigrations`` evicts it, and places it if it waits)."""
+        """Bind the job to a device; ``JobMigrations`` evicts it if it runs, and places it there."""
         states = [home.state for home in self._jobs.homes if not home.state.daemon.is_given_up]
         names = [state.settings.device for state in states]
         _check_live(job)
@@ -194,7 +200,7 @@ class JobRequests:
         job.movers.append(event.token)
 
     def _answer_movers(self, job: Job) -> None:
-        """Answer the clients that moved a job, if it has arrived or never will."""
+        """Answer the clients that moved a job, if it has arrived, ended or cannot move."""
         name, state = job.spec.name, self._jobs.home(job).state
         there = next(h.state for h in self._jobs.homes if h.state.settings.device == job.sent_to)
         if there is not state and there.daemon.is_given_up and job.state.state not in TASK_FINAL:

@@ -1,4 +1,4 @@
-"""All jobs of the machine: their devices, script reports and ends."""
+"""All jobs of the machine: their devices, the reports of their scripts, and their ends."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from ..state.device_state import DeviceState
 from ..state.records import Job, JobSpec
 from ..state.states import TASK_FINAL, TASK_ON_WORKER, TaskEvent, TaskState
 
-Place = Callable[[Job, int | None, Sequence[int]], int]  # job, its device, jobs per device
+Place = Callable[[Job, int | None, Sequence[int]], int]  # job, index of its device, jobs per device
 RATE_WEIGHT: Final = 0.2  # weight of the newest report in a job's steps per second
 
 
@@ -33,11 +33,11 @@ class RestoredJob(NamedTuple):
     """State of an unfinished job that a restarted server finds."""
 
     slot_bytes: int = 0  # slot size of its commit area, loaded from disk; 0: none
-    step: int = -1  # step of the commit in it
+    step: int = -1  # step of the commit in this area
     is_paused: bool = False
-    placed: Mapping[str, Any] | None = None  # device of its last move; None: it never moved
-    restarts: int = 0  # including the one that the server's end caused
-    steps_recomputed: int = 0  # without the steps that its next dispatch counts
+    placed: Mapping[str, Any] | None = None  # journal entry of its last move; None: none
+    restarts: int = 0  # number of restarts, including the one that the server's end caused
+    steps_recomputed: int = 0  # recomputed steps, without those that the next dispatch counts
     last_step: int = 0  # last step of the process that ended with the server
     why: str = ""  # note for the user about its restart; empty if nothing was damaged
 
@@ -53,7 +53,7 @@ class Jobs:
         self._core = core
         self.homes: list[Home] = []  # all devices, in order
         self.place: Place = lambda job, home, counts: home or 0
-        self._sharers: Counter[str] = Counter()  # unfinished jobs by group, as last reported
+        self._sharers: Counter[str] = Counter()  # group -> unfinished jobs, as last reported
 
     def __iter__(self) -> Iterator[Job]:
         return (job for home in self.homes for job in home.state.jobs.values())
@@ -90,10 +90,10 @@ class Jobs:
         ]
 
     def has_process_of(self, name: JobName) -> bool:
-        """Return True if a process of the job lives on any device, even a leaving one.
+        """Return True if any device has a process of the job, even one that is exiting.
 
-        A job never has two processes: the old one's slice is released by the job's name when it is
-        reaped, and it may still write the job's log and commits.
+        A job never has two processes. The old one may still write the job's log and commits; when
+        it is reaped, the slice with the job's name is released.
         """
         workers = (worker for home in self.homes for worker in home.state.workers.values())
         return any(worker.job == name for worker in workers)
@@ -115,15 +115,15 @@ class Jobs:
         self.count_anew(home)
 
     def count_anew(self, home: Home) -> None:
-        """Count each job's device time from now on, as in Salus, since a job is added. Otherwise
-        the new job would have the device until its time equals that of the oldest job."""
+        """Restart the count of each job's device time, as in Salus, because a job was added.
+        Otherwise the new job would have the device until its time equals the oldest job's."""
         state = home.state
         for job in state.jobs.values():
             now_ms = self._core.now_ms if state.owner.job == job.spec.name else 0.0
             job.timing.counted_from_ms += job.view(now_ms).share_ms
 
     def restore(self, spec: JobSpec, restored: RestoredJob) -> None:
-        """Restore a job of the journal that had not ended."""
+        """Restore an unfinished job from the journal."""
         placed = restored.placed
         on = placed["device"] if placed is not None and placed["device"] in self.names else ""
         sent_to = on if placed is not None and placed["is_sent"] else ""
@@ -147,7 +147,7 @@ class Jobs:
         if state not in TASK_FINAL:
             raise ValueError(f"{state.value} is no end")
         job = self.adopt(JobSpec.from_row(name, record))
-        job.state.state = state  # the transitions were in another server
+        job.state.state = state  # its transitions were in an earlier server
         progress = job.progress
         progress.step, progress.epoch_index = int(record["step"]), int(record["epoch"])
         progress.error, progress.why = str(record["error"]), str(record["why"])
@@ -156,7 +156,7 @@ class Jobs:
         job.memory.committed_step = job.memory.persisted_step = persisted_step
 
     def remove(self, job: Job) -> None:
-        """Remove everything of a job that has ended."""
+        """Remove an ended job, its commits and its files."""
         home = self.home(job)
         home.commits.remove(job)
         self._core.dirty = ALL
@@ -164,7 +164,7 @@ class Jobs:
         del home.state.jobs[job.spec.name]
 
     def _forget_old(self) -> None:
-        """Remove the oldest ended jobs beyond the number or the age that is kept."""
+        """Remove ended jobs older than ``keep_jobs_ms``; 0: all but the last ``keep_jobs``."""
         core, settings = self._core, self._core.settings
         over = [job for job in self if job.state.state in TASK_FINAL]
         if not over:
@@ -308,7 +308,7 @@ class Jobs:
         ]
 
     def drain(self) -> None:
-        """Have each job commit and unwind, and write all commits to disk, for the next server."""
+        """Make each job commit and unwind, and write all commits to disk for the next server."""
         for job in self:
             job.memory.persist_due_at_ms = self._core.now_ms  # also for a queued job
             if job.state.state in TASK_ON_WORKER and job.wanted == "run":
@@ -332,7 +332,7 @@ def activations_row(job: Job) -> dict[str, int]:
 
 
 def behind(job: Job, device: DeviceState) -> str:
-    """Return a sentence with the number of requests that a job waits for; empty: none."""
+    """Return a sentence with the number of requests before a job; empty if there are none."""
     if job.state.state not in (TaskState.QUEUED, TaskState.STOPPING, TaskState.SUSPENDED):
         return ""
     count = len(device.owner.tasks) + len(device.queue) + len(device.awaiting_model)

@@ -1,4 +1,4 @@
-"""Training on the device: round robin over idle time, stop, suspend, evict, ends of scripts."""
+"""Training on a device: jobs share its idle time; they stop, park, are evicted, and end."""
 
 from __future__ import annotations
 
@@ -33,13 +33,13 @@ from ..state.states import (
 from .jobs import Jobs
 
 JOBS_TENANT: Final = ""  # jobs run code, so they belong to the server's owner
-MAX_IN_PLACE: Final = 4  # number of jobs with a process, and with a slice if it fits
+MAX_IN_PLACE: Final = 4  # maximum number of jobs with a process (and a slice, if there is room)
 MIN_GRACE_MS: Final = 1000.0
 GATE_ADVICE: Final = "compute in the loop, in modules that are passed to job.steps"
 MAX_MISSED: Final = 4  # missed grace periods in a row before a job is paused
 FORGIVEN_AFTER: Final = 100  # number of punctual stops after which missed ones no longer count
-STARVED_CYCLES: Final = 5  # cycles that a job waits for the activation memory of another job
-STARVED_STEPS: Final = 5  # steps of the other job meanwhile: it keeps activations between steps
+STARVED_CYCLES: Final = 5  # cycles that a job waits before a job that keeps activations is evicted
+STARVED_STEPS: Final = 5  # a job that made this many steps meanwhile keeps activations between them
 WHY_EVICTED: Final = {
     "pause": "pause requested by the user",
     "cancel": "cancel requested by the user",
@@ -48,7 +48,7 @@ WHY_EVICTED: Final = {
 
 
 class Ranking:
-    """Order of jobs, without side effects. Inside a priority the device's order decides."""
+    """Order of jobs, without side effects. Among equal priorities, the device's order decides."""
 
     def __init__(self, device: DeviceState, jobs: Jobs, leases: Leases) -> None:
         self._device = device
@@ -101,12 +101,12 @@ class Ranking:
         ]
 
     def is_impatient(self, running: Job, behind: list[Job]) -> bool:
-        """Return True if the running job's cycle ends at once for a job behind it."""
+        """Return True if the running job's cycle must end now for a job that waits behind it."""
         own = running.view(self._device.core.now_ms)
         return running.memory.is_blocked or any(
             self.order.is_impatient(own, job.view(0.0))
             for job in behind
-            if not (job.memory.lease_asked_bytes and self.order.shares)  # cannot compute yet
+            if not (job.memory.lease_asked_bytes and self.order.shares)  # it cannot compute yet
         )
 
     def in_place(self) -> list[Job]:
@@ -165,7 +165,7 @@ class TrainingJobs:
                 return
 
     def _pick_worker(self) -> Worker | None:
-        """Return the standby with the fewest warm programs; warm ones stay for inference."""
+        """Return the standby with the fewest loaded programs; the others stay for inference."""
         free = [
             worker
             for worker in self._device.workers.values()
@@ -187,7 +187,7 @@ class TrainingJobs:
         job.turn = Turn(core.next_op_id())
         job.memory.commit_number = 0
         last_step, job.progress.step = job.progress.step, max(job.memory.committed_step, 0)
-        # Counted for every kind of end of the last process.
+        # The lost steps count, however the last process ended.
         job.progress.steps_recomputed += max(0, last_step - job.progress.step)
         job.slot, job.leaves_for = worker.slot, None
         job.state.apply(TaskEvent.DISPATCHED, f"worker {worker.slot}")
@@ -251,7 +251,7 @@ class TrainingJobs:
         return {"job": before.spec.name, "shift_ms": shift_ms}
 
     def _watch_running(self, job: Job) -> None:
-        """End the job's cycle when another job waits; kill it when it does not stop or unwind."""
+        """End the job's cycle when another job waits; kill the job if it does not stop in time."""
         core, settings = self._core, self._core.settings
         state = job.state.state
         if state in (TaskState.RUNNING, TaskState.TRANSMITTING):
@@ -290,8 +290,8 @@ class TrainingJobs:
     def _kill_after(self, job: Job, asked_at_ms: float, grace_ms: float, what: str) -> None:
         """Kill a job's process when its grace period is over.
 
-        Requests wait during this period. So each time that a job uses it up, its next period is a
-        quarter as long, but at least a second. After ``MAX_MISSED`` times the job is paused
+        Requests wait during this period. So each time that a job uses up its period, the next one
+        is a quarter as long, but at least a second. After ``MAX_MISSED`` times the job is paused
         (``worker_died``).
         """
         core, device = self._core, self._device
@@ -316,7 +316,7 @@ class TrainingJobs:
         device.kill(worker, reason)
 
     def _make_place(self) -> None:
-        """Evict a job whose turn is over for the next queued job, if too many have processes."""
+        """Evict a job whose turn is over for the next queued job, if too many have a process."""
         if len(self._device.jobs) <= MAX_IN_PLACE:
             return
         in_place, queued = self._ranking.in_place(), self._device.jobs.values()
@@ -330,8 +330,8 @@ class TrainingJobs:
             self.evict(leaves.spec.name, f"job {first.spec.name} is next")
 
     def _rebalance_starved(self) -> None:
-        """Evict a job whose process keeps activations between steps, if another job needs their
-        memory to begin. The evicted job resumes later from its last step."""
+        """Evict a job that keeps activations between steps, if another job needs their memory.
+        The evicted job resumes later from its last step."""
         core, in_place = self._core, self._ranking.in_place()
         for job in in_place:
             memory = job.memory
@@ -354,7 +354,7 @@ class TrainingJobs:
             )
             due_ms = memory.blocked_at_ms + STARVED_CYCLES * core.settings.training_cycle_ms
             if core.now_ms >= due_ms:
-                memory.blocked_at_ms = core.now_ms  # without success, another job is evicted
+                memory.blocked_at_ms = core.now_ms  # if that does not help, another job is evicted
                 why = f"keeps activations between steps; job {job.spec.name} waits for their memory"
                 self.evict(keeper.spec.name, why)
             else:
@@ -379,10 +379,10 @@ class TrainingJobs:
         """Order the job that has the device to park and to pass the turn on.
 
         This happens once per turn: a later request is served when the job has parked. A job that is
-        being evicted gets the order, too; it parks before it commits and unwinds. If it stops for
-        another job, it may first end its step (``at_boundary``), which frees its activations. If
-        that takes too long it gets a second order, and the controller passes the turn on, since the
-        answer to the first order may be on its way.
+        being evicted gets the order, too; it parks before it commits and unwinds. A job that stops
+        for another job may first end its step (``at_boundary``), which frees its activations. If
+        that takes too long, the job gets a second order. Then the controller passes the turn on,
+        because the answer to the first order may already be on its way.
         """
         core, owner, job = self._core, self._device.owner, self._device.jobs[name]
         if job.slot is None:
@@ -407,7 +407,7 @@ class TrainingJobs:
         self._device.send(job.slot, order, "signal")
 
     def parked(self, worker: Worker, message: JobParked) -> bool:
-        """Record that the job has parked; the caller passes the turn on. Return False if late.
+        """Record that the job has parked; the caller passes the turn on. Return False if too late.
 
         The message may arrive after the job's JobEnded, which uses another channel.
         """
@@ -440,7 +440,7 @@ class TrainingJobs:
         return True
 
     def back(self, worker: Worker, message: JobReady) -> None:
-        """Record that the job could compute again if it had the device."""
+        """Record that an away job needs the device again, or that a job needs activation memory."""
         job = self._device.job_of(worker, message.op_id)
         if job is not None and message.turn == job.turn:
             job.is_away, job.memory.is_blocked = False, message.is_blocked

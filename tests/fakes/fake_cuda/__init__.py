@@ -1,18 +1,17 @@
-"""Fake of ``cuda.bindings``: a device in host memory that really holds bytes.
+"""Fake of ``cuda.bindings``: a device whose memory is host memory with real bytes.
 
 Device memory is a memfd. Another process that opens the fake's IPC handle maps the same bytes. A
-stream is a queue. Its operations run in order, when a caller synchronises, queries or steps, and
-never at once. So wrong bytes show a source that is overwritten too early, a word that overtakes its
-data, or a forgotten wait.
+stream is a queue. Its operations do not run at once, but in order when a caller synchronises,
+queries or steps. So a source that is overwritten too early, a word that is written before its data,
+or a forgotten wait leads to wrong bytes.
 
-``World`` is one machine. The modules ``runtime`` and ``driver`` serve ``WORLD``, the machine of
-this process. Tests inject errors per call: ``world.fail("cudaHostRegister",
-"cudaErrorNotPermitted")``.
+``World`` is one machine. The modules ``runtime`` and ``driver`` use ``WORLD``, the machine of this
+process. Tests inject errors per call: ``world.fail("cudaHostRegister", "cudaErrorNotPermitted")``.
 
-The fake is as strict as the driver where a mistake would cost a day. It rejects a driver call in a
-thread without a context; an IPC handle opened by its own maker; a handle that was destroyed; memory
-unpinned or freed under a queued copy; a copy over the end of a registration; and calls that are not
-allowed while the thread captures. After a kernel's assertion nothing works.
+The fake is as strict as the driver where mistakes are hard to find. It rejects a driver call in a
+thread without a context; an IPC handle that the process itself has created; a destroyed handle;
+unpinning or freeing memory that a queued copy uses; a copy across the end of a registration; and
+calls that are not allowed while the thread captures. After a kernel's assertion every call fails.
 """
 
 from __future__ import annotations
@@ -40,7 +39,7 @@ POLL_S = 0.0005  # how often the fake GPU polls a word
 
 
 class cudaError_t(enum.IntEnum):
-    """Error codes that occur here, with the numbers of the real ones."""
+    """Error codes that the fake returns, with the numbers of the real codes."""
 
     cudaSuccess = 0
     cudaErrorInvalidValue = 1
@@ -64,7 +63,7 @@ class cudaError_t(enum.IntEnum):
 
 
 class CUresult(enum.IntEnum):
-    """Error codes of the driver interface that occur here."""
+    """Error codes of the driver interface that the fake returns."""
 
     CUDA_SUCCESS = 0
     CUDA_ERROR_INVALID_VALUE = 1
@@ -80,7 +79,7 @@ STICKY = {
     "cudaErrorAssert": CUresult.CUDA_ERROR_ASSERT,
     "cudaErrorUnknown": CUresult.CUDA_ERROR_ILLEGAL_ADDRESS,
 }
-"""Sticky errors: after one of these every call of both interfaces fails."""
+"""Sticky errors: after such an error, every call of both interfaces fails."""
 
 WITHOUT_CONTEXT = frozenset(
     {
@@ -91,7 +90,7 @@ WITHOUT_CONTEXT = frozenset(
         "cudaGetErrorString",
     }
 )
-"""Runtime calls that need no context. Every other call makes the context and makes it current."""
+"""Runtime calls that need no context. Every other call creates the context for its thread."""
 
 NOT_IN_A_CAPTURE = frozenset(
     {
@@ -109,7 +108,7 @@ NOT_IN_A_CAPTURE = frozenset(
         "cudaIpcCloseMemHandle",
     }
 )
-"""Calls that a thread must not make while it captures (mode ``thread_local``)."""
+"""Calls that a thread must not make while it captures a CUDA graph (mode ``thread_local``)."""
 
 
 class MemcpyKind(enum.IntEnum):
@@ -118,7 +117,7 @@ class MemcpyKind(enum.IntEnum):
 
 
 class Handle:
-    """IPC handle: 64 bytes behind ``getPtr``."""
+    """IPC handle: ``getPtr`` returns the address of its 64 bytes."""
 
     def __init__(self, data: bytes = b"") -> None:
         self._raw = ctypes.create_string_buffer(data.ljust(64, b"\0"), 64)
@@ -144,7 +143,7 @@ class Block:
         self.map = mmap.mmap(descriptor, max(size_bytes, 1))
         self._hold = (ctypes.c_uint8 * max(size_bytes, 1)).from_buffer(self.map)
         self.address = ctypes.addressof(self._hold)
-        self.open_count = 1  # counts the opens of an imported block
+        self.open_count = 1  # how often an imported block is open
 
     def close(self) -> None:
         del self._hold
@@ -168,7 +167,7 @@ class Stream:
             self.enqueued += 1
 
     def touches(self, address: int, size_bytes: int) -> bool:
-        """Return whether a queued operation reads or writes in this range (its ``touched``)."""
+        """Return True if a queued operation reads or writes in this range (by its ``touched``)."""
         with self.lock:
             ranges = [part for run in self.queue for part in getattr(run, "touched", ())]
         return any(
@@ -176,7 +175,7 @@ class Stream:
         )
 
     def step(self) -> bool:
-        """Run the next operation; return False if there is none, or if it waits for a word."""
+        """Run the next operation; return False if there is none or it still waits for a word."""
         with self.lock:
             if not self.queue or not self.queue[0]():
                 return False
@@ -189,10 +188,10 @@ class World:
     """Machine with or without a fake GPU.
 
     Args:
-        bytes_per_s: the speed of a copy; 0: a copy takes no time.
-        has_driver: if false, the runtime returns cudaErrorInsufficientDriver and the driver raises.
-        devices: the number of devices that the driver shows.
-        first: the number of the first of these devices among the machine's.
+        bytes_per_s: speed of a copy; with 0, a copy takes no time.
+        has_driver: if False, the runtime returns cudaErrorInsufficientDriver and the driver raises.
+        devices: number of devices that this process sees.
+        first: index of the first of them among the machine's devices.
     """
 
     def __init__(
@@ -213,7 +212,7 @@ class World:
         self.blocking_waits = blocking_waits  # waits on torch's stream block: it computes at once
         self.torch_streams: set[int] = set()
         self.ledger: Path | None = None  # folder with the bytes that each process has allocated
-        self.broken: dict[str, str] = {}  # error code by call or torch operation; permanent
+        self.broken: dict[str, str] = {}  # call or torch operation -> its permanent error code
         self.calls: list[tuple[str, tuple[Any, ...]]] = []
         self.blocks: dict[int, Block] = {}
         self.opened: dict[int, Block] = {}  # blocks of other worlds, by address in this process
@@ -235,11 +234,11 @@ class World:
         self.driver = Driver(self)
 
     def fail(self, call: str, code: str, *, after: int = 0) -> None:
-        """Make the call of this name fail once, after ``after`` successful calls."""
+        """Make the call with this name fail once, after ``after`` successful calls."""
         self._failures.setdefault(call, []).append((after, code))
 
     def failure(self, call: str) -> str | None:
-        """Return the error code that this call must return, or None; a sticky code is kept."""
+        """Return the error code that this call must return, or None; remember a sticky code."""
         self.calls.append((call, ()))
         if call in self.broken:
             return self.must_hang_or(self.broken[call])
@@ -258,7 +257,7 @@ class World:
 
     @staticmethod
     def must_hang_or(code: str) -> str:
-        """Return the code; ``hang`` never returns, and ``crash`` kills the process with SIGSEGV."""
+        """Return the code. With ``hang``, never return; with ``crash``, die from SIGSEGV."""
         if code == "crash":
             os.kill(os.getpid(), signal.SIGSEGV)
         while code == "hang":
@@ -283,7 +282,7 @@ class World:
         return getattr(self._current, "has_context", False)
 
     def stream_of(self, handle: int) -> Stream | None:
-        """Return the stream of a handle (0: the default stream), or None if it does not exist."""
+        """Return the stream of a handle (0: the default stream); None for an unknown handle."""
         return self.default_stream if handle == 0 else self.streams.get(handle)
 
     def must_be_idle(self, address: int, size_bytes: int, call: str) -> None:
@@ -303,7 +302,7 @@ class World:
 
     @property
     def free_bytes(self) -> int:
-        """Free bytes of the device; other processes' allocations count until they have exited."""
+        """Free bytes of the device; allocations of other processes count until these have ended."""
         used = self.used_bytes
         for entry in self.ledger.iterdir() if self.ledger else ():
             if entry.name != str(os.getpid()) and Path("/proc", entry.name).exists():
@@ -316,11 +315,11 @@ class World:
             (self.ledger / str(os.getpid())).write_text(str(self.used_bytes))
 
     def bytes_at(self, address: int, size_bytes: int) -> bytes:
-        """Return the device's bytes as they are now, without regard to queued operations."""
+        """Return the device's present bytes; queued operations have no effect yet."""
         return ctypes.string_at(address, size_bytes)
 
     def drain(self, stream: Stream, until: int | None = None) -> None:
-        """Run a stream up to its operation number ``until``, or to its end. Blocks."""
+        """Block until a stream has run its operation number ``until``, or all its operations."""
         ends_at = time.monotonic() + WAIT_DEADLINE_S
         target = stream.enqueued if until is None else until
         while stream.done < target:
@@ -331,14 +330,14 @@ class World:
             threading.Event().wait(POLL_S)
 
     def is_device(self, address: int, size_bytes: int) -> bool:
-        """Return whether the range lies inside one allocation of the device."""
+        """Return True if the range is inside one allocation of the device."""
         known = [*self.blocks.values(), *self.opened.values()]
         return any(
             b.address <= address and address + size_bytes <= b.address + b.size_bytes for b in known
         )
 
     def is_pinned(self, address: int, size_bytes: int) -> bool:
-        """Return whether the range lies inside *one* registration."""
+        """Return True if the range is inside *one* registration."""
         return any(
             start <= address and address + size_bytes <= start + size
             for start, size in list(self.registered.items())
@@ -357,7 +356,7 @@ class _Properties:
 
 
 class Runtime:
-    """Fake of ``cuda.bindings.runtime``: every call returns ``(error, values…)``."""
+    """Fake of ``cuda.bindings.runtime``, in which every call returns ``(error, values…)``."""
 
     cudaMemcpyKind = MemcpyKind
     cudaIpcMemHandle_t = Handle
@@ -366,7 +365,7 @@ class Runtime:
         self._world = world
 
     def __getattribute__(self, name: str) -> Any:
-        """Return the attribute; wrap every call, so that it checks for injected failures."""
+        """Return the attribute; wrap a call, so that it first checks for injected failures."""
         value = object.__getattribute__(self, name)
         if not name.startswith("cuda") or name in ("cudaMemcpyKind", "cudaIpcMemHandle_t"):
             return value
@@ -624,7 +623,7 @@ class Runtime:
 
 
 class Driver:
-    """Fake of ``cuda.bindings.driver``: without the library its calls raise."""
+    """Fake of ``cuda.bindings.driver``; if the machine has no driver, its calls raise."""
 
     def __init__(self, world: World) -> None:
         self._world = world
@@ -703,7 +702,7 @@ WORLD = _world_of_environment()
 
 
 def torch_side(index: int) -> Any:
-    """Return the substitute for ``torch.cuda`` that a worker gets, see ``host_torch.py``."""
+    """Return the substitute for ``torch.cuda`` that a worker uses (see ``host_torch.py``)."""
     from .host_torch import HostTorch
 
     return HostTorch(WORLD)

@@ -1,4 +1,4 @@
-"""``CudaTorch`` for the fake GPU: its tensors are host tensors over the fake's memory."""
+"""``CudaTorch`` for the fake GPU: its tensors are host tensors on the fake's memory."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ from . import Stream, World
 SYNCHRONISE = frozenset(
     f"aten.{name}.default" for name in ("item", "_local_scalar_dense", "nonzero", "masked_select")
 )
-"""Operators whose result the host needs; a capture that contains one fails."""
+"""Operators whose result the host needs; a capture with such an operator fails."""
 
 
 class LateCopies(TorchDispatchMode):
-    """Dispatch mode that delays copies to pinned memory until the stream reaches them.
-    Before that, the host reads nonsense, as it may from a real device."""
+    """Dispatch mode that delays copies to pinned memory until the stream reaches them. Before that,
+    the host reads nonsense, as it may with a real device."""
 
     def __init__(self, world: World, stream: int) -> None:
         super().__init__()
@@ -53,13 +53,13 @@ class LateCopies(TorchDispatchMode):
 
 
 class HostTorch(CudaTorch):
-    """``CudaTorch`` that computes at once but delays copies; a real device delays both."""
+    """``CudaTorch`` that computes at once, but delays copies; a real device delays both."""
 
     device = "cpu"
 
     def __init__(self, world: World) -> None:
         self._world = world
-        world.enter()  # as torch makes the context in the thread that computes
+        world.enter()  # torch, too, creates the context in the thread that computes
         self.stream = world.new()
         world.streams[self.stream] = Stream()
         world.torch_streams.add(self.stream)
@@ -115,7 +115,7 @@ def is_tensor(value: object) -> bool:
 
 
 class Tape(TorchDispatchMode):
-    """Fake CUDA graph: the recorded operators with the exact tensors that they read and wrote."""
+    """Fake CUDA graph: the recorded operators, with the same tensors that they read and wrote."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -129,7 +129,7 @@ class Tape(TorchDispatchMode):
         return result
 
     def poison(self) -> None:
-        """Fill the results with NaN until a replay, because a real capture computes nothing."""
+        """Fill the results with NaN, because a real capture computes nothing before a replay."""
         for _, args, kwargs, results in self._entries:
             pointers = {
                 v.untyped_storage().data_ptr() for v in tree_leaves((args, kwargs)) if is_tensor(v)
@@ -149,11 +149,11 @@ class Tape(TorchDispatchMode):
 
 
 class TapeRecorder(CudaRecorder):
-    """``CudaRecorder`` that runs the operators once and then spoils their results."""
+    """``CudaRecorder`` that runs the operators once, and then overwrites their results with NaN."""
 
     def __init__(self, world: World | None = None) -> None:
         self._world = world or World()
-        self.cost_bytes = 1 << 20  # per session
+        self.cost_bytes = 1 << 20  # device memory that a session takes
         self._free_bytes = 1 << 34
         self.fails = False
 
