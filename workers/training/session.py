@@ -233,8 +233,7 @@ class TrainingSession:
                 self._open_loop = None
                 # A failed script must not resume after this loop. If it catches the error, its next
                 # call of ``job`` ends the loop.
-                frame = sys._getframe(1)  # another one if the loop's function has returned
-                self._has_failed = is_left and id(frame) == caller and is_left_by_error(frame)
+                self._has_failed = is_left and is_left_by_error(sys._getframe(1), caller)
                 if not self._is_unwinding and not self._has_failed:
                     self._end_loop()
                 self._gate.leave()
