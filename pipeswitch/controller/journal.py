@@ -218,6 +218,8 @@ class JournalFile:
                 self._entries.pop(key, None)
             if one["kind"] in FIELDS:
                 self._entries[key_of(one)] = one
+        for one in entries:
+            if self._entries.get(key_of(one)) is one:  # no later one has superseded it
                 with contextlib.suppress(OSError):  # the next start writes the copy
                     self._copies.keep(one)
         self._is_backed_up = False
@@ -234,7 +236,9 @@ class JournalFile:
         """
         kind = str(entry["kind"])
         about = ENDS.get(kind) or REPLACES.get(kind) or (kind,)
-        self._owed[about[0], str(entry["name"])] = entry
+        key = about[0], str(entry["name"])
+        self._owed.pop(key, None)  # the newest entry is written last
+        self._owed[key] = entry
 
     def _back_up(self) -> None:
         """Pack all entries; ``run_later`` writes the file."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import itertools
 import logging
+import time
 
 import msgspec
 
@@ -75,20 +76,24 @@ def _show_lost(server: Server, kind: str, name: str, now_s: float) -> None:
     if kind == "model":
         server.scheduler.registry.names.mark_lost(ModelName(name), reason)
     elif kind in ("job", "ended"):
-        record = {
-            "state": "failed",
-            "entry": "",
-            "args": [],
-            "priority": 1,
-            "tenant": "",
-            "step": 0,
-            "error": reason,
-            "why": "",
-            "epoch": 0,
-            "log": {},
-            "ended_at_ms": now_s * 1000.0,
-        }
-        server.scheduler.machine.jobs.restore_ended(JobName(name), record, -1)
+        _show_failed(server, JobName(name), reason, now_s, {"entry": "", "args": [], "priority": 1})
+
+
+def _show_failed(server: Server, name: JobName, error: str, now_s: float, spec: Entry) -> None:
+    """List a job as failed; ``jobs resume`` starts it from its commit on disk."""
+    step = server.effects.step_on_disk(name)
+    record = {
+        "tenant": "",
+        **spec,
+        "state": "failed",
+        "step": max(step, 0),
+        "error": error,
+        "why": "",
+        "epoch": 0,
+        "log": {},
+        "ended_at_ms": now_s * 1000.0,
+    }
+    server.scheduler.machine.jobs.restore_ended(name, record, step)
 
 
 def _restore_model(server: Server, name: str, entry: Entry, token: Token) -> None:
@@ -123,8 +128,13 @@ def _restore_job(server: Server, job: str, entry: Entry, _: Token) -> None:
     slot_bytes, step = 0, -1
     try:
         slot_bytes, step = server.effects.restore_commits(name, damage.append) or (0, -1)
-    except (PipeSwitchError, OSError) as error:
+    except PipeSwitchError as error:
         damage.append(str(error))
+    except OSError as error:  # no damage: too little memory, or a disk that does not answer now
+        text = f"{type(error).__name__}: its commits cannot be read now: {error}"
+        server.journal.losses.append(f"job {name} failed: {text}")
+        _show_failed(server, name, text, time.time(), entry)
+        return
     why = f"continues from step {step}" if step >= 0 else "starts over"
     why = f"{why}: {'; '.join(damage)}" if damage else ""
     if why:

@@ -133,7 +133,7 @@ def generators_of(loader: Any) -> dict[str, Any]:
         if id(owner) in visited:
             continue
         visited.add(id(owner))
-        if isinstance(owner, GENERATORS):
+        if isinstance(owner, GENERATORS) and not isinstance(owner, random.SystemRandom):
             generators[path] = owner
         elif depth < MAX_DEPTH:
             todo += [(f"{path}.{name}", item, depth + 1) for name, item in _parts_of(owner)]

@@ -8,6 +8,7 @@ start a server and send requests. All rounds damage copies of one directory, whi
 from __future__ import annotations
 
 import contextlib
+import errno
 import hashlib
 import os
 import random
@@ -340,6 +341,27 @@ def test_an_entry_that_cannot_be_used_is_left_out_and_named(sound: Sound, tmp_pa
             assert jobs["odd"]["error"]
             losses = "\n".join(restored.server.journal.losses)
             assert all(name in losses for name in ("spoiled", "unchained", "odd"))
+
+
+def test_a_job_whose_commit_cannot_be_read_now_does_not_start_over(
+    sound: Sound, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, step = tmp_path / "state", step_and_digest(sound.folder / "commits/held")[0]
+    shutil.copytree(sound.folder, folder)
+
+    def refuses(_: int) -> int:
+        raise OSError(errno.ENOMEM, os.strerror(errno.ENOMEM))
+
+    with monkeypatch.context() as patch:
+        patch.setattr("pipeswitch.commits.commit_files.create_area", refuses)
+        with contextlib.closing(Restored(folder)) as restored:
+            job = restored.jobs()["held"]
+            assert (job["state"], job["persisted_step"]) == ("failed", step)
+            assert (bool(job["entry"]), "memory" in job["error"]) == (True, True)
+            assert "held" in "".join(restored.server.journal.losses)
+    with contextlib.closing(Restored(folder)) as restored:
+        job = restored.jobs()["held"]
+        assert (job["state"], job["committed_step"]) == ("paused", step)
 
 
 def test_an_entry_without_a_copy_is_listed_as_failed(sound: Sound, tmp_path: Path) -> None:

@@ -256,6 +256,21 @@ def test_what_is_owed_is_written_with_the_next_entry(tmp_path: Path) -> None:
         assert (set(again.jobs), set(again.models)) == ({"two"}, set())
 
 
+@pytest.mark.parametrize("failed_on_a_full_disk", [False, True])
+def test_what_is_owed_last_is_written_last(tmp_path: Path, failed_on_a_full_disk: bool) -> None:
+    """A job fails, is resumed and ends; the disk is full from one of its ends on."""
+    failed, done = (
+        {"kind": "ended", "name": "it", "record": {"state": one}} for one in ("failed", "done")
+    )
+    with opened(tmp_path) as file:
+        (file.owe if failed_on_a_full_disk else file.append)(failed)
+        file.owe(job("it"))
+        file.owe(done)
+    for _ in range(2):
+        with opened(tmp_path) as again:
+            assert (again.ended, again.jobs, again.losses) == ({"it": done}, {}, [])
+
+
 def test_what_is_owed_at_the_end_is_written_then(tmp_path: Path) -> None:
     with opened(tmp_path) as file:
         file.append(job("one"))

@@ -129,9 +129,10 @@ class Committer:
         parameters = self._objects.parameters.values()
         return all(version(p) == mark[0] for p, mark in zip(parameters, point.marks, strict=True))
 
-    def sum_of_parameters(self) -> int:
-        """Return a checksum of the parameters: it detects writes that no version counter shows."""
-        return self._layout.sum_of_parameters()
+    def checksum(self, point: Point) -> int:
+        """Return a sum over parameters and watched ``extra_state``; it also shows writes that no
+        version counter shows."""
+        return self._layout.sum_of_parameters() + point.options.checksum()
 
     def is_intact(self, point: Point) -> bool:
         """Return True if the point can still be committed exactly."""

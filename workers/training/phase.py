@@ -50,6 +50,7 @@ class Phase:
         self.number, self.objects = place.phase, objects
         self.point: Point | None = None
         self.has_stepped = False  # an optimizer has stepped since ``point``
+        self._sum_at_end: int | None = None  # of ``point``; set while no loop is open
         self.data: DataPosition  # position within the current loop
         self.activations: Activations | None = None
         saved = place.saved
@@ -182,8 +183,21 @@ class Phase:
             self.point = self.committer.capture(*now)
         if outgrown_bytes and self._moves(self.point):
             self.point = self.committer.capture(*now)
-        self.has_stepped = False
-        self._watch.at_point(self.committer.sum_of_parameters, is_due=self._timing.is_due)
+        self.has_stepped, self._sum_at_end = False, None
+        self._watch.at_point(self._sum_now, is_due=self._timing.is_due)
+
+    def _sum_now(self) -> int:
+        assert self.point is not None
+        return self.committer.checksum(self.point)
+
+    def end_loop(self) -> None:
+        """Watch for writes through ``.data`` in the code behind the loop."""
+        self._sum_at_end = None if self.point is None else self._sum_now()
+
+    def _is_intact(self, point: Point) -> bool:
+        """Return True if the point can still be committed exactly."""
+        is_intact = self.committer.is_intact(point)
+        return is_intact and (self._sum_at_end is None or self._sum_at_end == self._sum_now())
 
     def restore(self, saved: SavedImage) -> None:
         """Put the state of ``saved`` back into the objects."""
@@ -211,14 +225,14 @@ class Phase:
             self.point is not None
             and self.point.position == self.place.position
             and not self.has_stepped
-            and self.committer.is_intact(self.point)
+            and self._is_intact(self.point)
         )
 
     def watch_writes(self) -> None:
         """Check whether the body wrote parameters before any optimizer step."""
         if self.point is not None:
             is_intact = self.committer.parameters_are_intact(self.point)
-            if not self._watch.before_optimizer(is_intact, self.committer.sum_of_parameters):
+            if not self._watch.before_optimizer(is_intact, self._sum_now):
                 self._timing.hurry()
 
     def end(self, *, force: bool = False) -> None:
@@ -254,7 +268,7 @@ class Phase:
     def begin_commit(self, *, may_grow: bool = True) -> None:
         """Start the commit of the last point, if it is still intact."""
         assert self.point is not None
-        if self.committer.is_intact(self.point):
+        if self._is_intact(self.point):
             try:
                 self.committer.begin(self.point)
             except OutOfDeviceMemory as error:

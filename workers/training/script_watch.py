@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import dis
 import functools
+import gc
+import sys
 import time
 from collections.abc import Iterator
 from types import CodeType, FrameType
@@ -25,8 +27,9 @@ from .objects import TrainedObjects
 from .snapshot import NOTES, has_state, state_of
 from .torch_private import version
 
-MOST_LOOKED_AT: Final = 64  # entries compared in a list or dict; longer: only the length
+MOST_LOOKED_AT: Final = 64  # entries compared in a list or dict
 MAX_MODULES: Final = 200
+PACKAGE: Final = __file__.rpartition("/")[0]
 CLOCKS: Final = (time.time, time.monotonic, time.perf_counter)
 
 
@@ -59,7 +62,8 @@ class ScriptWatch:
 def _known(objects: TrainedObjects, loader: Any) -> set[int]:
     """Return the ids of all captured objects and of their contents."""
     todo = [*objects.schedulers.values(), *objects.optimizers.values(), *objects.extras.values()]
-    known = {id(one) for one in (*objects.modules, loader, getattr(loader, "dataset", None))}
+    loaders = () if isinstance(loader, list) else (loader,)  # the script may shuffle a list
+    known = {id(one) for one in (*objects.modules, *loaders, getattr(loader, "dataset", None))}
     known |= {id(one) for one in generators_of(loader).values()}
     known |= {id(one) for one in (*objects.parameters.values(), *objects.buffers.values())}
     while todo:
@@ -75,17 +79,18 @@ def _known(objects: TrainedObjects, loader: Any) -> set[int]:
 def _marks(
     frame: FrameType, objects: TrainedObjects, loader: Any
 ) -> Iterator[tuple[str, tuple[Any, ...]]]:
-    """Yield name and mark of the script's variables: locals, globals and attributes of ``self``.
-    The attributes of its own modules, dataset and samplers are included."""
+    """Yield name and mark of the script's variables: those of its function and its file, and the
+    attributes of its own objects, modules, dataset and samplers."""
     known, targets = _known(objects, loader), _targets(frame.f_code)
     places = [("", frame.f_globals)]
     if frame.f_locals is not frame.f_globals:
         places.append(("", frame.f_locals))
-    owner = frame.f_locals.get("self")
-    if owner is not None and id(owner) not in known:
-        places.append(("self.", getattr(owner, "__dict__", {})))
     places_of_data = () if has_state(loader) else ("dataset", "sampler", "batch_sampler")
     parts = [getattr(loader, name, None) for name in places_of_data]
+    folder = frame.f_code.co_filename.rpartition("/")[0] + "/"
+    for name, value in [pair for _, names in places for pair in names.items()]:
+        if id(value) not in known and (name == "self" or _is_own(value, folder)):
+            places.append((f"{name}.", getattr(value, "__dict__", {})))
     for part in (*objects.modules[:MAX_MODULES], *(one for one in parts if not has_state(one))):
         if not type(part).__module__.startswith(("torch.", "builtins")):
             places.append((f"{type(part).__name__}.", getattr(part, "__dict__", {})))
@@ -95,6 +100,12 @@ def _marks(
             mark = _mark(value) if is_own and id(value) not in known else None
             if mark is not None:
                 yield prefix + name, mark
+
+
+def _is_own(value: Any, folder: str) -> bool:
+    """Return True for an object whose class is in the script's folder and has no state_dict()."""
+    file = getattr(sys.modules.get(type(value).__module__), "__file__", None) or ""
+    return file.startswith(folder) and "site-packages" not in file and not has_state(value)
 
 
 @functools.cache
@@ -121,9 +132,13 @@ def _mark(value: Any) -> tuple[Any, ...] | None:
         return (id(value), version(value) if isinstance(value, torch.Tensor) else 0)
     if kind in NOTES:
         parts = value.values() if hasattr(value, "values") else value
-        if len(value) > MOST_LOOKED_AT:
-            parts = ()
-        return (id(value), len(value), *(one for one in parts if type(one) in (int, float)))
+        known = (int, float, torch.Tensor)
+        first = [*parts][:MOST_LOOKED_AT]
+        return (id(value), len(value), *(_mark(x) if type(x) in known else id(x) for x in first))
+    if isinstance(value, Iterator) and not hasattr(value, "fileno"):  # no file
+        inner = [one for one in (value, *gc.get_referents(value)) if isinstance(one, Iterator)]
+        if not any(PACKAGE in repr(getattr(one, "gi_code", "")) for one in inner):  # job's own
+            return (id(value), *(id(part) for one in inner for part in gc.get_referents(one)))
     if isinstance(value, nn.Module):
         tensors = [*value.parameters(), *value.buffers()]
         return (id(value), sum(map(version, tensors)))

@@ -223,7 +223,7 @@ class TrainingSession:
             self._watch_script()
         elif not isinstance(loader, Source):  # new marks: each call of a function has new variables
             self._script = ScriptWatch(sys._getframe(1), objects, loader)
-        iterator, is_left = self._open(phase, start), True
+        iterator, is_left, caller = self._open(phase, start), True, id(sys._getframe(1))
         try:
             if iterator is not None:
                 yield from self._run(phase, iterator, this_loop)
@@ -233,7 +233,7 @@ class TrainingSession:
                 self._open_loop = None
                 # A failed script must not resume after this loop. If it catches the error, its next
                 # call of ``job`` ends the loop.
-                self._has_failed = is_left and is_left_by_error(sys._getframe(1))
+                self._has_failed = is_left and is_left_by_error(sys._getframe(1), caller)
                 if not self._is_unwinding and not self._has_failed:
                     self._end_loop()
                 self._gate.leave()
@@ -419,6 +419,7 @@ class TrainingSession:
         if self.place.may_commit and not phase.is_whole():
             self.place.end_loop()
             phase.capture()
+        phase.end_loop()
         if not self.place.in_epochs:
             phase.end()
 

@@ -144,7 +144,7 @@ def has_aliases(tensor: torch.Tensor, known: int = 0) -> bool:
     return count is not None and int(count(storage._cdata)) > 2 + known
 
 
-def is_left_by_error(frame: Any) -> bool:
+def is_left_by_error(frame: Any, loop: int | None = None) -> bool:
     """Return True if an error, not ``break``, ended a ``for`` loop's body and closed its generator.
 
     After an error the frame is at the instruction that raised; ``break`` and ``return`` remove the
@@ -152,18 +152,22 @@ def is_left_by_error(frame: Any) -> bool:
 
     Args:
         frame: the frame of the loop, or of a generator around it that is closed as well.
+        loop: id of the frame of the loop; its function has returned if ``frame`` is another one.
     """
-    while frame is not None:
-        name = dis.opname[frame.f_code.co_code[frame.f_lasti]]
+    while frame is not None and loop in (None, id(frame)):
+        code, at = frame.f_code.co_code, frame.f_lasti
+        while dis.opname[code[at]] == "CACHE":  # Python 3.11: behind a call of a Python function
+            at -= 2
+        name = dis.opname[code[at]]
         if not name.startswith(("YIELD", "RESUME", "SEND")):
             return bool(name.startswith(RAISING))
-        frame = frame.f_back
+        frame, loop = frame.f_back, None
     return False
 
 
 def version(tensor: torch.Tensor) -> int:
-    """Return autograd's count of in-place writes; writes through ``.data`` do not count."""
-    return tensor._version
+    """Return autograd's count of visible in-place writes; 0 for ``inference_mode``."""
+    return 0 if tensor.is_inference() else tensor._version
 
 
 def root(tensor: torch.Tensor) -> torch.Tensor:
