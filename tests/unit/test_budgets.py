@@ -32,12 +32,13 @@ from tests.unit.test_scheduler_rules import MIB, Rig
 
 ROOT = Path(__file__).parents[2]
 PRODUCT = ("pipeswitch", "workers", "memory_daemon")
-# Thousands of lines that two features added: "What outsiders broke" 4.3 with an allowance of 1.2
-# (tests: 6.9 of 2), "Precision" 0.95 of 0.9. "A smaller house" compensates for both: so far it has
-# removed 0.9 (tests: 0.8), without subtracting its new folders' import lists (0.2 and 0.2).
-MAX_PRODUCT_LINES = 80_800
+# The feature "What outsiders broke" added 4,300 lines where 1,200 were allowed (tests: 6,900 where
+# 2,000 were), and "Precision" 950 where 900 were. "A smaller house" gave 900 back (tests: 800).
+# A review by reading found 25 faults, one of which answered with another caller's memory: their
+# fixes took 180 lines, and their tests 480.
+MAX_PRODUCT_LINES = 80_980
 MAX_DOC_WORDS = 50_000
-MAX_TEST_LINES = 79_450
+MAX_TEST_LINES = 79_940
 
 
 def lines_of(*tops: str) -> int:
