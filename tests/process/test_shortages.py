@@ -87,6 +87,12 @@ def gateway_pid(checked: tools.Checked) -> int:
     return next(one.pid for one in children if "pipeswitch.gateway.main" in one.cmdline())
 
 
+def accepted(pid: int) -> list[Any]:
+    """Return a process' TCP connections; those that only listen do not count."""
+    links = psutil.Process(pid).net_connections("tcp")
+    return [one for one in links if one.status != psutil.CONN_LISTEN]
+
+
 def test_workers_without_descriptors_take_a_new_model(running: tools.Checked) -> None:
     """Register a model: workers get its files as descriptors."""
     with limited(running.worker_pids().values(), resource.RLIMIT_NOFILE, 0):
@@ -118,6 +124,8 @@ def test_a_worker_whose_threads_cannot_start_is_started_again(running: tools.Che
 def test_a_gateway_without_descriptors_takes_later_who_waits(running: tools.Checked) -> None:
     assert status(running, "small", ONE) == 200
     pid, statuses = gateway_pid(running), []
+    # The limit counts open descriptors: that of the request above must be closed by then.
+    tools.until(lambda: not accepted(pid), "the gateway has closed the connection")
     asks = threading.Thread(target=lambda: statuses.append(status(running, "small", ONE)))
     with limited([pid], resource.RLIMIT_NOFILE, 0):
         asks.start()
