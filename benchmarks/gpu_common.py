@@ -35,7 +35,7 @@ def package() -> str:
 
 
 def is_fake() -> bool:
-    """Return True with the tests' stand-in bindings: models are small, and times mean nothing."""
+    """Return True if the bindings are the tests' stand-in: models are small, times meaningless."""
     return package() != "cuda.bindings"
 
 

@@ -18,7 +18,7 @@ Results = Mapping[str, tuple[str, Mapping[str, Any]]]
 
 @dataclass(frozen=True)
 class Number:
-    """Name of one of our findings, and its bounds: the claim holds if the value is within them."""
+    """Name of one of our findings, with bounds: the claim holds if the value is within bounds."""
 
     finding: str
     label: str

@@ -29,7 +29,7 @@ OURS: Final = "pipeswitch, HTTP"
 RIGHT: Final = "generate()"
 TWO: Final = 2  # number of models; the device has room for one
 ROUNDS, QUICK_ROUNDS = 5, 2
-F32: Final = 0  # ggml's number; the default for keys and values is float16
+F32: Final = 0  # ggml's number for float32; keys and values are float16 by default
 
 
 def run(bench: Run, _: Sequence[str] = ()) -> None:

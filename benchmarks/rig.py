@@ -197,7 +197,7 @@ class Rig(Engine):
         is_pipelined: bool = True,
         began_at_ms: float = 0.0,
     ) -> Switch:
-        """Copy all groups except the first ``resident`` groups, and compute. Needs ``set_plan``.
+        """Copy all groups but the first ``resident`` groups, and compute. Call ``set_plan`` first.
 
         Args:
             is_pipelined: if False, computing starts after the last group has arrived."""

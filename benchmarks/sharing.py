@@ -108,7 +108,7 @@ def _inference(order: plain.Order) -> Callable[[], Any]:
 
 
 def main() -> None:
-    """Run the segments that standard input has, on the order's cores, with the server's threads."""
+    """Run each segment on standard input, on the order's cores, with the server's thread count."""
     order = json.loads(sys.argv[2])
     os.sched_setaffinity(0, order["cores"])
     torch.set_num_threads(order["threads"])
