@@ -292,7 +292,7 @@ def ends(status: int) -> None:
 def test_a_node_that_cannot_start_again_now_is_started_later(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, part: str, error: Exception
 ) -> None:
-    """Only a node's first start may raise in the constructor, after which Ray drops the actor."""
+    """Only a node's first start may raise in the constructor, because Ray then drops the actor."""
 
     def fails(*_: Any) -> None:
         raise error

@@ -102,7 +102,7 @@ def rig() -> Iterator[Rig]:
 
 
 def feed(connection: HttpConnection, data: bytes, piece: int = 1 << 20) -> None:
-    """Give bytes to a connection like a socket: as many as its buffer takes, but <= ``piece``."""
+    """Give bytes to a connection in pieces of at most ``piece`` bytes that fit into its buffer."""
 
     async def run() -> None:
         rest = memoryview(data)

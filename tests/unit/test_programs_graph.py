@@ -265,7 +265,7 @@ def test_what_a_run_holds_at_once_is_told_from_extents() -> None:
 
 
 def test_what_may_change_is_found_without_a_set_for_each_node() -> None:
-    """Each of 2,000 nodes aliases one more weight, so a set per node would be too many members."""
+    """Node n of 2,000 aliases n weights: a set per node would need two million members in sum."""
     count = 2000
     gathered = Graph(
         version=2,
