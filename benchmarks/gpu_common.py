@@ -35,7 +35,7 @@ def package() -> str:
 
 
 def is_fake() -> bool:
-    """Return True if the bindings are the tests' stand-in: models are small, times meaningless."""
+    """Return True for the tests' stand-in bindings: models are small, and times are meaningless."""
     return package() != "cuda.bindings"
 
 

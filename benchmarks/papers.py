@@ -40,7 +40,7 @@ class Claim:
 
     figure: str
     claim: str
-    differs: str  # how our measurement differs; for a claim without a number, why it has none
+    differs: str  # how our measurement differs; without a number, why there is none
     benchmark: str = ""
     numbers: Sequence[Number] = ()
 

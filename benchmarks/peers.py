@@ -240,7 +240,7 @@ def _library(place: lm.Place, name: str) -> Iterator[list[lm.Peer]]:
 
 
 def _first(place: lm.Place, peers: Sequence[lm.Peer]) -> None:
-    """Measure first tokens of new prompts, after a request for the same or for the other model."""
+    """Measure first tokens of new prompts, after a request to the same or to another model."""
     bench, size = place.bench, place.size
     holders = [one for one in peers if not one.name.startswith(("vLLM", RIGHT))]
     for words, before, chosen in (("first token", 0, peers), ("another model wanted", 1, holders)):

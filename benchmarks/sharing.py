@@ -1,7 +1,7 @@
 """Training and inference in one process without PipeSwitch, as a baseline of ``interference``.
 
 ``python -m … sharing share ORDER`` reads one segment per line: a mode and the times at which
-requests are due. It prints the requests' latencies, and how many steps it has trained meanwhile.
+requests are due. It prints the requests' latencies, and the number of steps trained in the segment.
 """
 
 from __future__ import annotations
