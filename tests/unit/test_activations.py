@@ -246,7 +246,7 @@ def test_gradients_are_bit_equal_within_every_budget(model: str, autocast: bool)
         assert limit.asks == sorted({ask >> 20 << 20 for ask in limit.asks}), "as it grows"
         limit.give_back()
         assert limit.asks[-1:] in ([], [0])
-        if share:  # otherwise some copies may come too late and be cancelled
+        if share:  # else some copies may be late and are cancelled
             assert (figures["offloaded_bytes"] == 0) == (share == 1)
 
 

@@ -241,7 +241,7 @@ def test_a_kernels_assertion_is_the_tasks_own_fault_and_nothing_else_is() -> Non
 
 
 def test_an_eager_run_waits_on_the_host_and_leaves_nothing_behind_a_wait(rig: Rig) -> None:
-    """The host waits: if the stream did, the driver would block kernel loads and allocations."""
+    """The host waits: if the stream waited, the driver would block kernel loads and allocations."""
     rig.view._running = None
     waited = threading.Thread(target=rig.view.wait_group, args=(3, 7))
     waited.start()

@@ -449,7 +449,7 @@ def test_head_gets_the_head_alone(rig: Rig) -> None:
 
 
 def look(connection: HttpConnection, after_s: float) -> None:
-    """Run the server's check as if the connection's current phase had begun ``after_s`` ago."""
+    """Run the server's check as if the connection's current phase had begun ``after_s`` s ago."""
 
     async def run() -> None:
         connection.look(connection.since_s + after_s)

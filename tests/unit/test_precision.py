@@ -57,7 +57,7 @@ class Block(nn.Module):
 
 
 class Written(nn.Module):
-    """Model with a product that must not be computed after a later in-place write."""
+    """Model with a product whose computation must not move behind a later in-place write."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -363,7 +363,7 @@ def test_what_names_a_dtype_a_layout_or_a_device_is_never_a_number(name: str) ->
 
 
 def test_a_number_that_depends_on_an_extent_is_no_dtype() -> None:
-    """A check at the ends of the extent's range might find only the tried dtype's number."""
+    """Between the ends of an extent's range, a computed number could name an untried dtype."""
     graph_made = graph(
         ("aten.sym_size.int", [X, 0]),
         ("_operator.mod", [{"v": 2}, 2]),

@@ -782,7 +782,7 @@ def test_a_run_that_ends_with_its_worker_is_charged_to_its_caller(rig: Rig) -> N
 def test_a_caller_whose_models_go_on_killing_workers_has_no_turn_for_a_while(
     rig: Rig, caller: str
 ) -> None:
-    """Bar a caller even with new models, and serve others meanwhile. The owner is never barred."""
+    """Bar the caller, even if it registers new models; serve others. Never bar the owner."""
     rig.register("other", 1)
     rig.make_resident("other")
     bars_s = []

@@ -1,4 +1,4 @@
-"""Turns of callers at tokenizer processes, and options for texts; the tests start no process."""
+"""Callers' turns at tokenizer processes, and options for texts; the tests start no process."""
 
 from __future__ import annotations
 
