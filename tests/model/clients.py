@@ -43,7 +43,7 @@ class Clients(SimulatedClients):
         self.cancelled: tuple[int, ...] = ()  # tokens of cancelled requests
         self.drained: tuple[int, float] | None = None  # last token before the drain, end of grace
         self.turns = ""  # callers of the requests that were dispatched, in order
-        self.waits: tuple[tuple[int, int], ...] = ()  # token, and length of ``turns`` at first
+        self.waits: tuple[tuple[int, int], ...] = ()  # token, length of ``turns`` when sent
         # Generations, as pairs of token and number of tokens still to compute. ``ended`` has them
         # for each run that has ended, ``parked`` for requests that wait for room.
         self.ended: tuple[tuple[tuple[int, int], ...], ...] = ()
