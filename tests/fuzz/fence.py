@@ -608,7 +608,7 @@ class Child:
         self.findings: list[str] = []
 
     def run(self, seconds: float, report: Callable[[], None]) -> None:
-        """Call operators in turn; those in BY_CONTRACT, which check no inputs, more often."""
+        """Call operators in turn; call those in BY_CONTRACT, which check no inputs, more often."""
         ends_s = time.monotonic() + seconds
         calls = [c for c in self._calls for _ in range(share(c[0]))]
         random.Random(self._seed).shuffle(calls)
