@@ -238,7 +238,7 @@ class World:
         self._failures.setdefault(call, []).append((after, code))
 
     def failure(self, call: str) -> str | None:
-        """Return the error code that this call must return, or None; remember a sticky code."""
+        """Return the error code that this call must return, or None; keep a sticky error code."""
         self.calls.append((call, ()))
         if call in self.broken:
             return self.must_hang_or(self.broken[call])
