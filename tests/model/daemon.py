@@ -73,7 +73,7 @@ class Daemon(SimulatedDaemon):
             self._end_copy()
 
     def _guard(self, order: daemon_msg.TransmitModel) -> None:
-        """Check an order with a new real guard. No order is late, so the guard needs only one."""
+        """Check an order with a new real guard. No order is late, so it needs no earlier ones."""
         scope = self._world.scope
         guard = TransmitGuard(
             arena_bytes=scope.arena_bytes,

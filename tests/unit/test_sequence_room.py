@@ -190,7 +190,7 @@ class Rig:
             self.events.append(ev.CancelRequest(token=token))
 
     def compute(self, tokens: Collection[int], error: PipeSwitchError | None = None) -> None:
-        """Compute a run of these requests, like worker and scheduler, with a random number of steps.
+        """Compute a run of these requests with a random number of steps, like worker and scheduler.
         Each request is then answered, or needs another run."""
         runs, more = [self.computing.pop(token) for token in tokens], []
         for run, answer in zip(runs, self.answers_of(runs), strict=True):
