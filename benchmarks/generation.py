@@ -4,7 +4,7 @@
 a process. Both must return the same tokens. The time of a cold model's first token is compared with
 the model's copy time or a resident model's time for the prompt, whichever is larger. Four models
 get random requests (Poisson) in an arena with room for 1.5 models. Their times are compared with
-those in an arena with room for all four, and with those if each request starts a process."""
+those in an arena with room for all four, and with those of a process per request."""
 
 from __future__ import annotations
 

@@ -126,7 +126,7 @@ def coordinate(order: dict[str, Any], style: Style, client: Connection) -> None:
 def _next_order(client: Connection) -> tuple[str, Any] | None:
     """Return the client's next order, or None if the client has closed the connection.
 
-    The end of a worker's pipe, in contrast, is an error that the caller must see.
+    The end of a worker's pipe, in contrast, raises EOFError in the caller.
     """
     try:
         verb, inputs = client.recv()

@@ -8,7 +8,7 @@ from typing import Any, Final
 
 LASTING: Final = ("SIGSTOP", "hang", "slow peer")
 LONG: Final = ("controller", "daemon", "device 2 daemon", "fork server")
-LASTS_S: Final = 3.0  # effect of a fault: a stopped process is detected within 2.5 s
+LASTS_S: Final = 3.0  # longest effect of a fault: a stopped process is detected within 2.5 s
 LANES: Final = {"gateway": "http", "stage": "staged"}  # component -> lane; "probe" for the rest
 RECOVERED_WITHIN_S: Final = 60.0  # limit of the time from a fault to the next good answer
 

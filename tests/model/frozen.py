@@ -86,12 +86,12 @@ class Codec:
     ) -> None:
         self.kind = kind
         self.drop = drop
-        self.parts: dict[str, type] = {}  # field -> class of the nested record; "": the outer one
+        self.parts: dict[str, type] = {}  # field -> class of the nested record; "": ``kind``
         self.still: list[str] = []
         self._ordered = ordered
         self._plain: list[str] = []
         self._lines_out: list[str] = []
-        self._epochs_in: list[str] = []  # runs before ``_lines_in``, in ``_lines_out``'s order
+        self._epochs_in: list[str] = []  # code that runs first, ordered like ``_lines_out``
         self._lines_in: list[str] = []
         self._names: dict[str, Any] = {
             "new": kind.__new__,

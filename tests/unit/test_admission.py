@@ -119,7 +119,7 @@ def test_one_that_others_delay_is_told_as_soon_as_it_is_clear() -> None:
     times_ms = [server.answers[token][0] - began_ms for token in urgent]
     assert server.error(waits) is None  # this request arrived first, so it ran at once
     assert isinstance(server.error(urgent[0]), DeadlineExceeded)
-    assert times_ms[0] == pytest.approx(30.0 - COMPUTE_MS[0], abs=0.1)  # refused when it was late
+    assert times_ms[0] == pytest.approx(30.0 - COMPUTE_MS[0], abs=0.1)  # its latest start
 
 
 def test_what_was_never_measured_is_not_refused() -> None:
@@ -286,7 +286,7 @@ def test_at_overload_all_that_are_accepted_are_in_time_and_the_others_told_when_
 
 
 def test_what_is_accepted_is_in_time_though_runs_scatter(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Deadlines allow about 17 runs. Sums of medians as predictions made 1 in 20 late."""
+    """Deadlines allow about 17 runs. Predictions by sums of medians made 1 request in 20 late."""
     rng, exact = random.Random(3), SimulatedProgram.group_ms
 
     def scattered(program: SimulatedProgram, *arguments: Any) -> tuple[float, ...]:

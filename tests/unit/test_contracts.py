@@ -148,7 +148,7 @@ def test_a_broken_contract_is_refused_whatever_torch_would_say(name: str) -> Non
 
 
 def test_results_that_are_for_a_backward_pass_cannot_be_reached() -> None:
-    """Outputs for backward have wrong extents on meta tensors; an empty one could be a weight."""
+    """Such results have wrong extents on meta tensors: an empty one would pass for a weight."""
     norm = contracts.guarded(resolve("aten.native_layer_norm.default"))
     [result] = norm(meta(2, 3), [3], None, None, 1e-5)
     assert list(result.shape) == [2, 3]

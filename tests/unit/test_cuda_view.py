@@ -287,7 +287,7 @@ def test_a_slice_that_is_too_small_is_left_for_good() -> None:
 
 
 def test_a_refusal_of_unknown_name_counts_as_one_while_the_context_works(rig: Rig) -> None:
-    rig.world.fail("cudaHostRegister", "cudaErrorNotReady")  # is in no list of harmless errors
+    rig.world.fail("cudaHostRegister", "cudaErrorNotReady")  # not a harmless error
     rig.view.pin(rig.block, 4096)
     assert rig.world.registered == {}
     rig.world.fail("cudaHostRegister", "cudaErrorUnknown")  # breaks the fake's context

@@ -317,7 +317,7 @@ def test_http_fills_what_every_door_fills_and_the_callers_rights_hold(rig: Rig) 
         "raw": {"text": [[1], "bytes"]},
     }
     body = json.dumps(function).encode()
-    assert "--allow-code" in rig.refused("POST", "/api/models/m", body)[1]  # also as the owner
+    assert "--allow-code" in rig.refused("POST", "/api/models/m", body)[1]  # even for the owner
     allowed, token = Rig(allow_code=("models.*",)), "token-of-register".ljust(16, "-")
     assert '"code"' in allowed.refused("POST", "/api/models/m", body, token=token)[1]
     told(allowed.ask("POST", "/api/models/m", body))

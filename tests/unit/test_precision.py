@@ -539,7 +539,7 @@ def relative_error(ours: torch.Tensor, theirs: torch.Tensor) -> float:
 def test_a_form_in_fewer_bytes_answers_as_the_module_does(
     name: str, form: str, machine: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With ``stores``, the processor cannot compute in bfloat16; ``unpacked`` is as for cuda."""
+    """With ``stores``, the processor cannot compute in bfloat16; ``unpacked`` builds for cuda."""
     if machine == "stores":
         monkeypatch.setattr(CpuKernels, "half", lambda kernels: "")
     module, x = FORMS[name][0](), FORMS[name][1]

@@ -1773,7 +1773,7 @@ def test_the_same_name_and_spec_again_is_a_no_op_and_another_spec_an_error(rig: 
 
 
 def test_another_clients_name_is_taken_though_it_asks_for_the_same(rig: Rig) -> None:
-    """If it succeeded as a no-op, this client could use, and unregister, the other's model."""
+    """If it were a no-op, this client could use, and unregister, the other client's model."""
     rig.register("enemy.m")
     token = rig.ask_register("enemy.m", client="friend", tenant="friend")
     error = rig.error(token)
