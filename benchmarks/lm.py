@@ -219,7 +219,7 @@ def speed(bench: Run, size: Size, peers: Sequence[Peer], rounds: int) -> Iterato
 
 
 def _agreement(actual: Prompts, right: Prompts) -> Numbers:
-    """Return how many answers equal the right ones, and the fewest tokens equal from the start."""
+    """Return how many answers are right, and the fewest right tokens at an answer's start."""
     same = [
         next((at for at, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), len(one))
         for one, other in zip(actual, right, strict=True)

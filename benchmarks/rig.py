@@ -45,7 +45,7 @@ class Switch:
     """Measurements of one switch. Times are milliseconds of the monotonic clock."""
 
     began_at_ms: float
-    arrivals_ms: tuple[float, ...]  # arrival of each group; never after its computation's start
+    arrivals_ms: tuple[float, ...]  # arrival of each group, at or before its computation's start
     begins_ms: tuple[float, ...]  # start of each group's computation
     ends_ms: tuple[float, ...]
     checksum: float

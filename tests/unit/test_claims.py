@@ -238,7 +238,7 @@ def test_a_builder_speaks_of_no_build_but_its_own(tmp_path: Path) -> None:
 def test_requests_are_joined_as_the_owner_asked_and_not_as_the_builder_says(
     batch: int, built_batch: int, tmp_path: Path
 ) -> None:
-    """A false claim would batch other clients' requests in a process of the attacker."""
+    """With a false claim, other clients' requests would be batched in a process of the attacker."""
     rig = Rig(tmp_path, batch=batch)
     rig.built(
         msgspec.structs.replace(

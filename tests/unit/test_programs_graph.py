@@ -288,7 +288,7 @@ def test_what_may_change_is_found_without_a_set_for_each_node() -> None:
 
 
 def test_one_row_of_a_column_is_dense_whatever_its_stride() -> None:
-    """An answer of one token may have such a stride: ``x[:, :, 0]`` of one row and one token."""
+    """An answer of one token may have an odd stride: ``x[:, :, 0]`` of one row and one token."""
     one = torch.tensor([[1.5, 2.5]])[:, 1]
     assert (one.shape, one.stride()) == ((1,), (2,))
     assert bytes(tensor_bytes(one)) == one.numpy().tobytes()

@@ -3077,7 +3077,7 @@ def test_a_publication_that_waits_for_another_build_ends_with_its_job(rig: Rig) 
 
 
 def test_one_version_is_unregistered_alone_and_the_one_before_serves_at_once(rig: Rig) -> None:
-    """The server also unregisters a version like this if it cannot write it to the journal."""
+    """The server also does this with a new version that it cannot write to the journal."""
     register_net(rig, pin=True)
     job = trained(rig)
     publish(rig, job)
