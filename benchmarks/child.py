@@ -1,8 +1,8 @@
 """Processes of the baselines that compute with plain PyTorch, without any part of the server.
 
 Verbs: ``weights`` writes a model's tensors to a safetensors file; ``ready`` waits with the eager
-model in memory; ``once`` is the process of stop-and-start, which imports torch, builds and loads
-the model, and runs it; ``tensors`` copies a model's tensors one by one.
+model in memory; ``once``, which the stop-and-start baseline starts for each switch, imports torch,
+builds and loads the model, and runs it; ``tensors`` copies a model's tensors one by one.
 """
 
 from __future__ import annotations

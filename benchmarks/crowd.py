@@ -36,14 +36,14 @@ from .trials import Arm, Numbers, Run, now_ms
 
 TURN_S: Final = 4.0
 QUICK_TURN_S: Final = 1.5
-SETTLE_S: Final = 0.5  # unmeasured time before each turn: earlier requests end, an attack begins
+SETTLE_S: Final = 0.5  # unmeasured time in which earlier requests end and an attack begins
 PAUSE_S: Final = 0.003  # pause between two requests of a caller
 MODEST, GREEDY = "modest", "greedy"
 TOWER: Final = "benchmarks.factories:tower_24"  # one run takes about 2 ms
 X: Final = np.ones((1, 512), np.float32)
 ATTACKER, INNOCENT = "127.0.0.2", "127.0.0.3"  # callers' addresses over HTTP; gRPC uses 127.0.0.1
-LONG_IDS: Final = 6 << 20  # number of token ids in a long input, which are 48 MiB
-TEXT_MODELS: Final = 8  # number of models with the endless template, and of models with a good one
+LONG_IDS: Final = 6 << 20  # number of token ids in a long input, which takes 48 MiB
+TEXT_MODELS: Final = 8  # number of models with an endless chat template; as many have a good one
 ENDLESS: Final = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
 TEMPLATE: Final = "{% for one in messages %}{{ one.content }}{% endfor %}"
 SOAK_S: Final = 600.0
@@ -142,7 +142,7 @@ async def _open_requests(to: Addresses, _: int) -> None:
         await asyncio.gather(*(one() for _ in range(150)))
 
 
-ATTACKS: Final[dict[str, tuple[int, Act]]] = {  # number of callers, and their action
+ATTACKS: Final[dict[str, tuple[int, Act]]] = {  # attack -> number of callers, and their action
     "JSON of many parts": (60, _many_parts),
     "unread gRPC streams": (16, _unread_stream),
     "8 long prompts": (8, _long_prompt),
@@ -215,7 +215,7 @@ Asks = Mapping[str, Callable[[], object]]
 
 @contextlib.contextmanager
 def innocent(to: Addresses) -> Iterator[Asks]:
-    """Yield functions, by protocol, each of which sends one request of the modest client."""
+    """Yield a function for each protocol; it sends one request of the modest client."""
     import grpc
 
     host, _, port = to.http.rpartition(":")
@@ -333,7 +333,7 @@ def _memory_mib(server_pid: int) -> dict[str, float]:
     """
     private_mib: dict[str, float] = {}
     for one in [psutil.Process(server_pid), *psutil.Process(server_pid).children(recursive=True)]:
-        with contextlib.suppress(psutil.Error):  # it has ended
+        with contextlib.suppress(psutil.Error):  # the process has ended
             kind = "controller" if one.pid == server_pid else one.name().rstrip("0123456789")
             kind = next((word for word in one.cmdline() if ".gateway." in word), kind)
             maps = [m for m in one.memory_maps() if not m.path.startswith("/memfd:")]

@@ -17,7 +17,7 @@ def mlp() -> nn.Module:
 
 
 def small_mlp() -> nn.Module:
-    """Return a model of three small layers, on which the baselines themselves are tried quickly."""
+    """Return a model of three small layers, for quick tests of the baselines."""
     return nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 64), nn.Linear(64, 8))
 
 

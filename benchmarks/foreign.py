@@ -150,7 +150,7 @@ def started(
 
 
 def _end(process: subprocess.Popen[Any]) -> None:
-    """Terminate the program, so that it removes its shared memory; then kill what has not ended."""
+    """Terminate the program, so that it removes its shared memory; kill processes that remain."""
     members = family(process.pid)
     send(members, signal.SIGCONT)
     with contextlib.suppress(ProcessLookupError, subprocess.TimeoutExpired):

@@ -1,7 +1,7 @@
 """``bench gateway``: HTTP with JSON, compared with other servers.
 
 1, 8 or 64 connections send requests over HTTP with JSON, which all servers speak. A connection
-sends its next request when it has the answer to the last one. Our server is compared with the
+sends its next request when it has received the previous answer. Our server is compared with the
 servers in the virtual environment that ``PIPESWITCH_BENCH_RIVALS`` names (``kserve``, ``litserve``,
 ``ray[serve]``). The servers take turns; while one is measured, the others are stopped."""
 

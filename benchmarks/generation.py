@@ -2,9 +2,9 @@
 
 *served* is our server over its owner's socket; *generate* is transformers' ``generate()`` alone in
 a process. Both must return the same tokens. The time of a cold model's first token is compared with
-its copy time or a resident model's time for the prompt, whichever is larger. Four models get random
-requests (Poisson) in an arena with room for 1.5 models. These times are compared with an arena that
-holds all four, and with starting a process for each request."""
+the model's copy time or a resident model's time for the prompt, whichever is larger. Four models
+get random requests (Poisson) in an arena with room for 1.5 models. Their times are compared with
+those in an arena with room for all four, and with those of a process per request."""
 
 from __future__ import annotations
 

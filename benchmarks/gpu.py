@@ -1,4 +1,4 @@
-"""One command that proves the cuda device on a GPU: ``make gpu``.
+"""One command that tests the cuda device on a GPU: ``make gpu``.
 
     python -m benchmarks.gpu [--out DIR] [--budget 540] [--dry-run] [stage …]
 
@@ -202,7 +202,7 @@ class Report:
         self._command = command
         self._written: list[Path] = []
         self.outcomes: list[Outcome] = []
-        self.name = "none"  # until the device is known
+        self.name = "none"  # part of the files' names, until the device is known
 
     def add(self, outcome: Outcome) -> list[Path]:
         """Add a stage's outcome and write the files; return their paths."""
@@ -320,7 +320,7 @@ def run_all(stages: Sequence[Stage], folder: Path, budget_s: float, *, stops_ear
     ends_at_s = time.monotonic() + budget_s
     report = Report(folder, "python -m benchmarks.gpu " + " ".join(sys.argv[1:]))
     environment = child_environment()
-    heartbeat = threading.Timer(budget_s + 30, os._exit, (124,))  # the process ends in any case
+    heartbeat = threading.Timer(budget_s + 30, os._exit, (124,))  # in case a stage hangs
     heartbeat.daemon = True
     heartbeat.start()
     paths: list[Path] = []

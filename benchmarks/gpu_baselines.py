@@ -124,7 +124,7 @@ def answer(order: dict[str, Any]) -> None:
 
 
 def sums(output: Any) -> tuple[float, float]:
-    """Copy the output to the host, as for a request; return its sum, and its magnitudes' sum."""
+    """Copy the output to the host, as for a request; return sums of its values and magnitudes."""
     value = output
     while not hasattr(value, "double"):
         value = value[0] if isinstance(value, tuple | list) else next(iter(value.values()))

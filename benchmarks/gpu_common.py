@@ -35,7 +35,7 @@ def package() -> str:
 
 
 def is_fake() -> bool:
-    """Return True with the tests' stand-in bindings: models are small, and times mean nothing."""
+    """Return True for the tests' stand-in bindings: models are small, and times are meaningless."""
     return package() != "cuda.bindings"
 
 

@@ -1,4 +1,4 @@
-"""Stage that prints facts of the machine. A fault of PipeSwitch hides none: it is not imported."""
+"""Stage that prints facts of the machine. It does not import PipeSwitch, which may be broken."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def main() -> int:
     for look in (_machine, _surroundings, _nvidia_smi, _bindings, _torch):
         try:
             look()
-        except Exception as error:  # a failed look must not hide other facts
+        except Exception as error:  # a failed query must not hide other facts
             put(could_not_look=look.__name__, why=repr(error)[:500])
     return 0
 

@@ -109,7 +109,7 @@ def stage() -> int:
     _, *names = MECHANISMS
     try:
         findings = look(package(), 0, names, program="benchmarks.gpu_mechanisms")
-    except ConfigError as error:  # not even the driver's library is there
+    except ConfigError as error:  # the driver's library is missing
         findings = {"device": {"is_ok": False, "text": error.message, **error.data}}
     for name in MECHANISMS:
         if name in findings:

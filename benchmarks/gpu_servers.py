@@ -36,7 +36,7 @@ from .training import Suspensions
 
 BATCHES = (8, 1)
 SWITCH_ROUNDS = 25
-WARM_UP_ROUNDS = 8  # in which every worker runs eagerly once, then captures its CUDA graphs
+WARM_UP_ROUNDS = 8  # rounds in which every worker runs eagerly once, then captures graphs
 SEED = 0
 TOLERANCE = 1e-4  # allowed relative error of the outputs' sum, because kernels differ
 BASELINE_ARMS = ("ready-eager", "ready-graph", "serial", "to-device")
@@ -46,7 +46,7 @@ WARM_UP_STEPS = 15
 WARM_JOB_STEPS = 20  # steps of the job before the first request
 SMALL = ("--width", "64", "--layers", "2", "--batch", "16")
 SWITCHES = 2000
-SETTLE = 60  # switches before memory is first read, in which workers capture and caches fill
+SETTLE = 60  # switches before the first memory reading: workers capture graphs, caches fill
 ALLOWED_BYTES = 2 * MIB  # growth that the driver's own bookkeeping may cause
 
 
@@ -134,7 +134,7 @@ def _rounds(
                 bills[arm].append(result.timing)
         for arm in BASELINE_ARMS:
             if arm == "to-device" and number % 4:
-                continue  # only every fourth round, because the arm's untimed preparation is slow
+                continue  # runs in every fourth round, because its untimed preparation is slow
             answer = baselines.ask(arm, batch)
             if "error" in answer:
                 if number == 0:

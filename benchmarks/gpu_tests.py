@@ -33,7 +33,7 @@ def main(suite: str) -> int:
                 text = str(report.longrepr if crash is None else crash.message)
                 put(failed=report.nodeid, why=text[-800:])
 
-    # Warnings are no errors here, because versions of torch differ in them. If the stage is killed,
+    # Warnings do not fail a test, because versions of torch differ in them. If the stage is killed,
     # its last output has the names of tests (-v) and the stacks of a slow test.
     words = ["-v", "--tb=short", f"--timeout={TEST_S}", "--timeout-method=thread"]
     words += ["-W", "default", "-p", "no:cacheprovider", "--rootdir", str(ROOT)]

@@ -1,7 +1,7 @@
 """Training script of ``bench shared-input``, on images that are costly to load.
 
-The job's entry is ``benchmarks.input_script:main``. With ``--measure`` the script only prints how
-long it trains on a batch, and how long it loads one.
+The job's entry is ``benchmarks.input_script:main``. With ``--measure`` the script only prints the
+times to train on a batch and to load a batch.
 """
 
 from __future__ import annotations

@@ -50,7 +50,7 @@ class Lane:
 
 
 class PlainCopy:
-    """Copy between two mappings of the store's kind, whose time other copies are compared with."""
+    """Copy between two memfds, whose time is the reference for other copies."""
 
     def __init__(self, size_bytes: int) -> None:
         self._source, self._target = mapping(size_bytes), mapping(size_bytes)

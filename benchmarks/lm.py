@@ -131,7 +131,7 @@ class Peer(Foreign):
         raise NotImplementedError
 
     def costing(self, model: int, prompts: Prompts, new: int) -> Numbers:
-        """Ask; add ``cpu_ms``, the processor time of the system and of this process."""
+        """Call ``ask``; add ``cpu_ms``, the processor time of the system and of this process."""
         root = self.process.pid if self.process else self.root
         before_ms, own_s = used_ms(root), time.process_time()
         costs = self.ask(model, prompts, new)
@@ -181,7 +181,7 @@ def side_by_side(ask: Asking, count: int) -> Numbers:
 
 
 def speed(bench: Run, size: Size, peers: Sequence[Peer], rounds: int) -> Iterator[str]:
-    """Measure one prompt, and ``MANY`` at once; yield each case's name after it was measured.
+    """Measure one prompt, and ``MANY`` prompts at once; yield the name of each measured case.
 
     The first peer's tokens are the reference. All peers get the same prompts in a round, and new
     prompts in each round, so that no peer can reuse an earlier result.
@@ -219,7 +219,7 @@ def speed(bench: Run, size: Size, peers: Sequence[Peer], rounds: int) -> Iterato
 
 
 def _agreement(actual: Prompts, right: Prompts) -> Numbers:
-    """Return how many answers equal the right ones, and the fewest tokens equal from the start."""
+    """Return how many answers are right, and the fewest right tokens at an answer's start."""
     same = [
         next((at for at, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), len(one))
         for one, other in zip(actual, right, strict=True)

@@ -1,7 +1,7 @@
 """Process that writes language models, or measures ``generate()`` of the transformers library.
 
-``write`` creates models from configurations and saves them. ``serve`` imports transformers, loads
-a model and answers lines of JSON; it is also the process of stop-and-start.
+``write`` creates models from configurations and saves them. ``serve`` imports transformers, loads a
+model and answers lines of JSON; the stop-and-start baseline starts it anew for each switch.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any, Final
 
 from .trials import now_ms, say
 
-FIRST_LETTER: Final = 0x20000  # from here on a letter has four bytes; equal in ``peer_child.py``
+FIRST_LETTER: Final = 0x20000  # token 0's character, four bytes long; equal in ``peer_child.py``
 STARTED_AT_MS = time.monotonic() * 1000
 
 

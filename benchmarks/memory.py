@@ -1,6 +1,6 @@
 """``bench memory``: unified memory management with one part removed (PipeSwitch, figure 8).
 
-It measures switches without a server (``rig.py``). README.md says which part each arm lacks.
+Switches are measured without a server (``rig.py``). README.md says which part each arm lacks.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def run(bench: Run, models: Sequence[str] = ()) -> None:
 
 
 class _Variants:
-    """The arms of a model. Before each trial the child maps the arena and faults in its pages."""
+    """Arms that measure one model. Before each trial the child maps and faults in the arena."""
 
     def __init__(self, rig: Rig) -> None:
         self._rig = rig

@@ -18,7 +18,7 @@ Results = Mapping[str, tuple[str, Mapping[str, Any]]]
 
 @dataclass(frozen=True)
 class Number:
-    """Name of one of our findings, and its bounds: the claim holds if the value is within them."""
+    """Name of one of our findings, with bounds: the claim holds if the value is within bounds."""
 
     finding: str
     label: str
@@ -40,7 +40,7 @@ class Claim:
 
     figure: str
     claim: str
-    differs: str  # how our measurement differs; for a claim without a number, why it has none
+    differs: str  # how our measurement differs; without a number, why there is none
     benchmark: str = ""
     numbers: Sequence[Number] = ()
 

@@ -27,7 +27,7 @@ BLOCK: Final = {
     "mlp.c_proj": "ffn_down",
 }
 AROUND: Final = {"wte": "token_embd", "wpe": "position_embd", "ln_f": "output_norm"}
-F32: Final = 0  # ggml's number; the default for keys and values is float16
+F32: Final = 0  # ggml's number for float32; keys and values are float16 by default
 
 
 class Engine(Protocol):
@@ -140,7 +140,7 @@ class LlamaCpp:
         return np.ctypeslib.as_array(logits, (self._vocabulary,))
 
     def _load(self, model: int, room: int) -> None:
-        """Load a model for ``room`` sequences; clearing a larger key-value cache takes longer."""
+        """Load a model for just ``room`` sequences: a larger cache would take longer to clear."""
         lib, order = self._lib, self._order
         if self._model is not None:
             lib.llama_free(self._context)

@@ -29,7 +29,7 @@ OURS: Final = "pipeswitch, HTTP"
 RIGHT: Final = "generate()"
 TWO: Final = 2  # number of models; the device has room for one
 ROUNDS, QUICK_ROUNDS = 5, 2
-F32: Final = 0  # ggml's number; the default for keys and values is float16
+F32: Final = 0  # ggml's number for float32; keys and values are float16 by default
 
 
 def run(bench: Run, _: Sequence[str] = ()) -> None:
@@ -240,7 +240,7 @@ def _library(place: lm.Place, name: str) -> Iterator[list[lm.Peer]]:
 
 
 def _first(place: lm.Place, peers: Sequence[lm.Peer]) -> None:
-    """Measure first tokens of new prompts, after a request for the same or for the other model."""
+    """Measure first tokens of new prompts, after a request to the same or to another model."""
     bench, size = place.bench, place.size
     holders = [one for one in peers if not one.name.startswith(("vLLM", RIGHT))]
     for words, before, chosen in (("first token", 0, peers), ("another model wanted", 1, holders)):

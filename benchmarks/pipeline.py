@@ -1,6 +1,6 @@
 """``bench pipeline``: ways to group layers for copying (PipeSwitch, section 4.2 and figure 7).
 
-They are compared with each other and with the shortest possible time, without a server or a
+The ways are compared with each other and with the shortest possible time, without server or
 training job (``rig.py``). README.md describes the arms, which differ in when layers are copied.
 """
 
@@ -28,11 +28,11 @@ RATIOS: Final = (0.5, 1.0, 2.0)  # time to copy the model over the link / time t
 ROUNDS: Final = 30
 QUICK_ROUNDS: Final = 5
 CALIBRATIONS: Final = 5
-QUIET: Final = 1.05  # limit of a ratio that should be 1, because a smaller difference is noise
+QUIET: Final = 1.05  # limit of a ratio that should be 1; a smaller difference is noise
 MLP_BYTES: Final = 12 * MLP_WIDTH * MLP_WIDTH * 4
 PROBE_ROUNDS: Final = 3
 PROBE_BATCH: Final = 64
-COMPUTE_OVER_MEMCPY: Final = 2.5  # wanted for the MLP; RATIOS' 0.5 needs 2, the rest is reserve
+COMPUTE_OVER_MEMCPY: Final = 2.5  # target for the MLP; the ratio 0.5 needs at least 2
 
 
 def run(bench: Run, models: Sequence[str] = ()) -> None:
@@ -132,7 +132,7 @@ def costs_of(
 ) -> LayerCosts:
     """Return the link's cost per copy and per byte, and each layer's computing time, from medians.
 
-    The fixed cost of a copy follows from how much longer one copy per layer takes than one copy.
+    Copying layer by layer takes longer than one copy; the difference gives a copy's fixed cost.
     """
     whole_ms = quantile([sum(switch.transfers_ms) for switch in one_shot], 0.5)
     pieces_ms = quantile([sum(switch.transfers_ms) for switch in per_layer], 0.5)

@@ -114,7 +114,7 @@ def _served(order: dict[str, Any], precision: str, folder: Path) -> tuple[Runner
     facts = {"bytes": manifest.total_bytes, "copy_ms": min(copies), "notes": notes}
 
     def run(inputs: Sequence[torch.Tensor], image: torch.Tensor = image) -> Any:
-        return bound.run([*inputs], lambda index: None)  # the unused default keeps ``image`` alive
+        return bound.run([*inputs], lambda index: None)  # the unused argument keeps ``image`` alive
 
     return run, facts
 

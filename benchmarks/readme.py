@@ -65,8 +65,7 @@ def front_page(results: Results) -> list[str]:
 
 
 def results_page(results: Results) -> list[str]:
-    """Return the paragraphs of ``benchmarks/results/README.md``: all targets, then each benchmark's
-    findings."""
+    """Return the paragraphs of the page of results: all targets, then each benchmark's findings."""
     measured = _measured(results)
     parts = [target_table(measured)] if measured else []
     own = {"switch": switch_table, DEMO: demo_table, "peers": peers_table}

@@ -45,8 +45,8 @@ LARGE_BYTES: Final = 1 << 20
 RESIDENCY: Final = ("", "-local")
 MAX_RATIO: Final = 1.25  # limit over TCP, from LARGE_BYTES up: our time / the bare server's
 MAX_MORE_MS: Final = 0.3  # limit over TCP, below LARGE_BYTES: our time - the bare server's
-LOCAL_MORE_MS: Final = 0.1  # limit over the owner's socket, below LARGE_BYTES: a difference
-LOCAL_RATIO: Final = {"16MB": 0.5}  # limits over it, from LARGE_BYTES up; for other sizes 1.0
+LOCAL_MORE_MS: Final = 0.1  # limit locally, below LARGE_BYTES: our time - the bare server's
+LOCAL_RATIO: Final = {"16MB": 0.5}  # limits locally, from LARGE_BYTES up; 1.0 for other sizes
 
 Dealer = zmq.Socket[bytes]
 
@@ -162,8 +162,8 @@ def _reply_bytes() -> int:
 def serve_bare() -> None:
     """Print the TCP and the ipc address, and serve until standard input is closed.
 
-    It only does the work that every server must do: receive, copy the payload into memory that it
-    would share with a computing process, send a header and an output.
+    The bare server only does the work that every server must do: receive, copy the payload into
+    memory that a computing process could share, send a header and an output.
     """
     reply_bytes, pool_bytes = int(sys.argv[1]), int(sys.argv[2])
     descriptor = os.memfd_create("bare", os.MFD_CLOEXEC)

@@ -45,7 +45,7 @@ class Switch:
     """Measurements of one switch. Times are milliseconds of the monotonic clock."""
 
     began_at_ms: float
-    arrivals_ms: tuple[float, ...]  # arrival of each group; never after its computation's start
+    arrivals_ms: tuple[float, ...]  # arrival of each group, at or before its computation's start
     begins_ms: tuple[float, ...]  # start of each group's computation
     ends_ms: tuple[float, ...]
     checksum: float
@@ -197,7 +197,7 @@ class Rig(Engine):
         is_pipelined: bool = True,
         began_at_ms: float = 0.0,
     ) -> Switch:
-        """Copy all groups except the first ``resident`` groups, and compute. Needs ``set_plan``.
+        """Copy all groups but the first ``resident`` groups, and compute. Call ``set_plan`` first.
 
         Args:
             is_pipelined: if False, computing starts after the last group has arrived."""

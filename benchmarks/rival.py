@@ -6,7 +6,7 @@ workers. One worker trains when a request arrives. A request runs as in the publ
 1. The client sends the input to the coordinator, pickled.
 2. The coordinator orders the training worker to terminate. After every leaf module, forward and
    backward, the worker checks for this order, with the device synchronised (the cpu device always
-   is). It acknowledges, and loses its progress: training will start from scratch.
+   is). It acknowledges the order, and loses its progress: the next training starts from scratch.
 3. Then the coordinator sends the input, pickled again, to the standby worker, and starts copying.
 4. All weights are copied, even those in the arena. For each group, the host waits for the copy and
    then sends a message on a pipe. The worker's hook reads it before the group's first layer.
@@ -126,7 +126,7 @@ def coordinate(order: dict[str, Any], style: Style, client: Connection) -> None:
 def _next_order(client: Connection) -> tuple[str, Any] | None:
     """Return the client's next order, or None if the client has closed the connection.
 
-    An end of file from a worker's pipe, in contrast, is an error, which the caller raises.
+    The end of a worker's pipe, in contrast, raises EOFError in the caller.
     """
     try:
         verb, inputs = client.recv()
@@ -195,7 +195,7 @@ class Coordinator:
         forkserver._forkserver._stop()  # type: ignore[attr-defined]
 
     def _transmit(self, worker: WorkerHandle) -> None:
-        """Copy, wait for the copy on the host and notify the worker, per group or for the model."""
+        """Copy, wait for the copy and notify the worker, for each group or for the whole model."""
         match self._style.transfer:
             case "groups":
                 for index, group in enumerate(self._manifest.groups):

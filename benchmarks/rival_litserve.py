@@ -13,7 +13,7 @@ from fastapi import Request
 
 
 class Served(litserve.LitAPI):  # type: ignore[misc]
-    """Model that reads and writes as much of the Open Inference Protocol's JSON as we measure."""
+    """Model that reads and writes the measured part of the Open Inference Protocol's JSON."""
 
     def __init__(self, order: dict[str, Any]) -> None:
         super().__init__()

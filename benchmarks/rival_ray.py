@@ -1,7 +1,7 @@
 """Ray Serve with one model, for ``bench gateway``; it is started like ``rival_kserve.py``.
 
-It has one replica, which reads and writes as much of the Open Inference Protocol's JSON as we
-measure."""
+It has one replica, which reads and writes the measured part of the Open Inference Protocol's JSON.
+"""
 
 from __future__ import annotations
 

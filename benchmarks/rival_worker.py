@@ -39,7 +39,7 @@ class Termination:
         threading.Thread(target=self._listen, daemon=True).start()
 
     def check(self) -> None:
-        """Raise ``Terminated`` if ordered. Hooks call it after leaf modules, on an idle device."""
+        """Raise ``Terminated`` if ordered; called after each leaf module, with the device idle."""
         if self._is_asked.is_set():
             raise Terminated
 

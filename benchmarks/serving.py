@@ -21,7 +21,7 @@ from .models import MIB, BenchModel
 from .trials import Numbers, nothing, now_ms
 
 TRAIN_ENTRY: Final = "benchmarks.train_script:main"
-SLICE_ROOM_BYTES: Final = 40 * MIB  # fences and the training job's slice
+SLICE_ROOM_BYTES: Final = 40 * MIB  # room for fences and the training job's slice
 WAIT_S: Final = 60.0
 POLL_S: Final = 0.01
 SETTLE_S: Final = 1.0  # time to replace a paused job's worker and to prepare the new worker
@@ -78,7 +78,7 @@ def serving(
 
 
 def ask(client: Client, name: str, inputs: Any, *, is_resident: bool) -> tuple[Result, Numbers]:
-    """Send one request; return its result and times. Raise if its model was (not) resident."""
+    """Send a request; return result and times. Raise if residency was not as ``is_resident``."""
     began_ms = now_ms()
     result = client.infer(name, inputs)
     total_ms = now_ms() - began_ms

@@ -2,10 +2,10 @@
 
 As in SwitchFlow's figures 8 to 10, one, two or three jobs, with equal or different models, train in
 turns on one device with one compute thread. Arms: *own* (each job has a DataLoader) and *shared*
-(``job.shared``). In most cases, loading a batch takes as long as training on it. "short steps" has
-short times for both, so that the fixed cost of a step counts more. "cheap input" loads as fast as
-possible. The measured number is images per second of all jobs together, from the first step of any
-job to the last step of any job, so the start of the processes does not count.
+(``job.shared``). In most cases, loading a batch takes as long as training on it. In "short steps"
+both times are short, so that the fixed cost of a step counts more. In "cheap input", jobs load as
+fast as possible. The measured number is images per second of all jobs together, from the first step
+of any job to the last step of any job, so the start of the processes does not count.
 """
 
 from __future__ import annotations

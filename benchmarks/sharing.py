@@ -1,7 +1,7 @@
 """Training and inference in one process without PipeSwitch, as a baseline of ``interference``.
 
 ``python -m … sharing share ORDER`` reads one segment per line: a mode and the times at which
-requests are due. It prints the requests' latencies, and how many steps it has trained meanwhile.
+requests are due. It prints the requests' latencies, and the number of steps trained in the segment.
 """
 
 from __future__ import annotations
@@ -108,7 +108,7 @@ def _inference(order: plain.Order) -> Callable[[], Any]:
 
 
 def main() -> None:
-    """Run the segments that standard input has, on the order's cores, with the server's threads."""
+    """Run each segment on standard input, on the order's cores, with the server's thread count."""
     order = json.loads(sys.argv[2])
     os.sched_setaffinity(0, order["cores"])
     torch.set_num_threads(order["threads"])

@@ -64,7 +64,7 @@ def compare(bench: Run, setting: Setting, baselines: Sequence[str]) -> None:
 
 
 class Requests:
-    """Requests to our server, with what all its arms share: last twin, inputs, training job."""
+    """Requests to our server. Its arms share the last twin, the inputs and the training job."""
 
     def __init__(self, bench: Run, client: Client, setting: Setting) -> None:
         self._client = client
@@ -121,7 +121,7 @@ def _findings(bench: Run, case: str) -> None:
         ("stop-and-start overhead, p50", theirs),
     ):
         bench.find(f"{case}: {what}", value_ms, "ms")
-    # A difference of totals may be noise, even negative; the overhead in the server's times is not.
+    # A difference of totals may be noise, even negative; overhead that the server measures is not.
     by_pairs = ratio(theirs, max(ours, billed))
     by_minimum = ratio(min(restart) - min(ready), max(min(cold) - min(resident), billed))
     bench.find(f"{case}: stop-and-start overhead / ours", by_pairs, at_least=MIN_RATIO)
@@ -137,7 +137,7 @@ def _findings(bench: Run, case: str) -> None:
 def _against_rivals(bench: Run, case: str) -> None:
     """Add findings for each rival's overhead, computed like ours in two ways.
 
-    One is the total time minus that of ``ready``. The other is billed time: from the request's
+    One is the total time minus the time of ``ready``. The other is billed time: from the request's
     arrival in the server to its outputs, without computing."""
     ready = bench.values(case, "ready", "total_ms")
     cold = bench.values(case, "cold", "total_ms")
@@ -162,7 +162,7 @@ def _against_rivals(bench: Run, case: str) -> None:
         ):
             bench.find(f"{case}: {arm} overhead / ours, {what}", value, at_least=at_least)
         bench.find(f"{case}: {arm} overhead / ours when resident, p50", ratio(theirs, warm))
-    # Every system that stops training after a layer waits for that layer; nothing else is needed.
+    # The shortest possible wait: each system that stops training after a layer waits for the layer.
     waits, stops = (bench.values(case, RIVALS[0], key) for key in ("wait_ms", "acknowledge_ms"))
     most = ratio(quantile(waits, 0.5), quantile(stops, 0.5))
     bench.find(f"{case}: {RIVALS[0]} wait / its wait for training alone: the most to gain", most)

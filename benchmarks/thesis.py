@@ -3,7 +3,7 @@
     python -m benchmarks.thesis
 
 A server uses the order ``alternating``. If all models fit in memory, ``johnson`` (Johnson 1954)
-sorts them into the best order; ``exhaustive`` finds the best order by trying all.
+sorts them into the best order; ``exhaustive`` finds the best order by trying all orders.
 """
 
 from __future__ import annotations

@@ -57,7 +57,7 @@ def cycle(length_s: float, first: Ask, then: Ask) -> Numbers:
 
 
 class _Server:
-    """Our server; in each cycle it serves the other one of two twins."""
+    """Our server, which switches to the other of two twins in each cycle."""
 
     def __init__(self, client: Client, inputs: Any, *, is_cold: bool) -> None:
         self._client, self._inputs, self._is_cold = client, inputs, is_cold

@@ -86,7 +86,7 @@ def run(bench: Run, _: Any = ()) -> None:
 
 
 class _Runs:
-    """Starter of runs of the script, plain and as a job, each with the same number of steps."""
+    """Starter of the script, plain and as a job; all runs have the same number of steps."""
 
     def __init__(self, bench: Run, client: Client, folder: Path, args: tuple[str, ...]) -> None:
         self._client, self._numbers, self.args = client, itertools.count(), args

@@ -118,7 +118,7 @@ class Run:
         self.facts = self.facts | {"threads": self.threads, "seed": self.seed}
 
     def rounds(self, full: int, quick: int) -> int:
-        """Return the requested number of rounds or, without a request, ``full`` or ``quick``."""
+        """Return the number of rounds from the command line, else ``full`` or ``quick``."""
         return self.trials_asked or (quick if self.is_quick else full)
 
     def usable(self, names: Sequence[str]) -> list[str]:

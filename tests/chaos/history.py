@@ -8,8 +8,8 @@ from typing import Any, Final
 
 LASTING: Final = ("SIGSTOP", "hang", "slow peer")
 LONG: Final = ("controller", "daemon", "device 2 daemon", "fork server")
-LASTS_S: Final = 3.0  # the server detects a stopped process within 2.5 s
-LANES: Final = {"gateway": "http", "stage": "staged"}  # component -> lane; for others "probe"
+LASTS_S: Final = 3.0  # longest effect of a fault: a stopped process is detected within 2.5 s
+LANES: Final = {"gateway": "http", "stage": "staged"}  # component -> lane; "probe" for the rest
 RECOVERED_WITHIN_S: Final = 60.0  # limit of the time from a fault to the next good answer
 
 
@@ -97,7 +97,7 @@ class History:
                 return True
 
     def _had_no_gateway(self, from_s: float, to_s: float) -> bool:
-        """Return True if the gateway was killed and had not yet answered a request again."""
+        """Return True if, during this interval, a killed gateway had no successor that answers."""
         return any(
             fault.at_s <= to_s and fault.at_s + (self.recovery_s(fault) or to_s) >= from_s
             for fault in self.faults

@@ -67,7 +67,7 @@ TARGETS: Final = sorted(f"aten.{n}.{o}" for n, suffixes in OVERLOADS.items() for
 
 
 class T:
-    """Specification of a tensor: extents, dtype, and, for indices, the bound of its values."""
+    """Specification of a tensor: extents, dtype, and, for indices, their upper bound."""
 
     def __init__(self, shape: Sequence[int], dtype: torch.dtype, bound: int = 0) -> None:
         self.shape, self.dtype, self.bound = tuple(shape), dtype, bound
@@ -509,7 +509,7 @@ class Fence:
         self._next = 0
 
     def place(self, spec: T, rng: random.Random) -> Place:
-        """Place a tensor: it ends at an unmapped page, starts after one, or up to 64 bytes off.
+        """Place a tensor at the end or start of a slot, or up to 64 bytes away from it.
 
         Raises:
             ValueError: the tensor is larger than a slot.
@@ -608,7 +608,7 @@ class Child:
         self.findings: list[str] = []
 
     def run(self, seconds: float, report: Callable[[], None]) -> None:
-        """Call operators in turn; those in BY_CONTRACT, which check no inputs, come more often."""
+        """Call operators in turn; call those in BY_CONTRACT, which check no inputs, more often."""
         ends_s = time.monotonic() + seconds
         calls = [c for c in self._calls for _ in range(share(c[0]))]
         random.Random(self._seed).shuffle(calls)

@@ -183,7 +183,7 @@ class _Gate:
         return answer
 
     async def hear(self, frames: list[bytes]) -> list[bytes]:
-        """Feed frames to a new connection until it ends; return the bytes that it was sent."""
+        """Feed frames to a new connection until it ends; return the bytes that it wrote."""
         self.statuses.clear()
         wire, connection = Wire(PEER), self.server()
         wire.protocol = connection

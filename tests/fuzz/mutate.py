@@ -154,7 +154,7 @@ def _change_dict(value: dict[Any, Any], chance: random.Random, texts: Sequence[s
 
 
 def _other(value: Any, chance: random.Random, texts: Sequence[str]) -> Any:
-    """Return another value, mostly of the same type."""
+    """Return another value, in most cases of the same type."""
     if chance.random() < 0.12:
         return _leaf(chance, texts)
     if isinstance(value, bool):

@@ -47,7 +47,7 @@ def _frames(*tensors: bytes, **fields: Any) -> bytes:
 
 
 def seeds() -> list[bytes]:
-    """Return replies with outputs of several dtypes, with an error, progress, a tensor as body."""
+    """Return replies: outputs of several dtypes, an error, progress, and a tensor as body."""
     outputs = tuple(
         WireTensor(name=dtype, dtype=dtype, shape=(2, 2), frame=number)
         for number, dtype in enumerate(("float32", "bfloat16", "int64", "bool"))

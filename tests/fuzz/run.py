@@ -119,7 +119,7 @@ def _rss_mib(pid: int) -> float:
 
 
 def read_log(text: str) -> Outcome:
-    """Return the last figures in libFuzzer's log, which also an aborted run has printed."""
+    """Return the last figures in libFuzzer's log, which even an aborted run prints."""
     outcome = Outcome()
     pulses = [int(number) for number in _PULSE.findall(text)]
     executed = _EXECUTED.search(text)

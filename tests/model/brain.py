@@ -98,7 +98,7 @@ OF_FLEET = ("is_daemon_alive", "_daemon_deaths", "_daemon_respawn_at_ms")
 
 
 class Known(Predictions):
-    """Constant predictions of run times, with which requests wait to be batched.
+    """Constant predictions of run times, which batching needs to delay requests.
 
     No run changes them, so a request's placement depends only on the devices' current tasks.
     """
@@ -206,7 +206,7 @@ def _thaw_regions(regions: RegionAllocator, frozen: Any, n: Next) -> None:
 
 
 class Brain:
-    """Scheduler object that can be set to any state in which it has been."""
+    """Scheduler object that can be set to any state that it has had before."""
 
     def __init__(self, scheduler: Scheduler) -> None:
         self.scheduler = scheduler

@@ -115,7 +115,7 @@ _NESTED: Final[dict[str, tuple[type, int]]] = {  # field -> type of elements, ne
     "batched_outputs": (SlabTensor, 2),
     "sampling_params": (SamplingParams, 0),
 }
-_OF_COMMITS: Final = (CommitStep, CommitCopy, StepCommitted)  # code compares their ids by size
+_OF_COMMITS: Final = (CommitStep, CommitCopy, StepCommitted)  # their ids are compared by size
 
 
 class _Kind:

@@ -8,7 +8,7 @@ from .daemon import OUT, TO_HOST
 from .worker import SIGNAL, TASK, Worker
 
 Action = tuple[Any, ...]
-FAR_MS: Final = 1e8  # the clock never jumps as far as this
+FAR_MS: Final = 1e8  # the clock never jumps to this instant or later
 
 
 def actions(world: Any) -> list[Action]:
@@ -54,8 +54,8 @@ def _of_worker(world: Any, slot: int, worker: Worker) -> list[Action]:
 
 
 def _deaths(world: Any, slot: int, worker: Worker) -> list[Action]:
-    """Return the possible deaths of a worker. Death and reaping are one action, because before it
-    is reaped, a dead process is like a slow one for the scheduler."""
+    """Return the possible deaths of a worker. Death and reaping are one action, because for
+    the scheduler a dead process is like a slow one until it is reaped."""
     has_words = world.late and any(worker.out.values())
     if worker.is_doomed:
         return [("struck", slot)] + ([("struck_early", slot)] if has_words else [])

@@ -17,7 +17,7 @@ JOBS: Final = JobName("job"), JobName("other")
 JOB: Final = JOBS[0]
 # Tokens of messages: requests have 1, 2, …; OTHER: the second job's; REGISTER: all registrations'.
 TRAIN, WAIT, PAUSE, RESUME, PIN, MOVE, OTHER, REGISTER = 101, 102, 103, 104, 105, 106, 107, 200
-DEADLINE_MS: Final = 1000.0  # shorter than a grace period: no worker counts as hung before
+DEADLINE_MS: Final = 1000.0  # expires before a worker counts as hung, after a grace period
 
 
 class Clients(SimulatedClients):
@@ -43,7 +43,7 @@ class Clients(SimulatedClients):
         self.cancelled: tuple[int, ...] = ()  # tokens of cancelled requests
         self.drained: tuple[int, float] | None = None  # last token before the drain, end of grace
         self.turns = ""  # callers of the requests that were dispatched, in order
-        self.waits: tuple[tuple[int, int], ...] = ()  # token, and length of ``turns`` at its start
+        self.waits: tuple[tuple[int, int], ...] = ()  # token, length of ``turns`` when sent
         # Generations, as pairs of token and number of tokens still to compute. ``ended`` has them
         # for each run that has ended, ``parked`` for requests that wait for room.
         self.ended: tuple[tuple[tuple[int, int], ...], ...] = ()
@@ -169,7 +169,7 @@ class Clients(SimulatedClients):
         self.ended += (tuple(runs),)
 
     def do_next_runs(self, is_parked: bool) -> None:
-        """Send the next runs after the oldest ended run; if ``is_parked``, one waits for room."""
+        """Send the next runs after the oldest ended run; if ``is_parked``, one run needs room."""
         (runs, *rest) = self.ended
         self.ended = tuple(rest)
         next_runs = [

@@ -23,7 +23,7 @@ OUT, TO_HOST = "out", "to-host"
 
 
 class Daemon(SimulatedDaemon):
-    """Memory daemon; like a ``Worker``, several states of the world may share the object."""
+    """Memory daemon. Several states of the world may share the object, as with ``Worker``."""
 
     kept: Kept | None = None
 
@@ -73,7 +73,7 @@ class Daemon(SimulatedDaemon):
             self._end_copy()
 
     def _guard(self, order: daemon_msg.TransmitModel) -> None:
-        """Check an order with a new real guard, which needs no older orders: they came in order."""
+        """Check an order with a new real guard. No order is late, so it needs no earlier ones."""
         scope = self._world.scope
         guard = TransmitGuard(
             arena_bytes=scope.arena_bytes,

@@ -16,7 +16,7 @@ from .choices import Action, actions, jumps
 from .scope import Scope
 from .world import World
 
-# Actions that need not ever happen. A state of rest must be reachable without them.
+# Actions that may never happen. A state of rest must be reachable without them.
 FAULTS = frozenset(
     {
         "kill",
@@ -37,7 +37,7 @@ FAULTS = frozenset(
 )
 
 CHUNK = 64  # states that are sent to a process together
-GARBAGE_EVERY = 100_000  # allocations between collections, which find nearly no cycles
+GARBAGE_EVERY = 100_000  # allocations between garbage collections, which find almost nothing
 DIGEST_BYTES = 12  # the probability that two of 10^6 states have one digest is below 10^-16
 
 # How many states of the scheduler a process caches, at about 3 KiB each. With a cache for a quarter

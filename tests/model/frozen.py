@@ -60,7 +60,7 @@ OP_IDS = frozenset({"OpId", "Turn"})
 
 
 class UnknownField(Exception):
-    """Error: a field changed whose meaning the model does not know."""
+    """Error: a field has changed, and the model does not know its meaning."""
 
 
 class Codec:
@@ -68,7 +68,7 @@ class Codec:
 
     Args:
         drop: names of fields that are not frozen, because no decision reads them.
-        ordered: names of operation ids that some code compares by size; turns always count as such.
+        ordered: names of operation ids that some code compares by size; turns are always included.
         parts: classes of nested records; a name of such a record's field has a dot.
 
     Attributes:
@@ -86,12 +86,12 @@ class Codec:
     ) -> None:
         self.kind = kind
         self.drop = drop
-        self.parts: dict[str, type] = {}  # field -> class of the nested record; "": the record
+        self.parts: dict[str, type] = {}  # field -> class of the nested record; "": ``kind``
         self.still: list[str] = []
         self._ordered = ordered
         self._plain: list[str] = []
         self._lines_out: list[str] = []
-        self._epochs_in: list[str] = []  # code before ``_lines_in``, in the order of ``_lines_out``
+        self._epochs_in: list[str] = []  # code that runs first, ordered like ``_lines_out``
         self._lines_in: list[str] = []
         self._names: dict[str, Any] = {
             "new": kind.__new__,
@@ -206,7 +206,7 @@ def lands(of: StagingLayout | None) -> Any:
 
 
 class Still:
-    """Attributes that the model does not freeze, so that they must keep their values.
+    """Attributes that the model does not freeze, and that therefore must keep their values.
 
     Args:
         owner: a part of the scheduler, or a record.

@@ -57,7 +57,7 @@ class Recall:
     """The scheduler with a cache of its results.
 
     Until the first ``go_to`` the scheduler is live: it handles every event, so that a story (the
-    replay of a path) does not depend on the cache. Then it handles only events without a result.
+    replay of a path) does not depend on the cache. Then it handles only events that are not cached.
     """
 
     def __init__(self, scheduler: Scheduler) -> None:

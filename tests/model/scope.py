@@ -42,7 +42,7 @@ class Scope:
     late: int = 0
     pauses: int = 0  # pauses by the user, each with a resume
     repeats: int = 0
-    deadlines: int = 0  # number of requests, the last ones, whose deadline may expire
+    deadlines: int = 0  # number of requests, counted from the last, whose deadline may expire
     cancels: int = 0  # requests that their clients cancel
     hints: int = 0  # announcements of a request, without the request
     moves: int = 0  # moves of the job to the other device

@@ -73,7 +73,7 @@ class Exploration:
         self._actions: list[Action] = []
         self._numbers: dict[Action, int] = {}
         self._by = array("H")  # state -> number of the action that led to it
-        self._sources, self._targets = array("I"), array("I")  # edges whose action is no fault
+        self._sources, self._targets = array("I"), array("I")  # edges without faults
         self._rests: list[int] = []
         self.report = Report(scope)
 

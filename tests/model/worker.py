@@ -28,7 +28,7 @@ class Worker(SimulatedWorker):
     """Worker process in a slot. Several states of the world may share the object.
 
     Attributes:
-        kept: frozen form of a worker that states share, so that it must not change; else None.
+        kept: frozen form of a worker that several states share (it must not change); else None.
     """
 
     kept: Kept | None = None

@@ -139,7 +139,7 @@ class World(simulator.World):
         return ModelName("ABC"[index % self.scope.models])
 
     def happens(self, what: Chance, name: str) -> bool:
-        """Decide about events that are no actions and no faults of the scope (see ``Choices``)."""
+        """Decide about events that are neither actions nor the scope's faults (see ``Choices``)."""
         match what:
             case "commit":
                 scripts = [w.script for w in self.workers.values() if w.script is not None]
@@ -226,7 +226,7 @@ class World(simulator.World):
         return order[generation], tuple([order[g] for g in ghosts])
 
     def thaw(self, frozen: Any) -> None:
-        """Set the world to a state from ``marshal.loads``; setting it again to it is cheap."""
+        """Set the world to a state from ``marshal.loads``. Setting the current one is cheap."""
         if self._thawed is None or frozen is not self._thawed[0]:
             self._thawed = frozen, Thawed(self, frozen)
         self._thawed[1].becomes(self)
@@ -527,7 +527,7 @@ class World(simulator.World):
                 require(not is_wanted, f"{name} is waited for, and {message.model} sent ahead")
 
     def _leaves(self, reason: str) -> None:
-        """Check that the server may stop, which kills all its processes."""
+        """Check that the server may stop now; a stop kills all its processes."""
         drained = self.clients.drained
         is_grace_over = drained is not None and self.now_ms >= drained[1]
         require(reason == "drained" or is_grace_over, f"it leaves: {reason}")

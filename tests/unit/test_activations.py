@@ -27,7 +27,7 @@ Grads = list[torch.Tensor]
 
 @pytest.fixture(autouse=True)
 def lanes_end(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Close all copy streams after each test: pytest's report of over a hundred threads is cut."""
+    """Close copy streams after each test: pytest's report would cut a list of a hundred threads."""
     streams: list[CopyStreams] = []
     begin = CopyStreams.__init__
 
@@ -246,7 +246,7 @@ def test_gradients_are_bit_equal_within_every_budget(model: str, autocast: bool)
         assert limit.asks == sorted({ask >> 20 << 20 for ask in limit.asks}), "as it grows"
         limit.give_back()
         assert limit.asks[-1:] in ([], [0])
-        if share:  # without a budget, some copies may come too late and are cancelled
+        if share:  # else some copies may be late and are cancelled
             assert (figures["offloaded_bytes"] == 0) == (share == 1)
 
 

@@ -117,9 +117,9 @@ def test_one_that_others_delay_is_told_as_soon_as_it_is_clear() -> None:
     urgent = [server.ask(0, deadline_ms=30.0, priority=2), waits]
     server.run()
     times_ms = [server.answers[token][0] - began_ms for token in urgent]
-    assert server.error(waits) is None  # it arrived first, so it ran at once
+    assert server.error(waits) is None  # this request arrived first, so it ran at once
     assert isinstance(server.error(urgent[0]), DeadlineExceeded)
-    assert times_ms[0] == pytest.approx(30.0 - COMPUTE_MS[0], abs=0.1)  # when it became too late
+    assert times_ms[0] == pytest.approx(30.0 - COMPUTE_MS[0], abs=0.1)  # its latest start
 
 
 def test_what_was_never_measured_is_not_refused() -> None:
@@ -138,7 +138,7 @@ def slow_once(server: Server, model: int, took_ms: float) -> None:
 
 
 def test_one_slow_run_does_not_refuse_for_ever() -> None:
-    """One request is accepted after a while: without any request, no run would be measured."""
+    """After a while, accept one request in any case, because otherwise no run would be measured."""
     server = Server()
     slow_once(server, 0, 900.0)
     refused = [server.error(server.ask(0, deadline_ms=500.0)) for _ in range(3)]
@@ -286,7 +286,7 @@ def test_at_overload_all_that_are_accepted_are_in_time_and_the_others_told_when_
 
 
 def test_what_is_accepted_is_in_time_though_runs_scatter(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Deadlines allow about 17 runs. When predictions were sums of medians, 1 in 20 was late."""
+    """Deadlines allow about 17 runs. Predictions by sums of medians made 1 request in 20 late."""
     rng, exact = random.Random(3), SimulatedProgram.group_ms
 
     def scattered(program: SimulatedProgram, *arguments: Any) -> tuple[float, ...]:

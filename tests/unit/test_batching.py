@@ -447,7 +447,7 @@ def test_a_worker_that_answers_other_requests_than_it_was_given_is_killed() -> N
 
 
 def test_admission_counts_joined_runs_and_refuses_none_that_can_be_in_time() -> None:
-    """Two runs of ``other`` and two of eight joined rows come first, each as long as one row."""
+    """Two runs of ``other`` come first, then eight rows in two runs; each takes one row's time."""
     server = Server("fifo", admission="deadline")
     server.ask_behind(8, "waits")
     ends_ms = 2 * COMPUTE_MS + 2 * COMPUTE_MS + COMPUTE_MS
@@ -811,7 +811,7 @@ def test_generations_run_after_the_leader_with_their_tokens(others: int, event: 
         server.handle(ev.CancelRequest(token=leader))
     server.run()
     assert not any(map(server.error, led))
-    if not event:  # the scheduler requested the inputs of the led requests again
+    if not event:  # the inputs of the requests in ``led`` were requested again
         assert all(not run.batched for _, run in server.runs if run.inputs[0].shape[1] > 1)
         assert server.renewed == {*led}
 

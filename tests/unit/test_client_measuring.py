@@ -80,7 +80,7 @@ def test_the_callers_inputs_are_made_once_for_each_batch() -> None:
 
 
 def begun(*runs: dict[str, Any]) -> tuple[Future[Any], Callable[..., Future[Any]]]:
-    """Return a measurement's future, and its call, to which the server answers with ``runs``."""
+    """Return a measurement's future, and its call, which reports ``runs`` as progress."""
     future: Future[Any] = Future()
 
     def begin(on_progress: Callable[[dict[str, Any]], None]) -> Future[Any]:

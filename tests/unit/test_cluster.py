@@ -153,7 +153,7 @@ class Rig(cluster_client.ClusterConnection):
     def table(
         version: int, serving: str, holders: str, *, may_come: bool = False, **addresses: str
     ) -> dict[str, Any]:
-        """Return a table. A restarted node's address is in ``addresses``, else it is its name."""
+        """Return a table. A node's address is its name, unless ``addresses`` has another one."""
         nodes = {name: {"address": addresses.get(name, name)} for name in "ab"}
         models = {"m": serving} if serving else {}
         return {
@@ -411,7 +411,7 @@ def test_another_server_that_has_the_port_of_a_node_is_not_the_node(
 def test_a_node_that_the_table_has_lost_meanwhile_is_not_waited_for(
     asking: Callable[[Rig], str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Let another thread install a newer table between a node's choice and the message to it."""
+    """Install a newer table in another thread, after a node is chosen and before the message."""
     rig = Rig()
     to = rig._to
 

@@ -145,7 +145,7 @@ def test_a_node_whose_drain_fails_serves_again(
 def test_a_drain_looks_once_at_who_is_left(
     ray: FakeRay, placed: Placement, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Another thread could remove the last node between two reads of the nodes."""
+    """Drain a node: read the other nodes once, because another thread could remove the last one."""
     ray.nodes["a"].facts |= {"copies": {"j": HOME}, "jobs": 1}
     placed._poll()
     targets = placed._targets
@@ -231,7 +231,7 @@ def test_a_copy_that_hangs_does_not_hold_up_the_rounds(ray: FakeRay, placed: Pla
 def test_an_order_that_is_done_is_taken_away_under_the_lock(
     ray: FakeRay, placed: Placement, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Other threads iterate over the orders while they have placement's lock."""
+    """Remove a done order only under the lock, because other threads iterate over the orders."""
 
     class Guarded(dict[tuple[str, str], Any]):
         def __delitem__(self, key: tuple[str, str]) -> None:
@@ -292,7 +292,7 @@ def ends(status: int) -> None:
 def test_a_node_that_cannot_start_again_now_is_started_later(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, part: str, error: Exception
 ) -> None:
-    """Only a node's first start may raise in the constructor, after which Ray drops the actor."""
+    """Only a node's first start may raise in the constructor, because Ray then drops the actor."""
 
     def fails(*_: Any) -> None:
         raise error
@@ -321,7 +321,7 @@ def test_placement_that_cannot_look_yet_is_started_later(
 
 
 def test_two_who_hear_a_node_at_once_renew_its_lease_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two threads of placement call a node at once."""
+    """Call a node from two threads of placement at once."""
     node = NodeActor.__new__(NodeActor)
     node._lock, node._answered, node._owners = threading.Lock(), 7, "ipc://owner"
     node._answered_s = {7: 1.0}

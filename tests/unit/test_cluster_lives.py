@@ -223,5 +223,5 @@ def test_a_job_counts_on_where_it_goes_on(
         second.take_over("j", 2)
         assert (after.asked[0]["resumes"], read_life(after.file)) == (True, goes_on_as)
         assert second.send("j", "a")
-    first.take_over("j", 3)  # if it kept a replica: node b was lost before it had the job
+    first.take_over("j", 3)  # with a replica: as if node b was lost before it had the job
     assert read_life(before.file) == goes_on_as

@@ -148,7 +148,7 @@ def test_a_broken_contract_is_refused_whatever_torch_would_say(name: str) -> Non
 
 
 def test_results_that_are_for_a_backward_pass_cannot_be_reached() -> None:
-    """On meta tensors these results have wrong extents: an empty result would pass for a weight."""
+    """Such results have wrong extents on meta tensors: an empty one would pass for a weight."""
     norm = contracts.guarded(resolve("aten.native_layer_norm.default"))
     [result] = norm(meta(2, 3), [3], None, None, 1e-5)
     assert list(result.shape) == [2, 3]
@@ -231,7 +231,7 @@ WIDER = (
 def test_at_a_shape_that_was_not_tried_each_call_asks_its_contract(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Cut the weight to ``batch`` columns. Batches from 4 were tried; smaller ones have too few."""
+    """Cut the weight to ``batch`` columns. Batches from 4 were tried; smaller ones keep too few."""
     run = a_program(WIDER, ("batch", 3), is_whole=False)
     assert run(4).shape == (4, 3)
     with pytest.raises(InvalidInput, match="not as wide as the weight"):
@@ -274,7 +274,7 @@ def test_what_is_returned_has_the_dtype_that_the_signature_says() -> None:
 
 
 def test_of_a_shape_that_was_tried_no_more_is_kept_than_what_its_dimensions_are() -> None:
-    """For a tried shape, keep only its dimensions' values: a signature may use one 500 times."""
+    """For a tried shape, keep only the values of dimensions: 500 extents may use one dimension."""
     spec = ValueSpec(name="x", dtype="float32", shape=("batch", "length", "batch", 1))
     graph = Graph(
         version=2,

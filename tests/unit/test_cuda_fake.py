@@ -136,7 +136,7 @@ def test_what_another_process_has_allocated_is_not_free_until_it_is_gone(tmp_pat
     for world in worlds:
         world.ledger = tmp_path
     worlds[0].note_use()
-    (tmp_path / str(os.getpid())).rename(tmp_path / str(os.getppid()))  # now another live process
+    (tmp_path / str(os.getpid())).rename(tmp_path / str(os.getppid()))  # as if by another process
     assert cudas[1].memory_info() == (424 << 10, 1 << 20)
     refused("cudaErrorMemoryAllocation", lambda: cudas[1].malloc(500 << 10))
     (tmp_path / str(os.getppid())).rename(tmp_path / "4194305")  # no process has such an id

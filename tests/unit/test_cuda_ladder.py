@@ -43,8 +43,8 @@ def test_without_memory_or_sharing_there_is_no_cuda_device(name: str) -> None:
 
 
 def test_words_by_copies_serve_where_stream_writes_do_not() -> None:
-    """Fall back to copies, which come second: CUDA documents the order of data and a stream write,
-    but not that another process sees data before a word that is copied."""
+    """Fall back to copies. They come second: CUDA documents that a stream write follows the data,
+    but not that another process sees the data before a copied word."""
     ladder = choose(Wishes(), results(wait_write="a wrong value"))
     assert rungs(ladder) == ("gpu", "copy", "slice", "on")
     assert ladder.reasons == ("not words=write with waits=gpu: a wrong value",)

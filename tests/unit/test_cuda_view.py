@@ -241,7 +241,7 @@ def test_a_kernels_assertion_is_the_tasks_own_fault_and_nothing_else_is() -> Non
 
 
 def test_an_eager_run_waits_on_the_host_and_leaves_nothing_behind_a_wait(rig: Rig) -> None:
-    """The host waits: if the stream did, the driver would block kernel loads and allocations."""
+    """The host waits: if the stream waited, the driver would block kernel loads and allocations."""
     rig.view._running = None
     waited = threading.Thread(target=rig.view.wait_group, args=(3, 7))
     waited.start()
@@ -287,7 +287,7 @@ def test_a_slice_that_is_too_small_is_left_for_good() -> None:
 
 
 def test_a_refusal_of_unknown_name_counts_as_one_while_the_context_works(rig: Rig) -> None:
-    rig.world.fail("cudaHostRegister", "cudaErrorNotReady")  # not in a list of harmless errors
+    rig.world.fail("cudaHostRegister", "cudaErrorNotReady")  # not a harmless error
     rig.view.pin(rig.block, 4096)
     assert rig.world.registered == {}
     rig.world.fail("cudaHostRegister", "cudaErrorUnknown")  # breaks the fake's context

@@ -15,7 +15,7 @@ def test_any_events_keep_the_owner_and_its_tasks_in_agreement() -> None:
     for seed in range(200):
         chance, owner = random.Random(seed), DeviceOwner()
         for number in range(1, 100):
-            events = [*OwnerEvent][: len(OwnerEvent) - (chance.random() < 0.9)]  # few TASKS_LOST
+            events = [*OwnerEvent][: len(OwnerEvent) - (chance.random() < 0.9)]  # rarely TASKS_LOST
             event = chance.choice(events)
             if owner.pending is None and chance.random() < 0.5:
                 owner.pending = RunningTask(number, 0, (number,), "m", 0.0, was_resident=True)

@@ -139,7 +139,7 @@ def test_a_shape_has_no_more_elements_than_a_tensor_wherever_in_its_range() -> N
 
 
 def test_a_program_has_a_bounded_number_of_extents_parts() -> None:
-    """Refuse a program with too many: each request computes them in the loop that serves all."""
+    """Refuse a program with too many: the server's loop computes all of them for each request."""
     sixty: Any = Expr("min", (1,) + ("length",) * 59)
     x = ValueSpec(name="x", dtype="float32", shape=("length",))
 

@@ -317,7 +317,7 @@ def test_http_fills_what_every_door_fills_and_the_callers_rights_hold(rig: Rig) 
         "raw": {"text": [[1], "bytes"]},
     }
     body = json.dumps(function).encode()
-    assert "--allow-code" in rig.refused("POST", "/api/models/m", body)[1]  # even the owner's token
+    assert "--allow-code" in rig.refused("POST", "/api/models/m", body)[1]  # even for the owner
     allowed, token = Rig(allow_code=("models.*",)), "token-of-register".ljust(16, "-")
     assert '"code"' in allowed.refused("POST", "/api/models/m", body, token=token)[1]
     told(allowed.ask("POST", "/api/models/m", body))
@@ -328,8 +328,8 @@ def test_http_fills_what_every_door_fills_and_the_callers_rights_hold(rig: Rig) 
 
 
 def test_what_a_caller_registers_is_its_own_and_not_the_owners(rig: Rig) -> None:
-    """If it counted as the owner's, its program would run in a process with the owner's models, and
-    its uploads and programs would have no limit on disk."""
+    """If a registration counted as the owner's, its program would run in a process with the owner's
+    models, and its uploads and programs would have no limit on disk."""
     token = "token-of-register".ljust(16, "-")
     told(rig.ask("POST", "/api/models/m", b"bytes", token=token, content_type=BUNDLE))
     told(rig.ask("POST", "/api/models/n", b'{"source": "torchvision:resnet18"}', token=token))

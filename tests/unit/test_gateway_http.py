@@ -102,7 +102,7 @@ def rig() -> Iterator[Rig]:
 
 
 def feed(connection: HttpConnection, data: bytes, piece: int = 1 << 20) -> None:
-    """Give bytes to a connection like a socket: as many as its buffer takes, but <= ``piece``."""
+    """Give bytes to a connection in pieces of at most ``piece`` bytes that fit into its buffer."""
 
     async def run() -> None:
         rest = memoryview(data)
@@ -449,7 +449,7 @@ def test_head_gets_the_head_alone(rig: Rig) -> None:
 
 
 def look(connection: HttpConnection, after_s: float) -> None:
-    """Run the server's check as if the connection's current phase had begun ``after_s`` ago."""
+    """Run the server's check as if the connection's current phase had begun ``after_s`` s ago."""
 
     async def run() -> None:
         connection.look(connection.since_s + after_s)

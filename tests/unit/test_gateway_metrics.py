@@ -64,7 +64,7 @@ def test_a_strangers_names_are_not_kept_without_end(monkeypatch: pytest.MonkeyPa
     counted = [model_stats.failed(f"m{number}", "ServerUnavailable") for number in range(5)]
     assert counted == [True, True, False, False, False]
     assert model_stats.failed("m1", "ServerUnavailable")
-    model_stats.answered("n", 33.0, BILL)  # a model that answers exists
+    model_stats.answered("n", 33.0, BILL)  # an answer proves that the model exists
     assert told(model_stats)["pipeswitch_gateway_requests_total", "n", "ok"] == 1
     model_stats.forget_others({"m", "n"})
     assert model_stats.failed("m", "QueueFull")
@@ -180,7 +180,7 @@ def test_device_time_is_told_by_kind_and_idle_time_never_sinks() -> None:
         5.0,
         3.5,
     ]
-    values = told(metrics, spent(facts(), 10.5, infer=2.0, train=5.0, switch=0.5))  # a late report
+    values = told(metrics, spent(facts(), 10.5, infer=2.0, train=5.0, switch=0.5))  # arrives late
     assert values[name, "idle"] == 3.5
     values = told(metrics, spent(facts(), 20.0, infer=2.0, train=5.0, switch=0.5))
     assert values[name, "idle"] == 12.5

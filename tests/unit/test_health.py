@@ -14,7 +14,7 @@ from tests.unit.test_scheduler_rules import Rig
 
 
 class Server(Rig):
-    """Server with a daemon and three workers, which answer pings when the test says so."""
+    """Server with a daemon and three workers, which answer pings when the test calls for it."""
 
     def __init__(self) -> None:
         self.daemon_pings: list[Ping] = []

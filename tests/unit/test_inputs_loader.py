@@ -1,4 +1,4 @@
-"""Batches of a loader that jobs share: they equal those of an own loader, also after a resume."""
+"""Batches of a loader that jobs share equal those of a job's own loader, even after a resume."""
 
 from __future__ import annotations
 

@@ -18,7 +18,7 @@ def label(index: int, *, begins: int = 0, order: str = "") -> Label:
 
 
 class Jobs:
-    """Jobs that load batches when the table says so; each holds its last batch."""
+    """Jobs that load batches when the table requires it; each holds its last batch."""
 
     def __init__(self, room: int) -> None:
         self.table = BatchTable(capacity_bytes=room * SIZE)

@@ -76,7 +76,7 @@ def test_commits_are_numbered_from_one_in_each_dispatch_also_those_of_one_step()
 
 
 def test_an_answer_that_is_told_again_is_none_to_the_next_commit() -> None:
-    """If it counted, the optimizer would write to tensors that the second commit still copies."""
+    """If a repeated answer counted, the optimizer would overwrite tensors that are still copied."""
     task = Sent()
     host = host_of(task)
     host.begin_commit(5, [(0, 8)])

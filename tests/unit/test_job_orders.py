@@ -142,7 +142,7 @@ def test_by_coshift_the_device_idles_only_where_no_job_could_have_it(
 
 
 def test_by_coshift_a_loader_as_long_as_the_step_costs_the_device_nothing() -> None:
-    """A job alone computes and fetches for 5 s each; two jobs also take 10 s, or 18 s in turns."""
+    """One job computes for 5 s and fetches for 5 s. Two jobs take 10 s, too, or 18 s in turns."""
     ends = {}
     for order in ("rotate", "coshift"):
         server = Server(order)

@@ -258,7 +258,7 @@ def test_what_is_owed_is_written_with_the_next_entry(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("failed_on_a_full_disk", [False, True])
 def test_what_is_owed_last_is_written_last(tmp_path: Path, failed_on_a_full_disk: bool) -> None:
-    """A job fails, is resumed and ends; the disk is full from one of its ends on."""
+    """A job fails, is resumed and ends; the disk is full from the job's first or second end on."""
     failed, done = (
         {"kind": "ended", "name": "it", "record": {"state": one}} for one in ("failed", "done")
     )

@@ -44,7 +44,7 @@ class Frontend(Rig):
                 self.known.append(tuple(versions))
 
     def ask_as(self, announced: ev.ModelAvailable, version: int) -> ev.Token:
-        """Send a request for an announced version; with ``version`` 0, the caller named none."""
+        """Send a request for an announced version; ``version`` 0: the caller named none."""
         return self.infer(
             announced.model,
             digest=announced.manifest.digest,

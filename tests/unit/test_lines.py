@@ -1,4 +1,4 @@
-"""The queue's first request: the fast search finds the same one as a look at every request."""
+"""The queue's first request: the fast search finds the same request as a look at all requests."""
 
 # mypy: disable-error-code="arg-type"
 

@@ -1,4 +1,4 @@
-"""Look-ahead: the next request's model is copied during a run, and evicts no wanted model."""
+"""Look-ahead: the next request's model is copied during a run, and evicts no needed model."""
 
 from __future__ import annotations
 

@@ -139,7 +139,7 @@ def test_whatever_dies_during_a_move_the_last_commit_counts(victim: str) -> None
     else:
         server.world.daemons[int(victim == "new daemon")].end(-9)
     server.run(100.0)
-    assert server.job.progress.restarts == (victim == "process")  # a daemon dies after the job left
+    assert server.job.progress.restarts == (victim == "process")  # the daemon dies after the move
     server.finish()
     assert server.on == 1
 

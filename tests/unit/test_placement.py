@@ -415,7 +415,7 @@ def test_a_job_stays_on_devices_of_one_kind_whatever_is_lost() -> None:
 
 
 def test_a_listing_looks_through_the_models_once_however_many_there_are() -> None:
-    """One look at all models per listed model blocked the loop for 160 ms with 1,000 models."""
+    """Looking at all models for each listed model blocked the loop for 160 ms with 1,000 models."""
     passes: list[int] = []
 
     class Counted(dict[ModelName, Model]):

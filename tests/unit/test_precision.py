@@ -57,7 +57,7 @@ class Block(nn.Module):
 
 
 class Written(nn.Module):
-    """Model with a product that must not be computed after a later in-place write."""
+    """Model with a product whose computation must not move behind a later in-place write."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -233,8 +233,8 @@ WRITES: Mapping[str, Callable[[torch.Tensor], torch.Tensor]] = {
 def test_a_write_through_a_view_reaches_what_it_reaches_in_the_module(
     name: str, form: str, tmp_path: Path
 ) -> None:
-    """A packed convolution's result lies otherwise, so a view of it may be a copy, or the reverse.
-    The example is too small to be clamped."""
+    """A packed convolution's result has other strides, so an operator that returns a view in the
+    module may return a copy here, or the reverse. The example is too small to be clamped."""
 
     class Written(nn.Module):
         def __init__(self) -> None:
@@ -539,7 +539,7 @@ def relative_error(ours: torch.Tensor, theirs: torch.Tensor) -> float:
 def test_a_form_in_fewer_bytes_answers_as_the_module_does(
     name: str, form: str, machine: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """``stores`` is a processor without bfloat16; ``unpacked`` is a model for a cuda device."""
+    """With ``stores``, the processor cannot compute in bfloat16; ``unpacked`` builds for cuda."""
     if machine == "stores":
         monkeypatch.setattr(CpuKernels, "half", lambda kernels: "")
     module, x = FORMS[name][0](), FORMS[name][1]
@@ -656,7 +656,7 @@ def test_a_layer_of_int8_gives_a_row_its_bits_in_any_small_batch(tmp_path: Path)
 
 
 class Mixing(nn.Module):
-    """Its rows look at each other; ``end`` makes the answer of the result."""
+    """Module whose rows depend on each other; ``end`` computes the output from the rows."""
 
     def __init__(self, end: Callable[[torch.Tensor], torch.Tensor]) -> None:
         super().__init__()

@@ -136,7 +136,7 @@ def test_many_small_groups_decide_the_fixed_cost() -> None:
 
 
 def test_copies_made_in_what_others_overslept_do_not_decide() -> None:
-    """On a busy machine, a modelled link may wake up late; then the next copy takes no time."""
+    """A simulated link may wake up late on a busy machine; its next copy then takes no time."""
     samples = [(MIB, 2.25), (MIB, 0.02)] * 12 + [(8 * MIB, 8.6), (24 * MIB, 26.0)]
     link = fit_link(samples)
     assert link.alpha_ms + link.beta_ms_per_mib * 12 == pytest.approx(13.0, rel=0.15)

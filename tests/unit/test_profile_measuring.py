@@ -93,7 +93,7 @@ def test_the_planned_groups_are_tried_last_and_beat_what_was_there() -> None:
     profile_made = measure(program([8] * 12, built=(0, 6)), [16.0] * 12)
     planned = profile_made.checks[-1]
     assert planned.plan == plan_of(profile_made)
-    # The plan allows for a link that is 20 % slower; without that, another may be slightly better.
+    # The plan allows for a 20 % slower link, so another plan may be slightly better on this link.
     assert all(planned.measured_ms <= 1.01 * other.measured_ms for other in profile_made.checks)
 
 

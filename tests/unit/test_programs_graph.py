@@ -265,7 +265,7 @@ def test_what_a_run_holds_at_once_is_told_from_extents() -> None:
 
 
 def test_what_may_change_is_found_without_a_set_for_each_node() -> None:
-    """Each of 2,000 nodes aliases one more weight, so a set per node would be too many members."""
+    """Node n of 2,000 aliases n weights: a set per node would need two million members in sum."""
     count = 2000
     gathered = Graph(
         version=2,
@@ -288,7 +288,7 @@ def test_what_may_change_is_found_without_a_set_for_each_node() -> None:
 
 
 def test_one_row_of_a_column_is_dense_whatever_its_stride() -> None:
-    """An answer of one token may have such a stride: ``x[:, :, 0]`` of one row and one token."""
+    """An answer of one token may have an odd stride: ``x[:, :, 0]`` of one row and one token."""
     one = torch.tensor([[1.5, 2.5]])[:, 1]
     assert (one.shape, one.stride()) == ((1,), (2,))
     assert bytes(tensor_bytes(one)) == one.numpy().tobytes()
@@ -363,7 +363,7 @@ def test_what_names_a_dtype_a_layout_or_a_device_is_never_a_number(name: str) ->
 
 
 def test_a_number_that_depends_on_an_extent_is_no_dtype() -> None:
-    """A check at the ends of the extent's range might find only the tried dtype's number."""
+    """Between the ends of an extent's range, a computed number could name an untried dtype."""
     graph_made = graph(
         ("aten.sym_size.int", [X, 0]),
         ("_operator.mod", [{"v": 2}, 2]),

@@ -53,7 +53,7 @@ def test_a_state_is_what_the_generators_say(steps: list[Callable[[], Any]]) -> N
 
 def test_a_number_that_numpy_keeps_is_part_of_the_state() -> None:
     with own_random():
-        for state in (HALF_A_PAIR, A_PAIR, HALF_A_PAIR):  # differ, but not in their words
+        for state in (HALF_A_PAIR, A_PAIR, HALF_A_PAIR):  # different states with the same words
             np.random.set_state(state)
             actual, expected = numpy_state()
             assert actual == expected

@@ -133,7 +133,7 @@ def test_an_older_client_that_sends_every_field_asks_for_the_same() -> None:
     }
     sdk = Recorded()
     sdk.register("m", SOURCE)
-    assert sdk.body == {"source": SOURCE}  # so that an older server knows every field
+    assert sdk.body == {"source": SOURCE}  # only fields that older servers know
     assert asked(older) == asked(sdk.body)
     spec = msgspec.msgpack.decode(asked(older).spec, type=BuildSpec)
     assert (spec.max_batch, spec.precision) == (64, "exact")

@@ -113,7 +113,7 @@ def test_tokens_come_one_after_the_other_and_join_those_of_others() -> None:
     models = [whole("A", 10.0, 4.0), whole("B", 10.0, 4.0)]
     setting = Setting(memory_bytes=30 * PER_MS, costs=LINK, slo_ms=20.0, prompt_share=0.01)
     alone = replay(setting, models, [Arrival(0.0, 0, prompt=100, tokens=5)])
-    assert alone.latency_ms == pytest.approx((18.0,), abs=0.01)  # copy 10, prompt 4, step 4
+    assert alone.latency_ms == pytest.approx((18.0,), abs=0.01)  # ms: copy 10, prompt 4, step 4
     assert alone.between_ms == pytest.approx((4.0,) * 4, abs=0.01)
     assert (alone.in_slo, alone.makespan_ms) == (1, pytest.approx(34.0, abs=0.01))
     assert alone.busy_ms == pytest.approx(24.0, abs=0.01)
@@ -404,9 +404,9 @@ def test_bad_input_is_one_sentence(args: list[str], text_expected: str) -> None:
 def test_admission_accepts_what_a_plain_server_accepts_and_keeps_what_it_promised(
     name: str, load: float, memory: float, rate: float, keeping: float, greedy: float
 ) -> None:
-    """``keeping`` and ``greedy`` are the shares of requests that two simple servers, which know all
-    times, answer in time. The first keeps all accepted requests, the second may drop them. Without
-    counting copies for waiting requests, 88 % of accepted requests would be in time in ``link``."""
+    """Compare with two simple servers that know all run times. They answer the shares ``keeping``
+    and ``greedy`` of all requests in time; only the second server may drop accepted requests. In
+    ``link``, only 88 % of accepted requests would be in time if waiting copies did not count."""
     share, accepted = share_in_time(name, load, memory, rate)
     assert accepted >= 0.95
     assert share >= 0.97 * keeping
@@ -414,7 +414,7 @@ def test_admission_accepts_what_a_plain_server_accepts_and_keeps_what_it_promise
 
 
 def share_in_time(name: str, load: float, memory: float, rate: float) -> tuple[float, float]:
-    """Return which share of all requests, and which of the accepted ones, is answered in time.
+    """Return two shares that are answered in time: of all requests, and of accepted requests.
 
     Args:
         name: seed of the trace.

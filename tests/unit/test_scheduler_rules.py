@@ -511,7 +511,7 @@ def test_a_job_that_waits_behind_requests_says_so(rig: Rig) -> None:
 
 
 def test_what_a_task_does_before_its_first_group_belongs_to_the_switch_alone(rig: Rig) -> None:
-    """From the turn (10 ms) to the first group (50 ms) is switch time; a later wait takes 5 ms."""
+    """The time from turn (10 ms) to first group (50 ms) is switch time. A later wait takes 5 ms."""
     rig.register("a")
     token = rig.infer("a")
     rig.arrived("a")
@@ -782,7 +782,7 @@ def test_a_run_that_ends_with_its_worker_is_charged_to_its_caller(rig: Rig) -> N
 def test_a_caller_whose_models_go_on_killing_workers_has_no_turn_for_a_while(
     rig: Rig, caller: str
 ) -> None:
-    """Bar a caller even with new models, and serve others meanwhile. The owner is never barred."""
+    """Bar the caller, even if it registers new models; serve others. Never bar the owner."""
     rig.register("other", 1)
     rig.make_resident("other")
     bars_s = []
@@ -1325,7 +1325,7 @@ def test_a_job_that_waits_for_another_s_memory_gets_it_when_its_time_comes(rig: 
 
 
 def test_a_running_job_does_not_keep_one_that_waits_for_its_memory_out_for_ever(rig: Rig) -> None:
-    """Let job two ask for memory after its turn is over, because its imports have taken so long."""
+    """Job two requests memory only after its turn is over, because its imports take so long."""
     one = rig.start_training("one", 40)
     two = rig.train("two")
     rig.tick(1000.0)
@@ -1773,7 +1773,7 @@ def test_the_same_name_and_spec_again_is_a_no_op_and_another_spec_an_error(rig: 
 
 
 def test_another_clients_name_is_taken_though_it_asks_for_the_same(rig: Rig) -> None:
-    """As a no-op, it would let this client use, and unregister, the other client's model."""
+    """If it were a no-op, this client could use, and unregister, the other client's model."""
     rig.register("enemy.m")
     token = rig.ask_register("enemy.m", client="friend", tenant="friend")
     error = rig.error(token)
@@ -2036,7 +2036,7 @@ def test_a_request_goes_to_who_is_just_learning_its_model(rig: Rig) -> None:
 
 
 def test_a_second_request_waits_for_the_first_rather_than_for_a_program(rig: Rig) -> None:
-    """A free worker still loads a program; if it got the request, the device would idle so long."""
+    """A free worker is loading a program; if it got the request, the device would have to wait."""
     rig.register("a")
     rig.make_resident("a")
     stored(rig, "b")
@@ -2526,7 +2526,7 @@ def versions_of(rig: Rig) -> list[tuple[int, bool]]:
 
 
 def test_a_model_is_resident_for_the_next_request_though_its_answer_overtook_the_daemon() -> None:
-    """Let the worker answer before the daemon reports the end of the copy."""
+    """Send the worker's answer before the daemon's report that the copy has ended."""
     rig = Rig(arena_bytes=16 * MIB)
     rig.register("a")
     rig.register("b")
@@ -3077,7 +3077,7 @@ def test_a_publication_that_waits_for_another_build_ends_with_its_job(rig: Rig) 
 
 
 def test_one_version_is_unregistered_alone_and_the_one_before_serves_at_once(rig: Rig) -> None:
-    """The server also unregisters a version like this if it cannot write it to the journal."""
+    """The server also does this with a new version that it cannot write to the journal."""
     register_net(rig, pin=True)
     job = trained(rig)
     publish(rig, job)

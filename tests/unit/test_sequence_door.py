@@ -43,7 +43,7 @@ def offer(
     keep: bool = False,
     **shapes: Any,
 ) -> Any:
-    """Offer a request with these inputs; without ``keep``, then refuse it like the frontend."""
+    """Offer a request with these inputs; unless ``keep``, refuse it then, like the frontend."""
     options = SequenceOptions(id=KEY[1], starts=starts, ends=False)
     sequence = world.sequences.of(options, world, KEY[0], model)  # type: ignore[arg-type]
     inputs, data = [], []

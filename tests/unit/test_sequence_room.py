@@ -190,8 +190,8 @@ class Rig:
             self.events.append(ev.CancelRequest(token=token))
 
     def compute(self, tokens: Collection[int], error: PipeSwitchError | None = None) -> None:
-        """Compute a run of these requests, like worker and scheduler, with one or more of the steps
-        that it may have. Each request is then answered, or needs another run."""
+        """Compute a run of these requests with a random number of steps, like worker and scheduler.
+        Each request is then answered, or needs another run."""
         runs, more = [self.computing.pop(token) for token in tokens], []
         for run, answer in zip(runs, self.answers_of(runs), strict=True):
             token = answer.token

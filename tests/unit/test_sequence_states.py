@@ -51,7 +51,7 @@ class Scope:
     hows: tuple[str, ...] = ("ok", "refused")
 
     def moves(self, world: World) -> Iterator[Move]:
-        for key in self.keys if world.numbers else self.keys[:1]:  # at first, keys do not differ
+        for key in self.keys if world.numbers else self.keys[:1]:  # at first, keys are equivalent
             request = world.live.get(key)
             if request is None:
                 yield from (("begin", key, *one) for one in product(PROMPTS, self.hows))

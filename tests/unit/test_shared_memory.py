@@ -21,7 +21,7 @@ from pipeswitch.ipc.messages.base import JobName
 
 
 def test_the_loop_waits_for_no_page_to_be_given_back(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Freeing 2 GiB in the loop took 0.3 s, and all requests of all devices waited meanwhile."""
+    """Free 2 GiB outside of the loop: in the loop it took 0.3 s, while all requests waited."""
     closed: dict[int, threading.Thread] = {}
     close = os.close
 

@@ -18,8 +18,8 @@ PRODUCT = ("pipeswitch", "workers", "memory_daemon")
 LIMITS = {"lines": 60, "parameters": 7, "methods": 25, "fields": 20}
 
 # The users' interface: each parameter is a keyword argument in programs, or an option of a command.
-# The same holds for fields of the settings, which are read only, and of a registration, whose
-# digest depends on all fields.
+# Two records may also exceed the limit: the settings, because nothing writes to their fields, and a
+# registration, because its digest depends on all fields.
 USERS = {
     "fields": "core.SchedulerSettings 43, spec.BuildSpec 21",
     "lines": "client.Client.register 117, session.TrainingSession.steps 61",

@@ -26,7 +26,7 @@ NAMES = ("ids", "count", "used", "cache")
 
 
 class Toy:
-    """Model whose logits depend only on the cache's used rows, and on each of them."""
+    """Model whose logits depend on each used row of the cache, and on nothing else."""
 
     def __init__(self) -> None:
         specs = [
@@ -154,7 +154,7 @@ def no_hurry(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("seed", range(4))
 def test_runs_of_any_sequences_in_any_order_answer_each_as_alone(seed: int) -> None:
-    """End, drop or move sequences at random, so that a worker's kept rows are used or are stale."""
+    """End, drop or move sequences at random, so that rows kept by a worker are used or stale."""
     chance, worker = random.Random(seed), Worker()
     lives: dict[int, Any] = {}
     hows = [{"temperature": 3.0, "seed": n} for n in range(3)]

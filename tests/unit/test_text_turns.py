@@ -1,4 +1,4 @@
-"""Turns of callers at tokenizer processes, and options for texts; the tests start no process."""
+"""Callers' turns at tokenizer processes, and options for texts; the tests start no process."""
 
 from __future__ import annotations
 
@@ -113,7 +113,7 @@ EIGHT = {f"m{n}": busy("mallory", n / 8) for n in range(8)}
         # With nine owners, the process that has run longest is replaced after its turn.
         ({f"{n}": busy(f"o{n}", n) for n in range(8)}, {"a": busy("alice", 9.0)}, 9.0, None),
         ({f"{n}": busy(f"o{n}", n) for n in range(8)}, {"a": busy("alice", 9.0)}, 10.5, ("a", "0")),
-        # An idle process is replaced first, but after an idle turn if its owner has fewer places.
+        # An idle process is replaced first; if its owner has fewer places, only after an idle turn.
         ({**EIGHT, "m7": idle("mallory", 3.0)}, {"a": busy("alice")}, 4.0, ("a", "m7")),
         ({**EIGHT, "m7": idle("alice", 3.0)}, {"m8": busy("mallory", 3.0)}, 4.0, None),
         ({**EIGHT, "m7": idle("alice", 3.0)}, {"m8": busy("mallory")}, 3 + TURN_S, ("m8", "m7")),
@@ -291,7 +291,7 @@ def test_what_an_author_asks_for_is_followed_or_noted(
 def test_an_answer_whose_process_is_over_at_once_gets_another_one(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Other callers still await the start; trying the ended process again would block the loop."""
+    """Three callers await one start. If a retry got the ended process, it would block the loop."""
 
     class Process:
         answers = 0

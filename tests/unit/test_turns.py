@@ -38,7 +38,7 @@ class Server(World):
 
     def __init__(self, policy: str = "priority", arena_mib: int = 64, **values: Any) -> None:
         self.loops: dict[str, dict[str, Any]] = {}  # client -> options of its requests
-        self.of: dict[ev.Token, tuple[str, float]] = {}  # request -> its client and time
+        self.of: dict[ev.Token, tuple[str, float]] = {}  # request -> client, time of sending
         self.answers: list[str] = []  # client of each answer, in order
         self.took_ms: dict[str, list[float]] = {}
         chosen = SchedulerSettings(

@@ -54,7 +54,7 @@ def names(writer: Uploads) -> set[str]:
 def test_a_clients_files_have_its_share_whatever_its_sessions_and_no_others_go_for_it(
     writer: Uploads,
 ) -> None:
-    """Use several sessions: shares are per client, as a gateway has one session for all callers."""
+    """Use several sessions: shares are per client, because a gateway has one session for all."""
     friend, _ = put(writer, "session 0", "friend-0", tenant="friend")
     mine = []
     for number in range(9):

@@ -22,7 +22,7 @@ def test_a_part_has_its_models_own_names() -> None:
     assert [*weights.of_part(every, "module")] == [
         "module.a",
         "b",
-    ]  # not an average, but a model with a child of that name
+    ]  # not an average: a model whose child has this name
     with pytest.raises(InvalidInput) as refused:
         weights.of_part(every, "n")
     assert "ema, module, net" in refused.value.hint

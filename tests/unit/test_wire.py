@@ -148,7 +148,7 @@ def test_a_reply_survives_the_wire(
     assert decode_reply([MAGIC, encode_header(header), *(b"" for _ in outputs)]) == header
 
 
-# Almost valid bytes get deeper than random bytes, so tests cut, flip and splice real messages.
+# Almost valid bytes reach more code than random ones, so tests cut, flip and splice real messages.
 real = st.sampled_from(
     [
         encode_header(RequestHeader(v=1, op="infer", id="1", body={"a": [1, "ü", None]})),

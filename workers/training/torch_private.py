@@ -151,7 +151,8 @@ def is_left_by_error(frame: Any, loop: int | None = None) -> bool:
     iterator with another instruction. Return False if this Python has other instructions.
 
     Args:
-        frame: the frame of the loop, or of a generator around it that is closed as well.
+        frame: the frame that closed the generator: the loop's, or that of another generator between
+            the loop and ours, which is being closed, too.
         loop: id of the frame of the loop; its function has returned if ``frame`` is another one.
     """
     while frame is not None and loop in (None, id(frame)):

@@ -27,7 +27,8 @@ def torch_side(package: str, index: int) -> CudaTorch:
 
 
 class _Mapped:
-    """Object with ``__cuda_array_interface__`` over a raw pointer; torch's storage keeps it."""
+    """Object with ``__cuda_array_interface__`` over a raw pointer. Torch's storage holds a
+    reference to this object, but does not own the memory."""
 
     def __init__(self, pointer: int, size_bytes: int) -> None:
         self.__cuda_array_interface__ = {

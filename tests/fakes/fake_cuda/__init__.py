@@ -209,7 +209,7 @@ class World:
         self.has_driver = has_driver
         self.devices = devices
         self.first = first
-        self.blocking_waits = blocking_waits  # waits on torch's stream block: it computes at once
+        self.blocking_waits = blocking_waits  # a wait on torch's stream blocks the host
         self.torch_streams: set[int] = set()
         self.ledger: Path | None = None  # folder with the bytes that each process has allocated
         self.broken: dict[str, str] = {}  # call or torch operation -> its permanent error code
@@ -223,7 +223,7 @@ class World:
         self.streams: dict[int, Stream] = {}
         self.default_stream = Stream()
         self.events: dict[int, tuple[Stream, int] | None] = {}
-        self.capturing: set[int] = set()  # thread idents
+        self.capturing: set[int] = set()  # ids of threads that capture a graph
         self._current = threading.local()  # has_context, per thread
         self._number = next(_world_numbers)
         self._failures: dict[str, list[tuple[int, str]]] = {}
@@ -238,7 +238,7 @@ class World:
         self._failures.setdefault(call, []).append((after, code))
 
     def failure(self, call: str) -> str | None:
-        """Return the error code that this call must return, or None; remember a sticky code."""
+        """Return the error code that this call must return, or None; keep a sticky error code."""
         self.calls.append((call, ()))
         if call in self.broken:
             return self.must_hang_or(self.broken[call])
@@ -539,7 +539,7 @@ class Runtime:
             return cudaError_t.cudaErrorInvalidValue
         pid, number, descriptor, size, gpu = struct.unpack_from("<qqqqq", handle.data, len(MAGIC))
         world = self._world
-        if gpu != world.first:  # the memory of a GPU that this process cannot see
+        if gpu != world.first:  # memory of a GPU that this process cannot see
             return cudaError_t.cudaErrorInvalidValue
         if (pid, number) == (os.getpid(), world._number):
             return cudaError_t.cudaErrorDeviceUninitialized  # "invalid device context"
