@@ -175,7 +175,62 @@ def learns_late(poke: Poke) -> str:
     return digest(net.state_dict(), opt.state_dict(), note)
 
 
+class Odd(torch.optim.Optimizer):
+    """Optimizer whose parameters share a tensor, and which swaps or replaces two other states."""
+
+    def __init__(self, parameters: Any, swaps: bool) -> None:
+        super().__init__(parameters, {})
+        self.swaps = swaps
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        parameters = self.param_groups[0]["params"]
+        if not self.state:
+            count = torch.zeros(())
+            for one in parameters:
+                new, old = torch.zeros_like(one), torch.zeros_like(one)
+                self.state[one] = {"count": count, "new": new, "old": old}
+        self.state[parameters[0]]["count"] += 1
+        for one in parameters:
+            state = self.state[one]
+            if self.swaps:
+                state["new"], state["old"] = state["old"], state["new"]
+                state["new"].copy_(one.grad)
+            else:
+                state["new"], state["old"] = one.grad.clone(), state["new"]
+            one.sub_((state["new"] + 0.5 * state["old"]) / (10 + state["count"]))
+
+
+def shares_and_swaps(poke: Poke, swaps: bool = True) -> str:
+    loader, net = data(), nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 6))
+    opt = Odd(net.parameters(), swaps)
+    for _ in job.epochs(3):
+        for (a,) in job.steps(loader, model=net, optimizer=opt):
+            trained(a, net, opt)
+    return digest(net.state_dict(), opt.state_dict())
+
+
+def shares_and_replaces(poke: Poke) -> str:
+    return shares_and_swaps(poke, swaps=False)
+
+
+def swaps_parameters(poke: Poke) -> str:
+    """Exchange the weights of a network and its average through ``.data``."""
+    loader, net, mean = data(), nn.Linear(6, 6), nn.Linear(6, 6)
+    opt = torch.optim.SGD(net.parameters(), 0.05, momentum=0.9)
+    for _ in job.epochs(3):
+        for (a,) in job.steps(loader, model=[net, mean], optimizer=opt):
+            trained(a, net, opt)
+            if job.step % 3 == 0:
+                for one, other in zip(net.parameters(), mean.parameters(), strict=True):
+                    one.data, other.data = other.data, one.data
+    return digest(net.state_dict(), mean.state_dict(), opt.state_dict())
+
+
 OPTIMIZERS = [
+    swaps_parameters,
+    shares_and_swaps,
+    shares_and_replaces,
     late_optimizer,
     gan,
     critic_steps_more_often,

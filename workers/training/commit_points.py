@@ -330,10 +330,13 @@ class Committer:
         if stored["called"]:
             mark_optimizer_called(optimizer)
         optimizer.state.clear()
+        tensors: dict[str, torch.Tensor] = {}  # two parameters may share one
         for owner, state_key, tensor_name, value in stored["entries"]:
             parameter = self._objects.parameters[owner]
             if tensor_name is not None:
-                value = _tensor_from(saved, tensor_name, parameter.device)
+                if tensor_name not in tensors:
+                    tensors[tensor_name] = _tensor_from(saved, tensor_name, parameter.device)
+                value = tensors[tensor_name]
             optimizer.state[parameter][state_key] = value
 
 

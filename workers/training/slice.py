@@ -103,25 +103,43 @@ class TrainingSlice:
         """
         changed = False
         names = {id(p): name for name, p in self.objects.parameters.items()}
+        placed: dict[int, SlicePlace] | None = None  # by tensor; built if there is one to adopt
         for key, optimizer in self.objects.optimizers.items():
             for (parameter, state_key), tensor in state_tensors(optimizer):
                 if not self.holds(tensor):
                     continue
-                home = self._homes.get((key, id(parameter), state_key))
+                owner = (key, id(parameter), state_key)
+                home = self._homes.get(owner)
                 if home is not None and home[1] is tensor:
                     continue
                 if home is not None and not home[0].fits(tensor):
                     raise OutOfDeviceMemory(f"optimizer {key}: state {state_key!r} changed shape")
-                if home is None:
+                if placed is None:
+                    placed = {id(one): place for place, one in self._homes.values()}
+                place = placed.get(id(tensor))
+                if place is not None:  # shared by two parameters, or two states were swapped
+                    self._homes[owner] = (place, tensor)
+                    continue
+                if home is None or self._is_shared(owner, home[0]):
                     name = f"optimizer.{key}.state.{names[id(parameter)]}.{state_key}"
                     place = self.optimizer.place(name, tensor)
                     changed = True
                 else:
                     place = home[0]
                 self.places[place.name] = place
+                before = self._bound.get(place.offset_bytes)
+                if before is not None:  # it may be another state now, or the script's
+                    with torch.no_grad():
+                        rebind(before, before.detach().clone())
+                    placed.pop(id(before), None)
                 self._move(tensor, place)
-                self._homes[key, id(parameter), state_key] = (place, tensor)
+                self._homes[owner] = (place, tensor)
+                placed[id(tensor)] = place
         return changed
+
+    def _is_shared(self, owner: tuple[str, int, Any], place: SlicePlace) -> bool:
+        """Return True if a state of another owner lies at the place."""
+        return any(one is place and key != owner for key, (one, _) in self._homes.items())
 
     def holds(self, tensor: torch.Tensor) -> bool:
         """Return True if a state tensor can lie in the slice: dense, and on the slice's device."""
@@ -154,11 +172,19 @@ class TrainingSlice:
         """Copy parameters that the script moved by ``parameter.data = …`` to their places.
 
         The parameter itself is not moved back, because other objects of the script may refer to it.
+        Parameters that were exchanged are: each lies where another one is copied to.
 
         Raises:
             InvalidInput: a moved parameter has another shape or dtype.
         """
-        for name, parameter in self._moved():
+        moved = self._moved()
+        taken = {self.view(self.places[name]).data_ptr() for name, _ in moved}
+        exchanged = {
+            name: parameter.detach().clone()
+            for name, parameter in moved
+            if parameter.data_ptr() in taken
+        }
+        for name, parameter in moved:
             place = self.places[name]
             if not place.fits(parameter):
                 raise InvalidInput(
@@ -167,7 +193,10 @@ class TrainingSlice:
                     hint="change shapes between two job.epochs, not within",
                 )
             with torch.no_grad():
-                self.view(place).copy_(parameter)
+                view = self.view(place)
+                view.copy_(exchanged.get(name, parameter))
+                if name in exchanged:
+                    rebind(parameter, view)
 
     def bring_parameters_home(self) -> None:
         """Bind moved parameters to their places again, before their values are restored."""
