@@ -314,7 +314,7 @@ def test_a_files_size_is_refused_before_a_byte_of_it_is_written(
     assert stranger.put(b"x", "1" * 64, 2).error is None
     assert is_refused(stranger.put(b"yz", "1" * 64, 2, offset=1))  # longer than declared
     (unfinished,) = uploads.iterdir()
-    assert unfinished.read_bytes() == b"x\0"  # the file has its declared size at once
+    assert unfinished.read_bytes() == b"x\0"  # the full declared size counts at once
 
 
 def folder_bytes(folder: Path) -> int:

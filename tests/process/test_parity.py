@@ -123,7 +123,7 @@ def _simulated_ends(training: str) -> list[str]:
 
 def _live(policy: str, state: Path) -> tuple[tuple[int, ...], int]:
     """Serve all requests with room for ``long`` and two models; return order and switches."""
-    patient = {"PIPESWITCH_SCHEDULER__MAX_WAIT": "60s"}  # waiting changes no order
+    patient = {"PIPESWITCH_SCHEDULER__MAX_WAIT": "60s"}  # no priority by waiting
     with checked_server(
         arena="16MiB", args=("--policy", policy), environment=patient, state_dir=state
     ) as checked:
@@ -145,7 +145,7 @@ def _live(policy: str, state: Path) -> tuple[tuple[int, ...], int]:
             if number < APART:  # after these the arena is full: requests only queue
                 until(lambda: _is_on_the_device(client, ORDER[: len(futures)]), "it is there")
         timings: list[Any] = [future.result(60.0).timing for future in futures]
-        assert timings[0].compute_ms > 50.0  # else it may have ended before later requests
+        assert timings[0].compute_ms > 50.0  # time for later requests to arrive
         order = sorted(range(len(ORDER)), key=lambda number: timings[number].op_id)
         return tuple(order), client.stats()["switches"] - before
 

@@ -70,7 +70,7 @@ def test_a_confined_process_opens_no_file_no_socket_and_reaches_no_process(victi
     code = CONFINED.format(
         here=str(Path(__file__).parent), victim=victim.pid, a_file=str(a_file), memory=0
     )
-    for tried in json.loads(run(code)):  # by the confined thread, then by another
+    for tried in json.loads(run(code)):  # one from the confined thread, one from another
         assert len(tried) > 150
         assert {name: got for name, got in tried.items() if got not in ("EPERM", "ENOSYS")} == {}
     assert a_file.read_text() == "of another"

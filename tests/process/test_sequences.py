@@ -195,7 +195,7 @@ def test_a_client_that_is_gone_leaves_nothing_and_another_cannot_go_on(running: 
         mine.infer(x)
         with running.running.client(tcp=True) as other:
             theirs = other.sequence("cell", id="shared-name")
-            theirs._is_started = True  # so its request claims to continue the sequence
+            theirs._is_started = True  # the request claims to continue the sequence
             with pytest.raises(SequenceNotFound):
                 theirs.infer(x)
 

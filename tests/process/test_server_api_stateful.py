@@ -248,7 +248,7 @@ class Material:
             kind: tools.write_script(folder, f"{kind}.py", text) for kind, text in SCRIPTS.items()
         }
         self.printed = _printed(self.scripts["short"])
-        self.digests: dict[tuple[str, int], set[str]] = {}  # that servers reported; see ``Oracle``
+        self.digests: dict[tuple[str, int], set[str]] = {}  # from servers; see ``Oracle``
         self._gate = folder / "gate"
         self._gate.touch()
 
@@ -1012,7 +1012,7 @@ class ServerApi(RuleBasedStateMachine):
         answers = [material.expected(program, 1, 0) for program in ("small", "other", "made")]
         bundles = {}
         for program, _ in itertools.product(("small", "other"), orders):
-            source, _ = material.source(program)  # uploaded per use, which may remove the file
+            source, _ = material.source(program)  # one upload per use: a use may remove it
             bundles[program] = self.client().upload(source, "bundle")
         pid = self.stage.checked.daemon_pid()
         futures = []
@@ -1352,7 +1352,7 @@ class ServerApi(RuleBasedStateMachine):
         checked = self.stage.checked
         for name, job in self.oracle.jobs.items():
             if not job.end:
-                with contextlib.suppress(InvalidInput):  # it has ended on its own
+                with contextlib.suppress(InvalidInput):  # the job has ended on its own
                     checked.client.job(name, "cancel")
         for name in self.oracle.models:
             checked.client.unregister(name)

@@ -94,7 +94,7 @@ def test_a_script_that_raises_fails_with_its_own_type_and_text(
     assert caught.value.data["type"].endswith("OutOfCoffee")
     assert caught.value.data["text"] == "the pot is empty"
     assert task.status()["state"] == "failed"
-    assert "Traceback" in "".join(task.logs())  # not in the error
+    assert "Traceback" in "".join(task.logs())  # but not in the error
     assert "Traceback" not in str(caught.value)
 
 

@@ -327,7 +327,7 @@ def test_a_client_without_the_role_code_names_no_function(running: tools.Checked
             assert words in f"{caught.value.message} {caught.value.hint}"
         row = client.show("rows")
         assert row["inputs"] == {"text": [["text.0"], "uint8"]}
-        assert "preprocess" not in row  # it names a file of the server
+        assert "preprocess" not in row  # ``preprocess`` names a file of the server
 
 
 def test_after_a_restart_a_model_has_its_function_and_one_of_the_configuration_its_own(

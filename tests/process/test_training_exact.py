@@ -43,7 +43,7 @@ SAMPLES, BATCH = 40, 8
 
 
 class FakeHost:
-    """Stand-in for a worker: it keeps two commits in this process, which a thread copies."""
+    """Stand-in for a worker: a thread copies commits to two buffers in this process."""
 
     device, state_dict = "cpu", None  # None, so that no script's variable of this class is watched
 

@@ -251,7 +251,7 @@ def test_a_jobs_parameters_become_the_next_version_and_the_old_one_can_come_back
         lambda: {p.name for p in folders.iterdir() if p.is_dir()} == digests,
         "no other program is on disk",
     )
-    assert not any(Path(checked.running.state_dir, "published").glob("*"))  # or no folder
+    assert not any(Path(checked.running.state_dir, "published").glob("*"))  # empty or absent
 
 
 def test_what_does_not_fit_is_refused_and_changes_nothing(
