@@ -164,7 +164,7 @@ def live_and_die(ledger: Ledger, folder: Path, name: str, generator: random.Rand
 
 
 def kill_servers(folder: Path, kills: int, seed: int) -> dict[str, int]:
-    """Kill ``kills`` servers of one state directory; update ``figures.json`` after each kill.
+    """Kill ``kills`` servers of one state directory; update ``found.json`` after each kill.
 
     After every ``LIVES_OF_A_JOB`` lives the training job ends, is compared with its plain run, and
     another job starts.
@@ -242,7 +242,7 @@ BODIES = """
 
 
 def lost(begun: Path) -> list[tuple[int, float]]:
-    """Return, for each death of the server, the number of repeated steps, and their age in s."""
+    """Return, for each death of the server, the number of repeated steps and their time in s."""
     rows = [tuple(map(int, line.split())) for line in begun.read_text().splitlines()]
     began_at_ns, repeats = dict[int, int](), []
     for (step, at_ns), (following, _) in itertools.pairwise(rows):

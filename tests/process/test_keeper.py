@@ -1,4 +1,4 @@
-"""Servers that the keeper has started, a process that has already imported torch."""
+"""Servers started by the keeper, a process that has imported torch and forks for each server."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from process_tools import Checked, checked_server, children_of, command_of, kill
 
 
 def test_a_kept_server_is_like_any_other() -> None:
-    """Check the environment of the processes, that the fork server is the controller's child, that
-    its successor imports modules itself, and that the test can read the exit status."""
+    """Check the variables of all processes, the fork server's parent, and a wait with a timeout.
+    After this fork server is killed, its successor must import the modules itself."""
     with checked_server() as checked:
         checked.wait_until_whole()
         old = checked.fork_server_pid()

@@ -298,14 +298,14 @@ def test_a_cancelled_transmission_is_answered_and_its_range_is_free_again(start:
     assert ended.group_count < 16
     daemon.control.send(
         daemon_msg.CancelTransmit(op_id=base_msg.OpId(1))
-    )  # too late, so there is no answer and no error
+    )  # the transmission has ended already, so the daemon ignores this order
     assert daemon.ask(transmit(2, MIB, 1024), daemon_msg.TransmitEnded).is_complete
 
 
 def test_loading_a_model_does_not_hold_up_a_transmission(daemon: DaemonRig, tmp_path: Path) -> None:
     weights = write_model(tmp_path, b"x" * 1000) / BUNDLE_FILE
     weights.unlink()
-    os.mkfifo(weights)  # opening it blocks until a writer opens it
+    os.mkfifo(weights)  # opening this FIFO blocks until a writer opens it
     daemon.control.send(store_model(tmp_path, MIB, offset=8 * MIB))
     assert daemon.ask(transmit(2, MIB, MIB), daemon_msg.TransmitEnded).is_complete
     with weights.open("wb"):
@@ -351,7 +351,7 @@ def test_it_ignores_the_terminals_signals_and_has_a_name(daemon: DaemonRig) -> N
         transmit(5, MIB, 100, fence=FENCE_COUNT),
         daemon_msg.Scrub(op_id=base_msg.OpId(5), offset_bytes=-1, size_bytes=10),
         daemon_msg.Scrub(op_id=base_msg.OpId(5), offset_bytes=ARENA_BYTES, size_bytes=1),
-        commit_copy(5, 1),  # there is no such job
+        commit_copy(5, 1),  # no commit area is open for this job
         daemon_msg.PersistCommit(job=JOB, op_id=base_msg.OpId(5), directory="/nowhere"),
     ],
     ids=lambda message: type(message).__name__,
@@ -381,7 +381,8 @@ def test_overlapping_and_stale_transmissions_are_refused(start: Start) -> None:
     "packet", [b"\xc1", b"\x80", encode_message(ForgetModel(model=MODEL))[:-1], b""], ids=repr
 )
 def test_an_order_that_cannot_be_read_ends_the_daemon(daemon: DaemonRig, packet: bytes) -> None:
-    """The daemon must end, or the sender would wait for ever; the next daemon gets the order."""
+    """Send a malformed order. The daemon must exit, or its sender would wait for ever.
+    After the exit, the sender gives the order to the next daemon."""
     raw = socket.socket(fileno=os.dup(daemon.control.fileno()))
     raw.send(bytes(EVENT_BYTES) + packet)
     raw.close()
@@ -401,7 +402,7 @@ def test_commit_copies_out_of_bounds_or_stale_are_refused(daemon: DaemonRig, are
     for bad in (
         commit_copy(8, 2, (0, 2 * MIB + 1)),
         commit_copy(8, 2, (-1, 10)),
-        commit_copy(8, 2, (0, 2 * MIB), (0, 1)),  # larger than a slot
+        commit_copy(8, 2, (0, 2 * MIB), (0, 1)),  # the pieces are larger than a slot
         commit_copy(6, 2),  # an old operation id
         msgspec.structs.replace(commit_copy(8, 2), slice_offset_bytes=ARENA_BYTES - MIB),
         msgspec.structs.replace(commit_copy(8, 2), slice_offset_bytes=-4096),
@@ -422,7 +423,7 @@ def test_refused_descriptors_are_not_kept(daemon: DaemonRig, area: int, store: i
         daemon.control.send(daemon_msg.CancelTransmit(op_id=base_msg.OpId(1)), [area])
         for _ in range(3):
             daemon.answer(daemon_msg.DaemonFault)
-    # Another thread answers, after the control thread has handled the earlier orders.
+    # Another thread answers this order, after the control thread has handled the orders above.
     daemon.ask(transmit(1, MIB, MIB), daemon_msg.TransmitEnded)
     assert len(list(folder.iterdir())) == before
 
@@ -449,16 +450,16 @@ def test_a_commit_that_is_ordered_again_is_neither_copied_nor_answered(
     for number in (1, 2):
         put_slice(daemon, number)
         assert daemon.ask(commit_copy(3, number), base_msg.StepCommitted).number == number
-    put_slice(daemon, 7)  # the commit was answered, so the slice's owner trains on
+    put_slice(daemon, 7)  # after the answer, the job trains on and changes its slice
     for number in (2, 1):
         daemon.control.send(commit_copy(3, number))
     daemon.ask(
         base_msg.Ping(op_id=base_msg.OpId(1)), base_msg.Pong
-    )  # the first answer: there was no fault, which would end a copy
+    )  # Pong is the first answer, so there was no fault, which would end a copy
     assert committed(area) == (2, image_of(2))
     answer = daemon.ask(
         commit_copy(4, 1), base_msg.StepCommitted
-    )  # the first answer, because one thread makes all copies
+    )  # one thread makes all copies, so it would have answered the repeated orders before
     assert (answer.op_id, answer.number) == (4, 1)
 
 
@@ -511,7 +512,7 @@ def test_exit_finishes_accepted_commits_and_leaves_with_status_0(
 def test_when_the_controller_is_gone_it_leaves_at_once(start: Start) -> None:
     idle = start()
     assert idle.end() == 1
-    busy = start(rate=1 * MIB)  # 16 s of work
+    busy = start(rate=1 * MIB)  # the transmission takes 16 s
     busy.control.send(transmit(1, MIB, 16 * MIB))
     assert busy.end() == 1
 
@@ -543,5 +544,5 @@ def all_maps() -> Iterator[str]:
     for maps in Path("/proc").glob("[0-9]*/maps"):
         try:
             yield from maps.read_text().splitlines()
-        except OSError:  # it has exited, or is not ours
+        except OSError:  # the process has exited, or is another user's
             continue

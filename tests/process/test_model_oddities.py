@@ -1,5 +1,5 @@
-"""Unexpected models and clients: code that takes another path than the measured one, that changes
-torch's settings for all models, or that differs from its export; clients that call in odd ways."""
+"""Odd models and odd clients on a real server.
+Models leave the measured path, change torch's global settings, or differ from their export."""
 
 from __future__ import annotations
 
@@ -131,7 +131,7 @@ FACTORIES = """
 
 @pytest.fixture(scope="module")
 def factories(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ModuleType]:
-    """Import the operator's package here and put it on the server's ``PYTHONPATH``."""
+    """Write a package of models, import it here, and put it on the server's ``PYTHONPATH``."""
     folder = tmp_path_factory.mktemp("operators")
     write_script(folder, "odd_operators.py", FACTORIES)
     sys.path.insert(0, str(folder))
@@ -154,7 +154,7 @@ def running(factories: ModuleType) -> Iterator[Checked]:
 
 
 def made(factory: Callable[[], nn.Module]) -> nn.Module:
-    """Make a module as the server does with ``random:5``."""
+    """Make a module with the weights that the server makes for ``random:5``."""
     torch.manual_seed(5)
     return factory().eval().requires_grad_(False)
 
@@ -183,7 +183,7 @@ def test_no_weight_is_read_before_it_has_arrived_whatever_path_is_taken(
     name = register_factory(running, factories, factory)
     module = made(getattr(factories, factory))
     for sign in (1, -1, 1):
-        running.client.infer("evictor", torch.zeros(1, 1024))  # leaves another model's bytes there
+        running.client.infer("evictor", torch.zeros(1, 1024))  # fills the memory with other bytes
         x = torch.full((2, WIDTH), 0.5 * sign)
         answer = running.client.infer(name, x)
         assert not answer.timing.resident
@@ -235,7 +235,7 @@ def test_what_one_model_sets_in_torch_is_not_set_for_another(
         return torch.cat([x @ x.t(), subnormal.view(torch.int64).float() @ x.t() / 3])
 
     class Tells(nn.Module):
-        """Module whose bits show matmul precision, subnormals, autocast, and the dtype of /."""
+        """Module whose output shows matmul precision, subnormals, autocast and default dtype."""
 
         def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
             return tell(x), x.to(torch.int64) / 3
@@ -245,7 +245,7 @@ def test_what_one_model_sets_in_torch_is_not_set_for_another(
         running.client.register("tells", Tells(), example_inputs=torch.ones(64, 64), max_batch=1)
     expected = eager(Tells(), x)
     name = register_factory(running, factories, f"sets_{what}")
-    for _ in range(3):  # at least one run uses the worker that the other model used last
+    for _ in range(3):  # at least one run of ``tells`` is in the worker that just ran the other
         running.client.infer(name, torch.ones(2, WIDTH))
         outputs = list(running.client.infer("tells", x).outputs.values())
         assert [is_bit_equal(a, b) for a, b in zip(outputs, expected, strict=True)] == [True, True]
@@ -394,7 +394,7 @@ def test_a_callback_may_submit_and_close_but_not_wait_for_its_own_client(running
     second: Future[Future[ps.Result]] = Future()
 
     def call_back(_: object) -> None:
-        # If the answer came before the callback was added, the adding thread runs it and may wait.
+        # If the answer is there already, the main thread runs this callback itself, and may wait.
         if threading.current_thread() is threading.main_thread() or second.done():
             return
         for wait in (
@@ -430,7 +430,7 @@ def test_a_subscription_that_somebody_holds_does_not_hold_close_up(running: Chec
     heard = threading.Event()
 
     def make_news() -> None:
-        while not heard.is_set():  # a subscription starts when the server has read it
+        while not heard.is_set():  # the server may read the subscription only after some events
             running.client.register("news", mlp(8, 1, 0), example_inputs=torch.zeros(1, 8))
             running.client.unregister("news")
 

@@ -50,7 +50,7 @@ class Found(nn.Module):
 
 
 class Experts(nn.Module):
-    """Experts that each compute the tokens that chose them."""
+    """Mixture of four experts; each expert computes only the tokens that the gate sends to it."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -110,7 +110,7 @@ class OneKey(nn.Module):
 
 
 class Detector(nn.Module):
-    """Module with new anchors in each call, without buffers; returns rows above a threshold."""
+    """Module that replaces its anchors (no buffers) in each call; returns rows over a threshold."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -168,18 +168,18 @@ PACKAGE = "as_they_come"
 
 @pytest.fixture(autouse=True)
 def _package(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Install a module in ``sys.modules`` that stands for an operator's package."""
+    """Put the factories into ``sys.modules``, as if they were an operator's package."""
     monkeypatch.setitem(sys.modules, PACKAGE, SimpleNamespace(**FACTORIES))  # type: ignore[arg-type]
 
 
 def fresh(name: str) -> nn.Module:
-    """Make a module as the builder does."""
+    """Make the named module with the weights that the builder gives it."""
     torch.manual_seed(SEED)
     return FACTORIES[name]().eval().requires_grad_(False)
 
 
 def served(name: str, folder: Path, **options: Any) -> tuple[Manifest, BoundProgram]:
-    """Build as a registration does, and load as a worker does."""
+    """Build a program as a registration does, and load it as a worker does."""
     spec = BuildSpec(
         name=name,
         source=f"{PACKAGE}:{name}",
@@ -350,7 +350,7 @@ def test_int8_weights_that_a_library_wraps_are_streamed_as_int8(tmp_path: Path) 
 
 def quantized() -> nn.Module:
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # torch itself discourages it
+        warnings.simplefilter("ignore")  # torch warns against this function
         return torch.ao.quantization.quantize_dynamic(Sounds(), {nn.Linear}, dtype=torch.qint8)
 
 
@@ -493,7 +493,7 @@ class Pairs(Found):
 
 
 class Ordered(nn.Module):
-    """Module that takes integers within a range that cannot be guessed."""
+    """Module whose integer inputs have limits that an export cannot guess: ``ends`` must grow."""
 
     def __init__(self) -> None:
         super().__init__()

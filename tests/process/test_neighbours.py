@@ -1,4 +1,4 @@
-"""Known faults of other servers, tried here: bytes and connections (docs/threat-model.md)."""
+"""Known faults of other servers in bytes and connections, tried on ours (docs/threat-model.md)."""
 
 from __future__ import annotations
 
@@ -77,12 +77,12 @@ def test_shadowmq_a_pickle_in_any_frame_stays_bytes(server: FakeScheduler, tmp_p
         sock.send(msgspec.msgpack.encode(header))
         assert decode_reply(sock.hear()).error.type in ("InvalidInput", "RemoteProtocolError")
     assert not target.exists()
-    pickle.loads(raw)  # shows that unpickling has an effect
+    pickle.loads(raw)  # proves that unpickling would make ``target``
     assert target.exists()
 
 
 def sizes(pid: int | str = "self") -> tuple[int, int]:
-    """Return the virtual and the resident size in bytes."""
+    """Return a process's virtual and resident size in bytes."""
     total, resident = Path("/proc", str(pid), "statm").read_text().split()[:2]
     page = os.sysconf("SC_PAGE_SIZE")
     return int(total) * page, int(resident) * page
@@ -101,7 +101,7 @@ def is_cut(sock: socket.socket) -> bool:
 def test_zeromq_eight_gigabytes_declared_and_ten_bytes_sent_cost_nothing(
     server: FakeScheduler,
 ) -> None:
-    """Send a huge declared size (CVE-2026-55646: the body is read before its size is checked)."""
+    """Declare 8 GiB; in CVE-2026-55646 a server reads a body before it checks its size."""
     with raw_peer(server.listeners.tcp.address) as peer:
         limit = asked(peer, op="hello").body["max_message_bytes"]
     before = sizes()
@@ -123,7 +123,7 @@ def test_messages_that_never_end_are_cut_when_they_hold_much(tmp_path: Path) -> 
         for peer in peers:
             asked(peer, op="hello")
             peer.sock.sendall(pack_table([(10, INLINE), (64 << 20, INLINE)]))
-            peer.sock.sendall(bytes(900 << 10))  # allowed for one peer and for two, but not for all
+            peer.sock.sendall(bytes(900 << 10))  # two peers may hold this much, three may not
         until(lambda: server.tcp.sessions.connections.hung_up)
         for peer in peers:
             with contextlib.suppress(OSError):  # connection reset, broken pipe, or a full buffer
@@ -139,7 +139,7 @@ def test_messages_that_never_end_are_cut_when_they_hold_much(tmp_path: Path) -> 
 def test_pipeswitch_requests_that_arrive_in_turns_byte_by_byte_are_not_mixed_up(
     server: FakeScheduler, peers: list[RawPeer]
 ) -> None:
-    """Alternate bytes of two clients, whose names and data the original mixes up."""
+    """Alternate the bytes of two clients' requests; the original mixes up their names and data."""
     server.announce("other")
     sessions = [asked(peer, op="hello").session for peer in peers]
     data = [np.full((1, 4), n, np.float32) for n in (1, 2)]
@@ -160,7 +160,7 @@ def test_pipeswitch_requests_that_arrive_in_turns_byte_by_byte_are_not_mixed_up(
 def test_pipeswitch_another_number_of_bytes_than_declared_reaches_no_model(
     server: FakeScheduler, peers: list[RawPeer], came: tuple[int, ...]
 ) -> None:
-    """Send another length than declared: the original trusts a client's length, up to 4 GiB."""
+    """Send another length than declared. The original trusts every declared length up to 4 GiB."""
     session = asked(peers[0], op="hello").session
     frames = [bytes(size) for size in came]
     reply = asked(peers[0], *frames, op="infer", model="m", session=session, inputs=[TENSOR])
@@ -171,7 +171,7 @@ def test_pipeswitch_another_number_of_bytes_than_declared_reaches_no_model(
 def test_pipeswitch_a_client_that_names_a_model_and_vanishes_holds_nobody_up(
     server: FakeScheduler,
 ) -> None:
-    """Name a model and vanish: the original's scheduler would wait for the data for ever."""
+    """Disconnect within a request; the original's scheduler would wait for the rest for ever."""
     with connected(server) as sock:
         sock.sendall(as_bytes(bytes(16), op="infer", model="m", inputs=[TENSOR])[:-10])
     with ps.Client(server.listeners.tcp.address) as client:
@@ -204,7 +204,7 @@ print(len(router.recv_multipart()))
 
 
 def test_zeromq_a_flood_and_a_reset_do_not_abort_the_server() -> None:
-    """Flood and reset a connection, where libzmq 4.3.5 aborts at a heartbeat."""
+    """Flood and then reset a connection; libzmq 4.3.5 would abort at its next heartbeat."""
     command = [sys.executable, "-c", FLOODED]
     done = subprocess.run(command, capture_output=True, text=True, timeout=250, check=False)
     assert (done.returncode, done.stdout) == (0, "2\n"), done.stderr
@@ -213,7 +213,7 @@ def test_zeromq_a_flood_and_a_reset_do_not_abort_the_server() -> None:
 def test_triton_a_message_of_very_many_parts_is_refused_by_its_table(
     server: FakeScheduler, peers: list[RawPeer]
 ) -> None:
-    """Send very many small parts, which crash Triton."""
+    """Declare a million small parts, which crash Triton; another client must still be served."""
     hostile, good = peers
     session = asked(good, op="hello").session
     hostile.sock.sendall(b"PSW1" + (1_000_000).to_bytes(4, "little") + bytes(64 << 10))
@@ -230,7 +230,7 @@ def a_web_page_posts(*requests: dict[str, Any]) -> bytes:
 
 
 def test_ray_a_web_page_on_this_machine_commands_nothing(server: FakeScheduler) -> None:
-    """Post from a web page to a port without authentication (CVE-2025-62593)."""
+    """Send commands as a web page's POST, which Ray's open port obeyed (CVE-2025-62593)."""
     with connected(server) as browser:
         browser.sendall(
             a_web_page_posts({"op": "hello"}, {"op": "stop"}, {"op": "train", "session": "x"})
@@ -244,7 +244,7 @@ def test_ray_a_web_page_on_this_machine_commands_nothing(server: FakeScheduler) 
 def test_uvicorn_half_a_message_is_cut_however_slowly_it_goes_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Send endless headers slowly: uvicorn keeps such connections (slow loris)."""
+    """Send a message byte by byte (slow loris); ours must cut it, uvicorn keeps the connection."""
     monkeypatch.setattr("pipeswitch.frontend.transport.connection_limits.HELLO_S", 0.3)
     server = FakeScheduler(tmp_path)
     hello = as_bytes(op="hello", model="m" * 1000)
@@ -259,7 +259,7 @@ def test_uvicorn_half_a_message_is_cut_however_slowly_it_goes_on(
 
 
 def is_cut_after(sock: socket.socket, byte: bytes) -> bool:
-    """Return whether the connection ended before this byte or ends within its timeout."""
+    """Send a byte; return True if the connection has ended, or ends within the socket's timeout."""
     try:
         sock.sendall(byte)
         return is_cut(sock)

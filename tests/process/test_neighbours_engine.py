@@ -1,5 +1,5 @@
 """Known faults of other servers, tried on a whole server with umask 0.
-The long tests also run it without ``assert``, so that all its imports are compiled anew."""
+Slow tests repeat this with PYTHONOPTIMIZE, without ``assert``: Python compiles all imports anew."""
 
 from __future__ import annotations
 
@@ -52,7 +52,8 @@ FACTORIES = """
 @pytest.fixture(
     scope="module",
     params=[
-        pytest.param("OMP_NUM_THREADS", id="plain"),  # not from the keeper, so it has our umask
+        # The keeper (keeper.py) starts no server with this variable, so the server has our umask.
+        pytest.param("OMP_NUM_THREADS", id="plain"),
         pytest.param("PYTHONOPTIMIZE", id="without assert", marks=pytest.mark.slow),
     ],
 )
@@ -86,7 +87,7 @@ def register(checked: Checked, name: str) -> None:
 
 
 def test_what_the_server_writes_is_its_owners_alone(running: Checked) -> None:
-    """Check models, logs, journal and both sockets, independent of the umask."""
+    """Check that with umask 0 only the owner may enter the folders of state and socket."""
     listener = Path(running.running.ipc_address.removeprefix("ipc://"))
     state = running.running.state_dir
     for folder in (state, listener.parent):
@@ -95,7 +96,7 @@ def test_what_the_server_writes_is_its_owners_alone(running: Checked) -> None:
 
 
 def test_vllm_one_request_that_kills_its_engine_is_that_requests_alone(running: Checked) -> None:
-    """Kill a worker by a request: vLLM's engine would end, while its /health still returned 200."""
+    """Kill a worker by a request. vLLM's engine would end, while its /health still returns 200."""
     register(running, "poisonable")
     assert np.array_equal(running.client.infer("poisonable", X)["y"], 3 * X)
     with ThreadPoolExecutor(1) as pool:
@@ -142,7 +143,7 @@ def a_library(path: Path, target: Path) -> None:
 def test_torch_no_file_that_holds_code_is_a_model(
     running: Checked, tmp_path: Path, write: Callable[[Path, Path], None]
 ) -> None:
-    """Register code by its own name, as bundle and as weights; by upload and the owner's path."""
+    """Register files with code: by upload as bundle or weights, and by path. No code may run."""
     target = tmp_path / "it-ran"
     for name in ("net.bundle", "net.safetensors", "net.pt2", "net.pt", "net.py", "net.so"):
         write(tmp_path / name, target)
@@ -164,7 +165,7 @@ def listening(pids: set[int]) -> set[str]:
     inodes = set()
     for pid in pids:
         for entry in Path("/proc", str(pid), "fd").iterdir():
-            with contextlib.suppress(FileNotFoundError):  # closed meanwhile
+            with contextlib.suppress(FileNotFoundError):  # the descriptor was closed meanwhile
                 with_type = re.fullmatch(r"socket:\[(\d+)\]", os.readlink(entry))
                 inodes |= {with_type[1]} if with_type else set()
     addresses = set()
@@ -182,7 +183,7 @@ def listening(pids: set[int]) -> set[str]:
 
 
 def test_pipeswitch_nobody_reaches_the_memory_who_was_not_given_it(running: Checked) -> None:
-    """Check listening sockets: the original gives a memory handle to each peer at 0.0.0.0:9001."""
+    """Check all listening sockets; the original gives its memory handle to all at 0.0.0.0:9001."""
     folder = Path(running.running.ipc_address.removeprefix("ipc://")).parent
     listeners = listening(marked_pids(running.mark))
     by_name = {listener for listener in listeners if listener.startswith("/")}
@@ -196,7 +197,7 @@ def test_pipeswitch_nobody_reaches_the_memory_who_was_not_given_it(running: Chec
 def test_pipeswitch_a_job_is_not_done_before_it_ran(
     running: Checked, tmp_path: Path, request: pytest.FixtureRequest
 ) -> None:
-    """Check a job's state: the original answers FNSH to a training request before it trains."""
+    """Read a job's state before its end; the original answers FNSH before the job trains."""
     gate, traces = tmp_path / "gate", tmp_path / "traces"
     os.mkfifo(gate)
     script = write_script(
@@ -230,7 +231,7 @@ def disk_bytes(folder: Path) -> int:
 
 
 def test_vllm_requests_leave_nothing_behind_on_the_disk(running: Checked) -> None:
-    """Repeat odd requests, which left files in an unlimited cache (CVE-2025-29770)."""
+    """Repeat odd requests. In vLLM each left a file in an unlimited cache (CVE-2025-29770)."""
 
     def ask(number: int) -> None:
         running.client.infer("good", np.full((1, 4), number, np.float32))
@@ -246,4 +247,4 @@ def test_vllm_requests_leave_nothing_behind_on_the_disk(running: Checked) -> Non
     before = disk_bytes(running.running.state_dir)
     for number in range(100):
         ask(number)
-    assert disk_bytes(running.running.state_dir) - before < 128 << 10  # room for lines of logs
+    assert disk_bytes(running.running.state_dir) - before < 128 << 10  # logs may grow

@@ -1,4 +1,4 @@
-"""Known faults of other servers, tried here: contents of well-formed requests."""
+"""Known faults of other servers in the contents of well-formed requests, tried on ours."""
 
 from __future__ import annotations
 
@@ -129,7 +129,7 @@ def test_triton_no_verb_takes_a_name_that_leads_out_of_its_folder(
 def test_shelltorch_no_source_is_fetched_from_an_address(
     server: FakeScheduler, stranger: Stranger, scheme: str
 ) -> None:
-    """Register from an address: TorchServe fetched models from any address and ran them."""
+    """Register from a URL, which nothing may fetch; TorchServe ran models from any address."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
         listener.setblocking(False)
         url = f"{scheme}127.0.0.1:{listener.getsockname()[1]}/net"
@@ -145,7 +145,7 @@ def test_shelltorch_no_source_is_fetched_from_an_address(
 
 
 def test_shadowray_a_stranger_starts_no_job(server: FakeScheduler, stranger: Stranger) -> None:
-    """Submit a job as a stranger: Ray runs code of each peer that reaches its port."""
+    """Submit a job over TCP, which is refused; Ray runs code of any peer that reaches its port."""
     for entry in ("os:abort", "/bin/true", "train.py", "pickle:loads", "__main__:x"):
         reply = stranger.ask(op="train", body={"name": "j", "entry": entry, "args": []})
         assert reply.error.type == "PermissionDenied", entry
@@ -159,7 +159,7 @@ def test_shadowray_a_stranger_starts_no_job(server: FakeScheduler, stranger: Str
 def test_torch_pretrained_weights_are_never_unpickled(
     source: str, reason: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Put a hub's pickles into the cache, as after a download."""
+    """Put pickled weights where a download would leave them; loading must not unpickle them."""
     from pipeswitch.programs.build.sources import load_source
 
     monkeypatch.setenv("TORCH_HOME", str(tmp_path))
@@ -181,7 +181,7 @@ def test_torch_pretrained_weights_are_never_unpickled(
 def test_torch_a_hubs_configuration_names_no_compiled_attention(
     weights: str, tmp_path: Path
 ) -> None:
-    """Name a hub's kernel: transformers fetches and loads it if ``kernels`` is installed."""
+    """Name a hub's kernel; with ``kernels`` installed, transformers would fetch and load it."""
     from pipeswitch.programs.build.sources import load_source
 
     config = {"model_type": "gpt2", "n_layer": 1, "n_embd": 12}
@@ -193,7 +193,7 @@ def test_torch_a_hubs_configuration_names_no_compiled_attention(
 
 @pytest.mark.parametrize("key", ["if", "x=1, y", "__import__('os')", "a.b", "é", "", "None"])
 def test_torch_a_bundles_words_never_become_code_of_its_own(key: str) -> None:
-    """Use odd argument names: torch.export's loader evaluates text; ours checks each word."""
+    """Use odd argument names, which are refused; torch.export's loader evaluates their text."""
     value = ValueSpec(name="x", dtype="float32", shape=(1, 4))
     graph = Graph(
         version=2,
@@ -232,7 +232,7 @@ ODD_TENSORS: dict[str, dict[str, Any]] = {
 def test_vllm_and_triton_only_dense_tensors_in_their_own_frame_reach_a_model(
     server: FakeScheduler, stranger: Stranger, what: str
 ) -> None:
-    """Send sparse tensors, which corrupted vLLM, and names of Triton's shared memory."""
+    """Send sparse tensors, which corrupted vLLM, and tensors in shared memory, as for Triton."""
     tensor = msgspec.msgpack.encode({**TENSOR, **ODD_TENSORS[what]}) if "half" not in what else b""
     reply = (
         stranger.ask(bytes(16), op="infer", model="m", inputs=[msgspec.Raw(tensor)])
@@ -274,7 +274,7 @@ ODD_FIELDS: list[dict[str, Any]] = [
 def test_gateways_no_odd_value_is_an_error_of_the_servers_own(
     server: FakeScheduler, stranger: Stranger, fields: dict[str, Any]
 ) -> None:
-    """Send ``"datatype": {}``, NaN, 1e999 and half a character: an HTTP stub answered 500."""
+    """Send ``"datatype": {}``, NaN, 1e999 or half a character; other HTTP stubs answered 500."""
     reply = stranger.ask(*([bytes(16)] if "inputs" in fields else []), **fields)
     assert is_refused(reply), reply
     assert not server.seen
@@ -305,7 +305,7 @@ def test_a_clients_text_starts_no_line_of_its_own_in_the_log(
 def test_a_files_size_is_refused_before_a_byte_of_it_is_written(
     server: FakeScheduler, stranger: Stranger
 ) -> None:
-    """Send more or fewer bytes than declared (CVE-2026-55646)."""
+    """Declare too large a size, or send more bytes than declared (CVE-2026-55646)."""
     uploads = Path(server.config.server.state_dir, "uploads")
     assert is_refused(stranger.put(b"x", "0" * 64, (1 << 20) + 1))
     assert is_refused(stranger.put(b"xy", "0" * 64, 1))
@@ -314,7 +314,7 @@ def test_a_files_size_is_refused_before_a_byte_of_it_is_written(
     assert stranger.put(b"x", "1" * 64, 2).error is None
     assert is_refused(stranger.put(b"yz", "1" * 64, 2, offset=1))  # longer than declared
     (unfinished,) = uploads.iterdir()
-    assert unfinished.read_bytes() == b"x\0"  # the declared size, which counts
+    assert unfinished.read_bytes() == b"x\0"  # the full declared size counts at once
 
 
 def folder_bytes(folder: Path) -> int:
@@ -324,7 +324,7 @@ def folder_bytes(folder: Path) -> int:
 def test_vllm_uploads_that_nobody_uses_do_not_fill_the_disk(
     server: FakeScheduler, stranger: Stranger, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Upload without registering: odd requests left files without limit (CVE-2025-29770)."""
+    """Upload and never register; in vLLM, requests left files without limit (CVE-2025-29770)."""
     monkeypatch.setattr("pipeswitch.frontend.uploads.FRESH_S", 0.0)
     uploads = Path(server.config.server.state_dir, "uploads")
     for number in range(12):
@@ -333,7 +333,7 @@ def test_vllm_uploads_that_nobody_uses_do_not_fill_the_disk(
         assert stranger.put(data, digest, len(data)).body["complete"]
         assert (uploads / f"{digest}.bundle").is_file()  # the newest upload exists
         assert folder_bytes(uploads) <= KEPT_UPLOADS * (1 << 20)
-    for number in range(KEPT_UPLOADS - 1):  # announced, but not sent
+    for number in range(KEPT_UPLOADS - 1):  # uploads that are announced, but not sent
         assert stranger.put(b"", f"{number:064x}", 1 << 20).error is None
     assert stranger.put(b"", "f" * 64, 1 << 20).error.type == "QueueFull"
 
@@ -347,7 +347,7 @@ def test_vllm_uploads_leave_room_on_the_disk_for_others(
     monkeypatch.setattr("pipeswitch.frontend.uploads.MIN_FREE_BYTES", 1 << 60)
     reply = stranger.put(b"y", "0" * 64, 1)
     assert "No space left" in reply.error.message
-    assert list(Path(server.config.server.state_dir, "uploads").iterdir()) == []  # removed first
+    assert list(Path(server.config.server.state_dir, "uploads").iterdir()) == []  # all removed
 
 
 # ---- the language ------------------------------------------------------------------------------
@@ -367,10 +367,10 @@ REFUSALS = """
 """
 
 
-@pytest.mark.slow  # all imports are compiled anew
+@pytest.mark.slow  # Python compiles all imports anew
 @pytest.mark.skipif(not __debug__, reason="this is the run without assert")
 def test_no_guard_of_ours_is_an_assert_that_an_option_removes() -> None:
-    """Run with ``python -O`` (CVE-2026-41523), which removes all asserts but those of tests."""
+    """Run tests of refusals with ``python -O``, which removes our asserts (CVE-2026-41523)."""
     done = subprocess.run(
         [
             sys.executable,
@@ -404,11 +404,11 @@ ATTACHED = "import mmap, os, sys; mmap.mmap(int(sys.argv[1]), 0)[0] = 7; {}"
 
 @pytest.mark.parametrize("end", ["sys.exit()", "os.kill(os.getpid(), 9)"])
 def test_python_a_process_that_leaves_takes_no_memory_of_others_along(end: str) -> None:
-    """Exit after attaching: SharedMemory of Python 3.11 would remove the segment."""
+    """Attach to memory and exit; Python 3.11's SharedMemory would remove the memory for all."""
     descriptor = sealed_memfd("shared", 4096)
     try:
         command = [sys.executable, "-c", ATTACHED.format(end), str(descriptor)]
-        for _ in range(2):  # the second process finds it, too
+        for _ in range(2):  # the second process must find the memory, too
             subprocess.run(command, pass_fds=[descriptor], check=False, timeout=250)
             with mmap.mmap(descriptor, 0) as memory:
                 assert memory[0] == 7

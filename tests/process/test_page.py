@@ -87,8 +87,8 @@ LOOK_BACK = r"""
 
 
 def program(*names: str) -> str:
-    """Return the path of one of these programs. Without one, skip the test, or fail it if
-    PIPESWITCH_NEED_BROWSER says that there is a browser."""
+    """Return the path of the first of these programs that is installed.
+    If none is, skip the test, or fail it if PIPESWITCH_NEED_BROWSER is set."""
     for name in names:
         path_of_tool = shutil.which(name)
         if path_of_tool:
@@ -131,7 +131,7 @@ class Tab:
         self.driver.find_element("css selector", "#lanes").send_keys(key)
 
     def ink(self, canvas: str, colour: str) -> int:
-        """Return the number of pixels with a colour of the page."""
+        """Return how many pixels of a canvas have one of the page's named colours."""
         return int(self.driver.execute_script(INK, canvas, colour))
 
     @property
@@ -175,7 +175,7 @@ def driver() -> Iterator[Any]:
 
 @contextlib.contextmanager
 def serving(state: Path, port: int, devices: tuple[str, ...] = ("cpu",)) -> Iterator[Checked]:
-    """Run one life of a server; the next life has the same address and state."""
+    """Run a server; another call with the same ``state`` and ``port`` restarts it."""
     args = ("--http", f"127.0.0.1:{port}", "--grpc", "off")
     with checked_server(
         http=True, devices=devices, args=args, arena="64MiB", state_dir=state, settles=False
@@ -275,7 +275,7 @@ def test_the_page_shows_a_switch_and_a_preemption_and_outlives_the_server(
         assert "holds" not in tab.text("#device")
         quiet = write_script(tmp_path, "quiet.py", "import pipeswitch\n")
         checked.client.train(quiet, name="quiet").wait()
-        tab.click("Details of quiet")  # without an error, although it has no history
+        tab.click("Details of quiet")  # must not fail, although the job has logged no loss
         tab.shows("#loss-title", "none logged")
         driver.find_element("css selector", "#log button").click()
         cell = tuple(torch.zeros(1, width) for width in (8, CELL_WIDTH, CELL_WIDTH))
@@ -315,4 +315,4 @@ def test_the_page_shows_a_switch_and_a_preemption_and_outlives_the_server(
         checked.client.task("digits").cancel()
         tab.shows("#jobs", "cancelled")
         missed = [line for line in tab.complaints() if "Failed to load resource" not in line]
-        assert missed == []  # but the browser may report that a stopped server does not answer
+        assert missed == []  # reports that the stopped server does not answer are no fault

@@ -1,7 +1,7 @@
-"""The live server decides like the simulator: with equal policy and arrivals.
+"""Equal decisions of the live server and the simulator, for equal policies and arrivals.
 
-The other requests arrive while one long request computes. So the timing of the link and device does
-not decide which is next, and both must serve them in the same order with the same switches.
+All other requests arrive while one long request computes. So only the policy decides their order,
+not the timing of link and device. Both servers must have the same order and number of switches.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from pipeswitch.simulator.replay import PaperJob, PaperModel, Setting, replay
 WIDTH, DEPTH = 512, 5  # a little more than 5 MiB of weights, in regions of 6 MiB
 MIB = 1 << 20
 ORDER = ["long", "a", "b", "a", "c", "b", "a", "c", "c", "a", "b"]
-APART = 3  # the first requests arrive one after the other, the rest together
-STEPS, STEP_MS = 24, 50.0  # per job: longer than the first cycle of 1 s
+APART = 3  # number of first requests that arrive one after the other; the rest arrive together
+STEPS, STEP_MS = 24, 50.0  # a job takes 1.2 s, longer than the first cycle of 1 s
 WIDTHS = {"large": 1024, "small": 64}  # the large job is submitted first
 TRAINS = """
     import sys, time
@@ -43,7 +43,7 @@ TRAINS = """
     with open(out, "a") as file:
         file.write(f"{width} ")
 """
-DEADLINES_MS = {3: 40e3, 5: 20e3, 8: 10e3, 9: 30e3}  # by request number, else none
+DEADLINES_MS = {3: 40e3, 5: 20e3, 8: 10e3, 9: 30e3}  # request number -> deadline
 
 
 class Long(torch.nn.Module):
@@ -54,7 +54,7 @@ class Long(torch.nn.Module):
         self.linear = torch.nn.Linear(WIDTH, WIDTH)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = x.repeat(2048, 1)  # here, because copying a large input would delay its arrival
+        x = x.repeat(2048, 1)  # here, because a large input would arrive late
         for _ in range(40):
             x = self.linear(x)
         return x[:1]
@@ -65,8 +65,8 @@ class Slow(torch.nn.Module):
 
     def __init__(self, number: int) -> None:
         super().__init__()
-        # Each model takes four times as long as the previous one: sjf uses a first run's time,
-        # which can double on a busy machine.
+        # Each model takes four times as long as the previous one. The policy sjf compares the
+        # times of first runs, and these can double on a busy machine.
         self.net, self.rows = mlp(WIDTH, DEPTH, number), 512 << 2 * number
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -83,7 +83,7 @@ def models() -> dict[str, tuple[torch.nn.Module, torch.Tensor]]:
 
 @pytest.fixture
 def state(tmp_path: Path) -> Path:
-    """Return the state directory of one server: restored models are ready before workers load."""
+    """Return a server's state directory. Restored models are ready before workers load them."""
     return tmp_path / "state"
 
 
@@ -97,7 +97,7 @@ def test_the_live_server_decides_as_the_simulator_does(policy: str, state: Path)
 
 
 def test_jobs_end_live_in_the_order_in_which_they_do_in_the_simulator(tmp_path: Path) -> None:
-    assert _simulated_ends("rotate") == ["large", "small"]  # else the live order proves nothing
+    assert _simulated_ends("rotate") == ["large", "small"]  # another order than ``pack``
     script, out = write_script(tmp_path, "trains.py", TRAINS), tmp_path / "ends"
     with checked_server(environment={"PIPESWITCH_SCHEDULER__TRAINING": "pack"}) as checked:
         tasks = [
@@ -122,8 +122,8 @@ def _simulated_ends(training: str) -> list[str]:
 
 
 def _live(policy: str, state: Path) -> tuple[tuple[int, ...], int]:
-    """Return order and switches on a server with room for two models beside the long one."""
-    patient = {"PIPESWITCH_SCHEDULER__MAX_WAIT": "60s"}  # so that age decides nothing
+    """Serve all requests with room for ``long`` and two models; return order and switches."""
+    patient = {"PIPESWITCH_SCHEDULER__MAX_WAIT": "60s"}  # no priority by waiting
     with checked_server(
         arena="16MiB", args=("--policy", policy), environment=patient, state_dir=state
     ) as checked:
@@ -134,18 +134,18 @@ def _live(policy: str, state: Path) -> tuple[tuple[int, ...], int]:
                 client.register(name, module, example_inputs=(example,))
             inputs[name] = example
         until(lambda: {row["state"] for row in client.models()} == {"ready"}, "all are stored")
-        # A worker takes no request while it loads a program, so wait until all have loaded all.
+        # A worker takes no request while it loads a program, so wait until each has loaded all.
         until(lambda: not any(row["why"].startswith("preparing") for row in client.ps()), "standby")
-        client.infer("long", inputs["long"])  # so that no copy delays it below
+        client.infer("long", inputs["long"])  # so that the first request below needs no copy
         before = client.stats()["switches"]
         futures = []
         for number, name in enumerate(ORDER):
             deadline_ms = DEADLINES_MS.get(number)
             futures.append(client.submit(name, inputs[name], deadline_ms=deadline_ms))
-            if number < APART:  # later models find no room: their order decides nothing
+            if number < APART:  # after these the arena is full: requests only queue
                 until(lambda: _is_on_the_device(client, ORDER[: len(futures)]), "it is there")
         timings: list[Any] = [future.result(60.0).timing for future in futures]
-        assert timings[0].compute_ms > 50.0  # else later requests may have arrived after it
+        assert timings[0].compute_ms > 50.0  # time for later requests to arrive
         order = sorted(range(len(ORDER)), key=lambda number: timings[number].op_id)
         return tuple(order), client.stats()["switches"] - before
 

@@ -26,7 +26,7 @@ pytestmark = pytest.mark.skipif(bool(missing()), reason=f"packed weights: {missi
 
 
 class Network(torch.nn.Module):
-    """Convolutions of 11 MiB, large enough that packed weights are faster on any machine."""
+    """Convolutions and a linear layer of 11 MiB; packed weights make it faster on any machine."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -79,7 +79,7 @@ TRAINS = """
             job.publish("live")
 """
 X = torch.linspace(-1, 1, 3 * 56 * 56).reshape(1, 3, 56, 56)
-ARENA = "24MiB"  # has no room for two of the models beside the fences
+ARENA = "24MiB"  # the fences and one model fit, but not two models
 FORMS = {"fast": "fast", "exact": "exact", "other": "fast", "half": "bf16", "quarter": "int8"}
 
 
@@ -105,7 +105,7 @@ def bits(result: Result) -> bytes:
 
 
 def alone(state_dir: Path, digest: str, x: torch.Tensor) -> bytes:
-    """Return the output of the program on disk, computed in this process."""
+    """Run the stored program in this process with one thread; return the bytes of its output."""
     folder = state_dir / "models" / digest
     manifest = load_manifest(folder)
     path = folder / weights_file(manifest)
@@ -187,7 +187,7 @@ def test_bits_of_every_form_survive_eviction_and_dead_workers(
     rows = {name: client.show(name) for name in FORMS}
     expected = {name: alone(state_dir, row["digest"], X) for name, row in rows.items()}
     for number in range(20):
-        name = [*FORMS][number * 3 % len(FORMS)]  # its copy evicts another model
+        name = [*FORMS][number * 3 % len(FORMS)]  # copying this model evicts another one
         if number % 3 == 0:
             for pid in running.worker_pids().values():
                 tools.kill(pid, signal.SIGKILL)
@@ -284,7 +284,7 @@ def test_a_language_model_says_the_same_tokens_whatever_dies(form: str) -> None:
 @pytest.mark.soak
 @pytest.mark.timeout(1800)
 def test_two_hundred_evictions_kills_and_rebuilds_change_no_bit(tmp_path: Path) -> None:
-    """Check that each answer equals the answer of the same program computed alone."""
+    """Evict, kill and register again; answers must equal those of the program in this process."""
     state, draw = tmp_path / "state", random.Random(39)
     done, expected = 0, dict[str, bytes]()
     while done < 200:
@@ -293,7 +293,7 @@ def test_two_hundred_evictions_kills_and_rebuilds_change_no_bit(tmp_path: Path) 
             for name, form in FORMS.items():
                 if name not in {row["name"] for row in client.models()}:
                     client.register(name, Network().eval(), example_inputs=(X,), precision=form)
-            for name in FORMS:  # rebuilds programs that another machine packed
+            for name in FORMS:  # so that programs from another machine are rebuilt
                 client.infer(name, {"x": X.numpy()})
             rows = {row["name"]: row for row in client.models()}
             expected = {name: alone(state, row["digest"], X) for name, row in rows.items()}

@@ -18,7 +18,7 @@ from pipeswitch.planning.grouping import spans
 from pipeswitch.planning.profile import Profile, decode, encode
 
 WIDTH = 256
-DEPTH = 24  # layers of 257 KiB: 6 MiB, more than one bucket
+DEPTH = 24  # layers of 257 KiB, together 6 MiB: more than one bucket
 
 
 @pytest.fixture(scope="module")
@@ -29,7 +29,7 @@ def net() -> torch.nn.Module:
 
 @pytest.fixture(scope="module")
 def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Checked, Path]]:
-    """Start a server; yield it and the folder of its shipped profiles."""
+    """Start a server; yield it and its ``--profiles-dir``, the folder of shipped profiles."""
     folder = tmp_path_factory.mktemp("profiles")
     with checked_server(arena="64MiB", args=("--profiles-dir", str(folder))) as checked:
         yield checked, folder
@@ -37,7 +37,7 @@ def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Checked, 
 
 @pytest.fixture
 def roomy(shared: tuple[Checked, Path]) -> Iterator[tuple[Checked, Path]]:
-    """Yield the same server; then remove all models and profiles."""
+    """Yield the server and folder of ``shared``; afterwards remove all models and profiles."""
     yield shared
     checked, folder = shared
     checked.settle()
@@ -57,7 +57,7 @@ def value(seed: int, batch: int = 2) -> torch.Tensor:
 
 
 def in_force(checked: Checked, grouping: str, name: str = "net") -> dict[str, Any]:
-    """Wait until the model's groups are of this kind; return its row."""
+    """Wait until the model's row has this ``grouping``; return the row."""
 
     def look() -> dict[str, Any] | None:
         row = checked.client.show(name)
@@ -74,7 +74,7 @@ def sizes_of(profile: dict[str, Any], plan: list[int]) -> list[int]:
 
 
 def make_gone(checked: Checked) -> None:
-    """Load another model onto the device, completely."""
+    """Send a request to model ``other``; wait until all of this model is on the device."""
     checked.client.infer("other", value(0))
     until(lambda: checked.client.show("other")["residency"] == "resident", "the copy has ended")
 
@@ -108,7 +108,7 @@ def test_a_profile_is_measured_and_its_plan_is_what_the_device_then_does(
         planned = profile["checks"][-1]
         assert row["plan"] == planned["plan"]
         assert row["groups"] == len(planned["plan"])
-        # The next cold switch copies and computes the plan's groups, in order and in size.
+        # The next cold switch copies and computes the plan's groups, in their order and sizes.
         make_cold(checked)
         answers(checked, net)
         until(lambda: checked.client.show("net")["residency"] == "resident", "the copy has ended")
@@ -133,7 +133,7 @@ def test_a_profile_is_its_owners_file_and_the_next_server_uses_it(
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
     assert decode(path.read_bytes()) == msgspec.convert(profile, Profile)
     with checked_server(state_dir=tmp_path) as checked:
-        assert in_force(checked, "planned")["plan"] == plan  # from the journal and the file
+        assert in_force(checked, "planned")["plan"] == plan  # from the journal and profile
         assert checked.stats()["transmissions"] == 0  # so nothing was measured
         answers(checked, net)
         assert "is not used" not in checked.running.log()
@@ -196,7 +196,7 @@ def test_a_profile_that_is_not_true_here_is_one_warning_and_buckets(
     (warning,) = warnings() - before
     assert f'model "net": profile {source.name} is not used' in warning
     answers(checked, net)
-    checked.client.profile("net", [2])  # it can be measured again
+    checked.client.profile("net", [2])  # the model can be measured again
     in_force(checked, "planned")
     answers(checked, net)
 

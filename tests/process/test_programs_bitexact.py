@@ -1,8 +1,8 @@
-"""From a module to a program over a shared mapping: the bits equal those of the plain module.
+"""Programs over a shared mapping, whose outputs equal the plain module's, bit for bit.
 
-Each model is built, bundled, loaded, bound over a read-only memfd and run. The mapping starts with
-poison, and a group's bytes appear when the program waits for that group. So the result shows a
-weight that is read too early or packed into the wrong group.
+Each model is built, bundled, loaded, bound over a read-only memfd and run. All bytes of the mapping
+are 0xff at first, and a group's bytes appear when the program waits for the group. So a weight that
+is read too early, or packed into the wrong group, changes the output.
 """
 
 from __future__ import annotations
@@ -72,8 +72,8 @@ class Arena:
 
 
 class Programs:
-    """Programs over arenas of their own. Each spec is built once, because a build takes seconds.
-    Tests only read its folder."""
+    """Programs, each over its own arena. A spec is built only once, because a build takes seconds.
+    Tests only read the folder of a built program."""
 
     def __init__(self, root: Path) -> None:
         self._root = root
@@ -166,7 +166,7 @@ FAMILIES = [
 def test_a_torchvision_family_computes_the_plain_models_bits(
     name: str, side: int, programs: Programs, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    loaded: list[Loaded] = []  # a second initialisation would take half of the test's time
+    loaded: list[Loaded] = []  # reused, because a second load would take half of the test's time
 
     def load_once(spec: BuildSpec) -> Loaded:
         loaded.append(load_source(spec))
@@ -382,7 +382,7 @@ class InPlace(nn.Module):
 
 
 class Reversed(nn.Module):
-    """Module that uses layers in another order than registered, and only returns one buffer."""
+    """Module that uses its layers in reverse order, and whose buffer is only returned, not used."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -415,7 +415,7 @@ class Fixed(nn.Module):
 
 
 class Infinite(nn.Module):
-    """Module with constants that JSON cannot represent, an integer weight, and a strided copy."""
+    """Module with constants that JSON cannot represent, an integer buffer and a strided buffer."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -579,7 +579,7 @@ class Branching(nn.Module):
 
 
 class Recurrent(nn.Module):
-    """Module with another kernel when gradients are enabled, whose last bits differ."""
+    """Module whose LSTM uses another kernel, with other last bits, when gradients are enabled."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -749,7 +749,7 @@ class Counter(nn.Module):
 
 
 class StillTraining(nn.Module):
-    """Module with batch statistics in eval mode; no schema shows that running ones change."""
+    """Module that updates its running statistics in eval mode; the operator's schema hides this."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,7 +1,7 @@
-"""A kernel that reads past its arguments, simulated by the operator's own module.
+"""A kernel that reads past its arguments, simulated by ``as_strided`` in the operator's module.
 
-Its ``as_strided`` reads the whole arena and the whole pool, like an operator with a wrong contract.
-Nothing before the kernel stops it.
+The call may address the whole arena and the whole pool, like a kernel with a wrong contract. No
+check before the kernel prevents such a read.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ def items(running: Checked, model: str, place: int) -> tuple[list[float], int]:
 def test_of_the_arena_a_kernel_reads_its_own_model_and_no_other(
     running: Checked, beyond: int
 ) -> None:
-    running.client.infer("secret", torch.ones(1, 4))  # so both are on the device
+    running.client.infer("secret", torch.ones(1, 4))  # puts "secret" on the device, too
     register(running, "Weights")
     values, own = items(running, "weights", -1)
     assert values == [7.0] * 4
@@ -100,4 +100,4 @@ def test_of_the_pool_a_kernel_reads_its_own_request_and_no_more(running: Checked
     slack, _ = items(running, "inputs", own + 4)
     assert slack == [0.0] * 4, "what lay behind the request was another's"
     with pytest.raises(WorkerLost):
-        items(running, "inputs", own + FLOATS_PER_PAGE)  # its reply or the next request
+        items(running, "inputs", own + FLOATS_PER_PAGE)  # its reply or another request is there

@@ -17,7 +17,7 @@ READ = "daemon.store.read"
 
 
 def register(state: Path) -> str:
-    """Run a first server; return the digest of its model."""
+    """Register a model on a first server, and stop this server; return the model's digest."""
     with checked_server(state_dir=state) as checked:
         checked.client.register("a", MODULE, example_inputs=(X,))
         return str(checked.client.show("a")["digest"])
@@ -66,7 +66,7 @@ def test_a_request_for_a_model_that_cannot_be_brought_back_reads_why(tmp_path: P
 
 
 def test_a_model_with_a_damaged_file_is_failed_and_never_wrong(tmp_path: Path) -> None:
-    """Change one digit of the manifest, and then one character of the graph."""
+    """Damage the manifest, then the graph: the model must fail, and recover with its file."""
     digest = register(tmp_path / "state")
     folder = tmp_path / "state" / "models" / digest
     for name, old, new in (

@@ -1,4 +1,4 @@
-"""Permissions of TCP clients without a key, with a key, and with each role: real sockets."""
+"""Permissions of TCP clients without a key, with a key, and with each role, on real sockets."""
 
 from __future__ import annotations
 
@@ -44,14 +44,14 @@ BODIES: dict[str, dict[str, Any]] = {
     "cancel": {"id": "none"},
     "ping": {"deep": True},
 }
-SILENT = ("hello", "prefetch", "infer", "ping", "caller")  # tested in other ways, or elsewhere
+SILENT = ("hello", "prefetch", "infer", "ping", "caller")  # other tests try these verbs
 
 
 @pytest.mark.parametrize("role", [*Role, None])
 def test_without_a_key_a_verb_is_served_when_its_role_is_the_addresss(
     tmp_path: Path, role: Role | None
 ) -> None:
-    roles = () if role is None else (role.value,)  # None: no role, not even infer
+    roles = () if role is None else (role.value,)  # None means no role, not even infer
     fake = FakeScheduler(tmp_path, tcp_roles=roles, allow_code=("pkg.*",))
     fake.announce("m")
     try:
@@ -144,7 +144,7 @@ def test_the_owners_socket_needs_no_role(keyed: Keyed) -> None:
 
 
 def heard(fake: FakeScheduler, reader: Any) -> bool:
-    """Return whether the reader gets a published record."""
+    """Publish a record; return True if the reader gets it within 0.3 s."""
     fake.post(Publish(topic="job.t", body={}))
     return reader.take(0.3) is not None
 

@@ -15,7 +15,7 @@ SERVE = ("serve", "--device", "cpu", "--listen", "tcp://127.0.0.1:0")
 
 
 def serve(state: Path, *arguments: str, group: Path | None = None) -> tuple[int, str]:
-    """Run a server that does not start; return its exit status and error text."""
+    """Start a server, in ``group`` if given, and wait until it exits; return status and errors."""
 
     def enter() -> None:
         if group is not None:

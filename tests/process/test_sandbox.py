@@ -70,7 +70,7 @@ def test_a_confined_process_opens_no_file_no_socket_and_reaches_no_process(victi
     code = CONFINED.format(
         here=str(Path(__file__).parent), victim=victim.pid, a_file=str(a_file), memory=0
     )
-    for tried in json.loads(run(code)):  # results of the thread that entered, and of another thread
+    for tried in json.loads(run(code)):  # one from the confined thread, one from another
         assert len(tried) > 150
         assert {name: got for name, got in tried.items() if got not in ("EPERM", "ENOSYS")} == {}
     assert a_file.read_text() == "of another"
@@ -150,7 +150,7 @@ def test_a_builder_reads_libraries_and_its_source_and_writes_its_own_folder(vict
     assert list(work.iterdir()) == []
 
 
-# The fork server imports this, so that an attacker controls Python in its workers.
+# The fork server imports this code as sitecustomize, so it controls Python in all workers.
 HOSTILE = """
 import importlib.util, json, os, sys
 sys.path.insert(0, {here!r})
@@ -223,7 +223,7 @@ sys.meta_path.insert(0, Finder())
 
 
 def enemys_path(folder: Path, *only: str) -> dict[str, str]:
-    """Write modules that make a server's children hostile; return the environment for them."""
+    """Write a sitecustomize.py that makes a server's children hostile; return its environment."""
     code = HOSTILE.format(here=str(Path(__file__).parent), only=only)
     (folder / "sitecustomize.py").write_text(code)
     return {"PYTHONPATH": os.pathsep.join([str(folder), str(ROOT)])}

@@ -134,7 +134,7 @@ def test_a_tenant_has_its_turns_by_weight_between_a_greedy_ones_requests(running
 
 
 async def _order_of(address: str) -> list[str]:
-    """Return the callers in order of their runs. All ask during a long run, the greedy first."""
+    """Send requests during a long run, the greedy tenant's first; return tenants in run order."""
     upstream = Upstream(address)
     x = WireTensor(name="", dtype="float32", shape=(1, WIDTH), frame=0)
     request = InferRequest(id="", inputs=(x,), frames=[bytes(4 * WIDTH)])

@@ -286,7 +286,7 @@ def script(folder: Path, name: str, body: str) -> Path:
 @pytest.fixture(scope="module")
 def running() -> Iterator[Checked]:
     with checked_server(arena="64MiB", environment=ENVIRONMENT) as checked:
-        # The large model needs all of the 62 MiB, so a job's slice must be evicted for it.
+        # The large model needs all 62 MiB of the arena, so a job's slice must be evicted for it.
         for name, width in WIDTHS.items():
             module = mlp(width, 4, 1)
             checked.client.register(name, module, example_inputs=(torch.zeros(1, width),))
@@ -295,7 +295,7 @@ def running() -> Iterator[Checked]:
 
 @pytest.fixture(scope="module")
 def exact(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """Write the scripts; put the output of an undisturbed run beside each."""
+    """Write the scripts; run each undisturbed, with its output in ``SCRIPT.plain``."""
     folder = tmp_path_factory.mktemp("exact")
     scripts = {name: script(folder, name, body) for name, body in EXACT.items()}
     for path in scripts.values():

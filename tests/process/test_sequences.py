@@ -21,7 +21,7 @@ STEPS = 40
 
 
 class Sliding(torch.nn.Module):
-    """Causal convolution whose input is a sound in pieces."""
+    """Causal convolution that gets a sound piece by piece."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -84,14 +84,14 @@ def plain_loop(inputs: list[torch.Tensor], h: torch.Tensor, c: torch.Tensor) -> 
 
 
 def strike(running: Checked, are_over: threading.Event) -> None:
-    """Kill a worker every 0.15 s, so rarely that no request needs more than its three tries."""
+    """Kill a worker every 0.15 s; more frequent kills could use up the three tries of a request."""
     while not are_over.wait(0.15):
         for pid in list(running.worker_pids().values())[:1]:
             kill(pid)
 
 
 def test_many_at_once_equal_plain_loops_while_workers_are_killed(running: Checked) -> None:
-    """Use sequences of different batch sizes; one begins with an explicit state."""
+    """Run sequences of different batch sizes at once; one begins with an explicit state."""
     client = running.client
     inputs = [pieces(1 + seed % 3, seed) for seed in range(6)]
     starts = [cell_inputs(len(one[0]))[1:] for one in inputs]
@@ -181,7 +181,7 @@ def test_what_fails_leaves_the_state_and_what_is_over_is_said(running: Checked) 
             "wrong", seeded(Cell), example_inputs=cell_inputs(2), state={"h": ("h_out", 5)}
         )
     example = (torch.zeros(1, 3, 8), torch.zeros(1, 5, 8))
-    with pytest.raises(RegistrationRefused, match="dynamic="):  # without it the state cannot grow
+    with pytest.raises(RegistrationRefused, match="dynamic="):  # the state needs it to grow
         client.register("wrong", seeded(Recalls), example_inputs=example, state=RECALLS)
     for odd in ({"h": 5}, {"h": ("h_out", -2)}):
         with pytest.raises(InvalidInput, match="register: state"):
@@ -195,7 +195,7 @@ def test_a_client_that_is_gone_leaves_nothing_and_another_cannot_go_on(running: 
         mine.infer(x)
         with running.running.client(tcp=True) as other:
             theirs = other.sequence("cell", id="shared-name")
-            theirs._is_started = True  # claims to be started
+            theirs._is_started = True  # the request claims to continue the sequence
             with pytest.raises(SequenceNotFound):
                 theirs.infer(x)
 

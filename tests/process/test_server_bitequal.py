@@ -1,4 +1,4 @@
-"""Outputs equal those of the plain model through switches, evictions and preempted training."""
+"""Outputs that equal the plain model's, during switches, evictions and preempted training."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from torch import nn
 
 SEED = 20261121
 
-# name, side of the square input; ViT's position table requires its side
+# name, and side of the square input in pixels; ViT accepts only 224
 FAMILIES = [
     ("resnet18", 64),
     ("inception_v3", 96),
@@ -76,7 +76,7 @@ def test_families_answer_bit_equal_while_they_evict_each_other_and_training_runs
     futures = [(name, client.submit(name, x), y) for name, x, y in requests]
     wrong = [name for name, future, y in futures if not is_bit_equal(future.result(60)["y"], y)]
     assert wrong == []
-    # One at a time, so that the job trains between any two requests.
+    # Send them again, one at a time, so that the job trains between two requests.
     wrong = [name for name, x, y in requests if not is_bit_equal(client.infer(name, x)["y"], y)]
     assert wrong == []
 

@@ -26,7 +26,7 @@ def test_a_worker_killed_in_every_part_of_a_switch_costs_no_answer() -> None:
         arena="42MiB", environment=tools.ENVIRONMENT, args=SLOW_LINK
     ) as checked:
         register_both(checked)
-        for delay_s in (0.0, 0.05, 0.15, 0.3, 0.45, 0.6):  # within about 0.65 s
+        for delay_s in (0.0, 0.05, 0.15, 0.3, 0.45, 0.6):  # a copy takes about 0.65 s
             checked.client.infer("other", X)
             assert checked.row("wide")["state"] == "host"
             checked.wait_until_whole()
@@ -39,7 +39,7 @@ def test_a_worker_killed_in_every_part_of_a_switch_costs_no_answer() -> None:
 
 
 def outcome(future: Future[Any]) -> type[PipeSwitchError] | None:
-    """Return None for a result, else the error's type."""
+    """Wait for a request; return None if it succeeded, else the error's type."""
     try:
         future.result(40)
     except PipeSwitchError as error:
@@ -63,7 +63,7 @@ def register_both(checked: tools.Checked) -> None:
 
 
 def submit_both(checked: tools.Checked, count: int) -> list[Future[Any]]:
-    """Send requests that are accepted and need a switch each."""
+    """Send requests to both models in turn, so that each needs a switch; wait for acceptance."""
     before = checked.stats()["inference"]["accepted"]
     futures = [checked.client.submit(("wide", "other")[i % 2], X) for i in range(count)]
     tools.until(

@@ -16,7 +16,7 @@ DEPTH = 5  # a little more than 5 MiB of weights, in regions of 6 MiB
 
 @pytest.fixture(scope="module")
 def running() -> Iterator[Checked]:
-    """Start a server with room for three of the four models, or for two and a slice."""
+    """Start a server with room for three of the four models, or for two and a job's slice."""
     with checked_server(arena="22MiB") as checked:
         for seed, name in enumerate("abcd"):
             checked.client.register(name, mlp(WIDTH, DEPTH, seed), example_inputs=value(0.0))
@@ -30,7 +30,7 @@ def _settled(running: Checked) -> Iterator[None]:
 
 
 def still(checked: Checked) -> dict[str, Any]:
-    """Return counters when no copy is in flight; a copy's end is reported after the answer."""
+    """Wait until no copy is in flight, which may be after the answer; return the counters."""
     until(
         lambda: all(m["residency"] != "transmitting" for m in checked.client.models()),
         "no model is on its way",

@@ -14,19 +14,18 @@ from tests.process.figures import publishing, say
 
 WIDTH = 64
 WARM_UP, SAMPLE_EVERY = 200, 20
-LONG_WARM_UP = 2_000  # until every worker has had requests
-# A worker grows by 10 MiB once, at its first request.
-OWNER_MIB, WORKER_MIB = 1.0, 16.0
+LONG_WARM_UP = 2_000  # switches until every worker has had requests
+OWNER_MIB, WORKER_MIB = 1.0, 16.0  # limits of growth; a worker's first request takes 10 MiB
 
 
 def processes(checked: Checked) -> dict[str, int]:
-    """Return the pids of the processes that must not grow, by name."""
+    """Return name -> pid of the processes that must not grow."""
     workers = {f"worker-{slot}": pid for slot, pid in checked.worker_pids().items()}
     return {"controller": checked.pid, "daemon": checked.daemon_pid(), **workers}
 
 
 def holdings(pid: int) -> dict[str, int]:
-    """Count a process's descriptors, memfds among them, mapped memfds and threads."""
+    """Return the numbers of a process's descriptors, open memfds, mapped memfds and threads."""
     links = []
     for entry in Path("/proc", str(pid), "fd").iterdir():
         links.append(os.readlink(entry))

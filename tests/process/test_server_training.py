@@ -14,7 +14,7 @@ from pipeswitch.base.errors import InvalidInput, TaskFailed
 ENVIRONMENT = {
     "PIPESWITCH_SCHEDULER__COMMIT_EVERY": "50ms",  # often, so that killed jobs make progress
     "PIPESWITCH_WORKERS__RESTART_BACKOFF": "20ms",
-    "PIPESWITCH_SCHEDULER__EVICT_GRACE": "8s",  # then a script that has not stopped is killed
+    "PIPESWITCH_SCHEDULER__EVICT_GRACE": "8s",  # after this, a script that still runs is killed
 }
 
 
@@ -94,7 +94,7 @@ def test_a_script_that_raises_fails_with_its_own_type_and_text(
     assert caught.value.data["type"].endswith("OutOfCoffee")
     assert caught.value.data["text"] == "the pot is empty"
     assert task.status()["state"] == "failed"
-    assert "Traceback" in "".join(task.logs())  # in the log only
+    assert "Traceback" in "".join(task.logs())  # but not in the error
     assert "Traceback" not in str(caught.value)
 
 
@@ -127,7 +127,7 @@ def test_a_script_that_swallows_its_preemption_is_killed_and_others_go_on(
     )
     task = running.client.train(script)
     tools.until(lambda: task.status()["step"] > 0, "it trains")
-    running.client.infer("small", torch.ones(1, 64))  # the job stops for this request nevertheless
+    running.client.infer("small", torch.ones(1, 64))  # the job stops although it catches all errors
     row = task.cancel()
     assert row["state"] == "cancelled"
     assert running.client.infer("small", torch.ones(1, 64))["y"].shape == (1, 64)

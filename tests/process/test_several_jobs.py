@@ -1,4 +1,4 @@
-"""Three jobs whose slices fit: resident together, switched between two steps or within them."""
+"""Three jobs whose slices fit on the device together; they alternate between or within steps."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ SCRIPT: Final = """
 def test_three_jobs_under_requests_evictions_and_kills_end_as_each_alone(
     tmp_path: Path, order: str
 ) -> None:
-    """Train with ``coshift`` in 256 KiB for activations, of which each job alone would use more."""
+    """Kill and evict jobs. ``coshift`` gives all activations 256 KiB; one job alone uses more."""
     depth, more = ("6", 2) if order == "coshift" else ("0", 5)
     script, dice = write_script(tmp_path, "one.py", SCRIPT), random.Random(SEED)
     environment = {
@@ -83,7 +83,7 @@ def test_three_jobs_under_requests_evictions_and_kills_end_as_each_alone(
             rows = [task.status() for task in tasks.values()]
             trained = all(row["lease_bytes"] and row["suspensions"] for row in rows)
             waiting = [row["state"] for row in rows].count("suspended")
-            return trained and (waiting == 2 or order == "coshift")  # its states change too fast
+            return trained and (waiting == 2 or order == "coshift")  # coshift changes them fast
 
         until(are_resident, "each has trained, and two wait in place")
         for _ in range(ROUNDS):

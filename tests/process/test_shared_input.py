@@ -12,7 +12,7 @@ from process_tools import Checked, checked_server, finish, kill, run_plain, unti
 from pipeswitch.base.errors import TaskFailed
 from pipeswitch.client.client import Task
 
-BATCHES: Final = 8  # per pass
+BATCHES: Final = 8  # number of batches in one pass
 
 SCRIPT: Final = """
     import hashlib, os, random, sys
@@ -91,7 +91,7 @@ def test_two_jobs_load_their_input_once_and_end_as_each_alone(
         assert said(checked, f"calm-{width}") == expected[width]
     loaded = (tmp_path / "shared.calls").stat().st_size
     each = passes * BATCHES * 8
-    assert each < loaded <= each + 2 * 8  # and each job's first batch, to compare
+    assert each < loaded <= each + 2 * 8  # each job also loads its first batch, to compare it
 
 
 def test_a_job_that_is_killed_evicted_and_resumed_leaves_itself_and_the_other_exact(
@@ -116,7 +116,7 @@ def test_a_job_that_is_killed_evicted_and_resumed_leaves_itself_and_the_other_ex
     goes_on(tasks[32])
     victim.resume()
     goes_on(victim)
-    (tmp_path / "s.enough").touch()  # they stop after the current pass; no process starts again
+    (tmp_path / "s.enough").touch()  # both jobs end after this pass; no process is starting
     for width, task in tasks.items():
         row = finish(task)
         alone = arguments(tmp_path / f"alone-{width}", width, row["step"] // BATCHES)

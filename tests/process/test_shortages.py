@@ -31,7 +31,7 @@ SMALL = torch.linspace(-1, 1, 64).reshape(1, 64)
 ONE, LARGE = np.ones((1, 64), np.float32), np.ones((1, MIB), np.float32)
 
 
-WIDE = 12 * MIB  # 48 MiB, more than an allocator keeps for the next request
+WIDE = 12 * MIB  # floats: 48 MiB, more than an allocator keeps for the next request
 
 
 class Wide(torch.nn.Module):
@@ -42,7 +42,7 @@ class Wide(torch.nn.Module):
 @pytest.fixture(scope="module")
 def running() -> Iterator[tools.Checked]:
     options: Any = {"arena": "64MiB", "http": True, "args": ("--gateway-roles", "infer")}
-    with tools.checked_server(**options) as checked:  # sandboxed workers: no failpoints
+    with tools.checked_server(**options) as checked:  # no failpoints, so workers are sandboxed
         checked.client.register("small", tools.mlp(64, 2, 1), example_inputs=(SMALL,))
         checked.client.register("wide", Wide(), example_inputs=(torch.zeros(1, 1),))
         checked.client.register("echo", torch.nn.Hardtanh(), example_inputs=(torch.zeros(1, MIB),))
@@ -68,7 +68,7 @@ def wide(checked: tools.Checked) -> float:
 
 @contextlib.contextmanager
 def limited(pids: Iterable[int], kind: int, more: int) -> Iterator[None]:
-    """Limit processes to what they use now and ``more``."""
+    """Limit resource ``kind`` of processes to their present use plus ``more``, in the block."""
     old = [(pid, resource.prlimit(pid, kind)) for pid in pids]
     for pid, (_, hard) in old:
         data = int(Path("/proc", str(pid), "statm").read_text().split()[5]) * resource.getpagesize()
@@ -78,7 +78,7 @@ def limited(pids: Iterable[int], kind: int, more: int) -> Iterator[None]:
         yield
     finally:
         for pid, limit in old:
-            with contextlib.suppress(ProcessLookupError):  # it was replaced
+            with contextlib.suppress(ProcessLookupError):  # the process was replaced
                 resource.prlimit(pid, kind, limit)
 
 
@@ -94,7 +94,7 @@ def accepted(pid: int) -> list[Any]:
 
 
 def test_workers_without_descriptors_take_a_new_model(running: tools.Checked) -> None:
-    """Register a model: workers get its files as descriptors."""
+    """Register a model, whose files workers get as descriptors, although they may open no more."""
     with limited(running.worker_pids().values(), resource.RLIMIT_NOFILE, 0):
         running.client.register("fresh", tools.mlp(64, 3, 2), example_inputs=(SMALL,))
         output = running.client.submit("fresh", SMALL).result(60)["y"]
@@ -112,7 +112,7 @@ def test_workers_without_memory_refuse_what_is_large_alone(running: tools.Checke
 
 
 def test_a_worker_whose_threads_cannot_start_is_started_again(running: tools.Checked) -> None:
-    """Limit the forking process to less memory than a thread's stack; a worker inherits that."""
+    """Limit the fork server, and so a new worker, to less memory than a thread's stack."""
     worker = running.worker_pids()[0]
     with limited([running.fork_server_pid()], resource.RLIMIT_DATA, 4 * MIB):
         tools.kill(worker)
@@ -139,7 +139,7 @@ def test_a_gateway_without_descriptors_takes_later_who_waits(running: tools.Chec
 
 
 def status(checked: tools.Checked, model: str, x: np.ndarray[Any, Any]) -> int:
-    """Send a request on a new HTTP connection; return the status, or 0 if it broke."""
+    """Send a request on a new HTTP connection; return the status, or 0 if the connection broke."""
     tensor = {"name": "x", "shape": x.shape, "datatype": "FP32"}
     head = json.dumps({"inputs": [{**tensor, "parameters": {"binary_data_size": x.nbytes}}]})
     lines = {"Inference-Header-Content-Length": str(len(head))}
@@ -163,7 +163,7 @@ def test_a_gateway_without_memory_or_threads_goes_on(running: tools.Checked) -> 
 
 
 def test_a_gateway_without_memory_refuses_long_json(running: tools.Checked) -> None:
-    """Leave memory for the bytes of the JSON, but not for the decoded values."""
+    """Leave the gateway memory for the bytes of the JSON, but not for the decoded values."""
     pid, statuses = gateway_pid(running), []
     tensor = {"name": "x", "shape": ONE.shape, "datatype": "FP32", "data": ONE.tolist()}
     body = json.dumps({"id": "x" * 4 * MIB, "inputs": [tensor]})

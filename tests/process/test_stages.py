@@ -118,7 +118,7 @@ def options(functions: ModuleType, tmp_path_factory: pytest.TempPathFactory) -> 
 
 @pytest.fixture(scope="module")
 def running(options: dict[str, Any]) -> Iterator[tools.Checked]:
-    with tools.checked_server(settles=False, **options) as checked:  # the last test stops it
+    with tools.checked_server(settles=False, **options) as checked:  # the last test ends it
         module = tools.mlp(WIDTH, 2, 0)
         checked.client.register("plain", module, example_inputs=torch.zeros(1, WIDTH))
         for name in ("rows", "lone", "blocks", "dies", "starts", "odd"):
@@ -257,7 +257,7 @@ def test_a_killed_process_costs_no_request_and_a_deadly_one_costs_its_own(
     slow = running.client.submit("blocks", {"text": text(str(pipe))})
     others = [running.client.submit("rows", {"text": text(f"{n}")}) for n in range(8)]
     killed = tools.until(lambda: stage_pid(running, "active"), "it is called")
-    assert int(Path(f"/proc/{killed}/oom_score_adj").read_text()) == 1000  # first to be killed
+    assert int(Path(f"/proc/{killed}/oom_score_adj").read_text()) == 1000  # killed first
     tools.kill(killed)
     tools.until(lambda: stage_pid(running, "active") not in (0, killed), "it is called again")
     pipe.write_text("go on")
@@ -282,7 +282,7 @@ def test_what_a_function_returns_in_vain_is_one_error_that_names_it(running: too
 def test_what_a_function_has_started_ends_with_its_process(
     running: tools.Checked, tmp_path: Path
 ) -> None:
-    """Check processes that the function started: they would stay, with their memory."""
+    """Check that processes end which the function started; they would keep their memory."""
     file = tmp_path / "pids"
     with pytest.raises(errors.WorkerLost, match=r"staged:starts.*died 3 times"):
         running.client.infer("starts", {"text": text(str(file))})
@@ -327,7 +327,7 @@ def test_a_client_without_the_role_code_names_no_function(running: tools.Checked
             assert words in f"{caught.value.message} {caught.value.hint}"
         row = client.show("rows")
         assert row["inputs"] == {"text": [["text.0"], "uint8"]}
-        assert "preprocess" not in row  # it names a file of the server
+        assert "preprocess" not in row  # ``preprocess`` names a file of the server
 
 
 def test_after_a_restart_a_model_has_its_function_and_one_of_the_configuration_its_own(

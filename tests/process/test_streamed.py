@@ -1,4 +1,4 @@
-"""A model three times as large as the arena: its groups stream through, despite deaths."""
+"""A model three times as large as the arena: its groups are copied in turn, despite deaths."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from pipeswitch.base.errors import InvalidInput, OutOfDeviceMemory
 WIDE = 1024
 DEPTH = 30  # 120 MiB
 ARENA = "42MiB"  # 40 MiB and the fences
-SLOW_LINK = ("--link-gbps", "0.2")  # a pass takes more than half a second
+SLOW_LINK = ("--link-gbps", "0.2")  # copying all weights takes more than half a second
 X = torch.linspace(-1, 1, WIDE).reshape(1, WIDE)
 
 
 class Tied(torch.nn.Module):
-    """A table that the first and the last layer read, and weights that stay views for long."""
+    """Module whose first and last layers read one table, and which uses one view early and late."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -93,7 +93,7 @@ def test_a_small_one_keeps_its_place_beside_it(running: tools.Checked, large: to
 def test_a_pass_lets_a_small_one_in_between_two_groups(
     running: tools.Checked, large: torch.Tensor
 ) -> None:
-    """Send the small request during the pass; up to ten attempts, as the moment is random."""
+    """Send a small request while the large one runs, up to ten times: the moment is random."""
     small = tools.eager(tools.mlp(WIDE, 2, 1), X)
     order: list[str] = []
     for _ in range(10):
@@ -128,7 +128,7 @@ def test_a_worker_killed_in_the_middle_of_a_pass_costs_no_answer(
 ) -> None:
     future = running.client.submit("large", X)
     pid = tools.until(lambda: running.row("large")["pid"], "a worker has it")
-    threading.Event().wait(delay_s)  # a random moment during the pass, not a condition
+    threading.Event().wait(delay_s)  # a random moment of the run, not a condition
     tools.kill(pid)
     assert tools.is_bit_equal(future.result(60)["y"], large)
     running.wait_until_whole()

@@ -74,7 +74,7 @@ def test_a_call_before_the_clients_thread_runs_shares_its_connection(
             client.stats()
         finally:
             may_run.set()
-        first, second = (client._connection.request("ping") for _ in range(2))  # sent by its thread
+        first, second = (client._connection.request("ping") for _ in range(2))  # sent by the thread
         assert first.result(DEADLINE_S)
         assert second.result(DEADLINE_S)
         assert len(server.tcp.sessions.clients) == 1
@@ -90,7 +90,7 @@ def test_an_answer_comes_back_with_its_bill(server: FakeScheduler, client: ps.Cl
 
 
 def test_a_warm_request_is_so_many_calls_of_the_loops_thread(server: FakeScheduler) -> None:
-    """Check the number of calls, which was twice as large, against a budget."""
+    """Count the loop thread's calls for a request: at most 64, half as many as they once were."""
     calls = Counter[str]()
 
     def note(frame: Any, what: str, _: Any) -> None:
@@ -190,7 +190,7 @@ class HeldCopier(WorkerThread):
 
 @pytest.fixture
 def held_copier(server: FakeScheduler) -> Iterator[HeldCopier]:
-    """Start a server whose large payloads wait to be copied; 2 rows of width 1 << 18 are 2 MiB."""
+    """Let the test decide when the server copies a large payload, as ``LARGE`` of 2 MiB is."""
     server.announce("wide", width=1 << 18)
     copier, before = HeldCopier(), server.tcp.inference.copier
     server.tcp.inference.copier = copier
@@ -348,15 +348,15 @@ def test_nonsense_without_an_id_is_counted_and_the_server_goes_on(server: FakeSc
     "data",
     [
         b"GET / HTTP/1.1\r\n",
-        b"\xff" + bytes(8) + b"\x7f\x03\x00CURVE",  # ZeroMQ's
-        b"\x01\x00\x05\x01PSW1\x03\x00ab",  # the first version's
+        b"\xff" + bytes(8) + b"\x7f\x03\x00CURVE",  # a greeting of ZeroMQ
+        b"\x01\x00\x05\x01PSW1\x03\x00ab",  # the protocol's first version
         b"PSW1" + b"\xff" * 12,
         frames.pack_table([(frames.MAX_HEADER_BYTES + 1, frames.INLINE)]),
         frames.pack_table(
             [(10, frames.INLINE), (SESSIONLESS_BYTES, frames.INLINE)]
         ),  # this size needs a session
         frames.pack_table([(10, frames.INLINE), (10, 0)]),
-        frames.pack_table([]),  # only the owner's client may share memory
+        frames.pack_table([]),  # asks to share memory, which only the owner's client may
     ],
 )
 def test_what_is_no_message_ends_its_connection_and_no_other(
@@ -421,7 +421,7 @@ def test_registration_reports_progress_and_ends(server: FakeScheduler, client: p
 def test_an_upload_arrives_whole_and_is_found_by_its_digest(
     server: FakeScheduler, client: ps.Client, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(server.tcp.uploads, "unpin", lambda names: None)  # it would remove them
+    monkeypatch.setattr(server.tcp.uploads, "unpin", lambda names: None)  # would remove the file
     size = (9 << 20) + 17
     head = json.dumps({"x": {"dtype": "U8", "shape": [size], "data_offsets": [0, size]}}).encode()
     data = len(head).to_bytes(8, "little") + head + os.urandom(size)
@@ -431,7 +431,7 @@ def test_an_upload_arrives_whole_and_is_found_by_its_digest(
     stored = Path(msgspec.msgpack.decode(request.spec, type=BuildSpec).source)
     assert stored.read_bytes() == data
     assert stored.parent == Path(server.config.server.state_dir, "uploads")
-    client.register("net", tmp_path / "net.bundle")  # it exists already: nothing is sent
+    client.register("net", tmp_path / "net.bundle")  # the server has the file, so nothing is sent
 
 
 def test_code_comes_through_the_owners_listener_only(server: FakeScheduler, tmp_path: Path) -> None:
@@ -514,7 +514,7 @@ def test_who_does_not_read_events_misses_some_and_holds_up_nothing(server: FakeS
 
 
 def test_a_subscription_that_is_never_looked_at_is_closed(client: ps.Client) -> None:
-    client.events("switch.")  # an open socket that is collected warns, which is an error here
+    client.events("switch.")  # if a socket stayed open, a warning would fail the test
 
 
 def test_events_reach_subscribers_of_their_topic(server: FakeScheduler, client: ps.Client) -> None:

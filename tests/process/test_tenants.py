@@ -1,4 +1,4 @@
-"""Tenants with separate processes: the reach of a hostile one, and service beside it (ADR 23)."""
+"""Tenants with separate processes: what a hostile one reaches, and service of others (ADR 23)."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ pytestmark = pytest.mark.skipif(
     bool(missing()), reason="without the sandbox tenants cannot be kept apart"
 )
 
-# The fork server imports this: an attacker controls Python in workers that run such a model.
+# The fork server imports this code, so it controls Python in workers that run model "hostile".
 HOSTILE = """
 import importlib.util, sys
 
@@ -140,7 +140,7 @@ def output(answer: Any) -> torch.Tensor:
 def test_a_workers_hostile_python_reads_and_maps_nothing_of_another_tenant(
     tmp_path: Path, mode: str
 ) -> None:
-    """Check also that shared workers find everything, which proves that the search works."""
+    """Search a worker for others' values. In shared workers, the search must find all of them."""
     code = HOSTILE.format(values=VALUES, largest=2 * ARENA_BYTES)
     (tmp_path / "sitecustomize.py").write_text(code)
     environment = {
@@ -185,7 +185,7 @@ def test_a_workers_hostile_python_reads_and_maps_nothing_of_another_tenant(
 
 
 def report(ended: Future[Any]) -> tuple[list[str], list[tuple[int, bool]]]:
-    """Return a hostile process's findings, and the files that it could map: (size, writable)."""
+    """Return the values that a hostile run found, and (size, writable) of each mapped file."""
     with pytest.raises(TaskFailed) as caught:
         ended.result()
     values, mapped = json.loads(caught.value.message)
@@ -196,7 +196,7 @@ def report(ended: Future[Any]) -> tuple[list[str], list[tuple[int, bool]]]:
 
 
 class Pair:
-    """Two tenants with one model each, in an arena for one of them."""
+    """Two tenants with one model each, in an arena with room for one model."""
 
     def __init__(self, checked: tools.Checked, stranger: Client) -> None:
         self.checked = checked
@@ -213,7 +213,7 @@ class Pair:
         return answer
 
     def tenants_files(self, what: str, pid: int) -> dict[int, int]:
-        """Return the allocated bytes of a process's files with this name, by inode."""
+        """Return inode -> allocated bytes of the memfds ``pipeswitch-WHAT`` of a process."""
         bytes_by_file = {}
         for entry in Path("/proc", str(pid), "fd").iterdir():
             if os.readlink(entry).startswith(f"/memfd:pipeswitch-{what}"):

@@ -1,4 +1,4 @@
-"""transformers' Trainer, Lightning and accelerate, evicted and killed at random: bit-equal."""
+"""Training by transformers, Lightning and accelerate, bit-equal after evictions and kills."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from pipeswitch.base.errors import InvalidInput, TaskPreempted
 from tests.process import tools
 from tests.process.test_training_exact import Crashed, FakeHost, HookedGate, begun
 
-pytestmark = pytest.mark.filterwarnings("default")  # warnings of the libraries
+pytestmark = pytest.mark.filterwarnings("default")  # libraries may warn
 DOCS = Path(__file__).parents[2] / "docs/guide/trainers.md"
 SEED = 1125
 ENVIRONMENT = {
@@ -340,7 +340,7 @@ def needs(name: str) -> None:
     for one in (library, "accelerate" if library == "transformers" else library):
         if importlib.util.find_spec(one) is None:
             pytest.skip(f"{one} is not installed: pip install -e '.[test]'")
-    importlib.import_module(library)  # the first import draws from the generators
+    importlib.import_module(library)  # now, because the first import draws random numbers
 
 
 @pytest.fixture(autouse=True)
@@ -450,7 +450,7 @@ def test_what_a_callback_keeps_and_cannot_be_captured_is_warned_of_once(
 def test_the_documents_example_survives_its_worker_and_its_server(
     tmp_path: Path, library: str
 ) -> None:
-    """Kill the worker, evict the job, and kill the server."""
+    """Kill the worker, evict the job, and kill the server; the weights must equal a plain run's."""
     needs(library)
     blocks = re.findall(r"```python\n(.*?)```", DOCS.read_text("utf-8"), re.DOTALL)
     (example,) = [block for block in blocks if re.search(rf"(import|from) {library}", block)]

@@ -43,9 +43,9 @@ SAMPLES, BATCH = 40, 8
 
 
 class FakeHost:
-    """The worker's side with two buffers in this process; a thread makes the copies."""
+    """Stand-in for a worker: a thread copies commits to two buffers in this process."""
 
-    device, state_dict = "cpu", None  # no state_dict: as a variable it is not watched
+    device, state_dict = "cpu", None  # None, so that no script's variable of this class is watched
 
     def __init__(self) -> None:
         self.slots: list[bytes | None] = [None, None]
@@ -123,7 +123,7 @@ class FakeHost:
         return self.clock_ms
 
     def crash(self) -> None:
-        """End the worker; keep what was committed."""
+        """Simulate the worker's death; keep the commits."""
         if self._copy is not None:
             self._copy.join()
             self._copy = None
@@ -173,7 +173,7 @@ Trace = dict[int, str]
 
 
 class Result:
-    """Final state of a run, hashed bit for bit."""
+    """Digests of a run: ``trace`` of the loss by step, ``final`` of the final state."""
 
     state_dict = None  # so that the script's variables of this class are not watched
 
@@ -418,13 +418,13 @@ def attempt(
         script(result, poke=lambda: disturb(gate), **variant)
     except (TaskPreempted, Crashed) as end:
         if isinstance(end, Crashed):
-            session.place.is_over = True  # no more commits; remove the hooks
+            session.place.is_over = True  # no more commits; ``close`` removes the hooks
             host.crash()
         session.close()
-        for loader in persistent_loaders._numbers:  # do not wait for garbage collection
+        for loader in persistent_loaders._numbers:  # ends their processes before garbage collection
             if loader._iterator is not None:
                 loader._iterator._shutdown_workers()
-        host.charged = 0  # as when the process is reaped
+        host.charged = 0  # as the server does when it reaps the process
         return False
     session.finish()
     assert host.charged == 0, "the loop is over"
@@ -447,14 +447,14 @@ def test_evicted_and_crashed_at_random_it_ends_bit_equal(variant: dict[str, Any]
     while not attempt(host, result, disturb, **variant):
         lives += 1
         assert lives < 400, "no progress"
-    assert lives > 5  # about 150 interruptions over all variants
+    assert lives > 5  # all variants together have about 150 interruptions
     differ = [step for step in expected.trace if expected.trace[step] != result.trace.get(step)]
     assert not differ
     assert result.final == expected.final
 
 
 class HookedGate(Gate):
-    """Gate that evicts at the n-th check in a hook of any layer, forward or backward."""
+    """Gate that evicts at check number ``countdown`` in the layers' forward and backward hooks."""
 
     countdown = -1
     unwound_in = ""
@@ -493,7 +493,7 @@ def test_evicted_in_the_middle_of_forward_and_backward_it_ends_bit_equal(name: s
             ended = True
         except TaskPreempted:
             session.close()
-            if name != "accumulation":  # it first completes the update
+            if name != "accumulation":  # accumulation first completes the update
                 assert gate.unwound_in in ("forward", "backward"), "at once, in a closure too"
         assert lives < 200
     assert lives > 5
@@ -514,7 +514,7 @@ LIVING: weakref.WeakSet[Saved] = weakref.WeakSet()
 
 @pytest.mark.parametrize("at_boundary", [False, True], ids=["for a request", "for another job"])
 def test_suspended_in_place_at_random_nothing_is_lost(at_boundary: bool) -> None:
-    """Suspend for a request or, between two steps where nothing is saved, for another job."""
+    """Suspend at random: for a request anywhere, for another job only while no tensor is saved."""
     expected = undisturbed(epochs=20)
     host, result, dice = FakeHost(), Result(), random.Random(3)
     parked = threading.Semaphore(0)
@@ -575,7 +575,7 @@ def test_an_eviction_loses_no_finished_step(name: str) -> None:
     def disturb(gate: Gate) -> None:
         nonlocal pokes
         pokes += 1
-        if pokes == 3 * 8 + 1:  # three per step: in the ninth body, before its forward pass
+        if pokes == 3 * 8 + 1:  # three pokes a step, so this is before the ninth forward pass
             gate.request_evict()
 
     assert not attempt(host, result, disturb, every_ms=1e9, **VARIANTS[name])
@@ -799,7 +799,7 @@ def test_an_iterable_without_state_warns_once() -> None:
     session.finish()
     assert len(caught) == 1
     [warning] = [values for kind, values in host.events if kind == "warning"]
-    assert "batches" in warning["text"]  # ``jobs`` shows it as its ``why``
+    assert "batches" in warning["text"]  # ``jobs`` shows this text as the job's ``why``
 
 
 def test_another_torch_has_loaders_as_they_were(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -844,7 +844,7 @@ class Drawn(Dataset[float]):
 
 
 class Endless(IterableDataset[float]):
-    """A stream with a worker's share of ten samples."""
+    """A stream of ten samples, of which each of two workers yields five."""
 
     def __iter__(self) -> Iterator[float]:
         for index in range(10)[torch.utils.data.get_worker_info().id :: 2]:  # type: ignore[union-attr]
@@ -885,12 +885,12 @@ def test_new_workers_continue_where_the_old_ones_were(kind: str) -> None:
         ended, drawn = persistent_loaders.capture(), torch.get_rng_state()
         begun_pass = iter(loader)
         next(begun_pass)
-        under_way = persistent_loaders.capture()  # this pass is repeated
+        under_way = persistent_loaders.capture()  # a resumed job repeats this pass
         assert digest(ended) == digest(under_way)
         for workers in (ended, under_way):
             persistent_loaders.watch()
             loader = made()
-            list(loader)  # before the loop, so it has no effect
+            list(loader)  # a pass before ``restore`` has no effect
             persistent_loaders.restore(workers)
             torch.set_rng_state(drawn)
             assert (

@@ -1,4 +1,4 @@
-"""``kill -9`` under a real job, at every instant of a step and of a commit: it ends bit-equal (I2).
+"""``kill -9`` in a real job, at every instant of a step and commit: the job ends bit-equal (I2).
 
 The victim is the worker that trains, or the memory daemon that commits for it. An instant is named
 after the victim's position: a failpoint, a place in the script, or ``at random``. The next life
@@ -96,7 +96,7 @@ VICTIM: Final = """
 
 @dataclass
 class Life:
-    """The trace of one process of the job."""
+    """Steps and losses that one process of the job has written to the trace."""
 
     pid: int
     first_step: int
@@ -120,7 +120,7 @@ def lives(trace: str) -> list[Life]:
 
 
 class Killer:
-    """Killer of one job's processes. Each aim returns when the victim is dead."""
+    """Killer of one job's processes. Each method in ``AIMS`` kills at one kind of instant."""
 
     def __init__(self, checked: Checked, points: Path, out: Path, task: Task, seed: int) -> None:
         self.checked, self.points, self.out, self.task = checked, points, out, task
@@ -129,7 +129,7 @@ class Killer:
         self.recovery_ms: dict[str, list[float]] = defaultdict(list)
 
     def strike(self, name: str) -> None:
-        """Kill at that instant, then wait until a later life has committed steps of its own."""
+        """Kill at the instant ``name``; wait until a later process has committed its own steps."""
         before, known = self.task.status(), len(self.lives())
         deaths = AIMS[name](self)
         dead_at_s = time.monotonic()
@@ -171,7 +171,7 @@ class Killer:
         return 1
 
     def beside(self) -> int:
-        """Kill while the job stops, is parked, or continues."""
+        """Kill the worker while the job stops for a request, is parked, or continues."""
         future = self.checked.client.submit("small", torch.ones(1, 64))
         assert kill(self._pid())
         future.result(30)
@@ -303,7 +303,7 @@ def judge(killer: Killer, plain: Path) -> dict[str, Any]:
 
 
 def kill_one_job(checked: Checked, folder: Path, aims: list[str], seed: int) -> Killer:
-    """Train, strike at each of ``aims``, and end the job; return its killer, to be judged."""
+    """Train, strike at each of ``aims``, and end the job; return its killer for ``judge``."""
     script, out = folder / "victim.py", folder / f"served-{seed}"
     name = f"victim-{seed}"
     task = checked.client.train(script, name=name, args=[str(seed), str(out), "-1"])
@@ -312,13 +312,13 @@ def kill_one_job(checked: Checked, folder: Path, aims: list[str], seed: int) -> 
     for aim in aims:
         killer.strike(aim)
     furthest = max(life.last_step for life in killer.lives())
-    Path(f"{out}.enough-{furthest // EPOCH_STEPS + 5}").touch()  # no process is that far
+    Path(f"{out}.enough-{furthest // EPOCH_STEPS + 5}").touch()  # no process has reached this epoch
     finish(task)
     return killer
 
 
 def kill_real_jobs(folder: Path, kills: int, aims: list[str], figures: dict[str, Any]) -> None:
-    """Kill at least ``kills`` times, in as many jobs as needed, at each of ``aims`` in turn."""
+    """Kill at least ``kills`` times, in as many jobs as needed, at ``aims`` in shuffled order."""
     write_script(folder, "victim.py", VICTIM)
     (folder / "points").mkdir()
     generator = random.Random(SEED)
@@ -337,7 +337,7 @@ def kill_real_jobs(folder: Path, kills: int, aims: list[str], figures: dict[str,
             plain = folder / f"plain-{seed}"
             epochs = killer.out.read_text().split()[-1]
             run_plain(folder / "victim.py", str(seed), str(plain), epochs)
-            figures["differences"] += 1  # counts as different until judged
+            figures["differences"] += 1  # the job counts as different until ``judge`` returns
             figures_of_job = judge(killer, plain)
             figures["differences"] -= 1
             figures["jobs"] += 1

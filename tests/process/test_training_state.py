@@ -1,4 +1,4 @@
-"""Training jobs lose neither work nor state without a message, for any state of the script."""
+"""Training jobs keep all work and state of any script, or a message names what they lose."""
 
 from __future__ import annotations
 
@@ -118,7 +118,7 @@ def gan(poke: Poke) -> str:
 
 
 def critic_steps_more_often(poke: Poke) -> str:
-    """Train a WGAN: the generator steps in each fifth body."""
+    """Train a WGAN, whose generator steps in every fifth iteration."""
     loader, gen, dis = data(), nn.Linear(6, 6), nn.Linear(6, 1)
     od = torch.optim.RMSprop(dis.parameters(), 0.01)
     og = torch.optim.RMSprop(gen.parameters(), 0.01)
@@ -162,7 +162,7 @@ def accumulates(poke: Poke) -> str:
 
 
 def learns_late(poke: Poke) -> str:
-    """Fill a memory before the first step, as in reinforcement learning."""
+    """Fill a replay memory before the first optimizer step, as in reinforcement learning."""
     loader, net, note = data(), nn.Linear(6, 6), {"memory": []}
     opt = torch.optim.Adam(net.parameters(), 0.01)
     for _ in job.epochs(3):
@@ -326,7 +326,7 @@ def test_weights_written_behind_the_last_loop_are_committed_at_the_end() -> None
 
 
 class SmallHost(FakeHost):
-    """Host that grants no slice over ``limit_bytes``, and may refuse commits."""
+    """Host that grants no slice over ``limit_bytes``, and whose commits fail if ``fails``."""
 
     limit_bytes = 1 << 40
     fails = False
@@ -371,7 +371,7 @@ def growing(kind: str) -> Script:
 
 
 class Unforeseen(torch.optim.Optimizer):
-    """Optimizer with four tensors per parameter; it reads values, so it cannot run on meta."""
+    """Optimizer with four tensors per parameter; it reads values, so it cannot run on "meta"."""
 
     def __init__(self, parameters: Any) -> None:
         super().__init__(parameters, {"lr": 0.01})
@@ -502,7 +502,7 @@ ERRORS = """
 
 
 def test_an_error_in_a_called_function_does_not_end_the_loop(tmp_path: Path) -> None:
-    """In its own process, as here another library may have changed how Python calls functions."""
+    """Run in a new process; in this one a library may have changed how Python calls functions."""
     path = write_script(tmp_path, "errors.py", textwrap.dedent(ERRORS))
     printed = subprocess.check_output([sys.executable, path], text=True).split()
     assert printed == ["True"] * 5 + ["False"] * 2
@@ -579,7 +579,7 @@ def kept_list(poke: Poke) -> str:
 
 
 def notes_of_each_epoch(poke: Poke) -> str:
-    """Use new objects for each loop, under the same names."""
+    """Use new objects in each epoch, under the same names in ``extra_state``."""
     loader, net, totals = data(), nn.Linear(6, 1), list[float]()
     opt, draws = torch.optim.SGD(net.parameters(), 0.1), random.Random(4)
     for _ in job.epochs(4):
@@ -678,7 +678,7 @@ class Stream(IterableDataset[torch.Tensor]):
 
 
 class Shuffled(Stream):
-    """A stream whose state lacks the buffer."""
+    """A shuffled stream whose saved state lacks the shuffle buffer."""
 
     def __iter__(self) -> Iterator[torch.Tensor]:
         dice, buffer = random.Random(3 + self.at), list[torch.Tensor]()
@@ -690,7 +690,7 @@ class Shuffled(Stream):
 
 
 class OneSided(Stream):
-    """A stream as in streaming libraries: ``state_dict`` needs the number of used samples."""
+    """A stream as in streaming libraries: ``state_dict`` takes the number of used samples."""
 
     def state_dict(self, samples: int, at_start: bool) -> dict[str, Any]:  # type: ignore[override]
         return {"at": samples}
@@ -729,7 +729,7 @@ class Bar:
 
 
 class Endless(DataLoader[Any]):
-    """A loader with its own iterator."""
+    """A loader whose own ``__iter__`` makes two passes."""
 
     def __iter__(self) -> Any:
         for _ in range(2):
@@ -776,7 +776,7 @@ def test_whatever_loads_the_data_a_resumed_job_sees_the_same_or_warns(name: str)
 
 def test_a_source_that_never_brings_a_batch_back_is_warned_of_as_the_job_resumes() -> None:
     class Live(Stream):
-        """A stream whose samples have no seed."""
+        """A stream whose samples differ in each run, because they come from ``os.urandom``."""
 
         def __iter__(self) -> Iterator[torch.Tensor]:
             for one in super().__iter__():
@@ -791,7 +791,7 @@ def test_a_source_that_never_brings_a_batch_back_is_warned_of_as_the_job_resumes
 
 
 def many_folds(poke: Poke) -> str:
-    """Run ``job.epochs`` for each fold, with computations after each."""
+    """Run ``job.epochs`` for each fold, and compute a score after each fold."""
     loader, scores = data(), list[float]()
     x = torch.randn(20, 6)
     for fold in range(9):
@@ -808,7 +808,7 @@ def many_folds(poke: Poke) -> str:
 
 
 def many_loops(poke: Poke) -> str:
-    """Run loops of one model outside ``job.epochs``; a list grows from loop to loop."""
+    """Train one model in loops outside ``job.epochs``; a list grows after each loop."""
     loader, net, scores = data(), nn.Linear(6, 1), list[float]()
     for _ in range(7):
         opt = torch.optim.SGD(net.parameters(), 0.05)
@@ -840,11 +840,11 @@ def test_a_phase_whose_end_is_no_longer_kept_is_warned_of(
     assert len(warned) == 1
 
 
-# ------------------------------------------------------- state that the script keeps beside it
+# ----------------------------------------------------- state that ``job.steps`` does not have
 
 
 class Bare:
-    """Early stopping, as often written."""
+    """Early stopping as scripts often have it, without ``state_dict``."""
 
     def __init__(self) -> None:
         self.bad, self.best = 0, 9.0
@@ -906,7 +906,7 @@ def test_what_a_loop_changes_and_job_steps_does_not_have_is_named_once(
     def script(poke: Poke, passes: bool = False) -> str:
         loader, net, kept = data(), nn.Linear(6, 1), KEPT[name]()
         opt = torch.optim.SGD(net.parameters(), 0.1)
-        loader.dataset.system = random.SystemRandom()  # has no state
+        loader.dataset.system = random.SystemRandom()  # has no state to capture
         constant, began_s, table = torch.inference_mode()(torch.ones)(3), time.time(), [1, 2]
         for _ in job.epochs(3):
             began_s = time.time()

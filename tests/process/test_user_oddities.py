@@ -39,7 +39,7 @@ class Calls(nn.Module):
 
 
 class TiedTable(nn.Module):
-    """A table of ten rows that is also the head."""
+    """Embedding of ten rows whose weight is also the output layer's."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -167,7 +167,7 @@ def test_what_nests_goes_in_and_comes_back_as_it_was_also_after_evictions() -> N
 
 
 class Counts(nn.Module):
-    """Module with another answer at each call, so it is not a function."""
+    """Module whose answer depends on the number of calls, not only on its input."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -256,7 +256,7 @@ def test_a_client_in_a_forked_child_says_so_and_the_parents_goes_on(running: Che
     with running.running.client() as client:
         client.about()
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # Python warns of forking beside threads
+            warnings.simplefilter("ignore")  # Python warns about a fork of a process with threads
             pid = os.fork()
         if pid == 0:
             try:

@@ -251,7 +251,7 @@ def test_a_jobs_parameters_become_the_next_version_and_the_old_one_can_come_back
         lambda: {p.name for p in folders.iterdir() if p.is_dir()} == digests,
         "no other program is on disk",
     )
-    assert not any(Path(checked.running.state_dir, "published").glob("*"))  # or there is no folder
+    assert not any(Path(checked.running.state_dir, "published").glob("*"))  # empty or absent
 
 
 def test_what_does_not_fit_is_refused_and_changes_nothing(
@@ -310,13 +310,13 @@ PUBLISHES = """
 
 class Asker:
     """Thread that sends consecutive requests and records each answer by version.
-    It repeats a request that finds no server."""
+    If it finds no server, it records the times and sends the request again."""
 
     def __init__(self, client: Client, model: str, x: torch.Tensor, pause_s: float = 0.0) -> None:
         self._client, self._model, self._x = client, model, x
         self._pause_s = pause_s
         self.answers: dict[int, list[torch.Tensor]] = {}
-        self.without_server: list[tuple[float, float]] = []  # each from, to
+        self.without_server: list[tuple[float, float]] = []  # begin and end in s
         self.error: Exception | None = None
         self._is_over = threading.Event()
         self._thread = threading.Thread(target=self._run)
@@ -572,7 +572,7 @@ def test_an_average_is_served_by_its_name_after_a_kill_and_never_the_other_one_u
 
 
 def by_http(checked: tools.Checked, path: str, x: torch.Tensor | None = None) -> Any:
-    """Return the gateway's answer, with ``x`` as the first input if given."""
+    """Send an HTTP request, with ``x`` as the first input if given; return the decoded answer."""
     data = None
     if x is not None:
         name = next(iter(checked.client.show("kept")["inputs"]))

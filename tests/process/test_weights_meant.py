@@ -1,4 +1,4 @@
-"""The served weights are those that the user meant; else there is a refusal with names."""
+"""Weights that are served as the user meant them, or refused by name."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def lazy() -> nn.Module:
 
 
 def misaligned(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a copy 8 bytes off torch's alignment, as in a mapped file."""
+    """Return a copy that is 8 bytes off torch's alignment, as tensors of a mapped file may be."""
     memory = bytearray(tensor.nbytes + 128)
     start = -torch.frombuffer(memory, dtype=torch.uint8).data_ptr() % 64 + 8
     copy = torch.frombuffer(memory, dtype=tensor.dtype, count=tensor.numel(), offset=start)

@@ -42,7 +42,7 @@ ENVIRONMENT = {
     "PIPESWITCH_SCHEDULER__COMMIT_EVERY": "50ms",
     "PIPESWITCH_WORKERS__RESTART_BACKOFF": "20ms",
 }
-"""Settings of a server that commits all the time, and restarts dead processes at once."""
+"""Settings of a server that commits every 50 ms, and restarts dead workers after 20 ms."""
 
 COMMAND = [sys.executable, "-P", "-c", "from pipeswitch.cli.main import main; main()"]
 
@@ -58,7 +58,7 @@ def command(
         env={**os.environ, **(environment or {})},
         capture_output=True,
         text=True,
-        timeout=250,  # below pytest's own: a busy machine needs minutes
+        timeout=250,  # below pytest's own limit; a busy machine needs minutes
         check=False,
         **options,
     )
@@ -133,7 +133,7 @@ def kill(pid: int, number: int = signal.SIGKILL) -> bool:
 
 
 def stop(pid: int) -> None:
-    """Stop a process; wait until none of its threads runs, because a running one could answer."""
+    """Stop a process; wait until no thread of it runs, because a running thread could answer."""
     is_there = kill(pid, signal.SIGSTOP)
     assert is_there, f"{pid} is gone"
     until(lambda: _stands_still(pid), f"{pid} stands still")
@@ -178,7 +178,7 @@ class Checked:
         return int(self.stats()[key])
 
     def fork_server_pid(self) -> int:
-        """Return the pid of the fork server; the controller's other children may be orphans."""
+        """Return the pid of the fork server; other children of the controller may be orphans."""
         for pid in children_of(self.pid):
             if Path("/proc", str(pid), "comm").read_text().strip() == "pipeswitch-fork":
                 return pid
@@ -193,7 +193,7 @@ class Checked:
         return {row["worker"]: row["pid"] for row in rows if row["state"] != "dead" and row["pid"]}
 
     def wait_until_whole(self, workers: int = 3) -> None:
-        """Wait until daemon and ``workers`` workers are ready; a suspended job needs one more."""
+        """Wait until daemon and ``workers`` workers are ready. A suspended job needs one more."""
 
         def is_whole() -> bool:
             rows = self.client.ps()
@@ -222,7 +222,7 @@ class Checked:
                 last["arena_leases"] == 0
                 and last["pool_slabs"] == last["pool_spare_slabs"]
                 and last["queued"] == 0
-                and last["in_flight"] == 1  # the request for these statistics
+                and last["in_flight"] == 1  # this is the request for the statistics
             )
 
         try:
@@ -335,7 +335,7 @@ DIGESTED = """
         file.write(f"{job.step} {hashlib.sha256(state).hexdigest()}")
 """
 """Script with arguments OUT EPOCHS ROWS: an epoch has 100 steps of ROWS rows. It ends before epoch
-N if ``OUT.enough-N`` exists. It writes steps and digests of the parameters to OUT."""
+N if ``OUT.enough-N`` exists. It writes its last step and the digest of its parameters to OUT."""
 
 
 _numbers = itertools.count()
@@ -458,10 +458,10 @@ def is_bit_equal(one: Any, other: Any) -> bool:
 
 @contextlib.contextmanager
 def ray_of_its_own(**environment: str) -> Iterator[tuple[Path, list[psutil.Process]]]:
-    """Yield a folder for a Ray cluster, and a list for its processes; end and remove all later.
+    """Yield a Ray cluster's folder, and a list for its processes; afterwards end and remove all.
 
     Only one of the tests' Rays runs at a time, because nodes of two Rays would have equal names. A
-    test that uses Ray waits here for the one before, so it needs a longer timeout."""
+    test that uses Ray waits here for the previous one, so it needs a longer timeout."""
     with open(Path(tempfile.gettempdir(), "pipeswitch-tests-ray.lock"), "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         yield from _ray_of_its_own(environment)
