@@ -60,15 +60,15 @@ PIPESWITCH: Final = (
         f"{CPU}; no MPS arm, which is a GPU's. Stop-and-start has no CUDA context to make here.",
         "switch",
         (
-            Number("resnet50: cold / ready, p50", "switched in / always loaded", high=1.15),
+            Number("resnet152: cold / ready, p50", "switched in / always loaded", high=1.15),
             Number("mlp: cold / ready, p50", "the same, mlp", high=1.15),
             Number(
-                "resnet50: pipeswitch-style overhead / ours, p50 of pairs",
+                "resnet152: pipeswitch-style overhead / ours, p50 of pairs",
                 "overhead of PipeSwitch as published / ours",
             ),
             Number("mlp: pipeswitch-style overhead / ours, p50 of pairs", "the same, mlp"),
             Number(
-                "resnet50: stop-and-start overhead / ours",
+                "resnet152: stop-and-start overhead / ours",
                 "overhead of stop-and-start / ours",
                 low=10,
             ),

@@ -34,11 +34,11 @@ ROOT = Path(__file__).parents[2]
 PRODUCT = ("pipeswitch", "workers", "memory_daemon")
 # The feature "What outsiders broke" added 4,300 lines where 1,200 were allowed (tests: 6,900 where
 # 2,000 were), and "Precision" 950 where 900 were. "A smaller house" gave 900 back (tests: 800).
-# A review by reading found 25 faults, one of which answered with another caller's memory: their
-# fixes took 180 lines, and their tests 480.
-MAX_PRODUCT_LINES = 80_980
+# A review by reading found 27 faults, one of which answered with another caller's memory: their
+# fixes took 210 lines, and their tests 540.
+MAX_PRODUCT_LINES = 81_010
 MAX_DOC_WORDS = 50_000
-MAX_TEST_LINES = 79_940
+MAX_TEST_LINES = 80_000
 
 
 def lines_of(*tops: str) -> int:
