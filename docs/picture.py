@@ -14,9 +14,9 @@ PICTURE: Final = Path(__file__).parent / "images" / "switch.svg"
 RESULTS: Final = Path(__file__).parent.parent / "benchmarks" / "results"
 TITLE: Final = "A request that preempts training: time to the answer (p50)"
 ARMS: Final = (
-    ("ready", "always loaded, nothing beside it", "theirs"),
+    ("ready", "always loaded", "theirs"),
     ("cold", "PipeSwitch, switched in", "ours"),
-    ("cold, fast", "the same, precision fast", "fast"),
+    ("cold, fast", "with precision fast", "fast"),
     ("stop-and-start", "stop training, start a process", "slow"),
 )
 WIDTH: Final = 880
@@ -62,7 +62,7 @@ def picture(document: Mapping[str, Any]) -> str:
     arms = [one for one in ARMS if all((model, one[0]) in p50_ms for model in models)]
     scale = (RIGHT - LEFT) / max(p50_ms[model, arm] for model in models for arm, _, _ in arms)
     parts = [text(24, 31, TITLE, "say bold")]
-    x = LEFT
+    x = 24.0
     for _, name, kind in arms:
         parts += [bar(x, 46, 13, kind), text(x + 20, 57, name, "soft")]
         x += 50 + 7 * len(name)
