@@ -1,4 +1,4 @@
-"""Verbs of the protocol: roles, fields, and events for the scheduler. Pure, except for paths.
+"""Verbs of the protocol: roles, fields, and events for the scheduler. Reads only scripts' paths.
 
 ``VERBS`` is the table of all verbs. Most are checked here and converted to one event for the
 scheduler, before the request is accepted. The frontend answers the others. A new verb needs an

@@ -281,7 +281,7 @@ def hiding(step: Step, budget_bytes: int, links: Links) -> list[Forecast]:
 
 
 def farthest(step: Step, budget_bytes: int) -> set[int]:
-    """Return the storages that leave by Belady's rule: if room is needed, the one used last."""
+    """Return the storages that leave by Belady's rule: those whose next use comes latest."""
     sizes, order = step.sizes_bytes, order_of_use(step)
     here: set[int] = set()
     leaving: set[int] = set()

@@ -805,7 +805,7 @@ def test_top_shows_what_jobs_hold_and_what_streams() -> None:
 
 
 def test_streams_that_the_caller_closed_are_no_place_for_the_next_file(tmp_path: Path) -> None:
-    """Else tables fail, and libraries print into a journal or socket that got a stream's number."""
+    """If 0, 1 or 2 stayed closed, the next file would get it, and prints would go there."""
     code = (
         "import os, sys\n"
         "from pipeswitch.cli.main import Cli\n"

@@ -119,7 +119,7 @@ def build_that(
         for piece in range(pieces):
             (cache / f"part-{piece}").write_bytes(bytes(KIB))
         is_over = pieces * KIB > disk_bytes and not is_owners
-        for meter in meters:  # a real meter checks the size at random times, and when closed
+        for meter in meters:  # instead of its thread, which checks at times of its own
             meter.close()
             if is_over:
                 meter._on_over(hub.folder_bytes(cache))

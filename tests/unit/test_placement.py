@@ -289,7 +289,7 @@ def test_a_job_moves_where_it_is_told_without_a_step_lost() -> None:
         60,
         0,
     )
-    assert job.timing.ended_at_ms - began_ms < 60 * 100.0 + 200.0  # each move repeats one step
+    assert job.timing.ended_at_ms - began_ms < 60 * 100.0 + 200.0  # each move may interrupt a step
     assert server.move("j", "cpu:1") == "InvalidInput"  # the job is over
 
 

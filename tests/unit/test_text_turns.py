@@ -113,7 +113,7 @@ EIGHT = {f"m{n}": busy("mallory", n / 8) for n in range(8)}
         # With nine owners, the process that has run longest is replaced after its turn.
         ({f"{n}": busy(f"o{n}", n) for n in range(8)}, {"a": busy("alice", 9.0)}, 9.0, None),
         ({f"{n}": busy(f"o{n}", n) for n in range(8)}, {"a": busy("alice", 9.0)}, 10.5, ("a", "0")),
-        # An idle process is replaced first; if its owner has fewer places, only after an idle turn.
+        # An idle process is replaced first: after ``TURN_S`` if its owner has fewer places.
         ({**EIGHT, "m7": idle("mallory", 3.0)}, {"a": busy("alice")}, 4.0, ("a", "m7")),
         ({**EIGHT, "m7": idle("alice", 3.0)}, {"m8": busy("mallory", 3.0)}, 4.0, None),
         ({**EIGHT, "m7": idle("alice", 3.0)}, {"m8": busy("mallory")}, 3 + TURN_S, ("m8", "m7")),

@@ -178,11 +178,11 @@ class TrainingSlice:
             InvalidInput: a moved parameter has another shape or dtype.
         """
         moved = self._moved()
-        taken = {self.view(self.places[name]).data_ptr() for name, _ in moved}
+        addresses = {self.view(self.places[name]).data_ptr() for name, _ in moved}
         exchanged = {
             name: parameter.detach().clone()
             for name, parameter in moved
-            if parameter.data_ptr() in taken
+            if parameter.data_ptr() in addresses
         }
         for name, parameter in moved:
             place = self.places[name]

@@ -1,4 +1,7 @@
-"""Timing of a job's commits: when one is due, and whether it may overlap the next body."""
+"""Timing of a job's commits: when one is due, and whether it may overlap the next body.
+
+A *body* is the loop's code for one batch; a *point* is a boundary of steps, which can be committed.
+"""
 
 from __future__ import annotations
 
@@ -51,11 +54,11 @@ class CommitTiming:
 
 
 class WriteWatch:
-    """Detector of loop bodies (code for one batch) that write parameters before the optimizer does.
+    """Detector of bodies that write parameters before the optimizer does.
 
     Version counters show most writes, but not writes through ``.data``. So the first bodies, and
-    bodies after a commit, are checked with a sum of the parameters. A body that writes must not
-    overlap a commit, and a point must not be committed during such a body.
+    bodies after a commit, are checked with a sum of the parameters. A commit must end
+    before a body that writes begins, and no commit may begin during such a body.
 
     Args:
         was_watched, writes_unseen: results of the job's earlier runs of the script.

@@ -1,4 +1,4 @@
-"""Orders of requests: by arrival, deadline, predicted time or model, and the thesis's order."""
+"""Orders of requests: by arrival, deadline, predicted time or model; and alternating ones."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from ...planning.windows import WindowJob, alternating
 from .policy import Order, View, Waiting, deadline_of, reuse_of
 
 MAX_WAITS = 10  # requests without a deadline get this many times ``max_wait_ms``
-WINDOW = 8  # number of models that the thesis's order arranges at a time
+WINDOW = 8  # number of models that ``Alternating`` arranges at a time
 
 
 class AgingOrder(Order):
     """Order in which requests older than ``max_wait_ms`` go first, the oldest before the others.
-    The device may stay idle only for such a request, until its model has memory."""
+    While such a request waits for its model's memory, no other one goes ahead of it."""
 
     def __init__(self, *, max_wait_ms: float) -> None:
         self.aging_ms = max_wait_ms
@@ -80,7 +80,7 @@ class Collate(AgingOrder):
 
 
 class Alternating(Order):
-    """Order of the thesis (docs/papers.md): the oldest heads, by their load and compute times."""
+    """Order of the thesis (docs/papers.md): models with long and with short loads in turn."""
 
     window = WINDOW
     ranks_runs = False
