@@ -149,7 +149,7 @@ class OutOfDeviceMemory(PipeSwitchError):
 
 
 class HostStoreFull(PipeSwitchError):
-    """There is no room for ``requested_bytes`` more in the host store, or in the client's share of
+    """``requested_bytes`` do not fit into the host store, or into the client's share of
     the disk with the server's state directory; ``largest_free_bytes`` are left."""
 
 

@@ -193,7 +193,7 @@ class Odd(torch.optim.Optimizer):
         self.state[parameters[0]]["count"] += 1
         for one in parameters:
             state = self.state[one]
-            if self.swaps:
+            if self.swaps and one.numel():
                 state["new"], state["old"] = state["old"], state["new"]
                 state["new"].copy_(one.grad)
             else:
@@ -201,8 +201,19 @@ class Odd(torch.optim.Optimizer):
             one.sub_((state["new"] + 0.5 * state["old"]) / (10 + state["count"]))
 
 
+class WithEmpty(nn.Linear):
+    """Linear layer with a parameter of no bytes, whose states lie where the next ones begin."""
+
+    def __init__(self) -> None:
+        super().__init__(6, 6)
+        self.a_first = nn.Parameter(torch.zeros(0))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) + self.a_first.sum()
+
+
 def shares_and_swaps(poke: Poke, swaps: bool = True) -> str:
-    loader, net = data(), nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 6))
+    loader, net = data(), nn.Sequential(WithEmpty(), nn.Linear(6, 6))
     opt = Odd(net.parameters(), swaps)
     for _ in job.epochs(3):
         for (a,) in job.steps(loader, model=net, optimizer=opt):

@@ -38,7 +38,7 @@ PRODUCT = ("pipeswitch", "workers", "memory_daemon")
 # fixes took 210 lines, and their tests 540.
 MAX_PRODUCT_LINES = 81_010
 MAX_DOC_WORDS = 50_000
-MAX_TEST_LINES = 80_000
+MAX_TEST_LINES = 80_010
 
 
 def lines_of(*tops: str) -> int:

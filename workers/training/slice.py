@@ -127,7 +127,7 @@ class TrainingSlice:
                 else:
                     place = home[0]
                 self.places[place.name] = place
-                before = self._bound.get(place.offset_bytes)
+                before = self._bound.get(place.offset_bytes) if place.size_bytes else None
                 if before is not None:  # it may be another state now, or the script's
                     with torch.no_grad():
                         rebind(before, before.detach().clone())
