@@ -125,7 +125,10 @@ class Tab:
         until(lambda: words in self.text(selector), f"{selector} shows {words!r}")
 
     def click(self, label: str) -> None:
-        self.driver.find_element("css selector", f'[aria-label="{label}"]').click()
+        """Click the button with this label once the page has it: a row may come a poll later."""
+        selector = f'[aria-label="{label}"]'
+        until(lambda: self.driver.find_elements("css selector", selector), f"{label!r} is there")
+        self.driver.find_element("css selector", selector).click()
 
     def press(self, key: str) -> None:
         self.driver.find_element("css selector", "#lanes").send_keys(key)
