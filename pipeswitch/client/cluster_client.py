@@ -263,11 +263,29 @@ class ClusterVerbs(Members):
     def _do_put(self, op: str, **options: Any) -> Any:
         name = f"put:{options['body']['digest']}"
         with self._choosing:  # several threads may register at once
-            if self._files.get(name) not in self._table.nodes:
-                self._home = self._home or self._ask("home", int(options["body"]["size_bytes"]))
-                self._files[name] = self._home
-                self._waiting.add(name)
-        return self._to(self._files[name]).call(op, **options)
+            if self._home not in self._table.nodes:
+                known = self._files.get(name, "")
+                is_there = known in self._table.nodes
+                self._home = known if is_there else self._ask("home", options["body"]["size_bytes"])
+            node = self._files[name] = self._home
+            self._waiting.add(name)
+        return self._send(node, {name}, op, **options)
+
+    def _send(self, node: str, files: set[str], op: str, **options: Any) -> Any:
+        """Send a verb about uploaded files. If it fails, later uploads may go to another node."""
+        try:
+            return self._to(node).call(op, **options)
+        except errors.PipeSwitchError as error:
+            self._release(files)
+            if isinstance(error, errors.ServerUnavailable):
+                with contextlib.suppress(errors.ServerUnavailable):  # nor does placement answer
+                    self._ask("report_unreachable", node, self._table.address(node))
+            raise
+
+    def _release(self, files: set[str]) -> None:
+        with self._choosing:
+            self._waiting -= files
+            self._home = self._home if self._waiting else ""
 
     def _do_register(self, op: str, *, model: str, body: dict[str, Any], **options: Any) -> Any:
         if body.get("as_version"):
@@ -279,10 +297,8 @@ class ClusterVerbs(Members):
             files = {text for text in body.values() if isinstance(text, str)} & self._files.keys()
             home = self._files[min(files)] if files else self._table.models.get(model)
         home = home or self._ask("home", 0)
-        reply = self._to(home).call(op, model=model, body=body, **options)
-        with self._choosing:
-            self._waiting -= files
-            self._home = self._home if self._waiting else ""
+        reply = self._send(home, files, op, model=model, body=body, **options)
+        self._release(files)
         missed = self._ask("registered", model, home, body)
         return _reply({**reply.body, "notes": [*reply.body.get("notes", ()), *missed]})
 

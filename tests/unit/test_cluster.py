@@ -146,6 +146,7 @@ class Rig(cluster_client.ClusterConnection):
         self.later = self.table(1, "a", "ab")
         self.soon: list[dict[str, Any] | Exception] = []
         self.asked: list[tuple[Any, ...]] = []
+        self.home = "a"  # node for new uploads
         super().__init__("ray://auto", 1.0)
         self.asked.clear()
 
@@ -170,6 +171,7 @@ class Rig(cluster_client.ClusterConnection):
         if isinstance(table, Exception):
             raise table
         self._table = msgspec.convert(table, Table)
+        return self.home
 
     def _to(self, node: str) -> Any:
         if node not in self._table.nodes:
@@ -487,6 +489,25 @@ def test_a_version_from_a_file_is_refused_where_nodes_would_differ() -> None:
         rig.call("register", model="m", body={"as_version": True, "weights": "put:0"})
     assert "unregister m" in refused.value.hint
     assert not rig.asked
+
+
+@pytest.mark.parametrize(("names", "node", "other"), [("12", "a", "b"), ("21", "b", "a")])
+def test_files_go_together_to_a_living_node(names: str, node: str, other: str) -> None:
+    """Upload after a refused registration, and after the death of the node that has the files."""
+    rig = Rig()
+    put = lambda name: rig.call("put", body={"digest": name, "size_bytes": 1})  # noqa: E731
+    assert put("1") == "a"
+    rig.doors["a"].error = errors.InvalidInput("refused")
+    with pytest.raises(errors.InvalidInput):
+        rig.call("register", model="n", body={"source": "put:1"})
+    rig.home, rig.doors["a"].error = "b", None
+    assert [put(name) for name in names] == [node, node]
+    rig.doors[node].error = GONE
+    del rig.later["nodes"][node]
+    rig.home = other
+    with pytest.raises(errors.ServerUnavailable):
+        put("1")
+    assert put("1") == other
 
 
 def test_what_changes_something_is_sent_once() -> None:
