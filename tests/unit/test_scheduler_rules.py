@@ -1455,6 +1455,7 @@ def test_a_script_that_does_not_unwind_is_counted_and_one_that_is_cancelled_is_n
 ) -> None:
     job = rig.start_training()
     rig.job_asked("cifar", "cancel")
+    rig.job_asked("cifar", "pause")
     rig.tick(rig.core.settings.evict_grace_ms)
     assert job.progress.stops_missed == 1
     rig.worker_exits(job.slot)
