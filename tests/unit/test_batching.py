@@ -705,7 +705,10 @@ def test_a_generation_whose_model_leaves_reads_why() -> None:
     [((), 0), (((),), 0), (((1, 1),), 0), (((1,), (1,)), 0)]
     + [(((1,),), ms) for ms in (math.nan, math.inf, -1e300, 1e306)],
 )
-def test_a_worker_with_impossible_tokens_or_times_is_killed(tokens: Any, stall_ms: float) -> None:
+def test_a_worker_that_chooses_too_many_tokens_or_none_is_killed(
+    tokens: Any, stall_ms: float
+) -> None:
+    """Also kill a worker whose times no clock shows."""
     server = Steps()
     token = server.step(past=40, tokens=3)
     [device] = server.scheduler.machine.devices

@@ -38,16 +38,14 @@ class TaskCompletion:
         if task is None:
             return
         counts = len(message.batched_outputs) + 1, len(message.chances) or len(task.tokens)
-        at_ms = message.turn_at_ms, message.first_group_at_ms, message.ended_at_ms
-        sum_ms = sum(map(abs, at_ms), abs(message.stall_ms))
-        is_whole = set(counts) == {len(task.tokens)} and sum_ms < MAX_MS
+        ms = message.turn_at_ms, message.first_group_at_ms, message.ended_at_ms, message.stall_ms
+        is_whole = set(counts) == {len(task.tokens)} and sum(map(abs, ms)) < MAX_MS
         if not is_whole or (task.chooses and not self._has_chosen(task, message.tokens)):
             # The worker may write outputs until it is reaped: only then are the requests retried.
             device.kill(worker, "its answer does not fit its run")
             return
         activation, requests, replica = self._end(worker, task)
-        replica.model.deaths = 0
-        worker.deaths = 0
+        replica.model.deaths = worker.deaths = 0
         worker.warm[replica.name] = replica.version  # the worker has just run this version
         self._ended.append((activation, requests, message))
         device.spend("switch", message.stall_ms)
