@@ -19,7 +19,7 @@ from ..state.records import DeviceModel, MeasuredRun, Model, Request, RunningTas
 from ..state.states import ModelEvent, ModelState, TaskEvent, WorkerEvent
 from .batching import failed, take_led
 
-MAX_MS: Final = 1e12  # no clock and no run reaches this
+MAX_MS: Final = 1e18  # no clock and no run reaches this
 
 
 class TaskCompletion:
