@@ -256,8 +256,7 @@ class JobPlacement(Overview):
         """Return True if a job is not over; it may be between two lives."""
         with self._lock:
             states = {one[job].state for one in self._copies().values() if job in one}
-            is_claimed = any(job in one for one in self._claimed().values())
-            return job in self._moving or is_claimed or "home" in states or states == {"replica"}
+            return job in self._moving or "home" in states or states == {"replica"}
 
     def claim(self, node: str, claimed: dict[str, int]) -> set[str] | None:
         """Return the jobs that a starting node may not continue, because they run elsewhere now.

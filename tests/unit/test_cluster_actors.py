@@ -246,12 +246,6 @@ def test_an_order_that_is_done_is_taken_away_under_the_lock(
     assert not placed._ordered
 
 
-def test_a_job_that_a_starting_node_claims_keeps_its_name(ray: FakeRay, placed: Placement) -> None:
-    assert placed.claim("c", {"j": 1}) == set()
-    with pytest.raises(AlreadyExists):
-        placed.train({"name": "j"}, b"")
-
-
 def test_who_accuses_a_node_that_has_started_again_is_late(placed: Placement) -> None:
     placed.report_unreachable("a", "tcp://former")
     assert set(placed.table()["nodes"]) == set("abc")
