@@ -701,14 +701,11 @@ def test_a_generation_whose_model_leaves_reads_why() -> None:
 
 
 @pytest.mark.parametrize(
-    ("tokens", "stall_ms"),
+    ("tokens", "ms"),
     [((), 0), (((),), 0), (((1, 1),), 0), (((1,), (1,)), 0)]
     + [(((1,),), ms) for ms in (math.nan, math.inf, -1e300, 1e306)],
 )
-def test_a_worker_that_chooses_too_many_tokens_or_none_is_killed(
-    tokens: Any, stall_ms: float
-) -> None:
-    """Also kill a worker whose times no clock shows."""
+def test_a_worker_that_chooses_too_many_tokens_or_none_is_killed(tokens: Any, ms: float) -> None:
     server = Steps()
     token = server.step(past=40, tokens=3)
     [device] = server.scheduler.machine.devices
@@ -720,7 +717,7 @@ def test_a_worker_that_chooses_too_many_tokens_or_none_is_killed(
         turn_at_ms=0.0,
         first_group_at_ms=0.0,
         ended_at_ms=1.0,
-        stall_ms=stall_ms,
+        stall_ms=ms,
         tokens=tokens,
     )
     worker = device.state.workers[task.slot]

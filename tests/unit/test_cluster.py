@@ -495,7 +495,6 @@ def test_a_version_from_a_file_is_refused_where_nodes_would_differ() -> None:
 
 @pytest.mark.parametrize(("names", "node", "other"), [("12", "a", "b"), ("21", "b", "a")])
 def test_files_go_together_to_a_living_node(names: str, node: str, other: str) -> None:
-    """Upload after a refused registration, and after the death of the node that has the files."""
     rig = Rig()
     put = lambda name: rig.call("put", body={"digest": name, "size_bytes": 1})  # noqa: E731
     assert put("1") == "a"
