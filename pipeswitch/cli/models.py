@@ -286,10 +286,9 @@ def _arrays(path: str) -> dict[str, Any]:
     try:
         with np.load(path, allow_pickle=False) as file:
             return dict(file)
-    except (OSError, ValueError) as error:
-        raise click.BadParameter(
-            f"{path}: {error}; numpy.savez(FILE, x=x) writes one", param_hint="--example"
-        ) from None
+    except Exception:  # a .npy file is no context manager, a broken .npz raises any error
+        why = f"{path} has no arrays by name; numpy.savez(FILE, x=x) writes them"
+        raise click.BadParameter(why, param_hint="--example") from None
 
 
 def _publish(name: str, from_job: str, part: str, as_json: bool) -> None:
