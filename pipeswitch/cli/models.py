@@ -293,7 +293,7 @@ def _arrays(path: str) -> dict[str, Any]:
 
 def _publish(name: str, from_job: str, part: str, as_json: bool) -> None:
     job, _, step = from_job.partition("@")
-    if step and not step.isdecimal():
+    if step and not (step.isdecimal() and len(step) < 20):
         raise click.BadParameter(f"{from_job!r} is not JOB or JOB@STEP", param_hint="--from-job")
     with common.connected() as client:
         row = client.publish(name, job, int(step) if step else -1, part)
