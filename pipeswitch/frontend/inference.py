@@ -170,6 +170,7 @@ class Inference:
         sequence = arrival.sequence = self._sequences.of(
             options, arrival.client, arrival.caller, announced
         )
+        sequence.check_outputs(options.outputs)
         announced = self._of_sequence(sequence, arrival.version)
         return announced, *self._sequences.with_state(sequence, options, header, tensors)
 
