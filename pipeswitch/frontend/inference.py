@@ -398,6 +398,7 @@ class Inference:
         outputs = {f"{step.name}.{one.name}": one for one in answer.outputs}
         run.values |= outputs
         if pending.allocation is not None:
+            self._pool.clear_beside(pending.allocation, answer.outputs)
             run.allocations.append((pending.allocation, outputs.keys()))
             pending.allocation = None
         self.requests.read(run, run.chain.needed(number))
