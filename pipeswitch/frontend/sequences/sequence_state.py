@@ -115,8 +115,8 @@ class SequenceState(msgspec.Struct, kw_only=True, eq=False):
 
     def check_outputs(self, names: Sequence[str]) -> None:
         """Raise InvalidInput if the model has no such output, or if it is a state, which stays."""
-        kept = {output for output, _ in self.state.values()}
-        sent = [one.name for one in self.announced.manifest.outputs if one.name not in kept]
+        states = {output for output, _ in self.state.values()}
+        sent = [one.name for one in self.announced.manifest.outputs if one.name not in states]
         if unknown := {*names}.difference(sent):
             hint = f"outputs: {', '.join(sent)}"
             raise InvalidInput(f'no output "{min(unknown)[:80]}"', hint=hint)
