@@ -172,7 +172,9 @@ class Phase:
             "bodies": (self._watch.was_watched, self._watch.writes_unseen),
             "has_updated": self.place.has_updated,
         }
-        data = replace(self.data.capture(), workers=persistent_loaders.capture())
+        data, workers = self.data.capture(), persistent_loaders.capture()
+        if workers:
+            data = replace(data, workers=workers)
         now = self.place.position, data, entry, self.point
         try:
             self.point = self.committer.capture(*now)
