@@ -26,7 +26,7 @@ from pipeswitch import job
 from pipeswitch.base import errors
 from pipeswitch.commits.weights import weights_of
 from tests.process.test_training_exact import Crashed, FakeHost, HookedGate, begun, digest
-from tests.process.tools import checked_server, finish, run_plain, write_script
+from tests.process.tools import checked_server, finish, run_plain, until, write_script
 
 Poke = Callable[[], None]
 Script = Callable[[Poke], str]  # returns a digest of its final state
@@ -538,7 +538,7 @@ def test_a_failed_job_is_started_again_from_its_last_commit_also_by_the_next_ser
             task.wait(60)
         row = task.status()
         assert (row["step"], row["steps_recomputed"]) == (60, steps_lost)
-        assert row["persisted_step"] >= 40 - steps_lost
+        until(lambda: task.status()["persisted_step"] >= 40 - steps_lost, "its commit is on disk")
         assert "".join(task.logs()).count("ValueError: the disk") == 2, "the log goes on"
     with checked_server(**options) as checked:
         task = checked.client.task("it")
