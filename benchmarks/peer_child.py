@@ -157,8 +157,6 @@ class LlamaCpp:
         how = lib.llama_model_default_params()
         # With its AMX buffers, llama.cpp 0.3.36 ends by SIGSEGV in a product of Q8_0.
         how.use_extra_bufts = "Q8_0" not in order["files"][model]
-            "Q8_0" not in order["files"][model]
-        )  # llama.cpp 0.3.36 on AMX: SIGSEGV
         self._model = lib.llama_model_load_from_file(path, how)
         options = lib.llama_context_default_params()
         options.n_ctx = order["context"] * room
