@@ -7,6 +7,7 @@ import contextlib
 import http.client
 import importlib.util
 import json
+import os
 import signal
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -80,7 +81,7 @@ def made() -> tuple[Any, Any]:
 
 @pytest.fixture(scope="module")
 def running() -> Iterator[Checked]:
-    aliases = {"PIPESWITCH_GATEWAY__ALIASES": "gpt-4o=chat,gone=absent"}
+    aliases = {"PIPESWITCH_GATEWAY__ALIASES": "gpt-4o=chat,org/m=chat,gone=absent"}
     with checked_server(
         arena="64MiB", host_store="256MiB", http=True, environment=aliases
     ) as checked:
@@ -170,9 +171,10 @@ def test_a_chat_is_rendered_as_transformers_does(running: Checked, ai: Any) -> N
     unbound = ai.chat.completions.create(**{**options, "messages": [long]})
     assert unbound.usage.prompt_tokens > 1000
     assert unbound.usage.total_tokens == CONTEXT  # the answer ends because the context is full
-    assert [one.id for one in ai.models.list()] == ["chat", "gpt-4o"]
+    assert [one.id for one in ai.models.list()] == ["chat", "gpt-4o", "org/m"]
     assert ai.models.retrieve("chat").id == "chat"
-    assert ai.models.retrieve("gpt-4o").id == "gpt-4o"
+    for name in ("gpt-4o", "org/m"):
+        assert ai.models.retrieve(name).id == name
     alias = {**options, "model": "gpt-4o", "extra_body": {"keep_alive": "5m", "ttl": 60}}
     other = ai.chat.completions.create(**alias, max_completion_tokens=30)
     assert other.choices == whole.choices
@@ -599,8 +601,7 @@ def test_an_answer_goes_on_when_its_text_process_has_nothing_left(
 
 
 def test_a_text_process_that_cannot_be_started_is_one_clear_error(running: Checked) -> None:
-    children = psutil.Process(running.running.pid).children(recursive=True)
-    [gateway] = [one for one in children if "pipeswitch.gateway.main" in one.cmdline()]
+    gateway = psutil.Process(running.gateway_pid())
     connection = http.client.HTTPConnection(running.running.http_address, timeout=60)
 
     def status() -> int:
@@ -787,9 +788,7 @@ def ended_by(act: Callable[[Checked], object], path: str) -> tuple[list[Any], bo
 
 
 def gateway_gets(number: int, checked: Checked) -> None:
-    children = psutil.Process(checked.running.pid).children(recursive=True)
-    [gateway] = [one for one in children if "pipeswitch.gateway.main" in one.cmdline()]
-    gateway.send_signal(number)
+    os.kill(checked.gateway_pid(), number)
 
 
 @pytest.mark.parametrize("path", ["/v1/completions", "/v2/models/chat/generate_stream"])

@@ -1666,13 +1666,13 @@ def test_a_failed_job_starts_again_from_its_commit_on_disk(rig: Rig) -> None:
     token = rig.job_asked("cifar", "resume")
     (load,) = rig.commands(ev.LoadCommits)
     assert token not in rig.answers
-    rig.handle(msgspec.structs.replace(load.request, loaded=ev.LoadedCommit(MIB, 4, 9)))
+    rig.handle(msgspec.structs.replace(load.request, loaded=ev.LoadedCommit(MIB, 4, 9, "damage")))
     (command,) = rig.commands(ev.CreateCommits)
     assert (command.loaded, command.is_on_disk) == (9, True)
     (order,) = rig.sent(RunJob)
     assert (order.slot_bytes, order.defaults) == (MIB, (("offload", "all"),))
     row = rig.answers[token].body["job"]
-    assert (row["error"], row["why"], row["committed_step"]) == ("", "", 4)
+    assert (row["error"], row["why"], row["committed_step"]) == ("", "damage", 4)
     assert (job.progress.steps_recomputed, job.progress.step) == (3, 4)
     kinds = [one.entry["kind"] for one in rig.commands(ev.Journal)]
     assert kinds == ["job", "hold-over"], "the next server goes on with it, too"
