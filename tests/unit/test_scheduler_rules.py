@@ -1745,11 +1745,13 @@ def test_cancel_ends_a_job_in_any_state(rig: Rig) -> None:
 
 def test_a_job_killed_with_the_daemon_has_done_nothing_wrong(rig: Rig) -> None:
     job = rig.start_training()
+    rig.committed(job, 1, 4)
     rig.daemon_exits()
     rig.worker_exits(job.slot)
     assert job.progress.deaths_without_progress == 0
     assert job.state.state is TaskState.QUEUED
     assert not rig.scheduler.machine.devices[0].arena.regions.get(Owner("slice", "cifar"))
+    assert job.memory.persist_due_at_ms == rig.now_ms, "the next daemon does not write it at once"
 
 
 def test_a_slice_asked_for_while_the_daemon_is_dead_is_not_granted(rig: Rig) -> None:
