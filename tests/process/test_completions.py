@@ -7,6 +7,7 @@ import contextlib
 import http.client
 import importlib.util
 import json
+import os
 import signal
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -600,8 +601,7 @@ def test_an_answer_goes_on_when_its_text_process_has_nothing_left(
 
 
 def test_a_text_process_that_cannot_be_started_is_one_clear_error(running: Checked) -> None:
-    children = psutil.Process(running.running.pid).children(recursive=True)
-    [gateway] = [one for one in children if "pipeswitch.gateway.main" in one.cmdline()]
+    gateway = psutil.Process(running.gateway_pid())
     connection = http.client.HTTPConnection(running.running.http_address, timeout=60)
 
     def status() -> int:
@@ -788,9 +788,7 @@ def ended_by(act: Callable[[Checked], object], path: str) -> tuple[list[Any], bo
 
 
 def gateway_gets(number: int, checked: Checked) -> None:
-    children = psutil.Process(checked.running.pid).children(recursive=True)
-    [gateway] = [one for one in children if "pipeswitch.gateway.main" in one.cmdline()]
-    gateway.send_signal(number)
+    os.kill(checked.gateway_pid(), number)
 
 
 @pytest.mark.parametrize("path", ["/v1/completions", "/v2/models/chat/generate_stream"])

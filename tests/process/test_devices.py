@@ -175,7 +175,7 @@ def test_a_job_goes_on_where_a_device_is_when_its_own_dies(
     """Train two jobs in parallel, one per device; compare the end with a run without a server."""
     script = tools.write_script(tmp_path, "train.py", tools.DIGESTED)
     tasks = [
-        running.client.train(script, name=name, args=[str(tmp_path / name), "3", "512"])
+        running.client.train(script, name=name, args=[str(tmp_path / name), "1000000", "512"])
         for name in ("k", "l")
     ]
     tools.until(
@@ -186,7 +186,10 @@ def test_a_job_goes_on_where_a_device_is_when_its_own_dies(
     for device in (on["l"], on["k"]):
         assert tasks[0].move(device)["on"] == device
     tools.kill(pids(running, on["l"])["memory-daemon"])
-    assert [tools.finish(task)["step"] for task in tasks] == [300, 300]
-    tools.run_plain(script, str(tmp_path / "plain"), "3", "512")
+    epochs = max(task.status()["epoch"] for task in tasks) + 20  # neither has reached this one
+    for name in ("k", "l"):
+        (tmp_path / f"{name}.enough-{epochs}").touch()
+    assert [tools.finish(task)["step"] for task in tasks] == [100 * epochs] * 2
+    tools.run_plain(script, str(tmp_path / "plain"), str(epochs), "512")
     plain = (tmp_path / "plain").read_text()
     assert [(tmp_path / name).read_text() for name in ("k", "l")] == [plain, plain]

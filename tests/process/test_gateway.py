@@ -109,16 +109,6 @@ def run(source: str, *args: str, python: str = sys.executable) -> Any:
     return json.loads(done.stdout)
 
 
-def gateway_of(checked: Checked) -> int:
-    """Return the process id of the server's gateway."""
-    [gateway] = [
-        child.pid
-        for child in psutil.Process(checked.running.pid).children()
-        if "pipeswitch.gateway.main" in child.cmdline()
-    ]
-    return gateway
-
-
 def resident_bytes(pid: int) -> int:
     return int(psutil.Process(pid).memory_info().rss)
 
@@ -628,10 +618,10 @@ HALF_MESSAGES = """
 def test_half_messages_beyond_a_share_end_and_their_memory_comes_back(
     checked: Checked, verb: str
 ) -> None:
-    gateway = gateway_of(checked)
+    gateway = checked.gateway_pid()
     sent = run(HALF_MESSAGES, checked.running.grpc_address, verb)
     assert 150 << 20 < sent < 400 << 20
-    assert gateway_of(checked) == gateway
+    assert checked.gateway_pid() == gateway
     until(lambda: resident_bytes(gateway) < 200 << 20, "the memory came back")
 
 
@@ -674,11 +664,11 @@ UNREAD = """
 
 def test_a_stream_whose_answers_nobody_reads_is_not_read_on(checked: Checked) -> None:
     """Send requests of 1 MiB, and read no answer: the gateway's memory must stay bounded."""
-    gateway = gateway_of(checked)
+    gateway = checked.gateway_pid()
     checked.client.register("large", Doubled(), example_inputs=(torch.ones(1 << 18),))
     sent = run(UNREAD, checked.running.grpc_address)
     assert max(sent) < 16
-    assert gateway_of(checked) == gateway
+    assert checked.gateway_pid() == gateway
     until(lambda: resident_bytes(gateway) < 200 << 20, "the memory came back")
 
 

@@ -25,11 +25,6 @@ HEAD = f"POST /v2/models/m/infer HTTP/1.1\r\nHost: localhost\r\nContent-Length: 
 CALLERS, KILLS = 4, 100
 
 
-def gateway_pid(checked: Checked) -> int:
-    """Return the pid of the current gateway."""
-    return int((checked.running.state_dir / "gateway.lock").read_text())
-
-
 def connected(address: str) -> socket.socket:
     host, _, port = address.rpartition(":")
     return socket.create_connection((host, int(port)), timeout=30)
@@ -106,7 +101,7 @@ def test_of_a_thousand_from_one_address_half_are_let_in_and_who_has_asked_stays(
 def stand(checked: Checked, count: int) -> None:
     """Check that a good connection works during ``count`` malicious ones, with bounded memory."""
     with contextlib.ExitStack() as stack:
-        address, pid = checked.running.http_address, gateway_pid(checked)
+        address, pid = checked.running.http_address, checked.gateway_pid()
         good = stack.enter_context(connected(address))
         assert ask(good)[0] == 200
         before = resident_mib(pid)
@@ -127,7 +122,7 @@ def stand(checked: Checked, count: int) -> None:
             answered += 1
             largest = max(largest, resident_mib(pid))
         assert largest - before <= 64, (before, largest)
-        assert gateway_pid(checked) == pid
+        assert checked.gateway_pid() == pid
 
 
 def test_a_port_in_use_is_refused_in_words_when_it_was_asked_for(tmp_path: Path) -> None:
@@ -144,10 +139,10 @@ def test_a_port_in_use_is_refused_in_words_when_it_was_asked_for(tmp_path: Path)
 
 def test_it_dies_and_the_next_one_answers_those_who_came_meanwhile(checked: Checked) -> None:
     address, before = checked.running.http_address, checked.stats()
-    first = gateway_pid(checked)
+    first = checked.gateway_pid()
     kill(first)
     assert ask_once(address) == 200
-    assert gateway_pid(checked) != first
+    assert checked.gateway_pid() != first
     assert checked.stats()["worker_restarts"] == before["worker_restarts"]
 
 
@@ -201,7 +196,7 @@ def test_killed_a_hundred_times_under_load_every_call_ends_and_no_answer_is_lost
                 )
 
             until(goes_on, "the next one answers", 120.0)
-            kill(gateway_pid(checked))
+            kill(checked.gateway_pid())
         for caller in callers:
             caller.is_over.set()
         for caller in callers:
@@ -218,7 +213,7 @@ def test_killed_a_hundred_times_under_load_every_call_ends_and_no_answer_is_lost
 def test_when_the_server_dies_it_says_so_until_the_next_one_takes_over(
     checked: Checked, state: Path
 ) -> None:
-    address, pid = checked.running.http_address, gateway_pid(checked)
+    address, pid = checked.running.http_address, checked.gateway_pid()
     kill(pid, signal.SIGSTOP)  # the server dies before it can notice the stopped gateway
     kill(checked.pid)
     until(lambda: ask_once(address) == 503, "callers are told")
@@ -227,6 +222,6 @@ def test_when_the_server_dies_it_says_so_until_the_next_one_takes_over(
     assert (status, json.loads(body)["ready"]) == (503, False)
     with checked_server(http=True, state_dir=state, args=("--http", address)) as next_one:
         assert next_one.running.http_address == address
-        assert gateway_pid(next_one) != pid
+        assert next_one.gateway_pid() != pid
         until(lambda: ask_once(address) == 200, "its model answers again")
         until(lambda: not Path("/proc", str(pid)).exists(), "the one before has left")

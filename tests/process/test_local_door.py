@@ -189,7 +189,7 @@ def test_a_killed_client_frees_its_share_and_its_request(server: FakeScheduler) 
         assert shares(server) == 1
         os.kill(child.pid, signal.SIGKILL)
         until(lambda: not shares(server) and not server.tcp.sessions.peers.all and not server.held)
-    assert server.tcp.requests.counts.undeliverable == 1
+    until(lambda: server.tcp.requests.counts.undeliverable == 1)
     assert_balanced(server.tcp)
 
 

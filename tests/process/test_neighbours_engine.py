@@ -164,10 +164,11 @@ def listening(pids: set[int]) -> set[str]:
     """Return where these processes accept connections: ``address:port`` or a unix socket's name."""
     inodes = set()
     for pid in pids:
-        for entry in Path("/proc", str(pid), "fd").iterdir():
-            with contextlib.suppress(FileNotFoundError):  # the descriptor was closed meanwhile
-                with_type = re.fullmatch(r"socket:\[(\d+)\]", os.readlink(entry))
-                inodes |= {with_type[1]} if with_type else set()
+        with contextlib.suppress(FileNotFoundError):  # the process has just ended
+            for entry in Path("/proc", str(pid), "fd").iterdir():
+                with contextlib.suppress(FileNotFoundError):  # the descriptor was closed meanwhile
+                    with_type = re.fullmatch(r"socket:\[(\d+)\]", os.readlink(entry))
+                    inodes |= {with_type[1]} if with_type else set()
     addresses = set()
     for table in ("tcp", "tcp6"):
         for line in Path("/proc/net", table).read_text().splitlines()[1:]:

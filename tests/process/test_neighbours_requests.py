@@ -18,7 +18,7 @@ from typing import Any
 import msgspec
 import pytest
 from frontend_rig import FakeScheduler
-from hypothesis import given
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import pipeswitch as ps
@@ -78,6 +78,7 @@ def is_refused(reply: Any) -> bool:
 # ---- names, addresses, formats -----------------------------------------------------------------
 
 
+@settings(deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
 @given(st.text(max_size=80))
 def test_triton_a_name_never_leads_out_of_its_folder(name: str) -> None:
     try:

@@ -203,16 +203,17 @@ def test_the_page_shows_a_switch_and_a_preemption_and_outlives_the_server(
         page = f"http://127.0.0.1:{port}/ui"
 
         driver.get(page)  # without a token
+        until(lambda: tab.state == "login", "the server has refused it")
         tab.shows("#login", "pipeswitch ui")
         assert not driver.find_element("css selector", "#live").is_displayed()
         driver.find_element("css selector", "#token").send_keys("a-token-of-nobody\n")
         tab.shows("#wrong", "unknown token")
+        driver.get("about:blank")  # so that none of its requests is refused later
         refused = tab.complaints()
         assert refused
         assert all("401" in line or "403" in line for line in refused)
 
         token = (state / "owner.token").read_text().strip()
-        driver.get("about:blank")
         driver.get(f"{page}#token={token}")
         tab.shows("#status", "live")
         until(lambda: {"jobs-title", "request-title"} <= folded(driver), "empty panels fold")

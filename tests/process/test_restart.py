@@ -36,7 +36,7 @@ def state_of(checked: Checked, name: str) -> str:
 
 def test_a_request_right_after_a_restart_waits_for_its_model(tmp_path: Path) -> None:
     register(tmp_path / "state")
-    slow = armed(tmp_path, "delay 1500")
+    slow = armed(tmp_path, "delay 4000")
     with checked_server(state_dir=tmp_path / "state", environment=slow) as checked:
         future = checked.client.submit("a", X)
         assert state_of(checked, "a") == "storing"
@@ -50,7 +50,7 @@ def test_a_request_for_a_model_that_cannot_be_brought_back_reads_why(tmp_path: P
     data = bytearray(weights.read_bytes())
     data[-100] ^= 0xFF
     weights.write_bytes(data)
-    slow = armed(tmp_path, "delay 1500")
+    slow = armed(tmp_path, "delay 4000")
     with checked_server(state_dir=tmp_path / "state", environment=slow) as checked:
         future = checked.client.submit("a", X)
         with pytest.raises(RegistrationRefused):

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from frontend_rig import FakeScheduler, until
+from frontend_rig import DEADLINE_S, FakeScheduler, until
 from process_tools import command
 
 import pipeswitch as ps
@@ -143,10 +143,10 @@ def test_the_owners_socket_needs_no_role(keyed: Keyed) -> None:
         assert owner.jobs() == []
 
 
-def heard(fake: FakeScheduler, reader: Any) -> bool:
-    """Publish a record; return True if the reader gets it within 0.3 s."""
+def heard(fake: FakeScheduler, reader: Any, within_s: float = DEADLINE_S) -> bool:
+    """Publish a record; return True if the reader gets it in time."""
     fake.post(Publish(topic="job.t", body={}))
-    return reader.take(0.3) is not None
+    return reader.take(within_s) is not None
 
 
 def test_events_reach_operators_alone(keyed: Keyed) -> None:
@@ -170,7 +170,7 @@ def test_a_reader_whose_role_is_taken_hears_no_more(keyed: Keyed) -> None:
                 )
             )
         )
-        assert not heard(keyed.fake, reader)
+        assert not heard(keyed.fake, reader, 0.3)
 
 
 def test_without_keys_events_are_told_where_clients_may_operate(tmp_path: Path) -> None:

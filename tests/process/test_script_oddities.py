@@ -22,7 +22,7 @@ ENVIRONMENT = {
     "PIPESWITCH_WORKERS__RESTART_BACKOFF": "20ms",
 }
 WIDTHS = {"small": 64, "huge": 2010}
-DISTURBANCES = ["small", "pause", "small", "huge", "pause", "pause", "huge", "small", "pause"]
+DISTURBANCES = ["small", "huge", "small", "pause", "pause", "pause", "huge", "small", "pause"]
 
 PRELUDE = """
     import hashlib, os, random, signal, sys, time

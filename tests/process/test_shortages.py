@@ -82,11 +82,6 @@ def limited(pids: Iterable[int], kind: int, more: int) -> Iterator[None]:
                 resource.prlimit(pid, kind, limit)
 
 
-def gateway_pid(checked: tools.Checked) -> int:
-    children = psutil.Process(checked.pid).children(recursive=True)
-    return next(one.pid for one in children if "pipeswitch.gateway.main" in one.cmdline())
-
-
 def accepted(pid: int) -> list[Any]:
     """Return a process' TCP connections; those that only listen do not count."""
     links = psutil.Process(pid).net_connections("tcp")
@@ -123,7 +118,7 @@ def test_a_worker_whose_threads_cannot_start_is_started_again(running: tools.Che
 
 def test_a_gateway_without_descriptors_takes_later_who_waits(running: tools.Checked) -> None:
     assert status(running, "small", ONE) == 200
-    pid, statuses = gateway_pid(running), []
+    pid, statuses = running.gateway_pid(), []
     # The limit counts open descriptors: that of the request above must be closed by then.
     tools.until(lambda: not accepted(pid), "the gateway has closed the connection")
     asks = threading.Thread(target=lambda: statuses.append(status(running, "small", ONE)))
@@ -132,7 +127,7 @@ def test_a_gateway_without_descriptors_takes_later_who_waits(running: tools.Chec
         tools.until(lambda: "Too many open files" in running.running.log(), "it cannot accept")
         assert not statuses
     asks.join(60)
-    assert (statuses, gateway_pid(running)) == ([200], pid)
+    assert (statuses, running.gateway_pid()) == ([200], pid)
     with grpc.insecure_channel(running.running.grpc_address) as channel:
         infer = channel.unary_unary("/inference.GRPCInferenceService/ModelInfer")
         infer(infer_message("small", ONE, "x"), timeout=60)
@@ -153,18 +148,18 @@ def status(checked: tools.Checked, model: str, x: np.ndarray[Any, Any]) -> int:
 
 
 def test_a_gateway_without_memory_or_threads_goes_on(running: tools.Checked) -> None:
-    pid = gateway_pid(running)
+    pid = running.gateway_pid()
     with limited([pid], resource.RLIMIT_DATA, -MIB):
         for _ in range(3):
             assert status(running, "echo", LARGE) in (0, 200, 429, 503)
         assert status(running, "small", ONE) == 200
     assert status(running, "echo", LARGE) == 200
-    assert gateway_pid(running) == pid
+    assert running.gateway_pid() == pid
 
 
 def test_a_gateway_without_memory_refuses_long_json(running: tools.Checked) -> None:
     """Leave the gateway memory for the bytes of the JSON, but not for the decoded values."""
-    pid, statuses = gateway_pid(running), []
+    pid, statuses = running.gateway_pid(), []
     tensor = {"name": "x", "shape": ONE.shape, "datatype": "FP32", "data": ONE.tolist()}
     body = json.dumps({"id": "x" * 4 * MIB, "inputs": [tensor]})
     with limited([pid], resource.RLIMIT_DATA, 9 * MIB):
@@ -175,4 +170,4 @@ def test_a_gateway_without_memory_refuses_long_json(running: tools.Checked) -> N
                 statuses.append(caller.getresponse().status)
         assert status(running, "small", ONE) == 200
     assert set(statuses) <= {413, 429, 503}
-    assert gateway_pid(running) == pid
+    assert running.gateway_pid() == pid

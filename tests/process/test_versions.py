@@ -534,7 +534,7 @@ def test_an_average_is_served_by_its_name_after_a_kill_and_never_the_other_one_u
             tools.write_script(tmp_path, "parts.py", PARTS), name="p", args=[tmp_path]
         )
         tools.until(lambda: task.status()["committed_step"] > 0, "a commit")
-        tools.kill(max(checked.worker_pids().values()))
+        tools.kill(tools.until(lambda: checked.row("p")["pid"], "it has a worker"))
         step = task.status()["step"]
         tools.until(lambda: task.status()["committed_step"] > step, "a commit of its next life")
         (tmp_path / "stop").touch()

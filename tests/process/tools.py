@@ -189,6 +189,10 @@ class Checked:
 
     def worker_pids(self) -> dict[int, int]:
         """Return slot -> pid of all living workers."""
+    def gateway_pid(self) -> int:
+        """Return the pid of the current gateway."""
+        return int((self.running.state_dir / "gateway.lock").read_text())
+
         rows = self.rows("worker")
         return {row["worker"]: row["pid"] for row in rows if row["state"] != "dead" and row["pid"]}
 

@@ -235,7 +235,7 @@ class JobRequests:
             self._jobs.changed(job)
         elif job.state.state is TaskState.PAUSED:
             self._jobs.changed(job)
-        else:
+        elif job.wanted != "cancel":  # a pause does not take a cancellation back
             job.wanted = "pause" if action == "pause" else "cancel"  # TrainingJobs evicts it
 
 

@@ -290,7 +290,7 @@ export class Model {
   async repeat(isMine, everyMs, ask) {
     let failed = 0;
     while (isMine()) {
-      try { await ask(); failed = 0; } catch (error) { failed++; this.failed(error); }
+      try { await ask(); failed = 0; } catch (error) { failed++; if (isMine()) this.failed(error); }
       await later((document.hidden ? HIDDEN_MS : everyMs()) * Math.min(4, 1 + failed / 2));
     }
   }
@@ -386,7 +386,7 @@ export class Model {
           for (const record of records) this.heard(record);
           this.changed("events");
         }
-      } catch (error) { this.failed(error); }
+      } catch (error) { if (isMine()) this.failed(error); }
       clearTimeout(alarm);
       stop.abort();
       await later(1000);
