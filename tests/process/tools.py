@@ -189,6 +189,7 @@ class Checked:
 
     def worker_pids(self) -> dict[int, int]:
         """Return slot -> pid of all living workers."""
+
     def gateway_pid(self) -> int:
         """Return the pid of the current gateway."""
         return int((self.running.state_dir / "gateway.lock").read_text())
