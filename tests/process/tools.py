@@ -35,7 +35,7 @@ from pipeswitch.base.roles import Role
 from pipeswitch.client.client import FINAL_JOB_STATES, Task
 from pipeswitch.testing import RunningServer, server
 
-DEADLINE_S = 30.0
+DEADLINE_S = 60.0  # a busy machine takes half of it to start a process that imports torch
 POLL_S = 0.002  # time between two checks of a condition
 MARK = "PIPESWITCH_TESTS_MARK"
 ENVIRONMENT = {
@@ -356,7 +356,7 @@ def start_endless_job(checked: Checked, folder: Path, name: str = "") -> Task:
     return task
 
 
-def finish(task: Task, deadline_s: float = 60.0) -> dict[str, Any]:
+def finish(task: Task, deadline_s: float = 120.0) -> dict[str, Any]:
     """Wait for a job, which must succeed; return its last row. If it fails, show its log."""
     try:
         row = task.wait(deadline_s)
