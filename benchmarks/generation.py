@@ -8,11 +8,13 @@ those in an arena with room for all four, and with those of a process per reques
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import random
 import threading
 import time
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Final
 
@@ -23,8 +25,10 @@ from . import lm
 from .trials import Arm, Numbers, Run, now_ms
 
 FOUR: Final = 4
+LONG: Final = 4096  # number of tokens of a long prompt
 ROUNDS, QUICK_ROUNDS = 7, 2
 SECONDS, QUICK_SECONDS = 60.0, 8.0
+SERVED: Final = {"served": "exact", "fast": "fast", "bf16": "bf16", "int8": "int8"}
 A_SECOND: Final = 0.6  # requests per second to the four models together
 
 
@@ -34,7 +38,7 @@ def run(bench: Run, _: Sequence[str] = ()) -> None:
         with lm.placed(bench, size, 1) as place:
             _speed(bench, place)
     size = lm.SMALL if bench.is_quick else lm.MIDDLE
-    with lm.placed(bench, size, 2) as place:
+    with lm.placed(bench, replace(size, context=LONG + 64), 2) as place:
         _cold(bench, place)
     with lm.placed(bench, size, FOUR) as place:
         _four(bench, place)
@@ -44,21 +48,25 @@ def run(bench: Run, _: Sequence[str] = ()) -> None:
 def _speed(bench: Run, place: lm.Place) -> None:
     name = place.size.name
     bench.say(f"{name}: starting a server, and transformers")
-    with lm.transformers_child(place) as child, lm.served(place) as (running, client):
-        peers = [
-            lm.Lines("generate", root=child.pid, child=child),
-            lm.OwnSocket("served", root=running.pid, client=client),
-        ]
+    with contextlib.ExitStack() as stack:
+        child = stack.enter_context(lm.transformers_child(place))
+        peers: list[lm.Peer] = [lm.Lines("generate", root=child.pid, child=child)]
+        for arm, precision in SERVED.items():
+            running, client = stack.enter_context(lm.served(place, precision=precision))
+            peers.append(lm.OwnSocket(arm, root=running.pid, client=client))
         for case in lm.speed(bench, place.size, peers, bench.rounds(ROUNDS, QUICK_ROUNDS)):
-            ours, theirs = (bench.values(case, one.name, "tokens_per_s") for one in peers[::-1])
-            bench.find(f"{case}: served, p50", quantile(ours, 0.5), "tokens/s")
-            share = quantile([a / b for a, b in zip(ours, theirs, strict=True)], 0.5)
-            bench.find(
-                f"{case}: served / generate(), by pairs, p50",
-                share,
-                at_least=None if f"{lm.MANY} at" in case else 1.0,
-            )
-    for arm, least in (("served", 3.0), ("generate", None)):
+            theirs = bench.values(case, "generate", "tokens_per_s")
+            for arm in SERVED:
+                ours = bench.values(case, arm, "tokens_per_s")
+                bench.find(f"{case}: {arm}, p50", quantile(ours, 0.5), "tokens/s")
+                share = quantile([a / b for a, b in zip(ours, theirs, strict=True)], 0.5)
+                bench.find(
+                    f"{case}: {arm} / generate(), by pairs, p50",
+                    share,
+                    at_least=0.95 if arm == "served" else None,
+                )
+    for arm in ("generate", *SERVED):
+        least = 3.0 if arm == "served" else None
         one, many = (
             bench.p50(f"{name}, {count} at once", arm, "tokens_per_s") for count in (1, lm.MANY)
         )
@@ -68,14 +76,15 @@ def _speed(bench: Run, place: lm.Place) -> None:
 def _cold(bench: Run, place: lm.Place) -> None:
     bench.say("a cold model's first token: starting a server")
     with lm.served(place) as (_, client):
-        for count in lm.PROMPTS:
+        for count in (*lm.PROMPTS, LONG):
             case = f"first token, prompt of {count}"
             seeds = iter(range(count << 16, 1 << 31))  # each prompt is new: no result is reused
             arms = [
                 Arm(arm, partial(_first, client, name, place.size, count, seeds))
                 for arm, name in (("cold", "lm-0"), ("resident", "lm-0"), ("other", "lm-1"))
             ]
-            bench.trial_loop(case, arms, bench.rounds(2 * ROUNDS, QUICK_ROUNDS), warmup=1)
+            rounds = bench.rounds(ROUNDS // 2 if count == LONG else 2 * ROUNDS, QUICK_ROUNDS)
+            bench.trial_loop(case, arms, rounds, warmup=1)
             cold, resident = (bench.p50(case, arm, "total_ms") for arm in ("cold", "resident"))
             copy = bench.p50(case, "cold", "copy_ms")
             bench.find(f"{case}: cold, p50", cold, "ms")

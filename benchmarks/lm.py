@@ -87,7 +87,7 @@ def placed(bench: Run, size: Size, count: int, *, has_letters: bool = False) -> 
 
 @contextlib.contextmanager
 def served(
-    place: Place, rooms: float = 1.0, *, http: bool = False
+    place: Place, rooms: float = 1.0, *, http: bool = False, precision: str = "exact"
 ) -> Iterator[tuple[RunningServer, Client]]:
     """Start a server with all models of the folder, and with arena room for ``rooms`` of them."""
     with (
@@ -105,7 +105,7 @@ def served(
                 f"hf:{folder}",
                 weights="pretrained",
                 generate=True,
-                precision="exact",
+                precision=precision,
             )
         yield running, client
 

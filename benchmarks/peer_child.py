@@ -37,10 +37,13 @@ class Engine(Protocol):
 
 
 def convert(order: dict[str, Any]) -> None:
-    """Convert GPT-2 models to float32 GGUF files. Tokens are letters; no token ends an answer."""
+    """Convert GPT-2 models to GGUF files. Tokens are letters; no token ends an answer.
+
+    Only linear layers and the token table have the file's type; the rest is float32.
+    """
     import gguf
 
-    for folder, path in order["files"]:
+    for folder, path, kind in order["files"]:
         config = json.loads(Path(folder, "config.json").read_text("utf-8"))
         writer = gguf.GGUFWriter(path, "gpt2")
         writer.add_context_length(config["n_positions"])
@@ -49,13 +52,18 @@ def convert(order: dict[str, Any]) -> None:
         writer.add_block_count(config["n_layer"])
         writer.add_head_count(config["n_head"])
         writer.add_layer_norm_eps(config["layer_norm_epsilon"])
-        writer.add_file_type(gguf.LlamaFileType.ALL_F32)
+        kind_of_values = gguf.GGMLQuantizationType[kind]
         writer.add_tokenizer_model("rwkv")  # takes the longest matching token, which is one letter
         letters = [chr(FIRST_LETTER + token) for token in range(config["vocab_size"])]
         writer.add_token_list(letters)
         writer.add_token_types([gguf.TokenType.NORMAL] * len(letters))
         for name, values in tensors(Path(folder, "model.safetensors")):
-            writer.add_tensor(*renamed(name, values))
+            title, values = renamed(name, values)
+            if values.ndim == 2 and title != "position_embd.weight" and kind != "F32":
+                values = gguf.quants.quantize(values, kind_of_values)
+                writer.add_tensor(title, values, raw_dtype=kind_of_values)
+            else:
+                writer.add_tensor(title, values)
         writer.write_header_to_file()
         writer.write_kv_data_to_file()
         writer.write_tensors_to_file()

@@ -1,6 +1,7 @@
 """``bench peers``: our server with language models, compared with llama-cpp-python and vLLM.
 
 Each peer is measured twice: as a server over HTTP, and as a library in a process, its best case.
+Our server is measured in each precision; the library of llama.cpp also in its nearest types.
 README.md says what is equal for all peers. transformers' ``generate()`` gives the right tokens.
 """
 
@@ -25,7 +26,9 @@ from .setting import read_line
 from .trials import Numbers, Run, now_ms
 
 PEERS: Final = ("llama_cpp", "vllm")
-OURS: Final = "pipeswitch, HTTP"
+OURS: Final = "pipeswitch {}, HTTP"
+KINDS: Final = {"exact": "F32", "fast": "F32", "bf16": "F16", "int8": "Q8_0"}
+"""Type of llama.cpp's weights that is nearest to each of our precisions."""
 RIGHT: Final = "generate()"
 TWO: Final = 2  # number of models; the device has room for one
 ROUNDS, QUICK_ROUNDS = 5, 2
@@ -38,7 +41,11 @@ def run(bench: Run, _: Sequence[str] = ()) -> None:
     for size in lm.SIZES[:1] if bench.is_quick else lm.SIZES:
         with lm.placed(bench, size, TWO, has_letters=True) as place:
             if "llama_cpp" in present:
-                files = [*zip(place.folders, _files(place), strict=True)]
+                files = [
+                    (folder, file, kind)
+                    for kind in sorted({*KINDS.values()})
+                    for folder, file in zip(place.folders, _files(place, kind), strict=True)
+                ]
                 subprocess.run(
                     _child_command("gguf", {"files": files}),
                     check=True,
@@ -61,8 +68,8 @@ def run(bench: Run, _: Sequence[str] = ()) -> None:
     )
 
 
-def _files(place: lm.Place) -> list[str]:
-    return [f"{folder}.gguf" for folder in place.folders]
+def _files(place: lm.Place, kind: str = "F32") -> list[str]:
+    return [f"{folder}.{kind}.gguf" for folder in place.folders]
 
 
 def _child_command(verb: str, order: Mapping[str, Any]) -> list[str]:
@@ -132,12 +139,14 @@ def _everyone(
 ) -> Iterator[contextlib.AbstractContextManager[list[lm.Peer]]]:
     """Yield contexts that start the peers; the first peer's answers are the right ones."""
     yield _transformers(place)
-    yield _ours(place)
+    for precision in KINDS:
+        yield _ours(place, precision)
     for name, start in (("llama_cpp", _llama_server), ("vllm", _vllm_server)):
         if name in present:
             place.bench.say(f"{place.size.name}: starting {name}")
             yield start(place)
-            yield _library(place, name)
+            for kind in sorted({*KINDS.values()}) if name == "llama_cpp" else ("F32",):
+                yield _library(place, name, kind)
 
 
 @contextlib.contextmanager
@@ -147,11 +156,12 @@ def _transformers(place: lm.Place) -> Iterator[list[lm.Peer]]:
 
 
 @contextlib.contextmanager
-def _ours(place: lm.Place) -> Iterator[list[lm.Peer]]:
-    with lm.served(place, http=True) as (running, client):
+def _ours(place: lm.Place, precision: str) -> Iterator[list[lm.Peer]]:
+    place.bench.say(f"{place.size.name}: starting pipeswitch {precision}")
+    with lm.served(place, http=True, precision=precision) as (running, client):
         yield [
-            OverHttp(OURS, root=running.pid, address=running.http_address),
-            lm.OwnSocket("pipeswitch, own socket", root=running.pid, client=client),
+            OverHttp(OURS.format(precision), root=running.pid, address=running.http_address),
+            lm.OwnSocket(f"pipeswitch {precision}, own socket", root=running.pid, client=client),
         ]
 
 
@@ -220,15 +230,15 @@ def _http(
 
 
 @contextlib.contextmanager
-def _library(place: lm.Place, name: str) -> Iterator[list[lm.Peer]]:
+def _library(place: lm.Place, name: str, kind: str) -> Iterator[list[lm.Peer]]:
     order = {
         "folders": place.folders,
-        "files": _files(place),
+        "files": _files(place, kind),
         "threads": place.bench.threads,
         "context": place.size.context,
         "together": lm.MANY,
     }
-    titles = {"llama_cpp": "llama.cpp, in process", "vllm": "vLLM, in process"}
+    title = {"llama_cpp": "llama.cpp", "vllm": "vLLM"}[name] + f" {kind}, in process"
     with started(
         _child_command(name, order),
         read_line,
@@ -236,12 +246,13 @@ def _library(place: lm.Place, name: str) -> Iterator[list[lm.Peer]]:
         has_lines=True,
         folder=place.folder,
     ) as child:
-        yield [lm.Lines(titles[name], child, child=child)]
+        yield [lm.Lines(title, child, child=child)]
 
 
 def _first(place: lm.Place, peers: Sequence[lm.Peer]) -> None:
     """Measure first tokens of new prompts, after a request to the same or to another model."""
     bench, size = place.bench, place.size
+    peers = [one for one in peers if _kind(one.name) == "F32"]
     holders = [one for one in peers if not one.name.startswith(("vLLM", RIGHT))]
     for words, before, chosen in (("first token", 0, peers), ("another model wanted", 1, holders)):
         for count in lm.PROMPTS:
@@ -275,9 +286,19 @@ def _processes(place: lm.Place) -> None:
 
 
 def _compare(bench: Run, case: str, peers: Sequence[lm.Peer], *keys: str) -> None:
-    for one, key in itertools.product(peers, keys):
-        if one.name != OURS:
-            both = (bench.values(case, name, key) for name in (OURS, one.name))
+    """Report our forms over HTTP, each divided by the others with the same type of weights."""
+    names = [one.name for one in peers]
+    ours = [precision for precision in KINDS if OURS.format(precision) in names]
+    for precision, other, key in itertools.product(ours, names, keys):
+        own = OURS.format(precision)
+        if other != own and _kind(other) == KINDS[precision]:
+            both = (bench.values(case, name, key) for name in (own, other))
             share = quantile([a / b for a, b in zip(*both, strict=True)], 0.5)
             words = ", processor's time" if key.startswith("cpu") else ""
-            bench.find(f"{case}: {OURS} / {one.name}{words}, by pairs, p50", share)
+            bench.find(f"{case}: {own} / {other}{words}, by pairs, p50", share)
+
+
+def _kind(name: str) -> str:
+    """Return llama.cpp's name for the type of the weights that this peer computes with."""
+    kinds = KINDS | {kind: kind for kind in KINDS.values()}
+    return next((kind for word, kind in kinds.items() if f" {word}," in name), "F32")

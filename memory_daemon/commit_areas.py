@@ -36,9 +36,7 @@ class CommitAreas:
     def __init__(self, device: DeviceMemory) -> None:
         self._device = device
         self._areas: dict[JobName, CommitArea] = {}
-        self._newest: dict[
-            JobName, tuple[OpId, int]
-        ] = {}  # job -> operation id and number of its last copy
+        self._newest: dict[JobName, tuple[OpId, int]] = {}  # operation id and number of last copy
 
     def open(self, order: OpenCommits, descriptor: int) -> None:
         """Map a job's area, in place of an earlier one of the job.

@@ -684,7 +684,7 @@ def _read_toml(path: Path) -> dict[str, Any]:
         raise ConfigError(
             f"cannot read {path}: {error.strerror}", hint="pipeswitch config init > pipeswitch.toml"
         ) from None
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError, RecursionError) as error:
         raise ConfigError(f"{path} is not TOML: {error}") from None
 
 

@@ -72,8 +72,9 @@ def train(
     if more and name:
         raise InvalidInput(f"--name {name} for {1 + len(more)} jobs", hint="leave out --name")
     with common.connected() as client:
-        tasks = [
-            client.train(
+        tasks = []
+        for one in (entry, *more):
+            task = client.train(
                 one,
                 name=name,
                 args=args[len(more) :],
@@ -82,9 +83,7 @@ def train(
                 devices=devices,
                 **of_steps,
             )
-            for one in (entry, *more)
-        ]
-        for task in tasks:
+            tasks.append(task)
             common.print_done(
                 task.status() if as_json else {},
                 f"job {task.name} submitted; follow it: pipeswitch jobs logs -f {task.name}",

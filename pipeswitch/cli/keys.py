@@ -11,7 +11,7 @@ from typing import Any
 
 import click
 
-from ..base.errors import ConfigError
+from ..base.errors import AlreadyExists, ConfigError
 from ..base.roles import Role, in_order
 from ..wire.curve_keys import KEY_CHARACTERS, KeyFolder, make_pair, read_public
 from . import views
@@ -86,6 +86,8 @@ def keys_client(name: str, out: str, roles: tuple[str, ...], as_json: bool) -> N
     server = folder.server()
     if server is None:
         raise ConfigError("the server has no key yet", hint="pipeswitch keys server")
+    if name in folder.clients():
+        raise AlreadyExists(f"{name} is admitted already", hint=f"pipeswitch keys revoke {name}")
     secret_file, public = make_pair(name, _folder_for(out))
     folder.admit(name, public, roles)
     row: dict[str, Any] = {

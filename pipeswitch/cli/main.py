@@ -34,9 +34,9 @@ class Cli(Group):
 
     def main(self, *args: Any, **kwargs: Any) -> Any:
         _open_standard_streams()
-        for stream in (sys.stdout, sys.stderr):
-            if isinstance(stream, io.TextIOWrapper):
-                stream.reconfigure(errors="replace")  # the terminal's encoding may lack a character
+        for stream in (sys.stdin, sys.stdout, sys.stderr):
+            if isinstance(stream, io.TextIOWrapper):  # its encoding may lack a character
+                stream.reconfigure(errors="surrogateescape" if stream is sys.stdin else "replace")
         try:
             status = super().main(*args, **{**kwargs, "standalone_mode": False})
         except PipeSwitchError as error:

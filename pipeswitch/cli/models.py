@@ -286,15 +286,14 @@ def _arrays(path: str) -> dict[str, Any]:
     try:
         with np.load(path, allow_pickle=False) as file:
             return dict(file)
-    except (OSError, ValueError) as error:
-        raise click.BadParameter(
-            f"{path}: {error}; numpy.savez(FILE, x=x) writes one", param_hint="--example"
-        ) from None
+    except Exception:  # a .npy file is no context manager, a broken .npz raises any error
+        why = f"{path} has no arrays by name; numpy.savez(FILE, x=x) writes them"
+        raise click.BadParameter(why, param_hint="--example") from None
 
 
 def _publish(name: str, from_job: str, part: str, as_json: bool) -> None:
     job, _, step = from_job.partition("@")
-    if step and not step.isdecimal():
+    if step and not (step.isdecimal() and len(step) < 20):
         raise click.BadParameter(f"{from_job!r} is not JOB or JOB@STEP", param_hint="--from-job")
     with common.connected() as client:
         row = client.publish(name, job, int(step) if step else -1, part)

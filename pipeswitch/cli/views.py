@@ -384,9 +384,11 @@ class Scrolled:
 
 def show(render: Callable[[], RenderableType], *, watch: bool) -> None:
     """Print once, or with ``watch`` refresh until ``q`` or Ctrl-C."""
-    if not watch:
+    while not (watch and sys.stdout.isatty()):  # a pipe has no screen: each look follows the last
         console().print(render())
-        return
+        if not watch:
+            return
+        time.sleep(REFRESH_S)
     screen = Scrolled()
     screen.inner = render()
     with (

@@ -710,7 +710,7 @@ class Task:
                     file.truncate(file.seek(0))
                 file.write(piece["data"])
             file.flush()
-            every = files.weights_of(files.read_image(Path(file.name)))
+            every = files.weights_of(files.read_image(Path(file.name), digest))
             weights = files.of_part(every, part) if part else files.for_anybody(every)
             files.save_weights(weights, target)
         return row

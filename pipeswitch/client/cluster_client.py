@@ -35,7 +35,7 @@ NODE: Final = "node:"  # prefix of a node actor's name
 LOOK_S: Final = 1.0  # interval between two searches for the node of a job or a model
 ASK_S: Final = 20.0  # time limit of a call to placement
 FRESH_S: Final = 5.0  # age at which the table is fetched again, as nodes may have joined
-_RAY: Final = threading.RLock()  # a process has only one Ray connection
+_RAY: Final = threading.RLock()  # guards the one Ray connection; registering takes it for minutes
 
 
 def need_ray() -> None:
@@ -183,7 +183,7 @@ class Members:
         with contextlib.suppress(errors.PipeSwitchError, CancelledError):  # another node may answer
             self._take(answer.result().body)
 
-    def _node_of(self, model: str) -> str:
+    def _node_of(self, model: str, deadline_ms: float | None = None) -> str:
         """Return the node for a model's request; query placement if the table has none.
 
         Raises:
@@ -192,7 +192,7 @@ class Members:
         table = self._table
         if serving := table.models.get(model):
             return self._balance.choose(table.untried(model) or [serving], time.monotonic())
-        failover = Failover(model, {}, time.monotonic(), LOOK_S)
+        failover = Failover(model, {"deadline_ms": deadline_ms}, time.monotonic(), LOOK_S)
         failover.failed(errors.ModelNotFound(f'no model "{model}"', hint="pipeswitch models"), "")
         return self._again(failover, "", model)
 
@@ -230,9 +230,13 @@ class Members:
         while isinstance(step := failover.next(self._table, time.monotonic()), Retry):
             if step is Retry.WAIT:
                 time.sleep(LOOK_S)
-                continue
-            with contextlib.suppress(errors.ServerUnavailable):  # placement does not answer either
-                self._ask(*(("report_unreachable", node, address) if failover.is_dead else ()))
+            elif _RAY.acquire(timeout=max(0.0, failover.until_s - time.monotonic())):
+                what = ("report_unreachable", node, address) if failover.is_dead else ()
+                try:
+                    with contextlib.suppress(errors.ServerUnavailable):  # placement is gone, too
+                        self._ask(*what)
+                finally:
+                    _RAY.release()
         with self._lock:
             table = self._table
             if step[0] != table.models.get(model):
@@ -263,11 +267,29 @@ class ClusterVerbs(Members):
     def _do_put(self, op: str, **options: Any) -> Any:
         name = f"put:{options['body']['digest']}"
         with self._choosing:  # several threads may register at once
-            if self._files.get(name) not in self._table.nodes:
-                self._home = self._home or self._ask("home", int(options["body"]["size_bytes"]))
-                self._files[name] = self._home
-                self._waiting.add(name)
-        return self._to(self._files[name]).call(op, **options)
+            if self._home not in self._table.nodes:
+                known = self._files.get(name, "")
+                is_there = known in self._table.nodes
+                self._home = known if is_there else self._ask("home", options["body"]["size_bytes"])
+            node = self._files[name] = self._home
+            self._waiting.add(name)
+        return self._send(node, {name}, op, **options)
+
+    def _send(self, node: str, files: set[str], op: str, **options: Any) -> Any:
+        """Send a verb about uploaded files. If it fails, later uploads may go to another node."""
+        try:
+            return self._to(node).call(op, **options)
+        except errors.PipeSwitchError as error:
+            self._release(files)
+            if isinstance(error, errors.ServerUnavailable):
+                with contextlib.suppress(errors.ServerUnavailable):  # nor does placement answer
+                    self._ask("report_unreachable", node, self._table.address(node))
+            raise
+
+    def _release(self, files: set[str]) -> None:
+        with self._choosing:
+            self._waiting -= files
+            self._home = self._home if self._waiting else ""
 
     def _do_register(self, op: str, *, model: str, body: dict[str, Any], **options: Any) -> Any:
         if body.get("as_version"):
@@ -279,10 +301,8 @@ class ClusterVerbs(Members):
             files = {text for text in body.values() if isinstance(text, str)} & self._files.keys()
             home = self._files[min(files)] if files else self._table.models.get(model)
         home = home or self._ask("home", 0)
-        reply = self._to(home).call(op, model=model, body=body, **options)
-        with self._choosing:
-            self._waiting -= files
-            self._home = self._home if self._waiting else ""
+        reply = self._send(home, files, op, model=model, body=body, **options)
+        self._release(files)
         missed = self._ask("registered", model, home, body)
         return _reply({**reply.body, "notes": [*reply.body.get("notes", ()), *missed]})
 
@@ -412,7 +432,7 @@ class ClusterConnection(ClusterVerbs):
     keys = None
 
     def __init__(self, address: str, timeout_s: float) -> None:
-        self._pool = ThreadPoolExecutor(8, thread_name_prefix="pipeswitch-cluster")
+        self._pool = ThreadPoolExecutor(64, thread_name_prefix="pipeswitch-cluster")
         super().__init__(address, timeout_s)
 
     def close(self) -> None:
@@ -434,23 +454,27 @@ class ClusterConnection(ClusterVerbs):
             return self._of_holders(op, model, options)
         if REACHES.get(op) is not Reach.HOLDER:
             return self._verb(op)(op, model=model, **options)
+        began_s = time.monotonic()
         node = self._node_for(model, options)
         self._balance.count(node, 1)
         try:
             return self._to(node).call(op, model=model, **options)
         except ELSEWHERE as error:
-            return self._elsewhere(error, node, op, model, options)
+            rest = Failover(model, options, began_s, LOOK_S).options(options, time.monotonic())
+            return self._elsewhere(error, node, op, model, rest)
         finally:
             self._balance.count(node, -1)
 
     def request(self, op: str, *, model: str = "", **options: Any) -> Future[Any]:
         """Send a request and return a future, like ``Connection.request``."""
-        if op not in ("infer", "generate"):
+        if op != "generate" and (op != "infer" or model not in self._table.models):  # it may block
             return self._pool.submit(self.call, op, model=model, **options)
+        began_s = time.monotonic()
         node, outer = self._node_for(model, options), Future[Any]()
 
         def again(error: errors.PipeSwitchError) -> None:
-            another = self._pool.submit(self._elsewhere, error, node, op, model, options)
+            rest = Failover(model, options, began_s, LOOK_S).options(options, time.monotonic())
+            another = self._pool.submit(self._elsewhere, error, node, op, model, rest)
             another.add_done_callback(partial(_copy_result, outer))
 
         def answered(inner: Future[Any]) -> None:
@@ -482,9 +506,9 @@ class ClusterConnection(ClusterVerbs):
         if time.monotonic() > self._learnt_at_s + FRESH_S:
             self._learn()
         if "sequence" not in body:
-            return self._node_of(model)
+            return self._node_of(model, options.get("deadline_ms"))
         if body.get("start"):
-            self._began[body["sequence"]] = self._node_of(model)
+            self._began[body["sequence"]] = self._node_of(model, options.get("deadline_ms"))
         if (node := self._began.get(body["sequence"], "")) not in self._table.nodes:
             self._began.pop(body["sequence"], None)
             raise no_sequence(body["sequence"])

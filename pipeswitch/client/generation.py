@@ -222,5 +222,5 @@ def check_prompt(prompt: Any, encode: Callable[[str], list[int]] | None) -> list
         return [index(one) for one in cast(Any, None if isinstance(prompt, bytes) else prompt)]
     except (TypeError, ValueError):
         raise InvalidInput(
-            "a prompt must be a text or token ids", hint='"Once upon a time"'
+            "a prompt must be a text (valid Unicode) or token ids", hint='"Once upon a time"'
         ) from None

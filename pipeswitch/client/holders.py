@@ -96,7 +96,7 @@ class Failover:
         self._bound_to = "" if body.get("start") else body.get("sequence", "")
         self._deadline_ms: float | None = options.get("deadline_ms")
         wait_s = math.inf if self._deadline_ms is None else self._deadline_ms / 1000.0
-        self._until_s = now_s + min(RETURN_S, wait_s)
+        self.until_s = now_s + min(RETURN_S, wait_s)
         self._tried: set[str] = set()
         self._is_renewed = False
 
@@ -128,7 +128,7 @@ class Failover:
         if not self._is_renewed:
             self._is_renewed = True
             return Retry.RENEW
-        if not (self.is_dead or table.may_come) or now_s + self._look_s > self._until_s:
+        if not (self.is_dead or table.may_come) or now_s + self._look_s > self.until_s:
             raise self._error
         self._is_renewed = False
         return Retry.WAIT

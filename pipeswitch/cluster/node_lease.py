@@ -7,6 +7,7 @@ lease ends, the server pauses its jobs and continues to serve models.
 
 from __future__ import annotations
 
+import contextlib
 import math
 import os
 import select
@@ -14,6 +15,7 @@ import signal
 import time
 from pathlib import Path
 
+from ..base.errors import InvalidInput, ModelNotFound
 from ..client.client import FINAL_JOB_STATES, Client
 
 
@@ -54,4 +56,5 @@ def pause_jobs(client: Client, jobs: Path, name: str = "") -> None:
             body = {"name": row["name"], "action": "pause"}
             futures.append(client._connection.request("job", body=body))
     for answer in futures:
-        answer.result()
+        with contextlib.suppress(InvalidInput, ModelNotFound):  # the job has ended meanwhile
+            answer.result()

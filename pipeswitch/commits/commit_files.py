@@ -224,7 +224,7 @@ def remove_unnamed(directory: Path, *, keeps_older: bool = True) -> None:
         numbers = {int(one[2]): one[0] for one in images if one is not None and not one[4]}
         newest = next((number for number, name in numbers.items() if name == record.image), -1)
         named.add(numbers.get(max((n for n in numbers if n < newest), default=-1), ""))
-    for path in directory.iterdir():
+    for path in directory.iterdir() if directory.is_dir() else ():
         if _OURS.fullmatch(path.name) and path.name not in named:
             with contextlib.suppress(OSError):  # it is gone, or a script has made it a folder
                 path.unlink()

@@ -7,6 +7,7 @@ those of ``state_dict()``, after the name of the job's part. They are saved in r
 
 from __future__ import annotations
 
+import hashlib
 import mmap
 import os
 from collections.abc import Mapping
@@ -130,16 +131,16 @@ def load_weights(directory: Path) -> tuple[CommitRecord, dict[str, Weight]]:
         record = read_record(directory)
         if record is None:
             raise InvalidInput(f"{directory} has no commit")
-        return record, weights_of(read_image(directory / record.image))
+        return record, weights_of(read_image(directory / record.image, record.sha256))
     except (OSError, RemoteProtocolError) as error:
         raise InvalidInput(f"{directory}: {error}") from None
 
 
-def read_image(path: Path) -> memoryview:
+def read_image(path: Path, sha256: str = "") -> memoryview:
     """Return the image in a file that ``commit_files`` has written, mapped.
 
     Raises:
-        InvalidInput: the file is not a commit.
+        InvalidInput: the file is not a commit, or does not match its digest ``sha256``.
         OSError: the file cannot be read.
     """
     with open(path, "rb", opener=open_plain) as file:
@@ -149,4 +150,7 @@ def read_image(path: Path) -> memoryview:
         if len(start) < LENGTH.size or head_bytes > size_bytes:
             raise InvalidInput(f"{path} is no commit")
         mapped = mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ)
+    if sha256 and hashlib.sha256(mapped).hexdigest() != sha256:
+        why = "the newest commit on disk is damaged: it does not match its digest"
+        raise InvalidInput(why, hint="pipeswitch jobs resume continues from the one before it")
     return memoryview(mapped)[head_bytes:]

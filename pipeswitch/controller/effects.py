@@ -252,7 +252,8 @@ class Effects:
             os.rename(self._places.commits / job, gone)
             self._frontend.uploads.remove([gone])
         for kind in ("log", "history", "progress"):
-            (self._places.logs / f"job-{job}.{kind}").unlink(missing_ok=True)
+            with contextlib.suppress(OSError):  # it is missing, or a script put a folder there
+                (self._places.logs / f"job-{job}.{kind}").unlink()
 
 
 class Tracer:

@@ -76,10 +76,8 @@ class DeviceMemory:
             raise RemoteProtocolError(text)
         check_range("store", 0, self.store_bytes, os.fstat(store).st_size)
         self._bells = tuple(doorbells)
-        self._doorbell, self._control_page = (
-            doorbell,
-            Board(control_page) if control_page >= 0 else None,
-        )
+        self._doorbell = doorbell
+        self._control_page = Board(control_page) if control_page >= 0 else None
         self._orders: SimpleQueue[Transmission | None] = SimpleQueue()
         self._live: dict[OpId, Transmission] = {}
         self._copier = threading.Thread(target=self._copy_all, name="copy-to-device", daemon=True)

@@ -365,8 +365,9 @@ class Frontend:
         pending = self.requests.find(request.token)
         if pending is None:
             return
+        damage: list[str] = []
         try:
-            commit = load_commit(folder)
+            commit = load_commit(folder, damage.append)
             if commit is None and isinstance(request, ev.JobRequest):
                 raise FileNotFoundError(f"there is none in {folder}")
         except (RemoteProtocolError, OSError) as error:
@@ -377,7 +378,8 @@ class Frontend:
             return
         if commit is not None:
             pending.commit, slot_bytes, record = commit
-            loaded = ev.LoadedCommit(slot_bytes, record.step, pending.commit)
+            why = f"continues from step {record.step}: {'; '.join(damage)}" if damage else ""
+            loaded = ev.LoadedCommit(slot_bytes, record.step, pending.commit, why)
             request = msgspec.structs.replace(request, loaded=loaded)
         if isinstance(request, ev.TrainRequest):
             before = read_life(folder.with_name(HANDED_ON))

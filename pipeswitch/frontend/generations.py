@@ -160,21 +160,21 @@ class Generations:
                 self._sequences.drop(sequence)
             raise
         generation.sequence, generation.number = sequence, generation.number or sequence.number
-        memory, count = sequence.memory(self._pool), generation.count
-        at = allocation.input_offset_bytes
-        inputs = {CACHE: sequence.values[CACHE]}
+        count, at = generation.count, allocation.input_offset_bytes
         values = (
             (IDS, (1, count), generation.ids[used : used + count]),
             (COUNT, (1,), (count,)),
             (USED, (1,), (used,)),
         )
-        for name, shape, numbers in values:
-            size = WORD_BYTES * len(numbers)
-            memory[at : at + size] = array("q", numbers).tobytes()
-            inputs[name] = SlabTensor(
-                name=name, dtype="int64", shape=shape, offset_bytes=at, size_bytes=size
+        placed, payload = list[SlabTensor](), [array("q", one).tobytes() for _, _, one in values]
+        for (name, shape, _), data in zip(values, payload, strict=True):
+            size = len(data)
+            placed.append(
+                SlabTensor(name=name, dtype="int64", shape=shape, offset_bytes=at, size_bytes=size)
             )
             at += aligned(size, TENSOR_ALIGN_BYTES)
+        self._pool.fill(placed, payload, announced.tenant)  # a kernel may read whole pages
+        inputs = {CACHE: sequence.values[CACHE]} | {one.name: one for one in placed}
         return NextRun(
             token=token,
             inputs=tuple([inputs[one.name] for one in announced.manifest.inputs]),

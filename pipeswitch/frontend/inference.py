@@ -170,6 +170,7 @@ class Inference:
         sequence = arrival.sequence = self._sequences.of(
             options, arrival.client, arrival.caller, announced
         )
+        sequence.check_outputs(options.outputs)
         announced = self._of_sequence(sequence, arrival.version)
         return announced, *self._sequences.with_state(sequence, options, header, tensors)
 
@@ -397,6 +398,7 @@ class Inference:
         outputs = {f"{step.name}.{one.name}": one for one in answer.outputs}
         run.values |= outputs
         if pending.allocation is not None:
+            self._pool.clear_beside(pending.allocation, answer.outputs)
             run.allocations.append((pending.allocation, outputs.keys()))
             pending.allocation = None
         self.requests.read(run, run.chain.needed(number))

@@ -291,6 +291,15 @@ class RequestPool:
         end = aligned(filled_end, SLAB_ALIGN_BYTES)
         file.memory[filled_end:end] = bytes(end - filled_end)
 
+    def clear_beside(self, owner: PoolAllocation | None, outputs: Sequence[SlabTensor]) -> None:
+        """Clear the rest of the pages of outputs that become inputs, as ``fill`` does."""
+        memory = self.memory_of(owner)
+        starts = sorted(one.offset_bytes for one in outputs)[1:]
+        ends = sorted(one.offset_bytes + one.size_bytes for one in outputs)
+        starts += [aligned(end, SLAB_ALIGN_BYTES) for end in ends[-1:]]
+        for end, start in zip(ends, starts, strict=True):
+            memory[end:start] = bytes(max(0, start - end))
+
     # ---- statistics ----------------------------------------------------------------------------
 
     @property

@@ -189,6 +189,7 @@ class Requests:
         if pending.run is None:  # a chain's outputs were checked at each step
             answer = self.checked(pending, answer)
         if pending.sequence is not None:
+            self.pool.clear_beside(allocation, answer.outputs)
             answer = pending.sequence.answered(answer)
         self.queue_full_count += isinstance(answer.error, QueueFull)
         if pending.run is not None and pending.run.allocations:  # a chain's values lie in one file

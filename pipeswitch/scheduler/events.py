@@ -200,6 +200,7 @@ class LoadedCommit(msgspec.Struct, frozen=True):
     slot_bytes: int
     step: int
     descriptor: int = -1  # file descriptor, owned by the frontend until the client is answered
+    why: str = ""  # newer commits that are damaged; empty: it is the newest one
 
 
 class TrainRequest(ClientRequest, frozen=True):

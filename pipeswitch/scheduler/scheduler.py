@@ -213,8 +213,8 @@ class Scheduler:
 
     @property
     def is_whole(self) -> bool:
-        """True if all devices are ready."""
-        return all(device.state.is_ready for device in self.machine.devices)
+        """True if each device is ready or given up."""
+        return all(d.state.is_ready or d.state.daemon.is_given_up for d in self.machine.devices)
 
     # -- events -------------------------------------------------------------------------------
 

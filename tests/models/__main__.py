@@ -1,4 +1,7 @@
-"""``python -m tests.models [--only PART] [--rows FOLDER] [--out FILE]``: prints a line per model.
+"""``python -m tests.models [--only PART] [--rows FOLDER] [--out FILE] [--precision NAME]``.
+
+Each model prints a line: are its answers equal to the plain module's, or, in a precision other than
+exact, within the precision's limit of error?
 
 Each model has a file in FOLDER, which is locked while its row is made. So an interrupted sweep
 continues where it stopped, and several processes may share one sweep.
@@ -10,6 +13,7 @@ import argparse
 import contextlib
 import fcntl
 import json
+import math
 import os
 import sys
 import tempfile
@@ -25,8 +29,10 @@ from torch.utils._pytree import tree_map_only
 
 from pipeswitch.base.errors import PipeSwitchError
 from pipeswitch.programs.build.naming import named_inputs
+from pipeswitch.programs.build.precision import MAX_ERROR
 from pipeswitch.programs.graphs.bundle import read_bundle
 from pipeswitch.programs.graphs.operators import OVERLOADS
+from pipeswitch.programs.interface.packing import PRECISIONS
 from pipeswitch.programs.running.values import flatten_outputs
 from pipeswitch.programs.spec import BUNDLE_FILE
 from pipeswitch.testing import RunningServer, server
@@ -62,6 +68,22 @@ def equal(answer: Any, expected: Any) -> bool:
     )
 
 
+def error_of(answer: Any, expected: Any) -> float:
+    """Return the largest difference of an output's numbers, relative to that output's largest."""
+    worst = 0.0
+    outputs, plain = answer.outputs.values(), flatten_outputs(expected).values()
+    for ours, theirs in zip(outputs, plain, strict=True):
+        if not theirs.is_floating_point() or not theirs.numel():
+            continue
+        is_real = theirs.isfinite()
+        if bool((ours.isfinite() != is_real).any()):
+            return math.inf
+        scale = float(theirs[is_real].abs().max()) if is_real.any() else 0.0
+        difference = (ours - theirs).abs()[is_real]
+        worst = max(worst, float(difference.max()) / (scale or 1.0) if is_real.any() else 0.0)
+    return worst
+
+
 def open_dims(module: nn.Module, example: Inputs, *, has_sides: bool) -> Dynamic:
     """Return dynamic dimensions: lengths from 1 to 512; image sides and sound samples from half of
     the example's. Return none if arguments are nested or passed by name."""
@@ -88,8 +110,9 @@ def resized(value: torch.Tensor, axis: int, extent: int) -> torch.Tensor:
 class Sweep:
     """Tester with one server, which registers each model, compares answers, and unregisters it."""
 
-    def __init__(self, running: RunningServer) -> None:
+    def __init__(self, running: RunningServer, precision: str) -> None:
         self._running, self._client = running, running.client()
+        self._precision, self._errors = precision, list[float]()
 
     def try_one(self, name: str, entry: Entry) -> dict[str, Any]:
         torch.manual_seed(SEED)
@@ -104,6 +127,7 @@ class Sweep:
             parameter.requires_grad = False
         row: dict[str, Any] = {"name": name, "outcome": "refused"}
         row["parameters"] = sum(p.numel() for p in module.parameters())
+        self._errors.clear()
         try:
             self._register(module, example, row)
             row["register_s"] = round(time.monotonic() - began_s, 1)
@@ -111,6 +135,7 @@ class Sweep:
             row["sizes"] = self._ask_sizes(module, example, row["dynamic"])
             answers = (*row["batches"].values(), *row["sizes"].values())
             row["outcome"] = "served" if all(answers) else "differs"
+            row |= {"error": max(self._errors)} if self._errors else {}
         except PipeSwitchError as error:
             row["why"] = str(error).splitlines()[0][:400]
         except Exception as error:  # this error is not a refusal, so the model has failed
@@ -123,6 +148,7 @@ class Sweep:
 
     def _register(self, module: nn.Module, example: Inputs, row: dict[str, Any]) -> None:
         options: dict[str, Any] = {"example_inputs": example, "max_batch": 4}
+        options["precision"] = self._precision
         source: Any = module
         row["dynamic"] = open_dims(module, example, has_sides=row["name"] not in OWN_SIDES)
         for _ in range(4):
@@ -151,6 +177,8 @@ class Sweep:
                 axes[axis] = (dim_name, low, high)
         row |= {"mode": shown["mode"], "bytes": shown["bytes"], "batch_max": shown["batch"][1]}
         row["groups"] = shown["groups"]
+        if self._precision != "exact":
+            row |= {"precision": shown["precision"], "notes": shown["notes"]}
         folder = self._running.state_dir / "models" / shown["digest"]
         is_graph = shown["mode"] == "graph"
         nodes = read_bundle(folder / BUNDLE_FILE).graph.nodes if is_graph else ()
@@ -162,8 +190,15 @@ class Sweep:
         equal_by_batch = {}
         for batch in (1, BATCH) if most >= BATCH else (1,):
             inputs = tree_map_only(torch.Tensor, lambda t: torch.cat([t] * batch), example)  # noqa: B023
-            equal_by_batch[batch] = equal(self._client.infer("it", inputs), plainly(module, inputs))
+            answer = self._client.infer("it", inputs)
+            equal_by_batch[batch] = self._is_right(answer, plainly(module, inputs))
         return equal_by_batch
+
+    def _is_right(self, answer: Any, expected: Any) -> bool:
+        if self._precision == "exact":
+            return equal(answer, expected)
+        self._errors.append(error_of(answer, expected))
+        return self._errors[-1] <= MAX_ERROR[self._precision]
 
     def _ask_sizes(self, module: nn.Module, example: Inputs, dynamic: Dynamic) -> dict[str, bool]:
         """Compare answers for each length, and for two sizes of images and sounds."""
@@ -182,7 +217,8 @@ class Sweep:
                     sizes.append(str(extent))
             if sizes and "x".join(sizes) not in equal_by_size:
                 answer = self._client.infer("it", inputs)
-                equal_by_size["x".join(sizes)] = equal(answer, plainly(module, tuple(inputs)))
+                expected = plainly(module, tuple(inputs))
+                equal_by_size["x".join(sizes)] = self._is_right(answer, expected)
         return equal_by_size
 
     def _forget(self) -> None:
@@ -219,13 +255,13 @@ def summary(rows: list[dict[str, Any]]) -> dict[str, Any]:
     }
 
 
-def sweep(names: list[str], entries: Mapping[str, Entry], folder: Path) -> None:
+def sweep(names: list[str], entries: Mapping[str, Entry], folder: Path, precision: str) -> None:
     """Test the models whose rows are missing; print a line for each."""
     arguments = ("--threads", str(THREADS))
     root = str(Path(__file__).parents[2])  # the server imports tests.models.factories from here
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (root, os.environ.get("PYTHONPATH"))))
     with server(arena="1GiB", host_store="2GiB", args=arguments) as running:
-        one = Sweep(running)
+        one = Sweep(running, precision)
         for number, name in enumerate(names, 1):
             with claimed(folder, name) as path:
                 if path is None:
@@ -244,6 +280,7 @@ def main() -> int:
     parser.add_argument("--only", default="", help="models whose name has one of A,B,C in it")
     parser.add_argument("--rows", type=Path, help="keep the rows there; those there stay")
     parser.add_argument("--out", type=Path, help="write the table there, as JSON")
+    parser.add_argument("--precision", choices=PRECISIONS, default="exact")
     options = parser.parse_args()
     torch.set_num_threads(THREADS)
     entries = catalogue()
@@ -251,7 +288,7 @@ def main() -> int:
     with tempfile.TemporaryDirectory(prefix="pipeswitch-models-") as temporary:
         folder = options.rows or Path(temporary)
         folder.mkdir(parents=True, exist_ok=True)
-        sweep(names, entries, folder)
+        sweep(names, entries, folder, options.precision)
         texts = [(folder / f"{name}.json").read_text() for name in names]
     rows = [json.loads(text) for text in texts if text]  # empty: another process makes the row
     report = summary(rows)

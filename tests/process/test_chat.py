@@ -176,6 +176,7 @@ def test_what_cannot_chat_says_what_to_type(
     for words, hint in (
         (("chat", "absent", "Hi"), "pipeswitch chat tiny_chat-1b; or pipeswitch run hf:Qwen/"),
         (("chat", "small", "Hi"), "pipeswitch chat tiny_chat-1b; or pipeswitch infer small --ran"),
+        (("generate", "small", "Hi"), "pipeswitch run hf:NAME registers one"),
         (("chat", "tiny-chat", "Hi"), "hint:  pipeswitch chat tiny_chat-1b"),
         (("chat", "Qwen/Qwen3-0.6B", "Hi"), "hint:  pipeswitch run hf:Qwen/Qwen3-0.6B"),
         (("chat", str(folder), "Hi"), f"hint:  pipeswitch run hf:{folder}"),

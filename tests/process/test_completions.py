@@ -81,7 +81,7 @@ def made() -> tuple[Any, Any]:
 
 @pytest.fixture(scope="module")
 def running() -> Iterator[Checked]:
-    aliases = {"PIPESWITCH_GATEWAY__ALIASES": "gpt-4o=chat,gone=absent"}
+    aliases = {"PIPESWITCH_GATEWAY__ALIASES": "gpt-4o=chat,org/m=chat,gone=absent"}
     with checked_server(
         arena="64MiB", host_store="256MiB", http=True, environment=aliases
     ) as checked:
@@ -171,9 +171,10 @@ def test_a_chat_is_rendered_as_transformers_does(running: Checked, ai: Any) -> N
     unbound = ai.chat.completions.create(**{**options, "messages": [long]})
     assert unbound.usage.prompt_tokens > 1000
     assert unbound.usage.total_tokens == CONTEXT  # the answer ends because the context is full
-    assert [one.id for one in ai.models.list()] == ["chat", "gpt-4o"]
+    assert [one.id for one in ai.models.list()] == ["chat", "gpt-4o", "org/m"]
     assert ai.models.retrieve("chat").id == "chat"
-    assert ai.models.retrieve("gpt-4o").id == "gpt-4o"
+    for name in ("gpt-4o", "org/m"):
+        assert ai.models.retrieve(name).id == name
     alias = {**options, "model": "gpt-4o", "extra_body": {"keep_alive": "5m", "ttl": 60}}
     other = ai.chat.completions.create(**alias, max_completion_tokens=30)
     assert other.choices == whole.choices

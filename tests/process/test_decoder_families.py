@@ -195,6 +195,25 @@ def test_a_layer_whose_window_is_not_that_of_its_configuration_is_refused(
     assert caught.value.hint
 
 
+ROTATION = {"rope_theta": 1e4, "factor": 3.0}
+FACTORS = {"short_factor": [1.5] * 8, "long_factor": [4.0] * 8}
+
+
+@pytest.mark.parametrize(("rope", "context"), [("dynamic", LONG), ("longrope", 128)])
+def test_rotations_that_depend_on_a_texts_length_are_served_while_they_are_constant(
+    rope: str, context: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    parameters = {**ROTATION, **(FACTORS if rope == "longrope" else {}), "rope_type": rope}
+    config = {**GROUPED, "rope_parameters": parameters, "original_max_position_embeddings": 128}
+    monkeypatch.setitem(FAMILIES, "phi3" if rope == "longrope" else "llama", config)
+    model = plain_model("phi3" if rope == "longrope" else "llama")
+    model.save_pretrained(tmp_path / "m")
+    assert (decoder(model).context, model.model.rotary_emb.rope_type) == (context, rope)
+    prompts = [prompt(20), prompt(9)]
+    actual = together(*built(tmp_path / "m", tmp_path), prompts, 40)
+    assert actual == [own(model, one, 40) for one in prompts]
+
+
 def quantized(folder: Path, settings: dict[str, Any]) -> None:
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps({**config, "quantization_config": settings}))

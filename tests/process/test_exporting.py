@@ -16,7 +16,9 @@ from torch import nn
 from pipeswitch.base.errors import RegistrationRefused
 from pipeswitch.programs.build.export import export_module, export_module_to_bundle
 from pipeswitch.programs.build.export_lock import one_export_at_a_time
+from pipeswitch.programs.build.program import build
 from pipeswitch.programs.running.torch_settings import TorchSettings
+from pipeswitch.programs.spec import BuildSpec
 
 X = torch.zeros(2, 4)
 THREADS = 8
@@ -281,3 +283,28 @@ def test_what_a_module_kept_before_it_is_registered_stays(tmp_path: Path) -> Non
     first = module.first
     export_module_to_bundle(module, torch.rand(2, 4), tmp_path / "m.bundle")
     assert module.first is first
+
+
+class Neighbours(nn.Linear):
+    """A module that needs a second row."""
+
+    def __init__(self) -> None:
+        super().__init__(4, 4)
+        self.register_buffer("second", torch.tensor([1]))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) - x[self.second]
+
+
+def test_a_module_that_takes_no_single_row_is_refused_with_what_to_type(tmp_path: Path) -> None:
+    path, inputs = tmp_path / "m.bundle", {"x": ((1, 4), "float32")}
+    in_file = BuildSpec(name="m", source=str(path))
+    source = f"{__name__}:Neighbours"
+    named = BuildSpec(name="m", source=source, inputs=inputs, allow_module_mode=True)
+    export_module_to_bundle(Neighbours(), torch.rand(4, 4), path)
+    for spec, hint in ((in_file, 'dynamic={"x": {0: (2, 64)}}'), (named, "two rows and not one")):
+        with pytest.raises(RegistrationRefused, match="raised IndexError: index 1") as caught:
+            build(spec, tmp_path / "out", lambda *_: None)
+        assert hint in caught.value.hint
+    export_module_to_bundle(Neighbours(), torch.rand(4, 4), path, dynamic={"x": {0: (2, 64)}})
+    assert build(in_file, tmp_path / "two", lambda *_: None).batch == (2, 64)

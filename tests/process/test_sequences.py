@@ -208,14 +208,19 @@ def test_sequences_over_http(running: Checked) -> None:
     expected = plain_loop(inputs, *cell_inputs(1)[1:])
     url = f"http://{running.running.http_address}/v2/models/cell/infer"
 
-    def ask(x: torch.Tensor, **parameters: Any) -> dict[str, Any]:
+    def ask(x: torch.Tensor, name: str = "y", **parameters: Any) -> dict[str, Any]:
         tensor = {"name": "x", "datatype": "FP32", "shape": list(x.shape), "data": x.tolist()}
-        body = json.dumps({"inputs": [tensor], "parameters": parameters}).encode()
+        wanted = {"outputs": [{"name": name}], "parameters": parameters}
+        body = json.dumps({"inputs": [tensor], **wanted}).encode()
         with urllib.request.urlopen(url, body) as answer:
             return json.load(answer)
 
     for step, x in enumerate(inputs):
         flags = {"sequence_start": step == 0, "sequence_end": step == 2}
+        for name in ("h_out", "typo"):  # a state is not sent; the step is not computed
+            with pytest.raises(urllib.error.HTTPError, match="400") as wrong:
+                ask(x, name, sequence_id=42, **flags)
+            wrong.value.close()
         (row,) = ask(x, sequence_id=42, **flags)["outputs"]
         assert np.array_equal(np.float32(row["data"]), expected[step].numpy().ravel())
     with pytest.raises(urllib.error.HTTPError) as refused:

@@ -178,7 +178,7 @@ def learns_late(poke: Poke) -> str:
 class Odd(torch.optim.Optimizer):
     """Optimizer whose parameters share a tensor, and which swaps or replaces two other states."""
 
-    def __init__(self, parameters: Any, swaps: bool) -> None:
+    def __init__(self, parameters: Any, swaps: bool | str) -> None:
         super().__init__(parameters, {})
         self.swaps = swaps
 
@@ -194,7 +194,10 @@ class Odd(torch.optim.Optimizer):
         for one in parameters:
             state = self.state[one]
             if self.swaps and one.numel():
-                state["new"], state["old"] = state["old"], state["new"]
+                if self.swaps == "data":
+                    state["new"].data, state["old"].data = state["old"].data, state["new"].data
+                else:
+                    state["new"], state["old"] = state["old"], state["new"]
                 state["new"].copy_(one.grad)
             else:
                 state["new"], state["old"] = one.grad.clone(), state["new"]
@@ -212,7 +215,7 @@ class WithEmpty(nn.Linear):
         return super().forward(x) + self.a_first.sum()
 
 
-def shares_and_swaps(poke: Poke, swaps: bool = True) -> str:
+def shares_and_swaps(poke: Poke, swaps: bool | str = True) -> str:
     loader, net = data(), nn.Sequential(WithEmpty(), nn.Linear(6, 6))
     opt = Odd(net.parameters(), swaps)
     for _ in job.epochs(3):
@@ -223,6 +226,24 @@ def shares_and_swaps(poke: Poke, swaps: bool = True) -> str:
 
 def shares_and_replaces(poke: Poke) -> str:
     return shares_and_swaps(poke, swaps=False)
+
+
+def shares_and_swaps_data(poke: Poke) -> str:
+    return shares_and_swaps(poke, swaps="data")
+
+
+def swaps_buffers(poke: Poke) -> str:
+    """Exchange two layers' buffers, one of them through ``.data``."""
+    loader, net = data(), nn.Sequential(nn.BatchNorm1d(6), nn.Linear(6, 6), nn.BatchNorm1d(6))
+    opt, one, other = torch.optim.SGD(net.parameters(), 0.05), net[0], net[2]
+    for _ in job.epochs(3):
+        for (a,) in job.steps(loader, model=net, optimizer=opt):
+            trained(a, net, opt)
+            one.running_mean, other.running_mean = other.running_mean, one.running_mean
+            if job.step % 2 == 0:
+                mine, theirs = one.running_var, other.running_var
+                mine.data, theirs.data = theirs.data, mine.data
+    return digest(net.state_dict())
 
 
 def swaps_parameters(poke: Poke) -> str:
@@ -239,7 +260,9 @@ def swaps_parameters(poke: Poke) -> str:
 
 
 OPTIMIZERS = [
+    swaps_buffers,
     swaps_parameters,
+    shares_and_swaps_data,
     shares_and_swaps,
     shares_and_replaces,
     late_optimizer,
@@ -291,6 +314,22 @@ def writes_behind_the_loop(poke: Poke) -> str:
     return digest(net.state_dict())
 
 
+def swaps_states(poke: Poke) -> str:
+    loader, one, other = data(16), nn.Linear(6, 6), nn.Linear(6, 6)
+    opts = [torch.optim.SGD(net.parameters(), 0.05, momentum=0.9) for net in (one, other)]
+    for _ in job.epochs(3):
+        for (a,) in job.steps(loader, model=[one, other], optimizer=opts):
+            for net, opt in zip((one, other), opts, strict=True):
+                trained(a, net, opt)
+        for mine, theirs in zip(one.parameters(), other.parameters(), strict=True):
+            states = opts[0].state[mine], opts[1].state[theirs]
+            opts[1].state[theirs], opts[0].state[mine] = states
+            states[0]["momentum_buffer"].mul_(0.9)
+        one(torch.ones(1, 6))
+        poke()
+    return digest(one.state_dict(), other.state_dict(), [opt.state_dict() for opt in opts])
+
+
 def writes_extra_state(poke: Poke) -> str:
     """Update a large target network before the optimizer's step, as old scripts do."""
     loader, net, target = data(), nn.Linear(6, 6), nn.Linear(200, 200)
@@ -304,7 +343,7 @@ def writes_extra_state(poke: Poke) -> str:
 
 
 @pytest.mark.parametrize("every_ms", [1e9, 1.0])
-@pytest.mark.parametrize("script", [writes_behind_the_loop, writes_extra_state])
+@pytest.mark.parametrize("script", [writes_behind_the_loop, swaps_states, writes_extra_state])
 def test_writes_through_data_are_never_in_an_earlier_commit(
     script: Script, every_ms: float
 ) -> None:
@@ -314,6 +353,36 @@ def test_writes_through_data_are_never_in_an_earlier_commit(
             host = FakeHost()
             ended = live(host, script, **at, every_ms=every_ms)
             assert (ended or live(host, script, every_ms=every_ms)) == expected, at
+
+
+def test_no_commit_is_copied_while_the_code_behind_the_loop_runs() -> None:
+    host, copies = FakeHost(), list[Any]()
+    live(host, lambda _: writes_behind_the_loop(lambda: copies.append(host._copy)), every_ms=1.0)
+    assert copies == [None] * 4
+
+
+@pytest.mark.parametrize("kind", ["memory", "storage", "parameter"])
+def test_states_that_share_memory_without_being_one_tensor_are_refused(kind: str) -> None:
+    def script(poke: Poke) -> str:
+        net, (one, other) = nn.Linear(6, 6), torch.zeros(2, 6, 6)
+        opt = torch.optim.SGD(net.parameters(), 0.05)
+        for (a,) in job.steps(data(), model=net, optimizer=opt):
+            trained(a, net, opt)
+            shared = {"memory": one.t(), "storage": other, "parameter": net.weight.detach()}
+            opt.state[net.weight].update(one=one, shared=shared[kind])
+        return "ended"
+
+    with pytest.raises(errors.InvalidInput, match="share memory"):
+        live(FakeHost(), script)
+
+
+def test_an_optimizers_own_step_may_take_a_number() -> None:
+    net, plain_step = nn.Linear(6, 6), torch.optim.SGD.step
+    own: Any = type("Own", (torch.optim.SGD,), {"step": lambda opt, number: plain_step(opt)})
+    opt, _ = own(net.parameters(), 0.05), begun(FakeHost())
+    for (a,) in job.steps(data(), model=net, optimizer=opt):
+        net(a).sum().backward()
+        opt.step(3)
 
 
 def test_weights_written_behind_the_last_loop_are_committed_at_the_end() -> None:

@@ -58,6 +58,7 @@ def test_aliases_are_resolved_shown_and_kept_until_the_model_is_gone(rig: Names)
     both = {"gpt-4o": "m", "gpt-3.5-turbo": "m"}
     assert rig.models.aliases == rig.journal == both
     assert rig.add("m", "gpt-4o", "o1") is None  # another registration adds an alias
+    assert [one.entry["name"] for one in rig.commands(ev.Journal)] == ["o1"]
     assert rig.rows() == {"m": ["gpt-4o", "gpt-3.5-turbo", "o1"]}
     assert rig.models.aliases == rig.journal == {**both, "o1": "m"}
     assert rig.error(unregister(rig, "gpt-4o")) is None  # removes the alias, but not the model
@@ -66,6 +67,15 @@ def test_aliases_are_resolved_shown_and_kept_until_the_model_is_gone(rig: Names)
     assert rig.error(unregister(rig, "m")) is None
     assert rig.models.aliases == rig.journal == {}
     assert rig.add("n", "o1") is None
+
+
+def test_an_alias_that_comes_while_a_restored_model_is_stored_is_kept(rig: Names) -> None:
+    _, op_id = rig.begin("m", aliases=("a",), is_known=True)  # "a" is in the journal already
+    rig.built("m", 4, op_id)
+    token = rig.ask_register("m", aliases=("b",))
+    rig.stored("m", op_id)
+    assert rig.error(token) is None
+    assert (rig.models.aliases, rig.journal) == ({"a": "m", "b": "m"}, {"b": "m"})
 
 
 def test_a_name_is_one_models(rig: Names) -> None:

@@ -526,13 +526,12 @@ class Steps(Server):
                 model=ModelName("lm"),
                 digest="lm",
                 priority=1,
-                deadline_at_ms=None,
                 reply_offset_bytes=0,
                 reply_bytes=0,
                 sequence=token,
                 inputs=inputs_of(past, length),
                 sampling_params=self.sampling_params(token),
-                **values,
+                **{"deadline_at_ms": None, **values},
             )
         )
         return token
@@ -676,14 +675,16 @@ def test_a_generation_keeps_its_model_on_a_full_device_until_others_have_waited(
     assert all(server.answers[token][1].error is None for token in tokens)
 
 
-def test_a_generation_that_waits_for_room_keeps_nobody_waiting() -> None:
+def test_a_generation_waits_for_room_until_its_deadline_and_keeps_nobody_waiting() -> None:
     server = Steps(arena_bytes=7 * MIB)
     token = server.step(past=40, tokens=60)
+    late = server.step(past=40, tokens=60, deadline_at_ms=server.now_ms + 50.0)
     server.run(server.now_ms + 0.5)
-    server.parked.add(token)
+    server.parked.update((token, late))
     other_token = server.ask("other")
     server.run()
     assert server.answers[other_token][1].error is None
+    assert isinstance(server.answers[late][1].error, errors.DeadlineExceeded)
     server.parked.clear()
     server.handle(ev.NextRuns(runs=(server.run_for(token),)))
     server.run()
@@ -699,8 +700,12 @@ def test_a_generation_whose_model_leaves_reads_why() -> None:
     assert isinstance(server.answers[token][1].error, errors.ModelNotFound)
 
 
-@pytest.mark.parametrize("tokens", [(), ((),), ((1, 1),), ((1,), (1,))])
-def test_a_worker_that_chooses_too_many_tokens_or_none_is_killed(tokens: Any) -> None:
+@pytest.mark.parametrize(
+    ("tokens", "ms"),
+    [((), 0), (((),), 0), (((1, 1),), 0), (((1,), (1,)), 0)]
+    + [(((1,),), ms) for ms in (math.nan, math.inf, -1e300, 1e306)],
+)
+def test_a_worker_that_chooses_too_many_tokens_or_none_is_killed(tokens: Any, ms: float) -> None:
     server = Steps()
     token = server.step(past=40, tokens=3)
     [device] = server.scheduler.machine.devices
@@ -712,7 +717,7 @@ def test_a_worker_that_chooses_too_many_tokens_or_none_is_killed(tokens: Any) ->
         turn_at_ms=0.0,
         first_group_at_ms=0.0,
         ended_at_ms=1.0,
-        stall_ms=0.0,
+        stall_ms=ms,
         tokens=tokens,
     )
     worker = device.state.workers[task.slot]

@@ -31,6 +31,7 @@ from pipeswitch.cli.main import main
 from pipeswitch.cli.page import page_url
 from pipeswitch.client.client import job_name
 from pipeswitch.client.connection import Connection
+from pipeswitch.client.generation import check_prompt
 from pipeswitch.client.tensors import Signature
 from pipeswitch.controller import main as controller
 from pipeswitch.planning.fit import percentile
@@ -39,6 +40,7 @@ from pipeswitch.programs.interface.signature import parse_input
 from pipeswitch.wire.addresses import default_address, is_refused
 
 NOBODY = {"PIPESWITCH_HOST": "ipc:///nonexistent/pipeswitch.sock"}
+COMMAND = [sys.executable, "-P", "-c", "from pipeswitch.cli.main import main; main()"]
 
 
 def run(*args: str, env: dict[str, str] | None = None) -> tuple[int, str, str]:
@@ -46,31 +48,13 @@ def run(*args: str, env: dict[str, str] | None = None) -> tuple[int, str, str]:
     return result.exit_code, result.stdout, result.stderr
 
 
-@pytest.mark.parametrize(
-    "verb",
-    [
-        "serve",
-        "register",
-        "unregister",
-        "models",
-        "show",
-        "load",
-        "unload",
-        "infer",
-        "train",
-        "jobs",
-        "ps",
-        "top",
-        "trace",
-        "ui",
-        "demo",
-        "doctor",
-        "config",
-        "stop",
-        "completion",
-        "stats",
-    ],
+VERBS = (
+    "serve register unregister models show load unload infer train jobs ps top trace ui demo "
+    "doctor config stop completion stats"
 )
+
+
+@pytest.mark.parametrize("verb", VERBS.split())
 def test_every_verb_has_help(verb: str) -> None:
     status, text, _ = run(verb, "--help")
     assert status == 0
@@ -147,6 +131,8 @@ def test_a_wrong_setting_is_told_without_a_traceback(tmp_path: Path) -> None:
     assert text.startswith("Error: ")
     assert 'did you mean "listen"?' in text
     assert "hint:  pipeswitch config init" in text
+    (tmp_path / "p.toml").write_text("a = " + "[" * 100_000)
+    assert run("config", "check", str(tmp_path / "p.toml"))[0] == 2
 
 
 def test_config_init_writes_what_config_check_accepts(tmp_path: Path) -> None:
@@ -201,13 +187,19 @@ def test_inputs_are_read_with_and_without_a_name() -> None:
     assert parse_input("8x3x224x224:float32", 0) == ("x", [[8, 3, 224, 224], "float32"])
     assert parse_input("ids=1x128:int64", 1) == ("ids", [[1, 128], "int64"])
     assert parse_input("4", 2) == ("x2", [[4], "float32"])
-    for wrong in ("8xx3", "a:float31", "x=-1:int8"):
+    for wrong in ("8xx3", "a:float31", "x=-1:int8", "9" * 5000):
         with pytest.raises(InvalidInput):
             parse_input(wrong)
 
 
-def test_a_wrong_input_is_a_usage_error() -> None:
-    assert run("register", "m", "--from-job", "a@²", env=NOBODY)[0] == 2
+def test_a_wrong_input_is_a_usage_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    answering(monkeypatch)
+    np.save(tmp_path / "array.npy", np.ones(3))
+    (tmp_path / "empty.npz").touch()
+    for path in tmp_path.iterdir():
+        assert run("register", "m", "a.b:c", "--example", str(path))[0] == 2, path
+    for step in ("²", "9" * 5000):
+        assert run("register", "m", "--from-job", f"a@{step}", env=NOBODY)[0] == 2
     assert run("register", "m", "torchvision:resnet18", "--input", "8xx3", env=NOBODY)[0] == 2
 
 
@@ -246,21 +238,11 @@ def test_flags_reach_the_server_as_settings(monkeypatch: pytest.MonkeyPatch) -> 
         return 0
 
     monkeypatch.setattr("pipeswitch.cli.server.part", lambda module, name: serve)
-    flags = [
-        "--listen",
-        "tcp://127.0.0.1:6000",
-        "--arena",
-        "0.5",
-        "--host-store",
-        "1GiB",
-        "--standby",
-        "1",
-        "--allow-code",
-        "a.*",
-        "--allow-code",
-        "b.*",
-    ]
-    assert run("serve", *flags)[0] == 0
+    flags = (
+        "--listen tcp://127.0.0.1:6000 --arena 0.5 --host-store 1GiB --standby 1 "
+        "--allow-code a.* --allow-code b.*"
+    )
+    assert run("serve", *flags.split())[0] == 0
     (config,) = started
     assert config.server.listen == "tcp://127.0.0.1:6000"
     assert config.server.allow_code == ("a.*", "b.*")
@@ -411,14 +393,7 @@ def test_a_full_disk_is_told_and_other_faults_keep_their_traceback(
 
 def test_marks_that_a_terminal_does_not_know_do_not_end_a_command() -> None:
     done = subprocess.run(
-        [
-            sys.executable,
-            "-P",
-            "-c",
-            "from pipeswitch.cli.main import main; main()",
-            "config",
-            "init",
-        ],
+        [*COMMAND, "config", "init"],
         capture_output=True,
         env={**os.environ, "PYTHONIOENCODING": "latin-1"},
     )
@@ -788,19 +763,8 @@ def test_top_shows_what_jobs_hold_and_what_streams() -> None:
     assert "64.00 MiB of 64.00 MiB, 3.00 MiB offloaded" in output
     assert "tokens/s 12.5" in output
     assert "9.00 MiB of 9.00 MiB, 3.00 MiB of sequences" in output
-    titles = [
-        "DEVICE",
-        "ACTIVATIONS",
-        "HOST",
-        "OFFLOADED",
-        "STREAMED",
-        "SEQUENCES",
-        "TOKENS",
-        "TOKENS/S",
-        "KEPT",
-        "PRIO",
-    ]
-    assert [one for one in output.split() if one in titles] == titles
+    titles = "DEVICE ACTIVATIONS HOST OFFLOADED STREAMED SEQUENCES TOKENS TOKENS/S KEPT PRIO"
+    assert [one for one in output.split() if one in titles.split()] == titles.split()
     assert output.split("\nj ")[1].split()[:6] == ["job", "8.00", "MiB", "4.00", "MiB", "5.00"]
 
 
@@ -951,6 +915,8 @@ def test_options_behind_the_script_are_refused_unless_they_follow_two_dashes(
     sent: list[Any] = []
 
     def train(entry: str, **options: Any) -> Job:
+        if entry == "absent.py":
+            raise InvalidInput("no such script")
         sent.append((entry, options["args"]))
         return Job()
 
@@ -961,6 +927,8 @@ def test_options_behind_the_script_are_refused_unless_they_follow_two_dashes(
     assert run("train", "t.py", "5", "--priority", "low")[0] == 0
     assert run("train", "t.py", "--", "--priority", "low", "-5")[0] == 0
     assert sent == [("t.py", ("5",)), ("t.py", ("--priority", "low", "-5"))]
+    status, text, _ = run("train", "--share", "g", "t.py", "absent.py")
+    assert (status, text[:15]) == (1, "job t submitted")  # also a group that is not complete
 
 
 class Job:
@@ -983,3 +951,22 @@ def test_help_lists_each_command_with_a_whole_sentence(group: str) -> None:
         subcommand = command.get_command(context, name)
         assert subcommand is not None
         assert subcommand.get_short_help_str(limit=1000) in listed
+
+
+def test_a_prompt_that_is_not_utf8_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    def generate(name: str, text: str, **_: Any) -> Any:
+        return check_prompt(text, lambda one: [*one.encode()])
+
+    answering(monkeypatch, generate=generate)
+    result = CliRunner().invoke(main, ["generate", "m"], input=b"caf\xe9")
+    assert (result.exit_code, "valid Unicode" in result.stderr) == (1, True), result
+
+
+def test_a_watched_table_in_a_pipe_is_printed_again_and_again(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(views, "REFRESH_S", 0.0)
+    looks = iter(["one", "two"])
+    with pytest.raises(StopIteration):
+        views.show(lambda: next(looks), watch=True)
+    assert capsys.readouterr().out == "one\ntwo\n"

@@ -5,14 +5,15 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
 import pytest
 
-from pipeswitch.base.errors import AlreadyExists, ModelNotFound, ServerUnavailable
+from pipeswitch.base.errors import AlreadyExists, InvalidInput, ModelNotFound, ServerUnavailable
 from pipeswitch.client.holders import Table
 from pipeswitch.cluster import job_reconciler, node_actor, node_lease, placement_actor, ray_nodes
 from pipeswitch.cluster.node_actor import NodeActor
@@ -348,6 +349,15 @@ def test_a_server_whose_lease_cannot_be_read_leaves(
     except (ValueError, IndexError):
         assert heard
     assert killed == [node_lease.signal.SIGTERM]
+
+
+def test_a_job_that_ends_with_the_lease_does_not_end_the_server(tmp_path: Path) -> None:
+    (tmp_path / "j").mkdir()
+    ended = Future[Any]()
+    ended.set_exception(InvalidInput("the job has ended"))
+    client: Any = SimpleNamespace(jobs=lambda: [{"name": "j", "state": "running"}])
+    client._connection = SimpleNamespace(request=lambda *_, **__: ended)
+    node_lease.pause_jobs(client, tmp_path)
 
 
 def test_a_full_disk_leaves_what_a_node_knew(

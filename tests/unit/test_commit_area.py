@@ -15,7 +15,10 @@ from pipeswitch.base.errors import RemoteProtocolError
 from pipeswitch.commits import area as commit_area
 from pipeswitch.commits import commit_files
 from pipeswitch.commits.area import HEADER_BYTES, Commit, CommitArea, area_bytes, create_area
+from pipeswitch.frontend.frontend import Frontend
 from pipeswitch.ipc.control_page import sealed_memfd
+from pipeswitch.ipc.messages.base import JobName
+from pipeswitch.scheduler import events as ev
 
 SLOT_BYTES = 10_000
 COMMIT_POINTS = ["commit.struck", "commit.copied", "commit.recorded", "commit.flipped"]
@@ -373,3 +376,15 @@ def test_a_record_that_is_not_ours_is_refused(tmp_path: Path, text: str) -> None
         commit_files.read_record(tmp_path)
     commit_files.write_commit(tmp_path, 4, memoryview(image_of(4)))
     assert loaded(tmp_path) == (4, image_of(4))
+
+
+def test_a_resumed_job_goes_on_from_the_commit_before_a_damaged_one(tmp_path: Path) -> None:
+    for step in (3, 9):
+        record = commit_files.write_commit(tmp_path, step, memoryview(image_of(step)))
+    (tmp_path / record.image).write_bytes(b"cut")
+    frontend = Mock(_call_soon=lambda call: call())
+    request = ev.JobRequest(token=ev.Token(1), job=JobName("j"), action="resume")
+    Frontend._read_commit(frontend, request, tmp_path)
+    loaded = frontend._take.call_args.args[0].loaded
+    os.close(loaded.descriptor)
+    assert (loaded.step, loaded.why[:23]) == (3, "continues from step 3: ")

@@ -112,6 +112,14 @@ def test_what_a_script_puts_in_place_of_its_files_is_not_read(
         remove_unnamed(commits)
 
 
+def test_a_job_is_removed_although_its_script_made_a_folder_of_its_log(tmp_path: Path) -> None:
+    effects = Effects.__new__(Effects)
+    effects._places = StateDir(root=tmp_path)
+    for name in ("job-j.log", "job-j.history"):
+        (tmp_path / "logs" / name).mkdir(parents=True)
+    effects._remove_job(JobName("j"))
+
+
 def test_the_past_of_a_job_of_another_node_is_kept_when_it_is_accepted(tmp_path: Path) -> None:
     places, history = StateDir(root=tmp_path), tmp_path / "jobs" / "j" / HANDED_ON
     places.create()

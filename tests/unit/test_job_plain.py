@@ -10,6 +10,13 @@ import torch
 
 from pipeswitch import job
 from pipeswitch.base.errors import InvalidInput
+from pipeswitch.workers.training.snapshot import named
+
+
+def test_what_has_no_state_cannot_be_trained() -> None:
+    for value in ([None], {"a": None}, "adam", 5):
+        with pytest.raises(InvalidInput, match="has no state_dict"):
+            named(value, "scheduler")
 
 
 @pytest.fixture(autouse=True)

@@ -147,6 +147,9 @@ def test_the_commands_make_admit_list_and_revoke(tmp_path: Path) -> None:
     assert [row["name"] for row in cli(*where, "ls", "--json")] == ["a"]
     cli(*where, "admit", "b", pair["key"], "--json")
     assert [row["name"] for row in cli(*where, "ls", "--json")] == ["a", "b"]
+    with pytest.raises(ps.AlreadyExists):
+        cli(*where, "client", "a", "--out", str(tmp_path / "other"))
+    assert not (tmp_path / "other").exists()  # no secret that nobody admits
     cli(*where, "revoke", "a", "--json")
     assert cli(*where, "ls", "--json") == [{"name": "b", "key": pair["key"], "roles": ["infer"]}]
     dashed = "-}TYWmW=i!x>lW(ZIUh<*5OH9(@:ytRP]5=LXaMk"  # "-" may begin a key, not only an option

@@ -7,6 +7,7 @@ import os
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -152,6 +153,18 @@ def test_bytes_outside_of_its_own_reply_are_an_error_and_not_sent(
     assert error.type == TaskFailed.__name__
     sent(outgoing)
     assert requests.counts.error == 1
+
+
+def test_pages_of_a_sequences_state_hold_nothing_of_the_reply_before(
+    requests: Requests, client: Session, pool: RequestPool
+) -> None:
+    pool.memory[:] = b"s" * POOL_BYTES
+    pending: Any = infer(requests, client)
+    pending.sequence = SimpleNamespace(answered=lambda answer: answer)
+    at = pending.allocation.reply_offset_bytes
+    h = SlabTensor(name="h", dtype="int8", shape=(3,), offset_bytes=at, size_bytes=3)
+    requests.end(pending, Reply(token=pending.token, outputs=(h,)))
+    assert pool.memory[at : at + 4097] == b"sss" + bytes(4093) + b"s"
 
 
 def test_a_request_without_room_may_name_no_bytes_at_all(

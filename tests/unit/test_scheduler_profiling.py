@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import msgspec
@@ -219,6 +220,18 @@ def test_of_several_devices_one_measures_and_all_alike_use_the_profile() -> None
     assert {command.target.device for command in runs} == {0}
     devices = rig.world.scheduler.machine.devices
     assert {one.state.replicas["a"].grouping.source for one in devices} == {"planned"}
+
+
+def test_a_device_that_is_lost_ends_its_measurement_and_leaves_a_whole_server() -> None:
+    rig = Rig(devices=2)
+    rig.register("a")
+    rig.core.settings = replace(rig.core.settings, max_daemon_restarts=0)
+    measurement = rig.world.profile("a")
+    rig.world.daemons[0].end(-9)
+    assert isinstance(rig.refused(measurement), ServerUnavailable)
+    rig.world.infer("a")
+    rig.rest()
+    assert (rig.world.open, rig.world.scheduler.is_whole) == (set(), True)
 
 
 def test_a_profile_found_at_registration_plans_at_once_and_a_foreign_one_warns_once(

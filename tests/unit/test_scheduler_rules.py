@@ -1455,6 +1455,7 @@ def test_a_script_that_does_not_unwind_is_counted_and_one_that_is_cancelled_is_n
 ) -> None:
     job = rig.start_training()
     rig.job_asked("cifar", "cancel")
+    rig.job_asked("cifar", "pause")
     rig.tick(rig.core.settings.evict_grace_ms)
     assert job.progress.stops_missed == 1
     rig.worker_exits(job.slot)
@@ -1665,13 +1666,13 @@ def test_a_failed_job_starts_again_from_its_commit_on_disk(rig: Rig) -> None:
     token = rig.job_asked("cifar", "resume")
     (load,) = rig.commands(ev.LoadCommits)
     assert token not in rig.answers
-    rig.handle(msgspec.structs.replace(load.request, loaded=ev.LoadedCommit(MIB, 4, 9)))
+    rig.handle(msgspec.structs.replace(load.request, loaded=ev.LoadedCommit(MIB, 4, 9, "damage")))
     (command,) = rig.commands(ev.CreateCommits)
     assert (command.loaded, command.is_on_disk) == (9, True)
     (order,) = rig.sent(RunJob)
     assert (order.slot_bytes, order.defaults) == (MIB, (("offload", "all"),))
     row = rig.answers[token].body["job"]
-    assert (row["error"], row["why"], row["committed_step"]) == ("", "", 4)
+    assert (row["error"], row["why"], row["committed_step"]) == ("", "damage", 4)
     assert (job.progress.steps_recomputed, job.progress.step) == (3, 4)
     kinds = [one.entry["kind"] for one in rig.commands(ev.Journal)]
     assert kinds == ["job", "hold-over"], "the next server goes on with it, too"
@@ -2091,6 +2092,9 @@ def test_drain_finishes_what_was_accepted_evicts_jobs_and_leaves(rig: Rig) -> No
     assert rig.error(request) is None
     rig.job_ends(job, "preempted")
     assert not rig.commands(ev.Shutdown), "its last commit is not on disk yet"
+    rig.daemon_exits()
+    rig.daemon_returns()
+    assert rig.sent(PersistCommit), "the write is not repeated"
     rig.daemon(CommitPersisted(job=job.spec.name, op_id=job.op_id, step=4))
     assert [command.status for command in rig.commands(ev.Shutdown)] == [0]
     assert rig.error(token) is None

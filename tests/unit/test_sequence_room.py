@@ -143,6 +143,7 @@ class Rig:
     def __init__(self, pool_bytes: int, seed: int = 0) -> None:
         descriptor = sealed_memfd("pool", pool_bytes)
         self.pool, self.now_ms, self.chance = RequestPool(descriptor), 0.0, random.Random(seed)
+        self.pool.memory[:] = b"s" * pool_bytes
         os.close(descriptor)
         self.sequences = Caches(self.pool, lambda: self.now_ms)
         log: Any = SimpleNamespace(is_on=False, note=lambda *_, **__: None)
@@ -220,6 +221,10 @@ class Rig:
             name: bytes(memory[one.offset_bytes :][: one.size_bytes]) for name, one in named.items()
         }
         lent = named[CACHE]
+        own = [(one.offset_bytes, one.size_bytes) for one in run.inputs if not one.pieces]
+        start, end = min(own)[0], -(-sum(max(own)) // 4096) * 4096
+        pages = {*range(start, end)}.difference(*(range(at, at + size) for at, size in own))
+        assert not any(memory[at] for at in pages), "a kernel can read another request's bytes"
         inputs[CACHE] = gathered(self.pool, lent)
         ids = np.frombuffer(inputs[IDS], np.int64).tolist()
         (used,) = np.frombuffer(inputs[USED], np.int64).tolist()

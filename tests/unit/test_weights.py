@@ -4,13 +4,17 @@ from __future__ import annotations
 
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
 
 from pipeswitch.base.errors import InvalidInput
+from pipeswitch.client.client import Task
 from pipeswitch.commits import weights
+from pipeswitch.commits.commit_files import write_commit
 from pipeswitch.commits.image import HEADER_BYTES, dump_json, pack_header
+from pipeswitch.frontend.job_files import read_piece
 
 
 def test_a_part_has_its_models_own_names() -> None:
@@ -90,3 +94,20 @@ def test_a_file_that_is_no_commit_is_refused(tmp_path: Path, data: bytes) -> Non
     (tmp_path / "x").write_bytes(data)
     with pytest.raises(InvalidInput):
         weights.weights_of(weights.read_image(tmp_path / "x"))
+
+
+def test_a_damaged_commit_is_neither_published_nor_exported(tmp_path: Path) -> None:
+    def ask(name: Any, action: str, **at: int) -> dict[str, Any]:
+        return {"job": {}} if action == "export" else read_piece(tmp_path, name, action, **at)
+
+    folder, out, client = tmp_path / "commits" / "j", tmp_path / "out", Mock(job=ask)
+    record = write_commit(folder, 3, image({"model.w": ROWS}, VALUES.tobytes()))
+    Task(client, "j").export(out)
+    before, data = out.read_bytes(), bytearray((folder / record.image).read_bytes())
+    assert weights.load_weights(folder)[0] == record
+    data[data.index(VALUES.tobytes()) + 5] ^= 1
+    (folder / record.image).write_bytes(data)
+    for use in (lambda: weights.load_weights(folder), lambda: Task(client, "j").export(out)):
+        with pytest.raises(InvalidInput, match="does not match its digest"):
+            use()
+    assert out.read_bytes() == before

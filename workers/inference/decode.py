@@ -191,6 +191,7 @@ class DecodeRun:
 
     def follow_schemas(self, tokenizers: Tokenizers) -> None:
         """Create a matcher for each request whose answer must follow a schema."""
+        self._tokenizers = tokenizers
         manifest = self._bound.manifest
         for number, one in enumerate(self._requests):
             how = one.sampling_params
@@ -226,6 +227,9 @@ class DecodeRun:
         began_ms, specs = now_ms(), self._bound.manifest.inputs
         named = {spec.name: value for spec, value in zip(specs, inputs, strict=True)}
         upto = (named[USED] + named[COUNT]).tolist()  # each sequence's tokens after this step
+        if self._tokens:  # an earlier try chose them before it ran out of memory
+            self._chances = [[] for _ in self._requests]
+            self.follow_schemas(self._tokenizers)
         self._first, self._tokens = named[USED].tolist(), []
         if self.most:
             self._cache = named[CACHE] = named[CACHE].to(self._device)

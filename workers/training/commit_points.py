@@ -24,7 +24,7 @@ from .host import JobHost
 from .objects import TrainedObjects, load_options, options_of
 from .script_cursor import PAST, CursorPosition, SavedImage
 from .slice import TrainingSlice
-from .slice_layout import history_bytes, sparse_gradient_bytes
+from .slice_layout import history_bytes, sparse_gradient_bytes, state_tensors
 from .snapshot import Captured, DataState, captured
 from .torch_private import mark_optimizer_called, optimizer_was_called, version
 
@@ -133,6 +133,15 @@ class Committer:
         """Return a sum over parameters and watched ``extra_state``; it also shows writes that no
         version counter shows."""
         return self._layout.sum_of_parameters() + point.options.checksum()
+
+    def state_marks(self) -> list[tuple[Any, ...]]:
+        """Return each optimizer state by owner, with marks that a write or a move changes."""
+        return [
+            (key, id(owner), name, id(tensor), version(tensor), tensor.data_ptr())
+            for key, optimizer in self._objects.optimizers.items()
+            for (owner, name), tensor in state_tensors(optimizer)
+            if tensor.layout is torch.strided
+        ]
 
     def is_intact(self, point: Point) -> bool:
         """Return True if the point can still be committed exactly."""

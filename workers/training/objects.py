@@ -102,14 +102,15 @@ class TrainedObjects:
                 "not within",
             )
 
-    def refuse_shared_memory(self) -> None:
-        """Raise if a parameter shares another tensor's memory: each needs its own place.
+    def refuse_shared_memory(self, states: Mapping[str, torch.Tensor] | None = None) -> None:
+        """Raise if a parameter, or one of ``states``, shares memory: each needs its own place.
 
         Raises:
-            InvalidInput: a parameter overlaps another parameter or a buffer.
+            InvalidInput: one overlaps another, or a buffer.
         """
         spans = []
-        for name, tensor in (*self.parameters.items(), *self.buffers.items()):
+        moved = self.parameters if states is None else states
+        for name, tensor in {**self.parameters, **self.buffers, **moved}.items():
             if tensor.numel():
                 start = tensor.data_ptr()
                 reach = sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True))
@@ -117,11 +118,11 @@ class TrainedObjects:
                 spans.append((tensor.device.type, start, end, name))
         spans.sort()
         for one, other in pairwise(spans):
-            is_parameter = one[3] in self.parameters or other[3] in self.parameters
-            if is_parameter and one[0] == other[0] and other[1] < one[2]:
+            is_moved = one[3] in moved or other[3] in moved
+            if is_moved and one[0] == other[0] and other[1] < one[2]:
                 raise InvalidInput(
                     f"{one[3]} and {other[3]} share memory",
-                    hint="to tie weights, assign the Parameter itself: b.weight = a.weight",
+                    hint="clone() one; to tie weights, assign the Parameter: b.weight = a.weight",
                 )
 
     def aliased(self) -> list[str]:

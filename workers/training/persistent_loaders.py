@@ -168,6 +168,8 @@ HELD_ONCE: Final = _references(SimpleNamespace(_iterator=object()))
 def capture() -> dict[int, Workers]:
     """Return the workers of each loader that has begun, by the loader's number."""
     pools: dict[int, Workers | None] = {}
+    if not _numbers:  # most scripts have none, and this runs at each point
+        return {}
     for loader, number in _numbers.items():
         if not isinstance(loader._iterator, PersistentIterator):
             pools[number] = _saved.get(loader)

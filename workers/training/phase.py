@@ -50,7 +50,7 @@ class Phase:
         self.number, self.objects = place.phase, objects
         self.point: Point | None = None
         self.has_stepped = False  # an optimizer has stepped since ``point``
-        self._sum_at_end: int | None = None  # of ``point``; set while no loop is open
+        self._at_end: tuple[Any, ...] | None = None  # ``_now`` at the loop's end; None in a loop
         self.data: DataPosition  # position within the current loop
         self.activations: Activations | None = None
         saved = place.saved
@@ -172,7 +172,9 @@ class Phase:
             "bodies": (self._watch.was_watched, self._watch.writes_unseen),
             "has_updated": self.place.has_updated,
         }
-        data = replace(self.data.capture(), workers=persistent_loaders.capture())
+        data, workers = self.data.capture(), persistent_loaders.capture()
+        if workers:
+            data = replace(data, workers=workers)
         now = self.place.position, data, entry, self.point
         try:
             self.point = self.committer.capture(*now)
@@ -183,7 +185,7 @@ class Phase:
             self.point = self.committer.capture(*now)
         if outgrown_bytes and self._moves(self.point):
             self.point = self.committer.capture(*now)
-        self.has_stepped, self._sum_at_end = False, None
+        self.has_stepped, self._at_end = False, None
         self._watch.at_point(self._sum_now, is_due=self._timing.is_due)
 
     def _sum_now(self) -> int:
@@ -191,13 +193,17 @@ class Phase:
         return self.committer.checksum(self.point)
 
     def end_loop(self) -> None:
-        """Watch for writes through ``.data`` in the code behind the loop."""
-        self._sum_at_end = None if self.point is None else self._sum_now()
+        """Watch for changes that the code behind the loop makes: the point must not have them."""
+        self.finish_commit()  # it reads the slice, which that code may write
+        self._at_end = None if self.point is None else self._now()
+
+    def _now(self) -> tuple[Any, ...]:
+        return self._sum_now(), self.committer.state_marks()
 
     def _is_intact(self, point: Point) -> bool:
         """Return True if the point can still be committed exactly."""
         is_intact = self.committer.is_intact(point)
-        return is_intact and (self._sum_at_end is None or self._sum_at_end == self._sum_now())
+        return is_intact and (self._at_end is None or self._at_end == self._now())
 
     def restore(self, saved: SavedImage) -> None:
         """Put the state of ``saved`` back into the objects."""
@@ -271,6 +277,8 @@ class Phase:
         if self._is_intact(self.point):
             try:
                 self.committer.begin(self.point)
+                if self._at_end is not None:  # ``begin`` may have moved states into the slice
+                    self._at_end = self._at_end[0], self.committer.state_marks()
             except OutOfDeviceMemory as error:
                 if may_grow and not self._watch.is_in_body and self._moves(self.point):
                     self.capture()
@@ -344,10 +352,13 @@ class OptimizerSteps:
         self._depth, self._gate.in_optimizer_step = 0, False
 
     def _before_step(self, _: Any, args: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
-        closure = keywords.get("closure") or (args[1] if len(args) > 1 else None)
-        if closure is None:
+        closure = keywords.get("closure", args[1] if len(args) > 1 else None)
+        if not callable(closure):  # an optimizer's own step may take anything
             return self._before()
-        return args[:1], {**keywords, "closure": self._before_closure(closure)}
+        wrapped = self._before_closure(closure)
+        if "closure" in keywords:
+            return args, {**keywords, "closure": wrapped}
+        return (args[0], wrapped, *args[2:]), keywords
 
     def _before(self) -> None:
         """Check the gate one last time; wait for the commit under way, which reads parameters."""

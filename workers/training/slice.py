@@ -50,7 +50,6 @@ class TrainingSlice:
         self.gradient_places: dict[str, SlicePlace] = {}
         self._buffer_places: dict[str, SlicePlace] = {}
         self._homes: dict[tuple[str, int, Any], tuple[SlicePlace, torch.Tensor]] = {}
-        self._homes_of_parameters: list[tuple[str, nn.Parameter, int]] = []  # with their addresses
         self._memory = torch.empty(0, dtype=torch.uint8)
         self._bound: dict[int, torch.Tensor] = {}  # offset -> tensor; replaced tensors are freed
         for name, parameter in objects.parameters.items():
@@ -75,11 +74,6 @@ class TrainingSlice:
         self._memory = memory
         for name, parameter in self.objects.parameters.items():
             self._move(parameter, self.places[name])
-        self._homes_of_parameters = [
-            (name, parameter, memory.data_ptr() + self.places[name].offset_bytes)
-            for name, parameter in self.objects.parameters.items()
-            if parameter.numel()
-        ]
         for name, buffer in self.objects.buffers.items():
             self._move(buffer, self._buffer_places[name])
         self.adopt_optimizer_state()
@@ -92,6 +86,7 @@ class TrainingSlice:
         self._bound.clear()
         self._homes.clear()
 
+    @torch.no_grad()
     def adopt_optimizer_state(self) -> bool:
         """Move new and replaced state tensors into the slice.
 
@@ -100,10 +95,16 @@ class TrainingSlice:
 
         Raises:
             OutOfDeviceMemory: there is more state than the dry run predicted.
+            InvalidInput: a state shares memory with another tensor, so it cannot be moved.
         """
         changed = False
         names = {id(p): name for name, p in self.objects.parameters.items()}
         placed: dict[int, SlicePlace] | None = None  # by tensor; built if there is one to adopt
+        for whose, (at, one) in self._homes.items():
+            if one is not self._memory and not self._is_home(one, at):
+                self._refuse_shared_states()  # it was moved, perhaps to another one's place
+                rebind(one, one.detach().clone())
+                self._homes[whose] = at, self._memory
         for key, optimizer in self.objects.optimizers.items():
             for (parameter, state_key), tensor in state_tensors(optimizer):
                 if not self.holds(tensor):
@@ -115,6 +116,7 @@ class TrainingSlice:
                 if home is not None and not home[0].fits(tensor):
                     raise OutOfDeviceMemory(f"optimizer {key}: state {state_key!r} changed shape")
                 if placed is None:
+                    self._refuse_shared_states()
                     placed = {id(one): place for place, one in self._homes.values()}
                 place = placed.get(id(tensor))
                 if place is not None:  # shared by two parameters, or two states were swapped
@@ -129,13 +131,23 @@ class TrainingSlice:
                 self.places[place.name] = place
                 before = self._bound.get(place.offset_bytes) if place.size_bytes else None
                 if before is not None:  # it may be another state now, or the script's
-                    with torch.no_grad():
-                        rebind(before, before.detach().clone())
+                    rebind(before, before.detach().clone())
                     placed.pop(id(before), None)
                 self._move(tensor, place)
                 self._homes[owner] = (place, tensor)
                 placed[id(tensor)] = place
         return changed
+
+    def _refuse_shared_states(self) -> None:
+        """Raise InvalidInput if a new state shares its storage, so that it cannot move alone."""
+        start, states = self._memory.data_ptr(), dict[int, tuple[str, torch.Tensor]]()
+        for key, optimizer in self.objects.optimizers.items():
+            for number, ((_, name), one) in enumerate(state_tensors(optimizer)):
+                if self.holds(one) and one.numel():
+                    is_new = not 0 <= one.data_ptr() - start < self._memory.numel()
+                    whole = one.new_empty(0).set_(one.untyped_storage()) if is_new else one
+                    states[id(one)] = f"optimizer {key}: state {name!r} ({number})", whole
+        self.objects.refuse_shared_memory(dict(states.values()))
 
     def _is_shared(self, owner: tuple[str, int, Any], place: SlicePlace) -> bool:
         """Return True if a state of another owner lies at the place."""
@@ -148,7 +160,7 @@ class TrainingSlice:
     def home_of(self, optimizer: str, parameter: torch.Tensor, key: Any) -> SlicePlace | None:
         """Return the place of a state tensor, or None if it is not in the slice."""
         home = self._homes.get((optimizer, id(parameter), key))
-        return None if home is None else home[0]
+        return None if home is None or home[1] is self._memory else home[0]
 
     def view(self, place: SlicePlace) -> torch.Tensor:
         """Return a tensor over a place; its storage has only the bytes of that place.
@@ -205,9 +217,13 @@ class TrainingSlice:
                 rebind(parameter, self.view(self.places[name]))
 
     def _moved(self) -> list[tuple[str, nn.Parameter]]:
-        return [
-            (name, p) for name, p, address in self._homes_of_parameters if p.data_ptr() != address
-        ]
+        pairs = self.objects.parameters.items()
+        return [(name, one) for name, one in pairs if not self._is_home(one, self.places[name])]
+
+    def _is_home(self, tensor: torch.Tensor, place: SlicePlace) -> bool:
+        """Return True if a tensor still lies in its place; ``tensor.data = …`` moves it."""
+        at = tensor.data_ptr() - self._memory.data_ptr()
+        return at == place.offset_bytes or not (place.size_bytes or tensor.numel())
 
     def sum_of_parameters(self) -> int:
         """Return a checksum: it almost certainly changes if any bit of a parameter does."""
@@ -215,7 +231,7 @@ class TrainingSlice:
         return int(used.view(torch.int64).sum()) if used.numel() else 0
 
     def snapshot_buffers(self) -> dict[str, torch.Tensor | None]:
-        """Copy the live buffers to the snapshot, all at once, and then each replaced buffer.
+        """Copy the live buffers to the snapshot, all at once, and then each replaced or moved one.
 
         Returns:
             Buffers without a place in the snapshot: None, or with another shape or dtype by now.
@@ -228,12 +244,12 @@ class TrainingSlice:
         for name, (module, key) in self.objects.owners.items():
             now = getattr(module, key, None)
             first = self.objects.buffers.get(name)
-            if now is first and (first is None or first.numel()):
+            if now is first and (first is None or self._is_home(first, self._buffer_places[name])):
                 continue
             place = self.places.get(name)
             if now is None or place is None or not place.fits(now):
                 odd[name] = now
-            elif now is not first:
+            else:
                 self.view(place).copy_(now)
         return odd
 
@@ -254,11 +270,13 @@ class TrainingSlice:
     def restore_buffer(self, name: str, raw: memoryview) -> None:
         """Write a committed buffer to its place, and set it on its module if it was replaced."""
         module, key = self.objects.owners[name]
-        place = self._buffer_places[name]
+        first, place = self.objects.buffers[name], self._buffer_places[name]
         self.write(place.offset_bytes, raw)
-        now = getattr(module, key, None)
-        if now is not self.objects.buffers[name]:  # replaced since the loop began
-            setattr(module, key, self.objects.buffers[name])
+        if not self._is_home(first, place):
+            with torch.no_grad():
+                rebind(first, self.view(place))
+        if getattr(module, key, None) is not first:  # replaced since the loop began
+            setattr(module, key, first)
 
     def _move(self, tensor: torch.Tensor, place: SlicePlace) -> None:
         with torch.no_grad():

@@ -99,19 +99,21 @@ def named(value: Any, what: str) -> dict[str, Any]:
     """Return one object, several objects, or a dict of objects as a dict with stable names."""
     if value is None:
         return {}
-    if has_state(value):
-        return {what: value}
-    if isinstance(value, Mapping):
+    items = {what: value}
+    if isinstance(value, Mapping) and not has_state(value):
         keys = [key if isinstance(key, str) else str(index) for index, key in enumerate(value)]
         if len(set(keys)) < len(keys):
             raise InvalidInput(f"{what}: two keys look the same", hint="use names: strings")
-        return dict(zip(keys, value.values(), strict=True))
-    if isinstance(value, Iterable):
-        return {str(index): item for index, item in enumerate(value)}
-    raise InvalidInput(
-        f"{what}: a {type(value).__name__} has no state_dict()",
-        hint="pass an object with state_dict and load_state_dict, or several in a list or dict",
-    )
+        items = dict(zip(keys, value.values(), strict=True))
+    elif isinstance(value, Iterable) and not has_state(value):
+        items = {str(index): item for index, item in enumerate(value)}
+    for item in items.values() if what != "extra_state" else ():  # ``named_extras`` checks these
+        if not (hasattr(item, "state_dict") and hasattr(item, "load_state_dict")):
+            raise InvalidInput(
+                f"{what}: a {type(item).__name__} has no state_dict() and load_state_dict()",
+                hint="pass an object with both, or several in a list or dict",
+            )
+    return items
 
 
 _DICTS: Final = (dict, OrderedDict, Counter)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import dis
+import re
 from collections import OrderedDict
 from typing import Any, Final
 
@@ -15,24 +16,9 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset
 from torch.utils.hooks import RemovableHandle
 
-RAISING: Final = (
-    "CALL",
-    "PRECALL",
-    "RAISE",
-    "RERAISE",
-    "BINARY",
-    "COMPARE",
-    "CONTAINS",
-    "LOAD",
-    "STORE",
-    "UNARY",
-    "UNPACK",
-    "DELETE",
-    "IMPORT",
-    "FORMAT",
-    "FOR_ITER",
-    "GET_ITER",
-    "BEFORE_WITH",
+RAISING: Final = re.compile(
+    "CALL|PRECALL|RAISE|RERAISE|BINARY|COMPARE|CONTAINS|LOAD|STORE|UNARY|UNPACK|DELETE|IMPORT|"
+    "FORMAT|FOR_ITER|GET_ITER|BEFORE_WITH"
 )
 """Prefixes of names of Python instructions that may raise."""
 
@@ -161,7 +147,7 @@ def is_left_by_error(frame: Any, loop: int | None = None) -> bool:
             at -= 2
         name = dis.opname[code[at]]
         if not name.startswith(("YIELD", "RESUME", "SEND")):
-            return bool(name.startswith(RAISING))
+            return RAISING.match(name) is not None
         frame, loop = frame.f_back, None
     return False
 

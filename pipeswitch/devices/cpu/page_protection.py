@@ -27,10 +27,7 @@ from ..order_checks import check_range
 log = logging.getLogger(__name__)
 
 UNIT_BYTES: Final = REGION_ALIGN_BYTES  # memory that one page table maps; it moves in one step
-LOWEST, HIGHEST = (
-    1 << 44,
-    1 << 46,
-)  # addresses that neither programs nor the kernel choose
+LOWEST, HIGHEST = 1 << 44, 1 << 46  # addresses that neither programs nor the kernel choose
 PLACEMENT_TRIES: Final = 16
 PROT_NONE: Final = 0
 MAP_FIXED_NOREPLACE: Final = 0x10_0000

@@ -133,7 +133,7 @@ def facts_of(
     if not facts:
         raise InvalidInput(
             f'"{model}" does not generate text',
-            hint=f"pipeswitch register {model}-chat hf:NAME --weights pretrained --generate",
+            hint="GET /v1/models lists language models; pipeswitch run hf:NAME registers one",
         )
     context, piece = longest(announced.manifest, share_bytes)
     if context < 2:

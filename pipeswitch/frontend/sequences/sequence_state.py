@@ -113,6 +113,14 @@ class SequenceState(msgspec.Struct, kw_only=True, eq=False):
         known = self.values | {one.name: one for one in placed}
         return tuple(known[one.name] for one in self.announced.manifest.inputs)
 
+    def check_outputs(self, names: Sequence[str]) -> None:
+        """Raise InvalidInput if the model has no such output, or if it is a state, which stays."""
+        states = {output for output, _ in self.state.values()}
+        sent = [one.name for one in self.announced.manifest.outputs if one.name not in states]
+        if unknown := {*names}.difference(sent):
+            hint = f"outputs: {', '.join(sent)}"
+            raise InvalidInput(f'no output "{min(unknown)[:80]}"', hint=hint)
+
     def answered(self, answer: Reply) -> Reply:
         """Return the client's answer, without the state.
         If the worker's claims are wrong, the sequence is unchanged, and the answer is an error."""
@@ -143,6 +151,7 @@ class SequenceOptions(msgspec.Struct, frozen=True, kw_only=True):
     id: str
     starts: bool
     ends: bool
+    outputs: tuple[str, ...] = ()  # names of the requested outputs; empty: all
 
 
 def sequence_options(body: Body) -> SequenceOptions | None:
@@ -155,4 +164,4 @@ def sequence_options(body: Body) -> SequenceOptions | None:
         return None
     if len(name) > MAX_ID or escape_control_chars(name, keep="") != name:
         raise InvalidInput(f"infer: a sequence has a name of at most {MAX_ID} printable characters")
-    return SequenceOptions(id=name, starts=starts, ends=ends)
+    return SequenceOptions(id=name, starts=starts, ends=ends, outputs=body.texts("outputs"))

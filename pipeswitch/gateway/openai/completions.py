@@ -16,6 +16,7 @@ from collections import Counter
 from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Annotated, Any, Final, TypeVar
+from urllib.parse import unquote
 
 import msgspec
 from msgspec.structs import replace
@@ -171,7 +172,7 @@ class Completions:
         """
         path, model = head.path.rstrip("/"), ""
         if path.startswith(f"{MODELS}/"):
-            path, model = MODELS, path.removeprefix(f"{MODELS}/")
+            path, model = MODELS, unquote(path.removeprefix(f"{MODELS}/"))
         if path not in PATHS:
             near = nearest(path, PATHS)
             raise NotFound(f"no path {path[:200]!r}{near}", hint=", ".join(PATHS))

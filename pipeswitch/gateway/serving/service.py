@@ -194,9 +194,8 @@ class Service:
             require_role(caller, Role.URGENT, "priority high")
         number = number_of(model, version) if version else 0
         if request.sequence and request.outputs:  # a refusal after the step would change the state
-            names = _built(await self._row(caller, model, version))["outputs"]
-            nothing = [Output(name=one, dtype="", shape=(), data=b"") for one in names]
-            oip.requested_outputs(request, nothing)
+            named = [Output(name=one.name, dtype="", shape=(), data=b"") for one in request.outputs]
+            oip.requested_outputs(request, named)  # the server checks the names
         began = time.perf_counter()
         places = (
             _places(request) if request.outputs or RegionPlace in map(type, request.frames) else []

@@ -78,6 +78,8 @@ class Upstream:
             body["traceparent"] = traceparent
         if request.sequence:
             body |= request.sequence
+            if request.outputs:
+                body["outputs"] = [one.name for one in request.outputs]
         return self._connection.ask(
             "infer",
             model=model,

@@ -275,9 +275,7 @@ class StopTask(Message, frozen=True):
 
     op_id: OpId
     turn: Turn
-    next_turn: (
-        Turn  # 0: no worker waits; otherwise write the turn word and ring next_slot's doorbell
-    )
+    next_turn: Turn  # write it as the turn word and ring next_slot's doorbell; 0: no worker waits
     next_slot: Slot
     at_boundary: bool = False  # park when the script next leaves the device, for another job
 

@@ -40,6 +40,7 @@ UNLIMITED: Final = 2048  # context of a model without a limit; BLOOM was trained
 _CLOSE: Final = 0.02  # accepted error / largest logit: bfloat16 causes 0.01, a wrong mask 0.3
 _BATCH_LENGTH_PAST: Final = (2, 5, 7)  # the example's; all differ, and none is 1: export fixes 1
 _ROUNDING: Final = 1e-4  # effect of another order of a sum, relative to the largest logit
+_SCALED: Final = ("dynamic", "longrope")  # rotations that depend on the length of the text
 _CHECKED: Final = 8  # minimum tokens of ``check``; a window of up to ``_SHORT`` tokens needs more
 _SHORT: Final = 64
 
@@ -82,13 +83,16 @@ class Decoder(nn.Module):
         longest = next(filter(None, (getattr(config, name, None) for name in names)), UNLIMITED)
         if not isinstance(longest, int) or longest <= max(_BATCH_LENGTH_PAST):
             refuse("its configuration does not say how long a sequence may be")
-        context = min(longest, MAX_CACHE_BYTES // (self.width * self.dtype.itemsize))
+        cache = MAX_CACHE_BYTES // (self.width * self.dtype.itemsize)
+        limits = {cache: f"a sequence's cache has at most {format_bytes(MAX_CACHE_BYTES)}"}
+        rope = getattr(config, "rope_parameters", None) or {}
+        if rope.get("rope_type") == "longrope":
+            short = rope["original_max_position_embeddings"]
+            limits[short] = "a longer text would turn the keys of all its tokens (longrope)"
+        context = min(longest, *limits)
         if context == longest:
             return context, []
-        return context, [
-            f"context is {context} tokens, not {longest}: a sequence's cache has at most "
-            f"{format_bytes(MAX_CACHE_BYTES)}"
-        ]
+        return context, [f"context is {context} tokens, not {longest}: {limits[context]}"]
 
     def _has_a_table(self) -> bool:
         """Return whether the model's own attention fails if padding extends past the context."""
@@ -162,10 +166,17 @@ class Decoder(nn.Module):
         before = config._attn_implementation, config._experts_implementation
         hook = self.model.get_output_embeddings().register_forward_pre_hook(last)
         name = attention.NAME if self.spec.has_our_attention else before[0]
+        # Within the context these rotations are constant, but their code looks at all positions.
+        every = self.model.modules()
+        rotary = [(m, m.rope_type) for m in every if getattr(m, "rope_type", "") in _SCALED]
         config._attn_implementation, config._experts_implementation = name, attention.NAME
+        for module, _ in rotary:
+            module.rope_type = "default"
         try:
             yield
         finally:
+            for module, rope_type in rotary:
+                module.rope_type = rope_type
             config._attn_implementation, config._experts_implementation = before
             hook.remove()
 

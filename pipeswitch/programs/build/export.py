@@ -171,9 +171,18 @@ def _outputs(flat: Flat, inputs: list[torch.Tensor]) -> tuple[Tree, dict[str, to
         except RegistrationRefused:
             raise
         except Exception as error:
-            raise RegistrationRefused(
-                "example inputs", f"the module raised {type(error).__name__}: {first_line(error)}"
-            ) from error
+            why = f"the module raised {type(error).__name__}: {first_line(error)}"
+            hint = _other_example(flat, inputs)
+            raise RegistrationRefused("example inputs", why, hint=hint) from error
+
+
+def _other_example(flat: Flat, inputs: Sequence[torch.Tensor]) -> str:
+    """Return advice for a module that refuses its example."""
+    if all(value.shape[:1] == (1,) for value in inputs):
+        with contextlib.suppress(Exception):
+            flat.nested([torch.cat([value] * 2) for value in inputs])
+            return "it takes two rows and not one: --input 2..64x4:float32, or an example of two"
+    return "give an example that its forward takes: other shapes, dtypes or values"
 
 
 def first_line(error: BaseException) -> str:

@@ -12,7 +12,7 @@ import os
 import shutil
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import msgspec
 import numpy as np
@@ -30,7 +30,7 @@ from ..graphs.graph import check_no_mutation, check_shapes, last_readers
 from ..graphs.operators import checked_by
 from ..graphs.partition import UnplacedWeight as GraphWeight
 from ..graphs.partition import default_plan, layers_of_graph, place
-from ..interface.dims import Values, at_batch, batch_range, values_of, values_text
+from ..interface.dims import BATCH, Values, at_batch, batch_range, values_of, values_text
 from ..interface.groups import regrouped
 from ..interface.layout import Manifest
 from ..interface.matching import match
@@ -63,6 +63,10 @@ from .verify import Plain, acceptable_inputs, compare, load_image
 __all__ = ["BuildSpec", "build", "load_manifest"]
 
 Progress = Callable[[str, float], None]
+ROWS: Final = (
+    'export it with the rows that it takes: dynamic={{"{}": {{0: (2, 64)}}}}, or an example of one '
+    "row and max_batch=1"
+)
 
 
 def build(
@@ -217,7 +221,7 @@ def _build_module(spec: BuildSpec, out_dir: Path, progress: Progress, disk_bytes
         return _export(spec, loaded, examples, out_dir, progress)
     except RegistrationRefused as refusal:
         reason = refusal
-    if not (is_factory or spec.allow_module_mode):
+    if not (is_factory or spec.allow_module_mode) or reason.part == "example inputs":
         raise reason
     if not is_factory:
         raise RegistrationRefused(
@@ -399,9 +403,9 @@ def _verify_graph(
         NotDynamic: they differ only at another shape, or at one with an extent of 1, or the module
             refuses that shape.
     """
-    own_shapes = shapes[0]
+    own_shapes, is_bundle = shapes[0], manifest.source == "bundle"
     # An extent of 1 was exported as 2, on which the module may take another path.
-    may_be_narrower = manifest.source != "bundle" and 1 in own_shapes.values()
+    may_be_narrower = not is_bundle and 1 in own_shapes.values()
 
     def differs(values: Values) -> str:
         expected = None
@@ -416,7 +420,7 @@ def _verify_graph(
                 inputs = acceptable_inputs(manifest.inputs, values, fresh)
             difference = compare(manifest, bound, fresh, inputs, is_same, expected)
         except Exception as error:  # a model's own code
-            if values is own_shapes:
+            if values is own_shapes and (not is_bundle or isinstance(error, PipeSwitchError)):
                 raise
             return f"the module raised {type(error).__name__}: {str(error)[:200]}"
         if difference and is_same is checking.same_bits:
@@ -426,11 +430,13 @@ def _verify_graph(
 
     for done, values in enumerate(shapes):
         difference = differs(values)
-        if difference and (values is not own_shapes or may_be_narrower):
+        if difference and not is_bundle and (values is not own_shapes or may_be_narrower):
             works = working_end(values, own_shapes, lambda at: not differs(at))
             raise NotDynamic(f"at {values_text(values)} {difference}", works)
         if difference:
-            raise RegistrationRefused("verification", difference)
+            has_rows, why = is_bundle and BATCH in values, f"at {values_text(values)} {difference}"
+            hint = ROWS.format(manifest.inputs[0].name) if has_rows else ""
+            raise RegistrationRefused("verification", why, hint=hint)
         progress("verify", (done + 1) / len(shapes))
 
 

@@ -56,7 +56,8 @@ def parse_input(text: str, number: int = 0, *, texts: bool = False) -> tuple[str
     parts = shape.split("x") if shape else []
     dtype = dtype or "float32"
     ends = [part.split("..") for part in parts]
-    is_sound = all(len(one) <= 2 and all(end.isdecimal() for end in one) for one in ends)
+    is_short = len(text) < 4096  # int() refuses longer numbers
+    is_sound = is_short and all(len(one) <= 2 and all(map(str.isdecimal, one)) for one in ends)
     dtypes = (*ITEM_BYTES, BYTES) if texts else tuple(ITEM_BYTES)
     if not is_sound or dtype not in dtypes:
         raise InvalidInput(

@@ -239,8 +239,8 @@ class Commits:
         """Handle the daemon's death: slices are lost with the device memory, commits are kept."""
         for job in self._device.jobs.values():
             job.memory.lease_bytes = job.memory.lease_asked_bytes = 0
-            if job.memory.is_persisting:
-                self._has_written(job, is_well=False)
+            if job.memory.is_persisting:  # the disk is sound, so the next daemon writes at once
+                job.memory.is_persisting, job.memory.persist_due_at_ms = False, self._core.now_ms
             job.memory.copy_id, job.memory.copying_number = NO_COPY
 
     def daemon_ready(self) -> None:

@@ -62,17 +62,17 @@ class Registry:
         old = None if event.is_known else self._versions.newest(event.model)
         is_leaving = old is not None and old.state.state is ModelState.LEAVING
         if old is not None and not is_leaving and self._is_same(event, old):
-            is_new = self.names.aliases.add(old.base, event.aliases)
-            if old.manifest is not None and old.state.state in (
-                ModelState.READY,
-                ModelState.QUARANTINED,
-            ):
-                if is_new:
-                    self.names.aliases.remember(old.base, (event.token,))
-                    self._versions.announce(old)
+            registration = self.registrations[old.name]
+            new = self.names.aliases.add(old.base, event.aliases)
+            is_there = old.state.state in (ModelState.READY, ModelState.QUARANTINED)
+            if new and (is_there or registration.is_known):  # otherwise ``stored`` does it
+                self.names.aliases.remember(new, (event.token,))
+            if new and old.manifest is not None:  # otherwise ``built`` does it
+                self._versions.announce(old)
+            if is_there:
                 self._answer_registered(old, event.token)  # 1.
             else:
-                self.registrations[old.name].waiters.append(event.token)
+                registration.waiters.append(event.token)
             return
         if old is not None:
             is_anothers = old.tenant != event.tenant
@@ -289,7 +289,7 @@ class Registry:
         registration = self.registrations[model.name]
         waiters = registration.waiters
         if not registration.is_known and not registration.takes_over:
-            self.names.aliases.remember(model.base)
+            self.names.aliases.remember(self.names.aliases.of(model.base))
         self.names.remember(model, accepts=tuple(waiters))
         if self._is_new(model):
             self.names.hand_over(model, "published")

@@ -163,6 +163,8 @@ class Profiling:
             )
         if state is not ModelState.READY:
             raise errors.ServerUnavailable(f'"{replica.name}": {replica.model.reason}')
+        if session.device.state.daemon.is_given_up:
+            raise errors.ServerUnavailable("the device is lost", hint="restart the server")
         _check_no_job(session.device.state)
 
     def _take(self, session: ProfilingSession, served_count: int) -> None:

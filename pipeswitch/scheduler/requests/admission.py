@@ -293,10 +293,10 @@ class Admission:
                 return
             request.forecast.infeasible_after_ms = forecast.infeasible_after_ms(state, request)
             state.take(request)
-            if request.deadline_at_ms is not None:
-                self._core.wake_at(request.deadline_at_ms, DUE)
         else:
             self._core.dirty |= QUEUE  # other requests need not wait for this generation
+        if request.deadline_at_ms is not None:
+            self._core.wake_at(request.deadline_at_ms, DUE)
 
     def stored(self, model: Model) -> None:
         """Queue the early requests in order for dispatch: the model is in the host store."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Final
 
 from ...base import errors
 from ...ipc.messages.base import SlabTensor
@@ -18,6 +18,8 @@ from ..state.device_state import DeviceState
 from ..state.records import DeviceModel, MeasuredRun, Model, Request, RunningTask, Runs, Worker
 from ..state.states import ModelEvent, ModelState, TaskEvent, WorkerEvent
 from .batching import failed, take_led
+
+MAX_MS: Final = 1e18  # no clock and no run reaches this
 
 
 class TaskCompletion:
@@ -36,14 +38,14 @@ class TaskCompletion:
         if task is None:
             return
         counts = len(message.batched_outputs) + 1, len(message.chances) or len(task.tokens)
-        is_whole = set(counts) == {len(task.tokens)}
+        ms = message.turn_at_ms, message.first_group_at_ms, message.ended_at_ms, message.stall_ms
+        is_whole = set(counts) == {len(task.tokens)} and sum(map(abs, ms)) < MAX_MS
         if not is_whole or (task.chooses and not self._has_chosen(task, message.tokens)):
             # The worker may write outputs until it is reaped: only then are the requests retried.
-            device.kill(worker, "it answered other requests than those of its run")
+            device.kill(worker, "its answer does not fit its run")
             return
         activation, requests, replica = self._end(worker, task)
-        replica.model.deaths = 0
-        worker.deaths = 0
+        replica.model.deaths = worker.deaths = 0
         worker.warm[replica.name] = replica.version  # the worker has just run this version
         self._ended.append((activation, requests, message))
         device.spend("switch", message.stall_ms)

@@ -148,13 +148,17 @@ class Dispatch:
     def expire(self) -> None:
         """Answer queued requests whose deadline has passed, or can no longer be met."""
         core, device = self._core, self._device
-        if not device.queue.requests and not device.awaiting_model.requests:
+        between = device.between
+        if not device.queue.requests and not device.awaiting_model.requests and not between:
             return
         for request in (
             *device.queue.expired(core.now_ms),
             *device.awaiting_model.expired(core.now_ms),
+            *([one for one in between.values() if one.due_ms <= core.now_ms] if between else ()),
         ):
             assert request.deadline_at_ms is not None
+            if request.runs is not None and request.runs.is_returning:
+                continue  # its next run will be queued soon
             if core.now_ms < request.deadline_at_ms:
                 device.refuse(
                     request, states.TaskEvent.EXPIRE, forecast.deadline_error(device, request)

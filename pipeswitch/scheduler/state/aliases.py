@@ -20,17 +20,17 @@ class Aliases:
     def of(self, name: ModelName) -> tuple[ModelName, ...]:
         return self._of.get(name, ())
 
-    def add(self, name: ModelName, aliases: Iterable[ModelName]) -> bool:
-        """Add aliases of a name; return True if at least one is new."""
+    def add(self, name: ModelName, aliases: Iterable[ModelName]) -> tuple[ModelName, ...]:
+        """Add aliases of a name; return the new ones."""
         new = tuple(one for one in aliases if one not in self.names)
         self.names |= dict.fromkeys(new, name)
         self._of[name] = (*self.of(name), *new)
-        return bool(new)
+        return new
 
-    def remember(self, name: ModelName, accepts: tuple[Token, ...] = ()) -> None:
-        """Write a model's aliases to the journal."""
-        for alias in self.of(name):
-            entry = {"kind": "alias", "name": alias, "model": name}
+    def remember(self, aliases: Iterable[ModelName], accepts: tuple[Token, ...] = ()) -> None:
+        """Write aliases to the journal; if a write fails, its alias is removed (``Journal``)."""
+        for alias in aliases:
+            entry = {"kind": "alias", "name": alias, "model": self.names[alias]}
             self._core.emit(Journal(entry=entry, accepts=accepts))
 
     def remove(self, alias: ModelName) -> None:

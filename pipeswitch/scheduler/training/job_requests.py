@@ -91,6 +91,7 @@ class JobRequests:
         if event.loaded:
             try:
                 self._jobs.home(job).commits.take_over(job, event.loaded)
+                job.progress.why = event.loaded.why
             except errors.HostStoreFull:
                 self._jobs.remove(job)
                 raise
@@ -163,7 +164,7 @@ class JobRequests:
         if job.state.allows(TaskEvent.RESUME):
             job.state.apply(TaskEvent.RESUME, "requested by the user")
             job.progress.stops_missed = 0
-            job.progress.why = ""
+            job.progress.why = event.loaded.why if event.loaded else ""
             self._jobs.count_anew(self._jobs.home(job))
             self._core.emit(Journal(entry={"kind": "hold-over", "name": job.spec.name}))
             self._jobs.publish(job, "job.resumed")
@@ -234,7 +235,7 @@ class JobRequests:
             self._jobs.changed(job)
         elif job.state.state is TaskState.PAUSED:
             self._jobs.changed(job)
-        else:
+        elif job.wanted != "cancel":  # a pause does not take a cancellation back
             job.wanted = "pause" if action == "pause" else "cancel"  # TrainingJobs evicts it
 
 
