@@ -655,6 +655,17 @@ def test_a_layer_of_int8_gives_a_row_its_bits_in_any_small_batch(tmp_path: Path)
     assert torch.equal(torch.cat(alone), together) is manifest.precision.is_batch_invariant
 
 
+@pytest.mark.parametrize("width", [1, 30, 72, 100])
+def test_a_layer_of_int8_may_have_any_width(width: int, tmp_path: Path) -> None:
+    module = nn.Sequential(nn.Linear(width, 1504), nn.ReLU(), nn.Linear(1504, width))
+    manifest = built(module, (torch.randn(2, width),), tmp_path, "int8")
+    assert manifest.precision is not None
+    x = torch.randn(2, width)
+    [answer] = answers(manifest, tmp_path, (x,))
+    expected = module(x).detach()
+    assert float((answer - expected).abs().max()) < 0.05 * float(expected.abs().max())
+
+
 class Mixing(nn.Module):
     """Module whose rows depend on each other; ``end`` computes the output from the rows."""
 

@@ -217,8 +217,13 @@ class TrainingSlice:
                 rebind(parameter, self.view(self.places[name]))
 
     def _moved(self) -> list[tuple[str, nn.Parameter]]:
-        pairs = self.objects.parameters.items()
-        return [(name, one) for name, one in pairs if not self._is_home(one, self.places[name])]
+        start, places = self._memory.data_ptr(), self.places
+        return [
+            (name, one)
+            for name, one in self.objects.parameters.items()
+            if one.data_ptr() - start != places[name].offset_bytes
+            and not self._is_home(one, places[name])
+        ]
 
     def _is_home(self, tensor: torch.Tensor, place: SlicePlace) -> bool:
         """Return True if a tensor still lies in its place; ``tensor.data = …`` moves it."""

@@ -25,6 +25,7 @@ from ...programs.interface import packing
 _MKLDNN_LAYOUT: Final = 3  # c10::Layout::Mkldnn
 _SCALAR_TYPES: Final = {"float32": 6, "bfloat16": 15}  # c10::ScalarType
 _SELF_TEST_ERROR: Final = {torch.float32: 1e-5, torch.bfloat16: 2e-2}  # relative to largest output
+INT8_BLOCK: Final = 16  # torch's int8 kernel is right for widths that are multiples of this
 MAX_INT8_ROWS: Final = 12  # beyond this many rows, converting int8 weights first is faster
 
 
@@ -124,10 +125,10 @@ def _linear_int8(
     """Multiply bfloat16 activations by int8 weights.
 
     The int8 kernel reads a weight once for each row of the input. For many rows it is faster to
-    convert the weight first.
+    convert the weight first. It reads inputs in blocks, and beyond their end if a block is cut.
     """
     rows = x.reshape(-1, x.shape[-1])
-    if len(rows) <= MAX_INT8_ROWS:
+    if len(rows) <= MAX_INT8_ROWS and not rows.shape[1] % INT8_BLOCK:
         result = torch._weight_int8pack_mm(rows.contiguous(), weight, scales)
     else:
         result = torch.nn.functional.linear(rows, weight.to(x.dtype)) * scales
