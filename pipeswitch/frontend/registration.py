@@ -142,7 +142,7 @@ def registration(
         model=ModelName(model),
         spec=spec,
         spec_digest=digest.hexdigest(),
-        priority=priority_number(request.priority, default=1),
+        priority=priority_number(request.priority, default=1) if request.priority else None,
         is_pinned=request.pin,
         tenant=principal.tenant,
         devices=request.devices,

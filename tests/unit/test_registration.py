@@ -80,6 +80,8 @@ def test_the_sdk_the_command_line_and_the_file_ask_for_the_same(
         "2",
         "--batch-delay",
         "3ms",
+        "--priority",
+        "normal",
         "--devices",
         "cpu:0",
         "--preprocess",

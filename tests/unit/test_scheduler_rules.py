@@ -195,12 +195,11 @@ class Rig:
         self, name: str, *, spec: str = "", pin: bool = False, **fields: Any
     ) -> ev.Token:
         spec = spec or f"spec of {name}"
-        fields = {"spec_digest": spec, "tenant": tenant_of(name), **fields}
+        fields = {"spec_digest": spec, "tenant": tenant_of(name), "priority": 1, **fields}
         return self.ask(
             ev.RegisterModelRequest,
             model=name,
             spec=spec.encode("latin1"),
-            priority=1,
             is_pinned=pin,
             **fields,
         )
@@ -1771,6 +1770,59 @@ def test_the_same_name_and_spec_again_is_a_no_op_and_another_spec_an_error(rig: 
     assert rig.error(again) is None
     assert not rig.commands(ev.StartBuild)
     assert isinstance(rig.error(rig.ask_register("a", spec="other")), errors.AlreadyExists)
+
+
+def test_a_repeated_registration_sets_priority_and_pin_without_a_build(rig: Rig) -> None:
+    rig.register("a")
+    notes = rig.answers[rig.ask_register("a", priority=0, pin=True)].body["notes"]
+    assert "priority high and is pinned" in notes[-1]
+    assert not rig.commands(ev.StartBuild)
+    assert rig.sent(TransmitModel)
+    assert [command.priority for command in rig.commands(ev.ModelAvailable)] == [0]
+    entries = [command.entry for command in rig.commands(ev.Journal)]
+    assert [(one["priority"], one["pin"]) for one in entries] == [(0, True)]
+    assert rig.answers[rig.ask_register("a", priority=None)].body["notes"] == []
+    model = rig.scheduler.machine.models["a"]
+    assert (model.priority, model.want_pinned) == (0, True), "options that are not given stay"
+    rig.ask_register("b", is_known=True, restored=manifest_of("digest b", 100 * MIB, 2))
+    error = rig.error(rig.ask_register("b", pin=True))
+    assert isinstance(error, errors.OutOfDeviceMemory)
+    assert not rig.scheduler.machine.models["b"].want_pinned
+
+
+def test_a_repeated_registration_sets_the_priority_of_all_versions(rig: Rig) -> None:
+    publish(rig, net_and_job(rig))
+    rig.ask_register("net", spec=SPEC, spec_digest="first", priority=2, pin=True)
+    models = [rig.scheduler.machine.models[name] for name in ("net", "net@2")]
+    assert [(one.priority, one.want_pinned) for one in models] == [(2, False), (2, True)]
+    error = rig.error(rig.ask_register("net", spec=spec_of(source="x", max_batch=8)))
+    assert error.data["differs"] == [], "the journal has only the source of the current version"
+
+
+def spec_of(**options: Any) -> str:
+    known = {"name": "a", "source": "hf:x", "weights": "random:0", "max_batch": 64, "inputs": {}}
+    return msgspec.msgpack.encode(known | options).decode("latin1")
+
+
+@pytest.mark.parametrize(
+    ("options", "words", "differs"),
+    [
+        ({"weights": "random:1"}, "weights ('random:1', not 'random:0')", ["weights"]),
+        ({"source": "/srv/uploads/b.bundle"}, "differs: source", ["source"]),
+        ({"max_batch": 8, "inputs": {"x": [[1] * 40, "float32"]}}, "64)", ["inputs", "max_batch"]),
+        ({}, "contents of a file", []),
+    ],
+)
+def test_a_registration_with_other_options_is_refused_with_their_names(
+    rig: Rig, options: dict[str, Any], words: str, differs: list[str]
+) -> None:
+    rig.begin("a", spec=spec_of())
+    error = rig.error(rig.ask_register("a", spec=spec_of(**options), spec_digest="other"))
+    assert isinstance(error, errors.AlreadyExists)
+    assert error.data["differs"] == differs
+    assert words in error.message
+    assert "/srv" not in error.message
+    assert ("--as-version" in error.hint) == ("max_batch" not in options)
 
 
 def test_another_clients_name_is_taken_though_it_asks_for_the_same(rig: Rig) -> None:

@@ -13,7 +13,7 @@ from ..core import Core, handles
 from ..events import Journal, ModelRemoved, PinRequest, RollbackRequest, SweepPrograms, Token
 from ..requests.admission import Admission
 from ..server_state import ServerState
-from ..state.records import Model, Registration
+from ..state.records import PRIORITY_NAMES, Model, Registration
 from ..state.states import ModelEvent, ModelState, Residency, ResidencyEvent
 from ..state.versions import PRESENT, Versions, split_name
 
@@ -237,6 +237,19 @@ class Names:
         core.answer(
             event.token, model=event.model, pinned=is_pinned, state=replica.residency.state.value
         )
+
+    def change(self, model: Model, priority: int, *, is_pinned: bool) -> list[str]:
+        """Set the priority of all versions of a name, and the pin of this one; return a note."""
+        if (priority, is_pinned) == (model.priority, model.want_pinned):
+            return []
+        for device in self._machine.devices if is_pinned and model.manifest is not None else ():
+            if device.state.may_serve(model):
+                device.arena.check_fits(model, is_pinned=True)
+        for one in self._versions.all_of(model.base):
+            one.priority = priority
+            self._pin(one, is_pinned=is_pinned if one is model else one.want_pinned)
+        how = "pinned" if is_pinned else "not pinned"
+        return [f"the model has priority {PRIORITY_NAMES[priority]} and is {how} now"]
 
     def _pin(self, model: Model, *, is_pinned: bool) -> None:
         model.want_pinned = is_pinned

@@ -45,6 +45,7 @@ from .states import (
 NO_OP_ID = OpId(0)
 NO_TURN = Turn(0)
 NO_NAME = ModelName("")
+PRIORITY_NAMES = {0: "high", 1: "normal", 2: "low"}
 Version = tuple[str, Plan]  # digest and groups of a program, as a worker loads it
 
 
