@@ -258,6 +258,9 @@ class Introspection:
         streams = self._machine.stream_of(model)
         if streams is not None:
             row |= {"streams": streams, "notes": [*row["notes"], streams["text"]]}
+        served = self._versions.served(model.base)
+        if served is not None and served.note:
+            row["notes"] = [*row.get("notes", []), served.note]
         if manifest is not None and model.processor is not None:
             public = model.processor.public(manifest)
             row |= {

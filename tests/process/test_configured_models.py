@@ -98,6 +98,35 @@ def test_ready_comes_after_the_first_attempt_at_each_and_what_failed_is_shown(
         assert client.infer("typo", x).value.shape == (1, 4)
 
 
+def test_a_changed_entry_of_a_known_model_is_applied_or_reported(tmp_path: Path) -> None:
+    path, rows = tmp_path / "pipeswitch.toml", []
+    entry = '[[model]]\nname = "a"\nsource = "torchvision:squeezenet1_1"\nweights = "random:0"\n'
+    for text in (
+        entry,
+        f'{entry}priority = "low"\npin = true\n',
+        entry.replace("random:0", "random:1") + "pin = true\n",
+        entry,
+    ):
+        path.write_text(text)
+        with (
+            server(args=("--config", str(path)), state_dir=tmp_path / "state") as running,
+            running.client() as client,
+        ):
+            rows.append(client.show("a"))
+            log = running.log()
+    assert [(row["priority"], row["pinned"]) for row in rows] == [
+        ("normal", False),
+        ("low", True),
+        ("low", True),
+        ("normal", False),
+    ]
+    assert len({row["digest"] for row in rows}) == 1
+    assert "random:1" in rows[2]["notes"][-1]
+    assert "pipeswitch unregister a" in rows[2]["notes"][-1]
+    assert log.count("weights ('random:1', not 'random:0')") == 1
+    assert "refused" not in str(rows[3].get("notes"))
+
+
 def test_a_state_is_written_as_the_command_line_does() -> None:
     assert parse_states(["h=h_out", "cache=rows+1"]) == {"h": ("h_out", -1), "cache": ("rows", 1)}
 

@@ -1825,6 +1825,25 @@ def test_a_registration_with_other_options_is_refused_with_their_names(
     assert ("--as-version" in error.hint) == ("max_batch" not in options)
 
 
+def test_a_configured_model_that_is_known_gets_priority_and_pin_or_a_note(rig: Rig) -> None:
+    restored = manifest_of("digest a", 10 * MIB, 2)
+    known = {"is_known": True, "restored": restored, "priority": 0, "pin": True}
+    rig.ask_register("a", spec=spec_of(), **known)
+    (build,) = rig.commands(ev.StartBuild)
+    token = rig.ask_register("a", spec=spec_of(), is_configured=True)
+    assert rig.error(token) is None, "the server's start does not wait for the bytes"
+    model = rig.scheduler.machine.models["a"]
+    assert (model.priority, model.want_pinned) == (1, False)
+    token = rig.ask_register("a", spec=spec_of(weights="random:1"), is_configured=True)
+    names = rig.scheduler.registry.names
+    names.mark_refused("a", str(rig.error(token)))
+    names.mark_refused("b", "no file")
+    rig.built("a", 10, build.op_id)
+    rows = {row["name"]: row for row in rig.scheduler.listing.models()}
+    assert (rows["a"]["state"], rows["b"]["state"]) == ("storing", "failed")
+    assert "random:1" in rows["a"]["notes"][-1]
+
+
 def test_another_clients_name_is_taken_though_it_asks_for_the_same(rig: Rig) -> None:
     """If it were a no-op, this client could use, and unregister, the other client's model."""
     rig.register("enemy.m")

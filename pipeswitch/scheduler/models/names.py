@@ -174,6 +174,14 @@ class Names:
         model.state.apply(ModelEvent.REFUSED, reason)
         self.failed[name] = model
 
+    def mark_refused(self, name: ModelName, reason: str) -> None:
+        """Show why a model's ``[[model]]`` was refused: in its notes if the name has a model, else
+        as a failed model."""
+        if (served := self._machine.served.get(name)) is None:
+            self.mark_lost(name, reason)
+        else:
+            served.note = f"its [[model]] in the configuration was refused: {reason}"
+
     def drop_failed(self, models: Iterable[Model]) -> None:
         """Remove models that could not be restored, also from the journal."""
         for model in models:

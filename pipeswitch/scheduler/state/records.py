@@ -77,6 +77,7 @@ class Served:
     born: OpId  # registration id of its versions; a name that is used again gets a new one
     shares: dict[int, int] = field(default_factory=dict)  # version -> percent of requests
     drawn: int = 0  # number of requests that the shares have distributed
+    note: str = ""  # reason why the configuration's ``[[model]]`` was refused
     end_waiters: list[Token] = field(default_factory=list)  # clients that await its removal
 
 
