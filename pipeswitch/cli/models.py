@@ -295,7 +295,8 @@ def _publish(name: str, from_job: str, part: str, as_json: bool) -> None:
         raise click.BadParameter(f"{from_job!r} is not JOB or JOB@STEP", param_hint="--from-job")
     with common.connected() as client:
         row = client.publish(name, job, int(step) if step else -1, part)
-    common.print_done(row, f"{name} is version {row['version']} now, of job {job}", as_json)
+    notes = "".join(f"\n  {note}" for note in row.get("notes", []))
+    common.print_done(row, f"{name} is version {row['version']} now, of job {job}{notes}", as_json)
 
 
 def _converted(source: str, signature: dict[str, Any], stack: contextlib.ExitStack) -> str:

@@ -2676,6 +2676,8 @@ def test_versions_that_nothing_keeps_leave_when_no_request_wants_them(rig: Rig) 
     publish(rig, job)
     waits = rig.infer("net")  # for version 1: the frontend does not know version 2 yet
     publish(rig, job)
+    notes = [rig.answers[token].body.get("notes") for token in sorted(rig.answers)]
+    assert notes[-2:] == [[], ["version 1 was removed: [jobs] keep_versions = 2"]]
     assert versions_of(rig) == [(1, False), (2, False), (3, True)]
     assert rig.scheduler.machine.models["net"].state.state is ModelState.LEAVING
     rig.job_ends(job, "done")

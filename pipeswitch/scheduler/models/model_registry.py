@@ -299,11 +299,10 @@ class Registry:
         if not registration.is_known and not registration.takes_over:
             self.names.aliases.remember(self.names.aliases.of(model.base))
         self.names.remember(model, accepts=tuple(waiters))
-        if self._is_new(model):
-            self.names.hand_over(model, "published")
+        notes = self.names.hand_over(model, "published") if self._is_new(model) else []
         core.publish("model.registered", model=model.name, bytes=model.manifest.total_bytes)
         for token in waiters:
-            self._answer_registered(model, token)
+            self._answer_registered(model, token, notes)
         waiters.clear()
 
     def store_failed(self, message: StoreFailed) -> None:

@@ -114,8 +114,8 @@ class Names:
             for alias in self.aliases.of(name):
                 self.aliases.remove(alias)
 
-    def hand_over(self, model: Model, cause: str) -> None:
-        """Make a version current and move the pin to it; remove outdated versions."""
+    def hand_over(self, model: Model, cause: str) -> list[str]:
+        """Make a version current and move the pin to it; remove outdated versions; return notes."""
         before = self._versions.choose(model, cause)
         if before is not None:
             if before.want_pinned:
@@ -124,8 +124,11 @@ class Names:
             for device in self._machine.devices:
                 if device.state.replicas[before.name].is_on_device:
                     device.residents.prefetch(model.name)
-        for old in self._versions.outdated(model.base):
+        outdated = self._versions.outdated(model.base)
+        for old in outdated:
             self.leave(old, f"version {model.version} is there")
+        limit = f"[jobs] keep_versions = {self._core.settings.keep_versions}"
+        return [f"version {old.version} was removed: {limit}" for old in outdated]
 
     @handles(RollbackRequest)
     def rollback(self, event: RollbackRequest) -> None:
