@@ -1775,7 +1775,7 @@ def test_the_same_name_and_spec_again_is_a_no_op_and_another_spec_an_error(rig: 
 def test_a_repeated_registration_sets_priority_and_pin_without_a_build(rig: Rig) -> None:
     rig.register("a")
     notes = rig.answers[rig.ask_register("a", priority=0, pin=True)].body["notes"]
-    assert "priority high and is pinned" in notes[-1]
+    assert "is high, and it is pinned" in notes[-1]
     assert not rig.commands(ev.StartBuild)
     assert rig.sent(TransmitModel)
     assert [command.priority for command in rig.commands(ev.ModelAvailable)] == [0]
@@ -2677,7 +2677,7 @@ def test_versions_that_nothing_keeps_leave_when_no_request_wants_them(rig: Rig) 
     waits = rig.infer("net")  # for version 1: the frontend does not know version 2 yet
     publish(rig, job)
     notes = [rig.answers[token].body.get("notes") for token in sorted(rig.answers)]
-    assert notes[-2:] == [[], ["version 1 was removed: [jobs] keep_versions = 2"]]
+    assert notes[-2:] == [[], ["version 1 was removed ([jobs] keep_versions)"]]
     assert versions_of(rig) == [(1, False), (2, False), (3, True)]
     assert rig.scheduler.machine.models["net"].state.state is ModelState.LEAVING
     rig.job_ends(job, "done")

@@ -64,8 +64,7 @@ class Registry:
             raise errors.ServerUnavailable("the server is draining")
         self.names.check_free(split_name(event.model)[0], event.aliases)
         old = None if event.is_known else self._versions.newest(event.model)
-        is_leaving = old is not None and old.state.state is ModelState.LEAVING
-        if old is not None and not is_leaving and self._is_same(event, old):
+        if old is not None and self._is_same(event, old):
             self._change(event, old)  # 1.
             return
         if old is not None:
@@ -108,7 +107,7 @@ class Registry:
         """Return True if the registration repeats the old one, from the same tenant.
         Two tenants must not share a model without their consent."""
         served = self._versions.served(event.model)
-        is_of_one = old.tenant == event.tenant
+        is_of_one = old.tenant == event.tenant and old.state.state is not ModelState.LEAVING
         return is_of_one and served is not None and served.spec_digest == event.spec_digest
 
     def begin_version(self, before: Model, spec: bytes, token: ev.Token | None) -> Model:

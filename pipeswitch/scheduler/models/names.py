@@ -127,8 +127,7 @@ class Names:
         outdated = self._versions.outdated(model.base)
         for old in outdated:
             self.leave(old, f"version {model.version} is there")
-        limit = f"[jobs] keep_versions = {self._core.settings.keep_versions}"
-        return [f"version {old.version} was removed: {limit}" for old in outdated]
+        return [f"version {old.version} was removed ([jobs] keep_versions)" for old in outdated]
 
     @handles(RollbackRequest)
     def rollback(self, event: RollbackRequest) -> None:
@@ -178,8 +177,7 @@ class Names:
         self.failed[name] = model
 
     def mark_refused(self, name: ModelName, reason: str) -> None:
-        """Show why a model's ``[[model]]`` was refused: in its notes if the name has a model, else
-        as a failed model."""
+        """Show why a ``[[model]]`` was refused: as a note of the served model, or as failed."""
         if (served := self._machine.served.get(name)) is None:
             self.mark_lost(name, reason)
         else:
@@ -259,8 +257,8 @@ class Names:
         for one in self._versions.all_of(model.base):
             one.priority = priority
             self._pin(one, is_pinned=is_pinned if one is model else one.want_pinned)
-        how = "pinned" if is_pinned else "not pinned"
-        return [f"the model has priority {PRIORITY_NAMES[priority]} and is {how} now"]
+        pinned = f"it is {'pinned' if is_pinned else 'not pinned'} now"
+        return [f"its priority is {PRIORITY_NAMES[priority]}, and {pinned}"]
 
     def _pin(self, model: Model, *, is_pinned: bool) -> None:
         model.want_pinned = is_pinned
