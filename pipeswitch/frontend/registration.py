@@ -41,7 +41,7 @@ def check(request: RegisterRequest) -> None:
         check_name(alias, "alias")
     priority_number(request.priority, default=1)
     has_file = request.weights.startswith("put:") or request.weights.endswith(".safetensors")
-    others = ", ".join(request.body().keys() - {"as_version", "weights"})
+    others = ", ".join(sorted(request.body().keys() - {"as_version", "weights"}))
     if request.as_version and (others or not has_file):
         what = f"omit {others}" if others else f"weights {request.weights!r} are not a file"
         raise InvalidInput(
