@@ -74,7 +74,8 @@ class Loop:
         self._notifier.notify(STOPPING=1, STATUS=exit_order.reason)
         log.info("leaving status=%d: %s", exit_order.status, exit_order.reason)
         if exit_order.status == os.EX_IOERR:
-            sys.stderr.write(f"Error: {exit_order.reason}\n")
+            with contextlib.suppress(OSError):  # the terminal was closed
+                sys.stderr.write(f"Error: {exit_order.reason}\n")
         return exit_order.status
 
     def _timeout_s(self, look_at_s: float) -> float:
@@ -134,19 +135,25 @@ class Loop:
             gc.freeze()  # these objects stay; a full collection during a request skips them
             line = self._ready_line()
             self._notifier.notify(READY=1, STATUS=line)
-            sys.stdout.write(line + "\n")
-            sys.stdout.flush()
+            with contextlib.suppress(OSError):  # the terminal was closed
+                sys.stdout.write(line + "\n")
+                sys.stdout.flush()
 
     # -- signals -------------------------------------------------------------------------------
 
     def catch_signals(self) -> None:
         """Handle signals: the first one drains, the second one ends the server at once."""
         signal.set_wakeup_fd(self._wake_write.fileno(), warn_on_full_buffer=False)
-        for number in (signal.SIGINT, signal.SIGTERM):
+        numbers = [signal.SIGINT, signal.SIGTERM]
+        if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:  # nohup ignores it
+            numbers.append(signal.SIGHUP)
+        for number in numbers:
             signal.signal(number, self._on_signal)
 
-    def _on_signal(self, *_: object) -> None:
-        self._signals += 1
+    def _on_signal(self, number: int, _: object) -> None:
+        # A closed terminal sends SIGHUP twice: its shell does, and the kernel at the shell's end.
+        if number != signal.SIGHUP or not self._signals:
+            self._signals += 1
 
     def _drain_wakes(self) -> None:
         with contextlib.suppress(BlockingIOError):

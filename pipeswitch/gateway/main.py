@@ -63,7 +63,8 @@ log = logging.getLogger(__name__)
 def main(descriptor: int) -> None:
     """Receive the settings from the controller, and serve until the process is stopped."""
     faulthandler.enable()  # prints the stacks if an extension crashes
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the controller decides when the gateway stops
+    for number in (signal.SIGINT, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)  # the controller decides when the gateway stops
     handler = logging.StreamHandler()
     handler.setFormatter(PrintableFormatter("%(asctime)s %(levelname)s %(name)s %(message)s"))
     logging.getLogger("pipeswitch").addHandler(handler)
