@@ -121,6 +121,7 @@ async def _serve(settings: GatewaySettings, channel: Channel, descriptors: Seque
     )
     api = Api(upstream, EventLog(), version=service.version, allow_code=settings.allow_code)
     shared = Shared(limits.waiting_bytes, limits.answer_bytes)
+    service.queue_full_count = lambda: shared.queue_full_count
     http = HttpServer(RestApi(service, callers, api, Page(), shared.aside), limits, shared, refuse)
     async with contextlib.AsyncExitStack() as stack:
         stack.callback(upstream.close)
