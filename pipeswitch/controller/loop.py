@@ -44,7 +44,8 @@ class Loop:
         self._notifier = Notifier(os.environ)
         self._freed = FreedMemory()
         self._numbers = itertools.count(1)
-        self._signals = 0
+        self._signals = 0  # SIGINT and SIGTERM
+        self._is_hung_up = False  # SIGHUP came
         self._signals_seen = 0
         self._wake_read, self._wake_write = socket.socketpair()
         for end in (self._wake_read, self._wake_write):
@@ -106,7 +107,7 @@ class Loop:
         inbox = self._server.inbox
         while inbox:
             self._handle(inbox.popleft())
-        while self._signals_seen < self._signals:
+        while self._signals_seen < (self._signals or self._is_hung_up):
             self._signals_seen += 1
             self._notifier.notify(STOPPING=1, STATUS="draining")
             self._handle(
@@ -151,8 +152,11 @@ class Loop:
             signal.signal(number, self._on_signal)
 
     def _on_signal(self, number: int, _: object) -> None:
-        # A closed terminal sends SIGHUP twice: its shell does, and the kernel at the shell's end.
-        if number != signal.SIGHUP or not self._signals:
+        # SIGHUP counts once, because several come: from a closed terminal's shell, from the kernel
+        # when that shell exits, and from systemd with SIGTERM at the end of a user's session.
+        if number == signal.SIGHUP:
+            self._is_hung_up = True
+        else:
             self._signals += 1
 
     def _drain_wakes(self) -> None:
