@@ -189,11 +189,6 @@ def _tree(root: type[PipeSwitchError]) -> dict[str, type[PipeSwitchError]]:
 ERRORS_BY_NAME: Mapping[str, type[PipeSwitchError]] = _tree(PipeSwitchError)
 
 
-def no_server(address: str) -> ServerUnavailable:
-    """Return the error for an address at which no server answers."""
-    return ServerUnavailable(f"no server answers at {address}", hint="start one: pipeswitch serve")
-
-
 def to_wire(error: PipeSwitchError) -> dict[str, Any]:
     """Return the error as ``{type, message, hint, data}``, with integers limited to 64 bits."""
     return {
