@@ -34,7 +34,7 @@ def test_a_worker_killed_in_every_part_of_a_switch_costs_no_answer() -> None:
             pid = tools.until(lambda: checked.row("wide")["pid"], "a worker has it")
             threading.Event().wait(delay_s)  # a random moment during the transfer, not a condition
             tools.kill(pid)
-            assert tools.is_bit_equal(future.result(30)["y"], expected), f"{delay_s} s"
+            assert tools.is_bit_equal(future.result(60)["y"], expected), f"{delay_s} s"
         checked.wait_until_whole()
 
 
@@ -122,7 +122,7 @@ def test_a_second_signal_ends_it_at_once_and_answers_what_was_left() -> None:
         answers = [outcome(future) for future in futures]
         assert ServerUnavailable in answers  # not all of them were computed
         assert set(answers) <= {ServerUnavailable, None}
-        assert checked.running.process.wait(20) == 0
+        assert checked.running.process.wait(60) == 0
         tools.gone(checked.mark)
 
 
@@ -147,7 +147,7 @@ def test_children_of_a_killed_controller_leave(are_stopped: bool, tmp_path: Path
         tools.kill(checked.pid)
         checked.running.process.wait(30)
         tools.gone(checked.mark)
-        assert tools.shm_names() <= names
+        tools.until(lambda: tools.shm_names() <= names, "nothing is left in /dev/shm")
         checked.client.close()
         for future in futures:
             assert future.done()

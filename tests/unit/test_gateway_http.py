@@ -754,8 +754,11 @@ def get(path: str = "/s", method: str = "GET") -> bytes:
 
 
 def turns() -> None:
-    feed_nothing = asyncio.sleep(0.001)
-    asyncio.get_event_loop().run_until_complete(feed_nothing)
+    async def run() -> None:
+        for _ in range(20):
+            await asyncio.sleep(0)
+
+    asyncio.get_event_loop().run_until_complete(run())
 
 
 def test_a_stream_comes_piece_by_piece_and_its_end_is_the_connections(rig: Rig) -> None:
