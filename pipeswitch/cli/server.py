@@ -211,7 +211,7 @@ def top(as_json: bool) -> None:
         views.add_rates(rows, samples[0][1], stats["up_s"] - samples[0][0])
         return {"about": about, "rows": rows, "stats": stats}
 
-    listing(look, lambda state: views.dashboard(**state), as_json, watch=True)
+    listing(look, lambda state: views.dashboard(**state), as_json, watch=sys.stdout.isatty())
 
 
 @click.command()

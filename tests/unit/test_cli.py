@@ -970,3 +970,10 @@ def test_a_watched_table_in_a_pipe_is_printed_again_and_again(
     with pytest.raises(StopIteration):
         views.show(lambda: next(looks), watch=True)
     assert capsys.readouterr().out == "one\ntwo\n"
+
+
+def test_top_in_a_pipe_is_one_look(monkeypatch: pytest.MonkeyPatch) -> None:
+    looks = iter([{"up_s": 1.0}])
+    answering(monkeypatch, about=dict, ps=list, stats=lambda: next(looks))
+    status, text, _ = run("top")
+    assert (status, text.startswith("pipeswitch pid")) == (0, True)
