@@ -280,6 +280,8 @@ class _Comparison:
                 "there is nothing to simulate",
                 hint="raise --requests" if cluster else f"--job {JOB}",
             )
+        if args.plot and not self.requests:
+            raise InvalidInput("--plot: no requests to draw", hint="--timeline J.json draws jobs")
         used = []
         if self.requests:
             factor = self.hardware.compute_factor
@@ -792,7 +794,7 @@ def _draw(path: Path, runs: Sequence[Run], facts: dict[str, Any]) -> None:
     )
     for axis, label in zip(axes[0], labels, strict=True):
         for where, setting, outcome, _ in runs:
-            if where == label and outcome.latency_ms:
+            if where == label:
                 ordered = sorted(outcome.latency_ms)
                 shares = [(i + 1) / outcome.requests for i in range(len(ordered))]
                 order = f", {setting.training}" if outcome.jobs else ""
