@@ -25,6 +25,7 @@ from .common import (
     milliseconds,
     part,
     print_done,
+    suffixed,
     watch_option,
 )
 
@@ -265,6 +266,7 @@ def trace(out: str, seconds: float) -> None:
     """Write the last seconds of the server's timeline (opens in ui.perfetto.dev)."""
     import json
 
+    out = suffixed(out, ".json")
     with connected() as client:
         timeline = client.trace(seconds)
     Path(out).write_text(json.dumps(timeline), "utf-8")

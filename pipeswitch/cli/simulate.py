@@ -46,7 +46,7 @@ from ..simulator.replay import (
 )
 from ..watchdog import PolicyWatchdog
 from . import views
-from .common import EXIT_INTERRUPTED, check_folder, checked_plot, connected, json_option
+from .common import EXIT_INTERRUPTED, check_folder, checked_plot, connected, json_option, suffixed
 
 FUNCTIONS: Final = "azure_functions_2019_100fn_invocations.csv"
 SERVICES: Final = ("azure_llm_2023_code_15min.csv", "azure_llm_2023_conv_15min.csv")
@@ -241,6 +241,7 @@ class _Comparison:
             args.plot = checked_plot(Path(args.plot))
         if args.timeline is not None:
             check_folder("--timeline", Path(args.timeline))
+            args.timeline = suffixed(args.timeline, ".json")
         self.policies = _words(args.policies)
         self.max_wait_ms = _read("--max-wait", args.max_wait, parse_ms)
         is_serial = SERIAL in self.policies

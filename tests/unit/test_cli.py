@@ -977,3 +977,20 @@ def test_top_in_a_pipe_is_one_look(monkeypatch: pytest.MonkeyPatch) -> None:
     answering(monkeypatch, about=dict, ps=list, stats=lambda: next(looks))
     status, text, _ = run("top")
     assert (status, text.startswith("pipeswitch pid")) == (0, True)
+
+
+@pytest.mark.parametrize("args", [("trace", "t.png"), ("jobs", "export", "digits", "out.json")])
+def test_a_file_keeps_no_name_of_another_format(args: tuple[str, ...]) -> None:
+    status, _, text = run(*args, env=NOBODY)
+    assert (status, f"Error: {args[-1]}: the name ends in ." in text) == (1, True), text
+
+
+def test_a_file_without_a_suffix_gets_that_of_its_format(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    answering(monkeypatch, trace=lambda seconds: {"traceEvents": []})
+    assert f"wrote {tmp_path}/t.json" in run("trace", str(tmp_path / "t"))[1]
+    assert json.loads((tmp_path / "t.json").read_text()) == {"traceEvents": []}
+    assert common.suffixed("o", ".safetensors") == "o.safetensors"
+    for path in ("a.JSON", "/dev/stdout"):
+        assert common.suffixed(path, ".json") == path
