@@ -24,6 +24,7 @@ from rich.console import Console
 
 from pipeswitch.base.config import Config
 from pipeswitch.base.errors import ConfigError, InvalidInput, ServerUnavailable
+from pipeswitch.cli import chat as cli_chat
 from pipeswitch.cli import common, views
 from pipeswitch.cli import infer as cli_infer
 from pipeswitch.cli.chat import Chat
@@ -994,3 +995,20 @@ def test_a_file_without_a_suffix_gets_that_of_its_format(
     assert common.suffixed("o", ".safetensors") == "o.safetensors"
     for path in ("a.JSON", "/dev/stdout"):
         assert common.suffixed(path, ".json") == path
+
+
+def test_an_unknown_command_of_a_chat_is_not_sent_to_the_model(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    class Talk(Chat):
+        def say(self, text: str) -> Any:
+            yield f"[{text}]"
+
+    texts = iter(["/set x", "/", "/usr/bin is what?", None])
+    monkeypatch.setattr(cli_chat, "_message", lambda: next(texts))
+    cli_chat._converse(Talk("http://h", "", "m", {}), "m")
+    shown, refused = capsys.readouterr()
+    assert "[/usr/bin is what?]" in shown
+    assert "[/set" not in shown
+    assert refused.count("/clear ") == 2  # the list of commands
+    assert refused.startswith("unknown command /set\n")
