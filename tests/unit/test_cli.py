@@ -1012,3 +1012,12 @@ def test_an_unknown_command_of_a_chat_is_not_sent_to_the_model(
     assert "[/set" not in shown
     assert refused.count("/clear ") == 2  # the list of commands
     assert refused.startswith("unknown command /set\n")
+
+
+@pytest.mark.parametrize("args", ["ping --host h", "run m --host=h", "jobs ls --server-key k"])
+def test_an_option_of_the_client_that_follows_the_command_is_told_its_place(args: str) -> None:
+    status, _, text = run(*args.split(), env=NOBODY)
+    verb, _, option = args.partition(" --")
+    option = re.split("[ =]", option)[0]
+    place = f"pipeswitch --{option} ... {verb.removesuffix(' m')}"
+    assert (status, place in text, "Did you mean" in text) == (2, True, False), text
