@@ -154,7 +154,10 @@ class LlamaCpp:
             lib.llama_free(self._context)
             lib.llama_model_free(self._model)
         path = order["files"][model].encode()
-        self._model = lib.llama_model_load_from_file(path, lib.llama_model_default_params())
+        how = lib.llama_model_default_params()
+        # With its AMX buffers, llama.cpp 0.3.36 ends by SIGSEGV in a product of Q8_0.
+        how.use_extra_bufts = "Q8_0" not in order["files"][model]
+        self._model = lib.llama_model_load_from_file(path, how)
         options = lib.llama_context_default_params()
         options.n_ctx = order["context"] * room
         options.n_batch = options.n_ubatch = order["context"]

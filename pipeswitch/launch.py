@@ -237,8 +237,8 @@ def _run(settings: Message, descriptors: Sequence[int]) -> int:
 
 def main(descriptor: int) -> None:
     """Import the modules that children need, report readiness, serve; exit at the end."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the controller decides when a process ends
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)  # the controller decides when a process ends
     wake_when_orphaned()
     set_process_name("pipeswitch-fork")
     channel = channel_from(descriptor)

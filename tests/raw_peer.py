@@ -12,7 +12,7 @@ from typing import Any
 from pipeswitch.wire import frames
 from pipeswitch.wire.stream import Stream, WireMessage
 
-DEADLINE_S = 10.0
+DEADLINE_S = 30.0
 
 
 class RawPeer:

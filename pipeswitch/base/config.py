@@ -199,7 +199,7 @@ class ServerConfig(Section, frozen=True):
     keys_dir: folder of the server's CURVE key and its clients' keys; empty: STATE_DIR/keys
     max_connections: maximum number of TCP connections
     watchdog: the server ends if its scheduler does not respond for this long; 0: never
-    drain_grace: time to finish accepted requests after SIGTERM or SIGINT
+    drain_grace: time to finish accepted requests after SIGTERM, SIGINT or SIGHUP
     state_dir: folder of programs, commits, journal and logs; empty: $XDG_STATE_HOME/pipeswitch
     runtime_dir: folder of the socket; empty: $XDG_RUNTIME_DIR/pipeswitch
     """

@@ -189,11 +189,6 @@ def _tree(root: type[PipeSwitchError]) -> dict[str, type[PipeSwitchError]]:
 ERRORS_BY_NAME: Mapping[str, type[PipeSwitchError]] = _tree(PipeSwitchError)
 
 
-def no_server(address: str) -> ServerUnavailable:
-    """Return the error for an address at which no server answers."""
-    return ServerUnavailable(f"no server answers at {address}", hint="start one: pipeswitch serve")
-
-
 def model_failed(name: str, reason: str) -> ServerUnavailable:
     """Return the error for a registered model that is failed; ``reason`` may be empty."""
     hint = "register it again, or correct its [[model]] and restart the server"

@@ -12,9 +12,9 @@ from typing import Any, Final
 
 import click
 
-from ..base.errors import InvalidInput, PipeSwitchError, no_server
+from ..base.errors import InvalidInput, PipeSwitchError
 from ..base.units import printed
-from ..wire.addresses import full_address, is_refused
+from ..wire.addresses import full_address, is_refused, no_server
 from . import views
 
 EXIT_OK, EXIT_FAILED = 0, 1

@@ -46,7 +46,10 @@ def keys(ctx: click.Context, path: str | None, state_dir: str | None, keys_dir: 
 
 
 def _folder() -> KeyFolder:
-    return KeyFolder(click.get_current_context().obj).open()
+    """Return the server's key folder; name it on stderr, because stdout may go to a variable."""
+    folder = KeyFolder(click.get_current_context().obj).open()
+    views.echo(f"key folder: {folder.path}", err=True)
+    return folder
 
 
 def _folder_for(out: str) -> Path:

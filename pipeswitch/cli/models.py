@@ -92,7 +92,7 @@ def _pairs(texts: Sequence[str]) -> dict[str, str]:
     metavar="FILE.npz",
     help="For package.module:factory: values of the inputs by name.",
 )
-@click.option("--priority", type=click.Choice(["high", "normal", "low"]), default="normal")
+@click.option("--priority", type=click.Choice(["high", "normal", "low"]), help="Default: normal.")
 @click.option("--pin", is_flag=True, help="Keep the model on the device.")
 @click.option("--max-batch", type=int, default=0, help="Largest dynamic batch.")
 @click.option(
@@ -195,8 +195,6 @@ def register(
     from ..client.model_sources import FILES, LocalSource, check_program_options
     from ..wire.register_request import RegisterRequest
 
-    if as_version:  # the option's defaults must not change a version
-        options |= {"priority": "", "precision": ""}
     fields = {key: value for key, value in options.items() if value} | {"as_version": as_version}
     request = RegisterRequest(source=source, **fields)
     check_program_options(source, request.weights, request.inputs)
@@ -297,7 +295,8 @@ def _publish(name: str, from_job: str, part: str, as_json: bool) -> None:
         raise click.BadParameter(f"{from_job!r} is not JOB or JOB@STEP", param_hint="--from-job")
     with common.connected() as client:
         row = client.publish(name, job, int(step) if step else -1, part)
-    common.print_done(row, f"{name} is version {row['version']} now, of job {job}", as_json)
+    notes = "".join(f"\n  {note}" for note in row.get("notes", []))
+    common.print_done(row, f"{name} is version {row['version']} now, of job {job}{notes}", as_json)
 
 
 def _converted(source: str, signature: dict[str, Any], stack: contextlib.ExitStack) -> str:

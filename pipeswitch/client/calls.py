@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any, Final, TypeAlias
 import msgspec
 
 from ..base import errors
+from ..wire.addresses import no_server
 from ..wire.frames import (
     BODY_TENSOR,
     MAGIC,
@@ -31,9 +32,10 @@ from ..wire.frames import (
     encoder,
 )
 from ..wire.request_timing import RequestTiming
-from .links import StreamLink, Watcher
+from .links import BRING, StreamLink, Watcher
 
 if TYPE_CHECKING:
+    from ..wire.curve_keys import ClientKeys
     from .curve_bridge import ZmqLink
 
 logger = logging.getLogger(__name__)
@@ -94,6 +96,7 @@ class Calls:
     """Unanswered calls, and the link that carries them."""
 
     _waits_for_server = True  # True: retry while no server listens at the address
+    keys: ClientKeys | None = None
 
     def __init__(
         self,
@@ -252,7 +255,16 @@ class Calls:
         if self._waits_for_server and time.monotonic() < self._gives_up_at_s():
             self._due(time.monotonic() + AGAIN_S)
         else:
-            self._fail_all(errors.no_server(self.address))
+            self._fail_all(self._no_server())
+
+    def _no_server(self) -> errors.ServerUnavailable:
+        """Return the error at the end of a search.
+
+        A server with keys may close the connection before a client without a key gets the reason.
+        """
+        lacks_keys = self.keys is None and self.address.startswith("tcp://")
+        other = f"; one that requires keys answers no client without them: {BRING}"
+        return no_server(self.address, other if lacks_keys else "")
 
     def _gives_up_at_s(self) -> float:
         """Return the time on the monotonic clock at which the search ends.
@@ -272,7 +284,7 @@ class Calls:
         """Continue the search; after ``timeout_s``, fail the calls whose deadline has passed."""
         now_s, gives_up_at_s = time.monotonic(), self._gives_up_at_s()
         if now_s >= gives_up_at_s:
-            self._fail_all(errors.no_server(self.address))
+            self._fail_all(self._no_server())
             return
         if now_s >= self._began_s + self._timeout_s:
             for call in [call for call in self._calls.values() if call.until_s <= now_s]:

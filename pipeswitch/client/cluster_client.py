@@ -22,6 +22,7 @@ from typing import Any, Final
 import msgspec
 
 from ..base import errors
+from ..wire.addresses import no_server
 from ..wire.curve_keys import ClientKeys
 from .calls import FinalReply
 from .connection import Connection
@@ -340,7 +341,7 @@ class ClusterVerbs(Members):
                 break
             self._ask()
         if not bodies:
-            raise errors.no_server("any node of the cluster")
+            raise no_server("any node of the cluster")
         return bodies
 
     def _do_ping(self, op: str, **options: Any) -> Any:

@@ -21,7 +21,7 @@ from ..wire.stream import SHARED_BYTES, ShmSegment, Stream, keep_alive
 
 MAX_REPLY_BYTES: Final = 1 << 32  # limit of one frame; high, because a client trusts its server
 BURST_MESSAGES: Final = 16
-_BRING: Final = (
+BRING: Final = (
     "key= and server_key=, or PIPESWITCH_KEY and PIPESWITCH_SERVER_KEY; "
     "the server's owner makes them: pipeswitch keys client NAME"
 )
@@ -187,7 +187,7 @@ class StreamLink(ServerLink):
                 if reason != ZMTP:
                     raise
                 why = f"{self.address}: the server asks for a key, or is older than this client"
-                raise PermissionDenied(why, hint=_BRING) from None
+                raise PermissionDenied(why, hint=BRING) from None
             for message in messages:
                 for descriptor in message.descriptors:
                     self._adopt(descriptor)

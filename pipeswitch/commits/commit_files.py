@@ -33,7 +33,7 @@ from .image import LENGTH, safetensors_head
 RECORD_NAME: Final = "commit.json"
 MAX_RECORD_BYTES: Final = 4096
 PIECE_BYTES: Final = 4 << 20
-_IMAGE: Final = re.compile(r"commit-(\d+)-(\d+)(?:-([0-9a-f]{64}))?\.safetensors(\.tmp)?")
+_IMAGE: Final = re.compile(r"commit-(\d+)-(\d+)(?:-([0-9a-f]{64}))?\.safetensors(\.tmp|\.damaged)?")
 _OURS: Final = re.compile(rf"{_IMAGE.pattern}|commit\.json\.tmp")
 
 
@@ -179,8 +179,10 @@ def load_commit(
             continue
         problems.pop(record.image, None)  # this image is undamaged; only a record of it was wrong
         if damaged is not None:
-            for problem in problems.values():
+            for image, problem in problems.items():
                 damaged(problem.message)
+                with contextlib.suppress(OSError):  # else the next write would keep it alone
+                    (directory / image).rename(directory / f"{image}.damaged")
         return loaded
     raise next(iter(problems.values()))
 

@@ -69,6 +69,8 @@ def _made(target: Path, source: Path, *, hint: str) -> Iterator[None]:
     """Create a folder; remove it if the body raises. ``hint`` is added to the full-disk error."""
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
         raise InvalidInput(f"{target} is not an empty folder", hint="name a new one")
+    if any(target.absolute().is_relative_to(source.absolute() / one) for one in FOLDERS):
+        raise InvalidInput(f"{target} would be copied into itself", hint=hint)
     try:
         target.mkdir(mode=0o700, parents=True, exist_ok=True)
         yield

@@ -44,7 +44,8 @@ class Loop:
         self._notifier = Notifier(os.environ)
         self._freed = FreedMemory()
         self._numbers = itertools.count(1)
-        self._signals = 0
+        self._signals = 0  # SIGINT and SIGTERM
+        self._is_hung_up = False  # SIGHUP came
         self._signals_seen = 0
         self._wake_read, self._wake_write = socket.socketpair()
         for end in (self._wake_read, self._wake_write):
@@ -74,7 +75,8 @@ class Loop:
         self._notifier.notify(STOPPING=1, STATUS=exit_order.reason)
         log.info("leaving status=%d: %s", exit_order.status, exit_order.reason)
         if exit_order.status == os.EX_IOERR:
-            sys.stderr.write(f"Error: {exit_order.reason}\n")
+            with contextlib.suppress(OSError):  # the terminal was closed
+                sys.stderr.write(f"Error: {exit_order.reason}\n")
         return exit_order.status
 
     def _timeout_s(self, look_at_s: float) -> float:
@@ -105,7 +107,7 @@ class Loop:
         inbox = self._server.inbox
         while inbox:
             self._handle(inbox.popleft())
-        while self._signals_seen < self._signals:
+        while self._signals_seen < (self._signals or self._is_hung_up):
             self._signals_seen += 1
             self._notifier.notify(STOPPING=1, STATUS="draining")
             self._handle(
@@ -126,8 +128,8 @@ class Loop:
             self._effects.perform(command)
         for command in self._scheduler.run_deferred():
             self._effects.perform(command)
-        while self._effects.refused_models:
-            self._scheduler.registry.names.mark_lost(*self._effects.refused_models.pop())
+        while self._effects.refused_models and not self._server.inbox:  # after restored models
+            self._scheduler.registry.names.mark_refused(*self._effects.refused_models.pop())
             for command in self._scheduler.run_deferred():
                 self._effects.perform(command)
         if not self._is_announced and self._scheduler.is_whole and self._server.is_ready:
@@ -136,19 +138,28 @@ class Loop:
             gc.freeze()  # these objects stay; a full collection during a request skips them
             line = self._ready_line()
             self._notifier.notify(READY=1, STATUS=line)
-            sys.stdout.write(line + "\n")
-            sys.stdout.flush()
+            with contextlib.suppress(OSError):  # the terminal was closed
+                sys.stdout.write(line + "\n")
+                sys.stdout.flush()
 
     # -- signals -------------------------------------------------------------------------------
 
     def catch_signals(self) -> None:
         """Handle signals: the first one drains, the second one ends the server at once."""
         signal.set_wakeup_fd(self._wake_write.fileno(), warn_on_full_buffer=False)
-        for number in (signal.SIGINT, signal.SIGTERM):
+        numbers = [signal.SIGINT, signal.SIGTERM]
+        if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:  # nohup ignores it
+            numbers.append(signal.SIGHUP)
+        for number in numbers:
             signal.signal(number, self._on_signal)
 
-    def _on_signal(self, *_: object) -> None:
-        self._signals += 1
+    def _on_signal(self, number: int, _: object) -> None:
+        # SIGHUP counts once, because several come: from a closed terminal's shell, from the kernel
+        # when that shell exits, and from systemd with SIGTERM at the end of a user's session.
+        if number == signal.SIGHUP:
+            self._is_hung_up = True
+        else:
+            self._signals += 1
 
     def _drain_wakes(self) -> None:
         with contextlib.suppress(BlockingIOError):

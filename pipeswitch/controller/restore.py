@@ -59,13 +59,15 @@ def restore(server: Server, now_s: float) -> None:
                 journal.lost.append((kind, name))
     for kind, name in journal.lost:
         _show_lost(server, kind, name, now_s)
+    lost = {split_name(name)[0] for kind, name in journal.lost if kind == "model"}
     for model in server.config.models:
-        if model.name in {name for name, _ in known}:
+        if model.name in lost and model.name in {name for name, _ in known}:
             continue
         token = next(tokens)
         server.effects.first_attempts[token] = ModelName(model.name)
         try:
-            server.inbox.append(configured(token, model))
+            event = configured(token, model)
+            server.inbox.append(msgspec.structs.replace(event, is_configured=True))
         except PipeSwitchError as error:
             server.effects.perform(Reply(token=token, error=error))
 

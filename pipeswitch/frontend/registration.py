@@ -41,10 +41,12 @@ def check(request: RegisterRequest) -> None:
         check_name(alias, "alias")
     priority_number(request.priority, default=1)
     has_file = request.weights.startswith("put:") or request.weights.endswith(".safetensors")
-    if request.as_version and (request.body().keys() != {"as_version", "weights"} or not has_file):
+    others = ", ".join(sorted(request.body().keys() - {"as_version", "weights"}))
+    if request.as_version and (others or not has_file):
+        what = f"omit {others}" if others else f"weights {request.weights!r} are not a file"
         raise InvalidInput(
-            "a version from a file changes only the weights of the served model: give no other "
-            "options",
+            "a new version changes only the weights of a registered model: "
+            + (what if request.weights else "--weights FILE is missing"),
             hint="pipeswitch register NAME --weights FILE --as-version",
         )
     if request.precision not in ("", *PRECISIONS):
@@ -145,7 +147,7 @@ def registration(
         model=ModelName(model),
         spec=spec,
         spec_digest=digest.hexdigest(),
-        priority=priority_number(request.priority, default=1),
+        priority=priority_number(request.priority, default=1) if request.priority else None,
         is_pinned=request.pin,
         tenant=principal.tenant,
         devices=request.devices,

@@ -218,8 +218,10 @@ class Requests:
         """Count a request whose answer was sent or cannot be sent, and free its memory."""
         outcome: Outcome = "ok" if answer.error is None else "error"
         name = outcome if is_sent else "undeliverable"
+        is_full = is_sent and answer.error is not None and isinstance(answer.error, QueueFull)
         for counts in pending.counts:
             setattr(counts, name, getattr(counts, name) + 1)
+            counts.queue_full += is_full
         if pending.sequence is not None:
             is_ok = answer.error is None
             self.sequences.ended(pending.sequence, pending.allocation, is_ok=is_ok, is_sent=is_sent)

@@ -251,7 +251,7 @@ VERBS: Final[Mapping[str, Verb]] = {
     "sequences": Verb(Role.INFER),  # the caller's; all of them for the owner
     "generation": Verb(Role.INFER),
     "put": Verb(Role.REGISTER),
-    "register": Verb(Role.REGISTER, _register, ends_with_client=True),  # see ``require_roles``
+    "register": Verb(Role.REGISTER, _register, of_model=True, ends_with_client=True),
     "chain": Verb(Role.REGISTER, _chain),
     "unregister": Verb(
         Role.REGISTER,
@@ -261,7 +261,7 @@ VERBS: Final[Mapping[str, Verb]] = {
         http=Http("DELETE", "models/{model}", "Unregister", is_safe=False),
     ),
     "rollback": Verb(Role.REGISTER, _rollback, of_model=True, of_owner=True),
-    "publish": Verb(Role.OPERATE, _publish, ends_with_client=True),  # replaces any client's model
+    "publish": Verb(Role.OPERATE, _publish, of_model=True, ends_with_client=True),  # any client's
     "load": Verb(
         Role.OPERATE,
         _pin,

@@ -63,7 +63,8 @@ log = logging.getLogger(__name__)
 def main(descriptor: int) -> None:
     """Receive the settings from the controller, and serve until the process is stopped."""
     faulthandler.enable()  # prints the stacks if an extension crashes
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the controller decides when the gateway stops
+    for number in (signal.SIGINT, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)  # the controller decides when the gateway stops
     handler = logging.StreamHandler()
     handler.setFormatter(PrintableFormatter("%(asctime)s %(levelname)s %(name)s %(message)s"))
     logging.getLogger("pipeswitch").addHandler(handler)
@@ -120,6 +121,7 @@ async def _serve(settings: GatewaySettings, channel: Channel, descriptors: Seque
     )
     api = Api(upstream, EventLog(), version=service.version, allow_code=settings.allow_code)
     shared = Shared(limits.waiting_bytes, limits.answer_bytes)
+    service.queue_full_count = lambda: shared.queue_full_count
     http = HttpServer(RestApi(service, callers, api, Page(), shared.aside), limits, shared, refuse)
     async with contextlib.AsyncExitStack() as stack:
         stack.callback(upstream.close)

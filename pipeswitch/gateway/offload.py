@@ -26,6 +26,7 @@ class Shared:
         self.passes = Passes()
         self.waiting = FairQuota(waiting_bytes, "bytes of requests without an answer")
         self.answers = FairQuota(answer_bytes, "bytes of answers that are not read")
+        self.queue_full_count = 0  # requests refused with QueueFull
 
 
 class OffloadThread:

@@ -22,7 +22,7 @@ from .processes.preprocess_pool import PreprocessPool, PreprocessSlot
 from .server_state import ServerState
 from .state.device_state import DeviceState
 from .state.fair_queue import CallerShare
-from .state.records import DeviceModel, Job, Model, Worker
+from .state.records import PRIORITY_NAMES, DeviceModel, Job, Model, Worker
 from .state.regions import Owner
 from .state.states import ModelState, Residency, TaskState, WorkerState
 from .state.versions import Versions, version_name
@@ -31,7 +31,6 @@ from .training.jobs import activations_row, behind
 DISPATCH_KINDS = ("cold", "partial", "resident")  # all, a part or none of the model was copied
 DEVICE_KINDS = ("infer", "switch", "train")
 OWNER = "(owner)"  # the server's owner in ``tenant_s``; tenants' names have no parentheses
-PRIORITY_NAMES = {0: "high", 1: "normal", 2: "low"}
 
 
 def _shown(spec: ValueSpec) -> list[Any]:
@@ -259,6 +258,9 @@ class Introspection:
         streams = self._machine.stream_of(model)
         if streams is not None:
             row |= {"streams": streams, "notes": [*row["notes"], streams["text"]]}
+        served = self._versions.served(model.base)
+        if served is not None and served.note:
+            row["notes"] = [*row.get("notes", []), served.note]
         if manifest is not None and model.processor is not None:
             public = model.processor.public(manifest)
             row |= {

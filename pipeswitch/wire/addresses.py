@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from ..base.config import DEFAULT_LISTEN, default_runtime_dir
-from ..base.errors import ConfigError
+from ..base.errors import ConfigError, ServerUnavailable
 from .private import check_private
 
 _ADDRESS = re.compile(r"ipc://.+|ray://auto|(?:tcp|ray)://([^:/\s\[\]]+|\[[^\]\s]+\]):([0-9]{1,5})")
@@ -105,6 +105,13 @@ def is_refused(address: str) -> bool:
         raise ConfigError(f"there is no machine {host!r}: {error.args[-1]}", hint=HINT) from None
     except (OSError, ValueError):
         return False  # the client's own connection reports the problem
+
+
+def no_server(address: str, other: str = "") -> ServerUnavailable:
+    """Return the error for an address at which no server answers; ``other`` extends its hint."""
+    is_usual = address == DEFAULT_LISTEN or not address.startswith("tcp://")
+    command = "pipeswitch serve" if is_usual else f"pipeswitch serve --listen {address}"
+    return ServerUnavailable(f"no server answers at {address}", hint=f"start one: {command}{other}")
 
 
 def parse_listen(listen: str) -> tuple[str, int]:

@@ -181,10 +181,13 @@ class Oracle:
         is_pinned: bool,
         is_owner: bool,
     ) -> None:
-        """Record a registration whose answer is ``row``; a repeated one changes nothing."""
+        """Record a registration whose answer is ``row``; a repeated one sets priority and pin."""
         old = self.models.get(name)
         if old is not None:
             assert row["digest"] == old.digest
+            old.priority = priority or old.priority
+            old.is_pinned |= is_pinned
+            self._memory_changed()
             return
         max_batch = max_batch or DEFAULT_MAX_BATCH
         self.know_digest(program.name, max_batch, row["digest"])

@@ -29,7 +29,7 @@ from pipeswitch.scheduler import events as ev
 from pipeswitch.wire.request_timing import RequestTiming
 
 POOL_BYTES = 8 << 20
-DEADLINE_S = 10.0
+DEADLINE_S = 30.0
 
 
 def manifest(width: int = 4, batch_max: int = 8) -> Manifest:

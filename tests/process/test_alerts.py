@@ -17,7 +17,9 @@ WELL = {
     "pipeswitch_draining": "0x90",
     'pipeswitch_requests_total{outcome="ok"}': "0+100x90",
     'pipeswitch_requests_total{outcome="error"}': "0+1x90",
+    'pipeswitch_requests_total{outcome="queue_full"}': "0x90",
     "pipeswitch_queue_full_total": "0x90",
+    "pipeswitch_gateway_queue_full_total": "0x90",
     "pipeswitch_worker_restarts_total": "1x90",
     "pipeswitch_daemon_restarts_total": "0x90",
     'pipeswitch_memory_free_bytes{tier="host"}': "500x90",
@@ -29,7 +31,10 @@ FAULTS = {
     "PipeSwitchDown": {'up{job="pipeswitch"}': "0x90"},
     "PipeSwitchNotReady": {"pipeswitch_ready": "0x90"},
     "PipeSwitchRequestsFail": {'pipeswitch_requests_total{outcome="error"}': "0+20x90"},
-    "PipeSwitchQueueFull": {"pipeswitch_queue_full_total": "0+1x90"},
+    "PipeSwitchQueueFull": {
+        "pipeswitch_queue_full_total": "0+1x90",
+        'pipeswitch_requests_total{outcome="queue_full"}': "0+900x90",
+    },
     "PipeSwitchWorkersDie": {"pipeswitch_worker_restarts_total": "0+1x90"},
     "PipeSwitchHostStoreFull": {'pipeswitch_memory_free_bytes{tier="host"}': "20x90"},
     "PipeSwitchJobNotPersisted": {
@@ -59,11 +64,22 @@ def test_the_alert_rules_are_sound_and_each_has_a_test(promtool: str) -> None:
     assert [rule["alert"] for rule in group["rules"]] == list(FAULTS)
 
 
-@pytest.mark.parametrize("fault", [None, *FAULTS])
+OTHERS = (
+    (None, {}),
+    ("PipeSwitchQueueFull", {"pipeswitch_gateway_queue_full_total": "0+1x90"}),
+    (  # also while most requests are refused
+        "PipeSwitchRequestsFail",
+        FAULTS["PipeSwitchRequestsFail"]
+        | {'pipeswitch_requests_total{outcome="queue_full"}': "0+900x90"},
+    ),
+)
+
+
+@pytest.mark.parametrize(("fault", "changes"), [*FAULTS.items(), *OTHERS])
 def test_each_alert_fires_at_its_fault_and_no_other_does(
-    promtool: str, tmp_path: Path, fault: str | None
+    promtool: str, tmp_path: Path, fault: str | None, changes: dict[str, str]
 ) -> None:
-    series = WELL | (FAULTS[fault] if fault else {})
+    series = WELL | changes
     alerts = {
         "rule_files": [str(RULES)],
         "evaluation_interval": "1m",

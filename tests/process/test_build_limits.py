@@ -34,7 +34,10 @@ def environment(tmp_path: Path) -> dict[str, str]:
 
 
 def test_a_build_has_a_limit_of_time_and_of_memory(environment: dict[str, str]) -> None:
-    limits = {"PIPESWITCH_WORKERS__BUILD_TIMEOUT": "6s", "PIPESWITCH_WORKERS__BUILD_MEMORY": "1GiB"}
+    limits = {
+        "PIPESWITCH_WORKERS__BUILD_TIMEOUT": "15s",
+        "PIPESWITCH_WORKERS__BUILD_MEMORY": "1GiB",
+    }
     with server(environment={**environment, **limits}) as running, running.client() as client:
         with pytest.raises(ps.RegistrationRefused, match="memory"):
             client.register("greedy", "limited:greedy", inputs=INPUTS)

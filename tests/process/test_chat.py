@@ -80,7 +80,7 @@ class Terminal:
 
     def until(self, pattern: str) -> str:
         """Return the output since the last call, up to the pattern."""
-        ends_at = time.monotonic() + 4 * DEADLINE_S
+        ends_at = time.monotonic() + 2 * DEADLINE_S
         while (match := re.search(pattern, self._text)) is None:
             ready, _, _ = select.select([self._ours], [], [], max(0, ends_at - time.monotonic()))
             assert ready, f"no {pattern!r} in {self._text!r}"

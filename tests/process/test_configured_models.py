@@ -103,6 +103,26 @@ def test_ready_comes_after_the_first_attempt_at_each_and_what_failed_is_shown(
         assert client.infer("typo", x).value.shape == (1, 4)
 
 
+def test_a_changed_entry_of_a_known_model_is_applied_or_reported(tmp_path: Path) -> None:
+    path, rows, logs = tmp_path / "pipeswitch.toml", [], []
+    entry = '[[model]]\nname = "a"\nsource = "torchvision:squeezenet1_1"\nweights = "random:0"\n'
+    options = 'priority = "low"\npin = true\n'
+    for text in (entry, entry + options, entry.replace("random:0", "random:1"), entry):
+        path.write_text(text)
+        arguments = ("--config", str(path))
+        with server(args=arguments, state_dir=tmp_path / "state") as running:
+            with running.client() as client:
+                rows.append(client.show("a"))
+            logs.append(running.log())
+    assert [row["priority"] for row in rows] == ["normal", "low", "low", "normal"]
+    assert [row["pinned"] for row in rows] == [False, True, True, False]
+    assert len({row["digest"] for row in rows}) == 1
+    warnings = ["weights ('random:1', not 'random:0')" in log for log in logs]
+    assert warnings == [False, False, True, True], "one log of all four servers"
+    notes = ["unregister a first" in str(row["notes"]) for row in rows]
+    assert notes == [False, False, True, False]
+
+
 def test_a_state_is_written_as_the_command_line_does() -> None:
     assert parse_states(["h=h_out", "cache=rows+1"]) == {"h": ("h_out", -1), "cache": ("rows", 1)}
 

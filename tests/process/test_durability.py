@@ -152,7 +152,7 @@ def live_and_die(ledger: Ledger, folder: Path, name: str, generator: random.Rand
         checked.client.close()
         asker.join(30)
         assert not asker.is_alive()
-        tools.gone(checked.mark, 10)
+        tools.gone(checked.mark)
     for armed in points.iterdir():
         if armed.is_file():
             armed.unlink()
@@ -302,11 +302,10 @@ def kill_training_servers(
             tools.kill(checked.pid)
             checked.running.process.wait(30)
             checked.client.close()
-            tools.gone(checked.mark, 10)
+            tools.gone(checked.mark)
     return [lost(outs[name]) for name in names], rows
 
 
-@pytest.mark.timeout(120)
 def test_steps_that_a_killed_server_costs_are_counted(tmp_path: Path) -> None:
     ((first, second), *_), (row,) = kill_training_servers(
         tmp_path, 2, 1, random.Random(SEED), 0.5, ENVIRONMENT

@@ -76,7 +76,7 @@ SMALL = torch.linspace(-1, 1, 64).reshape(1, 64)
 
 
 def answers(checked: tools.Checked) -> None:
-    answer = checked.client.submit("small", SMALL).result(20)["y"]
+    answer = checked.client.submit("small", SMALL).result(60)["y"]
     assert tools.is_bit_equal(answer, tools.eager(tools.mlp(64, 2, 1), SMALL))
 
 
@@ -321,14 +321,14 @@ def test_damage_to_the_state_directory_costs_what_is_damaged_alone(tmp_path: Pat
     shutil.rmtree(state / "uploads", ignore_errors=True)
     with tools.checked_server(state_dir=state, environment=tools.ENVIRONMENT) as checked:
         tools.until(lambda: "a" in {row["name"] for row in checked.client.models()}, "it is back")
-        answer = checked.client.submit("a", SMALL).result(20)["y"]
+        answer = checked.client.submit("a", SMALL).result(60)["y"]
         assert tools.is_bit_equal(answer, tools.eager(modules["a"], SMALL))
         tools.until(
             lambda: all(row["state"] != "building" for row in checked.client.models()), "all tried"
         )
         for name in ("b", "c"):  # these models may be lost or built again, but answers are right
             with contextlib.suppress(errors.ModelNotFound, errors.RegistrationRefused):
-                answer = checked.client.submit(name, SMALL).result(20)["y"]
+                answer = checked.client.submit(name, SMALL).result(60)["y"]
                 assert tools.is_bit_equal(answer, tools.eager(modules[name], SMALL))
         log_is_clean(checked)
 

@@ -444,7 +444,7 @@ GRPC = """
     for model in ("mlp", "mpl", "mlp"):
         client.async_stream_infer(model, [given], request_id=model)
     for _ in range(3):
-        result, error = said.get(timeout=20)
+        result, error = said.get(timeout=60)
         if error is None:
             found["answers"].append(result.as_numpy("y").tolist())
         else:

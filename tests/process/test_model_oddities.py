@@ -23,7 +23,7 @@ from pipeswitch.base import errors
 
 ROOT = Path(__file__).parents[2]
 WIDTH = 256
-WAIT_S = 20.0
+WAIT_S = 60.0
 
 FACTORIES = """
     import sys

@@ -43,7 +43,7 @@ TRAINS = """
     with open(out, "a") as file:
         file.write(f"{width} ")
 """
-DEADLINES_MS = {3: 40e3, 5: 20e3, 8: 10e3, 9: 30e3}  # request number -> deadline
+DEADLINES_MS = {3: 160e3, 5: 80e3, 8: 40e3, 9: 120e3}  # request number -> deadline
 
 
 class Long(torch.nn.Module):
@@ -123,7 +123,7 @@ def _simulated_ends(training: str) -> list[str]:
 
 def _live(policy: str, state: Path) -> tuple[tuple[int, ...], int]:
     """Serve all requests with room for ``long`` and two models; return order and switches."""
-    patient = {"PIPESWITCH_SCHEDULER__MAX_WAIT": "60s"}  # no priority by waiting
+    patient = {"PIPESWITCH_SCHEDULER__MAX_WAIT": "240s"}  # no priority by waiting
     with checked_server(
         arena="16MiB", args=("--policy", policy), environment=patient, state_dir=state
     ) as checked:
@@ -144,7 +144,7 @@ def _live(policy: str, state: Path) -> tuple[tuple[int, ...], int]:
             futures.append(client.submit(name, inputs[name], deadline_ms=deadline_ms))
             if number < APART:  # after these the arena is full: requests only queue
                 until(lambda: _is_on_the_device(client, ORDER[: len(futures)]), "it is there")
-        timings: list[Any] = [future.result(60.0).timing for future in futures]
+        timings: list[Any] = [future.result(240.0).timing for future in futures]
         assert timings[0].compute_ms > 50.0  # time for later requests to arrive
         order = sorted(range(len(ORDER)), key=lambda number: timings[number].op_id)
         return tuple(order), client.stats()["switches"] - before
@@ -176,7 +176,7 @@ def _simulated(policy: str) -> Any:
         memory_bytes=14 * MIB,
         costs=Costs(to_device=Link(bytes_per_ms=float(5 * MIB))),
         policy=policy,
-        max_wait_ms=60e3,
+        max_wait_ms=240e3,
     )
     outcome = replay(setting, paper, arrivals)
     order = tuple(number - 1 for number in outcome.order if number)

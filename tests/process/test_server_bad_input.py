@@ -85,7 +85,7 @@ def test_weights_of_another_model_are_refused(running: Checked, tmp_path: Path) 
 def test_a_module_that_does_not_exist_fails_the_job(running: Checked) -> None:
     task = running.client.train("no_such_package.here:main")
     with pytest.raises(TaskFailed, match="no_such_package"):
-        task.wait(20)
+        task.wait(60)
 
 
 def test_a_factory_that_raises_or_returns_nonsense_is_refused(running: Checked) -> None:

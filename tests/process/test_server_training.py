@@ -48,7 +48,7 @@ def test_a_paused_job_makes_no_step_and_a_resumed_one_goes_on(
     assert task.cancel()["state"] == "cancelled"
     with pytest.raises(InvalidInput):
         task.pause()
-    assert task.wait(10)["state"] == "cancelled"
+    assert task.wait(60)["state"] == "cancelled"
 
 
 def test_what_a_script_prints_is_in_its_log_even_when_followed(
@@ -67,7 +67,7 @@ def test_what_a_script_prints_is_in_its_log_even_when_followed(
     )
     task = running.client.train(script)
     text = "".join(task.logs(follow=True))
-    assert task.wait(10)["state"] == "done"
+    assert task.wait(60)["state"] == "done"
     assert [line for line in text.splitlines() if line.startswith("epoch")] == [
         "epoch 0",
         "epoch 1",
@@ -90,7 +90,7 @@ def test_a_script_that_raises_fails_with_its_own_type_and_text(
     )
     task = running.client.train(script)
     with pytest.raises(TaskFailed, match="the pot is empty") as caught:
-        task.wait(20)
+        task.wait(60)
     assert caught.value.data["type"].endswith("OutOfCoffee")
     assert caught.value.data["text"] == "the pot is empty"
     assert task.status()["state"] == "failed"
@@ -100,10 +100,10 @@ def test_a_script_that_raises_fails_with_its_own_type_and_text(
 
 def test_a_script_that_leaves_with_a_status_says_so(running: tools.Checked, tmp_path: Path) -> None:
     fine = running.client.train(tools.write_script(tmp_path, "fine.py", "raise SystemExit(0)"))
-    assert fine.wait(20)["state"] == "done"
+    assert fine.wait(60)["state"] == "done"
     bad = running.client.train(tools.write_script(tmp_path, "bad.py", "raise SystemExit(3)"))
     with pytest.raises(TaskFailed, match="SystemExit"):
-        bad.wait(20)
+        bad.wait(60)
 
 
 def test_a_script_that_swallows_its_preemption_is_killed_and_others_go_on(
@@ -146,7 +146,7 @@ def test_a_script_asks_its_own_server(running: tools.Checked, tmp_path: Path) ->
             file.write(" ".join(names))
         """,
     )
-    assert running.client.train(script, args=[str(tmp_path / "said")]).wait(20)["state"] == "done"
+    assert running.client.train(script, args=[str(tmp_path / "said")]).wait(60)["state"] == "done"
     assert (tmp_path / "said").read_text() == "small"
 
 

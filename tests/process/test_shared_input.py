@@ -145,7 +145,7 @@ def test_a_write_in_place_and_another_input_fail_that_job_alone_and_say_what_to_
         args = arguments(tmp_path / "s", 32, 1, **options)
         task = checked.client.train(script, name=name, args=args, share="wrong")
         with pytest.raises(TaskFailed, match=f"(?s)SharedInputRefused: .*{text}"):
-            task.wait(30)
+            task.wait(60)
     step = good.status()["step"]
     until(lambda: good.status()["step"] > step, "it goes on")
     good.cancel()

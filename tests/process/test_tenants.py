@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -216,9 +217,10 @@ class Pair:
         """Return inode -> allocated bytes of the memfds ``pipeswitch-WHAT`` of a process."""
         bytes_by_file = {}
         for entry in Path("/proc", str(pid), "fd").iterdir():
-            if os.readlink(entry).startswith(f"/memfd:pipeswitch-{what}"):
-                facts = entry.stat()
-                bytes_by_file[facts.st_ino] = facts.st_blocks * BLOCK_BYTES
+            with contextlib.suppress(FileNotFoundError):  # it has just been closed
+                if os.readlink(entry).startswith(f"/memfd:pipeswitch-{what}"):
+                    facts = entry.stat()
+                    bytes_by_file[facts.st_ino] = facts.st_blocks * BLOCK_BYTES
         return bytes_by_file
 
     def wait_until_arena_is_bounded(self) -> None:

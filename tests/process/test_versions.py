@@ -117,9 +117,10 @@ def test_a_file_of_weights_becomes_the_next_version_and_the_old_one_can_come_bac
     name = f"from-file-{way}"
     other, path = other_weights(net, 5), tmp_path / "other.pt"
     torch.save({f"_orig_mod.{key}": value for key, value in other.state_dict().items()}, path)
-    with pytest.raises(errors.ModelNotFound):
-        client.register(name, weights=path, as_version=True)
     client.register(name, net, example_inputs=x)
+    with pytest.raises(errors.ModelNotFound) as refusal:
+        client.register(f"{name}s", weights=path, as_version=True)
+    assert refusal.value.data == {"nearest": name}
     if way == "client":
         row = client.register(name, weights=path, as_version=True)
     elif way == "command":
@@ -268,9 +269,10 @@ def test_what_does_not_fit_is_refused_and_changes_nothing(
     assert "3.bias" not in reason
     with pytest.raises(errors.InvalidInput, match="of step 2, not of step 1"):
         client.publish("fits", "wide", step=1)
-    with pytest.raises(errors.ModelNotFound):
-        client.publish("fit", "wide")
-    with pytest.raises(errors.ModelNotFound):
+    for act in (client.profile, lambda name: client.publish(name, "wide")):
+        with pytest.raises(errors.ModelNotFound, match='did you mean "fits"'):
+            act("fit")
+    with pytest.raises(errors.ModelNotFound, match='no job "side"'):
         client.publish("fits", "side")
     with pytest.raises(errors.ModelNotFound, match="before 1"):
         client.rollback("fits")

@@ -158,6 +158,8 @@ def test_a_state_that_never_stands_still_is_refused_and_leaves_nothing(
 
 
 def test_what_cannot_be_backed_up_or_restored_is_refused(state: State, tmp_path: Path) -> None:
+    with pytest.raises(InvalidInput, match="into itself"):
+        backup(state.root, state.root / "models" / "copy")
     full, copy, again = tmp_path / "full", tmp_path / "copy", tmp_path / "again"
     full.mkdir()
     (full / "file").write_text("")

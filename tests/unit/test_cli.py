@@ -646,6 +646,9 @@ def test_a_verb_does_not_wait_for_a_server_that_is_not_there(
         code, _, err = run(*verb, env=NOBODY)
         assert code == 3
         assert "pipeswitch serve" in err
+    monkeypatch.setattr("pipeswitch.cli.common.is_refused", lambda address: True)
+    for host, options in (("127.0.0.1", ""), ("127.0.0.1:6000", " --listen tcp://127.0.0.1:6000")):
+        assert run("--host", host, "ps")[2].endswith(f"hint:  start one: pipeswitch serve{options}\n")
 
 
 def about_page(folder: Path) -> dict[str, Any]:

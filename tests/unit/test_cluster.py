@@ -443,9 +443,8 @@ def test_a_request_ends_with_whatever_error_its_second_try_has(
 def test_a_second_try_that_has_not_begun_ends_with_its_client() -> None:
     rig = Rig()
     rig.doors["a"].error = GONE
-    count = rig._pool._max_workers
-    is_busy, may_end = threading.Barrier(count + 1), threading.Event()
-    for _ in range(count):
+    is_busy, may_end = threading.Barrier(rig._pool._max_workers + 1), threading.Event()
+    for _ in range(is_busy.parties - 1):
         rig._pool.submit(lambda: (is_busy.wait(10), may_end.wait(10)))
     is_busy.wait(10)
     answer = rig.request("infer", model="m", is_safe=True)

@@ -350,7 +350,9 @@ def test_a_damaged_record_costs_nothing(tmp_path: Path, kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", ["flip", "truncate", "missing", "another job's"])
-def test_a_job_goes_on_from_the_commit_before_a_damaged_one(tmp_path: Path, kind: str) -> None:
+def test_a_job_goes_on_from_the_commit_before_a_damaged_one(
+    tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     for step in (3, 5, 9):
         commit_files.write_commit(tmp_path, step, memoryview(image_of(step)))
     image = tmp_path / commit_files.read_record(tmp_path).image
@@ -367,6 +369,10 @@ def test_a_job_goes_on_from_the_commit_before_a_damaged_one(tmp_path: Path, kind
     os.close(descriptor)
     assert record.step == 5
     assert len(messages) == 1
+    monkeypatch.setattr(commit_files, "reach", dies_at("persist.image.write"))
+    with pytest.raises(Died):
+        commit_files.write_commit(tmp_path, 10, memoryview(image_of(10)))
+    assert loaded(tmp_path) == (5, image_of(5)), "the next commit removes the damaged one alone"
 
 
 @pytest.mark.parametrize("text", ["", "{}", '{"step":1,"size_bytes":1,"sha256":"","image":"../x"}'])

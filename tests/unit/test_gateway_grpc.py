@@ -402,7 +402,8 @@ def test_a_call_whose_half_message_is_too_much_for_its_address_is_refused(verb: 
         shares, context = FairQuota(1 << 20), Half("10.0.0.1")
         arrivals = Arrivals(shares, lambda peers: dict.fromkeys(peers, 1 << 20))
         service = cast(Any, Service())
-        calls = GrpcVerbs(service, service, Shared(1 << 20, 1 << 20), arrivals)
+        shared = Shared(1 << 20, 1 << 20)
+        calls = GrpcVerbs(service, service, shared, arrivals)
 
         message = REFLECTION["grpc.reflection.v1"]["ServerReflectionRequest"]
         behavior: Any = {
@@ -413,7 +414,7 @@ def test_a_call_whose_half_message_is_too_much_for_its_address_is_refused(verb: 
         }[verb]
         assert [part async for part in behavior(None, context)] == []
         assert context.aborted == ["RESOURCE_EXHAUSTED"]
-        assert not shares.held
+        assert (shares.held, shared.queue_full_count) == (0, 1)
 
     asyncio.run(call())
 

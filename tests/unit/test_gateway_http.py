@@ -595,6 +595,7 @@ def test_unfinished_bodies_together_are_bounded_and_the_largest_goes_first(rig: 
     feed(small, post("/s", b"x" * 300)[:-100])
     assert answers(large_wire)[0][0] == 429
     assert b"Retry-After: 1" in large_wire.sent
+    assert rig.server.shared.queue_full_count == 1
     feed(small, b"x" * 100)
     assert answers(small_wire)[0][0] == 200
 
@@ -666,7 +667,7 @@ def test_of_whole_bodies_that_wait_each_address_has_its_share(rig: Rig) -> None:
         connection, wire = rig.connect(peer)
         feed(connection, post("/", b"x" * 1000))
         assert [answer_status for answer_status, _ in answers(wire)] == ([status] if status else [])
-    assert rig.server.shared.waiting.held == 2000
+    assert (rig.server.shared.waiting.held, rig.server.shared.queue_full_count) == (2000, 1)
 
 
 def test_a_long_answer_leaves_as_it_is_read_and_unread_ones_have_their_share(rig: Rig) -> None:
@@ -753,8 +754,11 @@ def get(path: str = "/s", method: str = "GET") -> bytes:
 
 
 def turns() -> None:
-    feed_nothing = asyncio.sleep(0.001)
-    asyncio.get_event_loop().run_until_complete(feed_nothing)
+    async def run() -> None:
+        for _ in range(20):
+            await asyncio.sleep(0)
+
+    asyncio.get_event_loop().run_until_complete(run())
 
 
 def test_a_stream_comes_piece_by_piece_and_its_end_is_the_connections(rig: Rig) -> None:

@@ -82,6 +82,7 @@ def facts() -> dict[str, Any]:
         (
             "malformed",
             "queue_full",
+            "gateway_queue_full",
             "slow_clients",
             "clients",
             "sequences",
@@ -90,7 +91,7 @@ def facts() -> dict[str, Any]:
         ),
         0,
     )
-    counts = Counters(accepted=3, ok=2).as_dict()
+    counts = Counters(accepted=9, ok=2, error=6, queue_full=5).as_dict()
     row = {"sequences": 2, "sequence_bytes": 96, "spare_bytes": 32, "tokens": 7}
     own["sequences_by_model"] = {"chat": row, "chat@2": row | {"tokens": 1}}
     own |= {"pool_capacity_bytes": 10, "pool_free_bytes": 4, "inference": counts}
@@ -127,7 +128,9 @@ def test_an_operator_is_told_of_the_server_and_others_are_not() -> None:
     metrics = Metrics(ModelStats())
     samples_by_name = told(metrics, facts())
     assert samples_by_name["pipeswitch_switches_total",] == 0
-    assert samples_by_name["pipeswitch_requests_total", "ok"] == 2
+    outcomes = {key[1]: n for key, n in samples_by_name.items() if "_requests_total" in key[0]}
+    assert outcomes == {"ok": 2, "error": 1, "queue_full": 5, "undeliverable": 0}
+    assert samples_by_name["pipeswitch_gateway_queue_full_total",] == 0
     assert samples_by_name["pipeswitch_in_flight_requests",] == 1
     assert samples_by_name["pipeswitch_memory_capacity_bytes", "device"] > 0
     assert samples_by_name["pipeswitch_memory_free_bytes", "requests"] == 4

@@ -133,7 +133,9 @@ def test_a_client_needs_both_keys_or_none(tmp_path: Path) -> None:
 
 def cli(*words: str) -> Any:
     result = CliRunner().invoke(keys, [*words], catch_exceptions=False, standalone_mode=False)
-    return json.loads(result.output)
+    assert (words[2] == "pair") == (result.stderr == "")  # it only writes the client's files
+    assert result.stderr in ("", f"key folder: {words[1]}\n")
+    return json.loads(result.stdout)
 
 
 def test_the_commands_make_admit_list_and_revoke(tmp_path: Path) -> None:

@@ -80,6 +80,8 @@ def test_the_sdk_the_command_line_and_the_file_ask_for_the_same(
         "2",
         "--batch-delay",
         "3ms",
+        "--priority",
+        "normal",
         "--devices",
         "cpu:0",
         "--preprocess",
@@ -116,6 +118,19 @@ def test_the_sdk_the_command_line_and_the_file_ask_for_the_same(
         aliases=("a", "b"),
     )
     assert configured(Token(1), file) == asked(sdk.body)
+
+
+@pytest.mark.parametrize(
+    ("fields", "text"),
+    [
+        ({}, "--weights FILE is missing"),
+        ({"weights": "random:3"}, "'random:3' are not a file"),
+        ({"weights": "put:0", "priority": "high"}, "omit priority"),
+    ],
+)
+def test_what_a_version_from_a_file_lacks_is_named(fields: dict[str, Any], text: str) -> None:
+    with pytest.raises(InvalidInput, match=text):
+        asked({"as_version": True, **fields})
 
 
 def test_an_older_client_that_sends_every_field_asks_for_the_same() -> None:

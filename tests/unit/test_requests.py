@@ -188,6 +188,8 @@ def test_refusals_are_counted_apart_and_want_of_room_by_itself(
     sent(ended(requests, pending, Reply(token=pending.token, error=QueueFull("too many wait"))))
     assert requests.queue_full_count == 2
     assert (requests.counts.accepted, requests.counts.error) == (1, 1)
+    for counts in (client.counts, requests.counts, requests.inference):
+        assert (counts.queue_full, counts.in_flight) == (1, 0)
 
 
 def logged(folder: Path) -> list[dict[str, Any]]:

@@ -195,12 +195,11 @@ class Rig:
         self, name: str, *, spec: str = "", pin: bool = False, **fields: Any
     ) -> ev.Token:
         spec = spec or f"spec of {name}"
-        fields = {"spec_digest": spec, "tenant": tenant_of(name), **fields}
+        fields = {"spec_digest": spec, "tenant": tenant_of(name), "priority": 1, **fields}
         return self.ask(
             ev.RegisterModelRequest,
             model=name,
             spec=spec.encode("latin1"),
-            priority=1,
             is_pinned=pin,
             **fields,
         )
@@ -1745,11 +1744,13 @@ def test_cancel_ends_a_job_in_any_state(rig: Rig) -> None:
 
 def test_a_job_killed_with_the_daemon_has_done_nothing_wrong(rig: Rig) -> None:
     job = rig.start_training()
+    rig.committed(job, 1, 4)
     rig.daemon_exits()
     rig.worker_exits(job.slot)
     assert job.progress.deaths_without_progress == 0
     assert job.state.state is TaskState.QUEUED
     assert not rig.scheduler.machine.devices[0].arena.regions.get(Owner("slice", "cifar"))
+    assert job.memory.persist_due_at_ms == rig.now_ms, "the next daemon does not write it at once"
 
 
 def test_a_slice_asked_for_while_the_daemon_is_dead_is_not_granted(rig: Rig) -> None:
@@ -1771,6 +1772,78 @@ def test_the_same_name_and_spec_again_is_a_no_op_and_another_spec_an_error(rig: 
     assert rig.error(again) is None
     assert not rig.commands(ev.StartBuild)
     assert isinstance(rig.error(rig.ask_register("a", spec="other")), errors.AlreadyExists)
+
+
+def test_a_repeated_registration_sets_priority_and_pin_without_a_build(rig: Rig) -> None:
+    rig.register("a")
+    notes = rig.answers[rig.ask_register("a", priority=0, pin=True)].body["notes"]
+    assert "is high, and it is pinned" in notes[-1]
+    assert not rig.commands(ev.StartBuild)
+    assert rig.sent(TransmitModel)
+    assert [command.priority for command in rig.commands(ev.ModelAvailable)] == [0]
+    entries = [command.entry for command in rig.commands(ev.Journal)]
+    assert [(one["priority"], one["pin"]) for one in entries] == [(0, True)]
+    assert rig.answers[rig.ask_register("a", priority=None)].body["notes"] == []
+    model = rig.scheduler.machine.models["a"]
+    assert (model.priority, model.want_pinned) == (0, True), "options that are not given stay"
+    rig.ask_register("b", is_known=True, restored=manifest_of("digest b", 100 * MIB, 2))
+    error = rig.error(rig.ask_register("b", pin=True))
+    assert isinstance(error, errors.OutOfDeviceMemory)
+    assert not rig.scheduler.machine.models["b"].want_pinned
+
+
+def test_a_repeated_registration_sets_the_priority_of_all_versions(rig: Rig) -> None:
+    publish(rig, net_and_job(rig))
+    rig.ask_register("net", spec=SPEC, spec_digest="first", priority=2, pin=True)
+    models = [rig.scheduler.machine.models[name] for name in ("net", "net@2")]
+    assert [(one.priority, one.want_pinned) for one in models] == [(2, False), (2, True)]
+    error = rig.error(rig.ask_register("net", spec=spec_of(source="x", max_batch=8)))
+    assert error.data["differs"] == [], "the journal has only the source of the current version"
+
+
+def spec_of(**options: Any) -> str:
+    known = {"name": "a", "source": "hf:x", "weights": "random:0", "max_batch": 64, "inputs": {}}
+    return msgspec.msgpack.encode(known | options).decode("latin1")
+
+
+@pytest.mark.parametrize(
+    ("options", "words", "differs"),
+    [
+        ({"weights": "random:1"}, "weights ('random:1', not 'random:0')", ["weights"]),
+        ({"source": "/srv/uploads/b.bundle"}, "differs: source", ["source"]),
+        ({"max_batch": 8, "inputs": {"x": [[1] * 40, "float32"]}}, "64)", ["inputs", "max_batch"]),
+        ({}, "contents of a file", []),
+    ],
+)
+def test_a_registration_with_other_options_is_refused_with_their_names(
+    rig: Rig, options: dict[str, Any], words: str, differs: list[str]
+) -> None:
+    rig.begin("a", spec=spec_of())
+    error = rig.error(rig.ask_register("a", spec=spec_of(**options), spec_digest="other"))
+    assert isinstance(error, errors.AlreadyExists)
+    assert error.data["differs"] == differs
+    assert words in error.message
+    assert "/srv" not in error.message
+    assert ("--as-version" in error.hint) == ("max_batch" not in options)
+
+
+def test_a_configured_model_that_is_known_gets_priority_and_pin_or_a_note(rig: Rig) -> None:
+    restored = manifest_of("digest a", 10 * MIB, 2)
+    known = {"is_known": True, "restored": restored, "priority": 0, "pin": True}
+    rig.ask_register("a", spec=spec_of(), **known)
+    (build,) = rig.commands(ev.StartBuild)
+    token = rig.ask_register("a", spec=spec_of(), is_configured=True)
+    assert rig.error(token) is None, "the server's start does not wait for the bytes"
+    model = rig.scheduler.machine.models["a"]
+    assert (model.priority, model.want_pinned) == (1, False)
+    token = rig.ask_register("a", spec=spec_of(weights="random:1"), is_configured=True)
+    names = rig.scheduler.registry.names
+    names.mark_refused("a", str(rig.error(token)))
+    names.mark_refused("b", "no file")
+    rig.built("a", 10, build.op_id)
+    rows = {row["name"]: row for row in rig.scheduler.listing.models()}
+    assert (rows["a"]["state"], rows["b"]["state"]) == ("storing", "failed")
+    assert "random:1" in rows["a"]["notes"][-1]
 
 
 def test_another_clients_name_is_taken_though_it_asks_for_the_same(rig: Rig) -> None:
@@ -2092,9 +2165,6 @@ def test_drain_finishes_what_was_accepted_evicts_jobs_and_leaves(rig: Rig) -> No
     assert rig.error(request) is None
     rig.job_ends(job, "preempted")
     assert not rig.commands(ev.Shutdown), "its last commit is not on disk yet"
-    rig.daemon_exits()
-    rig.daemon_returns()
-    assert rig.sent(PersistCommit), "the write is not repeated"
     rig.daemon(CommitPersisted(job=job.spec.name, op_id=job.op_id, step=4))
     assert [command.status for command in rig.commands(ev.Shutdown)] == [0]
     assert rig.error(token) is None
@@ -2605,6 +2675,8 @@ def test_versions_that_nothing_keeps_leave_when_no_request_wants_them(rig: Rig) 
     publish(rig, job)
     waits = rig.infer("net")  # for version 1: the frontend does not know version 2 yet
     publish(rig, job)
+    notes = [rig.answers[token].body.get("notes") for token in sorted(rig.answers)]
+    assert notes[-2:] == [[], ["version 1 was removed ([jobs] keep_versions)"]]
     assert versions_of(rig) == [(1, False), (2, False), (3, True)]
     assert rig.scheduler.machine.models["net"].state.state is ModelState.LEAVING
     rig.job_ends(job, "done")

@@ -31,7 +31,7 @@ log = logging.getLogger(__name__)
 
 Outcome = Literal["done", "preempted", "failed"]
 KEPT_BYTES: Final = 1 << 30  # malloc keeps blocks and free heap up to this size
-SIGNALS: Final = (signal.SIGINT, signal.SIGTERM)
+SIGNALS: Final = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 MALLOPT_CODES: Final = {"M_MMAP_THRESHOLD": -3, "M_TRIM_THRESHOLD": -1}  # malloc.h
 
 _forking = threading.local()  # ``mask`` is the signal mask to restore after a fork
@@ -160,11 +160,11 @@ def _run_exit_hooks() -> None:
 
 
 def _let_children_be_ended() -> None:
-    """Allow SIGTERM and SIGINT to end the script's child processes; this process ignores both.
+    """Allow ``SIGNALS`` to end the script's child processes; this process ignores them.
 
     An ignored signal stays ignored across exec, so a pool that ends its children with SIGTERM would
     wait for ever. So this process installs a handler that does nothing: exec resets the signal to
-    its default, and a forked child restores the default itself. From the fork until then, both
+    its default, and a forked child restores the default itself. From the fork until then, the
     signals are blocked.
     """
     for number in SIGNALS:
@@ -190,6 +190,7 @@ def _take_signals() -> None:
 def _obey_signals() -> None:
     signal.signal(signal.SIGINT, signal.default_int_handler)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
     _take_signals()
 
 

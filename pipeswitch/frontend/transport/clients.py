@@ -27,6 +27,7 @@ class Counters:
     accepted: int = 0
     ok: int = 0
     error: int = 0
+    queue_full: int = 0  # part of ``error``: requests that ended with QueueFull
     undeliverable: int = 0
     rejected: int = 0  # refused before acceptance; not part of the sum
 

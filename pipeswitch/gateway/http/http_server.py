@@ -178,7 +178,7 @@ class HttpServer:
         shared: Shared | None = None,
         refuse: Refuse = lambda path, error: refusal(error),
     ) -> None:
-        self.admit, self.refuse = admit, refuse
+        self.admit, self._refusal = admit, refuse
         self.shared = shared or Shared(limits.waiting_bytes, limits.answer_bytes)
         self.limits = limits
         self.connections: set[HttpConnection] = set()
@@ -186,6 +186,11 @@ class HttpServer:
         self.by_peer: Counter[str] = Counter()  # number of connections by address
         # Address (None: all) -> time of a comparison, and candidates; the last is evicted first.
         self._claims: dict[str | None, tuple[float, list[tuple[Claim, HttpConnection]]]] = {}
+
+    def refuse(self, path: str, error: PipeSwitchError) -> Response:
+        """Return an error in the form of the path's clients, and count it if it is QueueFull."""
+        self.shared.queue_full_count += isinstance(error, QueueFull)
+        return self._refusal(path, error)
 
     def __call__(self) -> HttpConnection:
         """Return the protocol of one more connection, for ``loop.create_server``."""
@@ -618,8 +623,8 @@ class HttpConnection(asyncio.BufferedProtocol):
         """Stop reading, and answer with the error, unless other answers are pending."""
         if not self.is_ending:
             self.stop_reading()
+            refused = self._server.refuse(self.reading.path, error)
             if self._task is None and not self.queue:
-                refused = self._server.refuse(self.reading.path, error)
                 self._task = InlineTask(self._end_with(refused))
                 self._task.step()
 

@@ -193,10 +193,10 @@ class GrpcVerbs:
                         yield answer
                 return
             except PipeSwitchError as error:
-                status_and_text = _told(error)
+                status_and_text = self._told(error)
             except Exception as error:
                 log.exception("call=%s failed", name)
-                status_and_text = _told(as_ours(error))
+                status_and_text = self._told(as_ours(error))
             await context.abort(*status_and_text)
 
         return grpc.stream_stream_rpc_method_handler(call)
@@ -243,6 +243,17 @@ class GrpcVerbs:
         metadata = dict(context.invocation_metadata() or ())
         CARRIER.set(metadata)
         return self._callers.principal(str(metadata.get("authorization", "")))
+
+    def _told(
+        self, error: PipeSwitchError
+    ) -> tuple[grpc.StatusCode, str, tuple[tuple[str, str], ...]]:
+        """Return the arguments of ``abort``: code, text, and the error's name as trailing metadata.
+
+        Count the error if it is QueueFull.
+        """
+        self._shared.queue_full_count += isinstance(error, QueueFull)
+        code = grpc.StatusCode[status_of(error).grpc]
+        return code, str(error), (("pipeswitch-code", type(error).__name__),)
 
     # ---- the server ----------------------------------------------------------------------------
 
@@ -321,7 +332,7 @@ class GrpcVerbs:
                         yield status
                     await asyncio.sleep(WATCH_EVERY_S)
         except PipeSwitchError as error:
-            await context.abort(*_told(error))
+            await context.abort(*self._told(error))
 
     async def _reflect(
         self, message: Any, _: object, context: grpc.aio.ServicerContext
@@ -332,7 +343,7 @@ class GrpcVerbs:
                 while (data := await arriving.next()) is not None:
                     yield described(_read(message, data))
         except PipeSwitchError as error:
-            await context.abort(*_told(error))
+            await context.abort(*self._told(error))
 
     async def _status(self) -> Any:
         word = "SERVING" if await self._service.is_ready() else "NOT_SERVING"
@@ -387,23 +398,17 @@ class GrpcVerbs:
                     except Exception as error:  # the stream's other requests go on
                         if not isinstance(error, PipeSwitchError):
                             log.exception("call=ModelStreamInfer failed")
-                        failed = response(error_message=_told(as_ours(error))[1])
+                        failed = response(error_message=self._told(as_ours(error))[1])
                     if request_id := _id_of(data):
                         failed.infer_response.id = request_id
                     del data  # free it: the client may not read the answer
                     yield _to_bytes(failed)
         except PipeSwitchError as error:
-            await context.abort(*_told(error))
+            await context.abort(*self._told(error))
 
 
 def _address(context: grpc.aio.ServicerContext) -> str:
     return str(context.peer()).rpartition(":")[0].partition(":")[2]  # ipv4:ADDRESS:PORT
-
-
-def _told(error: PipeSwitchError) -> tuple[grpc.StatusCode, str, tuple[tuple[str, str], ...]]:
-    """Return the arguments of ``abort``: code, text, and the error's name as trailing metadata."""
-    code = grpc.StatusCode[status_of(error).grpc]
-    return code, str(error), (("pipeswitch-code", type(error).__name__),)
 
 
 async def _only(arriving: Arriving) -> bytes:

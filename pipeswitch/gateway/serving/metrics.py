@@ -29,11 +29,12 @@ _COUNTERS: Final[Mapping[str, str]] = {
     "daemon_restarts": "Restarts of memory daemons",
     "malformed": "Malformed messages",
     "queue_full": "Requests refused because a queue was full",
+    "gateway_queue_full": "The same, of HTTP and gRPC: also those that only the gateway refused",
     "slow_clients": "Clients dropped because they did not read",
     "sequence_steps": "Requests of sequences",
     "tokens_reused": "Tokens of prompts that were reused from an earlier request",
 }
-_OUTCOMES: Final = (OK, "error", "undeliverable")
+_OUTCOMES: Final = (OK, "error", "queue_full", "undeliverable")
 _TIERS: Final[Mapping[str, str]] = {"arena": "device", "store": "host", "pool": "requests"}
 _NV_COUNTERS: Final[Mapping[str, tuple[str, str, float]]] = {  # name: phase, field, divisor
     "nv_inference_request_success": ("success", "count", 1),
@@ -103,11 +104,13 @@ class _Server:
         stats = self.facts["stats"]
         for key, text in _COUNTERS.items():
             yield counters(f"pipeswitch_{key}", text, [], {(): stats[key]})
+        ended = {**stats["inference"]}
+        ended["error"] -= ended["queue_full"]  # overload is not a failure
         yield counters(
             "pipeswitch_requests",
             "Accepted requests to models, by outcome",
             ["outcome"],
-            {(outcome,): stats["inference"][outcome] for outcome in _OUTCOMES},
+            {(outcome,): ended[outcome] for outcome in _OUTCOMES},
         )
         for key, text, value in (
             ("in_flight_requests", "Accepted, not answered", stats["inference"]["in_flight"]),

@@ -75,6 +75,7 @@ class Service:
         """Create the verbs; ``regions`` is None unless all callers are on this machine."""
         self.text_processes = 8  # maximum number of running text processes
         self.aliases: dict[str, str] = {}  # alias for OpenAI's clients -> model
+        self.queue_full_count: Callable[[], int] = int  # returns ``Shared.queue_full_count``
         self._upstream = upstream
         self._tracer = tracer
         self._regions = regions
@@ -318,7 +319,7 @@ class Service:
             current = _named([row for row in rows if row["current"]])
             self._tally.forget_others({name for name, _ in current})
             facts = {
-                "stats": stats,
+                "stats": {**stats, "gateway_queue_full": self.queue_full_count()},
                 "jobs": jobs["jobs"],
                 "ps": ps["rows"],
                 "models": rows,

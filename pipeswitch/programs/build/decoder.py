@@ -40,7 +40,6 @@ UNLIMITED: Final = 2048  # context of a model without a limit; BLOOM was trained
 _CLOSE: Final = 0.02  # accepted error / largest logit: bfloat16 causes 0.01, a wrong mask 0.3
 _BATCH_LENGTH_PAST: Final = (2, 5, 7)  # the example's; all differ, and none is 1: export fixes 1
 _ROUNDING: Final = 1e-4  # effect of another order of a sum, relative to the largest logit
-_SCALED: Final = ("dynamic", "longrope")  # rotations that depend on the length of the text
 _CHECKED: Final = 8  # minimum tokens of ``check``; a window of up to ``_SHORT`` tokens needs more
 _SHORT: Final = 64
 
@@ -167,8 +166,8 @@ class Decoder(nn.Module):
         hook = self.model.get_output_embeddings().register_forward_pre_hook(last)
         name = attention.NAME if self.spec.has_our_attention else before[0]
         # Within the context these rotations are constant, but their code looks at all positions.
-        every = self.model.modules()
-        rotary = [(m, m.rope_type) for m in every if getattr(m, "rope_type", "") in _SCALED]
+        kinds = [(m, getattr(m, "rope_type", "")) for m in self.model.modules()]
+        rotary = [one for one in kinds if one[1] in ("dynamic", "longrope")]
         config._attn_implementation, config._experts_implementation = name, attention.NAME
         for module, _ in rotary:
             module.rope_type = "default"

@@ -63,10 +63,7 @@ from .verify import Plain, acceptable_inputs, compare, load_image
 __all__ = ["BuildSpec", "build", "load_manifest"]
 
 Progress = Callable[[str, float], None]
-ROWS: Final = (
-    'export it with the rows that it takes: dynamic={{"{}": {{0: (2, 64)}}}}, or an example of one '
-    "row and max_batch=1"
-)
+ROWS: Final = 'export it with the rows that it takes: dynamic={{"{}": {{0: (2, 64)}}}}'
 
 
 def build(

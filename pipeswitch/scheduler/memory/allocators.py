@@ -276,7 +276,7 @@ class ArenaAllocator:
         replica = self.model_of(region)
         return replica is not None and replica.residency.state is Residency.ABANDONED
 
-    def check_fits(self, model: Model) -> None:
+    def check_fits(self, model: Model, *, is_pinned: bool) -> None:
         """Check that the model can ever run: it fits, or its groups can stream through the arena.
 
         Raises:
@@ -288,7 +288,7 @@ class ArenaAllocator:
             return
         if model.built.mode == "module":
             why = "a module may read any weight at any time, so it cannot be streamed"
-        elif model.want_pinned:
+        elif is_pinned:
             why = "a streamed model cannot be pinned"
         elif (least := self.min_bytes(model.built)) > largest:
             group = max(group.size_bytes for group in model.built.groups)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Final
+import contextlib
+from collections.abc import Sequence
+from typing import Any, Final
 
 import msgspec
 
@@ -27,6 +29,7 @@ from .names import Names, not_found
 
 OUT_OF_TIME: Final = (-14, -24)  # SIGALRM and SIGXCPU
 CRASHED: Final = -11  # SIGSEGV
+MAX_SHOWN: Final = 80  # longest pair of values that an error shows
 
 
 class Registry:
@@ -54,33 +57,18 @@ class Registry:
     @handles(ev.RegisterModelRequest)
     def register(self, event: ev.RegisterModelRequest) -> None:
         """Register a model: build it; progress and one final answer follow.
-        If a model has the name already: 1. same spec and tenant: a no-op; 2. else: an error."""
+        If a model has the name already: 1. same spec and tenant: only its aliases, priority and pin
+        may change; 2. else: an error."""
         core = self._core
         if core.is_draining:
             raise errors.ServerUnavailable("the server is draining")
         self.names.check_free(split_name(event.model)[0], event.aliases)
         old = None if event.is_known else self._versions.newest(event.model)
-        is_leaving = old is not None and old.state.state is ModelState.LEAVING
-        if old is not None and not is_leaving and self._is_same(event, old):
-            registration = self.registrations[old.name]
-            new = self.names.aliases.add(old.base, event.aliases)
-            is_there = old.state.state in (ModelState.READY, ModelState.QUARANTINED)
-            if new and (is_there or registration.is_known):  # otherwise ``stored`` does it
-                self.names.aliases.remember(new, (event.token,))
-            if new and old.manifest is not None:  # otherwise ``built`` does it
-                self._versions.announce(old)
-            if is_there:
-                self._answer_registered(old, event.token)  # 1.
-            else:
-                registration.waiters.append(event.token)
+        if old is not None and self._is_same(event, old):
+            self._change(event, old)  # 1.
             return
         if old is not None:
-            is_anothers = old.tenant != event.tenant
-            why = "another client's" if is_anothers else "registered from another source"
-            raise errors.AlreadyExists(
-                f'"{event.model}" is {"being unregistered" if is_leaving else why}',
-                hint=f"pipeswitch unregister {event.model}, or choose another name",
-            )
+            raise _taken(event, old, self.registrations[old.name].spec)
         unknown = device_placement.refusal(event.devices, self._machine.jobs.names)
         if unknown is not None and not event.is_known:
             raise unknown
@@ -96,11 +84,30 @@ class Registry:
         self._builds.check_room(event.client)
         self._begin(event, (event.token,))
 
+    def _change(self, event: ev.RegisterModelRequest, old: Model) -> None:
+        """Give a registered model the aliases, priority and pin of a repeated registration."""
+        registration = self.registrations[old.name]
+        is_there = old.state.state in (ModelState.READY, ModelState.QUARANTINED)
+        is_pinned = event.is_pinned or (old.want_pinned and not event.is_configured)
+        priority = old.priority if event.priority is None else event.priority
+        notes = self.names.change(old, priority, is_pinned=is_pinned)
+        new = self.names.aliases.add(old.base, event.aliases)
+        if new and (is_there or registration.is_known):  # otherwise ``stored`` does it
+            self.names.aliases.remember(new, (event.token,))
+        for one in self._versions.present(old.base) if new or notes else ():
+            self._versions.announce(one)  # ``built`` announces a model that is not present yet
+        if is_there:
+            self._answer_registered(old, event.token, notes)
+        elif event.is_configured:  # a restored model; the server must not wait for it
+            self._core.answer(event.token, model=old.base)
+        else:
+            registration.waiters.append(event.token)
+
     def _is_same(self, event: ev.RegisterModelRequest, old: Model) -> bool:
         """Return True if the registration repeats the old one, from the same tenant.
         Two tenants must not share a model without their consent."""
         served = self._versions.served(event.model)
-        is_of_one = old.tenant == event.tenant
+        is_of_one = old.tenant == event.tenant and old.state.state is not ModelState.LEAVING
         return is_of_one and served is not None and served.spec_digest == event.spec_digest
 
     def begin_version(self, before: Model, spec: bytes, token: ev.Token | None) -> Model:
@@ -144,7 +151,7 @@ class Registry:
         )
         model = Model(
             name=event.model,
-            priority=event.priority,
+            priority=1 if event.priority is None else event.priority,
             want_pinned=event.is_pinned,
             registered_at_ms=core.now_ms,
             base=base,
@@ -223,7 +230,7 @@ class Registry:
         try:
             for device in devices:
                 if device.state.may_serve(model):
-                    device.arena.check_fits(model)
+                    device.arena.check_fits(model, is_pinned=model.want_pinned)
             self._machine.store.take(model)
             if not all(d.residents.take(d.state.replicas[model.name]) for d in devices):
                 raise self._machine.store.full(model)
@@ -291,11 +298,10 @@ class Registry:
         if not registration.is_known and not registration.takes_over:
             self.names.aliases.remember(self.names.aliases.of(model.base))
         self.names.remember(model, accepts=tuple(waiters))
-        if self._is_new(model):
-            self.names.hand_over(model, "published")
+        notes = self.names.hand_over(model, "published") if self._is_new(model) else []
         core.publish("model.registered", model=model.name, bytes=model.manifest.total_bytes)
         for token in waiters:
-            self._answer_registered(model, token)
+            self._answer_registered(model, token, notes)
         waiters.clear()
 
     def store_failed(self, message: StoreFailed) -> None:
@@ -344,10 +350,11 @@ class Registry:
         core.refuse_all(error, registration.waiters)
         core.publish("model.refused", model=model.name, error=errors.to_wire(error))
 
-    def _answer_registered(self, model: Model, token: ev.Token) -> None:
+    def _answer_registered(self, model: Model, token: ev.Token, notes: Sequence[str] = ()) -> None:
         manifest = self._machine.devices[0].state.replicas[model.name].manifest
         assert manifest is not None
         streams = self._machine.stream_of(model)
+        notes = [streams["text"], *notes] if streams else notes
         self._core.answer(
             token,
             model=model.base,
@@ -356,7 +363,7 @@ class Registry:
             program=manifest.program,
             mode=manifest.mode,
             mode_reason=manifest.mode_reason,
-            notes=[*manifest.extra.get("notes", []), *([streams["text"]] if streams else [])],
+            notes=[*manifest.extra.get("notes", []), *notes],
             streams=streams,
             bytes=manifest.total_bytes,
             groups=len(manifest.groups),
@@ -428,6 +435,28 @@ class Registry:
             served.end_waiters.append(event.token)
         else:
             core.answer(event.token, model=event.model)
+
+
+def _taken(event: ev.RegisterModelRequest, old: Model, spec: bytes) -> errors.AlreadyExists:
+    """Return the error for a name that is taken; it names the options that differ."""
+    hint = f"pipeswitch unregister {event.model} first, or choose another name"
+    is_leaving = old.state.state is ModelState.LEAVING
+    if is_leaving or old.tenant != event.tenant:
+        why = "being unregistered" if is_leaving else "another client's"
+        return errors.AlreadyExists(f'"{event.model}" is {why}', hint=hint)
+    skipped = {"name", "part", "allow_module_mode", *(("source", "weights") * (old.version > 1))}
+    differs: dict[str, str] = {}
+    with contextlib.suppress(msgspec.DecodeError):
+        was, now = (msgspec.msgpack.decode(one, type=dict[str, Any]) for one in (spec, event.spec))
+        for option in sorted(was.keys() & now.keys() - skipped):
+            if now[option] != was[option]:  # a path on the server is not shown
+                pair = f" ({now[option]!r}, not {was[option]!r})"
+                differs[option] = option + pair * (len(pair) <= MAX_SHOWN and "'/" not in pair)
+    if differs.keys() <= {"source", "weights"}:
+        hint += f"; weights alone: pipeswitch register {event.model} --weights FILE --as-version"
+    what = ", ".join(differs.values()) or "source, weights, or the contents of a file"
+    text = f'"{event.model}" is registered already, and this registration differs: {what}'
+    return errors.AlreadyExists(text, hint=hint, differs=[*differs])
 
 
 def _why_it_ended(status: int) -> str:

@@ -13,7 +13,7 @@ from ..core import Core, handles
 from ..events import Journal, ModelRemoved, PinRequest, RollbackRequest, SweepPrograms, Token
 from ..requests.admission import Admission
 from ..server_state import ServerState
-from ..state.records import Model, Registration
+from ..state.records import PRIORITY_NAMES, Model, Registration
 from ..state.states import ModelEvent, ModelState, Residency, ResidencyEvent
 from ..state.versions import PRESENT, Versions, split_name
 
@@ -114,8 +114,8 @@ class Names:
             for alias in self.aliases.of(name):
                 self.aliases.remove(alias)
 
-    def hand_over(self, model: Model, cause: str) -> None:
-        """Make a version current and move the pin to it; remove outdated versions."""
+    def hand_over(self, model: Model, cause: str) -> list[str]:
+        """Make a version current and move the pin to it; remove outdated versions; return notes."""
         before = self._versions.choose(model, cause)
         if before is not None:
             if before.want_pinned:
@@ -124,8 +124,10 @@ class Names:
             for device in self._machine.devices:
                 if device.state.replicas[before.name].is_on_device:
                     device.residents.prefetch(model.name)
-        for old in self._versions.outdated(model.base):
+        outdated = self._versions.outdated(model.base)
+        for old in outdated:
             self.leave(old, f"version {model.version} is there")
+        return [f"version {old.version} was removed ([jobs] keep_versions)" for old in outdated]
 
     @handles(RollbackRequest)
     def rollback(self, event: RollbackRequest) -> None:
@@ -174,6 +176,13 @@ class Names:
         model.state.apply(ModelEvent.REFUSED, reason)
         self.failed[name] = model
         self._core.emit(ModelRemoved(model=name, failure=reason))
+
+    def mark_refused(self, name: ModelName, reason: str) -> None:
+        """Show why a ``[[model]]`` was refused: as a note of the served model, or as failed."""
+        if (served := self._machine.served.get(name)) is None:
+            self.mark_lost(name, reason)
+        else:
+            served.note = f"its [[model]] in the configuration was refused: {reason}"
 
     def drop_failed(self, models: Iterable[Model]) -> None:
         """Remove models that could not be restored, also from the journal."""
@@ -239,6 +248,19 @@ class Names:
         core.answer(
             event.token, model=event.model, pinned=is_pinned, state=replica.residency.state.value
         )
+
+    def change(self, model: Model, priority: int, *, is_pinned: bool) -> list[str]:
+        """Set the priority of all versions of a name, and the pin of this one; return a note."""
+        if (priority, is_pinned) == (model.priority, model.want_pinned):
+            return []
+        for device in self._machine.devices if is_pinned and model.manifest is not None else ():
+            if device.state.may_serve(model):
+                device.arena.check_fits(model, is_pinned=True)
+        for one in self._versions.all_of(model.base):
+            one.priority = priority
+            self._pin(one, is_pinned=is_pinned if one is model else one.want_pinned)
+        pinned = f"it is {'pinned' if is_pinned else 'not pinned'} now"
+        return [f"its priority is {PRIORITY_NAMES[priority]}, and {pinned}"]
 
     def _pin(self, model: Model, *, is_pinned: bool) -> None:
         model.want_pinned = is_pinned

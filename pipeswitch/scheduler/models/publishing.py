@@ -252,7 +252,8 @@ class Publishing:
         try:
             if served is not None and served.born > one.since:
                 raise ModelNotFound(
-                    f'"{one.name}" was unregistered and registered again as another model'
+                    f'"{one.name}" was unregistered and registered again as another model',
+                    model=one.name,
                 )
             before = self.model_for(one.name, None)
             if not one.directory and self._job_of(one) is None:
@@ -347,7 +348,7 @@ def _not_ready(model: Model) -> InvalidInput:
 
 
 def _no_job(name: JobName) -> ModelNotFound:
-    return ModelNotFound(f'no job "{name}"', hint="pipeswitch jobs ls")
+    return ModelNotFound(f'no job "{name}"', hint="pipeswitch jobs ls", job=name)
 
 
 def _other_step(name: JobName, step: int, there: int) -> InvalidInput:

@@ -45,6 +45,7 @@ from .states import (
 NO_OP_ID = OpId(0)
 NO_TURN = Turn(0)
 NO_NAME = ModelName("")
+PRIORITY_NAMES = {0: "high", 1: "normal", 2: "low"}
 Version = tuple[str, Plan]  # digest and groups of a program, as a worker loads it
 
 
@@ -76,6 +77,7 @@ class Served:
     born: OpId  # registration id of its versions; a name that is used again gets a new one
     shares: dict[int, int] = field(default_factory=dict)  # version -> percent of requests
     drawn: int = 0  # number of requests that the shares have distributed
+    note: str = ""  # reason why the configuration's ``[[model]]`` was refused
     end_waiters: list[Token] = field(default_factory=list)  # clients that await its removal
 
 
