@@ -14,7 +14,7 @@ PipeSwitchError
 │   ├── QueueFull              too many or too large requests are waiting
 │   ├── DeviceBusy             the operation needs the device alone
 │   ├── Cancelled              the caller cancelled the request
-│   └── ServerUnavailable      no server answers, or it is draining
+│   └── ServerUnavailable      no server answers, it is draining, or the model is failed
 ├── the model or its code
 │   ├── WorkerLost             the worker died on each try of this request
 │   ├── TaskFailed             the model's or script's own code raised
@@ -127,7 +127,7 @@ class Cancelled(PipeSwitchError):
 
 
 class ServerUnavailable(PipeSwitchError):
-    """No server answers at that address, it went away, or it is draining."""
+    """No server answers there, it went away or is draining, or the model is failed."""
 
     exit_code = 3
 
@@ -187,6 +187,13 @@ def _tree(root: type[PipeSwitchError]) -> dict[str, type[PipeSwitchError]]:
 
 
 ERRORS_BY_NAME: Mapping[str, type[PipeSwitchError]] = _tree(PipeSwitchError)
+
+
+def model_failed(name: str, reason: str) -> ServerUnavailable:
+    """Return the error for a registered model that is failed; ``reason`` may be empty."""
+    hint = "register it again, or correct its [[model]] and restart the server"
+    text = f'"{name}" is failed{reason and ": "}{reason}'
+    return ServerUnavailable(text, hint=hint, state="failed")
 
 
 def to_wire(error: PipeSwitchError) -> dict[str, Any]:

@@ -275,8 +275,8 @@ def _converse(talk: Chat, name: str) -> None:
                 views.echo("a new chat")
             case "/?" | "/help":
                 click.echo(HELP, nl=False)
-            case command if re.fullmatch(r"/\w*", command):
-                views.echo(f"no command {command}: /? shows them", err=True)
+            case command if re.fullmatch(r"/|/[\w-]+( .*)?", command):
+                views.echo(f"unknown command {command.split()[0]}\n{HELP}", err=True, nl=False)
             case _:
                 _answer(talk, text)
 

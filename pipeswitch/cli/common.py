@@ -117,6 +117,13 @@ def checked_plot(path: Path) -> str:
     return str(path)
 
 
+def suffixed(path: str, suffix: str) -> str:
+    """Return the path of an output file, with the suffix of its format if it has none."""
+    if (own := Path(path).suffix.lower()) not in ("", suffix):
+        raise InvalidInput(f"{path}: the name ends in {suffix}", hint=path + suffix)
+    return path if own or path.startswith("/dev/") else path + suffix
+
+
 def _names_of(verb: str) -> Callable[[click.Context, click.Parameter, str], list[str]]:
     """Return a shell completion of the names in a listing; without a server there are none."""
 

@@ -227,6 +227,7 @@ def jobs_rm(name: str, as_json: bool) -> None:
 @common.json_option
 def jobs_export(name: str, out: str, part: str, as_json: bool) -> None:
     """Write a job's newest parameters to OUT.safetensors."""
+    out = common.suffixed(out, ".safetensors")
     with common.connected() as client:
         row = client.task(name).export(out, part)
     common.print_done(row, f"wrote {out}: {name} at step {row['persisted_step']}", as_json)

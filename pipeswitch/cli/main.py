@@ -42,6 +42,10 @@ class Cli(Group):
         except PipeSwitchError as error:
             _die(error, as_json="--json" in (kwargs.get("args") or sys.argv))
         except click.ClickException as error:
+            own = [name for one in self.params if one.expose_value for name in one.opts]
+            if isinstance(error, click.NoSuchOption) and error.ctx and error.option_name in own:
+                usage = f"{error.option_name} ... {error.ctx.command_path.partition(' ')[2]}"
+                error = click.UsageError(f"{error.message} Use: pipeswitch {usage}", error.ctx)
             error.show()
             sys.exit(error.exit_code)
         except OSError as error:

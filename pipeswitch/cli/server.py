@@ -25,6 +25,7 @@ from .common import (
     milliseconds,
     part,
     print_done,
+    suffixed,
     watch_option,
 )
 
@@ -211,7 +212,7 @@ def top(as_json: bool) -> None:
         views.add_rates(rows, samples[0][1], stats["up_s"] - samples[0][0])
         return {"about": about, "rows": rows, "stats": stats}
 
-    listing(look, lambda state: views.dashboard(**state), as_json, watch=True)
+    listing(look, lambda state: views.dashboard(**state), as_json, watch=sys.stdout.isatty())
 
 
 @click.command()
@@ -265,6 +266,7 @@ def trace(out: str, seconds: float) -> None:
     """Write the last seconds of the server's timeline (opens in ui.perfetto.dev)."""
     import json
 
+    out = suffixed(out, ".json")
     with connected() as client:
         timeline = client.trace(seconds)
     Path(out).write_text(json.dumps(timeline), "utf-8")

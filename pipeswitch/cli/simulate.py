@@ -46,7 +46,7 @@ from ..simulator.replay import (
 )
 from ..watchdog import PolicyWatchdog
 from . import views
-from .common import EXIT_INTERRUPTED, check_folder, checked_plot, connected, json_option
+from .common import EXIT_INTERRUPTED, check_folder, checked_plot, connected, json_option, suffixed
 
 FUNCTIONS: Final = "azure_functions_2019_100fn_invocations.csv"
 SERVICES: Final = ("azure_llm_2023_code_15min.csv", "azure_llm_2023_conv_15min.csv")
@@ -241,6 +241,7 @@ class _Comparison:
             args.plot = checked_plot(Path(args.plot))
         if args.timeline is not None:
             check_folder("--timeline", Path(args.timeline))
+            args.timeline = suffixed(args.timeline, ".json")
         self.policies = _words(args.policies)
         self.max_wait_ms = _read("--max-wait", args.max_wait, parse_ms)
         is_serial = SERIAL in self.policies
@@ -280,6 +281,8 @@ class _Comparison:
                 "there is nothing to simulate",
                 hint="raise --requests" if cluster else f"--job {JOB}",
             )
+        if args.plot and not self.requests:
+            raise InvalidInput("--plot: no requests to draw", hint="--timeline J.json draws jobs")
         used = []
         if self.requests:
             factor = self.hardware.compute_factor
@@ -792,7 +795,7 @@ def _draw(path: Path, runs: Sequence[Run], facts: dict[str, Any]) -> None:
     )
     for axis, label in zip(axes[0], labels, strict=True):
         for where, setting, outcome, _ in runs:
-            if where == label and outcome.latency_ms:
+            if where == label:
                 ordered = sorted(outcome.latency_ms)
                 shares = [(i + 1) / outcome.requests for i in range(len(ordered))]
                 order = f", {setting.training}" if outcome.jobs else ""

@@ -113,8 +113,8 @@ class Failover:
 
     @property
     def is_dead(self) -> bool:
-        """Return True if the last node did not answer at all."""
-        return isinstance(self._error, errors.ServerUnavailable)
+        """Return True if the last node did not answer at all; a failed model's error has data."""
+        return isinstance(self._error, errors.ServerUnavailable) and not self._error.data
 
     def next(self, table: Table, now_s: float) -> list[str] | Retry:
         """Return the nodes that are left to try, the preferred one first, or a step to perform.

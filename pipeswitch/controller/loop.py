@@ -130,6 +130,8 @@ class Loop:
             self._effects.perform(command)
         while self._effects.refused_models and not self._server.inbox:  # after restored models
             self._scheduler.registry.names.mark_refused(*self._effects.refused_models.pop())
+            for command in self._scheduler.run_deferred():
+                self._effects.perform(command)
         if not self._is_announced and self._scheduler.is_whole and self._server.is_ready:
             self._is_announced = True
             gc.collect()

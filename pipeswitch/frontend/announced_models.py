@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Hashable, Sequence
 from typing import Final
 
+from ..base.errors import PipeSwitchError, model_failed
 from ..ipc.messages.base import ModelName
 from ..scheduler.events import ModelAvailable
+from ..scheduler.state.versions import split_name
 from ..wire.frames import RequestHeader
 from . import validation
 from .validation import ValidatedRequest
@@ -23,6 +25,7 @@ class AnnouncedModels:
         self.current: dict[str, ModelAvailable] = {}
         self.aliases: dict[str, str] = {}  # alias -> model name
         self.versions: dict[tuple[str, int], ModelAvailable] = {}
+        self.failures: dict[str, str] = {}  # name of a failed model -> reason
         self._fitting: dict[Hashable, ValidatedRequest] = {}  # cached results of checks
 
     def announce(self, announced: ModelAvailable) -> None:
@@ -30,28 +33,37 @@ class AnnouncedModels:
         self._fitting.clear()
         base = announced.base or announced.model
         self.versions[base, announced.version] = announced
+        self.failures.pop(base, None)
         if announced.is_current:
             self.current[base] = announced
             others = {alias: name for alias, name in self.aliases.items() if name != base}
             self.aliases = others | dict.fromkeys(announced.aliases, base)
 
-    def retract(self, model: ModelName) -> None:
-        """Remove a version that is no longer registered."""
+    def retract(self, model: ModelName, failure: str = "") -> None:
+        """Remove a version that is no longer registered, or has failed for a reason."""
+        self.failures.pop(name := split_name(model)[0], None)
+        self.failures |= {name: failure} if failure else {}
         self.versions = {k: one for k, one in self.versions.items() if one.model != model}
         self.current = {k: one for k, one in self.current.items() if one.model != model}
         self.aliases = {k: name for k, name in self.aliases.items() if name in self.current}
 
-    def find(self, name: str, version: int) -> ModelAvailable:
+    def find(self, name: str, version: int, caller: str) -> ModelAvailable:
         """Return a model's version; ``version`` 0 means the current one.
 
         Raises:
-            ModelNotFound: the model or the version is unknown.
+            ModelNotFound, ServerUnavailable: it is unknown; the model is failed.
         """
         announced = self.current.get(name)
         if announced is None:
-            aliases = {alias: self.current[model] for alias, model in self.aliases.items()}
-            raise validation.model_not_found(name, aliases | self.current)
+            raise self.missing(name, caller)
         return self.version(name, version) if version else announced
+
+    def missing(self, name: str, caller: str) -> PipeSwitchError:
+        """Return the error for a failed or unknown model; only the owner ("") gets a reason."""
+        if name in self.failures and name not in self.current:
+            return model_failed(name, "" if caller else self.failures[name])
+        aliases = {alias: self.current[model] for alias, model in self.aliases.items()}
+        return validation.model_not_found(name, aliases | self.current)
 
     def version(self, name: str, version: int) -> ModelAvailable:
         """Return one version of a model.

@@ -42,7 +42,6 @@ from ..commits.progress import HANDED_ON, read_life
 from ..scheduler import events as ev
 from ..wire.frames import VERSION, RequestHeader, decode_request
 from ..wire.stream import WireMessage
-from . import validation
 from .disk import Disk
 from .generations import Generations
 from .inference import Inference
@@ -224,8 +223,8 @@ class Frontend:
                 log_published(posted)
             case ev.ModelAvailable():
                 self.inference.models.announce(posted)
-            case ev.ModelRemoved(model=model):
-                self.inference.models.retract(model)
+            case ev.ModelRemoved(model=model, failure=failure):
+                self.inference.models.retract(model, failure)
                 self.sequences.retract(model)
             case ev.LoadCommits(request=request):
                 self._load(request, self._state_directory / "commits" / request.job)
@@ -421,7 +420,7 @@ class Frontend:
             refusal = client.principal.refusal(Role.OPERATE, what)
             answer = ev.Reply(token=answer.token, error=refusal)
         elif verb.of_model and isinstance(answer.error, ModelNotFound) and not answer.error.data:
-            error = validation.model_not_found(pending.model, self.inference.models.current)
+            error = self.inference.models.missing(pending.model, client.principal.tenant)
             answer = ev.Reply(token=answer.token, error=error)
         if answer.more:
             if not client.is_gone:

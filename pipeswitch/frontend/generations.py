@@ -63,7 +63,7 @@ class Generations:
         arrival, body = self._inference.arrival_of(client), Body("generate", header.body)
         arrival.read_asker(body)
         caller = arrival.caller
-        announced = self._inference.models.find(header.model, arrival.version)
+        announced = self._inference.models.find(header.model, arrival.version, caller)
         request: GenerateBody = body.rest(GenerateBody)
         share_bytes = self._pool.share_bytes
         generation = generation_of(client, caller, header, tensors, request, announced, share_bytes)

@@ -130,7 +130,7 @@ class Inference:
             arrival.read(Body("infer", header.body))
         announced = self.models.current.get(header.model)
         if announced is None or arrival.version:
-            announced = self.models.find(header.model, arrival.version)
+            announced = self.models.find(header.model, arrival.version, arrival.caller)
         if announced.chain is not None:
             announced = chain_requests.begins(announced, self.models.current)
         try:

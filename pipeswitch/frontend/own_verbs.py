@@ -22,7 +22,7 @@ from .sequences.generation_state import facts_of
 from .transport.clients import Session
 from .transport.sessions import Sessions
 from .uploads import CREDIT_CHUNKS, Uploads
-from .validation import Body
+from .validation import Body, tenant_of
 
 Handler = Callable[[Session, RequestHeader, Sequence[Any]], None]
 
@@ -106,9 +106,9 @@ class OwnVerbs:
     def _ask_generation(self, client: Session, header: RequestHeader, _: Sequence[Any]) -> None:
         body = Body("generation", header.body)
         version, wants_tokenizer = body.count("version", 0), body.flag("tokenizer")
-        embeds = body.flag("embedding")
+        embeds, caller = body.flag("embedding"), tenant_of(body, client.principal.tenant)
         body.done()
-        announced = self._inference.models.find(header.model, version)
+        announced = self._inference.models.find(header.model, version, caller)
         if embeds:
             facts = announced.manifest.extra.get("embedding", {})
             context = facts.get("context", 0)

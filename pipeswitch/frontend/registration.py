@@ -53,6 +53,9 @@ def check(request: RegisterRequest) -> None:
         raise InvalidInput(
             f"unknown precision {request.precision[:40]!r}", hint=f"one of {', '.join(PRECISIONS)}"
         )
+    is_exact = request.precision == "exact" or not (request.precision or request.generate)
+    if request.max_error and is_exact:
+        raise InvalidInput("max_error needs a precision", hint="add --precision bf16, fast or int8")
     if request.batch == 1 or (request.batch_delay_ms and not request.batch):
         raise InvalidInput(
             "a batch needs at least two rows" if request.batch else "batch_delay without batch",

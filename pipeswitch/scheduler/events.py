@@ -440,9 +440,10 @@ class ModelAvailable(_Message, frozen=True):
 
 
 class ModelRemoved(_Message, frozen=True):
-    """Command to the frontend: refuse requests for this model, which has been removed."""
+    """Command to the frontend: refuse requests for this model, which was removed or has failed."""
 
     model: ModelName
+    failure: str = ""  # reason, if it stays registered as a failed model
 
 
 class Reply(_Message, frozen=True):

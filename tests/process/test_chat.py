@@ -108,7 +108,7 @@ def test_run_registers_a_folder_and_talks_until_bye(running: Checked, folder: Pa
         terminal.say("/clear\r", "a new chat", PROMPT)
         assert terminal.say("The data\r", statistics).split("[12")[0] == first  # equal answers
         terminal.until(PROMPT)
-        terminal.say("/nonsense\r", "no command /nonsense", PROMPT)
+        terminal.say("/nonsense\r", "unknown command /nonsense", PROMPT)
         terminal.say("/bye\r", "/bye")
         assert terminal.process.wait(DEADLINE_S) == 0
 

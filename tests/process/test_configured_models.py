@@ -13,6 +13,7 @@ import pytest
 import torch
 from process_tools import command
 
+from pipeswitch.base.errors import ServerUnavailable
 from pipeswitch.programs.interface.signature import parse_states
 from pipeswitch.testing import server
 
@@ -94,6 +95,10 @@ def test_ready_comes_after_the_first_attempt_at_each_and_what_failed_is_shown(
         body = json.loads(refused.value.read())
         assert "is failed" in body["error"]
         assert "[[model]]" in body["hint"]
+        for ask in (lambda: client.infer("typo", x), lambda: client.generate("typo", "Once")):
+            with pytest.raises(ServerUnavailable, match=r'"typo" is failed: .*resnet5') as failed:
+                ask()
+            assert failed.value.hint == body["hint"]
         client.register("typo", torch.nn.Linear(4, 4), example_inputs=x)  # its name is still free
         assert client.infer("typo", x).value.shape == (1, 4)
 

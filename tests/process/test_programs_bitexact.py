@@ -228,6 +228,7 @@ TEXT = ["input_ids", "attention_mask"]
         ("distilbert", {}, "", TEXT, ["last_hidden_state"]),
         ("gpt2", {"architectures": ["GPT2LMHeadModel"]}, "", TEXT, ["logits"]),
         ("vit", {"architectures": ["ViTForImageClassification"]}, "", ["pixel_values"], ["logits"]),
+        ("vit", {}, "", ["pixel_values"], ["last_hidden_state", "pooler_output"]),
     ],
 )
 def test_a_transformer_is_what_its_configuration_names_and_answers_with_all_of_it(

@@ -8,7 +8,7 @@ import pytest
 import torch
 from process_tools import Checked, checked_server, eager, is_bit_equal, mlp, until
 
-from pipeswitch.base.errors import ModelNotFound, RegistrationRefused
+from pipeswitch.base.errors import RegistrationRefused, ServerUnavailable
 from pipeswitch.base.failpoints import VARIABLE
 
 MODULE = mlp(64, 2, 1)
@@ -55,8 +55,9 @@ def test_a_request_for_a_model_that_cannot_be_brought_back_reads_why(tmp_path: P
         future = checked.client.submit("a", X)
         with pytest.raises(RegistrationRefused):
             future.result(30)
-        with pytest.raises(ModelNotFound):
-            checked.client.infer("a", X)
+        for ask in (lambda: checked.client.infer("a", X), lambda: checked.client.load("a")):
+            with pytest.raises(ServerUnavailable, match=r'"a" is failed: .*corrupt'):
+                ask()
         [row] = checked.client.models()
         assert (row["name"], row["state"], row["digest"]) == ("a", "failed", "")
         assert "corrupt" in row["reason"]
@@ -78,7 +79,7 @@ def test_a_model_with_a_damaged_file_is_failed_and_never_wrong(tmp_path: Path) -
         (folder / name).write_bytes(sound.replace(old, new, 1))
         with checked_server(state_dir=tmp_path / "state") as checked:
             until(lambda: state_of(checked, "a") == "failed", "it is looked at")
-            with pytest.raises(ModelNotFound):
+            with pytest.raises(ServerUnavailable, match='"a" is failed: '):
                 checked.client.infer("a", X)
             if name == "manifest.json":
                 assert "digest" in checked.client.show("a")["reason"]

@@ -7,9 +7,10 @@ from typing import Any
 
 import pytest
 
-from pipeswitch.base.errors import AlreadyExists, InvalidInput, PermissionDenied
+from pipeswitch.base.errors import AlreadyExists, InvalidInput, PermissionDenied, ServerUnavailable
 from pipeswitch.controller.journal import FILE_NAME, JournalFile
 from pipeswitch.frontend.announced_models import AnnouncedModels
+from pipeswitch.ipc.messages.base import ModelName
 from pipeswitch.programs.interface.chains import ChainStep
 from pipeswitch.scheduler import events as ev
 from tests.unit.test_scheduler_rules import Rig, publish, register_net, trained, unregister
@@ -28,8 +29,8 @@ class Names(Rig):
             match command:
                 case ev.ModelAvailable():
                     self.models.announce(command)
-                case ev.ModelRemoved(model=model):
-                    self.models.retract(model)
+                case ev.ModelRemoved(model=model, failure=failure):
+                    self.models.retract(model, failure)
                 case ev.Journal(entry={"kind": "alias", "name": name, "model": model}):
                     self.journal[name] = model
                 case ev.Journal(entry={"kind": "alias-gone", "name": name}):
@@ -116,6 +117,24 @@ def test_a_model_that_cannot_be_restored_keeps_its_aliases(rig: Names) -> None:
     assert isinstance(rig.add("n", "a"), AlreadyExists)
     unregister(rig, "m")
     assert rig.ask_register("n", aliases=("a",)) not in rig.answers
+
+
+def test_a_request_for_a_failed_model_reads_why_until_the_model_is_back_or_gone(rig: Names) -> None:
+    rig.scheduler.registry.names.mark_lost(ModelName("n"), "no file")  # an unusable entry
+    rig.handle(ev.CancelRequest(token=rig.ask_register("m", is_known=True)))  # a failed restore
+    for name, reason in (("m", "cancelled"), ("n", "no file")):
+        with pytest.raises(ServerUnavailable, match=f'"{name}" is failed: .*{reason}') as failed:
+            rig.models.find(name, 0, "")
+        assert "register it again" in failed.value.hint
+        with pytest.raises(ServerUnavailable, match=f'"{name}" is failed [(]reg'):
+            rig.models.find(name, 0, "ada")  # only the owner reads the reason
+    unregister(rig, "m")
+    assert [*rig.models.failures] == ["n"]
+    rig = Names()
+    rig.scheduler.registry.names.mark_lost(ModelName("n"), "no file")
+    assert rig.add("n") is None
+    assert rig.models.find("n", 0, "").model == "n"
+    assert not rig.models.failures
 
 
 def test_a_journal_of_a_release_without_aliases_takes_them(tmp_path: Path) -> None:

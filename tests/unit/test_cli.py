@@ -24,6 +24,7 @@ from rich.console import Console
 
 from pipeswitch.base.config import Config
 from pipeswitch.base.errors import ConfigError, InvalidInput, ServerUnavailable
+from pipeswitch.cli import chat as cli_chat
 from pipeswitch.cli import common, views
 from pipeswitch.cli import infer as cli_infer
 from pipeswitch.cli.chat import Chat
@@ -974,3 +975,53 @@ def test_a_watched_table_in_a_pipe_is_printed_again_and_again(
     with pytest.raises(StopIteration):
         views.show(lambda: next(looks), watch=True)
     assert capsys.readouterr().out == "one\ntwo\n"
+
+
+def test_top_in_a_pipe_is_one_look(monkeypatch: pytest.MonkeyPatch) -> None:
+    looks = iter([{"up_s": 1.0}])
+    answering(monkeypatch, about=dict, ps=list, stats=lambda: next(looks))
+    status, text, _ = run("top")
+    assert (status, text.startswith("pipeswitch pid")) == (0, True)
+
+
+@pytest.mark.parametrize("args", [("trace", "t.png"), ("jobs", "export", "digits", "out.json")])
+def test_a_file_keeps_no_name_of_another_format(args: tuple[str, ...]) -> None:
+    status, _, text = run(*args, env=NOBODY)
+    assert (status, f"Error: {args[-1]}: the name ends in ." in text) == (1, True), text
+
+
+def test_a_file_without_a_suffix_gets_that_of_its_format(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    answering(monkeypatch, trace=lambda seconds: {"traceEvents": []})
+    assert f"wrote {tmp_path}/t.json" in run("trace", str(tmp_path / "t"))[1]
+    assert json.loads((tmp_path / "t.json").read_text()) == {"traceEvents": []}
+    assert common.suffixed("o", ".safetensors") == "o.safetensors"
+    for path in ("a.JSON", "/dev/stdout"):
+        assert common.suffixed(path, ".json") == path
+
+
+def test_an_unknown_command_of_a_chat_is_not_sent_to_the_model(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    class Talk(Chat):
+        def say(self, text: str) -> Any:
+            yield f"[{text}]"
+
+    texts = iter(["/set x", "/", "/usr/bin is what?", None])
+    monkeypatch.setattr(cli_chat, "_message", lambda: next(texts))
+    cli_chat._converse(Talk("http://h", "", "m", {}), "m")
+    shown, refused = capsys.readouterr()
+    assert "[/usr/bin is what?]" in shown
+    assert "[/set" not in shown
+    assert refused.count("/clear ") == 2  # the list of commands
+    assert refused.startswith("unknown command /set\n")
+
+
+@pytest.mark.parametrize("args", ["ping --host h", "run m --host=h", "jobs ls --server-key k"])
+def test_an_option_of_the_client_that_follows_the_command_is_told_its_place(args: str) -> None:
+    status, _, text = run(*args.split(), env=NOBODY)
+    verb, _, option = args.partition(" --")
+    option = re.split("[ =]", option)[0]
+    place = f"pipeswitch --{option} ... {verb.removesuffix(' m')}"
+    assert (status, place in text, "Did you mean" in text) == (2, True, False), text

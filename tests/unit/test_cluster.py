@@ -375,6 +375,8 @@ def test_a_request_with_a_deadline_waits_no_longer_than_that() -> None:
 
 def test_a_node_that_lives_without_the_model_sends_a_request_to_the_newest_table_first() -> None:
     failover = Failover("m", {}, now_s=0.0, look_s=1.0)
+    failover.failed(errors.model_failed("m", "no file"), "a")
+    assert not failover.is_dead  # the node lives
     failover.failed(errors.ModelNotFound("moved"), "a")
     table = msgspec.convert(Rig.table(1, "a", "ab"), Table)
     assert failover.next(table, 0.0) is Retry.RENEW

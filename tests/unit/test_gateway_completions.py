@@ -16,8 +16,9 @@ from pipeswitch.gateway.openai.completions import (
     TritonRequest,
     _said,
 )
-from pipeswitch.gateway.openai.logprobs import requested
+from pipeswitch.gateway.openai.logprobs import of_chat, requested
 from pipeswitch.gateway.openai.tokenizer_worker import parsed
+from pipeswitch.programs.decoding.model_config import BYTE_OF, Decoding, Token
 
 CHAT = {"model": "m", "messages": [{"role": "user", "content": "hello"}]}
 
@@ -182,3 +183,25 @@ def test_chats_and_completions_ask_for_logprobs_in_their_own_forms() -> None:
     for own in ((None, 2, True), (3, None, True), (True, None, False), (1, 1, False)):
         with pytest.raises(InvalidInput):
             requested(own[0], own[1], is_chat=own[2])
+
+
+def test_the_bytes_of_a_token_are_its_own_although_it_is_a_part_of_a_character() -> None:
+    tokenizers = pytest.importorskip("tokenizers")
+    decoders, data = tokenizers.decoders, "€ é\n".encode()
+    assert (len(BYTE_OF), BYTE_OF["Ġ"], BYTE_OF["Ċ"], BYTE_OF["â"]) == (256, 32, 10, 0xE2)
+    char_of = {byte: char for char, byte in BYTE_OF.items()}
+    fallback = decoders.Sequence([decoders.ByteFallback(), decoders.Fuse()])
+    for decoder, pieces in (
+        (decoders.ByteLevel(), [char_of[one] for one in data]),
+        (fallback, [f"<0x{one:02X}>" for one in data]),
+    ):
+        vocabulary = {piece: number for number, piece in enumerate(pieces)}
+        tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE(vocabulary, []))
+        tokenizer.decoder = decoder
+        tokenizer.add_special_tokens(["</é>"])
+        names = {id: Decoding(tokenizer).name(id) for id in range(len(data) + 2)}
+        rows = of_chat([Token(id, "", -1.0, [(0, -1.0)]) for id in names], names)["content"]
+        assert bytes(row["bytes"][0] for row in rows[: len(data)]) == data
+        assert rows[1]["top_logprobs"][0]["bytes"] == [0xE2]
+        assert bytes(rows[-2]["bytes"]).decode() == "</é>"
+        assert rows[-1]["bytes"] is None  # no token has this id

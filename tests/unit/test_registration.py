@@ -167,6 +167,7 @@ def test_an_older_client_that_sends_every_field_asks_for_the_same() -> None:
         {"batch_delay_ms": 2},
         {"batch_delay_ms": float("nan")},
         {"max_error": float("inf")},
+        {"max_error": 0.1},
         {"priority": "hgih"},
         {"precision": "fats"},
         {"devices": "cpu"},
@@ -211,8 +212,14 @@ def test_a_language_model_is_fast_and_a_module_exact_unless_the_request_says(
     assert spec.precision == precision
 
 
+def test_a_limit_of_the_error_is_for_a_precision_that_changes_the_answers() -> None:
+    asked({"source": "hf:gpt2", "generate": True, "max_error": 0.1})  # it is fast
+    with pytest.raises(InvalidInput, match="max_error"):
+        asked({"source": "hf:gpt2", "generate": True, "max_error": 0.1, "precision": "exact"})
+
+
 def test_the_file_knows_every_precision() -> None:
-    for precision in PRECISIONS:
+    for precision in {*PRECISIONS} - {"exact"}:
         file = ModelConfig(
             name="m", source=SOURCE, weights="random:0", precision=precision, max_error=0.01
         )

@@ -361,6 +361,8 @@ HUGE = "9" * 400  # too large for a float
         (["poisson:5", "--memory", "6%"], "--memory 9% at least"),
         (["poisson:5", "--memory", "x%"], "--memory x%: a number above 0, at most"),
         (["none", "--job", "a:1:1ms:1MiB", "--plot", "p.txt"], "png"),
+        (["none", "--job", "a:1:1ms:1MiB", "--plot", "p.png"], "--plot: no requests"),
+        (["poisson:5", "--timeline", "sim.png"], "sim.png: the name ends in .json"),
         (
             ["none", "--job", "a:1:1ms:1MiB", "--plot", "/no/such/p"],
             "/no/such/p.png: not a writable folder",

@@ -84,7 +84,7 @@ class AnswerStream:
         self.step: DecodedText
         self.tokens: list[Token] = []
         self.scored: list[Token] = []  # the prompt's tokens, if their logprobs are requested
-        self.names: dict[int, str] = {}  # token id -> its text, if logprobs are requested
+        self.names: dict[int, tuple[str, bytes | None]] = {}  # texts and bytes, for logprobs
         self.is_counted = False  # it is counted in ``Answers.under_way``
         self._came: deque[Token] = deque()
         self.model, self.version = model, facts.version

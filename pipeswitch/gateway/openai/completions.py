@@ -375,7 +375,7 @@ class _OpenAi:
     def _echo_of(self, index: int) -> str:
         """Return the text of a choice's prompt; if it came as ids, its tokens' joined texts."""
         echo, answering = self._echo[index], self.choices.answerings[index]
-        scored = "".join([answering.names[one.id] for one in answering.scored])
+        scored = "".join([answering.names[one.id][0] for one in answering.scored])
         return echo if isinstance(echo, str) else scored
 
     def _choice(

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ...base.errors import InvalidInput
-from ...programs.decoding.model_config import Token
+from ...programs.decoding.model_config import Token, TokenName
 
 
 def requested(logprobs: bool | int | None, top: int | None, *, is_chat: bool) -> int | None:
@@ -23,11 +23,12 @@ def requested(logprobs: bool | int | None, top: int | None, *, is_chat: bool) ->
     return None if is_absent else top or 0 if is_chat else logprobs
 
 
-def of_chat(tokens: Sequence[Token], names: Mapping[int, str]) -> dict[str, Any]:
-    """Return the ``logprobs`` of a chat's choice. ``names`` has the text of each token."""
+def of_chat(tokens: Sequence[Token], names: Mapping[int, TokenName]) -> dict[str, Any]:
+    """Return the ``logprobs`` of a chat's choice. ``names`` has each token's text and bytes."""
 
     def entry(id: int, logprob: float | None) -> dict[str, Any]:
-        return {"token": names[id], "logprob": logprob, "bytes": [*names[id].encode()]}
+        text, data = names[id]
+        return {"token": text, "logprob": logprob, "bytes": None if data is None else [*data]}
 
     rows = [
         {**entry(one.id, one.logprob), "top_logprobs": [entry(*other) for other in one.top]}
@@ -36,19 +37,19 @@ def of_chat(tokens: Sequence[Token], names: Mapping[int, str]) -> dict[str, Any]
     return {"content": rows, "refusal": None}
 
 
-def of_text(tokens: Sequence[Token], names: Mapping[int, str], offset: int) -> dict[str, Any]:
+def of_text(tokens: Sequence[Token], names: Mapping[int, TokenName], offset: int) -> dict[str, Any]:
     """Return the ``logprobs`` of a completion's choice, whose first token begins at ``offset``.
 
     The prompt's first token has no log probability, so its entry is null.
     """
-    texts, offsets, tops = [names[one.id] for one in tokens], [], []
+    texts, offsets, tops = [names[one.id][0] for one in tokens], [], []
     for text, one in zip(texts, tokens, strict=True):
         offsets.append(offset)
         offset += len(text)
         top: dict[str, float] = {}
         own = [] if one.logprob is None else [(one.id, one.logprob)]
         for id, logprob in (*one.top, *own):  # the likelier one of two equal texts comes first
-            top.setdefault(names[id], logprob)
+            top.setdefault(names[id][0], logprob)
         tops.append(top or None)
     return {
         "tokens": texts,

@@ -27,6 +27,7 @@ from ...programs.decoding.model_config import (
     LanguageModelConfig,
     Token,
     Tokenizer,
+    TokenName,
     ending_of,
     fitted,
     tokenizer_of,
@@ -91,7 +92,7 @@ class DecodedText(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     tokens: list[Token] = []
     reason: str | None = None  # reason of the answer's end; None: it continues
     prompt: bytes = b""  # ids of a new answer's prompt, int32
-    names: list[str] = []
+    names: list[TokenName] = []
 
 
 class InvalidPrompt(msgspec.Struct, frozen=True, kw_only=True, tag=True):
@@ -145,8 +146,9 @@ class TokenizerWorker:
         counts: Any = {"prompt_count": prompt_count, "prompt": prompt}
         return DecodedText(tokens=ours, reason=answer.reason, names=names, **counts)
 
-    def _name(self, token: int) -> str:
-        return self._tokenizer[1].name(token) if self._facts.tokenizer else f"token_id:{token}"
+    def _name(self, token: int) -> TokenName:
+        facts, own = self._facts, (f"token_id:{token}", None)
+        return self._tokenizer[1].name(token) if facts.tokenizer else own
 
     def _ids(self, message: StartGeneration) -> list[int]:
         if isinstance(message.prompt, list):

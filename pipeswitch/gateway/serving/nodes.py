@@ -98,7 +98,7 @@ class NodeConnections:
                 return await self._send(node, op, options)
             except holders.ELSEWHERE as error:
                 address = self._table.address(node)
-                if isinstance(error, ServerUnavailable):
+                if isinstance(error, ServerUnavailable) and not error.data:  # no failed model
                     self._failed_s[address] = time.monotonic()
                 if "sequence" in body:
                     self._began.pop(_key(body), None)

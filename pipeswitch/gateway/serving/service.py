@@ -21,6 +21,7 @@ from ...base.errors import (
     ModelNotFound,
     PipeSwitchError,
     ServerUnavailable,
+    model_failed,
 )
 from ...base.roles import URGENT_PRIORITY, Principal, Role
 from ...client.generation import GenerateRequest
@@ -295,8 +296,9 @@ class Service:
     ) -> LanguageModelConfig:
         """Return the facts of a language model; its tokenizer and template only on request."""
         require(caller, "generation")
-        body = {"version": number_of(model, version), "tokenizer": with_texts}
-        body |= {"embedding": True} if embeds else {}
+        body: dict[str, Any] = {"version": number_of(model, version), "tokenizer": with_texts}
+        more = {"embedding": embeds, "tenant": caller.tenant}
+        body |= {key: value for key, value in more.items() if value}
         return msgspec.convert(
             await self._upstream.ask("generation", model, body=body), LanguageModelConfig
         )
@@ -401,7 +403,7 @@ def _built(row: dict[str, Any]) -> dict[str, Any]:
 
 
 def _unready(row: dict[str, Any]) -> ServerUnavailable:
+    if row["state"] == FAILED:
+        return model_failed(row["name"], row.get("reason", ""))
     reason = f": {row['reason']}" if row.get("reason") else ""
-    hint = "register it again, or correct its [[model]] and restart the server"
-    hint = hint if row["state"] == FAILED else "ask again in a moment"
-    return ServerUnavailable(f'"{row["name"]}" is {row["state"]}{reason}', hint=hint)
+    return ServerUnavailable(f'"{row["name"]}" is {row["state"]}{reason}', hint="ask again soon")

@@ -357,7 +357,8 @@ def _transformers(name: str, spec: BuildSpec) -> tuple[Callable[[], nn.Module], 
         bare = transformers.AutoModelForCausalLM
     own = None if spec.generate and not wished else _class(transformers, wished, config)
     cls = own or bare
-    inputs = spec.inputs or _usual_inputs(cls, config)
+    mapped = bare._model_mapping.get(type(config), bare)  # class that the auto class chooses
+    inputs = spec.inputs or _usual_inputs(own or mapped, config)
     names = tuple(argument_names(spec.takes, inputs))
 
     def construct() -> nn.Module:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any, Final, NamedTuple
@@ -90,8 +91,13 @@ def seen_of(ids: Sequence[int], prompt_count: int) -> dict[int, int]:
     return {**dict.fromkeys(ids[:prompt_count], 0), **Counter(ids[prompt_count:])}
 
 
+_PLAIN: Final = [*range(33, 127), *range(161, 173), *range(174, 256)]  # in a byte-level alphabet
+_OTHERS: Final = [one for one in range(256) if one not in _PLAIN]
+BYTE_OF: Final = {chr(b): b for b in _PLAIN} | {chr(256 + n): b for n, b in enumerate(_OTHERS)}
+
 Tokenizer = tuple[Callable[..., list[int]], "Decoding"]
 """Functions that encode a text as ids, and decode ids to a text."""
+TokenName = tuple[str, bytes | None]  # text, and bytes, which may be a part of a character
 
 
 def tokenizer_of(facts: LanguageModelConfig) -> Tokenizer:
@@ -122,11 +128,20 @@ class Decoding:
     def __init__(self, tokenizer: Any) -> None:
         self._decode = tokenizer.decode
         known = tokenizer.get_added_tokens_decoder().items()
+        self._piece, self._added = tokenizer.id_to_token, {id for id, _ in known}
+        self._is_byte_level = b"ByteLevel" in (tokenizer.decoder.__getstate__() or b"")
         self.specials = {one.content: id for id, one in known if one.special}
 
     def __call__(self, ids: Sequence[int]) -> str:
         return str(self._decode(list(ids), skip_special_tokens=True))
 
-    def name(self, id: int) -> str:
-        """Return the text of one token, also of a special token."""
-        return str(self._decode([id], skip_special_tokens=False))
+    def name(self, id: int) -> TokenName:
+        """Return the text and the bytes of one token, also of a special token."""
+        text, piece = str(self._decode([id], skip_special_tokens=False)), self._piece(id)
+        if piece is None or id in self._added:
+            return text, piece and piece.encode()
+        if self._is_byte_level and BYTE_OF.keys() >= {*piece}:
+            return text, bytes([BYTE_OF[one] for one in piece])
+        if re.fullmatch("<0x[0-9A-F]{2}>", piece):  # SentencePiece's fallback
+            return text, bytes.fromhex(piece[3:5])
+        return text, None if "\ufffd" in text else text.encode()

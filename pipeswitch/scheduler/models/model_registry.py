@@ -323,9 +323,9 @@ class Registry:
 
     def _refuse(self, model: Model, error: errors.PipeSwitchError) -> None:
         """Remove everything of a refused model, and free its name."""
-        core = self._core
-        if model.manifest is not None:  # the frontend may know the model
-            core.emit(ev.ModelRemoved(model=model.name))
+        core, is_known = self._core, self.registrations[model.name].is_known
+        core.emit(ev.ModelRemoved(model=model.name, failure=str(error) if is_known else ""))
+        if model.manifest is not None:  # it may have waiting requests
             self._admission.not_stored(model, error)
         model.state.apply(ModelEvent.REFUSED, type(error).__name__)
         registration = self.names.remove(model)

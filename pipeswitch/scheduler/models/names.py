@@ -175,6 +175,7 @@ class Names:
         model = Model(name, 1, False, self._core.now_ms, base, version, tenant, reason=reason)
         model.state.apply(ModelEvent.REFUSED, reason)
         self.failed[name] = model
+        self._core.emit(ModelRemoved(model=name, failure=reason))
 
     def mark_refused(self, name: ModelName, reason: str) -> None:
         """Show why a ``[[model]]`` was refused: as a note of the served model, or as failed."""
@@ -187,6 +188,7 @@ class Names:
         """Remove models that could not be restored, also from the journal."""
         for model in models:
             del self.failed[model.name]
+            self._core.emit(ModelRemoved(model=model.name))
             self._core.emit(Journal(entry={"kind": "model-gone", "name": model.name}))
             self._has_gone = True
             self.release(model.base)
