@@ -36,9 +36,9 @@ PRODUCT = ("pipeswitch", "workers", "memory_daemon")
 # 6,900). "Precision" was allowed 900 and added 950. "A smaller house" gave back 900 (tests: 800).
 # A review by reading found 27 faults, one of which answered with another caller's memory: their
 # fixes took 210 lines, and their tests 540.
-MAX_PRODUCT_LINES = 81_010
+MAX_PRODUCT_LINES = 81_400
 MAX_DOC_WORDS = 50_000
-MAX_TEST_LINES = 80_010
+MAX_TEST_LINES = 80_800
 
 
 def lines_of(*tops: str) -> int:
