@@ -255,16 +255,7 @@ class Calls:
         if self._waits_for_server and time.monotonic() < self._gives_up_at_s():
             self._due(time.monotonic() + AGAIN_S)
         else:
-            self._fail_all(self._no_server())
-
-    def _no_server(self) -> errors.ServerUnavailable:
-        """Return the error at the end of a search.
-
-        A server with keys may close the connection before a client without a key gets the reason.
-        """
-        lacks_keys = self.keys is None and self.address.startswith("tcp://")
-        other = f"; one that requires keys answers no client without them: {BRING}"
-        return no_server(self.address, other if lacks_keys else "")
+            self._fail_all(_no_server(self.address, self.keys))
 
     def _gives_up_at_s(self) -> float:
         """Return the time on the monotonic clock at which the search ends.
@@ -284,7 +275,7 @@ class Calls:
         """Continue the search; after ``timeout_s``, fail the calls whose deadline has passed."""
         now_s, gives_up_at_s = time.monotonic(), self._gives_up_at_s()
         if now_s >= gives_up_at_s:
-            self._fail_all(self._no_server())
+            self._fail_all(_no_server(self.address, self.keys))
             return
         if now_s >= self._began_s + self._timeout_s:
             for call in [call for call in self._calls.values() if call.until_s <= now_s]:
@@ -401,6 +392,16 @@ class Calls:
         except Exception as error:
             del self._calls[call.header["id"]]
             self._end(call, error=error)
+
+
+def _no_server(address: str, keys: ClientKeys | None) -> errors.ServerUnavailable:
+    """Return the error at the end of a search.
+
+    A server with keys may close the connection before a client without a key gets the reason.
+    """
+    lacks_keys = keys is None and address.startswith("tcp://")
+    other = f"; one that requires keys answers no client without them: {BRING}"
+    return no_server(address, other if lacks_keys else "")
 
 
 def _error(header: ReplyHeader) -> errors.PipeSwitchError:

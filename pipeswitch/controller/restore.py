@@ -59,9 +59,9 @@ def restore(server: Server, now_s: float) -> None:
                 journal.lost.append((kind, name))
     for kind, name in journal.lost:
         _show_lost(server, kind, name, now_s)
-    lost = {split_name(name)[0] for kind, name in journal.lost if kind == "model"}
+    unusable = {split_name(name)[0] for kind, name in journal.lost if kind == "model"}
     for model in server.config.models:
-        if model.name in lost and model.name in {name for name, _ in known}:
+        if model.name in unusable and model.name in {name for name, _ in known}:
             continue
         token = next(tokens)
         server.effects.first_attempts[token] = ModelName(model.name)

@@ -115,8 +115,7 @@ def test_a_changed_entry_of_a_known_model_is_applied_or_reported(tmp_path: Path)
     options = 'priority = "low"\npin = true\n'
     for text in (entry, entry + options, entry.replace("random:0", "random:1"), entry):
         path.write_text(text)
-        arguments = ("--config", str(path))
-        with server(args=arguments, state_dir=tmp_path / "state") as running:
+        with server(args=("--config", str(path)), state_dir=tmp_path / "state") as running:
             with running.client() as client:
                 rows.append(client.show("a"))
             logs.append(running.log())

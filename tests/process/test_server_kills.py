@@ -102,9 +102,9 @@ def test_a_signal_drains_what_was_accepted_is_answered_and_what_is_new_refused(
 
 
 def test_a_server_under_nohup_ignores_its_closed_terminal() -> None:
-    usual = signal.signal(HANGUP, signal.SIG_IGN)  # the server inherits it
+    usual = signal.signal(HANGUP, signal.SIG_IGN)  # a child inherits it; the keeper's would not
     try:
-        with tools.checked_server(settles=False) as checked:
+        with tools.checked_server(settles=False, environment={"NO_KEEPER": "1"}) as checked:
             lines = Path(f"/proc/{checked.pid}/status").read_text().splitlines()
             ignored = next(int(line.split()[1], 16) for line in lines if line[:7] == "SigIgn:")
             assert ignored >> (HANGUP - 1) & 1

@@ -647,8 +647,9 @@ def test_a_verb_does_not_wait_for_a_server_that_is_not_there(
         assert code == 3
         assert "pipeswitch serve" in err
     monkeypatch.setattr("pipeswitch.cli.common.is_refused", lambda address: True)
-    for host, options in (("127.0.0.1", ""), ("127.0.0.1:6000", " --listen tcp://127.0.0.1:6000")):
-        assert run("--host", host, "ps")[2].endswith(f"hint:  start one: pipeswitch serve{options}\n")
+    for port, options in (("", ""), (":6000", " --listen tcp://127.0.0.1:6000")):
+        _, _, err = run("--host", f"127.0.0.1{port}", "ps")
+        assert err.endswith(f"hint:  start one: pipeswitch serve{options}\n")
 
 
 def about_page(folder: Path) -> dict[str, Any]:

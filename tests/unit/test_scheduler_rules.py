@@ -1787,8 +1787,7 @@ def test_a_repeated_registration_sets_priority_and_pin_without_a_build(rig: Rig)
     model = rig.scheduler.machine.models["a"]
     assert (model.priority, model.want_pinned) == (0, True), "options that are not given stay"
     rig.ask_register("b", is_known=True, restored=manifest_of("digest b", 100 * MIB, 2))
-    error = rig.error(rig.ask_register("b", pin=True))
-    assert isinstance(error, errors.OutOfDeviceMemory)
+    assert isinstance(rig.error(rig.ask_register("b", pin=True)), errors.OutOfDeviceMemory)
     assert not rig.scheduler.machine.models["b"].want_pinned
 
 

@@ -22,7 +22,7 @@ from ..requests.admission import Admission, changed_on_the_way
 from ..server_state import ServerState
 from ..state.records import DeviceModel, Model, Registration
 from ..state.states import ModelEvent, ModelState
-from ..state.versions import AT, Versions, split_name, version_name
+from ..state.versions import AT, PRESENT, Versions, split_name, version_name
 from .build_queue import BuildQueue
 from .chain_registry import Chains
 from .names import Names, not_found
@@ -65,7 +65,13 @@ class Registry:
         self.names.check_free(split_name(event.model)[0], event.aliases)
         old = None if event.is_known else self._versions.newest(event.model)
         if old is not None and self._is_same(event, old):
-            self._change(event, old)  # 1.
+            notes = self.names.change(event, old)  # 1.
+            if old.state.state in PRESENT:
+                self._answer_registered(old, event.token, notes)
+            elif event.is_configured:  # a restored model; the server must not wait for it
+                core.answer(event.token, model=old.base)
+            else:
+                self.registrations[old.name].waiters.append(event.token)
             return
         if old is not None:
             raise _taken(event, old, self.registrations[old.name].spec)
@@ -83,25 +89,6 @@ class Registry:
             )
         self._builds.check_room(event.client)
         self._begin(event, (event.token,))
-
-    def _change(self, event: ev.RegisterModelRequest, old: Model) -> None:
-        """Give a registered model the aliases, priority and pin of a repeated registration."""
-        registration = self.registrations[old.name]
-        is_there = old.state.state in (ModelState.READY, ModelState.QUARANTINED)
-        is_pinned = event.is_pinned or (old.want_pinned and not event.is_configured)
-        priority = old.priority if event.priority is None else event.priority
-        notes = self.names.change(old, priority, is_pinned=is_pinned)
-        new = self.names.aliases.add(old.base, event.aliases)
-        if new and (is_there or registration.is_known):  # otherwise ``stored`` does it
-            self.names.aliases.remember(new, (event.token,))
-        for one in self._versions.present(old.base) if new or notes else ():
-            self._versions.announce(one)  # ``built`` announces a model that is not present yet
-        if is_there:
-            self._answer_registered(old, event.token, notes)
-        elif event.is_configured:  # a restored model; the server must not wait for it
-            self._core.answer(event.token, model=old.base)
-        else:
-            registration.waiters.append(event.token)
 
     def _is_same(self, event: ev.RegisterModelRequest, old: Model) -> bool:
         """Return True if the registration repeats the old one, from the same tenant.

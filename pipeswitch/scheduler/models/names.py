@@ -249,18 +249,27 @@ class Names:
             event.token, model=event.model, pinned=is_pinned, state=replica.residency.state.value
         )
 
-    def change(self, model: Model, priority: int, *, is_pinned: bool) -> list[str]:
-        """Set the priority of all versions of a name, and the pin of this one; return a note."""
-        if (priority, is_pinned) == (model.priority, model.want_pinned):
-            return []
-        for device in self._machine.devices if is_pinned and model.manifest is not None else ():
-            if device.state.may_serve(model):
-                device.arena.check_fits(model, is_pinned=True)
-        for one in self._versions.all_of(model.base):
-            one.priority = priority
-            self._pin(one, is_pinned=is_pinned if one is model else one.want_pinned)
-        pinned = f"it is {'pinned' if is_pinned else 'not pinned'} now"
-        return [f"its priority is {PRIORITY_NAMES[priority]}, and {pinned}"]
+    def change(self, event: ev.RegisterModelRequest, model: Model) -> list[str]:
+        """Give a model the aliases, priority and pin of a repeated registration; return a note.
+        The priority holds for all versions of the name, the pin for this one."""
+        is_pinned = event.is_pinned or (model.want_pinned and not event.is_configured)
+        priority = model.priority if event.priority is None else event.priority
+        notes = []
+        if (priority, is_pinned) != (model.priority, model.want_pinned):
+            pinned = f"it is {'pinned' if is_pinned else 'not pinned'} now"
+            notes = [f"its priority is {PRIORITY_NAMES[priority]}, and {pinned}"]
+            for device in self._machine.devices if is_pinned and model.manifest is not None else ():
+                if device.state.may_serve(model):
+                    device.arena.check_fits(model, is_pinned=True)
+            for one in self._versions.all_of(model.base):
+                one.priority = priority
+                self._pin(one, is_pinned=is_pinned if one is model else one.want_pinned)
+        new = self.aliases.add(model.base, event.aliases)
+        if new and (model.state.state in PRESENT or self.registrations[model.name].is_known):
+            self.aliases.remember(new, (event.token,))  # otherwise ``stored`` does it
+        for one in self._versions.present(model.base) if new or notes else ():
+            self._versions.announce(one)  # ``built`` announces a model that is not present yet
+        return notes
 
     def _pin(self, model: Model, *, is_pinned: bool) -> None:
         model.want_pinned = is_pinned
