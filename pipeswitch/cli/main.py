@@ -45,7 +45,8 @@ class Cli(Group):
             own = [name for one in self.params if one.expose_value for name in one.opts]
             if isinstance(error, click.NoSuchOption) and error.ctx and error.option_name in own:
                 usage = f"{error.option_name} ... {error.ctx.command_path.partition(' ')[2]}"
-                error = click.UsageError(f"{error.message} Use: pipeswitch {usage}", error.ctx)
+                text = f"{error.option_name} goes before the command: pipeswitch {usage}"
+                error = click.UsageError(text, error.ctx)
             error.show()
             sys.exit(error.exit_code)
         except OSError as error:

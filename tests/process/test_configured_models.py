@@ -99,6 +99,12 @@ def test_ready_comes_after_the_first_attempt_at_each_and_what_failed_is_shown(
             with pytest.raises(ServerUnavailable, match=r'"typo" is failed: .*resnet5') as failed:
                 ask()
             assert failed.value.hint == body["hint"]
+        request = urllib.request.Request(f"http://{running.http_address}/v1/completions")
+        request.data = b'{"model": "typo", "prompt": "Once"}'
+        with pytest.raises(urllib.error.HTTPError) as refused:
+            urllib.request.urlopen(request)
+        answer = refused.value.read()
+        assert (b"is failed" in answer, b"resnet5" in answer) == (True, False)  # no operator
         client.register("typo", torch.nn.Linear(4, 4), example_inputs=x)  # its name is still free
         assert client.infer("typo", x).value.shape == (1, 4)
 
