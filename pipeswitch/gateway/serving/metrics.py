@@ -104,13 +104,13 @@ class _Server:
         stats = self.facts["stats"]
         for key, text in _COUNTERS.items():
             yield counters(f"pipeswitch_{key}", text, [], {(): stats[key]})
-        ended = {**stats["inference"]}
-        ended["error"] -= ended["queue_full"]  # overload is not a failure
+        ended = stats["inference"]
+        failed = ended["error"] - ended["queue_full"]  # overload is not a failure
         yield counters(
             "pipeswitch_requests",
             "Accepted requests to models, by outcome",
             ["outcome"],
-            {(outcome,): ended[outcome] for outcome in _OUTCOMES},
+            {(one,): failed if one == "error" else ended[one] for one in _OUTCOMES},
         )
         for key, text, value in (
             ("in_flight_requests", "Accepted, not answered", stats["inference"]["in_flight"]),

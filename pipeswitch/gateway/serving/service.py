@@ -315,11 +315,11 @@ class Service:
             replies = [self._upstream.ask(what) for what in ("stats", "jobs", "ps")]
             versions = self._upstream.ask("models", body={"versions": True})
             stats, jobs, ps, models = await asyncio.gather(*replies, versions)
-            rows = models["models"]
+            rows, stats["gateway_queue_full"] = models["models"], self.queue_full_count()
             current = _named([row for row in rows if row["current"]])
             self._tally.forget_others({name for name, _ in current})
             facts = {
-                "stats": {**stats, "gateway_queue_full": self.queue_full_count()},
+                "stats": stats,
                 "jobs": jobs["jobs"],
                 "ps": ps["rows"],
                 "models": rows,
