@@ -332,7 +332,8 @@ def test_logprobs_are_transformers_own_in_each_form(running: Checked, ai: Any) -
     chat: Any = {"model": "chat", "messages": SAID, "max_tokens": 5, "logprobs": True}
     choice = ai.chat.completions.create(**chat, top_logprobs=2).choices[0]
     rows = choice.logprobs.content
-    assert "".join(bytes(one.bytes).decode() for one in rows) == choice.message.content
+    whole_bytes = b"".join(bytes(one.bytes) for one in rows)  # a token may be a part of a character
+    assert whole_bytes.decode(errors="replace") == choice.message.content
     assert [len(one.top_logprobs) for one in rows] == [2] * 5
     with pytest.raises(InvalidInput):
         running.client.generate("chat", [1, 2], logprob=2)

@@ -251,7 +251,7 @@ def test_what_cannot_be_generated_is_said(running: Checked) -> None:
         (("plain", [1]), "does not generate text"),
         (("chat", []), "1 to 319"),
         (("chat", [VOCABULARY]), "not a token from 0 to 699"),
-        (("chat", 4), "a text or token ids"),
+        (("chat", 4), "or token ids"),
         (("chat", [1] * CONTEXT), "a prompt of 320 tokens"),
     ):
         with pytest.raises(InvalidInput, match=words):

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import signal
 import threading
+from collections.abc import Iterator
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
@@ -75,13 +77,23 @@ def submit_both(checked: tools.Checked, count: int) -> list[Future[Any]]:
 HANGUP = signal.SIGHUP  # of a closed terminal
 
 
+@contextlib.contextmanager
+def hangups(how: signal.Handlers) -> Iterator[None]:
+    """Handle SIGHUP like this in the block: a server inherits it, and a suite may run in nohup."""
+    usual = signal.signal(HANGUP, how)
+    try:
+        yield
+    finally:
+        signal.signal(HANGUP, usual)
+
+
 @pytest.mark.parametrize(
     "number", [signal.SIGTERM, signal.SIGINT, HANGUP], ids=["SIGTERM", "ctrl-c", "closed-terminal"]
 )
 def test_a_signal_drains_what_was_accepted_is_answered_and_what_is_new_refused(
     number: signal.Signals, tmp_path: Path
 ) -> None:
-    with busy_server(http=True) as checked:
+    with hangups(signal.SIG_DFL), busy_server(http=True) as checked:
         register_both(checked)
         tools.start_endless_job(checked, tmp_path)
         futures = submit_both(checked, 8)
@@ -102,14 +114,13 @@ def test_a_signal_drains_what_was_accepted_is_answered_and_what_is_new_refused(
 
 
 def test_a_server_under_nohup_ignores_its_closed_terminal() -> None:
-    usual = signal.signal(HANGUP, signal.SIG_IGN)  # a child inherits it; the keeper's would not
-    try:
-        with tools.checked_server(settles=False, environment={"NO_KEEPER": "1"}) as checked:
-            lines = Path(f"/proc/{checked.pid}/status").read_text().splitlines()
-            ignored = next(int(line.split()[1], 16) for line in lines if line[:7] == "SigIgn:")
-            assert ignored >> (HANGUP - 1) & 1
-    finally:
-        signal.signal(HANGUP, usual)
+    with (
+        hangups(signal.SIG_IGN),
+        tools.checked_server(settles=False, environment={"NO_KEEPER": "1"}) as checked,
+    ):
+        lines = Path(f"/proc/{checked.pid}/status").read_text().splitlines()
+        ignored = next(int(line.split()[1], 16) for line in lines if line[:7] == "SigIgn:")
+        assert ignored >> (HANGUP - 1) & 1
 
 
 def test_a_second_signal_ends_it_at_once_and_answers_what_was_left() -> None:
