@@ -963,7 +963,7 @@ def test_a_prompt_that_is_not_utf8_is_refused(monkeypatch: pytest.MonkeyPatch) -
         return check_prompt(text, lambda one: [*one.encode()])
 
     answering(monkeypatch, generate=generate)
-    result = CliRunner().invoke(main, ["generate", "m"], input=b"caf\xe9")
+    result = CliRunner().invoke(main, ["generate", "m"], input=b"th\xe9")
     assert (result.exit_code, "valid Unicode" in result.stderr) == (1, True), result
 
 
