@@ -5,9 +5,10 @@
 Each stage is a process with its own time limit, so that a stage that hangs or crashes does not harm
 the next one. The stages: facts of the machine; each mechanism (rung) alone, without a server; tests
 of torch and of the device; a server with only the mechanisms that it cannot do without, then with
-one faster mechanism at a time; measurements. If a mechanism is broken, the stages that need it are
-reported as not run. After each stage the files ``gpu-<name>-<date>.json`` and ``.md`` are written
-again into ``--out`` (benchmarks/results).
+one faster mechanism at a time; measurements. On a large machine the tests run side by side, and
+each measurement alone. If a mechanism is broken, the stages that need it are reported as not run.
+After each stage the files ``gpu-<name>-<date>.json`` and ``.md`` are written again into ``--out``
+(benchmarks/results).
 The exit status is 0 if every stage succeeded, 3 without a GPU. ``--dry-run`` runs every stage's
 program; without a GPU, each stage reports that it needs a GPU. docs/gpu.md explains the results.
 
@@ -21,6 +22,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import itertools
 import json
 import os
 import re
@@ -30,7 +32,8 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -43,6 +46,8 @@ TAIL = 3000  # kept characters of a failed stage's output, apart from its findin
 LOG_TAIL = 4000  # kept characters of each log of a failed server
 MARK_OF_A_STAGE = "PIPESWITCH_GPU_STAGE"  # variable in the environment of all processes of a stage
 LEAVE_S = 10.0  # time for a killed stage's processes to end; each frees a CUDA context
+MANY_CORES = 8  # with as many cores and as much device memory, tests run side by side
+MUCH_BYTES = 40 << 30
 
 
 @dataclass(frozen=True)
@@ -53,11 +58,11 @@ class Stage:
     limit_s: float
     command: tuple[str, ...]
     needs: tuple[str, ...] = ()  # mechanisms without which the stage would fail
+    is_test: bool = False  # its results do not depend on what else runs
 
 
-def _server(rung: str, *needs: str) -> Stage:
-    command = ("-m", "benchmarks.gpu_tests", f"server-{rung}")
-    return Stage(f"server-{rung}", 60, command, (*SERVED, *needs))
+def _test(suite: str, *needs: str) -> Stage:
+    return Stage(suite, 120, ("-m", "benchmarks.gpu_tests", suite), needs, is_test=True)
 
 
 SERVED = ("device", "memory", "ipc", "torch", "tensor")  # mechanisms that every server needs
@@ -71,19 +76,20 @@ STAGES = (
     # The first stage imports torch, perhaps from a cold disk, which may take a minute.
     Stage("facts", 150, ("-m", "benchmarks.gpu_environment")),
     Stage("mechanisms", 240, ("-m", "benchmarks.gpu_mechanisms")),
-    Stage("raw", 60, ("-m", "benchmarks.gpu_tests", "raw"), ("device", "memory", "torch")),
-    Stage("conformance", 60, ("-m", "benchmarks.gpu_tests", "conformance"), SERVED),
-    _server("lowest"),
-    _server("graphs", "graph"),
-    _server("slice", "slice"),
-    _server("waits", "graph", "wait-write"),
-    _server("highest", "graph", "wait-write", "slice"),
-    _serving(75, "switch", "resnet152"),
-    _serving(60, "switch", "bert-base"),
+    _test("raw", "device", "memory", "torch"),
+    _test("conformance", *SERVED),
+    _test("server-lowest", *SERVED),
+    _test("server-graphs", *SERVED, "graph"),
+    _test("server-slice", *SERVED, "slice"),
+    _test("server-waits", *SERVED, "graph", "wait-write"),
+    _test("server-highest", *SERVED, "graph", "wait-write", "slice"),
+    _serving(90, "switch", "resnet152"),
     _serving(80, "training"),
+    _serving(75, "generation"),
     _serving(70, "soak"),
-    _serving(60, "precision"),
-    _serving(60, "switch", "inception_v3"),
+    _serving(90, "precision"),
+    _serving(75, "switch", "bert-base"),
+    _serving(75, "switch", "inception_v3"),
     _serving(90, "switch", "vit_l_16"),
 )
 
@@ -107,13 +113,17 @@ class Outcome:
 def run_stage(stage: Stage, left_s: float, environment: dict[str, str]) -> Outcome:
     """Run one stage until it ends or its time is over; return the findings that it has printed."""
     limit_s = min(stage.limit_s, left_s)
-    began_s, began_at_s = time.monotonic(), time.time()
-    mark = f"{os.getpid()}-{stage.name}-{began_at_s}"
-    with tempfile.TemporaryFile("w+") as output:
+    began_s = time.monotonic()
+    mark = f"{os.getpid()}-{stage.name}-{time.time()}"
+    with (
+        tempfile.TemporaryFile("w+") as output,
+        tempfile.TemporaryDirectory(prefix="gpu-") as folder,
+    ):
         process = subprocess.Popen(
             [sys.executable, *stage.command],
             cwd=ROOT,
-            env={**environment, MARK_OF_A_STAGE: mark},
+            # In its own folder: its servers' lock on the GPU, and what a killed server leaves.
+            env={**environment, MARK_OF_A_STAGE: mark, "TMPDIR": folder},
             stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=subprocess.STDOUT,
@@ -130,7 +140,7 @@ def run_stage(stage: Stage, left_s: float, environment: dict[str, str]) -> Outco
             process.wait()
             stayed = end_leftovers(mark)
         output.seek(0)
-        text = output.read()
+        text, logs = output.read(), server_logs(Path(folder))
     results, rest = _split(text)
     status, tail = "failed" if process.returncode else "ok", ""
     if timed_out:
@@ -140,7 +150,7 @@ def run_stage(stage: Stage, left_s: float, environment: dict[str, str]) -> Outco
     if stayed:
         results.append({"processes_that_had_to_be_killed": stayed})
     if status not in ("ok", "needs a GPU"):
-        tail = "\n".join([*server_logs(began_at_s), rest[-TAIL:]])
+        tail = "\n".join([*logs, rest[-TAIL:]])
     seconds = round(time.monotonic() - began_s, 1)
     return Outcome(stage.name, status, seconds, process.returncode, results, tail)
 
@@ -172,14 +182,12 @@ def _with_environment(entry: bytes) -> list[int]:
     return pids
 
 
-def server_logs(since_s: float) -> list[str]:
+def server_logs(folder: Path) -> list[str]:
     """Return the ends of logs that failed servers left behind; a clean stop removes the logs."""
     lines = []
-    for path in sorted(Path("/tmp").glob("pipeswitch-*/state/**/*.log")):
+    for path in sorted(folder.glob("pipeswitch-*/state/**/*.log")):
         with contextlib.suppress(OSError):
-            if path.stat().st_mtime >= since_s:
-                text = path.read_text(errors="replace")[-LOG_TAIL:]
-                lines += [f"-- {path.name}", text]
+            lines += [f"-- {path.name}", path.read_text(errors="replace")[-LOG_TAIL:]]
     return lines
 
 
@@ -221,8 +229,9 @@ class Report:
         for old in {*self._written} - {data, table}:  # written before the device's name was known
             old.unlink(missing_ok=True)
         self._written = [data, table]
-        data.write_text(json.dumps(document, indent=1, default=str) + "\n")
-        table.write_text(self.markdown())
+        text = json.dumps(document, indent=1, default=str).replace(str(ROOT), ".")
+        data.write_text(text + "\n")
+        table.write_text(self.markdown().replace(str(ROOT), "."))
         return self._written
 
     @property
@@ -232,6 +241,13 @@ class Report:
             return {}  # no mechanism was tried; a dry run still runs every stage
         rows = self._results("mechanism")
         return {row["mechanism"]: str(row["text"]) for row in rows if row["outcome"] != "ok"}
+
+    @property
+    def is_large(self) -> bool:
+        """True if this machine can run several servers at once."""
+        found = (outcome.first("device") for outcome in self.outcomes)
+        free_bytes = max((one["free_bytes"] for one in found if isinstance(one, dict)), default=0)
+        return free_bytes >= MUCH_BYTES and len(os.sched_getaffinity(0)) >= MANY_CORES
 
     def verdict(self) -> str:
         """Return the first broken rung (mechanism) or, if all work, the first stage that failed."""
@@ -266,6 +282,13 @@ class Report:
             name = f"{row['case']}: cold / ready-eager"
             lines.append(f"| {name} | {row['cold_over_ready']} | {row['target'] or ''} |")
             lines.append(f"| {row['case']}: link, GB/s | {row['link_gb_s']} | |")
+        for row in self._results("precision"):
+            found = f"{row['bytes'] / 1e6:.0f} MB, error {row['error']:.1e}"
+            times = f"copy {row['cold_copy_ms']:.1f} ms, compute {row['compute_ms']['p50']} ms"
+            lines.append(f"| ResNet-50, {row['precision']} | {found}, {times} | |")
+        for row in self._results("tokens_per_s"):
+            name = f"{row['case']}, {row['arm']}: tokens/s"
+            lines.append(f"| {name} | {row['tokens_per_s']} | |")
         for key in ("training_tax", "preemption_stop_ms", "leaked_device_bytes", "rungs"):
             for row in self._results(key):
                 target = row.get("target", "") if key == "training_tax" else ""
@@ -318,28 +341,19 @@ def main() -> int:
 def run_all(stages: Sequence[Stage], folder: Path, budget_s: float, *, stops_early: bool) -> int:
     """Run all stages in order; return the exit status."""
     ends_at_s = time.monotonic() + budget_s
-    report = Report(folder, "python -m benchmarks.gpu " + " ".join(sys.argv[1:]))
+    report = Report(folder, " ".join(["python -m benchmarks.gpu", *(s.name for s in stages)]))
     environment = child_environment()
     heartbeat = threading.Timer(budget_s + 30, os._exit, (124,))  # in case a stage hangs
     heartbeat.daemon = True
     heartbeat.start()
     paths: list[Path] = []
-    for stage in stages:
-        left_s = ends_at_s - time.monotonic()
-        lacks = [name for name in stage.needs if name in report.broken]
-        if lacks:
-            outcome = Outcome(stage.name, "not run", tail=f"needs {', '.join(lacks)}")
-        elif left_s < MIN_S:
-            outcome = Outcome(stage.name, "not run", tail="no time left")
-        else:
-            print(f"== {stage.name} (at most {min(stage.limit_s, left_s):.0f} s)", flush=True)
-            outcome = run_stage(stage, left_s, environment)
+    for outcome in _outcomes(stages, ends_at_s, report, environment):
         paths = report.add(outcome)
         _tell(outcome)
         rungs = outcome.first("rungs")
         if isinstance(rungs, dict):
             environment[RUNGS] = json.dumps(rungs)
-        if outcome.status == "needs a GPU" and stage.name == "mechanisms" and stops_early:
+        if outcome.status == "needs a GPU" and outcome.name == "mechanisms" and stops_early:
             break
     heartbeat.cancel()
     print(report.verdict())
@@ -349,6 +363,30 @@ def run_all(stages: Sequence[Stage], folder: Path, budget_s: float, *, stops_ear
     if "needs a GPU" in statuses:
         return NEEDS_A_GPU
     return 0 if statuses <= {"ok", "not run"} else 1
+
+
+def _outcomes(
+    stages: Sequence[Stage], ends_at_s: float, report: Report, environment: dict[str, str]
+) -> Iterator[Outcome]:
+    """Run the stages; yield their outcomes in order. ``report`` has those that were yielded."""
+
+    def run(stage: Stage) -> Outcome:
+        left_s = ends_at_s - time.monotonic()
+        lacks = [name for name in stage.needs if name in report.broken]
+        if lacks:
+            return Outcome(stage.name, "not run", tail=f"needs {', '.join(lacks)}")
+        if left_s < MIN_S:
+            return Outcome(stage.name, "not run", tail="no time left")
+        print(f"== {stage.name} (at most {min(stage.limit_s, left_s):.0f} s)", flush=True)
+        return run_stage(stage, left_s, environment)
+
+    for is_test, group in itertools.groupby(stages, lambda stage: stage.is_test):
+        if is_test and report.is_large:
+            members = [*group]
+            with ThreadPoolExecutor(len(members)) as pool:
+                yield from pool.map(run, members)
+        else:
+            yield from map(run, group)
 
 
 def _tell(outcome: Outcome) -> None:

@@ -5,6 +5,7 @@ ready-graph, serial, to-device and stop-and-start. *cold*: the arena holds one o
 structure, different weights), and the request is for the other twin. All arms begin and end with
 tensors in host memory. Answers are compared with ready-eager's: a wrong answer ends the stage.
 ``training``: how much slower a job is because it is preemptible, and how fast it leaves the device.
+``generation``: tokens per second of a GPT-2, ours and transformers' ``generate()``.
 ``precision``: bytes, error and times of one model in each precision.
 ``soak``: 2,000 cold switches, after which device bytes, descriptors and answers are unchanged.
 """
@@ -21,6 +22,8 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -77,10 +80,17 @@ def _switch(model: gpu.GpuModel, folder: Path) -> None:
         served(str(arena), store, PIPESWITCH_SERVER__MAX_MESSAGE="256MiB") as (running, client),
     ):
         put(case=model.name, ready_line=running.ready_line)
-        for number, twin in enumerate(TWINS):
+
+        def register(number: int) -> None:
             client.register(
-                twin, model.source, weights=f"random:{SEED + number}", inputs=model.inputs or None
+                TWINS[number],
+                model.source,
+                weights=f"random:{SEED + number}",
+                inputs=model.inputs or None,
             )
+
+        with ThreadPoolExecutor(len(TWINS)) as pool:
+            list(pool.map(register, range(len(TWINS))))
         put(case=model.name, setup_s=round((now_ms() - began_ms) / 1000, 1))
         turns = itertools.cycle((0, 1))  # index of the twin that is requested in a round
         for batch in BATCHES:
@@ -172,13 +182,12 @@ def _rounds(
 def _stop_and_start(model: gpu.GpuModel, order: dict[str, Any], baselines: _Baselines) -> None:
     baselines.close()  # the new process needs the memory of this one
     times = []
-    for _ in range(1 if is_fake() else 2):
-        began_ms = now_ms()
-        child = spawn("once", order | {"device": "cpu" if is_fake() else "cuda"})
-        child.communicate(timeout=120)
-        if child.returncode:
-            raise RuntimeError(f"stop-and-start ended with status {child.returncode}")
-        times.append(now_ms() - began_ms)
+    began_ms = now_ms()
+    child = spawn("once", order | {"device": "cpu" if is_fake() else "cuda"})
+    child.communicate(timeout=120)
+    if child.returncode:
+        raise RuntimeError(f"stop-and-start ended with status {child.returncode}")
+    times.append(now_ms() - began_ms)
     put(case=f"{model.name}/{BATCHES[0]}", arm="stop-and-start", total_ms=percentiles(times))
 
 
@@ -217,9 +226,14 @@ def _model() -> tuple[str, ...]:
 
 
 def _tax(client: Any, folder: Path) -> None:
-    """Measure the training script in turns as a plain process and as a job with default commits."""
+    """Measure the training script in turns as a plain process and as a job with default commits.
+
+    A step's time is that between the steps' beginnings. The commit at the end is not part of it.
+    """
     times_ms: dict[str, list[float]] = {"plain": [], "job": []}
-    steps = 40 if is_fake() else 80
+    middle_ms: dict[str, list[float]] = {"plain": [], "job": []}
+    cpu_ms: dict[str, list[float]] = {"plain": [], "job": []}
+    steps = 40 if is_fake() else 200
     device = ["--device", "cpu" if is_fake() else "cuda"]
     for number in range(TAX_ROUNDS):
         for arm in times_ms:
@@ -232,10 +246,22 @@ def _tax(client: Any, folder: Path) -> None:
                 command = [sys.executable, "-m", TRAIN_MODULE, *words, *device]
                 subprocess.run(command, check=True, timeout=120)
             record_read = json.loads(record.read_text())
-            took_ms = record_read["ended_ms"] - record_read["instants_ms"][WARM_UP_STEPS]
-            times_ms[arm].append(took_ms / (steps - WARM_UP_STEPS))
+            began_ms = record_read["instants_ms"][WARM_UP_STEPS:]
+            gaps_ms = sorted(after - before for before, after in pairwise(began_ms))
+            times_ms[arm].append(sum(gaps_ms) / len(gaps_ms))
+            middle_ms[arm].append(gaps_ms[len(gaps_ms) // 2])
+            used_ms = record_read["cpu_ms"][-1] - record_read["cpu_ms"][WARM_UP_STEPS]
+            cpu_ms[arm].append(used_ms / len(gaps_ms))
     tax = min(times_ms["job"]) / min(times_ms["plain"]) - 1
-    put(training_step_ms=times_ms, training_tax=round(tax, 4), target=0.01)
+    middle = min(middle_ms["job"]) / min(middle_ms["plain"]) - 1
+    put(
+        training_step_ms=times_ms,
+        step_p50_ms=middle_ms,
+        main_thread_cpu_ms=cpu_ms,
+        training_tax=round(tax, 4),
+        training_tax_of_medians=round(middle, 4),
+        target=0.01,
+    )
 
 
 def _preemption(client: Any) -> None:
@@ -285,6 +311,62 @@ def precision() -> None:
                 cold_copy_ms=bills[0].timing.copy_ms,
                 compute_ms=resident,
             )
+
+
+# ---- generation --------------------------------------------------------------------------------
+
+
+def generation() -> None:
+    """Measure one stream and several at once. Both ways must begin with the same tokens."""
+    from . import lm
+
+    size = lm.SMALL if is_fake() else lm.MIDDLE
+    device, new = "cpu" if is_fake() else "cuda", lm.NEW
+    prompts = size.prompts(lm.MANY, lm.PROMPT, SEED)
+    with tempfile.TemporaryDirectory(prefix="pipeswitch-gpu-") as folder:
+        order = vars(size) | {"folders": [f"{folder}/lm-0"], "has_letters": False}
+        child = spawn("write", order, module="lm_child")
+        read_line(child)
+        end(child)
+        order = {"folders": order["folders"], "threads": 4, "device": device}
+        child = spawn("serve", order, module="lm_child")
+        plain = lm.Lines("generate", child=child)
+        right = {}
+        for count in (1, 1, lm.MANY, lm.MANY):  # the first of each warms up
+            right[count] = plain.ask(0, prompts[:count], new)
+        for count, answer in right.items():
+            rate = round(count * new / answer["took_ms"] * 1e3, 1)
+            put(case=f"{size.name}, {count} at once", arm="generate", tokens_per_s=rate)
+        end(child)
+        for precision in ("exact", "bf16"):
+            with served("64MiB" if is_fake() else "2GiB", "1GiB") as (_, client):
+                _generate(client, size, f"hf:{folder}/lm-0", precision, prompts, right)
+
+
+def _generate(
+    client: Any, size: Any, source: str, precision: str, prompts: Any, right: dict[int, Any]
+) -> None:
+    from . import lm
+
+    began_ms = now_ms()
+    client.register("lm-0", source, weights="pretrained", generate=True, precision=precision)
+    registered_s = round((now_ms() - began_ms) / 1000, 1)
+    ours = lm.OwnSocket("served", client=client)
+    for count in right:
+        answers = [ours.ask(0, prompts[:count], lm.NEW) for _ in range(4)][1:]
+        took_ms = min(answer["took_ms"] for answer in answers)
+        alike = [
+            sum(a == b for a, b in zip(mine, theirs, strict=True))
+            for mine, theirs in zip(answers[0]["tokens"], right[count]["tokens"], strict=True)
+        ]
+        put(
+            case=f"{size.name}, {count} at once",
+            arm=precision,
+            tokens_per_s=round(count * lm.NEW / took_ms * 1e3, 1),
+            first_token_ms=min(answer["first_ms"] for answer in answers),
+            tokens_like_generate=alike,
+            registered_s=registered_s,
+        )
 
 
 # ---- soak --------------------------------------------------------------------------------------
@@ -352,6 +434,7 @@ if __name__ == "__main__":
     stages: dict[str, Callable[..., None]] = {
         "switch": switch,
         "training": training,
+        "generation": generation,
         "precision": precision,
         "soak": soak,
     }

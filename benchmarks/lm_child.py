@@ -64,10 +64,11 @@ def serve(order: dict[str, Any]) -> None:
 
     warnings.simplefilter("ignore")
     torch.set_num_threads(order["threads"])
-    model = transformers.GPT2LMHeadModel.from_pretrained(order["folders"][0]).eval()
+    device = order.get("device", "cpu")
+    model = transformers.GPT2LMHeadModel.from_pretrained(order["folders"][0]).eval().to(device)
     for line in sys.stdin:
         request = json.loads(line)
-        ids = torch.tensor(request["ids"])
+        ids = torch.tensor(request["ids"], device=device)
         began_ms = now_ms()
         with torch.no_grad():
             output = model.generate(ids, max_new_tokens=request["new"], do_sample=False)

@@ -91,9 +91,9 @@ _LAZY = {
 def __getattr__(name: str) -> Any:
     """Load a public name on first use (PEP 562)."""
     if name == "__version__":
-        from importlib.metadata import version  # only here, because it imports all of email
+        from .base.version import own_version
 
-        return version("pipeswitch")
+        return own_version()
     if name not in _LAZY:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     module_name, attribute = _LAZY[name]

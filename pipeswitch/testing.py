@@ -28,6 +28,7 @@ from .simulator.contract import check_policy
 
 START_TIMEOUT_S = 60.0
 STOP_TIMEOUT_S = 40.0
+MAX_FOLDER = 24  # characters of a temporary folder in which the server's sockets have short paths
 GATEWAY = ("--http", "127.0.0.1:0", "--grpc", "127.0.0.1:0")
 
 
@@ -94,7 +95,8 @@ def server(
         RuntimeError: the server did not become ready; the text has its output.
     """
     # A socket's path has at most 107 bytes, and a test runner's temporary folder may be deep.
-    short = "/tmp" if os.path.isdir("/tmp") else None
+    is_short = len(tempfile.gettempdir()) <= MAX_FOLDER or not os.path.isdir("/tmp")
+    short = None if is_short else "/tmp"
     with tempfile.TemporaryDirectory(prefix="pipeswitch-", dir=short) as folder:
         root = Path(state_dir) if state_dir is not None else Path(folder) / "state"
         command = [

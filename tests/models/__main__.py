@@ -1,7 +1,9 @@
 """``python -m tests.models [--only PART] [--rows FOLDER] [--out FILE] [--precision NAME]``.
 
+With ``--device cuda:0`` the server and the plain modules compute on that GPU.
+
 Each model prints a line: are its answers equal to the plain module's, or, in a precision other than
-exact, within the precision's limit of error?
+exact or on another device than the cpu device, within the limit of error?
 
 Each model has a file in FOLDER, which is locked while its row is made. So an interrupted sweep
 continues where it stopped, and several processes may share one sweep.
@@ -11,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import copy
 import fcntl
 import json
 import math
@@ -44,14 +47,22 @@ from .factories import SEED
 LENGTHS: Final = (1, 7, 64, 512)
 BATCH: Final = 3  # the second batch size, for models that accept it
 THREADS: Final = 2
+ROUNDING: Final = 1e-4  # largest relative error of a device's exact precision
 FAST_PATH: Final = "set_fastpath_enabled"
 EXPERTS: Final = "set_experts_implementation"
 FACTORY: Final = "package.module:function"
 Dynamic = dict[str, dict[int, tuple[str, int, int]]]
 
 
-def plainly(module: nn.Module, inputs: Inputs) -> Any:
-    """Return the output of the plain module; a decoder does not return its cache."""
+def plainly(module: nn.Module, inputs: Inputs, device: str = "cpu") -> Any:
+    """Return the output of the plain module, in host memory; a decoder does not return its cache.
+
+    Args:
+        device: where the module is.
+    """
+    if device != "cpu":
+        moved = tree_map_only(torch.Tensor, lambda tensor: tensor.to(device), inputs)
+        return tree_map_only(torch.Tensor, lambda tensor: tensor.cpu(), plainly(module, moved))
     with torch.no_grad():
         if not isinstance(inputs, dict):
             return module(*inputs)
@@ -110,8 +121,8 @@ def resized(value: torch.Tensor, axis: int, extent: int) -> torch.Tensor:
 class Sweep:
     """Tester with one server, which registers each model, compares answers, and unregisters it."""
 
-    def __init__(self, running: RunningServer, precision: str) -> None:
-        self._running, self._client = running, running.client()
+    def __init__(self, running: RunningServer, precision: str, device: str) -> None:
+        self._running, self._client, self._device = running, running.client(), device
         self._precision, self._errors = precision, list[float]()
 
     def try_one(self, name: str, entry: Entry) -> dict[str, Any]:
@@ -131,6 +142,8 @@ class Sweep:
         try:
             self._register(module, example, row)
             row["register_s"] = round(time.monotonic() - began_s, 1)
+            if self._device != "cpu":
+                module = copy.deepcopy(module).to(self._device)
             row["batches"] = self._ask(module, example, row["batch_max"])
             row["sizes"] = self._ask_sizes(module, example, row["dynamic"])
             answers = (*row["batches"].values(), *row["sizes"].values())
@@ -191,14 +204,14 @@ class Sweep:
         for batch in (1, BATCH) if most >= BATCH else (1,):
             inputs = tree_map_only(torch.Tensor, lambda t: torch.cat([t] * batch), example)  # noqa: B023
             answer = self._client.infer("it", inputs)
-            equal_by_batch[batch] = self._is_right(answer, plainly(module, inputs))
+            equal_by_batch[batch] = self._is_right(answer, plainly(module, inputs, self._device))
         return equal_by_batch
 
     def _is_right(self, answer: Any, expected: Any) -> bool:
-        if self._precision == "exact":
+        if self._precision == "exact" and (self._device == "cpu" or equal(answer, expected)):
             return equal(answer, expected)
         self._errors.append(error_of(answer, expected))
-        return self._errors[-1] <= MAX_ERROR[self._precision]
+        return self._errors[-1] <= MAX_ERROR.get(self._precision, ROUNDING)
 
     def _ask_sizes(self, module: nn.Module, example: Inputs, dynamic: Dynamic) -> dict[str, bool]:
         """Compare answers for each length, and for two sizes of images and sounds."""
@@ -217,7 +230,7 @@ class Sweep:
                     sizes.append(str(extent))
             if sizes and "x".join(sizes) not in equal_by_size:
                 answer = self._client.infer("it", inputs)
-                expected = plainly(module, tuple(inputs))
+                expected = plainly(module, tuple(inputs), self._device)
                 equal_by_size["x".join(sizes)] = self._is_right(answer, expected)
         return equal_by_size
 
@@ -255,13 +268,15 @@ def summary(rows: list[dict[str, Any]]) -> dict[str, Any]:
     }
 
 
-def sweep(names: list[str], entries: Mapping[str, Entry], folder: Path, precision: str) -> None:
+def sweep(
+    names: list[str], entries: Mapping[str, Entry], folder: Path, precision: str, device: str
+) -> None:
     """Test the models whose rows are missing; print a line for each."""
     arguments = ("--threads", str(THREADS))
     root = str(Path(__file__).parents[2])  # the server imports tests.models.factories from here
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (root, os.environ.get("PYTHONPATH"))))
-    with server(arena="1GiB", host_store="2GiB", args=arguments) as running:
-        one = Sweep(running, precision)
+    with server(arena="1GiB", host_store="2GiB", devices=(device,), args=arguments) as running:
+        one = Sweep(running, precision, device.partition(":")[0])
         for number, name in enumerate(names, 1):
             with claimed(folder, name) as path:
                 if path is None:
@@ -281,6 +296,7 @@ def main() -> int:
     parser.add_argument("--rows", type=Path, help="keep the rows there; those there stay")
     parser.add_argument("--out", type=Path, help="write the table there, as JSON")
     parser.add_argument("--precision", choices=PRECISIONS, default="exact")
+    parser.add_argument("--device", default="cpu")
     options = parser.parse_args()
     torch.set_num_threads(THREADS)
     entries = catalogue()
@@ -288,7 +304,7 @@ def main() -> int:
     with tempfile.TemporaryDirectory(prefix="pipeswitch-models-") as temporary:
         folder = options.rows or Path(temporary)
         folder.mkdir(parents=True, exist_ok=True)
-        sweep(names, entries, folder, options.precision)
+        sweep(names, entries, folder, options.precision, options.device)
         texts = [(folder / f"{name}.json").read_text() for name in names]
     rows = [json.loads(text) for text in texts if text]  # empty: another process makes the row
     report = summary(rows)

@@ -137,12 +137,13 @@ class CpuRig:
     def child(self, code: str, *arguments: object) -> subprocess.Popen[str]:
         """Start a new process that has slot 0's device as ``view`` and the mapping as ``arena``."""
         prelude, descriptors, first = self._child_needs()
+        path = os.pathsep.join([str(ROOT / "tests/fakes"), os.environ.get("PYTHONPATH", "")])
         child = subprocess.Popen(
             [sys.executable, "-c", prelude + code, *first, *map(str, arguments)],
             pass_fds=descriptors,
             cwd=ROOT,
             text=True,
-            env={**os.environ, "PYTHONPATH": str(ROOT / "tests/fakes")},
+            env={**os.environ, "PYTHONPATH": path},
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,

@@ -6,7 +6,6 @@ Each verb first checks the caller's roles: it needs the role of the correspondin
 from __future__ import annotations
 
 import asyncio
-import importlib.metadata
 import re
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -24,6 +23,7 @@ from ...base.errors import (
     model_failed,
 )
 from ...base.roles import URGENT_PRIORITY, Principal, Role
+from ...base.version import own_version
 from ...client.generation import GenerateRequest
 from ...programs.decoding.model_config import LanguageModelConfig
 from ...wire.frames import TRACEPARENT
@@ -81,7 +81,7 @@ class Service:
         self._regions = regions
         self._tally = ModelStats()
         self._metrics = Metrics(self._tally, has_nv_names=has_nv_metrics)
-        self.version = importlib.metadata.version("pipeswitch")  # once: it reads a file
+        self.version = own_version()  # once: it reads a file
 
     def about(self) -> dict[str, Any]:
         """Return the body of ``/v2``, without a request to the server."""

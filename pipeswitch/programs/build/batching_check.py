@@ -29,11 +29,16 @@ MAX_COMPARED: Final = 16  # rows of a batch that are compared with the same rows
 BATCHES: Final = (2, 3, 5, 8, 13)  # sizes of batches that are compared with single rows
 
 
-def with_batching(manifest: Manifest, limit: int, delay_ms: float, folder: Path) -> Manifest:
+def with_batching(
+    manifest: Manifest, limit: int, delay_ms: float, folder: Path, *, is_here: bool = True
+) -> Manifest:
     """Return the manifest of a program whose requests are batched, up to ``limit``.
 
     Rows of a batch are compared with the same rows computed alone, for a batch of two requests and
     for one of ``limit``. If the program pads requests, the compared requests have unequal extents.
+
+    Args:
+        is_here: False if a GPU computes: its kernels give no row the same bits in every batch.
 
     Raises:
         RegistrationRefused: ``check_joinable`` refuses the program, or the answer to a request
@@ -56,7 +61,7 @@ def with_batching(manifest: Manifest, limit: int, delay_ms: float, folder: Path)
     is_half = manifest.precision is not None and manifest.precision.name in HALF
     most = ROUNDING[torch.bfloat16] if is_half else 0.0
     is_exact = _are_exact(manifest, {2 * low, rows}, compute, most)
-    batching = Batching(limit=limit, delay_ms=delay_ms, is_exact=is_exact)
+    batching = Batching(limit=limit, delay_ms=delay_ms, is_exact=is_exact and is_here)
     at_most = largest(manifest.dims) | {BATCH: limit}
     batched_bytes = sum(value.size_bytes(at_most) for value in manifest.inputs)
     taken_bytes = manifest.extra.get("intermediate_bytes", 0) + (

@@ -135,13 +135,15 @@ class Decoder(nn.Module):
 
     def _past(self, cache: torch.Tensor) -> Iterator[Any]:
         """Yield each layer's cache for transformers; its keys and values are views of the rows."""
-        from transformers.cache_utils import DummyLayer
+        from transformers import cache_utils
 
+        no_cache = getattr(cache_utils, "DummyLayer", None)  # before 5.20: such layers are left out
         parts = iter(torch.split(cache, self.spec.sizes, -1))
         batch, past = cache.shape[:2]
         for layer in self.spec.layers:
             if layer.kind == "shared":
-                yield DummyLayer()
+                if no_cache is not None:
+                    yield no_cache()
                 continue
             keys, values = (
                 next(parts).view(batch, past, layer.heads, size).transpose(1, 2)

@@ -19,6 +19,7 @@ _STATES: Final[Mapping[str, str]] = {
     "chunked_attention": "keys and values of one chunk (chunked attention)",
     "indexed_attention": "an index of its keys (sparse attention)",
 }  # transformers' layer type -> its state, for layers without a cache row for each token
+_NO_ATTENTION: Final = ("moe", "mlp")  # transformers' types of layers that need no cache
 
 
 @dataclass(frozen=True)
@@ -95,11 +96,12 @@ def decoder_spec(model: Any, cache_keyword: str) -> DecoderSpec:
         with torch.no_grad():
             model(input_ids=ids, use_cache=True, **{cache_keyword: cache})
     layers = []
-    for (kind, window), layer in zip(kinds, cache.layers, strict=True):
-        keys, values = layer.keys, layer.values
+    for number, (kind, window) in enumerate(kinds):
         if kind == "shared":
             layers.append(DecoderLayer(kind, window))
-        elif keys is None or keys.dim() != 4 or keys.shape[2] != 2:
+            continue
+        keys, values = cache.layers[number].keys, cache.layers[number].values
+        if keys is None or keys.dim() != 4 or keys.shape[2] != 2:
             refuse(f"a {type(model).__name__} keeps no keys and values of each token", UNUSUAL)
         else:
             layers.append(DecoderLayer(kind, window, keys.shape[1], keys.shape[3], values.shape[3]))
@@ -111,22 +113,36 @@ def decoder_spec(model: Any, cache_keyword: str) -> DecoderSpec:
 
 def _kinds(model: Any) -> list[tuple[Kind, int]]:
     """Return each layer's kind and window; refuse a layer without a cache row for each token."""
-    from transformers.cache_utils import get_layer_types_and_kwargs
+    from transformers.cache_utils import DynamicCache
 
     config = text_config(model)
-    types, options = get_layer_types_and_kwargs(config)
-    named = getattr(config, "layer_types", None) or types  # also names the types of shared layers
-    if unknown := sorted({*types} - {"full_attention", "sliding_attention", "dummy"}):
-        numbers = [at for at, kind in enumerate(types) if kind == unknown[0]]
-        state_name = _STATES.get(unknown[0], unknown[0])
-        which = ", ".join(map(str, numbers[:4])) + (", ..." if len(numbers) > 4 else "")
-        reason = f"{type(model).__name__} keeps in layers {which} {state_name}"
-        refuse(f"{reason}; a sequence here has keys and values of each token", UNUSUAL)
+    stored = DynamicCache(config=config).layers
+    types, sharing = _layer_types(config), getattr(config, "kv_sharing_modes", None)
     kinds: list[tuple[Kind, int]] = []
-    for kind, name, more in zip(types, named, options, strict=True):
-        window = more.get("sliding_window", 0)
-        if kind == "dummy":
+    for number, name in enumerate(types):
+        # transformers before 5.20 creates no cache for the last layers if these share others'.
+        reuses = sharing[number] == "reuse" if sharing else number >= len(stored)
+        if reuses or name in _NO_ATTENTION:
             kinds.append(("shared", config.sliding_window if name == "sliding_attention" else 0))
-        else:
+        elif name in ("full_attention", "sliding_attention"):
+            window = getattr(stored[number], "sliding_window", 0) or 0
             kinds.append(("window" if window else "full", window))
+        else:
+            numbers = [at for at, kind in enumerate(types) if kind == name]
+            which = ", ".join(map(str, numbers[:4])) + (", ..." if len(numbers) > 4 else "")
+            reason = f"{type(model).__name__} keeps in layers {which} {_STATES.get(name, name)}"
+            refuse(f"{reason}; a sequence here has keys and values of each token", UNUSUAL)
     return kinds
+
+
+def _layer_types(config: Any) -> list[str]:
+    """Return transformers' type of each layer; many configurations name none."""
+    if named := getattr(config, "layer_types", None):
+        return list(named)
+    if getattr(config, "sliding_window", None) is not None:
+        name = "sliding_attention"
+    elif getattr(config, "attention_chunk_size", None) is not None:
+        name = "chunked_attention"
+    else:
+        name = "full_attention"
+    return [name] * int(config.num_hidden_layers)

@@ -45,6 +45,7 @@ SEEDS: Final = (1, 2)  # seeds of more inputs at the example's shape, for the co
 
 
 Run = Callable[[Sequence[torch.Tensor]], list[torch.Tensor]]
+Times = tuple[float, ...]
 
 
 def derive(
@@ -87,7 +88,7 @@ def derive(
     except RuntimeError as error:  # raised by torch for a call that needs another memory layout
         path.unlink()
         return stays_exact(manifest, name, str(error)[:200])
-    times = [min_ms([partial(plain, x), partial(fast, x)]) for x in [first, *inputs][:TIMED]]
+    times = [] if kernels.half() == "plain" else _times(plain, fast, [first, *inputs])
     refusal, note = _gain(name, shapes, times, saves=ours.total_bytes < manifest.total_bytes)
     if refusal:
         path.unlink()
@@ -96,11 +97,11 @@ def derive(
     if name in HALF:
         ours = _with_copies(ours)
     precision = Precision(
-        **_measured(times[0], errors),
+        **_measured(times, errors),
         name=cast(Any, name),
         fingerprint=fingerprint(),
         plain_bytes=manifest.total_bytes,
-        is_batch_invariant=is_batch_invariant(ours, fast, limit),
+        is_batch_invariant=is_batch_invariant(ours, fast, limit) if times else None,
         weights=tuple((one.name, one.dtype, one.shape) for one in manifest.tensors),
         packed_count=derived.packed_count,
         plain_count=derived.plain_count,
@@ -109,9 +110,14 @@ def derive(
     return _named(msgspec.structs.replace(ours, precision=precision), manifest, name, text)
 
 
-def _measured(times_ms: Sequence[float], errors: Sequence[float]) -> dict[str, Any]:
-    """Return the measured fields of ``Precision``: both times and the errors."""
-    plain_ms, ms = times_ms
+def _times(plain: Run, fast: Run, batches: Sequence[Sequence[torch.Tensor]]) -> list[Times]:
+    """Return both programs' minimum times. They are true only if this processor serves."""
+    return [min_ms([partial(plain, x), partial(fast, x)]) for x in batches[:TIMED]]
+
+
+def _measured(times: Sequence[Times], errors: Sequence[float]) -> dict[str, Any]:
+    """Return the measured fields of ``Precision``: both times (0: not measured) and the errors."""
+    plain_ms, ms = times[0] if times else (0.0, 0.0)
     max_error, mean_error, agreement = errors
     return {
         "plain_ms": plain_ms,
@@ -172,6 +178,8 @@ def _gain(
         f"{ours_ms:.3g} ms instead of {plain_ms:.3g} at {values_text(values)}"
         for values, (plain_ms, ours_ms) in zip(shapes, times, strict=False)
     )
+    if not times:
+        return "" if saves else "it saves no bytes", f"precision {name}: not timed on the GPU"
     plain_sum_ms, sum_ms = map(sum, zip(*times, strict=True))
     is_slower = sum_ms >= plain_sum_ms
     if name == "fast":

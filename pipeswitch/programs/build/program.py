@@ -82,7 +82,8 @@ def build(
         progress: called with (stage, finished fraction) when the stages "build", "export",
             "partition", "verify" and "pack" begin or end.
         disk_bytes: maximum bytes to write; 0: no limit.
-        packs_weights: True if its devices can read weights that this processor's kernels packed.
+        packs_weights: True if only this processor computes, so its kernels' packed weights can be
+            read, and times and bits that are measured here are true.
 
     Raises:
         RegistrationRefused: the model cannot be served; the error says which part and why.
@@ -99,7 +100,7 @@ def build(
         if spec.precision != "exact":
             manifest = _in_precision(manifest, spec, out_dir, packs_weights)
         if (batched := batched_as(manifest, spec)) is not None:
-            manifest = with_batching(manifest, *batched, out_dir)
+            manifest = with_batching(manifest, *batched, out_dir, is_here=packs_weights)
         if state := spec.state or (STATE if "generation" in manifest.extra else {}):
             manifest = with_state(manifest, state)
         if manifest.mode == "graph":
