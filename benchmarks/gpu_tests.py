@@ -6,7 +6,7 @@ import sys
 
 from .gpu_common import ROOT, put, require_gpu
 
-TEST_S = 40  # limit of a test; a thread ends it, because no signal interrupts a driver call
+TEST_S = 80  # limit of a test; a thread ends it, because no signal interrupts a driver call
 
 SUITES = {
     "raw": ["tests/gpu/test_cuda_torch.py"],

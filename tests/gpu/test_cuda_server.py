@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -13,6 +15,7 @@ import pytest
 import torch
 
 from pipeswitch.base.errors import TaskFailed
+from pipeswitch.client.client import FINAL_JOB_STATES, Client
 from pipeswitch.testing import RunningServer, server
 
 pytestmark = pytest.mark.gpu
@@ -88,14 +91,18 @@ def test_two_models_that_do_not_fit_together_answer_as_plain_torch_does(
                 np.testing.assert_array_equal(output, first_output, err_msg=f"turn {turn}, {name}")
 
 
+def kill_workers(client: Client) -> None:
+    for row in client.ps():
+        if row.get("kind") == "worker":
+            os.kill(int(row["pid"]), signal.SIGKILL)
+
+
 def test_killed_workers_come_back(running: RunningServer) -> None:
     with running.client() as client:
         x = torch.randn(1, 3, 64, 64)
         client.register("victim", module_of(2), example_inputs=(x,))
         before = next(iter(client.infer("victim", x.numpy()).outputs.values())).copy()
-        for row in client.ps():
-            if row.get("kind") == "worker":
-                os.kill(int(row["pid"]), signal.SIGKILL)
+        kill_workers(client)
         after = next(iter(client.infer("victim", x.numpy()).outputs.values()))
         np.testing.assert_array_equal(before, after)
 
@@ -128,24 +135,64 @@ def test_a_kernels_assertion_is_answered_and_the_next_request_served(
             np.testing.assert_array_equal(output, expected)
 
 
+class Training:
+    """The script ``TRAIN``: its plain run, and a job that must end with the same weights."""
+
+    def __init__(self, running: RunningServer, client: Client, folder: Path) -> None:
+        self._running, self._plain, self._served = running, folder / "plain", folder / "served"
+        script = folder / "train.py"
+        script.write_text(TRAIN)
+        environment = {**os.environ, "CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
+        command = [sys.executable, str(script), str(self._plain), "cuda"]
+        subprocess.run(command, check=True, env=environment, timeout=120)
+        self.task = client.train(str(script), name=folder.name, args=[str(self._served)])
+
+    def is_over(self) -> bool:
+        return self.task.status()["state"] in FINAL_JOB_STATES
+
+    def check(self) -> None:
+        assert self.task.status()["state"] == "done", self._running.log()[-3000:]
+        assert self._served.read_text() == self._plain.read_text()
+
+
 @pytest.mark.parametrize("running", ["graphs"], indirect=True, scope="module")
 def test_a_job_interrupted_by_requests_ends_as_the_plain_run(
     running: RunningServer, tmp_path: Path
 ) -> None:
-    import subprocess
-    import sys
-
-    script = tmp_path / "train.py"
-    script.write_text(TRAIN)
-    plain, served = tmp_path / "plain", tmp_path / "served"
-    environment = {**os.environ, "CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
-    command = [sys.executable, str(script), str(plain), "cuda"]
-    subprocess.run(command, check=True, env=environment, timeout=120)
     with running.client() as client:
         x = torch.randn(1, 3, 64, 64)
         client.register("visitor", module_of(3), example_inputs=(x,))
-        task = client.train(str(script), name="exact", args=[str(served)])
-        while task.status()["state"] not in ("done", "failed", "cancelled"):
+        training = Training(running, client, tmp_path)
+        while not training.is_over():
             client.infer("visitor", x.numpy())
-        assert task.status()["state"] == "done", running.log()[-3000:]
-    assert served.read_text() == plain.read_text()
+        training.check()
+
+
+@pytest.mark.parametrize("running", ["highest"], indirect=True, scope="module")
+def test_a_job_whose_worker_is_killed_ends_as_the_plain_run(
+    running: RunningServer, tmp_path: Path
+) -> None:
+    with running.client() as client:
+        training = Training(running, client, tmp_path)
+        while not training.is_over() and training.task.status()["step"] <= 100:
+            pass  # each round waits for two answers
+        kill_workers(client)
+        training.task.wait()
+        training.check()
+
+
+@pytest.mark.parametrize("rung", ["lowest", "highest"])
+def test_a_model_larger_than_the_arena_answers_as_plain_torch_does(rung: str) -> None:
+    environment = {f"PIPESWITCH_DEVICE__{key}": value for key, value in RUNGS[rung].items()}
+    with (
+        server(arena="24MiB", devices=("cuda:0",), environment=environment) as streaming,
+        streaming.client() as client,
+    ):
+        x, module = torch.randn(2, 3, 96, 96), module_of(5)
+        client.register("larger", module, example_inputs=(x,))
+        assert client.show("larger")["bytes"] > 24 << 20
+        with torch.inference_mode():
+            expected = module.cuda()(x.cuda()).cpu().numpy()
+        for _ in range(6):
+            output = next(iter(client.infer("larger", x.numpy()).outputs.values()))
+            np.testing.assert_allclose(output, expected, rtol=2e-3, atol=2e-3)

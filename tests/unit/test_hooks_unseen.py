@@ -33,7 +33,7 @@ def announce(module: nn.Module, args: object) -> None:
 
 
 def net() -> nn.Sequential:
-    return nn.Sequential(nn.Linear(4, 4), nn.ReLU())
+    return nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
 
 
 def hooked() -> nn.Sequential:
@@ -54,6 +54,19 @@ def test_a_call_passes_the_gate_at_each_layer_and_no_more_when_the_hooks_are_gon
     hook_modules([model])  # again, like a script's next loop
     model(X)
     assert CALLS == [1, 1, 1, 1]
+
+
+def test_on_a_gpu_short_layers_have_no_hook() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.ReLU())
+    handles = hook_modules([model])
+    model(X)
+    assert CALLS == [1]
+    model(X).sum().backward()
+    assert CALLS == [1, 1, 1]
+    for handle in handles:
+        handle.remove()
+    use_pace(None)
+    assert len(hook_modules([model])) == 5, "on the host each of them may compute for long"
 
 
 def saved(model: nn.Module) -> bytes:

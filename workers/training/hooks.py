@@ -1,9 +1,11 @@
 """Public PyTorch hooks in which training checks the gate for a stop request.
 
 Forward: ``Module.register_forward_pre_hook`` on every module that owns parameters, and on leaf
-modules. Backward: ``Tensor.register_post_accumulate_grad_hook`` on one parameter of each module; an
-exception raised there propagates through ``backward()``. Optimizers: ``register_step_pre_hook`` and
-``register_step_post_hook``. (``register_full_backward_pre_hook`` would change the graph.)
+modules. On a GPU norms and leaf modules without parameters have no hook: they compute for some
+microseconds, and each hook costs a few. Backward: ``Tensor.register_post_accumulate_grad_hook`` on
+one parameter of each module; an exception raised there propagates through ``backward()``.
+Optimizers: ``register_step_pre_hook`` and ``register_step_post_hook``.
+(``register_full_backward_pre_hook`` would change the graph.)
 
 The hooks are module-level functions that find the gate in a module-level variable. They are not
 closures, so a script may deep-copy its model. A saved or scripted model does not contain them.
@@ -12,7 +14,7 @@ closures, so a script may deep-copy its model. A saved or scripted model does no
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch import nn
@@ -23,6 +25,8 @@ from pipeswitch.ipc.gate import Gate
 from .torch_private import hook_unseen
 
 Closure = Callable[..., Any]
+
+_NORMS: Final = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.LayerNorm, nn.GroupNorm)
 
 _gate: Gate | None = None
 _pace: Callable[[], None] | None = None
@@ -60,13 +64,15 @@ def use_pace(pace: Callable[[], None] | None) -> None:
 
 def hook_modules(models: Iterable[nn.Module]) -> list[RemovableHandle]:
     """Register the gate's hooks on every layer of ``models``; return the handles to remove them."""
+    on_host = _pace is None
     handles: list[RemovableHandle] = []
     visited: set[int] = set()
     for model in models:
         for module in model.modules():
             own = list(module.parameters(recurse=False))
             is_leaf = next(module.children(), None) is None
-            if id(module) in visited or not (own or is_leaf):
+            is_long = own or is_leaf if on_host else own and not isinstance(module, _NORMS)
+            if id(module) in visited or not is_long:
                 continue
             visited.add(id(module))
             handles.append(hook_unseen(module, look_at_the_gate_before_forward))

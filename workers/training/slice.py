@@ -21,7 +21,7 @@ from pipeswitch.base.errors import InvalidInput, OutOfDeviceMemory
 
 from .objects import TrainedObjects
 from .slice_layout import Area, SlicePlace, optimizer_state_bytes, padded_bytes, state_tensors
-from .torch_private import bytes_of_their_own
+from .torch_private import Buffers, bytes_of_their_own, live_buffers
 
 
 class TrainingSlice:
@@ -52,6 +52,8 @@ class TrainingSlice:
         self._homes: dict[tuple[str, int, Any], tuple[SlicePlace, torch.Tensor]] = {}
         self._memory = torch.empty(0, dtype=torch.uint8)
         self._bound: dict[int, torch.Tensor] = {}  # offset -> tensor; replaced tensors are freed
+        # Each buffer's name, its module's buffers, its key there, the tensor, and its address.
+        self._live: list[tuple[str, Buffers, str, torch.Tensor | None, int]] = []
         for name, parameter in objects.parameters.items():
             self.places[name] = self.parameters.place(name, parameter)
             self.gradient_places[name] = self.gradients.place(f"{name}.grad", parameter)
@@ -76,6 +78,12 @@ class TrainingSlice:
             self._move(parameter, self.places[name])
         for name, buffer in self.objects.buffers.items():
             self._move(buffer, self._buffer_places[name])
+        buffers = self.objects.buffers
+        self._live = [
+            (name, live_buffers(module), key, one, 0 if one is None else one.data_ptr())
+            for name, (module, key) in self.objects.owners.items()
+            for one in (buffers.get(name),)
+        ]
         self.adopt_optimizer_state()
 
     def unbind(self) -> None:
@@ -246,10 +254,9 @@ class TrainingSlice:
         if size:
             target = self.bytes_at(self.snapshot.offset_bytes, size)
             target.copy_(self.bytes_at(self.buffers.offset_bytes, size))
-        for name, (module, key) in self.objects.owners.items():
-            now = getattr(module, key, None)
-            first = self.objects.buffers.get(name)
-            if now is first and (first is None or self._is_home(first, self._buffer_places[name])):
+        for name, live, key, first, address in self._live:  # in each step, so it must be fast
+            now = live.get(key)
+            if now is first and (first is None or first.data_ptr() == address):
                 continue
             place = self.places.get(name)
             if now is None or place is None or not place.fits(now):

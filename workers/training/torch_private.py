@@ -16,6 +16,8 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset
 from torch.utils.hooks import RemovableHandle
 
+Buffers = dict[str, torch.Tensor | None]
+
 RAISING: Final = re.compile(
     "CALL|PRECALL|RAISE|RERAISE|BINARY|COMPARE|CONTAINS|LOAD|STORE|UNARY|UNPACK|DELETE|IMPORT|"
     "FORMAT|FOR_ITER|GET_ITER|BEFORE_WITH"
@@ -81,6 +83,22 @@ def registered_buffers(module: torch.nn.Module) -> list[tuple[str, torch.Tensor 
     if buffers is None:
         return list(module.named_buffers(recurse=False))
     return list(buffers.items())
+
+
+def live_buffers(module: torch.nn.Module) -> Buffers:
+    """Return the mapping in which a module finds its own buffers by name, now and later."""
+    buffers = getattr(module, "_buffers", None)
+    return _Attributes(module) if buffers is None else buffers
+
+
+class _Attributes(dict[str, Any]):
+    """Attributes of a module, read when they are asked for."""
+
+    def __init__(self, module: torch.nn.Module) -> None:
+        self._module = module
+
+    def get(self, key: str, default: Any = None, /) -> Any:
+        return getattr(self._module, key, default)
 
 
 class _HookTable(OrderedDict[int, Any]):

@@ -118,9 +118,11 @@ class CheckedBindings:
     def _drive(self, name: str, *arguments: Any) -> None:
         self._checked(name, getattr(self._driver, name), arguments)
 
-    def _checked(self, name: str, call: Callable[..., Any], arguments: tuple[Any, ...]) -> Any:
-        """Make a call, which returns ``(error, values…)``; return the values. Raise CudaError if it
-        returned an error or there is no driver library.
+    def _checked(
+        self, name: str, call: Callable[..., Any], arguments: tuple[Any, ...], expected: str = ""
+    ) -> Any:
+        """Make a call, which returns ``(error, values…)``. Return the values, or None if the error
+        has the ``expected`` code. Raise CudaError for another one, or without a driver library.
         """
         try:
             error, *values = call(*arguments)
@@ -128,9 +130,11 @@ class CheckedBindings:
             raise CudaError(name, "cudaErrorInsufficientDriver", str(problem)) from None
         except ValueError as problem:  # the bindings do not know this code of a newer driver
             raise CudaError(name, "unnamed", str(problem)) from None
-        if int(error) != 0:
-            raise CudaError(name, str(getattr(error, "name", error)), self._text_of(name, error))
-        return values
+        if int(error) == 0:
+            return values
+        if expected and getattr(error, "name", "") == expected:
+            return None
+        raise CudaError(name, str(getattr(error, "name", error)), self._text_of(name, error))
 
     def _text_of(self, name: str, error: Any) -> str:
         """Return the runtime's own text; for the driver interface, only the code."""
@@ -167,13 +171,8 @@ class Queues(CheckedBindings):
 
     def is_done(self, event: int) -> bool:
         """Return True if the event's last record has run."""
-        try:
-            self._do("cudaEventQuery", event)
-        except CudaError as error:
-            if error.data["code"] != NOT_READY:
-                raise
-            return False
-        return True
+        query = self._runtime.cudaEventQuery
+        return self._checked("cudaEventQuery", query, (event,), expected=NOT_READY) is not None
 
     def destroy_event(self, event: int) -> None:
         self._do("cudaEventDestroy", event)

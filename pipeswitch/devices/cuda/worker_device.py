@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-LOOKS_PER_GROUP: Final = 8  # gate points of a group; a step of ResNet-50 has about 30 groups
+LOOKS_PER_GROUP: Final = 4  # gate points of a group; a step of ResNet-50 has about 27 groups
 GROUPS_AHEAD: Final = 2
 ENDING_S: Final = 5.0  # limit for queued work to end; it hangs on a fence that is never set
 LOOK_S: Final = 0.001
