@@ -1,12 +1,12 @@
 """One command that tests the cuda device on a GPU: ``make gpu``.
 
-    python -m benchmarks.gpu [--out DIR] [--budget 540] [--dry-run] [stage …]
+    python -m benchmarks.gpu [--out DIR] [--budget 900] [--dry-run] [stage …]
 
 Each stage is a process with its own time limit, so that a stage that hangs or crashes does not harm
 the next one. The stages: facts of the machine; each mechanism (rung) alone, without a server; tests
 of torch and of the device; a server with only the mechanisms that it cannot do without, then with
-one faster mechanism at a time; measurements. On a large machine the tests run side by side, and
-each measurement alone. If a mechanism is broken, the stages that need it are reported as not run.
+one faster mechanism at a time; measurements. If a mechanism is broken, the stages that need it are
+reported as not run. Stages do not run side by side: on one GPU, servers slow each other down a lot.
 After each stage the files ``gpu-<name>-<date>.json`` and ``.md`` are written again into ``--out``
 (benchmarks/results).
 The exit status is 0 if every stage succeeded, 3 without a GPU. ``--dry-run`` runs every stage's
@@ -22,7 +22,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import itertools
 import json
 import os
 import re
@@ -32,22 +31,19 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from .gpu_common import MARK, NEEDS_A_GPU, ROOT, RUNGS
 
-BUDGET_S = 540.0
+BUDGET_S = 900.0
 MIN_S = 8.0  # a stage is not begun with less time left
 TAIL = 3000  # kept characters of a failed stage's output, apart from its findings
 LOG_TAIL = 4000  # kept characters of each log of a failed server
 MARK_OF_A_STAGE = "PIPESWITCH_GPU_STAGE"  # variable in the environment of all processes of a stage
 LEAVE_S = 10.0  # time for a killed stage's processes to end; each frees a CUDA context
-MANY_CORES = 8  # with as many cores and as much device memory, tests run side by side
-MUCH_BYTES = 40 << 30
 
 
 @dataclass(frozen=True)
@@ -58,11 +54,10 @@ class Stage:
     limit_s: float
     command: tuple[str, ...]
     needs: tuple[str, ...] = ()  # mechanisms without which the stage would fail
-    is_test: bool = False  # its results do not depend on what else runs
 
 
 def _test(suite: str, *needs: str) -> Stage:
-    return Stage(suite, 120, ("-m", "benchmarks.gpu_tests", suite), needs, is_test=True)
+    return Stage(suite, 120, ("-m", "benchmarks.gpu_tests", suite), needs)
 
 
 SERVED = ("device", "memory", "ipc", "torch", "tensor")  # mechanisms that every server needs
@@ -85,12 +80,12 @@ STAGES = (
     _test("server-highest", *SERVED, "graph", "wait-write", "slice"),
     _serving(90, "switch", "resnet152"),
     _serving(80, "training"),
-    _serving(75, "generation"),
+    _serving(120, "generation"),
     _serving(70, "soak"),
     _serving(90, "precision"),
-    _serving(75, "switch", "bert-base"),
-    _serving(75, "switch", "inception_v3"),
-    _serving(90, "switch", "vit_l_16"),
+    _serving(90, "switch", "bert-base"),
+    _serving(90, "switch", "inception_v3"),
+    _serving(120, "switch", "vit_l_16"),
 )
 
 
@@ -242,13 +237,6 @@ class Report:
         rows = self._results("mechanism")
         return {row["mechanism"]: str(row["text"]) for row in rows if row["outcome"] != "ok"}
 
-    @property
-    def is_large(self) -> bool:
-        """True if this machine can run several servers at once."""
-        found = (outcome.first("device") for outcome in self.outcomes)
-        free_bytes = max((one["free_bytes"] for one in found if isinstance(one, dict)), default=0)
-        return free_bytes >= MUCH_BYTES and len(os.sched_getaffinity(0)) >= MANY_CORES
-
     def verdict(self) -> str:
         """Return the first broken rung (mechanism) or, if all work, the first stage that failed."""
         for name, why in self.broken.items():
@@ -347,13 +335,22 @@ def run_all(stages: Sequence[Stage], folder: Path, budget_s: float, *, stops_ear
     heartbeat.daemon = True
     heartbeat.start()
     paths: list[Path] = []
-    for outcome in _outcomes(stages, ends_at_s, report, environment):
+    for stage in stages:
+        left_s = ends_at_s - time.monotonic()
+        lacks = [name for name in stage.needs if name in report.broken]
+        if lacks:
+            outcome = Outcome(stage.name, "not run", tail=f"needs {', '.join(lacks)}")
+        elif left_s < MIN_S:
+            outcome = Outcome(stage.name, "not run", tail="no time left")
+        else:
+            print(f"== {stage.name} (at most {min(stage.limit_s, left_s):.0f} s)", flush=True)
+            outcome = run_stage(stage, left_s, environment)
         paths = report.add(outcome)
         _tell(outcome)
         rungs = outcome.first("rungs")
         if isinstance(rungs, dict):
             environment[RUNGS] = json.dumps(rungs)
-        if outcome.status == "needs a GPU" and outcome.name == "mechanisms" and stops_early:
+        if outcome.status == "needs a GPU" and stage.name == "mechanisms" and stops_early:
             break
     heartbeat.cancel()
     print(report.verdict())
@@ -363,30 +360,6 @@ def run_all(stages: Sequence[Stage], folder: Path, budget_s: float, *, stops_ear
     if "needs a GPU" in statuses:
         return NEEDS_A_GPU
     return 0 if statuses <= {"ok", "not run"} else 1
-
-
-def _outcomes(
-    stages: Sequence[Stage], ends_at_s: float, report: Report, environment: dict[str, str]
-) -> Iterator[Outcome]:
-    """Run the stages; yield their outcomes in order. ``report`` has those that were yielded."""
-
-    def run(stage: Stage) -> Outcome:
-        left_s = ends_at_s - time.monotonic()
-        lacks = [name for name in stage.needs if name in report.broken]
-        if lacks:
-            return Outcome(stage.name, "not run", tail=f"needs {', '.join(lacks)}")
-        if left_s < MIN_S:
-            return Outcome(stage.name, "not run", tail="no time left")
-        print(f"== {stage.name} (at most {min(stage.limit_s, left_s):.0f} s)", flush=True)
-        return run_stage(stage, left_s, environment)
-
-    for is_test, group in itertools.groupby(stages, lambda stage: stage.is_test):
-        if is_test and report.is_large:
-            members = [*group]
-            with ThreadPoolExecutor(len(members)) as pool:
-                yield from pool.map(run, members)
-        else:
-            yield from map(run, group)
 
 
 def _tell(outcome: Outcome) -> None:

@@ -22,7 +22,6 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -80,17 +79,10 @@ def _switch(model: gpu.GpuModel, folder: Path) -> None:
         served(str(arena), store, PIPESWITCH_SERVER__MAX_MESSAGE="256MiB") as (running, client),
     ):
         put(case=model.name, ready_line=running.ready_line)
-
-        def register(number: int) -> None:
+        for number, twin in enumerate(TWINS):
             client.register(
-                TWINS[number],
-                model.source,
-                weights=f"random:{SEED + number}",
-                inputs=model.inputs or None,
+                twin, model.source, weights=f"random:{SEED + number}", inputs=model.inputs or None
             )
-
-        with ThreadPoolExecutor(len(TWINS)) as pool:
-            list(pool.map(register, range(len(TWINS))))
         put(case=model.name, setup_s=round((now_ms() - began_ms) / 1000, 1))
         turns = itertools.cycle((0, 1))  # index of the twin that is requested in a round
         for batch in BATCHES:
@@ -252,6 +244,10 @@ def _tax(client: Any, folder: Path) -> None:
             middle_ms[arm].append(gaps_ms[len(gaps_ms) // 2])
             used_ms = record_read["cpu_ms"][-1] - record_read["cpu_ms"][WARM_UP_STEPS]
             cpu_ms[arm].append(used_ms / len(gaps_ms))
+    profile = folder / "profile"
+    words = [*_model(), "--steps", str(steps), "--warm-up", str(WARM_UP_STEPS)]
+    client.train(TRAIN_ENTRY, name="profiled", args=[*words, "--profile", str(profile)]).wait()
+    put(job_profile=profile.read_text().splitlines())
     tax = min(times_ms["job"]) / min(times_ms["plain"]) - 1
     middle = min(middle_ms["job"]) / min(middle_ms["plain"]) - 1
     put(

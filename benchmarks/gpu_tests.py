@@ -8,11 +8,12 @@ from .gpu_common import ROOT, put, require_gpu
 
 TEST_S = 80  # limit of a test; a thread ends it, because no signal interrupts a driver call
 
+SERVER = "tests/gpu/test_cuda_server.py"
 SUITES = {
     "raw": ["tests/gpu/test_cuda_torch.py"],
     "conformance": ["tests/process/test_device_conformance.py", "-k", "gpu"],
     **{
-        f"server-{rung}": ["tests/gpu/test_cuda_server.py", "-k", rung]
+        f"server-{rung}": [SERVER, SERVER.replace("server", "streaming"), "-k", rung]
         for rung in ("lowest", "graphs", "slice", "waits", "highest")
     },
 }

@@ -7,8 +7,10 @@
 from __future__ import annotations
 
 import argparse
+import cProfile
 import json
 import os
+import pstats
 import sys
 import time
 from itertools import pairwise
@@ -23,6 +25,7 @@ from pipeswitch import job
 WIDTH: Final = 512
 LAYERS: Final = 4
 BATCH: Final = 256
+PROFILED: Final = 25  # functions in a profile
 
 
 def main() -> None:
@@ -39,6 +42,7 @@ def main() -> None:
     instants_ms: list[float] = []
     cpu_ms: list[float] = []  # this thread's CPU time, which a busy machine changes little
     per_epoch = options.steps or 1000
+    profile = cProfile.Profile() if options.profile else None
     for _ in job.epochs(1 if options.steps else 1_000_000):
         for number, (inputs, targets) in enumerate(
             job.steps([(x, y)] * per_epoch, model=model, optimizer=optimizer)
@@ -48,6 +52,8 @@ def main() -> None:
                     _synchronize(device)
                 instants_ms.append(time.monotonic() * 1000)
                 cpu_ms.append(time.thread_time() * 1000)
+            if profile is not None and number == options.warm_up:
+                profile.enable()
             if gaps is not None:
                 gaps.begin()
             loss: Any = nn.functional.mse_loss(model(inputs), targets)  # untyped in torch
@@ -59,6 +65,10 @@ def main() -> None:
             if options.announce and number == options.announce:
                 sys.stdout.write("training\n")
                 sys.stdout.flush()
+    if profile is not None:
+        profile.disable()
+        with open(options.profile, "w") as file:
+            pstats.Stats(profile, stream=file).sort_stats("tottime").print_stats(PROFILED)
     _synchronize(device)
     if options.record:
         ended_ms = time.monotonic() * 1000
@@ -137,6 +147,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument(
         "--warm-up", type=int, default=-1, help="the device is idle before this step"
     )
+    parser.add_argument("--profile", default="", help="a file for the slowest functions' times")
     parser.add_argument("--gaps", action="store_true", help="record the time between layers too")
     parser.add_argument("--announce", type=int, default=0, help="say so after this many steps")
     return parser.parse_args()

@@ -80,8 +80,9 @@ def padded(inputs: list[Any]) -> list[torch.Tensor]:
 
 
 class Worker:
-    def __init__(self, toy: Toy | None = None) -> None:
+    def __init__(self, toy: Toy | None = None, device: str = "cpu") -> None:
         self.toy, self.stepping, self.copies = toy or Toy(), DecodeRunner(), 0
+        self.device = device
         self.op_id, self.took_ms = 0, 0.0
         self.waits: Any = lambda: False
 
@@ -125,7 +126,7 @@ class Worker:
         head = SimpleNamespace(**vars(requests[0]) | {"batched": tuple(requests[1:])})
         self.op_id += 1
         head.op_id = self.op_id
-        run = self.stepping.begin(head, self.toy, Pool(), "cpu", self.waits)  # type: ignore[arg-type]
+        run = self.stepping.begin(head, self.toy, Pool(), self.device, self.waits)  # type: ignore[arg-type]
         assert run is not None
         self.run = run
         inputs = run.inputs() if run.most else padded(requests[0].inputs)
@@ -153,9 +154,13 @@ def no_hurry(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_runs_of_any_sequences_in_any_order_answer_each_as_alone(seed: int) -> None:
-    """End, drop or move sequences at random, so that rows kept by a worker are used or stale."""
-    chance, worker = random.Random(seed), Worker()
+@pytest.mark.parametrize("device", ["cpu", "cpu:0"])
+def test_runs_of_any_sequences_in_any_order_answer_each_as_alone(seed: int, device: str) -> None:
+    """End, drop or move sequences at random, so that rows kept by a worker are used or stale.
+
+    ``cpu:0`` is the cpu, too, but its caches are filled like those of a GPU.
+    """
+    chance, worker = random.Random(seed), Worker(device=device)
     lives: dict[int, Any] = {}
     hows = [{"temperature": 3.0, "seed": n} for n in range(3)]
     hits = 0

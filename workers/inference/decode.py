@@ -1,6 +1,6 @@
 """Decode steps of a language model: a chosen token is the next step's input (ADR 54).
 
-Caches of keys and values are gathered from blocks of the pool into this process's memory, with room
+Caches of keys and values are gathered from blocks of the pool into memory of the device, with room
 for new rows. If a sequence's cache is already there, the next run does not copy it again. A run
 writes its new rows to the pool behind the rows in use, so another worker can repeat a killed run.
 """
@@ -37,6 +37,7 @@ from .pool import MappedPool
 
 RUN_MS: Final = 40.0  # target time of a run; clients get its tokens at its end: 25 times a second
 ROWS_STEP: Final = 16  # rows are a multiple of this, so shapes seldom change; few rows are unused
+GPU_ROWS_STEP: Final = 128  # the same on a GPU, which captures graphs for each shape
 
 Requests = Sequence[RunInference | BatchedRequest]
 Known = tuple[int, int, int]  # sequence, run that computed its last rows, number of rows
@@ -46,13 +47,13 @@ class KVBatchCache:
     """Caches of a model's last runs; the pool holds all of their contents, too."""
 
     def __init__(self) -> None:
-        self._memory = torch.empty(0, dtype=torch.uint8)
+        self.device = "cpu"
         self.let_go()
 
     def let_go(self) -> None:
         """Free the caches, because another model's run has its own memory limit."""
         self.model = ""
-        self._memory = torch.empty(0, dtype=torch.uint8)
+        self._memory = torch.empty(0, dtype=torch.uint8, device=self.device)
         self._rows = torch.empty(0, 0, 0)
         self._known: list[Known | None] = []  # contents of each row of ``_rows``
 
@@ -74,9 +75,10 @@ class KVBatchCache:
         dtype = getattr(torch, slabs[0].dtype)
         is_other = (model, dtype, width) != (self.model, rows.dtype, rows.shape[2])
         does_fit = extent <= rows.shape[1] <= 3 * extent and count <= len(rows)
-        extent = min(aligned(extent, ROWS_STEP), most)
+        step = ROWS_STEP if self.device == "cpu" else GPU_ROWS_STEP
+        extent = min(aligned(extent, step), most)
         if is_other or not does_fit:
-            self._make_room(dtype, width, count, min(aligned(extent * 3 // 2, ROWS_STEP), most))
+            self._make_room(dtype, width, count, min(aligned(extent * 3 // 2, step), most))
             self.model = model
         lie = {one: row for row, one in enumerate(self._known[:count]) if one is not None}
         free = sorted({*range(count)} - {lie[one] for one in known if one in lie})
@@ -85,10 +87,18 @@ class KVBatchCache:
             row = lie.get(one)
             if row is None:
                 row = free.pop(0)
-                pool.gather(value, self._rows[row])
+                self._fill(row, value, pool)
             order.append(row)
         self._known[:count] = [None] * count  # ``keep`` sets it again if the run succeeds
         return order, self._rows[:count, :extent]
+
+    def _fill(self, row: int, value: SlabTensor, pool: MappedPool) -> None:
+        if self.device == "cpu":
+            pool.gather(value, self._rows[row])
+            return
+        rows = torch.empty(self._rows.shape[1:], dtype=self._rows.dtype)
+        pool.gather(value, rows)
+        self._rows[row].copy_(rows)
 
     def _make_room(self, dtype: torch.dtype, width: int, count: int, extent: int) -> None:
         """Allocate, in old pages if possible: a copy to fresh pages takes five times as long."""
@@ -96,7 +106,7 @@ class KVBatchCache:
         size_bytes = math.prod(shape) * dtype.itemsize
         if size_bytes > len(self._memory):
             self.let_go()  # else old and new memory would exist at once
-            self._memory = torch.empty(size_bytes, dtype=torch.uint8)
+            self._memory = torch.empty(size_bytes, dtype=torch.uint8, device=self.device)
         self._rows = self._memory[:size_bytes].view(dtype).view(shape)
         self._known = [None] * count
 
@@ -126,7 +136,10 @@ class DecodeRunner:
         if not any(one.sampling_params for one in requests):
             return None
         most = 0 if message.staging else self._most(message, requests, bound.manifest)
-        steps = DecodeRun(bound, requests, most, self.caches, pool, device, is_over)
+        if device != self.caches.device:
+            self.caches.device = device
+            self.caches.let_go()
+        steps = DecodeRun(bound, requests, most, self.caches, pool, is_over)
         steps.follow_schemas(self.tokenizers)
         return steps
 
@@ -168,11 +181,10 @@ class DecodeRun:
         most: int,
         caches: KVBatchCache,
         pool: MappedPool,
-        device: str,
         is_over: Callable[[], bool],
     ) -> None:
         self._bound, self.most, self._caches = bound, most, caches
-        self._pool, self._device, self._is_over = pool, device, is_over
+        self._pool, self._is_over = pool, is_over
         self._requests, self._order = requests, [*range(len(requests))]  # the row of each request
         self._cache: torch.Tensor
         self._first: list[int] = []  # for each row, the position of the first step's token
@@ -232,8 +244,9 @@ class DecodeRun:
             self.follow_schemas(self._tokenizers)
         self._first, self._tokens = named[USED].tolist(), []
         if self.most:
-            self._cache = named[CACHE] = named[CACHE].to(self._device)
-        is_in_place = self.most and self._device == "cpu"  # elsewhere a program copies its inputs
+            self._cache = named[CACHE]
+        # On a GPU a program copies its inputs.
+        is_in_place = self.most and self._caches.device == "cpu"
         while True:
             with DecodeRows([end - 1 for end in upto] if is_in_place else []):
                 outputs = self._bound.run([*named.values()], before_group)
@@ -280,8 +293,8 @@ class DecodeRun:
         return tuple(map(tuple, self._chances)) if any(self._chances) else ()
 
     def keep(self, op_id: int) -> None:
-        """Keep the caches for the next run; devices other than the cpu keep none."""
-        if not self.most or self._cache.device.type != "cpu":
+        """Keep the caches for the next run."""
+        if not self.most:
             return
         for one, row in zip(self._requests, self._order, strict=True):
             if one.sequence:

@@ -87,18 +87,8 @@ def registered_buffers(module: torch.nn.Module) -> list[tuple[str, torch.Tensor 
 
 def live_buffers(module: torch.nn.Module) -> Buffers:
     """Return the mapping in which a module finds its own buffers by name, now and later."""
-    buffers = getattr(module, "_buffers", None)
-    return _Attributes(module) if buffers is None else buffers
-
-
-class _Attributes(dict[str, Any]):
-    """Attributes of a module, read when they are asked for."""
-
-    def __init__(self, module: torch.nn.Module) -> None:
-        self._module = module
-
-    def get(self, key: str, default: Any = None, /) -> Any:
-        return getattr(self._module, key, default)
+    buffers: Buffers = getattr(module, "_buffers", vars(module))
+    return buffers
 
 
 class _HookTable(OrderedDict[int, Any]):

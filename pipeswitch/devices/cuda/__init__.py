@@ -1,1 +1,1 @@
-"""The cuda device. It has been tested with a fake of CUDA's bindings only, never on a GPU."""
+"""The cuda device. It has run on one GPU, an H200 (docs/gpu.md)."""

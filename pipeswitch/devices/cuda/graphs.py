@@ -13,6 +13,7 @@ eagerly again. Shapes whose capture fails stay eager, and the cause is logged on
 from __future__ import annotations
 
 import logging
+import time
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -28,6 +29,8 @@ if TYPE_CHECKING:
     from .capture import CudaRecorder, Replayable
 
 log = logging.getLogger(__name__)
+
+IMPROVE_S = 1.0
 
 Shapes = tuple[tuple[str, tuple[int, ...]], ...]
 
@@ -85,7 +88,7 @@ class DeviceProgram:
             self._limits = index_limits(bound.graph, bound.manifest.tensors)
         self._budget = budget
         self._captured: dict[Shapes, _Captured] = {}
-        self._wanted: Shapes | None = None  # shapes that ran eagerly and are not captured yet
+        self._wanted: dict[Shapes, None] = {}  # shapes that ran eagerly, oldest first
         self._refused: set[Shapes] = set()
         # A graph program keeps nothing between two runs; a module may cache tensors.
         self.may_use_slice = isinstance(bound, BoundGraph)
@@ -108,7 +111,7 @@ class DeviceProgram:
             moved = [value.to(self._device, non_blocking=True) for value in inputs]
             outputs = self._bound.run(moved, before_group)
             if self._recorder is not None and shapes not in self._refused:
-                self._wanted = shapes  # each operator's contract has held for these shapes
+                self._wanted[shapes] = None  # each operator's contract has held for these shapes
             return outputs
         self._budget.touch((id(self), shapes))
         with torch.inference_mode():
@@ -122,25 +125,32 @@ class DeviceProgram:
     @property
     def is_capture_wanted(self) -> bool:
         """True if shapes ran eagerly that could be captured."""
-        return self._wanted is not None
+        return bool(self._wanted)
 
     def improve(self) -> None:
-        """Capture the shapes that ran eagerly last. Blocks up to a second, so call it when idle.
+        """Capture shapes that ran eagerly, the last ones first. Blocks for a second, or for longer
+        if a single capture takes longer, so call it when idle.
 
         Call it inside ``CudaTorch.computing(in_slice=False)``, because torch cannot capture into
         a pool that is in use.
         """
-        shapes, self._wanted = self._wanted, None
-        if shapes is None or self._recorder is None or shapes in self._captured:
-            return
+        ends_at_s = time.monotonic() + IMPROVE_S
+        while self._wanted and self._recorder is not None:
+            shapes, _ = self._wanted.popitem()
+            if shapes not in self._captured:
+                self._improve(shapes, self._recorder)
+            if time.monotonic() > ends_at_s:
+                return
+
+    def _improve(self, shapes: Shapes, recorder: CudaRecorder) -> None:
         assert isinstance(self._bound, BoundGraph)
         if not self._bound.is_tried(tuple(shape for _, shape in shapes)):
             return  # the contracts' result was dropped, and a capture does not check contracts
         try:
-            captured, cost = self._capture(self._bound, shapes, self._recorder)
+            captured, cost = self._capture(self._bound, shapes, recorder)
             if cost > self._budget.limit_bytes:  # another process may have allocated meanwhile
                 del captured
-                captured, again = self._capture(self._bound, shapes, self._recorder)
+                captured, again = self._capture(self._bound, shapes, recorder)
                 cost = min(cost, again)
         except CudaError:  # sticky: this process is replaced
             raise
