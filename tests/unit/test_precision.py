@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,7 @@ from pipeswitch.base.errors import RegistrationRefused
 from pipeswitch.devices.cpu.packed import KERNELS, CpuKernels, missing
 from pipeswitch.programs.build import fusing, precision
 from pipeswitch.programs.build.export import export_module_to_bundle
-from pipeswitch.programs.build.fusing import min_ms
+from pipeswitch.programs.build.fusing import call_times
 from pipeswitch.programs.build.precision import derive
 from pipeswitch.programs.build.program import build
 from pipeswitch.programs.build.verify import load_image
@@ -104,13 +104,13 @@ ACTIVATIONS = {
 def packing_always_pays(monkeypatch: pytest.MonkeyPatch) -> None:
     """Pretend that packing is always faster, because tests' small calls often are not."""
 
-    def timed(calls: Sequence[Callable[[], object]], before: object = None) -> tuple[float, float]:
-        for call in calls:
-            call()
-        return 2.0, 1.0
+    def timed(*walks: Any, inputs: Any) -> list[list[float]]:
+        plain_ms, packed_ms = call_times(*walks, inputs=inputs)
+        return [[2.0] * len(plain_ms), [1.0] * len(packed_ms)]
 
-    monkeypatch.setattr(fusing, "min_ms", timed)
-    monkeypatch.setattr(precision, "min_ms", timed)
+    monkeypatch.setattr(fusing, "call_times", timed)
+    monkeypatch.setattr(fusing, "MAX_RUNS", 1)
+    monkeypatch.setattr(precision, "call_times", timed)
     torch.manual_seed(0)
 
 
@@ -279,11 +279,10 @@ def test_a_call_is_packed_if_it_gains_at_a_batch(
 ) -> None:
     times = {1: (1.0, 1.04), 8: (3.0, 2.0)}  # number of rows -> ms unpacked, ms packed
 
-    def timed(calls: Sequence[Callable[[], Any]], before: object = None) -> tuple[float, ...]:
-        return times[len(calls[0]())]
+    def timed(*_: Any, inputs: Any) -> list[list[float]]:
+        return [[one] for one in times[len(inputs[0])]]
 
-    monkeypatch.setattr(fusing._Fusing, "_plain", lambda self, chain, x: x)
-    monkeypatch.setattr(fusing, "min_ms", timed)
+    monkeypatch.setattr(fusing, "call_times", timed)
     manifest = built(nn.Linear(16, 16), (torch.randn(2, 16),), tmp_path)
     assert manifest.precision is not None
     assert "batch=8" in manifest.extra["notes"][-1]
@@ -296,13 +295,12 @@ def test_a_call_is_packed_if_it_gains_at_a_batch(
 def test_calls_that_lose_most_for_their_gain_stay_plain(
     loss_ms: float, count: int, loser: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def timed(calls: Sequence[Callable[[], Any]], before: object) -> tuple[float, ...]:
-        rows, width = calls[1]().shape
-        if rows != loser:
-            return (9.0, 1.0) if width == 32 else (3.0, 1.0)
-        return (1.0, 1.1) if width == 32 else (1.0, 1.0 + loss_ms)
+    def timed(*_: Any, inputs: Any) -> list[list[float]]:
+        if len(inputs[0]) != loser:
+            return [[3.0] * 9 + [9.0], [1.0] * 10]
+        return [[1.0] * 10, [1.0 + loss_ms] * 9 + [1.1]]
 
-    monkeypatch.setattr(fusing, "min_ms", timed)
+    monkeypatch.setattr(fusing, "call_times", timed)
     body = [nn.Linear(16, 16) for _ in range(9)]
     module, x = nn.Sequential(*body, nn.Linear(16, 32)), torch.randn(2, 16)
     manifest = built(module, (x,), tmp_path)
@@ -353,17 +351,28 @@ def test_a_model_that_gains_nothing_stays_exact(tmp_path: Path) -> None:
     assert not (tmp_path / "out" / packing.DERIVED_FILE).exists()
 
 
-def test_other_weights_are_read_before_each_call_that_is_timed() -> None:
+def test_two_graphs_run_in_turns_and_each_call_is_timed(tmp_path: Path) -> None:
+    module, x = nn.Sequential(nn.Linear(4, 4), nn.ReLU()), torch.randn(2, 4)
+    export_module_to_bundle(module, (x,), tmp_path / "n.bundle")
+    graph = read_bundle(tmp_path / "n.bundle").graph
     log: list[str] = []
-    min_ms([lambda: log.append("a"), lambda: log.append("b")], lambda: log.append("-"))
-    assert "".join(log) == "-a-b" * (len(log) // 4)
+
+    def look_up(mark: str) -> Callable[[str], Callable[..., Any]]:
+        return lambda target: lambda *values: (log.append(mark), resolve(target)(*values))[1]
+
+    weights = [*module.state_dict().values()]
+    walks = [(graph, weights, look_up(mark)) for mark in "ab"]
+    for times_ms in call_times(*walks, inputs=[x]):
+        assert len(times_ms) == len(graph.nodes) == 2
+        assert all(0.0 <= one < 1e3 for one in times_ms)
+    assert "".join(log) == "aabb" * fusing.MAX_RUNS
 
 
 @pytest.mark.parametrize(("fast_ms", "gains"), [(0.99, False), (0.9, True)])
 def test_a_gain_within_the_noise_of_a_measurement_is_none(
     fast_ms: float, gains: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(precision, "min_ms", lambda calls: (1.0, fast_ms))
+    monkeypatch.setattr(precision, "call_times", lambda *_, inputs: [[1.0], [fast_ms]])
     manifest = built(nn.Linear(64, 64), (torch.randn(2, 64),), tmp_path)
     assert (manifest.precision is not None) is gains
 
@@ -373,7 +382,7 @@ def test_machines_that_derive_other_forms_name_one_program(
 ) -> None:
     module, x = nn.Linear(64, 64), torch.randn(2, 64)
     packed = built(module, (x,), tmp_path)
-    monkeypatch.setattr(precision, "min_ms", lambda calls: (1.0, 2.0))
+    monkeypatch.setattr(precision, "call_times", lambda *_, inputs: [[1.0], [2.0]])
     slower, exact = (built(module, (x,), tmp_path, form) for form in ("fast", "exact"))
     assert packed.program == slower.program != exact.program
     assert len({packed.digest, slower.digest, exact.digest}) == 3
@@ -610,7 +619,7 @@ def test_weights_shrink_as_the_form_says(form: str, tmp_path: Path) -> None:
 def test_a_slower_form_is_kept_for_its_bytes_and_says_so(
     form: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(precision, "min_ms", lambda calls: (1.0, 2.0))
+    monkeypatch.setattr(precision, "call_times", lambda *_, inputs: [[1.0], [2.0]])
     manifest = built(nn.Linear(64, 64), (torch.randn(2, 64),), tmp_path, form)
     assert manifest.precision is not None
     assert "slower" in manifest.extra["notes"][-1]

@@ -1,9 +1,10 @@
 """Derivation of a graph with packed weights and fused calls from a verified graph.
 
-A call is packed only if that is faster on this machine. The plain and the packed call are timed at
-the example's shape and at a batch. Before each call the weight is evicted from the processor's
-caches, as in a run of a whole model. A position is the index of a node in the plain graph. The
-reference of a new weight is ``{"w": name}`` until the values of the derived graph are numbered.
+A call is packed only if that is faster on this machine. Runs of the plain graph and of a graph with
+all calls packed are timed call by call, at the example's shape and at a batch. So each call finds
+the processor's caches as in a request: the model's other weights have passed through them. A
+position is the index of a node in the plain graph. The reference of a new weight is ``{"w": name}``
+until the values of the derived graph are numbered.
 """
 
 from __future__ import annotations
@@ -23,10 +24,9 @@ from ..interface import packing
 from ..running.executor import PackedKernels
 
 TIMED: Final = 2  # number of shapes at which calls are timed
-ROUNDS: Final = 7  # minimum number of rounds of a timing; the fastest round counts
-MAX_ROUNDS: Final = 200
-ENOUGH_MS: Final = 40.0  # minimum duration of a timing: other programs disturb a shorter one
-EVICTED_BYTES: Final = 32 << 20  # bytes to read to evict caches, or the model's bytes if less
+RUNS: Final = 3  # minimum number of runs whose calls are timed
+MAX_RUNS: Final = 9
+RUNS_S: Final = 1.5  # processor time of the runs, between these numbers
 COPY: Final = "aten.contiguous.default"
 MAX_LOSS: Final = 0.05  # packing may slow down one shape by this share of the time of all products
 MAX_PADDED: Final = 1.1  # a packed weight may have this many times its bytes in plain bfloat16,
@@ -84,8 +84,6 @@ class _Form:
 
     node: Node
     weights: NewWeights  # new weights of the call
-    run: Callable[[torch.Tensor, torch.Tensor], object]  # takes the input and the other addend
-    source: Any  # reference of the call's input
     key: tuple[Any, ...]  # forms with equal keys take the same time
 
 
@@ -116,6 +114,7 @@ class _Trace:
     def __init__(
         self, graph: Graph, weights: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]
     ) -> None:
+        self.inputs = inputs
         self.shapes = {value: tuple(tensor.shape) for value, tensor in enumerate(inputs)}
         self.taken: dict[int, torch.Tensor] = {}  # position of a product -> its input (meta device)
         self.floats = {value for value, one in enumerate(inputs) if one.dtype is torch.float32}
@@ -161,15 +160,11 @@ class _Fusing:
         self._new: NewWeights = {}
         self._calls: dict[int, Node] = {}  # position of a chain's last member -> packed call
         self._gone: set[int] = set()  # positions of the chains' other members, which are removed
-        self._times: dict[tuple[Any, ...], tuple[float, ...]] = {}
-        count = min(sum(weight.nbytes for weight in weights), EVICTED_BYTES) // 8
-        self._others = torch.ones(count, dtype=torch.int64)  # read to evict caches before a timing
         self._plain_count = 0
 
     def run(self) -> Derived:
         """Return the derived graph."""
-        packed: dict[tuple[int, ...], _Times] = {}  # positions of a chain -> times
-        measured: list[_Times] = []
+        forms: dict[tuple[int, ...], _Form] = {}  # positions of a chain -> its packed call
         for position, node in enumerate(self._graph.nodes):
             x = self._taken.get(position)
             if x is None or x.dtype != torch.float32 or not x.numel() or node.kwargs:
@@ -181,32 +176,34 @@ class _Fusing:
             form = make(chain, x) if is_int8 or may_pack else None
             if form is None or (not self._is_fast and _wastes(form)):
                 continue
-            timed = self._traces[:TIMED] if self._is_fast else ()
-            times = [self._timed(chain, form, trace) for trace in timed]
-            measured.append(times)
-            if sum(packed_ms - plain_ms for plain_ms, packed_ms in times) > 0.0:
-                self._plain_count += 1
-                continue
+            forms[chain.members] = form
             self._new |= form.weights
             self._calls[chain.members[-1]] = form.node
             self._gone |= {*chain.members[:-1]}
-            packed[chain.members] = times
-        if self._is_fast:
-            self._limit_losses(packed, measured)
+        if self._is_fast and forms:
+            self._undo_slow(self._timed(forms))
         return self._numbered()
 
-    def _limit_losses(self, packed: dict[tuple[int, ...], _Times], measured: list[_Times]) -> None:
-        """Undo calls with the least gain per loss until no shape loses more than ``MAX_LOSS``."""
-        for at in range(len(measured[0]) if measured else 0):
-            most_ms = MAX_LOSS * sum(times[at][0] for times in measured)
-            lost_ms = {one: times[at][1] - times[at][0] for one, times in packed.items()}
-            gain_ms = {one: sum(a - b for a, b in times) for one, times in packed.items()}
-            for one in sorted(lost_ms, key=lambda one: gain_ms[one] / max(lost_ms[one], 1e-9)):
+    def _undo_slow(self, times: dict[tuple[int, ...], _Times]) -> None:
+        """Undo packed calls that gain nothing, and then those with the least gain per loss, until
+        no shape loses more than ``MAX_LOSS``."""
+        gain_ms = {one: sum(a - b for a, b in of) for one, of in times.items()}
+        for one in [one for one, gained_ms in gain_ms.items() if gained_ms < 0.0]:
+            self._undo(one)
+        for at in range(len(next(iter(times.values())))):
+            most_ms = MAX_LOSS * sum(of[at][0] for of in times.values())
+            kept = [one for one in times if one[-1] in self._calls]
+            lost_ms = {one: times[one][at][1] - times[one][at][0] for one in kept}
+            for one in sorted(kept, key=lambda one: gain_ms[one] / max(lost_ms[one], 1e-9)):
                 if sum(lost_ms.values()) <= most_ms:
                     break
-                del packed[one], lost_ms[one], self._calls[one[-1]]
-                self._gone -= {*one[:-1]}
-                self._plain_count += 1
+                del lost_ms[one]
+                self._undo(one)
+
+    def _undo(self, members: tuple[int, ...]) -> None:
+        del self._calls[members[-1]]
+        self._gone -= {*members[:-1]}
+        self._plain_count += 1
 
     # ---- which calls may be fused -------------------------------------------------------------
 
@@ -307,7 +304,6 @@ class _Fusing:
             (packing.CONVOLUTION, packing.CONVOLUTION_ADD),
             chain,
             (node.args[0], {"w": f"{name}:packed"}, b),
-            (self._kernels.wrap(data, layout), bias),
             rest,
             new,
         )
@@ -335,7 +331,6 @@ class _Fusing:
             (packing.LINEAR, packing.LINEAR_ADD),
             chain,
             (source, {"w": name}, bias_at),
-            (self._kernels.wrap(data, layout), bias),
             rest,
             {name: (data, layout)},
         )
@@ -349,29 +344,24 @@ class _Fusing:
         rows = rows.to(torch.int8).contiguous()
         new: NewWeights = {name: (rows, None), f"{name}:scales": (scales, None)}
         call = Node(packing.LINEAR_INT8, (source, {"w": name}, {"w": f"{name}:scales"}, bias_at))
-        return _Form(call, new, lambda x, other: None, source, ())
+        return _Form(call, new, ())
 
     def _form(
         self,
         targets: tuple[str, str],
         chain: _Chain,
         arguments: tuple[Any, Any, Any],
-        values: tuple[torch.Tensor, torch.Tensor | None],
         rest: tuple[Any, ...],
         new: NewWeights,
     ) -> _Form:
-        """Return a chain's packed call.
-        ``arguments`` refer to input, weight and bias; ``values`` are the weight and the bias."""
-        operators, (source, w, b) = self._kernels.operators(), arguments
-        key = (tuple(values[0].shape), str(rest), b is None, chain.norm is None)
+        """Return a chain's packed call; ``arguments`` refer to input, weight and bias."""
+        source, w, b = arguments
+        layout = new[w["w"]][1]
+        assert layout is not None
+        key = (layout.shape, str(rest), b is None, chain.norm is None, chain.addition is None)
         if chain.addition is None:
-            node = Node(targets[0], (source, w, b, *rest))
-            call = operators[targets[0]]
-            return _Form(node, new, lambda x, other: call(x, *values, *rest), source, key)
-        node = Node(targets[1], (source, chain.other, w, b, *rest))
-        add = operators[targets[1]]
-        run = lambda x, other: add(x, other, *values, *rest)  # noqa: E731
-        return _Form(node, new, run, source, (*key, "add"))
+            return _Form(Node(targets[0], (source, w, b, *rest)), new, key)
+        return _Form(Node(targets[1], (source, chain.other, w, b, *rest)), new, key)
 
     def _is_channels_last(self, argument: Any) -> bool:
         """Return True if a value may have the channels-last layout of a packed convolution."""
@@ -411,42 +401,42 @@ class _Fusing:
         index: int = argument["v"] - len(self._graph.inputs)
         return self._graph.weights[index]
 
-    def _timed(self, chain: _Chain, form: _Form, trace: _Trace) -> tuple[float, ...]:
-        """Return the times in ms of the chain's plain calls and of its packed call."""
-        targets = tuple(self._graph.nodes[one].target for one in chain.members)
-        value_seen = trace.taken[chain.product]
-        key = (targets, tuple(value_seen.shape), value_seen.stride(), *form.key)
-        if key not in self._times:
-            x = ours = torch.full_like(value_seen, 0.5, device="cpu")
-            other = torch.zeros(trace.shapes[self._value(chain.product)])
-            if x.dim() == 4 and self._is_channels_last(form.source):
-                ours = x.contiguous(memory_format=torch.channels_last)
-                other = other.contiguous(memory_format=torch.channels_last)
-            with torch.inference_mode():
-                runs = [lambda: self._plain(chain, x), lambda: form.run(ours, other)]
-                self._times[key] = min_ms(runs, self._others.sum)
-        return self._times[key]
+    def _timed(self, forms: dict[tuple[int, ...], _Form]) -> dict[tuple[int, ...], _Times]:
+        """Return the times of each chain's plain calls and of its packed call, at each shape.
 
-    def _plain(self, chain: _Chain, x: torch.Tensor) -> None:
-        """Run the chain's plain calls one after the other."""
-        value = x
-        for position in chain.members:
-            node = self._graph.nodes[position]
-            arguments = [
-                argument if (weight := self._weight(argument)) is None else weight
-                for argument in node.args
-            ]
-            if position == chain.product:
-                arguments[PRODUCTS[node.target]] = value
-            else:
-                arguments[0] = value
-            if position == chain.addition:
-                arguments[1] = value
-            value = resolve(node.target)(*arguments, **node.kwargs)
+        Chains of equal calls get their mean times.
+        """
+        derived = self._numbered()
+        walks = (
+            walk(self._graph, self._weights),
+            walk(derived.graph, derived.weights, self._kernels),
+        )
+        places = {value: at for at, (value, _) in enumerate(self._kept()[0])}
+        times: dict[tuple[int, ...], _Times] = {one: [] for one in forms}
+        for trace in self._traces[:TIMED]:
+            plain_ms, packed_ms = call_times(*walks, inputs=trace.inputs)
+            alike: dict[tuple[Any, ...], list[tuple[int, ...]]] = {}
+            for one, form in forms.items():
+                x = trace.taken[one[0]]
+                alike.setdefault((tuple(x.shape), x.stride(), *form.key), []).append(one)
+            for group in alike.values():
+                plain = sum(plain_ms[position] for one in group for position in one)
+                ours = sum(packed_ms[places[self._value(one[-1])]] for one in group)
+                for one in group:
+                    times[one].append((plain / len(group), ours / len(group)))
+        return times
 
     # ---- the derived graph --------------------------------------------------------------------
 
     def _numbered(self) -> Derived:
+        graph = self._graph
+        plain = zip(graph.weights, self._weights, strict=True)
+        weights = {name: (data, None) for name, data in plain} | self._new
+        nodes, results = self._kept()
+        return renumbered(graph, nodes, results, weights, self._plain_count)
+
+    def _kept(self) -> tuple[list[tuple[int, Node]], list[dict[str, Any]]]:
+        """Return the derived graph's calls, each with its value's number, and the results."""
         graph = self._graph
         nodes: list[tuple[int, Node]] = []
         copies: dict[int, int] = {}  # value -> its copy, which later calls read
@@ -463,10 +453,7 @@ class _Fusing:
             if position not in self._gone:
                 call = self._calls.get(position, node)
                 nodes.append((self._value(position), _mapped(call, read)))
-        plain = zip(graph.weights, self._weights, strict=True)
-        weights = {name: (data, None) for name, data in plain} | self._new
-        results = [read({"v": value}) for value in graph.results]
-        return renumbered(graph, nodes, results, weights, self._plain_count)
+        return nodes, [read({"v": value}) for value in graph.results]
 
     def _needs_copy(self, position: int) -> bool:
         """Return True if a call makes a view that is impossible for channels-last memory."""
@@ -586,18 +573,41 @@ def _activation(node: Node) -> Activation | None:
     return (_ACTIVATIONS[name], [], "") if name in _ACTIVATIONS and not rest else None
 
 
-def min_ms(
-    calls: Sequence[Callable[[], object]], before: Callable[[], object] = lambda: None
-) -> tuple[float, ...]:
-    """Return each call's least processor time in ms. Calls alternate; ``before`` is not timed."""
-    least = [float("inf")] * len(calls)
+Walk = tuple[Graph, Sequence[torch.Tensor], Callable[[str], Callable[..., Any]]]
+"""A graph, its weights, and the function that returns the callable of a call's target."""
+
+
+def walk(
+    graph: Graph, weights: Sequence[torch.Tensor], kernels: PackedKernels | None = None
+) -> Walk:
+    """Return an argument of ``call_times``; a graph with packed weights needs their kernels."""
+    if kernels is None:
+        return graph, weights, resolve
+    operators, wrap = kernels.operators(), kernels.wrap
+    wrapped = [
+        wrap(data, graph.packed[name]) if name in graph.packed else data
+        for name, data in zip(graph.weights, weights, strict=True)
+    ]
+    return graph, wrapped, lambda target: operators.get(target) or resolve(target)
+
+
+def call_times(*walks: Walk, inputs: Sequence[torch.Tensor]) -> list[list[float]]:
+    """Return each call's least processor time in ms, for each graph. The graphs run in turns."""
+    least = [[math.inf] * len(graph.nodes) for graph, _, _ in walks]
+    compiled = [
+        CompiledGraph(graph, [(at, at + 1) for at in range(len(graph.nodes))], "cpu", look_up)
+        for graph, _, look_up in walks
+    ]
     began_s = time.thread_time()
-    for number in range(MAX_ROUNDS):
-        if number >= ROUNDS and 1e3 * (time.thread_time() - began_s) > ENOUGH_MS:
-            break
-        for index, call in enumerate(calls):
-            before()
-            call_s = time.thread_time()
-            call()
-            least[index] = min(least[index], 1e3 * (time.thread_time() - call_s))
-    return tuple(least)
+    with torch.inference_mode():
+        for number in range(MAX_RUNS):
+            if number >= RUNS and time.thread_time() - began_s > RUNS_S:
+                break
+            for one, (_, weights, _), times_ms in zip(compiled, walks, least, strict=True):
+                environment = one.start([value.clone() for value in inputs])
+                for at, call in enumerate(one.calls):
+                    needed = [weights[index] for index in one.group_weights[at]]
+                    call_s = time.thread_time()
+                    call(environment, needed)
+                    times_ms[at] = min(times_ms[at], 1e3 * (time.thread_time() - call_s))
+    return least

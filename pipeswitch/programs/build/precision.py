@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any, Final, cast
 
@@ -29,7 +28,7 @@ from ..running.values import tensor_bytes
 from ..spec import fingerprint
 from .batching_check import is_batch_invariant
 from .checking import largest_number, workers_default_dtype
-from .fusing import TIMED, Derived, fused, min_ms
+from .fusing import TIMED, Derived, call_times, fused, walk
 from .lowering import lowered
 from .verify import acceptable_inputs, load_image
 
@@ -81,21 +80,21 @@ def derive(
     path = folder / DERIVED_FILE
     ours, image = _written(manifest, bundle, derived, path, bucket_bytes)
     fast = _runner(GraphProgram(ours, derived.graph, "cpu", kernels), image.untyped_storage())
-    others = [acceptable_inputs(manifest.inputs, shapes[0], plain, seed) for seed in SEEDS]
-    compared = [first, *others, *inputs]
+    more = [acceptable_inputs(manifest.inputs, shapes[0], plain, seed) for seed in SEEDS]
     try:
-        errors = _compared(plain, fast, compared, name, max_error or MAX_ERROR[name])
+        errors = _compared(plain, fast, [first, *more, *inputs], name, max_error or MAX_ERROR[name])
     except RuntimeError as error:  # raised by torch for a call that needs another memory layout
         path.unlink()
         return stays_exact(manifest, name, str(error)[:200])
-    times = [] if kernels.half() == "plain" else _times(plain, fast, [first, *inputs])
+    timed = [] if kernels.half() == "plain" else [first, *inputs][:TIMED]
+    walks = walk(bundle.graph, weights), walk(derived.graph, derived.weights, kernels)
+    times = [tuple(map(sum, call_times(*walks, inputs=one))) for one in timed]
     refusal, note = _gain(name, shapes, times, saves=ours.total_bytes < manifest.total_bytes)
     if refusal:
         path.unlink()
         return stays_exact(manifest, name, refusal)
     ours = with_note(ours, note)
-    if name in HALF:
-        ours = _with_copies(ours)
+    ours = _with_copies(ours) if name in HALF else ours
     precision = Precision(
         **_measured(times, errors),
         name=cast(Any, name),
@@ -108,11 +107,6 @@ def derive(
     )
     text = f"{manifest.digest} {name} {precision.fingerprint} {ours.weights_sha256}"
     return _named(msgspec.structs.replace(ours, precision=precision), manifest, name, text)
-
-
-def _times(plain: Run, fast: Run, batches: Sequence[Sequence[torch.Tensor]]) -> list[Times]:
-    """Return both programs' minimum times. They are true only if this processor serves."""
-    return [min_ms([partial(plain, x), partial(fast, x)]) for x in batches[:TIMED]]
 
 
 def _measured(times: Sequence[Times], errors: Sequence[float]) -> dict[str, Any]:
