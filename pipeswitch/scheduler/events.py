@@ -135,7 +135,7 @@ class RegisterModelRequest(ClientRequest, frozen=True):
     spec_digest: str  # a repeated registration with the same digest is a no-op
     priority: int | None  # None: normal, or that of the registered model
     is_pinned: bool
-    is_configured: bool = False  # from ``[[model]]``: its pin and priority replace the present ones
+    is_configured: bool = False  # from ``[[model]]``
     client: str = ""  # clients take turns with builds; empty: the server itself
     tenant: str = ""  # tenant that will own the model; empty: the server's owner
     devices: tuple[str, ...] = ()  # names of the devices that may serve it; empty: all

@@ -177,7 +177,7 @@ def test_every_key_has_help_and_only_keys_have(section: type[Section]) -> None:
 
 def test_choices_are_those_of_the_code_that_takes_them() -> None:
     assert get_args(RoleName) == tuple(Role)
-    assert get_args(settings(ModelConfig)["priority"].kind) == tuple(PRIORITIES)
+    assert get_args(settings(ModelConfig)["priority"].kind) == (*PRIORITIES, "")
     assert all(policy in settings(SchedulerConfig)["policy"].help for policy in POLICIES)
 
 

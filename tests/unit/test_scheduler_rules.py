@@ -1826,7 +1826,7 @@ def test_a_registration_with_other_options_is_refused_with_their_names(
     assert ("--as-version" in error.hint) == ("max_batch" not in options)
 
 
-def test_a_configured_model_that_is_known_gets_priority_and_pin_or_a_note(rig: Rig) -> None:
+def test_a_configured_model_that_is_known_gets_what_the_file_names_or_a_note(rig: Rig) -> None:
     restored = manifest_of("digest a", 10 * MIB, 2)
     known = {"is_known": True, "restored": restored, "priority": 0, "pin": True}
     rig.ask_register("a", spec=spec_of(), **known)
@@ -1834,7 +1834,7 @@ def test_a_configured_model_that_is_known_gets_priority_and_pin_or_a_note(rig: R
     token = rig.ask_register("a", spec=spec_of(), is_configured=True)
     assert rig.error(token) is None, "the server's start does not wait for the bytes"
     model = rig.scheduler.machine.models["a"]
-    assert (model.priority, model.want_pinned) == (1, False)
+    assert (model.priority, model.want_pinned) == (1, True)
     token = rig.ask_register("a", spec=spec_of(weights="random:1"), is_configured=True)
     names = rig.scheduler.registry.names
     names.mark_refused("a", str(rig.error(token)))

@@ -252,7 +252,7 @@ class Names:
     def change(self, event: ev.RegisterModelRequest, model: Model) -> list[str]:
         """Give a model the aliases, priority and pin of a repeated registration; return a note.
         The priority holds for all versions of the name, the pin for this one."""
-        is_pinned = event.is_pinned or (model.want_pinned and not event.is_configured)
+        is_pinned = event.is_pinned or model.want_pinned
         priority = model.priority if event.priority is None else event.priority
         notes = []
         if (priority, is_pinned) != (model.priority, model.want_pinned):
