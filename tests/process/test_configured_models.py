@@ -120,7 +120,7 @@ def test_a_changed_entry_of_a_known_model_is_applied_or_reported(tmp_path: Path)
                 rows.append(client.show("a"))
             logs.append(running.log())
     assert [row["priority"] for row in rows] == ["normal", "low", "low", "low"]
-    assert [row["pinned"] for row in rows] == [False, True, True, True], "the file no longer names them"
+    assert [row["pinned"] for row in rows] == [False, True, True, True], "it is not named now"
     assert len({row["digest"] for row in rows}) == 1
     warnings = ["weights ('random:1', not 'random:0')" in log for log in logs]
     assert warnings == [False, False, True, True], "one log of all four servers"
