@@ -183,7 +183,7 @@ def experts(
         inner = _product(module, hidden, "gate_up_proj" if module.has_gate else "up_proj", some)
         inner = module._apply_gate(inner) if module.has_gate else module.act_fn(inner)
         outer = _product(module, inner, "down_proj", some)
-        if module.has_post_expert_norm:
+        if getattr(module, "has_post_expert_norm", False):  # transformers 5.17 has no such norm
             outer = module.post_expert_norm(outer)
         result = result + (outer * share[some]).sum(0).to(hidden.dtype)
     return result
