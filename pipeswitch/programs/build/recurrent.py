@@ -9,6 +9,7 @@ as copies of the windows and a transform of each, which compute the same bits.
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable, Sequence
 from typing import Any, Final
 
@@ -60,17 +61,52 @@ class OneCallEach(TorchFunctionMode):
                 "pack_padded_sequence", "its shapes depend on the lengths", hint=PACKED
             )
         if name == "scaled_dot_product_attention" and len(args) >= 3:
-            args = [*_as_many_heads(*args[:3]), *args[3:]]
+            return _attention(func, *args, **(kwargs or {}))
         return func(*args, **(kwargs or {}))
 
 
-def _as_many_heads(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
-) -> tuple[torch.Tensor, ...]:
-    """Expand keys and values that all heads share to a view for each head, so none is broadcast."""
+def _attention(
+    fused: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *rest: Any, **more: Any
+) -> Any:
+    """Return attention without broadcasts: keys that all heads share become a view for each head."""
     if query.dim() != 4 or key.shape[1] != 1 or query.shape[1] == 1:
-        return query, key, value
-    return query, *(one.expand(-1, query.shape[1], -1, -1) for one in (key, value))
+        return fused(query, key, value, *rest, **more)
+    if not (more.get("enable_gqa") or _broadcasts_in_kernel()):
+        return _attention_in_steps(query, key, value, *rest, **more)
+    key, value = (one.expand(-1, query.shape[1], -1, -1) for one in (key, value))
+    return fused(query, key, value, *rest, **more)
+
+
+@functools.cache
+def _broadcasts_in_kernel() -> bool:
+    """Return whether torch's fused kernel takes keys that all heads share; not in torch 2.11."""
+    with _disable_current_modes():
+        heads = torch.ones(1, 2, 1, 8)
+        return torch._fused_sdp_choice(heads, heads[:, :1], heads[:, :1]) != 0
+
+
+def _attention_in_steps(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attn_mask: torch.Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    **_: Any,
+) -> torch.Tensor:
+    """Return attention from the operators of torch's kernel that is not fused."""
+    factor = math.sqrt(query.shape[-1] ** -0.5 if scale is None else scale)
+    scores = (query * factor) @ (key.transpose(-2, -1) * factor)
+    if is_causal:
+        attn_mask = scores.new_ones(scores.shape[-2:], dtype=torch.bool).tril()
+    if attn_mask is None:
+        return torch.softmax(scores, -1) @ value
+    if attn_mask.dtype is torch.bool:
+        attn_mask = scores.new_zeros(()).masked_fill(~attn_mask, float("-inf"))
+    scores = scores + attn_mask
+    sees_nothing = (scores == float("-inf")).all(-1, keepdim=True)
+    return torch.softmax(scores, -1).masked_fill(sees_nothing, 0.0) @ value
 
 
 def _stft(

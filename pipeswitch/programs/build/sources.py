@@ -371,6 +371,8 @@ def _transformers(name: str, spec: BuildSpec) -> tuple[Callable[[], nn.Module], 
                 **_as_plain_tensors(name, config),
             )
             _refuse_missing(f"weights of hf:{name}", sorted(report["missing_keys"]), cls.__name__)
+            if getattr(config, "quantization_config", None) is not None:
+                _widen(model)
         elif cls is bare:
             model = bare.from_config(config)
         else:
@@ -406,6 +408,13 @@ def _as_plain_tensors(name: str, config: Any) -> dict[str, Any]:
         f"they are quantized with {method[:40]}, and do not load as plain tensors here{why}",
         hint="give the checkpoint that is not quantized, with precision='int8' to make it small",
     )
+
+
+def _widen(model: Any) -> None:
+    """Give no weight a smaller dtype than the model's; transformers 5.17 loads mxfp4 as bfloat16."""
+    for weight in model.parameters():
+        if weight.dtype.itemsize < model.dtype.itemsize:
+            weight.data = weight.data.to(model.dtype)
 
 
 def _refuse_missing(part: str, missing: Sequence[str], what: str) -> None:
