@@ -68,7 +68,7 @@ class OneCallEach(TorchFunctionMode):
 def _attention(
     fused: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *rest: Any, **more: Any
 ) -> Any:
-    """Return attention without broadcasts: keys that all heads share become a view for each head."""
+    """Return attention without broadcasts: shared keys become a view for each head."""
     if query.dim() != 4 or key.shape[1] != 1 or query.shape[1] == 1:
         return fused(query, key, value, *rest, **more)
     if not (more.get("enable_gqa") or _broadcasts_in_kernel()):

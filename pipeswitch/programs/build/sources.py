@@ -411,7 +411,7 @@ def _as_plain_tensors(name: str, config: Any) -> dict[str, Any]:
 
 
 def _widen(model: Any) -> None:
-    """Give no weight a smaller dtype than the model's; transformers 5.17 loads mxfp4 as bfloat16."""
+    """Widen weights to the model's dtype; transformers 5.17 always loads mxfp4 as bfloat16."""
     for weight in model.parameters():
         if weight.dtype.itemsize < model.dtype.itemsize:
             weight.data = weight.data.to(model.dtype)

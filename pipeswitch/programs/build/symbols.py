@@ -102,7 +102,7 @@ def suspects(
     return values
 
 
-def _without_extremes(condition: Any, ranges: Mapping[Any, Any]) -> Any:
+def _without_extremes(condition: Any, ranges: dict[Any, Any]) -> Any:
     """Replace each minimum and maximum that is the same operand everywhere in the ranges."""
 
     def known(expression: Any) -> Any:
