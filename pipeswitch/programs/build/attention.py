@@ -99,9 +99,11 @@ _STEP: ContextVar[AttentionStep] = ContextVar("step")
 
 def register() -> None:
     """Register ``attention`` and ``experts`` in transformers as ``NAME``."""
-    from transformers import AttentionInterface
-    from transformers.integrations.moe import ExpertsInterface
-
+    try:
+        from transformers import AttentionInterface
+        from transformers.integrations.moe import ExpertsInterface
+    except ImportError:
+        refuse("this transformers is too old to generate", "pip install 'transformers>=5.17'")
     AttentionInterface.register(NAME, attention)
     ExpertsInterface.register(NAME, experts)
 

@@ -263,8 +263,7 @@ class Decoder(nn.Module):
         """Use the model's eager attention inside the block if its attention ignores a soft cap."""
         config = text_config(self.model)
         before = config._attn_implementation
-        if _ignores_cap(config):
-            config._attn_implementation = "eager"
+        config._attn_implementation = "eager" if _ignores_cap(config) else before
         try:
             yield
         finally:
@@ -290,8 +289,8 @@ class Decoder(nn.Module):
 
 def _ignores_cap(config: Any) -> bool:
     """Return whether the model's own attention ignores its soft cap, as in transformers 5.17."""
-    is_capped = getattr(config, "attn_logit_softcapping", None) is not None
-    return is_capped and config._attn_implementation == "sdpa"
+    cap = getattr(config, "attn_logit_softcapping", None)
+    return cap is not None and config._attn_implementation == "sdpa"
 
 
 def _chat_template(template: Any) -> tuple[str, list[str]]:

@@ -9,7 +9,6 @@ as copies of the windows and a transform of each, which compute the same bits.
 from __future__ import annotations
 
 import functools
-import math
 from collections.abc import Callable, Sequence
 from typing import Any, Final
 
@@ -61,20 +60,20 @@ class OneCallEach(TorchFunctionMode):
                 "pack_padded_sequence", "its shapes depend on the lengths", hint=PACKED
             )
         if name == "scaled_dot_product_attention" and len(args) >= 3:
-            return _attention(func, *args, **(kwargs or {}))
+            return _attention(func, args, kwargs or {})
         return func(*args, **(kwargs or {}))
 
 
-def _attention(
-    fused: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *rest: Any, **more: Any
-) -> Any:
-    """Return attention without broadcasts: shared keys become a view for each head."""
+def _attention(fused: Any, args: Sequence[Any], kwargs: Any) -> Any:
+    """Compute attention without a broadcast: keys that all heads share become a view for each."""
+    query, key, value, *rest = args
     if query.dim() != 4 or key.shape[1] != 1 or query.shape[1] == 1:
-        return fused(query, key, value, *rest, **more)
-    if not (more.get("enable_gqa") or _broadcasts_in_kernel()):
-        return _attention_in_steps(query, key, value, *rest, **more)
+        return fused(*args, **kwargs)
     key, value = (one.expand(-1, query.shape[1], -1, -1) for one in (key, value))
-    return fused(query, key, value, *rest, **more)
+    if kwargs.get("enable_gqa") or _broadcasts_in_kernel():
+        return fused(query, key, value, *rest, **kwargs)
+    # In five dimensions torch uses the kernel that computes its broadcasts, so bits are equal.
+    return fused(query[None], key[None], value[None], *rest, **kwargs)[0]
 
 
 @functools.cache
@@ -83,30 +82,6 @@ def _broadcasts_in_kernel() -> bool:
     with _disable_current_modes():
         heads = torch.ones(1, 2, 1, 8)
         return torch._fused_sdp_choice(heads, heads[:, :1], heads[:, :1]) != 0
-
-
-def _attention_in_steps(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    attn_mask: torch.Tensor | None = None,
-    dropout_p: float = 0.0,
-    is_causal: bool = False,
-    scale: float | None = None,
-    **_: Any,
-) -> torch.Tensor:
-    """Return attention from the operators of torch's kernel that is not fused."""
-    factor = math.sqrt(query.shape[-1] ** -0.5 if scale is None else scale)
-    scores = (query * factor) @ (key.transpose(-2, -1) * factor)
-    if is_causal:
-        attn_mask = scores.new_ones(scores.shape[-2:], dtype=torch.bool).tril()
-    if attn_mask is None:
-        return torch.softmax(scores, -1) @ value
-    if attn_mask.dtype is torch.bool:
-        attn_mask = scores.new_zeros(()).masked_fill(~attn_mask, float("-inf"))
-    scores = scores + attn_mask
-    sees_nothing = (scores == float("-inf")).all(-1, keepdim=True)
-    return torch.softmax(scores, -1).masked_fill(sees_nothing, 0.0) @ value
 
 
 def _stft(

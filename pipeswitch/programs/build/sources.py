@@ -371,8 +371,10 @@ def _transformers(name: str, spec: BuildSpec) -> tuple[Callable[[], nn.Module], 
                 **_as_plain_tensors(name, config),
             )
             _refuse_missing(f"weights of hf:{name}", sorted(report["missing_keys"]), cls.__name__)
-            if getattr(config, "quantization_config", None) is not None:
-                _widen(model)
+            is_quantized = getattr(config, "quantization_config", None) is not None
+            for weight in model.parameters() if is_quantized else ():
+                if weight.dtype.itemsize < model.dtype.itemsize:  # mxfp4 of transformers 5.17
+                    weight.data = weight.data.to(model.dtype)
         elif cls is bare:
             model = bare.from_config(config)
         else:
@@ -408,13 +410,6 @@ def _as_plain_tensors(name: str, config: Any) -> dict[str, Any]:
         f"they are quantized with {method[:40]}, and do not load as plain tensors here{why}",
         hint="give the checkpoint that is not quantized, with precision='int8' to make it small",
     )
-
-
-def _widen(model: Any) -> None:
-    """Widen weights to the model's dtype; transformers 5.17 always loads mxfp4 as bfloat16."""
-    for weight in model.parameters():
-        if weight.dtype.itemsize < model.dtype.itemsize:
-            weight.data = weight.data.to(model.dtype)
 
 
 def _refuse_missing(part: str, missing: Sequence[str], what: str) -> None:

@@ -7,7 +7,6 @@ from typing import Any, Final
 
 import sympy  # type: ignore[import-untyped]  # torch's shapes are expressions of sympy
 from torch.utils._sympy import functions
-from torch.utils._sympy.value_ranges import ValueRanges, bound_sympy
 
 from ..interface.dims import Dim, Expr, Extent, NoExtent, Values, all_values, evaluate, shape_count
 from .dynamic import NotDynamic
@@ -16,8 +15,6 @@ MAX_CONDITION_CASES: Final = 1 << 18  # testing so many takes about a second
 MAX_SUSPECTS: Final = 4  # shapes per condition; at all of them the module takes the same path
 MAX_POWER: Final = 4
 
-_MINIMA: Final = (sympy.Min, functions.Min)
-_MAXIMA: Final = (sympy.Max, functions.Max)
 _FUNCTIONS: Final[Mapping[type, str]] = {
     sympy.Add: "+",
     sympy.Mul: "*",
@@ -81,10 +78,11 @@ def suspects(
         NotDynamic: a condition cannot be computed here, or has too many cases.
     """
     values: list[dict[str, int]] = []
-    by_name = {dim.name: ValueRanges(dim.low, dim.high) for dim in dims}
-    ranges = {symbol: by_name[name] for symbol, name in names.items()}
-    for condition in (_without_extremes(one, ranges) for one in conditions):
-        if condition in (True, sympy.true):
+    for condition in conditions:
+        # sympy's own extremes are simplified, such as min(n, 4 * n) to n; torch 2.11's are not.
+        condition = sympy.sympify(condition).replace(functions.Min, sympy.Min)
+        condition = condition.replace(functions.Max, sympy.Max)
+        if condition == sympy.true:
             continue
         compare = _RELATIONS.get(type(condition))
         if compare is None:
@@ -100,22 +98,6 @@ def suspects(
             one for one in [*broken[::step][: MAX_SUSPECTS - 1], *broken[-1:]] if one not in values
         ]
     return values
-
-
-def _without_extremes(condition: Any, ranges: dict[Any, Any]) -> Any:
-    """Replace each minimum and maximum that is the same operand everywhere in the ranges."""
-
-    def known(expression: Any) -> Any:
-        sign = 1 if isinstance(expression, _MINIMA) else -1
-        for one in expression.args:
-            differences = (sign * (one - other) for other in expression.args)
-            if all(bound_sympy(each, ranges).upper <= 0 for each in differences):
-                return one
-        return expression
-
-    if not isinstance(condition, sympy.Basic):
-        return condition
-    return condition.replace(lambda one: isinstance(one, (*_MINIMA, *_MAXIMA)), known)
 
 
 def _holds(compare: Any, left: Extent, right: Extent, values: Values) -> bool:
