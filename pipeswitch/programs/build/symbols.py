@@ -79,9 +79,10 @@ def suspects(
     """
     values: list[dict[str, int]] = []
     for condition in conditions:
+        if condition in (True, sympy.true):
+            continue
         # sympy's own extremes are simplified, such as min(n, 4 * n) to n; torch 2.11's are not.
-        condition = sympy.sympify(condition).replace(functions.Min, sympy.Min)
-        condition = condition.replace(functions.Max, sympy.Max)
+        condition = condition.replace(functions.Min, sympy.Min).replace(functions.Max, sympy.Max)
         if condition == sympy.true:
             continue
         compare = _RELATIONS.get(type(condition))
