@@ -11,8 +11,9 @@ from typing import Any
 
 import pytest
 
-# pytest's own, and what torch sets when it is imported.
-MAY_CHANGE = {"PYTEST_CURRENT_TEST", "TORCHINDUCTOR_CACHE_DIR"}
+# pytest's own, and what torch and scikit-learn set when they are imported.
+KMP = {"KMP_DUPLICATE_LIB_OK", "KMP_INIT_AT_FORK"}
+MAY_CHANGE = {"PYTEST_CURRENT_TEST", "TORCHINDUCTOR_CACHE_DIR", *KMP}
 
 
 def _settings() -> Any:

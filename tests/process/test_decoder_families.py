@@ -83,7 +83,11 @@ Run = Callable[..., Sequence[torch.Tensor]]
 def plain_model(family: str) -> Any:
     torch.manual_seed(7)
     config = transformers.AutoConfig.for_model(family, **FAMILIES[family])
-    model = transformers.AutoModelForCausalLM.from_config(config).eval()
+    # The default attention of transformers 5.17 ignores a soft cap.
+    own_attention = "eager" if "attn_logit_softcapping" in FAMILIES[family] else None
+    model = transformers.AutoModelForCausalLM.from_config(
+        config, attn_implementation=own_attention
+    ).eval()
     with torch.no_grad():  # so that answers do not repeat one word
         for name, parameter in model.named_parameters():
             if parameter.dim() > 1:

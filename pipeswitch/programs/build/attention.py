@@ -99,9 +99,11 @@ _STEP: ContextVar[AttentionStep] = ContextVar("step")
 
 def register() -> None:
     """Register ``attention`` and ``experts`` in transformers as ``NAME``."""
-    from transformers import AttentionInterface
-    from transformers.integrations.moe import ExpertsInterface
-
+    try:
+        from transformers import AttentionInterface
+        from transformers.integrations.moe import ExpertsInterface
+    except ImportError:
+        refuse("this transformers is too old to generate", "pip install 'transformers>=5.17'")
     AttentionInterface.register(NAME, attention)
     ExpertsInterface.register(NAME, experts)
 
@@ -183,7 +185,7 @@ def experts(
         inner = _product(module, hidden, "gate_up_proj" if module.has_gate else "up_proj", some)
         inner = module._apply_gate(inner) if module.has_gate else module.act_fn(inner)
         outer = _product(module, inner, "down_proj", some)
-        if module.has_post_expert_norm:
+        if getattr(module, "has_post_expert_norm", False):  # transformers 5.17 has no such norm
             outer = module.post_expert_norm(outer)
         result = result + (outer * share[some]).sum(0).to(hidden.dtype)
     return result

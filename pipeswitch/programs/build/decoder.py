@@ -66,6 +66,8 @@ class Decoder(nn.Module):
         self.dtype = self.spec.dtype
         self.width = sum(self.spec.sizes)  # elements of a token's cache row
         self.context, self.notes = self._context(text_config(model))
+        if _ignores_cap(text_config(model)):
+            self.notes.append("its attention scores are capped, which transformers' sdpa ignores")
         self.piece = min(MAX_PIECE, self.context)
         if not self.spec.has_our_attention and self._has_a_table():
             longest = self.context
@@ -235,7 +237,7 @@ class Decoder(nn.Module):
         short = [window for window in self.spec.windows if 0 < window <= _SHORT]
         total = max([_CHECKED, *(2 * window for window in short)])
         ids = torch.arange(1, total + 1)[None] % self.vocabulary
-        with torch.no_grad():
+        with torch.no_grad(), self._capping():
             own = self.model(input_ids=ids, use_cache=False, return_dict=True).logits[0]
             self._check_causal(ids, own)
             rows = torch.zeros(1, 0, self.width, dtype=self.dtype)
@@ -256,6 +258,17 @@ class Decoder(nn.Module):
                         UNUSUAL,
                     )
 
+    @contextlib.contextmanager
+    def _capping(self) -> Iterator[None]:
+        """Use the model's eager attention inside the block if its attention ignores a soft cap."""
+        config = text_config(self.model)
+        before = config._attn_implementation
+        config._attn_implementation = "eager" if _ignores_cap(config) else before
+        try:
+            yield
+        finally:
+            config._attn_implementation = before
+
     def _check_causal(self, ids: torch.Tensor, logits: torch.Tensor) -> None:
         """Refuse a model whose logits depend on a later token, such as an encoder.
 
@@ -272,6 +285,12 @@ class Decoder(nn.Module):
                 "a causal language model",
                 "register it without generate; encoders can serve /v1/embeddings",
             )
+
+
+def _ignores_cap(config: Any) -> bool:
+    """Return whether the model's own attention ignores its soft cap, as in transformers 5.17."""
+    cap = getattr(config, "attn_logit_softcapping", None)
+    return cap is not None and config._attn_implementation == "sdpa"
 
 
 def _chat_template(template: Any) -> tuple[str, list[str]]:

@@ -60,17 +60,28 @@ class OneCallEach(TorchFunctionMode):
                 "pack_padded_sequence", "its shapes depend on the lengths", hint=PACKED
             )
         if name == "scaled_dot_product_attention" and len(args) >= 3:
-            args = [*_as_many_heads(*args[:3]), *args[3:]]
+            return _attention(func, args, kwargs or {})
         return func(*args, **(kwargs or {}))
 
 
-def _as_many_heads(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
-) -> tuple[torch.Tensor, ...]:
-    """Expand keys and values that all heads share to a view for each head, so none is broadcast."""
+def _attention(fused: Any, args: Sequence[Any], kwargs: Any) -> Any:
+    """Compute attention without a broadcast: keys that all heads share become a view for each."""
+    query, key, value, *rest = args
     if query.dim() != 4 or key.shape[1] != 1 or query.shape[1] == 1:
-        return query, key, value
-    return query, *(one.expand(-1, query.shape[1], -1, -1) for one in (key, value))
+        return fused(*args, **kwargs)
+    key, value = (one.expand(-1, query.shape[1], -1, -1) for one in (key, value))
+    if kwargs.get("enable_gqa") or _broadcasts_in_kernel():
+        return fused(query, key, value, *rest, **kwargs)
+    # In five dimensions torch uses the kernel that computes its broadcasts, so bits are equal.
+    return fused(query[None], key[None], value[None], *rest, **kwargs)[0]
+
+
+@functools.cache
+def _broadcasts_in_kernel() -> bool:
+    """Return whether torch's fused kernel takes keys that all heads share; not in torch 2.11."""
+    with _disable_current_modes():
+        heads = torch.ones(1, 2, 1, 8)
+        return torch._fused_sdp_choice(heads, heads[:, :1], heads[:, :1]) != 0
 
 
 def _stft(
