@@ -35,8 +35,9 @@ PRODUCT = ("pipeswitch", "workers", "memory_daemon")
 # The feature "What outsiders broke" was allowed 1,200 lines (tests: 2,000) and added 4,300 (tests:
 # 6,900). "Precision" was allowed 900 and added 950. "A smaller house" gave back 900 (tests: 800).
 # A review by reading found 27 faults, one of which answered with another caller's memory: their
-# fixes took 210 lines, and their tests 540.
-MAX_PRODUCT_LINES = 81_400
+# fixes took 210 lines, and their tests 540. The first machine with a GPU had torch 2.11 and
+# transformers 5.17: 50 lines.
+MAX_PRODUCT_LINES = 81_450
 MAX_DOC_WORDS = 50_000
 MAX_TEST_LINES = 80_800
 
