@@ -192,9 +192,9 @@ class _Fusing:
             self._undo(one)
         for at in range(len(next(iter(times.values())))):
             most_ms = MAX_LOSS * sum(of[at][0] for of in times.values())
-            kept = [one for one in times if one[-1] in self._calls]
-            lost_ms = {one: times[one][at][1] - times[one][at][0] for one in kept}
-            for one in sorted(kept, key=lambda one: gain_ms[one] / max(lost_ms[one], 1e-9)):
+            packed = [one for one in times if one[-1] in self._calls]
+            lost_ms = {one: times[one][at][1] - times[one][at][0] for one in packed}
+            for one in sorted(packed, key=lambda one: gain_ms[one] / max(lost_ms[one], 1e-9)):
                 if sum(lost_ms.values()) <= most_ms:
                     break
                 del lost_ms[one]
