@@ -6,7 +6,7 @@ Each stage is a process with its own time limit, so that a stage that hangs or c
 the next one. The stages: facts of the machine; each mechanism (rung) alone, without a server; tests
 of torch and of the device; a server with only the mechanisms that it cannot do without, then with
 one faster mechanism at a time; measurements. If a mechanism is broken, the stages that need it are
-reported as not run. Stages do not run side by side: on one GPU, servers slow each other down a lot.
+reported as not run. Stages do not run side by side: on one GPU, servers slow each other down.
 After each stage the files ``gpu-<name>-<date>.json`` and ``.md`` are written again into ``--out``
 (benchmarks/results).
 The exit status is 0 if every stage succeeded, 3 without a GPU. ``--dry-run`` runs every stage's
@@ -117,7 +117,7 @@ def run_stage(stage: Stage, left_s: float, environment: dict[str, str]) -> Outco
         process = subprocess.Popen(
             [sys.executable, *stage.command],
             cwd=ROOT,
-            # In its own folder: its servers' lock on the GPU, and what a killed server leaves.
+            # The folder holds its servers' GPU lock, and what a killed server leaves.
             env={**environment, MARK_OF_A_STAGE: mark, "TMPDIR": folder},
             stdin=subprocess.DEVNULL,
             stdout=output,
@@ -271,9 +271,9 @@ class Report:
             lines.append(f"| {name} | {row['cold_over_ready']} | {row['target'] or ''} |")
             lines.append(f"| {row['case']}: link, GB/s | {row['link_gb_s']} | |")
         for row in self._results("precision"):
-            found = f"{row['bytes'] / 1e6:.0f} MB, error {row['error']:.1e}"
+            size = f"{row['bytes'] / 1e6:.0f} MB, error {row['error']:.1e}"
             times = f"copy {row['cold_copy_ms']:.1f} ms, compute {row['compute_ms']['p50']} ms"
-            lines.append(f"| ResNet-50, {row['precision']} | {found}, {times} | |")
+            lines.append(f"| ResNet-50, {row['precision']} | {size}, {times} | |")
         for row in self._results("tokens_per_s"):
             name = f"{row['case']}, {row['arm']}: tokens/s"
             lines.append(f"| {name} | {row['tokens_per_s']} | |")

@@ -1,4 +1,4 @@
-"""Stages with a server on the GPU: ``switch MODEL``, ``training``, ``precision``, ``soak``.
+"""Stages with a server on the GPU, by their argument.
 
 ``switch`` measures one model at batch 8 and 1. The arms take turns: cold, resident, ready-eager,
 ready-graph, serial, to-device and stop-and-start. *cold*: the arena holds one of two twins (same
@@ -220,7 +220,7 @@ def _model() -> tuple[str, ...]:
 def _tax(client: Any, folder: Path) -> None:
     """Measure the training script in turns as a plain process and as a job with default commits.
 
-    A step's time is that between the steps' beginnings. The commit at the end is not part of it.
+    A step lasts until the next one begins. The final commit is not counted.
     """
     times_ms: dict[str, list[float]] = {"plain": [], "job": []}
     middle_ms: dict[str, list[float]] = {"plain": [], "job": []}
@@ -313,7 +313,7 @@ def precision() -> None:
 
 
 def generation() -> None:
-    """Measure one stream and several at once. Both ways must begin with the same tokens."""
+    """Measure one stream and several at once; count the tokens that equal ``generate()``'s."""
     from . import lm
 
     size = lm.SMALL if is_fake() else lm.MIDDLE

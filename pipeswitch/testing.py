@@ -28,7 +28,7 @@ from .simulator.contract import check_policy
 
 START_TIMEOUT_S = 60.0
 STOP_TIMEOUT_S = 40.0
-MAX_FOLDER = 24  # characters of a temporary folder in which the server's sockets have short paths
+MAX_FOLDER = 24  # maximum length of a temporary folder's path, so that socket paths fit
 GATEWAY = ("--http", "127.0.0.1:0", "--grpc", "127.0.0.1:0")
 
 

@@ -456,8 +456,8 @@ class ModelConfig(Section, frozen=True):
     aliases: further names, like gpt-3.5-turbo
     weights: FILE.safetensors, pretrained or random:SEED
     inputs: shape and dtype of inputs, such as x=8x3x224x224:float32
-    priority: high, normal or low; empty: as it was, at first normal
-    pin: keep the model on the device; false: as it was, at first not
+    priority: high, normal or low; empty: unchanged (new models: normal)
+    pin: keep the model on the device; false: does not unpin
     devices: devices that may serve it, by name or kind; empty: all of the first device's kind
     max_batch: largest dynamic batch; 0: 64
     batch: maximum number of rows in a batch of waiting requests; 0: no batching

@@ -175,7 +175,7 @@ def test_a_job_whose_worker_is_killed_ends_as_the_plain_run(
     with running.client() as client:
         training = Training(running, client, tmp_path)
         while not training.is_over() and training.task.status()["step"] <= 100:
-            pass  # each round waits for two answers
+            pass  # each check waits for two replies
         kill_workers(client)
         training.task.wait()
         training.check()

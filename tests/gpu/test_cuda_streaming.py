@@ -1,4 +1,4 @@
-"""A model larger than the arena, on a real GPU. These servers are not those of another module."""
+"""A model larger than the arena, on a GPU. Its own module: another server would hold the GPU."""
 
 from __future__ import annotations
 

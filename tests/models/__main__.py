@@ -2,8 +2,8 @@
 
 With ``--device cuda:0`` the server and the plain modules compute on that GPU.
 
-Each model prints a line: are its answers equal to the plain module's, or, in a precision other than
-exact or on another device than the cpu device, within the limit of error?
+Each model prints a line: do its answers equal the plain module's? On a GPU, or in another
+precision: do they differ by less than the limit?
 
 Each model has a file in FOLDER, which is locked while its row is made. So an interrupted sweep
 continues where it stopped, and several processes may share one sweep.
@@ -47,7 +47,7 @@ from .factories import SEED
 LENGTHS: Final = (1, 7, 64, 512)
 BATCH: Final = 3  # the second batch size, for models that accept it
 THREADS: Final = 2
-ROUNDING: Final = 1e-4  # largest relative error of a device's exact precision
+ROUNDING: Final = 1e-4  # maximum relative error of ``exact`` on a GPU
 FAST_PATH: Final = "set_fastpath_enabled"
 EXPERTS: Final = "set_experts_implementation"
 FACTORY: Final = "package.module:function"

@@ -1,8 +1,8 @@
 """Decode steps of a language model: a chosen token is the next step's input (ADR 54).
 
-Caches of keys and values are gathered from blocks of the pool into memory of the device, with room
-for new rows. If a sequence's cache is already there, the next run does not copy it again. A run
-writes its new rows to the pool behind the rows in use, so another worker can repeat a killed run.
+Caches of keys and values are copied from the pool's blocks to the device, with room for new rows.
+If a sequence's cache is already there, the next run does not copy it again. A run writes its new
+rows to the pool behind the rows in use, so another worker can repeat a killed run.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from .pool import MappedPool
 
 RUN_MS: Final = 40.0  # target time of a run; clients get its tokens at its end: 25 times a second
 ROWS_STEP: Final = 16  # rows are a multiple of this, so shapes seldom change; few rows are unused
-GPU_ROWS_STEP: Final = 128  # the same on a GPU, which captures graphs for each shape
+GPU_ROWS_STEP: Final = 128  # larger on a GPU, which captures each shape
 
 Requests = Sequence[RunInference | BatchedRequest]
 Known = tuple[int, int, int]  # sequence, run that computed its last rows, number of rows
@@ -245,7 +245,7 @@ class DecodeRun:
         self._first, self._tokens = named[USED].tolist(), []
         if self.most:
             self._cache = named[CACHE]
-        # On a GPU a program copies its inputs.
+        # A graph's replay copies its inputs.
         is_in_place = self.most and self._caches.device == "cpu"
         while True:
             with DecodeRows([end - 1 for end in upto] if is_in_place else []):

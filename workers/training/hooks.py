@@ -1,8 +1,8 @@
 """Public PyTorch hooks in which training checks the gate for a stop request.
 
 Forward: ``Module.register_forward_pre_hook`` on every module that owns parameters, and on leaf
-modules. On a GPU norms and leaf modules without parameters have no hook: they compute for some
-microseconds, and each hook costs a few. Backward: ``Tensor.register_post_accumulate_grad_hook`` on
+modules. On a GPU, modules in ``_NORMS`` and leaves without parameters have no hook: they run for
+microseconds, and so does a hook. Backward: ``Tensor.register_post_accumulate_grad_hook`` on
 one parameter of each module; an exception raised there propagates through ``backward()``.
 Optimizers: ``register_step_pre_hook`` and ``register_step_post_hook``.
 (``register_full_backward_pre_hook`` would change the graph.)
@@ -63,7 +63,7 @@ def use_pace(pace: Callable[[], None] | None) -> None:
 
 
 def hook_modules(models: Iterable[nn.Module]) -> list[RemovableHandle]:
-    """Register the gate's hooks on every layer of ``models``; return the handles to remove them."""
+    """Register the gate's hooks on the layers of ``models``; return the handles to remove them."""
     on_host = _pace is None
     handles: list[RemovableHandle] = []
     visited: set[int] = set()
@@ -71,7 +71,7 @@ def hook_modules(models: Iterable[nn.Module]) -> list[RemovableHandle]:
         for module in model.modules():
             own = list(module.parameters(recurse=False))
             is_leaf = next(module.children(), None) is None
-            is_long = own or is_leaf if on_host else own and not isinstance(module, _NORMS)
+            is_long = bool(own or is_leaf) if on_host else own and not isinstance(module, _NORMS)
             if id(module) in visited or not is_long:
                 continue
             visited.add(id(module))

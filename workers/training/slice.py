@@ -254,7 +254,7 @@ class TrainingSlice:
         if size:
             target = self.bytes_at(self.snapshot.offset_bytes, size)
             target.copy_(self.bytes_at(self.buffers.offset_bytes, size))
-        for name, live, key, first, address in self._live:  # in each step, so it must be fast
+        for name, live, key, first, address in self._live:  # runs in each step: keep it fast
             now = live.get(key)
             if now is first and (first is None or first.data_ptr() == address):
                 continue

@@ -86,7 +86,7 @@ def registered_buffers(module: torch.nn.Module) -> list[tuple[str, torch.Tensor 
 
 
 def live_buffers(module: torch.nn.Module) -> Buffers:
-    """Return the mapping in which a module finds its own buffers by name, now and later."""
+    """Return the mapping in which a module keeps its own buffers; it stays current."""
     buffers: Buffers = getattr(module, "_buffers", vars(module))
     return buffers
 

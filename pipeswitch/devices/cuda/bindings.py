@@ -122,7 +122,7 @@ class CheckedBindings:
         self, name: str, call: Callable[..., Any], arguments: tuple[Any, ...], expected: str = ""
     ) -> Any:
         """Make a call, which returns ``(error, values…)``. Return the values, or None if the error
-        has the ``expected`` code. Raise CudaError for another one, or without a driver library.
+        has the ``expected`` code. Raise CudaError for any other, or without a driver library.
         """
         try:
             error, *values = call(*arguments)

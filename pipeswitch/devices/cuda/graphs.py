@@ -17,7 +17,7 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 import torch
 
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-IMPROVE_S = 1.0
+IMPROVE_S: Final = 1.0  # meanwhile this worker takes no request
 
 Shapes = tuple[tuple[str, tuple[int, ...]], ...]
 
@@ -128,8 +128,8 @@ class DeviceProgram:
         return bool(self._wanted)
 
     def improve(self) -> None:
-        """Capture shapes that ran eagerly, the last ones first. Blocks for a second, or for longer
-        if a single capture takes longer, so call it when idle.
+        """Capture shapes that ran eagerly, newest first. Block for up to ``IMPROVE_S`` and one
+        capture, so call it when idle.
 
         Call it inside ``CudaTorch.computing(in_slice=False)``, because torch cannot capture into
         a pool that is in use.

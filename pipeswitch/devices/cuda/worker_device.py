@@ -115,7 +115,7 @@ class CudaWorkerDevice(WorkerDevice):
         return bool(getattr(program, "is_capture_wanted", False))
 
     def improve(self, program: BoundProgram) -> None:
-        """Capture graphs of a program's shapes that ran eagerly. Blocks up to a second."""
+        """Capture graphs of a program's shapes that ran eagerly. Blocks for a second or more."""
         from .graphs import DeviceProgram
 
         if isinstance(program, DeviceProgram):

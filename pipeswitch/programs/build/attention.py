@@ -103,7 +103,7 @@ def register() -> None:
         from transformers import AttentionInterface
         from transformers.integrations.moe import ExpertsInterface
     except ImportError:
-        refuse("this transformers is too old to generate", "pip install 'transformers>=5.17'")
+        refuse("this transformers is too old for generate", "pip install 'transformers>=5.17'")
     AttentionInterface.register(NAME, attention)
     ExpertsInterface.register(NAME, experts)
 

@@ -38,7 +38,7 @@ def with_batching(
     for one of ``limit``. If the program pads requests, the compared requests have unequal extents.
 
     Args:
-        is_here: False if a GPU computes: its kernels give no row the same bits in every batch.
+        is_here: False if a GPU computes; there, a row's bits may depend on the batch.
 
     Raises:
         RegistrationRefused: ``check_joinable`` refuses the program, or the answer to a request

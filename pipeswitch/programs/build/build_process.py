@@ -97,7 +97,7 @@ def run(settings: BuildSettings, channel: Channel) -> int:
 def _confine(packed: bytes, source: str, work: Path) -> None:
     """Confine this process to a sandbox in which only ``work`` is writable."""
     tempfile.tempdir = str(work)
-    # torch 2.11 asks for the user's name, and /etc/passwd is not readable in the sandbox.
+    # torch 2.11 reads the user's name, but the sandbox hides /etc/passwd.
     os.environ.setdefault("LOGNAME", str(os.getuid()))
     hub.without_token(work)
     confine_builder([*files_of(packed), *hub.readable(source)], work)

@@ -67,7 +67,7 @@ class Decoder(nn.Module):
         self.width = sum(self.spec.sizes)  # elements of a token's cache row
         self.context, self.notes = self._context(text_config(model))
         if _ignores_cap(text_config(model)):
-            self.notes.append("its attention scores are capped, which transformers' sdpa ignores")
+            self.notes.append("its attention scores are capped, unlike with transformers' sdpa")
         self.piece = min(MAX_PIECE, self.context)
         if not self.spec.has_our_attention and self._has_a_table():
             longest = self.context
@@ -288,7 +288,7 @@ class Decoder(nn.Module):
 
 
 def _ignores_cap(config: Any) -> bool:
-    """Return whether the model's own attention ignores its soft cap, as in transformers 5.17."""
+    """Return True if transformers' sdpa computes attention: it ignores the soft cap."""
     cap = getattr(config, "attn_logit_softcapping", None)
     return cap is not None and config._attn_implementation == "sdpa"
 

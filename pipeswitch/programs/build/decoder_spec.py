@@ -120,7 +120,7 @@ def _kinds(model: Any) -> list[tuple[Kind, int]]:
     types, sharing = _layer_types(config), getattr(config, "kv_sharing_modes", None)
     kinds: list[tuple[Kind, int]] = []
     for number, name in enumerate(types):
-        # transformers before 5.20 creates no cache for the last layers if these share others'.
+        # transformers before 5.20 creates no cache for the last layers if they share keys.
         reuses = sharing[number] == "reuse" if sharing else number >= len(stored)
         if reuses or name in _NO_ATTENTION:
             kinds.append(("shared", config.sliding_window if name == "sliding_attention" else 0))

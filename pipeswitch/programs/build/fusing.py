@@ -1,10 +1,10 @@
 """Derivation of a graph with packed weights and fused calls from a verified graph.
 
-A call is packed only if that is faster on this machine. Runs of the plain graph and of a graph with
-all calls packed are timed call by call, at the example's shape and at a batch. So each call finds
-the processor's caches as in a request: the model's other weights have passed through them. A
-position is the index of a node in the plain graph. The reference of a new weight is ``{"w": name}``
-until the values of the derived graph are numbered.
+In ``fast``, a call is packed only if that is faster here. Runs of the plain graph and of a graph
+with all calls packed are timed call by call, at the example's shape and at a batch. So each call
+finds the caches as in a request, after the model's other weights. A position is the index of a node
+in the plain graph. The reference of a new weight is ``{"w": name}`` until the values of the derived
+graph are numbered.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from ..running.executor import PackedKernels
 TIMED: Final = 2  # number of shapes at which calls are timed
 RUNS: Final = 3  # minimum number of runs whose calls are timed
 MAX_RUNS: Final = 9
-RUNS_S: Final = 1.5  # processor time of the runs, between these numbers
+RUNS_S: Final = 1.5  # no new run begins after this processor time
 COPY: Final = "aten.contiguous.default"
 MAX_LOSS: Final = 0.05  # packing may slow down one shape by this share of the time of all products
 MAX_PADDED: Final = 1.1  # a packed weight may have this many times its bytes in plain bfloat16,
@@ -185,13 +185,13 @@ class _Fusing:
         return self._numbered()
 
     def _undo_slow(self, times: dict[tuple[int, ...], _Times]) -> None:
-        """Undo packed calls that gain nothing, and then those with the least gain per loss, until
+        """Undo packed calls that lose time, and then those with the least gain per loss, until
         no shape loses more than ``MAX_LOSS``."""
-        gain_ms = {one: sum(a - b for a, b in of) for one, of in times.items()}
+        gain_ms = {one: sum(a - b for a, b in both) for one, both in times.items()}
         for one in [one for one, gained_ms in gain_ms.items() if gained_ms < 0.0]:
             self._undo(one)
         for at in range(len(next(iter(times.values())))):
-            most_ms = MAX_LOSS * sum(of[at][0] for of in times.values())
+            most_ms = MAX_LOSS * sum(both[at][0] for both in times.values())
             packed = [one for one in times if one[-1] in self._calls]
             lost_ms = {one: times[one][at][1] - times[one][at][0] for one in packed}
             for one in sorted(packed, key=lambda one: gain_ms[one] / max(lost_ms[one], 1e-9)):
@@ -404,7 +404,7 @@ class _Fusing:
     def _timed(self, forms: dict[tuple[int, ...], _Form]) -> dict[tuple[int, ...], _Times]:
         """Return the times of each chain's plain calls and of its packed call, at each shape.
 
-        Chains of equal calls get their mean times.
+        Equal chains get their mean times.
         """
         derived = self._numbered()
         walks = (
@@ -592,7 +592,7 @@ def walk(
 
 
 def call_times(*walks: Walk, inputs: Sequence[torch.Tensor]) -> list[list[float]]:
-    """Return each call's least processor time in ms, for each graph. The graphs run in turns."""
+    """Return each call's least processor time in ms, for each graph. The graphs alternate."""
     least = [[math.inf] * len(graph.nodes) for graph, _, _ in walks]
     compiled = [
         CompiledGraph(graph, [(at, at + 1) for at in range(len(graph.nodes))], "cpu", look_up)

@@ -82,8 +82,8 @@ def build(
         progress: called with (stage, finished fraction) when the stages "build", "export",
             "partition", "verify" and "pack" begin or end.
         disk_bytes: maximum bytes to write; 0: no limit.
-        packs_weights: True if only this processor computes, so its kernels' packed weights can be
-            read, and times and bits that are measured here are true.
+        packs_weights: True if only this processor computes: its packed weights can be read, and
+            measured times and bits are valid.
 
     Raises:
         RegistrationRefused: the model cannot be served; the error says which part and why.

@@ -65,20 +65,20 @@ class OneCallEach(TorchFunctionMode):
 
 
 def _attention(fused: Any, args: Sequence[Any], kwargs: Any) -> Any:
-    """Compute attention without a broadcast: keys that all heads share become a view for each."""
+    """Compute attention without a broadcast: expand shared keys to a view per head."""
     query, key, value, *rest = args
     if query.dim() != 4 or key.shape[1] != 1 or query.shape[1] == 1:
         return fused(*args, **kwargs)
     key, value = (one.expand(-1, query.shape[1], -1, -1) for one in (key, value))
     if kwargs.get("enable_gqa") or _broadcasts_in_kernel():
         return fused(query, key, value, *rest, **kwargs)
-    # In five dimensions torch uses the kernel that computes its broadcasts, so bits are equal.
+    # With five dimensions torch uses the same kernel as for a broadcast: equal bits.
     return fused(query[None], key[None], value[None], *rest, **kwargs)[0]
 
 
 @functools.cache
 def _broadcasts_in_kernel() -> bool:
-    """Return whether torch's fused kernel takes keys that all heads share; not in torch 2.11."""
+    """Return whether torch's fused kernel broadcasts keys over heads; torch 2.11's does not."""
     with _disable_current_modes():
         heads = torch.ones(1, 2, 1, 8)
         return torch._fused_sdp_choice(heads, heads[:, :1], heads[:, :1]) != 0

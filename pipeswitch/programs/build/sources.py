@@ -373,7 +373,7 @@ def _transformers(name: str, spec: BuildSpec) -> tuple[Callable[[], nn.Module], 
             _refuse_missing(f"weights of hf:{name}", sorted(report["missing_keys"]), cls.__name__)
             is_quantized = getattr(config, "quantization_config", None) is not None
             for weight in model.parameters() if is_quantized else ():
-                if weight.dtype.itemsize < model.dtype.itemsize:  # mxfp4 of transformers 5.17
+                if weight.dtype.itemsize < model.dtype.itemsize:  # transformers 5.17 narrows mxfp4
                     weight.data = weight.data.to(model.dtype)
         elif cls is bare:
             model = bare.from_config(config)

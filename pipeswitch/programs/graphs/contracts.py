@@ -617,7 +617,7 @@ def _known_result(name: str, args: tuple[Any, ...]) -> Any:
     if name == "scaled_dot_product_attention" and len(args) >= 3:
         shape = torch.Size([*first.shape[:-1], args[2].shape[-1]])
         if shape == first.shape and first.dim() == 4 and first.stride(-1) == 1:
-            return torch.empty_like(first)  # the fused kernel keeps the order of the dimensions
+            return torch.empty_like(first)  # the fused kernel keeps the memory layout
         return first.new_empty(shape)
     return None
 

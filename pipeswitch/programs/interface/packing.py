@@ -41,14 +41,14 @@ class Precision(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
 
     name: Literal["fast", "bf16", "int8"]
     fingerprint: str  # equal on all machines whose kernels can read the weights
-    plain_ms: float  # processor time of one run of the plain program, on the example; 0: a GPU's
+    plain_ms: float  # processor time of one run of the plain program, on the example; 0: not timed
     ms: float  # processor time of one run of the derived program
     plain_bytes: int
     max_error: float  # largest difference between outputs, relative to the largest output
     mean_error: float
     agreement: float  # share of rows with the same most likely class or next token, 0 to 1
     is_batch_invariant: bool | None = None
-    """Whether a batch's rows have the bits of rows computed alone; None: no batches, or a GPU."""
+    """Whether a batch's rows have the bits of rows computed alone; None: not measured."""
     weights: tuple[tuple[str, str, tuple[int, ...]], ...] = ()  # weights of the plain program
     packed_count: int  # calls that read packed weights
     plain_count: int  # calls that could read packed weights but are faster without
