@@ -293,7 +293,9 @@ class Report:
 
 def _commit() -> str:
     done = subprocess.run(
-        ["git", "-C", str(ROOT), "rev-parse", "--short=12", "HEAD"], capture_output=True, text=True
+        ["git", "-C", str(ROOT), "describe", "--always", "--dirty", "--exclude=*", "--abbrev=12"],
+        capture_output=True,
+        text=True,
     )
     return done.stdout.strip() or "unknown"
 
