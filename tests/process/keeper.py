@@ -167,6 +167,7 @@ class Keeper:
 def main(descriptor: int) -> None:
     """Run the keeper: import modules, then fork for each order until the test closes the socket."""
     door = socket.socket(fileno=descriptor)
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)  # a suite in nohup ignores it, and servers inherit
     import_for_children((*launch.FIRST, *launch.LATER))
     while True:
         order, descriptors, _, _ = socket.recv_fds(door, MAX_ORDER_BYTES, 1)
