@@ -112,6 +112,7 @@ def test_the_sdk_the_command_line_and_the_file_ask_for_the_same(
         devices=("cpu:0",),
         preprocess="a.b:c",
         raw=("text=1..64:bytes",),
+        priority="normal",
         weights="random:1",
         generate=True,
         precision="exact",
