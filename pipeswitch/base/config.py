@@ -164,7 +164,7 @@ def _read(kind: Any, raw: Any, *, is_read: bool = False) -> Any:
     except msgspec.ValidationError:
         pass
     if isinstance(info, types.LiteralType):
-        choices = get_args(kind)
+        choices = [one for one in get_args(kind) if one]  # an empty one means the default
         raise ValueError(f"{raw!r} is none of {', '.join(choices)}{nearest(str(raw), choices)}")
     if isinstance(info, types.VarTupleType) and isinstance(value, list | tuple):
         for one in value:  # the first wrong item raises

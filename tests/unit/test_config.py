@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import tomllib
+from importlib import metadata
 from pathlib import Path
 from typing import get_args
 
@@ -28,6 +29,7 @@ from pipeswitch.base.config import (
 from pipeswitch.base.errors import ConfigError
 from pipeswitch.base.roles import Role
 from pipeswitch.base.units import SizeSpec, format_bytes, parse_ms, parse_size
+from pipeswitch.base.version import UNKNOWN, own_version
 
 
 @pytest.mark.parametrize(
@@ -173,6 +175,25 @@ def test_every_key_has_help_and_only_keys_have(section: type[Section]) -> None:
     rows = settings(section)
     assert all(item.help for item in rows.values())
     assert set(re.findall(r"^    (\w+): ", section.__doc__ or "", re.MULTILINE)) == set(rows)
+
+
+def test_a_checkout_without_an_installation_has_a_version(monkeypatch: pytest.MonkeyPatch) -> None:
+    def missing(name: str) -> str:
+        raise metadata.PackageNotFoundError(name)
+
+    assert own_version() == metadata.version("pipeswitch")
+    monkeypatch.setattr(metadata, "version", missing)
+    assert own_version() == UNKNOWN
+
+
+@pytest.mark.parametrize(("key", "wrong"), [("priority", "hihg"), ("precision", "fasd")])
+def test_an_unknown_choice_is_answered_with_the_choices_that_have_a_name(
+    key: str, wrong: str, tmp_path: Path
+) -> None:
+    path = tmp_path / "pipeswitch.toml"
+    path.write_text(f'[[model]]\nname = "a"\nsource = "hf:gpt2"\n{key} = "{wrong}"\n')
+    with pytest.raises(ConfigError, match=f"'{wrong}' is none of [a-z0-9]+(, [a-z0-9]+)+; did you"):
+        load(path)
 
 
 def test_choices_are_those_of_the_code_that_takes_them() -> None:

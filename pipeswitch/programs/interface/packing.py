@@ -48,7 +48,7 @@ class Precision(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     mean_error: float
     agreement: float  # share of rows with the same most likely class or next token, 0 to 1
     is_batch_invariant: bool | None = None
-    """Whether a batch's rows have the bits of rows computed alone; None: not measured."""
+    """True if each row of a batch has the same bits as the row alone; None: not measured."""
     weights: tuple[tuple[str, str, tuple[int, ...]], ...] = ()  # weights of the plain program
     packed_count: int  # calls that read packed weights
     plain_count: int  # calls that could read packed weights but are faster without
