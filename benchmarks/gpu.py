@@ -80,9 +80,9 @@ STAGES = (
     _test("server-highest", *SERVED, "graph", "wait-write", "slice"),
     _serving(90, "switch", "resnet152"),
     _serving(80, "training"),
-    _serving(120, "generation"),
+    _serving(150, "generation"),
     _serving(70, "soak"),
-    _serving(90, "precision"),
+    _serving(150, "precision"),
     _serving(90, "switch", "bert-base"),
     _serving(90, "switch", "inception_v3"),
     _serving(120, "switch", "vit_l_16"),
@@ -273,7 +273,7 @@ class Report:
         for row in self._results("precision"):
             size = f"{row['bytes'] / 1e6:.0f} MB, error {row['error']:.1e}"
             times = f"copy {row['cold_copy_ms']:.1f} ms, compute {row['compute_ms']['p50']} ms"
-            lines.append(f"| ResNet-50, {row['precision']} | {size}, {times} | |")
+            lines.append(f"| {row['case']}, {row['precision']} | {size}, {times} | |")
         for row in self._results("tokens_per_s"):
             name = f"{row['case']}, {row['arm']}: tokens/s"
             lines.append(f"| {name} | {row['tokens_per_s']} | |")

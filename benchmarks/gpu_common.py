@@ -139,6 +139,7 @@ def models() -> dict[str, GpuModel]:
         target=1.7,
     )
     all_models = (
+        GpuModel("resnet50", "torchvision:resnet50", 110 * MIB, _images(224)),
         GpuModel("resnet152", "torchvision:resnet152", 240 * MIB, _images(224), target=0.80),
         GpuModel("inception_v3", "torchvision:inception_v3", 110 * MIB, _images(299), target=0.80),
         bert,

@@ -284,28 +284,30 @@ def _preemption(client: Any) -> None:
 
 
 def precision() -> None:
-    """Register a model in each precision; print its bytes, error, and cold and resident times."""
-    source, shape, room_bytes = "torchvision:resnet50", [8, 3, 224, 224], 128 * MIB
-    if is_fake():
-        source, shape, room_bytes = "benchmarks.factories:tiny", [8, 64], 0
-    payload = np.random.default_rng(0).standard_normal(shape, dtype=np.float32)
-    inputs = {"x": (tuple(shape), "float32")}
-    with served(str(room_bytes + 4 * MIB), "1GiB") as (_, client):
+    """Register models in each precision; print bytes, error, and cold and resident times."""
+    known = gpu.models()
+    for name in known if is_fake() else ("resnet50", "bert-base"):
+        _precision(known[name])
+
+
+def _precision(model: gpu.GpuModel) -> None:
+    inputs = _inputs(model)
+    with served(str(model.room_bytes + 32 * MIB), "2GiB") as (_, client):
         exact: Any = None
         for form in ("exact", "fast", "bf16", "int8"):
-            row = client.register(form, source, weights="random:0", inputs=inputs, precision=form)
-            bills = [client.infer(form, payload) for _ in range(1 + REQUESTS)]
+            options: dict[str, Any] = {"inputs": model.inputs or None, "precision": form}
+            row = client.register(form, model.source, weights="random:0", **options)
+            bills = [client.infer(form, inputs) for _ in range(1 + REQUESTS)]
             output = next(iter(bills[-1].outputs.values())).astype("float64")
             exact = output if exact is None else exact
-            error = float(abs(output - exact).max() / abs(exact).max())
-            resident = percentiles([one.timing.compute_ms for one in bills[1:]])
             put(
+                case=model.name,
                 precision=form,
                 bytes=row["bytes"],
                 notes=row["notes"],
-                error=error,
+                error=float(abs(output - exact).max() / abs(exact).max()),
                 cold_copy_ms=bills[0].timing.copy_ms,
-                compute_ms=resident,
+                compute_ms=percentiles([one.timing.compute_ms for one in bills[1:]]),
             )
 
 
@@ -334,7 +336,7 @@ def generation() -> None:
             rate = round(count * new / answer["took_ms"] * 1e3, 1)
             put(case=f"{size.name}, {count} at once", arm="generate", tokens_per_s=rate)
         end(child)
-        for precision in ("exact", "bf16"):
+        for precision in ("exact", "fast", "bf16"):
             with served("64MiB" if is_fake() else "2GiB", "1GiB") as (_, client):
                 _generate(client, size, f"hf:{folder}/lm-0", precision, prompts, right)
 

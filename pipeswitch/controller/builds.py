@@ -219,7 +219,10 @@ class Builds:
 
     def _is_checked(self, digest: str) -> bool:
         manifest = self.manifest_of(digest)
-        return manifest is None or is_checked(manifest)
+        if manifest is None:
+            return True
+        precision, packs = manifest.precision, self._sizes.packs_weights
+        return is_checked(manifest) and (precision is None or precision.is_packed == packs)
 
     def _publish(self, command: StartBuild, message: BuildDone, spec: bytes) -> None:
         """Check a builder's result like an untrusted message, and publish it.

@@ -198,8 +198,8 @@ class WorkerDevice(Signals):
         """Return a program that runs ``bound`` on this device, with inputs in host memory."""
         return bound
 
-    def kernels(self) -> PackedKernels | None:
-        """Return the kernels for packed weights on this device, or None."""
+    def kernels(self, *, is_packed: bool) -> PackedKernels | None:
+        """Return the kernels for weights in this layout (``Precision.is_packed``), or None."""
         return None
 
     def can_improve(self, program: BoundProgram) -> bool:

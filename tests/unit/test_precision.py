@@ -14,6 +14,7 @@ from torch import nn
 
 from pipeswitch.base.errors import RegistrationRefused
 from pipeswitch.devices.cpu.packed import KERNELS, CpuKernels, missing
+from pipeswitch.devices.torch_kernels import TorchKernels, to_tf32
 from pipeswitch.programs.build import fusing, precision
 from pipeswitch.programs.build.export import export_module_to_bundle
 from pipeswitch.programs.build.fusing import call_times
@@ -134,7 +135,8 @@ def answers(
     path = folder / "out" / packing.DERIVED_FILE
     graph = read_bundle(path, manifest.head_sha256, is_derived=True).graph
     image = load_image(path, manifest).untyped_storage()
-    program = GraphProgram(manifest, graph, "cpu", KERNELS)
+    kernels = KERNELS if manifest.precision and manifest.precision.is_packed else TorchKernels()
+    program = GraphProgram(manifest, graph, "cpu", kernels)
     bound = program.bind(lambda spec: tensor_over(image, spec, 0))
     return bound.run([value.clone() for value in inputs], lambda index: None)
 
@@ -158,11 +160,12 @@ def test_a_residual_block_becomes_three_calls(tmp_path: Path) -> None:
         torch.testing.assert_close(answers(manifest, tmp_path, (image,))[0], module(image))
 
 
+@pytest.mark.parametrize("packs", [True, False])
 @pytest.mark.parametrize("name", ACTIVATIONS)
-def test_an_activation_is_the_modules(name: str, tmp_path: Path) -> None:
+def test_an_activation_is_the_modules(name: str, packs: bool, tmp_path: Path) -> None:
     module = Activated(ACTIVATIONS[name])
     inputs = torch.randn(2, 16), torch.randn(2, 4, 9, 9)
-    manifest = built(module, inputs, tmp_path)
+    manifest = built(module, inputs, tmp_path, packs_weights=packs)
     for ours, theirs in zip(answers(manifest, tmp_path, inputs), module(*inputs), strict=True):
         torch.testing.assert_close(ours, theirs)
 
@@ -542,21 +545,20 @@ def relative_error(ours: torch.Tensor, theirs: torch.Tensor) -> float:
     return float((ours - theirs).abs().max() / theirs.abs().max())
 
 
-@pytest.mark.parametrize("machine", ["packs", "stores", "unpacked"])
+@pytest.mark.parametrize("machine", ["packs", "stores", "gpu"])
 @pytest.mark.parametrize("form", ["bf16", "int8"])
 @pytest.mark.parametrize("name", FORMS)
 def test_a_form_in_fewer_bytes_answers_as_the_module_does(
     name: str, form: str, machine: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With ``stores``, the processor cannot compute in bfloat16; ``unpacked`` builds for cuda."""
+    """With ``stores``, the processor cannot compute in bfloat16; ``gpu`` builds for cuda."""
     if machine == "stores":
-        monkeypatch.setattr(CpuKernels, "half", lambda kernels: "")
+        monkeypatch.setattr(CpuKernels, "half", lambda kernels: False)
     module, x = FORMS[name][0](), FORMS[name][1]
-    packs = machine != "unpacked"
+    packs = machine != "gpu"
     manifest = built(module, (x,), tmp_path, form, packs_weights=packs)
-    packed = read_bundle(tmp_path / "out" / packing.DERIVED_FILE, is_derived=True).graph.packed
-    assert packs or not packed
     assert manifest.precision is not None
+    assert manifest.precision.is_packed == packs
     assert manifest.precision.name == form
     assert manifest.total_bytes < manifest.precision.plain_bytes
     for rows in (1, len(x)):
@@ -564,6 +566,26 @@ def test_a_form_in_fewer_bytes_answers_as_the_module_does(
         pairs = zip(outputs, outputs_of(module, x[:rows]), strict=True)
         errors = [relative_error(ours, theirs) for ours, theirs in pairs]
         assert 0.0 < max(errors) < 0.05
+
+
+@pytest.mark.parametrize("name", FORMS)
+def test_fast_for_a_gpu_is_compared_as_a_gpu_computes_it(name: str, tmp_path: Path) -> None:
+    """The build has no GPU, so it rounds the factors of products to TF32."""
+    module, x = FORMS[name][0](), FORMS[name][1]
+    manifest = built(module, (x,), tmp_path, "fast", packs_weights=False)
+    assert manifest.precision is not None
+    assert 1e-5 < manifest.precision.max_error < 5e-3
+    for rows in (1, len(x)):
+        outputs = answers(manifest, tmp_path, (x[:rows],))
+        for ours, theirs in zip(outputs, outputs_of(module, x[:rows]), strict=True):
+            torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
+
+
+def test_roundingto_tf32_takes_the_nearest_and_keeps_what_is_not_finite() -> None:
+    numbers = torch.tensor([1.0, 1 + 2**-11, 1 + 2**-12, -(1 + 3 * 2**-11), torch.inf, torch.nan])
+    rounded = to_tf32(numbers).tolist()
+    assert rounded[:4] == [1.0, 1 + 2**-10, 1.0, -(1 + 2**-9)]
+    assert str(rounded[4:]) == "[inf, nan]"
 
 
 def test_sums_and_norms_of_a_transformer_stay_in_float32(

@@ -92,7 +92,8 @@ class Programs:
         if known is not None and known[0] == version:
             return known[1]
         _, manifest, graph = self._structure(model)
-        kernels = self._view.kernels() if manifest.precision is not None else None
+        form = manifest.precision
+        kernels = self._view.kernels(is_packed=form.is_packed) if form is not None else None
         program = make_program(regrouped(manifest, model.plan), graph, self._view.device, kernels)
         self._programs[model.model] = (version, program)
         self._unbind(model.model)

@@ -21,16 +21,18 @@ from msgspec.structs import replace
 
 from ...base.errors import RegistrationRefused
 from ...programs.interface import packing
+from ..torch_kernels import linear_int8
 
 _MKLDNN_LAYOUT: Final = 3  # c10::Layout::Mkldnn
 _SCALAR_TYPES: Final = {"float32": 6, "bfloat16": 15}  # c10::ScalarType
 _SELF_TEST_ERROR: Final = {torch.float32: 1e-5, torch.bfloat16: 2e-2}  # relative to largest output
-INT8_BLOCK: Final = 16  # torch's int8 kernel is right for widths that are multiples of this
-MAX_INT8_ROWS: Final = 12  # beyond this many rows, converting int8 weights first is faster
 
 
 class CpuKernels:
     """Packed operators of the cpu device. Stateless; see ``executor.PackedKernels``."""
+
+    computes_here = True
+    fast_error = 1e-3
 
     def pack_linear(self, weight: torch.Tensor) -> tuple[packing.PackedLayout, torch.Tensor]:
         """Implement ``PackedKernels``."""
@@ -81,14 +83,14 @@ class CpuKernels:
         tensor: torch.Tensor = torch._C._aoti.alloc_tensor_by_stealing_from_void_ptr(capsule)
         return tensor
 
-    def half(self) -> packing.Half:
+    def half(self) -> bool:
         """Implement ``PackedKernels``."""
-        return "" if missing_half() else "packed"
+        return not missing_half()
 
     def operators(self) -> Mapping[str, Callable[..., torch.Tensor]]:
         """Implement ``PackedKernels``."""
         return {
-            packing.LINEAR_INT8: _linear_int8,
+            packing.LINEAR_INT8: linear_int8,
             packing.LINEAR: torch.ops.mkldnn._linear_pointwise.default,
             packing.LINEAR_ADD: _linear_add,
             packing.CONVOLUTION: torch.ops.mkldnn._convolution_pointwise.default,
@@ -96,20 +98,7 @@ class CpuKernels:
         }
 
 
-class UnpackedKernels(CpuKernels):
-    """Operators of a device that reads plain bfloat16 and int8 tensors (cuda)."""
-
-    def half(self) -> packing.Half:
-        """Implement ``PackedKernels``."""
-        return "plain"
-
-    def operators(self) -> Mapping[str, Callable[..., torch.Tensor]]:
-        """Implement ``PackedKernels``."""
-        return {packing.LINEAR_INT8: _linear_int8}
-
-
 KERNELS: Final = CpuKernels()
-UNPACKED: Final = UnpackedKernels()
 
 
 def _linear_add(
@@ -117,23 +106,6 @@ def _linear_add(
 ) -> torch.Tensor:
     result: torch.Tensor = torch.ops.mkldnn._linear_pointwise.binary(x, other, weight, bias, "add")
     return result
-
-
-def _linear_int8(
-    x: torch.Tensor, weight: torch.Tensor, scales: torch.Tensor, bias: torch.Tensor | None
-) -> torch.Tensor:
-    """Multiply bfloat16 activations by int8 weights.
-
-    The int8 kernel reads a weight once for each row of the input. For many rows it is faster to
-    convert the weight first. It reads inputs in blocks, and beyond their end if a block is cut.
-    """
-    rows = x.reshape(-1, x.shape[-1])
-    if len(rows) <= MAX_INT8_ROWS and not rows.shape[1] % INT8_BLOCK:
-        result = torch._weight_int8pack_mm(rows.contiguous(), weight, scales)
-    else:
-        result = torch.nn.functional.linear(rows, weight.to(x.dtype)) * scales
-    result = result if bias is None else result + bias
-    return result.reshape(*x.shape[:-1], len(weight))
 
 
 def _convolution_add(

@@ -157,11 +157,12 @@ class CpuWorkerDevice(WorkerDevice):
         self._work_windows.open(offset, size, writable=True)
         return tensor
 
-    def kernels(self) -> PackedKernels:
+    def kernels(self, *, is_packed: bool) -> PackedKernels:
         """See ``WorkerDevice``."""
+        from ..torch_kernels import TorchKernels
         from .packed import KERNELS
 
-        return KERNELS
+        return KERNELS if is_packed else TorchKernels()
 
     def host_copies(self) -> CpuCopies:
         """See ``WorkerDevice``."""

@@ -104,11 +104,11 @@ class CudaWorkerDevice(WorkerDevice):
         """Return the program for this device, which copies inputs in and may use CUDA graphs."""
         return self._program_maker(bound)
 
-    def kernels(self) -> PackedKernels:
+    def kernels(self, *, is_packed: bool) -> PackedKernels:
         """Implement ``WorkerDevice``."""
-        from ..cpu.packed import UNPACKED
+        from ..torch_kernels import TorchKernels
 
-        return UNPACKED
+        return TorchKernels()
 
     def can_improve(self, program: BoundProgram) -> bool:
         """Return True if shapes that ran eagerly could be captured."""

@@ -149,7 +149,7 @@ class _Fusing:
         self._graph, self._weights, self._kernels = graph, weights, kernels
         self._precision, self._is_fast = precision, precision == "fast"
         self._dtype = torch.float32 if self._is_fast else torch.bfloat16  # dtype of packed weights
-        self._packs = self._is_fast or kernels.half() == "packed"
+        self._packs = self._is_fast or kernels.half()
         # A packed convolution's result is channels-last.
         self._needs_layout = _has_layout_dependent_writes(graph)
         self._traces, self._taken = traces, traces[0].taken
@@ -180,7 +180,7 @@ class _Fusing:
             self._new |= form.weights
             self._calls[chain.members[-1]] = form.node
             self._gone |= {*chain.members[:-1]}
-        if self._is_fast and forms:
+        if self._is_fast and forms and self._kernels.computes_here:
             self._undo_slow(self._timed(forms))
         return self._numbered()
 

@@ -32,8 +32,8 @@ from .fusing import TIMED, Derived, call_times, fused, walk
 from .lowering import lowered
 from .verify import acceptable_inputs, load_image
 
-MAX_ERROR: Final = {"fast": 1e-3, "bf16": 5e-2, "int8": 1e-1}
-"""Default limits of the error, relative to the largest output."""
+MAX_ERROR: Final = {"bf16": 5e-2, "int8": 1e-1}
+"""Default limits of the error, relative to the largest output; ``fast``: ``kernels.fast_error``."""
 GROSS_ERROR: Final = 0.1  # limit of the mean error, relative to the largest output; cannot be set
 MIN_GAIN: Final = 0.03  # ``fast`` must save this share of the plain time; less may be noise
 MAX_LOSS: Final = 0.1  # ``fast`` may be slower at one shape by this share of the plain time
@@ -74,19 +74,20 @@ def derive(
     first, *inputs = [acceptable_inputs(manifest.inputs, one, plain) for one in shapes]
     derived = fused(bundle.graph, weights, [first, *inputs], kernels, name)
     if name != "fast":
-        derived = lowered(derived, first, kernels, computes=bool(kernels.half()))
+        derived = lowered(derived, first, kernels, computes=kernels.half())
     elif not derived.packed_count:
         return stays_exact(manifest, name, "no call becomes faster")
     path = folder / DERIVED_FILE
     ours, image = _written(manifest, bundle, derived, path, bucket_bytes)
     fast = _runner(GraphProgram(ours, derived.graph, "cpu", kernels), image.untyped_storage())
+    limit_error = max_error or MAX_ERROR.get(name, kernels.fast_error)
     more = [acceptable_inputs(manifest.inputs, shapes[0], plain, seed) for seed in SEEDS]
     try:
-        errors = _compared(plain, fast, [first, *more, *inputs], name, max_error or MAX_ERROR[name])
+        errors = _compared(plain, fast, [first, *more, *inputs], name, limit_error)
     except RuntimeError as error:  # raised by torch for a call that needs another memory layout
         path.unlink()
         return stays_exact(manifest, name, str(error)[:200])
-    timed = [] if kernels.half() == "plain" else [first, *inputs][:TIMED]
+    timed = [first, *inputs][:TIMED] if kernels.computes_here else []
     walks = walk(bundle.graph, weights), walk(derived.graph, derived.weights, kernels)
     times = [tuple(map(sum, call_times(*walks, inputs=one))) for one in timed]
     refusal, note = _gain(name, shapes, times, saves=ours.total_bytes < manifest.total_bytes)
@@ -104,8 +105,10 @@ def derive(
         weights=tuple((one.name, one.dtype, one.shape) for one in manifest.tensors),
         packed_count=derived.packed_count,
         plain_count=derived.plain_count,
+        is_packed=kernels.computes_here,
     )
     text = f"{manifest.digest} {name} {precision.fingerprint} {ours.weights_sha256}"
+    text += "" if precision.is_packed else " in torch's layouts"
     return _named(msgspec.structs.replace(ours, precision=precision), manifest, name, text)
 
 
@@ -173,7 +176,8 @@ def _gain(
         for values, (plain_ms, ours_ms) in zip(shapes, times, strict=False)
     )
     if not times:
-        return "" if saves else "it saves no bytes", f"precision {name}: not timed on the GPU"
+        refusal = "" if saves or name == "fast" else "it saves no bytes"
+        return refusal, f"precision {name}: not timed on the GPU"
     plain_sum_ms, sum_ms = map(sum, zip(*times, strict=True))
     is_slower = sum_ms >= plain_sum_ms
     if name == "fast":

@@ -24,6 +24,7 @@ from ...base.errors import HostStoreFull, PipeSwitchError, RegistrationRefused
 from ...base.units import format_bytes
 from ...commits.weights import Weight, load_weights
 from ...devices.cpu import packed
+from ...devices.torch_kernels import TorchKernels
 from ..decoding.generation_settings import HIDDEN, PADS, STATE, GenerationSettings
 from ..graphs.bundle import Bundle, Graph, read_bundle, read_safetensors_header
 from ..graphs.graph import check_no_mutation, check_shapes, last_readers
@@ -124,14 +125,12 @@ def _in_precision(
     manifest: Manifest, spec: BuildSpec, out_dir: Path, packs_weights: bool
 ) -> Manifest:
     name = spec.precision
-    why = packed.missing() if name == "fast" else ""
+    why = packed.missing() if name == "fast" and packs_weights else ""
     if manifest.mode == "module":
         why = "module mode has no graph to change"
-    elif name == "fast" and not packs_weights:
-        why = "its device does not support packed weights"
     if why:
         return stays_exact(manifest, name, why)
-    kernels = packed.KERNELS if packs_weights else packed.UNPACKED
+    kernels = packed.KERNELS if packs_weights else TorchKernels(rounds=True)
     limit, _ = batched_as(manifest, spec) or (0, 0.0)
     return derive(manifest, out_dir, name, spec.max_error, spec.bucket_bytes, kernels, limit)
 

@@ -23,7 +23,6 @@ TARGETS: Final = frozenset({LINEAR, LINEAR_ADD, LINEAR_INT8, CONVOLUTION, CONVOL
 
 PRECISIONS: Final = ("exact", "fast", "bf16", "int8")
 HALF: Final = ("bf16", "int8")  # precisions whose products are computed in bfloat16
-Half = Literal["packed", "plain", ""]  # how bfloat16 products are computed; "": there are none
 DERIVED_FILE: Final = "derived.bundle"  # in a program's folder, next to the plain bundle
 
 
@@ -52,6 +51,7 @@ class Precision(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     weights: tuple[tuple[str, str, tuple[int, ...]], ...] = ()  # weights of the plain program
     packed_count: int  # calls that read packed weights
     plain_count: int  # calls that could read packed weights but are faster without
+    is_packed: bool = True  # False: weights are in torch's own layouts, for servers with a GPU
 
     def row(self) -> dict[str, Any]:
         """Return the fields that are shown to people: all but ``weights``."""

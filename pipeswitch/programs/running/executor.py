@@ -55,7 +55,14 @@ class Program(Protocol):
 
 
 class PackedKernels(Protocol):
-    """Operators over packed weights for one kind of device."""
+    """Operators over packed weights for one kind of device.
+
+    ``computes_here``: this processor is such a device, so calls can be timed here.
+    ``fast_error``: default limit of the error in ``fast``, relative to the largest output.
+    """
+
+    computes_here: bool
+    fast_error: float
 
     def pack_linear(self, weight: torch.Tensor) -> tuple[packing.PackedLayout, torch.Tensor]:
         """Pack a weight ``[out, in]``; return its layout and bytes."""
@@ -77,8 +84,8 @@ class PackedKernels(Protocol):
     def wrap(self, data: torch.Tensor, layout: packing.PackedLayout) -> torch.Tensor:
         """Return packed bytes as a weight, without copying; the bytes must outlive the weight."""
 
-    def half(self) -> packing.Half:
-        """Return how products in bfloat16 are computed."""
+    def half(self) -> bool:
+        """Return True if products can be computed in bfloat16."""
 
     def operators(self) -> Mapping[str, Callable[..., torch.Tensor]]:
         """Return the operators by target (see ``packing``)."""

@@ -1,0 +1,166 @@
+"""Products and convolutions of other precisions on a GPU, over weights in torch's own layouts.
+
+In ``fast`` a GPU multiplies in TF32: both factors have 10 bits after the point, sums are float32.
+Weights of convolutions are channels-last, because cuDNN's kernels for tensor cores read this order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Final
+
+import torch
+from torch.nn import functional
+
+from ..programs.interface import packing
+
+ROWS: Final = b"rows"  # ``PackedLayout.description`` of a linear layer's weight
+CHANNELS_LAST: Final = b"channels last"  # of a convolution's weight
+INT8_BLOCK: Final = 16  # torch's int8 kernel is right for widths that are multiples of this
+MAX_INT8_ROWS: Final = 12  # beyond this many rows, converting int8 weights first is faster
+_CUT_BITS: Final = 13  # bits of a float32 that TF32 does not have
+
+
+class TorchKernels:
+    """See ``executor.PackedKernels``.
+
+    Args:
+        rounds: round the factors of a product to TF32, as a GPU does. The build, which has no GPU,
+            compares such programs with the plain one.
+    """
+
+    computes_here = False
+    fast_error = 1e-2  # TF32 rounds by up to 5e-4, in each layer
+
+    def __init__(self, *, rounds: bool = False) -> None:
+        self._rounded = to_tf32 if rounds else _same
+
+    def pack_linear(self, weight: torch.Tensor) -> tuple[packing.PackedLayout, torch.Tensor]:
+        """Implement ``PackedKernels``."""
+        return _laid_out(weight, weight, ROWS)
+
+    def pack_convolution(
+        self, weight: torch.Tensor, *how: Any
+    ) -> tuple[packing.PackedLayout, torch.Tensor]:
+        """Implement ``PackedKernels``."""
+        return _laid_out(weight, weight.permute(0, 2, 3, 1), CHANNELS_LAST)
+
+    def wrap(self, data: torch.Tensor, layout: packing.PackedLayout) -> torch.Tensor:
+        """Implement ``PackedKernels``."""
+        values = data.view(getattr(torch, layout.dtype))
+        if layout.description == ROWS:
+            return values.view(layout.shape)
+        count, channels, height, width = layout.shape
+        return values.view(count, height, width, channels).permute(0, 3, 1, 2)
+
+    def half(self) -> bool:
+        """Implement ``PackedKernels``."""
+        return True
+
+    def operators(self) -> Mapping[str, Callable[..., torch.Tensor]]:
+        """Implement ``PackedKernels``."""
+        return {
+            packing.LINEAR: self._linear,
+            packing.LINEAR_ADD: self._linear_add,
+            packing.LINEAR_INT8: linear_int8,
+            packing.CONVOLUTION: self._convolution,
+            packing.CONVOLUTION_ADD: self._convolution_add,
+        }
+
+    def _linear(
+        self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, *after: Any
+    ) -> torch.Tensor:
+        matmul: Any = torch.backends.cuda.matmul
+        before, matmul.fp32_precision = matmul.fp32_precision, "tf32"
+        try:
+            result = functional.linear(self._rounded(x), self._rounded(weight), bias)
+        finally:
+            matmul.fp32_precision = before
+        return _activated(result, *after)
+
+    def _linear_add(
+        self, x: torch.Tensor, other: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
+    ) -> torch.Tensor:
+        return self._linear(x, weight, bias, "none", [], "") + other
+
+    def _convolution(
+        self,
+        x: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        padding: list[int],
+        stride: list[int],
+        dilation: list[int],
+        groups: int,
+        *after: Any,
+    ) -> torch.Tensor:
+        x, weight = self._rounded(x), self._rounded(weight)
+        result = functional.conv2d(x, weight, bias, stride, padding, dilation, groups)
+        return _activated(result, *after)
+
+    def _convolution_add(self, x: torch.Tensor, other: torch.Tensor, *rest: Any) -> torch.Tensor:
+        result = self._convolution(x, *rest[:-3], "none", [], "")
+        return _activated(result.add_(other), *rest[-3:])
+
+
+def _laid_out(
+    weight: torch.Tensor, values: torch.Tensor, description: bytes
+) -> tuple[packing.PackedLayout, torch.Tensor]:
+    layout = packing.PackedLayout(
+        dtype=str(weight.dtype).removeprefix("torch."),
+        shape=tuple(weight.shape),
+        description=description,
+    )
+    return layout, values.contiguous().view(-1).view(torch.uint8)
+
+
+def _same(factor: torch.Tensor) -> torch.Tensor:
+    return factor
+
+
+def to_tf32(factor: torch.Tensor) -> torch.Tensor:
+    """Round a factor to the nearest TF32 number; other dtypes stay."""
+    if factor.dtype is not torch.float32:
+        return factor
+    bits = factor.view(torch.int32) + (1 << (_CUT_BITS - 1)) & -(1 << _CUT_BITS)
+    return torch.where(factor.isfinite(), bits.view(torch.float32), factor)
+
+
+def _activated(
+    x: torch.Tensor, name: str, scalars: Sequence[float], algorithm: str
+) -> torch.Tensor:
+    """Apply a packed call's activation to its own result, in place where torch can."""
+    match name:
+        case "none":
+            return x
+        case "gelu":
+            return functional.gelu(x, approximate=algorithm)
+        case "swish":
+            return functional.silu(x, inplace=True)
+        case "hardtanh":
+            low, high = scalars
+            return functional.hardtanh(x, low, high, inplace=True)
+        case "leaky_relu":
+            return functional.leaky_relu(x, scalars[0], inplace=True)
+        case "hardswish" | "hardsigmoid":
+            activation: Any = getattr(functional, name)
+            return activation(x, inplace=True)  # type: ignore[no-any-return]
+        case _:
+            return getattr(x, f"{name}_")()  # type: ignore[no-any-return]
+
+
+def linear_int8(
+    x: torch.Tensor, weight: torch.Tensor, scales: torch.Tensor, bias: torch.Tensor | None
+) -> torch.Tensor:
+    """Multiply bfloat16 activations by int8 weights.
+
+    The int8 kernel reads a weight once for each row of the input. For many rows it is faster to
+    convert the weight first. It reads inputs in blocks, and beyond their end if a block is cut.
+    """
+    rows = x.reshape(-1, x.shape[-1])
+    if len(rows) <= MAX_INT8_ROWS and not rows.shape[1] % INT8_BLOCK:
+        result = torch._weight_int8pack_mm(rows.contiguous(), weight, scales)
+    else:
+        result = torch.nn.functional.linear(rows, weight.to(x.dtype)) * scales
+    result = result if bias is None else result + bias
+    return result.reshape(*x.shape[:-1], len(weight))
