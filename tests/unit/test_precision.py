@@ -568,6 +568,15 @@ def test_a_form_in_fewer_bytes_answers_as_the_module_does(
         assert 0.0 < max(errors) < 0.05
 
 
+@pytest.mark.parametrize("packs", [True, False])
+def test_a_form_can_join_requests(packs: bool, tmp_path: Path) -> None:
+    module = nn.Sequential(nn.Linear(64, 64), nn.ReLU())
+    manifest = built(module, (torch.randn(2, 64),), tmp_path, packs_weights=packs, batch=8)
+    assert manifest.precision is not None
+    assert manifest.precision.is_packed == packs
+    assert manifest.batching is not None
+
+
 @pytest.mark.parametrize("name", FORMS)
 def test_fast_for_a_gpu_is_compared_as_a_gpu_computes_it(name: str, tmp_path: Path) -> None:
     """The build has no GPU, so it rounds the factors of products to TF32."""

@@ -177,6 +177,22 @@ def test_a_kernel_that_writes_nothing_answers_zeros_and_not_what_was_freed_befor
     assert (answers["aten.relu.default"] == 7.0).any(), "all was clean: this test shows nothing"
 
 
+def test_a_view_that_fits_only_the_cpus_layout_is_a_copy_on_a_gpu() -> None:
+    """A GPU's attention returns another layout than the CPU's, for which the graph was exported."""
+    other_layout = torch.arange(8.0).reshape(4, 2).t()
+    for write, may_copy in (("aten.relu.default", True), ("aten.relu_.default", False)):
+        view = ("aten.view.default", [X, [8]])
+        graph_made = graph(view, (write, [value(0)]), ("aten.add.Tensor", [value(0), value(1)]))
+        compiled = CompiledGraph(graph_made, [(0, 3)], "cuda:0")
+        environment = compiled.start([other_layout])
+        if not may_copy:  # the write must reach the input, as on the CPU
+            with pytest.raises(RuntimeError, match="view size"):
+                compiled.calls[0](environment, [])
+            continue
+        compiled.calls[0](environment, [])
+        assert torch.equal(compiled.finish(environment, [])[0], 2 * other_layout.reshape(8))
+
+
 def test_groups_that_leave_out_a_node_are_refused() -> None:
     with pytest.raises(RegistrationRefused):
         CompiledGraph(graph(("aten.relu.default", [X])), [], "cpu")

@@ -13,6 +13,7 @@ import torch
 
 from ...base.errors import RegistrationRefused
 from ...devices.cpu.packed import KERNELS
+from ...devices.torch_kernels import TorchKernels
 from ..graphs.bundle import read_bundle
 from ..graphs.manifest_check import check_joinable
 from ..interface.dims import BATCH, Values, at_batch, largest, shape_at
@@ -49,7 +50,8 @@ def with_batching(
     image = load_image(path, manifest)
     is_derived = manifest.precision is not None
     graph = read_bundle(path, is_derived=is_derived).graph
-    program = GraphProgram(manifest, graph, "cpu", KERNELS if is_derived else None)
+    kernels = (KERNELS if is_here else TorchKernels(rounds=True)) if is_derived else None
+    program = GraphProgram(manifest, graph, "cpu", kernels)
     bound = program.bind(lambda tensor: tensor_over(image.untyped_storage(), tensor, 0))
 
     def compute(inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:

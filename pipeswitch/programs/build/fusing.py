@@ -19,7 +19,7 @@ import torch
 from msgspec.structs import replace
 
 from ..graphs.bundle import Graph, Node, node_references
-from ..graphs.graph import CompiledGraph, aliases, resolve
+from ..graphs.graph import CompiledGraph, has_layout_dependent_writes, resolve
 from ..interface import packing
 from ..running.executor import PackedKernels
 
@@ -33,10 +33,6 @@ MAX_PADDED: Final = 1.1  # a packed weight may have this many times its bytes in
 PADDED_BYTES: Final = 64 << 10  # or this many bytes more, whichever is larger
 PRODUCTS: Final = {"aten.conv2d.default": 0, "aten.linear.default": 0, "aten.addmm.default": 1}
 """Calls that may be packed -> position of their input among the arguments."""
-_VIEWS_OR_COPIES: Final = frozenset(
-    ("view", "view_as", "reshape", "reshape_as", "flatten", "unflatten", "contiguous", "to")
-)
-
 # Operator -> name of the activation that a packed call can apply to its product.
 _ACTIVATIONS: Final[Mapping[str, str]] = {
     "relu": "relu",
@@ -151,7 +147,7 @@ class _Fusing:
         self._dtype = torch.float32 if self._is_fast else torch.bfloat16  # dtype of packed weights
         self._packs = self._is_fast or kernels.half()
         # A packed convolution's result is channels-last.
-        self._needs_layout = _has_layout_dependent_writes(graph)
+        self._needs_layout = has_layout_dependent_writes(graph)
         self._traces, self._taken = traces, traces[0].taken
         self._readers: dict[int, list[int]] = {}
         for position, node in enumerate(graph.nodes):
@@ -472,17 +468,6 @@ class _Fusing:
             except RuntimeError:
                 return True
         return False
-
-
-def _has_layout_dependent_writes(graph: Graph) -> bool:
-    """Return True if a write may reach another value in one memory layout and not in another,
-    because a call returns a view in one and a copy in the other."""
-    root, frozen = aliases(graph)
-    return any(
-        node.target.split(".")[1] in _VIEWS_OR_COPIES
-        and frozen.get(root[value], -1) > value - graph.first_node_value
-        for value, node in enumerate(graph.nodes, graph.first_node_value)
-    )
 
 
 def renumbered(

@@ -43,6 +43,10 @@ MAX_VALUE_BYTES: Final = 64 << 30  # maximum size of one intermediate value
 MAX_REMEMBERED: Final = 1 << 14  # maximum calls on meta whose results are kept during a check
 MAX_CHECKS: Final = 1 << 16  # maximum nodes times shapes in a registration's check; takes seconds
 
+_VIEWS_OR_COPIES: Final = frozenset(
+    ("view", "view_as", "reshape", "reshape_as", "flatten", "unflatten", "contiguous", "to")
+)
+
 
 def _bounded(compute: Callable[..., Any]) -> Callable[..., int]:
     """Return ``compute`` limited to integers of 64 bits: repeated squaring could fill memory."""
@@ -285,6 +289,17 @@ def check_no_mutation(graph: Graph) -> None:
 # --- compiling -----------------------------------------------------------------------------------
 
 
+def has_layout_dependent_writes(graph: Graph) -> bool:
+    """Return True if a write may reach another value in one memory layout and not in another,
+    because a call returns a view in one and a copy in the other."""
+    root, frozen = aliases(graph)
+    return any(
+        node.target.split(".")[1] in _VIEWS_OR_COPIES
+        and frozen.get(root[value], -1) > value - graph.first_node_value
+        for value, node in enumerate(graph.nodes, graph.first_node_value)
+    )
+
+
 class CompiledGraph:
     """A graph as one callable per group, for one device.
 
@@ -310,6 +325,9 @@ class CompiledGraph:
         self._graph = graph
         self._device = torch.device(device)
         self._look_up = look_up
+        # The export saw the CPU's layouts, where no copy was needed. A GPU's attention has others.
+        is_gpu = self._device.type == "cuda"
+        self._may_copy_views = is_gpu and not has_layout_dependent_writes(graph)
         self._last_use = _last_uses(graph)
         self._calls: dict[str | int, Callable[..., Any]] = {**calls_in_place(graph, self._callable)}
         self.group_weights: list[tuple[int, ...]] = []
@@ -384,6 +402,8 @@ class CompiledGraph:
         return group
 
     def _callable(self, target: str) -> Callable[..., Any]:
+        if target == "aten.view.default" and self._may_copy_views:
+            target = "aten.reshape.default"
         call = self._look_up(target)
         namespace, name, _ = split_target(target)
         is_zeroed = self._device.type == "cpu" and namespace == "aten" and name in ZEROED
