@@ -221,8 +221,9 @@ class Builds:
         manifest = self.manifest_of(digest)
         if manifest is None:
             return True
-        precision, packs = manifest.precision, self._sizes.packs_weights
-        return is_checked(manifest) and (precision is None or precision.is_packed == packs)
+        form = manifest.precision
+        is_readable = form is None or form.is_packed == self._sizes.packs_weights
+        return is_readable and is_checked(manifest)
 
     def _publish(self, command: StartBuild, message: BuildDone, spec: bytes) -> None:
         """Check a builder's result like an untrusted message, and publish it.

@@ -129,24 +129,14 @@ def to_tf32(factor: torch.Tensor) -> torch.Tensor:
 def _activated(
     x: torch.Tensor, name: str, scalars: Sequence[float], algorithm: str
 ) -> torch.Tensor:
-    """Apply a packed call's activation to its own result, in place where torch can."""
-    match name:
-        case "none":
-            return x
-        case "gelu":
-            return functional.gelu(x, approximate=algorithm)
-        case "swish":
-            return functional.silu(x, inplace=True)
-        case "hardtanh":
-            low, high = scalars
-            return functional.hardtanh(x, low, high, inplace=True)
-        case "leaky_relu":
-            return functional.leaky_relu(x, scalars[0], inplace=True)
-        case "hardswish" | "hardsigmoid":
-            activation: Any = getattr(functional, name)
-            return activation(x, inplace=True)  # type: ignore[no-any-return]
-        case _:
-            return getattr(x, f"{name}_")()  # type: ignore[no-any-return]
+    """Apply a packed call's activation to the call's result, in place if torch can."""
+    if name == "none":
+        return x
+    if name == "gelu":
+        return functional.gelu(x, approximate=algorithm)
+    owner: Any = torch if name in ("sigmoid", "tanh") else functional
+    activation = getattr(owner, {"swish": "silu"}.get(name, name))
+    return activation(x, *scalars) if owner is torch else activation(x, *scalars, inplace=True)  # type: ignore[no-any-return]
 
 
 def linear_int8(

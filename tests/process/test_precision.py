@@ -340,3 +340,23 @@ def test_a_program_that_was_packed_elsewhere_is_built_again_before_it_serves(
         for form, expected in before.items():
             assert bits(checked.client.infer(form, {"x": X.numpy()})) == expected
             assert checked.client.show(form)["precision"]["name"] == form
+
+
+def test_a_program_is_built_again_when_the_kind_of_its_device_changes(tmp_path: Path) -> None:
+    state, tests = tmp_path / "state", Path(__file__).resolve().parents[1]
+    paths = os.pathsep.join([str(tests.parent), str(tests / "fakes")])
+    gpu = {"PYTHONPATH": paths, "PIPESWITCH_DEVICE__BINDINGS": "fake_cuda", "TMPDIR": str(tmp_path)}
+    machines = (("cpu", {}), ("cuda:0", gpu), ("cpu", {}))
+    answers: list[bytes] = []
+    for device, environment in machines:
+        with tools.checked_server(
+            arena=ARENA, state_dir=state, devices=(device,), environment=environment
+        ) as checked:
+            if not answers:
+                options: dict[str, str] = {"precision": "fast"}
+                checked.client.register("m", Network().eval(), example_inputs=(X,), **options)
+            answers.append(bits(checked.client.infer("m", {"x": X.numpy()})))
+            precision = checked.client.show("m")["precision"]
+            assert precision["name"] == "fast"
+            assert precision["is_packed"] == (device == "cpu")
+    assert answers[0] == answers[2]

@@ -132,7 +132,13 @@ def _in_precision(
         return stays_exact(manifest, name, why)
     kernels = packed.KERNELS if packs_weights else TorchKernels(rounds=True)
     limit, _ = batched_as(manifest, spec) or (0, 0.0)
-    return derive(manifest, out_dir, name, spec.max_error, spec.bucket_bytes, kernels, limit)
+    ours = derive(manifest, out_dir, name, spec.max_error, spec.bucket_bytes, kernels, limit)
+    if ours.precision is None:
+        return ours
+    *_, head_sha256 = read_safetensors_header(out_dir / BUNDLE_FILE)
+    plain_sha256 = manifest.weights_sha256, head_sha256
+    precision = msgspec.structs.replace(ours.precision, plain_sha256=plain_sha256)
+    return msgspec.structs.replace(ours, precision=precision)
 
 
 def _build_bundle(

@@ -51,9 +51,11 @@ class Precision(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     weights: tuple[tuple[str, str, tuple[int, ...]], ...] = ()  # weights of the plain program
     packed_count: int  # calls that read packed weights
     plain_count: int  # calls that could read packed weights but are faster without
+    plain_sha256: tuple[str, str] = ("", "")  # of the plain weights, and of the plain bundle's head
     is_packed: bool = True  # False: weights are in torch's own layouts, for servers with a GPU
 
     def row(self) -> dict[str, Any]:
-        """Return the fields that are shown to people: all but ``weights``."""
+        """Return the fields that are shown to people: all but those of the plain program."""
         fields = msgspec.structs.asdict(self)
-        return {key: value for key, value in fields.items() if key != "weights"}
+        hidden = ("weights", "plain_sha256")
+        return {key: value for key, value in fields.items() if key not in hidden}
