@@ -13,13 +13,12 @@ import torch
 
 from ...base.errors import RegistrationRefused
 from ...devices.cpu.packed import KERNELS
-from ...devices.torch_kernels import TorchKernels
 from ..graphs.bundle import read_bundle
 from ..graphs.manifest_check import check_joinable
 from ..interface.dims import BATCH, Values, at_batch, largest, shape_at
 from ..interface.layout import MAX_JOINED_BYTES, Batching, Manifest, ValueSpec
 from ..interface.packing import HALF
-from ..running.executor import GraphProgram
+from ..running.executor import GraphProgram, PackedKernels
 from ..running.padding import cut, padded
 from ..running.tensor_views import tensor_over
 from ..spec import weights_file
@@ -31,7 +30,11 @@ BATCHES: Final = (2, 3, 5, 8, 13)  # sizes of batches that are compared with sin
 
 
 def with_batching(
-    manifest: Manifest, limit: int, delay_ms: float, folder: Path, *, is_here: bool = True
+    manifest: Manifest,
+    limit: int,
+    delay_ms: float,
+    folder: Path,
+    kernels: PackedKernels = KERNELS,
 ) -> Manifest:
     """Return the manifest of a program whose requests are batched, up to ``limit``.
 
@@ -39,7 +42,7 @@ def with_batching(
     for one of ``limit``. If the program pads requests, the compared requests have unequal extents.
 
     Args:
-        is_here: False if a GPU computes; there, a row's bits may depend on the batch.
+        kernels: of the server's devices. On a GPU, a row's bits may depend on the batch.
 
     Raises:
         RegistrationRefused: ``check_joinable`` refuses the program, or the answer to a request
@@ -50,8 +53,7 @@ def with_batching(
     image = load_image(path, manifest)
     is_derived = manifest.precision is not None
     graph = read_bundle(path, is_derived=is_derived).graph
-    kernels = (KERNELS if is_here else TorchKernels(rounds=True)) if is_derived else None
-    program = GraphProgram(manifest, graph, "cpu", kernels)
+    program = GraphProgram(manifest, graph, "cpu", kernels if is_derived else None)
     bound = program.bind(lambda tensor: tensor_over(image.untyped_storage(), tensor, 0))
 
     def compute(inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
@@ -63,7 +65,7 @@ def with_batching(
     is_half = manifest.precision is not None and manifest.precision.name in HALF
     most = ROUNDING[torch.bfloat16] if is_half else 0.0
     is_exact = _are_exact(manifest, {2 * low, rows}, compute, most)
-    batching = Batching(limit=limit, delay_ms=delay_ms, is_exact=is_exact and is_here)
+    batching = Batching(limit=limit, delay_ms=delay_ms, is_exact=is_exact and kernels.computes_here)
     at_most = largest(manifest.dims) | {BATCH: limit}
     batched_bytes = sum(value.size_bytes(at_most) for value in manifest.inputs)
     taken_bytes = manifest.extra.get("intermediate_bytes", 0) + (

@@ -37,7 +37,7 @@ from ..interface.layout import Manifest
 from ..interface.matching import match
 from ..interface.odd_files import check_file
 from ..interface.pytree import argument_names
-from ..running.executor import BoundProgram, GraphProgram
+from ..running.executor import BoundProgram, GraphProgram, PackedKernels
 from ..running.tensor_views import tensor_over
 from ..running.torch_settings import TorchSettings
 from ..running.values import tensor_bytes
@@ -90,6 +90,7 @@ def build(
         RegistrationRefused: the model cannot be served; the error says which part and why.
         HostStoreFull: the model needs more than ``disk_bytes``; nothing was written.
     """
+    kernels = packed.KERNELS if packs_weights else TorchKernels(rounds=True)
     try:
         out_dir.mkdir(parents=True, exist_ok=True)
         if os.path.isdir(spec.weights):
@@ -99,9 +100,9 @@ def build(
         else:
             manifest = _build_module(spec, out_dir, progress, disk_bytes)
         if spec.precision != "exact":
-            manifest = _in_precision(manifest, spec, out_dir, packs_weights)
+            manifest = _in_precision(manifest, spec, out_dir, kernels)
         if (batched := batched_as(manifest, spec)) is not None:
-            manifest = with_batching(manifest, *batched, out_dir, is_here=packs_weights)
+            manifest = with_batching(manifest, *batched, out_dir, kernels)
         if state := spec.state or (STATE if "generation" in manifest.extra else {}):
             manifest = with_state(manifest, state)
         if manifest.mode == "graph":
@@ -122,15 +123,14 @@ def build(
 
 
 def _in_precision(
-    manifest: Manifest, spec: BuildSpec, out_dir: Path, packs_weights: bool
+    manifest: Manifest, spec: BuildSpec, out_dir: Path, kernels: PackedKernels
 ) -> Manifest:
     name = spec.precision
-    why = packed.missing() if name == "fast" and packs_weights else ""
+    why = packed.missing() if name == "fast" and kernels.computes_here else ""
     if manifest.mode == "module":
         why = "module mode has no graph to change"
     if why:
         return stays_exact(manifest, name, why)
-    kernels = packed.KERNELS if packs_weights else TorchKernels(rounds=True)
     limit, _ = batched_as(manifest, spec) or (0, 0.0)
     ours = derive(manifest, out_dir, name, spec.max_error, spec.bucket_bytes, kernels, limit)
     if ours.precision is None:
