@@ -568,6 +568,43 @@ def test_a_form_in_fewer_bytes_answers_as_the_module_does(
         assert 0.0 < max(errors) < 0.05
 
 
+class Flattened(nn.Module):
+    """An MLP as transformers' GPT-2 computes it; it also returns the inner value ``seen``."""
+
+    def __init__(self, seen: str = "") -> None:
+        super().__init__()
+        self.seen, self.dropout = seen, nn.Dropout(0.1)
+        self.up = nn.Parameter(torch.randn(64, 128) / 8)
+        self.down = nn.Parameter(torch.randn(128, 64) / 8)
+        self.biases = nn.ParameterList([torch.randn(128), torch.randn(64)])
+
+    def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
+        flat = x.view(-1, 64)
+        y = torch.addmm(self.biases[0], flat, self.up).view(*x.shape[:2], 128)
+        inner = torch.tanh(math.sqrt(2.0 / math.pi) * (y + 0.044715 * torch.pow(y, 3.0)))
+        z = 0.5 * y * (1.0 + inner)
+        z = torch.addmm(self.biases[1], z.view(-1, 128), self.down).view(*x.shape[:2], 64)
+        values = {"flat": flat, "y": y, "inner": inner, "sum": x + self.dropout(z)}
+        return {name: values[name] for name in values if name in ("sum", self.seen)}
+
+
+@pytest.mark.parametrize("packs", [True, False])
+@pytest.mark.parametrize(("seen", "count"), [("", 2), ("flat", 3), ("y", 10), ("inner", 10)])
+def test_views_and_a_gelu_of_eight_calls_become_part_of_a_product(
+    seen: str, count: int, packs: bool, tmp_path: Path
+) -> None:
+    module, x = Flattened(seen).eval(), torch.randn(2, 3, 64)
+    manifest = built(module, (x,), tmp_path, packs_weights=packs)
+    called = [one for one in targets(tmp_path) if not one.startswith(("_operator", "aten.sym"))]
+    assert called[-1] == packing.LINEAR_ADD
+    assert len(called) == count
+    for rows in (1, 2):
+        theirs = module(x[:rows])
+        outputs = answers(manifest, tmp_path, (x[:rows],))
+        for ours, name in zip(outputs, theirs, strict=True):
+            torch.testing.assert_close(ours, theirs[name], rtol=1e-4, atol=1e-5)
+
+
 @pytest.mark.parametrize("packs", [True, False])
 def test_a_form_can_join_requests(packs: bool, tmp_path: Path) -> None:
     module = nn.Sequential(nn.Linear(64, 64), nn.ReLU())

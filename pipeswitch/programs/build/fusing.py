@@ -9,10 +9,10 @@ graph are numbered.
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, Final
 
 import torch
@@ -48,7 +48,7 @@ _Times = list[tuple[float, ...]]  # for each shape, ms of a chain's plain calls 
 NO_ACTIVATION: Final[Activation] = ("none", [], "")
 
 
-@dataclass
+@dataclasses.dataclass
 class Derived:
     """A derived graph with its weights, in order of first use."""
 
@@ -58,7 +58,7 @@ class Derived:
     plain_count: int  # calls that could read packed weights but are faster without
 
 
-@dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True)
 class _Chain:
     """Positions of a product (matrix product or convolution) and of the calls fused into it."""
 
@@ -67,14 +67,17 @@ class _Chain:
     addition: int | None = None
     other: Any = None  # the addition's other operand
     activation: int | None = None
+    after: Activation = NO_ACTIVATION
+    absorbed: tuple[int, ...] = ()  # views around the product, dropouts, parts of an activation
+    source: Any = None  # the product's input before ``absorbed`` views; None: as in the plain call
 
     @property
     def members(self) -> tuple[int, ...]:
-        parts = (self.product, self.norm, self.addition, self.activation)
-        return tuple(position for position in parts if position is not None)
+        parts = (self.product, self.norm, self.addition, self.activation, *self.absorbed)
+        return tuple(sorted(position for position in parts if position is not None))
 
 
-@dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True)
 class _Form:
     """The packed call that replaces a chain."""
 
@@ -208,26 +211,86 @@ class _Fusing:
         is_convolution = nodes[position].target == "aten.conv2d.default"
         if self._precision == "int8" and not is_convolution:
             return chain
-        at = self._reader(position)
+        if not is_convolution:
+            chain = self._without_views(chain)
+        at = self._reader(chain.members[-1])
         if at is not None and is_convolution and self._is_foldable(nodes[at]):
             chain, at = _Chain(position, norm=at), self._reader(at)
         # In bfloat16 only convolutions without groups add: transformers' residuals stay float32.
         is_lone = is_convolution and (*nodes[position].args, 1)[6:7] in ((), (1,))
         may_add = self._is_fast or is_lone
         if at is not None and may_add and (other := self._addend(chain, at)) is not None:
-            chain = _Chain(position, chain.norm, at, other)
+            chain = dataclasses.replace(chain, addition=at, other=other)
             at = self._reader(at)
-        if (
-            at is not None
-            and nodes[at].args[:1] == ({"v": self._value(chain.members[-1])},)
-            and (is_convolution or chain.addition is None)
-            and _activation(nodes[at]) is not None
-        ):
-            chain = _Chain(position, chain.norm, chain.addition, chain.other, at)
-        # The product moves to the end of its chain, so no call in between may write in place.
-        between = set(range(position, chain.members[-1])) - {*chain.members}
+        if is_convolution or chain.addition is None:
+            chain = self._with_activation(chain, at)
+        # All calls move to the end of their chain, so no call in between may write in place.
+        between = set(range(chain.members[0], chain.members[-1])) - {*chain.members}
         is_written = any(nodes[one].target.split(".")[1].endswith("_") for one in between)
         return _Chain(position) if is_written else chain
+
+    def _without_views(self, chain: _Chain) -> _Chain:
+        """Absorb the views of a product whose rows are flattened, and dropouts, which do nothing.
+
+        transformers' ``Conv1D`` flattens the rows, because ``addmm`` takes two dimensions.
+        """
+        nodes, (position,) = self._graph.nodes, chain.members
+        flat = nodes[position].args[PRODUCTS[nodes[position].target]]
+        before, after = flat["v"] - self._graph.first_node_value, self._reader(position)
+        views = [one for one in (before, after) if one is not None and one >= 0]
+        if [nodes[one].target for one in views] == ["aten.view.default"] * 2:
+            x, y = nodes[before].args[0], self._value(views[1])
+            shapes = [
+                (t.shapes.get(x["v"], ()), t.shapes[flat["v"]], t.shapes[y]) for t in self._traces
+            ]
+            if all(x[-1:] == flat[-1:] and x[:-1] == y[:-1] for x, flat, y in shapes):
+                is_lone = (
+                    self._readers[flat["v"]] == [position] and flat["v"] not in self._graph.results
+                )
+                absorbed = (*((before,) if is_lone else ()), views[1])
+                chain = dataclasses.replace(chain, absorbed=absorbed, source=x)
+        at = self._reader(chain.members[-1])
+        if (
+            at is not None
+            and nodes[at].target == "aten.dropout.default"
+            and nodes[at].args[2] is False
+        ):
+            chain = dataclasses.replace(chain, absorbed=(*chain.absorbed, at))
+        return chain
+
+    def _with_activation(self, chain: _Chain, at: int | None) -> _Chain:
+        """Add the activation that reads a chain's value; ``at``: its only reader, or None."""
+        own = {"v": self._value(chain.members[-1])}
+        if at is None:
+            parts = self._tanh_gelu(own["v"])
+            chain = dataclasses.replace(chain, absorbed=(*chain.absorbed, *parts))
+            return dataclasses.replace(chain, after=("gelu", [], "tanh")) if parts else chain
+        after = _activation(self._graph.nodes[at])
+        if after is None or self._graph.nodes[at].args[:1] != (own,):
+            return chain
+        return dataclasses.replace(chain, activation=at, after=after)
+
+    def _tanh_gelu(self, value: int) -> tuple[int, ...]:
+        """Return the positions of the eight calls of transformers' ``NewGELUActivation``, or ()."""
+        parts: list[int] = []
+
+        def call(name: str, value: int, *rest: Any) -> int:
+            """Return the value of the call that reads ``value``; -1 if there is none."""
+            for at in self._readers.get(value, ()):
+                node = self._graph.nodes[at]
+                if (node.target.split(".")[1], *node.args) == (name, {"v": value}, *rest):
+                    parts.append(at)
+                    return self._value(at)
+            return -1
+
+        cube = call("mul", call("pow", value, 3.0), 0.044715)
+        inner = call("mul", call("add", value, {"v": cube}), 0.7978845608028654)
+        ramp = call("add", call("tanh", inner), 1.0)
+        end = call("mul", call("mul", value, 0.5), {"v": ramp})
+        values = {value} | {self._value(at) for at in parts} - {end}
+        read_by = {at for one in values for at in self._readers.get(one, ())}
+        is_whole = len(parts) == 8 and read_by == {*parts} and not values & {*self._graph.results}
+        return tuple(parts) if is_whole else ()
 
     def _value(self, position: int) -> int:
         return self._graph.first_node_value + position
@@ -294,7 +357,7 @@ class _Fusing:
         }
         if bias is not None:
             new[f"{name}:bias"] = (bias.contiguous(), None)
-        rest = (*how, *self._after(chain))
+        rest = (*how, *chain.after)
         b = None if bias is None else {"w": f"{name}:bias"}
         return self._form(
             (packing.CONVOLUTION, packing.CONVOLUTION_ADD),
@@ -322,11 +385,11 @@ class _Fusing:
             return self._int8(node, (source, weight_at, bias_at), weight)
         layout, data = self._kernels.pack_linear(weight.to(self._dtype))
         name = f"{self._name_of(weight_at)}:packed"
-        rest = () if chain.addition is not None else self._after(chain)
+        rest = () if chain.addition is not None else chain.after
         return self._form(
             (packing.LINEAR, packing.LINEAR_ADD),
             chain,
-            (source, {"w": name}, bias_at),
+            (chain.source or source, {"w": name}, bias_at),
             rest,
             {name: (data, layout)},
         )
@@ -372,11 +435,6 @@ class _Fusing:
             value = sources[0]
         return False
 
-    def _after(self, chain: _Chain) -> Activation:
-        if chain.activation is None:
-            return NO_ACTIVATION
-        return _activation(self._graph.nodes[chain.activation]) or NO_ACTIVATION
-
     def _folded(
         self, node: Node, weight: torch.Tensor, bias: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -413,7 +471,7 @@ class _Fusing:
             plain_ms, packed_ms = call_times(*walks, inputs=trace.inputs)
             alike: dict[tuple[Any, ...], list[tuple[int, ...]]] = {}
             for one, form in forms.items():
-                x = trace.taken[one[0]]
+                x = next(trace.taken[position] for position in one if position in trace.taken)
                 alike.setdefault((tuple(x.shape), x.stride(), *form.key), []).append(one)
             for group in alike.values():
                 plain = sum(plain_ms[position] for one in group for position in one)
