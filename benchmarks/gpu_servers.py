@@ -128,9 +128,9 @@ def _rounds(
             began_ms = now_ms()
             result = client.infer(TWINS[here], cut)
             total_ms = now_ms() - began_ms
-            # In a warm-up round a worker may still prepare the model, which is copied meanwhile.
+            # In warm-up rounds a request may find either state: workers still prepare models.
             if number >= 0 and result.timing.resident != (arm == "resident"):
-                raise RuntimeError(f"{case}, round {number}: the {arm} request: {result.timing}")
+                raise RuntimeError(f"{case}, round {number}: {arm} request: {result.timing}")
             results[arm] = float(next(iter(result.outputs.values())).astype("float64").sum())
             if number >= 0:
                 times.setdefault(arm, []).append(total_ms)

@@ -222,8 +222,8 @@ class Builds:
         if manifest is None:
             return True
         form = manifest.precision
-        is_readable = form is None or form.is_packed == self._sizes.packs_weights
-        return is_readable and is_checked(manifest)
+        layout = "onednn" if self._sizes.packs_weights else "torch"
+        return is_checked(manifest) and (form is None or form.layout == layout)
 
     def _publish(self, command: StartBuild, message: BuildDone, spec: bytes) -> None:
         """Check a builder's result like an untrusted message, and publish it.

@@ -1,7 +1,7 @@
-"""Products and convolutions of other precisions on a GPU, over weights in torch's own layouts.
+"""Linear layers and convolutions in ``fast``, ``bf16`` and ``int8`` on a GPU, in torch's layouts.
 
-In ``fast`` a GPU multiplies in TF32: both factors have 10 bits after the point, sums are float32.
-Weights of convolutions are channels-last, because cuDNN's kernels for tensor cores read this order.
+In ``fast`` a GPU multiplies in TF32: inputs have 10 mantissa bits, accumulation is float32.
+Convolutions do so by cuDNN's default. Their weights are channels-last, as tensor cores read them.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from torch.nn import functional
 from ..programs.interface import packing
 
 ROWS: Final = b"rows"  # ``PackedLayout.description`` of a linear layer's weight
-CHANNELS_LAST: Final = b"channels last"  # of a convolution's weight
+CHANNELS_LAST: Final = b"channels last"  # description of a convolution's weight
 INT8_BLOCK: Final = 16  # torch's int8 kernel is right for widths that are multiples of this
-MAX_INT8_ROWS: Final = 12  # beyond this many rows, converting int8 weights first is faster
+MAX_INT8_ROWS: Final = 12  # above this, a CPU is faster if int8 weights are converted first
 _CUT_BITS: Final = 13  # bits of a float32 that TF32 does not have
 
 
@@ -25,10 +25,11 @@ class TorchKernels:
     """See ``executor.PackedKernels``.
 
     Args:
-        rounds: round the factors of a product to TF32, as a GPU does. The build, which has no GPU,
-            compares such programs with the plain one.
+        rounds: round inputs and weights to TF32, as a GPU does. The build measures the error of
+            ``fast`` this way, without a GPU.
     """
 
+    layout: packing.Layout = "torch"
     computes_here = False
     fast_error = 1e-2  # TF32 rounds by up to 5e-4, in each layer
 
@@ -53,7 +54,7 @@ class TorchKernels:
         count, channels, height, width = layout.shape
         return values.view(count, height, width, channels).permute(0, 3, 1, 2)
 
-    def half(self) -> bool:
+    def supports_bfloat16(self) -> bool:
         """Implement ``PackedKernels``."""
         return True
 
@@ -119,7 +120,7 @@ def _same(factor: torch.Tensor) -> torch.Tensor:
 
 
 def to_tf32(factor: torch.Tensor) -> torch.Tensor:
-    """Round a factor to the nearest TF32 number; other dtypes stay."""
+    """Round float32 to the nearest TF32 value; keep other dtypes."""
     if factor.dtype is not torch.float32:
         return factor
     bits = factor.view(torch.int32) + (1 << (_CUT_BITS - 1)) & -(1 << _CUT_BITS)
@@ -129,7 +130,7 @@ def to_tf32(factor: torch.Tensor) -> torch.Tensor:
 def _activated(
     x: torch.Tensor, name: str, scalars: Sequence[float], algorithm: str
 ) -> torch.Tensor:
-    """Apply a packed call's activation to the call's result, in place if torch can."""
+    """Apply a packed call's activation to its result, in place except GELU, sigmoid and tanh."""
     if name == "none":
         return x
     if name == "gelu":
@@ -145,7 +146,7 @@ def linear_int8(
     """Multiply bfloat16 activations by int8 weights.
 
     The int8 kernel reads a weight once for each row of the input. For many rows it is faster to
-    convert the weight first. It reads inputs in blocks, and beyond their end if a block is cut.
+    convert the weight first. The kernel reads whole blocks of inputs, even beyond their end.
     """
     rows = x.reshape(-1, x.shape[-1])
     if len(rows) <= MAX_INT8_ROWS and not rows.shape[1] % INT8_BLOCK:

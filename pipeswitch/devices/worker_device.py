@@ -18,6 +18,7 @@ from .order_checks import FENCE_BYTES, FENCE_MASK
 if TYPE_CHECKING:
     import torch
 
+    from ..programs.interface.packing import Layout
     from ..programs.running.executor import BoundProgram, PackedKernels
 
 
@@ -198,8 +199,8 @@ class WorkerDevice(Signals):
         """Return a program that runs ``bound`` on this device, with inputs in host memory."""
         return bound
 
-    def kernels(self, *, is_packed: bool) -> PackedKernels | None:
-        """Return the kernels for weights in this layout (``Precision.is_packed``), or None."""
+    def kernels(self, layout: Layout) -> PackedKernels | None:
+        """Return the kernels that read weights in this layout, or None."""
         return None
 
     def can_improve(self, program: BoundProgram) -> bool:

@@ -157,7 +157,7 @@ def is_batched_as_requested(manifest: Manifest, spec: bytes) -> bool:
 
 
 def is_same_content(one: Manifest, other: Manifest) -> bool:
-    """Return whether two programs have the same plain weights and graph, as far as both are known.
+    """Return True if two programs' plain weights and graphs have equal digests; unknown ones match.
 
     Derived weights may differ: another machine packs other calls, in another layout.
     """

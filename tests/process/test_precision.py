@@ -358,5 +358,5 @@ def test_a_program_is_built_again_when_the_kind_of_its_device_changes(tmp_path: 
             answers.append(bits(checked.client.infer("m", {"x": X.numpy()})))
             precision = checked.client.show("m")["precision"]
             assert precision["name"] == "fast"
-            assert precision["is_packed"] == (device == "cpu")
+            assert precision["layout"] == ("onednn" if device == "cpu" else "torch")
     assert answers[0] == answers[2]

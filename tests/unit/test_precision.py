@@ -135,7 +135,9 @@ def answers(
     path = folder / "out" / packing.DERIVED_FILE
     graph = read_bundle(path, manifest.head_sha256, is_derived=True).graph
     image = load_image(path, manifest).untyped_storage()
-    kernels = KERNELS if manifest.precision and manifest.precision.is_packed else TorchKernels()
+    kernels = (
+        KERNELS if manifest.precision and manifest.precision.layout == "onednn" else TorchKernels()
+    )
     program = GraphProgram(manifest, graph, "cpu", kernels)
     bound = program.bind(lambda spec: tensor_over(image, spec, 0))
     return bound.run([value.clone() for value in inputs], lambda index: None)
@@ -162,7 +164,7 @@ def test_a_residual_block_becomes_three_calls(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("packs", [True, False])
 @pytest.mark.parametrize("name", ACTIVATIONS)
-def test_an_activation_is_the_modules(name: str, packs: bool, tmp_path: Path) -> None:
+def test_a_fused_activation_equals_the_modules(name: str, packs: bool, tmp_path: Path) -> None:
     module = Activated(ACTIVATIONS[name])
     inputs = torch.randn(2, 16), torch.randn(2, 4, 9, 9)
     manifest = built(module, inputs, tmp_path, packs_weights=packs)
@@ -553,12 +555,12 @@ def test_a_form_in_fewer_bytes_answers_as_the_module_does(
 ) -> None:
     """With ``stores``, the processor cannot compute in bfloat16; ``gpu`` builds for cuda."""
     if machine == "stores":
-        monkeypatch.setattr(CpuKernels, "half", lambda kernels: False)
+        monkeypatch.setattr(CpuKernels, "supports_bfloat16", lambda kernels: False)
     module, x = FORMS[name][0](), FORMS[name][1]
     packs = machine != "gpu"
     manifest = built(module, (x,), tmp_path, form, packs_weights=packs)
     assert manifest.precision is not None
-    assert manifest.precision.is_packed == packs
+    assert manifest.precision.layout == ("onednn" if packs else "torch")
     assert manifest.precision.name == form
     assert manifest.total_bytes < manifest.precision.plain_bytes
     for rows in (1, len(x)):
@@ -606,11 +608,11 @@ def test_views_and_a_gelu_of_eight_calls_become_part_of_a_product(
 
 
 @pytest.mark.parametrize("packs", [True, False])
-def test_a_form_can_join_requests(packs: bool, tmp_path: Path) -> None:
+def test_a_converted_model_can_batch_requests(packs: bool, tmp_path: Path) -> None:
     module = nn.Sequential(nn.Linear(64, 64), nn.ReLU())
     manifest = built(module, (torch.randn(2, 64),), tmp_path, packs_weights=packs, batch=8)
     assert manifest.precision is not None
-    assert manifest.precision.is_packed == packs
+    assert manifest.precision.layout == ("onednn" if packs else "torch")
     assert manifest.batching is not None
 
 
@@ -627,7 +629,7 @@ def test_fast_for_a_gpu_is_compared_as_a_gpu_computes_it(name: str, tmp_path: Pa
             torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
 
 
-def test_roundingto_tf32_takes_the_nearest_and_keeps_what_is_not_finite() -> None:
+def test_rounding_to_tf32_is_to_nearest_and_keeps_inf_and_nan() -> None:
     numbers = torch.tensor([1.0, 1 + 2**-11, 1 + 2**-12, -(1 + 3 * 2**-11), torch.inf, torch.nan])
     rounded = to_tf32(numbers).tolist()
     assert rounded[:4] == [1.0, 1 + 2**-10, 1.0, -(1 + 2**-9)]

@@ -93,7 +93,7 @@ class Programs:
             return known[1]
         _, manifest, graph = self._structure(model)
         form = manifest.precision
-        kernels = self._view.kernels(is_packed=form.is_packed) if form is not None else None
+        kernels = self._view.kernels(form.layout) if form is not None else None
         program = make_program(regrouped(manifest, model.plan), graph, self._view.device, kernels)
         self._programs[model.model] = (version, program)
         self._unbind(model.model)

@@ -31,6 +31,7 @@ _SELF_TEST_ERROR: Final = {torch.float32: 1e-5, torch.bfloat16: 2e-2}  # relativ
 class CpuKernels:
     """Packed operators of the cpu device. Stateless; see ``executor.PackedKernels``."""
 
+    layout: packing.Layout = "onednn"
     computes_here = True
     fast_error = 1e-3
 
@@ -83,7 +84,7 @@ class CpuKernels:
         tensor: torch.Tensor = torch._C._aoti.alloc_tensor_by_stealing_from_void_ptr(capsule)
         return tensor
 
-    def half(self) -> bool:
+    def supports_bfloat16(self) -> bool:
         """Implement ``PackedKernels``."""
         return not missing_half()
 

@@ -18,6 +18,7 @@ from .copies import CpuCopies
 if TYPE_CHECKING:
     import torch
 
+    from ...programs.interface.packing import Layout
     from ...programs.running.executor import PackedKernels
 
 
@@ -157,12 +158,12 @@ class CpuWorkerDevice(WorkerDevice):
         self._work_windows.open(offset, size, writable=True)
         return tensor
 
-    def kernels(self, *, is_packed: bool) -> PackedKernels:
+    def kernels(self, layout: Layout) -> PackedKernels:
         """See ``WorkerDevice``."""
         from ..torch_kernels import TorchKernels
         from .packed import KERNELS
 
-        return KERNELS if is_packed else TorchKernels()
+        return KERNELS if layout == KERNELS.layout else TorchKernels()
 
     def host_copies(self) -> CpuCopies:
         """See ``WorkerDevice``."""

@@ -21,6 +21,7 @@ from .ladder import CudaOptions
 if TYPE_CHECKING:
     import torch
 
+    from ...programs.interface.packing import Layout
     from ...programs.running.executor import BoundProgram, PackedKernels
     from .copies import CudaCopies
     from .graphs import DeviceProgram
@@ -104,7 +105,7 @@ class CudaWorkerDevice(WorkerDevice):
         """Return the program for this device, which copies inputs in and may use CUDA graphs."""
         return self._program_maker(bound)
 
-    def kernels(self, *, is_packed: bool) -> PackedKernels:
+    def kernels(self, layout: Layout) -> PackedKernels:
         """Implement ``WorkerDevice``."""
         from ..torch_kernels import TorchKernels
 

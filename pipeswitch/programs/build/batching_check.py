@@ -42,7 +42,7 @@ def with_batching(
     for one of ``limit``. If the program pads requests, the compared requests have unequal extents.
 
     Args:
-        kernels: of the server's devices. On a GPU, a row's bits may depend on the batch.
+        kernels: the server's operators. For GPUs, ``Batching.is_exact`` is False.
 
     Raises:
         RegistrationRefused: ``check_joinable`` refuses the program, or the answer to a request

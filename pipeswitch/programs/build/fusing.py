@@ -1,10 +1,10 @@
 """Derivation of a graph with packed weights and fused calls from a verified graph.
 
-In ``fast``, a call is packed only if that is faster here. Runs of the plain graph and of a graph
-with all calls packed are timed call by call, at the example's shape and at a batch. So each call
-finds the caches as in a request, after the model's other weights. A position is the index of a node
-in the plain graph. The reference of a new weight is ``{"w": name}`` until the values of the derived
-graph are numbered.
+In ``fast`` on a CPU, only calls that become faster are packed. Runs of the plain graph and of a
+graph with all calls packed are timed call by call, at the example's shape and at a batch. So each
+call finds the caches as in a request, after the model's other weights. A position is the index of a
+node in the plain graph. The reference of a new weight is ``{"w": name}`` until the values of the
+derived graph are numbered.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ class _Chain:
     activation: int | None = None
     after: Activation = NO_ACTIVATION
     absorbed: tuple[int, ...] = ()  # views around the product, dropouts, parts of an activation
-    source: Any = None  # the product's input before ``absorbed`` views; None: as in the plain call
+    source: Any = None  # input of the view before the product; None: the product's own input
 
     @property
     def members(self) -> tuple[int, ...]:
@@ -148,7 +148,7 @@ class _Fusing:
         self._graph, self._weights, self._kernels = graph, weights, kernels
         self._precision, self._is_fast = precision, precision == "fast"
         self._dtype = torch.float32 if self._is_fast else torch.bfloat16  # dtype of packed weights
-        self._packs = self._is_fast or kernels.half()
+        self._packs = self._is_fast or kernels.supports_bfloat16()
         # A packed convolution's result is channels-last.
         self._needs_layout = has_layout_dependent_writes(graph)
         self._traces, self._taken = traces, traces[0].taken
@@ -224,13 +224,13 @@ class _Fusing:
             at = self._reader(at)
         if is_convolution or chain.addition is None:
             chain = self._with_activation(chain, at)
-        # All calls move to the end of their chain, so no call in between may write in place.
+        # A chain runs at its last call's position, so no call in between may write in place.
         between = set(range(chain.members[0], chain.members[-1])) - {*chain.members}
         is_written = any(nodes[one].target.split(".")[1].endswith("_") for one in between)
         return _Chain(position) if is_written else chain
 
     def _without_views(self, chain: _Chain) -> _Chain:
-        """Absorb the views of a product whose rows are flattened, and dropouts, which do nothing.
+        """Absorb the views that flatten and restore a product's rows, and an inactive dropout.
 
         transformers' ``Conv1D`` flattens the rows, because ``addmm`` takes two dimensions.
         """
@@ -259,7 +259,7 @@ class _Fusing:
         return chain
 
     def _with_activation(self, chain: _Chain, at: int | None) -> _Chain:
-        """Add the activation that reads a chain's value; ``at``: its only reader, or None."""
+        """Add the activation that reads a chain's value. ``at``: its only reader, or None."""
         own = {"v": self._value(chain.members[-1])}
         if at is None:
             parts = self._tanh_gelu(own["v"])
@@ -275,7 +275,7 @@ class _Fusing:
         parts: list[int] = []
 
         def call(name: str, value: int, *rest: Any) -> int:
-            """Return the value of the call that reads ``value``; -1 if there is none."""
+            """Return the result's number of ``name(value, *rest)``; -1 if there is none."""
             for at in self._readers.get(value, ()):
                 node = self._graph.nodes[at]
                 if (node.target.split(".")[1], *node.args) == (name, {"v": value}, *rest):

@@ -74,9 +74,9 @@ def derive(
     first, *inputs = [acceptable_inputs(manifest.inputs, one, plain) for one in shapes]
     derived = fused(bundle.graph, weights, [first, *inputs], kernels, name)
     if name != "fast":
-        derived = lowered(derived, first, kernels, computes=kernels.half())
+        derived = lowered(derived, first, kernels, computes=kernels.supports_bfloat16())
     elif not derived.packed_count:
-        return stays_exact(manifest, name, "no call becomes faster")
+        return stays_exact(manifest, name, "no call gains")
     path = folder / DERIVED_FILE
     ours, image = _written(manifest, bundle, derived, path, bucket_bytes)
     fast = _runner(GraphProgram(ours, derived.graph, "cpu", kernels), image.untyped_storage())
@@ -105,10 +105,10 @@ def derive(
         weights=tuple((one.name, one.dtype, one.shape) for one in manifest.tensors),
         packed_count=derived.packed_count,
         plain_count=derived.plain_count,
-        is_packed=kernels.computes_here,
+        layout=kernels.layout,
     )
     text = f"{manifest.digest} {name} {precision.fingerprint} {ours.weights_sha256}"
-    text += "" if precision.is_packed else " in torch's layouts"
+    text += "" if kernels.layout == "onednn" else f" {kernels.layout}"
     return _named(msgspec.structs.replace(ours, precision=precision), manifest, name, text)
 
 

@@ -290,8 +290,8 @@ def check_no_mutation(graph: Graph) -> None:
 
 
 def has_layout_dependent_writes(graph: Graph) -> bool:
-    """Return True if a write may reach another value in one memory layout and not in another,
-    because a call returns a view in one and a copy in the other."""
+    """Return True if a write reaches another value only in layouts for which a call returns a
+    view, not a copy."""
     root, frozen = aliases(graph)
     return any(
         node.target.split(".")[1] in _VIEWS_OR_COPIES
@@ -325,7 +325,7 @@ class CompiledGraph:
         self._graph = graph
         self._device = torch.device(device)
         self._look_up = look_up
-        # The export saw the CPU's layouts, where no copy was needed. A GPU's attention has others.
+        # On a GPU, attention returns layouts that ``view`` rejects. A copy would lose later writes.
         is_gpu = self._device.type == "cuda"
         self._may_copy_views = is_gpu and not has_layout_dependent_writes(graph)
         self._last_use = _last_uses(graph)

@@ -23,6 +23,7 @@ TARGETS: Final = frozenset({LINEAR, LINEAR_ADD, LINEAR_INT8, CONVOLUTION, CONVOL
 
 PRECISIONS: Final = ("exact", "fast", "bf16", "int8")
 HALF: Final = ("bf16", "int8")  # precisions whose products are computed in bfloat16
+Layout = Literal["onednn", "torch"]  # of weights; a server with a GPU uses torch's
 DERIVED_FILE: Final = "derived.bundle"  # in a program's folder, next to the plain bundle
 
 
@@ -39,7 +40,7 @@ class Precision(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     """Precision of a derived program, and its comparison with the plain one on this machine."""
 
     name: Literal["fast", "bf16", "int8"]
-    fingerprint: str  # equal on all machines whose kernels can read the weights
+    fingerprint: str  # equal on all machines that read weights in the same ``layout``
     plain_ms: float  # processor time of one run of the plain program, on the example; 0: not timed
     ms: float  # processor time of one run of the derived program
     plain_bytes: int
@@ -51,11 +52,12 @@ class Precision(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     weights: tuple[tuple[str, str, tuple[int, ...]], ...] = ()  # weights of the plain program
     packed_count: int  # calls that read packed weights
     plain_count: int  # calls that could read packed weights but are faster without
-    plain_sha256: tuple[str, str] = ("", "")  # of the plain weights, and of the plain bundle's head
-    is_packed: bool = True  # False: weights are in torch's own layouts, for servers with a GPU
+    plain_sha256: tuple[str, str] = ("", "")
+    """Digests of the plain weights and of the plain bundle's header; empty: unknown."""
+    layout: Layout = "onednn"
 
     def row(self) -> dict[str, Any]:
-        """Return the fields that are shown to people: all but those of the plain program."""
+        """Return the fields that are shown to people: all but ``weights`` and ``plain_sha256``."""
         fields = msgspec.structs.asdict(self)
         hidden = ("weights", "plain_sha256")
         return {key: value for key, value in fields.items() if key not in hidden}

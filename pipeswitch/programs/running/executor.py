@@ -57,10 +57,12 @@ class Program(Protocol):
 class PackedKernels(Protocol):
     """Operators over packed weights for one kind of device.
 
-    ``computes_here``: this processor is such a device, so calls can be timed here.
+    ``layout``: of the weights that they read.
+    ``computes_here``: True if this processor runs these operators, so measurements are valid.
     ``fast_error``: default limit of the error in ``fast``, relative to the largest output.
     """
 
+    layout: packing.Layout
     computes_here: bool
     fast_error: float
 
@@ -84,7 +86,7 @@ class PackedKernels(Protocol):
     def wrap(self, data: torch.Tensor, layout: packing.PackedLayout) -> torch.Tensor:
         """Return packed bytes as a weight, without copying; the bytes must outlive the weight."""
 
-    def half(self) -> bool:
+    def supports_bfloat16(self) -> bool:
         """Return True if products can be computed in bfloat16."""
 
     def operators(self) -> Mapping[str, Callable[..., torch.Tensor]]:
