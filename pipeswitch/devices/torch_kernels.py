@@ -12,12 +12,15 @@ from typing import Any, Final
 import torch
 from torch.nn import functional
 
+from ..programs.graphs.contracts import contracted
 from ..programs.interface import packing
 
 ROWS: Final = b"rows"  # ``PackedLayout.description`` of a linear layer's weight
 CHANNELS_LAST: Final = b"channels last"  # description of a convolution's weight
 INT8_BLOCK: Final = 16  # torch's int8 kernel is right for widths that are multiples of this
 MAX_INT8_ROWS: Final = 12  # above this, a CPU is faster if int8 weights are converted first
+_LINEAR: Final = contracted(torch.ops.aten.linear.default)  # checked: the numbers are the file's
+_CONV2D: Final = contracted(torch.ops.aten.conv2d.default)
 _CUT_BITS: Final = 13  # bits of a float32 that TF32 does not have
 
 
@@ -74,7 +77,7 @@ class TorchKernels:
         matmul: Any = torch.backends.cuda.matmul
         before, matmul.fp32_precision = matmul.fp32_precision, "tf32"
         try:
-            result = functional.linear(self._rounded(x), self._rounded(weight), bias)
+            result = _LINEAR(self._rounded(x), self._rounded(weight), bias)
         finally:
             matmul.fp32_precision = before
         return _activated(result, *after)
@@ -96,7 +99,7 @@ class TorchKernels:
         *after: Any,
     ) -> torch.Tensor:
         x, weight = self._rounded(x), self._rounded(weight)
-        result = functional.conv2d(x, weight, bias, stride, padding, dilation, groups)
+        result = _CONV2D(x, weight, bias, stride, padding, dilation, groups)
         return _activated(result, *after)
 
     def _convolution_add(self, x: torch.Tensor, other: torch.Tensor, *rest: Any) -> torch.Tensor:
@@ -130,14 +133,21 @@ def to_tf32(factor: torch.Tensor) -> torch.Tensor:
 def _activated(
     x: torch.Tensor, name: str, scalars: Sequence[float], algorithm: str
 ) -> torch.Tensor:
-    """Apply a packed call's activation to its result, in place except GELU, sigmoid and tanh."""
-    if name == "none":
-        return x
-    if name == "gelu":
-        return functional.gelu(x, approximate=algorithm)
-    owner: Any = torch if name in ("sigmoid", "tanh") else functional
-    activation = getattr(owner, {"swish": "silu"}.get(name, name))
-    return activation(x, *scalars) if owner is torch else activation(x, *scalars, inplace=True)  # type: ignore[no-any-return]
+    """Apply a packed call's activation to its result, in place except GELU."""
+    return x if name == "none" else _ACTIVATIONS[name](x, *scalars, algorithm)
+
+
+_ACTIVATIONS: Final[Mapping[str, Callable[..., torch.Tensor]]] = {
+    "relu": lambda x, _: x.relu_(),
+    "sigmoid": lambda x, _: x.sigmoid_(),
+    "tanh": lambda x, _: x.tanh_(),
+    "swish": lambda x, _: functional.silu(x, inplace=True),
+    "hardswish": lambda x, _: functional.hardswish(x, inplace=True),
+    "hardsigmoid": lambda x, _: functional.hardsigmoid(x, inplace=True),
+    "hardtanh": lambda x, low, high, _: x.clamp_(low, high),
+    "leaky_relu": lambda x, slope, _: functional.leaky_relu(x, slope, inplace=True),
+    "gelu": lambda x, algorithm: functional.gelu(x, approximate=algorithm),
+}
 
 
 def linear_int8(

@@ -413,14 +413,15 @@ def test_what_was_packed_for_another_machine_is_not_served(tmp_path: Path) -> No
     assert not is_checked(moved)
 
 
-@pytest.mark.parametrize("shape", [(2, 15), (2, 17), (16,), (2, 2, 2, 2, 16)])
+@pytest.mark.parametrize("shape", [(2, 15), (2, 17), (15,), (), (2, 2, 2, 2, 8)])
 def test_an_input_that_does_not_fit_its_packed_weight_is_refused(shape: tuple[int, ...]) -> None:
     layout, data = KERNELS.pack_linear(torch.randn(8, 16))
     weight = KERNELS.wrap(data, layout)
     call = fitting(KERNELS.operators()[packing.LINEAR])
     with pytest.raises(BrokenContract):
         call(torch.randn(shape), weight, None, "none", [], "")
-    assert call(torch.randn(2, 16), weight, None, "none", [], "").shape == (2, 8)
+    for rows in ((), (2,), (2, 2, 2, 2)):
+        assert call(torch.randn(*rows, 16), weight, None, "none", [], "").shape == (*rows, 8)
 
 
 @pytest.mark.parametrize("how", ["description", "shape", "dtype", "unread", "plain"])
@@ -605,6 +606,91 @@ def test_views_and_a_gelu_of_eight_calls_become_part_of_a_product(
         outputs = answers(manifest, tmp_path, (x[:rows],))
         for ours, name in zip(outputs, theirs, strict=True):
             torch.testing.assert_close(ours, theirs[name], rtol=1e-4, atol=1e-5)
+
+
+class Odd(nn.Module):
+    """Graphs in which neighbours of a product look as if they could join its call."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind, self.convolution = kind, nn.Conv2d(8, 8, 3, padding=1)
+        self.norms = nn.ModuleList([nn.BatchNorm2d(8).eval(), nn.BatchNorm2d(8).eval()])
+        with torch.no_grad():
+            self.norms[1].running_var.fill_(0.25)  # type: ignore[union-attr,operator]
+        self.square, self.bias = nn.Parameter(torch.randn(64, 64) / 8), torch.randn(64)
+        self.wide = nn.Parameter(torch.randn(8, 64))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = x.flatten(2)
+        match self.kind:
+            case "a view between two products":
+                y = nn.functional.linear(y.view(-1, 64), self.square).view(*y.shape[:2], 64)
+                return nn.functional.linear(y, self.square).view(-1, 64)
+            case "a convolution with two norms":
+                return self.norms[0](self.convolution(x)) - self.norms[1](self.convolution(x))
+            case "a weight and its transpose":
+                flat = nn.functional.linear(y, self.square).view(-1, 64)
+                return torch.addmm(self.bias, flat, self.square)
+            case "a sum and another activation":
+                return nn.functional.silu(self.convolution(x) + x)
+            case "another formula":
+                y = nn.functional.linear(y, self.square)
+                y3 = 0.044715 * torch.pow(y, 3.0)
+                scaled = math.sqrt(2.0 / math.pi) * torch.add(y, y3, alpha=2)
+                return 0.5 * y * (1.0 + torch.tanh(scaled))
+            case _:  # more dimensions
+                return torch.addmm(self.bias, x.view(-1, 8), self.wide).view(*x.shape[:3], 64)
+
+
+@pytest.mark.parametrize("packs", [True, False])
+@pytest.mark.parametrize("form", ["fast", "bf16"])
+@pytest.mark.parametrize(
+    "kind",
+    [
+        "a view between two products",
+        "a convolution with two norms",
+        "a weight and its transpose",
+        "a sum and another activation",
+        "another formula",
+        "more dimensions",
+    ],
+)
+def test_neighbours_join_a_product_only_if_they_belong_to_it(
+    kind: str, form: str, packs: bool, tmp_path: Path
+) -> None:
+    module, x = Odd(kind).eval(), torch.randn(2, 8, 8, 8)
+    manifest = built(module, (x,), tmp_path, form, packs_weights=packs)
+    if manifest.precision is None:
+        assert "it saves no bytes" in manifest.extra["notes"][-1]
+        return
+    [ours], most = answers(manifest, tmp_path, (x,)), 1e-5 if form == "fast" else 2e-2
+    with torch.no_grad():
+        assert relative_error(ours, module(x)) < most
+
+
+def test_fast_stays_exact_if_nobody_allows_its_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """``fast`` is a language model's default, so its error must not refuse the model."""
+    monkeypatch.setattr(TorchKernels, "fast_error", 1e-9)
+    module, x = nn.Linear(64, 64), torch.randn(2, 64)
+    manifest = built(module, (x,), tmp_path, packs_weights=False)
+    assert manifest.precision is None
+    assert "the error is" in manifest.extra["notes"][-1]
+    with pytest.raises(RegistrationRefused, match="the error is"):
+        built(module, (x,), tmp_path / "asked", packs_weights=False, max_error=1e-9)
+
+
+def test_rounding_may_differ_in_a_batch_as_much_as_fast_allows(tmp_path: Path) -> None:
+    """A bit that differs in a batch may round to another TF32 value, layer after layer."""
+    torch.manual_seed(0)
+    parts: list[nn.Module] = []
+    for _ in range(10):
+        parts += [nn.Linear(256, 256), nn.ReLU(), nn.LayerNorm(256)]
+    module, x = nn.Sequential(*parts), torch.randn(8, 256)
+    manifest = built(module, (x,), tmp_path, packs_weights=False, batch=8)
+    assert manifest.precision is not None
+    assert manifest.batching is not None
 
 
 @pytest.mark.parametrize("packs", [True, False])

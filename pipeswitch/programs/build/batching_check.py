@@ -62,8 +62,10 @@ def with_batching(
 
     low = manifest.batch[0]
     rows = limit // low * low
-    is_half = manifest.precision is not None and manifest.precision.name in HALF
-    most = ROUNDING[torch.bfloat16] if is_half else 0.0
+    most = 0.0
+    if manifest.precision is not None:
+        is_half = manifest.precision.name in HALF
+        most = ROUNDING[torch.bfloat16] if is_half else kernels.fast_error
     is_exact = _are_exact(manifest, {2 * low, rows}, compute, most)
     batching = Batching(limit=limit, delay_ms=delay_ms, is_exact=is_exact and kernels.computes_here)
     at_most = largest(manifest.dims) | {BATCH: limit}

@@ -46,6 +46,7 @@ Activation = tuple[str, list[float], str]
 NewWeights = dict[str, tuple[torch.Tensor, packing.PackedLayout | None]]
 _Times = list[tuple[float, ...]]  # for each shape, ms of a chain's plain calls and its packed call
 NO_ACTIVATION: Final[Activation] = ("none", [], "")
+_VIEW: Final = ("aten.view.default", 2)  # target and number of arguments
 
 
 @dataclasses.dataclass
@@ -238,7 +239,9 @@ class _Fusing:
         flat = nodes[position].args[PRODUCTS[nodes[position].target]]
         before, after = flat["v"] - self._graph.first_node_value, self._reader(position)
         views = [one for one in (before, after) if one is not None and one >= 0]
-        if [nodes[one].target for one in views] == ["aten.view.default"] * 2:
+        if before in self._gone or before in self._calls:
+            views = []  # the view is another chain's end
+        if [(nodes[one].target, len(nodes[one].args)) for one in views] == [_VIEW] * 2:
             x, y = nodes[before].args[0], self._value(views[1])
             shapes = [
                 (t.shapes.get(x["v"], ()), t.shapes[flat["v"]], t.shapes[y]) for t in self._traces
@@ -253,7 +256,7 @@ class _Fusing:
         if (
             at is not None
             and nodes[at].target == "aten.dropout.default"
-            and nodes[at].args[2] is False
+            and nodes[at].args[2:3] == (False,)
         ):
             chain = dataclasses.replace(chain, absorbed=(*chain.absorbed, at))
         return chain
@@ -261,12 +264,16 @@ class _Fusing:
     def _with_activation(self, chain: _Chain, at: int | None) -> _Chain:
         """Add the activation that reads a chain's value. ``at``: its only reader, or None."""
         own = {"v": self._value(chain.members[-1])}
+        # oneDNN applies no other activation to a sum.
+        only_relu = chain.addition is not None and self._kernels.computes_here
         if at is None:
-            parts = self._tanh_gelu(own["v"])
+            parts = () if only_relu else self._tanh_gelu(own["v"])
             chain = dataclasses.replace(chain, absorbed=(*chain.absorbed, *parts))
             return dataclasses.replace(chain, after=("gelu", [], "tanh")) if parts else chain
         after = _activation(self._graph.nodes[at])
         if after is None or self._graph.nodes[at].args[:1] != (own,):
+            return chain
+        if only_relu and after[0] != "relu":
             return chain
         return dataclasses.replace(chain, activation=at, after=after)
 
@@ -278,7 +285,8 @@ class _Fusing:
             """Return the result's number of ``name(value, *rest)``; -1 if there is none."""
             for at in self._readers.get(value, ()):
                 node = self._graph.nodes[at]
-                if (node.target.split(".")[1], *node.args) == (name, {"v": value}, *rest):
+                own = (node.target.split(".")[1], *node.args)
+                if own == (name, {"v": value}, *rest) and not node.kwargs:
                     parts.append(at)
                     return self._value(at)
             return -1
@@ -352,9 +360,9 @@ class _Fusing:
             weight, bias = self._folded(self._graph.nodes[chain.norm], weight, bias)
         layout, data = self._kernels.pack_convolution(weight.to(self._dtype), *how, x.shape)
         name = self._name_of(arguments[1])
-        new: dict[str, tuple[torch.Tensor, packing.PackedLayout | None]] = {
-            f"{name}:packed": (data, layout)
-        }
+        if chain.norm is not None:
+            name += f":{chain.norm}"  # another use may have another norm
+        new: NewWeights = {f"{name}:packed": (data, layout)}
         if bias is not None:
             new[f"{name}:bias"] = (bias.contiguous(), None)
         rest = (*how, *chain.after)
@@ -384,7 +392,7 @@ class _Fusing:
         if self._precision == "int8":
             return self._int8(node, (source, weight_at, bias_at), weight)
         layout, data = self._kernels.pack_linear(weight.to(self._dtype))
-        name = f"{self._name_of(weight_at)}:packed"
+        name = f"{self._name_of(weight_at, node)}:packed"
         rest = () if chain.addition is not None else chain.after
         return self._form(
             (packing.LINEAR, packing.LINEAR_ADD),
@@ -397,7 +405,7 @@ class _Fusing:
     def _int8(self, node: Node, arguments: tuple[Any, Any, Any], weight: torch.Tensor) -> _Form:
         """Return a product with an int8 weight, quantized symmetrically with a scale per output."""
         source, weight_at, bias_at = arguments
-        name = f"{self._name_of(weight_at)}:int8"
+        name = f"{self._name_of(weight_at, node)}:int8"
         scales = (weight.abs().amax(1).clamp(min=1e-30) / 127.0).bfloat16()
         rows = (weight / scales.float()[:, None]).round().clamp(-127, 127)
         rows = rows.to(torch.int8).contiguous()
@@ -451,9 +459,11 @@ class _Fusing:
         folded = weight.double() * scale.reshape(-1, 1, 1, 1)
         return folded.to(weight.dtype), shift.to(weight.dtype)
 
-    def _name_of(self, argument: Any) -> str:
+    def _name_of(self, argument: Any, node: Node | None = None) -> str:
+        """Return a weight's name; it differs if ``node`` reads the weight transposed."""
         index: int = argument["v"] - len(self._graph.inputs)
-        return self._graph.weights[index]
+        is_transposed = node is not None and node.target == "aten.addmm.default"
+        return self._graph.weights[index] + (":t" if is_transposed else "")
 
     def _timed(self, forms: dict[tuple[int, ...], _Form]) -> dict[tuple[int, ...], _Times]:
         """Return the times of each chain's plain calls and of its packed call, at each shape.

@@ -36,6 +36,7 @@ from ..interface.groups import regrouped
 from ..interface.layout import Manifest
 from ..interface.matching import match
 from ..interface.odd_files import check_file
+from ..interface.packing import DERIVED_FILE
 from ..interface.pytree import argument_names
 from ..running.executor import BoundProgram, GraphProgram, PackedKernels
 from ..running.tensor_views import tensor_over
@@ -132,7 +133,13 @@ def _in_precision(
     if why:
         return stays_exact(manifest, name, why)
     limit, _ = batched_as(manifest, spec) or (0, 0.0)
-    ours = derive(manifest, out_dir, name, spec.max_error, spec.bucket_bytes, kernels, limit)
+    try:
+        ours = derive(manifest, out_dir, name, spec.max_error, spec.bucket_bytes, kernels, limit)
+    except RegistrationRefused as error:
+        if name != "fast" or spec.max_error:  # ``fast`` may be a default that nobody asked for
+            raise
+        (out_dir / DERIVED_FILE).unlink()
+        return stays_exact(manifest, name, error.reason)
     if ours.precision is None:
         return ours
     *_, head_sha256 = read_safetensors_header(out_dir / BUNDLE_FILE)

@@ -138,13 +138,14 @@ def fitting(call: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
             (w for w in rest if getattr(w, "layout", torch.strided) is not torch.strided), None
         )
         if weight is None:
-            return call(x, *rest)  # an int8 weight's kernel checks all extents
+            return call(x, *rest)  # the kernels of int8 and of torch's layouts check themselves
         if x.dtype is not weight.dtype:
             raise BrokenContract(f"input is {x.dtype}, the packed weight {weight.dtype}")
         is_linear = weight.dim() == 2
         groups = 1 if is_linear else next(one for one in rest if type(one) is int)
-        channels = x.shape[-1 if is_linear else 1] if x.dim() in (4, 2, 3) else -1
-        if channels != weight.shape[1] * groups or not (is_linear or x.dim() == 4):
+        is_known = x.dim() >= 1 if is_linear else x.dim() == 4
+        channels = x.shape[-1 if is_linear else 1] if is_known else -1
+        if channels != weight.shape[1] * groups:
             raise BrokenContract(
                 f"input {list(x.shape)} does not match weight {list(weight.shape)}"
             )
