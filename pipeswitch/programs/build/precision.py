@@ -28,7 +28,7 @@ from ..running.values import tensor_bytes
 from ..spec import fingerprint
 from .batching_check import is_batch_invariant
 from .checking import largest_number, workers_default_dtype
-from .fusing import TIMED, Derived, call_times, fused, walk
+from .fusing import TIMED, Derived, Walk, call_times, fused, walk
 from .lowering import lowered
 from .verify import acceptable_inputs, load_image
 
@@ -63,7 +63,7 @@ def derive(
 
     Raises:
         RegistrationRefused: an output of the derived program is not finite, or differs by more than
-            ``max_error`` (0: the default), relative to the largest output.
+            ``max_error``, relative to the largest output.
     """
     bundle = read_bundle(folder / BUNDLE_FILE)
     image = load_image(folder / BUNDLE_FILE, manifest)
@@ -80,22 +80,19 @@ def derive(
     path = folder / DERIVED_FILE
     ours, image = _written(manifest, bundle, derived, path, bucket_bytes)
     fast = _runner(GraphProgram(ours, derived.graph, "cpu", kernels), image.untyped_storage())
-    limit_error = max_error or MAX_ERROR.get(name, kernels.fast_error)
     more = [acceptable_inputs(manifest.inputs, shapes[0], plain, seed) for seed in SEEDS]
     try:
-        errors = _compared(plain, fast, [first, *more, *inputs], name, limit_error)
+        errors = _compared(plain, fast, [first, *more, *inputs], name, max_error)
     except RuntimeError as error:  # raised by torch for a call that needs another memory layout
         path.unlink()
         return stays_exact(manifest, name, str(error)[:200])
-    timed = [first, *inputs][:TIMED] if kernels.computes_here else []
     walks = walk(bundle.graph, weights), walk(derived.graph, derived.weights, kernels)
-    times = [tuple(map(sum, call_times(*walks, inputs=one))) for one in timed]
+    times = _times(walks, [first, *inputs][:TIMED]) if kernels.computes_here else []
     refusal, note = _gain(name, shapes, times, saves=ours.total_bytes < manifest.total_bytes)
     if refusal:
         path.unlink()
         return stays_exact(manifest, name, refusal)
-    ours = with_note(ours, note)
-    ours = _with_copies(ours) if name in HALF else ours
+    ours = with_note(_with_copies(ours) if name in HALF else ours, note)
     precision = Precision(
         **_measured(times, errors),
         name=cast(Any, name),
@@ -110,6 +107,11 @@ def derive(
     text = f"{manifest.digest} {name} {precision.fingerprint} {ours.weights_sha256}"
     text += "" if kernels.layout == "onednn" else f" {kernels.layout}"
     return _named(msgspec.structs.replace(ours, precision=precision), manifest, name, text)
+
+
+def _times(walks: tuple[Walk, Walk], timed: Sequence[Sequence[torch.Tensor]]) -> list[Times]:
+    """Return the milliseconds of a run of both graphs, for each of the inputs."""
+    return [tuple(map(sum, call_times(*walks, inputs=one))) for one in timed]
 
 
 def _measured(times: Sequence[Times], errors: Sequence[float]) -> dict[str, Any]:

@@ -57,7 +57,7 @@ from .dynamic import NotDynamic, working_end
 from .encoder import EncodedProgram
 from .export import export_module, write_program
 from .module_mode import build_module
-from .precision import derive, stays_exact
+from .precision import MAX_ERROR, derive, stays_exact
 from .sources import Loaded, example_specs, load_source
 from .statefulness import Fresh
 from .verify import Plain, acceptable_inputs, compare, load_image
@@ -133,8 +133,9 @@ def _in_precision(
     if why:
         return stays_exact(manifest, name, why)
     limit, _ = batched_as(manifest, spec) or (0, 0.0)
+    max_error = spec.max_error or MAX_ERROR.get(name, kernels.fast_error)
     try:
-        ours = derive(manifest, out_dir, name, spec.max_error, spec.bucket_bytes, kernels, limit)
+        ours = derive(manifest, out_dir, name, max_error, spec.bucket_bytes, kernels, limit)
     except RegistrationRefused as error:
         if name != "fast" or spec.max_error:  # ``fast`` may be a default that nobody asked for
             raise
