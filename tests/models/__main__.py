@@ -31,6 +31,8 @@ from torch import nn
 from torch.utils._pytree import tree_map_only
 
 from pipeswitch.base.errors import PipeSwitchError
+from pipeswitch.devices.cpu.packed import KERNELS
+from pipeswitch.devices.torch_kernels import TorchKernels
 from pipeswitch.programs.build.naming import named_inputs
 from pipeswitch.programs.build.precision import MAX_ERROR
 from pipeswitch.programs.graphs.bundle import read_bundle
@@ -211,7 +213,9 @@ class Sweep:
         if self._precision == "exact" and (self._device == "cpu" or equal(answer, expected)):
             return equal(answer, expected)
         self._errors.append(error_of(answer, expected))
-        return self._errors[-1] <= MAX_ERROR.get(self._precision, ROUNDING)
+        kernels = KERNELS if self._device == "cpu" else TorchKernels()
+        limits = {"exact": ROUNDING, "fast": kernels.fast_error, **MAX_ERROR}
+        return self._errors[-1] <= limits[self._precision]
 
     def _ask_sizes(self, module: nn.Module, example: Inputs, dynamic: Dynamic) -> dict[str, bool]:
         """Compare answers for each length, and for two sizes of images and sounds."""
