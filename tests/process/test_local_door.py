@@ -435,7 +435,7 @@ def test_descriptors_that_a_peer_sends_are_closed(server: FakeScheduler, peer: R
     header = encode_header(RequestHeader(v=1, op="ping", id="1"))
     peer.sock.sendmsg([pack_table([(len(header), INLINE)]) + header], rights)
     assert peer.hear()[0] == MAGIC
-    assert descriptors_of(peer.memory) == before
+    assert descriptors_of(peer.memory) <= before  # the server closes its own after the greeting
 
 
 def descriptors_of(memory: int) -> int:
