@@ -40,7 +40,7 @@ PRODUCT = ("pipeswitch", "workers", "memory_daemon")
 # what surrounds a product, and a review of both, took 100 (tests: 130).
 MAX_PRODUCT_LINES = 81_711
 MAX_DOC_WORDS = 50_000
-MAX_TEST_LINES = 80_975
+MAX_TEST_LINES = 80_985
 
 
 def lines_of(*tops: str) -> int:

@@ -16,6 +16,7 @@ from pipeswitch.base.errors import RegistrationRefused
 from pipeswitch.devices.cpu.packed import KERNELS, CpuKernels, missing
 from pipeswitch.devices.torch_kernels import TorchKernels, to_tf32
 from pipeswitch.programs.build import fusing, precision
+from pipeswitch.programs.build import program as building
 from pipeswitch.programs.build.export import export_module_to_bundle
 from pipeswitch.programs.build.fusing import call_times
 from pipeswitch.programs.build.precision import derive
@@ -679,6 +680,13 @@ def test_fast_stays_exact_if_nobody_allows_its_error(
     assert "the error is" in manifest.extra["notes"][-1]
     with pytest.raises(RegistrationRefused, match="the error is"):
         built(module, (x,), tmp_path / "asked", packs_weights=False, max_error=1e-9)
+
+    def refused(*arguments: Any) -> Manifest:
+        raise RegistrationRefused("precision", "nothing was written yet")
+
+    monkeypatch.setattr(building, "derive", refused)
+    manifest = built(module, (x,), tmp_path / "early")
+    assert "nothing was written yet" in manifest.extra["notes"][-1]
 
 
 def test_rounding_may_differ_in_a_batch_as_much_as_fast_allows(tmp_path: Path) -> None:

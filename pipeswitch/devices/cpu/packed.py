@@ -1,5 +1,5 @@
-"""Matrix products and convolutions over packed weights; only this module uses torch's private
-operators.
+"""Matrix products and convolutions over packed weights; only this module uses the private operators
+of ``torch.ops.mkldnn``.
 
 A packed weight is stored in oneDNN's own layout, so no call has to reorder it. The rest of the
 system copies, evicts and streams its bytes like any other weight. A worker wraps these bytes in

@@ -139,7 +139,7 @@ def _in_precision(
     except RegistrationRefused as error:
         if name != "fast" or spec.max_error:  # ``fast`` may be a default that nobody asked for
             raise
-        (out_dir / DERIVED_FILE).unlink()
+        (out_dir / DERIVED_FILE).unlink(missing_ok=True)
         return stays_exact(manifest, name, error.reason)
     if ours.precision is None:
         return ours
