@@ -80,14 +80,24 @@ def run(
         module: Any = importlib.import_module(f".{BENCHMARKS[name]}", __package__)
         command = _command(name, models, is_quick, trials)
         bench = Run(name, command, is_quick, seed, as_json, tell, facts, trials_asked=trials)
-        module.run(bench, tuple(models))
-        bench.finish()
-        if not as_json:
-            tell(bench.markdown())
-        if out is not None:
-            for path in bench.write(out):
-                bench.say(f"wrote {path}")
+        try:
+            module.run(bench, tuple(models))
+        except BaseException:
+            bench.warnings.append("the run was stopped before its end")
+            raise
+        finally:
+            _report(bench, out)
     return 0
+
+
+def _report(bench: Run, out: Path | None) -> None:
+    """Print the report, and write it; a stopped run reports what it has measured."""
+    bench.finish()
+    if not bench.as_json:
+        bench.emit(bench.markdown())
+    if out is not None:
+        for path in bench.write(out):
+            bench.say(f"wrote {path}")
 
 
 def _command(name: str, models: Sequence[str], is_quick: bool, trials: int) -> str:
