@@ -86,7 +86,8 @@ def run(
             bench.warnings.append("the run was stopped before its end")
             raise
         finally:
-            _report(bench, out)
+            if bench.trials:
+                _report(bench, out)
     return 0
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 from pathlib import Path
 
@@ -9,7 +10,7 @@ import pytest
 from click.testing import CliRunner
 
 from benchmarks import papers, readme
-from benchmarks.__main__ import NAMES, main
+from benchmarks.__main__ import NAMES, main, run
 from benchmarks.machine import Others, warnings_of
 from benchmarks.pipeline import costs_of
 from benchmarks.rig import Switch
@@ -185,6 +186,22 @@ def test_every_figure_of_the_papers_has_a_number_or_says_why_not() -> None:
         assert ("no number, because" in row[3]) == (not claim.benchmark), row
         assert "not in the newest result" not in row[3], row
         assert claim.benchmark in ("", "simulated", *NAMES)
+
+
+def test_a_stopped_run_writes_what_it_has_measured(monkeypatch, tmp_path) -> None:
+    for trials in (1, 0):
+
+        def stop(bench: Run, models: object, trials: int = trials) -> None:
+            for number in range(trials):
+                bench.record("case", "arm", number, {"total_ms": 1.0})
+            raise KeyboardInterrupt
+
+        monkeypatch.setattr(importlib.import_module("benchmarks.state"), "run", stop)
+        with pytest.raises(KeyboardInterrupt):
+            run(["state"], out=tmp_path / str(trials), emit=lambda line: None)
+    (report,) = (tmp_path / "1").glob("*.md")
+    assert "the run was stopped before its end" in report.read_text("utf-8")
+    assert not [*(tmp_path / "0").iterdir()]
 
 
 def test_without_a_name_benchmarks_are_listed_and_none_is_run(monkeypatch) -> None:
