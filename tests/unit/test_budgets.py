@@ -37,7 +37,8 @@ PRODUCT = ("pipeswitch", "workers", "memory_daemon")
 # A review by reading found 27 faults, one of which answered with another caller's memory: their
 # fixes took 210 lines, and their tests 540. The first machine with a GPU had torch 2.11 and
 # transformers 5.17: 50 lines. A GPU's own kernels for precisions took 160 (tests: 40). Fusing
-# what surrounds a product, and a review of both, took 100 (tests: 130); reports of stopped runs, 20.
+# what surrounds a product, and a review of both, took 100 (tests: 130). Reports
+# of stopped benchmarks took 20 lines of tests.
 MAX_PRODUCT_LINES = 81_711
 MAX_DOC_WORDS = 50_000
 MAX_TEST_LINES = 81_005
