@@ -828,6 +828,29 @@ def test_a_layer_of_int8_gives_a_row_its_bits_in_any_small_batch(tmp_path: Path)
     assert torch.equal(torch.cat(alone), together) is manifest.precision.is_batch_invariant
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("out, width", [(24, 3072), (2304, 768), (768, 3072), (16, 64)])
+def test_a_packed_product_gives_a_row_its_bits_in_any_batch(
+    out: int, width: int, dtype: torch.dtype
+) -> None:
+    if dtype is torch.bfloat16 and not KERNELS.supports_bfloat16():
+        pytest.skip("this processor has no bfloat16")
+    layout, data = KERNELS.pack_linear(torch.randn(out, width).to(dtype))
+    weight, bias = KERNELS.wrap(data, layout), torch.randn(out).to(dtype)
+    x, other = torch.randn(9, width).to(dtype), torch.randn(9, out).to(dtype)
+    operators = KERNELS.operators()
+    linear: Callable[[int], torch.Tensor] = lambda rows: operators[packing.LINEAR](  # noqa: E731
+        x[:rows], weight, bias, "relu", [], ""
+    )
+    add: Callable[[int], torch.Tensor] = lambda rows: operators[packing.LINEAR_ADD](  # noqa: E731
+        x[:rows].view(rows, 1, width), other[:rows].view(rows, 1, out), weight, bias
+    )
+    for call in (linear, add):
+        expected = call(9)
+        for rows in range(9):
+            assert torch.equal(call(rows), expected[:rows])
+
+
 @pytest.mark.parametrize("width", [1, 30, 72, 100])
 def test_a_layer_of_int8_may_have_any_width(width: int, tmp_path: Path) -> None:
     module = nn.Sequential(nn.Linear(width, 1504), nn.ReLU(), nn.Linear(1504, width))
