@@ -32,6 +32,7 @@ from ..programs.spec import (
     files_of,
     is_batched_as_requested,
     is_checked,
+    is_packed_for,
     is_same_content,
     load_manifest,
     needs_more,
@@ -179,7 +180,7 @@ class Builds:
             op_id=command.op_id,
             spec=spec,
             directory=str(self._places.models),
-            threads=self._sizes.build_threads,
+            threads=self._sizes.threads,
             timeout_s=self._sizes.build_timeout_s,
             memory_bytes=self._sizes.build_memory_bytes,
             disk_bytes=max(1, self._disk.left_bytes(command.tenant)),
@@ -221,9 +222,8 @@ class Builds:
         manifest = self.manifest_of(digest)
         if manifest is None:
             return True
-        form = manifest.precision
         layout = "onednn" if self._sizes.packs_weights else "torch"
-        return is_checked(manifest) and (form is None or form.layout == layout)
+        return is_checked(manifest) and is_packed_for(manifest, layout, self._sizes.threads)
 
     def _publish(self, command: StartBuild, message: BuildDone, spec: bytes) -> None:
         """Check a builder's result like an untrusted message, and publish it.

@@ -20,7 +20,7 @@ from ..sandbox.environment import environment_file
 @dataclass(frozen=True, kw_only=True)
 class ResourceLimits:
     """Sizes and limits of one device's processes. Devices differ only in ``arena_bytes`` and
-    ``options``. ``threads``: the number of threads that compute on the cpu device."""
+    ``options``. ``threads``: the number of threads that compute, in a worker and in a builder."""
 
     arena_bytes: int
     store_bytes: int
@@ -29,7 +29,6 @@ class ResourceLimits:
     fence_count: int
     doorbell_count: int
     threads: int
-    build_threads: int
     build_timeout_s: float
     stage_timeout_s: float
     build_memory_bytes: int

@@ -48,7 +48,6 @@ def sizes_of(config: Config, devices: Sequence[ChosenDevice]) -> list[ResourceLi
         fence_count=FENCE_COUNT,
         doorbell_count=max_workers(config.workers.standby) + 1,  # workers and memory daemon
         threads=config.workers.threads or max(1, (cores - 1) // sharers),
-        build_threads=config.workers.threads or max(1, cores - 1),
         build_timeout_s=config.workers.build_timeout_ms / 1000.0,
         stage_timeout_s=config.preprocess.max_time_ms / 1000.0,
         build_memory_bytes=config.workers.build_memory.resolve(available, available * 3 // 4),

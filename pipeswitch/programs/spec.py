@@ -20,7 +20,7 @@ from .graphs.operators import checked_by
 from .interface.dims import extent_text
 from .interface.layout import BUNDLE_FILE as BUNDLE_FILE
 from .interface.layout import Manifest
-from .interface.packing import DERIVED_FILE
+from .interface.packing import DERIVED_FILE, PACKED_FORM
 from .interface.processors import Processor, processor
 from .interface.pytree import Tree
 from .interface.signature import signature_text
@@ -219,23 +219,32 @@ def save_manifest(path: str | os.PathLike[str], manifest: Manifest) -> None:
 
 
 @functools.cache
-def fingerprint() -> str:
-    """Return a fingerprint of torch, its kernels and the processor's features."""
+def fingerprint(threads: int) -> str:
+    """Return a fingerprint of torch, its kernels, the processor, and its compute threads.
+
+    oneDNN chooses a convolution's layout for a number of threads.
+    """
     lines: list[str] = []
     with contextlib.suppress(OSError):
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     prefixes = ("flags", "model name", "Features")
     facts = sorted({line for line in lines if line.startswith(prefixes)})
-    return hashlib.sha256("\n".join([version("torch"), *facts]).encode()).hexdigest()[:16]
+    parts = [PACKED_FORM, str(threads), version("torch"), *facts]
+    return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:16]
 
 
 def is_checked(manifest: Manifest) -> bool:
-    """Return True if the program's checks and packed weights are valid here; else it is rebuilt."""
+    """Return True if the program was checked by this release's operators; else it is rebuilt."""
     extra = manifest.extra
     is_known = extra.get("checked_by") == checked_by() and "last_readers" in extra
-    if manifest.precision is not None and manifest.precision.fingerprint != fingerprint():
-        return False  # packed for another machine: it is derived again
     return manifest.mode == "module" or is_known
+
+
+def is_packed_for(manifest: Manifest, layout: str, threads: int) -> bool:
+    """Return True if the program has no packed weights, or workers here can read them; else it is
+    derived again."""
+    form = manifest.precision
+    return form is None or (form.layout, form.fingerprint) == (layout, fingerprint(threads))
 
 
 def rebuild_spec(spec: bytes, folder: Path) -> bytes:

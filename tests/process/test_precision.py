@@ -7,7 +7,9 @@ import random
 import signal
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import process_tools as tools
 import pytest
 import torch
@@ -39,10 +41,11 @@ class Network(torch.nn.Module):
                 torch.nn.ReLU(inplace=True),
             ]
         self.body = torch.nn.Sequential(*layers)
+        self.shrink = torch.nn.Conv2d(64, 64, 1, stride=2)
         self.head = torch.nn.Linear(64 * 14 * 14, 200)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        y = torch.nn.functional.max_pool2d(self.body(x), 4)
+        y = self.shrink(torch.nn.functional.max_pool2d(self.body(x), 2))
         logits: torch.Tensor = self.head(y.flatten(1))
         return logits
 
@@ -255,6 +258,26 @@ def test_its_bits_survive_a_restart_and_damage_is_found(tmp_path: Path) -> None:
         damaged.write(bytes([byte[0] ^ 1]))
     with tools.checked_server(arena=ARENA, state_dir=state) as checked:
         assert checked.client.show("fast")["state"] != "ready"
+
+
+def test_a_server_with_other_threads_packs_again(tmp_path: Path) -> None:
+    answers: list[bytes] = []
+    rows: list[dict[str, Any]] = []
+    for threads in (1, 1, 1, 2, 2):
+        options = {"state_dir": tmp_path / "state", "args": ("--threads", str(threads))}
+        with tools.checked_server(arena=ARENA, **options) as checked:
+            if not rows:
+                checked.client.register(
+                    "m", Network().eval(), example_inputs=(X,), precision="fast"
+                )
+            answers.append(bits(checked.client.infer("m", {"x": X.numpy()})))
+            rows.append(checked.client.show("m")["precision"])
+    prints = [row["fingerprint"] for row in rows]
+    assert prints == [prints[0]] * 3 + [prints[3]] * 2
+    assert prints[0] != prints[3]
+    assert answers == [answers[0]] * 3 + [answers[3]] * 2
+    first, last = (np.frombuffer(one, np.float32) for one in (answers[0], answers[3]))
+    assert abs(first - last).max() < 1e-3 * abs(first).max()
 
 
 @pytest.mark.parametrize("form", ["", "bf16", "int8"])

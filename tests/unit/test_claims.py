@@ -166,7 +166,6 @@ class Rig:
             refusal=lambda *_: None, left_bytes=lambda *_: 1 << 30, digest_of=lambda _: ""
         )
         sizes = SimpleNamespace(
-            build_threads=1,
             build_timeout_s=0.0,
             build_memory_bytes=0,
             task_memory_bytes=0,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +31,7 @@ from pipeswitch.programs.interface.layout import Manifest
 from pipeswitch.programs.running import executor
 from pipeswitch.programs.running.executor import GraphProgram, fitting
 from pipeswitch.programs.running.tensor_views import tensor_over
-from pipeswitch.programs.spec import BuildSpec, is_checked
+from pipeswitch.programs.spec import BuildSpec, is_packed_for
 
 pytestmark = pytest.mark.skipif(bool(missing()), reason=f"packed weights: {missing()}")
 
@@ -408,10 +409,31 @@ def test_a_clients_bundle_may_not_be_packed(tmp_path: Path) -> None:
 
 def test_what_was_packed_for_another_machine_is_not_served(tmp_path: Path) -> None:
     manifest = built(Block(), (torch.randn(3, 8, 12, 12),), tmp_path)
-    assert is_checked(manifest)
+    threads = torch.get_num_threads()
+    assert is_packed_for(manifest, "onednn", threads)
+    assert not is_packed_for(manifest, "torch", threads)
+    assert not is_packed_for(manifest, "onednn", threads + 1)
     assert manifest.precision is not None
     moved = replace(manifest, precision=replace(manifest.precision, fingerprint="another"))
-    assert not is_checked(moved)
+    assert not is_packed_for(moved, "onednn", threads)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("stride", [1, 2])
+@pytest.mark.parametrize("side", [1, 3])
+def test_every_process_describes_a_layout_in_the_same_bytes(
+    side: int, stride: int, dtype: torch.dtype
+) -> None:
+    if dtype is torch.bfloat16 and not KERNELS.supports_bfloat16():
+        pytest.skip("this processor has no bfloat16")
+    weight, how = torch.randn(32, 16, side, side).to(dtype), ([0, 0], [stride, stride], [1, 1])
+
+    def layouts() -> list[packing.PackedLayout]:
+        convolution, _ = KERNELS.pack_convolution(weight, *how, 1, (1, 16, 16, 16))
+        return [convolution, KERNELS.pack_linear(weight[:, :, 0, 0])[0]]
+
+    with ThreadPoolExecutor(1) as pool:  # its stack has other addresses, as in another process
+        assert pool.submit(layouts).result() == layouts()
 
 
 @pytest.mark.parametrize("shape", [(2, 15), (2, 17), (15,), (), (2, 2, 2, 2, 8)])
@@ -829,7 +851,7 @@ def test_a_layer_of_int8_gives_a_row_its_bits_in_any_small_batch(tmp_path: Path)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("out, width", [(24, 3072), (2304, 768), (768, 3072), (16, 64)])
+@pytest.mark.parametrize(("out", "width"), [(24, 3072), (2304, 768), (768, 3072), (16, 64)])
 def test_a_packed_product_gives_a_row_its_bits_in_any_batch(
     out: int, width: int, dtype: torch.dtype
 ) -> None:
@@ -839,11 +861,15 @@ def test_a_packed_product_gives_a_row_its_bits_in_any_batch(
     weight, bias = KERNELS.wrap(data, layout), torch.randn(out).to(dtype)
     x, other = torch.randn(9, width).to(dtype), torch.randn(9, out).to(dtype)
     operators = KERNELS.operators()
-    linear: Callable[[int], torch.Tensor] = lambda rows: operators[packing.LINEAR](  # noqa: E731
-        x[:rows], weight, bias, "relu", [], ""
+    linear: Callable[[int], torch.Tensor] = (
+        lambda rows: operators[packing.LINEAR](  # noqa: E731
+            x[:rows], weight, bias, "relu", [], ""
+        )
     )
-    add: Callable[[int], torch.Tensor] = lambda rows: operators[packing.LINEAR_ADD](  # noqa: E731
-        x[:rows].view(rows, 1, width), other[:rows].view(rows, 1, out), weight, bias
+    add: Callable[[int], torch.Tensor] = (
+        lambda rows: operators[packing.LINEAR_ADD](  # noqa: E731
+            x[:rows].view(rows, 1, width), other[:rows].view(rows, 1, out), weight, bias
+        )
     )
     for call in (linear, add):
         expected = call(9)
