@@ -860,21 +860,19 @@ def test_a_packed_product_gives_a_row_its_bits_in_any_batch(
     layout, data = KERNELS.pack_linear(torch.randn(out, width).to(dtype))
     weight, bias = KERNELS.wrap(data, layout), torch.randn(out).to(dtype)
     x, other = torch.randn(9, width).to(dtype), torch.randn(9, out).to(dtype)
-    operators = KERNELS.operators()
-    linear: Callable[[int], torch.Tensor] = (
-        lambda rows: operators[packing.LINEAR](  # noqa: E731
-            x[:rows], weight, bias, "relu", [], ""
-        )
-    )
-    add: Callable[[int], torch.Tensor] = (
-        lambda rows: operators[packing.LINEAR_ADD](  # noqa: E731
-            x[:rows].view(rows, 1, width), other[:rows].view(rows, 1, out), weight, bias
-        )
-    )
-    for call in (linear, add):
-        expected = call(9)
-        for rows in range(9):
-            assert torch.equal(call(rows), expected[:rows])
+    linear, add = (KERNELS.operators()[one] for one in (packing.LINEAR, packing.LINEAR_ADD))
+
+    def answers(rows: int) -> list[torch.Tensor]:
+        own, more = x[:rows].view(rows, 1, width), other[:rows].view(rows, 1, out)
+        return [
+            linear(x[:rows], weight, bias, "relu", [], ""),
+            add(own, more, weight, bias).view(rows, out),
+        ]
+
+    expected = answers(9)
+    for rows in range(9):
+        for ours, theirs in zip(answers(rows), expected, strict=True):
+            assert torch.equal(ours, theirs[:rows])
 
 
 @pytest.mark.parametrize("width", [1, 30, 72, 100])
