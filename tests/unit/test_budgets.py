@@ -42,7 +42,7 @@ PRODUCT = ("pipeswitch", "workers", "memory_daemon")
 # bits of single rows, took 50 (tests: 70).
 MAX_PRODUCT_LINES = 81_760
 MAX_DOC_WORDS = 50_000
-MAX_TEST_LINES = 81_075
+MAX_TEST_LINES = 81_085
 
 
 def lines_of(*tops: str) -> int:

@@ -293,7 +293,7 @@ def test_a_call_is_packed_if_it_gains_at_a_batch(
     manifest = built(nn.Linear(16, 16), (torch.randn(2, 16),), tmp_path)
     assert manifest.precision is not None
     assert "batch=8" in manifest.extra["notes"][-1]
-    times[8] = (3.0, 2.97)
+    times[8] = (3.0, 3.0)
     assert built(nn.Linear(16, 16), (torch.randn(2, 16),), tmp_path / "b").precision is None
 
 
@@ -315,6 +315,18 @@ def test_calls_that_lose_most_for_their_gain_stay_plain(
     assert manifest.precision.packed_count == count
     assert manifest.precision.plain_count == 10 - count
     torch.testing.assert_close(answers(manifest, tmp_path, (x,))[0], module(x))
+
+
+@pytest.mark.parametrize(("loss_ms", "plain"), [(0.09, 0), (0.11, 1)])
+def test_a_linear_layer_that_loses_little_is_packed_for_its_rows_bits(
+    loss_ms: float, plain: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls = [[10.0, 0.5], [5.0, 0.5 + loss_ms / 2]]  # 21 ms in both shapes
+    monkeypatch.setattr(fusing, "call_times", lambda *_, inputs: calls)
+    module = nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 32))
+    manifest = built(module, (torch.randn(2, 16),), tmp_path)
+    assert manifest.precision is not None
+    assert (manifest.precision.packed_count, manifest.precision.plain_count) == (2 - plain, plain)
 
 
 def test_a_language_model_is_timed_at_one_stream_and_at_eight(tmp_path: Path) -> None:
