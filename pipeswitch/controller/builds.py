@@ -26,6 +26,7 @@ from ..planning import profile_files as profile_files
 from ..programs.build.build_process import work_prefix
 from ..programs.graphs.manifest_check import check_claims
 from ..programs.interface.layout import Manifest
+from ..programs.interface.packing import Layout
 from ..programs.interface.processors import Processor
 from ..programs.spec import (
     BuildSpec,
@@ -91,7 +92,7 @@ class Builds:
     def start(self, command: StartBuild) -> None:
         """Fork a builder, unless the journal names a program for this spec that is still on disk.
 
-        If another release checked that program, rebuild it from its files.
+        If it was checked or packed for another server, rebuild it from its files.
         """
         spec, digest = command.spec, self.built_before.pop(command.spec, None)
         if digest is not None and (self._places.models / digest / "manifest.json").is_file():
@@ -222,7 +223,7 @@ class Builds:
         manifest = self.manifest_of(digest)
         if manifest is None:
             return True
-        layout = "onednn" if self._sizes.packs_weights else "torch"
+        layout: Layout = "onednn" if self._sizes.packs_weights else "torch"
         return is_checked(manifest) and is_packed_for(manifest, layout, self._sizes.threads)
 
     def _publish(self, command: StartBuild, message: BuildDone, spec: bytes) -> None:

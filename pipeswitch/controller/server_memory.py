@@ -20,7 +20,7 @@ from ..sandbox.environment import environment_file
 @dataclass(frozen=True, kw_only=True)
 class ResourceLimits:
     """Sizes and limits of one device's processes. Devices differ only in ``arena_bytes`` and
-    ``options``. ``threads``: the number of threads that compute, in a worker and in a builder."""
+    ``options``. ``threads``: number of compute threads of a worker or builder."""
 
     arena_bytes: int
     store_bytes: int

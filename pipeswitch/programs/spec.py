@@ -20,7 +20,7 @@ from .graphs.operators import checked_by
 from .interface.dims import extent_text
 from .interface.layout import BUNDLE_FILE as BUNDLE_FILE
 from .interface.layout import Manifest
-from .interface.packing import DERIVED_FILE, PACKED_FORM
+from .interface.packing import DERIVED_FILE, PACKED_FORM, Layout
 from .interface.processors import Processor, processor
 from .interface.pytree import Tree
 from .interface.signature import signature_text
@@ -219,32 +219,31 @@ def save_manifest(path: str | os.PathLike[str], manifest: Manifest) -> None:
 
 
 @functools.cache
-def fingerprint(threads: int) -> str:
-    """Return a fingerprint of torch, its kernels, the processor, and its compute threads.
+def fingerprint(layout: Layout, threads: int) -> str:
+    """Return a fingerprint of torch, the processor, and the number of compute threads.
 
-    oneDNN chooses a convolution's layout for a number of threads.
+    oneDNN's layout of a convolution depends on the number of threads.
     """
     lines: list[str] = []
     with contextlib.suppress(OSError):
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     prefixes = ("flags", "model name", "Features")
     facts = sorted({line for line in lines if line.startswith(prefixes)})
-    parts = [PACKED_FORM, str(threads), version("torch"), *facts]
+    parts = [PACKED_FORM, str(threads if layout == "onednn" else 0), version("torch"), *facts]
     return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:16]
 
 
 def is_checked(manifest: Manifest) -> bool:
-    """Return True if the program was checked by this release's operators; else it is rebuilt."""
+    """Return True if the program was checked against this release's contracts; else rebuild it."""
     extra = manifest.extra
     is_known = extra.get("checked_by") == checked_by() and "last_readers" in extra
     return manifest.mode == "module" or is_known
 
 
-def is_packed_for(manifest: Manifest, layout: str, threads: int) -> bool:
-    """Return True if the program has no packed weights, or workers here can read them; else it is
-    derived again."""
-    form = manifest.precision
-    return form is None or (form.layout, form.fingerprint) == (layout, fingerprint(threads))
+def is_packed_for(manifest: Manifest, layout: Layout, threads: int) -> bool:
+    """Return True if workers with this layout and thread count can read the program's weights."""
+    form, here = manifest.precision, (layout, fingerprint(layout, threads))
+    return form is None or (form.layout, form.fingerprint) == here
 
 
 def rebuild_spec(spec: bytes, folder: Path) -> bytes:

@@ -120,8 +120,10 @@ class Equal(CallerQueue):
         super().__init__({}, max_wait_ms=1.0)
         self.is_shared = is_shared
 
-    def reconcile_cost(self, charge: Charge, took_ms: float, now_ms: float) -> float:
-        return super().reconcile_cost(charge, charge.ms, now_ms)
+    def reconcile_cost(
+        self, charge: Charge, took_ms: float, now_ms: float, steps: int = 1
+    ) -> float:
+        return super().reconcile_cost(charge, charge.ms, now_ms, steps)
 
     def died(self, charge: Charge, now_ms: float) -> float:
         return -math.inf  # no penalty, because no time passes in which it could end

@@ -166,6 +166,7 @@ class Rig:
             refusal=lambda *_: None, left_bytes=lambda *_: 1 << 30, digest_of=lambda _: ""
         )
         sizes = SimpleNamespace(
+            threads=1,
             build_timeout_s=0.0,
             build_memory_bytes=0,
             task_memory_bytes=0,

@@ -318,10 +318,10 @@ def test_calls_that_lose_most_for_their_gain_stay_plain(
 
 
 @pytest.mark.parametrize(("loss_ms", "plain"), [(0.09, 0), (0.11, 1)])
-def test_a_linear_layer_that_loses_little_is_packed_for_its_rows_bits(
+def test_linear_layers_may_lose_half_a_percent(
     loss_ms: float, plain: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    calls = [[10.0, 0.5], [5.0, 0.5 + loss_ms / 2]]  # 21 ms in both shapes
+    calls = [[10.0, 0.5], [5.0, 0.5 + loss_ms / 2]]  # 21 ms in both shapes together
     monkeypatch.setattr(fusing, "call_times", lambda *_, inputs: calls)
     module = nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 32))
     manifest = built(module, (torch.randn(2, 16),), tmp_path)
@@ -419,7 +419,7 @@ def test_a_clients_bundle_may_not_be_packed(tmp_path: Path) -> None:
         build(BuildSpec(name="m", source=str(derived)), tmp_path / "b", lambda *progress: None)
 
 
-def test_what_was_packed_for_another_machine_is_not_served(tmp_path: Path) -> None:
+def test_weights_packed_for_another_server_are_refused(tmp_path: Path) -> None:
     manifest = built(Block(), (torch.randn(3, 8, 12, 12),), tmp_path)
     threads = torch.get_num_threads()
     assert is_packed_for(manifest, "onednn", threads)
@@ -430,10 +430,27 @@ def test_what_was_packed_for_another_machine_is_not_served(tmp_path: Path) -> No
     assert not is_packed_for(moved, "onednn", threads)
 
 
+def with_other_threads() -> nn.Module:
+    torch.set_num_threads(torch.get_num_threads() + 1)
+    return Block()
+
+
+def test_weights_are_packed_for_the_servers_threads_whatever_a_factory_sets(tmp_path: Path) -> None:
+    threads, inputs = torch.get_num_threads(), {"x": ((3, 8, 12, 12), "float32")}
+    source = f"{__name__}:{with_other_threads.__name__}"
+    spec = BuildSpec(name="m", source=source, inputs=inputs, precision="bf16")
+    try:
+        manifest = build(spec, tmp_path / "out", lambda *progress: None)
+    finally:
+        torch.set_num_threads(threads)
+    assert manifest.precision is not None
+    assert is_packed_for(manifest, "onednn", threads)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("stride", [1, 2])
 @pytest.mark.parametrize("side", [1, 3])
-def test_every_process_describes_a_layout_in_the_same_bytes(
+def test_a_layouts_description_has_nothing_of_the_stack(
     side: int, stride: int, dtype: torch.dtype
 ) -> None:
     if dtype is torch.bfloat16 and not KERNELS.supports_bfloat16():
@@ -444,7 +461,8 @@ def test_every_process_describes_a_layout_in_the_same_bytes(
         convolution, _ = KERNELS.pack_convolution(weight, *how, 1, (1, 16, 16, 16))
         return [convolution, KERNELS.pack_linear(weight[:, :, 0, 0])[0]]
 
-    with ThreadPoolExecutor(1) as pool:  # its stack has other addresses, as in another process
+    alike = {"initializer": torch.set_num_threads, "initargs": (torch.get_num_threads(),)}
+    with ThreadPoolExecutor(1, **alike) as pool:  # its stack has other addresses
         assert pool.submit(layouts).result() == layouts()
 
 
@@ -871,7 +889,7 @@ def test_a_packed_product_gives_a_row_its_bits_in_any_batch(
         pytest.skip("this processor has no bfloat16")
     layout, data = KERNELS.pack_linear(torch.randn(out, width).to(dtype))
     weight, bias = KERNELS.wrap(data, layout), torch.randn(out).to(dtype)
-    x, other = torch.randn(9, width).to(dtype), torch.randn(9, out).to(dtype)
+    x, other = torch.randn(65, width).to(dtype), torch.randn(65, out).to(dtype)
     linear, add = (KERNELS.operators()[one] for one in (packing.LINEAR, packing.LINEAR_ADD))
 
     def answers(rows: int) -> list[torch.Tensor]:
@@ -881,8 +899,8 @@ def test_a_packed_product_gives_a_row_its_bits_in_any_batch(
             add(own, more, weight, bias).view(rows, out),
         ]
 
-    expected = answers(9)
-    for rows in range(9):
+    expected = answers(65)
+    for rows in (*range(10), 16, 33, 64):
         for ours, theirs in zip(answers(rows), expected, strict=True):
             assert torch.equal(ours, theirs[:rows])
 

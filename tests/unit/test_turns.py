@@ -322,6 +322,16 @@ def test_a_caller_that_is_barred_or_rests_or_owes_is_not_forgotten() -> None:
     assert len([*accounts]) == fair_queue.MAX_IDLE
 
 
+@pytest.mark.parametrize(("steps", "pauses"), [(1, True), (3, False)])
+def test_a_caller_pauses_after_a_long_step_but_not_after_many_short_ones(
+    steps: int, pauses: bool
+) -> None:
+    accounts = fair_queue.CallerQueue({}, MAX_WAIT_MS)
+    charge = accounts.charge_alone(accounts.of("streams"), 1, 1.0, 0.0, 0.0)
+    ends_ms = accounts.reconcile_cost(charge, 1.25 * fair_queue.LONG_MS, 200.0, steps)
+    assert (ends_ms > 200.0) is pauses
+
+
 def test_models_that_do_not_fit_together_take_no_more_turns_than_their_copies_are_worth() -> None:
     server = Server(arena_mib=7)
     server.loop("one", "a", OPEN)

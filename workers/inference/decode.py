@@ -35,7 +35,7 @@ from pipeswitch.programs.running.executor import BoundProgram
 
 from .pool import MappedPool
 
-RUN_MS: Final = 125.0  # target time of a run; clients get its tokens at its end: 8 times a second
+RUN_MS: Final = 125.0  # target time of a run; streams get its tokens at its end, 8 times a second
 ROWS_STEP: Final = 16  # rows are a multiple of this, so shapes seldom change; few rows are unused
 GPU_ROWS_STEP: Final = 128  # larger on a GPU, which captures each shape
 

@@ -5,12 +5,13 @@ A packed weight is stored in oneDNN's own layout, so no call has to reorder it. 
 system copies, evicts and streams its bytes like any other weight. A worker wraps these bytes in
 place as an opaque tensor of torch, as AOTInductor does with packed constants.
 
-The layout depends on torch's oneDNN and on the processor (``packing.fingerprint``).
+The layout depends on torch's oneDNN, the processor and the threads (``spec.fingerprint``).
 """
 
 from __future__ import annotations
 
 import ctypes
+import math
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from pathlib import Path
@@ -26,10 +27,10 @@ from ..torch_kernels import linear_int8
 _MKLDNN_LAYOUT: Final = 3  # c10::Layout::Mkldnn
 _SCALAR_TYPES: Final = {"float32": 6, "bfloat16": 15}  # c10::ScalarType
 _FAST_ROWS: Final = 4  # oneDNN reads weights from memory faster for 4 rows than for fewer
-_LONG_ROW: Final = 1024  # for one longer row, oneDNN adds in another order than for several rows
-_LARGE_WEIGHT: Final = 1 << 20  # numbers; smaller weights often lie in a cache of the processor
-_UNSET: Final = (slice(108, 112), slice(316, 320))
-"""Bytes between the fields of oneDNN's descriptor. Nothing sets them, so processes differ there."""
+_LONG_ROW: Final = 1024  # oneDNN sums a single row longer than this in another order than several
+_LARGE_WEIGHT: Final = 1 << 20  # elements; smaller weights often fit into the processor's cache
+_PADDING: Final = (slice(108, 112), slice(316, 320), slice(420, 424))
+"""Padding in oneDNN's descriptor. It is never initialized, so it differs between processes."""
 _SELF_TEST_ERROR: Final = {torch.float32: 1e-5, torch.bfloat16: 2e-2}  # relative to largest output
 
 
@@ -114,7 +115,7 @@ def _linear(x: torch.Tensor, weight: torch.Tensor, *rest: Any) -> torch.Tensor:
         result = call(x, weight, *rest)
         return result
     result = call(_with_rows(x, missing_rows), weight, *rest)
-    return result[:-missing_rows].view(*x.shape[:-1], -1)
+    return result[:-missing_rows].view(*x.shape[:-1], weight.shape[0])
 
 
 def _linear_add(
@@ -127,20 +128,20 @@ def _linear_add(
         return result
     wide = _with_rows(x, missing_rows), _with_rows(other, missing_rows)
     result = call(*wide, weight, bias, "add")
-    return result[:-missing_rows].view(*x.shape[:-1], -1)
+    return result[:-missing_rows].view(*x.shape[:-1], weight.shape[0])
 
 
 def _missing_rows(x: torch.Tensor, weight: torch.Tensor) -> int:
-    """Return the number of rows that are worth adding to an input: it is faster, or a row gets the
-    bits that it has in a batch."""
-    rows = x.numel() // x.shape[-1]
+    """Return how many rows of zeros to add to an input, for speed or for the bits that a row has in
+    a batch; 0: none."""
+    rows = math.prod(x.shape[:-1])
     is_few = 0 < rows < _FAST_ROWS
     gains = weight.numel() >= _LARGE_WEIGHT or (rows == 1 and x.shape[-1] > _LONG_ROW)
     return _FAST_ROWS - rows if is_few and gains else 0
 
 
 def _with_rows(x: torch.Tensor, count: int) -> torch.Tensor:
-    """Return ``x`` as rows, with ``count`` more of zeros."""
+    """Return ``x`` as a matrix, followed by ``count`` rows of zeros."""
     return torch.nn.functional.pad(x.reshape(-1, x.shape[-1]), (0, 0, 0, count))
 
 
@@ -171,7 +172,7 @@ def _taken_apart(packed: torch.Tensor) -> tuple[packing.PackedLayout, torch.Tens
     data = torch.empty(size_bytes, dtype=torch.uint8)
     ctypes.memmove(data.data_ptr(), int(torch.ops.mkldnn.data_ptr(packed)), size_bytes)
     description = torch.ops.mkldnn._get_mkldnn_serialized_md(packed)
-    for one in _UNSET:
+    for one in _PADDING:
         description[one] = 0
     layout = packing.PackedLayout(
         dtype=str(packed.dtype).removeprefix("torch."),

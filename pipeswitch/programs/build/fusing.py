@@ -29,8 +29,8 @@ MAX_RUNS: Final = 9
 RUNS_S: Final = 1.5  # no new run begins after this processor time
 COPY: Final = "aten.contiguous.default"
 MAX_LOSS: Final = 0.05  # packing may slow down one shape by this share of the time of all products
-SMALL_LOSS: Final = 0.005  # a linear layer is packed even if it loses this share: packed rows have
-# the same bits in every batch, but torch multiplies one row in another order than several
+SMALL_LOSS: Final = 0.005  # linear layers may lose this share of all products' time: torch, unlike
+# packed calls, sums one row in another order than several
 MAX_PADDED: Final = 1.1  # a packed weight may have this many times its bytes in plain bfloat16,
 PADDED_BYTES: Final = 64 << 10  # or this many bytes more, whichever is larger
 PRODUCTS: Final = {"aten.conv2d.default": 0, "aten.linear.default": 0, "aten.addmm.default": 1}
@@ -187,13 +187,16 @@ class _Fusing:
         return self._numbered()
 
     def _undo_slow(self, times: dict[tuple[int, ...], _Times]) -> None:
-        """Undo packed calls that lose time (``SMALL_LOSS``), and then those with the least gain per
-        loss, until no shape loses more than ``MAX_LOSS``."""
+        """Undo packed calls that lose time (linear layers: more than ``SMALL_LOSS`` together), and
+        then those with the least gain per loss, until no shape loses more than ``MAX_LOSS``."""
         gain_ms = {one: sum(a - b for a, b in both) for one, both in times.items()}
-        small_ms = SMALL_LOSS * sum(plain_ms for both in times.values() for plain_ms, _ in both)
-        for one, gained_ms in gain_ms.items():
+        left_ms = SMALL_LOSS * sum(plain_ms for both in times.values() for plain_ms, _ in both)
+        losing = [one for one, gained_ms in gain_ms.items() if gained_ms < 0.0]
+        for one in sorted(losing, key=lambda one: -gain_ms[one]):
             is_linear = self._calls[one[-1]].target in (packing.LINEAR, packing.LINEAR_ADD)
-            if gained_ms < (-small_ms if is_linear else 0.0):
+            if is_linear and -gain_ms[one] <= left_ms:
+                left_ms += gain_ms[one]
+            else:
                 self._undo(one)
         for at in range(len(next(iter(times.values())))):
             most_ms = MAX_LOSS * sum(both[at][0] for both in times.values())

@@ -96,7 +96,7 @@ def derive(
     precision = Precision(
         **_measured(times, errors),
         name=cast(Any, name),
-        fingerprint=fingerprint(torch.get_num_threads()),
+        fingerprint=fingerprint(kernels.layout, torch.get_num_threads()),
         plain_bytes=manifest.total_bytes,
         is_batch_invariant=is_batch_invariant(ours, fast, limit) if times else None,
         weights=tuple((one.name, one.dtype, one.shape) for one in manifest.tensors),

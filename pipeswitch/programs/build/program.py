@@ -92,6 +92,7 @@ def build(
         HostStoreFull: the model needs more than ``disk_bytes``; nothing was written.
     """
     kernels = packed.KERNELS if packs_weights else TorchKernels(rounds=True)
+    threads = torch.get_num_threads()
     try:
         out_dir.mkdir(parents=True, exist_ok=True)
         if os.path.isdir(spec.weights):
@@ -101,6 +102,7 @@ def build(
         else:
             manifest = _build_module(spec, out_dir, progress, disk_bytes)
         if spec.precision != "exact":
+            torch.set_num_threads(threads)  # a factory may have set another number
             manifest = _in_precision(manifest, spec, out_dir, kernels)
         if (batched := batched_as(manifest, spec)) is not None:
             manifest = with_batching(manifest, *batched, out_dir, kernels)

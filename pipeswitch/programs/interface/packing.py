@@ -24,7 +24,7 @@ TARGETS: Final = frozenset({LINEAR, LINEAR_ADD, LINEAR_INT8, CONVOLUTION, CONVOL
 PRECISIONS: Final = ("exact", "fast", "bf16", "int8")
 HALF: Final = ("bf16", "int8")  # precisions whose products are computed in bfloat16
 Layout = Literal["onednn", "torch"]  # of weights; a server with a GPU uses torch's
-PACKED_FORM: Final = "2"  # if it changes, a server packs its models again
+PACKED_FORM: Final = "2"  # version of packed files; with another one, servers pack again
 DERIVED_FILE: Final = "derived.bundle"  # in a program's folder, next to the plain bundle
 
 
@@ -41,7 +41,7 @@ class Precision(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     """Precision of a derived program, and its comparison with the plain one on this machine."""
 
     name: Literal["fast", "bf16", "int8"]
-    fingerprint: str  # equal on all machines that read weights in the same ``layout``
+    fingerprint: str  # equal where workers can read the same packed bytes
     plain_ms: float  # processor time of one run of the plain program, on the example; 0: not timed
     ms: float  # processor time of one run of the derived program
     plain_bytes: int

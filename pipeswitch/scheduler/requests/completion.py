@@ -44,7 +44,8 @@ class TaskCompletion:
             # The worker may write outputs until it is reaped: only then are the requests retried.
             device.kill(worker, "its answer does not fit its run")
             return
-        activation, requests, replica = self._end(worker, task)
+        steps = max([1, *map(len, message.tokens)])  # one for each token of a generation
+        activation, requests, replica = self._end(worker, task, steps)
         replica.model.deaths = worker.deaths = 0
         worker.warm[replica.name] = replica.version  # the worker has just run this version
         self._ended.append((activation, requests, message))
@@ -57,7 +58,7 @@ class TaskCompletion:
             replica.model.failed_batches = 0
         if not activation.streamed:
             replica.computed_op_id = activation.residency_id
-        self._note_times(activation, replica, message)
+        self._note_times(activation, replica, message, steps)
         replica.use_count += len(requests)
         core.counts["inferences"] += len(requests)
         core.counts["runs"] += 1
@@ -116,14 +117,13 @@ class TaskCompletion:
         return True
 
     def _note_times(
-        self, activation: RunningTask, replica: DeviceModel, message: InferenceDone
+        self, activation: RunningTask, replica: DeviceModel, message: InferenceDone, steps: int
     ) -> None:
         """Record the run's time for predictions, and its batch as the model's usual one."""
         replica.model.last_batch = activation.batch
         # Time from the turn to the answer, by the controller's clock: the next task waits for it.
         now_ms = self._core.now_ms
         took_ms = max(0.0, now_ms - activation.began_at_ms - message.stall_ms)
-        steps = max([1, *map(len, message.tokens)])
         step_ms = took_ms / steps  # the next task waits for one step
         self._device.predictions.computed(replica.name, activation.batch, step_ms, now_ms)
         if self._core.judge.ranks_runs:
@@ -166,7 +166,7 @@ class TaskCompletion:
             self._device.queue.add(request)
 
     def _end(
-        self, worker: Worker, activation: RunningTask
+        self, worker: Worker, activation: RunningTask, steps: int = 1
     ) -> tuple[RunningTask, list[Request], DeviceModel]:
         """Take the task off the device.
 
@@ -174,20 +174,22 @@ class TaskCompletion:
         not arrived; or the task failed before it had the turn.
         """
         device, cause = self._device, f"operation {activation.op_id}"
-        self._reconcile_cost(activation)
+        self._reconcile_cost(activation, steps)
         device.owner.drop(activation, cause)
         worker.state.apply(WorkerEvent.TASK_ENDED, cause)
         replica = device.replicas[activation.model]
         self._residents.unused(replica)
         return activation, self._requests(activation), replica
 
-    def _reconcile_cost(self, activation: RunningTask) -> None:
+    def _reconcile_cost(self, activation: RunningTask, steps: int = 1) -> None:
         """Charge the callers by the controller's clock: workers' times are not trusted."""
         core, charge = self._core, activation.charge
         if charge is not None:
             ran_until_ms = activation.yielded_at_ms or core.now_ms
             took_ms = ran_until_ms - activation.began_at_ms if activation.began_at_ms else 0.0
-            throttled_until_ms = self._device.accounts.reconcile_cost(charge, took_ms, core.now_ms)
+            throttled_until_ms = self._device.accounts.reconcile_cost(
+                charge, took_ms, core.now_ms, steps
+            )
             if throttled_until_ms > core.now_ms:
                 core.wake_at(throttled_until_ms, DUE)
 

@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from itertools import chain
 from typing import Any, Final, Generic, NamedTuple, TypeVar
 
-LONG_MS: Final = 100.0  # a run this long makes its caller yield, even if the device is idle
+LONG_MS: Final = 100.0  # a step this long makes its caller yield, even if the device is idle
 MAX_DEATHS: Final = 3  # recent worker deaths that a caller may cause without a penalty
 BAR_MS: Final = 1000.0  # penalty for one more death; each further one doubles it
 HALF_MS: Final = 60_000.0  # half-life of the count of deaths
@@ -349,9 +349,12 @@ class CallerQueue(FairQueue[CallerShare]):
         self._changed[account] = None
         return Charge(effective_priority, ms, {account: 1.0})
 
-    def reconcile_cost(self, charge: Charge, took_ms: float, now_ms: float) -> float:
+    def reconcile_cost(
+        self, charge: Charge, took_ms: float, now_ms: float, steps: int = 1
+    ) -> float:
         """Correct the charge of a finished run; return the end of its callers' pauses.
-        A caller with a long part of the run pauses for that time, divided by ``max(1, weight)``."""
+        A caller with a long part of a step pauses for the run's time, divided by
+        ``max(1, weight)``: a request of another caller can end a run only between two steps."""
         for account, part in charge.parts.items():
             own_ms = part * took_ms
             account.used_ms += own_ms
@@ -359,7 +362,7 @@ class CallerQueue(FairQueue[CallerShare]):
             account.running -= 1
             account.seen_at_ms = self._had_at_ms[charge.effective_priority] = now_ms
             self._changed[account] = None
-            if own_ms >= LONG_MS:
+            if own_ms / steps >= LONG_MS:
                 account.throttled_until_ms = now_ms + own_ms / max(1.0, account.weight)
         for queue, effective_priority, parts in charge.connections:
             queue.correct(parts, effective_priority, took_ms - charge.ms)
