@@ -58,8 +58,7 @@ class TaskCompletion:
             replica.model.failed_batches = 0
         if not activation.streamed:
             replica.computed_op_id = activation.residency_id
-        self._note_times(activation, replica, message, steps)
-        replica.use_count += len(requests)
+        self._note_run(activation, replica, message, steps)
         core.counts["inferences"] += len(requests)
         core.counts["runs"] += 1
         device.served += len(requests)
@@ -116,10 +115,11 @@ class TaskCompletion:
         device.between[request.token] = request
         return True
 
-    def _note_times(
+    def _note_run(
         self, activation: RunningTask, replica: DeviceModel, message: InferenceDone, steps: int
     ) -> None:
-        """Record the run's time for predictions, and its batch as the model's usual one."""
+        """Record the run's time for predictions, its batch as the model's usual one, and its use."""
+        replica.use_count += len(activation.tokens)
         replica.model.last_batch = activation.batch
         # Time from the turn to the answer, by the controller's clock: the next task waits for it.
         now_ms = self._core.now_ms
