@@ -118,7 +118,7 @@ class TaskCompletion:
     def _note_run(
         self, activation: RunningTask, replica: DeviceModel, message: InferenceDone, steps: int
     ) -> None:
-        """Record the run's time for predictions, its batch as the model's usual one, and its use."""
+        """Record a run: its time for predictions, its batch as the usual one, and the use."""
         replica.use_count += len(activation.tokens)
         replica.model.last_batch = activation.batch
         # Time from the turn to the answer, by the controller's clock: the next task waits for it.
