@@ -65,7 +65,7 @@ def chaos(
         for lane in ("probe", *LANES.values()):
             _wait_for_answers(history, 0, lane)
         began_s = time.monotonic()
-        todo = grid()
+        todo, tried_again = grid(), list[Cell]()
         generator.shuffle(todo)
 
         def is_over() -> bool:
@@ -76,7 +76,9 @@ def chaos(
         while not is_over():
             cell = todo.pop() if todo else _draw(generator)
             try:
-                _inject(stage, history, cell, generator, say)
+                if not _inject(stage, history, cell, generator, say) and cell not in tried_again:
+                    tried_again.append(cell)  # a busy machine may not have come to it in time
+                    todo.insert(0, cell)
             except AssertionError as error:
                 text = f"{cell.component} x {cell.fault}: {error}"
                 history.violations.append(text)
@@ -122,7 +124,8 @@ def _draw(generator: random.Random) -> Cell:
     return generator.choices(cells, weights)[0]
 
 
-def _inject(stage: Stage, history: History, cell: Cell, generator: random.Random, say: Say) -> None:
+def _inject(stage: Stage, history: History, cell: Cell, generator: random.Random, say: Say) -> bool:
+    """Inject a fault, and wait for answers after it; return False if it did not happen."""
     answers = len(history.outcomes)
     at_s = time.monotonic()
     try:
@@ -141,7 +144,7 @@ def _inject(stage: Stage, history: History, cell: Cell, generator: random.Random
     if not happened:
         took_s = time.monotonic() - at_s
         say(f"     {cell.component} x {cell.fault}: did not happen ({took_s:.1f} s)")
-        return
+        return False
     history.faults.append(Fault(cell.component, cell.fault, at_s, cell.ends_controller))
     _wait_for_answers(history, answers, lane_of(history.faults[-1]))
     seconds = history.recovery_s(history.faults[-1])
@@ -149,6 +152,7 @@ def _inject(stage: Stage, history: History, cell: Cell, generator: random.Random
     took_s = time.monotonic() - at_s
     number = len(history.faults)
     say(f"{number:4d} {cell.component} x {cell.fault}: answers after {shown} ({took_s:.1f} s)")
+    return True
 
 
 def _wait_for_answers(history: History, known: int, lane: str) -> None:
