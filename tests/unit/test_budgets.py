@@ -39,10 +39,11 @@ PRODUCT = ("pipeswitch", "workers", "memory_daemon")
 # transformers 5.17: 50 lines. A GPU's own kernels for precisions took 160 (tests: 40). Fusing
 # what surrounds a product, and a review of both, took 100 (tests: 130). Reports
 # of stopped benchmarks took 20 lines of tests. Layouts that were refused after a restart, and the
-# bits of single rows, took 65 (tests: 115).
-MAX_PRODUCT_LINES = 81_775
+# bits of single rows, took 65 (tests: 115). "What outsiders broke in round 5" may add 500 (tests:
+# 1,200).
+MAX_PRODUCT_LINES = 82_275
 MAX_DOC_WORDS = 50_000
-MAX_TEST_LINES = 81_120
+MAX_TEST_LINES = 82_320
 
 
 def lines_of(*tops: str) -> int:
