@@ -81,7 +81,7 @@ def check_access(config: ServerConfig, host: str) -> tuple[bool, list[str]]:
     """Return whether clients at this TCP address must prove a key, and warnings for the owner.
 
     Raises:
-        ConfigError: keys are needed, but the server has none or no client is admitted.
+        ConfigError: keys are needed, but the server has none.
     """
     if config.auth == "auto" and is_loopback(host):
         if not config.allow_code or Role.CODE in config.tcp_roles:
@@ -93,23 +93,26 @@ def check_access(config: ServerConfig, host: str) -> tuple[bool, list[str]]:
         ]
     path = _keys_path(config)
     folder = KeyFolder(path).open()
-    keys = folder.server()
-    missing = "the server has no key" if keys is None else "no client is admitted"
-    if keys is None or not folder.clients():
-        where = f"--keys-dir {path}"
+    command = f"pipeswitch keys --keys-dir {path}"
+    if folder.server() is None:
         raise ConfigError(
             f"{config.listen} needs keys of clients"
             + ("" if is_loopback(host) else ", other machines can reach it")
-            + f": {missing}",
-            hint=f"pipeswitch keys {where} server; then, for each client: "
-            f"pipeswitch keys {where} client NAME. Or listen on 127.0.0.1",
+            + ": the server has no key",
+            hint=f"{command} server; then, for each client: {command} client NAME. Or "
+            + ('[server] auth = "auto"' if is_loopback(host) else "listen on 127.0.0.1"),
         )
-    silent = [name for name, admitted in folder.admitted().items() if not admitted.has_roles]
+    admitted = folder.admitted()
+    if not admitted:  # the last key may have been revoked
+        return True, [
+            f"no client is admitted at {config.listen}; admit one with: {command} client NAME"
+        ]
+    silent = [name for name, one in admitted.items() if not one.has_roles]
     if not silent:
         return True, []
     return True, [
         f"keys without a role have infer alone: {', '.join(silent)}; give them others with: "
-        f"pipeswitch keys --keys-dir {path} roles NAME --role register"
+        f"{command} roles NAME --role register"
     ]
 
 
