@@ -9,6 +9,7 @@ import math
 import os
 import random
 import signal
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -46,7 +47,15 @@ from ..simulator.replay import (
 )
 from ..watchdog import PolicyWatchdog
 from . import views
-from .common import EXIT_INTERRUPTED, check_folder, checked_plot, connected, json_option, suffixed
+from .common import (
+    EXIT_FAILED,
+    EXIT_INTERRUPTED,
+    check_folder,
+    checked_plot,
+    connected,
+    json_option,
+    suffixed,
+)
 
 FUNCTIONS: Final = "azure_functions_2019_100fn_invocations.csv"
 SERVICES: Final = ("azure_llm_2023_code_15min.csv", "azure_llm_2023_conv_15min.csv")
@@ -374,15 +383,21 @@ def _compare(name: str, as_json: bool, options: Mapping[str, Any]) -> None:
     if drawn is not None:
         Path(timeline).write_text(json.dumps(drawn.chrome_trace(0.0)), "utf-8")
     facts = compared.facts()
-    if plot is not None:
-        _draw(Path(plot), runs, facts)
-    rows = [_row(*run) for run in runs]
-    for text in dict.fromkeys(text for run in runs for text in run[2].warnings):
+    sound = [run for run in runs if not run[2].failure]
+    if plot is not None and sound:
+        _draw(Path(plot), sound, facts)
+    for text in dict.fromkeys(text for run in sound for text in run[2].warnings):
         views.echo(f"Warning: {text}", err=True)
     if as_json:
-        views.print_json({**facts, "runs": rows})
-    else:
-        compared.show(rows, facts)
+        views.print_json({**facts, "runs": [_row(*run) for run in runs]})
+    elif sound:
+        compared.show([_row(*run) for run in sound], facts)
+    failures = {setting.policy: outcome.failure for _, setting, outcome, _ in runs}
+    for policy, failure in failures.items():
+        if failure:
+            views.echo(f'Error: policy "{policy}" has no result: {failure}', err=True)
+    if any(failures.values()):
+        sys.exit(EXIT_FAILED)
 
 
 def _replayed(of: _Comparison, drawn: Timeline | None, *, is_watched: bool) -> list[Run]:
@@ -699,6 +714,8 @@ def _load(models: Sequence[PaperModel], requests: Sequence[arrivals.Arrival]) ->
 
 
 def _row(memory: str, setting: Setting, outcome: Outcome, placed: dict[str, Any]) -> dict[str, Any]:
+    if outcome.failure:  # ``priority`` decided the rest
+        return {"memory": memory, "policy": setting.policy, "failed": outcome.failure}
     jobs = [
         {
             "job": job.name,

@@ -477,8 +477,9 @@ class Introspection:
             "workers": sum(row["workers"] for row in rows),
             "device": ",".join(device.state.settings.device for device in devices),
             "policy": core.judge.name,
+            "policy_failure": core.judge.failure,
             "draining": core.is_draining,
-            "ready": any(row["ready"] for row in rows),
+            "ready": not core.is_draining and any(row["ready"] for row in rows),
             **({"devices": rows} if len(rows) > 1 else {}),
         }
 

@@ -14,6 +14,7 @@ from typing import Final, NamedTuple
 
 MINUTE_MS: Final = 60_000.0
 MAX_ARRIVALS: Final = 5_000_000
+HEADER: Final = ["at_ms", "model"]
 
 
 class Arrival(NamedTuple):
@@ -80,30 +81,34 @@ def of_services(texts: Sequence[str], *, speed_up: float = 1.0, has_tokens: bool
 
 
 def of_rows(text: str, *, name: str = "trace", speed_up: float = 1.0) -> tuple[Trace, list[str]]:
-    """Parse a user's trace, and return it with the models' names. Its header is ``at_ms,model``.
-    Each row has these values, and optionally ``deadline_ms`` (from the arrival) and the client.
+    """Parse a user's trace, and return it with the models' names. A header ``at_ms,model`` may
+    precede the rows. Each has these values, and may have ``deadline_ms`` (from the arrival) and the
+    client.
 
     Raises:
-        TraceError: the header or a row has another form.
+        TraceError: a row has another form.
     """
-    header, *rows = _rows(text)
-    if [word.strip() for word in header[:2]] != ["at_ms", "model"]:
-        raise TraceError(f"its first line is {','.join(header)[:80]!r}, expected at_ms,model")
+    first, *rows = enumerate(_rows(text.removeprefix("\ufeff")), start=1)
+    if [word.strip() for word in first[1][:2]] != HEADER:
+        rows.insert(0, first)
     names: dict[str, int] = {}
     arrivals: list[Arrival] = []
-    for number, row in enumerate(rows, start=2):
+    for number, row in rows:
         try:
             at_ms, model = float(row[0]), row[1].strip()
             deadline_ms = float(row[2]) if len(row) > 2 and row[2].strip() else None
         except (ValueError, IndexError):
             raise TraceError(
                 f"line {number} is {','.join(row)[:80]!r}, expected 12.5,name"
+                + (f", or the header {','.join(HEADER)}" if number == 1 else "")
             ) from None
         if not 0.0 <= at_ms < math.inf or not model or not (deadline_ms or 0.0) >= 0.0:
             raise TraceError(f"line {number}: a time of at least 0 and a name are expected")
         place = names.setdefault(model, len(names))
         caller = row[3].strip() if len(row) > 3 else ""
         arrivals.append(Arrival(at_ms / speed_up, place, deadline_ms, caller))
+    if not arrivals:
+        raise TraceError("it has no rows under its header")
     arrivals.sort(key=lambda arrival: arrival.at_ms)
     return Trace(name, tuple(arrivals), len(names)), list(names)
 
@@ -141,8 +146,8 @@ def tiled(trace: Trace, tiles: int, requests: int, seed: int = 0) -> Trace:
 
 def _rows(text: str) -> list[list[str]]:
     rows = [line.split(",") for line in text.splitlines() if line.strip()]
-    if len(rows) < 2:
-        raise TraceError("it has no rows under a header")
+    if not rows:
+        raise TraceError("it has no rows")
     if len(rows) > MAX_ARRIVALS:
         raise TraceError(f"it has {len(rows)} rows, the limit is {MAX_ARRIVALS}")
     return rows

@@ -138,9 +138,10 @@ class SimulatedDevice:
         require(start >= fence_count * FENCE_BYTES, "a model over the fences")
         intact = self.intact.get(order.model, NOWHERE)
         for group in resident_groups(order):
-            end = group.arena_offset_bytes + _true_size(order, group, program)
+            size_bytes = _true_size(order, group, program)
+            end = group.arena_offset_bytes + size_bytes
             require(
-                intact.start <= group.arena_offset_bytes and end <= intact.end,
+                not size_bytes or (intact.start <= group.arena_offset_bytes and end <= intact.end),
                 f"{order.model}: group at {group.arena_offset_bytes} is not there, and not sent",
             )
         self.claim(region_of(order), f"the copy of {order.model}", users)
@@ -228,8 +229,10 @@ def resident_groups(order: TransmitModel) -> list[GroupCopy]:
 
 
 def _true_size(order: TransmitModel, group: GroupCopy, program: SimulatedProgram) -> int:
-    """Return the size of a group whose order says 0: it ends where the next group begins."""
-    begins = sorted(g.arena_offset_bytes for g in order.groups)
+    """Return the size of a group whose order says 0: it ends where the next group begins.
+    Groups without bytes begin where the group after them begins."""
+    begins = sorted((g.arena_offset_bytes, g.fence) for g in order.groups)
     held_bytes = min(order.region_bytes, program.manifest.total_bytes)  # less if it streams
-    begins.append(order.arena_offset_bytes + held_bytes)
-    return begins[begins.index(group.arena_offset_bytes) + 1] - group.arena_offset_bytes
+    begins.append((order.arena_offset_bytes + held_bytes, 0))
+    following = begins[begins.index((group.arena_offset_bytes, group.fence)) + 1]
+    return following[0] - group.arena_offset_bytes

@@ -201,7 +201,8 @@ class Outcome:
         busy_ms: total time for which the devices computed or trained.
         order: numbers of the requests in the trace, in the order of their computation.
         jobs: results of the jobs, in the order of the arguments.
-        warnings: warnings for a server's log, such as the failure of a policy.
+        warnings: warnings for a server's log.
+        failure: why the policy failed; the rest was decided by ``priority``. Empty: it did not.
     """
 
     requests: int
@@ -216,6 +217,7 @@ class Outcome:
     order: tuple[int, ...]
     jobs: tuple[Trained, ...] = ()
     warnings: tuple[str, ...] = ()
+    failure: str = ""
     devices: int = 1
 
     @property
@@ -351,7 +353,9 @@ class Replay(World):
         settings = SchedulerSettings(
             arena_bytes=aligned(setting.memory_bytes, REGION_ALIGN_BYTES)
             + aligned(fence_count * FENCE_BYTES, REGION_ALIGN_BYTES),
-            store_bytes=sum(aligned(m.size_bytes, REGION_ALIGN_BYTES) for m in first) * 2 * tiles
+            store_bytes=sum(aligned(m.size_bytes or 1, REGION_ALIGN_BYTES) for m in first)
+            * 2
+            * tiles
             + sum(commits),
             fence_count=fence_count,
             max_queue=ENDLESS,
@@ -486,6 +490,7 @@ def outcome(servers: Sequence[Replay], requests: int, devices: int = 1) -> Outco
         order=tuple(number for _, number in sorted(first.order)),
         jobs=jobs,
         warnings=tuple(text for server in servers for text in server.warnings),
+        failure=next(filter(None, (s.scheduler.core.judge.failure for s in servers)), ""),
         devices=devices,
     )
 

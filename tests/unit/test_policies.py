@@ -187,6 +187,14 @@ def test_edf_takes_the_earliest_deadline_and_gives_one_to_those_without() -> Non
     assert ranked("edf", very_late, none, late, soon) == [4, 1, 2, 3]
 
 
+@pytest.mark.parametrize("unit_ms", [1.0, 1e3, 60e3, 3.6e6, 86.4e6, 1e12])
+def test_edf_orders_deadlines_at_any_distance(unit_ms: float) -> None:
+    """The later request arrived first, in each unit from milliseconds to years."""
+    far = named(1, "a", deadline_at_ms=9.0 + 3 * unit_ms, arrived_at_ms=1.0)
+    near = named(2, "a", deadline_at_ms=9.0 + 2 * unit_ms, arrived_at_ms=8.0)
+    assert ranked("edf", far, near) == [2, 1]
+
+
 def test_sjf_counts_the_copy_of_a_model_that_is_not_there() -> None:
     short, long = named(1, "short"), named(2, "long", is_resident=True)
     far, near = named(3, "far"), named(4, "far", is_resident=True)

@@ -8,6 +8,7 @@ import json
 import math
 import random
 import re
+import sys
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
@@ -83,6 +84,18 @@ def test_what_is_resident_takes_its_computing_alone() -> None:
 def test_the_first_group_computes_while_the_second_arrives() -> None:
     model = PaperModel(name="A", layer_bytes=(5 * PER_MS,) * 2, layer_ms=(20.0, 20.0), plan=(0, 1))
     assert at_once([model], "A").latency_ms == pytest.approx((45.0,), abs=0.01)
+
+
+@pytest.mark.parametrize("sizes", ["01", "10", "001", "010", "100", "0101", "0", "00"])
+def test_groups_without_bytes_are_served(sizes: str) -> None:
+    """A layer without weights may be a group of its own, anywhere in the plan."""
+    layers = tuple(5 * PER_MS * int(size) for size in sizes)
+    models = [
+        PaperModel(name=name, layer_bytes=layers, layer_ms=(1.0,) * len(layers), plan=plan)
+        for name, plan in (("A", tuple(range(len(layers)))), ("B", (0,)))
+    ]
+    outcome = at_once(models, "AABBAB", memory_bytes=sum(layers) + (1 << 20))
+    assert len(outcome.latency_ms) == 6
 
 
 def test_late_requests_are_computed_or_refused_as_the_setting_says() -> None:
@@ -196,7 +209,7 @@ def test_random_arrivals_have_the_rate_and_repeat_with_their_seed() -> None:
     [
         ("", "no rows"),
         ("at_ms,model\n", "no rows"),
-        ("time,model\n1,a\n", "first line"),
+        ("time,model\n1,a\n", "line 1"),
         ("at_ms,model\nx,a\n", "line 2"),
         ("at_ms,model\n1,a\n-1,a\n", "line 3"),
         ("at_ms,model\nnan,a\n", "line 2"),
@@ -263,6 +276,19 @@ def test_the_command_compares_policies_and_memories(tmp_path: Path) -> None:
     )
 
 
+FAILING = """
+from pipeswitch.scheduler.policies import Eviction, Order, Policy
+
+class Failing(Order):
+    window = 3 if "{method}" == "arrange" else 0
+    def {method}(self, *args):
+        raise RuntimeError("of mine")
+
+def make(*, max_wait_ms):
+    return Policy("failing", Failing(), Eviction())
+"""
+
+
 def test_the_command_takes_ones_own_models_and_trace(tmp_path: Path) -> None:
     models, trace = tmp_path / "models.json", tmp_path / "own.csv"
     rows = [
@@ -310,14 +336,42 @@ def test_the_command_takes_ones_own_policy_and_says_so_when_it_fails(
     status, text, error = simulate(
         "poisson:80", "--requests", "300", "--memory", "30%", "--policy", policies, "--json"
     )
-    assert status == 0, error
+    assert status == 1
     runs = json.loads(text)["runs"]
     assert [run.pop("policy") for run in runs] == policies.split(",")
-    fifo, newest, priority, broken = runs
+    fifo, newest, _, broken = runs
     assert newest["p50_ms"] < fifo["p50_ms"]  # most requests run while they are the newest
-    assert broken == priority
-    assert error.count("Warning") == 1
-    assert 'policy "broken" failed and is replaced by "priority"' in error
+    assert set(broken) == {"memory", "failed"}  # the numbers would be those of ``priority``
+    assert error.count("Error: ") == 1
+    assert 'policy "for_simulate:broken" has no result: ' in error
+
+
+@pytest.mark.parametrize("method", ["key", "rank", "stays_until_ms", "may_backfill", "arrange"])
+@pytest.mark.parametrize("where", [(), ("--nodes", "2"), ("--job", "j:5:10ms:1MiB")])
+def test_a_policy_that_fails_anywhere_has_no_numbers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, method: str, where: tuple[str, ...]
+) -> None:
+    (tmp_path / "failing.py").write_text(FAILING.format(method=method))
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "failing", raising=False)
+    arguments = ("poisson:80", "--requests", "200", "--memory", "100%", *where, "--policy")
+    plot = tmp_path / "p.png"
+    status, text, error = simulate(*arguments, "failing:make,fifo", "--plot", str(plot))
+    called = 'policy "failing:make" has no result: ' in error
+    assert called == (method not in ("may_backfill",) or status == 1)
+    assert (status, "failing:make" in text) == ((1, False) if called else (0, True))
+    assert plot.exists()
+
+
+@pytest.mark.parametrize("head", ["", "at_ms,model\n", "\ufeffat_ms, model ,deadline_ms\n", "\n"])
+def test_a_trace_may_have_a_header(tmp_path: Path, head: str) -> None:
+    trace = tmp_path / "own.csv"
+    trace.write_text(f"{head}0,a\n5,b\n")
+    status, text, error = simulate(str(trace), "--json")
+    assert (status, json.loads(text)["requests"]) == (0, 2), error
+    trace.write_text(f"{head}0;a\n")
+    status, _, error = simulate(str(trace))
+    assert (status != 0, "expected 12.5,name" in error) == (True, True)
 
 
 def test_shares_that_are_not_given_fit_the_largest_model() -> None:

@@ -25,12 +25,13 @@ class PolicyGuard:
 
     Attributes:
         generation: number of failed policies; ranks of an earlier generation are invalid.
+        failure: why the policy failed; empty if it has not failed.
     """
 
     def __init__(self, policy: Policy, max_wait_ms: float) -> None:
         self.max_wait_ms = max_wait_ms
         self._failed: Failed = lambda name, why: None
-        self.generation = 0
+        self.generation, self.failure = 0, ""
         self._use(policy)
 
     def _use(self, policy: Policy) -> None:
@@ -104,9 +105,9 @@ class PolicyGuard:
         if self.generation:
             raise error
         self.generation += 1
-        name = self.policy.name
+        name, self.failure = self.policy.name, f"{where} raised {described(error)}"
         self._use(make_policy("priority", max_wait_ms=self.max_wait_ms))
-        self._failed(name, f"{where} raised {described(error)}")
+        self._failed(name, self.failure)
 
 
 def described(error: BaseException) -> str:

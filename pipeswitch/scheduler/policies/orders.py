@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from ...planning.windows import WindowJob, alternating
-from .policy import Order, View, Waiting, deadline_of, reuse_of
+from .policy import Order, View, Waiting, reuse_of
 
 MAX_WAITS = 10  # requests without a deadline get this many times ``max_wait_ms``
 WINDOW = 8  # number of models that ``Alternating`` arranges at a time
@@ -39,8 +39,8 @@ class FirstCome(Order):
 
 
 class EarliestDeadline(Order):
-    """Earliest deadline first; a request counts as due after at most ten times ``max_wait_ms``.
-    So a request without a deadline, or with a late one, does not wait for ever."""
+    """Earliest deadline first. A request without a deadline counts as due after ten times
+    ``max_wait_ms``, so no request waits for ever."""
 
     sorts_by = "deadline"
     ranks_runs = False
@@ -49,8 +49,10 @@ class EarliestDeadline(Order):
         self._max_wait_ms = max_wait_ms
 
     def key(self, request: Waiting) -> tuple[float, ...]:
-        latest_ms = request.arrived_at_ms + MAX_WAITS * self._max_wait_ms
-        return (min(deadline_of(request), latest_ms), request.arrived_at_ms)
+        due_at_ms = request.deadline_at_ms
+        if due_at_ms is None:
+            due_at_ms = request.arrived_at_ms + MAX_WAITS * self._max_wait_ms
+        return (due_at_ms, request.arrived_at_ms)
 
     def rank(self, head: Waiting, view: View) -> tuple[float, ...]:
         return self.key(head)
