@@ -35,7 +35,7 @@ of an error that came over the wire; ``.hint`` says what to type next."""
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Final
 
 
 class PipeSwitchError(Exception):
@@ -187,6 +187,14 @@ def _tree(root: type[PipeSwitchError]) -> dict[str, type[PipeSwitchError]]:
 
 
 ERRORS_BY_NAME: Mapping[str, type[PipeSwitchError]] = _tree(PipeSwitchError)
+
+
+DRAINING: Final = "the server is draining"
+
+
+def draining() -> ServerUnavailable:
+    """Return the error for a request that arrives while the server drains."""
+    return ServerUnavailable(DRAINING, hint="try again when it is back")
 
 
 def model_failed(name: str, reason: str) -> ServerUnavailable:

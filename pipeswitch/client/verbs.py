@@ -218,8 +218,7 @@ class Verbs:
             ) from None
         total_ms = (time.monotonic() - began_s) * 1000.0
         if not deep:
-            why = "" if answer["ready"] else "its engine does not run"
-            return {"ready": answer["ready"], "why": why, "total_ms": total_ms}
+            return {"ready": answer["ready"], "why": answer["why"], "total_ms": total_ms}
         controller_ms = total_ms - answer.pop("engine_ms")
         return {**answer, "controller_ms": controller_ms, "total_ms": total_ms}
 

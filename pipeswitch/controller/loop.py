@@ -132,7 +132,7 @@ class Loop:
             self._scheduler.registry.names.mark_refused(*self._effects.refused_models.pop())
             for command in self._scheduler.run_deferred():
                 self._effects.perform(command)
-        if not self._is_announced and self._scheduler.is_whole and self._server.is_ready:
+        if not self._is_announced and self._scheduler.is_whole and not self._server.why_not_ready:
             self._is_announced = True
             gc.collect()
             gc.freeze()  # these objects stay; a full collection during a request skips them

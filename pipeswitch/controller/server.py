@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Final
 
 from ..base.config import Config
-from ..base.errors import ConfigError
+from ..base.errors import DRAINING, ConfigError
 from ..base.units import format_bytes
 from ..devices import ASKED_FOR, ChosenDevice
 from ..devices.registry import facts_of
@@ -105,14 +105,23 @@ class Server:
             self.memory.pool,
             self.inbox.append,
             facts=facts,
-            is_ready=lambda: self.is_ready,
+            why_not_ready=lambda: self.why_not_ready,
             pool_of=self.memory.pool_of if sizes.separates_tenants else None,
         )
 
     @property
-    def is_ready(self) -> bool:
-        """True if a device is ready and each configured model is registered or was refused."""
-        return self.scheduler.is_ready and not self.effects.first_attempts
+    def why_not_ready(self) -> str:
+        """Return why no request would be served now; empty if it would.
+
+        A server is ready if it does not drain, a device is ready, and each model of the journal
+        and of the configuration is stored or has failed.
+        """
+        if self.scheduler.core.is_draining:
+            return DRAINING
+        if not self.scheduler.is_ready:
+            return "its engine does not run"
+        names = dict.fromkeys(self.effects.first_attempts.values())
+        return f"it prepares {', '.join(names)}" if names else ""
 
     def _give_up(self, reason: str) -> None:
         self.effects.left = Shutdown(status=os.EX_SOFTWARE, reason=reason)

@@ -85,7 +85,7 @@ class Frontend:
         take: Callable[[ev.Event], None],
         *,
         facts: Mapping[str, Any] | None = None,
-        is_ready: Callable[[], bool] = lambda: True,
+        why_not_ready: Callable[[], str] = lambda: "",
         pool_of: Callable[[str], int] | None = None,
         now_ms: Callable[[], float] = lambda: time.monotonic() * 1000,
     ) -> None:
@@ -96,14 +96,14 @@ class Frontend:
             pool_descriptor: a sealed memfd with the request pool; the caller still owns it.
             take: queues an event for the scheduler.
             facts: the server's facts in replies to ``hello`` and ``ping`` (device, arena_bytes…).
-            is_ready: returns True if a request would be served now.
+            why_not_ready: returns why no request would be served now; empty if it would.
             pool_of: returns a tenant's file of the pool, if tenants are separate.
             now_ms: the monotonic clock.
         """
         self._config, self._take, self._now_ms = config, take, now_ms
         self._facts = dict(facts or {})
         self.owner_facts: Mapping[str, Any] = {}  # more facts, for the owner alone
-        self._is_ready = is_ready
+        self._why_not_ready = why_not_ready
         self.pool = RequestPool(pool_descriptor, pool_of)
         state = self._state_directory = Path(config.server.state_dir)
         self.disk = Disk(state, config.server.max_disk, config.server.max_disk_per_client)
@@ -318,6 +318,7 @@ class Frontend:
 
     def _about(self, principal: Principal) -> dict[str, Any]:
         """Return the server's facts that this client may read."""
+        why = self._why_not_ready()
         is_code_named = principal.is_owner or bool(self._config.server.allow_code)
         return {
             "server": "pipeswitch",
@@ -328,7 +329,8 @@ class Frontend:
             "roles": in_order(principal.roles),
             "max_message_bytes": self._config.server.max_message_bytes,
             "credit": CREDIT_CHUNKS,
-            "ready": self._is_ready(),
+            "ready": not why,
+            "why": why,
             **self._facts,
             **(self.owner_facts if principal.is_owner else {}),
         }

@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from os import EX_IOERR, EX_SOFTWARE
 from typing import Final
 
-from ..base.errors import InvalidTransition, PipeSwitchError, ServerUnavailable
+from ..base.errors import InvalidTransition, PipeSwitchError, ServerUnavailable, draining
 from ..ipc.messages import daemon as daemon_msg
 from ..ipc.messages import worker as worker_msg
 from ..ipc.messages.base import Pong
@@ -335,7 +335,7 @@ class Scheduler:
         core.drain_at_ms = core.now_ms + event.grace_ms
         core.wake_at(core.drain_at_ms)
         self.machine.jobs.drain()
-        self.profiling.refuse_all(ServerUnavailable("the server is draining"))
+        self.profiling.refuse_all(draining())
         core.publish("worker.draining", grace_ms=event.grace_ms)
 
     def _watch_drain(self) -> int:

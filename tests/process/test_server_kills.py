@@ -3,8 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import signal
+import subprocess
+import sys
 import threading
+import urllib.error
+import urllib.request
 from collections.abc import Iterator
 from concurrent.futures import Future
 from pathlib import Path
@@ -14,7 +19,7 @@ import process_tools as tools
 import pytest
 import torch
 
-from pipeswitch.base.errors import PipeSwitchError, ServerUnavailable
+from pipeswitch.base.errors import DRAINING, PipeSwitchError, ServerUnavailable
 
 SLOW_LINK = ("--link-gbps", "0.05")  # GB/s: copying 32 MB takes more than half a second
 WIDE = 1024
@@ -74,6 +79,19 @@ def submit_both(checked: tools.Checked, count: int) -> list[Future[Any]]:
     return futures
 
 
+GRPC = """
+import sys
+import grpc, tritonclient.grpc as triton
+from pipeswitch.gateway.kserve.protos import HEALTH
+channel = grpc.insecure_channel(sys.argv[1])
+read = HEALTH["HealthCheckResponse"].FromString
+state = channel.unary_unary("/grpc.health.v1.Health/Check", None, read)(b"").status
+client = triton.InferenceServerClient(sys.argv[1])
+word = HEALTH["HealthCheckResponse"].ServingStatus.Name(state)
+print(word, client.is_model_ready("wide"), client.is_server_live(), end="")
+"""
+INPUT = {"name": "x", "datatype": "FP32", "shape": [1, WIDE], "data": [0.0] * WIDE}
+BODY = json.dumps({"inputs": [INPUT]}).encode()
 HANGUP = signal.SIGHUP  # of a closed terminal
 
 
@@ -107,6 +125,7 @@ def test_a_signal_drains_what_was_accepted_is_answered_and_what_is_new_refused(
             assert needed <= tools.marked_pids(checked.mark), "a process left before the drain"
         with pytest.raises(ServerUnavailable):
             checked.client.infer("wide", X)
+        check_not_ready(checked)
         for future in futures:
             assert future.result(40)["y"].shape == (1, WIDE)
         assert checked.running.process.wait(40) == 0
@@ -135,6 +154,32 @@ def test_a_second_signal_ends_it_at_once_and_answers_what_was_left() -> None:
         assert set(answers) <= {ServerUnavailable, None}
         assert checked.running.process.wait(60) == 0
         tools.gone(checked.mark)
+
+
+def check_not_ready(checked: tools.Checked) -> None:
+    """Check that each probe of a draining server says no, and that it is live all the same."""
+    for deep in (False, True):
+        answer = checked.client.ping(deep=deep)
+        assert (answer["ready"], answer["why"]) == (False, DRAINING)
+    assert not checked.client.stats()["ready"]
+    url = f"http://{checked.running.http_address}"
+    for path, body, status in (
+        ("/v2/health/live", None, 200),
+        ("/v2/health/ready", None, 503),
+        ("/health", None, 503),
+        ("/v2/models/wide/ready", None, 503),
+        ("/v2/models/wide/infer", BODY, 503),
+    ):
+        try:
+            answer = urllib.request.urlopen(url + path, body)
+        except urllib.error.HTTPError as refused:
+            answer = refused
+        answer.close()
+        assert (path, answer.status) == (path, status)
+    done = subprocess.run(
+        [sys.executable, "-c", GRPC, checked.running.grpc_address], capture_output=True, text=True
+    )
+    assert done.stdout == "NOT_SERVING False True", done.stderr
 
 
 def is_draining(checked: tools.Checked) -> bool:

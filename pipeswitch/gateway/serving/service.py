@@ -15,11 +15,13 @@ from typing import Any, Final, TypeVar
 import msgspec
 
 from ...base.errors import (
+    DRAINING,
     Cancelled,
     InvalidInput,
     ModelNotFound,
     PipeSwitchError,
     ServerUnavailable,
+    draining,
     model_failed,
 )
 from ...base.roles import URGENT_PRIORITY, Principal, Role
@@ -121,7 +123,9 @@ class Service:
     ) -> ServerUnavailable | None:
         """Return a refusal if the model is not ready, with the reason if the caller may see it."""
         row = await self._row(caller, model, version)
-        return None if row["state"] == READY else _unready(row)
+        if row["state"] != READY:
+            return _unready(row)
+        return draining() if (await self._upstream.ask("ping"))["why"] == DRAINING else None
 
     async def metadata(self, caller: Principal, model: str, version: str) -> dict[str, Any]:
         return oip.metadata(_built(await self._row(caller, model, version)))

@@ -31,7 +31,7 @@ class _Connection(LoopConnection):
     """Connection to one server that may be absent; its errors do not reveal the address."""
 
     def _fail(self, call: Call, error: PipeSwitchError) -> None:
-        if isinstance(error, ServerUnavailable) and not error.data:  # no failed model
+        if isinstance(error, ServerUnavailable) and self.address in error.message:
             error = ServerUnavailable("the server does not answer", hint=AGAIN)
         super()._fail(call, error)
 

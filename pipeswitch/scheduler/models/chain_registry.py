@@ -54,7 +54,7 @@ class Chains:
         """Check a chain; raise ServerUnavailable, AlreadyExists, HostStoreFull or InvalidInput."""
         core, known = self._core, self._machine.chains
         if core.is_draining:
-            raise errors.ServerUnavailable("the server is draining")
+            raise errors.draining()
         hint = f"pipeswitch unregister {event.model}, or choose another name"
         names = self._versions.aliases.names
         if event.model in self._machine.served or event.model in names:

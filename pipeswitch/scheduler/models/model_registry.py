@@ -61,7 +61,7 @@ class Registry:
         may change; 2. else: an error."""
         core = self._core
         if core.is_draining:
-            raise errors.ServerUnavailable("the server is draining")
+            raise errors.draining()
         self.names.check_free(split_name(event.model)[0], event.aliases)
         old = None if event.is_known else self._versions.newest(event.model)
         if old is not None and self._is_same(event, old):

@@ -25,6 +25,7 @@ from ...base.errors import (
     PermissionDenied,
     PipeSwitchError,
     ServerUnavailable,
+    draining,
     to_wire,
 )
 from ...ipc.messages.base import JobName, ModelName, OpId
@@ -87,7 +88,7 @@ class Publishing:
     def version_asked(self, event: VersionRequest) -> None:
         """Build a model's next version from a client's file; answer when it is ready."""
         if self._core.is_draining:
-            raise ServerUnavailable("the server is draining")
+            raise draining()
         name = self._versions.aliases.names.get(event.model, event.model)
         before = self.model_for(name, event.tenant or None)
         models = self._machine.models.values()
@@ -108,7 +109,7 @@ class Publishing:
         answer = PublishAnswered(op_id=message.op_id)
         try:
             if self._core.is_draining:
-                raise ServerUnavailable("the server is draining")
+                raise draining()
             model = self.model_for(message.model, job.spec.tenant)
             if model.manifest is None:
                 raise _not_ready(model)
@@ -129,7 +130,7 @@ class Publishing:
 
     def _check(self, event: PublishRequest) -> None:
         if self._core.is_draining:
-            raise ServerUnavailable("the server is draining")
+            raise draining()
         job = self._machine.jobs.get(event.job)
         if job is None:
             raise _no_job(event.job)

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
 
-from ...base.errors import ServerUnavailable
+from ...base.errors import DRAINING, ServerUnavailable
 from ...ipc.messages.base import OpId, Ping, Slot
 from ..core import PINGS, WORKERS, Core, handles
 from ..events import PingRequest, Token
@@ -141,13 +141,15 @@ class Pings:
         """Return the report without the client's latency. A server is ready if one device is."""
         reports = [device.report() for device in self._devices]
         daemons_ms = [one["daemon_ms"] for one in reports]
+        whys = [
+            f"{device.label} {one['why']}".lstrip()
+            for device, one in zip(self._devices, reports, strict=True)
+            if one["why"]
+        ]
+        is_draining = self._core.is_draining
         return {
-            "ready": any(one["ready"] for one in reports),
-            "why": "; ".join(
-                f"{device.label} {one['why']}".lstrip()
-                for device, one in zip(self._devices, reports, strict=True)
-                if one["why"]
-            ),
+            "ready": not is_draining and any(one["ready"] for one in reports),
+            "why": "; ".join([DRAINING] * is_draining + whys),
             "engine_ms": self._core.now_ms - self._asked_at_ms,
             "daemon_ms": None if None in daemons_ms else max(daemons_ms),
             "workers": [row for one in reports for row in one["workers"]],

@@ -91,7 +91,7 @@ class Profiling:
         """
         replica = device.state.replicas.get(name)
         if self._core.is_draining:
-            raise errors.ServerUnavailable("the server is draining")
+            raise errors.draining()
         if replica is None or replica.model.state.state is ModelState.LEAVING:
             raise errors.ModelNotFound(f'no model "{name}"', hint="pipeswitch models")
         if replica.model.manifest is None or replica.model.state.state is not ModelState.READY:

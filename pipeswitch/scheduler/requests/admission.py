@@ -6,7 +6,14 @@ from collections.abc import Sequence
 
 from msgspec.structs import replace
 
-from ...base.errors import Cancelled, ModelNotFound, PipeSwitchError, QueueFull, ServerUnavailable
+from ...base.errors import (
+    Cancelled,
+    ModelNotFound,
+    PipeSwitchError,
+    QueueFull,
+    ServerUnavailable,
+    draining,
+)
 from ...base.quotas import left
 from ...ipc.messages.base import ModelName
 from ...programs.interface.dims import BATCH, values_of
@@ -181,7 +188,7 @@ class Admission:
         core = self._core
         model = self._models.get(event.model)
         if (core.drain_at_ms is not None and not event.is_chain_continuation) or core.is_stopped:
-            return ServerUnavailable("the server is draining", hint="try again when it is back")
+            return draining()
         if model is None or model.state.state is ModelState.LEAVING:
             return self._gone(event)
         if model.state.state is ModelState.QUARANTINED:

@@ -62,7 +62,7 @@ class JobRequests:
         """Accept a job, and answer when it is in the journal."""
         core = self._core
         if core.is_draining:
-            raise errors.ServerUnavailable("the server is draining")
+            raise errors.draining()
         self._check_devices(event.devices)
         old = self._jobs.get(event.job)
         if old is not None and old.state.state not in TASK_FINAL:
@@ -143,7 +143,7 @@ class JobRequests:
     def _resume_asked(self, job: Job, event: JobRequest) -> None:
         if job.state.state is TaskState.FAILED:
             if self._core.is_draining:
-                raise errors.ServerUnavailable("the server is draining")
+                raise errors.draining()
             if not job.spec.entry:  # a lost job: it is listed without its script
                 raise errors.InvalidInput(
                     f'the script of job "{event.job}" is unknown: its journal entry was damaged',

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Final
 
-from ...base.errors import WorkerLost
+from ...base.errors import DRAINING, WorkerLost
 from ...ipc.messages.base import JobName, Slot, Turn
 from ...ipc.messages.worker import (
     EvictTask,
@@ -43,7 +43,7 @@ STARVED_STEPS: Final = 5  # a job that made this many steps meanwhile keeps acti
 WHY_EVICTED: Final = {
     "pause": "pause requested by the user",
     "cancel": "cancel requested by the user",
-    "drain": "the server is draining",
+    "drain": DRAINING,
 }
 
 
