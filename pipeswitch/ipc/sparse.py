@@ -11,6 +11,7 @@ import errno
 import functools
 import os
 import stat
+from bisect import bisect_left, insort
 from collections.abc import Iterable
 from typing import Any, Final
 
@@ -18,6 +19,7 @@ KEEP_SIZE, PUNCH_HOLE = 1, 2  # flags of fallocate(2)
 BLOCK_BYTES: Final = 512  # unit of st_blocks, on every file system
 GRAIN_BYTES: Final = 1 << 16  # a multiple of every block size: a partial block would be zeroed
 PAGE_BYTES: Final = os.sysconf("SC_PAGESIZE")
+GAPS: Final = 16  # gaps between ranges that are given back at once: 16 system calls
 
 
 def read_only(descriptor: int) -> int:
@@ -81,22 +83,59 @@ def kept_from(descriptor: int, position: int) -> int:
         return position
 
 
-def keep_only(descriptor: int, ranges: Iterable[tuple[int, int]], size_bytes: int) -> None:
-    """Free all pages outside of these ranges (start, end), if there are any.
+class KeptRanges:
+    """Ranges of a sparse file that are in use, in whole pages. The pages outside are given back.
 
-    A process that maps the file for writing can allocate pages anywhere by touching them.
+    A process that maps the file for writing can allocate pages anywhere by touching them. ``drop``
+    finds these pages, too, but looks at a limited number of gaps, however many ranges there are.
     """
-    ranges_kept = sorted(ranges)
-    if held_bytes(descriptor) <= sum(_pages_end(end) - start for start, end in ranges_kept):
-        return
-    position = 0
-    for start, end in [*ranges_kept, (size_bytes, size_bytes)]:
-        give_back(descriptor, position, start)
-        position = end
+
+    def __init__(self, descriptor: int, size_bytes: int) -> None:
+        self._descriptor, self._size_bytes = descriptor, size_bytes
+        self._sizes: dict[int, int] = {}  # start -> size
+        self._starts: list[int] = []  # sorted
+        self._kept_bytes = 0
+        self._position = 0  # gaps before it were given back in this pass over the file
+
+    def keep(self, start: int, size: int) -> None:
+        """Add a range."""
+        insort(self._starts, start)
+        self._sizes[start] = size
+        self._kept_bytes += size
+
+    def drop(self, start: int) -> None:
+        """Give a range back. If too many pages exist, give the next GAPS gaps back, too."""
+        size = self._sizes.pop(start)
+        del self._starts[bisect_left(self._starts, start)]
+        self._kept_bytes -= size
+        give_back(self._descriptor, start, start + size)
+        self._tidy(GAPS)
+
+    def tidy(self) -> None:
+        """Give all pages outside of the ranges back, if there are any."""
+        self._position = 0
+        self._tidy(len(self._starts) + 1)
+
+    def _tidy(self, gap_count: int) -> None:
+        if held_bytes(self._descriptor) <= self._kept_bytes:
+            return
+        index = bisect_left(self._starts, self._position)
+        if index:  # a range that was added since may reach over the position
+            before = self._starts[index - 1]
+            self._position = max(self._position, before + self._sizes[before])
+        for start in (*self._starts[index : index + gap_count], self._size_bytes)[:gap_count]:
+            give_back(self._descriptor, self._position, start)
+            self._position = start + self._sizes.get(start, 0)
+        if self._position >= self._size_bytes:
+            self._position = 0
 
 
-def _pages_end(end: int) -> int:
-    return -(-end // PAGE_BYTES) * PAGE_BYTES
+def keep_only(descriptor: int, ranges: Iterable[tuple[int, int]], size_bytes: int) -> None:
+    """Free all pages outside of these ranges (start, end), if there are any."""
+    kept = KeptRanges(descriptor, size_bytes)
+    for start, end in ranges:
+        kept.keep(start, -(-(end - start) // PAGE_BYTES) * PAGE_BYTES)
+    kept.tidy()
 
 
 @functools.cache

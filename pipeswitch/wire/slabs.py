@@ -1,8 +1,8 @@
 """Allocator of slabs in the request pool, and in one half of a shared-memory segment. Pure.
 
 A slab is one aligned range of bytes. Best fit keeps large holes whole. A freed slab merges with
-its free neighbours at once, so freeing everything leaves one hole. The pool keeps a list of holes,
-because scanning all slabs as ``scheduler/state/regions.py`` does takes 0.1 ms for 16 requests.
+its free neighbours at once, so freeing everything leaves one hole. The holes are sorted by offset
+and by size, so that no operation scans them: there may be ten thousands.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from bisect import bisect_left, insort
 from typing import Final
 
 SLAB_ALIGN_BYTES: Final = 4096  # a page, so that each slab can be pinned or unmapped separately
+LAST_HOLES: Final = 64  # holes at the end that ``take(at_end=True)`` looks at, before the best fit
 
 
 class SlabPool:
@@ -21,19 +22,16 @@ class SlabPool:
     """
 
     def __init__(self, capacity_bytes: int) -> None:
-        self.capacity_bytes = capacity_bytes - capacity_bytes % SLAB_ALIGN_BYTES
+        self.capacity_bytes = self.free_bytes = capacity_bytes - capacity_bytes % SLAB_ALIGN_BYTES
         self._taken: dict[int, int] = {}  # offset -> size
         self._holes: list[tuple[int, int]] = []  # (offset, size), sorted
+        self._sizes: list[tuple[int, int]] = []  # (size, offset) of the same holes, sorted
         if self.capacity_bytes:
-            self._holes.append((0, self.capacity_bytes))
-
-    @property
-    def free_bytes(self) -> int:
-        return sum(size for _, size in self._holes)
+            self._add(0, self.capacity_bytes)
 
     @property
     def largest_free_bytes(self) -> int:
-        return max((size for _, size in self._holes), default=0)
+        return self._sizes[-1][0] if self._sizes else 0
 
     @property
     def slab_count(self) -> int:
@@ -45,43 +43,45 @@ class SlabPool:
 
     def take(self, size_bytes: int, *, at_end: bool = False) -> int | None:
         """Allocate at least ``size_bytes``; return the offset, or None if no hole is large enough.
-        ``at_end``: use the end of the last hole that is large enough."""
+        ``at_end``: use the end of one of the last holes, if one is large enough."""
         size = -(-max(size_bytes, 1) // SLAB_ALIGN_BYTES) * SLAB_ALIGN_BYTES
-        if at_end:
-            return self._take_at_end(size)
-        index, offset, hole_bytes = -1, 0, 0
-        for i, (start, hole) in enumerate(self._holes):
-            if hole >= size and (index < 0 or hole < hole_bytes):
-                index, offset, hole_bytes = i, start, hole
-        if index < 0:
+        index = bisect_left(self._sizes, (size, 0))
+        if index == len(self._sizes):
             return None
-        if hole_bytes == size:
-            del self._holes[index]
-        else:
-            self._holes[index] = (offset + size, hole_bytes - size)
+        hole_bytes, offset = self._sizes[index]
+        if at_end:
+            last = reversed(self._holes[-LAST_HOLES:])
+            offset, hole_bytes = next((one for one in last if one[1] >= size), (offset, hole_bytes))
+        self._remove(offset, hole_bytes)
+        rest_at = offset if at_end else offset + size
+        if hole_bytes > size:
+            self._add(rest_at, hole_bytes - size)
+        if at_end:
+            offset += hole_bytes - size
         self._taken[offset] = size
+        self.free_bytes -= size
         return offset
-
-    def _take_at_end(self, size: int) -> int | None:
-        for index in reversed(range(len(self._holes))):
-            start, hole_bytes = self._holes[index]
-            if hole_bytes >= size:
-                self._holes[index : index + 1] = [(start, hole_bytes - size)] * (hole_bytes > size)
-                offset = start + hole_bytes - size
-                self._taken[offset] = size
-                return offset
-        return None
 
     def free(self, offset_bytes: int) -> None:
         """Free the slab at an offset. Raises KeyError if there is none."""
         size = self._taken.pop(offset_bytes)
+        self.free_bytes += size
         index = bisect_left(self._holes, (offset_bytes, 0))
         start, end = offset_bytes, offset_bytes + size
-        if index < len(self._holes) and self._holes[index][0] == end:
-            end += self._holes.pop(index)[1]
-        if index and sum(self._holes[index - 1]) == start:
-            start = self._holes.pop(index - 1)[0]
-        insort(self._holes, (start, end - start))
+        around = self._holes[max(index - 1, 0) : index + 1]
+        for hole, hole_bytes in around:
+            if hole == end or hole + hole_bytes == start:
+                self._remove(hole, hole_bytes)
+                start, end = min(start, hole), max(end, hole + hole_bytes)
+        self._add(start, end - start)
+
+    def _add(self, offset: int, size: int) -> None:
+        insort(self._holes, (offset, size))
+        insort(self._sizes, (size, offset))
+
+    def _remove(self, offset: int, size: int) -> None:
+        del self._holes[bisect_left(self._holes, (offset, size))]
+        del self._sizes[bisect_left(self._sizes, (size, offset))]
 
     def check(self) -> None:
         """Assert the invariants (I3 of docs/architecture.md: free + taken = capacity)."""
@@ -93,5 +93,7 @@ class SlabPool:
             assert size % SLAB_ALIGN_BYTES == 0
             position += size
         assert position == self.capacity_bytes
+        assert self._sizes == sorted((size, offset) for offset, size in self._holes)
+        assert self.free_bytes == sum(size for _, size in self._holes)
         ends = {offset + size for offset, size in self._holes}
         assert not ends & {offset for offset, _ in self._holes}, "two holes touch"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import mmap
 import os
+import random
 from collections.abc import Callable, Iterator
 
 import numpy as np
@@ -12,10 +13,18 @@ import pytest
 from pipeswitch.base.errors import QueueFull, RemoteProtocolError
 from pipeswitch.devices.cpu.arenas import FilePerTenant, OneFile
 from pipeswitch.frontend.request_pool import RequestPool
+from pipeswitch.ipc import sparse
 from pipeswitch.ipc.control_page import sealed_memfd
 from pipeswitch.ipc.messages.base import ModelName, OpId, SlabTensor
 from pipeswitch.ipc.messages.daemon import TransmitModel
-from pipeswitch.ipc.sparse import give_back, held_bytes, keep_only, read_only
+from pipeswitch.ipc.sparse import (
+    GAPS,
+    KeptRanges,
+    give_back,
+    held_bytes,
+    keep_only,
+    read_only,
+)
 
 MIB = 1 << 20
 PAGE = mmap.PAGESIZE
@@ -74,11 +83,56 @@ def test_a_reader_cannot_write_by_any_way_that_needs_no_file_to_be_opened(
 def test_pages_outside_of_what_is_kept_are_given_back(new_file: Callable[[int], int]) -> None:
     descriptor = new_file(8 * PAGE)
     os.pwrite(descriptor, b"x" * 8 * PAGE, 0)
-    ranges = [(4 * PAGE, 5 * PAGE), (PAGE, PAGE + 1)]
-    keep_only(descriptor, ranges, 8 * PAGE)
+    keep_only(descriptor, [(4 * PAGE, 5 * PAGE), (PAGE, PAGE + 1)], 8 * PAGE)
     assert held_bytes(descriptor) == 2 * PAGE
     data = os.pread(descriptor, 8 * PAGE, 0)
-    assert data.strip(b"\0").replace(b"\0", b"") == b"x" * (PAGE + 1)
+    assert data.strip(b"\0").replace(b"\0", b"") == b"x" * 2 * PAGE
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_dropping_ranges_gives_all_other_pages_back_and_never_a_kept_one(
+    new_file: Callable[[int], int], seed: int
+) -> None:
+    """A worker touches every page again and again, while ranges come and go."""
+    count, chance = 200, random.Random(seed)
+    descriptor, used = new_file(count * PAGE), set[int]()
+    kept = KeptRanges(descriptor, count * PAGE)
+    for step in range(400):
+        page = chance.randrange(count)
+        if page not in used:
+            used.add(page)
+            kept.keep(page * PAGE, PAGE)
+            os.pwrite(descriptor, page.to_bytes(2, "little"), page * PAGE)
+        elif len(used) > 1:
+            used.remove(page)
+            kept.drop(page * PAGE)
+        if step % 50 == 0:
+            for stray in set(range(count)) - used:
+                os.pwrite(descriptor, b"!", stray * PAGE)
+        for one in used:
+            assert os.pread(descriptor, 2, one * PAGE) == one.to_bytes(2, "little")
+    for page in sorted(used):
+        kept.drop(page * PAGE)
+    assert held_bytes(descriptor) == 0
+
+
+@pytest.mark.parametrize("is_touched", [False, True])
+def test_dropping_a_range_costs_the_same_with_ten_and_with_ten_thousand_others(
+    new_file: Callable[[int], int], monkeypatch: pytest.MonkeyPatch, is_touched: bool
+) -> None:
+    calls = list[int]()
+    give = sparse.give_back
+    monkeypatch.setattr(sparse, "give_back", lambda *place: (calls.append(1), give(*place))[1])
+    for count in (10, 10_000):
+        descriptor = new_file(2 * count * PAGE)
+        kept = KeptRanges(descriptor, 2 * count * PAGE)
+        for page in range(0, 2 * count, 2):
+            kept.keep(page * PAGE, PAGE)
+        if is_touched:
+            os.pwrite(descriptor, b"x" * 2 * count * PAGE, 0)
+        calls.clear()
+        kept.drop(0)
+        assert len(calls) <= 1 + GAPS * is_touched
 
 
 # -- the arena -------------------------------------------------------------------------------------
