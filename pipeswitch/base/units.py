@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import difflib
+import heapq
 import logging
 import logging.handlers
 import math
@@ -130,6 +131,8 @@ class SizeSpec:
         return "auto" if self.fraction is None else str(self.fraction)
 
 
+MAX_WORD: Final = 200  # a longer word is no misspelled name
+MAX_COMPARED: Final = 50
 UNPRINTABLE: Final = frozenset({"Cc", "Cf", "Cs", "Zl", "Zp"})
 """Unicode categories that change a terminal instead of being shown: control characters (also C1),
 format characters (such as changes of direction), surrogates, line and paragraph separators."""
@@ -187,6 +190,12 @@ def printed(value: Any) -> Any:
 
 
 def nearest(word: str, known: Any) -> str:
-    """Return ``; did you mean "x"?`` if one of ``known`` is close, else an empty string."""
-    close = difflib.get_close_matches(word, list(known), n=1, cutoff=0.6)
+    """Return ``; did you mean "x"?`` if one of ``known`` is close, else an empty string.
+    A comparison takes up to 0.1 ms, so only MAX_COMPARED names that look alike are compared."""
+
+    def unlikeness(one: str) -> tuple[bool, int]:
+        return one[:2] != word[:2], abs(len(one) - len(word))
+
+    likely = heapq.nsmallest(MAX_COMPARED, known, unlikeness) if len(word) <= MAX_WORD else []
+    close = difflib.get_close_matches(word, likely, n=1, cutoff=0.6)
     return f'; did you mean "{close[0]}"?' if close else ""

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import functools
 import json
 import logging
 import os
@@ -241,10 +240,10 @@ class JournalFile:
         self._owed[key] = entry
 
     def _back_up(self) -> None:
-        """Pack all entries; ``run_later`` writes the file."""
+        """Let ``run_later`` write all entries; to pack a thousand takes 4 ms."""
         self._backed_up_at_s, self._is_backed_up = time.monotonic(), True
-        data = packed([*self._entries.values()])
-        self.run_later(functools.partial(write_backup, data, *self._backups))
+        entries = [*self._entries.values()]
+        self.run_later(lambda: write_backup(packed(entries), *self._backups))
 
     def close(self) -> None:
         if self._owed:

@@ -24,6 +24,7 @@ class AnnouncedModels:
         self.max_bytes = max_bytes
         self.current: dict[str, ModelAvailable] = {}
         self.aliases: dict[str, str] = {}  # alias -> model name
+        self._aliases_of: dict[str, tuple[str, ...]] = {}
         self.versions: dict[tuple[str, int], ModelAvailable] = {}
         self.failures: dict[str, str] = {}  # name of a failed model -> reason
         self._fitting: dict[Hashable, ValidatedRequest] = {}  # cached results of checks
@@ -36,16 +37,23 @@ class AnnouncedModels:
         self.failures.pop(base, None)
         if announced.is_current:
             self.current[base] = announced
-            others = {alias: name for alias, name in self.aliases.items() if name != base}
-            self.aliases = others | dict.fromkeys(announced.aliases, base)
+            self._set_aliases(base, announced.aliases)
 
     def retract(self, model: ModelName, failure: str = "") -> None:
         """Remove a version that is no longer registered, or has failed for a reason."""
-        self.failures.pop(name := split_name(model)[0], None)
-        self.failures |= {name: failure} if failure else {}
-        self.versions = {k: one for k, one in self.versions.items() if one.model != model}
-        self.current = {k: one for k, one in self.current.items() if one.model != model}
-        self.aliases = {k: name for k, name in self.aliases.items() if name in self.current}
+        base, version = split_name(model)
+        self.failures.pop(base, None)
+        self.failures |= {base: failure} if failure else {}
+        self.versions.pop((base, version), None)
+        if (current := self.current.get(base)) is not None and current.model == model:
+            del self.current[base]
+            self._set_aliases(base, ())
+
+    def _set_aliases(self, base: str, aliases: Sequence[str]) -> None:
+        for alias in self._aliases_of.pop(base, ()):
+            self.aliases.pop(alias, None)
+        self._aliases_of[base] = tuple(aliases)
+        self.aliases |= dict.fromkeys(aliases, base)
 
     def find(self, name: str, version: int, caller: str) -> ModelAvailable:
         """Return a model's version; ``version`` 0 means the current one.

@@ -184,11 +184,11 @@ class Frontend:
     def wait_s(self) -> float | None:
         """Return how many seconds the loop may wait; None: until a descriptor wakes it."""
         connections, peers = self.sessions.connections, self.sessions.peers
-        if self._calls or peers.turns:
+        if self._calls or self._own.unfinished or peers.turns:
             return 0.0
         until_s = min(connections.next_at_s, peers.rests_until_s)
         waits_s = None if until_s == math.inf else max(0.0, until_s - self._now_ms() / 1000)
-        if self.sequences.held or self.sequences.blocks.unlocked:
+        if self.sequences.held or self.sequences.blocks.cached_bytes:
             idle_s = self.sequences.expire() / 1000
             waits_s = idle_s if waits_s is None else min(waits_s, idle_s)
         if not self._outbox.backlogged:
@@ -201,6 +201,8 @@ class Frontend:
         """Do the work of one iteration of the loop."""
         while self._calls:
             self._calls.popleft()()
+        if self._own.unfinished:
+            self._own.in_pieces(self._own.unfinished.popleft())
         connections, peers = self.sessions.connections, self.sessions.peers
         if peers.turns:
             peers.turn()
@@ -473,8 +475,4 @@ class Frontend:
         """Cancel the pending requests of a client that is gone."""
         self.uploads.remove_session(client.session)
         self.sequences.remove_client(client)
-        for token in client.requests.values():
-            pending = self.requests.waiting(token)
-            if VERBS[pending.op].ends_with_client:
-                self._own.take_back(pending)
-        client.requests.clear()
+        self._own.take_all_back(client)

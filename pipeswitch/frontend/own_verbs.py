@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import msgspec
 
@@ -23,7 +24,9 @@ from .transport.clients import Session
 from .transport.sessions import Sessions
 from .uploads import CREDIT_CHUNKS, Uploads
 from .validation import Body, tenant_of
+from .verbs import VERBS
 
+CANCELS: Final = 32  # requests that are cancelled at once, each in 0.1 ms
 Handler = Callable[[Session, RequestHeader, Sequence[Any]], None]
 
 
@@ -42,6 +45,7 @@ class OwnVerbs:
         self._inference, self._uploads = inference, uploads
         self._requests, self._sequences = inference.requests, inference.requests.sequences
         self._call_soon, self._take = inference.call_soon, inference.take
+        self.unfinished: deque[Iterator[None]] = deque()  # work that is done in pieces
         self.handlers: Mapping[str, Handler] = {
             "infer": inference.infer,
             "generate": generations.generate,
@@ -62,6 +66,27 @@ class OwnVerbs:
         else:
             pending.is_cancelled = pending.run is not None  # a chain starts no further step then
             self._take(CancelRequest(token=pending.token))
+
+    def take_all_back(self, client: Session) -> None:
+        """Cancel the pending requests of a client that is gone."""
+        tokens = [*client.requests.values()]
+        client.requests.clear()
+
+        def cancel() -> Iterator[None]:
+            for number, token in enumerate(tokens, 1):
+                pending = self._requests.find(token)
+                if pending is not None and VERBS[pending.op].ends_with_client:
+                    self.take_back(pending)
+                if not number % CANCELS:
+                    yield
+
+        self.in_pieces(cancel())
+
+    def in_pieces(self, work: Iterator[None]) -> None:
+        """Do the next piece of some work, and one more in each later iteration of the loop."""
+        for _ in work:
+            self.unfinished.append(work)
+            return
 
     def _cancel(self, client: Session, header: RequestHeader, _: Sequence[Any]) -> None:
         body = Body("cancel", header.body)
@@ -85,8 +110,15 @@ class OwnVerbs:
             if token is not None:
                 self.take_back(self._requests.waiting(token))
         is_all = client.principal.may_operate and not caller
-        rows = self._sequences.rows(None if is_all else caller)
-        self._outbox.reply(client, header.id, body={"sequences": rows})
+
+        def list_rows() -> Iterator[None]:
+            rows = []
+            for piece in self._sequences.rows(None if is_all else caller):
+                rows += piece
+                yield
+            self._outbox.reply(client, header.id, body={"sequences": rows})
+
+        self.in_pieces(list_rows())
 
     def _ask_nodes(self, client: Session, header: RequestHeader, _: Sequence[Any]) -> None:
         """Reply with the cluster's table, without the keys of gateways."""

@@ -21,7 +21,7 @@ import numpy as np
 from ..base.errors import QueueFull
 from ..base.quotas import FairQuota
 from ..ipc.messages.base import SlabTensor
-from ..ipc.sparse import KeptRanges
+from ..ipc.sparse import UsedRanges
 from ..programs.interface.layout import aligned
 from ..wire.slabs import SLAB_ALIGN_BYTES, SlabPool
 from .validation import CheckedInput
@@ -67,7 +67,7 @@ class _File:
         self._map = mmap.mmap(descriptor, 0)
         self.memory = memoryview(self._map)
         self.bytes = np.frombuffer(self.memory, dtype=np.uint8)
-        self.kept = KeptRanges(descriptor, len(self.memory))  # its slabs, if tenants are separate
+        self.slabs = UsedRanges(descriptor, len(self.memory))  # used if tenants are separate
 
     def close(self) -> None:
         del self.bytes
@@ -145,7 +145,7 @@ class RequestPool:
         self._shares.add(holder, counted_bytes)
         if self._file_of is not None:
             for offset in (input_offset, reply_offset):
-                self._files[tenant].kept.keep(offset, self._slabs.size_of(offset))
+                self._files[tenant].slabs.keep(offset, self._slabs.size_of(offset))
         return PoolAllocation(
             holder=holder,
             held_bytes=wanted_bytes,
@@ -173,7 +173,7 @@ class RequestPool:
                 raise self._full(size_bytes)
         self._shares.add(holder, counted_bytes)
         if self._file_of is not None:
-            self._files[tenant].kept.keep(offset, self._slabs.size_of(offset))
+            self._files[tenant].slabs.keep(offset, self._slabs.size_of(offset))
         return offset
 
     def free_block(self, holder: str, offset_bytes: int, beside_bytes: int, tenant: str) -> None:
@@ -181,7 +181,7 @@ class RequestPool:
         size_bytes = self._slabs.size_of(offset_bytes)
         self._slabs.free(offset_bytes)
         if self._file_of is not None:
-            self._files[tenant].kept.drop(offset_bytes)
+            self._files[tenant].slabs.drop(offset_bytes)
         self._shares.give(holder, size_bytes + beside_bytes)
 
     def _check_share(self, holder: str, wanted_bytes: int, counted_bytes: int, tenant: str) -> None:
@@ -230,7 +230,7 @@ class RequestPool:
         A worker may have touched more than its slabs. Does nothing after ``close``."""
         file = self._files.get(tenant)
         if self._file_of is not None and file is not None:
-            file.kept.tidy()
+            file.slabs.tidy()
 
     def release_inputs(self, allocation: PoolAllocation) -> None:
         """Free the inputs' slab: their last reader is done. KeyError: it was released before."""
@@ -240,7 +240,7 @@ class RequestPool:
         allocation.counted_bytes -= size_bytes
         self._shares.give(allocation.holder, size_bytes)
         if self._file_of is not None:
-            self._files[allocation.tenant].kept.drop(offset)
+            self._files[allocation.tenant].slabs.drop(offset)
 
     def release_reply(self, allocation: PoolAllocation) -> None:
         """Free the reply's slab, and the bytes of the holder's share that the allocation still has.
@@ -250,7 +250,7 @@ class RequestPool:
         offset, allocation.reply_offset_bytes = allocation.reply_offset_bytes, _RELEASED
         self._slabs.free(offset)
         if self._file_of is not None:
-            self._files[allocation.tenant].kept.drop(offset)
+            self._files[allocation.tenant].slabs.drop(offset)
         self._shares.give(allocation.holder, allocation.counted_bytes)
         if self.on_release is not None:
             self.on_release()

@@ -76,7 +76,7 @@ def find_version(
     """Return the announced version of a model. ModelNotFound: there is none."""
     announced = known.get((name, version))
     if announced is None:
-        present = ", ".join(str(number) for base, number in sorted(known) if base == name)
+        present = ", ".join(map(str, sorted(number for base, number in known if base == name)))
         raise ModelNotFound(
             f'"{name}" has no version {version}' + (f": it has {present}" if present else ""),
             hint="pipeswitch models --versions",

@@ -83,7 +83,7 @@ def kept_from(descriptor: int, position: int) -> int:
         return position
 
 
-class KeptRanges:
+class UsedRanges:
     """Ranges of a sparse file that are in use, in whole pages. The pages outside are given back.
 
     A process that maps the file for writing can allocate pages anywhere by touching them. ``drop``
@@ -132,10 +132,10 @@ class KeptRanges:
 
 def keep_only(descriptor: int, ranges: Iterable[tuple[int, int]], size_bytes: int) -> None:
     """Free all pages outside of these ranges (start, end), if there are any."""
-    kept = KeptRanges(descriptor, size_bytes)
+    used = UsedRanges(descriptor, size_bytes)
     for start, end in ranges:
-        kept.keep(start, -(-(end - start) // PAGE_BYTES) * PAGE_BYTES)
-    kept.tidy()
+        used.keep(start, -(-(end - start) // PAGE_BYTES) * PAGE_BYTES)
+    used.tidy()
 
 
 @functools.cache

@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+import itertools
+from collections import defaultdict, deque
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Final
 
 import msgspec
 
-from ..base.errors import InvalidInput, ModelNotFound
+from ..base.errors import InvalidInput, ModelNotFound, PipeSwitchError
 from ..ipc.messages.base import ModelName
 from ..programs.interface.dims import extent_text
 from ..programs.interface.layout import Manifest, ValueSpec
 from .core import Core, handles
 from .device import Device
-from .events import Query
+from .events import Query, Reply, Token
 from .memory.allocators import gib
 from .memory.plans import plan_row, stream_of
 from .processes.preprocess_pool import PreprocessPool, PreprocessSlot
@@ -28,6 +29,7 @@ from .state.states import ModelState, Residency, TaskState, WorkerState
 from .state.versions import Versions, version_name
 from .training.jobs import activations_row, behind
 
+ROWS: Final = 64  # rows that are made at once, in about 3 ms
 DISPATCH_KINDS = ("cold", "partial", "resident")  # all, a part or none of the model was copied
 DEVICE_KINDS = ("infer", "switch", "train")
 OWNER = "(owner)"  # the server's owner in ``tenant_s``; tenants' names have no parentheses
@@ -90,8 +92,52 @@ class Shown:
         }
 
 
+@dataclass
+class Listing:
+    """A listing that is being made."""
+
+    token: Token
+    key: str  # its name in the reply's body
+    rows: Iterator[dict[str, Any]]
+    done: list[dict[str, Any]] = field(default_factory=list)
+
+
+class Listings:
+    """Listings that are made in pieces, one after each event."""
+
+    def __init__(self, core: Core) -> None:
+        self._core = core
+        self.unfinished: deque[Listing] = deque()
+
+    def begin(self, token: Token, key: str, rows: Iterator[dict[str, Any]]) -> None:
+        """Make the first piece now, unless other listings are before it."""
+        self.unfinished.append(Listing(token, key, rows))
+        if len(self.unfinished) == 1:
+            self.go_on()
+
+    def go_on(self) -> None:
+        """Make the next piece of the oldest listing, and answer it with its last piece."""
+        listing = self.unfinished[0]
+        piece = [*itertools.islice(listing.rows, ROWS)]
+        listing.done += piece
+        if len(piece) < ROWS:
+            self.unfinished.popleft()
+            self._core.emit(Reply(token=listing.token, body={listing.key: listing.done}))
+        if self.unfinished:
+            self._core.wake_at(self._core.now_ms, 0)
+
+    def refuse_all(self, error: PipeSwitchError) -> None:
+        """Refuse the clients whose listings are not finished: the server stops."""
+        while self.unfinished:
+            self._core.refuse(self.unfinished.popleft().token, error)
+
+
 class Introspection:
-    """Answers to queries, from the scheduler's own state, so every listing is consistent."""
+    """Answers to queries, from the scheduler's own state.
+
+    A listing of more than ROWS rows is made in pieces (``Listings``). Then each row is consistent,
+    and those of models and jobs that were removed meanwhile are left out.
+    """
 
     def __init__(
         self,
@@ -107,19 +153,20 @@ class Introspection:
         self._machine = machine
         self._versions = versions
         self.born_at_ms = 0.0  # the scheduler's start
+        self.listings = Listings(core)
 
     @handles(Query)
     def on_request(self, event: Query) -> None:
         core = self._core
         match event.what:
             case "models":
-                core.answer(event.token, models=self.models(event.all_versions))
+                self.listings.begin(event.token, "models", self._models(event.all_versions))
             case "show":
                 self._show(event)
             case "ps":
-                core.answer(event.token, rows=self.ps())
+                self.listings.begin(event.token, "rows", self._ps())
             case "jobs":
-                core.answer(event.token, jobs=self.jobs())
+                self.listings.begin(event.token, "jobs", self._jobs())
             case "plan":
                 core.answer(event.token, **self.plan())
             case "stats":
@@ -143,13 +190,19 @@ class Introspection:
 
     def models(self, all_versions: bool = False) -> list[dict[str, Any]]:
         """Return the rows of models (all, or current versions), of failed models and of chains."""
-        models, there = self._machine.models.values(), defaultdict[ModelName, list[Model]](list)
-        for one in models:
-            there[one.base].append(one)
-        shown = (m for m in models if all_versions or self._versions.is_current(m))
-        rows = [self._model(m, there[m.base]) for m in shown]
-        rows += [self._facts(model) for model in self._failed.values()]
-        return rows + [self._chain(name) for name in self._machine.chains]
+        return [*self._models(all_versions)]
+
+    def _models(self, all_versions: bool) -> Iterator[dict[str, Any]]:
+        models, versions = self._machine.models, self._versions
+        for model in [*models.values()]:
+            is_there = models.get(model.name) is model
+            if is_there and (all_versions or versions.is_current(model)):
+                yield self._model(model, versions.all_of(model.base))
+        for model in [*self._failed.values()]:
+            yield self._facts(model)
+        for name in [*self._machine.chains]:
+            if name in self._machine.chains:
+                yield self._chain(name)
 
     def _chain(self, name: ModelName) -> dict[str, Any]:
         """Return the row of a chain: it has the keys of a model's row, and the steps."""
@@ -304,32 +357,44 @@ class Introspection:
         }
 
     def jobs(self) -> list[dict[str, Any]]:
-        return [self._machine.jobs.row(job) for job in self._machine.jobs]
+        return [*self._jobs()]
+
+    def _jobs(self) -> Iterator[dict[str, Any]]:
+        jobs = self._machine.jobs
+        for job in [*jobs]:
+            if (known := jobs.get(job.spec.name)) is not None:
+                yield jobs.row(known)
 
     def ps(self) -> list[dict[str, Any]]:
         """Return rows of models, jobs, workers, tenants, daemons and preprocessing processes."""
-        rows: list[dict[str, Any]] = []
+        return [*self._ps()]
+
+    def _ps(self) -> Iterator[dict[str, Any]]:
         for device in self._machine.devices:
             state, arena = device.state, device.arena
-            rows += [self._ps_model(device, replica) for replica in state.replicas.values()]
-            rows += [self._ps_job(device, job) for job in state.jobs.values()]
-            rows += [self._ps_worker(device, worker) for worker in state.workers.values()]
-            rows += [self._ps_tenant(device, one) for one in state.accounts if one.caller]
-            rows.append(
-                Shown(
-                    device,
-                    "memory-daemon",
-                    "daemon",
-                    "active" if state.daemon.is_ready else "starting",
-                    pid=state.daemon.pid,
-                    device=f"{arena.leasable_bytes - arena.regions.free_bytes}",
-                    why="given up, because it died too often" if state.daemon.is_given_up else "",
-                ).row(self._core.now_ms)
-            )
-        rows += [
-            self._ps_stage(process) for process in self._preprocess_pool.processes if process.pid
-        ]
-        return rows
+            for name, replica in [*state.replicas.items()]:
+                if state.replicas.get(name) is replica:
+                    yield self._ps_model(device, replica)
+            for job in [*state.jobs.values()]:
+                if state.jobs.get(job.spec.name) is job:
+                    yield self._ps_job(device, job)
+            for worker in [*state.workers.values()]:
+                yield self._ps_worker(device, worker)
+            for account in [*state.accounts]:
+                if account.caller:
+                    yield self._ps_tenant(device, account)
+            yield Shown(
+                device,
+                "memory-daemon",
+                "daemon",
+                "active" if state.daemon.is_ready else "starting",
+                pid=state.daemon.pid,
+                device=f"{arena.leasable_bytes - arena.regions.free_bytes}",
+                why="given up, because it died too often" if state.daemon.is_given_up else "",
+            ).row(self._core.now_ms)
+        for process in self._preprocess_pool.processes:
+            if process.pid:
+                yield self._ps_stage(process)
 
     def _ps_stage(self, process: PreprocessSlot) -> dict[str, Any]:
         state = process.state.state

@@ -188,6 +188,8 @@ class Scheduler:
         for device in self.machine.devices:
             device.completion.trace_ended()
         self._pump()
+        if self.listing.listings.unfinished:
+            self.listing.listings.go_on()
         out, self.core.out = self.core.out, []
         return out
 
@@ -365,6 +367,7 @@ class Scheduler:
         self.publishing.refuse_all(error)
         self.profiling.refuse_all(error)
         self.pings.refuse_all(error)
+        self.listing.listings.refuse_all(error)
         self.job_requests.refuse_all(error)
         core.answer_all(core.drain_tokens, reason=reason, lost=losses)
         core.wakeups = Wakeups()

@@ -27,7 +27,8 @@ class SlabPool:
         self._holes: list[tuple[int, int]] = []  # (offset, size), sorted
         self._sizes: list[tuple[int, int]] = []  # (size, offset) of the same holes, sorted
         if self.capacity_bytes:
-            self._add(0, self.capacity_bytes)
+            self._holes.append((0, self.capacity_bytes))
+            self._sizes.append((self.capacity_bytes, 0))
 
     @property
     def largest_free_bytes(self) -> int:
@@ -48,16 +49,17 @@ class SlabPool:
         index = bisect_left(self._sizes, (size, 0))
         if index == len(self._sizes):
             return None
-        hole_bytes, offset = self._sizes[index]
+        hole_bytes, start = self._sizes[index]
         if at_end:
             last = reversed(self._holes[-LAST_HOLES:])
-            offset, hole_bytes = next((one for one in last if one[1] >= size), (offset, hole_bytes))
-        self._remove(offset, hole_bytes)
-        rest_at = offset if at_end else offset + size
-        if hole_bytes > size:
-            self._add(rest_at, hole_bytes - size)
-        if at_end:
-            offset += hole_bytes - size
+            start, hole_bytes = next((one for one in last if one[1] >= size), (start, hole_bytes))
+            index = bisect_left(self._sizes, (hole_bytes, start))
+        rest_bytes, place = hole_bytes - size, bisect_left(self._holes, (start, 0))
+        del self._sizes[index], self._holes[place]
+        offset, rest_at = (start + rest_bytes, start) if at_end else (start, start + size)
+        if rest_bytes:
+            self._holes.insert(place, (rest_at, rest_bytes))
+            insort(self._sizes, (rest_bytes, rest_at))
         self._taken[offset] = size
         self.free_bytes -= size
         return offset
@@ -68,20 +70,16 @@ class SlabPool:
         self.free_bytes += size
         index = bisect_left(self._holes, (offset_bytes, 0))
         start, end = offset_bytes, offset_bytes + size
-        around = self._holes[max(index - 1, 0) : index + 1]
-        for hole, hole_bytes in around:
-            if hole == end or hole + hole_bytes == start:
-                self._remove(hole, hole_bytes)
-                start, end = min(start, hole), max(end, hole + hole_bytes)
-        self._add(start, end - start)
-
-    def _add(self, offset: int, size: int) -> None:
-        insort(self._holes, (offset, size))
-        insort(self._sizes, (size, offset))
-
-    def _remove(self, offset: int, size: int) -> None:
-        del self._holes[bisect_left(self._holes, (offset, size))]
-        del self._sizes[bisect_left(self._sizes, (size, offset))]
+        if index < len(self._holes) and self._holes[index][0] == end:
+            _, hole_bytes = self._holes.pop(index)
+            del self._sizes[bisect_left(self._sizes, (hole_bytes, end))]
+            end += hole_bytes
+        if index and sum(self._holes[index - 1]) == start:
+            index -= 1
+            start, hole_bytes = self._holes.pop(index)
+            del self._sizes[bisect_left(self._sizes, (hole_bytes, start))]
+        self._holes.insert(index, (start, end - start))
+        insort(self._sizes, (end - start, start))
 
     def check(self) -> None:
         """Assert the invariants (I3 of docs/architecture.md: free + taken = capacity)."""

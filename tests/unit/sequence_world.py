@@ -191,7 +191,7 @@ class World:
                 self.end(key)
         self.move(("idle",))
         assert self.pool.is_empty, "memory is lost"
-        assert not [*self.sequences.blocks.spaces], "tokens of nobody are known"
+        assert not self.sequences.blocks.models, "tokens of nobody are known"
         counts = self.sequences.by_model().get("m", {"tokens": 0})
         assert {key: value for key, value in counts.items() if value} in (
             {},
@@ -207,7 +207,8 @@ def check(blocks: BlockPool, tables: Sequence[BlockTable]) -> None:
         for block in table.blocks:
             locks[block] = locks.get(block, 0) + 1
     order = {block: place for place, block in enumerate(blocks.unlocked)}
-    trees, todo = set[Block](), [one.children for one in blocks.spaces.values()]
+    spaces = [space for one in blocks.models.values() for space in one.spaces.values()]
+    trees, todo = set[Block](), [one.children for one in spaces]
     while todo:
         for block in (children := todo.pop()).values():
             assert children[block.tokens] is block
@@ -219,9 +220,13 @@ def check(blocks: BlockPool, tables: Sequence[BlockTable]) -> None:
         assert block in trees
         assert not block.locks
         assert all(order[child] < place for child in block.children.values())
-    spaces = list({id(one): one for one in blocks.spaces.values()}.values())
+    for model in blocks.models.values():
+        assert model.cached.keys() == {one for one in order if one.space.of is model}
+        assert model.cached_bytes == sum(one.space.block_bytes for one in model.cached)
+        used = [one for one in {*order, *locks} if one.space.of is model]
+        assert model.size_bytes == sum(one.space.block_bytes for one in used)
+    assert blocks.cached_bytes == sum(one.space.block_bytes for one in order)
     for space in spaces:
-        assert space.unlocked == sum(one.space is space for one in order)
         assert space.blocks == sum(one.space is space for one in {*order, *locks})
 
 

@@ -111,7 +111,7 @@ def test_random_lives_hold_the_rows_that_live_and_leave_every_byte_free(
     while blocks.evict():
         pass
     assert not memory.taken
-    assert not [*blocks.spaces]
+    assert not blocks.models
 
 
 def test_ten_thousand_lives_in_one_pool_leave_every_byte_free() -> None:

@@ -98,4 +98,4 @@ def test_short_messages_leave_before_long_answers_but_the_one_that_has_begun() -
 def test_nothing_overtakes_a_message_that_more_may_follow() -> None:
     assert order((LONG, True), (LONG, False), (SHORT, True)) == [0, 1, 2]
     assert order((SHORT, True), (SHORT, True), (SHORT, False)) == [0, 1, 2]
-    assert order((LONG, True), (LONG, True), (LONG, False), (SHORT, True)) == [0, 1, 2, 3]
+    assert order((LONG, True), (LONG, True), (LONG, False), (SHORT, True)) == [0, 2, 3, 1]

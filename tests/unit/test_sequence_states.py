@@ -19,15 +19,28 @@ from pipeswitch.frontend import request_pool
 from pipeswitch.frontend.request_pool import PoolAllocation
 from pipeswitch.frontend.sequences import blocks
 from pipeswitch.frontend.sequences import manager as sequences
-from pipeswitch.frontend.sequences.blocks import Block, BlockNamespace, BlockTable
-from pipeswitch.frontend.sequences.sequence_state import SequenceOptions, SequenceState
+from pipeswitch.frontend.sequences.blocks import Block, BlockNamespace, BlockTable, ModelBlocks
+from pipeswitch.frontend.sequences.sequence_state import (
+    SequenceGroup,
+    SequenceOptions,
+    SequenceState,
+)
 from pipeswitch.scheduler.events import Token
 from pipeswitch.wire import slabs
 from tests.unit.sequence_world import MODEL, Key, Move, Request, World, done
 
 PAGE = 512  # bytes of a block, which has two rows
-STRUCTS = (SequenceState, Block, BlockTable, BlockNamespace, PoolAllocation, Request)
-UNTOLD = ("key", "number", "client", "announced", "steps", "made", "token", "used_at_ms")
+STRUCTS = (
+    SequenceState,
+    SequenceGroup,
+    Block,
+    BlockTable,
+    BlockNamespace,
+    ModelBlocks,
+    PoolAllocation,
+    Request,
+)
+UNTOLD = ("key", "number", "client", "announced", "steps", "made", "token", "used_at_ms", "groups")
 SIZES = (
     (blocks, "BLOCK_ROWS", 2),
     (blocks, "BLOCK_BYTES", 0),
@@ -99,7 +112,7 @@ def shape_of(world: World) -> int:
         [*own.held.values()],
         [*own.blocks.unlocked],
         world.live,
-        [*own.blocks.spaces.values()],
+        [*own.blocks.models.values()],
         sorted(slabs._taken.items()),
         world.now_ms,
         own._look_at_ms,

@@ -19,7 +19,7 @@ from pipeswitch.ipc.messages.base import ModelName, OpId, SlabTensor
 from pipeswitch.ipc.messages.daemon import TransmitModel
 from pipeswitch.ipc.sparse import (
     GAPS,
-    KeptRanges,
+    UsedRanges,
     give_back,
     held_bytes,
     keep_only,
@@ -96,23 +96,23 @@ def test_dropping_ranges_gives_all_other_pages_back_and_never_a_kept_one(
     """A worker touches every page again and again, while ranges come and go."""
     count, chance = 200, random.Random(seed)
     descriptor, used = new_file(count * PAGE), set[int]()
-    kept = KeptRanges(descriptor, count * PAGE)
+    ranges = UsedRanges(descriptor, count * PAGE)
     for step in range(400):
         page = chance.randrange(count)
         if page not in used:
             used.add(page)
-            kept.keep(page * PAGE, PAGE)
+            ranges.keep(page * PAGE, PAGE)
             os.pwrite(descriptor, page.to_bytes(2, "little"), page * PAGE)
         elif len(used) > 1:
             used.remove(page)
-            kept.drop(page * PAGE)
+            ranges.drop(page * PAGE)
         if step % 50 == 0:
             for stray in set(range(count)) - used:
                 os.pwrite(descriptor, b"!", stray * PAGE)
         for one in used:
             assert os.pread(descriptor, 2, one * PAGE) == one.to_bytes(2, "little")
     for page in sorted(used):
-        kept.drop(page * PAGE)
+        ranges.drop(page * PAGE)
     assert held_bytes(descriptor) == 0
 
 
@@ -125,13 +125,13 @@ def test_dropping_a_range_costs_the_same_with_ten_and_with_ten_thousand_others(
     monkeypatch.setattr(sparse, "give_back", lambda *place: (calls.append(1), give(*place))[1])
     for count in (10, 10_000):
         descriptor = new_file(2 * count * PAGE)
-        kept = KeptRanges(descriptor, 2 * count * PAGE)
+        ranges = UsedRanges(descriptor, 2 * count * PAGE)
         for page in range(0, 2 * count, 2):
-            kept.keep(page * PAGE, PAGE)
+            ranges.keep(page * PAGE, PAGE)
         if is_touched:
             os.pwrite(descriptor, b"x" * 2 * count * PAGE, 0)
         calls.clear()
-        kept.drop(0)
+        ranges.drop(0)
         assert len(calls) <= 1 + GAPS * is_touched
 
 

@@ -7,12 +7,15 @@ never written again: a sequence that differs within a block copies the first row
 Four operations: ``match`` finds the blocks of the first tokens, ``insert`` puts a block into the
 tree, ``lock`` and ``unlock`` count the sequences that use a block, and ``evict`` frees the oldest
 block that nobody uses.
+
+No call frees more than PIECE blocks, except to make room for others: the rest waits for ``sweep``.
 """
 
 from __future__ import annotations
 
 import itertools
 from array import array
+from collections import OrderedDict, deque
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any, Final
 
@@ -29,6 +32,7 @@ MOST_WASTE: Final = 32  # padding to whole pages wastes at most 1/32 of a block
 BLOCK_BYTES: Final = 1024  # memory of a block outside the pool: its record and tree node
 TOKEN_BYTES: Final = 4  # memory of a token outside the pool, here and again in its generation
 MOST_SIBLINGS: Final = 32  # newest siblings that are compared token by token
+PIECE: Final = 64  # blocks that one call frees; more would delay requests
 
 Tokens = array  # array of C ints, which are large enough: no vocabulary has more than 2**21 tokens
 
@@ -38,10 +42,21 @@ def tokens_of(ids: Any) -> Tokens[int]:
     return array("i", np.asarray(ids).astype(np.int32).tobytes())
 
 
+class ModelBlocks(msgspec.Struct, kw_only=True, eq=False):
+    """Blocks of one model."""
+
+    spaces: dict[Hashable, BlockNamespace] = {}
+    cached: OrderedDict[Block, None] = msgspec.field(default_factory=OrderedDict)  # without locks
+    size_bytes: int = 0  # bytes of all blocks
+    cached_bytes: int = 0
+    is_gone: bool = False  # the model was removed: nothing stays cached
+
+
 class BlockNamespace(msgspec.Struct, kw_only=True, eq=False):
     """Blocks that may be shared: those of one caller, program and row size."""
 
     key: Hashable
+    of: ModelBlocks
     holder: str  # caller whose share of the pool they count toward
     model: str
     tenant: str
@@ -49,8 +64,6 @@ class BlockNamespace(msgspec.Struct, kw_only=True, eq=False):
     rows: int  # rows per block
     tables: int = 0  # number of open tables
     blocks: int = 0
-    unlocked: int = 0
-    is_gone: bool = False  # its model was removed: nothing stays cached
     children: dict[bytes, Block] = {}
 
     @property
@@ -100,13 +113,19 @@ class BlockPool:
     """Pool of the blocks of all sequences.
 
     Invariants (``tests/unit/sequence_world.py``): a block has a lock for each table that contains
-    it. A block without locks is in the tree, and its children are evicted before it.
+    it. A block without locks is in the tree, and its children are evicted before it; or it is
+    *dead*, because nobody can use it.
     """
 
     def __init__(self, pool: RequestPool, now_ms: Callable[[], float]) -> None:
         self._pool, self._now_ms = pool, now_ms
-        self.spaces: dict[Hashable, BlockNamespace] = {}
-        self.unlocked: dict[Block, None] = {}  # blocks without locks, in the order of their release
+        self.models: dict[str, ModelBlocks] = {}
+        # Cached blocks, in the order of their release. To find the first key of a plain dict takes
+        # a scan over all keys that were removed before it.
+        self.unlocked: OrderedDict[Block, None] = OrderedDict()
+        self._dead: deque[Block] = deque()
+        self._gone: deque[ModelBlocks] = deque()  # removed models with cached blocks
+        self.cached_bytes = 0  # bytes of the pool that eviction would free
 
     # ---- the four operations -------------------------------------------------------------------
 
@@ -144,29 +163,54 @@ class BlockPool:
         """Lock the blocks of one path in the tree."""
         for block in blocks:
             if not block.locks:
-                del self.unlocked[block]
-                block.space.unlocked -= 1
+                self._count_cached(block, -1)
             block.locks += 1
 
     def unlock(self, blocks: Sequence[Block]) -> None:
-        """Unlock a table's blocks. A block without locks is cached if in the tree, else freed."""
+        """Unlock a table's blocks. A block without locks is cached if in the tree, else dead."""
         for block in reversed(blocks):
             block.locks -= 1
-            if block.locks:
-                continue
-            if block.tokens and not block.space.is_gone:
+            if not block.locks:
                 block.used_at_ms = self._now_ms()
-                self.unlocked[block] = None
-                block.space.unlocked += 1
-            else:
-                self._free(block)
+                self._count_cached(block, 1)
+        self.sweep()
 
     def evict(self) -> bool:
-        """Free the block that has been without locks for longest. False: there is none."""
-        block = next(iter(self.unlocked), None)
+        """Free a dead block, or the one that has been cached for longest. False: there is none."""
+        block = self._next_dead() or next(iter(self.unlocked), None)
         if block is not None:
             self._free(block)
         return block is not None
+
+    def sweep(self) -> bool:
+        """Free up to PIECE dead blocks. Return True if there are more."""
+        for _ in range(PIECE):
+            if (block := self._next_dead()) is None:
+                return False
+            self._free(block)
+        return self._next_dead() is not None
+
+    def _next_dead(self) -> Block | None:
+        """Return a block that nobody can use: it is not in the tree, or its model was removed."""
+        while self._gone and not self._gone[0].cached:
+            self._gone.popleft()
+        return next(iter(self._dead or (self._gone[0].cached if self._gone else ())), None)
+
+    def _count_cached(self, block: Block, change: int) -> None:
+        """Note that a block has no locks from now on (``change`` 1), or that it has some (-1)."""
+        model, size_bytes = block.space.of, change * block.space.block_bytes
+        self.cached_bytes += size_bytes
+        if not block.tokens:
+            self._dead.append(block) if change > 0 else self._dead.popleft()
+            return
+        if model.is_gone and change > 0:
+            self._gone.append(model)
+        model.cached_bytes += size_bytes
+        for cached in (self.unlocked, model.cached):
+            if change > 0:
+                cached[block] = None
+            else:
+                del cached[block]
 
     # ---- tables --------------------------------------------------------------------------------
 
@@ -174,12 +218,18 @@ class BlockPool:
         self, holder: str, model: str, tenant: str, row_bytes: int, program: str
     ) -> BlockTable:
         """Return an empty table. Tables of one holder, program and row size share blocks."""
-        key = (holder, model, program, row_bytes)
-        space = self.spaces.get(key)
+        key, rows = (holder, program, row_bytes), rows_of_block(row_bytes)
+        own = self.models.setdefault(model, ModelBlocks())
+        space = own.spaces.get(key)
         if space is None:
-            rows = rows_of_block(row_bytes)
-            space = self.spaces[key] = BlockNamespace(
-                key=key, holder=holder, model=model, tenant=tenant, row_bytes=row_bytes, rows=rows
+            space = own.spaces[key] = BlockNamespace(
+                key=key,
+                of=own,
+                holder=holder,
+                model=model,
+                tenant=tenant,
+                row_bytes=row_bytes,
+                rows=rows,
             )
         space.tables += 1
         return BlockTable(space=space)
@@ -245,33 +295,32 @@ class BlockPool:
 
     # ---- eviction and removal ------------------------------------------------------------------
 
-    @property
-    def cached_bytes(self) -> int:
-        """Bytes of the pool that eviction would free."""
-        return sum(one.unlocked * one.block_bytes for one in self.spaces.values())
-
     def expire(self, idle_ms: float) -> float | None:
-        """Evict blocks that had no lock for ``idle_ms``; return the ms until the next eviction."""
-        for block in [*self.unlocked]:
+        """Evict up to PIECE blocks that had no lock for ``idle_ms``; return the milliseconds until
+        the next eviction."""
+        for _ in range(PIECE):
+            block = next(iter(self.unlocked), None)
+            if block is None:
+                return None
             left_ms = block.used_at_ms + idle_ms - self._now_ms()
             if left_ms > 0:
                 return left_ms
             self._free(block)
-        return None
+        return 0.0
 
     def remove(self, model: str) -> None:
-        """Free a removed model's cached blocks; those in use are freed with their last table."""
-        for space in [one for one in self.spaces.values() if one.model == model]:
-            space.is_gone = True
-            for block in [one for one in self.unlocked if one.space is space]:
-                self._free(block)
-            self.spaces.pop(space.key, None)
+        """Let a removed model's cached blocks die, and those in use when they have no lock."""
+        if (gone := self.models.pop(model, None)) is not None:
+            gone.is_gone = True
+            self._gone.append(gone)
+            self.sweep()
 
     def _take(self, space: BlockNamespace) -> Block:
         offset = self._pool.take_block(
             space.holder, space.block_bytes, beside_bytes(space.rows), space.tenant
         )
         space.blocks += 1
+        space.of.size_bytes += space.block_bytes
         return Block(space=space, offset_bytes=offset)
 
     def _insert(self, table: BlockTable, tokens: Tokens[int]) -> None:
@@ -282,18 +331,19 @@ class BlockPool:
 
     def _free(self, block: Block) -> None:
         space, beside = block.space, beside_bytes(block.space.rows)
+        self._count_cached(block, -1)
         if block.tokens:
             del block.siblings[block.tokens]
-        if block in self.unlocked:
-            del self.unlocked[block]
-            space.unlocked -= 1
         self._pool.free_block(space.holder, block.offset_bytes, beside, space.tenant)
         space.blocks -= 1
+        space.of.size_bytes -= space.block_bytes
         self._forget_empty(space)
 
     def _forget_empty(self, space: BlockNamespace) -> None:
-        if not space.tables and not space.blocks and not space.is_gone:
-            self.spaces.pop(space.key, None)
+        if not space.tables and not space.blocks:
+            space.of.spaces.pop(space.key, None)
+            if not space.of.spaces and not space.of.is_gone:
+                self.models.pop(space.model, None)
 
 
 def rows_of_block(row_bytes: int) -> int:

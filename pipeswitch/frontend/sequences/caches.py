@@ -27,7 +27,7 @@ class Caches(Sequences):
             self._number += 1  # its caller named a sequence so
         sequence = self._made(key, client, announced)
         sequence.token, sequence.is_busy = token, True
-        self.held[sequence.key] = sequence
+        self._hold(sequence)
         spec, width = _cache(sequence)
         sequence.grown[CACHE] = self._table(
             sequence, ITEM_BYTES[spec.dtype] * math.prod(width), CACHE

@@ -15,8 +15,10 @@ blocks (``reuse``). After their end, the blocks stay cached until their memory i
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Callable, Sequence
+from collections import OrderedDict, deque
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Final
 
 import msgspec
@@ -33,12 +35,20 @@ from ..request_pool import PoolAllocation, RequestPool
 from ..transport.clients import Session
 from ..validation import check_brought
 from .blocks import BlockPool, BlockTable, beside_bytes, rows_of_block
-from .sequence_state import MAX_STEP_TOKENS, Key, SequenceOptions, SequenceState
+from .sequence_state import (
+    MAX_STEP_TOKENS,
+    Key,
+    SequenceGroup,
+    SequenceOptions,
+    SequenceState,
+)
 
 ROWS_STEP: Final = 16  # a shape grows by this many rows, so most steps have the last step's shape
 PIECES: Final = 8  # a step has at most 1/8 of the longest cache's rows
 SMALL_BYTES: Final = 64 << 10  # limit of a step's request without its ids
 IDLE_MS: Final = 300_000.0  # a sequence without a request for this long is dropped
+ROWS_PIECE: Final = 256  # sequences that are listed at once
+PIECE: Final = 8  # sequences that one call drops; each may have thousands of blocks
 HINT: Final = "start another one: it has ended, was idle for 5 minutes, or the server was restarted"
 
 
@@ -48,6 +58,10 @@ class Sequences:
     def __init__(self, pool: RequestPool, now_ms: Callable[[], float]) -> None:
         self._pool, self._now_ms = pool, now_ms
         self.held: dict[Key, SequenceState] = {}
+        self._idle: OrderedDict[SequenceState, None] = OrderedDict()  # in the order of last use
+        self._models: dict[str, SequenceGroup] = {}
+        self._clients: dict[Session, SequenceGroup] = {}
+        self._gone: deque[SequenceGroup] = deque()
         self.blocks = BlockPool(pool, now_ms)
         self._steps = self.tokens_reused = 0
         self._tokens: dict[str, int] = {}  # language model -> number of tokens in answers
@@ -72,6 +86,9 @@ class Sequences:
             )
         key = (caller, options.id)
         known = self.held.get(key)
+        if known is not None and known.is_over and not known.is_busy:
+            self.drop(known)
+            known = None
         if known is not None and known.is_busy:
             raise InvalidInput(
                 f'sequence "{options.id}" already has a running request', hint="wait for its answer"
@@ -92,6 +109,17 @@ class Sequences:
             announced=announced,
             used_at_ms=self._now_ms(),
         )
+
+    def _hold(self, sequence: SequenceState) -> None:
+        """Store a sequence, which is busy now."""
+        self.held[sequence.key] = self.held.pop(sequence.key, sequence)
+        self._idle.pop(sequence, None)
+        sequence.groups = sequence.groups or (
+            self._models.setdefault(sequence.announced.model, SequenceGroup()),
+            self._clients.setdefault(sequence.client, SequenceGroup()),
+        )
+        for group in sequence.groups:
+            group.sequences[sequence.number] = sequence
 
     # ---- requests with a state -----------------------------------------------------------------
 
@@ -165,7 +193,7 @@ class Sequences:
         if known is not None and known is not sequence:
             self.drop(known)
         sequence.is_busy, sequence.is_ending = True, options.ends
-        self.held[sequence.key] = self.held.pop(sequence.key, sequence)
+        self._hold(sequence)
 
     def ended(
         self,
@@ -179,7 +207,7 @@ class Sequences:
         sequence.is_busy, sequence.used_at_ms = False, self._now_ms()
         outputs, sequence.made = sequence.made, {}
         is_here = self.held.get(sequence.key) is sequence
-        is_last = sequence.is_left or (is_ok and sequence.is_ending)
+        is_last = sequence.is_left or sequence.is_over or (is_ok and sequence.is_ending)
         if is_ok and is_sent and is_here and not is_last:
             for name, grown in sequence.grown.items():
                 rows = outputs.pop(name)
@@ -192,18 +220,36 @@ class Sequences:
             if outputs:
                 allocation, sequence.allocation = sequence.allocation, allocation
                 sequence.values |= outputs
+                self._count(sequence, sequence.replaced_bytes)
             sequence.op_id = sequence.run
             sequence.steps += 1
             self._steps += 1
         elif is_here and (not sequence.steps or not is_sent or is_last):
             self.drop(sequence)
+        if self.held.get(sequence.key) is sequence:
+            self._idle[sequence] = None
         if allocation is not None:
             self._pool.release_reply(allocation)
+
+    @staticmethod
+    def _count(sequence: SequenceState, size_bytes: int) -> None:
+        for group in sequence.groups:
+            group.size_bytes += size_bytes - sequence.counted_bytes
+        sequence.counted_bytes = size_bytes
 
     def drop(self, sequence: SequenceState) -> None:
         """End a sequence. Blocks whose tokens are known stay cached."""
         if self.held.get(sequence.key) is sequence:
             del self.held[sequence.key]
+            self._idle.pop(sequence, None)
+            self._count(sequence, 0)
+            of_model, of_client = sequence.groups
+            for group in sequence.groups:
+                group.sequences.pop(sequence.number, None)
+            if not (of_model.sequences or of_model.is_gone):
+                del self._models[sequence.announced.model]
+            if not (of_client.sequences or of_client.is_gone):
+                del self._clients[sequence.client]
         allocation, sequence.allocation = sequence.allocation, None
         if allocation is not None:
             self._pool.release_reply(allocation)
@@ -227,24 +273,43 @@ class Sequences:
         """Return sequences, bytes and tokens by model; a shared block counts once."""
         nothing = {"sequences": 0, "sequence_bytes": 0, "spare_bytes": 0, "tokens": 0}
         rows = {name: nothing | {"tokens": count} for name, count in self._tokens.items()}
-        for sequence in self.held.values():
-            row = rows.setdefault(sequence.announced.model, dict(nothing))
-            row["sequence_bytes"] += sequence.replaced_bytes
-            row["sequences"] += 1
-        for space in self.blocks.spaces.values():
-            row = rows.setdefault(space.model, dict(nothing))
-            row["sequence_bytes"] += (space.blocks - space.unlocked) * space.block_bytes
-            row["spare_bytes"] += space.unlocked * space.block_bytes
+        for name, group in self._models.items():
+            row = rows.setdefault(name, dict(nothing))
+            row |= {"sequence_bytes": group.size_bytes, "sequences": len(group.sequences)}
+        for name, blocks in self.blocks.models.items():
+            row = rows.setdefault(name, dict(nothing))
+            row["sequence_bytes"] += blocks.size_bytes - blocks.cached_bytes
+            row["spare_bytes"] += blocks.cached_bytes
         return rows
 
     def retract(self, model: str) -> None:
         """End all sequences of a removed model and free its cached blocks."""
         self._tokens.pop(model, None)
         self.blocks.remove(model)
-        for sequence in [one for one in self.held.values() if one.announced.model == model]:
-            sequence.is_left = True
-            if not sequence.is_busy:
+        self._end_group(self._models.pop(model, None))
+
+    def remove_client(self, client: Session) -> None:
+        """End the sequences of a client that is gone; busy ones end with their request."""
+        self._end_group(self._clients.pop(client, None))
+
+    def _end_group(self, group: SequenceGroup | None) -> None:
+        if group is not None:
+            group.is_gone = True
+            self._gone.append(group)
+            self._sweep()
+
+    def _sweep(self) -> bool:
+        """Drop up to PIECE sequences of removed models and clients, and free a piece of the dead
+        blocks. Return True if there are more."""
+        for _ in range(PIECE):
+            while self._gone and not self._gone[0].sequences:
+                self._gone.popleft()
+            if not self._gone:
+                break
+            _, sequence = self._gone[0].sequences.popitem()
+            if not sequence.is_busy:  # otherwise it ends with its request
                 self.drop(sequence)
+        return self.blocks.sweep() or bool(self._gone)
 
     def _make_room(
         self, sequence: SequenceState, spec: ValueSpec, axis: int, values: Values, first: Any = None
@@ -304,27 +369,25 @@ class Sequences:
             sequence.key[0], announced.model, announced.tenant, row_bytes, program
         )
 
-    def remove_client(self, client: Session) -> None:
-        """Drop the idle sequences of a client that is gone; busy ones end with their request."""
-        for sequence in [one for one in self.held.values() if one.client is client]:
-            if not sequence.is_busy:
-                self.drop(sequence)
-
     def expire(self) -> float:
         """Drop idle sequences and blocks; return the milliseconds until the next check is due."""
         now_ms, next_ms = self._now_ms(), IDLE_MS
+        if self._sweep():
+            return 0.0
         if now_ms < self._look_at_ms:
             return self._look_at_ms - now_ms
         if (due_ms := self.blocks.expire(IDLE_MS)) is not None:
             next_ms = min(next_ms, due_ms)
-        for sequence in [*self.held.values()]:
+        for _ in range(PIECE):
+            if (sequence := next(iter(self._idle), None)) is None:
+                break
             left_ms = sequence.used_at_ms + IDLE_MS - now_ms
-            if sequence.is_busy:
-                continue
-            if left_ms <= 0:
-                self.drop(sequence)
-            else:
+            if left_ms > 0:
                 next_ms = min(next_ms, left_ms)
+                break
+            self.drop(sequence)
+        else:
+            next_ms = 0.0
         self._look_at_ms = now_ms + next_ms
         return next_ms
 
@@ -344,15 +407,16 @@ class Sequences:
             self.drop(sequence)
         return sequence.token
 
-    def rows(self, caller: str | None) -> list[dict[str, Any]]:
-        """Return the rows of ``pipeswitch sequences``, for one caller or for all."""
+    def rows(self, caller: str | None) -> Iterator[list[dict[str, Any]]]:
+        """Yield the rows of ``pipeswitch sequences``, for one caller or for all, in pieces."""
         self.expire()
-        now_ms = self._now_ms()
-        return [
-            sequence.row(now_ms)
-            for sequence in self.held.values()
-            if caller is None or sequence.key[0] == caller
-        ]
+        sequences = iter([*self.held.values()])
+        while piece := [*itertools.islice(sequences, ROWS_PIECE)]:
+            yield [
+                one.row(self._now_ms())
+                for one in piece
+                if caller in (None, one.key[0]) and not one.is_over
+            ]
 
 
 def longest(manifest: Manifest, share_bytes: int) -> tuple[int, int]:

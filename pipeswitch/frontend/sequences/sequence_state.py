@@ -26,6 +26,14 @@ MAX_STEP_TOKENS: Final = 1 << 16  # limit of one request; reading it takes the l
 Key = tuple[str, str]  # caller, and the caller's name for the sequence
 
 
+class SequenceGroup(msgspec.Struct, kw_only=True, eq=False):
+    """Sequences of one model or of one client, which end with it."""
+
+    sequences: dict[int, SequenceState] = {}  # by number
+    size_bytes: int = 0  # bytes of the states that each answer replaces
+    is_gone: bool = False  # all its sequences have ended, and those that are left must be dropped
+
+
 class SequenceState(msgspec.Struct, kw_only=True, eq=False):
     """State of one sequence between its requests, and during one."""
 
@@ -34,7 +42,9 @@ class SequenceState(msgspec.Struct, kw_only=True, eq=False):
     client: Session
     announced: ModelAvailable  # the version that it began with
     used_at_ms: float
+    groups: tuple[SequenceGroup, ...] = ()  # its model's and its client's, while it is stored
     values: dict[str, SlabTensor] = {}  # input -> its current value
+    counted_bytes: int = 0  # bytes that count toward its groups
     allocation: PoolAllocation | None = None  # slab of the values that each answer replaces
     grown: dict[str, BlockTable] = {}  # input -> blocks of its value, if it grows
     made: dict[str, SlabTensor] = {}  # input -> its next value, from the request being answered
@@ -57,6 +67,11 @@ class SequenceState(msgspec.Struct, kw_only=True, eq=False):
         """Number of rows in a language model's cache."""
         grown = self.grown.get(CACHE)
         return 0 if grown is None else grown.used
+
+    @property
+    def is_over(self) -> bool:
+        """True if its model or its client is gone."""
+        return any(group.is_gone for group in self.groups)
 
     @property
     def state(self) -> Mapping[str, tuple[str, int]]:

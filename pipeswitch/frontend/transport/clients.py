@@ -76,7 +76,9 @@ class Session:
     requests: dict[str, Token] = field(default_factory=dict)  # request id -> token, if unanswered
     # request id -> topics of its event subscription
     subscriptions: dict[str, tuple[str, ...]] = field(default_factory=dict)
-    backlog: deque[Outgoing] = field(default_factory=deque)
+    backlog: deque[Outgoing] = field(default_factory=deque)  # messages that are next
+    long_answers: deque[Outgoing] = field(default_factory=deque)  # sent after ``backlog``
+    sending: deque[Outgoing] | None = None  # the one of both whose first message has begun
     unsent_bytes: int = 0
     upload_chunks: int = 0
     counts: Counters = field(default_factory=Counters)  # counters of this session's requests

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from typing import Any, Final
 
@@ -16,6 +18,7 @@ SLOW_CLIENT_MS: Final = 30_000.0  # a client that leaves a reply unread for long
 MAX_SUBSCRIPTIONS: Final = 16  # event subscriptions of one client
 READER_BYTES: Final = 1 << 20  # a client with more unsent bytes gets no events
 SHORT_BYTES: Final = 64 << 10  # a message up to this size may overtake longer replies
+SWEPT: Final = 64  # clients whose messages are retried in one iteration of the loop
 
 
 class SendQueue:
@@ -28,7 +31,7 @@ class SendQueue:
         self._budget_bytes = budget_bytes
         self._now_ms = now_ms
         self._drop = drop
-        self.backlogged: set[Session] = set()  # clients with a full socket
+        self.backlogged: OrderedDict[Session, None] = OrderedDict()  # clients with a full socket
 
     @property
     def needs_poll(self) -> bool:
@@ -38,24 +41,21 @@ class SendQueue:
     def send(self, client: Session, outgoing: Outgoing) -> None:
         """Send or queue a message.
 
-        Many callers may share a connection, so a short message overtakes long final replies, but
-        not the oldest message, which may be partly sent. No message of the same request follows
-        its final reply, so each request's messages stay in order.
+        Many callers may share a connection, so long final replies wait for all other messages. No
+        message of the same request follows its final reply, so each request's messages stay in
+        order.
         """
         if client.is_gone:
             if outgoing.on_end is not None:
                 outgoing.on_end(False)
             return
         outgoing.size_bytes = sum(map(len, outgoing.frames))
-        backlog, place = client.backlog, len(client.backlog)
-        if outgoing.size_bytes <= SHORT_BYTES:
-            while place > 1 and _is_long_answer(backlog[place - 1]):
-                place -= 1
-        backlog.insert(place, outgoing)
+        is_long_answer = outgoing.on_end is not None and outgoing.size_bytes > SHORT_BYTES
+        (client.long_answers if is_long_answer else client.backlog).append(outgoing)
         client.unsent_bytes += outgoing.size_bytes
         if not self._flush(client):
             self._drop(client)
-        elif client.backlog:
+        elif client.sending:
             now_ms = outgoing.since_ms = self._now_ms()
             if self._is_too_slow(client, now_ms):
                 self._drop(client)
@@ -66,44 +66,45 @@ class SendQueue:
         self.send(client, Outgoing(frames=frames))
 
     def _is_too_slow(self, client: Session, now_ms: float) -> bool:
-        is_stuck = client.backlog and now_ms - client.backlog[0].since_ms > SLOW_CLIENT_MS
+        is_stuck = client.sending and now_ms - client.sending[0].since_ms > SLOW_CLIENT_MS
         return bool(is_stuck) or client.unsent_bytes > self._budget_bytes
 
     def _flush(self, client: Session) -> bool:
         """Send in order until the socket is full; return False if the connection is gone."""
-        while client.backlog:
-            outgoing = client.backlog[0]
+        while queue := client.sending or client.backlog or client.long_answers:
+            outgoing = queue[0]
             try:
                 if not client.peer.transmit(outgoing):
-                    self.backlogged.add(client)
+                    client.sending = queue
+                    self.backlogged[client] = None
                     return True
             except OSError:
                 return False
-            client.backlog.popleft()
+            queue.popleft()
+            client.sending = None
             client.unsent_bytes -= outgoing.size_bytes
             if outgoing.on_end is not None:
                 outgoing.on_end(True)
-        self.backlogged.discard(client)
+        self.backlogged.pop(client, None)
         return True
 
     def remove(self, client: Session) -> None:
         """Drop the messages of a client that is gone."""
-        self.backlogged.discard(client)
-        while client.backlog:
-            outgoing = client.backlog.popleft()
+        self.backlogged.pop(client, None)
+        client.sending = None
+        while queue := client.backlog or client.long_answers:
+            outgoing = queue.popleft()
             client.unsent_bytes -= outgoing.size_bytes
             if outgoing.on_end is not None:
                 outgoing.on_end(False)
 
     def sweep(self) -> None:
-        """Retry messages that a socket refused, and drop clients that are gone or too slow."""
-        for client in list(self.backlogged):
+        """Retry messages that a socket refused, and drop clients that are gone or too slow.
+        At most SWEPT clients have a turn; those that wait for longest are first."""
+        for client in [*itertools.islice(self.backlogged, SWEPT)]:
+            self.backlogged.move_to_end(client)
             if not self._flush(client) or self._is_too_slow(client, self._now_ms()):
                 self._drop(client)
-
-
-def _is_long_answer(outgoing: Outgoing) -> bool:
-    return outgoing.on_end is not None and outgoing.size_bytes > SHORT_BYTES
 
 
 class EventSubscribers:

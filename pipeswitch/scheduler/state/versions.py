@@ -44,6 +44,7 @@ class Versions:
         self.models = models
         self.aliases = Aliases(core)
         self._served = served
+        self._of: dict[ModelName, dict[int, Model]] = {}  # versions of each name
 
     def served(self, name: ModelName) -> Served | None:
         return self._served.get(name)
@@ -69,8 +70,8 @@ class Versions:
 
     def all_of(self, name: ModelName) -> list[Model]:
         """Return the existing versions of a name, the newest last."""
-        versions = [model for model in self.models.values() if model.base == name]
-        return sorted(versions, key=lambda model: model.version)
+        versions = self._of.get(name, {})
+        return [versions[number] for number in sorted(versions)]
 
     def is_current(self, model: Model) -> bool:
         served = self.served(model.base)
@@ -117,6 +118,7 @@ class Versions:
     def opened(self, model: Model, spec_digest: str) -> None:
         """Add a version; the first one of a name becomes current."""
         served = self._served.get(model.base)
+        self._of.setdefault(model.base, {})[model.version] = model
         if served is None:
             self._open(model.base, model.version, model.version, spec_digest)
         else:
@@ -212,11 +214,12 @@ class Versions:
 
     def gone(self, model: Model) -> None:
         """Remove a version. The name is removed with its last version."""
+        del self._of[model.base][model.version]
         served, successor = self._served[model.base], self.successor(model.base)
         if model.serving.state is VersionState.COMING and model.version == served.last:
             served.last -= 1  # the version never became current
         if not self.all_of(model.base):
-            del self._served[model.base]
+            del self._served[model.base], self._of[model.base]
             if served.last > 1:
                 self._core.emit(Journal(entry={"kind": "serving-gone", "name": model.base}))
         elif served.current == model.version and successor is not None:
