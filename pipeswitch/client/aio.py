@@ -11,7 +11,7 @@ from .calls import as_wait_s
 from .client import CONNECT_TIMEOUT_S, Client, Task
 from .sequence import RequestSequence
 from .tensors import Result
-from .verbs import AsyncVerbs, AsyncWrapper, as_async
+from .verbs import AsyncVerbs, AsyncWrapper, as_async, in_thread
 
 if TYPE_CHECKING:
     from ..programs.decoding.model_config import Token
@@ -69,13 +69,20 @@ class AsyncClient(AsyncVerbs[Client]):
         return AsyncRequestSequence(self._awaits.sequence(model, id=id, version=version))
 
     async def generate(self, model: str, prompt: Any, **options: Any) -> AsyncIterator[Token]:
-        """Yield tokens like ``Client.generate``, until the caller stops."""
-        answer = await asyncio.to_thread(self._awaits.generate, model, prompt, **options)
+        """Yield tokens like ``Client.generate``, until the caller stops; no thread waits."""
+        loop, news = asyncio.get_running_loop(), asyncio.Event()
+        answer = await in_thread(self._awaits.generate, model, prompt, **options)
+        answer.replies.on_news = lambda: loop.call_soon_threadsafe(news.set)
         try:
-            while (token := await asyncio.to_thread(next, answer, None)) is not None:
-                yield token
+            while True:
+                news.clear()
+                while (token := answer.take()) is not None:
+                    yield token
+                if answer.reason is not None:
+                    return
+                await news.wait()
         finally:
-            await asyncio.to_thread(answer.close)
+            answer.close()
 
     def prefetch(self, model: str) -> None:
         """Hint to the server that requests for ``model`` will follow."""
@@ -83,7 +90,7 @@ class AsyncClient(AsyncVerbs[Client]):
 
     async def train(self, entry: str | os.PathLike[str], **options: Any) -> AsyncTask:
         """Start a training script as a background job."""
-        return AsyncTask(await asyncio.to_thread(self._awaits.train, entry, **options))
+        return AsyncTask(await in_thread(self._awaits.train, entry, **options))
 
     def task(self, name: str) -> AsyncTask:
         """Return the handle of an existing job."""
@@ -105,7 +112,7 @@ class AsyncClient(AsyncVerbs[Client]):
                 if not subscription.is_over:
                     await news.wait()
         finally:
-            await asyncio.to_thread(subscription.close)
+            await in_thread(subscription.close)
 
 
 class AsyncRequestSequence(AsyncWrapper[RequestSequence]):
@@ -145,5 +152,5 @@ class AsyncTask(AsyncWrapper[Task]):
     async def logs(self, follow: bool = False) -> AsyncIterator[str]:
         """Yield the log from its start, in pieces, like ``Task.logs``."""
         pieces = self._awaits.logs(follow)
-        while (piece := await asyncio.to_thread(next, pieces, None)) is not None:
+        while (piece := await in_thread(next, pieces, None)) is not None:
             yield piece

@@ -496,13 +496,14 @@ class Client(Verbs):
         self, file: Any, digest: str, size: int, kind: str, progress: Progress | None
     ) -> None:
         body = {"digest": digest, "size_bytes": size, "kind": kind}
-        first = self._connection.request("put", body={**body, "offset_bytes": 0}).result().body
+        reply = self._connection.request("put", body={**body, "offset_bytes": 0}).result().body
         waiting: list[Future[FinalReply]] = []
         file.seek(0)
         offset = 0
-        while offset < size and not first["complete"]:
-            if len(waiting) >= int(first["credit"]):
-                waiting.pop(0).result()
+        while offset < size and not reply["complete"]:  # another upload may complete the file
+            if len(waiting) >= int(reply["credit"]):
+                reply = waiting.pop(0).result().body
+                continue
             if not (chunk := file.read(CHUNK_BYTES)):
                 raise InvalidInput("a file became shorter while it was sent", hint="send it again")
             frames = [chunk]

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import functools
 import inspect
+import threading
 import time
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from concurrent.futures import Future
@@ -248,6 +249,35 @@ S = TypeVar("S", covariant=True)
 V = TypeVar("V", bound=Verbs, covariant=True)
 
 
+async def in_thread(work: Callable[P, R], /, *args: P.args, **options: P.kwargs) -> R:
+    """Call a function that may wait in a thread of its own. asyncio's default pool has few threads:
+    if all wait, such as for registrations, no other call begins. If the caller is cancelled, a
+    stream or subscription that the function returns is closed."""
+    result: Future[R] = Future()
+    result.set_running_or_notify_cancel()
+
+    def call() -> None:
+        try:
+            result.set_result(work(*args, **options))
+        except BaseException as error:
+            result.set_exception(error)
+
+    threading.Thread(target=call, name="pipeswitch-await", daemon=True).start()
+    answer = asyncio.wrap_future(result)
+    try:
+        return await asyncio.shield(answer)
+    except asyncio.CancelledError:
+        answer.cancel()
+        result.add_done_callback(_close)
+        raise
+
+
+def _close(unused: Future[Any]) -> None:
+    value: Any = None if unused.exception() else unused.result()
+    if hasattr(value, "close"):
+        value.close()
+
+
 class AsyncWrapper(Generic[S]):
     """Base for awaitable versions of an SDK object's verbs."""
 
@@ -264,10 +294,10 @@ def as_async(
     @functools.wraps(verb)
     async def call(self: AsyncWrapper[S], /, *args: P.args, **options: P.kwargs) -> R:
         if "progress" not in signature.parameters:
-            return await asyncio.to_thread(verb, self._awaits, *args, **options)
+            return await in_thread(verb, self._awaits, *args, **options)
         bound = signature.bind(self._awaits, *args, **options)
         bound.arguments["progress"] = _on_this_loop(bound.arguments.get("progress"))
-        return await asyncio.to_thread(verb, *bound.args, **bound.kwargs)
+        return await in_thread(verb, *bound.args, **bound.kwargs)
 
     return call
 

@@ -54,8 +54,12 @@ Reply = Callable[[dict[str, Any], PipeSwitchError | None], None]
 """Callback with the answer to one chunk, called on the writer thread."""
 
 
-_Key = tuple[str, str, str]
-"""Session, client (its tenant) and file name. The gateway's one session has many clients."""
+_Key = tuple[str, str, int, str]
+"""Session, client (its tenant), size and file name. The gateway's one session has many clients.
+
+Several uploads of one file at a time have the same key. They fill one file: bytes that another
+upload has sent already are not written again.
+"""
 
 
 @dataclass
@@ -66,6 +70,7 @@ class _Partial:
     size_bytes: int
     file: Any
     written_bytes: int = 0
+    uploads: int = 0  # uploads that have sent their first bytes
     hash: Any = field(default_factory=hashlib.sha256)
     touched_s: float = field(default_factory=time.monotonic)
 
@@ -159,7 +164,8 @@ class Uploads:
             if self._queued >= MAX_QUEUED_CHUNKS:
                 raise QueueFull(f"{self._queued} upload chunks already wait for the disk")
             self._queued += 1
-        chunk = _Chunk((session, tenant, f"{digest}.{kind}"), digest, size, offset, data, reply)
+        key = (session, tenant, size, f"{digest}.{kind}")
+        chunk = _Chunk(key, digest, size, offset, data, reply)
         self._writer.put(
             functools.partial(self._answer, chunk), functools.partial(self._end, chunk, {})
         )
@@ -221,8 +227,7 @@ class Uploads:
         error: PipeSwitchError | None = None
         try:
             body = self._take(chunk)
-        except PipeSwitchError as refused:
-            self._drop(chunk.key)
+        except PipeSwitchError as refused:  # another upload of the file may go on
             error = refused
         except OSError as failed:  # for example, a full disk: only this upload fails
             _logger.warning("upload=%s failed cause=%s", chunk.digest[:12], failed)
@@ -248,34 +253,37 @@ class Uploads:
         """Append one chunk; return the reply's body, with the number of bytes received so far.
 
         1. If the whole file is there already, nothing is written.
-        2. Offset 0 opens (or opens anew) a partial file.
-        3. Any other offset must be the end of the file: chunks come in order.
+        2. Offset 0 opens a partial file, if there is none.
+        3. Other chunks follow without a gap; bytes that are there already are skipped.
         4. After the last byte: compare the digest, fsync, rename.
         """
-        digest = chunk.digest
+        digest, is_first = chunk.digest, not chunk.offset_bytes
         final = self.directory / chunk.key[-1]
         if chunk.key[-1] in self._whole and final.is_file():
             self._drop(chunk.key)
             whole = self._whole[chunk.key[-1]]
             whole.touched_s = time.monotonic()
-            whole.puts += 1
-            return self._progress(chunk.size_bytes, is_complete=True)
-        if chunk.offset_bytes == 0:
-            self._drop(chunk.key)
-            self._open(chunk)
-        partial = self._partials.get(chunk.key)
-        if partial is None or partial.written_bytes != chunk.offset_bytes:
+            whole.puts += is_first
+            return self._progress(whole.size_bytes, is_complete=True)
+        partial = self._partials.get(chunk.key) or (self._open(chunk) if is_first else None)
+        if partial is None or partial.written_bytes < chunk.offset_bytes:
             at = partial.written_bytes if partial else 0
-            raise InvalidInput(f"put: chunk at {chunk.offset_bytes}, but the file has {at} bytes")
+            raise InvalidInput(
+                f"put: chunk at {chunk.offset_bytes}, but the file has {at} bytes",
+                hint="send the chunks in order, from 0 on, all with the same size_bytes",
+            )
         reach("upload.write")
-        partial.file.write(chunk.data)
+        data = chunk.data[partial.written_bytes - chunk.offset_bytes :]
+        partial.file.write(data)
         partial.file.flush()  # reports a full disk as this chunk's error
-        partial.hash.update(chunk.data)
-        partial.written_bytes += len(chunk.data)
+        partial.hash.update(data)
+        partial.written_bytes += len(data)
+        partial.uploads += is_first and len(chunk.data) > 0
         partial.touched_s = time.monotonic()
         if partial.written_bytes < partial.size_bytes:
             return self._progress(partial.written_bytes, is_complete=False)
         if partial.hash.hexdigest() != digest:
+            self._drop(chunk.key)
             raise InvalidInput(
                 f"the upload's digest is {partial.hash.hexdigest()[:12]}…, not {digest[:12]}…"
             )
@@ -286,24 +294,25 @@ class Uploads:
     def _progress(offset_bytes: int, is_complete: bool) -> dict[str, Any]:
         return {"offset_bytes": offset_bytes, "complete": is_complete, "credit": CREDIT_CHUNKS}
 
-    def _open(self, chunk: _Chunk) -> None:
+    def _open(self, chunk: _Chunk) -> _Partial:
         """Open a partial file.
 
         Raises:
             QueueFull: the client's share of the folder is used up.
             HostStoreFull: the client's share of the disk is used up, or the disk is full.
         """
-        session, client, name = chunk.key
+        client = chunk.key[1]
         self._make_room(client, chunk.size_bytes)
-        path = self.directory / f"{PARTIAL}{session}-{client}-{name}"
+        path = self.directory / "-".join([PARTIAL + chunk.key[0], *map(str, chunk.key[1:])])
         descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
         file = os.fdopen(descriptor, "wb")
-        self._partials[chunk.key] = _Partial(path, chunk.size_bytes, file)
+        partial = self._partials[chunk.key] = _Partial(path, chunk.size_bytes, file)
         self._bytes.take(client, chunk.size_bytes)
         self._places.take(client, 1)
         self._open_places.take(client, 1)
         os.ftruncate(descriptor, chunk.size_bytes)  # so its final size counts as disk use
         self._disk.keep_upload(path.name, client)
+        return partial
 
     def _make_room(self, client: str, size_bytes: int) -> None:
         """Make room for one more file. Each step follows only if the steps before were not enough.
@@ -346,7 +355,7 @@ class Uploads:
 
     def _publish(self, key: _Key, final: Path) -> None:
         """Publish a file (fsync, rename, fsync the folder): its name now means these bytes."""
-        partial, (_, client, name) = self._partials[key], key
+        partial, (_, client, _, name) = self._partials[key], key
         os.fsync(partial.file.fileno())
         partial.file.close()
         reach("upload.publish")
@@ -357,7 +366,7 @@ class Uploads:
         sync_directory(self.directory)
         del self._partials[key]
         self._open_places.give(client, 1)
-        self._whole[name] = _Whole(client, partial.size_bytes)
+        self._whole[name] = _Whole(client, partial.size_bytes, puts=max(partial.uploads, 1))
 
     def _drop(self, key: _Key) -> None:
         partial = self._partials.pop(key, None)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
 import queue
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,7 +12,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from pipeswitch.base.errors import HostStoreFull, PipeSwitchError, QueueFull
+from pipeswitch.base.errors import HostStoreFull, InvalidInput, PipeSwitchError, QueueFull
 from pipeswitch.base.units import SizeSpec
 from pipeswitch.frontend import uploads
 from pipeswitch.frontend.disk import Disk
@@ -32,19 +33,34 @@ def writer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Uploads]
 
 
 def put(
-    writer: Uploads, session: str, text: str, *, size_bytes: int = 0, tenant: str = ""
+    writer: Uploads,
+    session: str,
+    text: str,
+    *,
+    size_bytes: int = 0,
+    tenant: str = "",
+    part: slice = slice(None),
 ) -> tuple[str, Any]:
-    """Upload a text; return file name and error. If ``size_bytes`` is larger, it is unfinished."""
+    """Upload a text or a part of it; return file name and error. If ``size_bytes`` is larger, it
+    is unfinished."""
     data = text.encode()
     digest = hashlib.sha256(data).hexdigest()
-    body = {"digest": digest, "size_bytes": size_bytes or len(data), "offset_bytes": 0}
+    body = {
+        "digest": digest,
+        "size_bytes": size_bytes or len(data),
+        "offset_bytes": part.start or 0,
+    }
     answers: queue.SimpleQueue[Any] = queue.SimpleQueue()
     header = RequestHeader(v=1, id="1", op="put", body=body)
     writer.offer(
-        session, header, data, lambda body, error: answers.put(error), tenant=tenant or session
+        session,
+        header,
+        data[part],
+        lambda body, error: answers.put(error or body),
+        tenant=tenant or session,
     )
-    error = answers.get(timeout=30)
-    return f"{digest}.bundle", error
+    answer = answers.get(timeout=30)
+    return f"{digest}.bundle", answer if isinstance(answer, PipeSwitchError) else None
 
 
 def names(writer: Uploads) -> set[str]:
@@ -155,3 +171,57 @@ def test_what_is_promised_counts_before_it_is_written(writer: Uploads) -> None:
     assert isinstance(error, HostStoreFull)
     writer.remove_session("enemy")
     assert put(writer, "enemy", "enemy-3", size_bytes=900)[1] is None
+
+
+TEXT = "0123456789" * 40
+CHUNKS = [slice(at, at + 100) for at in range(0, 400, 100)]
+
+
+@pytest.mark.parametrize(
+    ("lead", "chunks"),
+    [(0, CHUNKS), (1, CHUNKS), (3, [slice(0, 250), slice(250, 400)]), (4, CHUNKS)],
+)
+def test_two_uploads_of_one_file_at_a_time_are_both_served_and_counted_once(
+    writer: Uploads, lead: int, chunks: list[slice]
+) -> None:
+    """One upload is ``lead`` chunks ahead of the other, whose chunks may have another size."""
+    first, second = [slice(0, 0), *CHUNKS], [slice(0, 0), *chunks]
+    turns = [*((one, None) for one in first[: lead + 1])]
+    turns += itertools.zip_longest(first[lead + 1 :], second)  # type: ignore[arg-type]
+    for pair in turns:
+        for part in filter(None, pair):
+            _, error = put(writer, "gateway", TEXT, tenant="me", part=part)
+            assert error is None
+            assert writer._bytes.of("me") == len(TEXT)
+            assert writer._places.of("me") == 1
+    (name,) = names(writer)
+    assert (writer.directory / name).read_text() == TEXT
+    spec = msgspec.msgpack.encode({"name": "m", "source": str(writer.directory / name)})
+    writer.unpin(writer.pin(spec))
+    assert put(writer, "me", "wait for the unpin")[1] is None
+    assert name in names(writer), "the other upload's registration is still to come"
+
+
+@pytest.mark.parametrize("wrong", ["size", "gap", "digest", "other size"])
+def test_a_wrong_chunk_is_refused_and_harms_no_other_upload(writer: Uploads, wrong: str) -> None:
+    assert put(writer, "gateway", TEXT, tenant="me", part=CHUNKS[0])[1] is None
+    error: Any = None
+    match wrong:
+        case "size":
+            _, error = put(writer, "gateway", TEXT, size_bytes=401, tenant="me", part=CHUNKS[1])
+        case "gap":
+            _, error = put(writer, "gateway", TEXT, tenant="me", part=CHUNKS[2])
+        case "other size":
+            assert not put(writer, "gateway", TEXT, size_bytes=401, tenant="me", part=CHUNKS[0])[1]
+        case "digest":
+            body = {"digest": "0" * 64, "size_bytes": 4}
+            header = RequestHeader(v=1, id="1", op="put", body=body)
+            answers: queue.SimpleQueue[Any] = queue.SimpleQueue()
+            writer.offer("gateway", header, b"1234", lambda _, bad: answers.put(bad), tenant="me")
+            error = answers.get(timeout=30)
+            assert len([*writer.directory.iterdir()]) == 1
+    assert isinstance(error, InvalidInput) or wrong == "other size"
+    assert writer._bytes.of("me") == len(TEXT) + 401 * (wrong == "other size")
+    for part in CHUNKS[1:]:
+        assert put(writer, "gateway", TEXT, tenant="me", part=part)[1] is None
+    assert sum(path.stat().st_size for path in writer.directory.glob("[!.]*")) == len(TEXT)

@@ -119,10 +119,12 @@ class Upstream:
         digest = (await asyncio.to_thread(hashlib.sha256, data)).hexdigest()
         body = {"digest": digest, "size_bytes": len(data), "kind": kind, "tenant": tenant}
         state = await self.ask("put", body={**body, "offset_bytes": 0}, is_safe=False)
-        for offset in range(0, 0 if state["complete"] else len(data), CHUNK_BYTES):
-            chunk = data[offset : offset + CHUNK_BYTES]
+        offset = 0
+        while not state["complete"]:
             where = {**body, "offset_bytes": offset}
-            await self._connection.ask("put", body=where, frames=[chunk])
+            chunk = data[offset : offset + CHUNK_BYTES]
+            state = (await self._connection.ask("put", body=where, frames=[chunk])).body
+            offset = state["offset_bytes"]  # another upload of the same file may be ahead
         return f"put:{digest}"
 
     async def follow(self, take: Take) -> None:
