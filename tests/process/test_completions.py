@@ -33,6 +33,7 @@ from pipeswitch.programs.decoding.model_config import LanguageModelConfig
 from pipeswitch.programs.decoding.output import StopCriteria
 from pipeswitch.programs.decoding.sampling import Sampling
 from tests.models.words import trained
+from tests.unit.test_answer import RANGES
 
 openai = pytest.importorskip("openai")
 transformers = pytest.importorskip("transformers")
@@ -182,6 +183,46 @@ def test_a_chat_is_rendered_as_transformers_does(running: Checked, ai: Any) -> N
         ai.chat.completions.create(**{**options, "model": "gone"})
 
 
+IDS: dict[str, Any] = {"stop_token_ids": ([[-1], [700], [1 << 62], [5, -1]], [[0, 699]])}
+LOCAL = {"held", "until", "scores_prompt", "json_schema"}  # options without a field over HTTP
+DOORS = ("/v1/completions", "/v1/chat/completions", "/v2/models/chat/generate")
+
+
+def bodies(door: str) -> Iterator[tuple[str, Any, bool]]:
+    """Yield the name of an option, a body with one of its values, and whether it is refused."""
+    for name in {**RANGES, **IDS}.keys() - LOCAL - ({"logprobs"} if "v2" in door else set()):
+        refused, allowed = {**RANGES, **IDS}[name]
+        for value in (*refused, *allowed):
+            fields = {"max_tokens": 1, name: value}
+            if door == "/v1/chat/completions":
+                body = {"model": "chat", "messages": SAID} | fields
+                body |= {"logprobs": True, "top_logprobs": value} if name == "logprobs" else {}
+            elif door == "/v1/completions":
+                body = {"model": "chat", "prompt": "a"} | fields
+            else:
+                body = {"text_input": "a", "parameters": fields}
+            is_odd = name == "top_k" and value == -1  # as in vLLM: all tokens
+            with contextlib.suppress(ValueError):  # JSON has neither NaN nor infinity
+                json.dumps(body, allow_nan=False)
+                yield name, body, value in refused and not is_odd
+
+
+@pytest.mark.parametrize("door", DOORS)
+def test_options_out_of_their_ranges_are_refused_by_name(running: Checked, door: str) -> None:
+    for name, body, is_refused in bodies(door):
+        status, reply, _ = post(running, door, body)
+        assert status == (400 if is_refused else 200), (body, reply)
+        if is_refused and "v1" in door:
+            assert reply["error"]["param"] in (name, "top_logprobs"), (body, reply)
+
+
+def test_the_sdk_refuses_options_out_of_their_ranges(running: Checked) -> None:
+    for name in RANGES.keys() - {"held", "scores_prompt", "json_schema"}:
+        for value in RANGES[name][0]:
+            with pytest.raises(InvalidInput, match=name):
+                running.client.generate("chat", [1, 2], max_new_tokens=1, **{name: value})
+
+
 def test_what_is_not_done_is_said_in_openais_form(running: Checked, ai: Any) -> None:
     chat, text = "/v1/chat/completions", "/v1/completions"
     good: Any = {"model": "chat", "prompt": PROMPT}
@@ -197,7 +238,7 @@ def test_what_is_not_done_is_said_in_openais_form(running: Checked, ai: Any) -> 
         (text, {**good, "temprature": 1}, 400, "temprature", "temperature"),
         (text, {**good, "max_tokens": "4"}, 400, "max_tokens", "Expected `int"),
         (text, {**good, "max_tokens": 0}, 400, "max_tokens", "below 1"),
-        (text, {**good, "top_p": 2}, 400, None, "top_p"),
+        (text, {**good, "top_p": 2}, 400, "top_p", "top_p"),
         (text, {**good, "prompt": "a" * 140_000}, 400, None, "context length is 2048"),
         (text, {**good, "prompt": ["a", {}]}, 400, "prompt", "one text"),
         (text, {"model": "chat", "messages": SAID}, 400, "prompt", "no messages"),

@@ -123,20 +123,63 @@ def test_penalties_follow_their_formulas() -> None:
         assert best == int(np.argmax(adjusted))
 
 
-def test_an_option_out_of_its_range_is_refused_by_name() -> None:
-    many = dict.fromkeys(range(301), 1.0)
-    for name, values in (
-        ("top_k", [-1]),
-        ("min_p", [1.5]),
-        ("repetition_penalty", [0.0]),
-        ("presence_penalty", [3.0]),
-        ("frequency_penalty", [math.nan]),
-        ("logit_bias", [{5: math.inf}, {-1: 0.0}, many]),
-    ):
-        for value in values:
-            with pytest.raises(InvalidInput) as caught:
-                Sampling(options=Options(**{name: value})).check()
-            assert caught.value.data["param"] == name
+MANY = dict.fromkeys(range(301), 1.0)
+RANGES: dict[str, tuple[list[Any], list[Any]]] = {  # refused values, and the ends of the range
+    "temperature": ([-1e-9, 100.1, math.inf, math.nan], [0.0, 100.0]),
+    "top_p": ([-0.1, 0.0, 1.1, math.nan], [1e-9, 1.0]),
+    "seed": ([-1, 1 << 63], [0, (1 << 63) - 1]),
+    "top_k": ([-1, 1 << 40], [0, 1]),
+    "min_p": ([-0.1, 1.5, math.nan], [0.0, 1.0]),
+    "repetition_penalty": ([0.0, 0.009, 101.0, math.nan, math.inf], [0.01, 100.0]),
+    "presence_penalty": ([-2.1, 3.0, math.nan], [-2.0, 2.0]),
+    "frequency_penalty": ([-2.1, 3.0, math.nan], [-2.0, 2.0]),
+    "logit_bias": ([{5: 101.0}, {5: math.inf}, {5: math.nan}, {-1: 0.0}, MANY], [{5: -100.0}]),
+    "held": ([[-1], [1 << 40], [5] * 129], [[5] * 128]),
+    "until": ([-1, 1 << 41], [0, 1 << 40]),
+    "logprobs": ([-1, 21], [None, 0, 20]),
+    "scores_prompt": ([True], [False]),
+    "json_schema": (["x" * 8193], [""]),
+}
+"""Every sampling option. tests/unit/test_sequence_room.py passes them to the verb, too."""
+
+
+def test_the_ranges_of_all_options_are_listed() -> None:
+    names = {*Sampling.__struct_fields__, *Options.__struct_fields__} - {"options"}
+    assert names == RANGES.keys()
+
+
+@pytest.mark.parametrize("name", RANGES)
+def test_an_option_out_of_its_range_is_refused_by_name(name: str) -> None:
+    def made(value: Any) -> Sampling:
+        value = tuple(value) if name == "held" else value
+        is_option = name in Options.__struct_fields__
+        return (
+            Sampling(options=Options(**{name: value})) if is_option else Sampling(**{name: value})
+        )
+
+    refused, allowed = RANGES[name]
+    other = {
+        "json_schema": "response_format",
+        "held": "held stop_token_ids",
+        "scores_prompt": "logprobs",
+    }.get(name, name)
+    for value in refused:
+        with pytest.raises(InvalidInput) as caught:
+            made(value).check()
+        assert caught.value.data["param"] in other.split()
+    for value in allowed:
+        made(value).check()
+
+
+@pytest.mark.parametrize("token", [-1, 300, 1 << 62])
+def test_a_stop_token_outside_of_the_vocabulary_is_refused_by_name(token: int) -> None:
+    facts = LanguageModelConfig(version=1, digest="", vocabulary=300, context=50, eos_ids=(7,))
+    for is_own in (False, True):
+        ending = StopCriteria(max_new_tokens=9, eos_ids=(5, token), ignore_eos=is_own)
+        with pytest.raises(InvalidInput, match="0 to 299") as caught:
+            ending_of(facts, [1], ending)
+        assert caught.value.data["param"] == "stop_token_ids"
+        assert ending_of(facts, [1], StopCriteria(max_new_tokens=9, eos_ids=(0, 299)))
 
 
 def test_a_minimum_length_holds_end_tokens_and_stop_strings_back() -> None:

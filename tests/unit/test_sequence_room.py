@@ -46,11 +46,13 @@ from pipeswitch.programs.decoding.generation_settings import (
     STATE,
     USED,
 )
+from pipeswitch.programs.decoding.sampling import Sampling
 from pipeswitch.programs.interface.dims import Dim
 from pipeswitch.programs.interface.layout import Manifest, ValueSpec
 from pipeswitch.scheduler import events as ev
 from pipeswitch.wire.frames import RequestHeader, WireTensor, decode_reply
 from tests.unit.sequence_world import gathered
+from tests.unit.test_answer import RANGES
 
 ROW, WORDS, CONTEXT = 512, 50, 600
 MANIFEST: Final = Manifest(
@@ -528,6 +530,15 @@ UNFIT: dict[str, tuple[Any, dict[str, Any]]] = {
     "too cold": (ids_of(1), {"temperature": -1.0}),
     "no tokens left": (ids_of(1), {"top_p": 0.0}),
     "many ends": (ids_of(1), {"stop_ids": [1] * 1000}),
+    **{
+        f"{name} {value!r:.20}": (
+            ids_of(1, 2),
+            {name: value} if name in Sampling.__struct_fields__ else {"options": {name: value}},
+        )
+        for name, (values, _) in RANGES.items()
+        for value in values
+    },
+    **{f"stop id {one}": (ids_of(1), {"stop_ids": [0, one]}) for one in (-1, WORDS, 1 << 40)},
     "unknown": (ids_of(1), {"max_new_tokens": 4}),
     "too many so far": (ids_of(1), {"max_tokens": 2, "so_far": [1, 2]}),
     "no such token so far": (ids_of(1), {"so_far": [WORDS]}),

@@ -11,7 +11,7 @@ from ...base.errors import InvalidInput
 from ...ipc.messages.worker import SamplingParams
 from ...programs.decoding.generation_settings import MAX_EOS, MOST_STEPS
 from ...programs.decoding.grammar import check_schema, ends_of
-from ...programs.decoding.model_config import seen_of
+from ...programs.decoding.model_config import check_stop_ids, seen_of
 from ...programs.decoding.sampling import Options, Sampling, sampling_of
 from ...scheduler.events import ModelAvailable
 from ...wire.frames import RequestHeader
@@ -181,6 +181,7 @@ def generation_of(
     ids = [*prompt, *request.so_far]
     if odd := [one for one in (min(ids), max(ids)) if not 0 <= one < vocabulary]:
         raise InvalidInput(f"{odd[0]} is not a token from 0 to {vocabulary - 1}")
+    check_stop_ids(request.stop_ids, vocabulary)
     own = () if request.ignore_eos else tuple(facts["eos_ids"])
     ends = (*own, *request.stop_ids)
     if sampling.options is not None and (schema := sampling.options.json_schema):

@@ -62,9 +62,18 @@ def ending_of(
         raise InvalidInput(f"{words}; {LONGEST.format(facts.context)}", code=TOO_LONG)
     if odd := [one for one in prompt if type(one) is not int or not 0 <= one < facts.vocabulary]:
         raise InvalidInput(f"{odd[0]!r:.40} is not a token from 0 to {facts.vocabulary - 1}")
+    check_stop_ids(ending.eos_ids, facts.vocabulary)
     most = min(ending.max_new_tokens, facts.context - count)
     ends = ending.eos_ids if ending.ignore_eos else (*facts.eos_ids, *ending.eos_ids)
     return msgspec.structs.replace(ending, max_new_tokens=most, eos_ids=ends)
+
+
+def check_stop_ids(ids: Sequence[int], vocabulary: int) -> None:
+    """Raise InvalidInput if one of a request's end tokens is not in the vocabulary."""
+    if odd := [one for one in ids if not 0 <= one < vocabulary]:
+        raise InvalidInput(
+            f"{odd[0]} is not a token from 0 to {vocabulary - 1}", param="stop_token_ids"
+        )
 
 
 def fitted(

@@ -20,6 +20,8 @@ MAX_SEED: Final = (1 << 63) - 1
 MAX_TEMPERATURE: Final = 100.0
 MAX_BIASES: Final = 300  # OpenAI's limit
 MAX_BIAS: Final = 100.0
+MAX_HELD: Final = 128  # end tokens of a model and of a request
+MAX_UNTIL: Final = 1 << 40  # longer than any context
 MAX_SCHEMA_CHARS: Final = 8 << 10  # the message of each step contains the schema
 MAX_LOGPROBS: Final = 20  # OpenAI's limit
 NO_TOKENS: Final[Mapping[int, int]] = {}
@@ -59,6 +61,7 @@ class Options(
             ("repetition_penalty", 0.01, 100.0),
             ("presence_penalty", -2.0, 2.0),
             ("frequency_penalty", -2.0, 2.0),
+            ("until", 0, MAX_UNTIL),
         ):
             if not low <= (value := getattr(self, name)) <= high:
                 raise InvalidInput(f"{name} {value} is not from {low} to {high}", param=name)
@@ -79,9 +82,11 @@ class Options(
                 f"logit_bias has at most {MAX_BIASES} tokens, with values from -100 to 100",
                 param="logit_bias",
             )
+        if len(self.held) > MAX_HELD:
+            raise InvalidInput(f"held has at most {MAX_HELD} tokens", param="held")
         if odd := [token for token in (*biases, *self.held) if not 0 <= token < vocabulary]:
             name = "logit_bias" if odd[0] in biases else "stop_token_ids"
-            raise InvalidInput(f"{odd[0]} is not a token of the model", param=name)
+            raise InvalidInput(f"{name}: {odd[0]} is not a token of the model", param=name)
 
     def adjusted(
         self, logits: NDArray[np.floating], position: int, token_counts: Mapping[int, int]
@@ -128,7 +133,8 @@ class Sampling(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         ):
             if not low <= value <= high or (name == "top_p" and value == 0.0):
                 above = "above" if name == "top_p" else "from"
-                raise InvalidInput(f"{name} {value} is not a number {above} {low} to {high}")
+                words = f"{name} {value} is not a number {above} {low} to {high}"
+                raise InvalidInput(words, param=name)
         if self.options is not None:
             self.options.check()
 
