@@ -34,7 +34,7 @@ from .model_sources import Dynamic, Inputs, LocalSource, declared
 from .sequence import RequestSequence
 from .subscription import Subscription
 from .tensors import Result, from_reply, to_frames
-from .verbs import Progress, Verbs, as_texts, progress_caller
+from .verbs import Progress, Verbs, as_texts, progress_caller, repeated
 
 if TYPE_CHECKING:
     from .generation import GenerationStream
@@ -465,15 +465,28 @@ class Client(Verbs):
         progress: Progress | None = None,
     ) -> dict[str, Any]:
         """Upload the local files, then send the registration. The command line calls this, too."""
-        body = local.send(request, self.upload, progress).body()
-        future = self._connection.request(
-            "register",
-            model=name,
-            body=body,
-            is_safe=True,  # the same registration again is a no-op
-            on_progress=progress_caller(progress),
-        )
-        return {"notes": [], **future.result().body}  # a reply for a new version has no notes
+        files: list[tuple[str | os.PathLike[str], str]] = []
+
+        def upload(path: str | os.PathLike[str], kind: str, progress: Progress | None) -> str:
+            files.append((path, kind))
+            return self.upload(path, kind, progress)
+
+        def upload_again() -> None:
+            for path, kind in files:
+                self.upload(path, kind, progress)
+
+        def register() -> dict[str, Any]:
+            future = self._connection.request(
+                "register",
+                model=name,
+                body=sent.body(),
+                is_safe=True,  # the same registration again is a no-op
+                on_progress=progress_caller(progress),
+            )
+            return {"notes": [], **future.result().body}  # a reply for a new version has no notes
+
+        with local.sent(request, upload, progress) as sent:
+            return repeated(register, upload_again)
 
     def upload(
         self, path: str | os.PathLike[str], kind: str, progress: Progress | None = None
@@ -487,7 +500,7 @@ class Client(Verbs):
             with open(path, "rb") as file:
                 digest = hashlib.file_digest(file, "sha256").hexdigest()
                 size = os.fstat(file.fileno()).st_size
-                self._send_file(file, digest, size, kind, progress)
+                repeated(lambda: self._send_file(file, digest, size, kind, progress))
         except FileNotFoundError:
             raise InvalidInput(f"no file {os.fspath(path)!r}") from None
         return f"put:{digest}"
@@ -496,7 +509,8 @@ class Client(Verbs):
         self, file: Any, digest: str, size: int, kind: str, progress: Progress | None
     ) -> None:
         body = {"digest": digest, "size_bytes": size, "kind": kind}
-        reply = self._connection.request("put", body={**body, "offset_bytes": 0}).result().body
+        send = partial(self._connection.request, "put", is_safe=True)  # ``upload`` sends all again
+        reply = send(body={**body, "offset_bytes": 0}).result().body
         waiting: list[Future[FinalReply]] = []
         file.seek(0)
         offset = 0
@@ -507,11 +521,7 @@ class Client(Verbs):
             if not (chunk := file.read(CHUNK_BYTES)):
                 raise InvalidInput("a file became shorter while it was sent", hint="send it again")
             frames = [chunk]
-            waiting.append(
-                self._connection.request(
-                    "put", body={**body, "offset_bytes": offset}, frames=frames
-                )
-            )
+            waiting.append(send(body={**body, "offset_bytes": offset}, frames=frames))
             offset += len(chunk)
             _report(progress, "upload", offset / size)
         for future in waiting:

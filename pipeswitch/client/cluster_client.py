@@ -24,6 +24,7 @@ import msgspec
 from ..base import errors
 from ..wire.addresses import no_server
 from ..wire.curve_keys import ClientKeys
+from ..wire.frames import UPLOAD_LOST
 from .calls import FinalReply
 from .connection import Connection
 from .holders import ELSEWHERE, Balance, Failover, NodeAddress, Retry, Table, models_of, no_sequence
@@ -277,12 +278,17 @@ class ClusterVerbs(Members):
         return self._send(node, {name}, op, **options)
 
     def _send(self, node: str, files: set[str], op: str, **options: Any) -> Any:
-        """Send a verb about uploaded files. If it fails, later uploads may go to another node."""
+        """Send a verb about uploaded files. If it fails, later uploads may go to another node, also
+        those of the same files."""
         try:
             return self._to(node).call(op, **options)
         except errors.PipeSwitchError as error:
             self._release(files)
             if isinstance(error, errors.ServerUnavailable):
+                if files:
+                    error.data["reason"] = UPLOAD_LOST
+                    with self._choosing:
+                        self._files = {k: one for k, one in self._files.items() if k not in files}
                 with contextlib.suppress(errors.ServerUnavailable):  # nor does placement answer
                     self._ask("report_unreachable", node, self._table.address(node))
             raise

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -41,7 +41,7 @@ Upload = Callable[[str | os.PathLike[str], str, Progress | None], str]
 
 @dataclass
 class LocalSource:
-    """Arguments of ``Client.register`` that exist only on the client; ``send`` uploads them."""
+    """Arguments of ``Client.register`` that exist only on the client; ``sent`` uploads them."""
 
     source: Any
     example_inputs: Any = None
@@ -51,10 +51,12 @@ class LocalSource:
     progress: Progress | None = field(init=False)
     stack: contextlib.ExitStack = field(init=False)
 
-    def send(
+    @contextlib.contextmanager
+    def sent(
         self, request: RegisterRequest, upload: Upload, progress: Progress | None
-    ) -> RegisterRequest:
-        """Upload local files and modules; return the request with ``put:DIGEST`` in their place.
+    ) -> Iterator[RegisterRequest]:
+        """Upload local files and modules; yield the request with ``put:DIGEST`` in their place.
+        Temporary files stay until the end of the context, so that they can be sent again.
 
         Raises:
             InvalidInput, RegistrationRefused: the arguments contradict each other or the source.
@@ -78,7 +80,7 @@ class LocalSource:
                 if os.path.isfile(weights):
                     check_file(weights, f"weights {weights!r}")
                 weights = upload(weights, "safetensors", progress)
-            return msgspec.structs.replace(request, weights=weights)
+            yield msgspec.structs.replace(request, weights=weights)
 
     def _source(self, request: RegisterRequest) -> str:
         """Return the source for the server, after an upload if it is a file or a module."""

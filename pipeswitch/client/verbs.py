@@ -13,8 +13,9 @@ from concurrent.futures import Future
 from enum import Enum, auto
 from typing import Any, Concatenate, Final, Generic, ParamSpec, Protocol, TypeVar
 
-from ..base.errors import InvalidInput, ServerUnavailable
-from .calls import as_wait_s
+from ..base.errors import InvalidInput, PipeSwitchError, ServerUnavailable
+from ..wire.frames import UPLOAD_LOST
+from .calls import MAX_TRIES, as_wait_s
 from .tensors import Signature
 
 
@@ -241,6 +242,18 @@ def progress_caller(progress: Progress | None) -> Callable[[dict[str, Any]], Non
     if progress is None:
         return None
     return lambda body: progress(str(body.get("stage", "")), float(body.get("fraction", 0.0)))
+
+
+def repeated(work: Callable[[], R], repair: Callable[[], object] = bool) -> R:
+    """Call ``work``. If a server that was restarted has lost uploads, repair that and try again."""
+    for _ in range(MAX_TRIES - 1):
+        try:
+            return work()
+        except PipeSwitchError as error:
+            if error.data.get("reason") != UPLOAD_LOST:
+                raise
+        repair()
+    return work()
 
 
 P = ParamSpec("P")

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from ..base.errors import InvalidInput, PermissionDenied
+from ..wire.frames import UPLOAD_LOST
 
 DIGEST: Final = re.compile(r"[0-9a-f]{64}")
 _HUB_NAME: Final = re.compile(r"hf:[A-Za-z0-9][\w.-]{0,95}(/[A-Za-z0-9][\w.-]{0,95})?(#\w{1,95})?")
@@ -104,9 +105,8 @@ def _uploaded(reference: str, uploads_dir: str, kind: str) -> str:
         raise InvalidInput("put: must be followed by a sha256 in hexadecimal", hint=hint)
     path = os.path.join(uploads_dir, f"{digest}.{kind}")
     if not os.path.isfile(path):
-        raise InvalidInput(
-            f"no {kind} with digest {digest[:12]}… was uploaded", hint="put it first"
-        )
+        words = f"no {kind} with digest {digest[:12]}… was uploaded"
+        raise InvalidInput(words, hint="put it first", reason=UPLOAD_LOST)
     return path
 
 

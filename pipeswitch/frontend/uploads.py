@@ -32,7 +32,7 @@ from ..base.machine import sync_directory
 from ..base.quotas import FairQuota
 from ..base.worker_thread import Failed, Work, WorkerThread
 from ..programs.spec import files_of
-from ..wire.frames import CHUNK_BYTES, RequestHeader
+from ..wire.frames import CHUNK_BYTES, UPLOAD_LOST, RequestHeader
 from .disk import PARTIAL, Disk
 from .permissions import DIGEST
 from .validation import Body, tenant_of
@@ -271,6 +271,7 @@ class Uploads:
             raise InvalidInput(
                 f"put: chunk at {chunk.offset_bytes}, but the file has {at} bytes",
                 hint="send the chunks in order, from 0 on, all with the same size_bytes",
+                reason=UPLOAD_LOST,
             )
         reach("upload.write")
         data = chunk.data[partial.written_bytes - chunk.offset_bytes :]

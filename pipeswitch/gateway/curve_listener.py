@@ -357,7 +357,10 @@ class CurveListener:
 async def _again(look: Callable[[], Any], pause_s: float) -> None:
     while True:
         await asyncio.sleep(pause_s)
-        await look()
+        try:
+            await look()
+        except Exception:  # a bug: limits and revoked keys still count
+            log.exception("a check of the connections failed")
 
 
 def _told(principal: Principal) -> dict[str, Any]:

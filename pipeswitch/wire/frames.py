@@ -28,6 +28,7 @@ MAX_TENSORS: Final = 64
 MAX_DIMS: Final = 8
 BODY_TENSOR: Final = "body"  # name of the tensor that carries a body too large for a header
 CHUNK_BYTES: Final = 4 << 20  # maximum size of a chunk of an upload
+UPLOAD_LOST: Final = "upload_lost"  # ``reason`` of an error after which a file is to be sent again
 MAX_NESTING: Final = 64  # limit for free-form fields, so that they can be encoded and printed again
 
 TRACEPARENT: Final = re.compile(

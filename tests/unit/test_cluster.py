@@ -27,6 +27,7 @@ from pipeswitch.cluster.choice import RANK, Nodes
 from pipeswitch.cluster.choice import NodeLoad as Summary
 from pipeswitch.cluster.node_actor import NodeActor
 from pipeswitch.scheduler.policies.placement import Place, best
+from pipeswitch.wire.frames import UPLOAD_LOST
 
 LINK = 1e6
 
@@ -507,9 +508,15 @@ def test_files_go_together_to_a_living_node(names: str, node: str, other: str) -
     rig.doors[node].error = GONE
     del rig.later["nodes"][node]
     rig.home = other
-    with pytest.raises(errors.ServerUnavailable):
-        put("1")
-    assert put("1") == other
+    for ask in (
+        lambda: put("1"),
+        lambda: rig.call("register", model="n", body={"source": "put:1"}),
+    ):
+        rig._files["put:1"] = node
+        with pytest.raises(errors.ServerUnavailable) as lost:
+            ask()
+        assert lost.value.data["reason"] == UPLOAD_LOST
+        assert put("1") == other
 
 
 def test_a_request_waits_for_no_registration(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -231,7 +231,10 @@ class NodeConnections:
     async def _follow(self) -> None:
         while True:
             await asyncio.sleep(LOOK_S)
-            self._read()
+            try:
+                self._read()
+            except Exception:  # a bug: later tables still count
+                log.exception("nodes=unchanged")
 
     def _read(self) -> bool:
         """Read the table if it has changed; return True if it was read. An error is logged."""

@@ -15,7 +15,8 @@ from ...programs.interface.layout import Manifest
 from ..core import Core, handles
 from ..events import ChainRequest, Journal, ModelAvailable, ModelRemoved, UnregisterRequest
 from ..server_state import ServerState
-from ..state.versions import PRESENT, Versions
+from ..state.states import ModelState
+from ..state.versions import Versions
 
 
 class Chains:
@@ -87,7 +88,7 @@ class Chains:
         return {
             one.base: one.manifest if one.processor is None else one.processor.public(one.manifest)
             for one in current
-            if one is not None and one.manifest is not None and one.state.state in PRESENT
+            if one and one.manifest and one.state.state is not ModelState.LEAVING
         }
 
     def unregister(self, event: UnregisterRequest) -> None:

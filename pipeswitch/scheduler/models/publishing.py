@@ -93,7 +93,10 @@ class Publishing:
         before = self.model_for(name, event.tenant or None)
         models = self._machine.models.values()
         if self._lines.get(name) or any(
-            one.base == name and one.state.state in UNDER_WAY for one in models
+            one.base == name
+            and one.state.state in UNDER_WAY
+            and not self._registry.registrations[one.name].is_known  # restored, with its program
+            for one in models
         ):
             raise ServerUnavailable(
                 f'a version of "{name}" is being built', hint="try again when it is ready"
