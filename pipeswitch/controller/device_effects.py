@@ -69,7 +69,9 @@ class DeviceEffects:
         # Files of the program that was sent last; at first /dev/null, to reserve two descriptors.
         self._opened = [os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC) for _ in range(2)]
 
-    def perform(self, command: ev.Send | ev.Spawn | ev.RaiseTurn | ev.Interrupt) -> None:
+    def perform(
+        self, command: ev.Send | ev.Spawn | ev.RaiseTurn | ev.Interrupt | ev.TakeBack
+    ) -> None:
         match command:
             case ev.Send(ev.Address("worker")):
                 self._to_worker(command)
@@ -84,6 +86,9 @@ class DeviceEffects:
                 self._spawn_daemon(target)
             case ev.Interrupt(target, op_id):
                 self._share.control_page.write_stop(target.slot, op_id)
+            case ev.TakeBack(target, op_id):
+                self._share.control_page.write_taken_back(target.slot, op_id)
+                ring(self._share.doorbells[target.slot])
 
     @property
     def _suffix(self) -> str:

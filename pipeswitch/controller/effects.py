@@ -79,7 +79,7 @@ class Effects:
         match command:
             case ev.TakeResult() | ev.Send(ev.Address("stage")) | ev.Spawn(ev.Address("stage")):
                 self._preprocessors.perform(command)
-            case ev.Send() | ev.Spawn() | ev.RaiseTurn() | ev.Interrupt():
+            case ev.Send() | ev.Spawn() | ev.RaiseTurn() | ev.Interrupt() | ev.TakeBack():
                 self._devices[command.target.device].perform(command)
             case ev.Kill(target, reason):
                 if reason:

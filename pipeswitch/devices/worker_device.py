@@ -85,6 +85,20 @@ class Signals:
         control_page = self.control_page
         return self._wait(lambda: control_page.turn == turn)
 
+    def wait_first_turn(self, turn: int, slot: int) -> bool:
+        """Block like ``wait_turn``; return False if the task of this turn was taken back."""
+        control_page, is_taken_back = self.control_page, False
+
+        def is_decided() -> bool:
+            nonlocal is_taken_back
+            if control_page.turn == turn:
+                return True
+            is_taken_back = control_page.is_taken_back(slot, turn)
+            return is_taken_back
+
+        self._wait(is_decided)
+        return not is_taken_back
+
     def _wait(self, is_true: Callable[[], bool]) -> float:
         """Block until the condition is true; return the milliseconds blocked. No wake-up is lost:
         the word is written before the doorbell, and read after it. A worker whose word is never

@@ -11,6 +11,8 @@ The control page is a sealed memfd that the controller creates and every worker 
   the worker dies, the death counts only against this task.
 - ``STOP + slot``: the operation id of the task that must yield between two groups (a pass of a
   streamed model) or end after its current step (a generation), because a request waits.
+- ``TAKEN_BACK + slot``: the slot's worker drops its task if the task's operation id is at most
+  this one. Only tasks that have no turn, and are promised none, are taken back.
 - ``CLAIM + slot``, ``NEED + slot``: the activation memory that the slot's job claims, and the
   minimum that it needs (``workers/training/activation_budget.py``).
 
@@ -34,6 +36,7 @@ MAX_SLOTS: Final = 64
 STOP: Final = BEGUN + MAX_SLOTS
 CLAIM: Final = STOP + MAX_SLOTS
 NEED: Final = CLAIM + MAX_SLOTS
+TAKEN_BACK: Final = NEED + MAX_SLOTS
 
 F_SEAL_FUTURE_WRITE: Final = 0x0010  # Linux 5.1; Python 3.11's fcntl does not name it
 
@@ -106,6 +109,13 @@ class Board:
     def stop(self, slot: int) -> int:
         """Return the operation id of the task that the slot's worker must interrupt, or 0."""
         return self._words[STOP + slot]
+
+    def write_taken_back(self, slot: int, op_id: int) -> None:
+        self._words[TAKEN_BACK + slot] = op_id
+
+    def is_taken_back(self, slot: int, op_id: int) -> bool:
+        """Return True if the slot's worker must drop this task, which never gets its turn."""
+        return self._words[TAKEN_BACK + slot] >= op_id
 
     def write_tiles(self, slot: int, claim: int, least: int) -> None:
         self._words[CLAIM + slot] = claim

@@ -16,6 +16,7 @@ from .processes.health import Health
 from .processes.worker_pool import WorkerPool
 from .requests.completion import TaskCompletion
 from .requests.dispatch import Dispatch, Turns
+from .requests.taking_back import TakingBack
 from .state.device_state import DeviceState
 from .state.records import Worker
 from .state.states import (
@@ -52,8 +53,11 @@ class Device:
         self.leases = Leases(state, self.arena, self.slices, self.commits, store)
         self.training = TrainingJobs(state, self.slices, self.jobs, self.leases, self.commits)
         self.turns = Turns(state)
-        self.dispatch = Dispatch(state, self.arena, self.residents, self.training, self.turns)
         self.completion = TaskCompletion(state, self.residents)
+        taking_back = TakingBack(state, self.completion)
+        self.dispatch = Dispatch(
+            state, self.arena, self.residents, self.training, self.turns, taking_back
+        )
         self.plans = Plans(state, self.residents)
         self.worker_pool = WorkerPool(state)
         self.health = Health(state)

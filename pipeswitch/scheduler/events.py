@@ -353,6 +353,13 @@ class Interrupt(_Message, frozen=True):
     op_id: OpId
 
 
+class TakeBack(_Message, frozen=True):
+    """Write the worker's taken-back word and wake it: the task never gets its turn."""
+
+    target: Address
+    op_id: OpId
+
+
 class TakeResult(_Message, frozen=True):
     """Check the result of a function, and copy it to the request pool.
 
@@ -526,6 +533,7 @@ Command = (
     | Kill
     | RaiseTurn
     | Interrupt
+    | TakeBack
     | StartBuild
     | TakeResult
     | CreateCommits

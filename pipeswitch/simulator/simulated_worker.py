@@ -62,6 +62,7 @@ class SimulatedWorker(SimulatedProcess):
         self.script: SimulatedScript | None = None
         self.begun: OpId | None = NO_OP_ID  # the worker's word on the control page; None: unknown
         self.lease: ByteSpan | None = None  # slice, from the grant until the worker is reaped
+        self.taken_back: tuple[OpId, ...] = ()  # tasks that it must drop
         self._preparing: worker_msg.PrepareModel | None = None
         self._cleaning = NO_OP_ID
         self._job_op_id = NO_OP_ID  # operation id of the RunJob that it was sent
@@ -79,7 +80,14 @@ class SimulatedWorker(SimulatedProcess):
     def orders(self) -> list[worker_msg.RunInference]:
         """Runs that it computes, or that are on their way to it."""
         waiting = [m for m in self.inbox.get("task", ()) if isinstance(m, worker_msg.RunInference)]
-        return [self.inference.order, *waiting] if self.inference is not None else waiting
+        orders = [self.inference.order, *waiting] if self.inference is not None else waiting
+        return [order for order in orders if order.op_id not in self.taken_back]
+
+    def take_back(self, op_id: OpId) -> None:
+        """Drop a task without a turn when the main thread reads it; it may have failed already."""
+        require(self.scene.device.turn != op_id, "a task that has its turn is taken back")
+        if op_id in [order.op_id for order in self.orders]:
+            self.taken_back += (op_id,)
 
     def users(self) -> list[User]:
         """Return every range that the worker reads or writes."""
@@ -198,6 +206,8 @@ class SimulatedWorker(SimulatedProcess):
         """Return the next move of a run: begin, yield, compute a group that is there, or answer."""
         order, device = task.order, self.scene.device
         if not task.has_begun:
+            if order.op_id in self.taken_back:
+                return [Move("main", "drops", 0.0, self._drops)]
             is_its_turn = device.turn == order.op_id
             return [Move("main", "begins", 0.0, self._begins)] if is_its_turn else []
         if task.hangs:
@@ -217,6 +227,12 @@ class SimulatedWorker(SimulatedProcess):
         task.has_begun, self.begun = True, task.order.op_id
         if not task.begins_at_ms:
             task.turn_at_ms = self.scene.clock.now_ms
+
+    def _drops(self) -> None:
+        assert self.inference is not None
+        op_id = self._cleaning = self.inference.order.op_id
+        self.inference = None
+        self.taken_back = tuple([one for one in self.taken_back if one != op_id])
 
     def _steps_aside(self, task: SimulatedInference) -> None:
         device, op_id = self.scene.device, task.order.op_id

@@ -353,11 +353,8 @@ class World(SimulatedProcesses):
                 self._to_daemon(message, self.scenes[index])
             case ev.Send(ev.Address("worker")):
                 self._to_worker(command)
-            case ev.RaiseTurn(target, turn):
-                self.scenes[target.device].device.turn = turn
-            case ev.Interrupt(target, op_id):
-                device = self.scenes[target.device].device
-                device.stop_words = {**device.stop_words, target.slot: op_id}
+            case ev.RaiseTurn() | ev.Interrupt() | ev.TakeBack():
+                self._write_word(command)
             case ev.Spawn(ev.Address("daemon", index) as target):
                 require(self.daemons.get(index) is None, "there are two memory daemons")
                 require(not self.workers_of(index), "workers outlive their memory daemon")
@@ -399,6 +396,20 @@ class World(SimulatedProcesses):
                 self.left = status
             case _:
                 pass
+
+    def _write_word(self, command: ev.RaiseTurn | ev.Interrupt | ev.TakeBack) -> None:
+        """Write a word of the control page."""
+        target = command.target
+        device = self.scenes[target.device].device
+        match command:
+            case ev.RaiseTurn(turn=turn):
+                device.turn = turn
+            case ev.Interrupt(op_id=op_id):
+                device.stop_words = {**device.stop_words, target.slot: op_id}
+            case ev.TakeBack(op_id=op_id):
+                worker = self.workers[key_of(target.device, target.slot)]
+                require(worker.address == target, "a task of another process is taken back")
+                worker.take_back(op_id)
 
     def new_area(self, job: JobName) -> SimulatedArea:
         """Return a new commit area for a job."""

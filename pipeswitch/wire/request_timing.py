@@ -42,7 +42,7 @@ class RequestTiming(Computed, frozen=True, kw_only=True):
     preprocess_ms: Annotated[
         float, "Making the model's inputs of what clients sent, beside the device"
     ] = 0.0  # only for models with a stage; also included in ``total_ms``
-    switch_ms: Annotated[float, "From the order to the model's first layer group"] = 0.0
+    switch_ms: Annotated[float, "From the end of that wait to the model's first layer group"] = 0.0
     copy_ms: Annotated[float, "Copying the model to the device, while it computes already"] = 0.0
     stall_ms: Annotated[float, "Waiting for layer groups that had not arrived"] = 0.0
     compute_ms: Annotated[float, "Computing"] = 0.0

@@ -17,6 +17,7 @@ from pipeswitch.scheduler.device import Device
 from pipeswitch.scheduler.scheduler import Scheduler
 from pipeswitch.scheduler.state import records
 from pipeswitch.scheduler.state.device_owner import DeviceOwner
+from pipeswitch.scheduler.state.device_state import DeviceState
 from pipeswitch.scheduler.state.fair_queue import CallerQueue, Charge
 from pipeswitch.scheduler.state.predictions import Predictions
 from pipeswitch.scheduler.state.queue import Queue
@@ -65,7 +66,9 @@ REPLICA = Codec(
     parts=(records.Grouping, records.Transfer),
 )
 REQUEST = Codec(
-    records.Request, parts=(records.BatchingFacts, records.RequestForecast, records.Steps)
+    records.Request,
+    drop=("batching.number",),  # see ``_places``
+    parts=(records.BatchingFacts, records.RequestForecast, records.Steps),
 )
 JOB = Codec(
     records.Job,
@@ -74,7 +77,7 @@ JOB = Codec(
     parts=(records.JobSpec, records.JobProgress, records.JobMemory, records.JobTiming),
 )
 WORKER = Codec(records.Worker, drop=("generation",))
-SHOWN_OF_TASK = ("dispatched_at_ms", "charge")  # only the callers' accounts read these fields
+SHOWN_OF_TASK = ("queued_until_ms", "charge")  # only times and the callers' accounts read them
 ACTIVATION = Codec(records.RunningTask, drop=SHOWN_OF_TASK)
 
 OF_CORE = ("is_stopped", "drain_at_ms", "now_ms", "counts", "last_epoch", "wakeups", "pins")
@@ -95,6 +98,9 @@ OF_STATE = (
     "sending",  # like ``pinned``, it follows from the replicas
 )
 OF_FLEET = ("is_daemon_alive", "_daemon_deaths", "_daemon_respawn_at_ms")
+
+
+STRIDE = 16  # difference of the numbers of two waiting requests: dispatched ones lie between
 
 
 class Known(Predictions):
@@ -125,6 +131,9 @@ class Equal(CallerQueue):
     ) -> float:
         return super().reconcile_cost(charge, charge.ms, now_ms, steps)
 
+    def refund(self, charge: Charge, now_ms: float) -> None:
+        super().reconcile_cost(charge, 0.0, now_ms)
+
     def died(self, charge: Charge, now_ms: float) -> float:
         return -math.inf  # no penalty, because no time passes in which it could end
 
@@ -135,7 +144,7 @@ class Equal(CallerQueue):
             tuple(self._clock.items()),
             tuple(
                 [
-                    c and (*c[:2], tuple([(a.caller, part) for a, part in c.parts.items()]))
+                    c and (*c[:2], tuple([(a.caller, p) for a, p in c.parts.items()]), c.clock)
                     for c in charges
                 ]
             ),
@@ -152,7 +161,7 @@ class Equal(CallerQueue):
         for task, charge in zip(tasks, charges, strict=False):
             if task is not None and charge is not None:
                 parts = {self.of(caller): part for caller, part in charge[2]}
-                task.charge = Charge(*charge[:2], parts)
+                task.charge = Charge(*charge[:2], parts, charge[3])
 
 
 class _Records:
@@ -280,6 +289,7 @@ class Brain:
             tuple([replicas.freeze(one, e, name) for name, one in state.replicas.items()]),
             state.accounts.freeze(owner.running, owner.pending, owner.yielded),
             tuple(state.between),
+            _places(state),
         )
 
     def thaw(
@@ -325,12 +335,20 @@ class Brain:
             replicas,
             accounts,
             between,
+            places,
         ) = frozen
         state.requests = {t[0]: self._requests.thaw(t, n) for t in requests}
         state.accounts = Equal(state.accounts.is_shared)
         state.queue, state.awaiting_model = Queue(core.judge, state.accounts), Queue()
+        for caller, *_ in accounts[0] if accounts else ():
+            state.accounts.of(caller)  # in their order, which decides between equal tags
         for token in queue:
+            state.queue._added += STRIDE - 1
             state.queue.add(state.requests[token])
+        state.queue._added += STRIDE
+        state.queue.fresh = []  # the dispatcher has looked at all of them
+        for index, (token, place) in enumerate(places, start=1):
+            state.requests[token].batching.number = STRIDE * place + index
         state.between = {token: state.requests[token] for token in between}
         for token in awaiting_model:
             state.awaiting_model.add(state.requests[token])
@@ -355,6 +373,16 @@ class Brain:
         pinned = [n for n, r in state.replicas.items() if r.residency.state is Residency.PINNED]
         state.pinned = dict.fromkeys(pinned)
         state.sending = {n: None for n, r in state.replicas.items() if r.is_being_sent}
+
+
+def _places(state: DeviceState) -> tuple[tuple[int, int], ...]:
+    """Return the dispatched requests that have waited, in their order. Each is followed by the
+    number of waiting requests that go before it if it is queued again."""
+    numbers = [number for number, _ in state.queue.requests.values()]
+    tokens = [token for task in state.owner.tasks for token in task.tokens]
+    own = [(state.requests[token].batching.number, token) for token in tokens]
+    waited = [(number, token) for number, token in own if number]
+    return tuple([(one, sum([n < own for n in numbers])) for own, one in sorted(waited)])
 
 
 _COMMITTED_STEP = JOB.position("memory.committed_step")

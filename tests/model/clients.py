@@ -44,6 +44,7 @@ class Clients(SimulatedClients):
         self.drained: tuple[int, float] | None = None  # last token before the drain, end of grace
         self.turns = ""  # callers of the requests that were dispatched, in order
         self.waits: tuple[tuple[int, int], ...] = ()  # token, length of ``turns`` when sent
+        self.last = self.waits  # the request that was dispatched last, as it was in ``waits``
         # Generations, as pairs of token and number of tokens still to compute. ``ended`` has them
         # for each run that has ended, ``parked`` for requests that wait for room.
         self.ended: tuple[tuple[tuple[int, int], ...], ...] = ()
@@ -72,6 +73,7 @@ class Clients(SimulatedClients):
             self.drained,
             self.turns,
             self.waits,
+            self.last,
             self.ended,
             self.parked,
             self.parks,
@@ -95,6 +97,7 @@ class Clients(SimulatedClients):
             self.drained,
             self.turns,
             self.waits,
+            self.last,
             self.ended,
             self.parked,
             self.parks,
@@ -247,16 +250,24 @@ class Clients(SimulatedClients):
             self._check_turn(int(order.request_id.removeprefix("r")))
 
     def _check_turn(self, dispatched: int) -> None:
-        """Check that no caller has two turns while another caller waits; all runs cost the same."""
+        """Check that no caller gets two turns ahead of one that waits; all runs cost the same."""
         callers = self._world.scope.callers
         caller = callers[dispatched - 1]
+        self.last = tuple([pair for pair in self.waits if pair[0] == dispatched])
         self.waits = tuple([pair for pair in self.waits if pair[0] != dispatched])
         for token, before in self.waits:
             other = callers[token - 1]
-            has_turn = caller in self.turns[max(before, self.turns.rfind(other) + 1) :]
-            is_fair = other == caller or not has_turn
+            turns = self.turns[before:]
+            is_fair = turns.count(caller) <= turns.count(other)
             require(is_fair, f"r{dispatched} of {caller} goes again, and r{token} waits")
         self.turns += caller
+
+    def taken_back(self) -> None:
+        """Record that the task that was dispatched last had no turn: its request waits again."""
+        if self._world.scope.callers:
+            self.turns, pairs = self.turns[:-1], self.waits + self.last
+            self.waits = tuple([(one, min(at, len(self.turns))) for one, at in pairs])
+            self.last = ()
 
     def waits_for(self, model: ModelName) -> bool:
         """Return True if a request for the model is open."""

@@ -29,6 +29,7 @@ KILLED = replace(FAULTLESS, is_coarse=True, kills=1)
 DAEMON_KILLED = replace(FAULTLESS, is_coarse=True, daemon_kills=1)
 COMMITTED = replace(FAULTLESS, steps=2, requests=0)
 GENERATED = replace(FAULTLESS, runs=2, is_coarse=True)
+OVERTAKEN = replace(FAULTLESS, steps=0, requests=3, callers="ggm", is_coarse=True)
 JOINED = replace(FAULTLESS, steps=0, requests=3, batch=2, is_coarse=True)
 
 
@@ -131,6 +132,7 @@ MUTANTS = (
         replace(PREEMPTED, steps=1, suspicions=1),
         _suspects_are_dead,
     ),
+    Mutant("a task that was taken back stays on its worker", OVERTAKEN, _without(ev.TakeBack)),
     Mutant("joined requests read each other's answers", JOINED, _exchanges_outputs),
     Mutant("a generation is forgotten when its run has ended", GENERATED, _without(ev.RunEnded)),
     Mutant("a generation is answered before its last token", GENERATED, _answers_early),

@@ -25,6 +25,7 @@ PERFORMED: Final = (
     ev.Kill,
     ev.RaiseTurn,
     ev.Interrupt,
+    ev.TakeBack,
     ev.Reply,
     ev.RunEnded,
     ev.CreateCommits,

@@ -134,6 +134,8 @@ def order_of(world: World, command: Any) -> str | None:
             return f"the board{where}: its turn is {turn}"
         case ev.Interrupt():
             return f"the board{where}: {who} shall step aside"
+        case ev.TakeBack(op_id=op_id):
+            return f"the board{where}: {who} shall drop task {op_id}"
         case ev.Kill(reason=reason):
             return f"kill {who}{where}: {reason}"
         case ev.Spawn():

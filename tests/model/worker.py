@@ -21,7 +21,7 @@ TASK, SIGNAL = "task", "signal"
 NO_TURN = Turn(0)
 _STATES = {state.value: state for state in GateState}
 # Moves that no other process can notice. They are made at once, together with the move before.
-UNSEEN = frozenset({"answers", "cleans", "asks"})
+UNSEEN = frozenset({"answers", "cleans", "asks", "drops"})
 
 
 class Worker(SimulatedWorker):
@@ -96,9 +96,12 @@ def copied(queues: dict[str, deque[Message]]) -> dict[str, deque[Message]]:
 def freeze_worker(worker: Worker, e: Add) -> Any:
     e(worker.begun or 0)
     e(-worker._job_op_id)
+    for op_id in worker.taken_back:
+        e(op_id)
     task, script = worker.inference, worker.script
     return (
         worker.slot,
+        len(worker.taken_back),
         worker.is_ready,
         worker.is_doomed,
         worker.status,
@@ -118,7 +121,8 @@ def freeze_worker(worker: Worker, e: Add) -> Any:
 def thaw_worker(frozen: Any, n: Next, worker: Worker) -> None:
     """Set the new object ``worker`` to a frozen state."""
     worker.begun, worker._job_op_id = n(), n()  # type: ignore[assignment]
-    (_, worker.is_ready, worker.is_doomed, worker.status, lease, queues, task, script) = frozen
+    worker.taken_back = tuple([n() for _ in range(frozen[1])])  # type: ignore[misc]
+    (_, _, worker.is_ready, worker.is_doomed, worker.status, lease, queues, task, script) = frozen
     worker.lease = None if lease is None else ByteSpan(*lease)
     queues_thawed = [deque(thaw_items(queue, n)) for queue in queues]
     worker.inbox = {TASK: queues_thawed[0], SIGNAL: queues_thawed[1]}

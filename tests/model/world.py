@@ -488,6 +488,12 @@ class World(simulator.World):
                 pass
             case ev.Kill(ev.Address("worker", index, slot)) if key_of(index, slot) in self.workers:
                 self.own(key_of(index, slot))
+            case ev.TakeBack(target):
+                worker = self.own(key_of(target.device, target.slot))
+                super()._perform(command)
+                worker.settle()
+                self.clients.taken_back()
+                return
             case ev.Spawn(ev.Address("worker", index, slot)):
                 is_free = key_of(index, slot) not in self.workers
                 require(is_free, f"slot {slot} has two processes")

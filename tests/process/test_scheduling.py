@@ -151,6 +151,26 @@ async def _order_of(address: str) -> list[str]:
         upstream.close()
 
 
+def test_what_is_dispatched_ahead_yields_to_deadlines_and_priorities_and_is_billed_as_queued() -> (
+    None
+):
+    with checked_server() as checked:
+        client, x = checked.client, torch.zeros(1, WIDTH)
+        client.register("long", Long(), example_inputs=(x,))
+        client.register("short", mlp(WIDTH, 2, seed=4), example_inputs=(x,))
+        for name in ("long", "short"):
+            client.infer(name, x)
+        first = client.submit("long", x)
+        late = client.submit("short", x, deadline_ms=20.0)
+        low = [client.submit("long", x, priority="low") for _ in range(2)]
+        high = [client.submit("short", x, priority="high") for _ in range(2)]
+        timings = [one.result(60).timing for one in (first, *high, *low)]
+        assert isinstance(late.exception(60), DeadlineExceeded)
+        assert [one.op_id for one in timings] == sorted(one.op_id for one in timings)
+        # Resident models and no job: whatever they wait for is another request.
+        assert all(one.switch_ms < one.queue_ms for one in timings[1:])
+
+
 class Long(torch.nn.Module):
     """Module that computes for most of a second."""
 

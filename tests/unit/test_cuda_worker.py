@@ -64,7 +64,8 @@ def test_a_task_that_outgrows_the_slice_is_run_once_more_in_other_memory(
         computing=computing,
         leave_slice=leave_slice,
         control_page=SimpleNamespace(write_begun=print),
-        **dict.fromkeys(("enter", "unmap_inputs", "wait_turn", "quiesce"), lambda *_: None),
+        **dict.fromkeys(("enter", "unmap_inputs", "quiesce"), lambda *_: None),
+        wait_first_turn=lambda *_: True,
         **dict.fromkeys(("is_lost", "can_improve"), lambda *_: False),
     )
     programs: Any = SimpleNamespace(

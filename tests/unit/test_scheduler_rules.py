@@ -612,7 +612,6 @@ def test_low_priority_requests_do_not_protect_their_model_from_a_high_one() -> N
     rig.infer("c", priority=2)
     rig.register("big", 30)
     rig.infer("big", priority=0)
-    rig.done()
     assert [order.model for order in rig.sent(TransmitModel)] == ["big"]
 
 
@@ -852,7 +851,8 @@ def test_a_caller_that_fills_the_queue_leaves_places_for_another(limit: str) -> 
     ] * 26
     modest = [rig.infer("a", caller="modest") for _ in range(4)]
     assert [token in rig.answers for token in modest] == [False, False, False, True]
-    assert "3 of them this client's" in rig.error(modest[-1]).message
+    # The first one took the place of a task that was dispatched ahead, so it does not wait.
+    assert "2 of them this client's" in rig.error(modest[-1]).message
 
 
 def test_a_tenants_models_leave_another_room_in_the_host_store() -> None:

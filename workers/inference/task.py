@@ -267,7 +267,8 @@ def infer(
             reach("worker.infer.received")
         bound = programs.bound(message)
         steps, inputs, rows = _opened(message, bound, programs.stepping, pool, view, slot)
-        view.wait_turn(message.op_id)
+        if not view.wait_first_turn(message.op_id, slot):
+            return False
         turn_at_ms = now_ms()
         reach("worker.infer.turn")
         view.control_page.write_begun(slot, message.op_id)  # a later death may be the model's fault
@@ -290,8 +291,7 @@ def infer(
         if steps is not None:
             programs.stepping.ended(message, steps, ended_at_ms - turn_at_ms)
     except BaseException as error:  # a model's own code may fail here, or call sys.exit
-        _report_failure(message, view, task, error)
-        return False  # the error's traceback still holds the task's tensors
+        return _report_failure(message, view, task, slot, error)
     is_clean = not view.can_improve(bound)
     reach("worker.infer.done")
     task.send(
@@ -344,16 +344,19 @@ def _opened(
 
 
 def _report_failure(
-    message: RunInference, view: WorkerDevice, task: Channel, error: BaseException
-) -> None:
-    """Report a failed task when its turn comes; re-raise if this process cannot continue."""
+    message: RunInference, view: WorkerDevice, task: Channel, slot: int, error: BaseException
+) -> bool:
+    """Report a failed task when its turn comes; re-raise if this process cannot continue.
+    Return False, because the error's traceback still holds the task's tensors."""
     if view.is_lost(error):
         fault = view.fault()
         if fault is not None:  # a retry would break one worker after another
             task.send(_failure(message, fault))
         raise error  # this process is replaced; unless a failure was sent, the request is retried
-    view.wait_turn(message.op_id)  # also a task that failed early takes and ends its turn
-    task.send(_failure(message, error))
+    # A task that failed early takes and ends its turn, too.
+    if view.wait_first_turn(message.op_id, slot):
+        task.send(_failure(message, error))
+    return False
 
 
 def _waits(view: WorkerDevice, slot: int, message: RunInference) -> bool:

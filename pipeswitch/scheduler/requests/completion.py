@@ -11,8 +11,8 @@ from ...ipc.messages.worker import InferenceDone, InferenceFailed
 from ...programs.interface.dims import BATCH
 from ...programs.interface.layout import Manifest
 from ...wire.request_timing import RequestTiming, of_runs
-from ..core import DUE, MEASURED
-from ..events import Reply, RunEnded, Span, Spans
+from ..core import DUE, MEASURED, QUEUE, TURN
+from ..events import Reply, RunEnded, Span, Spans, TakeBack
 from ..memory.residency import Residents
 from ..state.device_state import DeviceState
 from ..state.records import DeviceModel, MeasuredRun, Model, Request, RunningTask, Runs, Worker
@@ -229,10 +229,26 @@ class TaskCompletion:
             self._device.refuse(request, TaskEvent.EXPIRE, _hung(replica, activation))
         self._judge(requests, replica, status)
 
-    def _queue_again(self, requests: list[Request], cause: str) -> None:
+    def take_back(self, task: RunningTask, cause: str) -> None:
+        """Take a task back that has no turn yet: its worker drops it, its requests wait again."""
+        device, worker = self._device, self._device.workers[task.slot]
+        replica = device.replicas[task.model]
+        if task.charge is not None:
+            device.accounts.refund(task.charge, self._core.now_ms)
+        device.owner.drop(task, cause)
+        worker.state.apply(WorkerEvent.TASK_ENDED, cause)
+        self._residents.unused(replica)
+        self._core.counts["taken_back"] += 1
+        self._core.dirty |= QUEUE | TURN
+        self._core.emit(TakeBack(device.address(task.slot), task.op_id))
+        self._queue_again(self._requests(task), cause, TaskEvent.TAKEN_BACK)
+
+    def _queue_again(
+        self, requests: list[Request], cause: str, event: TaskEvent = TaskEvent.WORKER_DIED
+    ) -> None:
         for request in requests:
-            request.state.apply(TaskEvent.WORKER_DIED, cause)
-            self._device.queue.add(request)
+            request.state.apply(event, cause)
+            self._device.queue.add(request, is_back=True)
             if request.runs is not None and request.runs.is_cancelled:
                 error = errors.Cancelled("cancelled by the caller")
                 self._device.refuse(request, TaskEvent.CANCEL, error)
@@ -305,15 +321,19 @@ def _timing(
         ended = replica.transfer.ended_at_ms or message.ended_at_ms
         copy_ms = max(0.0, ended - replica.transfer.started_at_ms)
     # The switch ends with the first group: the wait for it must not count as a stall, too.
+    # Waiting for another task is queueing, also between two groups of a streamed model.
     waited_ms = max(0.0, message.first_group_at_ms - message.turn_at_ms)
-    stall_ms = max(0.0, message.stall_ms - waited_ms)
+    stall_ms = max(0.0, message.stall_ms - waited_ms - activation.yielded_ms)
     compute_ms = message.ended_at_ms - message.first_group_at_ms - stall_ms
     made_ms, runs = request.steps.preprocess_ms or 0.0, request.runs
     form = None if replica.manifest is None else replica.manifest.precision
     return RequestTiming(
-        queue_ms=activation.dispatched_at_ms - request.arrived_at_ms - made_ms,
+        queue_ms=activation.queued_until_ms
+        - request.arrived_at_ms
+        - made_ms
+        + activation.yielded_ms,
         preprocess_ms=made_ms,
-        switch_ms=max(0.0, message.first_group_at_ms - activation.dispatched_at_ms),
+        switch_ms=max(0.0, message.first_group_at_ms - activation.queued_until_ms),
         copy_ms=copy_ms,
         stall_ms=stall_ms,
         compute_ms=max(0.0, compute_ms),
@@ -338,7 +358,7 @@ def _trace(
 ) -> Spans:
     """Return the task's timeline intervals; each joined request has its own queue interval."""
     scheduler, track = device.track("scheduler"), device.track(f"worker {activation.slot}")
-    began_ms, flow = activation.dispatched_at_ms, activation.op_id
+    began_ms, flow = activation.queued_until_ms, activation.op_id
     more = f" and {len(requests) - 1} more" if len(requests) > 1 else ""
     name = f"{requests[0].request_id}{more} {activation.model}"
     pairs = zip(message.group_begins_at_ms, message.group_ends_at_ms, strict=False)

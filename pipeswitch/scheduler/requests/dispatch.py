@@ -25,6 +25,7 @@ from ..training.training import TrainingJobs
 from . import forecast
 from .batching import Batch, batch_for, batch_start_ms, should_wait_for_batch
 from .completion import quarantined
+from .taking_back import TakingBack
 
 
 class Turns:
@@ -61,6 +62,7 @@ class Turns:
             self.request_yield()
             return
         task.began_at_ms = now_ms
+        task.queued_until_ms = task.queued_until_ms or now_ms
         for token in task.tokens:
             self._device.requests[token].state.apply(states.TaskEvent.STARTED, cause)
 
@@ -137,6 +139,7 @@ class Dispatch:
         residents: Residents,
         training: TrainingJobs,
         turns: Turns,
+        taking_back: TakingBack,
     ) -> None:
         self._core = device.core
         self._device = device
@@ -144,10 +147,14 @@ class Dispatch:
         self._residents = residents
         self._training = training
         self._turns = turns
+        self._taking_back = taking_back
 
     def expire(self) -> None:
-        """Answer queued requests whose deadline has passed, or can no longer be met."""
+        """Answer requests without a turn whose deadline has passed, or can no longer be met."""
         core, device = self._core, self._device
+        ahead = device.owner.pending
+        if ahead is not None and Turn(ahead.op_id) not in device.owner.promised.values():
+            self._taking_back.late(ahead)
         between = device.between
         if not device.queue.requests and not device.awaiting_model.requests and not between:
             return
@@ -179,7 +186,8 @@ class Dispatch:
         """Dispatch all requests that can be dispatched. These are the outcomes for a request.
 
         0. The request was dispatched on arrival (``at_once``).
-        1. Another task already waits for its turn, or nothing is queued: nothing to do.
+        1. Another task already waits for its turn, or nothing is queued: nothing to do, unless that
+           task is taken back for a new request that goes first (``TakingBack``).
         2. The best request's model is on the device, or the link and a place for it are free or can
            be freed. An absent model is sent and the task dispatched in one step; a job must stop.
         3. A job's slice is in the model's place: the job is evicted, and the request waits. It also
@@ -200,11 +208,17 @@ class Dispatch:
             requests wait for them: others would evict the generations' model after each run.
         """
         device = self._device
+        owner, new = device.owner, device.queue.fresh
+        if new:
+            device.queue.fresh = []
         if not device.daemon.is_ready:
             return
         if device.queue.unchecked:
             self._refuse_the_impossible()
-        owner = device.owner
+        ahead = owner.pending
+        if new and ahead is not None and Turn(ahead.op_id) not in owner.promised.values():
+            self._taking_back.overtaken(ahead, new)
+            device.queue.fresh = []
         while device.queue.requests and owner.pending is None:
             if device.between and device.are_returning:
                 break  # 11.
@@ -497,11 +511,13 @@ class Dispatch:
         assert manifest is not None
         is_code, sampling_params = manifest.mode == "module", request.sampling_params
         replica.transfer.ahead_id = NO_OP_ID
-        op_id = core.next_op_id()
-        chooses = False
+        op_id, owner = core.next_op_id(), device.owner
+        chooses, due_ms = False, math.inf
         for one in requests:
             one.state.apply(states.TaskEvent.DISPATCHED, f"worker {worker.slot}")
             chooses = chooses or one.sampling_params is not None
+            if one.deadline_at_ms is not None:
+                due_ms = min(due_ms, one.deadline_at_ms)
         device.claim(worker, is_code=is_code, tenant=core.tenant_of(replica.model.tenant))
         worker.state.apply(states.WorkerEvent.ACTIVATED, f"request {request.request_id}")
         worker.dispatch_id = op_id
@@ -513,22 +529,22 @@ class Dispatch:
             tokens=tuple([one.token for one in requests]),
             batch=size,
             model=replica.name,
-            dispatched_at_ms=core.now_ms,
+            queued_until_ms=core.now_ms if owner.running is None else 0.0,
             event=core.event,
             was_resident=_was_resident(replica),
             residency_id=replica.residency_id,
             resident_bytes=replica.resident_bytes if is_switch else 0,
             streamed=manifest.total_bytes - replica.resident_bytes if replica.staging else 0,
             # For a streaming pass the stop word has another meaning.
-            is_multi_step=bool(
-                sampling_params and sampling_params.steps > 1 and replica.staging is None
-            ),
+            is_multi_step=bool(sampling_params and sampling_params.steps > 1)
+            and replica.staging is None,
             chooses=chooses,
             charge=charge,
         )
-        owner = device.owner
         owner.pending = activation
         self._turns.give()  # before the order: the worker must not find an old turn
+        if due_ms < math.inf and owner.pending is not None:
+            core.wake_at(due_ms, DUE)
         if owner.running is not None and owner.running.streamed:
             self._turns.request_yield()
         device.send(worker.slot, _run_order(device, replica, manifest, requests, op_id))

@@ -37,6 +37,7 @@ class MemberShare:
     effective_priority: float = math.inf  # urgency: the most urgent priority in ``waiting``
     tags: defaultdict[float, float] = field(default_factory=lambda: defaultdict(float))
     running: int = 0  # number of dispatched runs in which it has a part
+    earned_tag: float = 0.0  # its tag without the clock, when its waiting requests last changed
     number: int = 0  # number in the order of creation: decides between equal tags
     place: tuple[float, tuple[float, int, Any]] | None = None  # urgency, entry in ``_order``
 
@@ -63,7 +64,17 @@ class Charge(NamedTuple):
     effective_priority: float
     ms: float
     parts: dict[CallerShare, float]  # each caller's fraction of the rows
-    connections: tuple[tuple[FairQueue[MemberShare], float, dict[MemberShare, float]], ...] = ()
+    clock: float = 0.0  # clock of the callers before the run
+    connections: tuple[ConnectionCharge, ...] = ()
+
+
+class ConnectionCharge(NamedTuple):
+    """Part of an advance charge for the connections of one caller."""
+
+    queue: FairQueue[MemberShare]
+    effective_priority: float
+    parts: dict[MemberShare, float]
+    clock: float
 
 
 class FairQueue(Generic[S]):
@@ -108,6 +119,7 @@ class FairQueue(Generic[S]):
         if not share.waiting[priority]:
             del share.waiting[priority]
         effective_priority = min(share.waiting, default=math.inf)
+        share.earned_tag = share.tags[effective_priority]
         share.tags[effective_priority] = self.tag(share, effective_priority)
         share.effective_priority = effective_priority
         self._changed[share] = None
@@ -206,19 +218,28 @@ class FairQueue(Generic[S]):
     def _forget(self, share: S) -> None:
         del self._idle[share], self._of[share.caller]
 
-    def take(self, parts: Mapping[S, float], ms: float, now_ms: float) -> float:
-        """Charge all members in ``parts`` for a turn of the first one; return its urgency."""
+    def take(self, parts: Mapping[S, float], ms: float, now_ms: float) -> tuple[float, float]:
+        """Charge all members in ``parts`` for a turn of the first one.
+        Return its urgency, and the clock before the turn."""
         first = next(iter(parts))
         effective_priority, tag = first.effective_priority, first.tags[first.effective_priority]
+        clock = self._clock[effective_priority]
         self._clock[effective_priority], self._had_at_ms[effective_priority] = (
-            max(self._clock[effective_priority], tag),
+            max(clock, tag),
             now_ms,
         )
         for share, part in parts.items():
             share.tags[effective_priority] += part * ms / share.weight
             share.running += 1
             self._changed[share] = None
-        return effective_priority
+        return effective_priority, clock
+
+    def without_last_turn(self, share: S, effective_priority: float, clock: float) -> None:
+        """Set the clock, and the tag of a member that has just begun to wait, as if the last turn
+        had not been given. ``clock``: the clock before that turn."""
+        share.tags[effective_priority] = max(share.earned_tag, clock)
+        self._clock[effective_priority] = clock
+        self._changed[share] = None
 
     def correct(self, parts: Mapping[S, float], effective_priority: float, more_ms: float) -> None:
         """Correct the charge of a finished run that took ``more_ms`` longer than charged."""
@@ -305,7 +326,8 @@ class CallerQueue(FairQueue[CallerShare]):
         """
         ms, total = predicted_ms or UNKNOWN_MS, rows.total()
         parts = {self.of(caller): own / total for caller, own in rows.items()}
-        return Charge(self.take(parts, ms, now_ms), ms, parts)
+        effective_priority, clock = self.take(parts, ms, now_ms)
+        return Charge(effective_priority, ms, parts, clock)
 
     @staticmethod
     def charge_connections(
@@ -324,7 +346,8 @@ class CallerQueue(FairQueue[CallerShare]):
             if (queue := account.connections) is not None:
                 own = by[account.caller].items()
                 parts = {queue.of(connection): count / total for connection, count in own}
-                shares.append((queue, queue.take(parts, charge.ms, now_ms), parts))
+                effective_priority, clock = queue.take(parts, charge.ms, now_ms)
+                shares.append(ConnectionCharge(queue, effective_priority, parts, clock))
         return charge._replace(connections=tuple(shares))
 
     def charge_alone(
@@ -364,9 +387,13 @@ class CallerQueue(FairQueue[CallerShare]):
             self._changed[account] = None
             if own_ms / steps >= LONG_MS:
                 account.throttled_until_ms = now_ms + own_ms / max(1.0, account.weight)
-        for queue, effective_priority, parts in charge.connections:
+        for queue, effective_priority, parts, _ in charge.connections:
             queue.correct(parts, effective_priority, took_ms - charge.ms)
         return max([account.throttled_until_ms for account in charge.parts])
+
+    def refund(self, charge: Charge, now_ms: float) -> None:
+        """Cancel the charge of a run that was taken back before its turn."""
+        self.reconcile_cost(charge, 0.0, now_ms)
 
     def died(self, charge: Charge, now_ms: float) -> float:
         """Record that the run killed its worker; return when its caller's penalty ends.

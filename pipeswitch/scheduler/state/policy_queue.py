@@ -106,12 +106,13 @@ class PolicyQueue:
         self._windows: dict[tuple[CallerShare, str], list[tuple[SubQueue, int]]] = {}
         self._last_number = 0
 
-    def add(self, request: Request, number: int) -> None:
-        """Add a request to its line. ``number`` decides between otherwise equal requests."""
+    def add(self, request: Request, number: int, *, is_back: bool = False) -> None:
+        """Add a request to its line. ``number`` decides between otherwise equal requests.
+        ``is_back``: it was dispatched already, so its connection is no newcomer."""
         waiting = shown(request)
         key = self._judge.key(waiting)
         self._renew()
-        self._last_number = number
+        self._last_number = max(self._last_number, number)
         account = self._accounts.of(request.caller)
         account.seen_at_ms = max(account.seen_at_ms, request.arrived_at_ms)
         self._accounts.count(account, request.priority, 1)
@@ -121,7 +122,7 @@ class PolicyQueue:
         if line is None:
             ranked = self._ranked.setdefault(account, {})
             if ranked and connection not in ranked and account.connections is None:
-                self._split(account, connection)
+                self._split(account, next(iter(ranked)) if is_back else connection)
             ranked.setdefault(connection, [])
             line = SubQueue(account, connection, request.model, request.batch)
             lines[account, connection, request.priority] = line

@@ -38,6 +38,7 @@ class Queue:
         self._deadlines: list[tuple[float, int, Request]] = []  # a heap; also has removed ones
         self._due: list[tuple[float, int, Request]] = []  # requests with a deadline, sorted by it
         self._added = 0
+        self.fresh: list[Request] = []  # requests that were added since the dispatcher looked
 
     def __len__(self) -> int:
         return len(self.requests)
@@ -52,10 +53,14 @@ class Queue:
         """Return the request of that token, if it waits here."""
         return self.requests[token][1] if token in self.requests else None
 
-    def add(self, request: Request) -> None:
-        """Add the request at the end."""
-        self._added += 1
-        self.requests[request.token] = (self._added, request)
+    def add(self, request: Request, *, is_back: bool = False) -> None:
+        """Add the request at the end, or at its old place if it was dispatched (``is_back``)."""
+        if is_back and request.batching.number:
+            number = request.batching.number
+        else:
+            self._added += 1
+            number = request.batching.number = self._added
+        self.requests[request.token] = (number, request)
         if request.model not in self._of:
             self._of[request.model] = {}
             self.unchecked[request.model] = None
@@ -63,9 +68,10 @@ class Queue:
         self._held[request.caller, ""] += 1
         self._held[request.caller, request.model] += 1
         if self._lines is not None:
-            self._lines.add(request, self._added)
+            self._lines.add(request, number, is_back=is_back)
+            self.fresh.append(request)
         if request.deadline_at_ms is not None:
-            bisect.insort(self._due, (request.deadline_at_ms, self._added, request))
+            bisect.insort(self._due, (request.deadline_at_ms, number, request))
         due_at_ms = request.forecast.infeasible_after_ms
         if due_at_ms is None:
             due_at_ms = request.deadline_at_ms
@@ -73,7 +79,7 @@ class Queue:
             if len(self._deadlines) > 2 * len(self) + SPARE_DEADLINES:
                 self._deadlines = [entry for entry in self._deadlines if self._holds(entry)]
                 heapq.heapify(self._deadlines)
-            heapq.heappush(self._deadlines, (due_at_ms, self._added, request))
+            heapq.heappush(self._deadlines, (due_at_ms, number, request))
 
     def discard(self, request: Request) -> None:
         """Remove a request; do nothing if it is not in this queue."""
@@ -164,12 +170,12 @@ class Queue:
         """Return the requests whose deadline can no longer be met; each is returned only once."""
         if not self._deadlines:
             return []
-        due = []
+        due = {}
         while self._deadlines and self._deadlines[0][0] <= now_ms:
             entry = heapq.heappop(self._deadlines)
             if self._holds(entry):
-                due.append(entry)
-        return [request for _, _, request in sorted(due, key=lambda entry: entry[1])]
+                due[entry[1]] = entry[2]  # once, also if it was queued twice
+        return [due[number] for number in sorted(due)]
 
     def check(self) -> None:
         """Assert that the requests of all models are exactly the waiting ones."""
@@ -179,7 +185,8 @@ class Queue:
     def check_heads(self, is_resident: IsResident, current: ModelName | None, view: View) -> None:
         """Assert that a scan of all waiting requests finds the same order."""
         assert self._lines is not None
-        self._lines.check([r for _, r in self.requests.values()], is_resident, current, view)
+        by_number = sorted(self.requests.values(), key=lambda entry: entry[0])
+        self._lines.check([request for _, request in by_number], is_resident, current, view)
 
     def _holds(self, entry: tuple[float, int, Request]) -> bool:
         _, number, request = entry

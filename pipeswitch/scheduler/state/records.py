@@ -252,6 +252,7 @@ class BatchingFacts:
         never_batch: True if it runs alone: a batch with it failed, or its schema forbids batches.
         deaths: Number of workers that died while the request ran alone.
         leader: Generation whose next run computes tokens for both; this one then runs after it.
+        number: Place among equal requests when it was queued last; it returns there (``is_back``).
     """
 
     padded: tuple[int, ...] = ()
@@ -259,6 +260,7 @@ class BatchingFacts:
     never_batch: bool = False
     deaths: int = 0
     leader: Token | None = None
+    number: int = 0
 
 
 @dataclass
@@ -532,7 +534,7 @@ class RunningTask:
     slot: Slot
     tokens: tuple[Token, ...]  # all requests that it computes, in the order of their rows
     model: ModelName
-    dispatched_at_ms: float
+    queued_until_ms: float  # from then on it waited for no other task; 0: it still waits
     was_resident: bool
     batch: int = 1  # total batch of its requests
     residency_id: OpId = NO_OP_ID  # operation id of the copy that it reads

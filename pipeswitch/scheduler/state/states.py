@@ -101,6 +101,7 @@ class TaskEvent(Name):
     ERROR = "error"
     WORKER_DIED = "worker_died"
     SEPARATED = "separated"
+    TAKEN_BACK = "taken_back"
     MORE = "more"
     PAUSE = "pause"
     RESUME = "resume"
@@ -148,6 +149,7 @@ TASK_TRANSITIONS: Final[Mapping[tuple[TaskState, TaskEvent], TaskState]] = {
     **{(state, _E.WORKER_DIED): _S.QUEUED for state in TaskState if state in TASK_ON_WORKER},
     (_S.TRANSMITTING, _E.SEPARATED): _S.QUEUED,  # the batch failed: each request runs alone
     (_S.RUNNING, _E.SEPARATED): _S.QUEUED,
+    (_S.TRANSMITTING, _E.TAKEN_BACK): _S.QUEUED,  # its deadline passed, or another goes first
     (_S.TRANSMITTING, _E.MORE): _S.QUEUED,  # a short run: only its end was reported
     (_S.RUNNING, _E.MORE): _S.QUEUED,  # a generation needs another run
     **{(state, _E.ERROR): _S.FAILED for state in TaskState if state in TASK_LIVE},
