@@ -192,10 +192,7 @@ def printed(value: Any) -> Any:
 def nearest(word: str, known: Any) -> str:
     """Return ``; did you mean "x"?`` if one of ``known`` is close, else an empty string.
     A comparison takes up to 0.1 ms, so only MAX_COMPARED names that look alike are compared."""
-
-    def unlikeness(one: str) -> tuple[bool, int]:
-        return one[:2] != word[:2], abs(len(one) - len(word))
-
-    likely = heapq.nsmallest(MAX_COMPARED, known, unlikeness) if len(word) <= MAX_WORD else []
+    near = lambda one: (one[:2] != word[:2], abs(len(one) - len(word)))  # noqa: E731
+    likely = heapq.nsmallest(MAX_COMPARED, known, near) if len(word) <= MAX_WORD else []
     close = difflib.get_close_matches(word, likely, n=1, cutoff=0.6)
     return f'; did you mean "{close[0]}"?' if close else ""

@@ -72,7 +72,7 @@ class AsyncClient(AsyncVerbs[Client]):
         """Yield tokens like ``Client.generate``, until the caller stops; no thread waits."""
         loop, news = asyncio.get_running_loop(), asyncio.Event()
         answer = await in_thread(self._awaits.generate, model, prompt, **options)
-        answer.replies.on_news = lambda: loop.call_soon_threadsafe(news.set)
+        answer.on_news.append(lambda: loop.call_soon_threadsafe(news.set))
         try:
             while True:
                 news.clear()

@@ -65,19 +65,6 @@ class GenerateRequest:
         self._on_tokens(body)
 
 
-class Replies:
-    """Replies to one request, which another thread adds. None: there are no more."""
-
-    def __init__(self) -> None:
-        self._queue: SimpleQueue[Mapping[str, Any] | None] = SimpleQueue()
-        self.get, self.empty = self._queue.get, self._queue.empty
-        self.on_news: Callable[[], object] = bool  # called in the other thread after each reply
-
-    def put(self, body: Mapping[str, Any] | None) -> None:
-        self._queue.put(body)
-        self.on_news()
-
-
 class GenerationStream(Iterator[Token]):
     """Answer that ``Client.generate`` returns: iterate over it, or read ``text``.
 
@@ -94,13 +81,20 @@ class GenerationStream(Iterator[Token]):
         """
         self._answer = answer
         self._came: deque[Token] = deque()
-        self.replies = Replies()
+        self._replies: SimpleQueue[Mapping[str, Any] | None] = SimpleQueue()
+        self.on_news: list[Callable[[], object]] = []  # called in the other thread after each reply
         self._text: list[str] = []
         self._began_s = time.monotonic()
         self.first_token_ms = 0.0
         self.timing: RequestTiming | None = None
         self.usage: dict[str, Any] = {}
-        put = self.replies.put  # no reference to this stream, so that an unused one is deleted
+        replies, on_news = self._replies, self.on_news  # not this stream: an unused one is deleted
+
+        def put(body: Mapping[str, Any] | None) -> None:
+            replies.put(body)
+            for tell in on_news:
+                tell()
+
         self._future = begin(put)
         self._future.add_done_callback(lambda _: put(None))
         self._wait()  # the first reply says that the server accepted the request
@@ -135,14 +129,14 @@ class GenerationStream(Iterator[Token]):
 
     def take(self) -> Token | None:
         """Return the next token if it is here, else None; does not block."""
-        while not self._came and self._answer.reason is None and not self.replies.empty():
+        while not self._came and self._answer.reason is None and not self._replies.empty():
             self._wait()
         return next(self) if self._came else None
 
     def _wait(self) -> None:
         """Wait for the next reply."""
         try:
-            body = self.replies.get()
+            body = self._replies.get()
             if body is None:
                 if self._future.cancelled():
                     raise Cancelled("this answer was closed")

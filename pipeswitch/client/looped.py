@@ -121,7 +121,7 @@ class LoopConnection(Calls):
         call = self._call(op, **options)
         future = call.future = CallFuture()
         future.taken_back = partial(self._cancel, call.header["id"])
-        link, is_large = self._link, sum(map(len, call.frames)) > INLINE_BYTES
+        link, is_large = self._link, op == "infer" and sum(map(len, call.frames)) > INLINE_BYTES
         if is_large and isinstance(link, StreamLink) and link.session:
             return self._ask_large(call, link)
         self._guard(self._begin, call)

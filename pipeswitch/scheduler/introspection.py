@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 from collections import defaultdict, deque
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Final
 
 import msgspec
@@ -16,7 +16,7 @@ from ..programs.interface.dims import extent_text
 from ..programs.interface.layout import Manifest, ValueSpec
 from .core import Core, handles
 from .device import Device
-from .events import Query, Reply, Token
+from .events import Query, Token
 from .memory.allocators import gib
 from .memory.plans import plan_row, stream_of
 from .processes.preprocess_pool import PreprocessPool, PreprocessSlot
@@ -92,44 +92,34 @@ class Shown:
         }
 
 
-@dataclass
-class Listing:
-    """A listing that is being made."""
-
-    token: Token
-    key: str  # its name in the reply's body
-    rows: Iterator[dict[str, Any]]
-    done: list[dict[str, Any]] = field(default_factory=list)
-
-
 class Listings:
     """Listings that are made in pieces, one after each event."""
 
     def __init__(self, core: Core) -> None:
         self._core = core
-        self.unfinished: deque[Listing] = deque()
+        self.unfinished: deque[tuple[Token, str, Iterator[dict[str, Any]], list[Any]]] = deque()
 
     def begin(self, token: Token, key: str, rows: Iterator[dict[str, Any]]) -> None:
-        """Make the first piece now, unless other listings are before it."""
-        self.unfinished.append(Listing(token, key, rows))
+        """Begin a listing, which is ``key`` of the answer's body; make its first piece now."""
+        self.unfinished.append((token, key, rows, []))
         if len(self.unfinished) == 1:
             self.go_on()
 
     def go_on(self) -> None:
         """Make the next piece of the oldest listing, and answer it with its last piece."""
-        listing = self.unfinished[0]
-        piece = [*itertools.islice(listing.rows, ROWS)]
-        listing.done += piece
-        if len(piece) < ROWS:
+        token, key, rows, done = self.unfinished[0]
+        count = len(done)
+        done += itertools.islice(rows, ROWS)
+        if len(done) < count + ROWS:
             self.unfinished.popleft()
-            self._core.emit(Reply(token=listing.token, body={listing.key: listing.done}))
+            self._core.answer(token, **{key: done})
         if self.unfinished:
             self._core.wake_at(self._core.now_ms, 0)
 
     def refuse_all(self, error: PipeSwitchError) -> None:
         """Refuse the clients whose listings are not finished: the server stops."""
         while self.unfinished:
-            self._core.refuse(self.unfinished.popleft().token, error)
+            self._core.refuse(self.unfinished.popleft()[0], error)
 
 
 class Introspection:
@@ -160,13 +150,13 @@ class Introspection:
         core = self._core
         match event.what:
             case "models":
-                self.listings.begin(event.token, "models", self._models(event.all_versions))
+                self.listings.begin(event.token, "models", self.models(event.all_versions))
             case "show":
                 self._show(event)
             case "ps":
-                self.listings.begin(event.token, "rows", self._ps())
+                self.listings.begin(event.token, "rows", self.ps())
             case "jobs":
-                self.listings.begin(event.token, "jobs", self._jobs())
+                self.listings.begin(event.token, "jobs", self.jobs())
             case "plan":
                 core.answer(event.token, **self.plan())
             case "stats":
@@ -188,21 +178,16 @@ class Introspection:
         else:
             raise ModelNotFound(f'no model "{name}"', hint="pipeswitch models")
 
-    def models(self, all_versions: bool = False) -> list[dict[str, Any]]:
-        """Return the rows of models (all, or current versions), of failed models and of chains."""
-        return [*self._models(all_versions)]
-
-    def _models(self, all_versions: bool) -> Iterator[dict[str, Any]]:
+    def models(self, all_versions: bool = False) -> Iterator[dict[str, Any]]:
+        """Yield the rows of models (all, or current versions), of failed models and of chains."""
         models, versions = self._machine.models, self._versions
         for model in [*models.values()]:
             is_there = models.get(model.name) is model
             if is_there and (all_versions or versions.is_current(model)):
                 yield self._model(model, versions.all_of(model.base))
-        for model in [*self._failed.values()]:
-            yield self._facts(model)
-        for name in [*self._machine.chains]:
-            if name in self._machine.chains:
-                yield self._chain(name)
+        yield from map(self._facts, [*self._failed.values()])
+        chains = self._machine.chains
+        yield from (self._chain(name) for name in [*chains] if name in chains)
 
     def _chain(self, name: ModelName) -> dict[str, Any]:
         """Return the row of a chain: it has the keys of a model's row, and the steps."""
@@ -356,20 +341,12 @@ class Introspection:
             ],
         }
 
-    def jobs(self) -> list[dict[str, Any]]:
-        return [*self._jobs()]
-
-    def _jobs(self) -> Iterator[dict[str, Any]]:
+    def jobs(self) -> Iterator[dict[str, Any]]:
         jobs = self._machine.jobs
-        for job in [*jobs]:
-            if (known := jobs.get(job.spec.name)) is not None:
-                yield jobs.row(known)
+        return (jobs.row(job) for job in [*jobs] if jobs.get(job.spec.name))
 
-    def ps(self) -> list[dict[str, Any]]:
-        """Return rows of models, jobs, workers, tenants, daemons and preprocessing processes."""
-        return [*self._ps()]
-
-    def _ps(self) -> Iterator[dict[str, Any]]:
+    def ps(self) -> Iterator[dict[str, Any]]:
+        """Yield rows of models, jobs, workers, tenants, daemons and preprocessing processes."""
         for device in self._machine.devices:
             state, arena = device.state, device.arena
             for name, replica in [*state.replicas.items()]:
@@ -378,11 +355,8 @@ class Introspection:
             for job in [*state.jobs.values()]:
                 if state.jobs.get(job.spec.name) is job:
                     yield self._ps_job(device, job)
-            for worker in [*state.workers.values()]:
-                yield self._ps_worker(device, worker)
-            for account in [*state.accounts]:
-                if account.caller:
-                    yield self._ps_tenant(device, account)
+            yield from (self._ps_worker(device, worker) for worker in [*state.workers.values()])
+            yield from (self._ps_tenant(device, one) for one in [*state.accounts] if one.caller)
             yield Shown(
                 device,
                 "memory-daemon",

@@ -6,6 +6,7 @@ import http.client
 import json
 import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from process_tools import Checked, checked_server, mlp, until, write_script
 pytest.importorskip("httptools", reason="make installs it")
 
 from pipeswitch.programs.build.export import export_module_to_bundle
+from pipeswitch.wire.frames import CHUNK_BYTES
 
 SCRIPT = """
     import torch
@@ -48,7 +50,7 @@ class Caller:
 
     def __init__(self, checked: Checked, *, is_owner: bool = True) -> None:
         host, _, port = checked.running.http_address.rpartition(":")
-        self._connection = http.client.HTTPConnection(host, int(port), timeout=30)
+        self._connection = http.client.HTTPConnection(host, int(port), timeout=60)
         token = (checked.running.state_dir / "owner.token").read_text().strip()
         self._headers = {"Authorization": f"Bearer {token}"} if is_owner else {}
         self._answer: http.client.HTTPResponse | None = None
@@ -118,6 +120,23 @@ def test_a_job_is_steered_and_its_log_followed_to_its_end(
     assert row["log"]["loss"] >= 0
     assert owner.ask("POST", "/api/jobs/endless/cancel")["state"] == "cancelled"
     log.read()  # blocks until the stream ends with the job
+
+
+def test_callers_that_send_one_bundle_at_a_time_are_all_served(call: Call, tmp_path: Path) -> None:
+    bundle = tmp_path / "net.bundle"
+    export_module_to_bundle(mlp(1100, 1, seed=1), (torch.zeros(1, 1100),), bundle)
+    data = bundle.read_bytes()
+    assert len(data) > CHUNK_BYTES
+
+    def send(name: str) -> Any:
+        octets = {"content_type": "application/octet-stream"}
+        return call().ask("POST", f"/api/models/{name}", data, **octets)["model"]
+
+    names = [f"same-{number}" for number in range(3)]
+    with ThreadPoolExecutor(len(names)) as pool:
+        assert [*pool.map(send, names)] == names
+    for name in names:
+        call().ask("DELETE", f"/api/models/{name}")
 
 
 def test_a_model_comes_as_a_bundle_answers_and_goes(call: Call, tmp_path: Path) -> None:

@@ -267,7 +267,7 @@ def test_a_listing_is_made_in_pieces(what: Any) -> None:
     count = 0
     while token not in rig.answers:
         assert rig.scheduler.next_wakeup_ms() == rig.now_ms
-        assert len(rig.scheduler.listing.listings.unfinished[0].done) <= (count + 4) * ROWS
+        assert len(rig.scheduler.listing.listings.unfinished[0][-1]) <= (count + 4) * ROWS
         rig.tick(rig.now_ms)
         count += 1
     (rows,) = rig.answers[token].body.values()

@@ -298,7 +298,7 @@ def test_a_model_is_served_where_it_was_registered_for_and_nowhere_else() -> Non
     program = program_of("de", 8 * MIB, groups=2, layer_ms=2.0)
     server.world.clients.register(ModelName("e"), program, pin=True, devices=("cpu:1",))
     server.world.run()
-    assert server.scheduler.listing.models()[-1]["on"] == ["cpu:1"]  # the only allowed device
+    assert [*server.scheduler.listing.models()][-1]["on"] == ["cpu:1"]  # the only allowed device
     assert {device for device, _ in server.placed("eeeeeeee")} == {"cpu:1"}
     before = server.world.clients.outcomes["InvalidInput"]
     server.world.clients.register(ModelName("f"), program, devices=("cpu:0", "cpu:7"))
@@ -351,7 +351,7 @@ def test_requests_of_a_model_whose_only_device_is_lost_are_refused() -> None:
 def test_rows_and_events_name_the_device() -> None:
     server = Server()
     server.placed("ab")
-    rows = server.scheduler.listing.ps()
+    rows = [*server.scheduler.listing.ps()]
     assert [name for name, _ in itertools.groupby(row["on"] for row in rows)] == ["cpu:0", "cpu:1"]
     assert [row["on"] for row in server.scheduler.listing.models()] == [
         ["cpu:0"],

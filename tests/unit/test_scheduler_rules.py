@@ -2882,7 +2882,7 @@ def test_the_next_server_serves_the_version_that_the_journal_names(rig: Rig) -> 
     )
     assert model.state.state is ModelState.FAILED
     assert versions_of(again) == [(2, True), (3, False)], "the newest that is left serves"
-    failed = again.scheduler.listing.models(all_versions=True)[-1]
+    failed = [*again.scheduler.listing.models(all_versions=True)][-1]
     assert (failed["state"], failed["reason"]) == ("failed", "damaged")
 
 
