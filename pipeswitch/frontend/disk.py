@@ -19,6 +19,7 @@ from ..base.units import SizeSpec, format_bytes
 FOLDERS: Final = ("models", "uploads", "commits", "published", "jobs", "orphans", "trash")
 GIVEN_BACK: Final = ".build-gone-"  # prefix of files and folders that are being removed
 PARTIAL: Final = ".part-"  # prefix of unfinished uploads
+DIGEST_CHARS: Final = 64  # length of the name of a program's folder
 AUTO_SHARE: Final = 0.9  # part of the disk for all clients; the rest is for logs and the journal
 AUTO_TENANT_SHARE: Final = 0.5  # part of AUTO_SHARE for one client
 
@@ -32,6 +33,7 @@ class Disk:
         self._lock = threading.Lock()
         self._programs: dict[str, tuple[str, str]] = {}  # model -> digest, tenant
         self._uploads: dict[str, str] = {}  # file name -> tenant
+        self._sizes: dict[str, tuple[int, int]] = {}  # folder of a program -> mtime_ns, bytes
 
     # ---- owners of files ----------------------------------------------------------------------
 
@@ -98,13 +100,15 @@ class Disk:
         uploads = {name for name, owner in known.items() if owner == tenant}
         programs.add(program)
         used_bytes = own_bytes = 0
+        sizes: dict[str, tuple[int, int]] = {}
         for folder in FOLDERS:
             for path in _entries(self._root / folder):
-                size_bytes = _size(path)
+                size_bytes = self._size_of(path, sizes)
                 used_bytes += size_bytes
                 is_own = path.name in uploads or path.name in programs
                 own_bytes += size_bytes * is_own
                 known.pop(path.name, None)
+        self._sizes = sizes
         with self._lock:
             for gone in known:
                 self._uploads.pop(gone, None)
@@ -113,6 +117,19 @@ class Disk:
             limit_bytes = of_a_tenant.resolve(all_bytes, int(AUTO_TENANT_SHARE * all_bytes))
             budgets.append((tenant, own_bytes, limit_bytes))
         return budgets
+
+    def _size_of(self, entry: os.DirEntry[str], sizes: dict[str, tuple[int, int]]) -> int:
+        """Return the bytes of a file or folder; note a program's folder in ``sizes``. It is read
+        again only if it has changed, because reading a thousand takes 40 ms."""
+        if len(entry.name) != DIGEST_CHARS:
+            return _size(entry)
+        try:
+            stamp = entry.stat(follow_symlinks=False).st_mtime_ns
+        except FileNotFoundError:
+            return 0
+        before, size_bytes = self._sizes.get(entry.path, (-1, 0))
+        sizes[entry.path] = stamp, size_bytes if before == stamp else _size(entry)
+        return sizes[entry.path][1]
 
 
 def _entries(folder: Path) -> list[os.DirEntry[str]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 from pathlib import Path
 
@@ -86,3 +87,21 @@ def test_a_half_written_commit_counts_until_it_is_removed(disk: Disk, tmp_path: 
     for path in (folder, folder.with_name("none")):  # a full disk refuses a job's first commit, too
         remove_unnamed(path)
     assert disk.left_bytes("") == whole
+
+
+def test_a_programs_folder_is_read_again_only_when_it_has_changed(
+    disk: Disk, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folders = [tmp_path / "models" / f"{number:064x}" for number in range(20)]
+    for folder in folders:
+        write(folder / "program.bundle", 10)
+    assert disk.left_bytes("") == 800
+    scanned: list[str] = []
+    scan = os.scandir
+    monkeypatch.setattr(os, "scandir", lambda path: (scanned.append(str(path)), scan(path))[1])
+    assert disk.left_bytes("") == 800
+    assert not {*scanned} & {*map(str, folders)}
+    write(folders[3] / "derived.bundle", 7)
+    shutil.rmtree(folders[4])
+    assert disk.left_bytes("") == 803
+    assert {*scanned} & {*map(str, folders)} == {str(folders[3])}
