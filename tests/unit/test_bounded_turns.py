@@ -10,14 +10,14 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from types import FrameType, SimpleNamespace
 from typing import Any, Final
 
 import pytest
 
 from pipeswitch.base.config import Config, ServerConfig
-from pipeswitch.base.errors import ModelNotFound, SequenceNotFound
+from pipeswitch.base.errors import ModelNotFound, QueueFull, SequenceNotFound
 from pipeswitch.base.roles import OWNER
 from pipeswitch.base.units import MAX_COMPARED
 from pipeswitch.frontend.announced_models import AnnouncedModels
@@ -27,7 +27,12 @@ from pipeswitch.frontend.sequences.caches import Caches
 from pipeswitch.frontend.sequences.manager import IDLE_MS
 from pipeswitch.frontend.sequences.sequence_state import SequenceOptions
 from pipeswitch.frontend.transport.clients import Outgoing, Session
-from pipeswitch.frontend.transport.send_queue import SHORT_BYTES, SendQueue
+from pipeswitch.frontend.transport.send_queue import (
+    MAX_READERS,
+    SHORT_BYTES,
+    EventSubscribers,
+    SendQueue,
+)
 from pipeswitch.ipc.control_page import sealed_memfd
 from pipeswitch.scheduler import events as ev
 from pipeswitch.scheduler.introspection import ROWS
@@ -293,3 +298,18 @@ def test_messages_of_one_client_and_clients_that_do_not_read_cost_one_turn_littl
     while outbox.backlogged:
         outbox.sweep()
     assert [one for one in sent if one.on_end].index(short) == 1
+
+
+def test_events_go_to_a_limited_number_of_clients() -> None:
+    sent: list[Outgoing] = []
+    peer: Any = SimpleNamespace(transmit=lambda one: not sent.append(one), close=print)
+    readers = EventSubscribers(SendQueue(1 << 40, lambda: 0.0, print))
+    for number in range(MAX_READERS + 1):
+        client = Session(peer=peer, principal=OWNER)
+        refused = pytest.raises(QueueFull) if number == MAX_READERS else nullcontext()
+        for name in "ab":
+            with refused:
+                readers.add(client, RequestHeader(v=1, op="events", id=name), ())
+    sent.clear()
+    readers.publish(ev.Publish(topic="job.done", body={}))
+    assert len(sent) == 2 * MAX_READERS

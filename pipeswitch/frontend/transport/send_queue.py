@@ -16,6 +16,7 @@ from .replies import reply_frames
 
 SLOW_CLIENT_MS: Final = 30_000.0  # a client that leaves a reply unread for longer is dropped
 MAX_SUBSCRIPTIONS: Final = 16  # event subscriptions of one client
+MAX_READERS: Final = 128  # clients with subscriptions: an event to all takes up to 40 ms
 READER_BYTES: Final = 1 << 20  # a client with more unsent bytes gets no events
 SHORT_BYTES: Final = 64 << 10  # a message up to this size may overtake longer replies
 SWEPT: Final = 64  # clients whose messages are retried in one iteration of the loop
@@ -118,13 +119,16 @@ class EventSubscribers:
         """Handle the verb ``events``.
 
         Raises:
-            QueueFull: the client has the maximum number of subscriptions.
+            QueueFull: the client has the maximum number of subscriptions, or too many others have.
         """
         body = Body("events", header.body)
         topics = body.texts("topics")
         body.done()
         if len(client.subscriptions) >= MAX_SUBSCRIPTIONS:
             raise QueueFull(f"this client already has {MAX_SUBSCRIPTIONS} event subscriptions")
+        self.clients = {one for one in self.clients if one.subscriptions}
+        if client not in self.clients and len(self.clients) >= MAX_READERS:
+            raise QueueFull(f"{MAX_READERS} clients already follow events", hint="try again later")
         client.subscriptions[header.id] = topics or ("",)
         self.clients.add(client)
         self._outbox.reply(client, header.id, more=True)  # confirms the subscription
