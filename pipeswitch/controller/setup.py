@@ -14,7 +14,7 @@ from ..base.config import Config
 from ..base.errors import ConfigError
 from ..base.machine import available_bytes, cpu_count, processor_name
 from ..base.units import format_bytes
-from ..base.version import own_version
+from ..base.version import release
 from ..devices import ChosenDevice
 from ..planning.profile import Identity
 from ..policies import find_policy
@@ -146,7 +146,7 @@ def identity_of(device: ChosenDevice, sizes: ResourceLimits) -> Identity:
         cores=cpu_count(),
         threads=sizes.threads,
         link_bytes_per_s=sizes.link_bytes_per_s,
-        pipeswitch=own_version(),
+        pipeswitch=release(),
         torch=importlib.metadata.version("torch"),  # the controller never imports torch
     )
 

@@ -177,13 +177,21 @@ def test_every_key_has_help_and_only_keys_have(section: type[Section]) -> None:
     assert set(re.findall(r"^    (\w+): ", section.__doc__ or "", re.MULTILINE)) == set(rows)
 
 
-def test_a_checkout_without_an_installation_has_a_version(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_build_has_its_own_version(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     def missing(name: str) -> str:
         raise metadata.PackageNotFoundError(name)
 
-    assert own_version() == metadata.version("pipeswitch")
+    own_version.cache_clear()
+    assert re.fullmatch(metadata.version("pipeswitch") + r"\+[0-9a-f]{8,}", own_version())
     monkeypatch.setattr(metadata, "version", missing)
+    monkeypatch.setattr("pipeswitch.base.version.PACKAGE", tmp_path / "pipeswitch")
+    own_version.cache_clear()
     assert own_version() == UNKNOWN
+    (tmp_path / "pipeswitch").mkdir()
+    (tmp_path / "pipeswitch" / "commit.txt").write_text("12345678\n")  # as in a wheel
+    own_version.cache_clear()
+    assert own_version() == "0+12345678"
+    own_version.cache_clear()
 
 
 @pytest.mark.parametrize(("key", "wrong"), [("priority", "hihg"), ("precision", "fasd")])
