@@ -208,6 +208,30 @@ def _sandbox() -> list[Finding]:
     return [Finding("sandbox", "warn", text, "Linux 5.13 or newer, with both in its configuration")]
 
 
+def serving(config: Config) -> Finding:
+    """Start a server, build a tiny model in its sandbox, and compare its answer with torch's."""
+    import torch
+
+    from ..testing import server
+
+    module, x = torch.nn.Linear(3, 2), torch.ones(1, 3)
+    mode = {"PIPESWITCH_SECURITY__SANDBOX": config.security.sandbox}
+    try:
+        with (
+            server(arena="64MiB", host_store="64MiB", environment=mode) as running,
+            running.client() as client,
+        ):
+            client.register("doctor", module, example_inputs=(x,))
+            [answer] = client.infer("doctor", x).outputs.values()
+    except (PipeSwitchError, RuntimeError, OSError) as error:
+        text = " ".join(str(error).split())
+        advice = "PIPESWITCH_SECURITY__SANDBOX=off pipeswitch doctor: is it the sandbox?"
+        return Finding("serving", "fail", f"a tiny model is not served: {text[:500]}", advice)
+    if not torch.equal(torch.as_tensor(answer), module(x).detach()):
+        return Finding("serving", "fail", "a tiny model's answer differs from torch's")
+    return Finding("serving", "ok", "a tiny model was built in the sandbox, and answered")
+
+
 def _ports(config: Config) -> list[Finding]:
     host, port = parse_listen(config.server.listen)
     family = socket.AF_INET6 if ":" in host else socket.AF_INET

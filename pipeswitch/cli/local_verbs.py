@@ -32,13 +32,15 @@ def demo(out: str, ui: bool, as_json: bool) -> None:
 
 @click.command()
 @click.option("--config", "path", type=click.Path(), help="The server's configuration file.")
+@click.option("--serving/--no-serving", "serves", default=True, help="Serve a tiny model, too.")
 @json_option
-def doctor(path: str | None, as_json: bool) -> None:
-    """Check whether this machine can serve, and say what to do."""
+def doctor(path: str | None, serves: bool, as_json: bool) -> None:
+    """Check whether this machine can serve, and say what to do. Takes half a minute."""
     from ..base.config import load
-    from .doctor import examine
+    from .doctor import examine, serving
 
-    findings = examine(load(path))
+    settings = load(path)
+    findings = [*examine(settings), *([serving(settings)] if serves else [])]
     if as_json:
         views.print_json([finding.row() for finding in findings])
     else:

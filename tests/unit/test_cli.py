@@ -151,7 +151,7 @@ def test_config_schema_is_json() -> None:
 
 
 def test_doctor_prints_json_of_its_findings() -> None:
-    _, text, _ = run("doctor", "--json")
+    _, text, _ = run("doctor", "--no-serving", "--json")
     names = {finding["name"] for finding in json.loads(text)}
     assert {"torch", "memory", "memfd and seals", "memory copy"} <= names
 
@@ -174,7 +174,7 @@ def test_the_command_line_never_imports_torch_and_numpy_for_tensors_alone() -> N
         "import sys; from click.testing import CliRunner; from pipeswitch.cli.main import main\n"
         "import pipeswitch.client.client, pipeswitch.client.aio\n"
         "assert 'numpy' not in sys.modules, 'numpy was imported'\n"
-        "for verb in (['ps', '--help'], ['doctor'], ['config', 'schema']):\n"
+        "for verb in (['ps', '--help'], ['doctor', '--no-serving'], ['config', 'schema']):\n"
         "    CliRunner().invoke(main, verb)\n"
         "import pipeswitch.cli.infer, pipeswitch.cli.doctor\n"
         "assert 'torch' not in sys.modules, 'torch was imported'\n"

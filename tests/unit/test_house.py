@@ -27,7 +27,7 @@ MAY_IMPORT: Mapping[str, str] = {
     "base": "",
     "errors": "base",
     "sandbox": "",
-    "planning": "",
+    "planning": "base",
     "wire": "base",
     "ipc": "base wire",
     "programs": "base planning",
@@ -59,7 +59,7 @@ MAY_IMPORT: Mapping[str, str] = {
     "testing": "client simulator",
     "gateway": "base client frontend ipc programs sandbox wire",
     "cli": "__init__ base client cluster devices ipc job launch planning policies programs "
-    "sandbox scheduler simulator watchdog wire",
+    "sandbox scheduler simulator testing watchdog wire",
     "demo": "__init__ base cli client job planning programs programs/build testing",
     "benchmarks/": "base cli client devices ipc job planning programs programs/build testing wire",
 }
