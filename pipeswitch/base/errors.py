@@ -34,7 +34,7 @@ of an error that came over the wire; ``.hint`` says what to type next."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, Final
 
 
@@ -197,9 +197,14 @@ def draining() -> ServerUnavailable:
     return ServerUnavailable(DRAINING, hint="try again when it is back")
 
 
-def model_failed(name: str, reason: str) -> ServerUnavailable:
-    """Return the error for a registered model that is failed; ``reason`` may be empty."""
+def model_failed(name: str, reason: str, versions: Sequence[int] = ()) -> ServerUnavailable:
+    """Return the error for a registered model that is failed; ``reason`` may be empty.
+    ``versions``: numbers of its versions that are not failed."""
     hint = "register it again, or correct its [[model]] and restart the server"
+    if versions:
+        numbers = ", ".join(map(str, versions))
+        hint = f"restore its files and restart the server, or pipeswitch models rollback {name} "
+        hint += f"(it has version {numbers})"
     text = f'"{name}" is failed{reason and ": "}{reason}'
     return ServerUnavailable(text, hint=hint, state="failed")
 

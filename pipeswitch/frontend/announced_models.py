@@ -26,7 +26,7 @@ class AnnouncedModels:
         self.aliases: dict[str, str] = {}  # alias -> model name
         self._aliases_of: dict[str, tuple[str, ...]] = {}
         self.versions: dict[tuple[str, int], ModelAvailable] = {}
-        self.failures: dict[str, str] = {}  # name of a failed model -> reason
+        self.failures: dict[str, dict[int, str]] = {}  # name -> failed version -> reason
         self._fitting: dict[Hashable, ValidatedRequest] = {}  # cached results of checks
 
     def announce(self, announced: ModelAvailable) -> None:
@@ -34,26 +34,34 @@ class AnnouncedModels:
         self._fitting.clear()
         base = announced.base or announced.model
         self.versions[base, announced.version] = announced
-        self.failures.pop(base, None)
+        reasons = self.failures.get(base, {})
+        reasons.pop(announced.version, None)
+        if not reasons:
+            self.failures.pop(base, None)
         if announced.is_current:
             self.current[base] = announced
             self._set_aliases(base, announced.aliases)
 
-    def retract(self, model: ModelName, failure: str = "") -> None:
+    def retract(self, model: ModelName, failure: str = "", aliases: Sequence[str] = ()) -> None:
         """Remove a version that is no longer registered, or has failed for a reason."""
         base, version = split_name(model)
-        self.failures.pop(base, None)
-        self.failures |= {base: failure} if failure else {}
+        reasons = self.failures.setdefault(base, {})
+        reasons.pop(version, None)
+        reasons |= {version: failure} if failure else {}
+        if not reasons:
+            del self.failures[base]
         self.versions.pop((base, version), None)
         if (current := self.current.get(base)) is not None and current.model == model:
             del self.current[base]
-            self._set_aliases(base, ())
+        if base not in self.current and (failure or not reasons):
+            self._set_aliases(base, aliases)
 
     def _set_aliases(self, base: str, aliases: Sequence[str]) -> None:
         for alias in self._aliases_of.pop(base, ()):
             self.aliases.pop(alias, None)
-        self._aliases_of[base] = tuple(aliases)
-        self.aliases |= dict.fromkeys(aliases, base)
+        if aliases:
+            self._aliases_of[base] = tuple(aliases)
+            self.aliases |= dict.fromkeys(aliases, base)
 
     def find(self, name: str, version: int, caller: str) -> ModelAvailable:
         """Return a model's version; ``version`` 0 means the current one.
@@ -61,16 +69,22 @@ class AnnouncedModels:
         Raises:
             ModelNotFound, ServerUnavailable: it is unknown; the model is failed.
         """
-        announced = self.current.get(name)
-        if announced is None:
-            raise self.missing(name, caller)
-        return self.version(name, version) if version else announced
+        announced = self.versions.get((name, version)) if version else self.current.get(name)
+        if announced is not None:
+            return announced
+        raise self.missing(name, caller, version)
 
-    def missing(self, name: str, caller: str) -> PipeSwitchError:
+    def missing(self, name: str, caller: str, version: int = 0) -> PipeSwitchError:
         """Return the error for a failed or unknown model; only the owner ("") gets a reason."""
-        if name in self.failures and name not in self.current:
-            return model_failed(name, "" if caller else self.failures[name])
-        aliases = {alias: self.current[model] for alias, model in self.aliases.items()}
+        reasons, is_served = self.failures.get(name, {}), name in self.current
+        number = version or max(reasons, default=0)
+        if number in reasons and (version or not is_served):
+            others = [one for known, one in self.versions if known == name]
+            shown = f"version {number}: " * (number > 1) + reasons[number]
+            return model_failed(name, "" if caller else shown, others)
+        if is_served and version:
+            return validation.no_version(name, version, self.versions)
+        aliases = {alias: self.current.get(model) for alias, model in self.aliases.items()}
         return validation.model_not_found(name, aliases | self.current)
 
     def version(self, name: str, version: int) -> ModelAvailable:
@@ -79,7 +93,10 @@ class AnnouncedModels:
         Raises:
             ModelNotFound: the version does not exist; the text names those that do.
         """
-        return validation.find_version(name, version, self.versions)
+        announced = self.versions.get((name, version))
+        if announced is None:
+            raise validation.no_version(name, version, self.versions)
+        return announced
 
     def admit(
         self, header: RequestHeader, sizes: Sequence[int], announced: ModelAvailable

@@ -225,8 +225,8 @@ class Frontend:
                 log_published(posted)
             case ev.ModelAvailable():
                 self.inference.models.announce(posted)
-            case ev.ModelRemoved(model=model, failure=failure):
-                self.inference.models.retract(model, failure)
+            case ev.ModelRemoved(model=model, failure=failure, aliases=aliases):
+                self.inference.models.retract(model, failure, aliases)
                 self.sequences.retract(model)
             case ev.LoadCommits(request=request):
                 self._load(request, self._state_directory / "commits" / request.job)

@@ -70,19 +70,14 @@ def deadline_at_ms(deadline_ms: float, now_ms: float) -> float:
     return now_ms + deadline_ms
 
 
-def find_version(
-    name: str, version: int, known: Mapping[tuple[str, int], ModelAvailable]
-) -> ModelAvailable:
-    """Return the announced version of a model. ModelNotFound: there is none."""
-    announced = known.get((name, version))
-    if announced is None:
-        present = ", ".join(map(str, sorted(number for base, number in known if base == name)))
-        raise ModelNotFound(
-            f'"{name}" has no version {version}' + (f": it has {present}" if present else ""),
-            hint="pipeswitch models --versions",
-            version=version,
-        )
-    return announced
+def no_version(name: str, version: int, known: Iterable[tuple[str, int]]) -> ModelNotFound:
+    """Return the error for an unknown version of a model."""
+    present = ", ".join(map(str, sorted(number for base, number in known if base == name)))
+    return ModelNotFound(
+        f'"{name}" has no version {version}' + (f": it has {present}" if present else ""),
+        hint="pipeswitch models --versions",
+        version=version,
+    )
 
 
 def model_not_found(name: str, known: Iterable[str]) -> ModelNotFound:

@@ -382,6 +382,7 @@ class StartBuild(_Message, frozen=True):
     op_id: OpId
     spec: bytes
     tenant: str = ""  # tenant whose share of the disk the build uses
+    rebuilds: str = ""  # digest of a program to be built again from the bundle in its folder
 
 
 class DropPublished(_Message, frozen=True):
@@ -451,6 +452,7 @@ class ModelRemoved(_Message, frozen=True):
 
     model: ModelName
     failure: str = ""  # reason, if it stays registered as a failed model
+    aliases: tuple[ModelName, ...] = ()  # of a failed model
 
 
 class Reply(_Message, frozen=True):

@@ -29,8 +29,8 @@ class Names(Rig):
             match command:
                 case ev.ModelAvailable():
                     self.models.announce(command)
-                case ev.ModelRemoved(model=model, failure=failure):
-                    self.models.retract(model, failure)
+                case ev.ModelRemoved(model=model, failure=failure, aliases=aliases):
+                    self.models.retract(model, failure, aliases)
                 case ev.Journal(entry={"kind": "alias", "name": name, "model": model}):
                     self.journal[name] = model
                 case ev.Journal(entry={"kind": "alias-gone", "name": name}):
@@ -114,6 +114,7 @@ def test_an_alias_stands_for_the_current_version(rig: Names) -> None:
 def test_a_model_that_cannot_be_restored_keeps_its_aliases(rig: Names) -> None:
     rig.handle(ev.CancelRequest(token=rig.ask_register("m", aliases=("a",), is_known=True)))
     assert rig.rows() == {"m": ["a"]}
+    assert rig.models.aliases == {"a": "m"}, "a request by the alias reads why"
     assert isinstance(rig.add("n", "a"), AlreadyExists)
     unregister(rig, "m")
     assert rig.ask_register("n", aliases=("a",)) not in rig.answers

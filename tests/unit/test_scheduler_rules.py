@@ -2859,31 +2859,93 @@ def test_a_model_and_all_its_versions_are_unregistered_together(rig: Rig) -> Non
     assert versions_of(rig) == [(1, True)]
 
 
-def test_the_next_server_serves_the_version_that_the_journal_names(rig: Rig) -> None:
-    again = Rig()
-    again.scheduler.versions.restore("net", 3, 4, "first", there=[2, 3])
-    for name in ("net@2", "net@3"):
-        restored = manifest_of(f"digest {name}", 10 * MIB, 2)
-        again.ask_register(name, spec=SPEC, spec_digest="first", is_known=True, restored=restored)
+class Recording(Rig):
+    """Scheduler, with the entries that its journal got."""
+
+    def __init__(self) -> None:
+        self.written: list[tuple[str, str]] = []
+        super().__init__()
+
+    def _take(self, commands: list[ev.Command]) -> None:
+        super()._take(commands)
+        entries = [one.entry for one in commands if isinstance(one, ev.Journal)]
+        self.written += [(one["kind"], one["name"]) for one in entries]
+
+
+def restored_net(current: int = 3, *, fails: tuple[int, ...] = (3,)) -> Recording:
+    """Return a restored server with the versions 2 and 3, some of which have damaged files."""
+    again = Recording()
+    again.scheduler.versions.restore("net", current, 4, "first", there=[2, 3])
+    for number in (2, 3):
+        name = f"net@{number}"
+        manifest = manifest_of(f"digest {name}", 10 * MIB, 2)
+        again.ask_register(name, spec=SPEC, spec_digest="first", is_known=True, restored=manifest)
+        op_id = again.scheduler.registry.registrations[name].build_id
+        if number in fails:
+            fields = {"error": "RegistrationRefused", "message": "damaged"}
+            again.handle(received(BuildFailed(model=name, op_id=op_id, **fields)))
+            again.handle(exited(op_id, 1))
+        else:
+            again.built(name, 10, op_id)
+            again.stored(name, op_id)
+    return again
+
+
+def test_the_next_server_serves_the_version_that_the_journal_names() -> None:
+    again = restored_net(fails=())
     assert versions_of(again) == [(2, False), (3, True)]
     again.ask_register("net", spec_digest="first")
-    other = again.ask_register("net")
-    assert isinstance(again.error(other), errors.AlreadyExists)
-    model = again.scheduler.machine.models["net@3"]
-    again.handle(
-        received(
-            BuildFailed(
-                model="net@3",
-                op_id=again.scheduler.registry.registrations["net@3"].build_id,
-                error="RegistrationRefused",
-                message="damaged",
-            )
-        )
+    assert isinstance(again.error(again.ask_register("net")), errors.AlreadyExists)
+
+
+def test_no_start_changes_the_served_version() -> None:
+    again = restored_net()
+    assert ("serving", "net") not in again.written
+    [failed] = again.scheduler.listing.models()
+    assert (failed["version"], failed["state"], failed["reason"]) == (3, "failed", "damaged")
+    assert versions_of(again) == [(2, False), (3, False)]
+    for token in (
+        again.ask_register("net", spec_digest="first"),
+        again.ask(ev.VersionRequest, model="net", spec=b"\x81\xa7weights\xa1f"),
+        again.ask(ev.RollbackRequest, model="net", version=2, share=10),
+        again.ask(ev.PinRequest, model="net", pin=True),
+    ):
+        assert isinstance(again.error(token), errors.ModelNotFound)  # the frontend says why
+
+
+def test_its_owner_replaces_a_failed_version() -> None:
+    again = restored_net()
+    assert again.answers[rollback(again)].body == {"model": "net", "version": 2, "before": 3}
+    assert (versions_of(again)[0], again.written[-1]) == ((2, True), ("serving", "net"))
+    again = restored_net()
+    unregister(again, "net@3")
+    assert versions_of(again) == [(2, True)]
+    assert again.written[-2:] == [("model-gone", "net@3"), ("serving", "net")]
+    again = restored_net(2)  # another than the served version is failed
+    assert versions_of(again)[0] == (2, True)
+    unregister(again, "net@3")
+    assert again.written[-1] == ("model-gone", "net@3")
+
+
+@pytest.mark.parametrize("fails", [(3,), (2, 3)])
+def test_a_name_with_failed_versions_is_unregistered_as_a_whole(fails: tuple[int, ...]) -> None:
+    again = restored_net(fails=fails)
+    assert again.error(unregister(again)) is None
+    gone = again.written
+    assert {("model-gone", "net@2"), ("model-gone", "net@3"), ("serving-gone", "net")} <= {*gone}
+    assert gone.index(("serving-gone", "net")) > max(
+        (at for at, key in enumerate(gone) if key == ("serving", "net")), default=-1
     )
-    assert model.state.state is ModelState.FAILED
-    assert versions_of(again) == [(2, True), (3, False)], "the newest that is left serves"
-    failed = [*again.scheduler.listing.models(all_versions=True)][-1]
-    assert (failed["state"], failed["reason"]) == ("failed", "damaged")
+    assert versions_of(again) == []
+
+
+def test_a_new_model_takes_the_name_of_failed_versions() -> None:
+    again = restored_net(fails=(2, 3))
+    again.register("net")
+    assert {("model-gone", "net@2"), ("model-gone", "net@3"), ("serving-gone", "net")} <= {
+        *again.written
+    }
+    assert versions_of(again) == [(1, True)]
 
 
 def script_publishes(
@@ -3194,15 +3256,11 @@ def test_a_name_and_one_of_its_versions_are_unregistered_at_a_time(rig: Rig) -> 
     assert {"kind": "model-gone", "name": "net@2"} in [c.entry for c in rig.commands(ev.Journal)]
 
 
-def test_the_next_server_serves_the_newest_if_the_journal_lacks_the_current_one() -> None:
-    again = Rig()
-    again.scheduler.versions.restore("net", 3, 3, "first", there=[1, 2])
+def test_a_name_whose_current_version_the_journal_lacks_has_none() -> None:
+    again = restored_net(4, fails=())
     again.scheduler.versions.restore("gone", 2, 2, "first", there=[])
-    for name in ("net", "net@2"):
-        restored = manifest_of(f"digest {name}", 10 * MIB, 2)
-        again.ask_register(name, spec=SPEC, spec_digest="first", is_known=True, restored=restored)
-    assert versions_of(again) == [(1, False), (2, True)]
-    assert again.scheduler.machine.served["net"].last == 3, "a number is given once"
+    assert versions_of(again) == [(2, False), (3, False)]
+    assert again.scheduler.machine.served["net"].last == 4, "a number is given once"
     assert "gone" not in again.scheduler.machine.served
 
 

@@ -52,12 +52,16 @@ class Residents:
         is_wanted = replica.users or self._device.queue.count(replica.name)
         return not is_wanted and not replica.is_being_sent
 
+    def release(self, replica: DeviceModel) -> None:
+        """Release the fences of a model that is only in the host store."""
+        if self._arena.fences.get(replica.owner) is not None:
+            self._arena.fences.release(replica.owner)
+
     def remove(self, replica: DeviceModel) -> None:
         """Release the place and the fences of an unregistered model."""
         if replica.residency.state is not Residency.HOST:
             self.evict(replica, "unregistered")
-        if self._arena.fences.get(replica.owner) is not None:
-            self._arena.fences.release(replica.owner)
+        self.release(replica)
         del self._device.replicas[replica.name]
         self._device.predictions.remove(replica.name)
 

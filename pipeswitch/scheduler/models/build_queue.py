@@ -53,7 +53,15 @@ class BuildQueue:
             self._running[one.build_id] = one
             self._last_turns[one.client] = one.build_id
             tenant = self._machine.models[one.model].tenant
-            core.emit(StartBuild(model=one.model, op_id=one.build_id, spec=one.spec, tenant=tenant))
+            core.emit(
+                StartBuild(
+                    model=one.model,
+                    op_id=one.build_id,
+                    spec=one.spec,
+                    tenant=tenant,
+                    rebuilds=one.rebuilds,
+                )
+            )
         if self._last_turns:
             waiting = {one.client for one in (*self._waiting, *self._running.values())}
             self._last_turns = {c: at for c, at in self._last_turns.items() if c in waiting}

@@ -64,6 +64,8 @@ class Registry:
             raise errors.draining()
         self.names.check_free(split_name(event.model)[0], event.aliases)
         old = None if event.is_known else self._versions.newest(event.model)
+        if old is not None and self._versions.current(event.model) is None:
+            raise not_found(event.model)  # its current version is failed
         if old is not None and self._is_same(event, old):
             notes = self.names.change(event, old)  # 1.
             if old.state.state in PRESENT:
@@ -284,6 +286,7 @@ class Registry:
         waiters = registration.waiters
         if not registration.is_known and not registration.takes_over:
             self.names.aliases.remember(self.names.aliases.of(model.base))
+            self.names.drop_failed(self.names.failed_of(model.base))
         self.names.remember(model, accepts=tuple(waiters))
         notes = self.names.hand_over(model, "published") if self._is_new(model) else []
         core.publish("model.registered", model=model.name, bytes=model.manifest.total_bytes)
@@ -293,8 +296,19 @@ class Registry:
 
     def store_failed(self, message: StoreFailed) -> None:
         model = self._of(message.model, message.op_id)
-        if model is not None and model.state.state is ModelState.STORING:
+        if model is None or model.state.state is not ModelState.STORING:
+            return
+        registration, manifest = self.registrations[model.name], model.built
+        is_derived = manifest.precision is not None
+        if not registration.is_known or registration.rebuilds or not is_derived:
             self._refuse(model, errors.RegistrationRefused("weights", message.reason))
+            return
+        model.state.apply(ModelEvent.DAMAGED, message.reason)
+        for device in self._machine.devices:
+            device.residents.release(device.state.replicas[model.name])
+        self._machine.store.remove(model)
+        registration.build_id, registration.rebuilds = self._core.next_op_id(), manifest.digest
+        self._builds.put(registration)
 
     def refused(self, op_id: OpId, reason: str) -> None:
         """Handle an order that the daemon could not carry out: no other answer follows."""
@@ -324,7 +338,8 @@ class Registry:
     def _refuse(self, model: Model, error: errors.PipeSwitchError) -> None:
         """Remove everything of a refused model, and free its name."""
         core, is_known = self._core, self.registrations[model.name].is_known
-        core.emit(ev.ModelRemoved(model=model.name, failure=str(error) if is_known else ""))
+        if not is_known:
+            core.emit(ev.ModelRemoved(model=model.name))
         if model.manifest is not None:  # it may have waiting requests
             self._admission.not_stored(model, error)
         model.state.apply(ModelEvent.REFUSED, type(error).__name__)
@@ -332,7 +347,7 @@ class Registry:
         registration.error = error
         if registration.is_known:  # the model's journal entry and files stay
             model.reason = str(error)
-            self.names.failed[model.name] = model
+            self.names.list_failed(model)
         self.names.release(model.base)
         core.refuse_all(error, registration.waiters)
         core.publish("model.refused", model=model.name, error=errors.to_wire(error))
@@ -397,10 +412,10 @@ class Registry:
             return
         one = self._machine.models.get(event.model) if AT in event.model else None
         models = [one] if one is not None else self._versions.all_of(event.model)
-        failed = self.names.failed_of(event.model)
-        if not models and not failed:
+        known = [*self.names.failed_of(event.model), *models]
+        if not known:
             raise not_found(event.model)
-        if event.tenant not in (None, [*failed, *models][-1].tenant):
+        if event.tenant not in (None, known[-1].tenant):
             raise errors.PermissionDenied(f'"{event.model}" is another client\'s')
         if any(model.state.state is ModelState.STORING for model in models):
             raise errors.AlreadyExists(
@@ -410,8 +425,9 @@ class Registry:
         for model in models:
             if model not in staying:
                 self.give_up(model, errors.Cancelled(f'registration of "{model.name}" cancelled'))
-                core.emit(ev.Journal(entry={"kind": "model-gone", "name": model.name}))
-        self.names.drop_failed(failed)
+                if model.name not in self.names.failed:
+                    core.emit(ev.Journal(entry={"kind": "model-gone", "name": model.name}))
+        self.names.drop_failed(self.names.failed_of(event.model))  # some may have failed just now
         staying.sort(key=self._versions.is_current)  # the current version leaves last
         for model in staying:
             self.names.leave(model, "requested by the user")

@@ -133,25 +133,27 @@ class Names:
     def rollback(self, event: RollbackRequest) -> None:
         """Make another existing version current, or give it a share of the requests."""
         core, current = self._core, self._versions.current(event.model)
-        if current is None:
+        served, there = self._versions.served(event.model), self._versions.all_of(event.model)
+        if served is None or (current is None and event.share >= 0):
             raise not_found(event.model)
-        if event.tenant not in (None, current.tenant):
+        if event.tenant not in (None, (current or there[-1]).tenant):
             raise PermissionDenied(f'"{event.model}" is another client\'s')
-        older = [m for m in self._versions.all_of(event.model) if m.version < current.version]
+        before = served.current  # it may be failed
+        older = [m for m in there if m.version < before]
         target = self._versions.of(event.model, event.version) if event.version else None
         if not event.version and older:
             target = older[-1]
         if target is None or target.state.state is not ModelState.READY:
-            which = str(event.version) if event.version else f"before {current.version}"
+            which = str(event.version) if event.version else f"before {before}"
             raise self._versions.missing(event.model, which)
         if event.share >= 0 and not self._versions.split(target, event.share):
             raise InvalidInput(
-                f"version {current.version} is the current one: it gets the rest of 100 %",
+                f"version {before} is the current one: it gets the rest of 100 %",
                 hint="pipeswitch models --versions",
             )
         if event.share < 0 and target is not current:
             self.hand_over(target, "rolled back")
-        core.answer(event.token, model=event.model, version=target.version, before=current.version)
+        core.answer(event.token, model=event.model, version=target.version, before=before)
 
     def remove(self, model: Model) -> Registration:
         """Remove the model, free its name, and return its registration."""
@@ -162,20 +164,27 @@ class Names:
         self._core.pins.pop(model.name, None)
         registration = self.registrations.pop(model.name)
         self._has_gone = True
-        self._versions.gone(model)
+        is_failed = registration.is_known and model.state.state is ModelState.FAILED
+        self._versions.gone(model, is_failed=is_failed)
         return registration
 
     def failed_of(self, name: ModelName) -> list[Model]:
         """Return the failed versions of a name, or the failed version with exactly this name."""
         return [model for model in self.failed.values() if name in (model.base, model.name)]
 
-    def mark_lost(self, name: ModelName, reason: str, tenant: str = "") -> None:
+    def mark_lost(self, name: ModelName, reason: str, aliases: Iterable[ModelName] = ()) -> None:
         """List a model as failed, because its journal entry or configuration is unusable."""
         base, version = split_name(name)
-        model = Model(name, 1, False, self._core.now_ms, base, version, tenant, reason=reason)
+        self.aliases.add(base, aliases)
+        model = Model(name, 1, False, self._core.now_ms, base, version, reason=reason)
         model.state.apply(ModelEvent.REFUSED, reason)
-        self.failed[name] = model
-        self._core.emit(ModelRemoved(model=name, failure=reason))
+        self.list_failed(model)
+
+    def list_failed(self, model: Model) -> None:
+        """List a model of the journal that is failed, with its ``reason``."""
+        self.failed[model.name] = model
+        aliases = self.aliases.of(model.base)
+        self._core.emit(ModelRemoved(model=model.name, failure=model.reason, aliases=aliases))
 
     def mark_refused(self, name: ModelName, reason: str) -> None:
         """Show why a ``[[model]]`` was refused: as a note of the served model, or as failed."""
@@ -190,6 +199,7 @@ class Names:
             del self.failed[model.name]
             self._core.emit(ModelRemoved(model=model.name))
             self._core.emit(Journal(entry={"kind": "model-gone", "name": model.name}))
+            self._versions.failed_gone(model)
             self._has_gone = True
             self.release(model.base)
 

@@ -330,6 +330,7 @@ class ModelEvent(Name):
     PARDONED = "pardoned"
     UNREGISTERED = "unregistered"
     REFUSED = "refused"
+    DAMAGED = "damaged"
 
 
 _M, _N = ModelState, ModelEvent
@@ -339,6 +340,7 @@ MODEL_TRANSITIONS: Final[Mapping[tuple[ModelState, ModelEvent], ModelState]] = {
     (_M.BUILDING, _N.REFUSED): _M.FAILED,
     (_M.STORING, _N.STORED): _M.READY,
     (_M.STORING, _N.REFUSED): _M.FAILED,
+    (_M.STORING, _N.DAMAGED): _M.BUILDING,  # its derived file is damaged: it is derived again
     (_M.READY, _N.POISONED): _M.QUARANTINED,
     (_M.QUARANTINED, _N.PARDONED): _M.READY,  # `load NAME` ends the quarantine
     (_M.READY, _N.UNREGISTERED): _M.LEAVING,

@@ -104,11 +104,11 @@ class Versions:
     ) -> None:
         """Restore a name from the journal, before its versions. ``there``: the versions' numbers.
 
-        The journal may lack the current version: its entry is damaged, or the disk was full. Then
-        the newest of the other versions becomes current.
+        If the journal lacks the current version, the name has no current version: no start changes
+        which version is served.
         """
         if there:
-            self._open(name, current if current in there else max(there), last, spec_digest)
+            self._open(name, current, last, spec_digest)
             self._served[name].shares.update(one for one in shares if one[0] in there)
 
     def _open(self, name: ModelName, current: int, last: int, spec_digest: str) -> None:
@@ -212,18 +212,37 @@ class Versions:
             default=None,
         )
 
-    def gone(self, model: Model) -> None:
-        """Remove a version. The name is removed with its last version."""
+    def gone(self, model: Model, *, is_failed: bool = False) -> None:
+        """Remove a version. The name is removed with its last version.
+
+        If the version is failed, the journal keeps it and its place: it is current again when a
+        later server can restore it.
+        """
         del self._of[model.base][model.version]
-        served, successor = self._served[model.base], self.successor(model.base)
-        if model.serving.state is VersionState.COMING and model.version == served.last:
-            served.last -= 1  # the version never became current
+        served = self._served[model.base]
         if not self.all_of(model.base):
             del self._served[model.base], self._of[model.base]
-            if served.last > 1:
-                self._core.emit(Journal(entry={"kind": "serving-gone", "name": model.base}))
-        elif served.current == model.version and successor is not None:
-            self.choose(successor, f"version {model.version} is gone")
+        if is_failed:
+            return
+        if model.serving.state is VersionState.COMING and model.version == served.last:
+            served.last -= 1  # the version never became current
+        if served.last > 1 and model.base not in self._served:
+            self._core.emit(Journal(entry={"kind": "serving-gone", "name": model.base}))
+        self._succeed(served, model.version)
+
+    def failed_gone(self, model: Model) -> None:
+        """Remove a failed version from the journal's record of the served version."""
+        served = self._served.get(model.base)
+        if served is None or model.version > served.last:
+            self._core.emit(Journal(entry={"kind": "serving-gone", "name": model.base}))
+        else:
+            self._succeed(served, model.version)
+
+    def _succeed(self, served: Served, version: int) -> None:
+        """Choose a successor of a version that is gone, if it was current and there is one."""
+        successor = self.successor(served.name) if served.current == version else None
+        if successor is not None:
+            self.choose(successor, f"version {version} is gone")
 
     def _remember(self, served: Served) -> None:
         entry = {
