@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Final
 
 from pipeswitch.base.errors import RegistrationRefused
+from pipeswitch.base.plain_files import open_plain
 from pipeswitch.programs.graphs.bundle import read_bundle
 from pipeswitch.programs.graphs.manifest_check import check_tensors
 from pipeswitch.programs.interface.layout import Manifest, TensorSpec
@@ -46,7 +47,7 @@ def load_model(directory: Path, image: memoryview) -> Manifest:
         raise UnusableModel(f"{manifest.total_bytes} bytes do not fit in a place of {len(image)}")
     file_name = weights_file(manifest)
     try:
-        descriptor = os.open(directory / file_name, os.O_RDONLY | os.O_CLOEXEC)
+        descriptor = open_plain(directory / file_name, os.O_RDONLY)
     except OSError as error:
         raise UnusableModel(f"{file_name}: {error.strerror}") from None
     try:

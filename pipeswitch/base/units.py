@@ -13,7 +13,9 @@ import sys
 import unicodedata
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import IO, Any, Final
+
+from .plain_files import open_plain
 
 _SIZE_UNITS: Final = {
     "b": 1,
@@ -150,6 +152,9 @@ class LogFile(logging.handlers.RotatingFileHandler):
 
     _is_failing = False
     _has_failed = False
+
+    def _open(self) -> IO[str]:  # type: ignore[override]
+        return open(self.baseFilename, self.mode, encoding=self.encoding, opener=open_plain)
 
     def emit(self, record: logging.LogRecord) -> None:
         self._has_failed = False

@@ -14,6 +14,7 @@ damaged. An image's name has its step and digest, so it can be used without its 
 from __future__ import annotations
 
 import contextlib
+import errno
 import hashlib
 import os
 import re
@@ -25,8 +26,9 @@ import msgspec
 
 from ..base.errors import RemoteProtocolError
 from ..base.failpoints import reach
-from ..base.machine import sync_directory
-from ..ipc.sparse import open_plain
+from ..base.machine import available_bytes, sync_directory
+from ..base.plain_files import NotPlain, open_plain
+from ..ipc.sparse import BLOCK_BYTES
 from .area import MAX_STEP, CommitArea, create_area
 from .image import LENGTH, safetensors_head
 
@@ -190,11 +192,15 @@ def load_commit(
 def _load(directory: Path, record: CommitRecord) -> tuple[int, int, CommitRecord]:
     slot_bytes = record.size_bytes
     path = directory / record.image
-    head_bytes = _head_bytes(path)
-    if path.stat().st_size != head_bytes + record.size_bytes:
+    head_bytes, facts = _head_bytes(path), path.stat()
+    if facts.st_size != head_bytes + record.size_bytes:
         raise RemoteProtocolError(
-            f"{path} has {path.stat().st_size} bytes, not {head_bytes} + {record.size_bytes}"
+            f"{path} has {facts.st_size} bytes, not {head_bytes} + {record.size_bytes}"
         )
+    if slot_bytes > available_bytes():
+        if facts.st_blocks * BLOCK_BYTES < slot_bytes:  # its holes would become memory
+            raise RemoteProtocolError(f"{path} has a hole")
+        raise OSError(errno.ENOMEM, os.strerror(errno.ENOMEM), str(path))
     descriptor = create_area(slot_bytes)
     try:
         area = CommitArea(descriptor, slot_bytes, is_writer=True)
@@ -239,6 +245,8 @@ def _head_bytes(path: Path) -> int:
             start = file.read(LENGTH.size)
     except FileNotFoundError:
         raise RemoteProtocolError(f"{path} is missing") from None
+    except NotPlain as error:
+        raise RemoteProtocolError(f"{path}: {error.strerror}") from None
     return LENGTH.size + (LENGTH.unpack(start)[0] if len(start) == LENGTH.size else 0)
 
 
@@ -260,7 +268,7 @@ def _read_into(path: Path, head_bytes: int, image: memoryview, record: CommitRec
 def _write_synced(path: Path, *parts: memoryview) -> str:
     """Write a file and sync it; return the SHA-256 of the written bytes, in hex."""
     digest = hashlib.sha256()
-    with path.open("wb", buffering=0) as file:
+    with open(path, "wb", buffering=0, opener=open_plain) as file:
         for part in parts:
             for start in range(0, len(part), PIECE_BYTES):
                 piece = bytes(part[start : start + PIECE_BYTES])  # a copy, as the image may change

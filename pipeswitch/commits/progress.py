@@ -14,7 +14,7 @@ import struct
 from pathlib import Path
 from typing import Final, NamedTuple
 
-from ..ipc.sparse import open_plain
+from ..base.plain_files import open_plain
 
 SUFFIX: Final = ".progress"
 HANDED_ON: Final = f"job{SUFFIX}"  # in ``jobs/NAME``, for a job that comes from another node
@@ -47,7 +47,7 @@ class Progress:
     """
 
     def __init__(self, path: Path, life: Life) -> None:
-        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        descriptor = open_plain(path, os.O_RDWR | os.O_CREAT)
         try:
             os.posix_fallocate(descriptor, 0, _LIFE.size)  # a full disk raises OSError here
             self._map = mmap.mmap(descriptor, _LIFE.size)

@@ -19,7 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ..base.errors import InvalidInput, RemoteProtocolError
-from ..ipc.sparse import open_plain
+from ..base.plain_files import open_plain
 from .commit_files import CommitRecord, read_record
 from .image import LENGTH, SAFETENSORS_DTYPES, packed_head, parse_image
 

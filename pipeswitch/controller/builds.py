@@ -29,6 +29,8 @@ from ..programs.interface.layout import Manifest
 from ..programs.interface.packing import Layout
 from ..programs.interface.processors import Processor
 from ..programs.spec import (
+    BUNDLE_FILE,
+    MANIFEST_FILE,
     BuildSpec,
     files_of,
     is_batched_as_requested,
@@ -92,24 +94,26 @@ class Builds:
     def start(self, command: StartBuild) -> None:
         """Fork a builder, unless the journal names a program for this spec that is still on disk.
 
-        If it was checked or packed for another server, rebuild it from its files.
+        If it was checked or packed for another server, or a file other than its bundle is damaged,
+        rebuild it from its bundle.
         """
-        spec, digest = command.spec, self.built_before.pop(command.spec, None)
-        if digest is not None and (self._places.models / digest / "manifest.json").is_file():
-            if self._is_checked(digest):
-                self._built(BuildDone(model=command.model, op_id=command.op_id, digest=digest))
-                # Report an exit although no builder was forked: the next build waits for it.
-                self._take(Exited(_builder(command), 0))
-                return
+        spec = command.spec
+        digest = command.rebuilds or self.built_before.pop(spec, "")
+        if digest and not command.rebuilds and self.is_usable(digest, self.manifest_of(digest)):
+            self._built(BuildDone(model=command.model, op_id=command.op_id, digest=digest))
+            # Report an exit although no builder was forked: the next build waits for it.
+            self._take(Exited(_builder(command), 0))
+            return
+        if digest and (self._places.models / digest / BUNDLE_FILE).exists():
             spec = rebuild_spec(spec, self._places.models / digest)
         elif refusal := self._disk.refusal(command.tenant, _copied_bytes(spec), "a program"):
             self._refuse(command, refusal)
             self._take(Exited(_builder(command), 0))
             return
         # The functions of a program in the journal were checked when it was registered.
-        processor = processor_of(spec) if digest is None else None
+        processor = None if digest else processor_of(spec)
         if processor is None:
-            self._build(command, spec)
+            self._build(command, spec, digest)
         else:
             self._check(command, spec, processor)
 
@@ -151,7 +155,8 @@ class Builds:
             "stage",
         )
 
-    def _build(self, command: StartBuild, spec: bytes) -> None:
+    def _build(self, command: StartBuild, spec: bytes, digest: str = "") -> None:
+        """Fork a builder; ``digest``: of the program that the journal names."""
         done: list[BuildDone] = []
         builder = _builder(command)
 
@@ -171,7 +176,7 @@ class Builds:
 
         def on_exit(status: int) -> None:
             if done:
-                self._publish(command, done[0], spec)
+                self._publish(command, done[0], spec, digest)
             for path in self._places.models.glob(work_prefix(command.op_id) + "*"):
                 shutil.rmtree(path, ignore_errors=True)  # left by a builder that was killed
             self._take(Exited(_builder(command), status))
@@ -219,15 +224,20 @@ class Builds:
         is_kept = folder.parent == self._places.models and not decoded.weights
         return self.manifest_of(folder.name) if is_kept else None
 
-    def _is_checked(self, digest: str) -> bool:
-        manifest = self.manifest_of(digest)
-        if manifest is None:
-            return True
+    def is_usable(self, digest: str, manifest: Manifest | None) -> bool:
+        """Return False if a program must be built again: it was checked or packed for another
+        server, or its manifest is missing, or is damaged and its bundle is there."""
+        folder = self._places.models / digest
+        if manifest is None:  # ``_built`` reports a damaged manifest if there is no bundle
+            return (folder / MANIFEST_FILE).exists() and not (folder / BUNDLE_FILE).exists()
         layout: Layout = "onednn" if self._sizes.packs_weights else "torch"
         return is_checked(manifest) and is_packed_for(manifest, layout, self._sizes.threads)
 
-    def _publish(self, command: StartBuild, message: BuildDone, spec: bytes) -> None:
-        """Check a builder's result like an untrusted message, and publish it.
+    def _publish(
+        self, command: StartBuild, message: BuildDone, spec: bytes, known_digest: str = ""
+    ) -> None:
+        """Check a builder's result like an untrusted message, and publish it. Without its manifest,
+        a program that was built again must have the digest that the journal names.
 
         The builder's digest identifies the program only within its tenant (``StateDir.name_for``).
         """
@@ -244,12 +254,18 @@ class Builds:
                 )
             if built.mode == "graph":
                 check_claims(built)
+                if not is_checked(built):
+                    raise RegistrationRefused(
+                        "build", "its builder cannot read torch's version", hint="pipeswitch doctor"
+                    )
             before = self._kept_of(spec)
             if before is not None and not is_same_content(before, built):
                 raise RegistrationRefused("bundle", "its file on disk is damaged")
             if not is_batched_as_requested(built, spec):
                 raise RegistrationRefused("build", "requests are batched as its owner asked")
             digest = self._places.name_for(command.tenant, message.digest)
+            if before is None and known_digest not in ("", digest):
+                raise RegistrationRefused("bundle", "its files on disk are damaged")
             message = msgspec.structs.replace(message, digest=digest)
             if built.digest != digest:
                 built = msgspec.structs.replace(built, digest=digest)

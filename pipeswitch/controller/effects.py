@@ -18,8 +18,9 @@ from pathlib import Path
 import msgspec
 
 from ..base import failpoints
-from ..base.errors import PipeSwitchError, RemoteProtocolError, ServerUnavailable
+from ..base.errors import Cancelled, PipeSwitchError, RemoteProtocolError, ServerUnavailable
 from ..base.failpoints import reach
+from ..base.plain_files import open_plain
 from ..base.worker_thread import WorkerThread
 from ..commits.commit_files import load_commit, read_record, remove_unnamed
 from ..commits.progress import HANDED_ON, SUFFIX
@@ -74,6 +75,7 @@ class Effects:
         # Configured models whose first registration has no reply yet, and those that were refused.
         self.first_attempts: dict[ev.Token, ModelName] = {}
         self.refused_models: list[tuple[ModelName, str]] = []
+        self.restored: dict[ev.Token, ModelName] = {}  # restored models without a reply yet
 
     def perform(self, command: ev.Command) -> None:
         match command:
@@ -133,14 +135,26 @@ class Effects:
         if command.token >= 0:  # negative tokens: the server's own requests
             self._frontend.perform(command)
             return
-        name = None if command.more else self.first_attempts.pop(command.token, None)
-        if command.error is not None and name is not None:
+        if command.more:
+            return
+        restored = self.restored.pop(command.token, None)
+        name = self.first_attempts.pop(command.token, None)
+        if restored is not None and command.error is not None:
+            if not isinstance(command.error, Cancelled | ServerUnavailable):  # a client, or the end
+                self.lose(f"model {restored} failed: {command.error}")
+        elif command.error is not None and name is not None:
             text = f"model {name} of the configuration was refused: {command.error}"
             log.error("%s", text)
             sys.stderr.write(f"Warning: {text}\n")
             self.refused_models.append((name, str(command.error)))
         elif command.error is not None:
             log.error("a request of the server itself was refused: %s", command.error)
+
+    def lose(self, text: str) -> None:
+        """Report damage that is found after the journal was read."""
+        self._journal.losses.append(text)
+        log.error("%s", text)
+        sys.stderr.write(f"Warning: {text}\n")
 
     def _write_journal(self, command: ev.Journal) -> None:
         """Write an entry; if the disk refuses it, refuse the requests and remove the model or job.
@@ -156,7 +170,7 @@ class Effects:
         try:
             if entry["kind"] == "job" and command.accepts:  # a new job starts with an empty log
                 log_path = self._places.logs / f"job-{entry['name']}.log"
-                log_path.write_bytes(b"")
+                os.close(open_plain(log_path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC))
                 progress = log_path.with_suffix(SUFFIX)
                 progress.unlink(missing_ok=True)
                 with contextlib.suppress(FileNotFoundError):

@@ -21,7 +21,7 @@ from typing import Any, Final
 import msgspec
 
 from ..base.config import NAME_PATTERN
-from ..ipc.sparse import open_plain
+from ..base.plain_files import open_plain, read_plain
 
 log = logging.getLogger(__name__)
 
@@ -72,6 +72,7 @@ REPLACES: Final = {"job": ("ended", "placed"), "ended": ("job", "hold", "placed"
 _NAME: Final = re.compile(NAME_PATTERN.pattern + r"(@[1-9][0-9]{0,8})?")  # models have a version
 _SEPARATOR: Final = "~"  # between name and kind; not allowed in names
 _OF_MODELS: Final = ("model", "serving", "chain", "alias")
+MAX_COPY_BYTES: Final = 256 << 20  # a larger copy or backup is damaged
 _DIGEST_CHARS: Final = 64  # length of the hex digest before a file's content
 
 
@@ -127,7 +128,8 @@ class EntryCopies:
         for path in sorted(paths, key=lambda path: path.lstat().st_mtime_ns):
             name, _, kind = path.name.partition(_SEPARATOR)
             if kind in FIELDS:
-                [entry] = _unpacked(path) or [{}]
+                entries = _unpacked(path)
+                entry = entries[0] if len(entries) == 1 else {}
                 is_own = (entry.get("kind"), entry.get("name")) == (kind, name)
                 if is_own and _is_sound(entry):
                     sound[kind, name] = entry
@@ -189,8 +191,7 @@ def _unpacked(path: Path) -> list[Entry]:
 
 def _content(path: Path) -> bytes:
     try:
-        with open(path, "rb", opener=open_plain) as file:
-            return file.read()
+        return read_plain(path, MAX_COPY_BYTES)
     except OSError:
         return b""
 
@@ -222,7 +223,6 @@ def _is_sound(entry: Entry) -> bool:
 def _write_whole(path: Path, data: bytes) -> None:
     """Replace a file atomically; the new one has mode 0600."""
     temporary = path.with_name(f"{path.name}.tmp")
-    descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
-    with open(descriptor, "wb") as file:
+    with open(temporary, "wb", opener=open_plain) as file:
         file.write(data)
     os.replace(temporary, path)

@@ -7,38 +7,53 @@ import hashlib
 import os
 import re
 import shutil
-from collections.abc import Collection
+import stat
+from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import Final
 
+from ..base.plain_files import open_plain
 from ..programs.interface.packing import DERIVED_FILE
 from ..programs.spec import BUNDLE_FILE, MANIFEST_FILE, is_checked, load_manifest
 from ..wire.private import check_trusted
 
 DIGEST: Final = "[0-9a-f]{64}"
+_NO_FOLDER: Final = "(?!)"
+_FOLDERS: Final = {
+    ".": "models|commits|logs|profiles|uploads|published|keys|jobs|trash|orphans",
+    "models": rf"{DIGEST}|[.]build-.*",
+    "commits": "[^~]+",
+    "keys": "clients",
+}
+"""Place in a state directory -> pattern of the names of its folders; other names are files."""
+_LEFT_ALONE: Final = ("uploads", "published", "jobs", "trash", "orphans")
+_OWN_FILES: Final = re.compile(r"journal[.].*|lock|gateway[.]lock|owner[.]token")
 TRASH_KEPT_S: Final = 24 * 3600.0
 STATE_SETTING: Final = "[server] state_dir"
 
 
 class StateDir:
-    """Folders under the state directory."""
+    """Folders under the state directory.
+
+    Attributes:
+        losses: sentences about files that were moved away when the server started.
+    """
 
     def __init__(self, root: Path) -> None:
-        self.root = root
+        self.root, self.losses = root, list[str]()
         self.models, self.commits, self.logs = root / "models", root / "commits", root / "logs"
         self.profiles, self.uploads = root / "profiles", root / "uploads"
         # Copies of commits that become versions of models; removed when a server starts.
         self.published = root / "published"
 
     def create(self) -> None:
-        """Create the folders that are missing.
+        """Create the state directory if it is missing.
 
         Raises:
             ConfigError: another user could write files that this server would trust.
-            OSError: a folder cannot be created or read.
+            OSError: it cannot be created or read.
         """
-        for path in (self.root, self.models, self.commits, self.logs, self.profiles):
-            path.mkdir(mode=0o700, parents=True, exist_ok=True)
+        self.root.mkdir(mode=0o700, parents=True, exist_ok=True)
         check_trusted(self.root, STATE_SETTING)
 
     def unnamed(self, digests: Collection[str], jobs: Collection[str]) -> list[Path]:
@@ -52,23 +67,53 @@ class StateDir:
         """Move unnamed programs and commits to a folder under ``root``; return their new paths."""
         moved = []
         for path in self.unnamed(digests, jobs):
-            place = self.root / folder / path.relative_to(self.root)
-            place.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
             with contextlib.suppress(OSError):  # the next start tries it again
-                os.rename(path, place)
-                moved.append(place)
+                moved.append(self._move(path, folder))
         return moved
+
+    def _move(self, path: Path, folder: str) -> Path:
+        place = self.root / folder / path.relative_to(self.root)
+        place.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        os.rename(path, place)
+        return place
 
     def old_trash(self, now_s: float) -> list[Path]:
         """Return the trash folders that are at least a day old; the caller removes them."""
         stamped = [p for p in (self.root / "trash").glob("*") if p.name.isdecimal()]
         return [path for path in stamped if now_s - int(path.name) >= TRASH_KEPT_S]
 
-    def sweep(self) -> None:
-        """Remove leftovers of killed builders. The server's lock is held, so no builder runs."""
+    def sweep(self, stamp: str) -> None:
+        """Create missing folders; remove leftovers of killed builders. No builder runs, because the
+        server's lock is held. Move away what is not a file or a folder as its name requires: to
+        open a pipe would block. ``stamp`` names a folder in ``orphans``.
+
+        Raises:
+            OSError: a folder cannot be created or read.
+        """
+        for path in sorted(self._misplaced(self.root)):
+            what = "a folder" if path.is_dir() else "not a regular file"
+            if path.name == "orphans":
+                moved = path.rename(path.with_name(f"orphans.{stamp}"))
+            else:
+                moved = self._move(path, f"orphans/{stamp}")
+            self.losses.append(f"{path.relative_to(self.root)} was {what}: moved to {moved}")
+        for path in (self.models, self.commits, self.logs, self.profiles):
+            path.mkdir(mode=0o700, exist_ok=True)
         for leftover in self.models.glob(".build-*"):
             shutil.rmtree(leftover, ignore_errors=True)
         shutil.rmtree(self.published, ignore_errors=True)
+
+    def _misplaced(self, folder: Path) -> Iterator[Path]:
+        """Yield folders in places of files, files in places of folders, pipes, sockets, devices."""
+        pattern = _FOLDERS.get(str(folder.relative_to(self.root)), _NO_FOLDER)
+        for path in folder.iterdir():
+            mode, is_folder = path.lstat().st_mode, re.fullmatch(pattern, path.name)
+            if folder == self.root and not is_folder and not _OWN_FILES.fullmatch(path.name):
+                continue
+            if not (stat.S_ISDIR(mode) if is_folder else stat.S_ISREG(mode)):
+                yield path
+            elif is_folder and path.name not in _LEFT_ALONE:
+                yield from self._misplaced(path)
 
     @staticmethod
     def name_for(tenant: str, digest: str) -> str:
@@ -103,7 +148,7 @@ class StateDir:
         is_derived = (self.models / digest / DERIVED_FILE).exists()
         try:
             for name in (MANIFEST_FILE, DERIVED_FILE if is_derived else BUNDLE_FILE):
-                opened.append(os.open(self.models / digest / name, os.O_RDONLY | os.O_CLOEXEC))
+                opened.append(open_plain(self.models / digest / name, os.O_RDONLY))
         except OSError:  # the worker reports that its registration is damaged
             while opened:
                 os.close(opened.pop())

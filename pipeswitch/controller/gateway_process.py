@@ -27,6 +27,7 @@ from typing import Final
 
 from ..base.config import GatewayConfig
 from ..base.errors import ConfigError, PipeSwitchError
+from ..base.plain_files import open_plain
 from ..ipc.channel import Channel, channel_pair
 from ..ipc.messages.gateway import GatewaySettings, KeyedSettings
 from ..wire.addresses import is_loopback
@@ -379,9 +380,9 @@ def _take_over(path: Path) -> int:
         ConfigError: the lock file cannot be opened, or the earlier gateway does not exit.
     """
     try:
-        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        descriptor = open_plain(path, os.O_RDWR | os.O_CREAT)
     except OSError as error:
-        raise ConfigError(f"{path}: {error.strerror}") from None
+        raise ConfigError(f"{path}: {error.strerror}", hint="remove it") from None
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:

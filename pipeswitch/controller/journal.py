@@ -20,12 +20,14 @@ import shutil
 import sqlite3
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Final
 
 from ..base.errors import ConfigError, PipeSwitchError
 from ..base.machine import sync_directory
+from ..base.plain_files import open_plain
+from ..base.version import own_version
 from .entries import (
     ENDS,
     FIELDS,
@@ -55,8 +57,12 @@ BACKUPS: Final = ("journal.backup", "journal.backup-1")  # the newest first
 BACKUP_EVERY_S: Final = 60.0  # minimum interval after additions; a removal is backed up at once
 SLOW_APPEND_MS: Final = 100.0  # an append blocks the loop, so a longer one is logged
 DIGEST_COLUMN: Final = "sha256"
+SUFFIXES: Final = ("", "-wal", "-journal", "-shm")  # of the database's files
+MAX_BYTES: Final = 1 << 30  # a larger file is damaged: it has a hole
+DAMAGE: Final = (sqlite3.DatabaseError, UnicodeDecodeError)  # SQLite's messages quote the file
 CHECKPOINT_PAGES: Final = 64  # pages of 4 KiB in the write-ahead log before a checkpoint
 
+WRITER: Final = "SELECT text FROM note WHERE kind = 'version'"  # the version that wrote the file
 _COLUMNS: Final = {
     bytes: "BLOB",
     str: "TEXT",
@@ -78,8 +84,13 @@ class JournalFile:
         run_later: runs a function on another thread; the default runs it at once.
     """
 
-    def __init__(self, path: Path, wall_clock: Callable[[], float] = time.time) -> None:
-        """Open the journal, or create one.
+    def __init__(
+        self,
+        path: Path,
+        wall_clock: Callable[[], float] = time.time,
+        losses: Sequence[str] = (),
+    ) -> None:
+        """Open the journal, or create one. ``losses`` become the first of the new losses.
 
         Raises:
             OSError: the file cannot be read or written.
@@ -91,11 +102,11 @@ class JournalFile:
         self._backups = [path.with_name(name) for name in BACKUPS]
         self._backed_up_at_s, self._is_backed_up = 0.0, True
         self.run_later: Callable[[Callable[[], None]], None] = lambda work: work()
-        self.losses: list[str] = []
-        self.lost: list[Key] = []
+        self.losses, self.lost = [*losses], list[Key]()
         try:
             self._entries = self._read(f"{wall_clock():.0f}")
-        except sqlite3.DatabaseError as problem:
+            self._note()
+        except sqlite3.Error as problem:
             raise _os_error(problem) from None
         (self.models, self.chains, self.serving, self.jobs, self.holds, self.placed, self.ended) = (
             {name: entry for (known, name), entry in self._entries.items() if known == kind}
@@ -133,12 +144,14 @@ class JournalFile:
                     problem = "it is empty"
                 if problem:
                     self._database.close()
-            except sqlite3.DatabaseError as error:
-                if _errno(error) != errno.EIO:
+            except DAMAGE as error:
+                # A damaged header may say that the file is read-only or cannot be opened.
+                is_writable = os.access(self._path, os.R_OK | os.W_OK)
+                if _errno(error) not in (errno.EIO, *[errno.EROFS, errno.EACCES] * is_writable):
                     raise
                 problem, wrong = str(error), set()
                 with (
-                    contextlib.suppress(sqlite3.Error),
+                    contextlib.suppress(*DAMAGE, OSError),
                     contextlib.closing(_connect(self._path)) as database,
                 ):
                     sound, wrong = _entries(database, is_damaged=True)
@@ -150,9 +163,9 @@ class JournalFile:
         else:
             self._put(missed)
         entries, _ = _entries(self._database)
-        if problem or missed:
-            replaced = {key for entry in entries.values() for key in superseded_by(entry)}
-            lost_keys = sorted(bad - entries.keys() - replaced)
+        replaced = {key for entry in entries.values() for key in superseded_by(entry)}
+        lost_keys = sorted(bad - entries.keys() - replaced)
+        if problem or missed or lost_keys:
             self.lost = [(kind, name) for kind, name in lost_keys if is_name(name)]
             for what, keys in (
                 ("read from copies", entries.keys() & missed.keys()),
@@ -169,7 +182,7 @@ class JournalFile:
     def _rewrite(self, problem: str, entries: dict[Key, Entry]) -> None:
         """Rename the damaged file and create a new one in its place."""
         path, fresh = self._path, self._path.with_name("journal.new.sqlite")
-        for suffix in ("", "-wal"):  # left by an interrupted start
+        for suffix in SUFFIXES:  # left by an interrupted start
             Path(f"{fresh}{suffix}").unlink(missing_ok=True)
         self._database = _opened(fresh)
         try:
@@ -177,13 +190,29 @@ class JournalFile:
         finally:
             self._database.close()  # moves the log's content into the file
         aside = path.with_suffix(f".damaged-{time.time_ns()}")
-        for suffix in ("", "-wal"):
+        for suffix in SUFFIXES:
             with contextlib.suppress(FileNotFoundError):
                 os.replace(f"{path}{suffix}", f"{aside}{suffix}")
         os.replace(fresh, path)
         self._database = _opened(path)
         what = f", set aside as {aside.name}" if aside.exists() else ""
         self.losses.append(f"{path.name} is damaged ({problem}){what}: it is rebuilt")
+
+    def _note(self) -> None:
+        """Write this version, and the losses until ``drop_notes``; read earlier losses."""
+        rows = self._database.execute("SELECT kind, text FROM note ORDER BY rowid").fetchall()
+        earlier = [text for kind, text in rows if kind == "loss"]
+        self.losses[:0] = [text for text in earlier if text not in self.losses]
+        noted = [("version", own_version()), *(("loss", text) for text in self.losses)]
+        if noted != rows:
+            with contextlib.suppress(sqlite3.Error), _transaction(self._database):  # a full disk
+                self._database.execute("DELETE FROM note")
+                self._database.executemany("INSERT INTO note VALUES (?, ?)", noted)
+
+    def drop_notes(self) -> None:
+        """Drop the notes of losses: a server that has started reported them to its user."""
+        with contextlib.suppress(sqlite3.Error):
+            self._database.execute("DELETE FROM note WHERE kind = 'loss'")
 
     def _put(self, entries: dict[Key, Entry]) -> None:
         """Write entries in one transaction, and delete the entries that they supersede."""
@@ -275,18 +304,20 @@ def copy_journal(path: Path, target: Path) -> dict[Key, Entry] | None:
     before = stamps()
     with tempfile.TemporaryDirectory(prefix=".journal-", dir=target.parent) as folder:
         raw = Path(folder) / path.name
-        for suffix in ("-wal", ""):
-            with contextlib.suppress(FileNotFoundError):
-                shutil.copyfile(f"{path}{suffix}", f"{raw}{suffix}")
-        if stamps() != before:
-            return None
         try:
+            if any(size_bytes > MAX_BYTES for _, size_bytes in before):
+                raise sqlite3.DatabaseError("it is too large")
+            for suffix in ("-wal", ""):
+                with contextlib.suppress(FileNotFoundError):
+                    shutil.copyfile(f"{path}{suffix}", f"{raw}{suffix}")
+            if stamps() != before:
+                return None
             with contextlib.closing(_opened(raw)) as source:
                 entries, wrong = _entries(source)
                 os.close(os.open(target, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600))
                 with contextlib.closing(_connect(target)) as copy:
                     source.backup(copy)
-        except sqlite3.DatabaseError as problem:
+        except DAMAGE as problem:
             if _errno(problem) != errno.EIO:
                 raise _os_error(problem) from None
             wrong = {(path.name, str(problem))}
@@ -301,12 +332,13 @@ def _opened(path: Path) -> sqlite3.Connection:
     """Open a sound database, create missing tables, and make each transaction sync.
 
     Raises:
-        sqlite3.DatabaseError: the database is damaged, or the disk refuses a write.
+        sqlite3.DatabaseError, UnicodeDecodeError: the database is damaged, or the disk refuses a
+            write.
         OSError, ConfigError: as in ``JournalFile``.
     """
-    os.close(
-        os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-    )  # SQLite would use mode 0644
+    os.close(open_plain(path, os.O_RDWR | os.O_CREAT))  # SQLite would use mode 0644
+    if path.stat().st_size > MAX_BYTES:
+        raise sqlite3.DatabaseError(f"it has {path.stat().st_size} bytes")
     database = _connect(path)
     try:
         database.execute("PRAGMA journal_mode = WAL")
@@ -314,17 +346,22 @@ def _opened(path: Path) -> sqlite3.Connection:
         database.execute(f"PRAGMA wal_autocheckpoint = {CHECKPOINT_PAGES}")
         (version,) = database.execute("PRAGMA user_version").fetchone()
         if version > SCHEMA_VERSION:
+            writer = ""
+            with contextlib.suppress(*DAMAGE, TypeError):  # TypeError: there is no such row
+                (writer,) = database.execute(WRITER).fetchone()
             raise ConfigError(
                 f"journal {path} has schema {version}; this release reads {SCHEMA_VERSION}",
-                hint="start the release that wrote it, or choose another --state-dir. If no "
-                "release wrote it, the file is damaged: move it away, and the server rebuilds it "
-                "from copies",
+                hint=f"start the release that wrote it{writer and f' ({writer})'}, or choose "
+                "another --state-dir. If no release wrote it, the file is damaged: move it away, "
+                "and the server rebuilds it from copies",
             )
         (state,) = database.execute("PRAGMA quick_check(1)").fetchone()
         if state != "ok":
             raise sqlite3.DatabaseError(state)
         if version < SCHEMA_VERSION:
             _create(database)
+        database.execute("CREATE TABLE IF NOT EXISTS note (kind TEXT, text TEXT)")
+        database.execute("SELECT kind, text FROM note LIMIT 0")
         for kind, fields in FIELDS.items():  # a damaged file may lack a table or a column
             columns = ", ".join([*fields, DIGEST_COLUMN])
             database.execute(f"SELECT name, {columns} FROM {kind} LIMIT 0")
@@ -463,7 +500,7 @@ def _entries(
     """
     rows: list[tuple[Key, Entry | None]] = []
     for kind in FIELDS:
-        with contextlib.suppress(*[sqlite3.Error] * is_damaged):
+        with contextlib.suppress(*[*DAMAGE, sqlite3.Error] * is_damaged):
             for row in _rows(database, kind):
                 rows.append(row)
     sound = {key: entry for key, entry in rows if entry is not None}
@@ -478,7 +515,7 @@ def _jobs(entries: dict[Key, Entry]) -> set[str]:
     return {name for kind, name in entries if kind in ("job", "ended")}
 
 
-def _errno(problem: sqlite3.Error) -> int:
+def _errno(problem: Exception) -> int:
     """Return the errno of an SQLite error; EIO for damage and for all unlisted errors."""
     code = getattr(problem, "sqlite_errorcode", sqlite3.SQLITE_ERROR) & 0xFF
     return {
@@ -489,6 +526,6 @@ def _errno(problem: sqlite3.Error) -> int:
     }.get(code, errno.EIO)
 
 
-def _os_error(problem: sqlite3.Error) -> OSError:
+def _os_error(problem: Exception) -> OSError:
     number = _errno(problem)
     return OSError(number, os.strerror(number))

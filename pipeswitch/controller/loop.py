@@ -30,6 +30,7 @@ from .server import Server
 
 log = logging.getLogger(__name__)
 
+EXTEND_EVERY_S: Final = 15  # while it restores models, a manager gets an extension so often
 EXACT_BELOW_S: Final = 0.01  # epoll rounds up to milliseconds, too coarse for shorter waits
 
 
@@ -41,6 +42,7 @@ class Loop:
         self._server, self._ready_line = server, ready_line
         self._scheduler, self._effects = server.scheduler, server.effects
         self._is_announced = False
+        self._extend_at_s = time.monotonic() + EXTEND_EVERY_S
         self._notifier = Notifier(os.environ)
         self._freed = FreedMemory()
         self._numbers = itertools.count(1)
@@ -99,6 +101,10 @@ class Loop:
         if since_s is None:  # no request waits
             self._freed.give_back(now_s)
         self._notifier.beat(now_s)
+        if not self._is_announced and now_s >= self._extend_at_s:
+            status = self._server.why_not_ready
+            self._notifier.notify(EXTEND_TIMEOUT_USEC=4_000_000 * EXTEND_EVERY_S, STATUS=status)
+            self._extend_at_s = now_s + EXTEND_EVERY_S
         look_s, gateway_s = processes.seconds_to_look(since_s), gateway.wait_s()
         return look_s if gateway_s is None else min(look_s, gateway_s)
 
@@ -137,6 +143,7 @@ class Loop:
             gc.collect()
             gc.freeze()  # these objects stay; a full collection during a request skips them
             line = self._ready_line()
+            self._server.journal.drop_notes()
             self._notifier.notify(READY=1, STATUS=line)
             with contextlib.suppress(OSError):  # the terminal was closed
                 sys.stdout.write(line + "\n")

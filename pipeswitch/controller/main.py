@@ -19,6 +19,7 @@ from ..base import failpoints
 from ..base.config import Config
 from ..base.errors import ConfigError, PipeSwitchError
 from ..base.machine import available_bytes
+from ..base.plain_files import open_plain
 from ..base.units import LogFile, PrintableFormatter
 from ..devices.registry import choose_devices
 from ..frontend.transport.listeners import Listeners, check_access
@@ -60,13 +61,16 @@ def serve(config: Config) -> int:
     try:
         places.create()
     except OSError as error:
-        raise ConfigError(f"state directory {places.root}: {error.strerror}") from None
+        raise _unusable(places.root, error) from None
     _raise_open_files_limit()
     with _locked(places.root), contextlib.ExitStack() as stack:
         for device in devices:
             stack.enter_context(device.kind.reserve(device))
-        places.sweep()
-        _log_to(places.logs / LOG_NAME, config.log.max_bytes)
+        try:
+            places.sweep(f"{time.time():.0f}")
+            _log_to(places.logs / LOG_NAME, config.log.max_bytes)
+        except OSError as error:
+            raise _unusable(places.root, error) from None
         for device in devices:
             log.info("device=%s: %s", device.name, "; ".join([device.why, *device.reasons]))
         try:
@@ -79,6 +83,10 @@ def serve(config: Config) -> int:
             raise ConfigError(
                 f"the server cannot start: {error}", hint="ulimit -a, free -h, df -h show limits"
             ) from error
+
+
+def _unusable(root: Path, error: OSError) -> ConfigError:
+    return ConfigError(f"state directory {error.filename or root}: {error.strerror}")
 
 
 def check(config: Config) -> None:
@@ -111,7 +119,7 @@ def _run(server: Server) -> int:
         loop = Loop(server, lambda: server.ready_line(addresses))
         cleanup.callback(loop.close)
         log_path = server.places.logs / LOG_NAME
-        dump = cleanup.enter_context(open(log_path, "a"))
+        dump = cleanup.enter_context(open(log_path, "a", opener=open_plain))
         watchdog = LoopWatchdog(server.config.server.watchdog_ms / 1000.0, (dump.fileno(), 2))
         cleanup.callback(watchdog.stop)  # runs after the cleanup below, and so watches it
         cleanup.callback(server.processes.stop, STOP_TIMEOUT_S)
@@ -160,9 +168,9 @@ def _open_doors(server: Server) -> Listeners:
 def _locked(root: Path) -> Iterator[None]:
     """Lock a state directory for one server; the lock ends with the process."""
     try:
-        descriptor = os.open(root / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        descriptor = open_plain(root / "lock", os.O_RDWR | os.O_CREAT)
     except OSError as error:
-        raise ConfigError(f"state directory {root}: {error.strerror}") from None
+        raise ConfigError(f"{root / 'lock'}: {error.strerror}", hint="remove it") from None
     try:
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)

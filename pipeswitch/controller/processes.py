@@ -22,6 +22,7 @@ from typing import IO, Literal
 from ..base.errors import RemoteProtocolError
 from ..base.failpoints import reach
 from ..base.machine import SHORTAGES
+from ..base.plain_files import open_plain
 from ..ipc.channel import Channel, channel_pair, encode_message
 from ..ipc.messages.base import Exit, Message
 from ..ipc.messages.fork_server import ChildExited, Fork, Forked, ForkServerReady
@@ -466,7 +467,7 @@ class StoppedLooks:
 def open_log(path: Path) -> IO[bytes]:
     """Open the fork server's log; if the disk refuses, return ``/dev/null``."""
     try:
-        return open(path, "ab")
+        return open(path, "ab", opener=open_plain)
     except OSError as error:
         log.warning("%s cannot be written: %s", path, error.strerror)
         return open(os.devnull, "ab")
@@ -481,13 +482,13 @@ def rotate(path: Path, max_bytes: int) -> None:
     try:
         if path.stat().st_size <= max_bytes:
             return
-        with open(path, "r+b") as file:
+        with open(path, "r+b", opener=open_plain) as file:
             with contextlib.suppress(OSError):  # on a full disk the old lines are lost
                 last, older = (path.with_name(f"{path.name}.{n}") for n in (1, 2))
                 if last.exists():
                     os.replace(last, older)
                 file.seek(-max_bytes, os.SEEK_END)
-                with open(last, "wb") as copy:
+                with open(last, "wb", opener=open_plain) as copy:
                     shutil.copyfileobj(file, copy, 1 << 20)
             file.truncate(0)
     except OSError:  # it is missing or cannot be written; ``open_log`` has logged that

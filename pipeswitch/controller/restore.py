@@ -6,6 +6,8 @@ import functools
 import itertools
 import logging
 import time
+from collections import defaultdict
+from collections.abc import Sequence
 
 import msgspec
 
@@ -19,9 +21,10 @@ from ..programs.interface.signature import parse_input, parse_states
 from ..programs.spec import devices_of, processor_of
 from ..scheduler.events import ChainRequest, Event, RegisterModelRequest, Reply, Token
 from ..scheduler.state.records import JobSpec
-from ..scheduler.state.versions import split_name
+from ..scheduler.state.versions import split_name, version_name
 from ..scheduler.training.jobs import RestoredJob
 from ..wire.register_request import RegisterRequest
+from .builds import Builds
 from .entries import Entry
 from .server import Server
 
@@ -36,12 +39,10 @@ def restore(server: Server, now_s: float) -> None:
     journal = server.journal
     tokens = map(Token, itertools.count(-1, -1))  # negative: the server's own requests
     known = [split_name(name) for name in journal.models]
-    for name, entry in journal.serving.items():
-        numbers = entry["version"], entry["last"], entry["spec_digest"]
-        there = [version for base, version in known if base == name]
-        server.scheduler.versions.restore(ModelName(name), *numbers, there, entry["shares"])
+    _restore_versions(server, known)
+    missing = {split_name(name)[0] for kind, name in journal.lost if kind == "model"}
     for alias, entry in journal.aliases.items():  # drop aliases whose model was never journaled
-        if entry["model"] not in {name for name, _ in known}:
+        if entry["model"] not in {*missing, *(name for name, _ in known)}:
             journal.owe({"kind": "alias-gone", "name": alias})
     server.effects.sweep({*journal.jobs, *journal.ended}, now_s)
     for kind, entries, bring_back in (
@@ -57,6 +58,9 @@ def restore(server: Server, now_s: float) -> None:
                 log.exception("%s=%s of the journal left out", kind, name)
                 journal.losses.append(f"the entry of {kind} {name} is not usable: {error!r}")
                 journal.lost.append((kind, name))
+    events = sorted(server.inbox, key=functools.partial(_is_slow, server.effects.builds))
+    server.inbox.clear()
+    server.inbox.extend(events)  # programs that must be built again, for minutes, come last
     for kind, name in journal.lost:
         _show_lost(server, kind, name, now_s)
     unusable = {split_name(name)[0] for kind, name in journal.lost if kind == "model"}
@@ -72,11 +76,44 @@ def restore(server: Server, now_s: float) -> None:
             server.effects.perform(Reply(token=token, error=error))
 
 
+def _restore_versions(server: Server, known: Sequence[tuple[ModelName, int]]) -> None:
+    """Restore which version each name stands for. A name has none if the journal lost that entry,
+    or the version's own: no start changes which version is served."""
+    journal, versions = server.journal, server.scheduler.versions
+    there = defaultdict[ModelName, list[int]](list)
+    for name, number in known:
+        there[name].append(number)
+    for served, entry in journal.serving.items():
+        name = ModelName(served)
+        numbers = there[name]
+        facts = entry["version"], entry["last"], entry["spec_digest"]
+        versions.restore(name, *facts, numbers, entry["shares"])
+        model = version_name(name, entry["version"])
+        if numbers and entry["version"] not in numbers and ("model", model) not in journal.lost:
+            journal.losses.append(f"the entry of model {model}, which is served, is missing")
+            journal.lost.append(("model", model))
+    for name, numbers in there.items():
+        if ("serving", name) in journal.lost and numbers and max(numbers) > 1:
+            versions.restore(name, max(numbers) + 1, max(numbers) + 1, "", numbers)
+            journal.lost.append(("model", version_name(name, max(numbers) + 1)))
+
+
+def _is_slow(builds: Builds, event: Event) -> bool:
+    if not isinstance(event, RegisterModelRequest):
+        return False
+    return not builds.is_usable(builds.built_before[event.spec], event.restored)
+
+
 def _show_lost(server: Server, kind: str, name: str, now_s: float) -> None:
     """Show a model or job that cannot be restored as failed."""
     reason = "its entry in the journal is damaged and has no copy"
-    if kind == "model":
-        server.scheduler.registry.names.mark_lost(ModelName(name), reason)
+    if kind in ("model", "chain"):
+        own = [
+            ModelName(alias)
+            for alias, entry in server.journal.aliases.items()
+            if entry["model"] == split_name(name)[0]
+        ]
+        server.scheduler.registry.names.mark_lost(ModelName(name), reason, own)
     elif kind in ("job", "ended"):
         _show_failed(server, JobName(name), reason, now_s, {"entry": "", "args": [], "priority": 1})
 
@@ -116,6 +153,7 @@ def _restore_model(server: Server, name: str, entry: Entry, token: Token) -> Non
         restored=builds.manifest_of(entry["digest"]),
     )
     builds.built_before[spec] = entry["digest"]
+    server.effects.restored[token] = ModelName(name)
     server.inbox.append(event)
 
 

@@ -32,6 +32,7 @@ from .setup import make_scheduler, sizes_of
 log = logging.getLogger(__name__)
 
 LOG_NAME: Final = "server.log"
+MAX_SHOWN_LOSSES, MAX_LOSS_CHARS = 20, 300  # in the ready line
 SHIPPED_PROFILES: Final = Path(__file__).parents[2] / "profiles"  # exists only in a checkout
 
 
@@ -54,7 +55,7 @@ class Server:
         self.memory = ServerMemory(sizes, reserves_pool=any(one.options for one in self.sizes))
         self.shares = [DeviceShare(one) for one in self.sizes]
         self.frontend = self._make_frontend()
-        self.journal = _open_journal(places.root / FILE_NAME)
+        self.journal = _open_journal(places)
         self.journal.run_later = self.frontend.uploads.run_later
         child_log = places.logs / "processes.log"
         self.processes = Processes(
@@ -120,7 +121,8 @@ class Server:
             return DRAINING
         if not self.scheduler.is_ready:
             return "its engine does not run"
-        names = dict.fromkeys(self.effects.first_attempts.values())
+        effects = self.effects
+        names = dict.fromkeys([*effects.restored.values(), *effects.first_attempts.values()])
         return f"it prepares {', '.join(names)}" if names else ""
 
     def _give_up(self, reason: str) -> None:
@@ -146,8 +148,19 @@ class Server:
             + f"store {format_bytes(self.sizes[0].store_bytes)}, "
             f"1 active + {standby} standby workers{each}"
             + (f" ({'; '.join(whys)})" if whys else "")
-            + (f"; damage was found, see {LOG_NAME}" if self.journal.losses else "")
+            + (f"; damage was found: {self._shown_losses()}" if self.journal.losses else "")
         )
+
+    def _shown_losses(self) -> str:
+        """Return all failed models, and the first losses, in one line."""
+        failed = ", ".join(self.scheduler.registry.names.failed)
+        shown = [f"failed models: {failed}"] * bool(failed) + [
+            one if len(one) <= MAX_LOSS_CHARS else f"{one[:MAX_LOSS_CHARS]}…"
+            for one in self.journal.losses[:MAX_SHOWN_LOSSES]
+        ]
+        more = len(self.journal.losses) - MAX_SHOWN_LOSSES
+        text = "; ".join(shown + [f"{more} more"] * (more > 0)).replace("\n", " ")
+        return f"{text}; see {LOG_NAME}"
 
     def tell_losses(self) -> None:
         """Print the journal's damage to stderr; the log has it already."""
@@ -164,8 +177,9 @@ class Server:
         self.selector.close()
 
 
-def _open_journal(path: Path) -> JournalFile:
+def _open_journal(places: StateDir) -> JournalFile:
+    path = places.root / FILE_NAME
     try:
-        return JournalFile(path)
+        return JournalFile(path, losses=places.losses)
     except OSError as error:
         raise ConfigError(f"journal {path}: {error.strerror}") from None

@@ -7,9 +7,10 @@ from pathlib import Path
 from typing import Any, Final
 
 from ..base.errors import ModelNotFound, RemoteProtocolError
+from ..base.plain_files import open_plain
 from ..commits.commit_files import read_record
 from ..ipc.messages.base import JobName
-from ..ipc.sparse import kept_from, open_plain
+from ..ipc.sparse import kept_from
 
 CHUNK_BYTES: Final = 256 << 10  # small enough to be read between two messages
 TEXTS: Final = {"logs": "log", "history": "history"}

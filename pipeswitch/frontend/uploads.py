@@ -29,6 +29,7 @@ from typing import Any, Final
 from ..base.errors import HostStoreFull, InvalidInput, PipeSwitchError, QueueFull
 from ..base.failpoints import reach
 from ..base.machine import sync_directory
+from ..base.plain_files import open_plain
 from ..base.quotas import FairQuota
 from ..base.worker_thread import Failed, Work, WorkerThread
 from ..programs.spec import files_of
@@ -305,7 +306,7 @@ class Uploads:
         client = chunk.key[1]
         self._make_room(client, chunk.size_bytes)
         path = self.directory / "-".join([PARTIAL + chunk.key[0], *map(str, chunk.key[1:])])
-        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
+        descriptor = open_plain(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
         file = os.fdopen(descriptor, "wb")
         partial = self._partials[chunk.key] = _Partial(path, chunk.size_bytes, file)
         self._bytes.take(client, chunk.size_bytes)

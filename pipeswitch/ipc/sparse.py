@@ -7,10 +7,8 @@ exists only in the file of its tenant, so all files together take no more memory
 from __future__ import annotations
 
 import ctypes
-import errno
 import functools
 import os
-import stat
 from bisect import bisect_left, insort
 from collections.abc import Iterable
 from typing import Any, Final
@@ -60,19 +58,6 @@ def keep_newest(path: str, size_bytes: int) -> None:
         give_back(descriptor, 0, (facts.st_size - size_bytes) // GRAIN_BYTES * GRAIN_BYTES)
     finally:
         os.close(descriptor)
-
-
-def open_plain(path: str, _: int) -> int:
-    """Open a regular file. Refuse a link or a pipe; a script may have put it in the file's place.
-
-    Raises:
-        OSError: the file does not exist or is not regular.
-    """
-    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
-    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-        os.close(descriptor)
-        raise OSError(errno.EINVAL, "no plain file", path)
-    return descriptor
 
 
 def kept_from(descriptor: int, position: int) -> int:

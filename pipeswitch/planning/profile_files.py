@@ -9,6 +9,7 @@ import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+from ..base.plain_files import read_plain
 from .profile import MAX_BYTES, Profile, ProfileError, ProfileFile, decode, encode
 
 DIGEST_CHARS = 12  # length of the digest in a file's name; the file has the whole digest
@@ -25,8 +26,7 @@ def find(folders: Sequence[Path], digest: str) -> Iterator[ProfileFile]:
     for folder in folders:
         for path in sorted(folder.glob(f"*.{digest[:DIGEST_CHARS]}.*.json")):
             try:
-                with path.open("rb") as file:
-                    yield ProfileFile(path.name, decode(file.read(MAX_BYTES + 1)))
+                yield ProfileFile(path.name, decode(read_plain(path, MAX_BYTES)))
             except OSError as error:
                 yield ProfileFile(path.name, None, os.strerror(error.errno or 0))
             except ProfileError as error:

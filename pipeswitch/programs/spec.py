@@ -15,6 +15,7 @@ from typing import Final
 import msgspec
 
 from ..base.errors import RegistrationRefused
+from ..base.plain_files import open_regular
 from .graphs.bundle import check_signature, check_trees
 from .graphs.operators import checked_by
 from .interface.dims import extent_text
@@ -188,7 +189,7 @@ def load_manifest(path: str | os.PathLike[str] | int) -> Manifest:
     if not isinstance(path, int) and os.path.isdir(path):
         place = os.path.join(path, MANIFEST_FILE)
     try:
-        with open(place, "rb", closefd=not isinstance(path, int)) as file:
+        with open(place, "rb", closefd=not isinstance(path, int), opener=open_regular) as file:
             file.seek(0)
             text = file.read(MAX_MANIFEST_BYTES + 1)
         if len(text) > MAX_MANIFEST_BYTES:

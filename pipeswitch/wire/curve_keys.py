@@ -21,10 +21,12 @@ from typing import Final
 
 from ..base.config import NAME_PATTERN
 from ..base.errors import AlreadyExists, ConfigError, InvalidInput, ModelNotFound
+from ..base.plain_files import open_regular, read_plain
 from ..base.roles import DEFAULT_ROLES, Principal, Role, in_order, parse_roles
 from .private import check_private, check_secret, check_trusted, private_directory
 
 KEY_CHARACTERS: Final = 40  # 32 bytes in Z85
+MAX_KEY_BYTES: Final = 64 << 10  # a key's file has comments
 _Z85_KEY: Final = re.compile(rb"[0-9a-zA-Z.:+=^!/*?&<>()\[\]{}@%$#-]{40}")
 _KEY_LINE: Final = re.compile(rb'^\s*(public|secret)-key\s*=\s*"([^"]*)"', re.MULTILINE)
 SETTING: Final = "[server] keys_dir"
@@ -120,7 +122,8 @@ def _read(path: Path) -> tuple[bytes, bytes | None]:
         InvalidInput: the file cannot be read, or has no valid key.
     """
     try:
-        entries = dict(_KEY_LINE.findall(path.read_bytes()))
+        with open(path, "rb", opener=open_regular) as file:  # a client's key may be a link
+            entries = dict(_KEY_LINE.findall(file.read(MAX_KEY_BYTES)))
     except OSError as error:
         raise InvalidInput(f"{path} is not a key's file: {error}") from None
     if b"public" not in entries:
@@ -249,7 +252,7 @@ def _read_admitted(path: Path) -> Admitted:
     """Read the file of one client; ignore unknown roles in it."""
     _check_name(path.stem)
     key = _read(path)[0]
-    line = ROLES_LINE.search(path.read_text("utf-8"))
+    line = ROLES_LINE.search(read_plain(path, MAX_KEY_BYTES).decode())
     if line is None:
         return Admitted(key=key, has_roles=False)
     return Admitted(key=key, roles=parse_roles(set(line[1].split()) & set(Role)))

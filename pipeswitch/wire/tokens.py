@@ -11,9 +11,11 @@ from typing import Final
 
 from ..base.config import NAME_PATTERN
 from ..base.errors import ConfigError, InvalidInput
+from ..base.plain_files import open_regular, read_plain
 from ..base.roles import Principal, parse_roles
 from .private import check_private, check_secret
 
+MAX_TOKENS_BYTES: Final = 16 << 20
 MIN_TOKEN: Final = 16  # characters: fewer can be guessed
 EXAMPLE: Final = "NAME TOKEN ROLE,ROLE"
 OWNER_FILE: Final = "owner.token"  # in the state directory
@@ -34,7 +36,7 @@ def owner_token(path: Path) -> str:
             with open(descriptor, "w", encoding="ascii") as file:
                 file.write(f"{secrets.token_urlsafe(24)}\n")
         check_private(path, "[server] state_dir", stat.S_IFREG)
-        token = path.read_text("ascii").strip()
+        token = read_plain(path, MAX_TOKENS_BYTES).decode("ascii").strip()
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path}: {error}") from None
     if len(token) < MIN_TOKEN:
@@ -52,7 +54,8 @@ def read_tokens(path: Path) -> dict[str, Principal]:
     """
     try:
         check_secret(path)
-        lines = path.read_text("utf-8").splitlines()
+        with open(path, encoding="utf-8", opener=open_regular) as file:  # it may be a link
+            lines = file.read(MAX_TOKENS_BYTES).splitlines()
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"tokens {path}: {error}") from None
     principals: dict[str, Principal] = {}

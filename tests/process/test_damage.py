@@ -10,15 +10,24 @@ from __future__ import annotations
 import contextlib
 import errno
 import hashlib
+import json
 import os
 import random
 import shutil
+import signal
+import socket
 import sqlite3
+import stat
+import sys
+import tempfile
+import traceback
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 from process_tools import (
@@ -31,31 +40,39 @@ from process_tools import (
     until,
     write_script,
 )
+from safetensors.torch import save_file
 
 from pipeswitch.base.config import load
-from pipeswitch.base.errors import ConfigError, PipeSwitchError, RegistrationRefused
+from pipeswitch.base.errors import PipeSwitchError
 from pipeswitch.commits.area import CommitArea
 from pipeswitch.commits.commit_files import load_commit
+from pipeswitch.controller import main
 from pipeswitch.controller.folders import StateDir
 from pipeswitch.controller.journal import FILE_NAME, JournalFile
 from pipeswitch.controller.restore import restore
 from pipeswitch.controller.server import Server
 from pipeswitch.devices.registry import choose_devices
+from pipeswitch.ipc.messages.base import ModelName
+from pipeswitch.ipc.messages.daemon import ModelStored, StoreFailed
 from pipeswitch.memory_daemon.store import UnusableModel, load_model
-from pipeswitch.programs.graphs.bundle import read_bundle
-from pipeswitch.programs.spec import BUNDLE_FILE, MANIFEST_FILE, load_manifest
+from pipeswitch.programs.interface.packing import DERIVED_FILE
+from pipeswitch.programs.spec import BUNDLE_FILE, MANIFEST_FILE, load_manifest, save_manifest
 from pipeswitch.scheduler import events as ev
+from pipeswitch.scheduler.state.states import ModelState
+from pipeswitch.scheduler.state.versions import version_name
+from pipeswitch.wire.curve_keys import KeyFolder, make_pair
 from tests.process.figures import publishing
 
 X = torch.linspace(-1, 1, 32).reshape(1, 32)
-MODULES = {"a": mlp(32, 1, 1), "again": mlp(32, 1, 1), "b": mlp(32, 2, 2)}
+MODULES = {"a": mlp(32, 1, 1), "again": mlp(32, 1, 1), "b": mlp(32, 2, 2), "int8": mlp(32, 3, 4)}
 NAMES = {*MODULES, "chained"}
 EXPECTED = {name: eager(module, X) for name, module in MODULES.items()}
-EXPECTED["chained"] = eager(MODULES["b"], EXPECTED["a"])
+EXPECTED["b"] = eager(mlp(32, 2, 3), X)  # its second version
+EXPECTED["chained"] = eager(mlp(32, 2, 3), EXPECTED["a"])
 JOBS = {"held": "paused", "over": "done"}
 SHORT = LOOP.replace("job.epochs(100_000)", "job.epochs(1)").replace("1_000_000 // 1000", "20")
 SEED = 20
-IN_PROCESS, SERVED = 460, 40
+IN_PROCESS, SERVED = 1000, 40
 PERFORMED = (
     ev.Reply,
     ev.ModelAvailable,
@@ -73,7 +90,8 @@ class Sound:
     """An undamaged state directory, and the digests of its contents."""
 
     folder: Path
-    digests: dict[str, str]  # model -> digest of its program
+    digests: dict[tuple[str, int], str]  # served name and version -> digest of its program
+    stored: dict[str, str]  # digest of a program -> sha256 of its bytes in the host store
     images: dict[int, str]  # step -> sha256 of the job's state
 
     def files(self) -> list[Path]:
@@ -87,11 +105,16 @@ def sound(tmp_path_factory: pytest.TempPathFactory) -> Sound:
     loop, short = write_script(folder, "loop.py", LOOP), write_script(folder, "short.py", SHORT)
     environment = {"PIPESWITCH_SCHEDULER__COMMIT_EVERY": "20ms"}
     with checked_server(
-        state_dir=folder / "state", environment=environment, settles=False
+        state_dir=folder / "state", environment=environment, settles=False, http=True
     ) as checked:
         client = checked.client
         for name, module in MODULES.items():
-            client.register(name, module, example_inputs=(X,))
+            options = {"precision": "int8", "max_error": 0.5} if name == "int8" else {}
+            client.register(name, module, example_inputs=(X,), **options)
+        assert client.show("int8")["precision"]["name"] == "int8"
+        client.register("a", MODULES["a"], example_inputs=(X,), aliases=["alias"])
+        save_file(mlp(32, 2, 3).state_dict(), folder / "weights.safetensors")
+        client.register("b", weights=folder / "weights.safetensors", as_version=True)
         [name] = client.show("b")["inputs"]
         steps = [{"model": "a"}, {"model": "b", "inputs": {name: "a.y"}}]
         client.register_chain("chained", steps)
@@ -101,8 +124,17 @@ def sound(tmp_path_factory: pytest.TempPathFactory) -> Sound:
         until(lambda: len(list(commits.glob("*.safetensors"))) == 2, "two commits are on disk")
         job.pause()
         until(lambda: job.status()["persisted_step"] == job.status()["committed_step"], "it is")
-        digests = {name: client.show(name)["digest"] for name in MODULES}
-    state = Sound(folder / "state", digests, {})
+        rows = [client.show(name) for name in MODULES]
+    state = Sound(
+        folder / "state", {(row["name"], row["version"]): row["digest"] for row in rows}, {}, {}
+    )
+    for digest in state.digests.values():
+        manifest = load_manifest(state.folder / "models" / digest)
+        image = bytearray(manifest.total_bytes)
+        load_model(state.folder / "models" / digest, memoryview(image))
+        state.stored[digest] = hashlib.sha256(image).hexdigest()
+    KeyFolder(state.folder / "keys").open().make_server()
+    KeyFolder(state.folder / "keys").admit("ada", make_pair("ada", folder)[1])
     for image in sorted(commits.glob("*.safetensors")):
         (folder / "one").mkdir()
         shutil.copy(image, folder / "one")
@@ -132,23 +164,85 @@ def step_and_digest(folder: Path) -> tuple[int, str]:
     return record.step, digest
 
 
-def damage(folder: Path, path: Path, files: list[Path], generator: random.Random) -> str:
+HOLE_BYTES = 1 << 40
+PLACES = (
+    *(f"journal.sqlite{suffix}" for suffix in ("-wal", "-shm", "-journal")),
+    "journal.new.sqlite journal.backup.tmp lock gateway.lock cluster.json published trash",
+    "orphans jobs uploads uploads/x logs/server.log.1 logs/requests.jsonl logs/job-held.log",
+    "models/a~model.tmp models/stray~model models/.build-1 commits/.gone-1 profiles/x.json",
+    "commits/held/commit.json.tmp keys/clients/x.key",
+)
+"""Names that the server opens, lists or creates, and that the sound directory may lack."""
+
+
+def special(target: Path, kind: str) -> None:
+    """Put something else than a regular file in a file's or a folder's place."""
+    if target.is_dir():
+        shutil.rmtree(target)
+    target.unlink(missing_ok=True)
+    target.parent.mkdir(parents=True, exist_ok=True)
+    match kind:
+        case "folder":
+            target.mkdir()
+            (target / "inside").write_bytes(b"x")
+        case "fifo":
+            os.mkfifo(target)
+        case "socket":
+            with contextlib.closing(socket.socket(socket.AF_UNIX)) as listener:
+                here = os.getcwd()
+                os.chdir(target.parent)  # the path may be too long for a socket
+                listener.bind(target.name)
+                os.chdir(here)
+        case "device":
+            os.mknod(target, 0o600 | stat.S_IFCHR, os.makedev(1, 5))
+        case "hole":
+            with target.open("wb") as file:
+                file.truncate(HOLE_BYTES)
+        case "dangling" | "loop" | "zero":
+            target.symlink_to({"dangling": "nowhere", "loop": target, "zero": "/dev/zero"}[kind])
+
+
+SPECIAL = ("folder", "fifo", "socket", "device", "hole", "dangling", "loop", "zero")
+CONTENTS = ("byte", "high byte", "bytes", "cut", "empty", "other", "swapped", "gone", "grown")
+ACCESS = ("no access", "foreign", "open to all")
+
+
+def damage(folder: Path, path: Path, files: list[Path], generator: random.Random, kind: str) -> str:
     """Damage a file in one random way; return a description of the damage."""
-    target, data = folder / path, (folder / path).read_bytes()
-    kind = generator.choice(["byte", "byte", "bytes", "cut", "empty", "other", "gone"])
-    if kind in ("byte", "bytes") and data:
+    target, other = folder / path, folder / generator.choice(files)
+    if not all(one.is_file() and one.stat().st_size < HOLE_BYTES for one in (target, other)):
+        kind = kind if kind in SPECIAL else "empty"  # it was damaged already, or is missing
+    if kind in SPECIAL:
+        special(target, kind)
+        return f"{kind} at {path}"
+    if kind == "empty":
+        special(target, "")
+        target.write_bytes(b"")
+        return f"empty {path}"
+    data = target.read_bytes()
+    if kind in ("byte", "high byte", "bytes") and data:
         changed = bytearray(data)
-        for _ in range(1 if kind == "byte" else 40):
-            changed[generator.randrange(len(data))] ^= 1 << generator.randrange(8)
+        for _ in range(40 if kind == "bytes" else 1):
+            at = generator.randrange(min(len(data), generator.choice((100, 5000, 1 << 40))))
+            changed[at] = changed[at] ^ 0x80 if kind == "high byte" else generator.randrange(256)
         target.write_bytes(changed)
     elif kind == "cut":
         target.write_bytes(data[: generator.randrange(len(data) + 1)])
-    elif kind == "empty":
-        target.write_bytes(b"")
-    elif kind == "other":
-        target.write_bytes((folder / generator.choice(files)).read_bytes())
+    elif kind == "grown":
+        target.write_bytes(data + generator.randbytes(1000))
+    elif kind in ("other", "swapped"):
+        target.write_bytes(other.read_bytes())
+        if kind == "swapped":
+            other.write_bytes(data)
+            return f"{path} swapped with {other.relative_to(folder)}"
     elif kind == "gone":
         target.unlink()
+    elif kind == "no access":
+        target.chmod(0)
+    elif kind == "foreign":
+        os.chown(target, 4321, 4321)
+    elif kind == "open to all":
+        target.chmod(0o777)
     return f"{kind} of {path}"
 
 
@@ -171,7 +265,7 @@ class Restored:
         )
         places = StateDir(root=folder)
         places.create()
-        places.sweep()
+        places.sweep("1")
         self.server = Server(
             config, choose_devices(config.device, workers=2, available_bytes=1 << 30), places
         )
@@ -201,123 +295,239 @@ class Restored:
         self.server.close()
 
 
-def check_model(folder: Path, sound: Sound, name: str) -> bool:
-    """Return True if daemon and worker accept the program, which then must be unchanged."""
-    digest = sound.digests[name]
-    place, before = folder / "models" / digest, sound.folder / "models" / digest
-    try:
-        manifest = load_manifest(place)
-        image = bytearray(manifest.total_bytes)
-        load_model(place, memoryview(image))
-        graph = read_bundle(place / BUNDLE_FILE, manifest.head_sha256).graph
-    except (UnusableModel, RegistrationRefused):
-        return False
-    known = load_manifest(before)
-    assert manifest == known
-    right = bytearray(known.total_bytes)
-    load_model(before, memoryview(right))
-    assert image == right
-    assert graph == read_bundle(before / BUNDLE_FILE, known.head_sha256).graph
-    return True
+HANGS_AFTER_S = 60
+USER = 4322  # permissions do not stop root
 
 
-def check_restored(folder: Path, sound: Sound, hurt: Path) -> str:
-    """Check that no undamaged entry is lost and none is wrong; return how the start has ended."""
-    try:
-        restored = Restored(folder)
-    except ConfigError as error:
-        return f"refused: {error.message.removeprefix(str(folder))}"
-    with contextlib.closing(restored):
-        models, jobs, losses = restored.models(), restored.jobs(), restored.server.journal.losses
-        assert set(models) >= NAMES
-        assert set(jobs) >= set(JOBS)
-        for name, digest in sound.digests.items():
-            # A program without a manifest is built again; the other programs wait for that build.
-            is_awaited = models[name]["state"] in ("storing", "building")
-            is_served = is_awaited and check_model(folder, sound, name)
-            assert is_served or is_about(hurt, digest)
-            if is_served:
-                assert models[name]["digest"] == digest
-        for name, state in JOBS.items():
-            assert jobs[name]["state"] == state
-        step, digest = step_and_digest(folder / "commits" / "held")
-        assert jobs["held"]["committed_step"] == (step or -1)
-        newest, older = max(sound.images), min(sound.images)
-        if hurt.parts[:2] == ("commits", "held"):
-            assert step in (newest, older)
-            assert step == newest or "continues from step" in jobs["held"]["why"]
-        else:
-            assert step == newest
-        assert sound.images[step] == digest
-        if hurt.name == FILE_NAME and not (folder / FILE_NAME).exists():
-            assert losses
-    contents = Counter(
-        hashlib.sha256(p.read_bytes()).digest() for p in folder.rglob("*") if p.is_file()
+def started(folder: Path, *, as_root: bool = True) -> dict[str, Any]:
+    """Start a server in a forked process, without children of its own; return what it shows.
+
+    The process runs ``serve`` up to the ready line. It does the memory daemon's work itself.
+    """
+    result, errors = folder.parent / f"{folder.name}.json", folder.parent / f"{folder.name}.txt"
+    if not as_root:
+        for path in folder.parents:
+            if path.stat().st_uid == os.getuid() and path.is_relative_to(tempfile.gettempdir()):
+                path.chmod(path.stat().st_mode | 0o055)
+        for path in (folder, *folder.rglob("*")):
+            if path.lstat().st_uid == 0:
+                os.chown(path, USER, USER, follow_symlinks=False)
+    pid = os.fork()
+    if not pid:
+        status = 70
+        try:
+            signal.alarm(HANGS_AFTER_S)
+            descriptor = os.open(errors, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+            os.dup2(descriptor, 2)
+            sys.stderr = open(2, "w", closefd=False)  # noqa: SIM115 - pytest has replaced it
+            with result.open("w") as file, tempfile.TemporaryDirectory(dir="/tmp") as runtime:
+                if not as_root:
+                    os.chown(runtime, USER, USER)
+                    os.setresuid(USER, USER, USER)
+                try:
+                    json.dump(_shown_at_start(folder, runtime), file)
+                except PipeSwitchError as error:
+                    json.dump({"refused": error.message}, file)
+                status = 0
+        except BaseException:
+            traceback.print_exc(file=sys.stderr)
+        finally:
+            sys.stderr.flush()
+            os._exit(status)
+    _, status = os.waitpid(pid, 0)
+    text = errors.read_text(errors="replace")
+    assert os.WIFEXITED(status), f"it hung for {HANGS_AFTER_S} s"
+    assert status == 0, text
+    assert "Traceback" not in text
+    return {**json.loads(result.read_text()), "stderr": text}
+
+
+def _shown_at_start(folder: Path, runtime: str) -> dict[str, Any]:
+    config = load(
+        None,
+        flags={
+            "server": {
+                "state_dir": str(folder),
+                "pool": "1MiB",
+                "runtime_dir": f"{runtime}/r",
+                "listen": "tcp://127.0.0.1:0",
+                "auth": "keys",
+            },
+            "device": {"name": "cpu", "arena": "4MiB"},
+            "host": {"store": "16MiB"},
+            "gateway": {"http": "127.0.0.1:0", "grpc": "off"},
+        },
     )
-    for path in sound.files():
-        if path != hurt and path.parts[0] in ("models", "commits", "profiles", "keys"):
-            assert contents[hashlib.sha256((sound.folder / path).read_bytes()).digest()], path
-    return "told" if losses else "started"
+    shown: dict[str, Any] = {}
+
+    def run(server: Server) -> int:
+        main._open_doors(server)
+        restore(server, 1e9)
+        server.tell_losses()
+        _handle_inbox(server)
+        images, registry = {}, server.scheduler.registry
+        for one in list(registry.registrations.values()):
+            model = server.scheduler.machine.models[one.model]
+            if model.state.state is not ModelState.STORING:
+                continue
+            image, fields = bytearray(model.built.total_bytes), {"model": one.model}
+            message: Any = StoreFailed(**fields, op_id=one.build_id, reason="")
+            try:
+                load_model(folder / "models" / model.built.digest, memoryview(image))
+                message = ModelStored(**fields, op_id=one.build_id, load_ms=0.0)
+                images[one.model] = hashlib.sha256(image).hexdigest()
+            except UnusableModel as error:
+                message = msgspec.structs.replace(message, reason=str(error))
+            is_stored = isinstance(message, ModelStored)
+            (registry.stored if is_stored else registry.store_failed)(message)
+            server.inbox.append(ev.Tick())
+        _handle_inbox(server)
+        shown.update(
+            models=[*server.scheduler.listing.models()],
+            jobs=[*server.scheduler.listing.jobs()],
+            losses=server.journal.losses,
+            ready_line=server.ready_line(["x"]),
+            images=images,
+        )
+        for number in server.memory.commits.values():
+            os.close(number)
+        server.memory.commits.clear()
+        return 0
+
+    main._run = run
+    main.serve(config)
+    return shown
 
 
-def hurt_at_random(sound: Sound, folder: Path, generator: random.Random) -> Path:
+def _handle_inbox(server: Server) -> None:
+    while server.inbox:
+        for command in server.scheduler.handle(server.inbox.popleft(), 0.0):
+            is_build = isinstance(command, ev.StartBuild)
+            if is_build and not command.rebuilds:
+                digest = server.effects.builds.built_before[command.spec]
+                manifest = server.effects.builds.manifest_of(digest)
+                is_build = server.effects.builds.is_usable(digest, manifest)
+                if not is_build:  # it needs a builder; the next one may begin
+                    server.inbox.append(
+                        ev.Exited(ev.Address("builder", generation=command.op_id), 0)
+                    )
+            if isinstance(command, PERFORMED) or (is_build and not command.rebuilds):
+                server.effects.perform(command)
+
+
+def check_started(folder: Path, sound: Sound, hurt: set[Path], *, as_root: bool) -> str:
+    """Check that no undamaged entry is lost and none is wrong; return how the start has ended."""
+    shown = started(folder, as_root=as_root)
+    if "refused" in shown:
+        return "refused"
+    models = {(row["name"], row["version"]): row for row in shown["models"]}
+    jobs = {row["name"]: row for row in shown["jobs"]}
+    ready_line, stderr, is_one = shown["ready_line"], shown["stderr"], len(hurt) == 1
+    for text in shown["losses"]:
+        assert text in stderr
+        assert text[:100].replace("\n", " ") in ready_line or "more; see" in ready_line
+    for (name, version), digest in sound.digests.items():
+        row, stored = models.get((name, version)), version_name(ModelName(name), version)
+        if row is None or row["state"] == "failed":
+            assert name in ready_line
+            assert name in stderr
+            if is_one:
+                assert any(is_about(path, digest) for path in hurt), (name, row)
+                assert row is not None
+                assert row["reason"]
+        elif row["state"] == "building":  # it is built again; a test with real servers does that
+            assert not is_one or any(is_about(path, digest) for path in hurt)
+        else:
+            assert shown["images"][stored] == sound.stored[digest]
+            assert row["digest"] == digest
+            assert row["current"]
+    for name, state in JOBS.items():
+        row = jobs.get(name)
+        if row is None or row["state"] != state:
+            assert name in stderr
+            assert not is_one or row is not None
+        assert not is_one or row["state"] == state or "failed" in row["state"], row
+    step, digest = step_and_digest(folder / "commits" / "held") if as_root else (0, "")
+    if is_one and as_root and jobs["held"]["state"] == JOBS["held"]:
+        newest = max(sound.images)
+        assert jobs["held"]["committed_step"] == (step or -1)
+        assert step == newest or any(path.parts[:2] == ("commits", "held") for path in hurt)
+        assert step == newest or "held" in stderr
+        assert not step or sound.images[step] == digest
+    return "said" if shown["losses"] else "started"
+
+
+def hurt_at_random(
+    sound: Sound, folder: Path, generator: random.Random, kinds: Sequence[str], count: int = 1
+) -> set[Path]:
     files = sound.files()
-    folders = sorted({path.parent for path in files})  # so that each folder is damaged as often
-    place = generator.choice(folders)
-    path = generator.choice([one for one in files if one.parent == place])
     shutil.copytree(sound.folder, folder)
-    print(damage(folder, path, files, generator))  # noqa: T201
-    return path
+    hurt = set()
+    for _ in range(count):
+        place = generator.choice(sorted({path.parent for path in files}))  # each one as often
+        near = [one for one in files if one.parent == place]
+        names = Path(generator.choice(" ".join(PLACES).split()))
+        path = generator.choice(near) if generator.random() < 0.75 else names
+        text = damage(folder, path, files, generator, generator.choice(kinds))
+        print(text)  # noqa: T201
+        hurt |= {path, *(map(Path, text.split(" swapped with ")[1:]))}
+    return hurt
 
 
 def damage_in_process(sound: Sound, tmp_path: Path, rounds: int, seed: int) -> Counter[str]:
+    """Damage copies of the directory; each fifth has two damages, each tenth is another user's."""
     outcomes: Counter[str] = Counter()
     for number in range(rounds):
-        folder = tmp_path / f"round-{number}"
-        path = hurt_at_random(sound, folder, random.Random(f"{seed}-{number}"))
-        outcome = check_restored(folder, sound, path)
+        folder, as_root = tmp_path / f"round-{number}", number % 10 != 9
+        generator = random.Random(f"{seed}-{number}")
+        kinds = (*CONTENTS, *SPECIAL, *ACCESS[1:]) if as_root else ACCESS[:1]
+        hurt = hurt_at_random(sound, folder, generator, kinds, 1 + (number % 5 == 4))
+        outcome = check_started(folder, sound, hurt, as_root=as_root)
         outcomes[outcome] += 1
-        if "refused" not in outcome:
-            check_restored(folder, sound, path)  # the next start must work, too
+        if "refused" not in outcome and as_root:
+            check_started(folder, sound, hurt, as_root=as_root)  # the next start must work, too
         shutil.rmtree(folder)
     return outcomes
 
 
-def check_served(folder: Path, sound: Sound, hurt: Path) -> str:
-    """Make the checks of ``check_restored`` with a real server and its client."""
+def check_served(folder: Path, sound: Sound, hurt: set[Path]) -> str:
+    """Make the checks of ``check_started`` with a real server, its builders and its client."""
     try:
         with checked_server(state_dir=folder, settles=False) as checked:
-            rows = until(lambda: settled(checked.client.models()), "each model was looked at")
+            client, line = checked.client, checked.running.ready_line
+            rows = settled(client.models())
             assert set(rows) >= NAMES
             for name, row in rows.items():
-                uses = {"a", "b"} if name == "chained" else {name}
+                uses = {"chained": {("a", 1), ("b", 2)}}.get(name, {(name, row["version"])})
                 if row["state"] == "ready":
-                    [answer] = checked.client.infer(name, X).outputs.values()
-                    assert is_bit_equal(answer, EXPECTED[name]), name
-                else:
-                    assert any(is_about(hurt, sound.digests[one]) for one in uses), row
-                    assert row["reason"]
+                    [answer] = client.infer(name, X).outputs.values()
+                    wrong = (answer - EXPECTED[name]).abs().max() > 0.5 * (name == "int8")
+                    assert not wrong, name
+                elif name == "chained" or (name, row["version"]) in sound.digests:
+                    assert any(is_about(path, sound.digests[one]) for one in uses for path in hurt)
+                    assert row["steps"] if name == "chained" else row["reason"] and name in line
                     with pytest.raises(PipeSwitchError):
-                        checked.client.infer(name, X)
-            jobs = {row["name"]: row for row in checked.client.jobs()}
+                        client.infer(name, X)
+            jobs = {row["name"]: row for row in client.jobs()}
             assert {name: jobs[name]["state"] for name in JOBS} == JOBS
-            is_hurt = hurt.parts[:2] == ("commits", "held")
+            is_hurt = any(path.parts[:2] == ("commits", "held") for path in hurt)
             assert jobs["held"]["committed_step"] in sorted(sound.images)[is_hurt - 1 :], jobs
-    except RuntimeError as error:
-        if "Traceback" in str(error):
-            raise
-        return "refused"
-    return "started"
+    except RuntimeError as error:  # it did not become ready
+        text = str(error)
+    else:
+        return "started"
+    assert "Traceback" not in text
+    return "refused"
 
 
 def settled(rows: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:
-    are_settled = all(row["state"] not in ("building", "storing") for row in rows)
-    return {row["name"]: row for row in rows} if are_settled else {}
+    assert all(row["state"] not in ("building", "storing") for row in rows), "ready came too early"
+    return {row["name"]: row for row in rows}
 
 
 def test_damage_to_one_file_loses_nothing_else(sound: Sound, tmp_path: Path) -> None:
-    outcomes = damage_in_process(sound, tmp_path, 25, SEED)
-    assert sum(outcomes.values()) == 25
+    outcomes = damage_in_process(sound, tmp_path, 60, SEED)
+    assert sum(outcomes.values()) == 60
 
 
 def test_an_entry_that_cannot_be_used_is_left_out_and_named(sound: Sound, tmp_path: Path) -> None:
@@ -368,19 +578,19 @@ def test_an_entry_without_a_copy_is_listed_as_failed(sound: Sound, tmp_path: Pat
     folder = tmp_path / "state"
     shutil.copytree(sound.folder, folder)
     with contextlib.closing(sqlite3.connect(folder / FILE_NAME)) as database, database:
-        database.execute("UPDATE model SET spec = x'00' WHERE name = 'b'")
+        database.execute("UPDATE model SET spec = x'00' WHERE name = 'int8'")
         database.execute("UPDATE job SET entry = 'x' WHERE name = 'held'")
     for path in (
         *folder.glob("journal.backup*"),
-        *folder.glob("*/b~model"),
+        *folder.glob("*/int8~model"),
         *folder.glob("*/held~*"),
     ):
         path.unlink()
     with contextlib.closing(Restored(folder)) as restored:
         models, jobs = restored.models(), restored.jobs()
-        assert (models["a"]["state"], models["b"]["state"]) == ("storing", "failed")
+        assert (models["a"]["state"], models["int8"]["state"]) == ("storing", "failed")
         assert (jobs["over"]["state"], jobs["held"]["state"]) == ("done", "failed")
-    digest = sound.digests["b"]
+    digest = sound.digests["int8", 1]
     for place in (f"models/{digest}", "commits/held"):
         [entry] = folder.glob(f"orphans/*/{place}")
         names = [path.name for path in (sound.folder / place).iterdir()]
@@ -391,19 +601,70 @@ def test_a_server_serves_what_is_undamaged(sound: Sound, tmp_path: Path) -> None
     folder = tmp_path / "state"
     shutil.copytree(sound.folder, folder)
     (folder / FILE_NAME).unlink()
-    assert check_served(folder, sound, Path(FILE_NAME)) == "started"
+    assert check_served(folder, sound, {Path(FILE_NAME)}) == "started"
+
+
+def test_the_served_version_is_back_with_its_files(sound: Sound, tmp_path: Path) -> None:
+    """While they are damaged, the first version answers by its number alone."""
+    folder = tmp_path / "state"
+    shutil.copytree(sound.folder, folder)
+    bundle = folder / "models" / sound.digests["b", 2] / BUNDLE_FILE
+    data = bundle.read_bytes()
+    bundle.write_bytes(data[:-1] + b"!")
+    for _ in range(2):
+        shown = started(folder)
+        rows = {row["name"]: row for row in shown["models"]}
+        assert (rows["b"]["version"], rows["b"]["state"]) == (2, "failed")
+        assert set(shown["images"]) == {*MODULES}  # version 1 is there, and not current
+        assert "failed models: b@2" in shown["ready_line"]
+        assert "model b@2 failed" in shown["stderr"]
+    bundle.write_bytes(data)
+    shown = started(folder)
+    assert "damage" not in shown["ready_line"]
+    assert {row["name"]: row for row in shown["models"]}["b"]["version"] == 2
+
+
+def test_what_can_be_made_again_is_ready_with_the_server(sound: Sound, tmp_path: Path) -> None:
+    """A derived file is damaged, a manifest is gone, another processor's weights are there."""
+    folder = tmp_path / "state"
+    for what in ("derived", "manifest", "processor"):
+        shutil.copytree(sound.folder, folder)
+        key = ("b", 2) if what == "manifest" else ("int8", 1)
+        place = folder / "models" / sound.digests[key]
+        manifest = load_manifest(place)
+        match what:
+            case "derived":
+                data = (place / DERIVED_FILE).read_bytes()
+                (place / DERIVED_FILE).write_bytes(data[:-1] + bytes([data[-1] ^ 0x80]))
+            case "manifest":
+                (place / MANIFEST_FILE).unlink()
+            case _:
+                other = msgspec.structs.replace(manifest.precision, fingerprint="another")
+                save_manifest(place, msgspec.structs.replace(manifest, precision=other))
+        with checked_server(state_dir=folder, settles=False) as checked:
+            assert "damage" not in checked.running.ready_line, what
+            rows = settled(checked.client.models())
+            assert {rows[name]["state"] for name in NAMES} == {"ready"}, what
+            [answer] = checked.client.infer("b", X).outputs.values()
+            assert is_bit_equal(answer, EXPECTED["b"])
+            [answer] = checked.client.infer("int8", X).outputs.values()
+            assert (answer - EXPECTED["int8"]).abs().max() < 0.5
+        shutil.rmtree(folder)
 
 
 @pytest.mark.soak
 @pytest.mark.timeout(7200)
-def test_five_hundred_damaged_files_lose_nothing_else(sound: Sound, tmp_path: Path) -> None:
+def test_a_thousand_damaged_directories_start_and_say_what_is_lost(
+    sound: Sound, tmp_path: Path
+) -> None:
     with publishing("damaged-state") as figures:
         outcomes = damage_in_process(sound, tmp_path, IN_PROCESS, SEED + 1)
-        figures.update(restored=dict(outcomes))
+        figures.update(started=dict(outcomes))
         served: Counter[str] = Counter()
         for number in range(SERVED):
             folder = tmp_path / f"server-{number}"
-            hurt = hurt_at_random(sound, folder, random.Random(f"served-{number}"))
+            kinds = (*CONTENTS, *SPECIAL[:5])
+            hurt = hurt_at_random(sound, folder, random.Random(f"served-{number}"), kinds)
             served[check_served(folder, sound, hurt)] += 1
             shutil.rmtree(folder)
         figures.update(served=dict(served), wrong=0, lost=0)  # all checks have passed

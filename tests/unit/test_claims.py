@@ -15,6 +15,7 @@ from pipeswitch.controller.folders import StateDir
 from pipeswitch.ipc.messages.base import Exit, Message, ModelName, OpId
 from pipeswitch.ipc.messages.builder import BuildDone, BuildFailed, BuildProgress
 from pipeswitch.programs.decoding.generation_settings import PADS
+from pipeswitch.programs.graphs.operators import checked_by
 from pipeswitch.programs.graphs.partition import Layer, UnplacedWeight, place
 from pipeswitch.programs.interface import layout
 from pipeswitch.programs.interface.dims import Dim
@@ -44,7 +45,7 @@ HONEST = layout.Manifest(
         "intermediate_bytes": 80,
         "largest_value_bytes": 40,
         "is_whole": True,
-        "checked_by": "contracts",
+        "checked_by": checked_by(),
         "last_readers": [1, 2, 5],
     },
 )

@@ -123,6 +123,7 @@ def test_a_job_is_removed_although_its_script_made_a_folder_of_its_log(tmp_path:
 def test_the_past_of_a_job_of_another_node_is_kept_when_it_is_accepted(tmp_path: Path) -> None:
     places, history = StateDir(root=tmp_path), tmp_path / "jobs" / "j" / HANDED_ON
     places.create()
+    places.sweep("1")
     history.parent.mkdir(parents=True)
     history.write_bytes(Life(False, 3, 30, 7).packed())
     effects = Effects.__new__(Effects)

@@ -36,6 +36,7 @@ def make(path: Path) -> Path:
 def places(tmp_path: Path) -> StateDir:
     places = StateDir(root=tmp_path / "state")
     places.create()
+    places.sweep("1")
     return places
 
 

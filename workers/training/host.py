@@ -15,6 +15,7 @@ import torch
 
 from pipeswitch.base.errors import PipeSwitchError, TaskPreempted, from_wire
 from pipeswitch.base.failpoints import reach
+from pipeswitch.base.plain_files import open_plain
 from pipeswitch.commits.area import CommitArea, slot_bytes_of
 from pipeswitch.commits.progress import SUFFIX, Life, Progress, read_life
 from pipeswitch.devices.worker_device import HostCopies, WorkerDevice, now_ms
@@ -232,7 +233,7 @@ class JobHost:
         with contextlib.suppress(OSError):
             if self._history is None:
                 path = Path(self._message.log_path).with_suffix(".history")
-                self._history = open(path, "ab", opener=_private)  # noqa: SIM115 - as long as we
+                self._history = open(path, "ab", opener=open_plain)  # noqa: SIM115 - as long as we
                 self._history_bytes = os.fstat(self._history.fileno()).st_size
             line = json.dumps({"step": step, **values}).encode() + b"\n"
             if self._history_bytes + len(line) <= MAX_HISTORY_BYTES:
@@ -313,10 +314,6 @@ class JobHost:
         with self._changed:
             self._evicting = True
             self._changed.notify_all()
-
-
-def _private(path: str, flags: int) -> int:
-    return os.open(path, flags | os.O_CLOEXEC, 0o600)
 
 
 def _last_image(descriptor: int) -> bytes | None:

@@ -21,6 +21,7 @@ from pipeswitch import job as job_api
 from pipeswitch.base.errors import TaskPreempted
 from pipeswitch.base.failpoints import reach
 from pipeswitch.base.machine import available_bytes
+from pipeswitch.base.plain_files import open_plain
 from pipeswitch.ipc.gate import Gate
 from pipeswitch.ipc.messages.worker import JobEnded, RunJob
 
@@ -197,7 +198,7 @@ def _obey_signals() -> None:
 def _redirect_output(path: str) -> None:
     """Redirect stdout and stderr of the job, including its C code, to its log."""
     _flush()
-    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
+    descriptor = open_plain(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(descriptor, 1)
     os.dup2(descriptor, 2)
     os.close(descriptor)

@@ -29,6 +29,7 @@ from typing import Any, Final, NoReturn
 import msgspec
 
 from ...base.errors import RegistrationRefused
+from ...base.plain_files import open_regular
 from ...base.units import escape_control_chars
 from ..decoding.generation_settings import (
     MAX_NOTE_CHARS,
@@ -404,7 +405,7 @@ def read_safetensors_header(
             dtypes.
     """
     try:
-        with open(path, "rb", closefd=not isinstance(path, int)) as file:
+        with open(path, "rb", closefd=not isinstance(path, int), opener=open_regular) as file:
             file_bytes = file.seek(0, os.SEEK_END)  # a confined process may not call ``stat``
             file.seek(0)
             prefix = file.read(8)
