@@ -156,7 +156,8 @@ class LocalSource:
         # Keys may be positions: 0 is the first argument.
         example_arrays = {str(name): value for name, value in example_arrays.items()}
         tree, leaves = flatten(example_arrays, "input", lambda value: hasattr(value, "__array__"))
-        arrays = {name: np.ascontiguousarray(value) for name, value in leaves.items()}
+        # ``ascontiguousarray`` would give a number a dimension.
+        arrays = {name: np.asarray(value, order="C") for name, value in leaves.items()}
         save_file(arrays, self._folder / "example.safetensors")
         example = self.upload(self._folder / "example.safetensors", "safetensors", None)
         inputs, takes = request.inputs, request.takes

@@ -180,7 +180,7 @@ def _as_bytes(name: str, value: Any) -> tuple[str, tuple[int, ...], memoryview]:
 
     part = f'input "{name}"' if name else "an input"
     if isinstance(value, Bits):
-        array, dtype = np.ascontiguousarray(value.array), value.dtype
+        array, dtype = np.asarray(value.array, order="C"), value.dtype
     else:
         try:
             plain = np.asarray(value)

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import fnmatch
+import glob
 import os
 import re
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain, islice
 from typing import Any, Final
 
 from ..base.errors import InvalidInput, PermissionDenied
 from ..wire.frames import UPLOAD_LOST
 
+MAX_FILES: Final = 4096  # number of a source's files whose size and time are compared
 DIGEST: Final = re.compile(r"[0-9a-f]{64}")
 _HUB_NAME: Final = re.compile(r"hf:[A-Za-z0-9][\w.-]{0,95}(/[A-Za-z0-9][\w.-]{0,95})?(#\w{1,95})?")
 _MODULE: Final = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*(:[A-Za-z_]\w*(\.[A-Za-z_]\w*)*)")
@@ -56,8 +60,7 @@ def check_source(
     Raises:
         PermissionDenied, InvalidInput.
     """
-    is_code = False
-    owner_files = []
+    is_code, owner_files = False, list[str]()
     if not source:
         pass  # a new version of a registered model
     elif source.startswith("put:"):
@@ -65,10 +68,11 @@ def check_source(
     elif source.startswith(("torchvision:", "hf:")):
         if source.startswith("hf:") and not is_owner and not _HUB_NAME.fullmatch(source):
             raise _owners_only(source)
+        owner_files = _files_below(source.removeprefix("hf:").partition("#")[0])
     elif _MODULE.fullmatch(source):
-        is_code = True
-        module = source.partition(":")[0]
+        is_code, module = True, source.partition(":")[0]
         _require_code_right(source, module, is_owner=is_owner, allow_code=allow_code)
+        owner_files = _code_of(module)
     else:
         source = _owners_file(source, is_owner)
         owner_files.append(source)
@@ -96,6 +100,27 @@ def check_source(
         is_code=is_code,
         owner_files=tuple(owner_files),
     )
+
+
+def _files_below(folder: str) -> list[str]:
+    """Return the files in a folder and its direct subfolders; none if it is a hub's name."""
+    if not os.path.isabs(folder):
+        return []
+    paths = chain.from_iterable(
+        glob.iglob(os.path.join(glob.escape(folder), level)) for level in ("*", "*/*")
+    )
+    return sorted(path for path in islice(paths, MAX_FILES) if os.path.isfile(path))
+
+
+def _code_of(module: str) -> list[str]:
+    """Return the files of a module's package, or of the module, without importing it."""
+    top = module.partition(".")[0]
+    for folder in map(os.path.abspath, sys.path):
+        if os.path.isdir(package := os.path.join(folder, top)):
+            return [path for path in _files_below(package) if path.endswith(".py")]
+        if os.path.isfile(path := os.path.join(folder, f"{top}.py")):
+            return [path]
+    return []
 
 
 def _uploaded(reference: str, uploads_dir: str, kind: str) -> str:

@@ -6,6 +6,7 @@ in the configuration file.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import os
 from collections.abc import Callable, Sequence
@@ -140,8 +141,9 @@ def registration(
     spec = msgspec.msgpack.encode(BuildSpec(name=model, allow_module_mode=source.is_code, **fields))
     digest = hashlib.sha256(spec)  # equal requests give equal digests
     for path in source.owner_files:
-        facts = os.stat(path)  # a changed file under the same path is another model
-        digest.update(f"{facts.st_size}:{facts.st_mtime_ns}".encode())
+        with contextlib.suppress(FileNotFoundError):  # removed meanwhile: the builder says so
+            facts = os.stat(path)  # a changed file under the same path is another model
+            digest.update(f"{facts.st_size}:{facts.st_mtime_ns}".encode())
     return RegisterModelRequest(
         token=token,
         model=ModelName(model),

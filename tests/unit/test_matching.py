@@ -82,3 +82,25 @@ def test_a_job_of_another_model_does_not_flood_the_error() -> None:
     many = of(**{f"w{number}": (1,) for number in range(100)})
     with pytest.raises(RegistrationRefused, match="and 92 more"):
         match(many, {})
+
+
+def test_weights_that_no_state_dict_has_may_be_missing() -> None:
+    program = FC | of(inv=(4,))
+    assert match(program, of("file.", fc_weight=(2, 3), fc_bias=(2,)), "", ["inv"]) == {
+        "fc.weight": "file.fc.weight",
+        "fc.bias": "file.fc.bias",
+    }
+    job = of("model.", fc_weight=(2, 3), fc_bias=(2,), inv=(4,))
+    assert match(program, job, "", ["inv"])["inv"] == "model.inv"  # a job has all its tensors
+    wrong = of("file.", fc_weight=(2, 3), fc_bias=(2,), inv=(5,))
+    with pytest.raises(RegistrationRefused, match=r"^weights: inv: the model has"):
+        match(program, wrong, "", ["inv"])
+    with pytest.raises(RegistrationRefused, match=r"^weights: inv: missing"):
+        match(program, of("file.", fc_weight=(2, 3), fc_bias=(2,)))
+
+
+def test_an_error_names_a_weight_as_its_module_does() -> None:
+    """A program from ``hf:`` has a prefix of ours before each name."""
+    program = of("model.model.", embed_weight=(2,), norm_weight=(3,))
+    with pytest.raises(RegistrationRefused, match=r"^weights: model\.norm\.weight: missing"):
+        match(program, of("file.model.", embed_weight=(2,)))

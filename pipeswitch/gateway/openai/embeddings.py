@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import base64
 from array import array
+from collections.abc import Callable, Mapping
 from typing import Any, Final, Literal
 
 import msgspec
@@ -90,7 +91,19 @@ async def _row(
     return len(ids), pooled(np.frombuffer(output.data, np.float32).reshape(len(ids), -1), facts)
 
 
+_POOL: Final[Mapping[str, Callable[[NDArray[np.float32]], NDArray[np.float32]]]] = {
+    "cls": lambda hidden: hidden[0],
+    "max": lambda hidden: hidden.max(0),
+    "mean": lambda hidden: hidden.mean(0),
+    "mean_sqrt_len": lambda hidden: hidden.sum(0) / np.sqrt(np.float32(len(hidden))),
+    "weightedmean": lambda hidden: np.average(
+        hidden, axis=0, weights=np.arange(1, len(hidden) + 1)
+    ),
+    "last": lambda hidden: hidden[-1],
+}
+
+
 def pooled(hidden: NDArray[np.float32], facts: LanguageModelConfig) -> NDArray[np.float32]:
     """Return a text's embedding, of length 1. ``hidden``: [tokens, size]."""
-    row = {"mean": hidden.mean(0), "cls": hidden[0], "last": hidden[-1]}[facts.pooling]
+    row = np.concatenate([_POOL[one](hidden) for one in facts.pooling.split("+")])
     return np.asarray(row / max(float(np.linalg.norm(row)), 1e-12), np.float32)

@@ -50,6 +50,8 @@ class EncodedProgram:
         notes: decisions of the export (such as why the batch is fixed), for people.
         suspects: extents of the dimensions at which the graph may be wrong.
         generation: settings of a model that generates or embeds texts.
+        unsaved: names of weights that the module's state dict does not have, such as buffers with
+            ``persistent=False``. A version from a file keeps their values.
     """
 
     graph: Graph
@@ -57,6 +59,7 @@ class EncodedProgram:
     notes: list[str] = field(default_factory=list)
     suspects: list[dict[str, int]] = field(default_factory=list)
     generation: GenerationSettings | None = None
+    unsaved: list[str] = field(default_factory=list)
 
 
 class Encoder:

@@ -244,7 +244,10 @@ def _export_once(
             raise
         except Exception as error:  # torch.export has no base class for "does not export"
             raise _not_dynamic(error) from error
-    return Encoder(exported, example.names, output_names, axes).program()
+    program = Encoder(exported, example.names, output_names, axes).program()
+    saved = flat.module.state_dict().keys()
+    program.unsaved = [name for name in program.graph.weights if name not in saved]
+    return program
 
 
 def write_program(path: str | os.PathLike[str], program: EncodedProgram) -> None:
@@ -259,6 +262,7 @@ def write_program(path: str | os.PathLike[str], program: EncodedProgram) -> None
         (tensor_bytes(weight) for weight in program.weights),
         program.generation,
         program.notes,
+        program.unsaved,
     )
 
 

@@ -197,7 +197,8 @@ def _weights_in(path: Path) -> dict[str, Weight]:
 def _write_weights(path: Path, bundle: Bundle, weights: Mapping[str, Weight], part: str) -> None:
     """Overwrite a bundle's weights in the file; names, dtypes, shapes and offsets stay the same."""
     specs = {tensor.name: (tensor.dtype, tensor.shape) for tensor in bundle.tensors}
-    names = match(specs, {n: (w.dtype, w.shape) for n, w in weights.items()}, part)
+    own = {name: (one.dtype, one.shape) for name, one in weights.items()}
+    names = match(specs, own, part, bundle.unsaved)
     with path.open("r+b") as file:
         for tensor in bundle.tensors:
             if tensor.name in names:
@@ -358,6 +359,7 @@ def _finish_graph(
             "example_dims": dict(shapes[0]),
             "last_readers": last_readers(graph),
             "checked_by": checked_by(),
+            **({"unsaved": bundle.unsaved} if bundle.unsaved else {}),
             **(
                 {"generation": generation.numbers(), "pads": PADS}
                 if generation and generates

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import inspect
-import json
 import os
 import re
 import sys
@@ -31,6 +30,7 @@ from ..running.torch_settings import seeded
 from ..running.unregistered_tensors import loose_tensors
 from ..running.values import dtype_name, flatten_outputs
 from ..spec import BuildSpec
+from . import model_folder
 from .checking import align
 from .decoder import decoder, refuse_encoder
 from .dynamic import Dynamic, Range
@@ -154,6 +154,7 @@ def load_source(spec: BuildSpec) -> Loaded:
     if examples:
         inputs = {name: (tuple(value.shape), inputs[name][1]) for name, value in examples.items()}
     loose = {name: tensor.detach() for name, tensor in loose_tensors(module).items()}
+    generation, notes = _embedding(spec, module, inputs, dynamic)
     return Loaded(
         module,
         inputs,
@@ -164,44 +165,38 @@ def load_source(spec: BuildSpec) -> Loaded:
         [*examples.values()],
         loose,
         imported_before,
-        generation=_embedding(spec, module, inputs, dynamic),
+        generation=generation,
+        notes=notes,
         seed=seed,
     )
 
 
 def _embedding(
     spec: BuildSpec, module: nn.Module, inputs: InputShapes, dynamic: Dynamic
-) -> GenerationSettings | None:
-    """Return a text-embedding model's settings; None for other models, or without a tokenizer."""
-    is_text = isinstance(module, _ByPosition) and [*inputs] == ["input_ids", "attention_mask"]
+) -> tuple[GenerationSettings | None, list[str]]:
+    """Return a text-embedding model's settings and notes on the files of its folder.
+    The settings are None for other models, and without a tokenizer."""
+    if not isinstance(module, _ByPosition):
+        return None, []
+    is_text = [*inputs] == ["input_ids", "attention_mask"]
     longest = dynamic.get("input_ids", {}).get(1)
-    if not is_text or not isinstance(longest, tuple) or (tokenizer := _tokenizer(spec)) is None:
-        return None
+    if not is_text or not isinstance(longest, tuple):
+        return None, model_folder.notes(spec, has_tokenizer=False, has_pooling=False)
+    tokenizer, notes = model_folder.tokenizer(spec)
     model: Any = module.model
+    embeds = tokenizer is not None and model.base_model is model  # others have a head
+    notes += model_folder.notes(spec, has_tokenizer=embeds, has_pooling=embeds)
+    if tokenizer is None:
+        return None, notes
     is_causal = any(getattr(part, "is_causal", False) for part in module.modules())
-    return GenerationSettings(
+    generation = GenerationSettings(
         version=VERSION,
         vocabulary=model.get_input_embeddings().weight.shape[0],
         context=int(longest[-1]) + 1,  # so that a prompt of the longest length is allowed
         tokenizer=packed_tokenizer(tokenizer.backend_tokenizer.to_str()),
-        pooling=_pooling(spec) or ("last" if is_causal else "mean"),
+        pooling=(embeds and model_folder.pooling(spec)) or ("last" if is_causal else "mean"),
     )
-
-
-def _pooling(spec: BuildSpec) -> str:
-    """Return the pooling in the settings of sentence-transformers; empty if there is none."""
-    from transformers.utils import cached_file
-
-    name = spec.source.partition(":")[2].partition("#")[0]
-    try:
-        path = cached_file(
-            name, "1_Pooling/config.json", local_files_only=spec.weights != "pretrained"
-        )
-        config = json.loads(Path(path).read_text("utf-8"))
-    except Exception:  # a hub client's errors share no base class
-        return ""
-    names = {"cls_token": "cls", "mean_tokens": "mean", "lasttoken": "last"}
-    return next((one for key, one in names.items() if config.get(f"pooling_mode_{key}")), "")
+    return generation, notes
 
 
 def _with_state(module: nn.Module, spec: BuildSpec, construct: Callable[[], nn.Module]) -> Loaded:
@@ -210,6 +205,8 @@ def _with_state(module: nn.Module, spec: BuildSpec, construct: Callable[[], nn.M
             "generate", "the source is hf:NAME, or a bundle that was exported to generate"
         )
     wrapped = decoder(module.model)
+    tokenizer, notes = model_folder.tokenizer(spec)
+    notes += model_folder.notes(spec, has_tokenizer=tokenizer is not None, has_pooling=False)
     example = wrapped.example()
     inputs = {n: (tuple(v.shape), dtype_name(v.dtype, n)) for n, v in example.items()}
     return Loaded(
@@ -218,25 +215,9 @@ def _with_state(module: nn.Module, spec: BuildSpec, construct: Callable[[], nn.M
         construct,
         wrapped.dynamic(),
         examples=[*example.values()],
-        generation=wrapped.generation(_tokenizer(spec)),
-        notes=wrapped.notes,
+        generation=wrapped.generation(tokenizer),
+        notes=[*wrapped.notes, *notes],
     )
-
-
-def _tokenizer(spec: BuildSpec) -> Any:
-    """Return the model's own tokenizer from its folder or hub; None if it has none."""
-    from transformers import AutoTokenizer
-    from transformers.utils import cached_file
-
-    name = spec.source.partition(":")[2].partition("#")[0]
-    is_local = spec.weights != "pretrained"
-    loader: Any = AutoTokenizer  # untyped upstream
-    try:  # raises without the file, from which some classes would make an empty tokenizer
-        cached_file(name, "tokenizer.json", local_files_only=is_local)
-        tokenizer = loader.from_pretrained(name, local_files_only=is_local, trust_remote_code=False)
-    except Exception:  # a hub client's errors share no base class
-        return None
-    return tokenizer if tokenizer.is_fast else None
 
 
 def _examples(path: str, inputs: InputShapes, dynamic: Dynamic) -> dict[str, torch.Tensor]:
@@ -350,6 +331,7 @@ def _transformers(name: str, spec: BuildSpec) -> tuple[Callable[[], nn.Module], 
     name, _, wished = name.partition("#")
     is_pretrained = spec.weights == "pretrained"
     config = _config(transformers, name, is_pretrained)
+    model_folder.refuse_adapter(spec)
     _refuse_kernels(name, config)
     bare: Any = transformers.AutoModel  # untyped upstream
     if spec.generate:

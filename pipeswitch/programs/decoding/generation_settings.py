@@ -32,7 +32,7 @@ CACHE_NEW: Final = "cache_new"
 STATE: Final = {CACHE: (CACHE_NEW, 1)}  # ``BuildSpec.state``
 PADS: Final = {"length": "count", "past": "used"}  # ``Manifest.pads``
 HIDDEN: Final = "last_hidden_state"  # output of a model that embeds texts
-POOLINGS: Final = ("mean", "cls", "last")
+POOLINGS: Final = ("cls", "max", "mean", "mean_sqrt_len", "weightedmean", "last")
 MOST_STEPS: Final = 32  # maximum number of steps that a worker computes in one run
 
 MAX_VOCABULARY: Final = 1 << 21
@@ -69,7 +69,8 @@ class GenerationSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unkno
     special: dict[str, str] = {}  # name in the template, such as ``eos_token`` -> token's text
     tokenizer: bytes = b""  # tokenizer.json, compressed by zlib; empty: prompts are ids
     sampling: dict[str, int | float] = {}  # defaults for requests; keys are in ``DEFAULTS``
-    pooling: str = ""  # one of ``POOLINGS``, if the model embeds texts; empty: it generates text
+    # ``POOLINGS`` joined by ``+``, if the model embeds texts; empty: it generates text
+    pooling: str = ""
     notes: tuple[str, ...] = ()  # settings of its author that are not supported, for people
 
     def numbers(self) -> dict[str, Any]:
@@ -118,7 +119,7 @@ def check_generation(
         _refuse(f"more than {MAX_NOTES} notes of {MAX_NOTE_CHARS} characters")
     specs = {one.name: (one.dtype, one.shape) for one in values}
     if generation.pooling:
-        if generation.pooling not in POOLINGS or HIDDEN not in specs:
+        if not {*POOLINGS} >= {*generation.pooling.split("+")} or HIDDEN not in specs:
             _refuse(f"no pooling {generation.pooling[:40]!r} of an output {HIDDEN}")
         return
     dtype, (*_, width) = specs.get(CACHE, ("", (0,)))

@@ -58,6 +58,7 @@ from .operators import split_target
 VERSION: Final = 2
 METADATA_KEY: Final = "pipeswitch.program"
 NOTES_KEY: Final = "pipeswitch.notes"
+UNSAVED_KEY: Final = "pipeswitch.unsaved"
 
 MAX_HEADER_BYTES: Final = 16 << 20  # the largest known program needs less than 1 MiB
 MAX_WEIGHTS: Final = 65_536
@@ -142,6 +143,7 @@ class Bundle(msgspec.Struct, frozen=True, kw_only=True):
     tensors: tuple[FileTensor, ...]  # in the order of graph.weights
     generation: GenerationSettings | None = None  # None: not a language model
     notes: tuple[str, ...] = ()  # notes of the export, for people
+    unsaved: tuple[str, ...] = ()  # weights that the module's state dict does not have
 
 
 def _refuse(part: str, reason: str) -> NoReturn:
@@ -174,14 +176,21 @@ def read_bundle(
     if generation is not None:
         check_generation(generation, (*graph.inputs, *graph.outputs), graph.dims)
     notes = _decode_notes(metadata.get(NOTES_KEY, "[]"))
-    return Bundle(graph=graph, tensors=tensors, generation=generation, notes=notes)
+    unsaved = _decode_texts(metadata.get(UNSAVED_KEY, "[]"), "bundle unsaved")
+    if not {*graph.weights}.issuperset(unsaved):
+        _refuse("bundle unsaved", "it names what is not a weight")
+    return Bundle(graph=graph, tensors=tensors, generation=generation, notes=notes, unsaved=unsaved)
+
+
+def _decode_texts(text: str, part: str) -> tuple[str, ...]:
+    try:
+        return msgspec.json.decode(text, type=tuple[str, ...])
+    except (msgspec.DecodeError, RecursionError, UnicodeError) as error:
+        _refuse(part, str(error)[:200])
 
 
 def _decode_notes(text: str) -> tuple[str, ...]:
-    try:
-        notes = msgspec.json.decode(text, type=tuple[str, ...])
-    except (msgspec.DecodeError, RecursionError, UnicodeError) as error:
-        _refuse("bundle notes", str(error)[:200])
+    notes = _decode_texts(text, "bundle notes")
     if len(notes) > MAX_NOTES or any(len(one) > MAX_NOTE_CHARS for one in notes):
         _refuse("bundle notes", f"more than {MAX_NOTES} notes of {MAX_NOTE_CHARS} characters")
     return tuple(map(escape_control_chars, notes))
@@ -194,6 +203,7 @@ def write_bundle(
     data: Iterable[memoryview | bytes],
     generation: GenerationSettings | None = None,
     notes: Sequence[str] = (),
+    unsaved: Sequence[str] = (),
 ) -> None:
     """Write a bundle of ``tensors`` (name, dtype, shape) in order; ``data`` yields their bytes.
 
@@ -206,6 +216,8 @@ def write_bundle(
     if notes:
         short = [escape_control_chars(note)[:MAX_NOTE_CHARS] for note in notes[:MAX_NOTES]]
         metadata[NOTES_KEY] = msgspec.json.encode(short).decode()
+    if unsaved:
+        metadata[UNSAVED_KEY] = msgspec.json.encode(unsaved).decode()
     write_safetensors(path, tensors, data, metadata)
 
 

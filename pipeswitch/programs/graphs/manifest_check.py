@@ -73,8 +73,11 @@ def _check_texts(manifest: layout.Manifest) -> None:
     notes = extra.get("notes", ())
     if not isinstance(notes, list | tuple) or len(notes) > MAX_NOTES:
         _refuse("its notes are no short list")
+    unsaved = extra.get("unsaved", ())
+    if not isinstance(unsaved, list | tuple) or len(unsaved) > len(manifest.tensors):
+        _refuse("its unsaved weights are no list of weights")
     texts = [extra.get(key, "") for key in ("origin", "program")]
-    for text in (manifest.source, manifest.mode_reason, *texts, *notes):
+    for text in (manifest.source, manifest.mode_reason, *texts, *notes, *unsaved):
         if (
             not isinstance(text, str)
             or len(text) > MAX_TEXT_CHARS

@@ -8,7 +8,7 @@ store have the same layout, so a group is one contiguous copy.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Final, Literal
 
 import msgspec
@@ -129,6 +129,12 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         if self.precision is None:
             return {spec.name: (spec.dtype, spec.shape) for spec in self.tensors}
         return {name: (dtype, tuple(shape)) for name, dtype, shape in self.precision.weights}
+
+    @property
+    def unsaved(self) -> Sequence[str]:
+        """Weights that the module's state dict does not have: a version may keep their values."""
+        unsaved: Sequence[str] = self.extra.get("unsaved", ())
+        return unsaved
 
     @property
     def pads(self) -> Mapping[str, str]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import Final
 
 from ...base.errors import InvalidInput, RegistrationRefused
@@ -19,7 +19,9 @@ _CONSTANT: Final = re.compile(r"(.*\.)?_?(lifted_tensor|tensor_constant)_?\d+") 
 _MAX_SHOWN: Final = 8
 
 
-def match(weights: Given, own: Given, part: str = "") -> dict[str, str]:
+def match(
+    weights: Given, own: Given, part: str = "", unsaved: Collection[str] = ()
+) -> dict[str, str]:
     """Return the job's tensor name for each weight of the program, except its constants.
 
     The job may have more tensors than the program, such as tensors that only training uses.
@@ -28,6 +30,7 @@ def match(weights: Given, own: Given, part: str = "") -> dict[str, str]:
         weights: the program's weights.
         own: the job's tensors; each name is the part's name, a dot and the name in the part.
         part: the job's part to match; empty: the only part that fits.
+        unsaved: weights that a state dict does not have; they may be missing.
 
     Raises:
         RegistrationRefused: weights are missing or differ; the error names them.
@@ -44,10 +47,11 @@ def match(weights: Given, own: Given, part: str = "") -> dict[str, str]:
     problems: list[list[str]] = []
     for label, names in _readings(own, parts):
         if part in ("", label):
-            wrong = [_problem(name, kind, own, names) for name, kind in constants_free.items()]
+            here = [name for name in constants_free if name in names or name not in unsaved]
+            wrong = [_problem(name, constants_free[name], own, names) for name in here]
             problems.append([text for text in wrong if text])
             if not problems[-1]:
-                fits.setdefault(label, {name: names[name] for name in constants_free})
+                fits.setdefault(label, {name: names[name] for name in here})
     if len({tuple(names.values()) for names in fits.values()}) > 1:
         raise InvalidInput(
             f"several parts of the job fit the model: {_listed(fits)}",
@@ -87,9 +91,10 @@ def _listed(parts: Iterable[str]) -> str:
 def _problem(
     name: str, kind: tuple[str, tuple[int, ...]], own: Given, names: Mapping[str, str]
 ) -> str:
+    shown = name.removeprefix(WRAPPER) if all(one.startswith(WRAPPER) for one in names) else name
     if name not in names:
-        return f"{name}: missing"
+        return f"{shown}: missing"
     here = own[names[name]]
     if here == kind:
         return ""
-    return f"{name}: the model has {signature_text(*kind)}, here it is {signature_text(*here)}"
+    return f"{shown}: the model has {signature_text(*kind)}, here it is {signature_text(*here)}"

@@ -117,7 +117,7 @@ class Publishing:
             if model.manifest is None:
                 raise _not_ready(model)
             tensors = {name: (dtype, shape) for name, dtype, shape in message.tensors}
-            match(model.manifest.plain_weights, tensors, message.part)
+            match(model.manifest.plain_weights, tensors, message.part, model.manifest.unsaved)
         except PipeSwitchError as error:
             wire = to_wire(error)
             answer = PublishAnswered(
