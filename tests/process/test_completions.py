@@ -201,10 +201,11 @@ def bodies(door: str) -> Iterator[tuple[str, Any, bool]]:
                 body = {"model": "chat", "prompt": "a"} | fields
             else:
                 body = {"text_input": "a", "parameters": fields}
-            is_odd = name == "top_k" and value == -1  # as in vLLM: all tokens
+            if (name, value) in (("top_k", -1), ("top_p", 0.0), ("seed", -1)):
+                continue  # each protocol has its own meaning
             with contextlib.suppress(ValueError):  # JSON has neither NaN nor infinity
                 json.dumps(body, allow_nan=False)
-                yield name, body, value in refused and not is_odd
+                yield name, body, value in refused
 
 
 @pytest.mark.parametrize("door", DOORS)
