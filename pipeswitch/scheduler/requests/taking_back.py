@@ -40,7 +40,7 @@ class TakingBack:
         if core.now_ms - first.arrived_at_ms >= core.judge.max_wait_ms:
             return
         for request in new:
-            if request.token in self._device.queue and self._goes_before(request, first, task):
+            if self._goes_before(request, first, task) and request.token in self._device.queue:
                 self._completion.take_back(task, f"request {request.request_id} goes first")
                 return
 
@@ -88,9 +88,10 @@ class TakingBack:
         return True
 
     def _is_first_by_policy(self, new: Request, first: Request) -> bool:
-        judge, (is_resident, current, view) = self._core.judge, self._device.queue_view
+        judge = self._core.judge
         if (new.model, new.priority) == (first.model, first.priority):
             return judge.key(shown(new)) < judge.key(shown(first))
+        is_resident, current, view = self._device.queue_view
         ranks = [
             judge.rank(shown(one, is_resident(one.model), one.model == current), view)
             for one in (new, first)
