@@ -198,6 +198,8 @@ class Introspection:
             if (model := self._versions.current(ModelName(step.model))) is None
             or model.state.state is not ModelState.READY
         ]
+        fault = self._machine.chain_faults.get(name, "")
+        missing += [fault] if fault and not missing else []
         return {
             "name": name,
             "aliases": [],

@@ -26,6 +26,7 @@ class ServerState:
         self.models: dict[ModelName, Model] = {}
         self.served: dict[ModelName, Served] = {}  # name in requests -> its versions
         self.chains: dict[ModelName, tuple[Chain, str]] = {}  # each chain with its tenant
+        self.chain_faults: dict[ModelName, str] = {}  # chains that a changed model does not fit
         self.store = HostStoreAllocator(core)
         self.jobs = Jobs(core)
         devices = devices or (core.settings,)

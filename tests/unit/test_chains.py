@@ -11,13 +11,14 @@ from pipeswitch.base.errors import AlreadyExists, InvalidInput
 from pipeswitch.base.roles import OWNER
 from pipeswitch.frontend.verbs import Rules, ask
 from pipeswitch.ipc.messages.base import ModelName
+from pipeswitch.ipc.messages.builder import BuildDone
 from pipeswitch.programs.interface.chains import Chain, ChainStep, chain_of
 from pipeswitch.programs.interface.dims import BATCH, Dim, Expr
 from pipeswitch.programs.interface.layout import Manifest, ValueSpec
-from pipeswitch.scheduler.events import ChainRequest, Token
+from pipeswitch.scheduler.events import ChainRequest, ModelAvailable, Token, UnregisterRequest
 from pipeswitch.wire.frames import RequestHeader
 from pipeswitch.wire.request_timing import RequestTiming, of_steps
-from tests.unit.test_scheduler_rules import Rig
+from tests.unit.test_scheduler_rules import MIB, Rig, manifest_of, received
 
 Values = dict[str, tuple[Any, ...]]
 
@@ -180,6 +181,30 @@ def test_the_list_is_the_schedulers_and_survives_it() -> None:
     assert again.scheduler.machine.chains["c"][0] == chain
     (row,) = again.scheduler.listing.models()
     assert (row["name"], row["state"]) == ("c", "incomplete")
+
+
+@pytest.mark.parametrize("member", ["wide", "many", "head", "encoder"])
+def test_a_chain_has_the_shapes_of_a_model_that_was_replaced(member: str) -> None:
+    rig, token, steps = Rig(), Token(90), (ChainStep(model="m"),)
+    rig.register("m")
+    rig.scheduler.machine.models["m"].manifest = MODELS["fixed"]
+    rig.handle(ChainRequest(token=token, model=ModelName("c"), steps=steps))
+    rig.ask(UnregisterRequest, model="m")
+    _, op_id = rig.begin("m")
+    new = MODELS[member]
+    parts = {"inputs": new.inputs, "outputs": new.outputs, "dims": new.dims}
+    manifest = msgspec.structs.replace(manifest_of("other", MIB, 2), **parts)
+    done = BuildDone(model="m", op_id=op_id, digest=manifest.digest)
+    rig.handle(received(done, manifest=manifest))
+    announced = [one.model for one in rig.out if type(one) is ModelAvailable]
+    rig.stored("m", op_id)
+    (row,) = [one for one in rig.scheduler.listing.models() if one["name"] == "c"]
+    fits = member in ("wide", "many")  # the others have no input x, or no output y
+    assert ("c" in announced) is fits
+    assert (row["inputs"]["x"] == [[4, 16], "float32"]) is not fits
+    assert (row["state"], bool(row["reason"])) == (
+        ("ready", False) if fits else ("incomplete", True)
+    )
 
 
 def test_a_bill_is_the_sum_of_its_parts() -> None:

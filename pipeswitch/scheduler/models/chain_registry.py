@@ -26,6 +26,7 @@ class Chains:
         self._core = core
         self._machine = machine
         self._versions = versions
+        versions.follow = self.follow
 
     @handles(ChainRequest)
     def on_request(self, event: ChainRequest) -> None:
@@ -82,6 +83,23 @@ class Chains:
             )
         return chain
 
+    def follow(self, base: ModelName) -> None:
+        """Give the chains of a model the dtypes and extents of its current version."""
+        for name, (chain, tenant) in self._machine.chains.items():
+            if all(step.model != base for step in chain.steps):
+                continue
+            self._machine.chain_faults.pop(name, None)
+            try:
+                fresh = chain_of(name, chain.steps, chain.returns, self._models())
+            except errors.InvalidInput as error:  # its row says so; each step checks its own inputs
+                self._machine.chain_faults[name] = error.message
+                continue
+            if fresh != chain:
+                self._machine.chains[name] = fresh, tenant
+                self._core.emit(
+                    ModelAvailable(model=name, manifest=fresh.manifest, priority=0, chain=fresh)
+                )
+
     def _models(self) -> dict[str, Manifest]:
         """Return the manifests of the current versions, as clients see them."""
         current = [self._versions.current(name) for name in self._machine.served]
@@ -97,6 +115,7 @@ class Chains:
         if event.tenant not in (None, tenant):
             raise errors.PermissionDenied(f'"{event.model}" is another client\'s')
         del self._machine.chains[event.model]
+        self._machine.chain_faults.pop(event.model, None)
         self._core.emit(Journal(entry={"kind": "chain-gone", "name": event.model}))
         self._core.emit(ModelRemoved(model=event.model))
         self._core.answer(event.token, model=event.model)

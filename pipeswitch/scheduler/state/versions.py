@@ -7,7 +7,7 @@ version on arrival, so exactly one version computes its answer (docs/adr/0025-ve
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Callable, Collection, Iterable
 from typing import Final
 
 from ...base.errors import ModelNotFound
@@ -45,6 +45,7 @@ class Versions:
         self.aliases = Aliases(core)
         self._served = served
         self._of: dict[ModelName, dict[int, Model]] = {}  # versions of each name
+        self.follow: Callable[[ModelName], None] = lambda base: None  # set by the chains
 
     def served(self, name: ModelName) -> Served | None:
         return self._served.get(name)
@@ -192,6 +193,8 @@ class Versions:
                 aliases=self.aliases.of(model.base),
             )
         )
+        if self.is_current(model):
+            self.follow(model.base)
 
     def outdated(self, name: ModelName) -> list[Model]:
         """Return the versions beyond ``keep_versions``: those that were current longest ago."""
