@@ -381,7 +381,7 @@ class Client(Verbs):
                 exported here and sent as a graph and safetensors.
             aliases: further names, such as ``gpt-3.5-turbo``; ``unregister`` removes one alone.
             as_version: make ``weights`` the next version of the registered model, as ``publish``
-                does. Give only ``name`` and these two.
+                does. Give only ``name`` and these two, and ``precision`` if it changes.
             weights: ``random:SEED``, ``pretrained``, or a local file: safetensors, or the output of
                 ``torch.save(module.state_dict(), "weights.pt")``.
             inputs: shapes and dtypes, if the source does not define them, by argument name and

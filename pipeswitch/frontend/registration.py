@@ -29,6 +29,7 @@ from .permissions import CheckedSource, Rules, check_function, check_source
 from .validation import check_name, priority_number
 
 DTYPES: Final = tuple(ITEM_BYTES)
+OF_A_VERSION: Final = {"as_version", "weights", "precision", "max_error"}
 NO_RULES: Final = Rules()  # no code and no uploads: the owner needs no permission
 
 
@@ -42,11 +43,11 @@ def check(request: RegisterRequest) -> None:
         check_name(alias, "alias")
     priority_number(request.priority, default=1)
     has_file = request.weights.startswith("put:") or request.weights.endswith(".safetensors")
-    others = ", ".join(sorted(request.body().keys() - {"as_version", "weights"}))
+    others = ", ".join(sorted(request.body().keys() - OF_A_VERSION))
     if request.as_version and (others or not has_file):
         what = f"omit {others}" if others else f"weights {request.weights!r} are not a file"
         raise InvalidInput(
-            "a new version changes only the weights of a registered model: "
+            "a new version changes only the weights and the precision of a registered model: "
             + (what if request.weights else "--weights FILE is missing"),
             hint="pipeswitch register NAME --weights FILE --as-version",
         )
@@ -127,7 +128,14 @@ def registration(
     check(request)
     source = check_origin(request, principal.require, rules, is_owner=principal.is_owner)
     if request.as_version:
-        spec = msgspec.msgpack.encode(BuildSpec(name=model, source="", weights=source.weights))
+        own = BuildSpec(
+            name=model,
+            source="",
+            weights=source.weights,
+            precision=request.precision,
+            max_error=request.max_error,
+        )
+        spec = msgspec.msgpack.encode(own)
         name, tenant = ModelName(model), principal.tenant
         return VersionRequest(token=token, model=name, spec=spec, tenant=tenant)
     parts = BuildRequest.__struct_fields__

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from concurrent.futures import Future
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -132,6 +133,15 @@ def test_the_sdk_the_command_line_and_the_file_ask_for_the_same(
 def test_what_a_version_from_a_file_lacks_is_named(fields: dict[str, Any], text: str) -> None:
     with pytest.raises(InvalidInput, match=text):
         asked({"as_version": True, **fields})
+
+
+@pytest.mark.parametrize("precision", ["", "exact", "fast", "bf16", "int8"])
+def test_a_version_may_have_another_precision(precision: str, tmp_path: Path) -> None:
+    (weights := tmp_path / "x.safetensors").touch()
+    body = {"as_version": True, "weights": str(weights), "precision": precision}
+    header = RequestHeader(v=VERSION, op="register", id="1", model="m", body=body)
+    event: Any = ask(header, Token(1), OWNER, Rules(allow_code=True))
+    assert msgspec.msgpack.decode(event.spec)["precision"] == precision
 
 
 def test_an_older_client_that_sends_every_field_asks_for_the_same() -> None:

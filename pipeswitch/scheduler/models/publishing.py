@@ -13,8 +13,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Final, Literal
+from typing import Any, Final, Literal
 
 import msgspec
 
@@ -101,8 +102,9 @@ class Publishing:
             raise ServerUnavailable(
                 f'a version of "{name}" is being built', hint="try again when it is ready"
             )
-        weights = msgspec.msgpack.decode(event.spec)["weights"]
-        self._begin_version(before, weights, "", event.token)
+        wanted = msgspec.msgpack.decode(event.spec)
+        form = {key: wanted[key] for key in ("precision", "max_error") if wanted["precision"]}
+        self._begin_version(before, wanted["weights"], "", event.token, form)
 
     def script_asked(self, device: DeviceState, worker: Worker, message: PublishStep) -> None:
         """Accept or refuse a script's request to publish its current step, and reply at once."""
@@ -271,8 +273,16 @@ class Publishing:
         one.version = self._begin_version(before, weights, one.part, token)
         one.registration = self._registry.registrations[one.version.name]
 
-    def _begin_version(self, before: Model, weights: str, part: str, token: Token | None) -> Model:
-        """Build the program of ``before`` with the weights of a commit's folder, or of a file."""
+    def _begin_version(
+        self,
+        before: Model,
+        weights: str,
+        part: str,
+        token: Token | None,
+        form: Mapping[str, Any] | None = None,
+    ) -> Model:
+        """Build the program of ``before`` with the weights of a commit's folder, or of a file.
+        ``form`` has the precision and its limit, if they change."""
         served = self._versions.served(before.base)
         assert before.manifest is not None
         assert served is not None
@@ -281,6 +291,7 @@ class Publishing:
             folder = self._core.settings.program_dir(before.manifest.digest)
             spec["source"] = f"{folder}/{BUNDLE_FILE}"
         spec |= {"name": f"{before.base} {served.last + 1}", "weights": weights, "part": part}
+        spec |= form or {}
         return self._registry.begin_version(before, msgspec.msgpack.encode(spec), token)
 
     def _poll(self, one: Publication) -> None:
