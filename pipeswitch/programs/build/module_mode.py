@@ -19,6 +19,7 @@ from typing import Any
 import msgspec
 import torch
 from torch import nn
+from torch._ops import HigherOrderOperator
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -32,7 +33,7 @@ from ..interface.pytree import Tree
 from ..running.executor import ModuleProgram
 from ..running.factories import code_of
 from ..running.tensor_views import bytes_over, tensor_over
-from ..running.torch_settings import TorchSettings, seeded
+from ..running.torch_settings import TorchSettings, run_branches_eagerly, seeded
 from ..running.unregistered_tensors import leave_behind, loose_tensors, without_data
 from ..running.values import dtype_name, nested_outputs, tensor_bytes
 from ..spec import WEIGHTS_FILE, BuildSpec
@@ -184,6 +185,7 @@ def _measure(
 ) -> tuple[list[str], Tree, tuple[ValueSpec, ...]]:
     """Return the submodules in order of their first call, and the outputs' tree and specs."""
     order: dict[str, None] = {}
+    run_branches_eagerly()
 
     def hook(name: str) -> Callable[[nn.Module, Any], None]:
         return lambda entered, inputs: order.setdefault(name)
@@ -301,11 +303,15 @@ def _opened(
 class _Writes(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Mode that records the addresses of all tensors to which operators write."""
 
+    supports_higher_order_operators = True
+
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.addresses: set[int] = set()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if isinstance(func, HigherOrderOperator):  # weights are also read-only, and inputs compared
+            return func(*args, **(kwargs or {}))
         named = {
             **dict(zip((a.name for a in func._schema.arguments), args, strict=False)),
             **(kwargs or {}),

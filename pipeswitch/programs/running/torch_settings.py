@@ -117,6 +117,23 @@ class TorchSettings:
             before.apply()
 
 
+_torch_compile: Final = torch.compile
+
+
+def _compile(model: Any = None, **options: Any) -> Any:
+    is_branch = getattr(model, "__module__", "").startswith("torch._higher_order_ops")
+    return model if is_branch else _torch_compile(model, **options)
+
+
+def run_branches_eagerly() -> None:
+    """Make ``torch.cond``, ``while_loop`` and their like call their functions in this process.
+
+    Otherwise they compile them, which fails for functions with side effects, such as the hooks that
+    wait for a group's weights. The bits are the same, since they compile for the backend ``eager``.
+    """
+    torch.compile = _compile
+
+
 @contextlib.contextmanager
 def seeded(seed: int) -> Iterator[None]:
     """Seed the generators of torch, numpy and Python; restore them after the block."""
