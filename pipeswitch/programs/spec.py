@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import hashlib
 import os
@@ -220,17 +219,27 @@ def save_manifest(path: str | os.PathLike[str], manifest: Manifest) -> None:
 
 
 @functools.cache
+def processor_features() -> tuple[str, ...]:
+    """Return the processor's names and features. Builders call this before they are confined: a
+    sandbox may lose access to a file of procfs, whose inode the kernel can drop and make again.
+
+    Raises:
+        OSError: they cannot be read.
+    """
+    lines = Path("/proc/cpuinfo").read_text().splitlines()
+    return tuple(
+        sorted({one for one in lines if one.startswith(("flags", "model name", "Features"))})
+    )
+
+
+@functools.cache
 def fingerprint(layout: Layout, threads: int) -> str:
     """Return a fingerprint of torch, the processor, and the number of compute threads.
 
     oneDNN's layout of a convolution depends on the number of threads.
     """
-    lines: list[str] = []
-    with contextlib.suppress(OSError):
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    prefixes = ("flags", "model name", "Features")
-    facts = sorted({line for line in lines if line.startswith(prefixes)})
-    parts = [PACKED_FORM, str(threads if layout == "onednn" else 0), version("torch"), *facts]
+    threads_text = str(threads if layout == "onednn" else 0)
+    parts = [PACKED_FORM, threads_text, version("torch"), *processor_features()]
     return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:16]
 
 

@@ -25,7 +25,7 @@ from ...ipc.messages.builder import BuildDone, BuildFailed, BuildProgress, Build
 from ...sandbox.confine import confine_builder
 from ..interface.dims import largest, values_text
 from ..interface.layout import Manifest
-from ..spec import BuildSpec, files_of, needs_more
+from ..spec import BuildSpec, files_of, needs_more, processor_features
 from . import hub
 
 
@@ -70,6 +70,7 @@ def run(settings: BuildSettings, channel: Channel) -> int:
         reach("build.begin")
         if spec.source.startswith("hf:") and not settings.is_owners:
             os.chdir(work)  # else ``hf:a/b`` could mean a folder of the server
+        processor_features()  # cached
         missing_half()  # requests the processor's matrix registers, which the sandbox forbids
         if settings.is_sandboxed and not needs_more(settings.spec) and not are_enabled():
             _confine(settings.spec, spec.source, work)
