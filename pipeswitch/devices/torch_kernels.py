@@ -17,8 +17,6 @@ from ..programs.interface import packing
 
 ROWS: Final = b"rows"  # ``PackedLayout.description`` of a linear layer's weight
 CHANNELS_LAST: Final = b"channels last"  # description of a convolution's weight
-INT8_BLOCK: Final = 16  # torch's int8 kernel is right for widths that are multiples of this
-MAX_INT8_ROWS: Final = 12  # above this, a CPU is faster if int8 weights are converted first
 _LINEAR: Final = contracted(torch.ops.aten.linear.default)  # checked: the numbers are the file's
 _CONV2D: Final = contracted(torch.ops.aten.conv2d.default)
 _CUT_BITS: Final = 13  # bits of a float32 that TF32 does not have
@@ -48,6 +46,10 @@ class TorchKernels:
     ) -> tuple[packing.PackedLayout, torch.Tensor]:
         """Implement ``PackedKernels``."""
         return _laid_out(weight, weight.permute(0, 2, 3, 1), CHANNELS_LAST)
+
+    def pack_int8(self, weight: torch.Tensor) -> tuple[packing.PackedLayout | None, torch.Tensor]:
+        """Implement ``PackedKernels``."""
+        return None, weight
 
     def wrap(self, data: torch.Tensor, layout: packing.PackedLayout) -> torch.Tensor:
         """Implement ``PackedKernels``."""
@@ -80,7 +82,7 @@ class TorchKernels:
             result = _LINEAR(self._rounded(x), self._rounded(weight), bias)
         finally:
             matmul.fp32_precision = before
-        return _activated(result, *after)
+        return activated(result, *after)
 
     def _linear_add(
         self, x: torch.Tensor, other: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
@@ -100,11 +102,11 @@ class TorchKernels:
     ) -> torch.Tensor:
         x, weight = self._rounded(x), self._rounded(weight)
         result = _CONV2D(x, weight, bias, stride, padding, dilation, groups)
-        return _activated(result, *after)
+        return activated(result, *after)
 
     def _convolution_add(self, x: torch.Tensor, other: torch.Tensor, *rest: Any) -> torch.Tensor:
         result = self._convolution(x, *rest[:-3], "none", [], "")
-        return _activated(result.add_(other), *rest[-3:])
+        return activated(result.add_(other), *rest[-3:])
 
 
 def _laid_out(
@@ -130,9 +132,7 @@ def to_tf32(factor: torch.Tensor) -> torch.Tensor:
     return torch.where(factor.isfinite(), bits.view(torch.float32), factor)
 
 
-def _activated(
-    x: torch.Tensor, name: str, scalars: Sequence[float], algorithm: str
-) -> torch.Tensor:
+def activated(x: torch.Tensor, name: str, scalars: Sequence[float], algorithm: str) -> torch.Tensor:
     """Apply a packed call's activation to its result, in place except GELU."""
     return x if name == "none" else _ACTIVATIONS[name](x, *scalars, algorithm)
 
@@ -153,15 +153,7 @@ _ACTIVATIONS: Final[Mapping[str, Callable[..., torch.Tensor]]] = {
 def linear_int8(
     x: torch.Tensor, weight: torch.Tensor, scales: torch.Tensor, bias: torch.Tensor | None
 ) -> torch.Tensor:
-    """Multiply bfloat16 activations by int8 weights.
-
-    The int8 kernel reads a weight once for each row of the input. For many rows it is faster to
-    convert the weight first. The kernel reads whole blocks of inputs, even beyond their end.
-    """
-    rows = x.reshape(-1, x.shape[-1])
-    if len(rows) <= MAX_INT8_ROWS and not rows.shape[1] % INT8_BLOCK:
-        result = torch._weight_int8pack_mm(rows.contiguous(), weight, scales)
-    else:
-        result = torch.nn.functional.linear(rows, weight.to(x.dtype)) * scales
-    result = result if bias is None else result + bias
-    return result.reshape(*x.shape[:-1], len(weight))
+    """Multiply activations by int8 weights, which are converted first, for any number of rows."""
+    half = x.bfloat16() if x.dtype is torch.float16 else x  # sums before scaling are large
+    result = functional.linear(half, weight.to(half.dtype)) * scales
+    return (result if bias is None else result + bias).to(x.dtype)

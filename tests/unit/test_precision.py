@@ -14,12 +14,12 @@ from msgspec.structs import replace
 from torch import nn
 
 from pipeswitch.base.errors import RegistrationRefused
-from pipeswitch.devices.cpu.packed import KERNELS, CpuKernels, missing
+from pipeswitch.devices.cpu.packed import KERNELS, CpuKernels, missing, missing_int8
 from pipeswitch.devices.torch_kernels import TorchKernels, to_tf32
 from pipeswitch.programs.build import fusing, precision
 from pipeswitch.programs.build import program as building
 from pipeswitch.programs.build.export import export_module_to_bundle
-from pipeswitch.programs.build.fusing import call_times
+from pipeswitch.programs.build.fusing import call_times, quantized
 from pipeswitch.programs.build.precision import derive
 from pipeswitch.programs.build.program import build
 from pipeswitch.programs.build.verify import load_image
@@ -284,7 +284,7 @@ def test_a_sum_with_another_dtype_is_not_fused(
 def test_a_call_is_packed_if_it_gains_at_a_batch(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    times = {1: (1.0, 1.04), 8: (3.0, 2.0)}  # number of rows -> ms unpacked, ms packed
+    times = {2: (1.0, 1.04), 8: (3.0, 2.0)}  # number of rows -> ms unpacked, ms packed
 
     def timed(*_: Any, inputs: Any) -> list[list[float]]:
         return [[one] for one in times[len(inputs[0])]]
@@ -297,7 +297,7 @@ def test_a_call_is_packed_if_it_gains_at_a_batch(
     assert built(nn.Linear(16, 16), (torch.randn(2, 16),), tmp_path / "b").precision is None
 
 
-@pytest.mark.parametrize("loser", [1, 8])
+@pytest.mark.parametrize("loser", [2, 8])
 @pytest.mark.parametrize(("loss_ms", "count"), [(0.19, 1 + 2), (0.04, 1 + 9), (0.9, 1)])
 def test_calls_that_lose_most_for_their_gain_stay_plain(
     loss_ms: float, count: int, loser: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -333,7 +333,7 @@ def test_a_language_model_is_timed_at_one_stream_and_at_eight(tmp_path: Path) ->
     manifest = built(nn.Linear(16, 16), (torch.randn(2, 16),), tmp_path)
     manifest.extra["example_dims"]["batch"] = 2
     for is_decoder, rows in ((False, [2, 8]), (True, [1, 8])):
-        shapes = precision._shapes(manifest, is_decoder)[: fusing.TIMED]
+        shapes = precision._shapes(manifest, (), is_decoder)[: fusing.TIMED]
         assert [shape["batch"] for shape in shapes] == rows
 
 
@@ -510,7 +510,7 @@ def test_a_layout_for_an_input_that_cannot_be_is_refused(
     graph = read_bundle(tmp_path / "out" / packing.DERIVED_FILE, is_derived=True).graph
     name = next(name for name in graph.packed if "third" in name)
     layout = graph.packed[name]
-    assert layout.input_shape == (1, 8, 12, 12)
+    assert layout.input_shape == (3, 8, 12, 12)
     packed = dict(graph.packed) | {name: replace(layout, input_shape=shape, description=b"")}
     with pytest.raises(RegistrationRefused):
         GraphProgram(manifest, replace(graph, packed=packed), "cpu", KERNELS)
@@ -870,50 +870,41 @@ def test_a_saturated_weight_is_refused(tmp_path: Path) -> None:
         built(module, (x,), tmp_path, "bf16")
 
 
-def test_a_layer_of_int8_gives_a_row_its_bits_in_any_small_batch(tmp_path: Path) -> None:
-    module = nn.Sequential(nn.Linear(256, 512), nn.ReLU(), nn.Linear(512, 64))
-    manifest = built(module, (torch.randn(2, 256),), tmp_path, "int8", batch=8)
-    assert manifest.precision is not None
-    x = torch.randn(8, 256)
-    [together] = answers(manifest, tmp_path, (x,))
-    alone = [answers(manifest, tmp_path, (x[row : row + 1],))[0] for row in range(8)]
-    assert torch.equal(torch.cat(alone), together) is manifest.precision.is_batch_invariant
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize(("out", "width"), [(24, 3072), (2304, 768), (768, 3072), (16, 64)])
+@pytest.mark.parametrize("form", ["float32", "bfloat16", "int8"])
+@pytest.mark.parametrize(("out", "width"), [(24, 3072), (2304, 768), (768, 3072), (99, 70)])
 def test_a_packed_product_gives_a_row_its_bits_in_any_batch(
-    out: int, width: int, dtype: torch.dtype
+    out: int, width: int, form: str
 ) -> None:
-    if dtype is torch.bfloat16 and not KERNELS.supports_bfloat16():
+    """In bfloat16 the number of rows may choose another kernel, whose sums round elsewhere."""
+    if form == "bfloat16" and not KERNELS.supports_bfloat16():
         pytest.skip("this processor has no bfloat16")
-    layout, data = KERNELS.pack_linear(torch.randn(out, width).to(dtype))
-    weight, bias = KERNELS.wrap(data, layout), torch.randn(out).to(dtype)
+    if form == "int8" and missing_int8():
+        pytest.skip(missing_int8())
+    dtype = torch.float32 if form == "float32" else torch.bfloat16
+    plain, bias = torch.randn(out, width), torch.randn(out).to(dtype)
     x, other = torch.randn(65, width).to(dtype), torch.randn(65, out).to(dtype)
-    linear, add = (KERNELS.operators()[one] for one in (packing.LINEAR, packing.LINEAR_ADD))
+    operators = KERNELS.operators()
+    scales, rows = quantized(plain)
+    packs = KERNELS.pack_int8(rows) if form == "int8" else KERNELS.pack_linear(plain.to(dtype))
+    assert packs[0] is not None
+    weight = KERNELS.wrap(packs[1], packs[0])
 
     def answers(rows: int) -> list[torch.Tensor]:
         own, more = x[:rows].view(rows, 1, width), other[:rows].view(rows, 1, out)
+        if form == "int8":
+            return [operators[packing.LINEAR_INT8](own, weight, scales, bias).view(rows, out)]
         return [
-            linear(x[:rows], weight, bias, "relu", [], ""),
-            add(own, more, weight, bias).view(rows, out),
+            operators[packing.LINEAR](x[:rows], weight, bias, "relu", [], ""),
+            operators[packing.LINEAR_ADD](own, more, weight, bias).view(rows, out),
         ]
 
     expected = answers(65)
-    for rows in (*range(10), 16, 33, 64):
-        for ours, theirs in zip(answers(rows), expected, strict=True):
-            assert torch.equal(ours, theirs[:rows])
-
-
-@pytest.mark.parametrize("width", [1, 30, 72, 100])
-def test_a_layer_of_int8_may_have_any_width(width: int, tmp_path: Path) -> None:
-    module = nn.Sequential(nn.Linear(width, 1504), nn.ReLU(), nn.Linear(1504, width))
-    manifest = built(module, (torch.randn(2, width),), tmp_path, "int8")
-    assert manifest.precision is not None
-    x = torch.randn(2, width)
-    [answer] = answers(manifest, tmp_path, (x,))
-    expected = module(x).detach()
-    assert float((answer - expected).abs().max()) < 0.05 * float(expected.abs().max())
+    for count in (*range(10), 12, 13, 16, 33, 64):
+        for ours, theirs in zip(answers(count), expected, strict=True):
+            if form == "bfloat16":
+                torch.testing.assert_close(ours, theirs[:count], rtol=2**-7, atol=0.5)
+            else:
+                assert torch.equal(ours, theirs[:count])
 
 
 class Mixing(nn.Module):
@@ -943,18 +934,3 @@ def test_a_model_whose_rows_look_at_each_other_is_not_batch_invariant(
     assert manifest.precision.is_batch_invariant is False
     with pytest.raises(RegistrationRefused, match="cannot be batched"):
         built(Mixing(end), (torch.randn(2, 64),), tmp_path / "joined", "exact", batch=4)
-
-
-@pytest.mark.parametrize("end", MASKS)
-def test_a_mask_in_the_answer_hides_no_error(
-    end: Callable[[torch.Tensor], torch.Tensor], tmp_path: Path
-) -> None:
-    module = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64))
-    manifest = built(module, (torch.randn(2, 64),), tmp_path, "bf16")
-    module.add_module("2", Mixing(end).requires_grad_(False))
-    with torch.no_grad():
-        module[2].linear.weight.zero_()
-    hidden = built(module, (torch.randn(2, 64),), tmp_path / "masked", "bf16")
-    assert manifest.precision is not None
-    assert hidden.precision is not None
-    assert hidden.precision.max_error > 0.1 * manifest.precision.max_error

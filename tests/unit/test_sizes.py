@@ -27,7 +27,7 @@ USERS = {
     "client.Client.train 8, job.steps 8, session.TrainingSession.steps 8, testing.server 8",
 }
 # Kernels for operators of torch, and a replacement of a torch function, with torch's signatures.
-TORCH = {"parameters": "packed._convolution_add 11, recurrent._stft 10"}
+TORCH = {"parameters": "packed._convolution_add 8, recurrent._stft 10"}
 
 
 def listed(measure: str) -> dict[str, int]:

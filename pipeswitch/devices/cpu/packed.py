@@ -22,13 +22,24 @@ from msgspec.structs import replace
 
 from ...base.errors import RegistrationRefused
 from ...programs.interface import packing
-from ..torch_kernels import linear_int8
+from ..torch_kernels import activated, linear_int8
 
+_After = tuple[str, Sequence[float], str]
+_NOTHING: Final[_After] = ("none", [], "")
 _MKLDNN_LAYOUT: Final = 3  # c10::Layout::Mkldnn
-_SCALAR_TYPES: Final = {"float32": 6, "bfloat16": 15}  # c10::ScalarType
+_SCALAR_TYPES: Final = {"int8": 1, "float32": 6, "bfloat16": 15}  # c10::ScalarType
 _FAST_ROWS: Final = 4  # oneDNN reads weights from memory faster for 4 rows than for fewer
 _LONG_ROW: Final = 1024  # oneDNN sums a single row longer than this in another order than several
 _LARGE_WEIGHT: Final = 1 << 20  # elements; smaller weights often fit into the processor's cache
+_LOSSY: Final = ("relu", "hardtanh", "hardsigmoid", "leaky_relu")
+"""Activations in which oneDNN turns NaN into a number (leaky ReLU: with slope 0): torch's own ones
+follow the product instead. A pass over a result costs less than a check of the input for NaN."""
+_MINUS_INF_BITS: Final = (
+    -128
+)  # bits of bfloat16's -inf as int16; NaN and positive numbers have more
+_LARGEST_CODE: Final = 127 * 256  # of an activation in ``int8``: two bytes, each with an own sum
+_MAX_INT8_WIDTH: Final = (1 << 31) // (128 * 128)  # products of two int8 that an int32 can sum
+_MAX_PADDED: Final = 4  # a tiny int8 weight stays plain if it would be larger than in float32
 _PADDING: Final = (slice(108, 112), slice(316, 320), slice(420, 424))
 """Padding in oneDNN's descriptor. It is never initialized, so it differs between processes."""
 _SELF_TEST_ERROR: Final = {torch.float32: 1e-5, torch.bfloat16: 2e-2}  # relative to largest output
@@ -65,6 +76,14 @@ class CpuKernels:
         layout, data = _taken_apart(packed)
         return replace(layout, input_shape=tuple(input_shape)), data
 
+    def pack_int8(self, weight: torch.Tensor) -> tuple[packing.PackedLayout | None, torch.Tensor]:
+        """Implement ``PackedKernels``."""
+        if weight.shape[1] >= _MAX_INT8_WIDTH or missing_int8():
+            return None, weight
+        layout, data = _taken_apart(torch.ops.onednn.qlinear_prepack(weight, None))
+        is_padded = data.nbytes > _MAX_PADDED * weight.nbytes
+        return (None, weight) if is_padded else (layout, data)
+
     def wrap(self, data: torch.Tensor, layout: packing.PackedLayout) -> torch.Tensor:
         """Implement ``PackedKernels``; ``data`` is uint8, contiguous and aligned to 64 bytes."""
         create, new_capsule = _library()
@@ -97,10 +116,10 @@ class CpuKernels:
     def operators(self) -> Mapping[str, Callable[..., torch.Tensor]]:
         """Implement ``PackedKernels``."""
         return {
-            packing.LINEAR_INT8: linear_int8,
+            packing.LINEAR_INT8: _linear_int8,
             packing.LINEAR: _linear,
             packing.LINEAR_ADD: _linear_add,
-            packing.CONVOLUTION: torch.ops.mkldnn._convolution_pointwise.default,
+            packing.CONVOLUTION: _convolution,
             packing.CONVOLUTION_ADD: _convolution_add,
         }
 
@@ -108,14 +127,17 @@ class CpuKernels:
 KERNELS: Final = CpuKernels()
 
 
-def _linear(x: torch.Tensor, weight: torch.Tensor, *rest: Any) -> torch.Tensor:
+def _linear(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, *after: Any
+) -> torch.Tensor:
     call = torch.ops.mkldnn._linear_pointwise.default
     result: torch.Tensor
+    own, later = _split(*after)
     if not (missing_rows := _missing_rows(x, weight)):
-        result = call(x, weight, *rest)
-        return result
-    result = call(_with_rows(x, missing_rows), weight, *rest)
-    return result[:-missing_rows].view(*x.shape[:-1], weight.shape[0])
+        result = call(x, weight, bias, *own)
+        return _finished(result, *later)
+    result = call(_with_rows(x, missing_rows), weight, bias, *own)
+    return _finished(result[:-missing_rows].view(*x.shape[:-1], weight.shape[0]), *later)
 
 
 def _linear_add(
@@ -145,6 +167,58 @@ def _with_rows(x: torch.Tensor, count: int) -> torch.Tensor:
     return torch.nn.functional.pad(x.reshape(-1, x.shape[-1]), (0, 0, 0, count))
 
 
+def _linear_int8(
+    x: torch.Tensor, weight: torch.Tensor, scales: torch.Tensor, bias: torch.Tensor | None
+) -> torch.Tensor:
+    """Multiply activations by int8 weights in integers.
+
+    A row of activations becomes integers of 16 bits with one scale, of which the product sums the
+    high and the low bytes apart, as more rows. Sums of integers are exact, so a row has the same
+    bits beside any other rows, in any kernel.
+    """
+    if weight.layout is torch.strided:
+        return linear_int8(x, weight, scales, bias)
+    width = weight.shape[1]  # it was packed as [in, out]
+    if not x.numel():
+        return x.new_zeros(*x.shape[:-1], width)
+    rows = x.reshape(-1, x.shape[-1]).float()
+    largest = rows.abs().amax(1, keepdim=True)
+    largest = largest + (largest - largest)  # NaN if a value is infinite: no result is a number
+    step = largest.clamp_(min=torch.finfo(torch.float32).tiny * _LARGEST_CODE) / _LARGEST_CODE
+    codes = (rows / step).round_().to(torch.int32)
+    high = (codes + 128) >> 8
+    both = torch.cat([high, codes.sub_(high << 8)]).add_(128).to(torch.uint8)
+    product = torch.ops.onednn.qlinear_pointwise.default
+    one, zero = torch.ones(1), torch.zeros(1, dtype=torch.int64)
+    sums = product(
+        *(both, 1.0, 128, weight, one, zero, None, 1.0, 0, torch.float32, "none", [], "")
+    )
+    result = torch.add(sums[len(rows) :], sums[: len(rows)], alpha=256.0).mul_(step).mul_(scales)
+    result = result if bias is None else result + bias
+    return result.to(x.dtype).view(*x.shape[:-1], width)
+
+
+def _split(name: str, scalars: Sequence[float], algorithm: str) -> tuple[_After, _After]:
+    """Return the activation of oneDNN's call, and the one that torch applies to its result."""
+    after = name, scalars, algorithm
+    is_lossy = name in _LOSSY and (name != "leaky_relu" or not scalars[0])
+    return (_NOTHING, after) if is_lossy else (after, _NOTHING)
+
+
+def _finished(y: torch.Tensor, name: str, *how: Any) -> torch.Tensor:
+    """Apply an activation in place. torch's own ReLU of bfloat16 takes three times as long."""
+    if name == "relu" and y.dtype is torch.bfloat16:
+        torch.threshold_(y.view(torch.int16), _MINUS_INF_BITS, 0)
+        return y
+    return activated(y, name, *how)
+
+
+def _convolution(x: torch.Tensor, *rest: Any) -> torch.Tensor:
+    own, later = _split(*rest[-3:])
+    call = torch.ops.mkldnn._convolution_pointwise.default
+    return _finished(call(x, *rest[:-3], *own), *later)
+
+
 def _convolution_add(
     x: torch.Tensor,
     other: torch.Tensor,
@@ -154,17 +228,14 @@ def _convolution_add(
     stride: list[int],
     dilation: list[int],
     groups: int,
-    activation: str,
-    scalars: list[float],
-    algorithm: str,
+    *after: Any,
 ) -> torch.Tensor:
-    after = None if activation == "none" else activation
     fused = torch.ops.mkldnn._convolution_pointwise.binary
     result: torch.Tensor = fused(
         *(x, other, weight, bias, padding, stride, dilation, groups),
-        *("add", 1.0, after, scalars, algorithm or None),
+        *("add", 1.0, None, [], None),  # oneDNN applies only ReLU to a sum, and ReLU is lossy
     )
-    return result
+    return _finished(result, *after)
 
 
 def _taken_apart(packed: torch.Tensor) -> tuple[packing.PackedLayout, torch.Tensor]:
@@ -199,6 +270,22 @@ def missing() -> str:
         The reason why packed weights cannot be used here; empty if they can.
     """
     return _missing(torch.float32)
+
+
+@cache
+def missing_int8() -> str:
+    """Return why products of int8 weights cannot be summed in integers; empty if they can.
+
+    Processors without instructions for it add pairs of products in 16 bits, which overflow.
+    """
+    weight, x = torch.full((16, 64), 127, dtype=torch.int8), torch.full((1, 64), 255.0)
+    try:
+        layout, data = _taken_apart(torch.ops.onednn.qlinear_prepack(weight, None))
+        own = _linear_int8(x, KERNELS.wrap(data, layout), torch.ones(16), None)
+    except (AttributeError, OSError, RuntimeError, RegistrationRefused) as error:
+        return f"{type(error).__name__}: {str(error)[:200]}"
+    is_right = bool(((own / (255.0 * 127 * 64) - 1.0).abs() < 1e-5).all())
+    return "" if is_right else "sums of products overflow"
 
 
 @cache

@@ -52,6 +52,7 @@ class EncodedProgram:
         generation: settings of a model that generates or embeds texts.
         unsaved: names of weights that the module's state dict does not have, such as buffers with
             ``persistent=False``. A version from a file keeps their values.
+        examples: the inputs of the export; empty: they say nothing about the model's requests.
     """
 
     graph: Graph
@@ -60,6 +61,7 @@ class EncodedProgram:
     suspects: list[dict[str, int]] = field(default_factory=list)
     generation: GenerationSettings | None = None
     unsaved: list[str] = field(default_factory=list)
+    examples: list[torch.Tensor] = field(default_factory=list)
 
 
 class Encoder:

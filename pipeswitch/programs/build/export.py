@@ -16,13 +16,14 @@ from torch import nn
 from torch.utils._pytree import tree_map_only
 
 from ...base.errors import PipeSwitchError, RegistrationRefused
-from ..graphs.bundle import write_bundle
-from ..interface.dims import BATCH, Dim
+from ...base.units import format_bytes
+from ..graphs.bundle import EXAMPLE, write_bundle
+from ..interface.dims import BATCH, Dim, batch_range, values_of
 from ..interface.pytree import Tree
 from ..running.factories import split_arguments
 from ..running.values import dtype_name, nested_outputs, tensor_bytes
 from ..spec import DEFAULT_SEQUENCES
-from .checking import align, check_program
+from .checking import align, check_program, resized
 from .decoder import decoder
 from .dynamic import Axes, Dynamic, NotDynamic, asked_axes, batch_axes, choices, narrowed
 from .encoder import EncodedProgram, Encoder
@@ -33,6 +34,8 @@ from .recurrent import OneCallEach
 from .statefulness import Fresh, check_keeps_nothing
 
 MAX_NARROWED: Final = 4  # maximum repeated exports of a registration, with narrower ranges
+MAX_EXAMPLE_ROWS: Final = 16  # a comparison of more rows takes long and shows nothing new
+MAX_EXAMPLE_BYTES: Final = 32 << 20
 SYMBOLIC_SHAPES_LOG: Final = "torch.fx.experimental.symbolic_shapes"
 
 Verify = Callable[[EncodedProgram], None]
@@ -250,16 +253,38 @@ def _export_once(
     return program
 
 
+def _kept_examples(program: EncodedProgram) -> list[torch.Tensor]:
+    """Return the example inputs that a bundle keeps: few rows, or none if they are too large."""
+    shapes = [spec.shape for spec in program.graph.inputs]
+    if not program.examples:
+        return []
+    values = values_of(shapes, (value.shape for value in program.examples))
+    assert values is not None
+    if BATCH in values:
+        low, _ = batch_range(program.graph.dims)
+        values[BATCH] = min(values[BATCH], max(low, MAX_EXAMPLE_ROWS))
+    examples = resized(shapes, [one.detach().cpu() for one in program.examples], values)
+    size_bytes = sum(one.nbytes for one in examples)
+    if size_bytes <= MAX_EXAMPLE_BYTES:
+        return examples
+    note = f"its example of {format_bytes(size_bytes)} is not kept: precisions use random inputs"
+    program.notes += [note] if note not in program.notes else []
+    return []
+
+
 def write_program(path: str | os.PathLike[str], program: EncodedProgram) -> None:
     """Write ``program`` as a bundle."""
+    examples = _kept_examples(program)
+    names = [*program.graph.weights, *(f"{EXAMPLE}{at}" for at in range(len(examples)))]
+    tensors = [*program.weights, *examples]
     write_bundle(
         path,
         program.graph,
         [
-            (name, dtype_name(weight.dtype, name), tuple(weight.shape))
-            for name, weight in zip(program.graph.weights, program.weights, strict=True)
+            (name, dtype_name(tensor.dtype, name), tuple(tensor.shape))
+            for name, tensor in zip(names, tensors, strict=True)
         ],
-        (tensor_bytes(weight) for weight in program.weights),
+        (tensor_bytes(tensor) for tensor in tensors),
         program.generation,
         program.notes,
         program.unsaved,
@@ -302,6 +327,7 @@ def _checked_program(
             verify=verify,
         )
         program.notes += notes
+        program.examples = list(example.tensors)
         return program
 
 
@@ -416,6 +442,7 @@ def export_decoder_to_bundle(
             module = decoder(model)
             program = _checked_program(module, module.example(), None, max_batch, module.dynamic())
         program.generation = module.generation(tokenizer)
+        program.examples = []  # a cache of arbitrary numbers
         program.notes[:0] = module.notes
         return program
 

@@ -59,6 +59,7 @@ class Derived:
     weights: list[torch.Tensor]  # packed weights are uint8
     packed_count: int  # calls that read packed weights
     plain_count: int  # calls that could read packed weights but are faster without
+    halves: frozenset[int] = frozenset()  # values that are bfloat16 in the plain graph, too
 
 
 @dataclasses.dataclass(frozen=True)
@@ -120,6 +121,7 @@ class _Trace:
         self.shapes = {value: tuple(tensor.shape) for value, tensor in enumerate(inputs)}
         self.taken: dict[int, torch.Tensor] = {}  # position of a product -> its input (meta device)
         self.floats = {value for value, one in enumerate(inputs) if one.dtype is torch.float32}
+        self.halves = {value for value, one in enumerate(inputs) if one.dtype is torch.bfloat16}
         spans = [(position, position + 1) for position in range(len(graph.nodes))]
         compiled = CompiledGraph(graph, spans, "cpu")
         environment = compiled.start([value.clone() for value in inputs])
@@ -135,6 +137,9 @@ class _Trace:
                 if isinstance(result, torch.Tensor):
                     self.shapes[value := graph.first_node_value + position] = tuple(result.shape)
                     self.floats |= {value} if result.dtype is torch.float32 else set()
+                parts = result if isinstance(result, list | tuple) else [result]
+                if {getattr(one, "dtype", None) for one in parts} == {torch.bfloat16}:
+                    self.halves.add(graph.first_node_value + position)
 
 
 class _Fusing:
@@ -160,6 +165,7 @@ class _Fusing:
             for value in dict.fromkeys(node_references(node)):
                 self._readers.setdefault(value, []).append(position)
         self._new: NewWeights = {}
+        self._uses: dict[str, list[Any]] = {}  # convolution weight -> forms in which it is packed
         self._calls: dict[int, Node] = {}  # position of a chain's last member -> packed call
         self._gone: set[int] = set()  # positions of the chains' other members, which are removed
         self._plain_count = 0
@@ -169,11 +175,13 @@ class _Fusing:
         forms: dict[tuple[int, ...], _Form] = {}  # positions of a chain -> its packed call
         for position, node in enumerate(self._graph.nodes):
             x = self._taken.get(position)
-            if x is None or x.dtype != torch.float32 or not x.numel() or node.kwargs:
+            if x is None or not x.numel() or node.kwargs:
                 continue
-            chain = self._chain(position)
             make = self._convolution if node.target == "aten.conv2d.default" else self._linear
             is_int8 = self._precision == "int8" and make == self._linear
+            if x.dtype != torch.float32 and not (is_int8 and x.is_floating_point()):
+                continue
+            chain = self._chain(position)
             may_pack = self._packs and not (self._needs_layout and make == self._convolution)
             form = make(chain, x) if is_int8 or may_pack else None
             if form is None or (not self._is_fast and _wastes(form)):
@@ -367,19 +375,20 @@ class _Fusing:
         if chain.norm is not None:
             weight, bias = self._folded(self._graph.nodes[chain.norm], weight, bias)
         layout, data = self._kernels.pack_convolution(weight.to(self._dtype), *how, x.shape)
-        name = self._name_of(arguments[1])
-        if chain.norm is not None:
-            name += f":{chain.norm}"  # another use may have another norm
-        new: NewWeights = {f"{name}:packed": (data, layout)}
-        if bias is not None:
-            new[f"{name}:bias"] = (bias.contiguous(), None)
-        rest = (*how, *chain.after)
-        b = None if bias is None else {"w": f"{name}:bias"}
+        # Another use of the weight may have another norm, or strides and groups of its own.
+        form = (*how, chain.norm, chain.norm is not None and arguments[2])
+        forms = self._uses.setdefault(self._name_of(arguments[1]), [])
+        forms += [form] if form not in forms else []
+        name = f"{self._name_of(arguments[1])}:packed{forms.index(form) or ''}"
+        new: NewWeights = {name: (data, layout)}
+        b = arguments[2]
+        if chain.norm is not None and bias is not None:
+            b, new[f"{name}:bias"] = {"w": f"{name}:bias"}, (bias.contiguous(), None)
         return self._form(
             (packing.CONVOLUTION, packing.CONVOLUTION_ADD),
             chain,
-            (node.args[0], {"w": f"{name}:packed"}, b),
-            rest,
+            (node.args[0], {"w": name}, b),
+            (*how, *chain.after),
             new,
         )
 
@@ -393,7 +402,9 @@ class _Fusing:
             source, weight_at, bias_at = (*node.args, None)[:3]
             weight = self._weight(weight_at)
         bias = self._weight(bias_at)
-        if weight is None or weight.dtype != torch.float32 or weight.dim() != 2:
+        if weight is None or weight.dim() != 2:
+            return None
+        if weight.dtype != torch.float32 and self._precision != "int8":
             return None
         if bias_at is not None and (bias is None or tuple(bias.shape) != (len(weight),)):
             return None
@@ -414,10 +425,9 @@ class _Fusing:
         """Return a product with an int8 weight, quantized symmetrically with a scale per output."""
         source, weight_at, bias_at = arguments
         name = f"{self._name_of(weight_at, node)}:int8"
-        scales = (weight.abs().amax(1).clamp(min=1e-30) / 127.0).bfloat16()
-        rows = (weight / scales.float()[:, None]).round().clamp(-127, 127)
-        rows = rows.to(torch.int8).contiguous()
-        new: NewWeights = {name: (rows, None), f"{name}:scales": (scales, None)}
+        scales, rows = quantized(weight)
+        layout, data = self._kernels.pack_int8(rows)
+        new: NewWeights = {name: (data, layout), f"{name}:scales": (scales, None)}
         call = Node(packing.LINEAR_INT8, (source, {"w": name}, {"w": f"{name}:scales"}, bias_at))
         return _Form(call, new, ())
 
@@ -505,7 +515,12 @@ class _Fusing:
         plain = zip(graph.weights, self._weights, strict=True)
         weights = {name: (data, None) for name, data in plain} | self._new
         nodes, results = self._kept()
-        return renumbered(graph, nodes, results, weights, self._plain_count)
+        derived = renumbered(graph, nodes, results, weights, self._plain_count)
+        first, halves = derived.graph.first_node_value, self._traces[0].halves
+        moved = enumerate((value for value, _ in nodes), first)
+        own = {new for new, value in moved if value in halves}
+        inputs = {value for value in halves if value < len(graph.inputs)}
+        return dataclasses.replace(derived, halves=frozenset(own | inputs))
 
     def _kept(self) -> tuple[list[tuple[int, Node]], list[dict[str, Any]]]:
         """Return the derived graph's calls, each with its value's number, and the results."""
@@ -602,6 +617,13 @@ def _mapped(node: Node, of: Callable[[dict[str, Any]], Any]) -> Node:
 
     named = {key: mapped(one) for key, one in node.kwargs.items()}
     return Node(node.target, tuple(map(mapped, node.args)), named)
+
+
+def quantized(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the scale of each row of a weight, in float32, and its rows in int8."""
+    scales = weight.abs().amax(1).float().clamp(min=1e-30) / 127.0
+    rows = (weight.float() / scales[:, None]).round().clamp(-127, 127)
+    return scales, rows.to(torch.int8).contiguous()
 
 
 def _wastes(form: _Form) -> bool:

@@ -21,7 +21,7 @@ from ..graphs.graph import aliases, resolve
 from ..graphs.operators import OVERLOADS
 from ..interface.packing import TARGETS
 from ..running.executor import PackedKernels
-from .fusing import Derived, renumbered
+from .fusing import Derived, quantized, renumbered
 
 MIN_STORED: Final = 1024  # minimum elements of a weight that is stored in bfloat16
 
@@ -76,6 +76,13 @@ class _Lowering:
         self._rows: set[int] = set()  # values that are views of a weight
         first = len(derived.graph.inputs)
         self._named = {name: first + index for index, name in enumerate(derived.graph.weights)}
+        weights = zip(self._named.items(), derived.weights, strict=True)
+        # Values that are bfloat16 in the plain graph, too, stay as they are.
+        self._own = derived.halves | {
+            value
+            for (name, value), weight in weights
+            if weight.dtype is _HALF and name not in derived.graph.packed
+        }
         self._root, self._frozen = aliases(self._graph)
         self._half = partial(self._as, dtype=_HALF)
         self._float = partial(self._as, dtype=torch.float32)
@@ -97,7 +104,9 @@ class _Lowering:
                 for value in {*node_references(node), own}:
                     if last_use.get(value, -1) <= position and value >= graph.first_node_value:
                         self._forget(value)
-            results = [self._float(value)[0] for value in graph.results]
+            dtypes = [getattr(torch, one.dtype) for one in graph.outputs]
+            pairs = zip(graph.results, dtypes, strict=True)
+            results = [self._as(value, dtype)[0] for value, dtype in pairs]
         calls = _needed(list(enumerate(self._nodes, NEW)), results)
         plain = zip(graph.weights, self._derived.weights, strict=True)
         weights = {name: (data, graph.packed.get(name)) for name, data in plain}
@@ -117,10 +126,9 @@ class _Lowering:
         if target in TARGETS:
             return self._thawed(own, self._emit(target, node, self._half))
         if name.endswith("_") and not name.startswith("_"):
-            reads = [self._made[value][1] for value in node_references(node)]
-            if (
-                any(map(_is_half, reads)) and name[:-1] in OVERLOADS
-            ):  # not in place: no later call reads the argument (``aliases``)
+            is_lowered = any(map(self._is_lowered, node_references(node)))
+            if is_lowered and name[:-1] in OVERLOADS:
+                # not in place: no later call reads the argument (``aliases``)
                 name = name[:-1]
                 target = f"aten.{name}.{target.split('.')[2]}"
             else:
@@ -140,10 +148,11 @@ class _Lowering:
         elif name in FOLLOWERS:
             ways = (self._followed, self._float)
         elif name == "embedding" and (rows := self._int8_rows(node)) is not None:
-            return rows
+            return self._converted(rows, _HALF) if own in self._own else rows
         elif name in LOOK_UPS:
             value = self._emit(target, node, self._kept)
-            return self._converted(value, torch.float32) if _is_half(value[1]) else value
+            is_own = own in self._own or not _is_half(value[1])
+            return value if is_own else self._converted(value, torch.float32)
         for way in ways[:-1]:
             count = len(self._nodes)
             try:
@@ -160,19 +169,25 @@ class _Lowering:
         table = node.args[0]["v"]
         if not len(self._graph.inputs) <= table < self._graph.first_node_value:
             return None
-        int8_name = self._named.get(f"{self._name(table)}:int8")
-        if int8_name is None:
+        name = f"{self._name(table)}:int8"
+        if name not in self._named:
             return None
-        scales = self._made[self._named[f"{self._name(table)}:int8:scales"]]
+        weight = self._made[self._named[name]]
+        if name in self._graph.packed:  # a lookup needs rows
+            rows_name = f"{self._name(table)}:rows"
+            self._weights[rows_name] = quantized(self._made[table][1])[1]
+            weight = {"w": rows_name}, self._weights[rows_name]
+        scales = self._made[self._named[f"{name}:scales"]]
         column = self._added("aten.unsqueeze.default", [scales[0], 1], scales[1].unsqueeze(1))
-        rows = self._emit(node.target, node, lambda v: self._made[int8_name if v == table else v])
+        rows = self._emit(node.target, node, lambda v: weight if v == table else self._made[v])
         steps = self._emit(node.target, node, lambda v: column if v == table else self._made[v])
-        rows, steps = (self._converted(one, torch.float32) for one in (rows, steps))
+        rows = self._converted(rows, torch.float32)
         return self._added("aten.mul.Tensor", [rows[0], steps[0]], rows[1] * steps[1])
 
     def _thawed(self, own: int, value: _Made) -> _Made:
         """Return a result, converted to float32 if it shares memory that is changed in place."""
-        if self._root[own] in self._frozen and _is_half(value[1]):
+        is_frozen = self._root[own] in self._frozen and own not in self._own
+        if is_frozen and _is_half(value[1]):
             return self._converted(value, torch.float32)
         return value
 
@@ -222,9 +237,12 @@ class _Lowering:
         weight = self._weight(value, dtype is torch.float32)
         if weight is not None:
             entry = weight
-        if not isinstance(entry[1], torch.Tensor) or entry[1].dtype is dtype:
+        tensor = entry[1]
+        if not isinstance(tensor, torch.Tensor) or tensor.layout is not torch.strided:
             return entry
-        if entry[1].layout is not torch.strided or entry[1].dtype not in (_HALF, torch.float32):
+        if tensor.dtype is dtype or {tensor.dtype, dtype} != {_HALF, torch.float32}:
+            return entry
+        if dtype is torch.float32 and value in self._own:
             return entry
         key = (value, dtype)
         if key not in self._cast:
@@ -256,6 +274,9 @@ class _Lowering:
 
     def _name(self, value: int) -> str:
         return self._graph.weights[value - len(self._graph.inputs)]
+
+    def _is_lowered(self, value: int) -> bool:
+        return value not in self._own and _is_half(self._made[value][1])
 
     def _is_row(self, value: int) -> bool:
         first = len(self._graph.inputs)

@@ -275,6 +275,7 @@ def _export(
         outputs = [one.name for one in program.graph.outputs]
         embeds = loaded.generation is not None and loaded.generation.pooling
         program.generation = loaded.generation if not embeds or HIDDEN in outputs else None
+        program.examples = [] if loaded.generation is not None else list(loaded.examples or [])
         write_program(path, program)
         bundle = read_bundle(path)  # checks that our reader accepts the file
         if program.graph.dims:

@@ -3,8 +3,8 @@
 A bundle is one safetensors file. Its ``__metadata__`` contains JSON: the graph under
 ``pipeswitch.program``, a language model's settings under ``pipeswitch.generation``, and notes of
 the export for people under ``pipeswitch.notes``. Its tensors are the weights, in order of first
-use. It contains no code, and nothing is unpickled (ADR 7 says why PyTorch's own formats are not
-accepted).
+use, and then the example inputs (``EXAMPLE``), if they are kept. It contains no code, and nothing
+is unpickled (ADR 7 says why PyTorch's own formats are not accepted).
 
 Values are numbered: the inputs, then the weights, then one value per node. An argument is a JSON
 scalar, a list of arguments, or an object with one key. The key is ``v`` for the number of a value
@@ -49,6 +49,7 @@ from ..interface.dims import (
     check_extent,
     corners,
     shape_at,
+    values_of,
 )
 from ..interface.layout import ITEM_BYTES, Manifest, ValueSpec
 from ..interface.packing import TARGETS, PackedLayout
@@ -59,6 +60,9 @@ VERSION: Final = 2
 METADATA_KEY: Final = "pipeswitch.program"
 NOTES_KEY: Final = "pipeswitch.notes"
 UNSAVED_KEY: Final = "pipeswitch.unsaved"
+EXAMPLE: Final = "pipeswitch.example."
+"""Prefix of the names of the example inputs, to which the input's position is appended. A precision
+is compared with the plain program on them."""
 
 MAX_HEADER_BYTES: Final = 16 << 20  # the largest known program needs less than 1 MiB
 MAX_WEIGHTS: Final = 65_536
@@ -141,6 +145,7 @@ class Bundle(msgspec.Struct, frozen=True, kw_only=True):
 
     graph: Graph
     tensors: tuple[FileTensor, ...]  # in the order of graph.weights
+    examples: tuple[FileTensor, ...] = ()  # in the order of graph.inputs; empty: none are known
     generation: GenerationSettings | None = None  # None: not a language model
     notes: tuple[str, ...] = ()  # notes of the export, for people
     unsaved: tuple[str, ...] = ()  # weights that the module's state dict does not have
@@ -169,8 +174,12 @@ def read_bundle(
     if text is None:
         _refuse("bundle", f"its metadata has no {METADATA_KEY!r}: these are bare weights")
     graph = decode_graph(text, is_derived=is_derived)
+    count = len(graph.weights)
+    tensors, examples = tensors[:count], tensors[count:]
     if graph.weights != tuple(tensor.name for tensor in tensors):
         _refuse("bundle weights", "names or order differ between the graph and the file")
+    if examples:
+        _check_examples(graph, examples)
     generation_text = metadata.get(GENERATION_KEY)
     generation = None if generation_text is None else decode_generation(generation_text)
     if generation is not None:
@@ -179,7 +188,14 @@ def read_bundle(
     unsaved = _decode_texts(metadata.get(UNSAVED_KEY, "[]"), "bundle unsaved")
     if not {*graph.weights}.issuperset(unsaved):
         _refuse("bundle unsaved", "it names what is not a weight")
-    return Bundle(graph=graph, tensors=tensors, generation=generation, notes=notes, unsaved=unsaved)
+    return Bundle(
+        graph=graph,
+        tensors=tensors,
+        examples=examples,
+        generation=generation,
+        notes=notes,
+        unsaved=unsaved,
+    )
 
 
 def _decode_texts(text: str, part: str) -> tuple[str, ...]:
@@ -187,6 +203,15 @@ def _decode_texts(text: str, part: str) -> tuple[str, ...]:
         return msgspec.json.decode(text, type=tuple[str, ...])
     except (msgspec.DecodeError, RecursionError, UnicodeError) as error:
         _refuse(part, str(error)[:200])
+
+
+def _check_examples(graph: Graph, examples: Sequence[FileTensor]) -> None:
+    declared = [(f"{EXAMPLE}{at}", spec.dtype) for at, spec in enumerate(graph.inputs)]
+    shapes = (spec.shape for spec in graph.inputs)
+    if declared != [(one.name, one.dtype) for one in examples]:
+        _refuse("bundle weights", "what follows them are not examples of the inputs")
+    if values_of(shapes, (one.shape for one in examples)) is None:
+        _refuse("bundle examples", "their shapes are not those of the inputs")
 
 
 def _decode_notes(text: str) -> tuple[str, ...]:

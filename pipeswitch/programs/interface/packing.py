@@ -24,7 +24,7 @@ TARGETS: Final = frozenset({LINEAR, LINEAR_ADD, LINEAR_INT8, CONVOLUTION, CONVOL
 PRECISIONS: Final = ("exact", "fast", "bf16", "int8")
 HALF: Final = ("bf16", "int8")  # precisions whose products are computed in bfloat16
 Layout = Literal["onednn", "torch"]  # of weights; a server with a GPU uses torch's
-PACKED_FORM: Final = "2"  # version of packed files; with another one, servers pack again
+PACKED_FORM: Final = "3"  # version of packed files; with another one, servers pack again
 DERIVED_FILE: Final = "derived.bundle"  # in a program's folder, next to the plain bundle
 
 

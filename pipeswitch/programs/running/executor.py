@@ -21,7 +21,7 @@ from ..interface.dims import NoExtent, Values, shape_at, values_of, values_text
 from ..interface.layout import Manifest, TensorSpec
 from ..interface.pytree import argument_names, arguments
 from .factories import keywords_of, split_arguments, without_cache
-from .torch_settings import TorchSettings
+from .torch_settings import TorchSettings, run_branches_eagerly
 from .unregistered_tensors import leave_behind, slots
 from .values import flatten_outputs
 
@@ -29,6 +29,7 @@ TensorFor = Callable[[TensorSpec], torch.Tensor]
 BeforeGroup = Callable[[int], None]
 Shapes = tuple[tuple[int, ...], ...]
 
+FLOATS: Final = ("float32", "bfloat16")  # dtypes of packed weights of products in floats
 MAX_TRIED: Final = 1 << 14  # tried combinations of dimensions to remember per program: 5 MiB
 
 
@@ -83,6 +84,9 @@ class PackedKernels(Protocol):
         The layout is the fastest one for ``input_shape`` and gives correct results for all shapes.
         """
 
+    def pack_int8(self, weight: torch.Tensor) -> tuple[packing.PackedLayout | None, torch.Tensor]:
+        """Pack an int8 weight ``[out, in]``; without a layout, its bytes stay as they are."""
+
     def wrap(self, data: torch.Tensor, layout: packing.PackedLayout) -> torch.Tensor:
         """Return packed bytes as a weight, without copying; the bytes must outlive the weight."""
 
@@ -105,16 +109,22 @@ def _check_packed(
         raise RegistrationRefused("weights", "this device cannot read packed weights")
     first, packed = len(graph.inputs), set[str]()
     for node in graph.nodes:
-        if node.target not in packing.TARGETS or node.target == packing.LINEAR_INT8:
-            continue  # an int8 weight is a plain tensor, and its kernel checks all extents
+        if node.target not in packing.TARGETS:
+            continue
+        is_int8 = node.target == packing.LINEAR_INT8
         at = 2 if node.target in (packing.LINEAR_ADD, packing.CONVOLUTION_ADD) else 1
         index = node.args[at]["v"] - first
         name = graph.weights[index] if 0 <= index < len(graph.weights) else ""
         layout = graph.packed.get(name)
-        if layout is None or layout.dtype not in ("float32", "bfloat16"):
+        if is_int8 and layout is None:
+            continue  # a plain tensor, and its kernel checks all extents
+        if layout is None or (layout.dtype not in (("int8",) if is_int8 else FLOATS)):
             raise RegistrationRefused("weights", f"{node.target} needs a packed weight")
         zeros = torch.zeros(layout.shape, dtype=getattr(torch, layout.dtype))
-        if node.target in (packing.LINEAR, packing.LINEAR_ADD):
+        expected: packing.PackedLayout | None
+        if is_int8:
+            expected, data = kernels.pack_int8(zeros.t().contiguous())
+        elif node.target in (packing.LINEAR, packing.LINEAR_ADD):
             expected, data = kernels.pack_linear(zeros)
         else:
             how = (*node.args[at + 2 : at + 6], layout.input_shape)
@@ -139,13 +149,14 @@ def fitting(call: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
         )
         if weight is None:
             return call(x, *rest)  # the kernels of int8 and of torch's layouts check themselves
-        if x.dtype is not weight.dtype:
+        is_int8 = weight.dtype is torch.int8  # packed as [in, out]
+        if x.dtype is not weight.dtype and not is_int8:
             raise BrokenContract(f"input is {x.dtype}, the packed weight {weight.dtype}")
         is_linear = weight.dim() == 2
         groups = 1 if is_linear else next(one for one in rest if type(one) is int)
         is_known = x.dim() >= 1 if is_linear else x.dim() == 4
         channels = x.shape[-1 if is_linear else 1] if is_known else -1
-        if channels != weight.shape[1] * groups:
+        if channels != weight.shape[0 if is_int8 else 1] * groups:
             raise BrokenContract(
                 f"input {list(x.shape)} does not match weight {list(weight.shape)}"
             )
@@ -363,6 +374,7 @@ class ModuleProgram:
         settings: TorchSettings | None = None,
     ) -> None:
         """Add hooks to ``module``, which this program owns from now on."""
+        run_branches_eagerly()
         self.manifest = manifest
         self._inputs = [spec.name for spec in manifest.inputs]
         # A request runs again after its worker died, so a run must not change the request's inputs.

@@ -102,9 +102,9 @@ class Publishing:
             raise ServerUnavailable(
                 f'a version of "{name}" is being built', hint="try again when it is ready"
             )
-        wanted = msgspec.msgpack.decode(event.spec)
-        form = {key: wanted[key] for key in ("precision", "max_error") if wanted["precision"]}
-        self._begin_version(before, wanted["weights"], "", event.token, form)
+        spec = msgspec.msgpack.decode(event.spec)
+        form = {key: spec[key] for key in ("precision", "max_error") if spec["precision"]}
+        self._begin_version(before, spec["weights"], "", event.token, form)
 
     def script_asked(self, device: DeviceState, worker: Worker, message: PublishStep) -> None:
         """Accept or refuse a script's request to publish its current step, and reply at once."""
