@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 
 from pipeswitch.base.errors import InvalidInput
-from pipeswitch.gateway.openai.completions import CompletionRequest, _said
+from pipeswitch.gateway.openai.completions import CompletionRequest, TritonRequest, _said
+from pipeswitch.gateway.openai.embeddings import Embed
 from pipeswitch.gateway.openai.tokenizer_worker import StartGeneration, parsed
 from pipeswitch.gateway.openai.tokenizer_worker import TokenizerWorker as TextProcess
 from pipeswitch.gateway.openai.tools import AnswerForm, CallReader
@@ -249,9 +250,12 @@ def test_a_template_shows_the_tools_and_the_calls_so_far() -> None:
 
     assert arguments('{"a": 1}') == arguments({"a": 1}) == {"a": 1}
     assert arguments("") == {}
-    with pytest.raises(InvalidInput) as caught:
-        arguments("{")
-    assert caught.value.data["param"] == "messages"
+    for cut in ("{", '{"city": "U', "null", "[1]", '"a"', "5", "{'a': 1}", "sorry", "[" * 3000):
+        assert arguments(cut) == cut  # the server's own call, sent back
+        chat[1]["tool_calls"][0]["function"]["arguments"] = cut  # type: ignore[index]
+        items = "{% for m in messages %}{% for c in m.tool_calls %}{% for k, v in c.function."
+        items += "arguments.items() %}{{ k }}={{ v }}{% endfor %}{% endfor %}{% endfor %}"
+        assert rendered(items, chat, b"") == f"arguments={cut}"
     odd = [
         {"role": "a", "tool_calls": calls_tried}
         for calls_tried in (None, 1, [1], [{"function": 2}])
@@ -265,3 +269,90 @@ def test_the_template_named_tool_use_renders_tools() -> None:
     assert rendered(template, HELLO, b"") == "user: Hi tools"
     assert rendered(template, HELLO, form().rendered).endswith("user:Hi")
     assert _chat_template({"default": PLAIN, "rag": "x"}) == (PLAIN, [])
+
+
+SEEN = {"role": "user", "content": [{"type": "text", "text": "Hi"}]}
+ASKED = {"id": "c", "type": "function", "index": 0, "function": {"name": "now", "arguments": "{}"}}
+TURN = {"role": "assistant", "content": None, "refusal": None, "audio": None, "annotations": []}
+ANSWER = {"role": "tool", "content": "9", "tool_call_id": "c", "name": "now"}
+BODY: Any = {
+    "model": "m",
+    "messages": [SEEN, {**TURN, "tool_calls": [ASKED], "function_call": None}, ANSWER],
+    "tools": [{"type": "function", "function": {**WEATHER, "strict": True}, "cache_control": {}}],
+    "tool_choice": choose("weather"),
+    "stream_options": {"include_usage": True, "include_obfuscation": False},
+    "logit_bias": {"5": 1},
+}
+NAMED = {"name": "a", "description": "b", "strict": True, "schema": {}}
+FORMS: Any = {
+    **BODY,
+    "tools": None,
+    "tool_choice": None,
+    "response_format": {"type": "json_schema", "json_schema": NAMED, "schema": None},
+}
+TEXTS: Any = {
+    "model": "m",
+    "prompt": "a",
+    "stream_options": {},
+    "response_format": {"type": "text"},
+}
+EMBEDS: Any = {"model": "m", "input": ["a"], "user": "me"}
+TRITON: Any = {"text_input": "a", "parameters": {"max_tokens": 3}}
+MESSAGES: Any = [("messages", number) for number in range(3)] + [
+    ("messages", 0, "content", 0),
+    ("messages", 1, "tool_calls", 0),
+    ("messages", 1, "tool_calls", 0, "function"),
+]
+CHOICE: Any = [
+    ("tools", 0),
+    ("tools", 0, "function"),
+    ("tool_choice",),
+    ("tool_choice", "function"),
+]
+FORMAT: Any = [("response_format",), ("response_format", "json_schema")]
+STREAM: Any = [(), ("stream_options",)]
+ROUTES: Any = {  # each with the objects whose names have a meaning
+    "chat": (CompletionRequest, BODY, STREAM + MESSAGES + CHOICE),
+    "chat with a format": (CompletionRequest, FORMS, STREAM + FORMAT),
+    "completion": (CompletionRequest, TEXTS, STREAM + FORMAT[:1]),
+    "embeddings": (Embed, EMBEDS, [()]),
+    "generate": (TritonRequest, TRITON, [(), ("parameters",)]),
+}
+
+
+def received(kind: Any, body: Any) -> None:
+    """Read a request as its route does, with the chat's template."""
+    request: Any = _said(json.dumps(body).encode(), kind)
+    if kind is CompletionRequest:
+        request.form  # noqa: B018
+    if "messages" in body:
+        reply = rendered(PLAIN, body["messages"], b"")
+        if not isinstance(reply, str):
+            raise InvalidInput(reply.message, param=reply.param)
+
+
+@pytest.mark.parametrize("route", ROUTES)
+def test_an_unknown_name_at_any_depth_is_refused_and_what_clients_send_is_not(route: str) -> None:
+    kind, body, paths = ROUTES[route]
+    received(kind, body)
+    for path in paths:
+        changed = json.loads(json.dumps(body))
+        place = changed
+        for step in path:
+            place = place[step]
+        place["surprise"] = 1
+        with pytest.raises(InvalidInput) as caught:
+            received(kind, changed)
+        assert "surprise" in caught.value.message, path
+        assert caught.value.data["param"], path
+
+
+def test_a_field_of_a_message_that_the_template_shows_is_taken() -> None:
+    thought = [{**HELLO[0], "mood": "glad", "extra": None}]
+    assert rendered("{{ messages[0].mood }}", thought, b"") == "glad"
+    assert rendered("{{ messages | tojson }}", thought, b"").count("glad") == 1
+    many = [{**HELLO[0], **{f"a{n}": n + 1 for n in range(40)}}]
+    for messages in (thought, many):
+        assert rendered(PLAIN, messages, b"").param == "messages"
+    for part in ({"type": "image_url", "text": "a", "image_url": {}}, {"text": "a", "odd": 1}):
+        assert rendered(PLAIN, [{"role": "user", "content": [part]}], b"").param == "messages"

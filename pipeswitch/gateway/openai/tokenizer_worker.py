@@ -13,9 +13,10 @@ import json
 import os
 import signal
 from array import array
-from collections.abc import Callable
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
-from typing import Any, BinaryIO, Final
+from typing import Any, BinaryIO, Final, Literal
 
 import msgspec
 
@@ -48,6 +49,19 @@ MAX_REST_BYTES: Final = 256 << 10  # limit of a chat without texts; decoded, it 
 LENGTH_BYTES: Final = 4
 PR_SET_PDEATHSIG: Final = 1
 NO_TEXT: Final = msgspec.Raw(b"null")
+MAX_UNKNOWN: Final = 8  # unknown fields of messages; for each one, the template renders once more
+FUNCTION: Final = dict.fromkeys(("name", "arguments"))
+CALL: Final = {
+    **dict.fromkeys(("id", "type", "index", "provider_specific_fields")),
+    "function": FUNCTION,
+}
+MESSAGE: Final = {
+    **dict.fromkeys(("role", "content", "name", "tool_call_id", "id", "index", "annotations")),
+    **dict.fromkeys(("reasoning", "reasoning_content", "cache_control")),
+    **dict.fromkeys(("provider_specific_fields",)),
+    "tool_calls": CALL,
+}
+"""Fields of a message that clients send, with the known fields of their own values."""
 
 
 class AnswerMessage(msgspec.Struct, frozen=True, kw_only=True, tag=True):
@@ -147,7 +161,7 @@ class TokenizerWorker:
         return DecodedText(tokens=ours, reason=answer.reason, names=names, **counts)
 
     def _name(self, token: int) -> TokenName:
-        facts, own = self._facts, (f"token_id:{token}", None)
+        facts, own = self._facts, (f"token_id:{max(token, ~token)}", None)
         return self._tokenizer[1].name(token) if facts.tokenizer else own
 
     def _ids(self, message: StartGeneration) -> list[int]:
@@ -166,9 +180,9 @@ class TokenizerWorker:
         return encode(text, with_special=with_special)
 
     def _rendered(self, message: StartGeneration) -> str:
-        messages, tools = parsed(message.messages or b""), None
         if not self._facts.chat_template:
             raise InvalidInput("the model has no chat template", hint="ask /v1/completions")
+        messages, tools = parsed(message.messages or b""), None
         if message.tools:
             tools = msgspec.json.decode(message.tools)
             if self._render(messages, tools) == self._render(messages, None):
@@ -177,11 +191,28 @@ class TokenizerWorker:
                     hint='tool_choice="none", or a model whose template reads tools',
                     param="tools",
                 )
-        return self._render(messages, tools)
+        text = self._render(messages, tools)
+        for number, (name, rows) in enumerate(unknown_fields(messages, MESSAGE).items()):
+            values = [row.pop(name) for row in rows]
+            if number >= MAX_UNKNOWN or self._render(messages, tools) == text:
+                words = f"the model's chat template does not show {name[:80]!r} of a message"
+                raise InvalidInput(words, hint="leave it out", param="messages")
+            for row, value in zip(rows, values, strict=True):
+                row[name] = value
+        return text
 
     def _render(self, messages: Any, tools: Any) -> str:
         settings = {"add_generation_prompt": True, "documents": None, **self._facts.special}
-        return self._template(messages=messages, tools=tools, **settings)
+        try:
+            return self._template(messages=messages, tools=tools, **settings)
+        except Exception:
+            # A call that was cut has a text as its arguments, and this template needs an object.
+            texts = [one for one in calls_of(messages) if isinstance(one.get("arguments"), str)]
+            if not texts:
+                raise
+            for one in texts:
+                one["arguments"] = {"arguments": one["arguments"]}
+            return self._template(messages=messages, tools=tools, **settings)
 
     @cached_property
     def _tokenizer(self) -> Tokenizer:
@@ -224,35 +255,74 @@ def parsed(messages: bytes) -> list[dict[str, Any]]:
                 f"{rest} bytes besides the messages' texts; the limit is {MAX_REST_BYTES}",
                 param="messages",
             )
-        return [
-            {**{name: _field(name, raw) for name, raw in one.items()}, "content": _text(raw)}
+        rows = [
+            {**{name: msgspec.json.decode(value) for name, value in one.items()}, "content": raw}
             for one, raw in zip(chat, texts, strict=True)
         ]
+        for row in rows:
+            row["content"] = _text(row["content"])
+        for call in calls_of(rows):
+            if isinstance(text := call.get("arguments"), str):
+                call["arguments"] = _arguments(text)
+        return rows
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise InvalidInput(f"the messages are not valid: {error}", param="messages") from None
 
 
-def _field(name: str, raw: msgspec.Raw) -> Any:
-    """Decode a message's field; templates take the arguments of a call as an object."""
-    value = msgspec.json.decode(raw)
-    for one in value if name == "tool_calls" and isinstance(value, list) else ():
-        function = one.get("function") if isinstance(one, dict) else None
-        if isinstance(function, dict) and isinstance(function.get("arguments"), str):
-            function["arguments"] = msgspec.json.decode(function["arguments"] or "{}")
-    return value
+def unknown_fields(rows: Any, known: Mapping[str, Any]) -> dict[str, list[Any]]:
+    """Return the fields that have a value and are not ``known``, each with its objects.
+
+    The values of ``known`` are the known fields of the field's own values.
+    """
+    odd = defaultdict[str, list[Any]](list)
+    for row in rows if isinstance(rows, list) else [rows]:
+        if not isinstance(row, dict):
+            raise InvalidInput(f"{row!r:.40} is not an object", param="messages")
+        for name, value in row.items():
+            if name not in known and value not in (None, False, "", [], {}):
+                odd[name].append(row)
+            for inner, owners in (
+                unknown_fields(value or [], known.get(name) or {}).items()
+                if known.get(name)
+                else ()
+            ):
+                odd[inner] += owners
+    return odd
 
 
-class ContentPart(msgspec.Struct, frozen=True, gc=False):
+def calls_of(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Return the functions of all calls, each with ``name`` and ``arguments``."""
+    rows = [row["tool_calls"] for row in messages if isinstance(row.get("tool_calls"), list)]
+    calls = [one.get("function") for calls in rows for one in calls if isinstance(one, dict)]
+    return [one for one in calls if isinstance(one, dict)]
+
+
+def _arguments(text: str) -> Any:
+    """Return a call's arguments as templates take them: an object, or the text if it is none."""
+    with contextlib.suppress(msgspec.DecodeError, RecursionError):
+        value = msgspec.json.decode(text or "{}")
+        return value if isinstance(value, dict) else text
+    return text
+
+
+class ContentPart(msgspec.Struct, frozen=True, gc=False, forbid_unknown_fields=True):
     """Part of a message's content."""
 
     text: str
+    type: Literal["text", "input_text", "output_text"] = "text"
+    annotations: Any = None
+    cache_control: Any = None
 
 
 def _text(content: msgspec.Raw) -> str:
     try:
         parts = msgspec.json.decode(content, type=str | list[ContentPart] | None) or ""
-    except msgspec.ValidationError:
-        raise InvalidInput("a message's content must be text", param="messages") from None
+    except msgspec.ValidationError as error:
+        raise InvalidInput(
+            f"a message's content must be text: {error}",
+            hint='"…", or [{"type": "text", "text": "…"}]',
+            param="messages",
+        ) from None
     return parts if isinstance(parts, str) else "".join(one.text for one in parts)
 
 

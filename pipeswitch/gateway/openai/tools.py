@@ -33,25 +33,41 @@ NO_ARGUMENTS: Final = {"additionalProperties": msgspec.Raw(b"false")}
 Tools = Annotated[list[msgspec.Raw], msgspec.Meta(max_length=MAX_TOOLS)]
 
 
-class ResponseFormat(msgspec.Struct, frozen=True, kw_only=True):
-    """OpenAI's ``response_format``."""
+Schema = dict[str, msgspec.Raw]
+
+
+class NamedSchema(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """OpenAI's ``json_schema``: a schema with labels, which change no answer."""
+
+    name: str | None = None
+    description: str | None = None
+    strict: bool | None = None
+    schema: Schema | None = None
+
+
+class ResponseFormat(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """OpenAI's ``response_format``; ``schema`` is llama.cpp's place for the schema."""
 
     type: Literal["text", "json_object", "json_schema"]
-    json_schema: dict[str, Any] | None = None
+    json_schema: NamedSchema | None = None
+    schema: Schema | None = None
 
 
-class Function(msgspec.Struct, frozen=True, kw_only=True):
+class Function(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Function that a model may call."""
 
     name: Annotated[str, msgspec.Meta(pattern=r"^[A-Za-z0-9_.:/-]{1,64}$")]
-    parameters: dict[str, msgspec.Raw] | None = None  # JSON schema; None: it takes no arguments
+    description: str | None = None
+    strict: bool | None = None
+    parameters: Schema | None = None  # JSON schema; None: it takes no arguments
 
 
-class Tool(msgspec.Struct, frozen=True, kw_only=True):
+class Tool(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Tool of a request, or the tool that ``tool_choice`` names."""
 
     type: Literal["function"]
     function: Function
+    cache_control: Any = None  # Anthropic's hint about prices, which some clients keep
 
 
 class AnswerForm(msgspec.Struct, frozen=True, kw_only=True):
@@ -119,20 +135,26 @@ def schema_of(response_format: ResponseFormat | None) -> str:
     """Return a response format's JSON schema; empty: any text.
 
     Raises:
-        InvalidInput: it has the type ``json_schema``, and no schema.
+        InvalidInput: its type and its schemas contradict each other.
     """
-    if response_format is None or response_format.type == "text":
+    if response_format is None:
         return ""
-    if response_format.type == "json_object":
-        return '{"type":"object"}'
-    schema = (response_format.json_schema or {}).get("schema")
-    if not isinstance(schema, dict):
+    kind, named = response_format.type, response_format.json_schema
+    places = response_format.schema, None if named is None else named.schema
+    schemas = [one for one in places if one is not None]
+    most = {"text": 0, "json_object": named is None, "json_schema": 1}[kind]
+    if not (kind == "json_schema") <= len(schemas) <= most:
         raise InvalidInput(
-            "response_format has no json_schema.schema",
+            f"response_format {kind} with {len(schemas)} schemas",
             param="response_format",
-            hint='{"type": "json_schema", "json_schema": {"name": "a", "schema": {…}}}',
+            hint='{"type": "json_schema", "json_schema": {"name": "a", "schema": {…}}}, or '
+            '{"type": "json_object", "schema": {…}}',
         )
-    return encode_json(schema).decode()
+    if not schemas:
+        return "" if kind == "text" else '{"type":"object"}'
+    if response_format.schema is not None:  # llama.cpp allows little white space, too
+        schemas[0] = {"x-guidance": msgspec.Raw(COMPACT), **schemas[0]}
+    return encode_json(schemas[0]).decode()
 
 
 class CallReader:
