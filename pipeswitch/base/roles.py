@@ -45,6 +45,7 @@ MODEL_FACTS: Final = frozenset(
         "batch",
         "batching",
         "dims",
+        "embeds",
         "steps",
     }
 )

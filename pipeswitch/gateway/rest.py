@@ -21,6 +21,7 @@ from .decoding import decode_json
 from .http.http_server import Head, Response, Work, answered, json_answer, refusal
 from .http_errors import MethodNotAllowed, NotFound, TooLarge, WrongHost, body_of, status_of
 from .offload import OffloadThread
+from .openai.completions import PATHS as TEXT_PATHS
 from .openai.completions import PREFIX as TEXT_PREFIX
 from .openai.completions import Completions, refused
 from .serving import oip
@@ -148,6 +149,10 @@ class RestApi:
             case ["", "v2", "systemsharedmemory", "region", name, action]:
                 return self._of_regions(caller, unquote(name), action, head)
             case _:
+                for one in TEXT_PATHS:  # the most frequent mistake: a base URL without /v1
+                    if path.endswith(one.removeprefix(TEXT_PREFIX)):
+                        hint = f"POST {one}: the client's base URL ends with {TEXT_PREFIX}"
+                        raise NotFound(f"no path {head.path[:200]!r}", hint=hint)
                 near = nearest(path, self._fixed)
                 raise NotFound(f"no path {head.path[:200]!r}{near}", hint=HINT)
 

@@ -295,6 +295,7 @@ class Introspection:
                 "precision": manifest.precision and manifest.precision.row(),
                 "is_batch_invariant": _is_batch_invariant(manifest),
             }
+            row |= {"embeds": True} if "embedding" in manifest.extra else {}
         streams = self._machine.stream_of(model)
         if streams is not None:
             row |= {"streams": streams, "notes": [*row["notes"], streams["text"]]}

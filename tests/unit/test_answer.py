@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from pipeswitch.base.errors import InvalidInput
 from pipeswitch.programs.decoding.model_config import (
+    Decoding,
     LanguageModelConfig,
     ending_of,
     fitted,
@@ -126,7 +127,7 @@ def test_penalties_follow_their_formulas() -> None:
 MANY = dict.fromkeys(range(301), 1.0)
 RANGES: dict[str, tuple[list[Any], list[Any]]] = {  # refused values, and the ends of the range
     "temperature": ([-1e-9, 100.1, math.inf, math.nan], [0.0, 100.0]),
-    "top_p": ([-0.1, 0.0, 1.1, math.nan], [1e-9, 1.0]),
+    "top_p": ([-0.1, 1.1, math.nan], [0.0, 1e-9, 1.0]),
     "seed": ([-1, 1 << 63], [0, (1 << 63) - 1]),
     "top_k": ([-1, 1 << 40], [0, 1]),
     "min_p": ([-0.1, 1.5, math.nan], [0.0, 1.0]),
@@ -225,7 +226,7 @@ def naive(logits: Any, temperature: float, top_p: float) -> dict[int, float]:
 @given(
     logits=st.lists(st.floats(-4, 4, width=32), min_size=1, max_size=12),
     temperature=st.sampled_from([0.3, 1.0, 2.0]),
-    top_p=st.sampled_from([0.1, 0.5, 0.93, 1.0]),
+    top_p=st.sampled_from([0.0, 0.1, 0.5, 0.93, 1.0]),
     seed=st.integers(0, 2**63 - 1),
 )
 def test_tokens_are_drawn_as_often_as_they_should_be(
@@ -260,7 +261,7 @@ def test_without_a_temperature_it_is_the_first_of_the_likeliest() -> None:
     [
         (Sampling(temperature=-1), "temperature"),
         (Sampling(temperature=math.nan), "temperature"),
-        (Sampling(top_p=0), "above 0"),
+        (Sampling(top_p=-1), "from 0"),
         (Sampling(top_p=1.5), "top_p"),
         (Sampling(seed=-1), "seed"),
         (StopCriteria(max_new_tokens=0), "below 1"),
@@ -290,3 +291,71 @@ def test_a_prompt_that_does_not_fit_is_refused(
         ending_of(facts, prompt, ending)
     criteria = ending_of(facts, [1, 2], StopCriteria(max_new_tokens=99, eos_ids=(4,)))
     assert (criteria.max_new_tokens, criteria.eos_ids) == (6, (3, 4))
+
+
+def tokenizers_by_class() -> dict[str, Any]:
+    """Return a small tokenizer of each class that models have."""
+    from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
+
+    def made(model: Any, trainer: Any, before: Any, decoder: Any, **more: Any) -> Any:
+        tokenizer = Tokenizer(model(**more))
+        tokenizer.pre_tokenizer, tokenizer.decoder = before, decoder
+        tokenizer.train_from_iterator(TOKEN_TEXTS * 20, trainer)
+        return tokenizer
+
+    letters, words = pre_tokenizers.ByteLevel.alphabet(), pre_tokenizers.Whitespace()
+    bpe, meta = models.BPE, pre_tokenizers.Metaspace()
+    many = trainers.BpeTrainer(vocab_size=330, initial_alphabet=letters, show_progress=False)
+    suffix: Any = {"end_of_word_suffix": "</w>", "unk_token": "?"}
+    ended = trainers.BpeTrainer(
+        vocab_size=150, end_of_word_suffix="</w>", special_tokens=["?"], show_progress=False
+    )
+    pieces = trainers.WordPieceTrainer(vocab_size=150, special_tokens=["?"], show_progress=False)
+    vocabulary = {"?": 0} | {f"<0x{byte:02X}>": 1 + byte for byte in range(256)}
+    for piece in ("▁", "▁T", *"Thequickbrownfox"):
+        vocabulary.setdefault(piece, len(vocabulary))
+    llama = Tokenizer(bpe(vocab=vocabulary, merges=[("▁", "T")], byte_fallback=True, unk_token="?"))
+    llama.normalizer = normalizers.Sequence(
+        [normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")]
+    )
+    llama.decoder = decoders.Sequence(
+        [
+            decoders.Replace("▁", " "),
+            decoders.ByteFallback(),
+            decoders.Fuse(),
+            decoders.Strip(" ", 1, 0),
+        ]
+    )
+    plain = trainers.BpeTrainer(vocab_size=120, show_progress=False)
+    unigram = trainers.UnigramTrainer(vocab_size=80, show_progress=False)
+    level = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    return {
+        "bytes": made(bpe, many, level, decoders.ByteLevel()),
+        "SentencePiece": llama,
+        "metaspace": made(bpe, plain, meta, decoders.Metaspace()),
+        "Unigram": made(models.Unigram, unigram, meta, decoders.Metaspace()),
+        "WordPiece": made(models.WordPiece, pieces, words, decoders.WordPiece(), unk_token="?"),
+        "end of word": made(bpe, ended, words, decoders.BPEDecoder("</w>"), **suffix),
+    }
+
+
+TOKEN_TEXTS = ["The quick brown fox jumps.", "Grüße aus Köln, 東京 🙂 naïve café"]
+
+
+@pytest.mark.parametrize("text", TOKEN_TEXTS)
+def test_the_texts_and_bytes_of_a_texts_tokens_are_the_text(text: str) -> None:
+    pytest.importorskip("tokenizers")
+    for kind, tokenizer in tokenizers_by_class().items():
+        decoding = Decoding(tokenizer)
+        first, *later = tokenizer.encode(text, add_special_tokens=False).ids
+        whole, prompt = decoding([first, *later]), tokenizer.encode("The", add_special_tokens=False)
+        names = [decoding.name(~first), *map(decoding.name, later)]
+        joined = b"".join(b"?" if data is None else data for _, data in names)
+        if kind == "end of word":  # its last token ends with a space that its decoder drops
+            joined = joined.removesuffix(b" ")
+        assert joined.decode() == whole, kind
+        shown = "".join(one for one, _ in names).rstrip()
+        assert shown == whole or "\ufffd" in shown, kind  # a part of a character
+        ids = [*prompt.ids, first, *later]  # an answer behind a prompt has the space between them
+        answer = b"".join(decoding.name(one)[1] or b"" for one in ids[len(prompt.ids) :])
+        assert decoding(ids).endswith(answer.decode().rstrip()), kind

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+import re
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -37,7 +38,9 @@ from .openapi import Route, document
 MAX_TRACE_S: Final = 3600.0
 PREFIX: Final = "/api"
 HINT: Final = "GET /api/openapi.json lists all paths"
-OLLAMAS: Final = {f"/api/{verb}" for verb in ("chat", "embed", "embeddings", "generate", "tags")}
+OLLAMAS: Final = re.compile(
+    "/api/(chat|generate|embed(dings)?|tags|show|version|pull|push|create|copy|delete|blobs/.*)"
+)
 INSTEAD: Final = "use OpenAI's API: base URL http://HOST:PORT/v1, EMPTY or a token as the key"
 MAX_QUERY_FIELDS: Final = 16
 LOG_LOOK_S: Final = 0.5  # interval between reads of a followed log without events
@@ -262,7 +265,7 @@ class Api:
             (route, names) for route in self.routes if (names := route.names_in(parts)) is not None
         ]
         if not here:
-            if head.path in OLLAMAS:
+            if OLLAMAS.fullmatch(path):
                 raise NotFound(f"no path {head.path!r}: that is Ollama's", hint=INSTEAD)
             known = [f"{PREFIX}/{route.path}" for route in self.routes]
             raise NotFound(f"no path {head.path[:200]!r}{nearest(path, known)}", hint=HINT)

@@ -112,7 +112,8 @@ class AnswerStream:
         options = self._begin.sampling.options
         if options is not None and options.scores_prompt:
             self._first, self._unscored = array("i", self._prompt)[:1], self.step.prompt_count - 1
-            self.scored.append(Token(self._first[0], ""))  # it has no log probability
+            # It has no log probability; its complement stands for a token at a text's start.
+            self.scored.append(Token(~self._first[0], ""))
 
     async def next(self) -> Token | None:
         """Return the next token, or None after the last."""
@@ -137,7 +138,9 @@ class AnswerStream:
     async def _take(self, tokens: list[int], chances: list[list[Any]]) -> None:
         """Fetch the text of a reply's tokens; the first ones may be the prompt's."""
         pairs, count = [*zip(*chances, strict=True)], min(len(tokens), self._unscored)
-        ids_needed = {id for _, top in pairs for id, _ in top}.union(tokens, self._first)
+        ids_needed = {id for _, top in pairs for id, _ in top}.union(
+            tokens, [~one for one in self._first]
+        )
         names = sorted(ids_needed - self.names.keys()) if pairs else []
         if count:
             scored = zip(tokens[:count], pairs, strict=False)

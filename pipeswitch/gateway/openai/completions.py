@@ -48,6 +48,7 @@ MODELS, TEXT, CHAT = "/v1/models", "/v1/completions", "/v1/chat/completions"
 EMBED: Final = "/v1/embeddings"
 PATHS: Final = (MODELS, TEXT, CHAT, EMBED)
 MAX_BODY_BYTES: Final = 1 << 20
+MAX_EMBED_BYTES: Final = 8 << 20  # 2,048 texts of 4 KB
 MAX_FIELDS: Final = 256
 MAX_LIST_BYTES: Final = 16 << 10  # limit of ``logit_bias`` and similar fields
 NEUTRAL_BYTES: Final = 256  # limit of a value that has no effect
@@ -179,7 +180,7 @@ class Completions:
         methods = ("GET", "HEAD") if path == MODELS else ("POST",)
         if head.method not in methods:
             raise MethodNotAllowed(head.method, path, ", ".join(methods))
-        _check_size(head.length or 0)
+        _check_size(head.length or 0, is_embed=path == EMBED)
 
         if path == MODELS:
             return lambda _: self._models(caller, model)
@@ -196,7 +197,7 @@ class Completions:
         rows = {
             name: {"id": name, **common}
             for row in await self._service.rows(caller)
-            if ({*row["inputs"]}, {*row["outputs"]}) == SIGNATURE
+            if ({*row["inputs"]}, {*row["outputs"]}) == SIGNATURE or row.get("embeds")
             for name in (row["name"], *row.get("aliases", ()))
         }
         for alias, model in self._service.aliases.items():
@@ -205,7 +206,7 @@ class Completions:
         if not name:
             return json_answer({"object": "list", "data": [*rows.values()]})
         if name not in rows:
-            raise ModelNotFound(f"no language model {name[:80]!r}{nearest(name, rows)}")
+            raise ModelNotFound(f"no model {name[:80]!r} for texts{nearest(name, rows)}")
         return json_answer(rows[name])
 
     async def _complete(
@@ -259,7 +260,7 @@ class Completions:
 
     async def _read(self, head: Head, body: Any, kind: type[S]) -> S:
         """Decode a request. A long one is decoded on another thread, where addresses take turns."""
-        _check_size(len(body))
+        _check_size(len(body), is_embed=kind is Embed)
         if len(body) <= LONG_BYTES:
             request = _said(body, kind)
         else:
@@ -481,9 +482,9 @@ def refused(error: PipeSwitchError) -> Response:
     return replace(refusal(error), parts=[encode_json(openai_body(error))])
 
 
-def _check_size(size: int) -> None:
-    if size > MAX_BODY_BYTES:
-        raise TooLarge(f"{size} bytes, and the limit for a prompt is {MAX_BODY_BYTES}")
+def _check_size(size: int, *, is_embed: bool) -> None:
+    if size > (most := MAX_EMBED_BYTES if is_embed else MAX_BODY_BYTES):
+        raise TooLarge(f"{size} bytes, and the limit for a request is {most}", hint="send parts")
 
 
 def _said(body: Any, kind: type[S]) -> S:
@@ -562,7 +563,7 @@ def _begin(
         sampling=Sampling(
             temperature=_first(request.temperature, temperature, own.get("temperature"), 1.0),
             top_p=_first(request.top_p, own.get("top_p"), 1.0),
-            seed=secrets.randbelow(MAX_SEED) if seed is None else seed,
+            seed=secrets.randbelow(MAX_SEED) if seed is None else seed % (MAX_SEED + 1),
             options=_options(request, own),
         ),
         ending=StopCriteria(

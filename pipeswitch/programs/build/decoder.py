@@ -26,6 +26,7 @@ from ..decoding.generation_settings import (
     GenerationSettings,
     author_defaults,
     packed_tokenizer,
+    tokenizer_text,
 )
 from ..running.factories import parameters_of
 from . import attention
@@ -212,7 +213,7 @@ class Decoder(nn.Module):
         sampling, notes = author_defaults(own.to_diff_dict() if own else {}, self.context)
         if beyond := [one for one in ends if one not in known]:
             notes.append(f"eos_token_id {beyond} of its author: the model has no such token")
-        text = tokenizer.backend_tokenizer.to_str() if tokenizer is not None else ""
+        text = tokenizer_text(tokenizer)
         template, unread = _chat_template(getattr(tokenizer, "chat_template", None))
         special = getattr(tokenizer, "special_tokens_map", {})
         return GenerationSettings(

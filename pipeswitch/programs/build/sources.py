@@ -19,7 +19,12 @@ from torch import nn
 
 from ...base.errors import PipeSwitchError, RegistrationRefused
 from ...commits.weights import load_weights
-from ..decoding.generation_settings import VERSION, GenerationSettings, packed_tokenizer
+from ..decoding.generation_settings import (
+    VERSION,
+    GenerationSettings,
+    packed_tokenizer,
+    tokenizer_text,
+)
 from ..interface.dims import Dim, typical
 from ..interface.layout import ITEM_BYTES, ValueSpec
 from ..interface.matching import match
@@ -193,7 +198,7 @@ def _embedding(
         version=VERSION,
         vocabulary=model.get_input_embeddings().weight.shape[0],
         context=int(longest[-1]) + 1,  # so that a prompt of the longest length is allowed
-        tokenizer=packed_tokenizer(tokenizer.backend_tokenizer.to_str()),
+        tokenizer=packed_tokenizer(tokenizer_text(tokenizer)),
         pooling=(embeds and model_folder.pooling(spec)) or ("last" if is_causal else "mean"),
     )
     return generation, notes

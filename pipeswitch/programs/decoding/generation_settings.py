@@ -180,6 +180,20 @@ def _is_default(name: str, value: Any) -> bool:
     return True
 
 
+def tokenizer_text(tokenizer: Any) -> str:
+    """Return the ``tokenizer.json`` of a tokenizer of transformers; empty for None.
+
+    Raises:
+        RegistrationRefused: it is Python code, which the library tokenizers cannot hold.
+    """
+    if tokenizer is not None and not hasattr(tokenizer, "backend_tokenizer"):
+        _refuse(
+            f"its tokenizer, {type(tokenizer).__name__}, is Python code and has no tokenizer.json; "
+            "register the model without it and send token ids"
+        )
+    return "" if tokenizer is None else str(tokenizer.backend_tokenizer.to_str())
+
+
 def packed_tokenizer(text: str) -> bytes:
     """Return ``tokenizer.json`` in the compressed form of a bundle.
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Callable, Sequence
+from functools import cached_property
 from typing import Any, Final, NamedTuple
 
 import msgspec
@@ -106,6 +107,7 @@ BYTE_OF: Final = {chr(b): b for b in _PLAIN} | {chr(256 + n): b for n, b in enum
 
 Tokenizer = tuple[Callable[..., list[int]], "Decoding"]
 """Functions that encode a text as ids, and decode ids to a text."""
+MOST_TRIED: Final = 4096  # tokens that are looked at to find one from within a word
 TokenName = tuple[str, bytes | None]  # text, and bytes, which may be a part of a character
 
 
@@ -138,17 +140,34 @@ class Decoding:
         self._decode = tokenizer.decode
         known = tokenizer.get_added_tokens_decoder().items()
         self._piece, self._added = tokenizer.id_to_token, {id for id, _ in known}
+        self._size = tokenizer.get_vocab_size()
         self._is_byte_level = b"ByteLevel" in (tokenizer.decoder.__getstate__() or b"")
         self.specials = {one.content: id for id, one in known if one.special}
 
     def __call__(self, ids: Sequence[int]) -> str:
         return str(self._decode(list(ids), skip_special_tokens=True))
 
+    @cached_property
+    def _beside(self) -> tuple[list[int], int, int]:
+        """A token from within a word, and the lengths of its text at the start and later."""
+        for id in range(min(self._size, MOST_TRIED)):
+            one, two, three = (self([id] * count) for count in (1, 2, 3))
+            unit = two[len(one) :]
+            if unit.isalnum() and two.startswith(one) and three == two + unit:
+                return [id], len(one), len(unit)
+        return [], 0, 0
+
     def name(self, id: int) -> TokenName:
-        """Return the text and the bytes of one token, also of a special token."""
-        text, piece = str(self._decode([id], skip_special_tokens=False)), self._piece(id)
+        """Return the text and the bytes of one token within a text, also of a special token.
+        For the complement ``~id``, it is a token at the start of a text."""
+        beside, before, after = self._beside
+        ids = [~id, *beside] if id < 0 else [*beside, id, *beside]
+        before, id = 0 if id < 0 else before, max(id, ~id)
+        ids = [id] if id in self._added else ids
+        text, piece = str(self._decode(ids, skip_special_tokens=False)), self._piece(id)
         if piece is None or id in self._added:
             return text, piece and piece.encode()
+        text = text[before : len(text) - after]
         if self._is_byte_level and BYTE_OF.keys() >= {*piece}:
             return text, bytes([BYTE_OF[one] for one in piece])
         if re.fullmatch("<0x[0-9A-F]{2}>", piece):  # SentencePiece's fallback

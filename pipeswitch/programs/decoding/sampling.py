@@ -120,7 +120,7 @@ class Sampling(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     """Settings for sampling an answer's tokens."""
 
     temperature: float = 0.0  # 0: the likeliest token, the first one among equals
-    top_p: float = 1.0  # total probability of the candidates
+    top_p: float = 1.0  # total probability of the candidates; 0: the likeliest token
     seed: int = 0
     options: Options | None = None
 
@@ -131,9 +131,8 @@ class Sampling(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
             ("top_p", self.top_p, 0.0, 1.0),
             ("seed", self.seed, 0, MAX_SEED),
         ):
-            if not low <= value <= high or (name == "top_p" and value == 0.0):
-                above = "above" if name == "top_p" else "from"
-                words = f"{name} {value} is not a number {above} {low} to {high}"
+            if not low <= value <= high:
+                words = f"{name} {value} is not a number from {low} to {high}"
                 raise InvalidInput(words, param=name)
         if self.options is not None:
             self.options.check()
