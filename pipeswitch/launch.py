@@ -31,7 +31,7 @@ from .ipc.messages.base import Exit, Message
 from .ipc.messages.builder import BuildSettings
 from .ipc.messages.daemon import DaemonSettings
 from .ipc.messages.fork_server import ChildExited, Fork, Forked, ForkServerReady
-from .ipc.messages.processor import CheckStage, StageSettings
+from .ipc.messages.processor import CheckSchema, CheckStage, StageSettings
 from .ipc.messages.worker import WorkerSettings
 from .sandbox.environment import take_environment
 from .sandbox.system_calls import PR_SET_NAME
@@ -225,6 +225,10 @@ def _run(settings: Message, descriptors: Sequence[int]) -> int:
             channel, results, owners = descriptors
             take_environment(owners)
             return run_stage(settings, channel_from(channel), results)
+        case CheckSchema():
+            from .workers.processor import check_schema
+
+            return check_schema(settings, channel_from(descriptors[0]))
         case CheckStage():
             from .workers.processor import check
 

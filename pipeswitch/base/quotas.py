@@ -8,13 +8,16 @@ absent holders, and no list of holders is needed.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Final
+from typing import Final, Generic, TypeVar
 
 from .errors import QueueFull
 
 ALPHA: Final = 3
+MAX_PASSES: Final = 64  # urgent items that may go before a waiting item that is not urgent
+T = TypeVar("T")
 
 
 def left(size: int, used: int, own: int) -> int:
@@ -87,3 +90,38 @@ class FairQuota:
         """Assert the invariants."""
         assert self.held == sum(self._of.values())
         assert all(amount >= 0 for amount in self._of.values())
+
+
+class TurnQueue(Generic[T]):
+    """Queue for one resource in which callers take turns. Pure.
+
+    Urgent items go first. After ``MAX_PASSES`` of them, one other item goes.
+    """
+
+    def __init__(self) -> None:
+        self._lines: tuple[dict[str, deque[T]], dict[str, deque[T]]] = {}, {}  # urgent, others
+        self._passes = 0
+
+    def put(self, caller: str, one: T, *, is_urgent: bool = False) -> None:
+        self._lines[not is_urgent].setdefault(caller, deque()).append(one)
+
+    def take(self) -> T | None:
+        """Return the next item, of the caller whose last turn is longest ago; None if empty."""
+        urgent, others = self._lines
+        is_urgent = bool(urgent) and (not others or self._passes < MAX_PASSES)
+        self._passes = self._passes + 1 if is_urgent and others else 0
+        lines = urgent if is_urgent else others
+        if not lines:
+            return None
+        caller = next(iter(lines))
+        line = lines.pop(caller)
+        one = line.popleft()
+        if line:
+            lines[caller] = line
+        return one
+
+    def clear(self) -> list[T]:
+        """Remove and return all waiting items."""
+        items = [one for lines in self._lines for line in lines.values() for one in line]
+        self._lines = {}, {}
+        return items

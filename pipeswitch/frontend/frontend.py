@@ -50,6 +50,7 @@ from .own_verbs import OwnVerbs
 from .request_log import RequestLog, log_published
 from .request_pool import RequestPool
 from .requests import INFERS, Requests
+from .schemas import SchemaChecks
 from .sequences.caches import Caches
 from .sequences.manager import longest
 from .transport.clients import Session
@@ -127,13 +128,14 @@ class Frontend:
             self.requests,
             take=take,
             answer=self._answer,
-            call_soon=self._call_soon,
+            call_soon=self.call_soon,
             now_ms=now_ms,
             max_bytes=config.server.max_message_bytes,
             deadline_ms=config.scheduler.default_deadline_ms or None,
         )
         self._calls: deque[Callable[[], None]] = deque()  # queued by the copier and upload writer
-        self._generations = Generations(self.inference, self._outbox.send)
+        self.schemas = SchemaChecks()
+        self._generations = Generations(self.inference, self._outbox.send, self.schemas)
         self._own = OwnVerbs(config, self.sessions, self.inference, self.uploads, self._generations)
 
     # ---- life ----------------------------------------------------------------------------------
@@ -173,7 +175,7 @@ class Frontend:
         os.close(self._wake)
         self.pool.close()
 
-    def _call_soon(self, call: Callable[[], None]) -> None:
+    def call_soon(self, call: Callable[[], None]) -> None:
         """Schedule a call in the loop. Any thread may call this; it never blocks."""
         self._calls.append(call)
         with contextlib.suppress(BlockingIOError):  # the counter is full: the loop wakes anyway
@@ -233,7 +235,7 @@ class Frontend:
 
     def answer_soon(self, answer: ev.Reply) -> None:
         """Queue an answer for the loop to send. Any thread may call this; it never blocks."""
-        self._call_soon(lambda: self._answer(answer))
+        self.call_soon(lambda: self._answer(answer))
 
     def _finish(self) -> None:
         """Run the queued calls, then answer every waiting request, then flush all messages."""
@@ -392,7 +394,7 @@ class Frontend:
                 steps_recomputed=before.steps_recomputed,
                 last_step=before.step,
             )
-        self._call_soon(lambda: self._take(request))
+        self.call_soon(lambda: self._take(request))
 
     # ---- out -----------------------------------------------------------------------------------
 

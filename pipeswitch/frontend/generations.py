@@ -17,7 +17,7 @@ from array import array
 from collections.abc import Callable, Sequence
 from typing import Any, Final, cast
 
-from ..base.errors import PipeSwitchError, QueueFull, TaskFailed
+from ..base.errors import Cancelled, PipeSwitchError, QueueFull, TaskFailed
 from ..ipc.messages.base import OpId, SlabTensor
 from ..programs.decoding.generation_settings import CACHE, COUNT, IDS, MOST_STEPS, USED
 from ..programs.interface.layout import ITEM_BYTES, TENSOR_ALIGN_BYTES, aligned
@@ -34,6 +34,7 @@ from ..wire.frames import RequestHeader
 from .inference import Inference
 from .request_pool import PoolAllocation
 from .requests import Pending
+from .schemas import SchemaChecks
 from .sequences.blocks import BlockTable, tokens_of
 from .sequences.generation_state import GenerateBody, Generation, generation_of
 from .transport.clients import Outgoing, Session
@@ -42,20 +43,30 @@ from .validation import Body
 
 AGAIN: Final = "wait for answers, or raise [server] pool"
 WORD_BYTES: Final = ITEM_BYTES["int64"]
+PIECE_MS: Final = 100.0  # limit of a prompt's piece; a running answer then gets one step
+LEAST_PIECE: Final = 64  # ids; with fewer, copying the cache takes longer than reading the ids
 MAX_SPARE: Final = 4  # a run reuses an allocation of up to this many times its needs
 
 
 class Generations:
     """State of all generations. Only the loop's thread uses it."""
 
-    def __init__(self, inference: Inference, send: Callable[[Session, Outgoing], None]) -> None:
+    def __init__(
+        self,
+        inference: Inference,
+        send: Callable[[Session, Outgoing], None],
+        schemas: SchemaChecks,
+    ) -> None:
         """Start without generations; ``send`` sends a reply."""
+        self._schemas = schemas
         self._inference, self._send, self._requests = inference, send, inference.requests
         self._pool, self._sequences = inference.requests.pool, inference.requests.sequences
         self._take, self._answer = inference.take, inference.answer
         self._call_soon = inference.call_soon
         self._live: dict[int, Pending] = {}  # token -> generation that has not ended
         self._waiting: dict[int, Pending] = {}  # token -> generation that waits for memory
+        self._pieces: dict[str, int] = {}  # program digest -> ids that it reads in ``PIECE_MS``
+        self._reading: set[int] = set()  # tokens of generations whose next run reads a piece
         self._is_looking = False  # ``_poll`` is scheduled or runs
 
     def generate(self, client: Session, header: RequestHeader, tensors: Sequence[Any]) -> None:
@@ -71,6 +82,9 @@ class Generations:
         self._inference.read_urgency(arrival, header, announced)
         if any(one.caller == caller for one in self._waiting.values()):
             raise QueueFull("running answers already wait for memory in the pool", hint=AGAIN)
+        options, where = generation.sampling.options, arrival.connection
+        schema = "" if options is None else options.json_schema
+        is_usable = not schema or self._schemas.admit(schema, where)
         run = self._prepared(generation, self._requests.next_token)
         pending = self._requests.accept(client, header)
         pending.generation, pending.caller, pending.trace_id = generation, caller, arrival.trace_id
@@ -97,7 +111,23 @@ class Generations:
         )
         accepted = {"prompt_tokens": generation.prompt_count, "max_tokens": generation.most}
         self._call_soon(functools.partial(self._send_replies, [(pending, accepted)]))
-        self._take(event)
+        if is_usable:
+            self._take(event)
+        else:
+            begin = functools.partial(self._begin, pending, event)
+            self._schemas.ask(schema, (pending, where, begin))
+
+    def _begin(self, pending: Pending, event: InferArrived, error: PipeSwitchError | None) -> None:
+        """Send the event of an accepted generation, or answer with the error of its schema."""
+        if pending.token not in self._live:  # the server is stopping
+            return
+        pending.is_copying = False
+        if pending.is_cancelled:
+            error = Cancelled(f"request {pending.request_id} was cancelled")
+        if error is None:
+            self._take(event)
+        else:
+            self._answer(Reply(token=pending.token, error=error))
 
     # ---- one run after the other ---------------------------------------------------------------
 
@@ -150,7 +180,9 @@ class Generations:
             if is_new:
                 generation.reused = self._sequences.reuse(sequence, generation.ids, generation.rows)
             used = sequence.used
-            sampling_params = generation.next(used)
+            most = self._pieces.get(announced.manifest.digest, LEAST_PIECE)
+            sampling_params = generation.next(used, most, is_short=bool(self._reading - {token}))
+            (self._reading.add if sampling_params.is_piece else self._reading.discard)(token)
             self._sequences.fit(
                 sequence, used + generation.new_rows(sampling_params.steps), sampling_params.steps
             )
@@ -194,6 +226,8 @@ class Generations:
             if (other := _of(pending)) is generation:
                 break
             own = None if other.sequence is None else other.sequence.grown[CACHE]
+            if pending.is_copying:  # it waits for its schema
+                continue
             if own and own.space is table.space and own.used < end and other.ids[:end] == start:
                 return Token(token)
         return None
@@ -237,7 +271,12 @@ class Generations:
         fed = generation.ids[sequence.used : sequence.used + generation.count] + tokens_of(
             tokens[:-1]
         )
-        op_id = OpId(answer.timing.op_id if answer.timing is not None else 0)
+        if (timing := answer.timing) is not None and generation.count > 1:
+            ms = max(timing.compute_ms - generation.compute_ms, 1e-3) / generation.count
+            piece = 1 << int(PIECE_MS / ms).bit_length() >> 1  # so that shapes seldom change
+            self._pieces[generation.announced.manifest.digest] = max(LEAST_PIECE, piece)
+        generation.compute_ms = 0.0 if timing is None else timing.compute_ms
+        op_id = OpId(timing.op_id if timing is not None else 0)
         self._sequences.append(sequence, fed, op_id, len(tokens))
         if tokens and not generation.token_count:
             generation.first_token_ms = self._inference.now_ms() - generation.began_at_ms
@@ -259,6 +298,7 @@ class Generations:
         generation, tokens = _of(pending), answer.body.get("tokens", [])
         self._live.pop(pending.token, None)
         self._waiting.pop(pending.token, None)
+        self._reading.discard(pending.token)
         error = answer.error or self._keep(generation, pending, answer)
         self._give_room_back(generation)
         self._drop_cache(generation)

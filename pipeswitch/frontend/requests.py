@@ -60,8 +60,8 @@ class Pending(msgspec.Struct, kw_only=True, eq=False):
     allocation: PoolAllocation | None = None  # pool memory of an inference
     uploads: tuple[str, ...] = ()  # files of a registration, pinned until its answer
     commit: int = -1  # descriptor of a loaded commit's area; -1: none
-    is_copying: bool = False  # the copier is copying its payload
-    is_cancelled: bool = False  # cancelled while its payload was copied, or while its chain runs
+    is_copying: bool = False  # its payload is being copied, or its schema tried
+    is_cancelled: bool = False  # cancelled during that, or while its chain runs
     caller: str = ""  # tenant for whom an inference runs
     bytes_in: int = 0
     trace_id: str = ""

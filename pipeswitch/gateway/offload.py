@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 import asyncio
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from threading import Barrier
-from typing import Final, Generic, TypeVar
+from typing import Final, TypeVar
 
-from ..base.quotas import FairQuota
+from ..base.quotas import FairQuota, TurnQueue
 
 R = TypeVar("R")
-T = TypeVar("T")
 CROWD: Final = 8  # above this number of connections or calls, an address's requests take turns
 PASS_REQUESTS: Final = 4  # requests of such an address per pass of the loop
-MAX_PASSES: Final = 64  # urgent items that may go before a waiting item that is not urgent
 
 
 class Shared:
@@ -62,41 +60,6 @@ def started_pool(count: int, name: str) -> ThreadPoolExecutor:
     for _ in range(count):
         pool.submit(barrier.wait)
     return pool
-
-
-class TurnQueue(Generic[T]):
-    """Queue for one resource in which callers take turns. Pure.
-
-    Urgent items go first. After ``MAX_PASSES`` of them, one other item goes.
-    """
-
-    def __init__(self) -> None:
-        self._lines: tuple[dict[str, deque[T]], dict[str, deque[T]]] = {}, {}  # urgent, others
-        self._passes = 0
-
-    def put(self, caller: str, one: T, *, is_urgent: bool = False) -> None:
-        self._lines[not is_urgent].setdefault(caller, deque()).append(one)
-
-    def take(self) -> T | None:
-        """Return the next item, of the caller whose last turn is longest ago; None if empty."""
-        urgent, others = self._lines
-        is_urgent = bool(urgent) and (not others or self._passes < MAX_PASSES)
-        self._passes = self._passes + 1 if is_urgent and others else 0
-        lines = urgent if is_urgent else others
-        if not lines:
-            return None
-        caller = next(iter(lines))
-        line = lines.pop(caller)
-        one = line.popleft()
-        if line:
-            lines[caller] = line
-        return one
-
-    def clear(self) -> list[T]:
-        """Remove and return all waiting items."""
-        items = [one for lines in self._lines for line in lines.values() for one in line]
-        self._lines = {}, {}
-        return items
 
 
 class Passes:

@@ -274,7 +274,7 @@ def test_what_is_not_done_is_said_in_openais_form(running: Checked, ai: Any) -> 
         assert reply["error"].keys() == {"message", "type", "param", "code"}
     with pytest.raises(openai.AuthenticationError, match="token"):
         ai.with_options(api_key="sk-0123456789abcdef").models.list()
-    with pytest.raises(openai.NotFoundError, match="no language model"):
+    with pytest.raises(openai.NotFoundError, match="no model"):
         ai.models.retrieve("other")
     status, reply, _ = post(
         running, "/v2/models/chat/generate", {"text_input": "a", "bad_words": "b"}
@@ -444,6 +444,55 @@ def test_answers_follow_their_schemas_when_workers_die(running: Checked, ai: Any
     for extra in ({"response_format": {"type": "json_object"}}, {"response_format": form, **end}):
         status, body, _ = post(running, "/v1/chat/completions", {**more, **extra})
         assert (status, body["error"]["param"]) == (400, "response_format"), body
+
+
+WHOLE: Any = {"type": "integer"}
+COSTLY: dict[str, Any] = {
+    "one large multiple": {**WHOLE, "multipleOf": 1_000_003},
+    "a multiple of two numbers": {"allOf": [{**WHOLE, "multipleOf": 9973}, {"multipleOf": 9967}]},
+    "one of many multiples": {**WHOLE, "anyOf": [{"multipleOf": 9000 + one} for one in range(100)]},
+    "behind a long text": {
+        "type": "array",
+        "prefixItems": [{"const": "x" * 60}, {**WHOLE, "multipleOf": 1_000_033}],
+        "minItems": 2,
+    },
+}
+
+
+@pytest.mark.skipif(importlib.util.find_spec("llguidance") is None, reason="the extra grammar")
+def test_a_costly_schema_never_reaches_a_worker_by_whatever_way(running: Checked) -> None:
+    """Send schemas that would take minutes, as a format, a tool, and an option of the SDK."""
+    model, tokenizer = made()
+    tokenizer.chat_template = "{{ tools | tojson }}" + TEMPLATE
+    running.client.register("costly", model, generate=True, tokenizer=tokenizer)
+    end = tokenizer.convert_tokens_to_ids("<end>")
+    chat: Any = {"model": "costly", "messages": SAID, "stop_token_ids": [end], "max_tokens": 60}
+    plain = {**chat, "stop_token_ids": None, "max_tokens": 2}
+    assert post(running, "/v1/chat/completions", plain)[0] == 200  # the worker has the model
+    workers = [psutil.Process(pid) for pid in running.worker_pids().values()]
+    before_s = sum(sum(one.cpu_times()[:2]) for one in workers)
+    for number, schema in enumerate(COSTLY.values()):
+        schema = {"type": "object", "properties": {f"a{number}": schema}}
+        form = {"type": "json_schema", "json_schema": {"name": "a", "schema": schema}}
+        tool = {"type": "function", "function": {"name": "f", "parameters": schema}}
+        ways: list[tuple[str, Any]] = [
+            ("response_format", {"response_format": form}),
+            ("response_format", {"response_format": {"type": "json_object", "schema": schema}}),
+            ("tools", {"tools": [tool], "tool_choice": "required"}),
+            ("tools", {"tools": [tool], "tool_choice": {**tool, "function": {"name": "f"}}}),
+        ]
+        for param, way in ways:
+            status, body, _ = post(running, "/v1/chat/completions", {**chat, **way})
+            assert (status, body.get("error", {}).get("param")) == (400, param), (way, body)
+            assert "Of" in body["error"]["message"]  # the part of the schema
+        options = {"json_schema": json.dumps(schema), "logprobs": 1}
+        with pytest.raises(InvalidInput):
+            running.client.generate("costly", [5, 6], options=options).text  # noqa: B018
+    assert sum(sum(one.cpu_times()[:2]) for one in workers) - before_s < 2.0
+    form = {"type": "json_schema", "json_schema": {"name": "a", "schema": FORM}}
+    status, body, _ = post(running, "/v1/chat/completions", {**chat, "response_format": form})
+    assert (status, body["choices"][0]["finish_reason"]) == (200, "stop"), body
+    running.client.unregister("costly")
 
 
 def test_tools_are_called_by_openais_client_whole_and_streamed(running: Checked, ai: Any) -> None:

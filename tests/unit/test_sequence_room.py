@@ -5,6 +5,7 @@ A row of a cache depends on the row before it, and a token on all rows, so any w
 
 from __future__ import annotations
 
+import json
 import os
 import random
 import zlib
@@ -31,6 +32,7 @@ from pipeswitch.frontend.generations import Generations
 from pipeswitch.frontend.inference import Inference
 from pipeswitch.frontend.request_pool import RequestPool
 from pipeswitch.frontend.requests import Requests
+from pipeswitch.frontend.schemas import SchemaChecks
 from pipeswitch.frontend.sequences.caches import Caches
 from pipeswitch.frontend.sequences.manager import IDLE_MS, longest
 from pipeswitch.frontend.transport.clients import Session
@@ -116,14 +118,10 @@ class Talk:
         self.is_asked = True
         ids = np.array(self.prompt, np.int64)
         inputs = (WireTensor(name=IDS, dtype="int64", shape=ids.shape, frame=0),)
-        header = RequestHeader(
-            v=1,
-            op="generate",
-            id=self.id,
-            model="m",
-            inputs=inputs,
-            body={"max_tokens": self.most, "options": self.options},
-        )
+        body: dict[str, Any] = {"max_tokens": self.most, "options": self.options}
+        if (self.options or {}).get("json_schema"):
+            body["stop_ids"] = [WORDS - 1]
+        header = RequestHeader(v=1, op="generate", id=self.id, model="m", inputs=inputs, body=body)
         try:
             self.rig.generations.generate(self.client, header, [ids.tobytes()])
         except PipeSwitchError as error:
@@ -163,8 +161,10 @@ class Rig:
             max_bytes=1 << 30,
             deadline_ms=None,
         )
+        self.schemas, self.checks = SchemaChecks(), list[str]()
+        self.schemas.send = self.checks.append
         self.generations = Generations(
-            self.inference, lambda client, outgoing: self.heard(outgoing.frames)
+            self.inference, lambda client, outgoing: self.heard(outgoing.frames), self.schemas
         )
         self.inference.models.announce(
             ev.ModelAvailable(model=ModelName("m"), manifest=MANIFEST, priority=1)
@@ -189,8 +189,17 @@ class Rig:
         """Cancel a request, as the frontend does for a client that cancels or disconnects."""
         if (token := talk.client.requests.get(talk.id)) is not None:
             pending = self.requests.waiting(token)
-            assert not pending.is_copying
-            self.events.append(ev.CancelRequest(token=token))
+            if pending.is_copying:
+                pending.is_cancelled = True
+            else:
+                self.events.append(ev.CancelRequest(token=token))
+
+    def try_schema(self, error: str | None = "") -> None:
+        """Answer the schema that is being tried, like its process; None: the process ends."""
+        self.checks.pop()
+        assert not self.checks, "two schemas are tried at once"
+        self.schemas.done(error)
+        self.turn()
 
     def compute(self, tokens: Collection[int], error: PipeSwitchError | None = None) -> None:
         """Compute a run of these requests with a random number of steps, like worker and scheduler.
@@ -296,6 +305,9 @@ class Rig:
         """Run all generations to their ends, with runs in random order."""
         self.turn()
         while remaining := [one for one in self.talks if not one.is_over]:
+            if self.checks:
+                self.try_schema()
+                continue
             ready = [one for one in remaining if not one.is_asked]
             assert ready or self.computing, "all wait, and nothing goes on"
             if ready and (not self.computing or self.chance.random() < 0.3):
@@ -355,6 +367,59 @@ def test_scored_prompts_come_before_their_answers_and_need_no_more_room(seed: in
     rig.close()
 
 
+def test_a_schema_is_tried_once_and_only_a_usable_one_reaches_a_worker() -> None:
+    rig = Rig(320 << 10)
+    good, bad = {"json_schema": "{}"}, {"json_schema": '{"const": 1}'}
+    talks = [rig.talk(rig.client(name), [1, 2], 3) for name in "aaabc"]
+    for talk, options in zip(talks, (good, bad, good, good, None), strict=True):
+        talk.options = options
+        talk.ask()
+    rig.turn()
+    assert {*rig.computing} == {5}  # only the one without a schema
+    rig.cancel(talks[2])
+    assert rig.checks == ["{}"]
+    rig.try_schema()
+    assert {*rig.computing} == {1, 4, 5}
+    assert isinstance(talks[2].error, Cancelled)
+    rig.try_schema("it is too complex")
+    assert isinstance(talks[1].error, InvalidInput)
+    for options, error in ((good, None), (bad, InvalidInput)):  # both are known now
+        again = rig.talk(rig.client("d"), [1, 2], 3)
+        again.options = options
+        again.ask()
+        assert not rig.checks
+        assert error is None or isinstance(again.error, error)
+    rig.run()
+    assert [one.error for one in talks if one not in talks[1:3]] == [None, None, None]
+    rig.close()
+
+
+def test_callers_take_turns_with_their_schemas_and_a_lost_process_refuses_only_one() -> None:
+    rig, sent = Rig(4 << 20), list[str]()
+    owner = rig.client("a")
+    for number in range(99):
+        talk = rig.talk(owner, [1], 1)
+        talk.options = {"json_schema": json.dumps({"const": number})}
+        talk.ask()
+        if isinstance(talk.error, QueueFull):
+            break
+    assert isinstance(talk.error, QueueFull)
+    other = rig.talk(rig.client("b"), [1], 1)
+    other.options = {"json_schema": "{}"}
+    other.ask()
+    assert other.error is None
+    for error in ("", None, ""):
+        sent.append(rig.checks[-1])
+        rig.try_schema(error)
+    assert "{}" in sent
+    assert [type(one.error).__name__ for one in rig.talks if one.error] == [
+        "ServerUnavailable",
+        "QueueFull",
+    ]
+    rig.run()
+    rig.close()
+
+
 @pytest.mark.parametrize("top", [(), ((WORDS, -1.0),), ((0, -1.0), (1, -1.0))])
 def test_impossible_chances_of_a_worker_end_the_answer(top: Any) -> None:
     rig = Rig(320 << 10)
@@ -396,8 +461,12 @@ def test_whatever_happens_no_begun_answer_is_refused_room_and_every_byte_is_free
                 [*stem, chance.randrange(WORDS)],
                 chance.choice([9, 150, 200]),
             )
+            if chance.random() < 0.2:
+                rig.talks[-1].options = {"json_schema": json.dumps({"const": chance.randrange(99)})}
         elif move < 0.3 and (ready := [one for one in live if not one.is_asked]):
             chance.choice(ready).ask()
+        elif move < 0.4 and rig.checks:
+            rig.try_schema(chance.choice(["", "", "it is too complex", None]))
         elif move < 0.95 and rig.computing:
             error = InvalidInput("its own fault") if move > 0.945 else None
             rig.compute(rig.some(), error)
@@ -528,7 +597,7 @@ UNFIT: dict[str, tuple[Any, dict[str, Any]]] = {
     "no tokens wanted": (ids_of(1), {"max_tokens": 0}),
     "a text": (ids_of(1), {"max_tokens": "9"}),
     "too cold": (ids_of(1), {"temperature": -1.0}),
-    "no tokens left": (ids_of(1), {"top_p": 0.0}),
+    "no tokens left": (ids_of(1), {"top_p": -0.1}),
     "many ends": (ids_of(1), {"stop_ids": [1] * 1000}),
     **{
         f"{name} {value!r:.20}": (

@@ -15,8 +15,8 @@ from msgspec import Raw
 pytest.importorskip("httptools", reason="make installs it")
 
 from pipeswitch.base.errors import InvalidInput
+from pipeswitch.base.quotas import MAX_PASSES, TurnQueue
 from pipeswitch.base.roles import ANYONE, Principal
-from pipeswitch.gateway.offload import MAX_PASSES, TurnQueue
 from pipeswitch.gateway.openai.answer_stream import turn_of
 from pipeswitch.gateway.openai.completions import NEUTRAL, CompletionRequest, _check_neutral, _said
 from pipeswitch.gateway.openai.tokenizer_worker import DecodedText, StartGeneration, TokensGenerated
@@ -260,7 +260,7 @@ def test_a_neutral_value_is_accepted_and_any_other_is_refused_by_name() -> None:
             ["early_stopping", "forced_eos_token_id", "stop_strings"],
         ),
         (
-            {"temperature": -1.0, "top_p": 0.0, "max_new_tokens": 0, "min_p": 2, "top_k": -5},
+            {"temperature": -1.0, "top_p": -0.5, "max_new_tokens": 0, "min_p": 2, "top_k": -5},
             {},
             ["max_new_tokens", "min_p", "temperature", "top_k", "top_p"],
         ),

@@ -56,6 +56,7 @@ class Generation(msgspec.Struct, kw_only=True, eq=False):
     first_token_ms: float = 0.0
     sequence: SequenceState | None = None  # None: it has no cache now
     number: int = 0  # order of arrival; the youngest gives up its cache first
+    compute_ms: float = 0.0  # time of the runs so far
     count: int = 0  # ids that the current run reads
     ahead: int = MOST_STEPS  # limit of a run's steps: twice the tokens of the last decode run
     sampling_params: SamplingParams = SamplingParams()  # parameters of the current run
@@ -74,9 +75,10 @@ class Generation(msgspec.Struct, kw_only=True, eq=False):
         ahead = max(len(self.ids) // 2, MOST_STEPS) if self.token_count else 0
         return min(len(self.ids) + ahead, self.prompt_count + self.most)
 
-    def next(self, used: int) -> SamplingParams:
-        """Begin the next run, for a sequence with ``used`` rows; return its sampling parameters."""
-        self.count = min(len(self.ids) - used, self.piece)
+    def next(self, used: int, most: int, *, is_short: bool = False) -> SamplingParams:
+        """Begin the next run, for a sequence with ``used`` rows, of at most ``most`` ids and, if it
+        ``is_short``, of one step; return its sampling parameters."""
+        self.count = min(len(self.ids) - used, self.piece, most)
         is_piece, remaining = used + self.count < len(self.ids), self.most - self.token_count
         how, options = self.sampling, self.sampling.options
         token_counts: tuple[tuple[int, int], ...] = ()
@@ -89,7 +91,7 @@ class Generation(msgspec.Struct, kw_only=True, eq=False):
         if options is not None and options.json_schema and not is_piece:
             answer = tuple(self.ids[self.prompt_count :])
         self.sampling_params = SamplingParams(
-            steps=1 if is_piece or self.count > 1 else most_steps,
+            steps=1 if is_piece or is_short or self.count > 1 else most_steps,
             temperature=how.temperature,
             top_p=how.top_p,
             seed=how.seed,

@@ -21,10 +21,10 @@ import msgspec
 
 from ...base.codec import encode_msgpack
 from ...base.errors import InvalidInput, ServerUnavailable
+from ...base.quotas import TurnQueue
 from ...base.roles import Principal
 from ...programs.decoding.model_config import LanguageModelConfig
 from ...sandbox.environment import harmless
-from ..offload import TurnQueue
 from ..serving.service import Service
 from . import tokenizer_worker
 from .tokenizer_worker import (

@@ -20,6 +20,13 @@ class CheckStage(Message, frozen=True):
     timeout_s: float  # 0: no limit
 
 
+class CheckSchema(Message, frozen=True):
+    """Settings of a process that tries an answer's schema, sends StageReady or StageFailed, and
+    exits, or dies if that takes too long."""
+
+    schema: str
+
+
 class StageReady(Message, frozen=True):
     """stage -> controller: ready for requests; after CheckStage: the functions can be called."""
 

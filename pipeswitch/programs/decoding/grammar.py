@@ -1,11 +1,14 @@
 """Answers that follow a JSON schema: the library llguidance computes the allowed next tokens.
 
 A matcher depends only on the schema and the answer's tokens, so any worker can continue an answer.
+Building one takes any time, so a process beside the device tries each schema first.
 """
 
 from __future__ import annotations
 
 import json
+import random
+import re
 from collections.abc import Iterable, Sequence
 from typing import Any, Final
 
@@ -15,9 +18,8 @@ from numpy.typing import NDArray
 from ...base.errors import InvalidInput
 from .generation_settings import tokenizer_json
 
-# Intersecting regular expressions takes twice as long with each one, and llguidance has no limit.
-EXPRESSIONS: Final = ("pattern", "patternProperties", "propertyNames", "format", "not")
-MOST_EXPRESSIONS: Final = 8
+COSTLY: Final = re.compile(r'"(pattern|format|multipleOf|const|enum|\w+Of|m(?:in|ax)\w+)":')
+TRIED_TOKENS: Final = 32  # tokens of the answer with which a schema is tried
 MAX_MATCHERS: Final = 16  # matchers kept between the steps of their answers
 MOST_TOKENIZERS: Final = 2  # kept in memory; a tokenizer of 150,000 tokens needs 105 MiB and 2 s
 
@@ -34,16 +36,10 @@ class Tokenizers:
         """Return a program's tokenizer, of ``size`` tokens, as an object of llguidance.
 
         Raises:
-            InvalidInput: llguidance is not installed, or cannot use the model's tokenizer.
+            InvalidInput: llguidance cannot use the model's tokenizer.
         """
-        try:
-            import llguidance
-        except (ImportError, OSError):
-            raise InvalidInput(
-                "a JSON schema needs the library llguidance: pip install 'pipeswitch[grammar]' "
-                "where the server is, and start it again",
-                param="response_format",
-            ) from None
+        import llguidance
+
         if (digest, ends) not in self._made:
             if len(self._made) >= MOST_TOKENIZERS:
                 self._made.clear()
@@ -81,9 +77,11 @@ class Matcher:
         self, tokenizer: Any, schema: str, ends: Sequence[int], answer: Sequence[int], size: int
     ) -> None:
         """Take the tokens of ``answer``; ``ends`` are the tokens that end a whole answer."""
-        from llguidance import LLMatcher
+        from llguidance import LLMatcher, LLParserLimits
 
-        self._matcher = LLMatcher(tokenizer, LLMatcher.grammar_from_json_schema(schema))
+        # Warnings would fill the log of the processes, and errors would show the parser's state.
+        limits, grammar = LLParserLimits(verbose_errors=False), LLMatcher.grammar_from_json_schema
+        self._matcher = LLMatcher(tokenizer, grammar(schema), log_level=0, limits=limits)
         self.answer: list[int] = []
         self._ends, self._size = ends, size
         for token in answer:
@@ -109,7 +107,42 @@ class Matcher:
 
     def _check(self) -> None:
         if self._matcher.is_error():
-            raise refusal(self._matcher.get_error()[:300])
+            error = self._matcher.get_error().split("<")[0]
+            is_empty = error.startswith("NoExtension")
+            raise refusal("no text can follow it" if is_empty else " ".join(error.split())[:200])
+
+
+def try_schema(schema: str) -> None:
+    """Build a matcher whose tokens are bytes, and take some tokens of one answer.
+
+    Raises:
+        InvalidInput: the schema cannot be used, or llguidance is not installed.
+    """
+    try:
+        from llguidance import LLTokenizer
+    except (ImportError, OSError):
+        raise InvalidInput(
+            "a JSON schema needs the library llguidance: pip install 'pipeswitch[grammar]' "
+            "where the server is, and start it again",
+            param="response_format",
+        ) from None
+    tokenizer, chance = LLTokenizer("byte"), random.Random(0)
+    try:
+        matcher = Matcher(tokenizer, schema, tokenizer.eos_tokens, (), tokenizer.vocab_size)
+    except ValueError as error:  # it is nested too deeply for llguidance
+        raise refusal(f"{error!s:.200}") from None
+    while len(matcher.answer) < TRIED_TOKENS:
+        allowed = matcher.allowed()
+        allowed[tokenizer.eos_tokens] = False
+        if not len(tokens := np.flatnonzero(allowed)):
+            return
+        matcher.take(int(chance.choice(tokens)))
+
+
+def costly_refusal(schema: str) -> InvalidInput:
+    """Return the error for a schema that takes too long, with keywords that may be the reason."""
+    names = ", ".join(dict.fromkeys(COSTLY.findall(schema))) or "its size"
+    return refusal(f"it takes too much time or memory to prepare: make it simpler, look at {names}")
 
 
 def refusal(why: str) -> InvalidInput:
@@ -123,21 +156,12 @@ def ends_of(own: Sequence[int], stop: Sequence[int]) -> tuple[int, ...]:
 
 
 def check_schema(text: str, ends: Sequence[int]) -> None:
-    """Raise InvalidInput if a schema is not a JSON object or too complex, or ``ends`` is empty."""
-    names: list[str] = []
-
-    def noted(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        for name, value in pairs:
-            names.extend([name] * (len(value) if name == "patternProperties" else 1))
-        return dict(pairs)
-
+    """Raise InvalidInput if a schema is not a JSON object, or ``ends`` is empty."""
     try:
-        is_schema = isinstance(json.loads(text, object_pairs_hook=noted), dict)
+        is_schema = isinstance(json.loads(text), dict)
     except (ValueError, TypeError, RecursionError):
         is_schema = False
     if not is_schema:
         raise refusal("it is not a JSON object")
-    if sum(name in EXPRESSIONS for name in names) > MOST_EXPRESSIONS:
-        raise refusal(f"it has more than {MOST_EXPRESSIONS} of {', '.join(EXPRESSIONS)}")
     if not ends:
         raise refusal("no token ends the model's answers")
