@@ -273,7 +273,14 @@ def test_the_template_named_tool_use_renders_tools() -> None:
 
 SEEN = {"role": "user", "content": [{"type": "text", "text": "Hi"}]}
 ASKED = {"id": "c", "type": "function", "index": 0, "function": {"name": "now", "arguments": "{}"}}
-TURN = {"role": "assistant", "content": None, "refusal": None, "audio": None, "annotations": []}
+TURN = {
+    "role": "assistant",
+    "content": None,
+    "parsed": {"a": 1},
+    "refusal": None,
+    "audio": None,
+    "annotations": [],
+}
 ANSWER = {"role": "tool", "content": "9", "tool_call_id": "c", "name": "now"}
 BODY: Any = {
     "model": "m",

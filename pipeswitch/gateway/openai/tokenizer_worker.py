@@ -50,14 +50,14 @@ LENGTH_BYTES: Final = 4
 PR_SET_PDEATHSIG: Final = 1
 NO_TEXT: Final = msgspec.Raw(b"null")
 MAX_UNKNOWN: Final = 8  # unknown fields of messages; for each one, the template renders once more
-FUNCTION: Final = dict.fromkeys(("name", "arguments"))
+FUNCTION: Final = dict.fromkeys(("name", "arguments", "parsed_arguments"))
 CALL: Final = {
     **dict.fromkeys(("id", "type", "index", "provider_specific_fields")),
     "function": FUNCTION,
 }
 MESSAGE: Final = {
     **dict.fromkeys(("role", "content", "name", "tool_call_id", "id", "index", "annotations")),
-    **dict.fromkeys(("reasoning", "reasoning_content", "cache_control")),
+    **dict.fromkeys(("reasoning", "reasoning_content", "cache_control", "parsed")),
     **dict.fromkeys(("provider_specific_fields",)),
     "tool_calls": CALL,
 }
