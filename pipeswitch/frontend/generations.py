@@ -180,7 +180,11 @@ class Generations:
             if is_new:
                 generation.reused = self._sequences.reuse(sequence, generation.ids, generation.rows)
             used = sequence.used
-            most = self._pieces.get(announced.manifest.digest, LEAST_PIECE)
+            most = (
+                generation.piece
+            )  # alone, it stops nobody's answer: a small piece would cost time
+            if len(self._live) > 1:
+                most = self._pieces.get(announced.manifest.digest, LEAST_PIECE)
             sampling_params = generation.next(used, most, is_short=bool(self._reading - {token}))
             (self._reading.add if sampling_params.is_piece else self._reading.discard)(token)
             self._sequences.fit(
