@@ -151,8 +151,12 @@ class WorkerProcess:
                     self.map_memory(descriptors)
                 case worker_msg.RunInference():
                     self._make_ready_for(message, descriptors)
-                    slot = self._settings.slot
-                    if not infer(message, self._programs, self._pool, self._view, self._task, slot):
+                    slot, op_id = self._settings.slot, message.op_id
+                    # A task that was taken back loads no program, and opens no memory.
+                    is_taken_back = self._view.control_page.is_taken_back(slot, op_id)
+                    if is_taken_back or not infer(
+                        message, self._programs, self._pool, self._view, self._task, slot
+                    ):
                         self._task.send(worker_msg.WorkerClean(op_id=message.op_id))
                 case worker_msg.PrepareModel():
                     self._make_ready_for(message, descriptors)

@@ -88,6 +88,8 @@ class Signals:
     def wait_first_turn(self, turn: int, slot: int) -> bool:
         """Block like ``wait_turn``; return False if the task of this turn was taken back."""
         control_page, is_taken_back = self.control_page, False
+        if control_page.turn == turn:
+            return True
 
         def is_decided() -> bool:
             nonlocal is_taken_back

@@ -28,7 +28,7 @@ def find(folders: Sequence[Path], digest: str) -> Iterator[ProfileFile]:
             try:
                 yield ProfileFile(path.name, decode(read_plain(path, MAX_BYTES)))
             except OSError as error:
-                yield ProfileFile(path.name, None, os.strerror(error.errno or 0))
+                yield ProfileFile(path.name, None, error.strerror or str(error))
             except ProfileError as error:
                 yield ProfileFile(path.name, None, str(error))
 

@@ -388,7 +388,7 @@ def test_a_resumed_job_goes_on_from_the_commit_before_a_damaged_one(tmp_path: Pa
     for step in (3, 9):
         record = commit_files.write_commit(tmp_path, step, memoryview(image_of(step)))
     (tmp_path / record.image).write_bytes(b"cut")
-    frontend = Mock(_call_soon=lambda call: call())
+    frontend = Mock(call_soon=lambda call: call())
     request = ev.JobRequest(token=ev.Token(1), job=JobName("j"), action="resume")
     Frontend._read_commit(frontend, request, tmp_path)
     loaded = frontend._take.call_args.args[0].loaded

@@ -23,7 +23,9 @@ from pipeswitch.wire.register_request import RegisterRequest
 
 def sent(source: Any, **fields: Any) -> RegisterRequest:
     request = RegisterRequest(source="", **fields)
-    return LocalSource(source).send(request, lambda path, kind, progress: "put:" + 64 * "0", None)
+    upload = lambda path, kind, progress: "put:" + 64 * "0"  # noqa: E731
+    with LocalSource(source).sent(request, upload, None) as uploaded:
+        return uploaded
 
 
 @pytest.mark.parametrize("address", [5, 5555, b"gpu1", ("gpu1", 5555)])

@@ -223,7 +223,7 @@ def test_a_damaged_file_is_found_with_its_problem(tmp_path: Path) -> None:
     path.unlink()
     path.mkdir()
     (file,) = profile_files.find([tmp_path], DIGEST)
-    assert (file.profile, file.problem) == (None, "Is a directory")
+    assert (file.profile, file.problem) == (None, "not a regular file")
 
 
 def test_the_profiles_that_come_along_are_whole_and_can_be_planned() -> None:

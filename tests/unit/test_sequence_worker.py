@@ -81,7 +81,7 @@ class Rig(allocation.Rig):
                 break
             self.stepping, self.deaths = DecodeRunner(), self.deaths + 1
         self.stepping.ended(head, run, 1.0)
-        timing: Any = SimpleNamespace(op_id=self.op_id)
+        timing: Any = SimpleNamespace(op_id=self.op_id, compute_ms=1.0 * self.op_id)
         return [
             ev.Reply(token=run.token, timing=timing, body={"tokens": list(tokens)})
             for run, tokens in zip(runs, run.tokens(), strict=True)

@@ -72,6 +72,22 @@ def test_a_deadline_passes_for_a_task_that_was_dispatched_ahead(
     assert at_ms == 10.0
 
 
+@pytest.mark.parametrize("policy", MAKERS)
+@pytest.mark.parametrize("late_ms", [0.0, 0.005, 0.01, 0.02, 1.0])
+def test_a_task_whose_time_is_unknown_is_taken_back_once(policy: str, late_ms: float) -> None:
+    """Admission keeps a request slightly beyond its deadline: it must not be dispatched again."""
+    server = Server(policy, admission="deadline")
+    program = program_of("new", 4 * MIB, layer_ms=5.0)
+    server.clients.register(ModelName("new"), program)
+    server.run()
+    server.ask("new")
+    late = server.ask("new", deadline_ms=10.0)
+    server.pass_time(10.0 + late_ms)
+    assert server.counted() <= 1
+    server.run()
+    assert isinstance(server.answers[late][1].error, DeadlineExceeded)
+
+
 def test_the_other_members_of_its_batch_are_answered() -> None:
     server = Server()
     tokens = [server.ask("long"), server.ask("short", deadline_ms=10.0), server.ask("short")]

@@ -125,7 +125,7 @@ class Service:
         row = await self._row(caller, model, version)
         if row["state"] != READY:
             return _unready(row)
-        return draining() if (await self._upstream.ask("ping"))["why"] == DRAINING else None
+        return draining() if (await self._upstream.ask("ping")).get("why") == DRAINING else None
 
     async def metadata(self, caller: Principal, model: str, version: str) -> dict[str, Any]:
         return oip.metadata(_built(await self._row(caller, model, version)))

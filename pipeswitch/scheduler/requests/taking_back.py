@@ -78,6 +78,8 @@ class TakingBack:
         fraction, effective_priority, clock = part
         if share.waiting[new.priority] != 1 or new.priority != effective_priority:
             return False
+        if share.effective_priority != effective_priority:
+            return False  # its tag is known for its most urgent requests only
         load_ms = 0.0
         if not self._device.replicas[new.model].is_on_device:
             load_ms = self._device.predictions.predict(new.model, new.batch).load_ms

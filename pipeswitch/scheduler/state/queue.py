@@ -73,7 +73,7 @@ class Queue:
         if request.deadline_at_ms is not None:
             bisect.insort(self._due, (request.deadline_at_ms, number, request))
         due_at_ms = request.forecast.infeasible_after_ms
-        if due_at_ms is None:
+        if due_at_ms is None or due_at_ms > request.due_ms:
             due_at_ms = request.deadline_at_ms
         if due_at_ms is not None:
             if len(self._deadlines) > 2 * len(self) + SPARE_DEADLINES:
