@@ -7,7 +7,7 @@ import glob
 import os
 import re
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain, islice
 from typing import Any, Final
@@ -68,7 +68,7 @@ def check_source(
     elif source.startswith(("torchvision:", "hf:")):
         if source.startswith("hf:") and not is_owner and not _HUB_NAME.fullmatch(source):
             raise _owners_only(source)
-        owner_files = _files_below(source.removeprefix("hf:").partition("#")[0])
+        owner_files = _files_of(source.removeprefix("hf:").partition("#")[0]) if is_owner else []
     elif _MODULE.fullmatch(source):
         is_code, module = True, source.partition(":")[0]
         _require_code_right(source, module, is_owner=is_owner, allow_code=allow_code)
@@ -102,25 +102,34 @@ def check_source(
     )
 
 
-def _files_below(folder: str) -> list[str]:
-    """Return the files in a folder and its direct subfolders; none if it is a hub's name."""
-    if not os.path.isabs(folder):
+# Files of a model's folder that a build reads; logs and checkpoints beside them do not count.
+_READ: Final = ("*.json", "*.jinja", "*.model", "*.txt", "*.safetensors", "*/config.json")
+
+
+def _files_of(folder: str) -> list[str]:
+    """Return the files of a model's folder that a build reads; none if it is a hub's name."""
+    if not os.path.isdir(folder):
         return []
-    paths = chain.from_iterable(
-        glob.iglob(os.path.join(glob.escape(folder), level)) for level in ("*", "*/*")
-    )
-    return sorted(path for path in islice(paths, MAX_FILES) if os.path.isfile(path))
+    patterns = [os.path.join(glob.escape(os.path.abspath(folder)), one) for one in _READ]
+    return _regular(chain.from_iterable(map(glob.iglob, patterns)))
 
 
 def _code_of(module: str) -> list[str]:
     """Return the files of a module's package, or of the module, without importing it."""
     top = module.partition(".")[0]
     for folder in map(os.path.abspath, sys.path):
-        if os.path.isdir(package := os.path.join(folder, top)):
-            return [path for path in _files_below(package) if path.endswith(".py")]
-        if os.path.isfile(path := os.path.join(folder, f"{top}.py")):
+        package = os.path.join(folder, top)
+        if os.path.isfile(os.path.join(package, "__init__.py")):
+            return _regular(
+                glob.iglob(os.path.join(glob.escape(package), "**", "*.py"), recursive=True)
+            )
+        if os.path.isfile(path := f"{package}.py"):
             return [path]
     return []
+
+
+def _regular(paths: Iterable[str]) -> list[str]:
+    return sorted(path for path in islice(paths, MAX_FILES) if os.path.isfile(path))
 
 
 def _uploaded(reference: str, uploads_dir: str, kind: str) -> str:

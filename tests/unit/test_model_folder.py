@@ -88,16 +88,25 @@ def test_without_a_tokenizer_the_model_takes_ids_and_no_file_is_named(folder: Pa
     assert (loaded.generation, loaded.notes) == (None, [])
 
 
-@pytest.mark.parametrize(
-    "file", ["tokenizer.json", "tokenizer.model", "vocab.json", "spiece.model"]
-)
 @pytest.mark.parametrize("content", [b"", b"{", b"\xff\xfe\x00", b"[]"])
-def test_a_tokenizer_that_cannot_be_read_refuses_or_is_named(
-    folder: Path, file: str, content: bytes
-) -> None:
-    (folder / file).write_bytes(content)
-    with pytest.raises(RegistrationRefused, match=file):
+def test_a_tokenizer_that_cannot_be_read_refuses(folder: Path, content: bytes) -> None:
+    (folder / "tokenizer.json").write_bytes(content)
+    with pytest.raises(RegistrationRefused, match=r"tokenizer\.json"):
         load_source(spec_of(folder))
+
+
+@pytest.mark.parametrize("file", ["tokenizer.model", "spiece.model", "spm.model", "vocab.json"])
+def test_a_tokenizer_that_cannot_be_made_here_is_named(folder: Path, file: str) -> None:
+    """Its package may not be installed, or its class reads other files."""
+    (folder / file).write_bytes(b"{}")
+    assert any(file in note for note in load_source(spec_of(folder)).notes)
+
+
+def test_a_tokenizer_of_its_authors_code_is_named(folder: Path) -> None:
+    (folder / "vocab.txt").write_text("a")
+    own = {"tokenizer_class": "Own", "auto_map": {"AutoTokenizer": ["own.Own", None]}}
+    (folder / "tokenizer_config.json").write_text(json.dumps(own))
+    assert any("vocab.txt" in note for note in load_source(spec_of(folder)).notes)
 
 
 POOLINGS = [
@@ -136,6 +145,9 @@ def test_each_pooling_of_sentence_transformers_is_followed(
         "{}",
         '{"pooling_mode": "attention"}',
         '{"pooling_mode": []}',
+        '{"pooling_mode": 5}',
+        '{"pooling_mode": true}',
+        '{"pooling_mode": [["mean"]]}',
         '{"pooling_mode_new": true}',
         '{"pooling_mode_mean_tokens": false}',
     ],
@@ -199,6 +211,28 @@ def test_layers_behind_the_pooling_are_refused_by_name(
     else:
         with pytest.raises(RegistrationRefused, match=r"modules\.json"):
             load_source(spec_of(folder))
+
+
+def test_a_hub_that_cannot_be_reached_is_asked_once_and_named(
+    saved: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[str] = []
+
+    def cached_file(name: str, file: str, *, local_files_only: bool, **_: Any) -> str | None:
+        if not local_files_only:
+            asked.append(file)
+            raise OSError("no network")
+        path = saved / file
+        return str(path) if path.exists() else None
+
+    monkeypatch.setattr(transformers.utils, "cached_file", cached_file)
+    monkeypatch.setattr(model_folder, "_UNREACHED", set())
+    spec = BuildSpec(name="m", source="hf:some/model", weights="pretrained")
+    assert model_folder.find(spec, "config.json") == saved / "config.json"
+    assert model_folder.pooling(spec) == ""
+    assert len(asked) == 1
+    (note,) = model_folder.notes(spec, has_tokenizer=False, has_pooling=False)
+    assert "not reached" in note
 
 
 def test_an_adapter_is_refused_beside_weights_and_named_beside_random_ones(folder: Path) -> None:
@@ -275,18 +309,37 @@ def test_a_factory_whose_code_was_edited_is_another_source(
 ) -> None:
     monkeypatch.syspath_prepend(tmp_path)
     (tmp_path / "single_file_of_mine.py").write_text("raise SystemExit('not imported')")
-    (tmp_path / "package_of_mine").mkdir()
-    for name in ("__init__.py", "nets.py"):
+    (tmp_path / "package_of_mine/a/b").mkdir(parents=True)
+    (tmp_path / "single_file_of_mine").mkdir()  # data beside the module
+    for name in ("__init__.py", "nets.py", "a/b/deep.py"):
         (tmp_path / "package_of_mine" / name).write_text("raise SystemExit('not imported')")
     for source, file in (
         ("single_file_of_mine:net", "single_file_of_mine.py"),
         ("package_of_mine.nets:net", "package_of_mine/nets.py"),
         ("package_of_mine.nets:net", "package_of_mine/__init__.py"),
+        ("package_of_mine.a.b.deep:net", "package_of_mine/a/b/deep.py"),
     ):
         before = digest_of(source)
         assert digest_of(source) == before
         later(tmp_path / file)
         assert digest_of(source) != before
+
+
+@pytest.mark.parametrize(
+    "file", ["runs/events", "checkpoint-5/optimizer.pt", "README.md", "x.lock"]
+)
+def test_a_file_that_no_build_reads_does_not_count(folder: Path, file: str) -> None:
+    before = digest_of(f"hf:{folder}", weights="pretrained")
+    (folder / file).parent.mkdir(exist_ok=True)
+    (folder / file).write_bytes(b"x")
+    assert digest_of(f"hf:{folder}", weights="pretrained") == before
+
+
+def test_a_file_with_another_name_is_another_source(folder: Path) -> None:
+    (folder / "generation_config.json").write_text("{}")
+    before = digest_of(f"hf:{folder}", weights="pretrained")
+    (folder / "generation_config.json").rename(folder / "generation_config.off.json")
+    assert digest_of(f"hf:{folder}", weights="pretrained") != before
 
 
 def test_a_name_of_a_hub_or_a_folder_that_is_gone_has_no_files() -> None:

@@ -6,6 +6,7 @@ silence makes a wrong model, and an error while one is read does not mean that t
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 from collections.abc import Iterable
@@ -64,6 +65,9 @@ _FLAGS: Final = {  # the same in files before release 5.4
 }
 
 
+_UNREACHED: Final[set[str]] = set()  # hub's names whose hub this build could not reach
+
+
 def name_of(spec: BuildSpec) -> str:
     """Return the folder or the hub's name of a source ``hf:NAME#CLASS``."""
     return spec.source.partition(":")[2].partition("#")[0]
@@ -75,21 +79,19 @@ def find(spec: BuildSpec, file: str) -> Path | None:
     if os.path.isdir(name):
         path = Path(name, file)
         return path if path.exists() or path.is_symlink() else None
-    from transformers.utils import cached_file
+    from transformers import utils
 
-    try:
-        path_text = cached_file(
-            name,
-            file,
-            local_files_only=spec.weights != "pretrained",
-            _raise_exceptions_for_missing_entries=False,
-            _raise_exceptions_for_connection_errors=False,
-        )
-    except Exception as error:  # a hub client's errors share no base class
-        if spec.weights != "pretrained":
-            return None  # without a hub, a name that we know has no files
-        raise _unreadable(file, error) from error
-    return None if path_text is None else Path(path_text)
+    for is_local in (False, True) if spec.weights == "pretrained" else (True,):
+        if not is_local and name in _UNREACHED:
+            continue
+        try:
+            path_text = utils.cached_file(
+                name, file, local_files_only=is_local, _raise_exceptions_for_missing_entries=False
+            )
+            return None if path_text is None else Path(path_text)
+        except Exception:  # a hub client's errors share no base class
+            _UNREACHED.add(name)  # a build asks once: each try takes many seconds
+    return None
 
 
 def settings(spec: BuildSpec, file: str) -> Any:
@@ -126,7 +128,10 @@ def pooling(spec: BuildSpec) -> str:
     if not isinstance(config, dict):
         raise RegistrationRefused(POOLING, "it is not an object")
     named = config.get("pooling_mode")
-    modes = [named] if isinstance(named, str) else list(named or ())
+    modes = [named] if isinstance(named, str) else named or []
+    if not isinstance(modes, list) or not all(isinstance(mode, str) for mode in modes):
+        raise RegistrationRefused(POOLING, f"pooling_mode is {str(named)[:80]!r}")
+    modes = [*modes]
     modes += [mode for flag, mode in _FLAGS.items() if not modes and config.get(flag)]
     unknown = [str(mode) for mode in modes if mode not in _MODES]
     unknown += [key for key in config if key.startswith("pooling_mode_") and key not in _FLAGS]
@@ -154,8 +159,7 @@ def _refuse_modules(spec: BuildSpec) -> None:
             raise RegistrationRefused(
                 MODULES,
                 f"its module {str(module.get('path'))[:80]!r} ({kind[:80]}) is not served",
-                hint="hf:NAME#CLASS serves the transformer alone if its tokenizer is not there; "
-                "or register a module of your own that computes the whole embedding",
+                hint="register a module of your own that computes the whole embedding",
             )
         if kind == "Pooling" and module.get("path") != "1_Pooling":
             raise RegistrationRefused(MODULES, "its pooling is not in the folder 1_Pooling")
@@ -163,6 +167,9 @@ def _refuse_modules(spec: BuildSpec) -> None:
 
 def tokenizer(spec: BuildSpec) -> tuple[Any, list[str]]:
     """Return the model's fast tokenizer, or None, and notes for people.
+
+    A tokenizer that needs a package that is not installed, or its author's code, is named in a
+    note: prompts are then token ids.
 
     Raises:
         RegistrationRefused: it has files of a tokenizer that cannot be read.
@@ -173,26 +180,41 @@ def tokenizer(spec: BuildSpec) -> tuple[Any, list[str]]:
     from transformers import AutoTokenizer
 
     loader: Any = AutoTokenizer  # untyped upstream
+    names, why = ", ".join(files), ""
     try:
         fast = loader.from_pretrained(
             name_of(spec), local_files_only=spec.weights != "pretrained", trust_remote_code=False
         )
         if not fast.is_fast:
-            return None, [
-                f"{', '.join(files)}: {type(fast).__name__} has no fast form, so prompts "
-                "are token ids"
-            ]
-        if not {*fast.get_vocab()} - {*fast.all_special_tokens}:  # it has read none of the files
+            why = f"{type(fast).__name__} has no fast form"
+        elif len(fast.get_vocab()) > len({*fast.all_special_tokens}):
+            return fast, []
+        elif not {*files} & {*fast.vocab_files_names.values(), "tokenizer.json"}:
+            why = f"{type(fast).__name__} reads other files"
+        else:
             raise ValueError("no vocabulary was found")
-        return fast, []
     except Exception as error:  # a file may raise any error
-        raise RegistrationRefused(
-            "tokenizer",
-            f"{', '.join(files)} cannot be read: {type(error).__name__}: "
-            f"{str(error).partition(chr(10))[0][:200]}",
-            hint="save it again with tokenizer.save_pretrained(FOLDER), or remove these files to "
-            "serve token ids",
-        ) from error
+        why = f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0][:200]}"
+        if not (_needs_more(spec) or isinstance(error, ImportError) or _lacks_package(files)):
+            raise RegistrationRefused(
+                "tokenizer",
+                f"{names} cannot be read: {why}",
+                hint="save it again with tokenizer.save_pretrained(FOLDER), or remove these files "
+                "to serve token ids",
+            ) from error
+    return None, [f"{names}: prompts are token ids, because {why}"]
+
+
+def _needs_more(spec: BuildSpec) -> bool:
+    """Return True if the tokenizer is code of its author, which never runs here."""
+    config = settings(spec, "tokenizer_config.json")
+    return isinstance(config, dict) and "auto_map" in config
+
+
+def _lacks_package(files: Iterable[str]) -> bool:
+    """Return True if all files are SentencePiece's and its library is not installed."""
+    is_piece = all(file.endswith(".model") for file in files)
+    return is_piece and importlib.util.find_spec("sentencepiece") is None
 
 
 def refuse_adapter(spec: BuildSpec) -> None:
@@ -210,7 +232,8 @@ def notes(spec: BuildSpec, *, has_tokenizer: bool, has_pooling: bool) -> list[st
     """Return notes that name each file of a local folder that is not used."""
     folder = Path(name_of(spec))
     if not folder.is_dir():
-        return []
+        is_unsure = spec.weights == "pretrained" and name_of(spec) in _UNREACHED
+        return ["the hub was not reached: a file that is not in the cache was not used"] * is_unsure
     used = {*MODEL_FILES} if spec.generate else {*MODEL_FILES} - {"generation_config.json"}
     used |= {*TOKENIZER_FILES} if has_tokenizer else set()
     used |= {"1_Pooling", "2_Normalize", MODULES} if has_pooling else set()
@@ -229,7 +252,14 @@ def _weights(folder: Path) -> set[str]:
     if index.is_file():
         try:
             return {*json.loads(index.read_text("utf-8"))["weight_map"].values()}
-        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        except (
+            OSError,
+            ValueError,
+            KeyError,
+            TypeError,
+            AttributeError,
+            RecursionError,
+        ) as error:
             raise _unreadable(index.name, error) from error
     return {one.name for one in folder.glob("*.safetensors")}
 
