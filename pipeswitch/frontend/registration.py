@@ -151,8 +151,8 @@ def registration(
     for path in source.owner_files:
         with contextlib.suppress(FileNotFoundError):  # removed meanwhile: the builder says so
             facts = os.stat(path)  # a changed file under the same path is another model
-            name = os.path.basename(path) if len(source.owner_files) > 1 else ""
-            digest.update(f"{name}{facts.st_size}:{facts.st_mtime_ns}".encode())
+            shown = os.path.basename(path) if len(source.owner_files) > 1 else ""
+            digest.update(f"{shown}{facts.st_size}:{facts.st_mtime_ns}".encode())
     return RegisterModelRequest(
         token=token,
         model=ModelName(model),
