@@ -148,8 +148,12 @@ class Server:
             + f"store {format_bytes(self.sizes[0].store_bytes)}, "
             f"1 active + {standby} standby workers{each}"
             + (f" ({'; '.join(whys)})" if whys else "")
-            + (f"; damage was found: {self._shown_losses()}" if self.journal.losses else "")
+            + (f"; damage was found: {self._shown_losses()}" if self._is_damaged else "")
         )
+
+    @property
+    def _is_damaged(self) -> bool:
+        return bool(self.journal.losses or self.scheduler.registry.names.failed)
 
     def _shown_losses(self) -> str:
         """Return all failed models, and the first losses, in one line."""

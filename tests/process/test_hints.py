@@ -525,8 +525,8 @@ def test_a_file_is_named_for_what_it_is(name: str, tmp_path: Path) -> None:
     def upload(*_: Any) -> str:
         raise AssertionError("it was sent")
 
-    with pytest.raises(RegistrationRefused) as refused:
-        local.send(request, upload, None)
+    with pytest.raises(RegistrationRefused) as refused, local.sent(request, upload, None):
+        pass
     assert reason in refused.value.reason
     assert hint in refused.value.hint
     assert str(path) in refused.value.part

@@ -46,11 +46,11 @@ def test_a_request_for_a_model_that_cannot_be_brought_back_reads_why(tmp_path: P
     digest = register(tmp_path / "state")
     weights = max((tmp_path / "state" / "models" / digest).iterdir(), key=_size)
     data = bytearray(weights.read_bytes())
-    data[-100] ^= 0xFF
+    data[len(data) // 2] ^= 0xFF  # a weight: the example is at the end
     weights.write_bytes(data)
     slow = armed(tmp_path, "delay 4000")
     with checked_server(state_dir=tmp_path / "state", environment=slow) as checked:
-        assert "failed models: a; model a failed: " in checked.running.ready_line
+        assert "failed models: a" in checked.running.ready_line
         for ask in (lambda: checked.client.infer("a", X), lambda: checked.client.load("a")):
             with pytest.raises(ServerUnavailable, match=r'"a" is failed: .*corrupt'):
                 ask()
