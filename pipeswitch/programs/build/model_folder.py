@@ -135,10 +135,10 @@ def pooling(spec: BuildSpec) -> str:
     modes += [mode for flag, mode in _FLAGS.items() if not modes and config.get(flag)]
     unknown = [str(mode) for mode in modes if mode not in _MODES]
     unknown += [key for key in config if key.startswith("pooling_mode_") and key not in _FLAGS]
-    if unknown or not modes:
+    if unknown:
         raise RegistrationRefused(
             POOLING,
-            f"its pooling {', '.join(unknown)[:80]!r} is not served" if unknown else "no pooling",
+            f"its pooling {', '.join(unknown)[:80]!r} is not served",
             hint=f"served: {', '.join(_MODES)}",
         )
     return "+".join(_MODES[mode] for mode in _MODES if mode in modes)
