@@ -133,7 +133,7 @@ class SizeSpec:
         return "auto" if self.fraction is None else str(self.fraction)
 
 
-MAX_WORD: Final = 200  # a longer word is no misspelled name
+MAX_WORD: Final = 200  # longer words are not compared with names
 MAX_COMPARED: Final = 50
 UNPRINTABLE: Final = frozenset({"Cc", "Cf", "Cs", "Zl", "Zp"})
 """Unicode categories that change a terminal instead of being shown: control characters (also C1),

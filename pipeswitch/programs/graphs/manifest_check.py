@@ -75,7 +75,7 @@ def _check_texts(manifest: layout.Manifest) -> None:
         _refuse("its notes are no short list")
     unsaved = extra.get("unsaved", ())
     if not isinstance(unsaved, list | tuple) or len(unsaved) > len(manifest.tensors):
-        _refuse("its unsaved weights are no list of weights")
+        _refuse("its unsaved weights are not a list of names")
     texts = [extra.get(key, "") for key in ("origin", "program")]
     for text in (manifest.source, manifest.mode_reason, *texts, *notes, *unsaved):
         if (

@@ -108,7 +108,7 @@ class PolicyQueue:
 
     def add(self, request: Request, number: int, *, is_back: bool = False) -> None:
         """Add a request to its line. ``number`` decides between otherwise equal requests.
-        ``is_back``: it was dispatched already, so its connection is no newcomer."""
+        ``is_back``: it was dispatched before, so its connection is not new."""
         waiting = shown(request)
         key = self._judge.key(waiting)
         self._renew()
