@@ -121,7 +121,7 @@ class FakeScheduler:
             self.tcp.perform(command)
             done.set()
 
-        self.tcp._call_soon(perform)
+        self.tcp.call_soon(perform)
         was_done = done.wait(DEADLINE_S)  # not inside the assert, which -O removes
         assert was_done
 
@@ -196,7 +196,7 @@ class FakeScheduler:
         def end() -> None:
             self._is_closing = True
 
-        self.tcp._call_soon(end)
+        self.tcp.call_soon(end)
         self._may_end.set()
         self._thread.join(DEADLINE_S)
         if self.door is not None:

@@ -99,7 +99,7 @@ def test_a_warm_request_is_so_many_calls_of_the_loops_thread(server: FakeSchedul
 
     def profile(noted: Any) -> None:
         done = threading.Event()
-        server.tcp._call_soon(lambda: (sys.setprofile(noted), done.set()))  # type: ignore[func-returns-value]
+        server.tcp.call_soon(lambda: (sys.setprofile(noted), done.set()))  # type: ignore[func-returns-value]
         done.wait(DEADLINE_S)
 
     server.announce("m")
