@@ -360,7 +360,7 @@ def _finish_graph(
             "example_dims": dict(shapes[0]),
             "last_readers": last_readers(graph),
             "checked_by": checked_by(),
-            **({"unsaved": bundle.unsaved} if bundle.unsaved else {}),
+            **({"unsaved": list(bundle.unsaved)} if bundle.unsaved else {}),
             **(
                 {"generation": generation.numbers(), "pads": PADS}
                 if generation and generates
