@@ -460,8 +460,10 @@ def test_a_file_that_is_no_program_is_told_what_to_type(
     monkeypatch.chdir(tmp_path)
     torch.save(plain().state_dict(), "state.pt")
     torch.jit.save(torch.jit.script(plain()), "script.pt")
-    with pytest.raises(PipeSwitchError) as refused:
-        LocalSource(name).send(RegisterRequest(source=""), lambda *_: "put:it", None)
+    request = RegisterRequest(source="")
+    sent = LocalSource(name).sent(request, lambda *_: "put:it", None)
+    with pytest.raises(PipeSwitchError) as refused, sent:
+        pass
     assert says in refused.value.hint
 
 
@@ -530,8 +532,9 @@ def test_a_named_model_takes_its_example_from_a_client() -> None:
         return "put:it"
 
     image, bare = np.zeros((3, 6, 6), np.float32), RegisterRequest(source="")
-    request = LocalSource("models:make", {"images": [image]}).send(bare, upload, None)
+    with LocalSource("models:make", {"images": [image]}).sent(bare, upload, None) as request:
+        pass
     assert (request.takes, request.example, sent) == (IMAGES["takes"], "put:it", ["images.0"])
     assert request.inputs == {"images.0": ((3, 6, 6), "float32")}
-    with pytest.raises(InvalidInput):
-        LocalSource("models:make", (image,)).send(bare, upload, None)
+    with pytest.raises(InvalidInput), LocalSource("models:make", (image,)).sent(bare, upload, None):
+        pass
