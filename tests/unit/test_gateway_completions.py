@@ -145,9 +145,22 @@ def test_a_field_that_is_null_is_as_if_it_were_left_out() -> None:
 
 
 def test_tritons_parameters_stand_beside_the_text() -> None:
-    data = b'{"text_input": "a", "seed": 1, "parameters": {"max_tokens": 3, "seed": 2}}'
+    data = b'{"text_input": "a", "seed": 1, "parameters": {"max_tokens": 3, "top_k": null}}'
     request = _said(data, TritonRequest)
-    assert (request.text_input, request.max_tokens, request.seed) == ("a", 3, 2)
+    assert (request.text_input, request.max_tokens, request.seed) == ("a", 3, 1)
+
+
+@pytest.mark.parametrize("name", [*TritonRequest.__struct_fields__, "bad_words", "no_such_field"])
+@pytest.mark.parametrize("value", [b"1", b"2", b"false"])
+def test_a_field_that_also_is_in_tritons_parameters_is_refused(name: str, value: bytes) -> None:
+    with pytest.raises(InvalidInput) as caught:
+        _said(
+            b'{"%b": 1, "parameters": {"%b": %b}}' % (name.encode(), name.encode(), value),
+            TritonRequest,
+        )
+    assert caught.value.data["param"] == name
+    assert "body" in caught.value.message
+    assert "parameters" in caught.value.message
 
 
 @pytest.mark.parametrize(

@@ -493,7 +493,11 @@ def _said(body: Any, kind: type[S]) -> S:
     try:
         fields = _fields(body)
         if kind is TritonRequest and "parameters" in fields:
-            fields |= _fields(fields.pop("parameters"))
+            parameters = _fields(fields.pop("parameters"))
+            for name in sorted(name[:80] for name in fields.keys() & parameters.keys()):
+                what = f"{name!r} is in the body and in its parameters"
+                raise InvalidInput(what, hint=f"give {name!r} once", param=name)
+            fields |= parameters
         if len(fields) > MAX_FIELDS:
             raise InvalidInput(f"{len(fields)} fields in a request; the limit is {MAX_FIELDS}")
         known: list[str] = [field.name for field in msgspec.structs.fields(kind)]
