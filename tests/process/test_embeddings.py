@@ -77,6 +77,26 @@ def test_an_embedding_is_the_pooled_and_normalized_hidden_state(
         running.client.generate(name, "Once")
 
 
+def test_a_request_has_up_to_2048_texts_and_its_rows_are_in_their_order(
+    running: Checked, tmp_path: Path
+) -> None:
+    published(tmp_path, transformers.AutoModel, "bert")
+    running.client.register("many", f"hf:{tmp_path}", weights="pretrained")
+    url = f"http://{running.running.http_address}/v1"
+    texts = [f"Once {number} a b c" for number in range(2048)]
+    with openai.OpenAI(base_url=url, api_key="EMPTY", max_retries=0, timeout=240) as ai:
+        answer = ai.embeddings.create(model="many", input=texts)
+        assert [one.index for one in answer.data] == [*range(2048)]
+        for at in (0, 1023, 2047):
+            [alone] = ai.embeddings.create(model="many", input=texts[at]).data
+            np.testing.assert_allclose(answer.data[at].embedding, alone.embedding, atol=1e-5)
+        with pytest.raises(openai.BadRequestError, match="2048"):
+            ai.embeddings.create(model="many", input=[*texts, "Once"])
+        with pytest.raises(openai.APIStatusError) as caught:
+            ai.embeddings.create(model="many", input=["a" * 4096] * 2048)
+        assert caught.value.status_code == 413
+
+
 def test_a_model_of_texts_without_hidden_states_is_served_and_embeds_nothing(
     running: Checked, tmp_path: Path
 ) -> None:
