@@ -31,7 +31,7 @@ from pipeswitch.programs.interface.layout import Manifest
 from pipeswitch.programs.running import executor
 from pipeswitch.programs.running.executor import GraphProgram, fitting
 from pipeswitch.programs.running.tensor_views import tensor_over
-from pipeswitch.programs.spec import BuildSpec, is_packed_for
+from pipeswitch.programs.spec import BuildSpec, fingerprint, is_packed_for
 
 pytestmark = pytest.mark.skipif(bool(missing()), reason=f"packed weights: {missing()}")
 
@@ -394,6 +394,36 @@ def test_a_gain_within_the_noise_of_a_measurement_is_none(
     monkeypatch.setattr(precision, "call_times", lambda *_, inputs: [[1.0], [fast_ms]])
     manifest = built(nn.Linear(64, 64), (torch.randn(2, 64),), tmp_path)
     assert (manifest.precision is not None) is gains
+
+
+@pytest.mark.parametrize("there", ["more threads", "torch's layout"])
+def test_a_rebuild_packs_the_same_calls_whatever_it_measures(
+    there: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def measure(first_ms: float, last_ms: float) -> None:
+        times = [[2.0, 2.0], [first_ms, last_ms]]
+        monkeypatch.setattr(fusing, "call_times", lambda *_, inputs: times)
+
+    def again(number: int, **options: bool) -> Manifest:
+        source = str(tmp_path / f"{number - 1}" / "program.bundle")
+        spec = BuildSpec(name="m", source=source, precision="fast")
+        return build(spec, tmp_path / f"{number}", lambda *progress: None, **options)
+
+    measure(3.0, 1.0)
+    layers = nn.Linear(16, 16), nn.Linear(16, 32)
+    first = built(nn.Sequential(*layers), (torch.randn(2, 16),), tmp_path)
+    (tmp_path / "out").rename(tmp_path / "0")
+    measure(1.0, 3.0)
+    monkeypatch.setattr(precision, "call_times", lambda *_, inputs: [[1.0], [2.0]])  # no gain
+    assert again(1).digest == first.digest
+    monkeypatch.setattr(precision, "call_times", lambda *_, inputs: [[2.0], [1.0]])
+    if there == "more threads":
+        monkeypatch.setattr(precision, "fingerprint", lambda *_: there)
+        assert again(2).digest != first.digest  # measured there
+    else:
+        assert again(2, packs_weights=False).digest != first.digest
+    monkeypatch.setattr(precision, "fingerprint", fingerprint)
+    assert again(3).digest == first.digest
 
 
 def test_machines_that_derive_other_forms_name_one_program(

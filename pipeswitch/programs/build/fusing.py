@@ -12,7 +12,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, Final
 
 import torch
@@ -58,7 +58,7 @@ class Derived:
     graph: Graph
     weights: list[torch.Tensor]  # packed weights are uint8
     packed_count: int  # calls that read packed weights
-    plain_count: int  # calls that could read packed weights but are faster without
+    plain: tuple[int, ...]  # positions of products that are faster without packed weights
     halves: frozenset[int] = frozenset()  # values that are bfloat16 in the plain graph, too
 
 
@@ -96,6 +96,7 @@ def fused(
     examples: Sequence[Sequence[torch.Tensor]],
     kernels: PackedKernels,
     precision: str = "fast",
+    plain: Collection[int] | None = None,
 ) -> Derived:
     """Derive a graph with packed weights.
 
@@ -106,9 +107,10 @@ def fused(
         kernels: operators that pack weights and read packed weights.
         precision: ``fast``: pack float32 weights if that is faster. ``bf16`` or ``int8``: pack in
             this precision if that saves bytes; packed calls may take bfloat16 (``lowering``).
+        plain: positions of products that stay plain in ``fast``; None: those that times show.
     """
     traces = [_Trace(graph, weights, inputs) for inputs in examples]
-    return _Fusing(graph, weights, traces, kernels, precision).run()
+    return _Fusing(graph, weights, traces, kernels, precision).run(plain)
 
 
 class _Trace:
@@ -168,9 +170,9 @@ class _Fusing:
         self._uses: dict[str, list[Any]] = {}  # convolution weight -> forms in which it is packed
         self._calls: dict[int, Node] = {}  # position of a chain's last member -> packed call
         self._gone: set[int] = set()  # positions of the chains' other members, which are removed
-        self._plain_count = 0
+        self._plain: list[int] = []  # positions of products that stay plain
 
-    def run(self) -> Derived:
+    def run(self, plain: Collection[int] | None) -> Derived:
         """Return the derived graph."""
         forms: dict[tuple[int, ...], _Form] = {}  # positions of a chain -> its packed call
         for position, node in enumerate(self._graph.nodes):
@@ -191,7 +193,10 @@ class _Fusing:
             self._calls[chain.members[-1]] = form.node
             self._gone |= {*chain.members[:-1]}
         if self._is_fast and forms and self._kernels.computes_here:
-            self._undo_slow(self._timed(forms))
+            if plain is None:
+                self._undo_slow(self._timed(forms))
+            for members in [one for one in forms if {*one} & {*(plain or ())}]:
+                self._undo(members)
         return self._numbered()
 
     def _undo_slow(self, times: dict[tuple[int, ...], _Times]) -> None:
@@ -219,7 +224,7 @@ class _Fusing:
     def _undo(self, members: tuple[int, ...]) -> None:
         del self._calls[members[-1]]
         self._gone -= {*members[:-1]}
-        self._plain_count += 1
+        self._plain.append(next(one for one in members if one in self._taken))
 
     # ---- which calls may be fused -------------------------------------------------------------
 
@@ -515,7 +520,7 @@ class _Fusing:
         plain = zip(graph.weights, self._weights, strict=True)
         weights = {name: (data, None) for name, data in plain} | self._new
         nodes, results = self._kept()
-        derived = renumbered(graph, nodes, results, weights, self._plain_count)
+        derived = renumbered(graph, nodes, results, weights, tuple(self._plain))
         first, halves = derived.graph.first_node_value, self._traces[0].halves
         moved = enumerate((value for value, _ in nodes), first)
         own = {new for new, value in moved if value in halves}
@@ -566,7 +571,7 @@ def renumbered(
     nodes_kept: Sequence[tuple[int, Node]],
     results: Sequence[Any],
     weights: NewWeights,
-    plain_count: int,
+    plain: tuple[int, ...],
 ) -> Derived:
     """Return a graph of the calls ``nodes_kept`` with new value numbers.
 
@@ -575,7 +580,7 @@ def renumbered(
         nodes_kept: the calls in order, each with the value number by which other calls refer to it.
         results: references of the outputs.
         weights: all weights by name. Calls refer to them by ``{"w": name}`` or the old number.
-        plain_count: ``Derived.plain_count`` of the result.
+        plain: ``Derived.plain`` of the result.
     """
     first, order = len(graph.inputs), dict[str, int]()
 
@@ -604,7 +609,7 @@ def renumbered(
         results=tuple(numbered(one)["v"] for one in outputs),
         packed=packed,
     )
-    return Derived(new, [weights[name][0] for name in order], len(packed), plain_count)
+    return Derived(new, [weights[name][0] for name in order], len(packed), plain)
 
 
 def _mapped(node: Node, of: Callable[[dict[str, Any]], Any]) -> Node:

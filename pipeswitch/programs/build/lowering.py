@@ -111,7 +111,7 @@ class _Lowering:
         plain = zip(graph.weights, self._derived.weights, strict=True)
         weights = {name: (data, graph.packed.get(name)) for name, data in plain}
         weights |= {name: (data, None) for name, data in self._weights.items()}
-        return renumbered(graph, calls, results, weights, self._derived.plain_count)
+        return renumbered(graph, calls, results, weights, self._derived.plain)
 
     def _forget(self, value: int) -> None:
         """Drop the data of a value that no later call reads."""

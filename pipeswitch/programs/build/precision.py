@@ -48,6 +48,9 @@ MAX_ROWS: Final = 16  # maximum batch of the comparison; more rows take long and
 MIN_INPUTS: Final = 3  # minimum number of further random inputs of the comparison, and the maximum;
 MAX_INPUTS: Final = 16  # after the minimum, none begins when ``COMPARED_S`` have been computed
 COMPARED_S: Final = 3.0
+PLAIN_CALLS: Final = "plain_calls"
+"""In ``Manifest.extra``: fingerprint -> positions of products that ``fast`` leaves plain there."""
+MAX_MACHINES: Final = 8  # maximum number of these fingerprints
 MAX_PROBED: Final = 4  # maximum number of inputs in which a NaN and an infinity are tried
 
 
@@ -72,12 +75,10 @@ def derive(
     manifest with a note. ``limit`` is the maximum batch of several requests; 0: none are batched.
 
     Raises:
-        RegistrationRefused: an output of the derived program is not finite, or differs by more than
-            ``max_error``, relative to the largest output.
+        RegistrationRefused: an output is not finite, or its error is above ``max_error``.
     """
     bundle = read_bundle(folder / BUNDLE_FILE)
-    image = load_image(folder / BUNDLE_FILE, manifest)
-    storage = image.untyped_storage()
+    storage = load_image(folder / BUNDLE_FILE, manifest).untyped_storage()
     weights = [tensor_over(storage, spec, 0) for spec in manifest.tensors]
     plain = _runner(GraphProgram(manifest, bundle.graph, "cpu"), storage)
     examples = load_examples(folder / BUNDLE_FILE, bundle)
@@ -86,7 +87,9 @@ def derive(
     if examples:
         pairs[0] = examples, plain(examples)
     first, *inputs = [one for one, _ in pairs]
-    derived = fused(bundle.graph, weights, [first, *inputs], kernels, name)
+    here = fingerprint(kernels.layout, torch.get_num_threads())
+    chosen = manifest.extra.get(PLAIN_CALLS, {}).get(here)  # so a rebuild has the same bits
+    derived = fused(bundle.graph, weights, [first, *inputs], kernels, name, chosen)
     if name != "fast":
         derived = lowered(derived, first, kernels, computes=kernels.supports_bfloat16())
     elif not derived.packed_count:
@@ -106,10 +109,11 @@ def derive(
     walks = walk(bundle.graph, weights), walk(derived.graph, derived.weights, kernels)
     times = _times(walks, [first, *inputs][:TIMED]) if kernels.computes_here else []
     why_exact, note = _gain(name, shapes, times, saves=ours.total_bytes < manifest.total_bytes)
-    if why_exact:
+    if why_exact and chosen is None:
         path.unlink()
         return stays_exact(manifest, name, why_exact)
-    ours = with_note(_with_copies(ours) if name in HALF else ours, note)
+    ours = _with_copies(ours) if name in HALF else _with_plain_calls(ours, here, derived.plain)
+    ours = with_note(ours, note)
     is_invariant = is_batch_invariant(ours, fast, limit) if times else None
     precision = _precision(name, manifest, derived, kernels, is_invariant, times, errors)
     example = hashlib.sha256(b"".join(map(tensor_bytes, examples))).hexdigest()  # it was compared
@@ -142,7 +146,7 @@ def _precision(
         is_batch_invariant=is_invariant,
         weights=tuple((one.name, one.dtype, one.shape) for one in plain.tensors),
         packed_count=derived.packed_count,
-        plain_count=derived.plain_count,
+        plain_count=len(derived.plain),
         layout=kernels.layout,
     )
 
@@ -159,6 +163,12 @@ def _with_copies(manifest: Manifest) -> Manifest:
     taken_bytes = held_bytes + held_bytes // 2 + 2 * max(int8_bytes, default=0)
     extra = {**manifest.extra, "intermediate_bytes": taken_bytes}
     return msgspec.structs.replace(manifest, extra=extra)
+
+
+def _with_plain_calls(manifest: Manifest, here: str, plain: Sequence[int]) -> Manifest:
+    """Return the manifest with the products that stay plain on this machine."""
+    calls = [*manifest.extra.get(PLAIN_CALLS, {}).items(), (here, [*plain])][-MAX_MACHINES:]
+    return msgspec.structs.replace(manifest, extra={**manifest.extra, PLAIN_CALLS: dict(calls)})
 
 
 def _runner(program: GraphProgram, storage: torch.UntypedStorage) -> Run:

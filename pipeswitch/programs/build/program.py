@@ -6,6 +6,7 @@ This runs in a builder, a short-lived process with torch. All errors of a model 
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import hashlib
 import os
@@ -57,7 +58,7 @@ from .dynamic import NotDynamic, working_end
 from .encoder import EncodedProgram
 from .export import export_module, write_program
 from .module_mode import build_module
-from .precision import MAX_ERROR, derive, stays_exact
+from .precision import MAX_ERROR, PLAIN_CALLS, derive, stays_exact
 from .sources import Loaded, example_specs, load_source
 from .statefulness import Fresh
 from .verify import Plain, acceptable_inputs, compare, load_image
@@ -134,6 +135,11 @@ def _in_precision(
         why = "module mode has no graph to change"
     if why:
         return stays_exact(manifest, name, why)
+    source = Path(spec.source)
+    if name == "fast" and source.name == BUNDLE_FILE:  # the program is built again
+        with contextlib.suppress(RegistrationRefused):  # its manifest is missing or damaged
+            extra = {PLAIN_CALLS: load_manifest(source.parent).extra.get(PLAIN_CALLS, {})}
+            manifest = msgspec.structs.replace(manifest, extra=manifest.extra | extra)
     limit, _ = batched_as(manifest, spec) or (0, 0.0)
     max_error = spec.max_error or MAX_ERROR.get(name, kernels.fast_error)
     try:
