@@ -237,8 +237,8 @@ def notes(spec: BuildSpec, *, has_tokenizer: bool, has_pooling: bool) -> list[st
     used = {*MODEL_FILES} if spec.generate else {*MODEL_FILES} - {"generation_config.json"}
     used |= {*TOKENIZER_FILES} if has_tokenizer else set()
     used |= {"1_Pooling", "2_Normalize", MODULES} if has_pooling else set()
-    given = Path(spec.weights or "")
-    own = {given.name} if given.parent.resolve() == folder.resolve() else set[str]()
+    own_path = Path(spec.weights or "")
+    own = {own_path.name} if own_path.parent.resolve() == folder.resolve() else set[str]()
     weights = _weights(folder) if spec.weights == "pretrained" else own
     unused = sorted({one.name for one in folder.iterdir()} - used - weights)
     explained = [f"{file}: {_SAID[file]}" for file in unused if file in _SAID]
