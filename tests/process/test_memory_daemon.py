@@ -20,6 +20,7 @@ import msgspec
 import pytest
 from process_tools import shm_names, until
 
+from pipeswitch.base import failpoints
 from pipeswitch.commits.area import CommitArea, create_area
 from pipeswitch.commits.commit_files import load_commit
 from pipeswitch.ipc.channel import EVENT_BYTES, channel_pair, encode_message
@@ -41,11 +42,14 @@ MODEL: Final = base_msg.ModelName("m")
 JOB: Final = base_msg.JobName("j")
 
 DAEMON: Final = """
+import os
 import sys
 import msgspec
+from pipeswitch.base import failpoints
 from pipeswitch.memory_daemon.main import run
 from pipeswitch.ipc.messages.daemon import DaemonSettings
 from pipeswitch.ipc.channel import channel_from
+failpoints.enable(os.environ)
 settings, control, *descriptors = sys.argv[1:]
 run(msgspec.json.decode(settings, type=DaemonSettings), channel_from(int(control)),
     [int(d) for d in descriptors])
@@ -303,14 +307,19 @@ def test_a_cancelled_transmission_is_answered_and_its_range_is_free_again(start:
     assert daemon.ask(transmit(2, MIB, 1024), daemon_msg.TransmitEnded).is_complete
 
 
-def test_loading_a_model_does_not_hold_up_a_transmission(daemon: DaemonRig, tmp_path: Path) -> None:
-    weights = write_model(tmp_path, b"x" * 1000) / BUNDLE_FILE
-    weights.unlink()
-    os.mkfifo(weights)  # opening this FIFO blocks until a writer opens it
+def test_loading_a_model_does_not_hold_up_a_transmission(
+    start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(failpoints.VARIABLE, str(tmp_path))
+    daemon = start()
+    write_model(tmp_path, b"x" * MIB)
+    point = tmp_path / "daemon.store.read"
+    os.mkfifo(point)  # reading the point's action blocks until a writer opens the FIFO
     daemon.control.send(store_model(tmp_path, MIB, offset=8 * MIB))
     assert daemon.ask(transmit(2, MIB, MIB), daemon_msg.TransmitEnded).is_complete
-    with weights.open("wb"):
-        assert BUNDLE_FILE in daemon.answer(daemon_msg.StoreFailed).reason
+    (at,) = until(lambda: [*tmp_path.glob(f"{point.name}.*")], "the store thread reads")
+    at.write_text("delay 0")
+    assert daemon.answer(daemon_msg.ModelStored).op_id == 1
 
 
 def test_an_unusable_model_is_refused_with_a_reason_and_others_are_not(
