@@ -230,7 +230,7 @@ def test_by_default_a_tcp_client_asks_and_lists_and_does_nothing_else(tmp_path: 
             assert stranger.infer("m", X).outputs
             (row,) = stranger.models()
             assert row == stranger.show("m")
-            assert set(row) == MODEL_FACTS - {"steps"}
+            assert set(row) == MODEL_FACTS - {"steps", "embeds"}
             assert stranger.signature("m").inputs
             assert stranger.ping(deep=True)["ready"]
             stats = stranger.stats()
