@@ -220,7 +220,7 @@ def load_inputs(path: str | None, signature: Signature, seed: int) -> Any:
         return signature.random(seed=seed)
     file = Path(path)
     if not file.is_file():
-        raise InvalidInput(f"no file {path!r}")
+        raise InvalidInput(f"no file {path!r}", hint="--input x.npy, or --random")
     is_arrays = file.suffix.lower() in (".npy", ".npz")
     if not is_arrays and [v.dtype for v in signature.inputs] == [BYTES]:
         return [file.read_bytes()]

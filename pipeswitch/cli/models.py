@@ -302,7 +302,7 @@ def _publish(name: str, from_job: str, part: str, as_json: bool) -> None:
 def _converted(source: str, signature: dict[str, Any], stack: contextlib.ExitStack) -> str:
     """Convert a torch file to a bundle, in a child process because torch must not be imported."""
     if not Path(source).is_file():
-        raise InvalidInput(f"no file {source!r}")
+        raise InvalidInput(f"no file {source!r}", hint="give the path of a file on this machine")
     folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="pipeswitch-convert-"))
     bundle = str(Path(folder, "program.bundle"))
     command = [sys.executable, "-P", "-c", CONVERT, source, bundle, json.dumps(signature)]

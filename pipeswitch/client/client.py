@@ -502,7 +502,8 @@ class Client(Verbs):
                 size = os.fstat(file.fileno()).st_size
                 repeated(lambda: self._send_file(file, digest, size, kind, progress))
         except FileNotFoundError:
-            raise InvalidInput(f"no file {os.fspath(path)!r}") from None
+            what = f"no file {os.fspath(path)!r}"
+            raise InvalidInput(what, hint="give the path of a file on this machine") from None
         return f"put:{digest}"
 
     def _send_file(

@@ -107,7 +107,9 @@ class LocalSource:
             check_file(text, text)
         if suffix in FILES:
             if not os.path.isfile(text):
-                raise InvalidInput(f"no file {text!r}")
+                raise InvalidInput(
+                    f"no file {text!r}", hint="give the path of a file on this machine"
+                )
             from ..programs.build.files import convert
 
             bundle = self._bundle()

@@ -6,6 +6,7 @@ import errno
 import logging
 import os
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,9 @@ import pytest
 import pipeswitch as ps
 from pipeswitch.base.errors import InvalidInput, RegistrationRefused
 from pipeswitch.base.units import LogFile
+from pipeswitch.cli.infer import load_inputs
 from pipeswitch.client.model_sources import LocalSource
+from pipeswitch.client.tensors import Signature
 from pipeswitch.client.verbs import Verbs
 from pipeswitch.programs.build import program
 from pipeswitch.programs.spec import BuildSpec
@@ -44,6 +47,14 @@ def test_what_is_no_model_is_named_for_what_it_is(source: Any) -> None:
 def test_weights_that_are_not_there_are_missing_and_not_of_the_wrong_kind(weights: str) -> None:
     with pytest.raises(InvalidInput):
         sent("torchvision:resnet18", weights=weights)
+
+
+@pytest.mark.parametrize("look", [sent, partial(load_inputs, signature=Signature(()), seed=0)])
+@pytest.mark.parametrize("name", ["gone.pt2", "./gone.pt2"])
+def test_the_hint_for_a_file_that_is_not_there_says_what_to_type(look: Any, name: str) -> None:
+    with pytest.raises(InvalidInput, match=name) as caught:
+        look(name)
+    assert caught.value.hint
 
 
 def test_a_script_is_no_model_and_the_hint_says_how_to_train_it() -> None:
