@@ -24,6 +24,7 @@ from pipeswitch.ipc.messages import daemon as daemon_msg
 from pipeswitch.ipc.messages.base import Exit, Message, OpId, Ping, Pong
 
 from .commit_areas import CommitAreas
+from .slice_images import SliceImages
 from .store import UnusableModel, load_model
 from .transmit import TransmitGuard
 
@@ -41,6 +42,7 @@ class MemoryDaemon:
             arena_bytes=device.arena_bytes, store_bytes=device.store_bytes, fence_count=fence_count
         )
         self._commits = CommitAreas(device)
+        self._images = SliceImages(device)
         self._store_thread, self._to_host_thread, self._disk_thread = self._threads = [
             WorkerThread(name) for name in ("store", "to-host", "disk")
         ]
@@ -97,6 +99,12 @@ class MemoryDaemon:
                 self._commits.open(message, descriptors[0])
             case daemon_msg.CloseCommits(job=job):
                 self._commits.close(job)
+            case daemon_msg.CopySliceOut() | daemon_msg.CopySliceIn():
+                copy = self._images.accept(message, descriptors)
+                work = functools.partial(self._images.copy, copy)
+                self._put(self._to_host_thread, message.op_id, work)
+            case daemon_msg.CancelSlice(op_id=op_id):
+                self._images.cancel(op_id)
             case daemon_msg.CommitCopy():
                 self._commit(message)
             case Ping(op_id=op_id):

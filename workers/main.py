@@ -8,6 +8,7 @@ message carries the operation id that it refers to.
 from __future__ import annotations
 
 import faulthandler
+import functools
 import logging
 import os
 import signal
@@ -25,7 +26,7 @@ from pipeswitch.devices.worker_device import WorkerDevice, now_ms
 from pipeswitch.ipc.channel import Channel, channel_from, name_event
 from pipeswitch.ipc.gate import Gate, Where
 from pipeswitch.ipc.messages import worker as worker_msg
-from pipeswitch.ipc.messages.base import Exit, Message, Ping, Pong, StepCommitted
+from pipeswitch.ipc.messages.base import Exit, Message, OpId, Ping, Pong, StepCommitted
 from pipeswitch.sandbox.confine import confine_worker
 from pipeswitch.sandbox.environment import take_environment
 
@@ -292,6 +293,11 @@ class WorkerProcess:
                 host.lease_answered(message, descriptors)
             case StepCommitted():
                 host.commit_answered(message)
+            case worker_msg.HideSlice(swap_id=swap_id):
+                self._gate.request_hide(functools.partial(self._hide, swap_id))
+            case worker_msg.ShowSlice(offset_bytes=offset):
+                self._view.show_slice(offset)
+                self._gate.request_hide(None)
             case worker_msg.PublishAnswered() | worker_msg.PublishCopied():
                 host.publish_answered(message)
             case _:
@@ -301,6 +307,15 @@ class WorkerProcess:
         self._control.send(
             worker_msg.JobReady(op_id=self._job_op_id, turn=turn, is_blocked=is_blocked)  # type: ignore[arg-type]
         )
+
+    def _hide(self, swap_id: OpId) -> None:
+        """Stop using the slice; called while the main thread waits, with the gate's lock held."""
+        self._view.synchronize()
+        self._view.hide_slice()
+        reach("job.hidden")
+        # On the task's channel: a CommitStep that the main thread has sent arrives before it.
+        self._task.send(worker_msg.SliceHidden(op_id=self._job_op_id, swap_id=swap_id))  # type: ignore[arg-type]
+        give_freed_memory_back()
 
     def _on_parked(self, turn: int, next_turn: int, where: Where) -> None:
         """Give the device to the next task; the parking thread calls this and holds the lock."""

@@ -342,6 +342,8 @@ class SchedulerConfig(Section, frozen=True):
     commit_every: interval between commits of a training job's state, in memory and on disk
     max_compute: a request that computes longer is killed; 0: never
     deadline_grace: a request that still computes this long after its deadline is killed
+    max_swapped: number of jobs whose processes wait while their memory is copied out for requests
+        or other jobs; on a GPU at most 1; 0: such a job starts again from its last commit
     stop_grace: a job that is not suspended within this time is killed; each kill reduces the limit
         to a quarter (at least 1s), and after four the job is paused
     evict_grace: a job that does not leave the device within this time is killed
@@ -362,6 +364,7 @@ class SchedulerConfig(Section, frozen=True):
     commit_every_ms: Time = parse_ms("5s")
     max_compute_ms: Time = parse_ms("60s")
     deadline_grace_ms: Time = parse_ms("5s")
+    max_swapped: Annotated[int, Meta(ge=0)] = 4
     stop_grace_ms: Time = parse_ms("30s")
     evict_grace_ms: Time = parse_ms("30s")
 

@@ -128,6 +128,14 @@ class DeviceEffects:
             raise OSError(errno.ENOENT, f"job {command.commits_of} has no memory for its commits")
         return [self._memory.commits[command.commits_of]]
 
+    def _image_of(self, command: ev.Send) -> list[int]:
+        """Return the image that a command needs, or []; raise OSError if it is missing."""
+        if command.image_of is None:
+            return []
+        if command.image_of not in self._memory.images:
+            raise OSError(errno.ENOENT, f"job {command.image_of} has no memory for its image")
+        return [self._memory.images[command.image_of]]
+
     def _memory_for(self, message: worker_msg.BindTenant) -> list[int]:
         """Return the files that a tenant's worker maps; if it runs code, also training slices."""
         pool, arena = self._memory.pool_of(message.tenant), self._share.arena_of(message.tenant)[1]
@@ -168,7 +176,7 @@ class DeviceEffects:
         if child is None or self._has_no_disk(command):
             return
         try:
-            descriptors = self._commits_of(command)
+            descriptors = self._commits_of(command) + self._image_of(command)
             if self._sizes.separates_tenants and isinstance(command.message, TransmitModel):
                 descriptors += self._arena_for(command.message.tenant)
         except OSError as error:  # the scheduler repeats a command that ended in a fault

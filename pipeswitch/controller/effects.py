@@ -24,6 +24,7 @@ from ..base.plain_files import open_plain
 from ..base.worker_thread import WorkerThread
 from ..commits.commit_files import load_commit, read_record, remove_unnamed
 from ..commits.progress import HANDED_ON, SUFFIX
+from ..ipc.control_page import sealed_memfd
 from ..ipc.messages.base import JobName, ModelName
 from ..planning import profile_files as profile_files
 from ..planning.profile import Profile
@@ -110,6 +111,10 @@ class Effects:
             case ev.DropCommits(job=job):
                 reach("commits.drop")
                 self._memory.drop_commits(job)
+            case ev.CreateImage():
+                self._create_image(command)
+            case ev.DropImage(job=job):
+                self._memory.drop_image(job)
             case ev.CountSharers(group=group, jobs=jobs):
                 self._memory.count_sharers(group, jobs)
             case ev.RemoveJob(job=job):
@@ -223,6 +228,15 @@ class Effects:
         except OSError as error:  # no descriptor, memory or disk; a job needs commits to train
             log.error("job=%s cancelled: its commits cannot be kept: %s", command.job, error)
             self._take(ev.JobRequest(token=_SERVER, job=command.job, action="cancel"))
+
+    def _create_image(self, command: ev.CreateImage) -> None:
+        try:
+            reach("image.create")
+            image = sealed_memfd("pipeswitch-image", command.size_bytes)
+        except OSError as error:  # the copy is refused, and the job is evicted
+            log.error("job=%s has no image: %s", command.job, error)
+        else:
+            self._memory.images[command.job] = image
 
     def restore_commits(
         self, job: JobName, damaged: Callable[[str], None]

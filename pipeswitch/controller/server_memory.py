@@ -96,6 +96,7 @@ class ServerMemory:
         self._pools = {"": self.pool}  # by tenant; only "" unless tenants are separate
         self._pool_bytes = sizes.pool_bytes
         self.commits: dict[JobName, int] = {}
+        self.images: dict[JobName, int] = {}  # images of swapped jobs' slices
         self._input_bytes = sizes.input_bytes
         self._rings: dict[str, int] = {}  # rings of batches, by the group of jobs that shares them
         self._sharers: dict[str, int] = {}  # number of jobs in each group
@@ -134,6 +135,11 @@ class ServerMemory:
         if old is not None:
             close_soon([old])
 
+    def drop_image(self, job: JobName) -> None:
+        old = self.images.pop(job, None)
+        if old is not None:
+            close_soon([old])
+
     def ring_of(self, group: str, reader: Hashable) -> int:
         """Return the ring of a group's batches; it lives as long as one of the group's jobs runs.
 
@@ -169,6 +175,7 @@ class ServerMemory:
             self.store,
             *self._pools.values(),
             *self.commits.values(),
+            *self.images.values(),
             *self._rings.values(),
         ):
             os.close(descriptor)

@@ -192,6 +192,8 @@ def make_scheduler(
             settings,
             device=device.name,
             arena_bytes=one.arena_bytes,
+            max_swapped=options.max_swapped if device.kind.is_host else min(options.max_swapped, 1),
+            slices_move=device.kind.is_host,
             identity=identity_of(device, one),
         )
         for device, one in zip(devices, sizes, strict=True)

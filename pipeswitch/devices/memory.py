@@ -115,6 +115,24 @@ class DeviceMemory:
         """Copy ranges of a training slice to the host, concatenated into ``into`` (blocks)."""
         raise NotImplementedError
 
+    def save_slice(self, offset_bytes: int, size_bytes: int, image: int) -> None:
+        """Copy a slice to the file of a descriptor (blocks).
+
+        Raises:
+            OSError: the machine has no memory for the file's pages.
+        """
+        raise NotImplementedError
+
+    def load_slice(
+        self, offset_bytes: int, size_bytes: int, image: int, is_cancelled: Callable[[], bool]
+    ) -> None:
+        """Copy the file of a descriptor to a slice, or only a part after a cancel (blocks).
+
+        Raises:
+            OSError: the machine has no memory for the slice's pages.
+        """
+        raise NotImplementedError
+
     def scrub(self, offset_bytes: int, size_bytes: int) -> None:
         """Make a released range of a training slice read as zeros (blocks)."""
         raise NotImplementedError

@@ -127,7 +127,45 @@ class Signals:
         """Block until all work that this worker's main thread enqueued has run."""
 
 
-class WorkerDevice(Signals):
+class SliceAccess(Signals):
+    """A worker's access to the training slice of its job."""
+
+    def slice_bytes(self, offset_bytes: int, size_bytes: int) -> torch.Tensor:
+        """Return a writable uint8 tensor over a training slice.
+
+        Raises:
+            RemoteProtocolError, LocalProtocolError: the range is out of bounds.
+        """
+        spec = TensorSpec(
+            name="slice",
+            dtype="uint8",
+            shape=(size_bytes,),
+            offset_bytes=offset_bytes,
+            size_bytes=size_bytes,
+            file_offset_bytes=0,
+        )
+        return self._slice(spec)
+
+    def _slice(self, spec: TensorSpec) -> torch.Tensor:
+        raise NotImplementedError
+
+    def hide_slice(self) -> None:
+        """Make the slice inaccessible to this process; its range gets another owner."""
+
+    def show_slice(self, offset_bytes: int) -> None:
+        """Make the slice accessible again at its former addresses; it is at this offset now.
+
+        Raises:
+            RemoteProtocolError: this device cannot map another range at these addresses.
+        """
+        raise NotImplementedError
+
+    def host_copies(self) -> HostCopies:
+        """Return the copier for a script's own tensors, between this device and the host."""
+        raise NotImplementedError
+
+
+class WorkerDevice(SliceAccess):
     """One worker's mapping of a device. Only its main thread uses it, except ``synchronize``.
 
     The default methods do nothing, which is right for a device that computes in this thread.
@@ -184,29 +222,6 @@ class WorkerDevice(Signals):
         return self._tensor(spec, region_offset_bytes)
 
     def _tensor(self, spec: TensorSpec, region_offset_bytes: int) -> torch.Tensor:
-        raise NotImplementedError
-
-    def slice_bytes(self, offset_bytes: int, size_bytes: int) -> torch.Tensor:
-        """Return a writable uint8 tensor over a training slice.
-
-        Raises:
-            RemoteProtocolError, LocalProtocolError: the range is out of bounds.
-        """
-        spec = TensorSpec(
-            name="slice",
-            dtype="uint8",
-            shape=(size_bytes,),
-            offset_bytes=offset_bytes,
-            size_bytes=size_bytes,
-            file_offset_bytes=0,
-        )
-        return self._slice(spec)
-
-    def _slice(self, spec: TensorSpec) -> torch.Tensor:
-        raise NotImplementedError
-
-    def host_copies(self) -> HostCopies:
-        """Return the copier for a script's own tensors, between this device and the host."""
         raise NotImplementedError
 
     # -- programs ------------------------------------------------------------------------------

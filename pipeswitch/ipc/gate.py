@@ -37,6 +37,10 @@ others   | stop(current turn)         | same     | dropped: accepted or acknowle
 any      | stop(turn not granted yet) | same     | kept; accepted as soon as that turn is granted
 any      | evict                      | same     | sticky: the next check or enter outside the
          |                            |          | optimizer answers a pending stop, then raises
+PARKED   | hide                       | PARKED   | calls ``hide``; no eviction ends the wait before
+         |                            |          | the slice is shown again
+others   | hide                       | same     | sticky: ``hide`` is called when the main thread
+         |                            |          | waits in PARKED
 RUNNING  | check, evicted             | RUNNING  | nothing, while ``finishes_step`` is true
 AWAY     | enter, evicted             | RUNNING  | nothing, while ``finishes_step`` is true
 
@@ -115,6 +119,9 @@ class Gate:
         self._where: Where = "loader"  # where the main thread last waited or left
         self.is_evicting = False  # an eviction was requested; never reset; read-only for callers
         self.is_unwinding = False  # a check has raised TaskPreempted; read-only for callers
+        self._hide: Callable[[], None] | None = None  # to be called when the main thread waits
+        self._is_waiting = False  # the main thread waits for a turn
+        self._is_hidden = False  # ``hide`` was called, and the slice is not shown yet
         self._is_finishing = False  # evicted, but continues to the end of its step
 
     # ------------------------------------------------------------------ main thread
@@ -211,6 +218,18 @@ class Gate:
             self._refresh()
             self._changed.notify_all()
 
+    def request_hide(self, hide: Callable[[], None] | None) -> None:
+        """Call ``hide`` as soon as the main thread waits for a turn, with the gate's lock held.
+
+        It may not wait yet, if the task is away from the device. From then on it waits at least
+        until ``request_hide(None)``, and for its next turn.
+        """
+        with self._changed:
+            self._hide = hide
+            self._is_hidden = self._is_hidden and hide is not None
+            self._hide_if_waiting()
+            self._changed.notify_all()
+
     # ------------------------------------------------------------------ any thread
 
     @property
@@ -223,7 +242,8 @@ class Gate:
         """True if no request needs the device, even if another job computes on it."""
         if self._state is GateState.STOPPING:
             return self.waits_for_boundary
-        return not self.is_evicting and (self._is_for_job or not self._is_given_up)
+        is_leaving = self.is_evicting or self._is_hidden or self._hide is not None
+        return not is_leaving and (self._is_for_job or not self._is_given_up)
 
     @property
     def state(self) -> GateState:
@@ -250,6 +270,11 @@ class Gate:
             self._accepted, self._at_boundary = (turn, next_turn), at_boundary
             self._acknowledge(self._where, GateState.STOPPED)
             self._take_up_grant()
+
+    def _hide_if_waiting(self) -> None:
+        if self._hide is not None and self._is_waiting and self._state is GateState.PARKED:
+            hide, self._hide, self._is_hidden = self._hide, None, True
+            hide()
 
     @property
     def _is_given_up(self) -> bool:
@@ -294,13 +319,15 @@ class Gate:
             self._state = GateState.PARKED
             if self._turn:
                 self.on_back(self._turn, False)
-        while not self.is_evicting and self._is_given_up:
-            self._where = where
+        while self._is_hidden or (not self.is_evicting and self._is_given_up):
+            self._where, self._is_waiting = where, True
+            self._hide_if_waiting()
             self._changed.wait()
             # A stop may have been accepted between the grant and this thread's wake-up.
             if self._state is GateState.STOPPING and not self.waits_for_boundary:
                 self._acknowledge(where, GateState.PARKED)
                 self._take_up_grant()
+        self._is_waiting = False
         if self.is_evicting and self._state is GateState.PARKED:
             self._state = GateState.STOPPED  # it unwinds now, so no grant may set it to RUNNING
         elif self._state is GateState.AWAY and (not self.is_evicting or self._may_finish):

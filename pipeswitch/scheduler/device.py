@@ -4,14 +4,23 @@ from __future__ import annotations
 
 from ..ipc.messages import worker as worker_msg
 from ..ipc.messages.base import Message, OpId, Pong, StepCommitted
-from ..ipc.messages.daemon import CommitPersisted, DaemonFault, DaemonReady, Scrubbed, TransmitEnded
+from ..ipc.messages.daemon import (
+    CommitPersisted,
+    DaemonFault,
+    DaemonReady,
+    Scrubbed,
+    SliceCopied,
+    TransmitEnded,
+)
 from .core import HUNG, TURN, URGENT, Component, Core, SchedulerSettings
 from .events import Address, Exited, Received
 from .memory.allocators import ArenaAllocator, HostStoreAllocator
 from .memory.commits import Commits
-from .memory.leases import Leases, Slices
+from .memory.leases import Leases
 from .memory.plans import Plans
 from .memory.residency import Residents
+from .memory.slices import Slices
+from .memory.swaps import Swaps
 from .processes.health import Health
 from .processes.worker_pool import WorkerPool
 from .requests.completion import TaskCompletion
@@ -50,8 +59,9 @@ class Device:
         self.commits = Commits(state, self.arena, store)
         jobs.homes.append(Home(state, self.commits))
         self.jobs = jobs  # jobs of all devices
-        self.leases = Leases(state, self.arena, self.slices, self.commits, store)
-        self.training = TrainingJobs(state, self.slices, self.jobs, self.leases, self.commits)
+        self.swaps = Swaps(state, self.arena, self.slices, store)
+        self.leases = Leases(state, self.arena, self.slices, self.commits, store, self.swaps)
+        self.training = TrainingJobs(state, self.swaps, self.jobs, self.leases, self.commits)
         self.turns = Turns(state)
         self.completion = TaskCompletion(state, self.residents)
         taking_back = TakingBack(state, self.completion)
@@ -106,6 +116,8 @@ class Device:
                 self.leases.requested(worker, message)
             case worker_msg.HostRequest() as message:
                 self.leases.host_requested(worker, message)
+            case worker_msg.SliceHidden() as message:
+                self.swaps.hidden(worker, message)
             case worker_msg.CommitStep() as message:
                 self.commits.commit(worker, message)
             case worker_msg.JobReport() as message:
@@ -137,6 +149,8 @@ class Device:
                 self.commits.daemon_ready()
             case Scrubbed(op_id=op_id):
                 self.slices.scrubbed(op_id)
+            case SliceCopied():
+                self.swaps.copied(message)
             case StepCommitted():
                 self.commits.committed(message)
                 self.worker_pool.served_well()
@@ -149,6 +163,7 @@ class Device:
                 self.slices.refused(message.op_id)
                 self.residents.refused(message.op_id, message.reason)
                 self.commits.refused(message.op_id, message.reason)
+                self.swaps.refused(message.op_id, message.reason)
             case _:
                 self.core.counts["stale_messages"] += 1
 
@@ -213,7 +228,7 @@ class Device:
     def check(self) -> None:
         """Assert the invariants (docs/architecture.md) that the device's state can show."""
         state = self.state
-        for part in (self.arena, self.residents, self.slices):
+        for part in (self.arena, self.residents, self.slices, self.swaps):
             part.check()
         if self.core.is_stopped:
             assert not state.requests, "left without an answer"

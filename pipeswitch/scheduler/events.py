@@ -321,6 +321,7 @@ class Send(_Message, frozen=True):
     Attributes:
         channel: Channel of a worker; its termination thread, which is never busy, reads "signal".
         commits_of: Attach this job's commit memfd.
+        image_of: Attach the image of this job's slice.
         tenant: With ``RunStage``: the tenant whose pool file has the raw inputs.
     """
 
@@ -328,6 +329,7 @@ class Send(_Message, frozen=True):
     message: Message
     channel: Literal["task", "signal"] = "task"
     commits_of: JobName | None = None
+    image_of: JobName | None = None
     tenant: str = ""
 
 
@@ -414,6 +416,19 @@ class LoadCommits(_Message, frozen=True):
 
 class DropCommits(_Message, frozen=True):
     """Release the job's commit memfd; its commits on disk stay."""
+
+    job: JobName
+
+
+class CreateImage(_Message, frozen=True):
+    """Create the memfd for the image of a job's slice; the controller keeps it."""
+
+    job: JobName
+    size_bytes: int
+
+
+class DropImage(_Message, frozen=True):
+    """Release the image of a job's slice."""
 
     job: JobName
 
@@ -541,6 +556,8 @@ Command = (
     | CreateCommits
     | LoadCommits
     | DropCommits
+    | CreateImage
+    | DropImage
     | CountSharers
     | RemoveJob
     | ModelAvailable

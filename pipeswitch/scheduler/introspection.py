@@ -27,7 +27,7 @@ from .state.records import PRIORITY_NAMES, DeviceModel, Job, Model, Worker
 from .state.regions import Owner
 from .state.states import ModelState, Residency, TaskState, WorkerState
 from .state.versions import Versions, version_name
-from .training.jobs import activations_row, behind
+from .training.jobs import behind, memory_row
 
 ROWS: Final = 64  # rows that are made at once, in about 3 ms
 DISPATCH_KINDS = ("cold", "partial", "resident")  # all, a part or none of the model was copied
@@ -438,8 +438,9 @@ class Introspection:
         region = on.arena.regions.get(job.slice)
         words: dict[TaskState, str] = {TaskState.RUNNING: "active", TaskState.STOPPING: "active"}
         host_bytes = 2 * job.memory.commit_slot_bytes
-        host_bytes += self._machine.store.offloaded.get(job.spec.name, 0)
-        return activations_row(job) | Shown(
+        store = self._machine.store
+        host_bytes += store.offloaded.get(job.spec.name, 0) + store.images.get(job.spec.name, 0)
+        return memory_row(job) | Shown(
             on,
             job.spec.name,
             "job",
@@ -498,6 +499,7 @@ class Introspection:
             "up_s": round((core.now_ms - self.born_at_ms) / 1000.0, 6),
             "preemptions": counts["preemptions"],
             "evictions": counts["evictions"],
+            "job_swaps": counts["job_swaps"],
             "job_evictions": counts["job_evictions"],
             "inferences": counts["inferences"],
             "runs": counts["runs"],

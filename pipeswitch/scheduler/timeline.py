@@ -1,7 +1,7 @@
 """Named spans of the last minutes, written as one Chrome trace (opens in Perfetto).
 
-Tracks: the scheduler, the copy engine, each worker's compute; flow arrows go from a request's
-switch to the copy of its groups and to its computation.
+Tracks: the scheduler, the copy engine (models), slices of swapped jobs, each worker's compute; flow
+arrows go from a request's switch to the copy of its groups and to its computation.
 """
 
 from __future__ import annotations

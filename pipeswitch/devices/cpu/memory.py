@@ -15,7 +15,7 @@ import mmap
 import os
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Final
 
 import numpy as np
@@ -29,7 +29,7 @@ from ..memory import DeviceMemory, OnEnd, Transmission
 from ..order_checks import FENCE_MASK, check_range
 from ..worker_device import now_ms
 from .arenas import Bytes, FilePerTenant, Models, OneFile
-from .page_protection import UNIT_BYTES, unmap
+from .page_protection import UNIT_BYTES, populate, unmap
 
 log = logging.getLogger(__name__)
 
@@ -137,6 +137,41 @@ class CpuDeviceMemory(DeviceMemory):
                 np.copyto(target[position : position + size], source)
                 position += size
                 self._to_host.pace(size)
+
+    def save_slice(self, offset_bytes: int, size_bytes: int, image: int) -> None:
+        """See ``DeviceMemory``."""
+        for of_slice, of_image in self._pieces(offset_bytes, size_bytes, image, self._to_host):
+            np.copyto(of_image, of_slice)
+
+    def load_slice(
+        self, offset_bytes: int, size_bytes: int, image: int, is_cancelled: Callable[[], bool]
+    ) -> None:
+        """See ``DeviceMemory``."""
+        os.posix_fallocate(self._work_descriptor, offset_bytes, size_bytes)
+        for of_slice, of_image in self._pieces(offset_bytes, size_bytes, image, self._to_device):
+            if is_cancelled():
+                return
+            np.copyto(of_slice, of_image)
+
+    def _pieces(
+        self, offset_bytes: int, size_bytes: int, image: int, link: SimulatedLink
+    ) -> Iterator[tuple[Bytes, Bytes]]:
+        """Yield a slice and its image piece by piece; both are mapped before they are copied.
+
+        Mapping many pages at once takes a tenth of the time of as many page faults.
+        """
+        os.posix_fallocate(image, 0, size_bytes)
+        mapping = mmap.mmap(image, size_bytes)
+        image_bytes: Bytes = np.frombuffer(mapping, dtype=np.uint8)
+        link.begin()
+        for done in range(0, size_bytes, link.chunk_bytes):
+            size, start = min(link.chunk_bytes, size_bytes - done), offset_bytes + done
+            populate(mapping, done, size)
+            populate(self._work_map, start, size)
+            yield self._work[start : start + size], image_bytes[done : done + size]
+            link.pace(size)
+        del image_bytes
+        unmap(mapping)
 
     def scrub(self, offset_bytes: int, size_bytes: int) -> None:
         """Clear a range of *work*; whole pages are returned to the system."""

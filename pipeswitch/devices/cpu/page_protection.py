@@ -9,6 +9,7 @@ All of the memory stays mapped and populated, because mapping a model again at e
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import errno
 import functools
@@ -30,9 +31,10 @@ UNIT_BYTES: Final = REGION_ALIGN_BYTES  # memory that one page table maps; it mo
 LOWEST, HIGHEST = 1 << 44, 1 << 46  # addresses that neither programs nor the kernel choose
 PLACEMENT_TRIES: Final = 16
 PROT_NONE: Final = 0
+MAP_FIXED, MAP_NORESERVE, MAP_POPULATE = 0x10, 0x4000, 0x8000
 MAP_FIXED_NOREPLACE: Final = 0x10_0000
 MREMAP_MAYMOVE, MREMAP_FIXED, MREMAP_DONTUNMAP = 1, 2, 4  # DONTUNMAP of a memfd: Linux 5.13
-MADV_POPULATE_READ: Final = 22  # Linux 5.14; Python 3.11's mmap does not name it
+MADV_POPULATE_READ, MADV_POPULATE_WRITE = 22, 23  # Linux 5.14; mmap does not name them
 _FAILED: Final = ctypes.c_void_p(-1).value
 
 
@@ -66,6 +68,36 @@ class Guarded:
             end = max(end for _, end in self._open)
             _kernel("mprotect", self._address + start, end - start, PROT_NONE)
             self._open.clear()
+
+    def hide(self) -> None:
+        """Replace the open pages by inaccessible ones that belong to no file."""
+        flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | MAP_FIXED | MAP_NORESERVE
+        for start, end in self._open:
+            _kernel("mmap", self._address + start, end - start, PROT_NONE, flags, -1, 0)
+        self._open.clear()
+
+    def show(
+        self,
+        offset_bytes: int,
+        size_bytes: int,
+        descriptor: int,
+        at_bytes: int,
+        kind: int = mmap.MAP_SHARED | MAP_POPULATE,
+    ) -> None:
+        """Map and open the pages of a range, with the bytes of a file from ``at_bytes`` on.
+
+        Raises:
+            RemoteProtocolError: the range is outside of the mapping.
+        """
+        check_range("window", offset_bytes, size_bytes, self._size_bytes)
+        if not size_bytes:
+            return
+        start, end = whole_pages(offset_bytes, size_bytes)
+        at_bytes -= offset_bytes - start
+        access = mmap.PROT_READ | mmap.PROT_WRITE
+        flags = kind | MAP_FIXED
+        _kernel("mmap", self._address + start, end - start, access, flags, descriptor, at_bytes)
+        self._open.append((start, end))
 
 
 class ProtectedMapping:
@@ -148,6 +180,13 @@ def whole_pages(offset_bytes: int, size_bytes: int) -> tuple[int, int]:
 def address_of(mapping: mmap.mmap) -> int:
     """Return a mapping's address in this process."""
     return int(np.frombuffer(mapping, dtype=np.uint8).ctypes.data)
+
+
+def populate(mapping: mmap.mmap, offset_bytes: int, size_bytes: int) -> None:
+    """Take the page faults of a range now; an older kernel takes them later."""
+    start, end = whole_pages(offset_bytes, size_bytes)
+    with contextlib.suppress(OSError):
+        mapping.madvise(MADV_POPULATE_WRITE, start, min(end, len(mapping)) - start)
 
 
 def unmap(mapping: mmap.mmap) -> None:

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import mmap
 import os
+import weakref
 from collections.abc import Sequence
 from functools import cached_property
 from typing import TYPE_CHECKING
+
+from msgspec.structs import replace
 
 from ...ipc.messages.worker import WorkerSettings
 from ...programs.interface.layout import TensorSpec, aligned
@@ -60,6 +63,9 @@ class CpuWorkerDevice(WorkerDevice):
         self._link_bytes_per_s = settings.link_bytes_per_s
         self._populated: dict[int, tuple[int, int]] = {}  # region start -> operation id, end
         self._work_map: mmap.mmap | None = None
+        self._work_descriptor = -1
+        self._is_hidden = False
+        self._slice_at = (0, 0, 0)  # the slice's offset in the mapping, and in the file; its size
         if work:
             self._map_work(work[0])
         self._pool_windows: page_protection.Guarded | None = None
@@ -69,11 +75,22 @@ class CpuWorkerDevice(WorkerDevice):
 
     def _map_work(self, descriptor: int) -> None:
         size_bytes = os.fstat(descriptor).st_size
+        self._work_descriptor = os.dup(descriptor)
         self._work_map = mmap.mmap(descriptor, size_bytes)
         self._work_windows = page_protection.Guarded(
             page_protection.address_of(self._work_map), size_bytes
         )
         self.__dict__.pop("_work", None)
+        keep = weakref.WeakMethod(self._keep_writes_private)
+        os.register_at_fork(after_in_child=lambda: (method := keep()) and method())
+
+    def _keep_writes_private(self) -> None:
+        """Keep a forked child's writes out of the slice, whose range may get another owner."""
+        place, at, size = self._slice_at
+        windows, is_hidden = self._work_windows, self._is_hidden
+        windows.hide()
+        if not is_hidden and self._work_map is not None:
+            windows.show(place, size, self._work_descriptor, at, mmap.MAP_PRIVATE)
 
     @cached_property
     def _models(self) -> torch.UntypedStorage:
@@ -153,10 +170,29 @@ class CpuWorkerDevice(WorkerDevice):
         """Return a tensor, and open its pages. Its storage is the file of all training slices."""
         from ...programs.running.tensor_views import tensor_over
 
-        tensor = tensor_over(self._work, spec, 0)
+        place, at, mapped_bytes = self._slice_at
         offset, size = spec.offset_bytes, spec.size_bytes
-        self._work_windows.open(offset, size, writable=True)
+        if place != at:  # a swap has moved the slice
+            if offset == at and size <= mapped_bytes:
+                return tensor_over(self._work, replace(spec, offset_bytes=place), 0)
+            self._work_windows.hide()
+        tensor = tensor_over(self._work, spec, 0)
+        # Swaps may have replaced pages at these addresses, so map them again.
+        self._work_windows.show(offset, size, self._work_descriptor, offset)
+        self._slice_at = offset, offset, size
         return tensor
+
+    def hide_slice(self) -> None:
+        """See ``WorkerDevice``; an access ends the process, which resumes from its last commit."""
+        self._work_windows.hide()
+        self._is_hidden = True
+
+    def show_slice(self, offset_bytes: int) -> None:
+        """See ``WorkerDevice``."""
+        place, _, size = self._slice_at
+        self._work_windows.show(place, size, self._work_descriptor, offset_bytes)
+        self._is_hidden = False
+        self._slice_at = place, offset_bytes, size
 
     def kernels(self, layout: Layout) -> PackedKernels:
         """See ``WorkerDevice``."""
@@ -203,3 +239,4 @@ class CpuWorkerDevice(WorkerDevice):
             page_protection.unmap(mapping)
         if self._work_map is not None:
             page_protection.unmap(self._work_map)
+            self._work_map, self._slice_at = None, (0, 0, 0)

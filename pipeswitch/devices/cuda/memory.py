@@ -227,6 +227,35 @@ class CudaDeviceMemory(DeviceMemory):
             while filling:
                 self._empty(target, *filling.popleft())
 
+    def save_slice(self, offset_bytes: int, size_bytes: int, image: int) -> None:
+        """See ``DeviceMemory``."""
+        os.posix_fallocate(image, 0, size_bytes)  # a lack of memory is an error, not a SIGBUS
+        with mmap.mmap(image, size_bytes) as mapping, memoryview(mapping) as view:
+            whole = (ByteRange(offset_bytes=0, size_bytes=size_bytes),)
+            self.read_slice(offset_bytes, whole, view)
+
+    def load_slice(
+        self, offset_bytes: int, size_bytes: int, image: int, is_cancelled: Callable[[], bool]
+    ) -> None:
+        """See ``DeviceMemory``. Two pinned buffers are used in turn, as in ``read_slice``."""
+        with self._watched():
+            self._cuda.set_device(INDEX)
+            for number, done in enumerate(range(0, size_bytes, BOUNCE_BYTES)):
+                if is_cancelled():
+                    break
+                size, buffer = min(BOUNCE_BYTES, size_bytes - done), number % BOUNCE_COUNT
+                if number >= BOUNCE_COUNT:
+                    self._cuda.wait(self._bounce_events[buffer])
+                os.preadv(image, [self._bounces[buffer].array[:size].data], done)
+                self._cuda.copy_to_device(
+                    self._base + offset_bytes + done,
+                    self._bounces[buffer].address,
+                    size,
+                    self._to_host,
+                )
+                self._cuda.record(self._bounce_events[buffer], self._to_host)
+            self._cuda.synchronize(self._to_host)
+
     def _empty(
         self,
         target: np.ndarray[tuple[int], np.dtype[np.uint8]],

@@ -9,7 +9,7 @@ from contextlib import AbstractContextManager
 from functools import cached_property
 from typing import TYPE_CHECKING, Final
 
-from ...base.errors import TaskFailed
+from ...base.errors import RemoteProtocolError, TaskFailed
 from ...ipc.messages.base import OpId
 from ...ipc.messages.worker import WorkerSettings
 from ...programs.interface.layout import TensorSpec
@@ -84,7 +84,13 @@ class CudaWorkerDevice(WorkerDevice):
         return self._side.tensor(self._arena, spec, region_offset_bytes)
 
     def _slice(self, spec: TensorSpec) -> torch.Tensor:
+        self._slice_offset_bytes = spec.offset_bytes
         return self._side.tensor(self._arena, spec, 0)
+
+    def show_slice(self, offset_bytes: int) -> None:
+        """See ``WorkerDevice``. The addresses in the arena are fixed."""
+        if offset_bytes != self._slice_offset_bytes:
+            raise RemoteProtocolError(f"a slice cannot move to {offset_bytes} on this device")
 
     def take_slice(self, size_bytes: int) -> None:
         """Make programs allocate behind the arena; call it once, before other threads start."""

@@ -143,6 +143,47 @@ class CommitCopy(Message, frozen=True):
     ranges: tuple[ByteRange, ...]
 
 
+class CopySliceOut(Message, frozen=True):
+    """controller -> memory daemon: copy a slice to its job's image, then zero its range (ADR 64).
+
+    Descriptor, here and in CopySliceIn: the image, a memfd of ``size_bytes`` at least.
+    """
+
+    job: JobName
+    op_id: OpId
+    offset_bytes: int
+    size_bytes: int
+
+
+class CopySliceIn(Message, frozen=True):
+    """controller -> memory daemon: copy a job's image to a range of ``work``."""
+
+    job: JobName
+    op_id: OpId
+    offset_bytes: int
+    size_bytes: int
+
+
+class CancelSlice(Message, frozen=True):
+    """controller -> memory daemon: end a CopySliceIn after the current chunk."""
+
+    op_id: OpId
+
+
+class SliceCopied(Message, frozen=True):
+    """memory daemon -> controller: a copy of a slice has ended.
+
+    If ``error`` is set, a copy out has changed nothing, and a copy in is incomplete. With
+    ``needs_scrub``, a copy out has succeeded, but its range was not zeroed completely.
+    """
+
+    op_id: OpId
+    began_at_ms: float
+    ended_at_ms: float
+    error: str = ""
+    needs_scrub: bool = False
+
+
 class PersistCommit(Message, frozen=True):
     """controller -> memory daemon: write the job's newest commit to disk, crash-safe."""
 

@@ -312,6 +312,29 @@ class EvictTask(Message, frozen=True):
     op_id: OpId
 
 
+class HideSlice(Message, frozen=True):
+    """controller -> worker (termination thread): as soon as the script waits for the device, make
+    its slice inaccessible and answer with SliceHidden."""
+
+    op_id: OpId
+    swap_id: OpId
+
+
+class SliceHidden(Message, frozen=True):
+    """worker -> controller (task channel): this process does not use its slice any more."""
+
+    op_id: OpId
+    swap_id: OpId
+
+
+class ShowSlice(Message, frozen=True):
+    """controller -> worker (termination thread): the slice is at this offset of ``work``; map it at
+    its former addresses."""
+
+    op_id: OpId
+    offset_bytes: int
+
+
 class CommitStep(Message, frozen=True):
     """worker -> controller: commit these pieces of the job's slice as the state after ``step``.
 

@@ -28,7 +28,13 @@ SOON_FREE: Cost = (0.0, 0.0, 1.0, 0.0)
 JOB_LEAVES: Cost = (0.0, 1.0, 0.0, 0.0)
 KEPT_WEIGHT = 4.0  # weight of the groups that a streaming model keeps: each pass reads them
 WHOLE = (Residency.TRANSMITTING, Residency.ABANDONED, Residency.RESIDENT, Residency.PINNED)
-COMPUTING = (TaskState.TRANSMITTING, TaskState.RUNNING, TaskState.STOPPING, TaskState.SUSPENDED)
+STAYS = (  # states of a job whose slice stays unless it is ordered to leave
+    TaskState.TRANSMITTING,
+    TaskState.RUNNING,
+    TaskState.STOPPING,
+    TaskState.SUSPENDED,
+    TaskState.SWAPPING_IN,
+)
 
 
 class RingPlace(Extent):
@@ -108,7 +114,7 @@ class ArenaAllocator:
             return SOON_FREE  # 3.
         if kind == "slice":
             job = device.jobs.get(JobName(name))  # None: it was removed
-            if job is None or job.slot is None or job.state.state not in COMPUTING:
+            if job is None or job.slot is None or job.state.state not in STAYS:
                 return JOB_LEAVES  # 3.
             return (float(region.size_bytes), 0.0, 0.0, 0.0) if for_request else None  # 4.
         model_name = ModelName(name)
@@ -343,13 +349,16 @@ class ArenaAllocator:
 class HostStoreAllocator:
     """Ledger of the host store, which has each model's bytes once, in the layout of the device.
 
-    Offloaded activations lie in the memory of the jobs' processes, and count toward the same limit.
+    Offloaded activations lie in the memory of the jobs' processes, and images of slices in files of
+    their own; both count toward the same limit. An image takes only what is free, and no model and
+    no job's commits are refused because of it.
     """
 
     def __init__(self, core: Core) -> None:
         self.regions = RegionAllocator(core.settings.store_bytes, TENSOR_ALIGN_BYTES)
         self._held_bytes: Counter[str] = Counter()  # tenant -> bytes of its models
         self.offloaded: dict[JobName, int] = {}  # job with a process -> its bytes
+        self.images: dict[JobName, int] = {}  # swapped job -> size of its image
 
     def charge(self, name: JobName, size_bytes: int) -> None:
         """Set the host memory that a job may use for offloading; 0: its process uses none.
@@ -373,6 +382,11 @@ class HostStoreAllocator:
         if not size_bytes:
             del self.offloaded[name]
         self.regions.withheld_bytes = sum(self.offloaded.values())
+
+    @property
+    def free_for_images_bytes(self) -> int:
+        """Memory that neither the store's owners nor other images use."""
+        return max(0, self.regions.free_bytes - sum(self.images.values()))
 
     def take(self, model: Model) -> None:
         """Reserve the model's place.

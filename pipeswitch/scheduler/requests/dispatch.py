@@ -190,8 +190,8 @@ class Dispatch:
            task is taken back for a new request that goes first (``TakingBack``).
         2. The best request's model is on the device, or the link and a place for it are free or can
            be freed. An absent model is sent and the task dispatched in one step; a job must stop.
-        3. A job's slice is in the model's place: the job is evicted, and the request waits. It also
-           waits for a range that is being zeroed, or a cancelled copy.
+        3. A job's slice is in the model's place: the job is swapped out or evicted, and the request
+           waits. It also waits for a range that is being zeroed, or a cancelled copy.
         4. Models that must stay are in the place, or another copy uses the link: the request waits.
         5. While a request waits for memory or the link, the next best one is tried if the policy
            lets it overtake: a lower priority never runs before a higher one, and no request is
@@ -387,7 +387,7 @@ class Dispatch:
         obstacles = arena.obstacles(window)
         for region in obstacles:
             if region.owner.kind == "slice":
-                self._training.evict(JobName(region.owner.name), f"memory for {replica.name}")  # 3.
+                self._training.free_memory(JobName(region.owner.name), f"memory for {replica.name}")
         if obstacles:
             return False
         self._residents.transmit(replica, window, f"request {request.request_id}")

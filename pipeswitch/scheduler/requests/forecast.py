@@ -272,14 +272,27 @@ def _is_absent(device: DeviceState, request: Request) -> bool:
 
 
 def _sent_ms(device: DeviceState, request: Request) -> float:
-    """Return the time of copy and computation on an idle device.
+    """Return the time of copy and computation on an idle device, and of the copy of a slice out.
     Groups compute as they arrive; the last one (of average size) computes after the copy."""
     manifest, own_ms = (
         device.replicas[request.model].manifest,
         _run_ms(device, request.model, request.batch)[0],
     )
     last_ms = own_ms / len(manifest.groups) if manifest is not None and manifest.groups else own_ms
-    return device.predictions.safe(request.model, request.batch).load_ms + last_ms
+    load_ms = device.predictions.safe(request.model, request.batch).load_ms
+    return _free_memory_ms(device, request) + load_ms + last_ms
+
+
+def _free_memory_ms(device: DeviceState, request: Request) -> float:
+    """Return the time to copy the largest slice out if the model does not fit beside all slices."""
+    slices = [job.memory.lease_bytes for job in device.jobs.values() if job.memory.lease_bytes]
+    if not slices:
+        return 0.0
+    pinned_bytes = sum(device.replicas[name].region_bytes for name in device.pinned)
+    left_bytes = device.settings.arena_bytes - pinned_bytes - sum(slices)
+    if device.replicas[request.model].region_bytes <= left_bytes:
+        return 0.0
+    return device.predictions.swap_out_ms(max(slices))
 
 
 def _link_free_at_ms(device: DeviceState) -> float:

@@ -38,14 +38,19 @@ class Daemon:
     def address(self) -> Address:
         return Address("daemon", self.index, generation=self.generation)
 
-    def send(self, message: Message, commits_of: JobName | None = None) -> None:
+    def send(
+        self,
+        message: Message,
+        commits_of: JobName | None = None,
+        image_of: JobName | None = None,
+    ) -> None:
         """Send a message to the daemon; drop the message if the daemon is not ready.
 
         A new daemon gets the necessary state when it becomes ready. So no message reaches it
         twice, and no order concerns memory that it does not own yet.
         """
         if self.is_ready:
-            self.core.emit(Send(self.address, message, commits_of=commits_of))
+            self.core.emit(Send(self.address, message, commits_of=commits_of, image_of=image_of))
 
 
 @dataclass

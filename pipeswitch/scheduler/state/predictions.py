@@ -94,6 +94,7 @@ class Predictions:
     def __init__(self) -> None:
         self._loads: dict[str, Rolling] = {}
         self._computations: dict[str, ByBatch] = {}
+        self._slices = Rolling()  # ms per byte of the copies of slices out of the device
         self._errors = Rolling()  # actual minus predicted end
 
     @property
@@ -108,6 +109,14 @@ class Predictions:
     def sent(self, model: str, took_ms: float, now_ms: float) -> None:
         """Record the time in which all groups of a model were copied to the device."""
         self._loads.setdefault(model, Rolling()).add(took_ms, now_ms)
+
+    def swapped_out(self, size_bytes: int, took_ms: float, now_ms: float) -> None:
+        """Record the time in which a job's slice was copied out."""
+        self._slices.add(took_ms / size_bytes, now_ms)
+
+    def swap_out_ms(self, size_bytes: int) -> float:
+        """Return a high percentile of the time to copy a slice out; 0: nothing is measured yet."""
+        return self._slices.high * size_bytes
 
     def computed(self, model: str, batch: int, took_ms: float, now_ms: float) -> None:
         """Record a computation's time, without waits for its groups."""

@@ -383,6 +383,7 @@ class JobProgress:
     reported_op_id: OpId = NO_OP_ID  # dispatch that sent its last report
     steps_recomputed: int = 0
     suspensions: int = 0
+    swaps: int = 0
     evictions: int = 0
     restarts: int = 0  # number of restarts after its worker died
     deaths_without_progress: int = 0
@@ -417,6 +418,22 @@ class JobMemory:
 
 
 @dataclass
+class JobSwap:
+    """A job's last swap (``training/swaps.py``)."""
+
+    swap_id: OpId = NO_OP_ID  # operation id of the current or last copy
+    size_bytes: int = 0
+    offset_bytes: int = 0  # range of its slice, now or before the swap
+    is_hidden: bool = False  # its process does not use the slice
+    goes_in: bool = False  # the current or last copy goes in
+    asked_at_ms: float = 0.0
+    blocked_at_ms: float = 0.0  # since when its range has been in use; 0: it is free
+    leaves_at_ms: float = 0.0  # when its process is killed, if its user has ordered it to leave
+    cost_ms: float = 0.0  # duration of the last copies, out and in
+    error: str = ""  # why its slice could not be copied out
+
+
+@dataclass
 class JobTiming:
     """Times at which a job got and lost the device, and durations of its use."""
 
@@ -446,6 +463,7 @@ class Job:
     progress: JobProgress = field(default_factory=JobProgress)
     memory: JobMemory = field(default_factory=JobMemory)
     timing: JobTiming = field(default_factory=JobTiming)
+    swap: JobSwap = field(default_factory=JobSwap)
     state: StateMachine[TaskState, TaskEvent] = field(init=False)
     wanted: Wanted = "run"  # the next action, after it has unwound
     created_op_id: OpId = NO_OP_ID  # ids up to this one belong to an older job of this name

@@ -10,7 +10,10 @@ Task (an inference request or a training job; ``ps`` shows jobs and running requ
   RUNNING       has the device's turn; later groups may still be copied (PipeSwitch 4.2).
   STOPPING      was told to stop and has not parked yet.
   SUSPENDED     parked in place: its worker waits inside the step, and its memory stays.
-  EVICTING      commits and unwinds, because its memory is needed or the user ordered it.
+  SWAPPING_OUT  its script waits, and its slice is being copied to an image in host memory.
+  SWAPPED       its script waits without memory on the device; it will continue where it stopped.
+  SWAPPING_IN   its slice is being copied back.
+  EVICTING      commits and unwinds, because it may not be swapped or the user ordered it.
   PAUSED        held by the user until ``resume``; holds no worker and no device memory.
   DONE, FAILED, CANCELLED, EXPIRED   final.
 
@@ -79,6 +82,9 @@ class TaskState(Name):
     STOPPING = "stopping"
     SUSPENDED = "suspended"
     EVICTING = "evicting"
+    SWAPPING_OUT = "swapping_out"
+    SWAPPED = "swapped"
+    SWAPPING_IN = "swapping_in"
     PAUSED = "paused"
     DONE = "done"
     FAILED = "failed"
@@ -97,6 +103,11 @@ class TaskEvent(Name):
     TURN_GIVEN = "turn_given"
     EVICT_REQUESTED = "evict_requested"
     UNWOUND = "unwound"
+    SWAP_OUT = "swap_out"
+    SWAPPED_OUT = "swapped_out"
+    SWAP_FAILED = "swap_failed"
+    SWAP_IN = "swap_in"
+    SWAPPED_IN = "swapped_in"
     FINISHED = "finished"
     ERROR = "error"
     WORKER_DIED = "worker_died"
@@ -111,9 +122,14 @@ class TaskEvent(Name):
 
 _S, _E = TaskState, TaskEvent
 TASK_FINAL: Final = frozenset({_S.DONE, _S.FAILED, _S.CANCELLED, _S.EXPIRED})
-TASK_ON_WORKER: Final = frozenset(
-    {_S.TRANSMITTING, _S.RUNNING, _S.STOPPING, _S.SUSPENDED, _S.EVICTING}
-)
+TASK_SWAPS: Final = frozenset({_S.SWAPPING_OUT, _S.SWAPPED, _S.SWAPPING_IN})
+TASK_ON_WORKER: Final = TASK_SWAPS | {
+    _S.TRANSMITTING,
+    _S.RUNNING,
+    _S.STOPPING,
+    _S.SUSPENDED,
+    _S.EVICTING,
+}
 TASK_LIVE: Final = frozenset(TaskState) - TASK_FINAL
 
 TASK_TRANSITIONS: Final[Mapping[tuple[TaskState, TaskEvent], TaskState]] = {
@@ -146,6 +162,15 @@ TASK_TRANSITIONS: Final[Mapping[tuple[TaskState, TaskEvent], TaskState]] = {
     (_S.EVICTING, _E.PARKED): _S.EVICTING,  # also if it parked before the order arrived
     (_S.EVICTING, _E.UNWOUND): _S.QUEUED,  # the job will resume from its last commit
     (_S.EVICTING, _E.FINISHED): _S.DONE,
+    (_S.SUSPENDED, _E.SWAP_OUT): _S.SWAPPING_OUT,
+    (_S.SWAPPING_OUT, _E.SWAPPED_OUT): _S.SWAPPED,
+    (_S.SWAPPING_OUT, _E.SWAP_FAILED): _S.SUSPENDED,  # its slice is intact
+    (_S.SWAPPING_OUT, _E.FINISHED): _S.DONE,  # the script ended before it hid its slice
+    (_S.SWAPPED, _E.FINISHED): _S.DONE,  # a process that says so although it waits
+    (_S.SWAPPING_IN, _E.FINISHED): _S.DONE,
+    (_S.SWAPPED, _E.SWAP_IN): _S.SWAPPING_IN,
+    (_S.SWAPPING_IN, _E.SWAPPED_IN): _S.SUSPENDED,
+    (_S.SWAPPING_IN, _E.SWAP_OUT): _S.SWAPPING_OUT,  # its memory is needed again: turned round
     **{(state, _E.WORKER_DIED): _S.QUEUED for state in TaskState if state in TASK_ON_WORKER},
     (_S.TRANSMITTING, _E.SEPARATED): _S.QUEUED,  # the batch failed: each request runs alone
     (_S.RUNNING, _E.SEPARATED): _S.QUEUED,

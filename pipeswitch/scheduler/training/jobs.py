@@ -16,9 +16,10 @@ from ..memory import device_placement
 from ..memory.commits import Commits
 from ..state.device_state import DeviceState
 from ..state.records import Job, JobSpec
-from ..state.states import TASK_FINAL, TASK_ON_WORKER, TaskEvent, TaskState
+from ..state.states import TASK_FINAL, TASK_ON_WORKER, TASK_SWAPS, TaskEvent, TaskState
 
 Place = Callable[[Job, int | None, Sequence[int]], int]  # job, index of its device, jobs per device
+WAITS: Final = {TaskState.QUEUED, TaskState.STOPPING, TaskState.SUSPENDED, TaskState.SWAPPED}
 RATE_WEIGHT: Final = 0.2  # weight of the newest report in a job's steps per second
 
 
@@ -203,6 +204,7 @@ class Jobs:
             "trained_s": round(timing.trained_ms / 1000.0, 3),
             "suspensions": progress.suspensions,
             "preempted_s": round(timing.preempted_ms / 1000.0, 3),
+            "swaps": progress.swaps,
             "evictions": progress.evictions,
             "restarts": progress.restarts,
             "steps_recomputed": progress.steps_recomputed,
@@ -215,7 +217,7 @@ class Jobs:
             "log": progress.last_log,
             **({"beside": progress.beside} if progress.beside else {}),
             **({"activations": memory.activations} if memory.activations else {}),
-            **activations_row(job),
+            **memory_row(job),
             **({"on": on} if (on := self.home(job).state.label) else {}),
         }
 
@@ -324,16 +326,19 @@ def _number(value: Any, default: int) -> int:
     return value if isinstance(value, int) else default
 
 
-def activations_row(job: Job) -> dict[str, int]:
-    """Return the bytes of a job's activations: those outside its slice, and the offloaded ones."""
-    figures = job.memory.activations if job.memory.lease_bytes else {}
+def memory_row(job: Job) -> dict[str, int]:
+    """Return the bytes of a job's activations outside its slice, those of its offloaded ones, and,
+    while it is swapped, the size of its slice's image in host memory."""
+    is_swapped = job.state.state in TASK_SWAPS
+    figures = job.memory.activations if job.memory.lease_bytes or is_swapped else {}
     named = {"activation_bytes": "peak_bytes", "offloaded_bytes": "offloaded_bytes"}
-    return {name: _number(figures[key], 0) for name, key in named.items() if key in figures}
+    row = {name: _number(figures[key], 0) for name, key in named.items() if key in figures}
+    return row | ({"swapped_bytes": job.swap.size_bytes} if is_swapped else {})
 
 
 def behind(job: Job, device: DeviceState) -> str:
     """Return a sentence with the number of requests before a job; empty if there are none."""
-    if job.state.state not in (TaskState.QUEUED, TaskState.STOPPING, TaskState.SUSPENDED):
+    if job.state.state not in WAITS:
         return ""
     count = len(device.owner.tasks) + len(device.queue) + len(device.awaiting_model)
     return f"waits behind {count} request{'s' * (count > 1)}" if count else ""

@@ -17,12 +17,14 @@ from ...ipc.messages.worker import (
 )
 from ..core import JOBS, QUEUE, RESIDENCY, TURN, WORKERS
 from ..memory.commits import Commits
-from ..memory.leases import Leases, Slices
+from ..memory.leases import Leases
+from ..memory.swaps import Swaps
 from ..policies.job_orders import JOB_ORDERS
 from ..state.device_state import DeviceState
 from ..state.records import Job, Worker
 from ..state.states import (
     TASK_ON_WORKER,
+    TASK_SWAPS,
     WORKER_FREE,
     OwnerState,
     TaskEvent,
@@ -118,11 +120,11 @@ class TrainingJobs:
     """Jobs on a device: dispatch, stop, suspend, evict, end of a script."""
 
     def __init__(
-        self, device: DeviceState, slices: Slices, jobs: Jobs, leases: Leases, commits: Commits
+        self, device: DeviceState, swaps: Swaps, jobs: Jobs, leases: Leases, commits: Commits
     ) -> None:
         self._core = device.core
         self._device = device
-        self._slices = slices
+        self._swaps = swaps
         self._jobs = jobs
         self._leases = leases
         self._commits = commits
@@ -137,7 +139,7 @@ class TrainingJobs:
             if job.wanted != "run":
                 self.evict(job.spec.name, WHY_EVICTED[job.wanted])
         for job, why in self._leases.grant():
-            self.evict(job.spec.name, why)
+            self.free_memory(job.spec.name, why)
         if device.owner.job is not None:
             self._watch_running(device.jobs[device.owner.job])
         elif device.daemon.is_ready and not core.is_draining and self._is_device_idle():
@@ -343,7 +345,8 @@ class TrainingJobs:
             keepers = [
                 other
                 for other in in_place
-                if (step := other.progress.step) - memory.beside_blocked.get(other.spec.name, step)
+                if other.state.state not in TASK_SWAPS
+                and (step := other.progress.step) - memory.beside_blocked.get(other.spec.name, step)
                 >= STARVED_STEPS
             ]
             if not keepers:
@@ -366,6 +369,8 @@ class TrainingJobs:
         for job in device.jobs.values():
             if job.state.state is TaskState.EVICTING:
                 self._kill_after(job, job.timing.evict_asked_at_ms, grace_ms, "did not unwind")
+            elif job.state.state is TaskState.SWAPPING_OUT and not job.swap.is_hidden:
+                self._kill_after(job, job.swap.asked_at_ms, grace_ms, "did not wait in its loop")
         for worker in device.workers.values():
             if worker.state.state is WorkerState.RETIRING:
                 if core.now_ms >= worker.retired_at_ms + grace_ms:
@@ -468,9 +473,28 @@ class TrainingJobs:
         if job.memory.lease_bytes:
             timing.turn_left_ms -= trained_ms
 
+    def free_memory(self, name: JobName, cause: str) -> None:
+        """Free the memory of a job: swap it out when it is suspended, or evict it (ADR 64)."""
+        job = self._device.jobs.get(name)
+        if job is None or job.slot is None:
+            return
+        state = job.state.state
+        if state is TaskState.SWAPPING_IN:
+            self._swaps.turn_round(job, cause)
+        elif state is TaskState.EVICTING or state in TASK_SWAPS:
+            return
+        elif refusal := self._swaps.refusal(job):
+            self.evict(name, f"{cause}; it is not swapped: {refusal}")
+        elif state is TaskState.SUSPENDED:
+            self._swaps.out(job, cause)
+        else:
+            self.stop(name, Turn(0), Slot(0))
+
     def evict(self, name: JobName, cause: str) -> None:
         """Order a job on a worker to commit its last step and unwind."""
         core, job = self._core, self._device.jobs.get(name)
+        if job is not None and job.state.state is TaskState.SWAPPED:
+            self._swaps.leaves(job, cause)
         if job is None or not job.state.allows(TaskEvent.EVICT_REQUESTED) or job.slot is None:
             return  # the job's process is about to exit
         job.state.apply(TaskEvent.EVICT_REQUESTED, cause)
