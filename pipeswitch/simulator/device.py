@@ -112,7 +112,7 @@ class SimulatedDevice:
         self.slices: dict[int, Image] = {}  # offset of a written slice -> its content
         self.intact: dict[ModelName, ByteSpan] = {}  # rest of each last complete copy
         self.cancelled: frozenset[OpId] = frozenset()  # copies that may end early
-        self.dirty: tuple[ByteSpan, ...] = ()  # slices of dead jobs that are not zeroed yet
+        self.dirty: tuple[ByteSpan, ...] = ()  # slices without a process that are not zeroed yet
 
     def claim(self, span: ByteSpan, why: str, users: Iterable[User]) -> None:
         """Give a range to a new owner: nobody may use the range, and its old content is lost."""
@@ -195,6 +195,15 @@ class SimulatedDevice:
 
     def write_slice(self, span: ByteSpan, image: Image) -> None:
         self.slices = {**self.slices, span.start: image}
+
+    def leave(self, span: ByteSpan) -> None:
+        """Record that a slice may hold bytes and that no process uses it."""
+        self.dirty = (*self.dirty, span)
+
+    def take(self, span: ByteSpan) -> None:
+        """Record that a process uses a slice that ``leave`` has named."""
+        require(span in self.dirty, f"a process uses {span} as its slice (I4)")
+        self.dirty = tuple([dirty for dirty in self.dirty if dirty != span])
 
     def zero(self, span: ByteSpan) -> None:
         """Zero a slice's bytes."""

@@ -13,7 +13,7 @@ from ..ipc.messages.builder import BuildDone, BuildFailed, BuildProgress
 from ..scheduler.events import Address, StartBuild
 from .clock import Clock, Move, ProcessPlans
 from .costs import Costs, Training
-from .device import SimulatedArea, SimulatedDevice
+from .device import Image, SimulatedArea, SimulatedDevice
 from .programs import SimulatedProgram
 
 Chance = Literal[
@@ -22,6 +22,7 @@ Chance = Literal[
     "store_error",
     "copy_error",
     "persist_error",
+    "slice_error",  # a slice cannot be copied out, or in
     "prepare_error",
     "early_error",  # a request fails before it has the device
     "infer_error",
@@ -64,6 +65,7 @@ class Scene:
     programs: dict[ModelName, SimulatedProgram] = field(default_factory=dict)
     scripts: dict[JobName, Training] = field(default_factory=dict)
     commits: dict[JobName, SimulatedArea] = field(default_factory=dict)  # commit areas
+    images: dict[JobName, Image] = field(default_factory=dict)  # swapped slices
     prompts: dict[str, float] = field(default_factory=dict)  # request -> extra time, in rows
 
 

@@ -153,7 +153,7 @@ def trained(job: PaperJob, jct_ms: float, row: Mapping[str, Any]) -> Trained:
         jct_ms=jct_ms,
         trained_ms=1000.0 * row["trained_s"],
         preempted_ms=1000.0 * row["preempted_s"],
-        evictions=row["evictions"],
+        evictions=row["swaps"] + row["evictions"],
     )
 
 

@@ -8,7 +8,7 @@ from functools import partial
 from ..ipc.messages import daemon as daemon_msg
 from ..ipc.messages.base import JobName, Message, OpId, Ping, Pong, StepCommitted
 from .clock import Move
-from .device import ByteSpan, User, Violation, region_of, require
+from .device import ZEROS, ByteSpan, User, Violation, region_of, require
 from .process import SimulatedProcess
 
 
@@ -34,7 +34,8 @@ class SimulatedDaemon(SimulatedProcess):
     def __init__(self, *of_process: object) -> None:
         super().__init__("daemon", *of_process)  # type: ignore[arg-type]
         self.copies: deque[SimulatedTransmission] = deque()
-        self.is_half = False  # the first half of the current commit is copied
+        self.is_half = False  # the first half of the current commit, or copy in, is copied
+        self.cancelled: frozenset[OpId] = frozenset()  # copies in that end early
         self._queues: dict[str, deque[Message]] = {}
         self._areas: dict[JobName, tuple[OpId, int]] = {}  # operation id and number of last commit
 
@@ -48,7 +49,7 @@ class SimulatedDaemon(SimulatedProcess):
         return [
             (f"a {type(order).__name__} not done", slice_of(order))
             for order in orders
-            if isinstance(order, daemon_msg.CommitCopy | daemon_msg.Scrub)
+            if isinstance(order, OF_SLICES)
         ]
 
     @property
@@ -75,8 +76,9 @@ class SimulatedDaemon(SimulatedProcess):
             moves += self._next_copy(self.copies[0])
         for thread, queue in self._queues.items():
             if queue:
-                act = partial(self._work, queue)
-                moves.append(Move(thread, type(queue[0]).__name__, self._work_ms(queue[0]), act))
+                order, act = queue[0], partial(self._work, queue)
+                what = "ends" if self._is_cancelled(order) else type(order).__name__
+                moves.append(Move(thread, what, self._work_ms(order), act))
         return moves
 
     def _becomes_ready(self) -> None:
@@ -102,6 +104,11 @@ class SimulatedDaemon(SimulatedProcess):
             case daemon_msg.CancelTransmit(op_id=op_id):
                 for copy in self.copies:
                     copy.is_cancelled |= copy.order.op_id == op_id
+            case daemon_msg.CancelSlice(op_id=op_id):
+                orders = self._queues.get("to-host", ())
+                self.cancelled |= {
+                    one.op_id for one in orders if isinstance(one, daemon_msg.CopySliceIn)
+                } & {op_id}
             case Ping(op_id=op_id):
                 self.say("out", Pong(op_id=op_id))
             case daemon_msg.OpenCommits(job=job):
@@ -110,7 +117,7 @@ class SimulatedDaemon(SimulatedProcess):
                 self._areas.pop(job, None)
             case daemon_msg.StoreModel():
                 self._queues.setdefault("store", deque()).append(message)
-            case daemon_msg.Scrub():
+            case daemon_msg.Scrub() | daemon_msg.CopySliceOut() | daemon_msg.CopySliceIn():
                 self._queues.setdefault("to-host", deque()).append(message)
             case daemon_msg.CommitCopy():
                 if self.accepts(message):
@@ -178,7 +185,10 @@ class SimulatedDaemon(SimulatedProcess):
         match message:
             case daemon_msg.StoreModel(size_bytes=size):
                 return costs.to_store.copy_ms(size)
-            case daemon_msg.Scrub(size_bytes=size):
+            case daemon_msg.CopySliceIn(size_bytes=size):
+                is_short = self.is_half or self._is_cancelled(message)
+                return 0.0 if is_short else costs.to_device.copy_ms(size)
+            case daemon_msg.Scrub(size_bytes=size) | daemon_msg.CopySliceOut(size_bytes=size):
                 return costs.to_host.copy_ms(size)
             case daemon_msg.CommitCopy(ranges=ranges):
                 size = sum(piece.size_bytes for piece in ranges)
@@ -196,8 +206,12 @@ class SimulatedDaemon(SimulatedProcess):
                 image = scene.device.slice_at(slice_of(message))
                 scene.commits[message.job].begin(message.step, image)
             return
+        if isinstance(message, daemon_msg.CopySliceIn) and self._begins_copy(message):
+            return
         queue.popleft()
         match message:
+            case daemon_msg.CopySliceOut() | daemon_msg.CopySliceIn():
+                self._end_slice(message)
             case daemon_msg.StoreModel(model=model, op_id=op_id):
                 if scene.choices.happens("store_error", model):
                     self.say(
@@ -234,9 +248,54 @@ class SimulatedDaemon(SimulatedProcess):
             case _:
                 raise Violation(f"no lane takes {message}")
 
+    # -- swaps ---------------------------------------------------------------------------------
 
-def slice_of(order: daemon_msg.CommitCopy | daemon_msg.Scrub) -> ByteSpan:
+    def _is_cancelled(self, order: Message) -> bool:
+        return isinstance(order, daemon_msg.CopySliceIn) and order.op_id in self.cancelled
+
+    def _begins_copy(self, order: daemon_msg.CopySliceIn) -> bool:
+        """Copy the first half of an image. Return False if that is done, or not wanted."""
+        if self.is_half or self._is_cancelled(order):
+            return False
+        self.is_half = True
+        image = self.scene.images.get(order.job, ZEROS)
+        self.scene.device.write_slice(slice_of(order), ZEROS._replace(first=image.first))
+        return True
+
+    def _end_slice(self, order: daemon_msg.CopySliceOut | daemon_msg.CopySliceIn) -> None:
+        scene, span, is_known = self.scene, slice_of(order), order.job in self.scene.images
+        self.is_half = False
+        error = "no memory" if scene.choices.happens("slice_error", order.job) else ""
+        if self._is_cancelled(order):
+            error, self.cancelled = "cancelled", self.cancelled - {order.op_id}
+        elif isinstance(order, daemon_msg.CopySliceIn):
+            scene.device.write_slice(span, scene.images.get(order.job, ZEROS))
+        elif not error:
+            if is_known:  # else its process has died
+                scene.images[order.job] = scene.device.slice_at(span)
+            scene.device.zero(span)
+        now_ms = scene.clock.now_ms
+        began_at_ms = now_ms - self._work_ms(order)
+        self.say(
+            "out",
+            daemon_msg.SliceCopied(
+                op_id=order.op_id, began_at_ms=began_at_ms, ended_at_ms=now_ms, error=error
+            ),
+        )
+
+
+OF_SLICES = (
+    daemon_msg.CommitCopy | daemon_msg.Scrub | daemon_msg.CopySliceOut | daemon_msg.CopySliceIn
+)
+
+
+def slice_of(
+    order: daemon_msg.CommitCopy
+    | daemon_msg.Scrub
+    | daemon_msg.CopySliceOut
+    | daemon_msg.CopySliceIn,
+) -> ByteSpan:
     """Return the slice that an order copies or zeroes."""
-    if isinstance(order, daemon_msg.Scrub):
-        return ByteSpan(order.offset_bytes, order.offset_bytes + order.size_bytes)
-    return ByteSpan(order.slice_offset_bytes, order.slice_offset_bytes + order.slice_bytes)
+    if isinstance(order, daemon_msg.CommitCopy):
+        return ByteSpan(order.slice_offset_bytes, order.slice_offset_bytes + order.slice_bytes)
+    return ByteSpan(order.offset_bytes, order.offset_bytes + order.size_bytes)

@@ -7,12 +7,13 @@ other, so an unfinished, lost or repeated step is visible in the slice.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, Final, Literal
 
 from ..base.errors import TaskPreempted
 from ..ipc.gate import Gate, GateState, Where
 from ..ipc.messages import worker as worker_msg
-from ..ipc.messages.base import Message, StepCommitted, Turn
+from ..ipc.messages.base import Message, OpId, StepCommitted, Turn
 from .clock import Move
 from .device import ZEROS, ByteSpan, Image, Violation, after_step, image_of, require
 from .process import Scene
@@ -71,6 +72,7 @@ class SimulatedScript:
         self.phase: Phase = "starting"
         self.lease: ByteSpan | None = None
         self.saved = saved
+        self.hidden: Image | None = None  # content of its slice while it may not use it
         self.committed = -1  # last committed step
         self.in_flight = -1  # step of the commit that is being copied; -1: none
         self.number = 0  # number of the last commit that began
@@ -97,6 +99,7 @@ class SimulatedScript:
 
     @property
     def _image(self) -> Image:
+        require(self.hidden is None, f"{self.order.job} uses a slice that it has hidden (I4)")
         return ZEROS if self.lease is None else self._scene.device.slice_at(self.lease)
 
     # -- termination thread --------------------------------------------------------------------
@@ -114,6 +117,15 @@ class SimulatedScript:
                 self.gate.request_evict()
             case worker_msg.LeaseGranted(offset_bytes=start, size_bytes=size):
                 self.lease = ByteSpan(start, start + size)
+            case worker_msg.HideSlice(swap_id=swap_id):
+                self.gate.request_hide(partial(self.hide, swap_id))
+            case worker_msg.ShowSlice(offset_bytes=start):
+                assert self.lease is not None
+                hidden, self.hidden = self.hidden, None
+                self.lease = ByteSpan(start, start + self.lease.end - self.lease.start)
+                text = f"{self.order.job} hid {hidden} and gets {self._image} back (I4)"
+                require(hidden in (None, self._image), text)
+                self.gate.request_hide(None)
             case worker_msg.LeaseRefused():
                 if self.phase == "leasing":
                     self._end("failed")
@@ -121,6 +133,12 @@ class SimulatedScript:
                 self.is_acknowledged |= number == self.number
             case _:
                 raise Violation(f"a script takes no {message}")
+
+    def hide(self, swap_id: OpId) -> None:
+        """Stop using the slice; the main thread waits in the gate."""
+        self.hidden = self._image
+        message = worker_msg.SliceHidden(op_id=self.order.op_id, swap_id=swap_id)
+        self._say("task", message)
 
     def _parked(self, turn: int, next_turn: int, where: Where) -> None:
         """Write the next turn, if one is ordered, and report that the script has parked."""
@@ -162,7 +180,7 @@ class SimulatedScript:
                 is_possible = self.lease is not None or is_evicting
                 what, act = "begins", self._begin
             case "taking" | "fetching" | "training":
-                is_possible = is_evicting or state is not GateState.PARKED
+                is_possible = state is not GateState.PARKED or (is_evicting and self.hidden is None)
                 if self.phase == "fetching":
                     what, act = "fetches", self._fetch
                 elif self.phase == "taking":
@@ -316,4 +334,5 @@ class SimulatedScript:
 
     def _set(self, image: Image) -> None:
         assert self.lease is not None
+        require(self.hidden is None, f"{self.order.job} writes a slice that it has hidden (I4)")
         self._scene.device.write_slice(self.lease, image)

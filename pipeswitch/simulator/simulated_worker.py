@@ -19,6 +19,8 @@ OF_A_JOB = (
     | worker_msg.EvictTask
     | worker_msg.LeaseGranted
     | worker_msg.LeaseRefused
+    | worker_msg.HideSlice
+    | worker_msg.ShowSlice
 )
 
 

@@ -14,13 +14,22 @@ import msgspec
 
 from ..ipc.messages.base import JobName, Message, Slot
 from ..ipc.messages.builder import BuildDone
-from ..ipc.messages.daemon import CancelTransmit, OpenCommits, Scrub, StoreModel, TransmitModel
-from ..ipc.messages.worker import LeaseGranted, PrepareModel, RunInference, RunJob
+from ..ipc.messages.daemon import (
+    CancelTransmit,
+    CopySliceIn,
+    CopySliceOut,
+    OpenCommits,
+    Scrub,
+    StoreModel,
+    TransmitModel,
+)
+from ..ipc.messages.worker import LeaseGranted, PrepareModel, RunInference, RunJob, ShowSlice
 from ..scheduler import events as ev
 from ..scheduler.scheduler import Scheduler
 from .clock import Act, Move
 from .costs import Costs
 from .device import (
+    ZEROS,
     ByteSpan,
     SimulatedArea,
     SimulatedDevice,
@@ -138,9 +147,26 @@ class SimulatedProcesses(ABC):
                 scene.device.cancelled |= {op_id}
             case Scrub():
                 require_unused(slice_of(message), "zeroing a slice", self.users(scene.index))
+            case CopySliceOut(job=job):
+                require(job in self.scene.images, f"there is no image of {job}")
+                self._take_slice(scene, slice_of(message))
+            case CopySliceIn(job=job):
+                require(job in self.scene.images, f"there is no image of {job}")
+                span = slice_of(message)
+                scene.device.claim(span, f"the slice of {job}", self.claims(scene.index))
+                scene.device.leave(span)
             case _:
                 pass
         daemon.hear("control", message)
+
+    def _take_slice(self, scene: Scene, span: ByteSpan) -> None:
+        """Take a slice, which is to be copied out, from its process; the process may have died."""
+        for worker in self.workers_of(scene.index):
+            if worker.lease == span:
+                uses = worker.runs and worker.script is not None and worker.script.hidden is None
+                require(not uses, f"{worker.name} uses the slice that is copied out (I4)")
+                worker.lease = None
+                scene.device.leave(span)
 
     def reap_daemon(self, daemon: SimulatedDaemon) -> None:
         scene = daemon.scene
@@ -175,9 +201,22 @@ class SimulatedProcesses(ABC):
                     claims = self.claims(device)
                     worker.scene.device.claim(lease, f"the slice of {worker.name}", claims)
                 worker.lease = lease
+            case ShowSlice(offset_bytes=start) if worker.script is not None:
+                self._shows_slice(worker, start)
             case _:
                 pass
         worker.hear(command.channel, command.message)
+
+    def _shows_slice(self, worker: SimulatedWorker, start: int) -> None:
+        """Give a slice that was copied in, or not copied out, to its process."""
+        assert worker.script is not None
+        hidden = worker.script.lease
+        assert hidden is not None
+        lease = ByteSpan(start, start + hidden.end - hidden.start)
+        if worker.lease != lease:  # else it was not hidden yet
+            require_unused(lease, f"the slice of {worker.name}", self.claims(worker.scene.index))
+            worker.scene.device.take(lease)
+        worker.lease = lease
 
     def _require_one_writer(self, order: RunInference) -> None:
         """Require that only one process at a time writes a reply."""
@@ -206,7 +245,7 @@ class SimulatedProcesses(ABC):
             del self.workers[key_of(worker.scene.index, worker.slot)]
         scene = worker.scene
         if worker.lease is not None and self.daemons.get(scene.index) is not None:
-            scene.device.dirty += (worker.lease,)
+            scene.device.leave(worker.lease)
         self._reaped(worker)
 
     def _reaped(self, process: SimulatedProcess) -> None:
@@ -350,6 +389,8 @@ class World(SimulatedProcesses):
             case ev.RunEnded():
                 self.clients.run_ended(command)
             case ev.Send(ev.Address("daemon", index), message):
+                if isinstance(message, CopySliceOut | CopySliceIn):  # the descriptor decides
+                    message = msgspec.structs.replace(message, job=command.image_of)
                 self._to_daemon(message, self.scenes[index])
             case ev.Send(ev.Address("worker")):
                 self._to_worker(command)
@@ -383,6 +424,8 @@ class World(SimulatedProcesses):
             case ev.CreateCommits(job=job):
                 commits[job] = self.on_disk[job] if command.is_on_disk else self.new_area(job)
                 self.slot_bytes[job] = command.slot_bytes
+            case ev.CreateImage(job=job) | ev.DropImage(job=job):
+                self._keep_image(job, is_new=isinstance(command, ev.CreateImage))
             case ev.DropCommits(job=job):
                 self.on_disk[job] = commits.pop(job)
             case ev.LoadCommits(request=request):
@@ -396,6 +439,14 @@ class World(SimulatedProcesses):
                 self.left = status
             case _:
                 pass
+
+    def _keep_image(self, job: JobName, *, is_new: bool) -> None:
+        images = self.scene.images
+        require(is_new != (job in images), f"an image of {job} is created twice, or dropped twice")
+        if is_new:
+            images[job] = ZEROS
+        else:
+            del images[job]
 
     def _write_word(self, command: ev.RaiseTurn | ev.Interrupt | ev.TakeBack) -> None:
         """Write a word of the control page."""

@@ -31,6 +31,7 @@ SHOWN_OF_JOB = (
     "progress.epoch_index",
     "progress.suspensions",
     "progress.evictions",
+    "progress.swaps",
     "progress.restarts",
     "progress.beside",
     "progress.reported_op_id",
@@ -52,7 +53,7 @@ SHOWN_OF_JOB = (
     "timing.counted_from_ms",
     "created_op_id",  # distinguishes jobs of one name, but here each name has only one job
 )
-ORDERED_OF_JOB = ("place", "op_id", "memory.persist_id", "memory.copy_id")
+ORDERED_OF_JOB = ("place", "op_id", "memory.persist_id", "memory.copy_id", "swap.swap_id")
 SHOWN_OF_REPLICA = (
     "transfer.started_at_ms",
     "transfer.ended_at_ms",
@@ -74,7 +75,13 @@ JOB = Codec(
     records.Job,
     drop=SHOWN_OF_JOB,
     ordered=ORDERED_OF_JOB,
-    parts=(records.JobSpec, records.JobProgress, records.JobMemory, records.JobTiming),
+    parts=(
+        records.JobSpec,
+        records.JobProgress,
+        records.JobMemory,
+        records.JobTiming,
+        records.JobSwap,
+    ),
 )
 WORKER = Codec(records.Worker, drop=("generation",))
 SHOWN_OF_TASK = ("queued_until_ms", "charge")  # only times and the callers' accounts read them
@@ -229,6 +236,7 @@ class Brain:
             "machine": ("models",),
             "versions": ("models",),
             "admission": ("_models",),
+            "store": ("images",),
             "daemon": ("generation", "pid", "is_ready", "is_given_up"),
         }
         parts = [*vars(scheduler).items(), ("store", machine.store)]
@@ -262,6 +270,7 @@ class Brain:
             core.drain_at_ms,
             tuple([models.freeze(model, e, name) for name, model in machine.models.items()]),
             _freeze_regions(machine.store.regions, e),
+            tuple(machine.store.images.items()),
             tuple([self._freeze_device(device, e) for device in machine.devices]),
         )
 
@@ -298,7 +307,9 @@ class Brain:
         """Set the scheduler to a frozen state. ``generations`` has a tuple for each device: the
         generation of the daemon, then the generation of each worker slot."""
         core, machine = self.scheduler.core, self.scheduler.machine
-        core.now_ms, due_ms, core.is_stopped, core.drain_at_ms, models, store, devices = frozen
+        core.now_ms, due_ms, core.is_stopped, core.drain_at_ms, models, store, images, devices = (
+            frozen
+        )
         machine.models.clear()
         machine.models.update({t[0]: self._models.thaw(t, n, t[0]) for t in models})
         core.wakeups = Wakeups(due_ms)
@@ -306,6 +317,7 @@ class Brain:
         core.counts = Counter()
         core.out = []
         _thaw_regions(machine.store.regions, store, n)
+        machine.store.images = dict(images)
         core.pins = {name: None for name, model in machine.models.items() if model.want_pinned}
         for device, one, numbers in zip(machine.devices, devices, generations, strict=True):
             self._thaw_device(device, one, n, numbers)

@@ -12,10 +12,13 @@ from pipeswitch.ipc.messages.base import ByteRange, Message, SlabTensor, StepCom
 from pipeswitch.ipc.messages.daemon import (
     CommitCopy,
     CommitPersisted,
+    CopySliceIn,
+    CopySliceOut,
     DaemonReady,
     GroupCopy,
     Scrub,
     Scrubbed,
+    SliceCopied,
     TransmitEnded,
     TransmitModel,
 )
@@ -24,6 +27,7 @@ from pipeswitch.ipc.messages.worker import (
     CommitStep,
     EvictTask,
     GrantTurn,
+    HideSlice,
     InferenceDone,
     JobEnded,
     JobParked,
@@ -33,6 +37,8 @@ from pipeswitch.ipc.messages.worker import (
     RunInference,
     RunJob,
     SamplingParams,
+    ShowSlice,
+    SliceHidden,
     StopTask,
     WorkerClean,
     WorkerReady,
@@ -81,6 +87,7 @@ _FIXED: Final[dict[type[Message], dict[str, Any]]] = {
         "ended_at_ms": 0.0,
         "group_ends_at_ms": (),
     },
+    SliceCopied: {"began_at_ms": 0.0, "ended_at_ms": 0.0},
     DaemonReady: {"pid": 1},
 }
 _CARRIED: Final = (
@@ -107,6 +114,12 @@ _CARRIED: Final = (
     CommitPersisted,
     Yielded,
     JobReady,
+    HideSlice,
+    SliceHidden,
+    ShowSlice,
+    CopySliceOut,
+    CopySliceIn,
+    SliceCopied,
 )
 _NESTED: Final[dict[str, tuple[type, int]]] = {  # field -> type of elements, nesting of tuples
     "groups": (GroupCopy, 1),

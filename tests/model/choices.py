@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from typing import Any, Final
 
+from pipeswitch.ipc.messages.daemon import CopySliceIn, CopySliceOut
+
 from .daemon import OUT, TO_HOST
 from .worker import SIGNAL, TASK, Worker
 
 Action = tuple[Any, ...]
+OF_COPIES: Final = CopySliceIn | CopySliceOut
 FAR_MS: Final = 1e8  # the clock never jumps to this instant or later
 
 
@@ -74,6 +77,8 @@ def _of_daemon(world: Any, index: int) -> list[Action]:
         steps.append("daemon_copies")
     if daemon._queues.get(TO_HOST):
         steps.append("daemon_works")
+        if world.slice_errors and isinstance(daemon._queues[TO_HOST][0], OF_COPIES):
+            steps.append("daemon_fails_slice")
     if world.repeats and daemon.last_order:
         steps.append("daemon_hears_again")
     if world.daemon_kills:

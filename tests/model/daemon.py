@@ -19,6 +19,7 @@ from .channel import freeze_items, plain, thaw_items
 from .frozen import Add, Kept, Next
 from .worker import copied
 
+OF_SLICES = daemon_msg.Scrub | daemon_msg.CopySliceOut | daemon_msg.CopySliceIn
 OUT, TO_HOST = "out", "to-host"
 
 
@@ -56,9 +57,9 @@ class Daemon(SimulatedDaemon):
                 self._guard(message)
                 super().hear(channel, message)
             else:
-                if isinstance(message, daemon_msg.Scrub):
+                if isinstance(message, OF_SLICES):
                     arena_bytes = self._world.scope.arena_bytes
-                    check_range("scrub", message.offset_bytes, message.size_bytes, arena_bytes)
+                    check_range("slice", message.offset_bytes, message.size_bytes, arena_bytes)
                 self._control(message)
         except RemoteProtocolError as error:
             raise Violation(f"the memory daemon refuses an order: {error.message}") from None
@@ -114,6 +115,7 @@ def freeze_daemon(daemon: Daemon | None, e: Add) -> Any:
         freeze_items([copy.order for copy in daemon.copies], e),
         tuple([(copy.is_cancelled, copy.done) for copy in daemon.copies]),
         freeze_items(daemon._queues.get(TO_HOST, ()), e),
+        tuple([daemon._is_cancelled(order) for order in daemon._queues.get(TO_HOST, ())]),
         freeze_items(daemon.out.get(OUT, ()), e),
         freeze_items(() if last is None else (last,), e),
     )
@@ -121,13 +123,15 @@ def freeze_daemon(daemon: Daemon | None, e: Add) -> Any:
 
 def thaw_daemon(frozen: Any, n: Next, daemon: Daemon) -> None:
     """Set the new object ``daemon`` to a frozen state."""
-    daemon.is_ready, daemon.is_half, areas, orders, progress, thread, out, last = frozen
+    daemon.is_ready, daemon.is_half, areas, orders, progress, thread, ends, out, last = frozen
     daemon._areas = {job: (n(), number) for job, number in areas}  # type: ignore[misc]
     for order, (is_cancelled, done) in zip(thaw_items(orders, n), progress, strict=True):
         copy = SimulatedTransmission(order, 0.0)
         copy.is_cancelled, copy.ends_at_ms = is_cancelled, [0.0] * done
         daemon.copies.append(copy)
-    daemon._queues = {TO_HOST: deque(thaw_items(thread, n))}
+    queue = daemon._queues[TO_HOST] = deque(thaw_items(thread, n))
+    ending = [order.op_id for order, is_ending in zip(queue, ends, strict=True) if is_ending]
+    daemon.cancelled = frozenset(ending)
     daemon.out = {OUT: deque(thaw_items(out, n))}
     (daemon.last_order,) = thaw_items(last, n) or (None,)
 

@@ -33,6 +33,7 @@ FAULTS = frozenset(
         "hint",
         "passes",
         "cycle",
+        "daemon_fails_slice",
     }
 )
 

@@ -14,7 +14,16 @@ from unittest.mock import patch
 
 import msgspec
 
-from pipeswitch.ipc.messages.daemon import CommitCopy, PersistCommit, Scrub, TransmitModel
+from pipeswitch.ipc.messages.base import JobName
+from pipeswitch.ipc.messages.daemon import (
+    CommitCopy,
+    CopySliceIn,
+    CopySliceOut,
+    PersistCommit,
+    Scrub,
+    SliceCopied,
+    TransmitModel,
+)
 from pipeswitch.ipc.messages.worker import CommitStep, GrantTurn, InferenceDone, StopTask
 from pipeswitch.scheduler import events as ev
 from pipeswitch.scheduler.scheduler import Scheduler
@@ -31,6 +40,10 @@ COMMITTED = replace(FAULTLESS, steps=2, requests=0)
 GENERATED = replace(FAULTLESS, runs=2, is_coarse=True)
 OVERTAKEN = replace(FAULTLESS, steps=0, requests=3, callers="ggm", is_coarse=True)
 JOINED = replace(FAULTLESS, steps=0, requests=3, batch=2, is_coarse=True)
+
+
+SWAPPED = replace(PREEMPTED, arena_mib=6)
+SWAPPED_IN_TURN = replace(PREEMPTED, jobs=2, requests=0, cycles=2, arena_mib=4)
 
 
 def _kind(command: ev.Command) -> type:
@@ -92,6 +105,33 @@ def _answers_early(handle: Handle, event: ev.Event) -> list[ev.Command]:
     return commands
 
 
+def _ends_at_once(kind: type) -> Callable[[Handle, ev.Event], list[ev.Command]]:
+    """Let the scheduler take the order of a copy for its end."""
+
+    def alter(handle: Handle, event: ev.Event) -> list[ev.Command]:
+        commands = handle(event)
+        for one in list(commands):
+            if isinstance(one, ev.Send) and _kind(one) is kind:
+                op_id = one.message.op_id  # type: ignore[attr-defined]
+                copied = SliceCopied(op_id=op_id, began_at_ms=0.0, ended_at_ms=0.0)
+                commands += handle(ev.Received(one.target, copied))
+        return commands
+
+    return alter
+
+
+def _exchanges_images(handle: Handle, event: ev.Event) -> list[ev.Command]:
+    """Copy the image in of the job that was copied out just now, for which the other one waits."""
+    is_out = isinstance(event, ev.Received) and isinstance(event.message, SliceCopied)
+    other = {"job": JobName("other"), "other": JobName("job")}
+    return [
+        msgspec.structs.replace(one, image_of=other[one.image_of or ""])
+        if is_out and isinstance(one, ev.Send) and _kind(one) is CopySliceIn
+        else one
+        for one in handle(event)
+    ]
+
+
 @dataclass(frozen=True)
 class Mutant:
     """Seeded bug: its name, the scope in which it is found, and how it changes commands."""
@@ -141,4 +181,7 @@ MUTANTS = (
         replace(PREEMPTED, requests=2, deadlines=1),
         _forgets_deadlines,
     ),
+    Mutant("a range is lent before the copy out ended", SWAPPED, _ends_at_once(CopySliceOut)),
+    Mutant("a job continues before the copy in ended", SWAPPED, _ends_at_once(CopySliceIn)),
+    Mutant("an image of another job is copied in", SWAPPED_IN_TURN, _exchanges_images),
 )

@@ -30,6 +30,8 @@ PERFORMED: Final = (
     ev.RunEnded,
     ev.CreateCommits,
     ev.DropCommits,
+    ev.CreateImage,
+    ev.DropImage,
     ev.StartBuild,
     ev.Shutdown,
 )

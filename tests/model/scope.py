@@ -63,6 +63,10 @@ class Scope:
     model_mib: int = 4
     small_mib: int = 0  # size of all models but the first, in one group; 0: all have one size
     standby: int = 1
+    max_swapped: int = 2
+    slices_move: bool = True
+    store_mib: int = 64
+    slice_errors: int = 0  # copies of slices that fail
     commit_steps: tuple[int, ...] = (1, 2, 3, 4)  # steps after which the job commits
     is_coarse: bool = False
     hears_late: bool = False  # if True, signals do not arrive at once, even in a coarse scope
@@ -70,7 +74,6 @@ class Scope:
 
     slice_bytes = 2 * MIB
     state_bytes = IMAGE_BYTES
-    store_bytes = 64 * MIB
     fence_count = 64
     grace_ms = GRACE_MS
 
@@ -79,6 +82,10 @@ class Scope:
         if self.small_mib and model != "A":
             return self.small_mib * MIB, 1
         return self.model_mib * MIB, self.groups
+
+    @property
+    def store_bytes(self) -> int:
+        return self.store_mib * MIB
 
     @property
     def arena_bytes(self) -> int:
@@ -102,6 +109,7 @@ class Scope:
             f"{self.drains} drains",
             f"{self.moves} moves",
             f"{self.pins} pins",
+            f"{self.slice_errors} failed copies of slices",
             f"{devices} devices",
             f"arena {self.arena_mib} MiB",
         ]

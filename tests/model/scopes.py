@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Final
 
 from .scope import Scope
+
+# The model and the slice do not both fit in the arena, nor do the slices of two jobs.
+SWAP: Final = Scope(name="swap", steps=1, requests=1, models=1, arena_mib=6, is_coarse=True)
+SWAP_TWO: Final = replace(SWAP, jobs=2, steps=2, requests=0, cycles=2, arena_mib=4)
 
 QUICK: Final = (
     Scope(name="kill", steps=1, requests=1, models=1, kills=1, is_coarse=True),
@@ -92,6 +97,21 @@ QUICK: Final = (
         is_coarse=True,
     ),
     Scope(name="move", steps=2, requests=0, models=1, devices=2, moves=1, kills=1, is_coarse=True),
+    replace(SWAP, name="swap-kill", kills=1),
+    replace(SWAP, name="swap-turn", requests=2),
+    replace(SWAP, name="swap-late", steps=2, hears_late=True),
+    replace(SWAP, name="swap-suspect", suspicions=1),
+    replace(SWAP, name="swap-repeat", repeats=1),
+    replace(SWAP, name="swap-fails", slice_errors=1),
+    replace(SWAP, name="swap-full", store_mib=5, kills=1),  # evicts instead
+    replace(SWAP, name="swap-fixed", requests=2, slices_move=False),
+    replace(SWAP, name="swap-fine", is_coarse=False),
+    replace(SWAP, name="swap-daemon", daemon_kills=1),
+    replace(SWAP, name="swap-pause", pauses=1),
+    replace(SWAP_TWO, name="swap-two"),
+    replace(SWAP_TWO, name="swap-one", max_swapped=1),
+    replace(SWAP, name="evict-kill", max_swapped=0, kills=1),
+    replace(SWAP, name="evict-drain", max_swapped=0, drains=1),
 )
 FULL: Final = (
     Scope(
@@ -255,4 +275,17 @@ FULL: Final = (
         commit_steps=(2,),
         is_coarse=True,
     ),
+    replace(SWAP, name="swap-turn-kill", steps=2, requests=2, kills=1),
+    replace(SWAP, name="swap-late-kill", kills=1, late=1),
+    replace(SWAP, name="swap-turn-fails", steps=2, requests=2, slice_errors=1),
+    replace(SWAP, name="swap-fixed-kill", steps=2, requests=2, slices_move=False, kills=1),
+    replace(SWAP, name="swap-pause-kill", steps=2, pauses=1, kills=1),
+    replace(SWAP, name="swap-drain-kill", requests=2, drains=1, kills=1),
+    replace(SWAP, name="swap-cancel", requests=2, deadlines=1, cancels=1),
+    replace(SWAP, name="swap-move", steps=2, limited="A", devices=2, moves=1),
+    replace(SWAP, name="swap-fine-kill", is_coarse=False, kills=1),
+    replace(SWAP, name="swap-coshift", jobs=2, training="coshift"),
+    replace(SWAP, name="swap-two-request", jobs=2, cycles=1),
+    replace(SWAP_TWO, name="swap-two-kill", kills=1),
+    replace(SWAP_TWO, name="swap-two-fixed", slices_move=False),
 )

@@ -52,7 +52,7 @@ def describe(world: World, action: Action) -> str:
         return f"A generation that waited has room: r{world.clients.parked[rest[0]][0]}."
     if kind == "hint":
         return f"A request for model {world.model_name(rest[0])} is announced."
-    if kind in ("clock", "suspect", "passes"):
+    if kind in ("clock", "suspect", "passes", "cycle"):
         why = "nothing else happens" if kind == "clock" else "while all are merely slow"
         return f"The clock goes to {rest[0] / 1000:.0f} s: {why}."
     if "daemon" in kind:
@@ -78,6 +78,8 @@ def _of_daemon(world: World, kind: str, index: int) -> str:
             is_first = isinstance(order, CommitCopy) and not daemon.is_half
             half = " (its first half)" if is_first else ""
             return f"{who} works on {_message(order)}{half}."
+        case "daemon_fails_slice":
+            return f"{who} fails at {_message(daemon._queues[TO_HOST][0])}."
         case "daemon_hears_again":
             return f"{who} is reached again by {_message(daemon.last_order)}."
         case _:
@@ -118,6 +120,7 @@ def _of_worker(world: World, kind: str, rest: list[Any]) -> str:
 
 def _message(message: Any) -> str:
     fields = ("model", "step", "number", "op_id", "turn", "next_turn", "outcome", "residency_id")
+    fields += ("swap_id", "error")
     shown = [f"{name} {getattr(message, name)}" for name in fields if hasattr(message, name)]
     return f"{type(message).__name__}({', '.join(shown)})"
 
@@ -148,6 +151,10 @@ def order_of(world: World, command: Any) -> str | None:
             return "make the job's commit area"
         case ev.DropCommits():
             return "drop the job's commit area"
+        case ev.CreateImage(job=job):
+            return f"make an image for the slice of {job}"
+        case ev.DropImage(job=job):
+            return f"drop the image of {job}"
         case _:
             return None
 

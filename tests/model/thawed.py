@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from pipeswitch.ipc.messages.base import Slot
+from pipeswitch.simulator.device import Image
 from pipeswitch.simulator.world import key_of
 
 from .frozen import Kept
@@ -16,7 +17,8 @@ class Thawed:
 
     def __init__(self, world: Any, frozen: Any) -> None:
         bodies, counts, rest, epochs = frozen
-        (slots, ghosts, self._areas, self._clients, self._left, self._budgets, generations) = rest
+        (slots, ghosts, self._areas, self._images, *others, self._budgets, generations) = rest
+        self._clients, self._left = others
         parts: list[Kept] = []
         begin = 0
         for body, count in zip(bodies, counts, strict=True):
@@ -50,14 +52,14 @@ class Thawed:
         world.clock.now_ms, world.left = self._moment.seen.now_ms, self._left
         world.workers, world.ghosts = self._workers.copy(), self._ghosts.copy()
         world.daemons = self._daemons.copy()
-        commits = {}
+        commits, images = {}, {job: Image(*image) for job, image in self._images}
         for (job, area), frozen in zip(world.areas.items(), self._areas, strict=True):
             if frozen is not None:
                 area.thaw(*frozen)
                 commits[job] = area
         for scene, (values, _) in zip(world.scenes, self._kept_devices, strict=True):
             vars(scene.device).update(values)
-            scene.commits = commits
+            scene.commits, scene.images = commits, images
         world.kept_devices = self._kept_devices.copy()
         world.clients.thaw(self._clients)
         (
@@ -67,6 +69,7 @@ class Thawed:
             world.late,
             world.repeats,
             world.cycles,
+            world.slice_errors,
         ) = self._budgets
 
 

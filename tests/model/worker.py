@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
+from functools import partial
 from typing import Any
 
 from pipeswitch.ipc.gate import Gate, GateState
@@ -47,6 +48,8 @@ class Worker(SimulatedWorker):
             script._say = twin.say
             script.gate = _copy_of(script.gate)
             script.gate._on_parked, script.gate.on_back = script._parked, script._back
+            if isinstance(hide := script.gate._hide, partial):
+                script.gate._hide = partial(script.hide, *hide.args)
         return twin
 
     def say(self, channel: str, message: Message) -> None:
@@ -150,6 +153,7 @@ def _freeze_script(script: SimulatedScript, e: Add) -> Any:
         script.in_flight,
         script.number,
         script.is_acknowledged,
+        None if script.hidden is None else tuple(script.hidden),
         _freeze_gate(script.gate, e),
     )
 
@@ -176,10 +180,14 @@ def _thaw_script(frozen: Any, n: Next, worker: Worker) -> SimulatedScript:
         script.in_flight,
         script.number,
         script.is_acknowledged,
+        hidden,
         gate,
     ) = frozen
+    script.hidden = None if hidden is None else Image(*hidden)
     script.lease = None if lease is None else ByteSpan(*lease)
     script.gate = _thaw_gate(gate, n, Gate(script._parked, BELL))
+    if gate[-1]:
+        script.gate._hide = partial(script.hide, n())
     return script
 
 
@@ -191,6 +199,8 @@ def _freeze_gate(gate: Gate, e: Add) -> Any:
         if pair is not None:
             e(-pair[0])
             e(-pair[1])
+    if isinstance(gate._hide, partial):
+        e(gate._hide.args[0])
     return (
         gate._state.value,
         gate._accepted is not None,
@@ -200,6 +210,8 @@ def _freeze_gate(gate: Gate, e: Add) -> Any:
         gate.in_optimizer_step,
         gate._where,
         gate._at_boundary,
+        gate._is_hidden,
+        gate._hide is not None,
     )
 
 
@@ -211,8 +223,10 @@ def _thaw_gate(frozen: Any, n: Next, gate: Gate) -> Gate:
         gate.in_optimizer_step,
         gate._where,
         gate._at_boundary,
+        gate._is_hidden,
+        _,
     ) = frozen[3:]
-    gate._state = _STATES[state]
+    gate._state, gate._is_waiting = _STATES[state], True  # in PARKED the main thread waits
     gate._turn, gate._granted = n(), n()
     gate._accepted = (n(), n()) if has_accepted else None
     gate._future = (n(), n()) if has_future else None

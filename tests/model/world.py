@@ -22,7 +22,7 @@ from pipeswitch.scheduler.state.records import Job
 from pipeswitch.scheduler.state.regions import Owner
 from pipeswitch.scheduler.training.jobs import Jobs
 from pipeswitch.simulator import world as simulator
-from pipeswitch.simulator.device import Violation, require
+from pipeswitch.simulator.device import ByteSpan, Violation, require
 from pipeswitch.simulator.process import Chance, Scene, SimulatedProcess
 from pipeswitch.simulator.programs import program_of
 from pipeswitch.simulator.world import MOST_SLOTS, key_of
@@ -73,7 +73,8 @@ class World(simulator.World):
         self.areas = {job: Area(self, job) for job in JOBS[: scope.jobs]}
         self.kills, self.daemon_kills = scope.kills, scope.daemon_kills
         self.suspicions, self.late, self.repeats = scope.suspicions, scope.late, scope.repeats
-        self.cycles = scope.cycles
+        self.cycles, self.slice_errors = scope.cycles, scope.slice_errors
+        self._fails_slice = False
         self._prepares: list[tuple[Worker, PrepareModel]] = []
         # Frozen form -> thawed object, which states share.
         self.known_workers: dict[tuple[Kept, Slot, int], Worker] = {}
@@ -88,6 +89,8 @@ class World(simulator.World):
             fence_count=scope.fence_count,
             standby=scope.standby,
             max_deaths=scope.max_deaths,
+            max_swapped=scope.max_swapped,
+            slices_move=scope.slices_move,
             training_cycle_ms=CYCLE_MS if scope.cycles else GRACE_MS,
             stop_grace_ms=GRACE_MS,
             evict_grace_ms=GRACE_MS,
@@ -145,6 +148,9 @@ class World(simulator.World):
                 scripts = [w.script for w in self.workers.values() if w.script is not None]
                 (script,) = [one for one in scripts if one.order.job == name]
                 return script.step in self.scope.commit_steps
+            case "slice_error":
+                is_so, self._fails_slice = self._fails_slice, False
+                return is_so
             case _:
                 return what == "unclean"
 
@@ -188,9 +194,18 @@ class World(simulator.World):
                     for job, area in self.areas.items()
                 ]
             ),
+            tuple(sorted((job, tuple(image)) for job, image in self.scene.images.items())),
             self.clients.freeze(),
             self.left,
-            (self.kills, self.daemon_kills, self.suspicions, self.late, self.repeats, self.cycles),
+            (
+                self.kills,
+                self.daemon_kills,
+                self.suspicions,
+                self.late,
+                self.repeats,
+                self.cycles,
+                self.slice_errors,
+            ),
             self._generations(),
         )
         state = (
@@ -433,6 +448,12 @@ class World(simulator.World):
     def do_daemon_works(self, index: int = 0) -> None:
         self.own_daemon(index).work(TO_HOST)
 
+    def do_daemon_fails_slice(self, index: int = 0) -> None:
+        self.slice_errors -= 1
+        self._fails_slice = True
+        while self._fails_slice:  # a copy in fails in its second half
+            self.do_daemon_works(index)
+
     def do_daemon_tells(self, index: int = 0) -> None:
         self._hear(self.own_daemon(index), OUT)
 
@@ -520,6 +541,12 @@ class World(simulator.World):
                 require(device in (allowed or device), f"{message.model} is not for {device}")
         super()._to_worker(command)
 
+    def _take_slice(self, scene: Scene, span: ByteSpan) -> None:
+        for key, worker in list(self.workers.items()):
+            if worker.scene is scene and worker.lease == span:
+                self.own(key)
+        super()._take_slice(scene, span)
+
     def _to_daemon(self, message: Message, scene: Scene) -> None:
         if self.daemons[scene.index] is not None:
             self.own_daemon(scene.index)
@@ -574,6 +601,8 @@ class World(simulator.World):
         owners = {region.owner for region in machine.store.regions} - models
         require(not owners, f"at rest {sorted(owners)} hold the host store (I3)")
         require(not self.scene.commits, "a commit area is left over (I3)")
+        is_free = not self.scene.images and not machine.store.images
+        require(is_free, "an image of a slice is left over (I3)")
         for device in machine.devices:
             self._check_rest_of(device, models)
 

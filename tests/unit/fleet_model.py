@@ -107,6 +107,7 @@ class Faults:
     store_error: float = 0.0
     copy_error: float = 0.0
     persist_error: float = 0.1
+    slice_error: float = 0.1
     prepare_error: float = 0.1
     early_error: float = 0.02
     infer_error: float = 0.1
@@ -122,7 +123,8 @@ class Faults:
 
 
 QUIET: dict[str, Any] = dict.fromkeys(
-    ("build_error", "builder_dies", "infer_error", "early_error", "script_error"), 0.0
+    ("build_error", "builder_dies", "infer_error", "early_error", "script_error", "slice_error"),
+    0.0,
 )
 
 
@@ -162,6 +164,7 @@ class World(simulator.World):
         self.profiled = profiled  # probability that a built program has a profile on disk
         self.announced: set[str] = set()
         self.job_names: list[str] = []
+        self.left_swapped = 0  # processes that were killed because their users held swapped jobs
         self.measuring: list[Callable[[], object]] = []  # next actions of measuring clients
         self.measured: dict[int, str] = {}  # token of a measurement -> its model
         self.runs: dict[int, int] = {}  # token of a request -> token of its measurement
@@ -187,6 +190,8 @@ class World(simulator.World):
         super().perform(commands)
         for command in commands:
             match command:
+                case ev.Kill(reason=reason) if reason.startswith(("cancel", "pause requested")):
+                    self.left_swapped += 1
                 case ev.ModelAvailable(model=model):
                     self.announced.add(model)
                 case ev.ModelRemoved(model=model):

@@ -18,7 +18,10 @@ from tests.model.search import Exploration
 from tests.model.story import tell
 from tests.model.world import World
 
-LONG = {"deadline", "evict", "pause", "signals", "prefetch", "daemon", "cancel", "kill"}
+LONG = {
+    *("deadline", "evict", "pause", "signals", "prefetch", "daemon", "cancel", "kill"),
+    *("swap-daemon", "swap-pause", "swap-two", "swap-one"),
+}
 """Scopes with the most states; ``make model`` explores these, too, and larger scopes."""
 
 
@@ -111,7 +114,16 @@ def test_the_scheduler_is_asked_once_for_each_event_in_a_state() -> None:
 
 def test_a_server_leaves_when_the_commit_of_a_waiting_job_is_on_disk() -> None:
     world: Any = World(
-        Scope(name="one", steps=1, requests=1, models=1, arena_mib=6, drains=1, is_coarse=True)
+        Scope(
+            name="one",
+            steps=1,
+            requests=1,
+            models=1,
+            arena_mib=6,
+            drains=1,
+            max_swapped=0,
+            is_coarse=True,
+        )
     )  # the model needs the slice's memory, so the request evicts the job, which then waits
     for action in [
         ("moves", 1),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
 import signal
@@ -111,7 +112,9 @@ class Rig:
             **settings,
         }
         policy = values.pop("policy", "priority")
-        self.scheduler = Scheduler(SchedulerSettings(**values), policy, 2000.0)
+        own = {key: values.pop(key) for key in ("slices_move", "max_swapped") if key in values}
+        each = SchedulerSettings(**values)
+        self.scheduler = Scheduler(each, policy, 2000.0, [dataclasses.replace(each, **own)])
         self.core = self.scheduler.core
         self.state = self.scheduler.machine.devices[0].state
         self.now_ms = 0.0
@@ -377,8 +380,8 @@ class Rig:
 
 
 @pytest.fixture
-def rig() -> Rig:
-    return Rig()
+def rig(request: Any) -> Rig:
+    return Rig(**getattr(request, "param", {}))
 
 
 # -- a request that arrives before its model's bytes (after a restart) --------------------------
@@ -1281,6 +1284,7 @@ def test_jobs_whose_slices_fit_stay_suspended_side_by_side(rig: Rig) -> None:
     assert len(rig.state.workers) == 5  # one active worker, two standbys, and each job's worker
 
 
+@pytest.mark.parametrize("rig", [{"max_swapped": 0}], indirect=True)
 def test_a_job_keeps_its_memory_for_ten_times_its_start(rig: Rig) -> None:
     one = rig.train("one")
     rig.tick(500.0)
@@ -1307,6 +1311,7 @@ def test_a_later_phase_of_a_script_does_not_count_as_its_start(rig: Rig) -> None
     assert one.timing.start_ms == 500.0
 
 
+@pytest.mark.parametrize("rig", [{"max_swapped": 0}], indirect=True)
 def test_a_job_that_waits_for_another_s_memory_gets_it_when_its_time_comes(rig: Rig) -> None:
     one = rig.start_training("one", 40)
     two = rig.train("two")
@@ -1323,6 +1328,7 @@ def test_a_job_that_waits_for_another_s_memory_gets_it_when_its_time_comes(rig: 
     assert rig.sent(LeaseGranted)
 
 
+@pytest.mark.parametrize("rig", [{"max_swapped": 0}], indirect=True)
 def test_a_running_job_does_not_keep_one_that_waits_for_its_memory_out_for_ever(rig: Rig) -> None:
     """Job two requests memory only after its turn is over, because its imports take so long."""
     one = rig.start_training("one", 40)
@@ -1339,6 +1345,7 @@ def test_a_running_job_does_not_keep_one_that_waits_for_its_memory_out_for_ever(
     assert [order.op_id for order in rig.sent(EvictTask)] == [one.op_id]
 
 
+@pytest.mark.parametrize("rig", [{"max_swapped": 0}], indirect=True)
 def test_a_request_whose_place_is_a_slice_evicts_the_job_and_waits_for_the_scrub(rig: Rig) -> None:
     rig.register("big", 40)
     job = rig.start_training(mib=40)
