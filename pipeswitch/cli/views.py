@@ -41,6 +41,7 @@ DROPPED_FIRST: Final = (
         "prio",
         "committed_step",
     ),
+    *("swaps", "swapped_bytes"),
     *("evictions", "pinned", "sequence_bytes", "tokens", "sequences", "priority", "host", "bytes"),
     *("suspensions", "source", "activation_bytes", "restarts", "tokens_per_s", "persisted_step"),
     *("worker", "requests", "residency", "device", "why"),
@@ -49,6 +50,7 @@ DROPPED_FIRST: Final = (
 
 _RANKS: Final = (
     ("active", "running", "transmitting", "stopping", "evicting", "suspended"),
+    ("swapping_out", "swapped", "swapping_in"),
     ("queued", "paused"),
     ("resident", "pinned", "ready"),
     ("host", "standby"),
@@ -67,6 +69,9 @@ STATE_STYLES: Final = {
     "paused": "yellow",
     "stopping": "yellow",
     "evicting": "yellow",
+    "swapping_out": "cyan",
+    "swapped": "yellow",
+    "swapping_in": "cyan",
     "failed": "bold red",
     "dead": "bold red",
     "quarantined": "bold red",
@@ -79,6 +84,7 @@ PS_SIZES: Final = {
     "activation_bytes": "ACTIVATIONS",
     "offloaded_bytes": "OFFLOADED",
     "streamed_bytes": "STREAMED",
+    "swapped_bytes": "SWAPPED",
     "sequence_bytes": "KEPT",
 }
 PS_COUNTS: Final = {"sequences": "SEQUENCES", "tokens": "TOKENS", "tokens_per_s": "TOKENS/S"}
@@ -95,6 +101,7 @@ PS_COLUMNS: Final = (
     "host",
     "offloaded_bytes",
     "streamed_bytes",
+    "swapped_bytes",
     *PS_COUNTS,
     "sequence_bytes",
     "prio",
@@ -128,7 +135,7 @@ VERSION_COLUMNS: Final = (
 )
 JOB_COLUMNS: Final = (
     *("name", "state", "on", "step", "steps_per_s", "persisted_step", "why"),
-    *("committed_step", "bytes", "suspensions", "evictions", "restarts"),
+    *("committed_step", "bytes", "suspensions", "swaps", "evictions", "restarts", "swapped_bytes"),
 )
 TIMING_COLUMNS: Final = tuple(name for name in PARTS if name not in OPTIONAL)
 

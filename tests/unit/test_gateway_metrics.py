@@ -102,6 +102,7 @@ def facts() -> dict[str, Any]:
         "committed_step": 6,
         "persisted_step": 4,
         "suspensions": 2,
+        "swaps": 4,
         "evictions": 0,
         "restarts": 1,
         "steps_recomputed": 3,
@@ -136,7 +137,9 @@ def test_an_operator_is_told_of_the_server_and_others_are_not() -> None:
     assert samples_by_name["pipeswitch_memory_free_bytes", "requests"] == 4
     assert samples_by_name["pipeswitch_workers", "standby"] == 2
     assert samples_by_name["pipeswitch_job_step", "j", "running"] == 7
-    assert samples_by_name["pipeswitch_job_suspensions_total", "j"] == 2
+    counted = ("suspensions", "swaps", "evictions", "restarts")
+    totals = [samples_by_name[f"pipeswitch_job_{what}_total", "j"] for what in counted]
+    assert totals == [2, 4, 0, 1]
     assert samples_by_name["pipeswitch_tenant_device_seconds_total", "alice"] == 1.5
     for name, values in {
         "tokens_total": (7, 1),

@@ -53,7 +53,8 @@ _JOB_STEPS: Final[Mapping[str, str]] = {
 }
 _JOB_COUNTERS: Final[Mapping[str, str]] = {
     "suspensions": "Suspensions of a job that kept its memory",
-    "evictions": "Evictions of a job",
+    "swaps": "Swaps of a job: its memory was copied out, and its process stayed",
+    "evictions": "Evictions of a job: its process ended, and its script started again",
     "restarts": "Restarts of a job from its last commit",
     "steps_recomputed": "Steps that a job computed again",
     "preempted_s": "Seconds for which a job was suspended for requests",

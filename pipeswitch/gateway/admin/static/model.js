@@ -146,8 +146,8 @@ export class Timeline {
     const words = span.name.split(" "), last = words[words.length - 1];
     const [, on, track] = ON_DEVICE.exec(span.track) ?? ["", "", span.track];
     span.on = on;
-    if (track === "copy") {
-      span.model = words[0];
+    if (track === "copy" || track === "slices") {
+      span.model = track === "copy" ? words[0] : span.name; // of a swap "JOB out" or "JOB in", which no model is named
       this.copy.push(span);
     } else if (track === "scheduler") {
       if (words[0] === "train") {

@@ -124,7 +124,7 @@ function showShares() {
   const text = `Last 10 s: ${words.join(", ")}`;
   $("share-text").textContent = text;
   $("share").setAttribute("aria-label", text);
-  const jobs = model.jobs.filter((one) => ["running", "suspended", "stopping"].includes(one.state));
+  const jobs = model.jobs.filter((one) => ["running", "suspended", "stopping", "swapping_out", "swapped", "swapping_in"].includes(one.state));
   const since = model.timeline.now - 60000;
   const times = model.timeline.answered().filter((one) => one.preempted && one.end > since).length;
   const line = [];
@@ -190,7 +190,7 @@ function arena(device, on, owners) {
   return drawn;
 }
 
-const STATE_COLOURS = { active: "infer", resident: "infer", transmitting: "switch", running: "train", suspended: "train", stopping: "train", failed: "bad", quarantined: "bad" };
+const STATE_COLOURS = { active: "infer", resident: "infer", transmitting: "switch", running: "train", suspended: "train", stopping: "train", swapping_out: "switch", swapped: "train", swapping_in: "switch", failed: "bad", quarantined: "bad" };
 const pill = (text) => make("span", `pill ${STATE_COLOURS[text] || ""}`, text);
 
 // Rows stay the same elements by name, so that the focus stays where it is.
@@ -366,6 +366,7 @@ function showJobs() {
     if (row.steps_per_s && row.state !== "paused" && !FINAL.includes(row.state)) told.push(`${row.steps_per_s.toFixed(row.steps_per_s < 10 ? 1 : 0)} steps/s`);
     if (last) told.push(`${last.name} ${last.value.toPrecision(3)}`);
     told.push(`suspended ${count(row.suspensions)} times`, `${count(row.steps_recomputed)} steps lost`);
+    if (row.swapped_bytes) told.push(`${size(row.swapped_bytes)} in host memory`);
     if (row.lease_bytes) told.push(`${size(row.lease_bytes)} in the arena${beside(row)}`);
     if (row.persisted_step >= 0) told.push(`on disk: step ${count(row.persisted_step)}`);
     if (row.error || row.why) told.push(row.error || row.why);
@@ -396,7 +397,7 @@ function showJob() {
   if (!row) return;
   const lost = (step, what) => (step < 0 ? `nothing ${what} yet` : `step ${count(step)} is ${what}`);
   const facts = { state: row.state, step: count(row.step), speed: row.steps_per_s ? `${row.steps_per_s.toFixed(1)} steps/s` : "", trained: `${row.trained_s.toFixed(1)} s`,
-    "suspended": `${count(row.suspensions)} times`, evicted: `${count(row.evictions)} times`, restarted: `${count(row.restarts)} times`, "steps computed again": count(row.steps_recomputed),
+    "suspended": `${count(row.suspensions)} times`, swapped: `${count(row.swaps)} times`, evicted: `${count(row.evictions)} times`, restarted: `${count(row.restarts)} times`, "steps computed again": count(row.steps_recomputed),
     memory: size(row.lease_bytes) + beside(row), script: [row.entry, ...row.args].join(" "), error: row.error, why: row.why };
   fill($("job-facts"), Object.entries(facts).filter(([, text]) => text).map(([key, text]) => term(key, text)));
   $("commits-line").textContent = `${lost(row.committed_step, "committed (restart point if a process dies)")}; ${lost(row.persisted_step, "on disk (restart point if the server dies)")}`;
