@@ -24,6 +24,7 @@ ROOT: Final = Path(__file__).resolve().parents[1]
 
 NAMES: Final = (
     "switch",
+    "swap",
     "throughput",
     "pipeline",
     "memory",

@@ -16,6 +16,16 @@ def mlp() -> nn.Module:
     return nn.Sequential(*layers)
 
 
+def mlp_144() -> nn.Module:
+    """Return 9 linear layers of 2048 by 2048 without biases: 144 MiB."""
+    return nn.Sequential(*(nn.Linear(MLP_WIDTH, MLP_WIDTH, bias=False) for _ in range(9)))
+
+
+def mlp_1152() -> nn.Module:
+    """Return 18 linear layers of 4096 by 4096 without biases: 1,152 MiB."""
+    return nn.Sequential(*(nn.Linear(4096, 4096, bias=False) for _ in range(18)))
+
+
 def small_mlp() -> nn.Module:
     """Return a model of three small layers, for quick tests of the baselines."""
     return nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 64), nn.Linear(64, 8))

@@ -32,12 +32,13 @@ def main() -> None:
     """Train on random data; write the times at which steps begin and end to ``--record``."""
     options = _options()
     torch.set_num_threads(options.threads)
+    time.sleep(options.load_s)  # what a script does that loads its data
     device = options.device or job.device
-    parts = (
-        resnet50() if options.resnet50 else network(options.width, options.layers, options.batch)
-    )
+    sizes = options.width, options.layers, options.batch, options.frozen_mib
+    parts = resnet50() if options.resnet50 else network(*sizes)
     model, x, y = parts[0].to(device), parts[1].to(device), parts[2].to(device)
-    optimizer = torch.optim.Adam(model.parameters(), lr=1e-4)
+    trained = [each for each in model.parameters() if each.requires_grad]
+    optimizer = torch.optim.Adam(trained, lr=1e-4)
     gaps = Gaps(model) if options.gaps else None
     instants_ms: list[float] = []
     cpu_ms: list[float] = []  # this thread's CPU time, which a busy machine changes little
@@ -52,6 +53,9 @@ def main() -> None:
                     _synchronize(device)
                 instants_ms.append(time.monotonic() * 1000)
                 cpu_ms.append(time.thread_time() * 1000)
+            if options.live:
+                with open(options.live, "a") as file:
+                    file.write(f"{job.step} {time.monotonic() * 1000}\n")
             if profile is not None and number == options.warm_up:
                 profile.enable()
             if gaps is not None:
@@ -81,13 +85,29 @@ def main() -> None:
 
 
 def network(
-    width: int = WIDTH, layer_count: int = LAYERS, batch: int = BATCH
+    width: int = WIDTH, layer_count: int = LAYERS, batch: int = BATCH, frozen_mib: int = 0
 ) -> tuple[nn.Module, torch.Tensor, torch.Tensor]:
     """Return the MLP to train, a batch of inputs, and targets; every call returns equal values."""
     torch.manual_seed(0)
     layers = [nn.Linear(width, width) for _ in range(layer_count)]
     model = nn.Sequential(*(part for layer in layers for part in (layer, nn.ReLU())))
+    if frozen_mib:
+        model.append(Frozen(frozen_mib << 20, width))
     return model, torch.randn(batch, width), torch.randn(batch, width)
+
+
+class Frozen(nn.Module):
+    """Weights that a step hardly reads and never changes, like those beside an adapter.
+
+    A job's slice has as much room again, for their gradients."""
+
+    def __init__(self, size_bytes: int, width: int) -> None:
+        super().__init__()
+        rows = torch.full((size_bytes // (4 * width), width), 0.01)
+        self.rows = nn.Parameter(rows, requires_grad=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.rows[: len(x)]
 
 
 def resnet50() -> tuple[nn.Module, torch.Tensor, torch.Tensor]:
@@ -149,6 +169,9 @@ def _options() -> argparse.Namespace:
     )
     parser.add_argument("--profile", default="", help="a file for the slowest functions' times")
     parser.add_argument("--gaps", action="store_true", help="record the time between layers too")
+    parser.add_argument("--load-s", type=float, default=0.0, help="the script loads data so long")
+    parser.add_argument("--frozen-mib", type=int, default=0, help="size of weights that stay")
+    parser.add_argument("--live", default="", help="a file: number and instant of each step")
     parser.add_argument("--announce", type=int, default=0, help="say so after this many steps")
     return parser.parse_args()
 
