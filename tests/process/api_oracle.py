@@ -24,6 +24,7 @@ COMMITS_BYTES: Final = 512 << 10  # limit of the commits of all jobs of the test
 REJECTIONS: Final = frozenset({"InvalidInput", "ModelNotFound", "QueueFull"})  # before acceptance
 MOVING: Final = frozenset(
     {"queued", "transmitting", "running", "stopping", "suspended", "evicting"}
+    | {"swapping_out", "swapped", "swapping_in"}
 )
 ELSEWHERE: Final = frozenset({"host", "partial", "transmitting"})  # not completely on the device
 CLASSES: Final = ("high", "normal", "low")  # most urgent first

@@ -37,6 +37,7 @@ EXIT_INTERNAL: Final = 70  # os.EX_SOFTWARE: a bug of the controller, described 
 WIDTH: Final = 512
 DEPTH: Final = 10  # a model has 10 MiB in two groups; the arena has room for two of three models
 MODELS: Final = ("a", "b", "c")
+FULL_DEPTH: Final = 20  # such a model does not fit beside a job's slice
 LARGE_BATCH: Final = 520  # rows of 2 KiB, in sum more than the 1 MiB that the loop itself copies
 PACE_S: Final = 0.004  # time per batch of a job's loader on the server
 
@@ -78,6 +79,7 @@ TOUR: Final[Mapping[str, tuple[Stop, ...]]] = {
         *_stops("daemon.message", "daemon.send"),
         *_stops("daemon.transmit.begin", "daemon.transmit.group", "daemon.transmit.end"),
         *_stops("daemon.scrub", act="evict"),
+        *_stops("daemon.slice.out", "daemon.slice.in", "daemon.slice.done", act="swap"),
         *_stops("daemon.start", act="kill-daemon"),
         *_stops("daemon.store.read", "daemon.store.done", act="register", writes=True),
         *_stops("commit.struck", "commit.copied", "commit.recorded", "commit.flipped"),
@@ -91,6 +93,7 @@ TOUR: Final[Mapping[str, tuple[Stop, ...]]] = {
         *_stops("job.commit", "job.committed", "job.obey", "job.park", "job.parked"),
         *_stops("job.start", "job.restore", "job.lease", "job.leased", "job.report", act="evict"),
         *_stops("job.evicted", "job.ended", act="evict"),
+        *_stops("job.hidden", act="swap"),
     ),
     "controller": (
         *_stops("controller.answer", "controller.event", fatal=LOOP),
@@ -106,6 +109,7 @@ TOUR: Final[Mapping[str, tuple[Stop, ...]]] = {
         *_stops("upload.published", act="register", fatal=WRITER, writes=True),
         *_stops("build.done", act="register", fatal=LOOP),
         *_stops("commits.create", "commits.drop", act="short-job", fatal=LOOP),
+        *_stops("image.create", act="swap", fatal=LOOP, writes=True),
     ),
 }
 """All points, by the part of the server that they affect."""
@@ -359,6 +363,18 @@ def _evict(tour: Tour) -> None:
     until(is_back, "it commits again")
 
 
+def _swap(tour: Tour) -> None:
+    """Send a request to a model that does not fit beside the job."""
+    device = tour.row(tour.job)["on"]
+    name, x = f"full-{device[-1]}", torch.zeros(1, WIDTH)
+    if name not in {row["name"] for row in tour.client.models()}:
+        module = mlp(WIDTH, FULL_DEPTH, 9)
+        tour.client.register(name, module, example_inputs=(x,), devices=device)
+    before = tour.row(tour.job)["committed_step"]
+    tour.client.infer(name, x)
+    until(lambda: tour.row(tour.job)["committed_step"] > before, "it trains again")
+
+
 def _short_job(tour: Tour) -> None:
     """Run a short job alone on the device; when it ends, its commits are dropped."""
     tour.client.job(tour.job, "pause")
@@ -379,6 +395,7 @@ ACTS: Final[Mapping[str, Callable[[Tour], None]]] = {
     "register": _register,
     "preprocess": _preprocess,
     "evict": _evict,
+    "swap": _swap,
     "short-job": _short_job,
     "kill-daemon": _kill_daemon,
 }

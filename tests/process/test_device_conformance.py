@@ -954,6 +954,92 @@ wider.item()
     finish(child, -signal.SIGSEGV)
 
 
+def test_a_hidden_slice_cannot_be_touched_until_it_is_shown_elsewhere(cpu: CpuRig) -> None:
+    """Its addresses stay, wherever its bytes are; others' bytes in its former range stay theirs."""
+    code = f"""
+mine = view.slice_bytes({2 * MIB + PAGE}, {4 * MIB + 5})
+mine.copy_(torch.arange(len(mine)) % 251)
+view.hide_slice()
+say("hidden")
+if "touching" in arguments:
+    mine[0].item()
+view.show_slice(int(input()))
+say(bool((mine == torch.arange(len(mine)) % 251).all()))
+mine += 1
+say("written")
+"""
+    child = cpu.child("import torch" + code, "touching")
+    expect(child, "hidden")
+    finish(child, -signal.SIGSEGV)
+    child = cpu.child("import torch" + code)
+    expect(child, "hidden")
+    size, image = 4 * MIB + 5, sealed_memfd("test-image", 5 * MIB)
+    cpu.memory.save_slice(2 * MIB + PAGE, size, image)
+    everything = cpu.view().slice_bytes(0, ARENA_BYTES)
+    everything.fill_(POISON)
+    cpu.memory.load_slice(11 * MIB + PAGE, size, image, lambda: False)
+    os.close(image)
+    child.stdin.write(f"{11 * MIB + PAGE}\n")
+    child.stdin.flush()
+    expect(child, "True")
+    expect(child, "written")
+    finish(child, 0)
+    end = 11 * MIB + PAGE + size
+    assert (everything[: 11 * MIB + PAGE] == POISON).all()
+    assert (everything[end:] == POISON).all()
+    assert torch.equal(everything[end - size : end], torch.arange(size).remainder(251).byte() + 1)
+
+
+def test_a_slice_grows_after_a_swap_over_addresses_of_an_earlier_one(cpu: CpuRig) -> None:
+    view = cpu.view()
+    everything = cpu.view().slice_bytes(0, ARENA_BYTES)
+    for number, (offset, size, to) in enumerate(
+        ((2, 1, 2), (4, 2, 20), (2, 4, 8), (8, 5, 8), (1, 9, 30), (30, 10, 2)), 1
+    ):
+        mine = view.slice_bytes(offset * MIB, size * MIB)
+        mine.fill_(number)
+        assert (everything[offset * MIB : (offset + size) * MIB] == number).all()
+        if to != offset:
+            view.hide_slice()
+            view.show_slice(to * MIB)
+        mine.fill_(number + 50)
+        assert (everything[to * MIB : (to + size) * MIB] == number + 50).all()
+
+
+def test_a_forked_child_reads_the_slice_and_writes_to_pages_of_its_own(cpu: CpuRig) -> None:
+    """The child, of a data loader, say, lives on while the slice's range belongs to others."""
+    child = cpu.child(f"""
+import torch
+torch.set_num_threads(1)  # a forked child has no other threads
+mine = view.slice_bytes({2 * MIB}, {MIB})
+mine.fill_(7)
+before, after = os.pipe(), os.pipe()
+if os.fork() == 0:
+    os.read(before[0], 1)
+    assert mine.sum().item() == 7 * {MIB}
+    mine.fill_(9)
+    assert mine.sum().item() == 9 * {MIB}
+    os.write(after[1], b".")
+    os._exit(0)
+view.hide_slice()
+os.write(before[1], b".")
+os.read(after[0], 1)
+assert os.wait()[1] == 0
+view.show_slice({2 * MIB})
+say(int(mine.max()))
+if os.fork() == 0:
+    os._exit(0)
+view.hide_slice()
+if os.fork() == 0:
+    mine[0].item()
+say(os.WTERMSIG(os.wait()[1]) or os.WTERMSIG(os.wait()[1]))
+""")
+    expect(child, "7")
+    expect(child, str(int(signal.SIGSEGV)))
+    finish(child)
+    assert (cpu.view().slice_bytes(2 * MIB, MIB) == 7).all()
+
+
 def test_only_a_lent_slab_can_be_touched(cpu: CpuRig) -> None:
     code = f"""
 pool = mmap.mmap(-1, {16 * PAGE})

@@ -27,6 +27,7 @@ from pipeswitch.ipc.channel import EVENT_BYTES, channel_pair, encode_message
 from pipeswitch.ipc.control_page import BOARD_BYTES, new_doorbell, sealed_memfd
 from pipeswitch.ipc.messages import base as base_msg
 from pipeswitch.ipc.messages import daemon as daemon_msg
+from pipeswitch.ipc.messages.daemon import SliceCopied
 from pipeswitch.ipc.messages.worker import ForgetModel
 from pipeswitch.programs.interface.layout import TENSOR_ALIGN_BYTES, Manifest, TensorSpec, aligned
 from pipeswitch.programs.spec import BUNDLE_FILE, MANIFEST_FILE
@@ -339,6 +340,84 @@ def test_a_scrubbed_slice_reads_as_zeros(daemon: DaemonRig) -> None:
     assert daemon.ask(scrub, daemon_msg.Scrubbed).op_id == 4
     expected = b"\xa5" * 5000 + bytes(100_000) + b"\xa5" * (MIB - 105_000)
     assert os.pread(daemon.work, MIB, 0) == expected
+
+
+# ---- swaps of slices ------------------------------------------------------------------------
+
+
+@pytest.fixture
+def image() -> Iterator[int]:
+    descriptor = sealed_memfd("test-image", 4 * MIB)
+    yield descriptor
+    os.close(descriptor)
+
+
+def copy_out(op: int, offset_bytes: int, size_bytes: int) -> daemon_msg.CopySliceOut:
+    return daemon_msg.CopySliceOut(
+        job=JOB, op_id=base_msg.OpId(op), offset_bytes=offset_bytes, size_bytes=size_bytes
+    )
+
+
+def copy_in(op: int, offset_bytes: int, size_bytes: int) -> daemon_msg.CopySliceIn:
+    return daemon_msg.CopySliceIn(
+        job=JOB, op_id=base_msg.OpId(op), offset_bytes=offset_bytes, size_bytes=size_bytes
+    )
+
+
+@pytest.mark.parametrize("size_bytes", [1, 4096, MIB + 77, 4 * MIB])
+@pytest.mark.parametrize("offset_bytes", [0, 4096, MIB + 5, ARENA_BYTES - 4 * MIB])
+def test_a_slice_goes_out_reads_as_zeros_and_comes_in_elsewhere(
+    daemon: DaemonRig, image: int, offset_bytes: int, size_bytes: int
+) -> None:
+    state, around, to = random.Random(7).randbytes(size_bytes), b"\xa5" * ARENA_BYTES, 9 * MIB + 64
+    before, after = around[:offset_bytes], around[offset_bytes + size_bytes :]
+    os.pwrite(daemon.work, before + state + after, 0)
+    assert not daemon.ask(copy_out(1, offset_bytes, size_bytes), SliceCopied, image).error
+    assert os.pread(image, size_bytes, 0) == state
+    assert os.pread(daemon.work, ARENA_BYTES, 0) == before + bytes(size_bytes) + after
+    assert not daemon.ask(copy_in(2, to, size_bytes), SliceCopied, image).error
+    assert os.pread(daemon.work, size_bytes, to) == state
+    assert os.pread(image, size_bytes, 0) == state
+
+
+def test_a_cancelled_copy_ends_early_and_leaves_the_image_whole(start: Start, image: int) -> None:
+    daemon, state = start(rate=4 * MIB), random.Random(8).randbytes(4 * MIB)
+    os.pwrite(image, state, 0)
+    daemon.control.send(copy_in(1, 0, 4 * MIB), [image])
+    daemon.control.send(daemon_msg.CancelSlice(op_id=base_msg.OpId(1)))
+    answer = daemon.answer(SliceCopied)
+    assert (answer.op_id, answer.error) == (1, "cancelled")
+    assert answer.ended_at_ms - answer.began_at_ms < 900  # of 1000 at this rate
+    assert os.pread(image, 4 * MIB, 0) == state
+    daemon.control.send(daemon_msg.CancelSlice(op_id=base_msg.OpId(1)))  # it has ended
+    assert not daemon.ask(copy_in(2, 0, MIB), SliceCopied, image).error
+
+
+def test_copies_out_of_bounds_or_without_their_image_are_refused(
+    daemon: DaemonRig, image: int, store: int
+) -> None:
+    refused: list[tuple[base_msg.Message, list[int]]] = [
+        (make(5, offset_bytes, size_bytes), images)
+        for make in (copy_out, copy_in)
+        for offset_bytes, size_bytes, images in (
+            (-1, 10, [image]),
+            (0, -1, [image]),
+            (ARENA_BYTES, 1, [image]),
+            (ARENA_BYTES - 99, 100, [image]),
+            (0, 4 * MIB + 1, [image]),
+            (0, 10, []),
+            (0, 10, [image, store]),
+        )
+    ]
+    os.pwrite(daemon.work, b"\xa5" * MIB, 0)
+    before = len(os.listdir(f"/proc/{daemon.process.pid}/fd"))
+    for message, images in refused:
+        fault = daemon.ask(message, daemon_msg.DaemonFault, *images)
+        assert fault.op_id == 5
+        assert fault.reason
+    assert os.pread(daemon.work, MIB, 0) == b"\xa5" * MIB
+    assert not daemon.ask(copy_out(6, 0, MIB), SliceCopied, image).error
+    until(lambda: len(os.listdir(f"/proc/{daemon.process.pid}/fd")) <= before, "all are closed")
 
 
 def test_it_ignores_the_terminals_signals_and_has_a_name(daemon: DaemonRig) -> None:

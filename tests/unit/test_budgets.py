@@ -41,9 +41,9 @@ PRODUCT = ("pipeswitch", "workers", "memory_daemon")
 # of stopped benchmarks took 20 lines of tests. Layouts that were refused after a restart, and the
 # bits of single rows, took 65 (tests: 115). "What outsiders broke in round 5" may add 500 (tests:
 # 1,200).
-MAX_PRODUCT_LINES = 84_600
+MAX_PRODUCT_LINES = 85_240
 MAX_DOC_WORDS = 50_000
-MAX_TEST_LINES = 84_900
+MAX_TEST_LINES = 86_500
 
 
 def lines_of(*tops: str) -> int:

@@ -310,3 +310,69 @@ def test_an_evicted_thread_without_the_turn_computes_no_more(box: Recorder) -> N
     with pytest.raises(TaskPreempted):
         gate.check()
     assert [turn for turn, *_ in box.parked] == [1]
+
+
+# -- hiding of the slice -------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("where", ["parked", "stopped", "away"])
+def test_a_slice_is_hidden_once_the_main_thread_waits(box: Recorder, where: str) -> None:
+    gate, hidden = running(box), threading.Semaphore(0)
+    if where == "parked":
+        gate.request_stop(1, 0)
+    else:
+        gate.leave()
+        if where == "stopped":
+            gate.request_stop(1, 0)
+        gate.request_hide(hidden.release)
+        assert not hidden.acquire(blocking=False), "the script may use its slice"
+        gate.request_stop(1, 0)
+    main = Main(gate.enter if where != "parked" else gate.check)
+    assert box.told.acquire(timeout=20)
+    if where == "parked":
+        gate.request_hide(hidden.release)
+    assert hidden.acquire(timeout=20)
+    gate.request_hide(None)
+    gate.grant(2)
+    assert main.join() is None
+    assert gate.state is S.RUNNING
+    assert not hidden.acquire(blocking=False)
+
+
+@pytest.mark.parametrize("is_evicted", [False, True], ids=["granted", "evicted"])
+def test_nothing_ends_the_wait_of_a_thread_whose_slice_is_hidden(
+    box: Recorder, is_evicted: bool
+) -> None:
+    gate, hidden = running(box), threading.Semaphore(0)
+    is_shown, goes_on = threading.Event(), []
+    gate.before_unwind = lambda: goes_on.append(is_shown.is_set())
+
+    def waits() -> None:
+        gate.check()
+        goes_on.append(is_shown.is_set())
+
+    gate.request_stop(1, 0)
+    gate.request_hide(hidden.release)
+    main = Main(waits)
+    assert hidden.acquire(timeout=20)
+    if is_evicted:
+        gate.request_evict()
+    else:
+        gate.grant(2)
+    is_shown.set()
+    gate.request_hide(None)
+    assert isinstance(main.join(), TaskPreempted if is_evicted else type(None))
+    assert goes_on == [True]
+
+
+def test_a_hide_that_was_not_answered_can_be_taken_back(box: Recorder) -> None:
+    gate, hidden = running(box), []
+    gate.leave()
+    gate.request_hide(lambda: hidden.append(1))
+    gate.request_hide(None)
+    gate.request_stop(1, 0)
+    main = Main(gate.enter)
+    assert box.told.acquire(timeout=20)
+    gate.grant(2)
+    assert main.join() is None
+    assert not hidden
