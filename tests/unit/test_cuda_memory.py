@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import os
 import random
@@ -13,6 +14,7 @@ from queue import Queue
 import pytest
 from fake_cuda import World
 
+from pipeswitch.devices.cuda import memory as cuda_memory
 from pipeswitch.devices.cuda import pinned as cuda_pinned
 from pipeswitch.devices.cuda.bindings import Cuda, CudaError
 from pipeswitch.devices.cuda.memory import RING_FENCES, CudaDeviceMemory, chunks
@@ -284,9 +286,27 @@ def test_reading_a_slice_never_shows_a_staging_buffer_too_early() -> None:
     rig.close()
 
 
-def test_reading_more_than_both_staging_buffers_hold(monkeypatch: pytest.MonkeyPatch) -> None:
-    from pipeswitch.devices.cuda import memory as cuda_memory
+def test_a_slice_is_copied_to_its_image_and_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cuda_memory, "BOUNCE_BYTES", 1000)
+    rig, size, whole = Rig(), 10_001, ByteRange(offset_bytes=0, size_bytes=10_001)
+    data, into = random.Random(6).randbytes(size), bytearray(size)
+    rig.fill_store(0, data)
+    rig.run(order(1, [size]))
+    image = sealed_memfd("test-image", size)
+    rig.memory.save_slice(MIB, size, image)
+    assert os.pread(image, size, 0) == data
+    rig.memory.scrub(MIB, size)
+    for copied in (3000, size):  # the first copy in is cancelled after three pieces
+        pieces = iter(range(0, size + 1000, 1000))
+        is_enough = functools.partial(lambda most, done: next(done) >= most, copied, pieces)
+        rig.memory.load_slice(MIB, size, image, is_enough)
+        rig.memory.read_slice(MIB, [whole], memoryview(into))
+        assert bytes(into) == data[:copied].ljust(size, b"\0")
+    os.close(image)
+    rig.close()
 
+
+def test_reading_more_than_both_staging_buffers_hold(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cuda_memory, "BOUNCE_BYTES", 1000)
     rig = Rig()
     data = random.Random(5).randbytes(10_001)
