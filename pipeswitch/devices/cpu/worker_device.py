@@ -239,4 +239,5 @@ class CpuWorkerDevice(WorkerDevice):
             page_protection.unmap(mapping)
         if self._work_map is not None:
             page_protection.unmap(self._work_map)
+            os.close(self._work_descriptor)
             self._work_map, self._slice_at = None, (0, 0, 0)
