@@ -44,7 +44,11 @@ class SliceImages:
         if len(descriptors) != 1:
             raise RemoteProtocolError(f"{len(descriptors)} images for one slice")
         check_range("image", 0, order.size_bytes, os.fstat(descriptors[0]).st_size)
-        copy = self._live[order.op_id] = SliceCopy(order, os.dup(descriptors[0]))
+        try:
+            image = os.dup(descriptors[0])
+        except OSError as error:
+            raise RemoteProtocolError(f"no descriptor for the image: {error}") from None
+        copy = self._live[order.op_id] = SliceCopy(order, image)
         return copy
 
     def cancel(self, op_id: OpId) -> None:

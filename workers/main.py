@@ -295,6 +295,7 @@ class WorkerProcess:
                 host.commit_answered(message)
             case worker_msg.HideSlice(swap_id=swap_id):
                 self._gate.request_hide(functools.partial(self._hide, swap_id))
+                host.call()
             case worker_msg.ShowSlice(offset_bytes=offset):
                 self._view.show_slice(offset)
                 self._gate.request_hide(None)

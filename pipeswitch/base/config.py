@@ -342,8 +342,8 @@ class SchedulerConfig(Section, frozen=True):
     commit_every: interval between commits of a training job's state, in memory and on disk
     max_compute: a request that computes longer is killed; 0: never
     deadline_grace: a request that still computes this long after its deadline is killed
-    max_swapped: number of jobs whose processes wait while their memory is copied out for requests
-        or other jobs; on a GPU at most 1; 0: such a job starts again from its last commit
+    max_swapped: maximum number of jobs per device whose memory is in host memory, because requests
+        or other jobs need their place; on a GPU at most 1; 0: they restart from their last commit
     stop_grace: a job that is not suspended within this time is killed; each kill reduces the limit
         to a quarter (at least 1s), and after four the job is paused
     evict_grace: a job that does not leave the device within this time is killed

@@ -236,6 +236,7 @@ class Effects:
         except OSError as error:  # the copy is refused, and the job is evicted
             log.error("job=%s has no image: %s", command.job, error)
         else:
+            self._memory.drop_image(command.job)
             self._memory.images[command.job] = image
 
     def restore_commits(

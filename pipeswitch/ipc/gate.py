@@ -319,15 +319,21 @@ class Gate:
             self._state = GateState.PARKED
             if self._turn:
                 self.on_back(self._turn, False)
-        while self._is_hidden or (not self.is_evicting and self._is_given_up):
+        interrupted: Exception | None = None
+        while self._is_hidden or not (interrupted or self.is_evicting or not self._is_given_up):
             self._where, self._is_waiting = where, True
             self._hide_if_waiting()
-            self._changed.wait()
+            try:
+                self._changed.wait()
+            except Exception as error:  # of the script's own signal handler
+                interrupted = error
             # A stop may have been accepted between the grant and this thread's wake-up.
             if self._state is GateState.STOPPING and not self.waits_for_boundary:
                 self._acknowledge(where, GateState.PARKED)
                 self._take_up_grant()
         self._is_waiting = False
+        if interrupted is not None:
+            raise interrupted
         if self.is_evicting and self._state is GateState.PARKED:
             self._state = GateState.STOPPED  # it unwinds now, so no grant may set it to RUNNING
         elif self._state is GateState.AWAY and (not self.is_evicting or self._may_finish):

@@ -90,7 +90,8 @@ class JobMigrations:
             target = self._devices[self._jobs.names.index(job.sent_to)]
             return target if target is not device and target.state.daemon.is_ready else None
         after_ms = self._core.settings.move_after_ms
-        if not after_ms or job.state.state is not TaskState.SUSPENDED or not device.state.is_busy:
+        waits = job.state.state in (TaskState.SUSPENDED, TaskState.SWAPPED)
+        if not after_ms or not waits or not device.state.is_busy:
             return None
         due_ms = job.timing.parked_at_ms + after_ms
         if self._core.now_ms < due_ms:

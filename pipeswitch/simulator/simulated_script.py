@@ -35,7 +35,7 @@ Phase = Literal[
 COMPUTES: Final = (GateState.RUNNING, GateState.STOPPING)
 
 
-class Halt(Exception):
+class Halt(BaseException):
     """Exception that ends a move when the main thread must wait inside the gate."""
 
 

@@ -376,3 +376,57 @@ def test_a_hide_that_was_not_answered_can_be_taken_back(box: Recorder) -> None:
     gate.grant(2)
     assert main.join() is None
     assert not hidden
+
+
+def test_an_exception_of_a_signal_handler_leaves_the_gate_only_when_the_slice_is_shown() -> None:
+    """A script may set a timer whose handler raises, while its slice is hidden or could be."""
+
+    class Alarm(Exception):
+        pass
+
+    class Alarming(threading.Condition):
+        alarms = 0
+
+        def wait(self, timeout: float | None = None) -> bool:
+            is_woken = super().wait(timeout)
+            if self.alarms:
+                self.alarms -= 1
+                raise Alarm
+            return is_woken
+
+    def alarm() -> None:
+        with changed:
+            changed.alarms += 1
+            changed.notify_all()
+
+    changed = Alarming(threading.RLock())
+    seen: list[str] = []
+    gate = Gate(lambda *_: seen.append("parked"), changed)
+    gate.grant(1)
+    gate.enter()
+    gate.request_stop(1, 2)
+
+    def script() -> None:
+        try:
+            gate.check()
+        except Alarm:
+            seen.append("alarm")
+
+    for is_hidden in (True, False):
+        thread = threading.Thread(target=script)
+        thread.start()
+        hidden = threading.Event()
+        if is_hidden:
+            gate.request_hide(hidden.set)
+            assert hidden.wait(30.0)
+        alarm()
+        if is_hidden:
+            thread.join(0.05)
+            assert thread.is_alive()
+            gate.request_hide(None)
+        thread.join(30.0)
+        assert not thread.is_alive()
+        assert seen.pop() == "alarm"
+        if not is_hidden:
+            gate.request_hide(hidden.set)
+            assert not hidden.is_set()

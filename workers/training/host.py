@@ -56,6 +56,7 @@ class JobHost:
         self._committed: StepCommitted | None = None
         self._commit_number = 0  # number of the last commit begun: 1, 2, … in each dispatch
         self._evicting = False
+        self._is_called = False  # the main thread must come to the gate
         self._publishing = 0  # published states whose copy is not finished
         self._published: worker_msg.PublishAnswered | None = None
         self._history: BinaryIO | None = None
@@ -177,14 +178,18 @@ class JobHost:
         return self._publishing > 0
 
     def await_copy(self) -> None:
-        """Wait until all published states are copied; the caller has left the device.
+        """Wait until all published states are copied, or the caller must come to the gate; it has
+        left the device.
 
         Raises:
             TaskPreempted: the job was evicted while it waited.
         """
         with self._changed:
-            self._changed.wait_for(lambda: not self._publishing or self._evicting)
-            if self._publishing:
+            self._is_called = False
+            self._changed.wait_for(
+                lambda: not self._publishing or self._evicting or self._is_called
+            )
+            if self._publishing and self._evicting:
                 raise TaskPreempted("evicted while a commit was copied")
 
     def publish(
@@ -307,6 +312,12 @@ class JobHost:
                 self._published = message
             else:
                 self._publishing = max(0, self._publishing - 1)  # may be an earlier process's copy
+            self._changed.notify_all()
+
+    def call(self) -> None:
+        """End a wait for copies: the main thread must come to the gate."""
+        with self._changed:
+            self._is_called = True
             self._changed.notify_all()
 
     def wake(self) -> None:

@@ -267,7 +267,7 @@ class TrainingSession:
                 "job.publish: no loop has begun, so there are no weights to publish",
                 hint="call it in a job.steps loop or after one",
             )
-        if self._host.is_publishing and not self._publish_due:  # probably another step is published
+        while self._host.is_publishing and not self._publish_due:  # probably of another step
             self._gate.leave()
             self._host.await_copy()
             self._gate.enter()

@@ -147,7 +147,6 @@ class CpuDeviceMemory(DeviceMemory):
         self, offset_bytes: int, size_bytes: int, image: int, is_cancelled: Callable[[], bool]
     ) -> None:
         """See ``DeviceMemory``."""
-        os.posix_fallocate(self._work_descriptor, offset_bytes, size_bytes)
         for of_slice, of_image in self._pieces(offset_bytes, size_bytes, image, self._to_device):
             if is_cancelled():
                 return
@@ -160,7 +159,8 @@ class CpuDeviceMemory(DeviceMemory):
 
         Mapping many pages at once takes a tenth of the time of as many page faults.
         """
-        os.posix_fallocate(image, 0, size_bytes)
+        os.posix_fallocate(image, 0, size_bytes)  # a lack of memory is an error, not a SIGBUS
+        os.posix_fallocate(self._work_descriptor, offset_bytes, size_bytes)
         mapping = mmap.mmap(image, size_bytes)
         image_bytes: Bytes = np.frombuffer(mapping, dtype=np.uint8)
         link.begin()

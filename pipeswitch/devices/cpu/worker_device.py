@@ -64,7 +64,7 @@ class CpuWorkerDevice(WorkerDevice):
         self._populated: dict[int, tuple[int, int]] = {}  # region start -> operation id, end
         self._work_map: mmap.mmap | None = None
         self._work_descriptor = -1
-        self._is_hidden = False
+        self._is_hidden = self._is_child = False
         self._slice_at = (0, 0, 0)  # the slice's offset in the mapping, and in the file; its size
         if work:
             self._map_work(work[0])
@@ -86,6 +86,9 @@ class CpuWorkerDevice(WorkerDevice):
 
     def _keep_writes_private(self) -> None:
         """Keep a forked child's writes out of the slice, whose range may get another owner."""
+        if self._is_child:
+            return  # a child of the child gets its parent's bytes
+        self._is_child = True
         place, at, size = self._slice_at
         windows, is_hidden = self._work_windows, self._is_hidden
         windows.hide()
@@ -179,20 +182,21 @@ class CpuWorkerDevice(WorkerDevice):
         tensor = tensor_over(self._work, spec, 0)
         # Swaps may have replaced pages at these addresses, so map them again.
         self._work_windows.show(offset, size, self._work_descriptor, offset)
-        self._slice_at = offset, offset, size
+        # What an earlier, larger slice at this place has opened stays open after a swap, too.
+        self._slice_at = offset, offset, max(size, mapped_bytes if offset == place == at else 0)
         return tensor
 
     def hide_slice(self) -> None:
         """See ``WorkerDevice``; an access ends the process, which resumes from its last commit."""
+        self._is_hidden = True  # first: another thread may fork now
         self._work_windows.hide()
-        self._is_hidden = True
 
     def show_slice(self, offset_bytes: int) -> None:
         """See ``WorkerDevice``."""
         place, _, size = self._slice_at
+        self._slice_at = place, offset_bytes, size
         self._work_windows.show(place, size, self._work_descriptor, offset_bytes)
         self._is_hidden = False
-        self._slice_at = place, offset_bytes, size
 
     def kernels(self, layout: Layout) -> PackedKernels:
         """See ``WorkerDevice``."""

@@ -117,7 +117,7 @@ class Commits:
             self._core.counts["stale_messages"] += 1
             return
         region = self._arena.regions.get(job.slice)
-        if region is None or not self._device.daemon.is_ready:
+        if region is None or not self._device.daemon.is_ready or job.swap.is_hidden:
             return  # no copy and no acknowledgement: the worker may use the number again
         job.memory.commit_number = message.number
         job.memory.copy_id, job.memory.copying_number = job.op_id, message.number

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from typing import Final
 
@@ -122,6 +123,7 @@ class Leases:
             # What leaves for this job must not come back first: several may have to leave for it.
             is_reserved |= region == "soon" or (region is None and self._has_rivals(job))
             if region == "soon":
+                job.swap.blocked_at_ms = 0.0
                 continue
             if region is None:
                 leaves = self.who_leaves_for(job)
@@ -161,12 +163,18 @@ class Leases:
     def _asks(self) -> list[Job]:
         """Return the jobs that wait for memory; a swapped one comes after those it left for."""
         jobs, order = self._device.jobs.values(), JOB_ORDERS[self._device.settings.training]
+        asks = [one for one in jobs if one.memory.lease_asked_bytes and one.slot is not None]
+        if len(asks) < 2:
+            return asks
+        swapped = [one for one in asks if one.state.state is TaskState.SWAPPED]
+        first_id = min((one.swap.swap_id for one in swapped), default=math.inf)
 
         def turn(job: Job) -> tuple[float, ...]:
-            left_as = job.swap.swap_id if job.state.state is TaskState.SWAPPED else 0
+            left_as: float = 0 if job.op_id < first_id else math.inf  # it started later
+            if job in swapped:
+                left_as = job.swap.swap_id
             return (job.spec.priority, left_as, *order.rank(job.view(0.0)))
 
-        asks = [one for one in jobs if one.memory.lease_asked_bytes and one.slot is not None]
         return sorted(asks, key=turn)
 
     def _has_rivals(self, job: Job) -> bool:

@@ -49,22 +49,29 @@ class Swaps:
 
     def refusal(self, job: Job) -> str:
         """Return why the job cannot be swapped out, so that it is evicted; empty if it can."""
-        device, region = self._device, self._arena.regions.get(job.slice)
-        most = device.settings.max_swapped
+        core, region = self._core, self._arena.regions.get(job.slice)
         if region is None:
             return "it has no slice yet"
         if job.memory.lease_asked_bytes:
             return "its script waits for a larger slice"
-        if sum(one.state.state in TASK_SWAPS for one in device.jobs.values()) >= most:
-            return f"max_swapped is {most}"
+        if core.settings.activation_memory_bytes:
+            return "its step may use activation memory that other jobs wait for"
+        if self._is_full(job):
+            return f"max_swapped is {self._device.settings.max_swapped}"
         free_bytes = self._store.free_for_images_bytes
         if region.size_bytes > free_bytes:
             return f"the host store has {gib(free_bytes)} left for its {gib(region.size_bytes)}"
         return job.swap.error
 
+    def _is_full(self, job: Job) -> bool:
+        """Return True if as many other jobs as allowed are swapped."""
+        jobs, most = self._device.jobs.values(), self._device.settings.max_swapped
+        return sum(one.state.state in TASK_SWAPS and one is not job for one in jobs) >= most
+
     def cost_ms(self, job: Job, size_bytes: int) -> float:
         """Return what it costs a job to leave and to come back; 0: not measured yet."""
-        if not self._device.settings.max_swapped:
+        free_bytes = self._store.free_for_images_bytes + self._store.images.get(job.spec.name, 0)
+        if self._is_full(job) or job.swap.error or size_bytes > free_bytes:
             return job.timing.start_ms
         return job.swap.cost_ms or 2 * self._device.predictions.swap_out_ms(size_bytes)
 
@@ -191,7 +198,7 @@ class Swaps:
         """Let the process use its slice again."""
         self._drop_image(job.spec.name)
         assert job.slot is not None
-        job.swap.swap_id = NO_OP_ID
+        job.swap.swap_id, job.swap.is_hidden = NO_OP_ID, False
         order = worker_msg.ShowSlice(op_id=job.op_id, offset_bytes=job.swap.offset_bytes)
         self._device.send(job.slot, order, "signal")
         self._device.publish("job.swapped_in", job=job.spec.name)

@@ -169,7 +169,7 @@ class JobRequests:
             self._core.emit(Journal(entry={"kind": "hold-over", "name": job.spec.name}))
             self._jobs.publish(job, "job.resumed")
         if job.wanted == "pause":
-            job.wanted = "run"
+            job.wanted, job.swap.leaves_at_ms = "run", 0.0
         self._core.answer(event.token, job=self._jobs.row(job))
 
     def _export_asked(self, job: Job, token: Token) -> None:
@@ -197,7 +197,7 @@ class JobRequests:
                 f'job "{job.spec.name}" is limited to {", ".join(job.spec.devices)}',
                 hint="give the allowed devices with train --devices, all of one kind",
             )
-        job.sent_to = event.to
+        job.sent_to, job.swap.leaves_at_ms = event.to, 0.0
         job.movers.append(event.token)
 
     def _answer_movers(self, job: Job) -> None:

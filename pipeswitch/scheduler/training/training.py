@@ -345,8 +345,7 @@ class TrainingJobs:
             keepers = [
                 other
                 for other in in_place
-                if other.state.state not in TASK_SWAPS
-                and (step := other.progress.step) - memory.beside_blocked.get(other.spec.name, step)
+                if (step := other.progress.step) - memory.beside_blocked.get(other.spec.name, step)
                 >= STARVED_STEPS
             ]
             if not keepers:
