@@ -25,7 +25,14 @@ from ...ipc.messages.builder import BuildDone, BuildFailed, BuildProgress, Build
 from ...sandbox.confine import confine_builder
 from ..interface.dims import largest, values_text
 from ..interface.layout import Manifest
-from ..spec import BuildSpec, files_of, needs_more, processor_features
+from ..spec import (
+    BUNDLE_FILE,
+    MANIFEST_FILE,
+    BuildSpec,
+    files_of,
+    needs_more,
+    processor_features,
+)
 from . import hub
 
 
@@ -101,7 +108,11 @@ def _confine(packed: bytes, source: str, work: Path) -> None:
     # torch 2.11 reads the user's name, but the sandbox hides /etc/passwd.
     os.environ.setdefault("LOGNAME", str(os.getuid()))
     hub.without_token(work)
-    confine_builder([*files_of(packed), *hub.readable(source)], work)
+    files = files_of(packed)
+    # A program that is built again: its manifest has the choices that times led to.
+    beside = [one.with_name(MANIFEST_FILE) for one in files if one.name == BUNDLE_FILE]
+    files += [one for one in beside if one.exists()]
+    confine_builder([*files, *hub.readable(source)], work)
 
 
 @contextlib.contextmanager
