@@ -20,7 +20,7 @@ log = logging.getLogger(__name__)
 
 @dataclass
 class SliceCopy:
-    """One accepted order, with a descriptor of its own for the image."""
+    """An accepted order, and a duplicate of its image's descriptor."""
 
     order: CopySliceOut | CopySliceIn
     image: int

@@ -955,7 +955,7 @@ wider.item()
 
 
 def test_a_hidden_slice_cannot_be_touched_until_it_is_shown_elsewhere(cpu: CpuRig) -> None:
-    """Its addresses stay, wherever its bytes are; others' bytes in its former range stay theirs."""
+    """A slice keeps its addresses when it moves; the next owner's bytes in its old range stay."""
     code = f"""
 mine = view.slice_bytes({2 * MIB + PAGE}, {4 * MIB + 5})
 mine.copy_(torch.arange(len(mine)) % 251)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ import pytest
 from pipeswitch.base.errors import PipeSwitchError
 from pipeswitch.commits.progress import Life, read_life
 from pipeswitch.ipc.messages.base import JobName, Message, OpId, StepCommitted, Turn
-from pipeswitch.ipc.messages.worker import CommitStep, JobReport, RunJob
+from pipeswitch.ipc.messages.worker import CommitStep, JobReport, PublishAnswered, RunJob
 from pipeswitch.workers.training.host import JobHost
 
 EPOCH = OpId(7)
@@ -106,3 +107,19 @@ def test_steps_behind_the_last_report_of_a_killed_process_are_counted_by_the_nex
     quiet = Sent()
     host_of(quiet, log_path=log_path).resumes_at(0)  # a new job of the same name
     assert not quiet.messages
+
+
+def test_a_call_to_the_gate_ends_a_wait_for_copies_that_begins_after_it() -> None:
+    host, answer = host_of(Sent()), PublishAnswered(op_id=EPOCH)
+    publishing = threading.Thread(target=host.publish, args=("m", 1, "", ()), daemon=True)
+    publishing.start()
+    while publishing.is_alive():  # an answer that comes before the request is dropped
+        host.publish_answered(answer)
+        publishing.join(0.001)
+    assert host.is_publishing
+    host.call()
+    waiting = threading.Thread(target=host.await_copy, daemon=True)
+    waiting.start()
+    waiting.join(30.0)
+    assert not waiting.is_alive()
+    assert host.is_publishing, "the caller waits again after its turn"

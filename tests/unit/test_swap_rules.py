@@ -326,7 +326,7 @@ def test_the_death_of_the_daemon_ends_a_swap(rig: SwapRig, state: TaskState) -> 
 
 
 def test_a_process_that_does_not_hide_its_slice_is_killed_after_its_grace(rig: SwapRig) -> None:
-    """It was stopped (SIGSTOP), or its script does not come back to its loop."""
+    """The process was stopped (SIGSTOP), or its script does not return to its loop."""
     rig.reach(TaskState.SWAPPING_OUT)
     rig.tick(rig.core.settings.evict_grace_ms - 1.0)
     assert not rig.commands(ev.Kill)

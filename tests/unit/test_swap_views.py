@@ -1,4 +1,4 @@
-"""What a swapped job shows: its row, its line of ``ps``, and the copies on the timeline."""
+"""How a swapped job is shown: in its row, in ``ps``, and as copies on the timeline."""
 
 from __future__ import annotations
 

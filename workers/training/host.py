@@ -185,10 +185,10 @@ class JobHost:
             TaskPreempted: the job was evicted while it waited.
         """
         with self._changed:
-            self._is_called = False
             self._changed.wait_for(
                 lambda: not self._publishing or self._evicting or self._is_called
             )
+            self._is_called = False  # after the wait: the call may have come before it
             if self._publishing and self._evicting:
                 raise TaskPreempted("evicted while a commit was copied")
 
