@@ -9,7 +9,6 @@ All of the memory stays mapped and populated, because mapping a model again at e
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import errno
 import functools
@@ -34,7 +33,7 @@ PROT_NONE: Final = 0
 MAP_FIXED, MAP_NORESERVE, MAP_POPULATE = 0x10, 0x4000, 0x8000
 MAP_FIXED_NOREPLACE: Final = 0x10_0000
 MREMAP_MAYMOVE, MREMAP_FIXED, MREMAP_DONTUNMAP = 1, 2, 4  # DONTUNMAP of a memfd: Linux 5.13
-MADV_POPULATE_READ, MADV_POPULATE_WRITE = 22, 23  # Linux 5.14; mmap does not name them
+MADV_POPULATE_READ = 22  # Linux 5.14; mmap does not name it
 _FAILED: Final = ctypes.c_void_p(-1).value
 
 
@@ -180,13 +179,6 @@ def whole_pages(offset_bytes: int, size_bytes: int) -> tuple[int, int]:
 def address_of(mapping: mmap.mmap) -> int:
     """Return a mapping's address in this process."""
     return int(np.frombuffer(mapping, dtype=np.uint8).ctypes.data)
-
-
-def populate(mapping: mmap.mmap, offset_bytes: int, size_bytes: int) -> None:
-    """Take the page faults of a range now; an older kernel takes them later."""
-    start, end = whole_pages(offset_bytes, size_bytes)
-    with contextlib.suppress(OSError):
-        mapping.madvise(MADV_POPULATE_WRITE, start, min(end, len(mapping)) - start)
 
 
 def unmap(mapping: mmap.mmap) -> None:
