@@ -239,9 +239,18 @@ def publish(name: str, part: str = "") -> None:
     _session.publish(name, part)
 
 
-def as_number(value: Any) -> float:
-    """Return a number, or a one-element tensor or array, as a float."""
-    return float(value.item() if hasattr(value, "item") else value)
+def as_number(value: Any, name: str = "value") -> float:
+    """Return a number, or a one-element tensor or array, as a float; else raise InvalidInput."""
+    try:
+        return float(value.item() if hasattr(value, "item") else value)
+    except (TypeError, ValueError, RuntimeError, OverflowError):
+        shape = getattr(value, "shape", None)
+        kind = type(value).__name__ + ("" if shape is None else f" of shape {tuple(shape)}")
+        raise InvalidInput(
+            f"job.log: {name} is {value!r:.40}, of type {kind}; it takes numbers and one-element "
+            "tensors or arrays",
+            hint=f"job.log({{{name!r}: value}}) with a mean or one element of it; print() texts",
+        ) from None
 
 
 def script_level() -> int:
@@ -296,7 +305,7 @@ class _PlainSession:
         return SharedLoader(loader, name, seed=seed, step=lambda: self.step)
 
     def log(self, values: Mapping[str, Any]) -> None:
-        numbers = {name: as_number(value) for name, value in values.items()}
+        numbers = {name: as_number(value, name) for name, value in values.items()}
         for name, number in numbers.items():
             warn_if_not_finite(name, number, self.step)
         text = " ".join(f"{name}={number:.6g}" for name, number in numbers.items())

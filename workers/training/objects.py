@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from itertools import pairwise
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch import nn
@@ -19,6 +19,8 @@ from pipeswitch.job import InexactResumeWarning, script_level
 
 from .snapshot import load_state, state_of
 from .torch_private import has_aliases, made_in_forward, registered_buffers
+
+SHARDED: Final = ("DTensor", "FlatParameter")  # parameters of fully_shard and of FSDP
 
 
 @dataclass
@@ -35,8 +37,10 @@ class TrainedObjects:
     modules: list[nn.Module] = field(default_factory=list)
     groups: dict[str, list[int]] = field(default_factory=dict)  # number of parameters in each group
     with_extra_state: dict[str, nn.Module] = field(default_factory=dict)  # with own get_extra_state
+    wrappers: dict[str, Any] = field(default_factory=dict)  # optimizers that wrap another one
 
     def __post_init__(self) -> None:
+        self._unwrap()
         visited: set[int] = set()
         for key, model in self.models.items():
             for path, module in model.named_modules(prefix=key):
@@ -58,10 +62,35 @@ class TrainedObjects:
                 for i, parameter in enumerate(group["params"]):
                     self._add(f"optimizer.{key}.{g}.{i}", parameter, visited)
 
+    def _unwrap(self) -> None:
+        """Add the optimizers inside of wrappers (Lookahead, SAM), which have states of their own.
+
+        A wrapper that only passes on the inner optimizer's state is replaced by it.
+        """
+        todo, optimizers = [*self.optimizers.items()], dict[str, Any]()
+        known = {id(one) for _, one in todo}
+        for key, one in todo:  # grows
+            inner = {f"{key}.{name}": other for name, other in wrapped_by(one).items()}
+            if inner:
+                self.wrappers[key] = one
+            passes_on = any(getattr(one, "state", None) is other.state for other in inner.values())
+            if hasattr(one, "state") and not passes_on:
+                optimizers[key] = one
+            todo += [(name, other) for name, other in inner.items() if id(other) not in known]
+            known |= {id(other) for other in inner.values()}
+        self.optimizers = optimizers
+
     def _add(self, name: str, parameter: torch.Tensor, visited: set[int]) -> None:
         if id(parameter) in visited:
             return
         visited.add(id(parameter))
+        if any(kind.__name__ in SHARDED for kind in type(parameter).__mro__):
+            raise InvalidInput(
+                f"{name} is a {type(parameter).__name__}, a part of a parameter that several "
+                "processes share: a job has one process and one device",
+                hint="leave out fully_shard, FSDP and distribute_tensor; "
+                "if memory is short, use activation_memory",
+            )
         if is_lazy(parameter) or parameter.device.type == "meta":
             raise InvalidInput(
                 f"{name} has no values yet",
@@ -141,6 +170,17 @@ class TrainedObjects:
                 InexactResumeWarning,
                 stacklevel=script_level(),
             )
+        for wrapper in self.wrappers.values():
+            for name, value in vars(wrapper).items():
+                is_passed = any(value is one for one in self.extras.values())
+                if isinstance(value, torch.Tensor) or (_keeps_numbers(value) and not is_passed):
+                    warnings.warn(
+                        f"job.steps: {type(wrapper).__name__}.{name}, of type "
+                        f"{type(value).__name__}, starts over in a resumed script. If it has a "
+                        "state_dict(), pass it in extra_state",
+                        InexactResumeWarning,
+                        stacklevel=script_level(),
+                    )
         aliased = self.aliased()
         if aliased:
             warnings.warn(
@@ -172,6 +212,31 @@ class TrainedObjects:
             )
 
 
+def wrapped_by(optimizer: Any) -> dict[str, torch.optim.Optimizer]:
+    """Return the optimizers that an optimizer keeps as its attributes, by name."""
+    attributes = getattr(optimizer, "__dict__", {}).items()
+    return {name: one for name, one in attributes if isinstance(one, torch.optim.Optimizer)}
+
+
+def is_wrapper_of(value: Any, known: set[int]) -> bool:
+    """Return True if an optimizer only passes on the state of one that is in ``known``."""
+    inner = {} if isinstance(value, nn.Module) or _numbers_of(value) else wrapped_by(value)
+    state = getattr(value, "state", None)
+    return any(id(one) in known and (not state or state is one.state) for one in inner.values())
+
+
+def _keeps_numbers(value: Any) -> bool:
+    """Return True for an object with numbers or tensors, such as an averager or a loss scaler."""
+    values = getattr(value, "__dict__", {}).values()
+    is_known = callable(value) or isinstance(value, torch.optim.Optimizer)
+    return not is_known and any(type(one) in (int, float, torch.Tensor) for one in values)
+
+
+def _numbers_of(wrapper: Any) -> dict[str, Any]:
+    attributes = getattr(wrapper, "__dict__", {})
+    return {n: one for n, one in attributes.items() if type(one) in (int, float, bool)}
+
+
 def bare(optimizer: Any) -> Any:
     """Return the optimizer without accelerate's wrapper: hooks must be added to the optimizer."""
     return optimizer.optimizer if type(optimizer).__name__ == "AcceleratedOptimizer" else optimizer
@@ -188,6 +253,7 @@ def options_of(
             key: [{k: v for k, v in g.items() if k != "params"} for g in optimizer.param_groups]
             for key, optimizer in objects.optimizers.items()
         },
+        "wrappers": {key: _numbers_of(one) for key, one in objects.wrappers.items()},
         "schedulers": {key: state_of(item) for key, item in objects.schedulers.items()},
         "extras": {key: state_of(item) for key, item in objects.extras.items()},
     }
@@ -206,6 +272,8 @@ def load_options(objects: TrainedObjects, options: Mapping[str, Any]) -> None:
             load_state(item, options[kind][key])
     for path, module in objects.with_extra_state.items():
         module.set_extra_state(options["modules"][path])
+    for key, numbers in options.get("wrappers", {}).items():
+        vars(objects.wrappers[key]).update(numbers)
     for key, optimizer in objects.optimizers.items():
         stored = options["groups"].get(key, [])
         if len(stored) != len(optimizer.param_groups):

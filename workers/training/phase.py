@@ -22,6 +22,7 @@ from .slice import TrainingSlice
 from .slice_layout import history_bytes
 from .snapshot import DataPosition
 from .timing import CommitTiming, WriteWatch
+from .torch_private import hook_steps
 
 MAX_BODIES_TO_A_POINT: Final = 64
 GROWS_AGAIN_MS: Final = 5000.0  # pause after an attempt to grow that found no room
@@ -338,6 +339,7 @@ class OptimizerSteps:
         self._depth = 0  # nesting depth, as an optimizer may call another optimizer's step
         self._hooks = hook_modules(phase.objects.models.values())
         for optimizer in phase.objects.optimizers.values():
+            hook_steps(optimizer)
             # Closures, not methods: a deep copy of the optimizer must not copy this object.
             self._hooks.append(optimizer.register_step_pre_hook(lambda *a: self._before_step(*a)))
             self._hooks.append(optimizer.register_step_post_hook(lambda *_: self._after()))

@@ -53,7 +53,7 @@ class Reports:
         known: dict[str, float] = {}
         for name, value in values.items():
             if due or not (isinstance(value, torch.Tensor) and value.device.type != "cpu"):
-                self._log[name] = known[name] = as_number(value)
+                self._log[name] = known[name] = as_number(value, name)
         if known:
             self._host.remember(step, known)
         return known

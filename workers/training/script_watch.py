@@ -23,7 +23,7 @@ from torch import nn
 from pipeswitch.base import state_codec
 from pipeswitch.inputs.randomness import GENERATORS, generators_of
 
-from .objects import TrainedObjects
+from .objects import TrainedObjects, is_wrapper_of
 from .snapshot import NOTES, has_state, state_of
 from .torch_private import version
 
@@ -62,6 +62,7 @@ class ScriptWatch:
 def _known(objects: TrainedObjects, loader: Any) -> set[int]:
     """Return the ids of all captured objects and of their contents."""
     todo = [*objects.schedulers.values(), *objects.optimizers.values(), *objects.extras.values()]
+    todo += objects.wrappers.values()
     loaders = () if isinstance(loader, list) else (loader,)  # the script may shuffle a list
     known = {id(one) for one in (*objects.modules, *loaders, getattr(loader, "dataset", None))}
     known |= {id(one) for one in generators_of(loader).values()}
@@ -97,7 +98,8 @@ def _marks(
     for prefix, names in places:
         for name, value in [*names.items()]:
             is_own = isinstance(name, str) and not name.startswith("_") and name not in targets
-            mark = _mark(value) if is_own and id(value) not in known else None
+            is_known = id(value) in known or is_wrapper_of(value, known)
+            mark = _mark(value) if is_own and not is_known else None
             if mark is not None:
                 yield prefix + name, mark
 

@@ -113,11 +113,11 @@ def optimizer_state_bytes(optimizer: torch.optim.Optimizer) -> int:
 
     This works for each optimizer whose ``step`` runs on meta tensors (torch's Adam, AdamW, SGD,
     RMSprop, Adagrad, ...). For others it returns an estimate: twice the parameters or the size of
-    the current state, whichever is larger. Tensors in lists are counted by ``history_bytes``.
+    the current state, whichever is larger. A step of a wrapper would step the real optimizer in it,
+    so wrappers are not run. Tensors in lists are counted by ``history_bytes``.
     """
-    dry = copy.copy(optimizer)  # has no hooks; shares only attributes that are replaced next
-    dry.state = defaultdict(dict)
-    dry.param_groups = []
+    groups: list[dict[str, Any]] = []
+    state: dict[Any, Any] = defaultdict(dict)
     estimate = 0
     for group in optimizer.param_groups:
         metas = []
@@ -127,10 +127,14 @@ def optimizer_state_bytes(optimizer: torch.optim.Optimizer) -> int:
             metas.append(meta)
             estimate += FALLBACK_STATE_FACTOR * aligned(_bytes_of(parameter), TENSOR_BYTES)
             if parameter in optimizer.state:
-                dry.state[meta] = _on_meta(optimizer.state[parameter])
+                state[meta] = _on_meta(optimizer.state[parameter])
         plain = {k: False for k in ("fused", "foreach", "capturable") if group.get(k)}
-        dry.param_groups.append({**copy.copy(group), **plain, "params": metas})
+        groups.append({**copy.copy(group), **plain, "params": metas})
     try:
+        if any(isinstance(one, torch.optim.Optimizer) for one in vars(optimizer).values()):
+            raise NotImplementedError
+        dry = copy.copy(optimizer)  # has no hooks; shares only attributes that are replaced next
+        dry.param_groups, dry.state = groups, state
         type(optimizer).step(dry)
     except Exception:  # any error of the optimizer's code: estimate instead
         estimate += 4096 * sum(len(group["params"]) for group in optimizer.param_groups)

@@ -10,6 +10,7 @@ import copy
 import dis
 import re
 from collections import OrderedDict
+from types import MethodType
 from typing import Any, Final
 
 import torch
@@ -168,6 +169,27 @@ def version(tensor: torch.Tensor) -> int:
 def root(tensor: torch.Tensor) -> torch.Tensor:
     """Return the base of a view, or the tensor itself; a base and its views share one version."""
     return tensor if tensor._base is None else tensor._base
+
+
+def hook_steps(optimizer: Any) -> None:
+    """Give ``step`` its hooks if a wrapper's class did not: not an Optimizer, or no ``__init__``.
+
+    Only this object is changed, because other objects of its class have no hooks to call.
+    """
+    kind = torch.optim.Optimizer
+    for name in ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"):
+        if not hasattr(optimizer, name):
+            setattr(optimizer, name, OrderedDict())
+    if not getattr(type(optimizer).step, "hooked", False) and "step" not in vars(optimizer):
+        step = MethodType(kind.profile_hook_step(type(optimizer).step), optimizer)
+        before, after = kind.register_step_pre_hook, kind.register_step_post_hook
+        code = getattr(optimizer, "_optimizer_step_code", type(None))  # called for profilers
+        vars(optimizer).update(
+            step=step,
+            _optimizer_step_code=code,
+            register_step_pre_hook=MethodType(before, optimizer),
+            register_step_post_hook=MethodType(after, optimizer),
+        )
 
 
 def optimizer_was_called(optimizer: torch.optim.Optimizer) -> bool:

@@ -1,0 +1,199 @@
+"""Optimizers that wrap another one, after the libraries that have them: bit-equal after kills."""
+
+from __future__ import annotations
+
+import warnings
+from collections import defaultdict
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from pipeswitch import job
+from pipeswitch.base.errors import InvalidInput
+from tests.process.test_training_exact import FakeHost, begun
+from tests.process.test_training_state import Poke, Script, data, resumes, trained
+from tests.process.test_training_state import one_thread as one_thread
+
+
+class Lookahead(torch.optim.Optimizer):
+    """Keeps the slow weights; like torch_optimizer's, does not call ``Optimizer.__init__``."""
+
+    def __init__(self, base: torch.optim.Optimizer) -> None:
+        self.optimizer = base
+        self.param_groups, self.state, self.defaults = base.param_groups, defaultdict(dict), {}
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        self.optimizer.zero_grad(set_to_none)
+
+    def home(self) -> Any:
+        return self.state
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        self.optimizer.step()
+        for group in self.param_groups:
+            group["count"] = group.get("count", 0) + 1
+            for p in group["params"]:
+                slow = self.home()[p].setdefault("slow", p.clone())
+                if group["count"] % 3 == 0:
+                    p.copy_(slow.lerp_(p, 0.5))
+
+
+class Timm(Lookahead):
+    """Keeps the slow weights in the inner optimizer's state."""
+
+    def home(self) -> Any:
+        return self.optimizer.state
+
+
+class Sharded(Lookahead):
+    """Passes on state and groups, like AcceleratedOptimizer and PostLocalSGDOptimizer."""
+
+    state = property(lambda self: self.optimizer.state, lambda self, value: None)
+    param_groups = property(lambda self: self.optimizer.param_groups, lambda *_: None)
+
+
+class ScheduleFree:
+    """Is no ``Optimizer``, and has a state of its own, like ScheduleFreeWrapper."""
+
+    def __init__(self, base: torch.optim.Optimizer) -> None:
+        self.base, self.state, self.weight_sum = base, defaultdict[Any, Any](dict), 0.0
+        self.zero_grad, self.train_mode = base.zero_grad, True
+
+    @property
+    def param_groups(self) -> Any:
+        return self.base.param_groups
+
+    @torch.no_grad()
+    def step(self) -> None:
+        self.weight_sum += 1.0
+        for group in self.param_groups:
+            for p in group["params"]:
+                z = self.state[p].setdefault("z", p.clone())
+                p.lerp_(z, 1 / self.weight_sum)
+        self.base.step()
+
+    def state_dict(self) -> Any:
+        return {"base": self.base.state_dict(), "sum": self.weight_sum}
+
+    def load_state_dict(self, state: Any) -> None:
+        self.base.load_state_dict(state["base"])
+
+
+class Noam:
+    """Counts steps to set the learning rate, and has neither groups nor a state."""
+
+    def __init__(self, base: torch.optim.Optimizer) -> None:
+        self._optimizer, self.steps, self.zero_grad = base, 0, base.zero_grad
+
+    def step(self) -> None:
+        self.steps += 1
+        for group in self._optimizer.param_groups:
+            group["lr"] = 0.1 * self.steps**-0.5
+        self._optimizer.step()
+
+    def state_dict(self) -> Any:
+        return {"steps": self.steps, **self._optimizer.state_dict()}
+
+    def load_state_dict(self, state: Any) -> None:
+        self._optimizer.load_state_dict(state)
+
+
+def nested(base: torch.optim.Optimizer) -> Any:
+    return Lookahead(Lookahead(base))
+
+
+class Sam(torch.optim.Optimizer):
+    """Steps twice, and calls the base optimizer."""
+
+    def __init__(self, base: torch.optim.Optimizer) -> None:
+        super().__init__(base.param_groups, {})
+        self.base_optimizer, self.param_groups = base, base.param_groups
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for p in group["params"]:
+                old = self.state[p].setdefault("old_p", torch.zeros_like(p))
+                p.add_(old, alpha=0.01)
+                old.copy_(p)
+        self.base_optimizer.step()
+
+
+KINDS = {one.__name__: one for one in (Lookahead, Timm, Sharded, ScheduleFree, Noam, nested, Sam)}
+
+
+def wraps(kind: Any, passed: Any = lambda opt: opt) -> Script:
+    def script(poke: Poke) -> str:
+        torch.manual_seed(0)
+        net = nn.Sequential(nn.Linear(6, 16), nn.Tanh(), nn.Linear(16, 1))
+        opt = kind(torch.optim.Adam(net.parameters(), 0.01))
+        for _ in job.epochs(6):
+            for (a,) in job.steps(data(), model=net, optimizer=passed(opt)):
+                poke()
+                trained(a, net, opt)
+        return repr([p.tolist() for p in net.parameters()])
+
+    return script
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_a_wrapper_and_what_it_wraps_end_bit_equal(name: str) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", job.InexactResumeWarning)
+        resumes(wraps(KINDS[name]))
+
+
+def test_the_inner_optimizer_alone_may_be_passed_if_it_has_all_state() -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", job.InexactResumeWarning)
+        resumes(wraps(Timm, lambda opt: opt.optimizer))
+
+
+class Odd(Sam):
+    """Keeps a number in an object of its own, like PostLocalSGDOptimizer's averager."""
+
+    def __init__(self, base: torch.optim.Optimizer) -> None:
+        super().__init__(base)
+        self.averager = SimpleNamespace(step=0)
+
+
+def test_an_object_that_a_wrapper_keeps_is_named() -> None:
+    begun(FakeHost())
+    with pytest.warns(job.InexactResumeWarning, match=r"Odd\.averager"):
+        wraps(Odd)(lambda: None)
+
+
+@pytest.mark.parametrize("kind", ["DTensor", "FlatParameter"])
+def test_sharded_parameters_are_refused_with_the_reason(kind: str) -> None:
+    net = nn.Linear(6, 1)
+    net.weight.__class__ = type(kind, (nn.Parameter,), {})
+    begun(FakeHost())
+    with pytest.raises(InvalidInput, match="one process") as refused:
+        list(job.steps(data(), model=net, optimizer=torch.optim.SGD(net.parameters(), 0.1)))
+    assert "fully_shard" in str(refused.value.hint)
+
+
+ODD: tuple[Any, ...] = (None, "high", [1.0], (1.0,), {"a": 1}, 1j, torch.zeros(2), torch.zeros(0))
+ODD += (torch.zeros(1, device="meta"), object(), 10**400, np.array(["a"]), b"x", np.zeros(2))
+
+
+@pytest.mark.parametrize("value", ODD, ids=lambda one: type(one).__name__)
+@pytest.mark.parametrize("by_hand", [True, False])
+def test_a_value_that_is_not_a_number_is_refused_by_its_name_and_type(
+    value: Any, by_hand: bool
+) -> None:
+    if not by_hand:
+        begun(FakeHost())
+    with pytest.raises(InvalidInput, match="accuracy is .*" + type(value).__name__):
+        job.log(loss=1.0, accuracy=value)
+
+
+@pytest.mark.parametrize("value", [True, 2, 0.5, torch.ones(1, 1), np.ones(1), np.int8(3)])
+def test_numbers_and_single_elements_are_logged(value: Any) -> None:
+    begun(FakeHost())
+    job.log(accuracy=value)
