@@ -117,7 +117,7 @@ def optimizer_state_bytes(optimizer: torch.optim.Optimizer) -> int:
     so wrappers are not run. Tensors in lists are counted by ``history_bytes``.
     """
     groups: list[dict[str, Any]] = []
-    state: dict[Any, Any] = defaultdict(dict)
+    state: defaultdict[Any, Any] = defaultdict(dict)
     estimate = 0
     for group in optimizer.param_groups:
         metas = []
