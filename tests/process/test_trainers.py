@@ -273,6 +273,52 @@ EXACT = {
         fitting.fit(module, loader(Noisy()))
     saved(fitting, module)
     """,
+    "lightning, attributes and what the user's hooks save": LIGHTNING
+    + """
+    class Data(L.LightningDataModule):
+        def __init__(self):
+            super().__init__(); self.level, self.odd = 0, {object(): 1}
+        def train_dataloader(self):
+            return loader(Noisy())
+        def state_dict(self):
+            return {"odd": sum(self.odd.values())}
+        def load_state_dict(self, state):
+            self.odd = {object(): state["odd"]}
+    class Changes(Module):
+        def __init__(self):
+            super().__init__(); self.losses, self.hidden, self.odd = [], None, {object(): 1}
+        def training_step(self, batch, index):
+            loss = super().training_step(batch, index) * sum(self.odd.values()) ** 0.1
+            self.losses.append(loss.detach()); self.hidden = batch["x"][0].clone()
+            for one in (self, self.trainer.datamodule):
+                one.odd = {object(): sum(one.odd.values()) + 1}
+            self.trainer.datamodule.level += 1; self.net.calls = getattr(self.net, "calls", 0) + 1
+            return loss
+        def on_train_epoch_end(self):
+            self.mean = torch.stack(self.losses).mean(); self.losses.clear()
+        def on_save_checkpoint(self, checkpoint):
+            checkpoint["odd"] = sum(self.odd.values())
+        def on_load_checkpoint(self, checkpoint):
+            self.odd = {object(): checkpoint["odd"]}
+    fitting, module, data = job.trainer(trainer(max_epochs=3)), Changes(), Data()
+    fitting.fit(module, datamodule=data)
+    saved(fitting, module)
+    both = [sum(one.odd.values()) for one in (module, data)]
+    assert both == [34, 34] and module.net.calls == data.level == 33, both
+    """,
+    "transformers, attributes of a trainer of one's own": TRANSFORMERS
+    + """
+    class Mine(Trainer):
+        buffered, calls = None, 0
+        def training_step(self, model, inputs, *more):
+            if self.calls % 3 == 0 or self.buffered is None:
+                self.buffered = [{k: v.clone() for k, v in inputs.items()}]
+            self.calls += 1
+            return super().training_step(model, dict(self.buffered[0]), *more)
+    trainer = job.trainer(Mine(Net(), arguments(), train_dataset=Noisy()))
+    saved(trainer, trainer.train())
+    assert trainer.calls == 55
+    """,
     "accelerate": """
     from accelerate import Accelerator
     accelerator = Accelerator(cpu=True, gradient_accumulation_steps=4)

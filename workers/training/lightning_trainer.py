@@ -22,7 +22,7 @@ from typing import Any, Final
 
 from pipeswitch.base.errors import InvalidInput
 
-from .loader_proxy import Keepers, LoaderProxy, TrainerLoop
+from .loader_proxy import LIBRARIES, MAX_PARTS, Attributes, Keepers, LoaderProxy, TrainerLoop
 
 NUMBERED: Final = ("CSVLogger", "TensorBoardLogger")  # they start a folder, version_N, in each run
 
@@ -50,6 +50,7 @@ class LightningLoop(TrainerLoop):
         callback.on_train_start, callback.on_train_end = self.began, self.ended
         callback.on_train_batch_end = self.batch_ended
         trainer.callbacks.append(callback)
+        self._saves = True  # the module's on_save_checkpoint may add state
         self._rows, self._tables = 0, list[Path]()  # rows of metrics.csv, and the files
         self._keep_logs()
 
@@ -110,8 +111,23 @@ class LightningLoop(TrainerLoop):
             "model": trainer.lightning_module,
             "optimizer": trainer.optimizers,
             "scheduler": [config.scheduler for config in trainer.lr_scheduler_configs],
-            "extra_state": self.extras(scaler, keepers),
+            "extra_state": {**self.extras(scaler, keepers), "attributes": self._attributes()},
         }
+
+    def _attributes(self) -> Attributes:
+        module = self.trainer.lightning_module
+        parts = [(n, m) for n, m in module.named_modules() if n and not _is_librarys(m)]
+        data = self.trainer.datamodule
+        return Attributes({"module": module, "datamodule": data, **dict(parts[:MAX_PARTS])})
+
+    def _hooks(self) -> dict[str, Any]:
+        """Return what the user's own hooks add to a checkpoint."""
+        added: dict[str, Any] = {}
+        if self._saves:
+            self.trainer.lightning_module.on_save_checkpoint(added)
+            self._saves = bool(added)  # a hook that adds nothing may write files instead
+        data = self.trainer.datamodule
+        return {"module": added, "data": {} if data is None else data.state_dict()}
 
     def batch_ended(self, trainer: Any, *_: Any) -> None:
         if trainer.global_step % max(trainer.log_every_n_steps, 1) == 0:
@@ -124,6 +140,7 @@ class LightningLoop(TrainerLoop):
             "loops": json.dumps(loop.state_dict()),
             "fetched": loop._data_fetcher.fetched if loop._data_fetcher is not None else 0,
             "rows": self._rows,
+            "hooks": self._hooks(),
             "stops": trainer.should_stop,
             "callbacks": {c.state_key: s for c in trainer.callbacks if (s := c.state_dict())},
             "seen": dict(trainer._logger_connector._callback_metrics),
@@ -146,7 +163,11 @@ class LightningLoop(TrainerLoop):
         for name, metric in self._metrics():
             vars(metric).update(state["metrics"][name])
             metric.to(trainer.strategy.root_device)
-        self._rows = state["rows"]
+        hooks, self._rows = state["hooks"], state["rows"]
+        if hooks["module"]:
+            trainer.lightning_module.on_load_checkpoint(hooks["module"])
+        if hooks["data"]:
+            trainer.datamodule.load_state_dict(hooks["data"])
         for table in self._tables:
             _cut_rows(table, self._rows)
         _fill_when_logged(loop.epoch_loop._results, dict(state["results"]))
@@ -159,6 +180,10 @@ class LightningLoop(TrainerLoop):
         """Return the torchmetrics modules in the user's module."""
         modules = self.trainer.lightning_module.named_modules()
         return [(name, module) for name, module in modules if hasattr(module, "metric_state")]
+
+
+def _is_librarys(module: Any) -> bool:
+    return type(module).__module__.startswith(("torch.", "torchmetrics.", *LIBRARIES))
 
 
 def _of_metric(metric: Any) -> dict[str, Any]:

@@ -9,14 +9,16 @@ from __future__ import annotations
 
 import contextlib
 import datetime
+import dis
 import enum
+import inspect
 import io
 import logging
 import os
 import warnings
 from collections import deque
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch.utils.data import Dataset
@@ -30,6 +32,8 @@ from .snapshot import DataPosition, DataState, filled, has_state, load_state, st
 
 LIBRARIES = ("lightning", "pytorch_lightning", "transformers", "accelerate", "tqdm", "rich")
 CONSTANTS = (os.PathLike, io.IOBase, enum.Enum, datetime.timedelta, logging.Logger, Dataset)
+
+MAX_PARTS: Final = 256  # tensors in an attribute that is captured at each step
 
 Moment = tuple[tuple[Any, ...], tuple[Any, ...]]  # states of generators: global, loader's
 
@@ -300,6 +304,73 @@ class Keepers:
             InexactResumeWarning,
             stacklevel=script_level(),
         )
+
+
+class Attributes:
+    """Plain attributes of a trainer or module that its library's own classes do not assign.
+
+    An attribute that cannot be captured causes a warning, once, if it is replaced in training.
+    """
+
+    def __init__(self, owners: dict[str, Any]) -> None:
+        self._owners, self._warned = {k: one for k, one in owners.items() if one is not None}, False
+        self._names = {key: _assigned_by_library(one) for key, one in self._owners.items()}
+        self._odd: dict[tuple[str, str], Any] = {}
+
+    def state_dict(self) -> dict[str, Any]:
+        return {key: dict(self._values(key, one)) for key, one in self._owners.items()}
+
+    def _values(self, key: str, owner: Any) -> Iterator[tuple[str, tuple[Any, str]]]:
+        for name, value in [*vars(owner).items()]:
+            if name in self._names[key] or callable(value) or has_state(value):
+                continue
+            try:
+                _, parts = state_codec.encode(value)
+                if len(parts) <= MAX_PARTS:
+                    tensors = (p.source for p in parts if isinstance(p.source, torch.Tensor))
+                    yield name, (value, next((str(one.device) for one in tensors), "cpu"))
+                    continue
+            except InvalidInput:
+                parts = []
+            if parts or self._odd.setdefault((key, name), value) is not value:
+                self._warn(f"{type(owner).__name__}.{name}")
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        for key, values in state.items():
+            for name, (value, device) in values.items() if key in self._owners else ():
+                now = vars(self._owners[key])
+                now[name] = filled(now.get(name), _moved(value, device))
+
+    def _warn(self, name: str) -> None:
+        if not self._warned:
+            self._warned = True
+            warnings.warn(
+                f"job.trainer: {name} changes, cannot be captured, and starts over in a resumed "
+                "script. Keep it in numbers, lists or tensors",
+                InexactResumeWarning,
+                stacklevel=script_level(),
+            )
+
+
+def _moved(value: Any, device: str) -> Any:
+    """Return the value with its tensors on the device."""
+    if type(value) in (list, tuple):
+        return type(value)(_moved(one, device) for one in value)
+    if type(value) is dict:
+        return {key: _moved(one, device) for key, one in value.items()}
+    return value.to(device) if isinstance(value, torch.Tensor) else value
+
+
+def _assigned_by_library(owner: Any) -> set[str]:
+    """Return the names of attributes that the methods of torch's and the trainer's classes set."""
+    names = set(vars(torch.nn.Module()))
+    for kind in type(owner).__mro__:
+        if kind.__module__.startswith((*LIBRARIES, "torch.")):
+            for method in vars(kind).values():
+                code = getattr(inspect.unwrap(getattr(method, "fset", method)), "__code__", None)
+                steps = () if code is None else dis.get_instructions(code)
+                names |= {one.argval for one in steps if one.opname == "STORE_ATTR"}
+    return names
 
 
 def _overrides(callback: Any, method: str) -> bool:

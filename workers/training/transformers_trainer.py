@@ -19,7 +19,7 @@ from transformers.trainer_callback import ExportableState, TrainerCallback
 
 from pipeswitch.base.errors import InvalidInput
 
-from .loader_proxy import Keepers, LoaderProxy, TrainerLoop
+from .loader_proxy import Attributes, Keepers, LoaderProxy, TrainerLoop
 
 LOSSES: Final = (
     "_total_loss_scalar",
@@ -92,7 +92,10 @@ class TransformersLoop(TrainerLoop):
             "model": self.trainer.model,
             "optimizer": self.trainer.optimizer,
             "scheduler": self.trainer.lr_scheduler,
-            "extra_state": self.extras(self.trainer.accelerator.scaler, keepers),
+            "extra_state": {
+                **self.extras(self.trainer.accelerator.scaler, keepers),
+                "attributes": Attributes({"trainer": self.trainer}),
+            },
         }
 
     def epoch_ended(self, args: Any, state: Any, control: Any, **_: Any) -> None:
