@@ -364,6 +364,14 @@ REFUSED = {
     job.trainer(trainer()).fit(Module(), DataLoader(Endless(), batch_size=8))
     """,
     ),
+    "lightning, groups in mid-run": (
+        "BackboneFinetuning adds parameter groups",
+        LIGHTNING
+        + """
+    from lightning.pytorch.callbacks import BackboneFinetuning
+    job.trainer(trainer(callbacks=[BackboneFinetuning()])).fit(Module(), loader(Noisy()))
+    """,
+    ),
     "lightning, two loaders": (
         "several training loaders",
         LIGHTNING

@@ -82,6 +82,13 @@ class LightningLoop(TrainerLoop):
 
     def fit(self, *args: Any, **options: Any) -> Any:
         """Run ``Trainer.fit``; if the job has a commit, ignore the script's ``ckpt_path``."""
+        for one in self.trainer.callbacks:
+            if any(kind.__name__ == "BaseFinetuning" for kind in type(one).__mro__):
+                raise InvalidInput(
+                    f"job.trainer: {type(one).__name__} adds parameter groups in mid-run, which "
+                    "cannot be resumed",
+                    hint="give the optimizer all parameters at the start, and set requires_grad",
+                )
         upcoming, self.feed = self.session.place.upcoming(), None
         call = inspect.signature(self._fit).bind(*args, **options)
         self.was_over = upcoming is not None and upcoming[1]
