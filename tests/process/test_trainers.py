@@ -297,6 +297,7 @@ EXACT = {
         def on_train_epoch_end(self):
             self.mean = torch.stack(self.losses).mean(); self.losses.clear()
         def on_save_checkpoint(self, checkpoint):
+            checkpoint["state_dict"].pop("net.layers.0.bias")
             checkpoint["odd"] = sum(self.odd.values())
         def on_load_checkpoint(self, checkpoint):
             self.odd = {object(): checkpoint["odd"]}

@@ -127,11 +127,24 @@ class LightningLoop(TrainerLoop):
         data = self.trainer.datamodule
         return Attributes({"module": module, "datamodule": data, **dict(parts[:MAX_PARTS])})
 
+    def _checkpoint(self) -> dict[str, Any]:
+        """Return what hooks may read; what they change in it is not used."""
+        trainer = self.trainer
+        state = trainer.lightning_module.state_dict()
+        return {
+            "state_dict": state,
+            "epoch": trainer.current_epoch,
+            "global_step": trainer.global_step,
+        }
+
     def _hooks(self) -> dict[str, Any]:
         """Return what the user's own hooks add to a checkpoint."""
         added: dict[str, Any] = {}
         if self._saves:
-            self.trainer.lightning_module.on_save_checkpoint(added)
+            checkpoint = self._checkpoint()
+            known = set(checkpoint)
+            self.trainer.lightning_module.on_save_checkpoint(checkpoint)
+            added = {name: value for name, value in checkpoint.items() if name not in known}
             self._saves = bool(added)  # a hook that adds nothing may write files instead
         data = self.trainer.datamodule
         return {"module": added, "data": {} if data is None else data.state_dict()}
@@ -172,7 +185,7 @@ class LightningLoop(TrainerLoop):
             metric.to(trainer.strategy.root_device)
         hooks, self._rows = state["hooks"], state["rows"]
         if hooks["module"]:
-            trainer.lightning_module.on_load_checkpoint(hooks["module"])
+            trainer.lightning_module.on_load_checkpoint(self._checkpoint() | hooks["module"])
         if hooks["data"]:
             trainer.datamodule.load_state_dict(hooks["data"])
         for table in self._tables:
