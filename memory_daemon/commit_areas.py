@@ -75,6 +75,7 @@ class CommitAreas:
             raise RemoteProtocolError(f"operation {order.op_id} is stale: {newest} has committed")
         check_range("slice", order.slice_offset_bytes, order.slice_bytes, self._device.arena_bytes)
         size_bytes = check_pieces(order.slice_bytes, order.ranges)
+        size_bytes += 0 if order.older is None else order.older.size_bytes
         check_range("commit image", 0, size_bytes, area.slot_bytes)
         self._newest[order.job] = (order.op_id, order.number)
         return area
@@ -83,15 +84,16 @@ class CommitAreas:
         """Copy a slice to the commit area. Blocks; called on the to-host thread."""
         began_at_ms = now_ms()
         size_bytes = sum(piece.size_bytes for piece in order.ranges)
-        error = ""
+        error, older = "", memoryview(b"")
+
+        def fill(image: memoryview) -> None:
+            self._device.read_slice(order.slice_offset_bytes, order.ranges, image[:size_bytes])
+            image[size_bytes:] = older
+
         try:
-            area.write(
-                order.step,
-                size_bytes,
-                lambda image: self._device.read_slice(
-                    order.slice_offset_bytes, order.ranges, image
-                ),
-            )
+            if order.older is not None:
+                older = area.part_of_last(order.older.offset_bytes, order.older.size_bytes)
+            area.write(order.step, size_bytes + len(older), fill)
         except (RemoteProtocolError, OSError) as problem:
             error = str(problem)
         reach("commit.acknowledge")

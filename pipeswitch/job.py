@@ -13,7 +13,7 @@ module is fast: outside the server, torch is imported only when the script reads
 When a job resumes, its script runs again from the top. Finished epochs and finished loops are
 skipped, and the interrupted loop continues with the next batch. So a name that is first bound in a
 loop's body may be missing after a finished loop: bind it before the loop. Count with ``job.step``,
-because ``enumerate`` (also ``islice``, or ``zip`` with a range) starts over. ``job.step`` counts
+because ``enumerate`` (also ``zip`` with a range) starts over. ``job.step`` counts
 over all epochs; ``job.step_in_epoch`` begins each loop at 0, like ``enumerate``:
 ``if (job.step_in_epoch + 1) % accumulate == 0: optimizer.step()``.
 

@@ -136,6 +136,19 @@ class CommitArea:
             if self._words[_SEQUENCE_WORD] == sequence:
                 raise RemoteProtocolError(f"commit {sequence} and the one before it are damaged")
 
+    def part_of_last(self, offset_bytes: int, size_bytes: int) -> memoryview:
+        """Return a range of the last commit, which stays valid during the next ``write``.
+
+        Raises:
+            RemoteProtocolError: the last commit is damaged, or has no such range.
+        """
+        commit = self.newest()
+        if commit is None or commit.sequence != self._words[_SEQUENCE_WORD]:
+            raise RemoteProtocolError("the last commit is damaged, and the next one needs it")
+        if not 0 <= offset_bytes <= offset_bytes + size_bytes <= commit.size_bytes:
+            raise RemoteProtocolError(f"the last commit has only {commit.size_bytes} bytes")
+        return self.image(commit)[offset_bytes : offset_bytes + size_bytes]
+
     def image(self, commit: Commit) -> memoryview:
         """Return a read-only view of the commit's bytes. Check ``is_current`` after reading it."""
         return self._slot(commit.sequence)[: commit.size_bytes].toreadonly()

@@ -87,6 +87,22 @@ def parse_image(image: memoryview) -> tuple[dict[str, Any], dict[str, tuple[int,
     return content, ranges
 
 
+def images_in(commit: memoryview) -> list[memoryview]:
+    """Return the images of a commit: its own, and then earlier ones that it keeps, newest first.
+
+    Raises:
+        InvalidInput: the bytes are not images.
+    """
+    rest, images = commit.cast("B"), list[memoryview]()
+    while len(rest):
+        if bytes(rest[:8]) != MAGIC or len(rest) < HEADER_BYTES:
+            raise InvalidInput("not a commit image" if not images else "the commit is damaged")
+        size_bytes = max(HEADER_BYTES, HEADER.unpack(rest[: HEADER.size])[-1])
+        images.append(rest[:size_bytes])
+        rest = rest[size_bytes:]
+    return images
+
+
 def safetensors_head(image: memoryview) -> bytes:
     """Return the head of a safetensors file whose data is an image's bytes, unchanged.
 

@@ -411,10 +411,10 @@ class SmallHost(FakeHost):
     limit_bytes = 1 << 40
     fails = False
 
-    def lease(self, slice_bytes: int, state_bytes: int) -> torch.Tensor:
+    def lease(self, slice_bytes: int, state_bytes: int, **kept: bool) -> torch.Tensor:
         if slice_bytes > self.limit_bytes:
             raise errors.OutOfDeviceMemory("no room", requested_bytes=slice_bytes)
-        return super().lease(slice_bytes, state_bytes)
+        return super().lease(slice_bytes, state_bytes, **kept)
 
     def wait_commit(self) -> float:
         took_ms = super().wait_commit()

@@ -394,3 +394,25 @@ def test_a_resumed_job_goes_on_from_the_commit_before_a_damaged_one(tmp_path: Pa
     loaded = frontend._take.call_args.args[0].loaded
     os.close(loaded.descriptor)
     assert (loaded.step, loaded.why[:23]) == (3, "continues from step 3: ")
+
+
+def test_a_part_of_the_last_commit_is_read_while_the_next_one_is_written() -> None:
+    descriptor = create_area(64)
+    try:
+        area = CommitArea(descriptor, 64, is_writer=True)
+        with pytest.raises(RemoteProtocolError):
+            area.part_of_last(0, 0)
+        for _ in range(3):
+            area.write(1, 8, lambda view: view.__setitem__(slice(None), b"12345678"))
+            part = area.part_of_last(2, 4)
+            area.write(2, 4, lambda view, part=part: view.__setitem__(slice(None), part))  # type: ignore[misc]
+            assert bytes(area.part_of_last(0, 4)) == b"3456"
+        for offset_bytes, size_bytes in ((0, 5), (-1, 2), (4, 1), (2, -1)):
+            with pytest.raises(RemoteProtocolError):
+                area.part_of_last(offset_bytes, size_bytes)
+        os.pwrite(descriptor, b"x", HEADER_BYTES)
+        os.pwrite(descriptor, b"x", HEADER_BYTES + 64)
+        with pytest.raises(RemoteProtocolError):
+            area.part_of_last(0, 4)
+    finally:
+        os.close(descriptor)

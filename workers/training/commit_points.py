@@ -9,7 +9,7 @@ point can still be committed exactly in the middle of the next forward or backwa
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Final
 
 import torch
@@ -22,14 +22,37 @@ from pipeswitch.programs.interface.layout import aligned
 
 from .host import JobHost
 from .objects import TrainedObjects, load_options, options_of
-from .script_cursor import PAST, CursorPosition, SavedImage
+from .script_cursor import BEGINNING, PAST, CursorPosition, Order, SavedImage
 from .slice import TrainingSlice
 from .slice_layout import history_bytes, sparse_gradient_bytes, state_tensors
-from .snapshot import Captured, DataState, captured
+from .snapshot import Captured, DataState, captured, order_mark
 from .torch_private import mark_optimizer_called, optimizer_was_called, version
 
 SPARE_STATE_BYTES: Final = 256 << 10  # random generators, the JSON, and room for growth
 JSON_NAMES: Final = 16  # maximum times that the JSON names a parameter (as a tensor, an owner)
+
+
+@dataclass
+class Older:
+    """Earlier images in the last commit: an epoch's beginning, and the ends of its loops (ADR 65).
+    If the next commit needs them, too, the daemon copies them from the last one."""
+
+    orders: list[Order] = field(default_factory=list)
+    own_bytes: int = 0
+    older_bytes: int = 0
+    last: Order | None = None  # the last commit, if it is such an image itself
+
+    @classmethod
+    def of(cls, saved: SavedImage) -> Older:
+        last = saved.position.order if saved.position.loop == BEGINNING else None
+        return cls([*saved.older][::-1], saved.own_bytes, saved.older_bytes, last)
+
+    def range_for(self, position: CursorPosition) -> tuple[int, int] | None:
+        """Return the range of the last commit with all that a commit needs; None if it has not."""
+        if position.needs and position.needs == self.orders:
+            return self.own_bytes, self.older_bytes
+        is_there = self.last is not None and position.needs == [*self.orders, self.last]
+        return (0, self.own_bytes + self.older_bytes) if is_there else None
 
 
 @dataclass
@@ -49,13 +72,17 @@ class Point:
 
 
 class Committer:
-    """Capture of one slice's commit points, and writing and restoring of their images."""
+    """Capture of one slice's commit points, and writing and restoring of their images.
+
+    Args:
+        room_bytes: size of the largest commit that fits in the commit area.
+    """
 
     def __init__(
-        self, host: JobHost, layout: TrainingSlice, past: Mapping[int, bytes], device: str
+        self, host: JobHost, layout: TrainingSlice, past: Mapping[int, bytes], room_bytes: int
     ) -> None:
-        self._host = host
-        self._layout = layout
+        self._host, device = host, host.device
+        self._layout, self.room_bytes, self.older = layout, room_bytes, Older()
         self._objects = layout.objects
         self._device = device
         self._past: dict[str, dict[str, int]] = {}
@@ -158,6 +185,21 @@ class Committer:
         needed_bytes = point.options.size_bytes + self._other_bytes
         return needed_bytes if needed_bytes > self._layout.state.capacity_bytes else 0
 
+    def sizes(self, point: Point) -> tuple[int, int]:
+        """Return the bytes of the point's image, and of the earlier images that it needs."""
+        area = self._layout.gradients if point.gradients else self._layout.snapshot
+        return area.end_bytes, (self.older.range_for(point.position) or (0, 0))[1]
+
+    def has_needed(self, point: Point) -> bool:
+        """Return True if a commit of the point would have the earlier images that it needs."""
+        has_any = not point.position.needs or self.older.range_for(point.position) is not None
+        return has_any and sum(self.sizes(point)) <= self.room_bytes
+
+    def end_loop(self, point: Point | None) -> None:
+        """Record that the point is at the end of its loop: later commits may need it."""
+        if point is not None and self.committed is point:
+            self.older.last = point.position.order
+
     def begin(self, point: Point) -> None:
         """Write the image's header and state, and start the copy. The point must be intact.
 
@@ -167,21 +209,25 @@ class Committer:
         """
         self.finish()
         self._objects.refuse_other_structure()
-        layout = self._layout
         self._adopt()
         if point.gradients and not point.gradients_copied:
             self._copy_gradients(point.gradients)
-        size = (layout.gradients if point.gradients else layout.snapshot).end_bytes
+        size, position = self.sizes(point)[0], point.position
+        older = self.older.range_for(position) if self.has_needed(point) else None
         self._write_head(point, size)
         self._in_flight = point
-        self._host.begin_commit(point.position.step, [(0, size)])
+        self._host.begin_commit(position.step, [(0, size)], older)
+        self.older = Older(position.needs if older else [], size, older[1] if older else 0)
+        if position.loop == BEGINNING:
+            self.older.last = position.order
 
     def finish(self) -> None:
         """Wait for the commit under way, if there is one; raise PipeSwitchError if it failed."""
         if self._in_flight is not None:
             point, self._in_flight = self._in_flight, None
+            older, self.older = self.older, Older()  # of no commit, if this one failed
             self.last_duration_ms = self._host.wait_commit()
-            self.committed = point
+            self.committed, self.older = point, older
 
     @property
     def is_in_flight(self) -> bool:
@@ -249,6 +295,7 @@ class Committer:
             "position": tuple(vars(point.position).values()),
             "random": point.random.values(),
             "data": (point.data.generators, point.data.own, point.data.workers),
+            "drawn": order_mark(point.data.drawn),
             "proof": None if point.data.proof is None else point.data.proof.values(),
             **point.entry,
             "requires_grad": bytes(mark[1] for mark in point.marks),

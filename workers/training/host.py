@@ -86,7 +86,7 @@ class JobHost:
 
     # -- main thread ---------------------------------------------------------------------------
 
-    def lease(self, slice_bytes: int, state_bytes: int) -> torch.Tensor:
+    def lease(self, slice_bytes: int, state_bytes: int, *, is_same: bool = False) -> torch.Tensor:
         """Return a zeroed, writable uint8 tensor over the slice; block until it is granted.
 
         The caller has left the device. A second call (the next phase) returns the first slice
@@ -94,7 +94,8 @@ class JobHost:
 
         Args:
             slice_bytes: size for parameters, buffers, gradients, optimizer state and state area.
-            state_bytes: size of the largest commit image.
+            state_bytes: size of the largest commit.
+            is_same: only the commits need more room; the slice keeps its content.
 
         Raises:
             OutOfDeviceMemory, HostStoreFull: the request can never fit.
@@ -110,7 +111,7 @@ class JobHost:
             raise TaskPreempted("evicted while waiting for device memory")
         assert isinstance(answer, worker_msg.LeaseGranted)
         slice_tensor = self._view.slice_bytes(answer.offset_bytes, slice_bytes)
-        if self._has_leased:
+        if self._has_leased and not is_same:
             slice_tensor.zero_()  # the first slice is reused for the next phase
         self._has_leased = True
         reach("job.leased")
@@ -141,8 +142,14 @@ class JobHost:
             raise from_wire(answer.error, answer.message, "", answer.data)
         return answer
 
-    def begin_commit(self, step: int, ranges: Sequence[tuple[int, int]]) -> None:
-        """Order the daemon to copy these ranges of the slice; do not wait for the copy."""
+    def begin_commit(
+        self, step: int, ranges: Sequence[tuple[int, int]], older: tuple[int, int] | None = None
+    ) -> None:
+        """Order the daemon to copy these ranges of the slice; do not wait for the copy.
+
+        Args:
+            older: range of the last commit that is copied behind them.
+        """
         reach("job.commit")
         with self._changed:
             self._committed = None
@@ -154,6 +161,7 @@ class JobHost:
                 number=self._commit_number,
                 step=step,
                 ranges=tuple(ByteRange(offset_bytes=o, size_bytes=s) for o, s in ranges),
+                older=older and ByteRange(offset_bytes=older[0], size_bytes=older[1]),
             )
         )
 

@@ -31,6 +31,7 @@ class TrainedObjects:
     optimizers: Mapping[str, torch.optim.Optimizer]
     schedulers: Mapping[str, Any]
     extras: Mapping[str, Any]
+    wrapped: Mapping[str, Any] = field(init=False)  # optimizers as the script has them
     parameters: dict[str, nn.Parameter] = field(default_factory=dict)
     buffers: dict[str, torch.Tensor] = field(default_factory=dict)
     owners: dict[str, tuple[nn.Module, str]] = field(default_factory=dict)  # buffers, even if None
@@ -40,6 +41,8 @@ class TrainedObjects:
     wrappers: dict[str, Any] = field(default_factory=dict)  # optimizers that wrap another one
 
     def __post_init__(self) -> None:
+        self.wrapped = self.optimizers
+        self.optimizers = {name: bare(one) for name, one in self.wrapped.items()}
         self._unwrap()
         visited: set[int] = set()
         for key, model in self.models.items():

@@ -51,34 +51,43 @@ class Phase:
         self.number, self.objects = place.phase, objects
         self.point: Point | None = None
         self.has_stepped = False  # an optimizer has stepped since ``point``
+        self.is_early = False  # bound at an epoch's beginning, before ``job.steps`` names objects
+        self.loops: dict[int, DataPosition] = {}  # data of the last epoch's loops
         self._at_end: tuple[Any, ...] | None = None  # ``_now`` at the loop's end; None in a loop
         self.data: DataPosition  # position within the current loop
         self.activations: Activations | None = None
         saved = place.saved
         before = 0 if saved is None else int(saved.values["state_capacity"])
+        self.older_bytes = 0 if saved is None else saved.bytes_to_keep  # room for earlier images
         state_bytes = state_area_bytes(objects, before)
         layout = TrainingSlice(objects, state_bytes, place.past_bytes)
         try:
             memory = self._lease(layout)
         except (OutOfDeviceMemory, HostStoreFull):
-            if not place.drop_past(0):
+            before = place.past_bytes
+            if place.drop_past(0):
+                self._warn_of_many_phases()
+            elif place.past_bytes == before:
                 raise
-            self._warn_of_many_phases()
             layout = TrainingSlice(objects, state_bytes, place.past_bytes)
             memory = self._lease(layout)
-        self._layout = layout
+        self.layout = layout
         layout.bind(memory)
         if "beginning" not in place.entry:
             self._compare_beginnings()
-        self.committer = Committer(host, self._layout, place.past, host.device)
+        room_bytes = layout.image_bytes + self.older_bytes
+        self.committer = Committer(host, self.layout, place.past, room_bytes)
         self.optimizers = OptimizerSteps(self, gate)
         gate.before_unwind = self._commit_before_unwinding
 
     def _lease(self, layout: TrainingSlice) -> torch.Tensor:
         """Lease the memory of ``layout``; name an optimizer's large history in the error's hint."""
         try:
-            return self._host.lease(layout.slice_bytes, layout.image_bytes)
+            return self._host.lease(layout.slice_bytes, layout.image_bytes + self.older_bytes)
         except (OutOfDeviceMemory, HostStoreFull) as error:
+            if self.older_bytes and isinstance(error, HostStoreFull):
+                self.older_bytes = 0
+                return self._lease(layout)
             history = sum(map(history_bytes, self.objects.optimizers.values()))
             if 2 * history > layout.slice_bytes:
                 error.hint = f"LBFGS may keep {history} bytes of it: lower its history_size"
@@ -103,9 +112,9 @@ class Phase:
         Raises:
             OutOfDeviceMemory, HostStoreFull: there is no room; the slice has its old size.
         """
-        old, problem = self._layout, None
+        old, problem = self.layout, None
         self.finish_commit()
-        committed = self.committer.committed
+        committed, older = self.committer.committed, self.committer.older
         self._gate.leave()
         old.unbind()
         now_bytes, past_bytes = old.state.capacity_bytes, old.past.capacity_bytes
@@ -116,10 +125,11 @@ class Phase:
             problem, sizes = error, (now_bytes, past_bytes, old.optimizer.capacity_bytes)
             layout = TrainingSlice(self.objects, *sizes)
             memory = self._lease(layout)
-        self._layout = layout
+        self.layout = layout
         layout.bind(memory)
-        self.committer = Committer(self._host, self._layout, self.place.past, self._host.device)
-        self.committer.committed = committed
+        room_bytes = layout.image_bytes + self.older_bytes
+        self.committer = Committer(self._host, self.layout, self.place.past, room_bytes)
+        self.committer.committed, self.committer.older = committed, older
         self.keep_parameters()
         if problem is not None:
             raise problem
@@ -141,11 +151,11 @@ class Phase:
             if not self.place.keep_past(self.number, image):
                 self._warn_of_many_phases()
         self.optimizers.remove()
-        self._layout.unbind()
+        self.layout.unbind()
 
     def _compare_beginnings(self) -> None:
         """Warn if the models begin with other values than in the job's first run."""
-        now = self._layout.sum_of_parameters()
+        now = self.layout.sum_of_parameters()
         saved = self.place.saved
         first = now if saved is None else saved.values["beginning"]
         self.place.entry["beginning"] = first
@@ -165,11 +175,12 @@ class Phase:
             "or train each model in its own job",
         )
 
-    def capture(self) -> None:
-        """Capture the current state as the new ``point``."""
+    def capture(self, **more: Any) -> None:
+        """Capture the current state as the new ``point``; ``more`` are values for its commit."""
         self.finish_commit()
         entry = {
             **self.place.entry,
+            **more,
             "bodies": (self._watch.was_watched, self._watch.writes_unseen),
             "has_updated": self.place.has_updated,
         }
@@ -196,6 +207,7 @@ class Phase:
     def end_loop(self) -> None:
         """Watch for changes that the code behind the loop makes: the point must not have them."""
         self.finish_commit()  # it reads the slice, which that code may write
+        self.committer.end_loop(self.point)
         self._at_end = None if self.point is None else self._now()
 
     def _now(self) -> tuple[Any, ...]:
@@ -242,11 +254,12 @@ class Phase:
             if not self._watch.before_optimizer(is_intact, self._sum_now):
                 self._timing.hurry()
 
-    def end(self, *, force: bool = False) -> None:
+    def end(self, *, force: bool = False, is_needed: bool = True) -> None:
         """Commit the last point before the script continues after the loop.
 
         If code after the last loop has written parameters, the point is lost: the last commit stays
         valid, and a resume recomputes from there. With ``force``, commit the current state instead.
+        If ``is_needed``, commit the point even without the earlier images that it needs.
         """
         if self.activations is not None:
             self.activations.give_back()
@@ -255,7 +268,7 @@ class Phase:
         if force and not self.is_whole():
             self.place.end_loop()
             self.capture()
-        self.commit_point()
+        self.commit_point(is_needed=is_needed)
 
     @property
     def committed_step(self) -> int | None:
@@ -263,19 +276,20 @@ class Phase:
         committed = self.committer.committed
         return None if committed is None else committed.position.step
 
-    def commit_point(self) -> None:
+    def commit_point(self, *, is_needed: bool = False) -> None:
         """Commit the last point unless it is committed or lost; wait until it is committed."""
         self.finish_commit()
         point = self.point
         if self._watch.may_commit and point is not None and self.committer.committed is not point:
             if not self.has_stepped:
-                self.begin_commit()
+                self.begin_commit(is_needed=is_needed)
             self.finish_commit()
 
-    def begin_commit(self, *, may_grow: bool = True) -> None:
-        """Start the commit of the last point, if it is still intact."""
+    def begin_commit(self, *, may_grow: bool = True, is_needed: bool = False) -> None:
+        """Start the commit of the last point, if it is still intact and, unless ``is_needed``, a
+        resume from it would find the earlier images."""
         assert self.point is not None
-        if self._is_intact(self.point):
+        if (is_needed or self.committer.has_needed(self.point)) and self._is_intact(self.point):
             try:
                 self.committer.begin(self.point)
                 if self._at_end is not None:  # ``begin`` may have moved states into the slice
@@ -283,7 +297,7 @@ class Phase:
             except OutOfDeviceMemory as error:
                 if may_grow and not self._watch.is_in_body and self._moves(self.point):
                     self.capture()
-                    self.begin_commit(may_grow=False)
+                    self.begin_commit(may_grow=False, is_needed=is_needed)
                 else:
                     self._commit_failed(error)
 
@@ -319,13 +333,16 @@ class Phase:
             self._host.report("commit_failed", step=step, text=str(error))
         self._host.report("evicting", step=step, committed_step=self.committed_step)
 
-    def goes_to_point(self) -> bool:
-        """Return True if finished steps would be lost by an eviction now, but not after a wait."""
+    def goes_to_point(self, *, is_in_loop: bool) -> bool:
+        """Return True if finished steps would be lost by an eviction now, but not after a wait: for
+        the next point, or for the next epoch if this one's beginning was not committed."""
         point = self.point
         if point is None or not self.place.may_commit:
             return False
-        kept_step = self.committed_step or 0
-        may_commit = self._watch.may_commit and not self.has_stepped
+        kept_step, has_needed = self.committed_step or 0, self.committer.has_needed(point)
+        if not is_in_loop and (has_needed or not self.place.in_epochs):
+            return False
+        may_commit = self._watch.may_commit and not self.has_stepped and has_needed
         if may_commit and self.committer.is_intact(point):
             kept_step = point.position.step
         return self.place.step > kept_step and self._timing.waits_for_step()

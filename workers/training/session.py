@@ -33,15 +33,17 @@ from pipeswitch.job import InexactResumeWarning, script_level, warn_if_not_finit
 
 from . import persistent_loaders
 from .activations import Activations
+from .consumers import batches_left
+from .epochs import Epochs
 from .hooks import use_gate
 from .host import JobHost
 from .loader_proxy import AcceleratedEpoch, Source
-from .objects import TrainedObjects, bare
+from .objects import TrainedObjects
 from .phase import Phase
 from .reports import Reports
-from .script_cursor import CursorPosition, SavedImage, ScriptCursor
+from .script_cursor import BEGINNING, CursorPosition, SavedImage, ScriptCursor
 from .script_watch import ScriptWatch
-from .snapshot import DataPosition, named, named_extras
+from .snapshot import CHANGED, DataPosition, named, named_extras
 from .timing import CommitTiming, WriteWatch
 from .torch_private import is_left_by_error
 
@@ -70,6 +72,7 @@ class TrainingSession:
         self._timing = CommitTiming(commit_every_ms, host.now_ms)
         self.place = ScriptCursor(host.restore())
         saved = self.place.saved
+        self._epochs = Epochs(host, gate, self.place, self._reports, self._timing)
         self._watch = WriteWatch(*((False, False) if saved is None else saved.values["bodies"]))
         self._phase: Phase | None = None
         self._activations: Activations | None = None
@@ -158,23 +161,34 @@ class TrainingSession:
         """See ``pipeswitch.job.epochs``."""
         place = self.place
         self._frame_of_epochs = id(sys._getframe(1))  # valid while the generator lives
+        self._epochs.begin(sys._getframe(1))
         saved = place.begin_epochs(count)
-        first = 0 if saved is None else saved.position.epoch
+        first, has_ended = 0 if saved is None else saved.position.epoch, False
         try:
             for epoch in range(first, count):
+                if self._open_loop is not None or self._has_failed:
+                    self._end_loop()
+                    self._open_loop = None
                 place.begin_epoch(epoch)
                 if saved is not None and epoch == first:
-                    saved.random("epoch_random").restore(self.device)
-                    place.step = saved.position.step
+                    self._epochs.resume(saved, sys._getframe(1), self._bind)
                 place.entry["epoch_random"] = RandomState(self.device).values()
-                yield epoch
+                place.entry["epoch_step"] = place.step
+                if saved is None or epoch > first:
+                    self._epochs.commit_beginning(self._phase, sys._getframe(1))
                 if self._gate.is_evicting:
                     self._gate.check()
+                yield epoch
+            if self._gate.is_evicting:
+                self._gate.check()
+            has_ended = True
         finally:
             place.end_epochs()
             self._frame_of_epochs = 0
             if not self._is_unwinding and self._phase is not None:
-                self._phase.end()
+                has_failed = self._open_loop is not None or self._has_failed
+                has_failed = has_failed or is_left_by_error(sys._getframe(1))
+                self._phase.end(is_needed=has_ended or not has_failed)
 
     def steps(
         self,
@@ -193,7 +207,7 @@ class TrainingSession:
         is_literal = sys.getrefcount(extra_state) <= sys.getrefcount(probe)
         objects = TrainedObjects(
             named(model, "model"),
-            {name: bare(one) for name, one in named(optimizer, "optimizer").items()},
+            named(optimizer, "optimizer"),
             named(scheduler, "scheduler"),
             named_extras(extra_state, is_literal=is_literal),
         )
@@ -208,7 +222,7 @@ class TrainingSession:
             loader = AcceleratedEpoch(loader, self.device)
         data = DataPosition(loader, objects.extras)
         self._loader, phase = loader, self._bind(objects)
-        phase.data = data
+        phase.data = phase.loops[start.loop] = data
         asked_for = (
             offload or self._defaults["offload"],
             activation_bytes or int(self._defaults["activation_bytes"]) or None,
@@ -275,7 +289,7 @@ class TrainingSession:
         step = phase.point.position.step if is_whole else self.step + 1
         self._host.publish(name, step, part, phase.objects.weights())
         if is_whole:
-            phase.commit_point()
+            phase.commit_point(is_needed=True)
         else:
             self._timing.hurry()
             self._publish_due = True
@@ -284,6 +298,9 @@ class TrainingSession:
         """Return the phase of the next loop; lease and bind a slice if the phase is new."""
         phase, warned = self._phase, self._reports.warned
         if phase is not None and phase.number == self.place.phase:
+            if phase.is_early:  # the epoch's own code has made the rest
+                phase.objects.extras, phase.is_early = objects.extras, False
+            phase.objects.wrapped = objects.wrapped
             phase.objects.refuse_other_objects(objects)
             phase.objects.extras = objects.extras  # other objects with equal names are allowed
             return phase
@@ -297,32 +314,49 @@ class TrainingSession:
             objects.warn_of_what_is_lost()
         rest = self._reports, self._timing, self._watch, objects
         self._phase = new_phase = Phase(self._host, self._gate, self.place, *rest)
-        self._gate.finishes_step = lambda: self._open_loop is not None and new_phase.goes_to_point()
+        self._gate.finishes_step = lambda: new_phase.goes_to_point(
+            is_in_loop=self._open_loop is not None
+        )
         return new_phase
 
     def _open(self, phase: Phase, start: CursorPosition) -> Iterator[Any] | None:
         """Start, resume or skip the loop that begins at ``start``; return None to skip it."""
+        self._epochs.find(phase, start.loop, sys._getframe())
         saved = self.place.image_of_phase()
         if saved is None:
             return self._open_fresh(phase, start)
-        self.place.go_to(saved, start)
+        ended = saved.at(start.order) if start.order < saved.position.order else saved
+        self.place.go_to(ended or saved, start)
         if saved.position.phase != start.phase:
             # The image of this phase's end was dropped; restore a later one if its models fit.
             with contextlib.suppress(InvalidInput):
                 phase.restore(saved)
             return None
-        phase.restore(saved)
-        if start.order < saved.position.order:
-            return None  # this loop finished before the commit
+        if saved.position.loop == BEGINNING:  # it was not restored at the epoch's beginning
+            phase.restore(saved)
+            self._epochs.resumed(phase, saved)
+            return self._open_fresh(phase, start)
+        if ended is not saved:  # this loop finished before the commit
+            if ended is None:
+                self._epochs.warn_of_other_state(saved)
+            phase.restore(ended or saved)
+            if ended is not None:
+                phase.data.pass_by(ended.data("data"))
+                phase.data.restore_generators(ended.data("data"))
+                ended.random("random").restore(self.device)
+            return None
         if start.name != saved.position.name:
             raise InvalidInput(f"loop {start.name!r} was {saved.position.name!r} when committed")
         return self._open_saved(phase, saved)
 
     def _open_fresh(self, phase: Phase, start: CursorPosition) -> Iterator[Any]:
+        if start.loop > 0:
+            self._epochs.keep(phase)  # the end of the loop before, which commits of this one need
         # Captured first, because reading a loader's state may start the loader and draw numbers.
         self.place.entry["loop_random"] = RandomState(self.device).values()
         data = phase.data.capture()
         self.place.entry["loop_data"] = (data.generators, data.own)
+        self.place.entry["loop_length"] = phase.data.length
         self.place.position = start
         iterator = phase.data.open_new()
         phase.capture()
@@ -330,8 +364,8 @@ class TrainingSession:
 
     def _open_saved(self, phase: Phase, saved: SavedImage) -> Iterator[Any] | None:
         """Restore the loop's position in its data, and the random generators of the commit."""
-        for key in ("epoch_random", "loop_random", "loop_data"):
-            self.place.entry[key] = saved.values[key]
+        for key in ("epoch_random", "loop_random", "loop_data", "loop_length"):
+            self.place.entry[key] = saved.values.get(key)
         persistent_loaders.restore(saved.data("data").workers)
         iterator = None
         if saved.position.finished:
@@ -339,26 +373,29 @@ class TrainingSession:
         else:
             begin = saved.random("loop_random"), saved.data("loop_data")
             batches, proof = saved.position.batches, saved.values["proof"]
+            length, now = self.place.entry["loop_length"], phase.data.length
+            if length is not None and now is not None and length != now >= batches:
+                phase.data.warn(f"it had {length} batches, and now has {now}. {CHANGED}")
+            if proof is not None or not self._epochs.is_restored:
+                phase.restore(saved)
             if proof is not None:
                 iterator = phase.data.open_proved(batches, proof, [begin], self.device)
             if iterator is None:
                 begin[0].restore(self.device)
                 phase.data.restore_generators(begin[1])
                 iterator = phase.data.open_at(batches, saved.data("data"), begin[1])
+                phase.data.check_order(saved.values.get("drawn"))
+        phase.restore(saved)  # last, because a sampler draws its order from the loop's beginning
         saved.random("random").restore(self.device)
         phase.data.restore_generators(saved.data("data"))
-        if saved is self.place.saved:
-            self.place.saved = None
-            phase.capture()
-            phase.committer.committed = phase.point
-            self._host.report("resumed", step=self.step, epoch=self.place.position.epoch)
+        self._epochs.resumed(phase, saved)
         return iterator
 
     # ------------------------------------------------------------------------- a loop
 
     def _run(self, phase: Phase, iterator: Iterator[Any], this_loop: object) -> Iterator[Any]:
-        away_ms = 0.0
-        while True:
+        away_ms, left = 0.0, batches_left(sys._getframe(1), self.step_in_epoch)
+        while left:
             if self._gate.is_evicting:  # a later check would first take the device
                 self._gate.check()
             self._gate.leave("loader")
@@ -380,6 +417,9 @@ class TrainingSession:
                 with self._activations.body(batch):
                     yield batch
                 away_ms = self._activations.away_ms
+            left -= 1
+            if not left:
+                return  # like ``islice``, which does not return to the last body
             if self._open_loop is not this_loop:
                 raise InvalidInput(
                     "job.steps inside job.steps",
@@ -401,8 +441,8 @@ class TrainingSession:
             is_due = self._timing.is_due and not self._host.is_publishing
             if (is_due or self._publish_due) and self.place.may_commit:
                 self._watch_script()
+                phase.begin_commit(is_needed=self._publish_due)
                 self._publish_due = False
-                phase.begin_commit()
                 if not self._watch.may_overlap:
                     phase.finish_commit()
         self._gate.check("boundary")
@@ -416,11 +456,15 @@ class TrainingSession:
         if phase is None:
             return  # ``_bind`` refused the objects
         phase.optimizers.reset()
-        if self.place.may_commit and not phase.is_whole():
+        place, is_last = self.place, self.place.position.loop + 1 >= self.place.loops
+        may_follow = place.in_epochs and not (place.loops and is_last)
+        if place.may_commit and (may_follow or not phase.is_whole()):  # a sampler's end may draw
             self.place.end_loop()
             phase.capture()
         phase.end_loop()
-        if not self.place.in_epochs:
+        if place.in_epochs and (not is_last or place.is_last_epoch):
+            self._epochs.keep(phase, is_last=is_last)  # before code behind the loop changes it
+        if not place.in_epochs:
             phase.end()
 
     def _watch_script(self) -> None:

@@ -31,11 +31,14 @@ from pipeswitch.inputs.loader import SharedLoader
 from pipeswitch.inputs.randomness import GENERATORS, RandomState, generators_of
 from pipeswitch.job import InexactResumeWarning, script_level
 
-from .torch_private import advance_sampler, is_plain_map_loader, version
+from .torch_private import Drawn, advance_sampler, is_plain_map_loader, version
 
 _logger = logging.getLogger(__name__)
 KNOWN_LOADERS: Final = (list, tuple, range, str, dict, torch.Tensor, np.ndarray)  # without state
 BLOB_BYTES: Final = 96  # overhead of an attachment in a commit
+CHANGED: Final = (
+    "The data differ: pass what changes them, too, as in extra_state={'indices': subset.indices}"
+)
 SMALL_BYTES: Final = 1 << 16  # smaller attachments are copied at once, larger ones are watched
 
 
@@ -264,6 +267,11 @@ class Proof:
         return None if mark is None else (self.random.values(), self.generators, self.own, mark)
 
 
+def order_mark(indices: Any) -> int | None:
+    """Return a checksum of a batch's indices."""
+    return None if indices is None else zlib.crc32(repr(indices).encode())
+
+
 def _parts_of(batch: Any) -> list[Any]:
     """Return the leaves of nested dicts, lists and tuples."""
     leaves, todo = [], [batch]
@@ -307,6 +315,7 @@ class DataState:
     own: Any  # state_dict() of the loader or its dataset, or None
     workers: dict[int, Any] = field(default_factory=dict)  # see ``persistent_loaders.py``
     proof: Proof | None = None
+    drawn: Any = None  # indices of the last batch
 
 
 class DataPosition:
@@ -331,6 +340,7 @@ class DataPosition:
         is_iterated = self._keeper is loader or isinstance(dataset, IterableDataset)
         self.is_checked = self._keeper is not None and is_iterated and not is_ours
         self._proof: Proof | None = None
+        self._drawn = Drawn(None)
 
     @property
     def length(self) -> int | None:
@@ -344,7 +354,12 @@ class DataPosition:
         """Return the position; cheap, called at every commit point while no fetch is under way."""
         own = None if self._keeper is None else self._keeper.state_dict()
         generators = {path: state_of(g) for path, g in self._generators.items()}
-        return DataState(generators, own, proof=self._proof)
+        return DataState(generators, own, proof=self._proof, drawn=self._drawn.last)
+
+    def parts(self) -> dict[str, Any]:
+        """Return the generators, and the loader or dataset that keeps its own state, by name."""
+        is_kept = self._keeper is not None and not hasattr(self._keeper, "pass_by")
+        return {**self._generators, **({"": self._keeper} if is_kept else {})}
 
     def fetched(self, batch: Any, random: RandomState, before: DataState) -> None:
         """Record a batch with the state before its fetch, as a proof for a checked loader."""
@@ -374,7 +389,18 @@ class DataPosition:
 
     def open_new(self) -> Iterator[Any]:
         """Return an iterator that begins at the start of the data."""
-        return iter(self._loader)
+        iterator: Iterator[Any] = iter(self._loader)
+        if is_plain_map_loader(self._loader):
+            self._drawn = Drawn(iterator)
+        return iterator
+
+    def check_order(self, drawn: int | None) -> None:
+        """Warn if the sampler has not drawn the indices of the last batch again."""
+        if None not in (drawn, self._drawn.last) and order_mark(self._drawn.last) != drawn:
+            self.warn(
+                "its sampler draws other indices in the resumed script, because it reads state "
+                "while it iterates: the data differ. Let its __iter__ draw the whole order first"
+            )
 
     def open_at(
         self, batches: int, state: DataState, begin: DataState | None = None
@@ -384,8 +410,7 @@ class DataPosition:
         Args:
             begin: state at the loop's start; a loader behind a wrapper is restored to it.
 
-        Raises:
-            InvalidInput: the loader has fewer batches than were already used.
+        If the loader has fewer batches than were already used, warn, and end the loop.
         """
         if self._keeper is self._loader:
             self._keeper.load_state_dict(state.own)
@@ -394,7 +419,7 @@ class DataPosition:
             return self.open_again(batches, begin)
         if self._keeper is not None:
             self._keeper.load_state_dict(state.own)
-        iterator: Iterator[Any] = iter(self._loader)
+        iterator = self.open_new()
         is_iterable = isinstance(getattr(self._loader, "dataset", None), IterableDataset)
         if self._keeper is not None and is_iterable:
             return iterator
@@ -402,9 +427,9 @@ class DataPosition:
             if not (is_plain_map_loader(self._loader) and advance_sampler(iterator, batches)):
                 _drop(iterator, batches)
         except StopIteration:
-            raise InvalidInput(
-                f"{batches} batches were used before the interruption, but the loader has fewer now"
-            ) from None
+            self._drawn = Drawn(None)
+            self.warn(f"{batches} of its batches were used, but it has fewer now. {CHANGED}")
+            return iter(())
         if self._keeper is not None:
             self._keeper.load_state_dict(state.own)
         return iterator
@@ -447,15 +472,17 @@ class DataPosition:
                     return iterator
             except Exception as error:  # the script's own object; try the next way
                 _logger.debug("state_dict of %s: %r", type(self._keeper).__name__, error)
-        warnings.warn(
-            f"job.steps({type(self._loader).__name__}): the state_dict() of "
-            f"{type(self._keeper).__name__} did not restore the last batch, and fetching all "
-            "batches again did not, either: the data differ from now on. Make it save its buffers "
-            "and generators",
-            InexactResumeWarning,
-            stacklevel=script_level(),
+        self.warn(
+            f"the state_dict() of {type(self._keeper).__name__} did not restore the last batch, "
+            "and fetching all batches again did not, either: the data differ from now on. Make it "
+            "save its buffers and generators"
         )
         return None
+
+    def warn(self, text: str) -> None:
+        """Warn that the resumed script sees other data."""
+        text = f"job.steps({type(self._loader).__name__}): {text}"
+        warnings.warn(text, InexactResumeWarning, stacklevel=script_level())
 
     def warn_if_inexact(self) -> bool:
         """Warn once if the loader cannot be resumed exactly; return whether it warned."""
@@ -477,11 +504,9 @@ class DataPosition:
             return False
         else:
             why = "its type is unknown: a resume fetches and drops all batches used so far"
-        warnings.warn(
-            f"job.steps({type(loader).__name__}): {why}; exact only if data and order depend only "
-            "on seeds. A loader or dataset with state_dict() resumes exactly and fast",
-            InexactResumeWarning,
-            stacklevel=script_level(),
+        self.warn(
+            f"{why}; exact only if data and order depend only on seeds. A loader or dataset with "
+            "state_dict() resumes exactly and fast"
         )
         return True
 

@@ -28,7 +28,10 @@ class CommitTiming:
 
     @property
     def is_due(self) -> bool:
-        return self._now_ms() >= self._next_at_ms
+        return self.is_due_within(0.0)
+
+    def is_due_within(self, ms: float) -> bool:
+        return self._now_ms() + ms >= self._next_at_ms
 
     def committed(self, took_ms: float) -> None:
         """Record a successful commit."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import dis
 import re
+import sys
 from collections import OrderedDict
 from types import MethodType
 from typing import Any, Final
@@ -46,6 +47,23 @@ def advance_sampler(iterator: Any, batches: int) -> bool:
     if hasattr(iterator, "_num_yielded"):
         iterator._num_yielded += batches
     return True
+
+
+class Drawn:
+    """Iterator of a DataLoader's sampler that keeps the last indices; in place of the sampler's."""
+
+    def __init__(self, iterator: Any) -> None:
+        self._inner: Any = getattr(iterator, "_sampler_iter", None)
+        self.last: Any = None
+        if type(iterator).__name__ == "_SingleProcessDataLoaderIter" and self._inner is not None:
+            iterator._sampler_iter = self
+
+    def __iter__(self) -> Any:
+        return self
+
+    def __next__(self) -> Any:
+        self.last = next(self._inner)
+        return self.last
 
 
 def is_plain_map_loader(loader: Any) -> bool:
@@ -155,6 +173,8 @@ def is_left_by_error(frame: Any, loop: int | None = None) -> bool:
         while dis.opname[code[at]] == "CACHE":  # Python 3.11: behind a call of a Python function
             at -= 2
         name = dis.opname[code[at]]
+        if name == "FOR_ITER" and "islice" in frame.f_code.co_names:
+            return sys.exc_info()[0] is not GeneratorExit  # ``islice`` closes what it has used up
         if not name.startswith(("YIELD", "RESUME", "SEND")):
             return RAISING.match(name) is not None
         frame, loop = frame.f_back, None

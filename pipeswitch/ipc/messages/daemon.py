@@ -141,6 +141,7 @@ class CommitCopy(Message, frozen=True):
     slice_offset_bytes: int  # offset of the slice in ``work``
     slice_bytes: int
     ranges: tuple[ByteRange, ...]
+    older: ByteRange | None = None  # as in CommitStep
 
 
 class CopySliceOut(Message, frozen=True):

@@ -237,7 +237,7 @@ class LeaseRequest(Message, frozen=True):
 
     op_id: OpId
     slice_bytes: int
-    state_bytes: int  # size of one commit image
+    state_bytes: int  # size of the largest commit
 
 
 class LeaseGranted(Message, frozen=True):
@@ -345,6 +345,7 @@ class CommitStep(Message, frozen=True):
     number: int  # counts this operation id's commits from 1, to recognise late and repeated ones
     step: int
     ranges: tuple[ByteRange, ...]
+    older: ByteRange | None = None  # part of the last commit that is added at the end (ADR 65)
 
 
 class PublishStep(Message, frozen=True):

@@ -130,6 +130,7 @@ class Commits:
                 slice_offset_bytes=region.offset_bytes,
                 slice_bytes=region.size_bytes,
                 ranges=message.ranges,
+                older=message.older,
             )
         )
 
