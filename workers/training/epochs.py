@@ -20,7 +20,7 @@ from pipeswitch.ipc.gate import Gate
 from . import persistent_loaders
 from .commit_points import Older
 from .host import JobHost
-from .objects import TrainedObjects, bare
+from .objects import TrainedObjects, bare, wrapped_by
 from .phase import Phase
 from .reachable import MAX_PARTS, expressions, resolve, script_frames, walk
 from .reports import Reports
@@ -250,7 +250,7 @@ def _objects_at(frame: FrameType, saved: SavedImage) -> TrainedObjects | None:
             objects[kind][name] = _object(frame, path, saved.options.get(kind, {}).get(name))
     models, optimizers, schedulers, extras = objects.values()
     is_whole = all(isinstance(one, nn.Module) for one in models.values())
-    is_whole = is_whole and all(hasattr(bare(one), "param_groups") for one in optimizers.values())
+    is_whole = is_whole and all(map(_is_optimizer, optimizers.values()))
     if not models or not is_whole or None in schedulers.values():
         return None
     try:
@@ -258,3 +258,7 @@ def _objects_at(frame: FrameType, saved: SavedImage) -> TrainedObjects | None:
         return TrainedObjects(models, optimizers, schedulers, extras)
     except InvalidInput:
         return None
+
+
+def _is_optimizer(one: Any) -> bool:
+    return one is not None and bool(hasattr(bare(one), "param_groups") or wrapped_by(one))
