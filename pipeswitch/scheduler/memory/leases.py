@@ -60,6 +60,9 @@ class Leases:
             return
         if grows:  # the script has copied its state elsewhere
             self._slices.release(job.slice)
+        elif old is not None:  # only its commits need more room, or the next phase begins
+            self._granted(job, old)
+            return
         job.memory.lease_asked_bytes = max(1, message.slice_bytes)
         if not job.memory.lease_bytes:  # else a later phase of the script sends the request
             job.timing.start_ms = self._device.core.now_ms - job.timing.dispatched_at_ms
