@@ -54,6 +54,7 @@ OFFLOADS: Final = ("auto", "all", "conv", "none")
 device: str  # device for the model: "cpu", "cuda:0"
 step: int  # number of finished steps of all loops; survives preemption and restarts
 step_in_epoch: int  # number of finished steps of this loop, for gradient accumulation
+is_resumed: bool  # True if the script runs again, from a commit: ``job.step`` steps are done
 
 
 class InexactResumeWarning(UserWarning):
@@ -73,6 +74,8 @@ class JobSession(Protocol):
     def step(self) -> int: ...
     @property
     def step_in_epoch(self) -> int: ...
+    @property
+    def is_resumed(self) -> bool: ...
     def epochs(self, count: int) -> Iterator[int]: ...
     def steps(self, loader: Iterable[_Batch], *args: Any, **options: Any) -> Iterator[_Batch]: ...
     def trainer(self, trainer: Any, library: str) -> None: ...
@@ -278,7 +281,7 @@ class _PlainSession:
     """Session outside the server: plain loops; nothing is stored."""
 
     def __init__(self) -> None:
-        self.step = self.step_in_epoch = 0
+        self.step, self.step_in_epoch, self.is_resumed = 0, 0, False
 
     @property
     def device(self) -> str:
@@ -325,6 +328,6 @@ def _install(session: JobSession | None) -> None:
 
 
 def __getattr__(name: str) -> Any:
-    if name in ("device", "step", "step_in_epoch"):
+    if name in ("device", "step", "step_in_epoch", "is_resumed"):
         return getattr(_session, name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

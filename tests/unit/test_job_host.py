@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import threading
 from pathlib import Path
 from typing import Any
@@ -123,3 +124,24 @@ def test_a_call_to_the_gate_ends_a_wait_for_copies_that_begins_after_it() -> Non
     waiting.join(30.0)
     assert not waiting.is_alive()
     assert host.is_publishing, "the caller waits again after its turn"
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # never closed
+def test_a_killed_life_keeps_the_rows_of_committed_steps_and_the_next_repeats_none(
+    tmp_path: Path,
+) -> None:
+    path = tmp_path / "job-j.history"
+    host = host_of(Sent(), log_path=str(tmp_path / "job-j.log"))
+    host.resumes_at(0)  # no row yet
+    for step in range(5):
+        host.remember(step, {"loss": 0.5})
+    host.begin_commit(3, [(0, 8)])  # the step after it has rows, too
+    rows = path.read_text()
+    assert rows.count("\n") == 5
+    for cut in ("", '{"st', '{"step": 5, "loss": 1'):  # killed while it wrote a row
+        path.write_text(rows + cut)
+        host_of(Sent(), log_path=str(tmp_path / "job-j.log")).resumes_at(3)
+        assert [json.loads(row)["step"] for row in path.read_text().splitlines()] == [0, 1, 2]
+    path.write_text('{"step": 0')
+    host_of(Sent(), log_path=str(tmp_path / "job-j.log")).resumes_at(0)
+    assert path.read_text() == ""

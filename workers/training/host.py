@@ -27,6 +27,7 @@ from pipeswitch.ipc.sparse import keep_newest
 
 from .activation_budget import ActivationBudget
 
+HISTORY: Final = ".history"
 MAX_HISTORY_BYTES: Final = 64 << 20  # a line with three numbers has about 60 bytes
 
 
@@ -155,6 +156,7 @@ class JobHost:
             self._committed = None
             self._commit_number += 1
         self._view.synchronize()  # all earlier kernels must run before the daemon reads
+        self._flush_history()  # a commit keeps the rows of its steps, too
         self._task.send(
             worker_msg.CommitStep(
                 op_id=self._message.op_id,
@@ -245,7 +247,7 @@ class JobHost:
         """Append a line to the job's history file, which outlives the job; ignore a full disk."""
         with contextlib.suppress(OSError):
             if self._history is None:
-                path = Path(self._message.log_path).with_suffix(".history")
+                path = Path(self._message.log_path).with_suffix(HISTORY)
                 self._history = open(path, "ab", opener=open_plain)  # noqa: SIM115 - as long as we
                 self._history_bytes = os.fstat(self._history.fileno()).st_size
             line = json.dumps({"step": step, **values}).encode() + b"\n"
@@ -263,7 +265,11 @@ class JobHost:
                 self._progress = Progress(Path(self._message.log_path).with_suffix(SUFFIX), life)
 
     def resumes_at(self, step: int) -> None:
-        """Report the steps that an earlier process computed and lost without reporting them."""
+        """Report the steps that an earlier process computed and lost without reporting them, and
+        drop their rows of the history."""
+        if self._message.log_path:
+            with contextlib.suppress(OSError):  # no row yet
+                _drop_rows(Path(self._message.log_path).with_suffix(HISTORY), step)
         if self._message.restarts and self._message.log_path:
             life = read_life(Path(self._message.log_path).with_suffix(SUFFIX))
             self._unseen_steps = max(0, life.step - max(step, self._message.last_step))
@@ -280,6 +286,9 @@ class JobHost:
         if self._message.log_bytes:
             with contextlib.suppress(OSError):  # if files cannot have holes, the log stays whole
                 keep_newest(self._message.log_path, self._message.log_bytes)
+        self._flush_history()
+
+    def _flush_history(self) -> None:
         if self._history is not None:
             with contextlib.suppress(OSError):
                 self._history.flush()
@@ -343,3 +352,17 @@ def _last_image(descriptor: int) -> bytes | None:
         return bytes(area.image(commit)) if commit is not None else None
     finally:
         area.close()
+
+
+def _drop_rows(path: Path, step: int) -> None:
+    """Cut a history off before its first row of ``step`` or a later step, and before a cut row."""
+    with open(path, "r+b", opener=open_plain) as file:
+        rows = file.read()
+        end = len(rows)
+        while end:
+            begin = rows.rfind(b"\n", 0, end - 1) + 1
+            with contextlib.suppress(ValueError, KeyError, TypeError):
+                if json.loads(rows[begin:end])["step"] < step and rows[end - 1 : end] == b"\n":
+                    break
+            end = begin
+        file.truncate(end)

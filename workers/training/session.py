@@ -72,6 +72,7 @@ class TrainingSession:
         self._timing = CommitTiming(commit_every_ms, host.now_ms)
         self.place = ScriptCursor(host.restore())
         saved = self.place.saved
+        self.is_resumed = saved is not None
         self._epochs = Epochs(host, gate, self.place, self._reports, self._timing)
         self._watch = WriteWatch(*((False, False) if saved is None else saved.values["bodies"]))
         self._phase: Phase | None = None
@@ -150,7 +151,8 @@ class TrainingSession:
     @property
     def step(self) -> int:
         """Number of finished steps, over all loops and preemptions."""
-        return self.place.step
+        saved = self.place.saved if self.place.phase < 0 else None  # the script's top
+        return self.place.step if saved is None else saved.position.step
 
     @property
     def step_in_epoch(self) -> int:
