@@ -156,7 +156,7 @@ class JobHost:
             self._committed = None
             self._commit_number += 1
         self._view.synchronize()  # all earlier kernels must run before the daemon reads
-        self._flush_history()  # a commit keeps the rows of its steps, too
+        _flush(self._history)  # a commit keeps the rows of its steps, too
         self._task.send(
             worker_msg.CommitStep(
                 op_id=self._message.op_id,
@@ -286,12 +286,7 @@ class JobHost:
         if self._message.log_bytes:
             with contextlib.suppress(OSError):  # if files cannot have holes, the log stays whole
                 keep_newest(self._message.log_path, self._message.log_bytes)
-        self._flush_history()
-
-    def _flush_history(self) -> None:
-        if self._history is not None:
-            with contextlib.suppress(OSError):
-                self._history.flush()
+        _flush(self._history)
 
     def report(self, kind: str, /, **values: Any) -> None:
         """Send progress, a log, a warning or an event to the controller. Does not block."""
@@ -352,6 +347,12 @@ def _last_image(descriptor: int) -> bytes | None:
         return bytes(area.image(commit)) if commit is not None else None
     finally:
         area.close()
+
+
+def _flush(file: BinaryIO | None) -> None:
+    if file is not None:
+        with contextlib.suppress(OSError):
+            file.flush()
 
 
 def _drop_rows(path: Path, step: int) -> None:
