@@ -103,6 +103,33 @@ class Noam:
         self._optimizer.load_state_dict(state)
 
 
+class Layered(torch.optim.Optimizer):
+    """Has an optimizer for each parameter in a dict, like torchao's and layer-wise GaLore."""
+
+    def __init__(self, base: torch.optim.Optimizer) -> None:
+        parameters = base.param_groups[0]["params"]
+        self.each = {p: torch.optim.Adam([p], 0.01) for p in parameters}
+        super().__init__(parameters, {})
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for one in self.each.values():
+            one.step()
+
+
+class Counting(torch.optim.Optimizer):
+    """Wraps nothing, and counts in an attribute."""
+
+    def __init__(self, base: torch.optim.Optimizer) -> None:
+        super().__init__(base.param_groups[0]["params"], {})
+        self.count = 0
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        self.count += 1
+        for p in self.param_groups[0]["params"]:
+            p.sub_(p.grad, alpha=0.1 / self.count)
+
+
 def nested(base: torch.optim.Optimizer) -> Any:
     return Lookahead(Lookahead(base))
 
@@ -124,7 +151,10 @@ class Sam(torch.optim.Optimizer):
         self.base_optimizer.step()
 
 
-KINDS = {one.__name__: one for one in (Lookahead, Timm, Sharded, ScheduleFree, Noam, nested, Sam)}
+KINDS: dict[str, Any] = {
+    one.__name__: one
+    for one in (Lookahead, Timm, Sharded, ScheduleFree, Noam, nested, Sam, Layered, Counting)
+}
 
 
 def wraps(kind: Any, passed: Any = lambda opt: opt) -> Script:

@@ -41,10 +41,10 @@ PRODUCT = ("pipeswitch", "workers", "memory_daemon")
 # of stopped benchmarks took 20 lines of tests. Layouts that were refused after a restart, and the
 # bits of single rows, took 65 (tests: 115). "What outsiders broke in round 5" may add 500 (tests:
 # 1,200). "After a kill" may add 250 (tests: 400). Its first
-# parts (beginnings of epochs, wrapped optimizers, attributes of trainers) took 1,080 (tests: 660).
-MAX_PRODUCT_LINES = 86_345
+# parts (beginnings of epochs, wrapped optimizers, attributes of trainers) took 1,080 (tests: 800).
+MAX_PRODUCT_LINES = 86_317
 MAX_DOC_WORDS = 50_000
-MAX_TEST_LINES = 87_000
+MAX_TEST_LINES = 86_801
 
 
 def lines_of(*tops: str) -> int:

@@ -20,13 +20,14 @@ from pipeswitch.ipc.gate import Gate
 from . import persistent_loaders
 from .commit_points import Older
 from .host import JobHost
-from .objects import TrainedObjects, bare, wrapped_by
+from .objects import TrainedObjects, bare
 from .phase import Phase
 from .reachable import MAX_PARTS, expressions, resolve, script_frames, walk
 from .reports import Reports
 from .script_cursor import BEGINNING, SavedImage, ScriptCursor
 from .snapshot import NOTES, DataPosition, has_state, load_state, state_of
 from .timing import CommitTiming
+from .torch_private import wrapped_by
 
 KINDS: Final = ("models", "optimizers", "schedulers", "extras")
 MAX_WALKS: Final = 8  # in each ``job.epochs``; a walk over the script's variables takes a few ms
@@ -40,14 +41,9 @@ class Epochs:
     ) -> None:
         self._host, self._gate, self._place = host, gate, place
         self._reports, self._timing = reports, timing
-        self._began_ms, self._took_ms = (
-            host.now_ms(),
-            0.0,
-        )  # this epoch's start, the last one's time
+        self._began_ms, self._took_ms = host.now_ms(), 0.0  # this epoch's start, the last's time
         self._variables: list[dict[str, int]] = []  # ids of values, by the script's frames
-        self._paths: dict[
-            tuple[str, Any], Any
-        ] = {}  # by kind and name: a path, or its parts' paths
+        self._paths: dict[tuple[str, Any], Any] = {}  # by kind and name: a path, or the parts'
         self._walks = 0
         self.is_restored = True  # the epoch's beginning was restored before its code ran
 

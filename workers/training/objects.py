@@ -18,7 +18,7 @@ from pipeswitch.commits.weights import OPTIMIZER
 from pipeswitch.job import InexactResumeWarning, script_level
 
 from .snapshot import load_state, state_of
-from .torch_private import has_aliases, made_in_forward, registered_buffers
+from .torch_private import has_aliases, made_in_forward, registered_buffers, wrapped_by
 
 SHARDED: Final = ("DTensor", "FlatParameter")  # parameters of fully_shard and of FSDP
 
@@ -215,12 +215,6 @@ class TrainedObjects:
             )
 
 
-def wrapped_by(optimizer: Any) -> dict[str, torch.optim.Optimizer]:
-    """Return the optimizers that an optimizer keeps as its attributes, by name."""
-    attributes = getattr(optimizer, "__dict__", {}).items()
-    return {name: one for name, one in attributes if isinstance(one, torch.optim.Optimizer)}
-
-
 def is_wrapper_of(value: Any, known: set[int]) -> bool:
     """Return True if an optimizer only passes on the state of one that is in ``known``."""
     inner = {} if isinstance(value, nn.Module) or _numbers_of(value) else wrapped_by(value)
@@ -240,6 +234,13 @@ def _numbers_of(wrapper: Any) -> dict[str, Any]:
     return {n: one for n, one in attributes.items() if type(one) in (int, float, bool)}
 
 
+def _with_numbers(objects: TrainedObjects) -> dict[str, Any]:
+    """Return the optimizers that may count in attributes: wrappers, and those of other classes
+    than torch's."""
+    optimizers = {**objects.optimizers, **objects.wrappers}
+    return {k: one for k, one in optimizers.items() if type(one).__module__[:6] != "torch."}
+
+
 def bare(optimizer: Any) -> Any:
     """Return the optimizer without accelerate's wrapper: hooks must be added to the optimizer."""
     return optimizer.optimizer if type(optimizer).__name__ == "AcceleratedOptimizer" else optimizer
@@ -256,7 +257,7 @@ def options_of(
             key: [{k: v for k, v in g.items() if k != "params"} for g in optimizer.param_groups]
             for key, optimizer in objects.optimizers.items()
         },
-        "wrappers": {key: _numbers_of(one) for key, one in objects.wrappers.items()},
+        "numbers": {key: _numbers_of(one) for key, one in _with_numbers(objects).items()},
         "schedulers": {key: state_of(item) for key, item in objects.schedulers.items()},
         "extras": {key: state_of(item) for key, item in objects.extras.items()},
     }
@@ -275,8 +276,8 @@ def load_options(objects: TrainedObjects, options: Mapping[str, Any]) -> None:
             load_state(item, options[kind][key])
     for path, module in objects.with_extra_state.items():
         module.set_extra_state(options["modules"][path])
-    for key, numbers in options.get("wrappers", {}).items():
-        vars(objects.wrappers[key]).update(numbers)
+    for key, one in _with_numbers(objects).items():
+        vars(one).update(options["numbers"].get(key, {}))
     for key, optimizer in objects.optimizers.items():
         stored = options["groups"].get(key, [])
         if len(stored) != len(optimizer.param_groups):

@@ -8,7 +8,6 @@ script's outermost frame. A later run of the script resolves it to its own objec
 
 from __future__ import annotations
 
-import ctypes
 import functools
 import re
 import sys
@@ -40,21 +39,11 @@ NOT_FOLLOWED: Final = re.compile(
     r"torch\.(cuda|distributed|nn\.parallel|utils\.tensorboard)(\.|$)"
 )
 
-_outside: set[CodeType] = set()  # code that runs the script: not the script's
-
-
-def begin(frame: FrameType | None) -> None:
-    """Exclude ``frame`` and its callers from the script's frames; called before the script runs."""
-    _outside.clear()
-    while frame is not None:
-        _outside.add(frame.f_code)
-        frame = frame.f_back
-
 
 def script_frames(frame: FrameType | None) -> list[FrameType]:
     """Return the script's frames from the outermost one to ``frame`` or its next caller."""
     frames: list[FrameType] = []
-    while frame is not None and not (frames and frame.f_code in _outside):
+    while frame is not None:
         name = str(frame.f_globals.get("__name__"))
         if is_own(frame.f_code.co_filename) and not name.startswith("pipeswitch."):
             frames.append(frame)
@@ -90,33 +79,6 @@ def resolve(frame: FrameType, path: Path) -> Any:
     except Exception as error:  # an attribute may run the script's own code
         raise LookupError(text(path)) from error
     return value
-
-
-def assign(frame: FrameType, path: Path, value: Any) -> None:
-    """Assign ``value`` to the variable, attribute or entry at ``path``.
-
-    Raises:
-        LookupError: the script has no such place.
-    """
-    *before, (kind, key) = path
-    if before:
-        owner = resolve(frame, tuple(before))
-        if kind == "cell":
-            _cell(owner, key).cell_contents = value
-        elif kind == "attr":
-            setattr(owner, key, value)
-        else:
-            owner[key] = value
-        return
-    try:
-        holder = script_frames(frame)[kind]
-    except (IndexError, TypeError) as error:
-        raise LookupError(text(path)) from error
-    variables = holder.f_locals
-    variables[key] = value
-    if sys.version_info < (3, 13) and variables is not holder.f_globals:
-        write = ctypes.pythonapi.PyFrame_LocalsToFast
-        write(ctypes.py_object(holder), ctypes.c_int(0))
 
 
 def text(path: Path) -> str:
@@ -264,11 +226,10 @@ def _attributes(value: Any) -> list[tuple[str, Any]]:
 
 @functools.cache
 def is_own(file: str) -> bool:
-    """Return True for a file of the script's project: not Python's, and not of a package."""
+    """Return True for a file of the script's project: not Python's, no package's, and no text
+    that a program runs (``python -c``), such as the one that starts this process."""
     return bool(file) and not (
-        file.startswith((*LIBRARIES, "<frozen"))
-        or "site-packages" in file
-        or "dist-packages" in file
+        file.startswith((*LIBRARIES, "<")) or "site-packages" in file or "dist-packages" in file
     )
 
 

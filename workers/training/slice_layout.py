@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
@@ -13,6 +14,8 @@ from torch import nn
 
 from pipeswitch.base.errors import OutOfDeviceMemory
 from pipeswitch.programs.interface.layout import aligned
+
+from .torch_private import wrapped_by
 
 TENSOR_BYTES: Final = 512  # alignment like torch's on cuda: cuBLASLt chooses kernels by it
 HISTORY_ENTRY_BYTES: Final = 2048  # scalars of one LBFGS update, and the JSON that names them
@@ -116,6 +119,7 @@ def optimizer_state_bytes(optimizer: torch.optim.Optimizer) -> int:
     the current state, whichever is larger. A step of a wrapper would step the real optimizer in it,
     so wrappers are not run. Tensors in lists are counted by ``history_bytes``.
     """
+    is_wrapper = bool(wrapped_by(optimizer))
     groups: list[dict[str, Any]] = []
     state: defaultdict[Any, Any] = defaultdict(dict)
     estimate = 0
@@ -130,16 +134,14 @@ def optimizer_state_bytes(optimizer: torch.optim.Optimizer) -> int:
                 state[meta] = _on_meta(optimizer.state[parameter])
         plain = {k: False for k in ("fused", "foreach", "capturable") if group.get(k)}
         groups.append({**copy.copy(group), **plain, "params": metas})
-    try:
-        if any(isinstance(one, torch.optim.Optimizer) for one in vars(optimizer).values()):
-            raise NotImplementedError
-        dry = copy.copy(optimizer)  # has no hooks; shares only attributes that are replaced next
-        dry.param_groups, dry.state = groups, state
-        type(optimizer).step(dry)
-    except Exception:  # any error of the optimizer's code: estimate instead
-        estimate += 4096 * sum(len(group["params"]) for group in optimizer.param_groups)
-        return max(estimate, padded_bytes(tensor for _, tensor in state_tensors(optimizer)))
-    return padded_bytes(tensor for _, tensor in state_tensors(dry))
+    with contextlib.suppress(Exception):  # any error of the optimizer's code: estimate instead
+        if not is_wrapper:
+            dry = copy.copy(optimizer)  # no hooks; shares only attributes that are replaced next
+            dry.param_groups, dry.state = groups, state
+            type(optimizer).step(dry)
+            return padded_bytes(tensor for _, tensor in state_tensors(dry))
+    estimate += 4096 * sum(len(group["params"]) for group in optimizer.param_groups)
+    return max(estimate, padded_bytes(tensor for _, tensor in state_tensors(optimizer)))
 
 
 def history_bytes(optimizer: torch.optim.Optimizer) -> int:

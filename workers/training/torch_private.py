@@ -191,6 +191,19 @@ def root(tensor: torch.Tensor) -> torch.Tensor:
     return tensor if tensor._base is None else tensor._base
 
 
+def wrapped_by(optimizer: Any) -> dict[str, torch.optim.Optimizer]:
+    """Return the optimizers that an optimizer keeps in attributes, or in lists and dicts there."""
+    inner: dict[str, torch.optim.Optimizer] = {}
+    for name, value in getattr(optimizer, "__dict__", {}).items():
+        many = value.values() if isinstance(value, dict) else value
+        if isinstance(value, torch.optim.Optimizer):
+            inner[name] = value
+        elif isinstance(value, (dict, list, tuple)):
+            each = enumerate(many)
+            inner |= {f"{name}.{i}": x for i, x in each if isinstance(x, torch.optim.Optimizer)}
+    return inner
+
+
 def hook_steps(optimizer: Any) -> None:
     """Give ``step`` its hooks if a wrapper's class did not: not an Optimizer, or no ``__init__``.
 
