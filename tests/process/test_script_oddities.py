@@ -234,9 +234,10 @@ REFUSED = {
     """,
     "a parameter group": """
         model = net(); optimizer = torch.optim.Adam(model[4].parameters(), 0.1)
+        optimizer.add_param_group({"params": list(model[0].parameters())})
         for epoch in job.epochs(20):
             if epoch == 1:
-                optimizer.add_param_group({"params": list(model[0].parameters())})
+                optimizer.param_groups.pop()
             for a, b in job.steps(loader(), model=model, optimizer=optimizer):
                 here(); learn(model, optimizer, a, b)
     """,

@@ -273,6 +273,21 @@ EXACT = {
         fitting.fit(module, loader(Noisy()))
     saved(fitting, module)
     """,
+    "lightning, groups that are added in mid-run": LIGHTNING
+    + """
+    from lightning.pytorch.callbacks import BackboneFinetuning
+    class Tuned(Module):
+        @property
+        def backbone(self):
+            return self.net.layers[:2]
+        def configure_optimizers(self):
+            return torch.optim.Adam([p for p in self.parameters() if p.requires_grad], 0.01)
+    for thaws in (2, 1):
+        fitting, module = job.trainer(trainer(max_epochs=4, callbacks=[
+            BackboneFinetuning(thaws, backbone_initial_ratio_lr=0.5, train_bn=False)])), Tuned()
+        fitting.fit(module, loader(Noisy()))
+    saved(fitting, module)
+    """,
     "lightning, attributes and what the user's hooks save": LIGHTNING
     + """
     class Data(L.LightningDataModule):
@@ -363,14 +378,6 @@ REFUSED = {
         def __iter__(self):
             return iter(Noisy())
     job.trainer(trainer()).fit(Module(), DataLoader(Endless(), batch_size=8))
-    """,
-    ),
-    "lightning, groups in mid-run": (
-        "BackboneFinetuning adds parameter groups",
-        LIGHTNING
-        + """
-    from lightning.pytorch.callbacks import BackboneFinetuning
-    job.trainer(trainer(callbacks=[BackboneFinetuning()])).fit(Module(), loader(Noisy()))
     """,
     ),
     "lightning, two loaders": (

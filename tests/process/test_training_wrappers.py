@@ -1,4 +1,4 @@
-"""Optimizers that wrap another one, after the libraries that have them: bit-equal after kills."""
+"""Optimizers that wrap another one, or whose groups grow: bit-equal after kills."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from torch import nn
 from pipeswitch import job
 from pipeswitch.base.errors import InvalidInput
 from tests.process.test_training_exact import FakeHost, begun
-from tests.process.test_training_state import Poke, Script, data, resumes, trained
+from tests.process.test_training_state import Poke, Script, data, live, resumes, trained
 from tests.process.test_training_state import one_thread as one_thread
 
 
@@ -182,6 +182,57 @@ def test_the_inner_optimizer_alone_may_be_passed_if_it_has_all_state() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error", job.InexactResumeWarning)
         resumes(wraps(Timm, lambda opt: opt.optimizer))
+
+
+def unfreezes(kind: Any, where: str) -> Script:
+    def script(poke: Poke) -> str:
+        loader = data()
+        net = nn.Sequential(nn.Linear(6, 16), nn.BatchNorm1d(16), nn.Linear(16, 1))
+        net[:2].requires_grad_(False)
+        opt = kind(torch.optim.Adam(net[2].parameters(), 0.01))
+        schedule = torch.optim.lr_scheduler.StepLR(getattr(opt, "optimizer", opt), 7)
+        for epoch in job.epochs(6):
+            for number, layer in enumerate((net[1], net[0])):
+                if where == "between epochs" and epoch == 2 + number:
+                    thaw(opt, layer)
+            for (a,) in job.steps(loader, model=net, optimizer=opt, scheduler=schedule):
+                poke()
+                if where == "in a body" and job.step in (9, 20):
+                    thaw(opt, net[job.step == 9])
+                poke()
+                trained(a, net, opt)
+                schedule.step()
+        return repr([net.state_dict(), opt.param_groups])
+
+    return script
+
+
+def thaw(optimizer: Any, layer: nn.Module) -> None:
+    layer.requires_grad_(True)
+    bare = getattr(optimizer, "optimizer", optimizer)
+    bare.add_param_group({"params": [*layer.parameters()], "lr": 0.003})
+
+
+@pytest.mark.parametrize("where", ["between epochs", "in a body"])
+@pytest.mark.parametrize("kind", [lambda opt: opt, Timm], ids=["Adam", "Timm"])
+def test_groups_that_are_added_in_mid_run_end_bit_equal(kind: Any, where: str) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", job.InexactResumeWarning)
+        resumes(unfreezes(kind, where))
+
+
+def test_added_parameters_that_no_model_has_are_refused() -> None:
+    def script(poke: Poke) -> str:
+        net = nn.Linear(6, 1)
+        opt = torch.optim.SGD(net.parameters(), 0.1)
+        for (a,) in job.steps(data(), model=net, optimizer=opt):
+            trained(a, net, opt)
+            if len(opt.param_groups) == 1:
+                opt.add_param_group({"params": [nn.Parameter(torch.zeros(1))]})
+        return "ended"
+
+    with pytest.raises(InvalidInput, match=r"optimizer\.optimizer\.1\.0"):
+        live(FakeHost(), script, every_ms=1.0)
 
 
 class Odd(Sam):

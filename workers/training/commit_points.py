@@ -21,7 +21,7 @@ from pipeswitch.inputs.randomness import RandomState
 from pipeswitch.programs.interface.layout import aligned
 
 from .host import JobHost
-from .objects import TrainedObjects, load_options, options_of
+from .objects import TrainedObjects, add_groups, load_options, options_of
 from .script_cursor import BEGINNING, PAST, CursorPosition, Order, SavedImage
 from .slice import TrainingSlice
 from .slice_layout import history_bytes, sparse_gradient_bytes, state_tensors
@@ -87,7 +87,7 @@ class Committer:
         self._device = device
         self._past: dict[str, dict[str, int]] = {}
         self._copies_gradients = False
-        self._has_state = False
+        self._states = 0  # number of parameters with a state
         self._in_flight: Point | None = None
         self._tensors_json = b""
         self._other_bytes = 0  # size of the state area's contents except the options
@@ -118,8 +118,9 @@ class Committer:
             # A script that zeroes or accumulates in place destroys left-over gradients before a
             # commit in mid-step. Once that was seen, each point copies them.
             self._copies_gradients = not _are_intact(last.gradients)
-        if not self._has_state:  # ``begin`` moves later state into the slice
-            self._has_state = any(o.state for o in self._objects.optimizers.values())
+        states = sum(len(one.state) for one in self._objects.optimizers.values())
+        if self._states != states:  # ``begin`` moves later state into the slice
+            self._states = states
             self._adopt()
         self._layout.gather_parameters()
         odd_buffers = self._layout.snapshot_buffers()
@@ -326,7 +327,8 @@ class Committer:
                     entries.append((owner_name, state_key, None, value))
                 else:
                     entries.append((owner_name, state_key, home.name, None))
-        return {"called": optimizer_was_called(optimizer), "entries": entries}
+        groups = [[names[id(p)] for p in group["params"]] for group in optimizer.param_groups]
+        return {"called": optimizer_was_called(optimizer), "entries": entries, "groups": groups}
 
     # --------------------------------------------------------------------------- restoring
 
@@ -338,6 +340,8 @@ class Committer:
         """
         self.finish()
         self._restore_tensors(saved)
+        groups = {key: one.get("groups", ()) for key, one in saved.values["optimizers"].items()}
+        add_groups(self._objects, saved.options["groups"], groups)
         load_options(self._objects, saved.options)
         for key, optimizer in self._objects.optimizers.items():
             self._restore_optimizer(saved, key, optimizer)

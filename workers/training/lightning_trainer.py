@@ -2,8 +2,8 @@
 
 Between two batches Lightning's loop keeps its whole state in objects, none in local variables. So a
 resumed script begins like the first run, and all state is restored at the first fetch. This module
-uses three private names of Lightning: the data fetcher's count, the epoch's results so far, and the
-metrics that callbacks saw last.
+uses these private names of Lightning: the data fetcher's count, the epoch's results so far, the
+metrics that callbacks saw last, and the flag of finetuning callbacks that a checkpoint was loaded.
 """
 
 from __future__ import annotations
@@ -82,13 +82,6 @@ class LightningLoop(TrainerLoop):
 
     def fit(self, *args: Any, **options: Any) -> Any:
         """Run ``Trainer.fit``; if the job has a commit, ignore the script's ``ckpt_path``."""
-        for one in self.trainer.callbacks:
-            if any(kind.__name__ == "BaseFinetuning" for kind in type(one).__mro__):
-                raise InvalidInput(
-                    f"job.trainer: {type(one).__name__} adds parameter groups in mid-run, which "
-                    "cannot be resumed",
-                    hint="give the optimizer all parameters at the start, and set requires_grad",
-                )
         upcoming, self.feed = self.session.place.upcoming(), None
         call = inspect.signature(self._fit).bind(*args, **options)
         self.was_over = upcoming is not None and upcoming[1]
@@ -179,6 +172,8 @@ class LightningLoop(TrainerLoop):
         for callback in trainer.callbacks:
             if callback.state_key in state["callbacks"]:
                 callback.load_state_dict(state["callbacks"][callback.state_key])
+            if hasattr(callback, "_restarting"):
+                callback._restarting = False  # the commit, not its ``on_fit_start``, adds groups
         trainer._logger_connector._callback_metrics.update(state["seen"])
         for name, metric in self._metrics():
             vars(metric).update(state["metrics"][name])

@@ -124,15 +124,18 @@ class TrainedObjects:
         changed += sorted(self.owners.keys() ^ now.owners.keys())
         if not changed and list(map(type, self.modules)) != list(map(type, now.modules)):
             changed = ["a layer"]
-        if not changed and self.groups != now.groups:
+        old = self.groups
+        if not changed and any(now.groups[key][: len(old[key])] != old[key] for key in old):
             changed = ["a parameter group"]
         if changed:
+            hint = "change models between two job.epochs (or two job.steps outside of one), not "
+            hint += "within; a model may have frozen parameters that an optimizer takes later"
             raise InvalidInput(
                 f"{', '.join(changed[:4])}: added, replaced or removed since the loop began; a "
                 "resumed script would build the model without that",
-                hint="change models between two job.epochs (or two job.steps outside of one), "
-                "not within",
+                hint=hint,
             )
+        self.groups = now.groups  # groups may be added: ``add_groups`` restores them
 
     def refuse_shared_memory(self, states: Mapping[str, torch.Tensor] | None = None) -> None:
         """Raise if a parameter, or one of ``states``, shares memory: each needs its own place.
@@ -261,6 +264,23 @@ def options_of(
         "schedulers": {key: state_of(item) for key, item in objects.schedulers.items()},
         "extras": {key: state_of(item) for key, item in objects.extras.items()},
     }
+
+
+def add_groups(
+    objects: TrainedObjects, groups: Mapping[str, Any], names: Mapping[str, Any]
+) -> None:
+    """Add the parameter groups that the script added in its loops.
+
+    Args:
+        groups: options of each optimizer's groups when it was committed.
+        names: names of the parameters in these groups.
+    """
+    for key, optimizer in [*objects.optimizers.items()][::-1]:  # wrapped ones first
+        count = len(optimizer.param_groups)
+        stored = zip(groups.get(key, ()), names.get(key, ()), strict=False)
+        for options, parameters in [*stored][count:]:
+            params = [objects.parameters[name] for name in parameters]
+            optimizer.add_param_group({"params": params, **options})
 
 
 def load_options(objects: TrainedObjects, options: Mapping[str, Any]) -> None:
