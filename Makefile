@@ -20,7 +20,7 @@ LINTED := $(CODE) tests docs benchmarks lint/language.py
 # Tests start hundreds of processes of this code: it is compiled once, whatever the image says.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help demo check unit test test-long lint bench-quick bench chaos fuzz model models reliability gpu docs wheel clean
+.PHONY: help demo check unit test test-extras test-long lint bench-quick bench chaos fuzz model models reliability gpu docs wheel clean
 .DEFAULT_GOAL := help
 
 help:  ## Show the targets.
@@ -41,10 +41,13 @@ check: $(STAMP)  ## lint and unit side by side: two minutes on two cores.
 	@$(MAKE) --no-print-directory -j2 --output-sync=target lint unit
 
 unit: $(STAMP)  ## The unit tests: no process, no socket.
-	$(BIN)/python -m pytest -q tests/unit -n $(JOBS) --dist worksteal
+	$(BIN)/python -m pytest -q tests/unit tests/extras/*/unit -n $(JOBS) --dist worksteal
 
-test: $(STAMP)  ## The tests that start real processes, on the cpu device; JOBS=0: one file at a time.
-	$(BIN)/python -m pytest -rs --ignore tests/unit -n $(JOBS) --dist loadfile --no-loadscope-reorder
+test: $(STAMP)  ## The engine's tests that start real processes, on the cpu device; JOBS=0: one file at a time.
+	$(BIN)/python -m pytest -rs --ignore tests/unit --ignore tests/extras -n $(JOBS) --dist loadfile --no-loadscope-reorder
+
+test-extras: $(STAMP)  ## The same for the extras.
+	$(BIN)/python -m pytest -rs tests/extras/*/process -n $(JOBS) --dist loadfile --no-loadscope-reorder
 
 test-long: $(STAMP)  ## The slow tests: the demo, a minute of chaos, killed servers and jobs.
 	$(BIN)/python -m pytest -m slow -n $(JOBS) --dist loadfile --no-loadscope-reorder

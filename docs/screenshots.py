@@ -62,7 +62,9 @@ def main() -> None:
         for name in MODELS:
             inputs = {"x": ((1, 3, 160, 160), "float32")}
             client.register(name, f"torchvision:{name}", weights="random:0", inputs=inputs)
-        client.train("pipeswitch.demo.digits:main", name="digits", args=["--epochs", "100000"])
+        client.train(
+            "pipeswitch.extras.demo.digits:main", name="digits", args=["--epochs", "100000"]
+        )
         token = (running.state_dir / "owner.token").read_text().strip()
 
         def ask() -> None:

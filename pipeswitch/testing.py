@@ -18,18 +18,29 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from .base.extras import CHECKS, SERVERS
 from .client.client import Client
-from .simulator.contract import check_policy
 
 START_TIMEOUT_S = 60.0
 STOP_TIMEOUT_S = 40.0
 MAX_FOLDER = 24  # maximum length of a temporary folder's path, so that socket paths fit
-GATEWAY = ("--http", "127.0.0.1:0", "--grpc", "127.0.0.1:0")
+
+
+def check_policy(make: Callable[..., Any], *, max_wait_ms: float = 2000.0) -> None:
+    """Assert that a server can use this policy; it also runs in a simulated server.
+
+    Args:
+        make: function that ``[scheduler] policy`` would name; it is called with ``max_wait_ms``.
+
+    Raises:
+        AssertionError: the policy breaks a rule; the text names the rule and the request.
+    """
+    CHECKS.load("policy")(make, max_wait_ms=max_wait_ms)
 
 
 @dataclass(frozen=True)
@@ -116,7 +127,7 @@ def server(
             str(root),
             "--tcp-roles",
             ",".join(tcp_roles),
-            *(GATEWAY if http else ("--no-http",)),
+            *(_gateway() if http else ("--no-http",)),
             *args,
         ]
         process = _start(
@@ -134,6 +145,11 @@ def server(
                 process.wait()
             assert process.stdout is not None
             process.stdout.close()
+
+
+def _gateway() -> Iterator[str]:
+    for name in ("http", *SERVERS.names()):
+        yield from (f"--{name}", "127.0.0.1:0")
 
 
 def _start(
@@ -176,6 +192,3 @@ def _after(words: list[str], scheme: str) -> str:
     """Return the address of this scheme; empty if there is none."""
     addresses = [word.removeprefix(scheme) for word in words if word.startswith(scheme)]
     return addresses[0] if addresses else ""
-
-
-__all__ = ["RunningServer", "check_policy", "server"]

@@ -16,21 +16,6 @@ from .common import EXIT_FAILED, EXIT_OK, Group, json_option, part, print_done
 
 
 @click.command()
-@click.option(
-    "--out", type=click.Path(file_okay=False), default=".", help="Folder for the timeline."
-)
-@click.option(
-    "--ui", is_flag=True, help="Open the web page and continue until Ctrl-C, without measuring."
-)
-@json_option
-def demo(out: str, ui: bool, as_json: bool) -> None:
-    """Serve three models and train a fourth, then print the times (two minutes)."""
-    if ui:
-        sys.exit(part("pipeswitch.demo.run", "show")())
-    sys.exit(part("pipeswitch.demo.run", "run")(Path(out), as_json=as_json))
-
-
-@click.command()
 @click.option("--config", "path", type=click.Path(), help="The server's configuration file.")
 @click.option("--serving/--no-serving", "serves", default=True, help="Serve a tiny model, too.")
 @json_option

@@ -11,25 +11,23 @@ from typing import Any, NoReturn
 import click
 
 from ..base.errors import PipeSwitchError, to_wire
+from ..base.extras import COMMANDS
 from ..wire.addresses import full_address
 from . import chat, infer, jobs, local_verbs, models, server, views
-from .common import EXIT_INTERRUPTED, EXIT_OK, Group, part
+from .common import EXIT_INTERRUPTED, EXIT_OK, Group
 from .keys import keys
-
-LATER = ("cluster", "simulate")
-"""Groups and verbs that are imported on use, because they import more than all others."""
 
 
 class Cli(Group):
     """Group that shows every PipeSwitchError as ``Error: text`` with a hint, and no traceback."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
-        return sorted([*super().list_commands(ctx), *LATER])
+        return sorted([*super().list_commands(ctx), *COMMANDS.names()])
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
-        if cmd_name not in LATER:
-            return super().get_command(ctx, cmd_name)
-        command: click.Command = part(f"pipeswitch.cli.{cmd_name}", cmd_name)
+        command = super().get_command(ctx, cmd_name)
+        if command is None and cmd_name in COMMANDS.names():
+            command = COMMANDS.load(cmd_name)
         return command
 
     def main(self, *args: Any, **kwargs: Any) -> Any:
@@ -140,7 +138,6 @@ VERBS = (
     jobs.train,
     jobs.jobs,
     keys,
-    local_verbs.demo,
     local_verbs.doctor,
     local_verbs.config,
     local_verbs.completion,

@@ -45,6 +45,7 @@ AnyLink: TypeAlias = "StreamLink | ZmqLink"
 AGAIN_S: Final = 0.05  # interval of attempts to connect while nobody listens
 MIN_DEADLINE_MS: Final = 0.001  # sent for a call whose deadline passed while it waited
 MAX_TRIES: Final = 3  # maximum number of times that a safe call is sent while connections break
+RETURN_S: Final = 30.0  # how long a request waits for a server that listens but does not answer
 MAX_WAIT_S: Final = 2_000_000.0  # longest wait in seconds, because a poll takes its ms as 31 bits
 
 

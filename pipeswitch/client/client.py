@@ -22,14 +22,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from ..base.errors import InvalidInput, ModelNotFound
+from ..base.extras import SCHEMES
 from ..wire.addresses import default_address, full_address
 from ..wire.curve_keys import keys_from
 from ..wire.frames import CHUNK_BYTES
 from ..wire.register_request import RegisterRequest
 from ..wire.tracing import Traced, open_tracer
-from .calls import FinalReply, as_wait_s
+from .calls import RETURN_S, FinalReply, as_wait_s
 from .connection import Connection
-from .holders import RETURN_S
 from .model_sources import Dynamic, Inputs, LocalSource, declared
 from .sequence import RequestSequence
 from .subscription import Subscription
@@ -78,14 +78,12 @@ class Client(Verbs):
             raise InvalidInput(f"an address is a text, not {address!r}", hint='Client("gpu1:5555")')
         self.address = full_address(address) if address else default_address(os.environ)
         keys = None
-        if self.address.startswith("ray://"):
-            from .cluster_client import ClusterConnection
-
-            self._connection: Connection | ClusterConnection = ClusterConnection(
-                self.address, timeout_s
-            )
+        scheme = self.address.partition("://")[0]
+        self._connection: Connection  # or what an extra has in its place
+        if scheme not in ("ipc", "tcp"):
+            self._connection = SCHEMES.load(scheme)(self.address, timeout_s)
         else:
-            if not self.address.startswith("ipc://"):  # the owner's socket needs no keys
+            if scheme == "tcp":  # the owner's socket needs no keys
                 keys = keys_from(key, server_key, os.environ)
             self._connection = Connection(
                 self.address, timeout_s, keys, shared_memory=shared_memory, return_s=RETURN_S

@@ -10,35 +10,12 @@ import threading
 import time
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from concurrent.futures import Future
-from enum import Enum, auto
 from typing import Any, Concatenate, Final, Generic, ParamSpec, Protocol, TypeVar
 
 from ..base.errors import InvalidInput, PipeSwitchError, ServerUnavailable
 from ..wire.frames import UPLOAD_LOST
 from .calls import MAX_TRIES, as_wait_s
 from .tensors import Signature
-
-
-class Reach(Enum):
-    """Nodes of a cluster that answer a verb."""
-
-    HOLDER = auto()  # one node that holds the model; if it does not answer, another one
-    HOLDERS = auto()  # all nodes that hold the model
-    CLUSTER = auto()  # no node alone, because placement takes part
-
-
-REACHES: Final[Mapping[str, Reach]] = {
-    "infer": Reach.HOLDER,
-    "generate": Reach.HOLDER,
-    "show": Reach.HOLDER,
-    "generation": Reach.HOLDER,
-    "load": Reach.HOLDERS,
-    "unload": Reach.HOLDERS,
-    "put": Reach.CLUSTER,
-    "register": Reach.CLUSTER,
-    "unregister": Reach.CLUSTER,
-}
-"""Other verbs work in a cluster only if ``ClusterVerbs`` has a ``_do_`` method for them."""
 
 SAFE_JOB_ACTIONS: Final = frozenset({"show", "wait", "logs", "history", "export", "state"})  # reads
 PING_TIMEOUT_S: Final = 5.0  # a healthy server answers in ms, and waits 1 s for a silent process

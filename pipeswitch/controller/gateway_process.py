@@ -27,6 +27,7 @@ from typing import Final
 
 from ..base.config import GatewayConfig
 from ..base.errors import ConfigError, PipeSwitchError
+from ..base.extras import SERVERS
 from ..base.plain_files import open_plain
 from ..ipc.channel import Channel, channel_pair
 from ..ipc.messages.gateway import GatewaySettings, KeyedSettings
@@ -138,6 +139,8 @@ class Gateway:
         is_default = address == "auto"
         host, port = _parsed(DEFAULTS[name] if is_default else address)
         lacks = [module for module in NEEDS[name] if not _is_installed(module)]
+        if name not in ("http", *SERVERS.names()):
+            lacks.append(f"the extra {name}")
         if lacks and not is_default:
             raise ConfigError(
                 f"[gateway] {name} needs {' and '.join(lacks)}, not installed here",

@@ -3,8 +3,8 @@
 ``VERBS`` is the table of all verbs. Most are checked here and converted to one event for the
 scheduler, before the request is accepted. The frontend answers the others. A new verb needs an
 event (``scheduler/events.py``), a component that handles the event (``core.handles``), and a row
-here, which may give it an HTTP route. It also needs a method of the SDK (``client/verbs.py``, whose
-``REACHES`` says which nodes of a cluster answer it). docs/protocol.md lists verbs and fields.
+here, which may give it an HTTP route. It also needs a method of the SDK (``client/verbs.py``).
+docs/protocol.md lists verbs and fields.
 """
 
 from __future__ import annotations

@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import Final
 
 from ..base.errors import ConfigError
+from ..base.extras import SERVERS
 from ..base.machine import RETURN_S, FreedMemory
 from ..base.roles import address_roles
 from ..base.units import PrintableFormatter
@@ -136,9 +137,7 @@ async def _serve(settings: GatewaySettings, channel: Channel, descriptors: Seque
         if settings.grpc:
             # gRPC's event engine switches threads ten times per call, its older poller six times.
             os.environ.setdefault("GRPC_EXPERIMENTS", "-event_engine_listener")
-            from .kserve.grpc import open_server  # grpcio is an optional dependency
-
-            grpc = await open_server(service, callers, settings, shared)
+            grpc = await SERVERS.load("grpc")(service, callers, settings, shared)
             stack.push_async_callback(grpc.stop, DRAIN_S)
         gc.collect()
         gc.freeze()

@@ -23,6 +23,11 @@ from typing import Any, Final
 import msgspec
 
 from pipeswitch.base.errors import RemoteProtocolError
+from pipeswitch.extras.lab.clock import Move
+from pipeswitch.extras.lab.costs import Training
+from pipeswitch.extras.lab.programs import SimulatedProgram
+from pipeswitch.extras.lab.simulated_worker import SimulatedWorker
+from pipeswitch.extras.lab.world import World
 from pipeswitch.frontend.transport.replies import output_outside, reply_frames
 from pipeswitch.ipc.channel import decode_message, encode_message
 from pipeswitch.ipc.messages import worker as worker_msg
@@ -43,11 +48,6 @@ from pipeswitch.scheduler import events as ev
 from pipeswitch.scheduler.core import SchedulerSettings
 from pipeswitch.scheduler.scheduler import Scheduler
 from pipeswitch.scheduler.timeline import Timeline
-from pipeswitch.simulator.clock import Move
-from pipeswitch.simulator.costs import Training
-from pipeswitch.simulator.programs import SimulatedProgram
-from pipeswitch.simulator.simulated_worker import SimulatedWorker
-from pipeswitch.simulator.world import World
 from pipeswitch.wire.frames import pack_dict
 
 from .target import TAGGED_FRAMES, Target, join_frames, split_frames

@@ -6,12 +6,12 @@ import math
 from typing import Any, Final
 
 from pipeswitch.base.errors import Cancelled, DeadlineExceeded, PipeSwitchError, ServerUnavailable
+from pipeswitch.extras.lab.costs import Training
+from pipeswitch.extras.lab.device import require
+from pipeswitch.extras.lab.simulated_clients import Action, SimulatedClients
 from pipeswitch.ipc.messages.base import JobName, ModelName
 from pipeswitch.ipc.messages.worker import RunInference, SamplingParams
 from pipeswitch.scheduler import events as ev
-from pipeswitch.simulator.costs import Training
-from pipeswitch.simulator.device import require
-from pipeswitch.simulator.simulated_clients import Action, SimulatedClients
 
 JOBS: Final = JobName("job"), JobName("other")
 JOB: Final = JOBS[0]

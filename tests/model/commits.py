@@ -7,7 +7,7 @@ from typing import Any, Final
 
 from pipeswitch.base.errors import RemoteProtocolError
 from pipeswitch.commits.area import _RECORD_WORDS, HEADER_BYTES, MAGIC, CommitArea
-from pipeswitch.simulator.device import Image, SimulatedArea, Violation, image_of, require
+from pipeswitch.extras.lab.device import Image, SimulatedArea, Violation, image_of, require
 
 from .channel import IMAGE_BYTES
 

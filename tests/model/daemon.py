@@ -8,12 +8,12 @@ from typing import Any
 
 from pipeswitch.base.errors import RemoteProtocolError
 from pipeswitch.devices.order_checks import check_range
+from pipeswitch.extras.lab.device import Violation
+from pipeswitch.extras.lab.simulated_daemon import SimulatedDaemon, SimulatedTransmission
 from pipeswitch.ipc.messages import daemon as daemon_msg
 from pipeswitch.ipc.messages.base import Message
 from pipeswitch.memory_daemon.commit_areas import CommitAreas
 from pipeswitch.memory_daemon.transmit import TransmitGuard
-from pipeswitch.simulator.device import Violation
-from pipeswitch.simulator.simulated_daemon import SimulatedDaemon, SimulatedTransmission
 
 from .channel import freeze_items, plain, thaw_items
 from .frozen import Add, Kept, Next

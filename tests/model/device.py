@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from pipeswitch.simulator.device import ByteSpan, Held, Image, SimulatedDevice, region_of
+from pipeswitch.extras.lab.device import ByteSpan, Held, Image, SimulatedDevice, region_of
 
 from .channel import freeze_items, thaw_items
 from .frozen import Add, Next

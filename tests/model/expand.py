@@ -10,7 +10,7 @@ from hashlib import blake2b
 from multiprocessing.pool import Pool
 from queue import SimpleQueue
 
-from pipeswitch.simulator.device import Violation
+from pipeswitch.extras.lab.device import Violation
 
 from .choices import Action, actions, jumps
 from .scope import Scope

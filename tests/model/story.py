@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any, Final
 
+from pipeswitch.extras.lab.device import Violation
 from pipeswitch.ipc.messages.daemon import CommitCopy
 from pipeswitch.scheduler import events as ev
-from pipeswitch.simulator.device import Violation
 
 from .choices import Action
 from .daemon import OUT, TO_HOST

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
+from pipeswitch.extras.lab.device import Image
+from pipeswitch.extras.lab.world import key_of
 from pipeswitch.ipc.messages.base import Slot
-from pipeswitch.simulator.device import Image
-from pipeswitch.simulator.world import key_of
 
 from .frozen import Kept
 from .recall import Moment

@@ -7,13 +7,13 @@ from collections import deque
 from functools import partial
 from typing import Any
 
+from pipeswitch.extras.lab.clock import Move
+from pipeswitch.extras.lab.device import ByteSpan, Image
+from pipeswitch.extras.lab.simulated_script import BELL, SimulatedScript
+from pipeswitch.extras.lab.simulated_worker import SimulatedInference, SimulatedWorker
 from pipeswitch.ipc.gate import Gate, GateState
 from pipeswitch.ipc.messages.base import Message, Turn
 from pipeswitch.ipc.messages.worker import JobReport, RunInference, RunJob
-from pipeswitch.simulator.clock import Move
-from pipeswitch.simulator.device import ByteSpan, Image
-from pipeswitch.simulator.simulated_script import BELL, SimulatedScript
-from pipeswitch.simulator.simulated_worker import SimulatedInference, SimulatedWorker
 
 from .channel import freeze_items, plain, thaw_items
 from .frozen import Add, Kept, Next

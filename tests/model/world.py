@@ -8,6 +8,11 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, Final
 
+from pipeswitch.extras.lab import world as simulator
+from pipeswitch.extras.lab.device import ByteSpan, Violation, require
+from pipeswitch.extras.lab.process import Chance, Scene, SimulatedProcess
+from pipeswitch.extras.lab.programs import program_of
+from pipeswitch.extras.lab.world import MOST_SLOTS, key_of
 from pipeswitch.ipc.messages.base import JobName, Message, ModelName, Slot
 from pipeswitch.ipc.messages.daemon import Scrub, TransmitModel
 from pipeswitch.ipc.messages.worker import ModelPrepared, PrepareModel, RunInference
@@ -21,11 +26,6 @@ from pipeswitch.scheduler.state.queue import Queue
 from pipeswitch.scheduler.state.records import Job
 from pipeswitch.scheduler.state.regions import Owner
 from pipeswitch.scheduler.training.jobs import Jobs
-from pipeswitch.simulator import world as simulator
-from pipeswitch.simulator.device import ByteSpan, Violation, require
-from pipeswitch.simulator.process import Chance, Scene, SimulatedProcess
-from pipeswitch.simulator.programs import program_of
-from pipeswitch.simulator.world import MOST_SLOTS, key_of
 
 from .brain import Equal, Known
 from .choices import Action

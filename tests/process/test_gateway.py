@@ -407,7 +407,7 @@ GRPC = """
     import tritonclient.grpc as triton
     from tritonclient.grpc import service_pb2
     from tritonclient.utils import InferenceServerException
-    import pipeswitch.gateway.kserve.protos  # beside the client's own descriptors
+    import pipeswitch.extras.grpc.protos  # beside the client's own descriptors
 
     client = triton.InferenceServerClient(sys.argv[1])
     ops = {"authorization": "Bearer " + sys.argv[2]}
@@ -464,7 +464,7 @@ GRPC = """
     found["statistics"] = [row.inference_count, row.inference_stats.compute_infer.ns]
 
     import grpc
-    from pipeswitch.gateway.kserve.protos import HEALTH
+    from pipeswitch.extras.grpc.protos import HEALTH
     with grpc.insecure_channel(sys.argv[1]) as channel:
         check = channel.unary_unary(
             "/grpc.health.v1.Health/Check", HEALTH["HealthCheckRequest"].SerializeToString,
@@ -525,7 +525,7 @@ def test_tritons_grpc_client_does_every_verb(checked: Checked, net: torch.nn.Mod
 HALF_OPEN = """
     import asyncio, contextlib, json, sys
     import grpc, grpc.aio
-    from pipeswitch.gateway.kserve.grpc import CALLS_PER_ADDRESS
+    from pipeswitch.extras.grpc.grpc_server import CALLS_PER_ADDRESS
 
     LIVE = "/inference.GRPCInferenceService/ServerLive"
     INFER = "/inference.GRPCInferenceService/ModelInfer"
@@ -629,7 +629,7 @@ UNREAD = """
     import asyncio, contextlib, json, sys
     import grpc, grpc.aio
     import numpy as np
-    from pipeswitch.gateway.kserve.protos import INFERENCE
+    from pipeswitch.extras.grpc.protos import INFERENCE
 
     STREAM = "/inference.GRPCInferenceService/ModelStreamInfer"
     STREAMS, LIMIT = 12, 64

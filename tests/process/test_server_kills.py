@@ -82,7 +82,7 @@ def submit_both(checked: tools.Checked, count: int) -> list[Future[Any]]:
 GRPC = """
 import sys
 import grpc, tritonclient.grpc as triton
-from pipeswitch.gateway.kserve.protos import HEALTH
+from pipeswitch.extras.grpc.protos import HEALTH
 channel = grpc.insecure_channel(sys.argv[1])
 read = HEALTH["HealthCheckResponse"].FromString
 state = channel.unary_unary("/grpc.health.v1.Health/Check", None, read)(b"").status

@@ -18,6 +18,10 @@ from typing import Any
 
 from msgspec import structs
 
+from pipeswitch.extras.lab import world as simulator
+from pipeswitch.extras.lab.costs import Costs, Link, Training
+from pipeswitch.extras.lab.device import require
+from pipeswitch.extras.lab.programs import program_of
 from pipeswitch.planning.profile import (
     UNKNOWN_DEVICE,
     VERSION,
@@ -36,10 +40,6 @@ from pipeswitch.scheduler.device import Device
 from pipeswitch.scheduler.policies import MAKERS
 from pipeswitch.scheduler.policies.placement import PLACEMENTS
 from pipeswitch.scheduler.scheduler import Scheduler
-from pipeswitch.simulator import world as simulator
-from pipeswitch.simulator.costs import Costs, Link, Training
-from pipeswitch.simulator.device import require
-from pipeswitch.simulator.programs import program_of
 
 MIB = 1 << 20
 LAYER_MS = 5.0  # time to compute a layer; the time to copy a group is twice as long

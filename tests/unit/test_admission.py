@@ -10,6 +10,8 @@ import msgspec
 import pytest
 
 from pipeswitch.base.errors import DeadlineExceeded, QueueFull
+from pipeswitch.extras.lab.costs import Costs, Link
+from pipeswitch.extras.lab.programs import SimulatedProgram, program_of
 from pipeswitch.ipc.messages.base import ModelName
 from pipeswitch.programs.interface.dims import Dim
 from pipeswitch.scheduler import events as ev
@@ -17,9 +19,7 @@ from pipeswitch.scheduler.core import SchedulerSettings
 from pipeswitch.scheduler.requests.forecast import MARGIN_MS
 from pipeswitch.scheduler.scheduler import Scheduler
 from pipeswitch.scheduler.state.predictions import OLD_MS, Predictions
-from pipeswitch.simulator.costs import Costs, Link
-from pipeswitch.simulator.programs import SimulatedProgram, program_of
-from tests.unit.test_simulator import Answered
+from tests.extras.lab.unit.test_simulator import Answered
 
 MIB = 1 << 20
 LAYER_MS = (1.0, 2.0, 5.0, 3.0)  # time per layer of each model, which has two groups of two layers

@@ -11,6 +11,8 @@ import pytest
 from msgspec import structs
 
 from pipeswitch.base import errors
+from pipeswitch.extras.lab.programs import program_of
+from pipeswitch.extras.lab.world import World
 from pipeswitch.ipc.messages.base import ModelName, SlabTensor
 from pipeswitch.ipc.messages.worker import InferenceDone, RunInference, SamplingParams
 from pipeswitch.programs.decoding.generation_settings import PADS
@@ -22,8 +24,6 @@ from pipeswitch.scheduler.requests import batching
 from pipeswitch.scheduler.scheduler import Scheduler
 from pipeswitch.scheduler.state.predictions import Predictions
 from pipeswitch.scheduler.state.states import TaskState
-from pipeswitch.simulator.programs import program_of
-from pipeswitch.simulator.world import World
 
 MIB = 1 << 20
 LIMIT, DELAY_MS = 4, 5.0

@@ -42,9 +42,9 @@ PRODUCT = ("pipeswitch", "workers", "memory_daemon")
 # bits of single rows, took 65 (tests: 115). "What outsiders broke in round 5" may add 500 (tests:
 # 1,200). "After a kill" may add 250 (tests: 400). Its first
 # parts (beginnings of epochs, wrapped optimizers, attributes of trainers) took 1,080 (tests: 800).
-MAX_PRODUCT_LINES = 86_334
+MAX_PRODUCT_LINES = 86_406
 MAX_DOC_WORDS = 50_000
-MAX_TEST_LINES = 86_860
+MAX_TEST_LINES = 86_905
 
 
 def lines_of(*tops: str) -> int:
@@ -53,7 +53,7 @@ def lines_of(*tops: str) -> int:
         len(path.read_text("utf-8").splitlines())
         for top in tops
         for path in (ROOT / top).rglob("*.py")
-        if not path.is_relative_to(ROOT / "pipeswitch/demo")
+        if not path.is_relative_to(ROOT / "pipeswitch/extras/demo")
     )
 
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from pipeswitch.extras.lab.programs import program_of
 from pipeswitch.ipc.messages.daemon import DaemonReady, TransmitModel
 from pipeswitch.ipc.messages.worker import RunInference, RunJob, StopTask, WorkerReady
 from pipeswitch.scheduler import events as ev
@@ -21,7 +22,6 @@ from pipeswitch.scheduler.state.records import DeviceModel, Model, Request
 from pipeswitch.scheduler.state.states import ModelEvent, Residency, TaskState
 from pipeswitch.scheduler.training.job_requests import JobRequests
 from pipeswitch.scheduler.training.jobs import Jobs
-from pipeswitch.simulator.programs import program_of
 
 MIB = 1 << 20
 SETTINGS = SchedulerSettings(arena_bytes=64 * MIB, store_bytes=64 * MIB, fence_count=64)

@@ -15,6 +15,9 @@ from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
 import pytest
+from setuptools import find_packages
+
+from pipeswitch.base import extras
 
 ROOT = Path(__file__).parents[2]
 CODE = ("pipeswitch", "workers", "memory_daemon")
@@ -37,7 +40,6 @@ MAY_IMPORT: Mapping[str, str] = {
     # Decisions.
     "scheduler/policies": "planning",
     "scheduler": "base ipc planning programs scheduler/policies wire",
-    "simulator": "base ipc planning programs scheduler scheduler/policies",
     "policies": "base scheduler/policies",
     "watchdog": "policies",
     # The device, and the processes that touch it.
@@ -55,12 +57,16 @@ MAY_IMPORT: Mapping[str, str] = {
     # Users of the server.
     "client": "base commits programs programs/build wire",
     "__init__": "base client job wire",
-    "cluster": "base client commits controller ipc scheduler/policies simulator wire",
-    "testing": "client simulator",
+    "testing": "base client",
     "gateway": "base client frontend ipc programs sandbox wire",
-    "cli": "__init__ base client cluster devices ipc job launch planning policies programs "
-    "sandbox scheduler simulator testing watchdog wire",
-    "demo": "__init__ base cli client job planning programs programs/build testing",
+    "cli": "__init__ base client devices ipc job launch planning programs sandbox testing wire",
+    # Extras, which no room above them may import.
+    "extras": "",
+    "extras/cluster": "base cli client commits controller scheduler/policies wire",
+    "extras/demo": "__init__ base cli client job planning programs programs/build testing",
+    "extras/grpc": "base gateway ipc wire",
+    "extras/lab": "base cli extras/cluster ipc planning policies programs scheduler "
+    "scheduler/policies watchdog",
     "benchmarks/": "base cli client devices ipc job planning programs programs/build testing wire",
 }
 
@@ -91,10 +97,9 @@ IN_GATEWAY: Mapping[str, str] = {
     "decoding": "",
     "serving": "auth decoding http_errors",
     "http": "decoding http_errors offload",
-    "kserve": "auth http_errors serving offload",
     "admin": "auth decoding http http_errors serving",
     "openai": "decoding http http_errors serving offload",
-    "": "admin auth decoding http kserve openai http_errors serving offload",
+    "": "admin auth decoding http openai http_errors serving offload",
 }
 IN_FRONTEND: Mapping[str, str] = {
     "validation": "",
@@ -254,7 +259,27 @@ def test_every_package_is_installed() -> None:
     packages = {
         module_of(path.parent) for top in CODE for path in (ROOT / top).rglob("__init__.py")
     }
-    assert {*settings["tool"]["setuptools"]["packages"]} == packages
+    find = settings["tool"]["setuptools"]["packages"]["find"]
+    assert {*find_packages(str(ROOT), include=find["include"])} == packages
+
+
+def test_the_engine_imports_no_extra() -> None:
+    rooms = list(MAY_IMPORT)
+    engine = rooms[: rooms.index("extras")]
+    assert not [
+        f"{room} -> {other}"
+        for room in engine
+        for other in found_arrows()[room]
+        if other.startswith("extras")
+    ]
+
+
+@pytest.mark.parametrize("extra", sorted((ROOT / "pipeswitch/extras").glob("*/__init__.py")))
+def test_an_extra_says_what_it_adds_and_imports_nothing_for_it(extra: Path) -> None:
+    assert not names_in(module_of(extra.parent))
+    for seam in (value for value in vars(extras).values() if isinstance(value, extras.Seam)):
+        for name in seam.names():
+            assert callable(seam.load(name))
 
 
 @pytest.mark.parametrize("inside", TABLES)
@@ -282,9 +307,10 @@ def test_no_files_import_each_other_in_a_circle() -> None:
         pytest.fail(" -> ".join(error.args[1]))
 
 
-@pytest.mark.parametrize("room", ["scheduler", "simulator"])
+@pytest.mark.parametrize("room", ["scheduler", r"extras\.lab\.(world|replay|arrivals|contract)"])
 def test_a_pure_room_reaches_nothing_that_acts(room: str) -> None:
     ours = [module for module in FILES if re.match(rf"pipeswitch\.{room}\b", module)]
+    assert ours
     for module in sorted(reachable(ours)):
         for name in names_in(module):
             known = any(f"{name}.".startswith(f"{pure}.") for pure in PURE)

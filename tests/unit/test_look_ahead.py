@@ -6,14 +6,14 @@ from typing import Any
 
 import pytest
 
+from pipeswitch.extras.lab.costs import Costs, Link
+from pipeswitch.extras.lab.programs import program_of
+from pipeswitch.extras.lab.world import World
 from pipeswitch.ipc.messages.base import ModelName
 from pipeswitch.ipc.messages.daemon import TransmitModel
 from pipeswitch.scheduler import events as ev
 from pipeswitch.scheduler.core import SchedulerSettings
 from pipeswitch.scheduler.scheduler import Scheduler
-from pipeswitch.simulator.costs import Costs, Link
-from pipeswitch.simulator.programs import program_of
-from pipeswitch.simulator.world import World
 
 MIB = 1 << 20
 COPY_MS = 8.0  # time to copy a model of 4 MiB

@@ -12,6 +12,9 @@ from pipeswitch.base.config import Config
 from pipeswitch.controller.setup import sizes_of
 from pipeswitch.devices import ChosenDevice
 from pipeswitch.devices.cpu.kind import CpuKind
+from pipeswitch.extras.lab.costs import Costs, Link, Training
+from pipeswitch.extras.lab.programs import program_of
+from pipeswitch.extras.lab.world import World
 from pipeswitch.ipc.messages.base import JobName, ModelName
 from pipeswitch.scheduler import events as ev
 from pipeswitch.scheduler.core import SchedulerSettings
@@ -19,9 +22,6 @@ from pipeswitch.scheduler.scheduler import Scheduler
 from pipeswitch.scheduler.state.records import Job, JobSpec
 from pipeswitch.scheduler.state.states import TaskState
 from pipeswitch.scheduler.training.jobs import RestoredJob
-from pipeswitch.simulator.costs import Costs, Link, Training
-from pipeswitch.simulator.programs import program_of
-from pipeswitch.simulator.world import World
 
 MIB = 1 << 20
 J = JobName("j")

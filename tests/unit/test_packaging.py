@@ -15,11 +15,11 @@ import yaml
 
 from pipeswitch.base.config import PROFILES_VARIABLE, Config, ServerConfig, load
 from pipeswitch.base.errors import PipeSwitchError
-from pipeswitch.cli.cluster import up
 from pipeswitch.cli.main import main
-from pipeswitch.cluster.ray_nodes import RESOURCE
 from pipeswitch.controller.gateway_process import DEFAULTS
-from pipeswitch.demo import digits
+from pipeswitch.extras.cluster.command import up
+from pipeswitch.extras.cluster.ray_nodes import RESOURCE
+from pipeswitch.extras.demo import digits
 
 ROOT = Path(__file__).parents[2]
 PACKAGING = ROOT / "packaging"
@@ -49,7 +49,7 @@ def test_the_image_copies_what_is_there_and_all_that_is_installed() -> None:
     ours = [line.split() for line in instructions("COPY") if not line.startswith("--from")]
     copied = {source for *sources, _ in ours for source in sources}
     assert all((ROOT / source).exists() for source in copied)
-    tops = {name.partition(".")[0] for name in PROJECT["tool"]["setuptools"]["packages"]}
+    tops = {"pipeswitch", *PROJECT["tool"]["setuptools"]["package-dir"].values()}
     assert tops | {"pyproject.toml", PROJECT["project"]["readme"]} <= copied
     context = (PACKAGING / "Dockerfile.dockerignore").read_text().splitlines()
     assert {f"!{source}" for source in copied} <= set(context)

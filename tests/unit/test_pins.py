@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from pipeswitch.extras.lab.costs import Training
 from pipeswitch.scheduler import events as ev
 from pipeswitch.scheduler.state.states import TASK_FINAL, Residency
-from pipeswitch.simulator.costs import Training
 from tests.unit.fleet_model import MIB, QUIET, Faults, World
 
 # Sizes in MiB. All pinned models and any one slice fit the arena together.

@@ -10,6 +10,9 @@ from typing import Any
 import pytest
 
 from pipeswitch.base.config import PLACEMENTS as CONFIGURED
+from pipeswitch.extras.lab.costs import Costs, Link, Training
+from pipeswitch.extras.lab.programs import program_of
+from pipeswitch.extras.lab.world import World
 from pipeswitch.ipc.messages.base import JobName, ModelName
 from pipeswitch.scheduler import events as ev
 from pipeswitch.scheduler.core import SchedulerSettings
@@ -17,9 +20,6 @@ from pipeswitch.scheduler.policies.placement import PLACEMENTS, Place, best
 from pipeswitch.scheduler.scheduler import Scheduler
 from pipeswitch.scheduler.state.records import Model
 from pipeswitch.scheduler.state.states import ModelEvent, TaskState
-from pipeswitch.simulator.costs import Costs, Link, Training
-from pipeswitch.simulator.programs import program_of
-from pipeswitch.simulator.world import World
 
 MIB = 1 << 20
 IDLE = Place(

@@ -14,6 +14,9 @@ from hypothesis import strategies as st
 
 from pipeswitch.base.config import POLICIES, parse
 from pipeswitch.base.errors import ConfigError
+from pipeswitch.extras.lab.costs import Costs, Link
+from pipeswitch.extras.lab.programs import program_of
+from pipeswitch.extras.lab.world import World
 from pipeswitch.policies import find_policy
 from pipeswitch.scheduler import events as ev
 from pipeswitch.scheduler.core import SchedulerSettings
@@ -32,9 +35,6 @@ from pipeswitch.scheduler.policies import (
 from pipeswitch.scheduler.policies.guard import PolicyGuard
 from pipeswitch.scheduler.scheduler import Scheduler
 from pipeswitch.scheduler.state.predictions import KEPT_BATCHES, Predictions
-from pipeswitch.simulator.costs import Costs, Link
-from pipeswitch.simulator.programs import program_of
-from pipeswitch.simulator.world import World
 from pipeswitch.testing import check_policy
 
 MIB = 1 << 20

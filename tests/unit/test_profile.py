@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from pipeswitch.extras.lab.replay import paper_model
 from pipeswitch.planning import profile_files
 from pipeswitch.planning.costs import makespan
 from pipeswitch.planning.fit import MIB, fit_link, quantile, spread
@@ -28,7 +29,6 @@ from pipeswitch.planning.profile import (
     decode,
     encode,
 )
-from pipeswitch.simulator.replay import paper_model
 
 DIGEST = "ab" * 32
 HERE = Identity(

@@ -23,7 +23,6 @@ from pipeswitch.base.roles import (
     parse_roles,
 )
 from pipeswitch.cli.server import _flag_tree, serve
-from pipeswitch.client.verbs import REACHES
 from pipeswitch.frontend.frontend import Frontend
 from pipeswitch.frontend.transport.replies import redact
 from pipeswitch.frontend.verbs import VERBS
@@ -48,10 +47,6 @@ def test_every_verb_has_one_role_and_every_role_a_verb(frontend: Frontend) -> No
     served = {name for name, verb in VERBS.items() if verb.parse is None}
     assert served == {*frontend._own.handlers, "hello"}
     assert {verb.role for verb in VERBS.values()} == set(Role) - {Role.URGENT}  # allows a priority
-
-
-def test_a_cluster_reaches_only_verbs_of_the_table() -> None:
-    assert set(REACHES) <= set(VERBS)
 
 
 def test_the_protocol_names_every_verb_with_its_role() -> None:

@@ -13,6 +13,8 @@ import pytest
 
 from pipeswitch.base.errors import OutOfDeviceMemory, RemoteProtocolError
 from pipeswitch.devices.order_checks import check_order
+from pipeswitch.extras.lab.costs import Costs, Link, Training
+from pipeswitch.extras.lab.programs import program_of
 from pipeswitch.ipc.messages.base import JobName, ModelName
 from pipeswitch.ipc.messages.builder import BuildDone
 from pipeswitch.ipc.messages.daemon import CancelTransmit, TransmitModel
@@ -28,11 +30,9 @@ from pipeswitch.scheduler.core import SchedulerSettings
 from pipeswitch.scheduler.memory import plans
 from pipeswitch.scheduler.scheduler import Scheduler
 from pipeswitch.scheduler.state.states import Residency
-from pipeswitch.simulator.costs import Costs, Link, Training
-from pipeswitch.simulator.programs import program_of
+from tests.extras.lab.unit.test_simulator import Answered
 from tests.unit.fleet_model import manifest_of, profile_of
 from tests.unit.test_scheduler_rules import Rig, received
-from tests.unit.test_simulator import Answered
 
 MIB = 1 << 20
 UNIT = 2

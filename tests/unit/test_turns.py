@@ -12,6 +12,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from pipeswitch.extras.lab.costs import Costs, Link, Training
+from pipeswitch.extras.lab.programs import program_of
+from pipeswitch.extras.lab.world import World
 from pipeswitch.ipc.messages.base import JobName, ModelName
 from pipeswitch.programs.interface.layout import Batching
 from pipeswitch.scheduler import events as ev
@@ -19,9 +22,6 @@ from pipeswitch.scheduler.core import SchedulerSettings
 from pipeswitch.scheduler.policies import MAKERS
 from pipeswitch.scheduler.scheduler import Scheduler
 from pipeswitch.scheduler.state import fair_queue
-from pipeswitch.simulator.costs import Costs, Link, Training
-from pipeswitch.simulator.programs import program_of
-from pipeswitch.simulator.world import World
 
 MIB = 1 << 20
 RUN_MS = 2.0

@@ -10,13 +10,13 @@ from pathlib import Path
 from typing import Any, Final
 
 from ...base.errors import PipeSwitchError, ServerUnavailable
+from ...base.extras import UPSTREAMS
 from ...client.calls import Call, FinalReply
 from ...client.generation import GenerateRequest
 from ...client.looped import LoopConnection
 from ...client.verbs import SAFE_JOB_ACTIONS
 from ...wire.frames import CHUNK_BYTES
 from ...wire.request_timing import RequestTiming
-from .nodes import NodeConnections
 from .oip import InferRequest, Output
 
 HELLO_S: Final = 2.0  # a running server answers within this time
@@ -44,9 +44,9 @@ class Upstream:
 
     def __init__(self, address: str, cluster: str = "") -> None:
         """Create the connections; ``cluster`` is the file of the table of nodes, or empty."""
-        self._connection: _Connection | NodeConnections = _Connection(address, HELLO_S)
+        self._connection: LoopConnection = _Connection(address, HELLO_S)
         if cluster:
-            self._connection = NodeConnections(self._connection, Path(cluster))
+            self._connection = UPSTREAMS.load("cluster")(self._connection, Path(cluster))
         self._events = _Connection(address, HELLO_S)
         self._following: asyncio.Task[None] | None = None
 

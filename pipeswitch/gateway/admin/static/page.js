@@ -381,7 +381,7 @@ function showJobs() {
     line.setAttribute("points", points(losses));
   }, "");
   fold("jobs", !model.jobs.length);
-  $("jobs-line").textContent = model.jobs.length ? "" : "none: pipeswitch train pipeswitch.demo.digits:main --name digits";
+  $("jobs-line").textContent = model.jobs.length ? "" : "none: pipeswitch train pipeswitch.extras.demo.digits:main --name digits";
   if ($("log").open) showJob();
 }
 

@@ -1,0 +1,64 @@
+"""Seams of the engine: what the folders of ``pipeswitch/extras/`` add to it.
+
+The engine imports no extra. The ``__init__`` of an extra imports nothing: it has a table for each
+seam that it uses, with entries NAME -> "module:function". The module, one of the extra's own, is
+imported when the engine needs the function.
+"""
+
+from __future__ import annotations
+
+import importlib
+import pkgutil
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any, Final
+
+from .errors import ConfigError
+
+PACKAGE: Final = __name__.partition(".")[0] + ".extras"
+FOLDER: Final = Path(__file__).parents[1] / "extras"
+
+
+@dataclass(frozen=True)
+class Seam:
+    """Place at which extras add functions to the engine."""
+
+    table: str  # name of the table in the ``__init__`` of an extra
+    noun: str
+
+    def names(self) -> list[str]:
+        """Return the names that the installed extras add."""
+        return list(_functions(self.table))
+
+    def load(self, name: str) -> Any:
+        """Import and return the function of a name.
+
+        Raises:
+            ConfigError: no installed extra has it.
+        """
+        try:
+            module, _, function = _functions(self.table)[name].partition(":")
+        except KeyError:
+            text = f"this installation has no {self.noun} {name!r}"
+            raise ConfigError(text, hint=f"it lacks a folder in {FOLDER}") from None
+        return getattr(importlib.import_module(module), function)
+
+
+CHECKS: Final = Seam("CHECKS", "check")  # ``pipeswitch.testing``: checks of a user's own code
+COMMANDS: Final = Seam("COMMANDS", "command")  # groups and verbs of the command line
+SCHEMES: Final = Seam("SCHEMES", "connection to")  # schemes of addresses -> a client's connection
+SERVERS: Final = Seam("SERVERS", "server for")  # protocols of the gateway that are not HTTP
+UPSTREAMS: Final = Seam("UPSTREAMS", "gateway of a")  # connection of a gateway to more servers
+
+
+@cache
+def _functions(table: str) -> Mapping[str, str]:
+    """Return the entries of all extras, each as "package.module:function"."""
+    functions: dict[str, str] = {}
+    for _, extra, is_package in pkgutil.iter_modules([str(FOLDER)], f"{PACKAGE}."):
+        if is_package:
+            entries = getattr(importlib.import_module(extra), table, {})
+            functions |= {name: f"{extra}.{place}" for name, place in entries.items()}
+    return functions

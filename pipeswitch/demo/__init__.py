@@ -1,1 +1,0 @@
-"""``make demo``: three models are served while a job trains, and compared with two baselines."""

@@ -1,0 +1,3 @@
+"""The Open Inference Protocol over gRPC, as KServe and Triton speak it."""
+
+SERVERS = {"grpc": "grpc_server:open_server"}

@@ -1,1 +1,0 @@
-"""The Open Inference Protocol over gRPC, as KServe and Triton speak it."""

@@ -1,0 +1,396 @@
+"""Three nodes on this machine under Ray: all verbs, and a node that dies during requests."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import itertools
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import psutil
+import pytest
+import torch
+from process_tools import ray_of_its_own
+
+from pipeswitch import AlreadyExists, Client, ModelNotFound, PermissionDenied
+from pipeswitch.base.errors import InvalidInput, ServerUnavailable
+from pipeswitch.extras.cluster.cluster_client import answer_of, connected_ray, placement_of
+from pipeswitch.extras.cluster.placement_actor import start_nodes
+from pipeswitch.wire.addresses import is_loopback, parse_listen
+
+pytestmark = [
+    pytest.mark.skipif(
+        importlib.util.find_spec("ray") is None, reason="no Ray: pip install 'pipeswitch[ray]'"
+    ),
+    pytest.mark.timeout(1200),  # the first test may wait until another test file has released Ray
+]
+
+COMMAND = [sys.executable, "-P", "-c", "from pipeswitch.cli.main import main; main()"]
+SMALL = (
+    "--device",
+    "cpu",
+    "--arena",
+    "64MiB",
+    "--host-store",
+    "128MiB",
+    "--standby",
+    "1",
+    "--commit-every",
+    "200ms",
+)
+NAMES = ("node-0", "node-1", "node-2")
+REQUESTS = 200
+JOB = """
+import os, sys, time
+import torch
+from pipeswitch import job
+torch.manual_seed(0)
+model = torch.nn.Linear(4, 1)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+for x in job.steps([torch.ones(2, 4)] * 400, model=model, optimizer=optimizer):
+    time.sleep(0.0 if os.path.exists(sys.argv[2]) else 0.25)
+    with open(sys.argv[1] + ".lives", "a") as file:
+        print(os.getpid(), file=file)
+    optimizer.zero_grad()
+    model(x).pow(2).mean().backward()
+    optimizer.step()
+torch.save(model.state_dict(), sys.argv[1])
+"""
+
+
+def ready_at(line: str) -> str:
+    return line.partition(" at ")[2].rpartition(": ")[0]
+
+
+class Cluster:
+    def __init__(self, folder: Path) -> None:
+        self.folder, self.pids = folder, dict[str, int]()
+        self.process = subprocess.Popen(
+            [*COMMAND, "cluster", "up", "--local", "3", "--state-dir", str(folder), "--", *SMALL],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        assert self.process.stdout is not None
+        line = self.process.stdout.readline()
+        if "3 nodes is ready" not in line:
+            self.process.terminate()
+            raise AssertionError(line + self.process.communicate()[0])
+        os.environ["RAY_ADDRESS"] = ready_at(line)  # "auto" may find another Ray on this machine
+
+        # Ray tries to connect for 20 s, while other tests run.
+        self.stranger = subprocess.Popen(
+            [*COMMAND, "cluster", "status"],
+            env={**os.environ, "RAY_AUTH_TOKEN": "0" * 64},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+
+    def cli(self, *words: str, **environment: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            [*COMMAND, *words],
+            env={**os.environ, **environment},
+            text=True,
+            capture_output=True,
+            timeout=200,
+        )
+
+    def status(self) -> dict[str, Any]:
+        with connected_ray("auto") as ray:
+            status = dict(answer_of(ray, placement_of(ray).status.remote()))
+        self.pids |= {node["name"]: node["pid"] for node in status["nodes"]}
+        return status
+
+
+@pytest.fixture(scope="module")
+def nodes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    with ray_of_its_own() as (_, started):
+        cluster = Cluster(tmp_path_factory.mktemp("cluster"))
+        yield cluster
+        started += psutil.Process(cluster.process.pid).children(recursive=True)
+        cluster.stranger.kill()
+        cluster.stranger.communicate()
+        stopped = cluster.cli("cluster", "down")
+        assert cluster.process.wait(200) == 0, stopped.stderr
+        assert cluster.process.stdout is not None
+        cluster.process.stdout.close()
+
+
+@pytest.fixture(scope="module")
+def client(nodes: Cluster) -> Iterator[Client]:
+    with Client("cluster") as own_client:
+        torch.manual_seed(0)
+        module = torch.nn.Sequential(
+            torch.nn.Linear(8, 64), torch.nn.ReLU(), torch.nn.Linear(64, 4)
+        )
+        row = own_client.register("m", module.eval(), example_inputs=(torch.zeros(1, 8),))
+        assert row["notes"] == []  # no note, because a second node already has a copy
+        yield own_client
+
+
+def test_each_node_listens_on_loopback_and_asks_for_its_key(nodes: Cluster, client: Client) -> None:
+    for node in nodes.status()["nodes"]:
+        assert is_loopback(parse_listen(node["address"])[0])
+        with (
+            Client(node["address"]) as stranger,
+            pytest.raises((PermissionDenied, ServerUnavailable)),
+        ):
+            stranger.models()
+
+
+def test_the_verbs_speak_of_all_nodes(nodes: Cluster, client: Client, tmp_path: Path) -> None:
+    (model,) = client.models()
+    assert len(model["nodes"]) == 2
+    assert client.show("m")["digest"] == model["digest"]
+    assert client.ping(deep=True)["ready"]
+    assert set(client.stats()["nodes"]) == {"node-0", "node-1", "node-2"}
+    assert {row["name"].partition("/")[0] for row in client.ps()} == set(client.stats()["nodes"])
+    with pytest.raises(ModelNotFound):
+        client.job("nothing", "show")
+    with pytest.raises(InvalidInput):
+        client.trace()
+    status = nodes.cli("cluster", "status", "--json")
+    assert json.loads(status.stdout)["models"]["m"]["nodes"] == sorted(model["nodes"])
+    table = nodes.cli("--host", "cluster", "ps")
+    assert table.returncode == 0, table.stderr
+    assert "node-2/memory-daemon" in table.stdout
+
+
+def test_of_two_who_register_one_name_the_first_has_it(nodes: Cluster, client: Client) -> None:
+    """Register a name at once from two clients, because threads of one client use one node."""
+    modules = {width: torch.nn.Linear(8, width).eval() for width in (3, 5)}
+
+    def register(one: Client, width: int) -> int:
+        with contextlib.suppress(AlreadyExists):
+            one.register("name", modules[width], example_inputs=(torch.zeros(1, 8),))
+            return width
+        return 0
+
+    with Client("cluster") as other, ThreadPoolExecutor(3) as beside:
+        clients = ((client, 3), (client, 3), (other, 5))
+        outcomes = [*beside.map(lambda one: register(*one), clients)]
+    assert outcomes in ([3, 3, 0], [0, 0, 5])
+    wait_for(
+        lambda: {
+            node["name"]: node["models"]["name"][0]
+            for node in nodes.status()["nodes"]
+            if "name" in node["models"]
+        },
+        lambda digests: (len(digests), len({*digests.values()})) == (2, 1),
+    )
+    client.unregister("name")
+
+
+def test_placement_that_is_started_again_knows_as_much(nodes: Cluster, client: Client) -> None:
+    before = nodes.status()
+    with connected_ray("auto") as ray:
+        ray.kill(placement_of(ray), no_restart=False)
+        again = answer_of(ray, placement_of(ray).table.options(max_task_retries=-1).remote())
+    assert again["version"] > before["version"]
+    assert again["holders"]["m"] == before["models"]["m"]["nodes"]
+    assert again["models"]["m"] in again["holders"]["m"]
+
+
+class Job:
+    """Job on the cluster, slow until it is released, and a plain run of the same script."""
+
+    def __init__(self, client: Client, folder: Path, name: str) -> None:
+        self.client, self.folder, self.name = client, folder, name
+        (folder / "job.py").write_text(JOB)
+        for one, let_go in ((f"whole-{name}", folder), (name, folder / "let_go")):
+            args = [f"{folder}/{one}.pt", str(let_go)]
+            client.train(folder / "job.py", name=one, args=args)
+        assert client.task(f"whole-{name}").wait(60)["state"] == "done"
+
+    def has_come(self, nodes: Cluster, step: int) -> str:
+        """Return the job's node, after this step is on its disk and on another node's disk."""
+        row = wait_for(
+            lambda: job_row(self.client, self.name), lambda row: row["persisted_step"] >= step
+        )
+        with connected_ray("auto"):  # one connection for all calls of ``status``
+            wait_for(
+                lambda: nodes.status()["jobs"].get(self.name, {}),
+                lambda states: sorted(states.values()) == ["home", "replica"],
+            )
+        return str(row["node"])
+
+    def ends_as_the_whole_one(self) -> None:
+        """Release the job; compare its weights with the plain run's. Check that no two processes of
+        the job have run at the same time."""
+        (self.folder / "let_go").touch()
+        assert self.client.task(self.name).wait(120)["state"] == "done"
+        weights = [
+            torch.load(self.folder / f"{one}.pt", weights_only=True)["weight"]
+            for one in (f"whole-{self.name}", self.name)
+        ]
+        assert torch.equal(*weights)
+        lives = (self.folder / f"{self.name}.pt.lives").read_text().split()
+        assert len([*itertools.groupby(lives)]) == len(set(lives)) > 1
+
+
+def test_a_jobs_server_is_killed_and_then_it_moves(
+    nodes: Cluster, client: Client, tmp_path: Path
+) -> None:
+    """Check that the restarted server resumes the job."""
+    job = Job(client, tmp_path, "moved")
+    home = job.has_come(nodes, 2)
+    os.kill(nodes.pids[home], signal.SIGKILL)
+    wait_for(lambda: job_row(client, "moved"), lambda row: row["restarts"] == 1)
+    assert job.has_come(nodes, 4) == home
+    killed = job_row(client, "moved")
+
+    to = next(name for name in NAMES if name != home)
+    moved = nodes.cli("--host", "cluster", "jobs", "move", "moved", "--to", to)
+    assert moved.returncode == 0, moved.stderr
+    row = wait_for(lambda: job_row(client, "moved"), lambda row: row["node"] == to)
+    for count in ("restarts", "steps_recomputed"):
+        assert row[count] == killed[count]
+    job.ends_as_the_whole_one()
+    assert [row["node"] for row in client.jobs() if row["name"] == "moved"] == [to]
+
+
+@pytest.mark.slow
+def test_a_jobs_node_hangs(nodes: Cluster, client: Client, tmp_path: Path) -> None:
+    """Check that a hung node's surviving server stops the job before another node starts it."""
+    job = Job(client, tmp_path, "hung")
+    to = job.has_come(nodes, 2)
+    node = psutil.Process(nodes.pids[to]).parent()
+    assert node is not None
+    (tmp_path / "job.py").unlink()  # the node must use its own copy
+    node.suspend()
+    try:
+        wait_for(
+            lambda: nodes.status()["jobs"].get("hung", {}),
+            lambda states: "home" in states.values() and to not in states,
+        )
+    finally:
+        node.resume()
+    job.ends_as_the_whole_one()
+    assert to not in [row["node"] for row in client.jobs() if row["name"] == "hung"]
+
+
+@pytest.mark.slow
+def test_a_job_whose_node_is_lost_again_and_again(
+    nodes: Cluster, client: Client, tmp_path: Path
+) -> None:
+    """End a job's node, which Ray does not restart: when it returns, it must not run the job."""
+    job = Job(client, tmp_path, "lost")
+    for number in range(3):
+        home = job.has_come(nodes, 2 * number + 2)
+        with connected_ray("auto") as ray:
+            ray.kill(ray.get_actor(f"node:{home}", namespace="pipeswitch"), no_restart=True)
+        os.kill(nodes.pids[home], signal.SIGKILL)
+        wait_for(
+            lambda: nodes.status()["jobs"].get("lost", {}), lambda states: "home" in states.values()
+        )
+        with connected_ray("auto") as ray:
+            where = ray.get_runtime_context().get_node_id()
+            start_nodes(ray, {home: where}, str(nodes.folder), {home: "127.0.0.1"}, SMALL)
+        assert [row["node"] for row in client.jobs() if row["name"] == "lost"] != [home]
+    job.ends_as_the_whole_one()
+
+
+def job_row(client: Client, name: str) -> dict[str, Any]:
+    """Return the job's row; {} if its node is down."""
+    return next((row for row in client.jobs() if row["name"] == name), {})
+
+
+def wait_for(look: Callable[[], Any], is_so: Callable[[Any], bool] = bool) -> Any:
+    until_s = time.monotonic() + 200.0
+    while not (value := look()) or not is_so(value):
+        assert time.monotonic() < until_s, value
+        time.sleep(0.05)
+    return value
+
+
+def test_a_node_is_killed_under_requests_and_none_is_lost(
+    nodes: Cluster, client: Client, tmp_path: Path
+) -> None:
+    """Kill a node: each request must be answered once with equal bits, and the node must return.
+    Then drain a node that trains: its models and its job must move, without a lost request."""
+    x = np.random.default_rng(0).random((1, 8), dtype=np.float32)
+    expected = client.infer("m", x).outputs["y"].tobytes()
+    status = nodes.status()
+    serving = status["models"]["m"]["serving"]
+    victim = next(node for node in status["nodes"] if node["name"] == serving)
+    killed_at = random.randrange(REQUESTS // 2)
+    answers = []
+    for number in range(REQUESTS):
+        if number == killed_at:
+            os.kill(victim["pid"], signal.SIGKILL)
+        answer = client.submit("m", x).result(60) if number % 2 else client.infer("m", x)
+        answers.append((answer.request_id, answer.outputs["y"].tobytes()))
+    assert len({request for request, _ in answers}) == REQUESTS
+    assert {bits for _, bits in answers} == {expected}
+
+    job = Job(client, tmp_path, "drained")
+    home = job.has_come(nodes, 2)
+    with ThreadPoolExecutor(1) as beside:
+        drained = beside.submit(nodes.cli, "cluster", "drain", home)
+        answers = [client.infer("m", x)]
+        while not drained.done():
+            answers.append(client.infer("m", x))
+    assert drained.result().returncode == 0, drained.result().stderr
+    assert {answer.outputs["y"].tobytes() for answer in answers} == {expected}
+    assert len({answer.request_id for answer in answers}) == len(answers)
+    last_status = nodes.status()
+    assert home not in {node["name"] for node in last_status["nodes"]}
+    assert home not in last_status["models"]["m"]["nodes"]
+    job.ends_as_the_whole_one()
+    client.unregister("m")
+    with pytest.raises(ModelNotFound):
+        client.infer("m", x)
+
+
+@pytest.mark.slow
+def test_tokens_go_on_where_their_node_died(nodes: Cluster, client: Client) -> None:
+    """Kill the node of a generation: another node must continue with equal tokens."""
+    transformers = pytest.importorskip("transformers")
+    torch.manual_seed(7)
+    config = transformers.AutoConfig.for_model(
+        "qwen2",
+        hidden_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        eos_token_id=None,
+        num_key_value_heads=2,
+        intermediate_size=64,
+        vocab_size=300,
+        max_position_embeddings=128,
+    )
+    model = transformers.AutoModelForCausalLM.from_config(config).eval()
+    assert client.register("chat", model, generate=True, precision="exact")["notes"] == []
+    ids = [*range(5, 20)]
+    expected = [
+        token.id
+        for token in client.generate("chat", ids, max_new_tokens=60, seed=3, temperature=1.0)
+    ]
+    answer = client.generate("chat", ids, max_new_tokens=60, seed=3, temperature=1.0)
+    first_ids = [next(answer).id for _ in range(9)]
+    (row,) = client.sequences()
+    nodes.status()
+    os.kill(nodes.pids[row["node"]], signal.SIGKILL)
+    assert first_ids + [token.id for token in answer] == expected
+    with client.generate("chat", ids, max_new_tokens=60) as another:
+        next(another)
+        assert row["node"] not in [now["node"] for now in client.sequences()]
+    assert client.sequences() == []
+    client.unregister("chat")
+
+
+def test_who_has_another_token_hears_nothing(nodes: Cluster) -> None:
+    heard, error = nodes.stranger.communicate(timeout=200)
+    assert (nodes.stranger.returncode, heard) == (3, ""), error
+    assert "no Ray answers" in error
