@@ -26,12 +26,14 @@ when the script has ended, not when it is evicted.
 
 from __future__ import annotations
 
+import builtins
 import logging
 import math
+import os
 import sys
 import warnings
 from collections.abc import Iterable, Iterator, Mapping
-from typing import TYPE_CHECKING, Any, Final, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Final, Protocol, TextIO, TypeVar
 
 from .base.errors import InvalidInput
 from .base.units import nearest, parse_size
@@ -81,6 +83,7 @@ class JobSession(Protocol):
     def trainer(self, trainer: Any, library: str) -> None: ...
     def shared(self, loader: Any, name: str, *, seed: int) -> Iterable[Any]: ...
     def log(self, values: Mapping[str, Any]) -> None: ...
+    def open(self, file: str | os.PathLike[str]) -> TextIO: ...
     def publish(self, name: str, part: str) -> None: ...
 
 
@@ -223,6 +226,18 @@ def log(values: Mapping[str, Any] | None = None, /, **more: Any) -> None:
     _session.log({**named, **more})
 
 
+def open(file: str | os.PathLike[str]) -> TextIO:
+    """Open a UTF-8 text file to append rows, each of which must be there once: CSV, JSON lines.
+
+    A commit keeps the file's length. When the job resumes, the file is cut back to this length;
+    text that the script writes again before it reaches the commit is dropped. By hand, append.
+
+    Raises:
+        InvalidInput: the job has opened 64 other files.
+    """
+    return _session.open(file)
+
+
 def publish(name: str, part: str = "") -> None:
     """Make the trained state the next version of the served model ``name``; return at once.
 
@@ -313,6 +328,9 @@ class _PlainSession:
             warn_if_not_finite(name, number, self.step)
         text = " ".join(f"{name}={number:.6g}" for name, number in numbers.items())
         _logger.info("step=%d %s", self.step, text)
+
+    def open(self, file: str | os.PathLike[str]) -> TextIO:
+        return builtins.open(file, "a", encoding="utf-8")
 
     def publish(self, name: str, part: str) -> None:
         _logger.info("step=%d would publish as %r: no server runs this script", self.step, name)

@@ -228,10 +228,7 @@ class WorkerProcess:
         self._keep_in_step()
         self._gate.after_boundary = give_freed_memory_back
         self._gate.on_back = self._on_back
-        ended = run_script(message, self._host, self._gate)
-        self._host.ended()
-        reach("job.ended")
-        self._task.send(ended)
+        self._host.end(run_script(message, self._host, self._gate))
         return 0
 
     def _keep_in_step(self) -> None:

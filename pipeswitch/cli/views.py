@@ -39,12 +39,11 @@ DROPPED_FIRST: Final = (
         "offloaded_bytes",
         "streamed_bytes",
         "prio",
-        "committed_step",
     ),
     *("swaps", "swapped_bytes"),
     *("evictions", "pinned", "sequence_bytes", "tokens", "sequences", "priority", "host", "bytes"),
-    *("suspensions", "source", "activation_bytes", "restarts", "tokens_per_s", "persisted_step"),
-    *("worker", "requests", "residency", "device", "why"),
+    *("suspensions", "source", "activation_bytes", "restarts", "tokens_per_s"),
+    *("committed_step", "persisted_step", "worker", "requests", "residency", "device", "why"),
 )
 """Columns that are left out on a narrow screen, the least important first."""
 
@@ -134,8 +133,8 @@ VERSION_COLUMNS: Final = (
     "source",
 )
 JOB_COLUMNS: Final = (
-    *("name", "state", "on", "step", "steps_per_s", "persisted_step", "why"),
-    *("committed_step", "bytes", "suspensions", "swaps", "evictions", "restarts", "swapped_bytes"),
+    *("name", "state", "on", "step", "steps_per_s", "committed_step", "persisted_step", "why"),
+    *("bytes", "suspensions", "swaps", "evictions", "restarts", "swapped_bytes"),
 )
 TIMING_COLUMNS: Final = tuple(name for name in PARTS if name not in OPTIONAL)
 

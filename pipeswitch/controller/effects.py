@@ -178,6 +178,7 @@ class Effects:
                 os.close(open_plain(log_path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC))
                 progress = log_path.with_suffix(SUFFIX)
                 progress.unlink(missing_ok=True)
+                log_path.with_suffix(".files").unlink(missing_ok=True)
                 with contextlib.suppress(FileNotFoundError):
                     os.replace(self._places.root / "jobs" / entry["name"] / HANDED_ON, progress)
             reach("journal.write")
@@ -280,7 +281,7 @@ class Effects:
         with contextlib.suppress(OSError):  # the job has no commits on disk
             os.rename(self._places.commits / job, gone)
             self._frontend.uploads.remove([gone])
-        for kind in ("log", "history", "progress"):
+        for kind in ("log", "history", "progress", "files"):
             with contextlib.suppress(OSError):  # it is missing, or a script put a folder there
                 (self._places.logs / f"job-{job}.{kind}").unlink()
 

@@ -47,7 +47,13 @@ def plain(script: Script) -> str:
 
 
 def live(
-    host: FakeHost, script: Script, *, evict_at: int = -1, crash_at: int = -1, every_ms: float = 1e9
+    host: FakeHost,
+    script: Script,
+    *,
+    evict_at: int = -1,
+    crash_at: int = -1,
+    every_ms: float = 1e9,
+    **options: Any,
 ) -> str:
     """Run one life of the script; return "" if layer ``evict_at`` or poke ``crash_at`` ends it."""
     random.seed()  # another process has other random states
@@ -56,7 +62,7 @@ def live(
     gate = HookedGate(lambda *_: None)
     gate.grant(1)
     gate.countdown = evict_at
-    session = begun(host, gate, commit_every_ms=every_ms)
+    session = begun(host, gate, commit_every_ms=every_ms, **options)
     pokes = 0
 
     def poke() -> None:

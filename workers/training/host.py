@@ -276,10 +276,12 @@ class JobHost:
             if self._unseen_steps:
                 self.report("unseen", steps=self._unseen_steps)
 
-    def ended(self) -> None:
-        """Record that the script ended or was stopped, so that the next run is not a restart."""
+    def end(self, message: worker_msg.JobEnded) -> None:
+        """Report that the script ended or was stopped, so that the next run is not a restart."""
         if self._progress is not None:
             self._progress.ended()
+        reach("job.ended")
+        self._task.send(message)
 
     def flush(self) -> None:
         """Flush the history for other readers, and cut a long log to its newest part."""

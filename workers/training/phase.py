@@ -181,6 +181,7 @@ class Phase:
         entry = {
             **self.place.entry,
             **more,
+            **{name: part.capture() for name, part in self.place.parts.items()},
             "bodies": (self._watch.was_watched, self._watch.writes_unseen),
             "has_updated": self.place.has_updated,
         }

@@ -15,7 +15,7 @@ import threading
 import traceback
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Final, Literal
+from typing import Final, Literal, NoReturn
 
 from pipeswitch import job as job_api
 from pipeswitch.base.errors import TaskPreempted
@@ -23,9 +23,11 @@ from pipeswitch.base.failpoints import reach
 from pipeswitch.base.machine import available_bytes
 from pipeswitch.base.plain_files import open_plain
 from pipeswitch.ipc.gate import Gate
+from pipeswitch.ipc.messages.base import OpId
 from pipeswitch.ipc.messages.worker import JobEnded, RunJob
 
 from .host import JobHost
+from .script_files import SUFFIX
 from .session import TrainingSession
 
 log = logging.getLogger(__name__)
@@ -41,7 +43,11 @@ _forking = threading.local()  # ``mask`` is the signal mask to restore after a f
 def run_script(message: RunJob, host: JobHost, gate: Gate) -> JobEnded:
     """Run ``message.entry`` from its start. Only this function catches ``TaskPreempted``."""
     session = TrainingSession(
-        host, gate, commit_every_ms=message.commit_every_ms, defaults=message.defaults
+        host,
+        gate,
+        commit_every_ms=message.commit_every_ms,
+        files=Path(message.log_path).with_suffix(SUFFIX) if message.log_path else None,
+        defaults=message.defaults,
     )
     job_api._install(session)
     outcome: Outcome = "done"
@@ -54,7 +60,7 @@ def run_script(message: RunJob, host: JobHost, gate: Gate) -> JobEnded:
         session.begin()
         saved = session.place.saved
         host.resumes_at(0 if saved is None else saved.position.step)
-        with _clean_exit():
+        with _clean_exit(), _end_by_exit(session, host, message.op_id):
             run_entry(message.entry, message.args)
         if not gate.is_evicting:
             _join_threads()
@@ -99,6 +105,26 @@ def _clean_exit() -> Iterator[None]:
     except SystemExit as leaving:
         if leaving.code not in (None, 0):
             raise
+
+
+@contextlib.contextmanager
+def _end_by_exit(session: TrainingSession, host: JobHost, op_id: OpId) -> Iterator[None]:
+    """Make ``os._exit(0)`` the end of a script that has left its loops, not a death to recover."""
+    leave, pid = os._exit, os.getpid()
+
+    def end(status: int) -> NoReturn:
+        is_own = os.getpid() == pid and threading.current_thread() is threading.main_thread()
+        if is_own and status == 0 and not session.is_in_loop:
+            session.finish()
+            _flush()
+            host.end(JobEnded(op_id=op_id, outcome="done", step=session.step))
+        leave(status)
+
+    os._exit = end
+    try:
+        yield
+    finally:
+        os._exit = leave
 
 
 def run_entry(entry: str, args: Sequence[str]) -> None:

@@ -7,8 +7,9 @@ fetching batches and restores its end, so code between two phases finds the same
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any, Final
+from typing import Any, Final, Protocol
 
 from pipeswitch.base import state_codec
 from pipeswitch.base.errors import InvalidInput
@@ -99,6 +100,13 @@ class SavedImage:
         return {int(name.removeprefix(PAST)): bytes(self.blob(name)) for name in names}
 
 
+class OutsidePart(Protocol):
+    """State outside of a script's objects, restored when the script reaches the last commit."""
+
+    def capture(self) -> Any: ...
+    def restore(self, value: Any) -> None: ...
+
+
 class ScriptCursor:
     """The script's current loop, and the images in the job's last commit.
 
@@ -116,6 +124,7 @@ class ScriptCursor:
         self.in_epochs = False
         self.position = CursorPosition(0, -1, 0, 0, False, "", 0)  # after the last finished body
         self.step = 0  # finished steps, over all loops
+        self.parts: Mapping[str, OutsidePart] = {}
         self.entry: dict[str, Any] = {}  # states at the start of script, epoch and loop
         self._epoch, self._loop = -1, 0
         self.loops = 0  # number of loops in the last epoch; 0: unknown
@@ -187,6 +196,8 @@ class ScriptCursor:
         """
         self._is_past = saved is not self.saved
         if not self._is_past:
+            for name in self.parts.keys() & saved.values.keys():
+                self.parts[name].restore(saved.values[name])
             self.saved = None
         return not self._is_past
 

@@ -22,6 +22,7 @@ import contextlib
 import sys
 import warnings
 from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
 from types import FrameType
 from typing import Any, TypeVar
 
@@ -42,6 +43,7 @@ from .objects import TrainedObjects
 from .phase import Phase
 from .reports import Reports
 from .script_cursor import BEGINNING, CursorPosition, SavedImage, ScriptCursor
+from .script_files import ScriptFiles
 from .script_watch import ScriptWatch
 from .snapshot import CHANGED, DataPosition, named, named_extras
 from .timing import CommitTiming, WriteWatch
@@ -55,6 +57,7 @@ class TrainingSession:
 
     Args:
         commit_every_ms: interval of commits; the first intervals are shorter and double up to it.
+        files: record of the script's files, which outlives this process; None: there is none.
         defaults: ``offload`` and ``activation_bytes`` of ``steps`` calls that do not set them.
     """
 
@@ -64,6 +67,7 @@ class TrainingSession:
         gate: Gate,
         *,
         commit_every_ms: float = 5_000.0,
+        files: Path | None = None,
         defaults: Iterable[tuple[str, str]] = (),
     ) -> None:
         self._defaults = {"offload": "auto", "activation_bytes": "0", **dict(defaults)}
@@ -71,6 +75,9 @@ class TrainingSession:
         self._reports = Reports(host)
         self._timing = CommitTiming(commit_every_ms, host.now_ms)
         self.place = ScriptCursor(host.restore())
+        self._files = ScriptFiles(files, self.place, self._reports)
+        self.open = self._files.open  # see ``pipeswitch.job.open``
+        self.place.parts = {"files": self._files}
         saved = self.place.saved
         self.is_resumed = saved is not None
         self._epochs = Epochs(host, gate, self.place, self._reports, self._timing)
@@ -135,6 +142,7 @@ class TrainingSession:
         if self._phase is not None:
             self._phase.optimizers.remove()
         use_gate(None)
+        self._files.close()
         persistent_loaders.unwatch()
         if self._activations is not None:
             self._activations.close()
@@ -142,6 +150,11 @@ class TrainingSession:
         self._gate.leave()
 
     # ------------------------------------------------------------------------- the script's
+
+    @property
+    def is_in_loop(self) -> bool:
+        """True in ``job.epochs`` or ``job.steps``."""
+        return self._open_loop is not None or self.place.in_epochs
 
     @property
     def device(self) -> str:

@@ -368,7 +368,7 @@ function showJobs() {
     told.push(`suspended ${count(row.suspensions)} times`, `${count(row.steps_recomputed)} steps lost`);
     if (row.swapped_bytes) told.push(`${size(row.swapped_bytes)} in host memory`);
     if (row.lease_bytes) told.push(`${size(row.lease_bytes)} in the arena${beside(row)}`);
-    if (row.persisted_step >= 0) told.push(`on disk: step ${count(row.persisted_step)}`);
+    if (row.committed_step >= 0) told.push(`committed: step ${count(row.committed_step)}`, `on disk: ${row.persisted_step < 0 ? "none" : `step ${count(row.persisted_step)}`}`);
     if (row.error || row.why) told.push(row.error || row.why);
     element.querySelector(".what").textContent = told.join(", ");
     const [hold, end] = element.querySelectorAll("button");

@@ -1,0 +1,189 @@
+"""The world of a later life of a script: its files are as its last commit found them."""
+
+from __future__ import annotations
+
+import contextlib
+import csv
+import json
+import os
+import random
+import threading
+import warnings
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from process_tools import ENVIRONMENT, checked_server, command, finish, write_script
+from torch import nn
+
+from pipeswitch import job
+from pipeswitch.base.errors import InvalidInput
+from pipeswitch.ipc.messages.base import OpId
+from pipeswitch.ipc.messages.worker import JobEnded
+from pipeswitch.workers.training.script import _end_by_exit
+from tests.process.test_training_exact import FakeHost, begun
+from tests.process.test_training_state import Poke, Script, live, one_thread
+
+__all__ = ["one_thread"]
+
+
+def in_lives(script: Script, seed: int = 0, **options: Any) -> list[str]:
+    """Run lives of the script that die at random pokes, with a commit at each step; return the
+    texts of all warnings."""
+    host, dice = FakeHost(), random.Random(seed)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        while not live(host, script, crash_at=dice.randint(1, 14), every_ms=0.0, **options):
+            pass
+    return [str(one.message) for one in caught]
+
+
+def trained(poke: Poke, epochs: int = 4) -> Any:
+    """Yield the epoch, and None for each of its 5 steps."""
+    torch.manual_seed(0)
+    net = nn.Linear(2, 2)
+    opt = torch.optim.SGD(net.parameters(), 0.1)
+    for epoch in job.epochs(epochs):
+        for x in job.steps([torch.ones(1, 2)] * 5, model=net, optimizer=opt):
+            poke()
+            net(x).sum().backward()
+            opt.step()
+            yield epoch, job.step
+        yield epoch, None
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_rows_of_a_killed_script_are_in_its_files_once(tmp_path: Path, seed: int) -> None:
+    def script(poke: Poke) -> str:
+        with job.open(tmp_path / "log.csv") as log:
+            rows = csv.writer(log)
+            rows.writerow(["epoch", "step"])
+            for epoch, step in trained(poke):
+                rows.writerow([epoch, step])
+                poke()
+                if step is None:  # a file that is opened again and again, and another format
+                    with job.open(tmp_path / "epochs.jsonl") as lines:
+                        lines.write(json.dumps({"epoch": epoch}) + "\n")
+                    poke()
+        return "ended"
+
+    told = in_lives(script, seed, files=tmp_path / "job-j.files")
+    rows = [["epoch", "step"]]
+    for epoch in range(4):
+        rows += [[str(epoch), str(step + 5 * epoch)] for step in range(5)] + [[str(epoch), ""]]
+    assert [*csv.reader((tmp_path / "log.csv").read_text().splitlines())] == rows
+    lines = (tmp_path / "epochs.jsonl").read_text().splitlines()
+    assert [json.loads(line)["epoch"] for line in lines] == [0, 1, 2, 3]
+    assert told == []
+
+
+def test_a_life_without_a_commit_leaves_no_row(tmp_path: Path) -> None:
+    log, record = tmp_path / "log.csv", tmp_path / "job-j.files"
+    log.write_text("of an earlier run\n")
+    for _ in range(3):  # each dies before it has committed anything
+        session = begun(FakeHost(), files=record)
+        with job.open(log) as file:
+            file.write("header\n")
+        session.close()
+    assert log.read_text() == "of an earlier run\nheader\n"
+    begun(FakeHost(), files=record).close()
+    assert log.read_text() == "of an earlier run\n"
+
+
+@pytest.mark.parametrize("way", ["kept open", "header", "unlinked", "same", "new"])
+def test_a_log_that_a_later_life_empties_is_named(tmp_path: Path, way: str) -> None:
+    path = tmp_path / "log.csv"
+    lives = 0
+
+    def script(poke: Poke) -> str:
+        nonlocal lives
+        lives += 1
+        log = None
+        if way == "kept open":
+            log = path.open("w")
+        elif way == "header":
+            path.write_text("epoch\n")
+        elif way == "same":  # a file of the settings, for example
+            path.write_text("lr 0.1\n")
+        elif way == "new":
+            log = (tmp_path / f"log-{lives}.csv").open("w")
+        else:
+            path.unlink(missing_ok=True)
+        with contextlib.closing(log) if log else contextlib.nullcontext():
+            for epoch, step in trained(poke):
+                if way == "unlinked":
+                    log = job.open(path)
+                elif way == "header":
+                    log = path.open("a")
+                if log:
+                    print(epoch, step, file=log, flush=True)
+                if way in ("unlinked", "header"):
+                    log.close()
+        return "ended"
+
+    told = [text for text in in_lives(script) if "job.open" in text]
+    assert bool(told) == (way not in ("same", "new")), told
+    assert all("log.csv: emptied since the last commit" in text for text in told)
+
+
+def test_a_script_opens_a_limited_number_of_files(tmp_path: Path) -> None:
+    session = begun(FakeHost())
+    for index in range(64):
+        job.open(tmp_path / f"{index}").close()
+    with pytest.raises(InvalidInput, match="one more than 64"):
+        job.open(tmp_path / "more")
+    session.close()
+
+
+@pytest.mark.parametrize(("status", "is_in_loop"), [(0, False), (0, True), (3, False)])
+def test_only_an_exit_behind_the_loops_with_status_0_is_an_end(
+    monkeypatch: pytest.MonkeyPatch, status: int, is_in_loop: bool
+) -> None:
+    left: list[int] = []
+    ended: list[JobEnded] = []
+    session = SimpleNamespace(is_in_loop=is_in_loop, finish=lambda: None, step=3)
+    monkeypatch.setattr(os, "_exit", left.append)
+    host: Any = SimpleNamespace(end=ended.append)
+    with _end_by_exit(session, host, OpId(1)):  # type: ignore[arg-type]
+        os._exit(status)
+        threading.Thread(target=os._exit, args=(0,)).run()
+    assert left == [status, 0]
+    assert len(ended) == (not is_in_loop) * (2 - bool(status))
+
+
+LOGS = """
+    import os, signal, sys, threading, time
+    import torch
+    from pipeswitch import job
+
+    path = sys.argv[1]
+    threading.Thread(target=time.sleep, args=(3600,)).start()  # it would hang by hand, too
+    torch.manual_seed(0)
+    net = torch.nn.Linear(4, 4)
+    opt = torch.optim.SGD(net.parameters(), 0.1)
+    log = job.open(path)
+    print("step", file=log)
+    for _ in job.epochs(3):
+        for x in job.steps([torch.ones(1, 4)] * 20, model=net, optimizer=opt):
+            time.sleep(0.01)
+            if job.step in (17, 33) and not os.path.exists(died := f"{path}.{job.step}"):
+                open(died, "w").close()
+                os.kill(os.getpid(), signal.SIGKILL)
+            net(x).sum().backward()
+            opt.step()
+            print(job.step, file=log)
+    os._exit(0)
+"""
+
+
+def test_a_log_has_each_row_once_and_a_script_may_end_by_exit(tmp_path: Path) -> None:
+    log = tmp_path / "log.csv"
+    with checked_server(environment=ENVIRONMENT) as checked:
+        row = finish(checked.client.train(write_script(tmp_path, "logs.py", LOGS), args=[str(log)]))
+        assert (row["restarts"], row["step"]) == (2, 60)
+        assert log.read_text().split() == ["step", *map(str, range(60))]
+        shown = command("--host", checked.running.ipc_address, "jobs").stdout.split()
+        at = shown.index("COMMITTED")
+        assert shown[at : at + 4] == ["COMMITTED", "STEP", "PERSISTED", "STEP"]
