@@ -288,6 +288,48 @@ EXACT = {
         fitting.fit(module, loader(Noisy()))
     saved(fitting, module)
     """,
+    "lightning, settings that callbacks change": LIGHTNING
+    + """
+    from lightning.pytorch.callbacks import GradientAccumulationScheduler
+    from lightning.pytorch.plugins import Precision
+    class Fading(Precision):
+        calls = 0
+        def pre_backward(self, loss, module):
+            self.calls += 1
+            return super().pre_backward(loss / self.calls ** 0.1, module)
+        def state_dict(self):
+            return {"calls": self.calls}
+        def load_state_dict(self, state):
+            self.calls = state["calls"]
+    class Changes(EarlyStopping):
+        seen = 0
+        def on_train_batch_end(self, trainer, module, *_):
+            self.seen += 1
+            module.net.layers[3].p = 0.3 - 0.001 * self.seen
+            module.hparams.scale *= 0.99
+            trainer.gradient_clip_val = 1.0 / self.seen
+    class Scaled(Module):
+        def __init__(self, scale=1.0):
+            super().__init__(); self.save_hyperparameters()
+        def training_step(self, batch, index):
+            return super().training_step(batch, index) * self.hparams.scale
+    changes, module = Changes("loss_epoch", patience=9), Scaled()
+    fitting = job.trainer(trainer(max_epochs=4, gradient_clip_val=2.0, plugins=[Fading()],
+        callbacks=[changes, GradientAccumulationScheduler({1: 3, 3: 2})]))
+    fitting.fit(module, loader(Noisy()))
+    saved(fitting, module)
+    assert changes.seen == fitting.precision_plugin.calls == 44
+    """,
+    "lightning, weights that are averaged": LIGHTNING
+    + """
+    from lightning.pytorch.callbacks import StochasticWeightAveraging
+    for begins in (2, 1):
+        fitting, module = job.trainer(trainer(max_epochs=4, callbacks=[
+            StochasticWeightAveraging(0.02, begins, annealing_epochs=2)])), Module()
+        fitting.fit(module, loader(Noisy()))
+        saved(fitting, module)
+    assert module.net.layers[1].momentum == 0.1
+    """,
     "lightning, attributes and what the user's hooks save": LIGHTNING
     + """
     class Data(L.LightningDataModule):
@@ -324,16 +366,26 @@ EXACT = {
     """,
     "transformers, attributes of a trainer of one's own": TRANSFORMERS
     + """
+    from transformers.trainer_callback import ExportableState, TrainerCallback
     class Mine(Trainer):
         buffered, calls = None, 0
         def training_step(self, model, inputs, *more):
             if self.calls % 3 == 0 or self.buffered is None:
                 self.buffered = [{k: v.clone() for k, v in inputs.items()}]
             self.calls += 1
+            model.calls = getattr(model, "calls", 0) + 1
+            model.layers[3].p = 0.1 + 0.001 * model.calls
             return super().training_step(model, dict(self.buffered[0]), *more)
-    trainer = job.trainer(Mine(Net(), arguments(), train_dataset=Noisy()))
+    class Counts(TrainerCallback, ExportableState):
+        seen = 0
+        def on_step_end(self, *_, **__):
+            self.seen += 1
+        def state(self):
+            return {"args": {}, "attributes": {}}
+    counts = Counts()
+    trainer = job.trainer(Mine(Net(), arguments(), train_dataset=Noisy(), callbacks=[counts]))
     saved(trainer, trainer.train())
-    assert trainer.calls == 55
+    assert trainer.calls == trainer.model.calls == counts.seen == 55
     """,
     "accelerate": """
     from accelerate import Accelerator
@@ -380,6 +432,25 @@ REFUSED = {
     job.trainer(trainer()).fit(Module(), DataLoader(Endless(), batch_size=8))
     """,
     ),
+    **{
+        f"lightning, {name}": (
+            says,
+            LIGHTNING
+            + f"""
+    from lightning.pytorch.callbacks import {name}
+    class Sized(Module):
+        batch_size, lr = 8, 0.1
+        def train_dataloader(self):
+            return loader(Noisy())
+    job.trainer(trainer(callbacks=[{name}({argument})])).fit(Sized())
+    """,
+        )
+        for name, argument, says in (
+            ("ModelPruning", "'l1_unstructured'", "ModelPruning changes the model's layers"),
+            ("LearningRateFinder", "", "LearningRateFinder trains in a loop of its own"),
+            ("BatchSizeFinder", "", "BatchSizeFinder trains in a loop of its own"),
+        )
+    },
     "lightning, two loaders": (
         "several training loaders",
         LIGHTNING

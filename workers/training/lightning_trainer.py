@@ -3,7 +3,7 @@
 Between two batches Lightning's loop keeps its whole state in objects, none in local variables. So a
 resumed script begins like the first run, and all state is restored at the first fetch. This module
 uses these private names of Lightning: the data fetcher's count, the epoch's results so far, the
-metrics that callbacks saw last, and the flag of finetuning callbacks that a checkpoint was loaded.
+metrics that callbacks saw last, and flags of callbacks that finetune or average weights.
 """
 
 from __future__ import annotations
@@ -22,8 +22,21 @@ from typing import Any, Final
 
 from pipeswitch.base.errors import InvalidInput
 
-from .loader_proxy import LIBRARIES, MAX_PARTS, Attributes, Keepers, LoaderProxy, TrainerLoop
+from .loader_proxy import Keepers, LoaderProxy, TrainerLoop
 
+REFUSED: Final = {
+    "ModelPruning": (
+        "changes the model's layers in mid-run; a resumed script would build the old ones",
+        "prune with torch.nn.utils.prune before fit(), or between two of them",
+    ),
+    **dict.fromkeys(
+        ("LearningRateFinder", "BatchSizeFinder"),
+        (
+            "trains in a loop of its own before the fit, which cannot be resumed",
+            "run it by hand once, without the server, and give the script its result",
+        ),
+    ),
+}
 NUMBERED: Final = ("CSVLogger", "TensorBoardLogger")  # they start a folder, version_N, in each run
 
 
@@ -82,6 +95,11 @@ class LightningLoop(TrainerLoop):
 
     def fit(self, *args: Any, **options: Any) -> Any:
         """Run ``Trainer.fit``; if the job has a commit, ignore the script's ``ckpt_path``."""
+        for one in self.trainer.callbacks:
+            for kind in type(one).__mro__:
+                if kind.__name__ in REFUSED:
+                    text, hint = REFUSED[kind.__name__]
+                    raise InvalidInput(f"job.trainer: {type(one).__name__} {text}", hint=hint)
         upcoming, self.feed = self.session.place.upcoming(), None
         call = inspect.signature(self._fit).bind(*args, **options)
         self.was_over = upcoming is not None and upcoming[1]
@@ -106,19 +124,19 @@ class LightningLoop(TrainerLoop):
     def objects(self) -> dict[str, Any]:
         trainer = self.trainer
         keepers = Keepers(trainer.callbacks, "on_save_checkpoint", trainer.lightning_module)
-        scaler = getattr(trainer.precision_plugin, "scaler", None)
+        module, data, loop = trainer.lightning_module, trainer.datamodule, trainer.fit_loop
+        owners = {"datamodule": data, "hparams": module.hparams}
+        owners["datamodule.hparams"] = None if data is None else data.hparams
+        attributes = self.attributes(module, owners, trainer=trainer, loop=loop)
         return {
-            "model": trainer.lightning_module,
+            "model": module,
             "optimizer": trainer.optimizers,
             "scheduler": [config.scheduler for config in trainer.lr_scheduler_configs],
-            "extra_state": {**self.extras(scaler, keepers), "attributes": self._attributes()},
+            "extra_state": {
+                **self.extras(trainer.precision_plugin, keepers),
+                "attributes": attributes,
+            },
         }
-
-    def _attributes(self) -> Attributes:
-        module = self.trainer.lightning_module
-        parts = [(n, m) for n, m in module.named_modules() if n and not _is_librarys(m)]
-        data = self.trainer.datamodule
-        return Attributes({"module": module, "datamodule": data, **dict(parts[:MAX_PARTS])})
 
     def _checkpoint(self) -> dict[str, Any]:
         """Return what hooks may read; what they change in it is not used."""
@@ -174,14 +192,16 @@ class LightningLoop(TrainerLoop):
                 callback.load_state_dict(state["callbacks"][callback.state_key])
             if hasattr(callback, "_restarting"):
                 callback._restarting = False  # the commit, not its ``on_fit_start``, adds groups
+            if hasattr(callback, "_average_model") and hasattr(callback, "swa_end"):
+                self._continue_averaging(callback)
         trainer._logger_connector._callback_metrics.update(state["seen"])
         for name, metric in self._metrics():
             vars(metric).update(state["metrics"][name])
             metric.to(trainer.strategy.root_device)
-        hooks, self._rows = state["hooks"], state["rows"]
-        if hooks["module"]:
+        hooks, self._rows = state.get("hooks", {}), state["rows"]
+        if hooks.get("module"):
             trainer.lightning_module.on_load_checkpoint(self._checkpoint() | hooks["module"])
-        if hooks["data"]:
+        if hooks.get("data"):
             trainer.datamodule.load_state_dict(hooks["data"])
         for table in self._tables:
             _cut_rows(table, self._rows)
@@ -191,14 +211,22 @@ class LightningLoop(TrainerLoop):
             if sampler is not None and hasattr(sampler, "set_epoch"):  # Lightning set epoch 0
                 sampler.set_epoch(loop.epoch_progress.current.processed)
 
+    def _continue_averaging(self, callback: Any) -> None:
+        """Make ``StochasticWeightAveraging`` replace the scheduler, as it did in its epochs."""
+        module, progress = self.trainer.lightning_module, self.trainer.fit_loop.epoch_progress
+        values = {name: value.clone() for name, value in module.state_dict().items()}
+        epoch = progress.current.completed
+        callback._initialized, callback.n_averaged = False, None
+        last = callback.swa_end + callback._model_contains_batch_norm  # one more epoch for these
+        for progress.current.completed in (min(epoch, callback.swa_end), min(epoch, last)):
+            callback.on_train_epoch_start(self.trainer, module)
+        progress.current.completed = epoch
+        module.load_state_dict(values)  # the callback may have reset BatchNorm
+
     def _metrics(self) -> list[tuple[str, Any]]:
         """Return the torchmetrics modules in the user's module."""
         modules = self.trainer.lightning_module.named_modules()
         return [(name, module) for name, module in modules if hasattr(module, "metric_state")]
-
-
-def _is_librarys(module: Any) -> bool:
-    return type(module).__module__.startswith(("torch.", "torchmetrics.", *LIBRARIES))
 
 
 def _of_metric(metric: Any) -> dict[str, Any]:

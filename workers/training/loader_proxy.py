@@ -15,6 +15,7 @@ import inspect
 import io
 import logging
 import os
+import sys
 import warnings
 from collections import deque
 from collections.abc import Iterator
@@ -28,11 +29,13 @@ from pipeswitch.base.errors import InvalidInput
 from pipeswitch.inputs.randomness import RandomState
 from pipeswitch.job import InexactResumeWarning, script_level
 
+from .reachable import is_own
 from .snapshot import DataPosition, DataState, filled, has_state, load_state, state_of
 
 LIBRARIES = ("lightning", "pytorch_lightning", "transformers", "accelerate", "tqdm", "rich")
 CONSTANTS = (os.PathLike, io.IOBase, enum.Enum, datetime.timedelta, logging.Logger, Dataset)
 
+NUMBERS: Final = (int, float, bool, str, type(None))
 MAX_PARTS: Final = 256  # tensors in an attribute that is captured at each step
 
 Moment = tuple[tuple[Any, ...], tuple[Any, ...]]  # states of generators: global, loader's
@@ -244,7 +247,7 @@ class Keepers:
     Args:
         callbacks: the trainer's callbacks, in order.
         hook: method in which a callback adds its state to checkpoints. A callback that overrides it
-            is captured even if it has a ``state_dict()`` or belongs to the library.
+            is captured even if it belongs to the library.
         model: the trained model, whose state is captured elsewhere.
     """
 
@@ -253,8 +256,7 @@ class Keepers:
         self._callbacks = {
             f"{index}.{type(one).__name__}": one
             for index, one in enumerate(callbacks)
-            if _overrides(one, hook)
-            or not (_overrides(one, "state_dict") or type(one).__module__.startswith(LIBRARIES))
+            if _overrides(one, hook) or not type(one).__module__.startswith(LIBRARIES)
         }
         self._warned = False
 
@@ -288,6 +290,7 @@ class Keepers:
                 values[name] = value
             except InvalidInput:
                 is_constant = callable(value) or isinstance(value, CONSTANTS)
+                is_constant = is_constant or _overrides(one, "state_dict")
                 kinds = type(one).__module__, type(value).__module__
                 if not is_constant and not any(kind.startswith(LIBRARIES) for kind in kinds):
                     self._warn(key, name, value, "cannot be captured")
@@ -310,19 +313,37 @@ class Attributes:
     """Plain attributes of a trainer or module that its library's own classes do not assign.
 
     An attribute that cannot be captured causes a warning, once, if it is replaced in training.
+
+    Args:
+        owners: trainers, modules and dicts of the script.
+        others: objects of libraries; only numbers and texts that training changes are captured.
     """
 
-    def __init__(self, owners: dict[str, Any]) -> None:
-        self._owners, self._warned = {k: one for k, one in owners.items() if one is not None}, False
-        self._names = {key: _assigned_by_library(one) for key, one in self._owners.items()}
+    def __init__(self, owners: dict[str, Any], others: dict[str, Any]) -> None:
+        self._owners = {key: _items(one) for key, one in owners.items() if one is not None}
+        self._kinds = {key: type(owners[key]) for key in self._owners}
+        self._names = {key: _assigned_by_library(owners[key]) for key in self._owners}
         self._odd: dict[tuple[str, str], Any] = {}
+        self._warned = False
+        self._others = {key: (vars(one), _numbers_of(one)) for key, one in others.items()}
 
     def state_dict(self) -> dict[str, Any]:
-        return {key: dict(self._values(key, one)) for key, one in self._owners.items()}
+        changed = {
+            key: {name: (value, "cpu") for name, value in zip(first, now, strict=True)}
+            for key, (items, first) in self._others.items()  # in each step: keep it fast
+            if (now := [*map(items.get, first)]) != [*first.values()]
+        }
+        return {key: dict(self._values(key, one)) for key, one in self._owners.items()} | changed
 
-    def _values(self, key: str, owner: Any) -> Iterator[tuple[str, tuple[Any, str]]]:
-        for name, value in [*vars(owner).items()]:
-            if name in self._names[key] or callable(value) or has_state(value):
+    def _values(self, key: str, items: dict[str, Any]) -> Iterator[tuple[str, tuple[Any, str]]]:
+        names = self._names[key]
+        for name, value in [*items.items()]:
+            if name in names:
+                continue
+            if type(value) in NUMBERS:
+                yield name, (value, "cpu")
+                continue
+            if callable(value) or has_state(value):
                 continue
             try:
                 _, parts = state_codec.encode(value)
@@ -333,13 +354,13 @@ class Attributes:
             except InvalidInput:
                 parts = []
             if parts or self._odd.setdefault((key, name), value) is not value:
-                self._warn(f"{type(owner).__name__}.{name}")
+                self._warn(f"{self._kinds[key].__name__}.{name}")
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
+        owners = self._owners | {key: items for key, (items, _) in self._others.items()}
         for key, values in state.items():
-            for name, (value, device) in values.items() if key in self._owners else ():
-                now = vars(self._owners[key])
-                now[name] = filled(now.get(name), _moved(value, device))
+            for name, (value, device) in values.items() if key in owners else ():
+                owners[key][name] = filled(owners[key].get(name), _moved(value, device))
 
     def _warn(self, name: str) -> None:
         if not self._warned:
@@ -359,6 +380,16 @@ def _moved(value: Any, device: str) -> Any:
     if type(value) is dict:
         return {key: _moved(one, device) for key, one in value.items()}
     return value.to(device) if isinstance(value, torch.Tensor) else value
+
+
+def _items(owner: Any) -> dict[str, Any]:
+    return owner if isinstance(owner, dict) else vars(owner)
+
+
+def _numbers_of(owner: Any) -> dict[str, Any]:
+    """Return an object's numbers and texts, without private ones and a module's ``training``."""
+    pairs = [(name, one) for name, one in vars(owner).items() if name[0] != "_"]
+    return {name: one for name, one in pairs if type(one) in NUMBERS and name != "training"}
 
 
 def _assigned_by_library(owner: Any) -> set[str]:
@@ -394,6 +425,13 @@ class TrainerLoop:
     def extras(self, scaler: Any, keepers: Keepers) -> dict[str, Any]:
         extras = {"trainer": self, "callbacks": keepers}
         return extras if scaler is None else {**extras, "scaler": scaler}
+
+    def attributes(self, model: Any, owners: dict[str, Any], **others: Any) -> Attributes:
+        """Return the attributes of a model's modules and of further objects."""
+        for name, module in model.named_modules():
+            file = getattr(sys.modules.get(type(module).__module__), "__file__", None)
+            (owners if is_own(file or "") else others)[f"model.{name}"] = module
+        return Attributes(owners, others)
 
     def began(self, *_: Any, **__: Any) -> None:
         """Restore a loop that had ended; called as a callback when training begins."""

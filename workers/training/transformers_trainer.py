@@ -19,7 +19,7 @@ from transformers.trainer_callback import ExportableState, TrainerCallback
 
 from pipeswitch.base.errors import InvalidInput
 
-from .loader_proxy import Attributes, Keepers, LoaderProxy, TrainerLoop
+from .loader_proxy import Keepers, LoaderProxy, TrainerLoop
 
 LOSSES: Final = (
     "_total_loss_scalar",
@@ -85,16 +85,14 @@ class TransformersLoop(TrainerLoop):
         return self.feed
 
     def objects(self) -> dict[str, Any]:
-        callbacks = self.trainer.callback_handler.callbacks
-        plain = [one for one in callbacks if not isinstance(one, ExportableState)]
-        keepers = Keepers(plain, "", self.trainer.model)
+        keepers = Keepers(self.trainer.callback_handler.callbacks, "", self.trainer.model)
         return {
             "model": self.trainer.model,
             "optimizer": self.trainer.optimizer,
             "scheduler": self.trainer.lr_scheduler,
             "extra_state": {
                 **self.extras(self.trainer.accelerator.scaler, keepers),
-                "attributes": Attributes({"trainer": self.trainer}),
+                "attributes": self.attributes(self.trainer.model, {"trainer": self.trainer}),
             },
         }
 
