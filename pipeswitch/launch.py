@@ -74,9 +74,10 @@ def rehearsal_command(
     return [*module, str(out), device, str(link_bytes_per_s), entry, *args]
 
 
-def without_threads(environment: Mapping[str, str]) -> dict[str, str]:
-    """Return the environment for a process that forks, so that OpenBLAS starts no threads in it."""
-    return {"OPENBLAS_NUM_THREADS": "1", **environment}
+def fork_environment(environment: Mapping[str, str]) -> dict[str, str]:
+    """Return the environment for a process that forks: OpenBLAS starts no threads in it, and texts
+    have the same hashes in each server, so that a set has the same order in each life of a job."""
+    return {"OPENBLAS_NUM_THREADS": "1", "PYTHONHASHSEED": "0", **environment}
 
 
 class ForkServer:

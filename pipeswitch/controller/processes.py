@@ -26,7 +26,7 @@ from ..base.plain_files import open_plain
 from ..ipc.channel import Channel, channel_pair, encode_message
 from ..ipc.messages.base import Exit, Message
 from ..ipc.messages.fork_server import ChildExited, Fork, Forked, ForkServerReady
-from ..launch import command, without_threads
+from ..launch import command, fork_environment
 from ..sandbox.environment import harmless
 
 log = logging.getLogger(__name__)
@@ -116,7 +116,7 @@ class Processes:
                 stdout=log_file,
                 stderr=log_file,
                 start_new_session=True,  # a Ctrl-C at the terminal then reaches the controller only
-                env=without_threads(harmless(os.environ)),
+                env=fork_environment(harmless(os.environ)),
             )
 
     def _start_failed(self, error: OSError) -> None:

@@ -13,6 +13,8 @@ from typing import Any, Final
 import numpy as np
 import torch
 
+from .entropy import entropy
+
 MAX_LOOKED_AT: Final = 500  # objects that one search for a loader's generators visits
 MAX_DEPTH: Final = 5
 MAX_PARTS: Final = 32  # a longer list or dict holds data, so its items are not searched
@@ -64,12 +66,14 @@ _numpy = Unchanged(np.random.get_state, _numpy_memory)
 
 
 class RandomState:
-    """State of the global generators of torch, Python and numpy, and of the device's generator."""
+    """State of the global generators of torch, Python and numpy, of the device's generator, and of
+    the seeds for unseeded generators."""
 
     def __init__(self, device: str) -> None:
         self._torch = torch.get_rng_state()
         self._python = _python.state()
         self._numpy = _numpy.state()
+        self._entropy: Any = entropy.state
         self._device = None if device == "cpu" else _module(device).get_rng_state(device)
 
     def restore(self, device: str) -> None:
@@ -77,19 +81,22 @@ class RandomState:
         torch.set_rng_state(self._torch)
         random.setstate(self._python)
         np.random.set_state(self._numpy)
+        entropy.state = self._entropy or entropy.state
         if self._device is not None and device != "cpu":
             _module(device).set_rng_state(self._device, device)
 
     def values(self) -> tuple[Any, ...]:
         """Return the state for ``state_codec.encode``: an array instead of 625 Python integers."""
         kind, words, gauss = self._python
-        return (self._torch, (kind, np.array(words, np.uint32), gauss), self._numpy, self._device)
+        python = kind, np.array(words, np.uint32), gauss
+        return self._torch, python, self._numpy, self._device, self._entropy
 
     @classmethod
     def from_values(cls, values: tuple[Any, ...]) -> RandomState:
         """Return the state from a result of its method ``values``."""
         state = cls.__new__(cls)
-        state._torch, (kind, words, gauss), state._numpy, state._device = values
+        state._torch, (kind, words, gauss), state._numpy, state._device, *more = values
+        state._entropy = more[0] if more else None  # an earlier release has none
         state._python = (kind, tuple(int(word) for word in words), gauss)
         return state
 

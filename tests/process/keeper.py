@@ -27,7 +27,7 @@ from typing import Final, NoReturn, TextIO
 
 from pipeswitch import launch
 from pipeswitch.controller.processes import Processes, open_log
-from pipeswitch.launch import close_others, import_for_children, without_threads
+from pipeswitch.launch import close_others, fork_environment, import_for_children
 from pipeswitch.sandbox.environment import harmless
 
 READ_LATE: Final = (
@@ -102,7 +102,7 @@ class Waiting:
 
     def _begin(self, processes: Processes, channel: int) -> Waiting:
         Processes._spawn = self._ordinary
-        order = json.dumps(without_threads(harmless(os.environ))).encode()
+        order = json.dumps(fork_environment(harmless(os.environ))).encode()
         with open_log(processes._log_path) as log, socket.socket(fileno=self._descriptor) as door:
             socket.send_fds(door, [order], [channel, log.fileno()])
         return self
@@ -153,7 +153,7 @@ class Keeper:
         self._process = subprocess.Popen(
             [sys.executable, "-P", __file__, str(descriptor)],
             pass_fds=(descriptor,),
-            env=without_threads({**self._environment, ROOM: "." * ROOM_BYTES}),
+            env=fork_environment({**self._environment, ROOM: "." * ROOM_BYTES}),
         )
         self._theirs.close()
 

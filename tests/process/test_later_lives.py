@@ -1,25 +1,32 @@
-"""The world of a later life of a script: its files are as its last commit found them."""
+"""The world of a later life of a script is that of the first one: files, seeds, hashes."""
 
 from __future__ import annotations
 
 import contextlib
+import copy
 import csv
 import json
 import os
+import pickle
 import random
 import threading
 import warnings
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
+import numpy as np
 import pytest
 import torch
-from process_tools import ENVIRONMENT, checked_server, command, finish, write_script
+from process_tools import ENVIRONMENT, checked_server, command, finish, until, write_script
 from torch import nn
+from torch.utils.data import DataLoader
 
 from pipeswitch import job
 from pipeswitch.base.errors import InvalidInput
+from pipeswitch.client.client import Task
+from pipeswitch.inputs.entropy import entropy, repeatable_seeds
 from pipeswitch.ipc.messages.base import OpId
 from pipeswitch.ipc.messages.worker import JobEnded
 from pipeswitch.workers.training.script import _end_by_exit
@@ -153,6 +160,70 @@ def test_only_an_exit_behind_the_loops_with_status_0_is_an_end(
     assert len(ended) == (not is_in_loop) * (2 - bool(status))
 
 
+def draws() -> list[float]:
+    """Return a number from each kind of generator that nobody seeds."""
+    own = torch.Generator()
+    own.seed()
+    children = np.random.SeedSequence().spawn(2)
+    numbers = [torch.rand((), generator=own).item(), np.random.default_rng(children[1]).random()]
+    for seed in (random.seed, np.random.seed, torch.seed):
+        seed()
+        numbers += [random.random(), np.random.rand(), torch.rand(()).item()]
+    numbers += [np.random.default_rng().random(), np.random.RandomState().rand()]
+    return [*numbers, random.Random().random(), random.Random().random()]
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_unseeded_generators_draw_the_same_numbers_in_each_life(seed: int) -> None:
+    tops: list[list[float]] = []
+
+    def script(poke: Poke) -> str:
+        tops.append(draws())
+        for _ in trained(poke):
+            last = draws()
+        return repr(last)
+
+    def ended(dies: bool) -> str:
+        host, dice, text = FakeHost(), random.Random(seed), ""
+        while not text:
+            crash_at = dice.randint(4, 9) if dies else -1
+            text = live(host, script, crash_at=crash_at, every_ms=0.0)
+            entropy.renew()  # each process has its own
+        return text
+
+    with repeatable_seeds():
+        state = entropy.state
+        undisturbed = ended(dies=False)
+        entropy.state = state
+        assert ended(dies=True) == undisturbed
+    assert len(tops) > 3
+    assert all(top == tops[0] for top in tops)
+    assert len(set(tops[0])) == len(tops[0])
+    assert draws() != draws()
+
+
+def test_each_process_has_its_own_seeds_and_generators_stay_what_they_are() -> None:
+    with repeatable_seeds():
+        data = DataLoader(cast(Any, Drawing()), num_workers=2)
+        assert len({float(x) for x in data}) == 4
+        generator = copy.deepcopy(torch.Generator().manual_seed(3))
+        assert isinstance(generator, torch.Generator)
+        assert isinstance(torch.default_generator, torch.Generator)
+        assert pickle.loads(pickle.dumps(generator)).initial_seed() == 3
+        assert generator.seed() == generator.initial_seed()
+        assert random.Random(5).random() == random.Random(5).random()
+
+
+class Drawing:
+    """Dataset of numbers from generators that nobody seeds."""
+
+    def __len__(self) -> int:
+        return 4
+
+    def __getitem__(self, _: int) -> float:
+        return float(np.random.default_rng().random())
+
+
 LOGS = """
     import os, signal, sys, threading, time
     import torch
@@ -187,3 +258,42 @@ def test_a_log_has_each_row_once_and_a_script_may_end_by_exit(tmp_path: Path) ->
         shown = command("--host", checked.running.ipc_address, "jobs").stdout.split()
         at = shown.index("COMMITTED")
         assert shown[at : at + 4] == ["COMMITTED", "STEP", "PERSISTED", "STEP"]
+
+
+WORLD = """
+    import time
+    import numpy as np
+    import torch
+    from pipeswitch import job
+
+    words = {"quick", "brown", "fox", "jumps", "over", "lazy", "dog", "wizards", "vex", "quartz"}
+    print("WORLD", list(words), np.random.default_rng().random(), flush=True)
+    net = torch.nn.Linear(4, 4)
+    opt = torch.optim.SGD(net.parameters(), 0.1)
+    for x in job.steps([torch.ones(1, 4)] * 100_000, model=net, optimizer=opt):
+        time.sleep(0.01)
+        net(x).sum().backward()
+        opt.step()
+"""
+
+
+def test_sets_and_unseeded_generators_are_the_same_in_the_next_server(tmp_path: Path) -> None:
+    worlds: list[str] = []
+    for life in range(2):
+        options: Any = {"environment": ENVIRONMENT, "state_dir": tmp_path / "state"}
+        with checked_server(settles=False, **options) as checked:
+            client = checked.client
+            if not life:
+                client.train(write_script(tmp_path, "world.py", WORLD))
+            task = client.task("world")
+            until(partial(has_gone_on, task, life), "it goes on, and is on disk")
+            if life:
+                worlds = [line for line in "".join(task.logs()).splitlines() if "WORLD" in line]
+                task.cancel()
+    assert len(worlds) == 2
+    assert worlds[0] == worlds[1]
+
+
+def has_gone_on(task: Task, life: int) -> bool:
+    log = "".join(task.logs())
+    return log.count("WORLD") > life and bool(task.status()["persisted_step"] > 0)

@@ -22,6 +22,7 @@ from pipeswitch.base.errors import TaskPreempted
 from pipeswitch.base.failpoints import reach
 from pipeswitch.base.machine import available_bytes
 from pipeswitch.base.plain_files import open_plain
+from pipeswitch.inputs.entropy import repeatable_seeds
 from pipeswitch.ipc.gate import Gate
 from pipeswitch.ipc.messages.base import OpId
 from pipeswitch.ipc.messages.worker import JobEnded, RunJob
@@ -60,7 +61,7 @@ def run_script(message: RunJob, host: JobHost, gate: Gate) -> JobEnded:
         session.begin()
         saved = session.place.saved
         host.resumes_at(0 if saved is None else saved.position.step)
-        with _clean_exit(), _end_by_exit(session, host, message.op_id):
+        with _clean_exit(), _end_by_exit(session, host, message.op_id), repeatable_seeds():
             run_entry(message.entry, message.args)
         if not gate.is_evicting:
             _join_threads()
