@@ -4,7 +4,7 @@ import os
 import subprocess
 from pathlib import Path
 
-from setuptools import setup
+from setuptools import find_packages, setup
 from setuptools.command.build_py import build_py
 
 
@@ -24,4 +24,13 @@ class BuildWithCommit(build_py):
             Path(self.build_lib, "pipeswitch", "commit.txt").write_text(commit)
 
 
-setup(cmdclass={"build_py": BuildWithCommit})
+beside = find_packages(include=["workers*", "memory_daemon*"])  # also without links (a zip)
+setup(
+    packages=[
+        *find_packages(
+            include=["pipeswitch*"], exclude=["pipeswitch.workers*", "pipeswitch.memory_daemon*"]
+        ),
+        *(f"pipeswitch.{name}" for name in beside),
+    ],
+    cmdclass={"build_py": BuildWithCommit},
+)

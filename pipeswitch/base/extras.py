@@ -48,6 +48,7 @@ class Seam:
 
 CHECKS: Final = Seam("CHECKS", "check")  # ``pipeswitch.testing``: checks of a user's own code
 COMMANDS: Final = Seam("COMMANDS", "command")  # groups and verbs of the command line
+DOORS: Final = Seam("DOORS", "door")  # protocols over HTTP: routes and their answers
 SCHEMES: Final = Seam("SCHEMES", "connection to")  # schemes of addresses -> a client's connection
 SERVERS: Final = Seam("SERVERS", "server for")  # protocols of the gateway that are not HTTP
 UPSTREAMS: Final = Seam("UPSTREAMS", "gateway of a")  # connection of a gateway to more servers

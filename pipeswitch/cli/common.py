@@ -6,13 +6,14 @@ import contextlib
 import importlib
 import importlib.util
 import os
-from collections.abc import Callable, Iterator
+import re
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Final
 
 import click
 
-from ..base.errors import InvalidInput, PipeSwitchError
+from ..base.errors import InvalidInput, PermissionDenied, PipeSwitchError
 from ..base.units import printed
 from ..wire.addresses import full_address, is_refused, no_server
 from . import views
@@ -95,6 +96,35 @@ def connected() -> Iterator[Any]:
         if is_refused(client.address):
             raise no_server(client.address)
         yield client
+
+
+def http_of(about: Mapping[str, Any], what: str, verb: str) -> tuple[str, str]:
+    """Return the server's HTTP address and its owner's token.
+
+    Args:
+        about: the server's answer to ``Client.about``.
+        what: name of the caller's purpose, for errors.
+        verb: command with that purpose.
+
+    Raises:
+        PermissionDenied: the client is not the server's owner.
+        PipeSwitchError: the server has no HTTP address, or the token's file cannot be read here.
+    """
+    if not about["is_owner"]:
+        raise PermissionDenied(
+            f"the {what}'s token is only for the server's owner",
+            hint=f"on the server's machine, as its user, without --host: pipeswitch {verb}",
+        )
+    if "http" not in about:
+        raise PipeSwitchError(
+            f"this server does not serve HTTP, so it has no {what}",
+            hint="pipeswitch serve --http 127.0.0.1:8000",
+        )
+    try:
+        token = Path(about["token_file"]).read_text("ascii").strip()
+    except OSError as error:
+        raise PipeSwitchError(f"{about['token_file']}: {error.strerror}") from None
+    return re.sub(r"//(0\.0\.0\.0|\[::\]):", "//localhost:", about["http"]), token  # listens on all
 
 
 def check_folder(option: str, path: Path) -> None:

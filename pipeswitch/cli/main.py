@@ -13,7 +13,7 @@ import click
 from ..base.errors import PipeSwitchError, to_wire
 from ..base.extras import COMMANDS
 from ..wire.addresses import full_address
-from . import chat, infer, jobs, local_verbs, models, server, views
+from . import infer, jobs, local_verbs, models, server, views
 from .common import EXIT_INTERRUPTED, EXIT_OK, Group
 from .keys import keys
 
@@ -120,7 +120,6 @@ VERBS = (
     server.top,
     server.ping,
     server.trace,
-    server.ui,
     models.register,
     models.chain,
     models.unregister,
@@ -132,8 +131,6 @@ VERBS = (
     models.plan,
     infer.infer,
     infer.generate,
-    chat.chat,
-    chat.run,
     models.sequences,
     jobs.train,
     jobs.jobs,

@@ -216,22 +216,6 @@ def top(as_json: bool) -> None:
 
 
 @click.command()
-@click.option("--no-open", is_flag=True, help="Do not start a browser.")
-@json_option
-def ui(no_open: bool, as_json: bool) -> None:
-    """Open the server's web page in a browser, with the owner's token."""
-    from .page import open_page, page_url
-
-    with connected() as client:
-        about = client.about()
-    url = page_url(about)
-    is_open = not no_open and open_page(url, Path(about["token_file"]).parent)
-    print_done(
-        {"url": url, "opened": is_open}, f"opened {about['http']}/ui" if is_open else url, as_json
-    )
-
-
-@click.command()
 @click.option("--deep", is_flag=True, help="Check scheduler, memory daemon and workers, too.")
 @click.option(
     "--wait", default="0", metavar="1m", help="Wait until it is ready, at most this long."

@@ -227,7 +227,7 @@ class Verb:
     of_owner: bool = False  # another client's model needs ``operate``
     ends_with_client: bool = False  # cancelled when its client is gone
     is_cut: bool = False  # without ``operate``, the reply has fewer facts
-    http: Http | None = None  # None: gateway/admin/api.py may have a route
+    http: Http | None = None  # None: no route below /api, or one with more
 
     @property
     def http_role(self) -> Role:

@@ -34,14 +34,12 @@ from ..ipc.messages.gateway import GatewaySettings
 from ..wire.curve_keys import GATEWAY_KEY
 from ..wire.tokens import owner_token, read_tokens
 from ..wire.tracing import open_tracer
-from .admin.api import Api
-from .admin.ui import Page
 from .auth import Authenticator
 from .curve_listener import CurveListener
-from .http.event_stream import EventLog
+from .doors import DoorContext, open_doors
 from .http.http_server import HttpServer, Limits
 from .offload import Shared, started_pool
-from .rest import RestApi, refuse
+from .router import Router
 from .serving.service import Service
 from .serving.shared_memory import SharedMemoryRegions
 from .serving.upstream import Upstream
@@ -120,10 +118,12 @@ async def _serve(settings: GatewaySettings, channel: Channel, descriptors: Seque
         connections=settings.max_connections,
         connections_per_address=settings.max_connections // 2,
     )
-    api = Api(upstream, EventLog(), version=service.version, allow_code=settings.allow_code)
     shared = Shared(limits.waiting_bytes, limits.answer_bytes)
     service.queue_full_count = lambda: shared.queue_full_count
-    http = HttpServer(RestApi(service, callers, api, Page(), shared.aside), limits, shared, refuse)
+    code = settings.allow_code
+    context = DoorContext(service=service, upstream=upstream, aside=shared.aside, allow_code=code)
+    router = Router(callers, open_doors(context))
+    http = HttpServer(router, limits, shared, router.refuse)
     async with contextlib.AsyncExitStack() as stack:
         stack.callback(upstream.close)
         if door is not None:

@@ -1,240 +1,146 @@
-"""HTTP paths of the Open Inference Protocol, each with its call of ``Service`` and its JSON."""
+"""HTTP door of the Open Inference Protocol, with Triton's extensions: calls of ``Service``."""
 
 from __future__ import annotations
 
-import re
 from collections.abc import Awaitable, Callable, Mapping
-from functools import partial
 from typing import Any, Final
-from urllib.parse import unquote
 
 import msgspec
-from msgspec.structs import replace
 
 from ..base.errors import InvalidInput, PipeSwitchError, ServerUnavailable
 from ..base.roles import Principal
-from ..base.units import nearest
-from .admin.api import PREFIX, Api
-from .admin.ui import Page
-from .auth import Authenticator
 from .decoding import decode_json
-from .http.http_server import Head, Response, Work, answered, json_answer, refusal
-from .http_errors import MethodNotAllowed, NotFound, TooLarge, WrongHost, body_of, status_of
+from .http.http_server import Head, Response, json_answer
+from .http_errors import TooLarge, body_of, status_of
 from .offload import OffloadThread
-from .openai.completions import PATHS as TEXT_PATHS
-from .openai.completions import PREFIX as TEXT_PREFIX
-from .openai.completions import Completions, refused
+from .router import JSON_LENGTH
+from .routes import Door, Request, Route, Run
 from .serving import oip
 from .serving.model_stats import PHASES
 from .serving.service import Service
 
-JSON_LENGTH: Final = "Inference-Header-Content-Length"
-OF_MODEL: Final = re.compile("/v2/models/([^/]*)(?:/versions/([^/]*))?(?:/([^/]*))?")
-HEALTH: Final = re.compile("/v2/health/.*|/health/?")  # a probe has no token
-# CORS: the rights of a page of another site that the owner has named.
-ASKED: Final = "access-control-request-method"  # header of a preflight request
 MAX_OBJECT_BYTES: Final = 64 << 10  # limit of JSON without tensors
-HEADERS: Final = f"Authorization, Content-Type, Content-Encoding, Last-Event-ID, {JSON_LENGTH}"
-WISHED: Final = "access-control-request-headers"
-NAMES: Final = re.compile("[A-Za-z0-9_, -]{1,2048}")  # names of headers that a page wants to send
-TOLD: Final = f"Retry-After, Server-Timing, {JSON_LENGTH}"
-HINT: Final = "GET /v2 and /api/openapi.json list the paths; /ui is the web page"
+MODEL: Final = "/v2/models/{model}"
+REGIONS: Final = "/v2/systemsharedmemory"
 
 
-class RestApi:
-    """Router from paths to verbs. It is called with a request's head, as ``http_server.Admit``."""
+def inference_door(service: Service, aside: OffloadThread) -> Door:
+    """Return the door; the verbs of ``Service`` check the callers' roles."""
+    verbs = OpenInference(service, aside)
 
-    def __init__(
-        self, service: Service, callers: Authenticator, api: Api, page: Page, aside: OffloadThread
-    ) -> None:
-        self._service = service
-        self._completions = completions = Completions(service, aside)
-        self._aside = aside
-        self._callers = callers
-        self._api = api
-        self._page = page
-        self._fixed: Mapping[str, tuple[str, Callable[..., Awaitable[Response]]]] = {
-            "/health": ("GET", self._ready),  # path of vLLM's clients
-            "/metrics": ("GET", self._metrics),
-            "/v2": ("GET", self._about),
-            "/v2/health/live": ("GET", self._live),
-            "/v2/health/ready": ("GET", self._ready),
-            "/v2/models": ("GET", self._models),
-            "/v2/models/stats": ("GET", self._all_statistics),
-            "/v2/repository/index": ("POST", self._index),
-        }
-        self._of_model: Mapping[str, tuple[str, Callable[..., Awaitable[Response]]]] = {
-            "": ("GET", _told(service.metadata)),
-            "ready": ("GET", self._model_ready),
-            "config": ("GET", _told(service.config)),
-            "stats": ("GET", _told(service.statistics)),
-            "infer": ("POST", self._infer),
-            "generate": ("POST", partial(completions.generate, is_stream=False)),
-            "generate_stream": ("POST", partial(completions.generate, is_stream=True)),
-        }
+    def route(method: str, path: str, run: Run, *, is_probe: bool = False) -> Route:
+        return Route(method=method, path=path, run=run, is_probe=is_probe)
 
-    def __call__(self, head: Head) -> Work | Response:
-        """Return the work that answers a request with this head, or a refusal."""
-        admitted, origin = self._admitted(head), head.headers.get("origin", "")
-        if origin not in self._callers.origins:
-            return admitted
-        if isinstance(admitted, Response):
-            return _shown_to(origin, admitted)
+    of_model = (
+        ("GET", "", _row_of(service.metadata)),
+        ("GET", "/ready", verbs.model_ready),
+        ("GET", "/config", _row_of(service.config)),
+        ("GET", "/stats", _row_of(service.statistics)),
+        ("POST", "/infer", verbs.infer),
+    )
+    routes = (
+        route("GET", "/health", verbs.ready, is_probe=True),  # path of vLLM's clients
+        route("GET", "/metrics", verbs.metrics),
+        route("GET", "/v2", verbs.about),
+        route("GET", "/v2/health/live", verbs.live, is_probe=True),
+        route("GET", "/v2/health/ready", verbs.ready, is_probe=True),
+        route("GET", "/v2/models", verbs.models),
+        route("GET", "/v2/models/stats", verbs.all_statistics),
+        route("POST", "/v2/repository/index", verbs.index),
+        route("POST", "/v2/repository/models/{model}/load", verbs.load),
+        route("POST", "/v2/repository/models/{model}/unload", verbs.unload),
+        *(
+            route(method, f"{MODEL}{version}{tail}", run)
+            for version in ("", "/versions/{version}")
+            for method, tail, run in of_model
+        ),
+        *(
+            route(method, path, verbs.settings)
+            for path in ("/v2/logging", "/v2/trace/setting", f"{MODEL}/trace/setting")
+            for method in ("GET", "POST")
+        ),
+        route("GET", f"{REGIONS}/status", verbs.regions),
+        route("POST", f"{REGIONS}/unregister", verbs.unregister_region),
+        route("GET", f"{REGIONS}/region/{{region}}/status", verbs.regions),
+        route("POST", f"{REGIONS}/region/{{region}}/register", verbs.register_region),
+        route("POST", f"{REGIONS}/region/{{region}}/unregister", verbs.unregister_region),
+    )
+    return Door(prefix="/v2", hint="GET /v2 names the extensions", routes=routes)
 
-        async def work(body: Any) -> Response:
-            return _shown_to(origin, await answered(admitted, body, head.path, refuse))
 
-        return work
+class OpenInference:
+    """Handlers of the routes."""
 
-    def _admitted(self, head: Head) -> Work | Response:
-        try:
-            self._check_site(head)
-            if head.method == "OPTIONS" and ASKED in head.headers and self._callers.origins:
-                return _preflight(head.headers.get(WISHED, ""))
-            if (shown := self._page.answers.get(head.path.rstrip("/"))) is not None:
-                _check_method(head, "GET")
-                return shown
-            is_probe = HEALTH.fullmatch(head.path)
-            token = head.headers.get("authorization", "")
-            return self._work(
-                head, Authenticator.PROBE if is_probe else self._callers.principal(token)
-            )
-        except PipeSwitchError as error:
-            return refuse(head.path, error)
-
-    def _check_site(self, head: Head) -> None:
-        """Refuse a browser's request from another site's page."""
-        host = head.headers.get("host")
-        if host is None:
-            return  # HTTP/1.0, which no browser speaks
-        self._callers.check_host(host)
-        origin = head.headers.get("origin")
-        if origin is None or origin in self._callers.origins:
-            return
-        if origin.partition("://")[2].lower() != host.lower():
-            allow = f'to allow it: [gateway] origins = ["{origin[:80]}"]'
-            raise WrongHost(f"a page of {origin[:80]!r} may not send requests here", hint=allow)
-
-    def _work(self, head: Head, caller: Principal) -> Work:
-        path = head.path.rstrip("/")
-        if path == PREFIX or path.startswith(f"{PREFIX}/"):
-            return self._api.find(head, caller)
-        if path in self._fixed:
-            method, verb = self._fixed[path]
-            _check_method(head, method)
-            return partial(verb, caller, head)
-        if match := OF_MODEL.fullmatch(path):
-            name, version, tail = (unquote(part or "") for part in match.groups())
-            if tail not in self._of_model:
-                near = nearest(tail, filter(None, self._of_model))
-                raise NotFound(f"a model has no path {tail[:80]!r}{near}", hint=HINT)
-            method, verb = self._of_model[tail]
-            _check_method(head, method)
-            return partial(verb, caller, name, version, head)
-        match path.split("/"):
-            case ["", "v1", *_]:
-                return self._completions.find(head, caller)
-            case ["", "v2", "repository", "models", name, "load" | "unload" as action]:
-                _check_method(head, "POST")
-                verb = self._load if action == "load" else self._unload
-                return partial(verb, caller, unquote(name))
-            case ["", "v2", "logging"]:
-                return self._settings(caller, head)
-            case ["", "v2", "trace", "setting"]:
-                return self._settings(caller, head, "")
-            case ["", "v2", "models", name, "trace", "setting"]:
-                return self._settings(caller, head, unquote(name))
-            case ["", "v2", "systemsharedmemory", action]:
-                return self._of_regions(caller, "", action, head)
-            case ["", "v2", "systemsharedmemory", "region", name, action]:
-                return self._of_regions(caller, unquote(name), action, head)
-            case _:
-                for one in TEXT_PATHS:  # the most frequent mistake: a base URL without /v1
-                    if path.endswith(one.removeprefix(TEXT_PREFIX)):
-                        hint = f"POST {one}: the client's base URL ends with {TEXT_PREFIX}"
-                        raise NotFound(f"no path {head.path[:200]!r}", hint=hint)
-                near = nearest(path, self._fixed)
-                raise NotFound(f"no path {head.path[:200]!r}{near}", hint=HINT)
+    def __init__(self, service: Service, aside: OffloadThread) -> None:
+        self._service, self._aside = service, aside
 
     # ---- the server ----------------------------------------------------------------------------
 
-    def _of_regions(self, caller: Principal, name: str, action: str, head: Head) -> Work:
-        regions = self._service.regions
-
-        async def status(body: Any) -> Response:
-            return json_answer(regions.rows(caller, name))
-
-        async def register(body: Any) -> Response:
-            regions.register(caller, name, _object(body))
-            return json_answer({})
-
-        async def unregister(body: Any) -> Response:
-            regions.unregister(caller, name)
-            return json_answer({})
-
-        verbs: dict[str, Work] = {"status": status, "unregister": unregister}
-        if name:
-            verbs["register"] = register
-        if action not in verbs:
-            raise NotFound(f"regions have no {action[:80]!r}{nearest(action, verbs)}", hint=HINT)
-        _check_method(head, "GET" if action == "status" else "POST")
-        return verbs[action]
-
-    def _settings(self, caller: Principal, head: Head, model: str | None = None) -> Work:
-        if head.method != "POST":
-            _check_method(head, "GET")
-
-        async def work(body: Any) -> Response:
-            settings = _object(body) if head.method == "POST" else {}
-            return json_answer(await self._service.settings(caller, settings, model))
-
-        return work
-
-    async def _about(self, caller: Principal, head: Head, body: Any) -> Response:
+    async def about(self, request: Request, body: Any) -> Response:
         return json_answer(self._service.about())
 
-    async def _metrics(self, caller: Principal, head: Head, body: Any) -> Response:
-        text, kind = await self._service.metrics(caller, head.headers.get("accept", ""))
+    async def metrics(self, request: Request, body: Any) -> Response:
+        accept = request.head.headers.get("accept", "")
+        text, kind = await self._service.metrics(request.caller, accept)
         return Response(parts=[text], content_type=kind)
 
-    async def _live(self, caller: Principal, head: Head, body: Any) -> Response:
+    async def live(self, request: Request, body: Any) -> Response:
         return _state({"live": await self._service.is_live()}, _soon("the server does not answer"))
 
-    async def _ready(self, caller: Principal, head: Head, body: Any) -> Response:
+    async def ready(self, request: Request, body: Any) -> Response:
         return _state({"ready": await self._service.is_ready()}, _soon("the server is not ready"))
 
-    async def _models(self, caller: Principal, head: Head, body: Any) -> Response:
-        return json_answer({"models": [row["name"] for row in await self._service.index(caller)]})
+    async def models(self, request: Request, body: Any) -> Response:
+        rows = await self._service.index(request.caller)
+        return json_answer({"models": [row["name"] for row in rows]})
 
-    async def _all_statistics(self, caller: Principal, head: Head, body: Any) -> Response:
-        return json_answer(await self._service.statistics(caller))
+    async def all_statistics(self, request: Request, body: Any) -> Response:
+        return json_answer(await self._service.statistics(request.caller))
 
-    async def _index(self, caller: Principal, head: Head, body: Any) -> Response:
+    async def index(self, request: Request, body: Any) -> Response:
         ready_only = oip.flag("ready", _object(body))
-        return json_answer(await self._service.index(caller, ready_only=ready_only))
+        return json_answer(await self._service.index(request.caller, ready_only=ready_only))
 
-    async def _load(self, caller: Principal, model: str, body: Any) -> Response:
+    async def load(self, request: Request, body: Any) -> Response:
         parameters = _object(body).get("parameters") or {}
         if not isinstance(parameters, Mapping):
             raise InvalidInput("parameters must be an object")
-        await self._service.load(caller, model, parameters)
+        await self._service.load(request.caller, request.names["model"], parameters)
         return json_answer({})
 
-    async def _unload(self, caller: Principal, model: str, body: Any) -> Response:
-        await self._service.unload(caller, model)
+    async def unload(self, request: Request, body: Any) -> Response:
+        await self._service.unload(request.caller, request.names["model"])
+        return json_answer({})
+
+    async def settings(self, request: Request, body: Any) -> Response:
+        """Answer for the log, or for the traces of a model or ("") of all models."""
+        changes = _object(body) if request.head.method == "POST" else {}
+        is_log = request.head.path.startswith("/v2/logging")
+        model = None if is_log else request.names.get("model", "")
+        return json_answer(await self._service.settings(request.caller, changes, model))
+
+    async def regions(self, request: Request, body: Any) -> Response:
+        name = request.names.get("region", "")
+        return json_answer(self._service.regions.rows(request.caller, name))
+
+    async def register_region(self, request: Request, body: Any) -> Response:
+        self._service.regions.register(request.caller, request.names["region"], _object(body))
+        return json_answer({})
+
+    async def unregister_region(self, request: Request, body: Any) -> Response:
+        self._service.regions.unregister(request.caller, request.names.get("region", ""))
         return json_answer({})
 
     # ---- a model -------------------------------------------------------------------------------
 
-    async def _model_ready(
-        self, caller: Principal, model: str, version: str, head: Head, body: Any
-    ) -> Response:
-        refusal = await self._service.why_not_ready(caller, model, version)
-        return _state({"name": model, "ready": refusal is None}, refusal)
+    async def model_ready(self, request: Request, body: Any) -> Response:
+        model, version = _model_of(request)
+        why_not = await self._service.why_not_ready(request.caller, model, version)
+        return _state({"name": model, "ready": why_not is None}, why_not)
 
-    async def _infer(
-        self, caller: Principal, model: str, version: str, head: Head, body: Any
-    ) -> Response:
+    async def infer(self, request: Request, body: Any) -> Response:
+        caller, head, names = request.caller, request.head, request.names
+        model, version = names["model"], names.get("version", "")
         json_bytes = _json_length(head)
         if json_bytes == 0:
             infer_request = oip.raw_request(body, await self._service.row(caller, model))
@@ -257,45 +163,17 @@ class RestApi:
         return Response(parts=parts, content_type=oip.BINARY_TYPE, headers=headers)
 
 
-def refuse(path: str, error: PipeSwitchError) -> Response:
-    """Return an error in OpenAI's form below ``/v1``, else in our own."""
-    is_text = f"{path}/".startswith(f"{TEXT_PREFIX}/")
-    return refused(error) if is_text else refusal(error)
-
-
-def _preflight(wished: str) -> Response:
-    """Return the CORS headers for a page of an allowed origin."""
-    headers = f"{HEADERS}, {wished}" if NAMES.fullmatch(wished) else HEADERS
-    return Response(
-        headers=(
-            ("Access-Control-Allow-Methods", "GET, POST, DELETE"),
-            ("Access-Control-Allow-Headers", headers),
-            ("Access-Control-Max-Age", "600"),
-        )
-    )
-
-
-def _told(
-    verb: Callable[[Principal, str, str], Awaitable[Any]],
-) -> Callable[..., Awaitable[Response]]:
+def _row_of(verb: Callable[[Principal, str, str], Awaitable[Any]]) -> Run:
     """Return a handler whose answer is the verb's JSON for a model, unchanged."""
 
-    async def run(caller: Principal, model: str, version: str, head: Head, body: Any) -> Response:
-        return json_answer(await verb(caller, model, version))
+    async def run(request: Request, body: Any) -> Response:
+        return json_answer(await verb(request.caller, *_model_of(request)))
 
     return run
 
 
-def _shown_to(origin: str, answer: Response) -> Response:
-    """Return the answer with headers that allow pages of ``origin`` to read it."""
-    allow = ("Access-Control-Allow-Origin", origin), ("Access-Control-Expose-Headers", TOLD)
-    return replace(answer, headers=[*answer.headers, *allow, ("Vary", "Origin")])
-
-
-def _check_method(head: Head, method: str) -> None:
-    if head.method != method and (head.method, method) != ("HEAD", "GET"):
-        allow = "GET, HEAD" if method == "GET" else method
-        raise MethodNotAllowed(head.method, head.path, allow)
+def _model_of(request: Request) -> tuple[str, str]:
+    return request.names["model"], request.names.get("version", "")
 
 
 def _soon(why: str) -> ServerUnavailable:

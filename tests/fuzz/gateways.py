@@ -18,13 +18,12 @@ from typing import Any
 
 from pipeswitch.base.errors import InvalidInput, ModelNotFound
 from pipeswitch.base.roles import Principal, Role
-from pipeswitch.gateway.admin.api import Api
-from pipeswitch.gateway.admin.ui import Page
+from pipeswitch.extras.page.event_stream import EventLog
 from pipeswitch.gateway.auth import Authenticator
+from pipeswitch.gateway.doors import DoorContext, open_doors
 from pipeswitch.gateway.http import http_server as http
-from pipeswitch.gateway.http.event_stream import EventLog
 from pipeswitch.gateway.offload import OffloadThread
-from pipeswitch.gateway.rest import RestApi, refuse
+from pipeswitch.gateway.router import Router
 from pipeswitch.gateway.serving.oip import InferRequest, Output
 from pipeswitch.gateway.serving.service import Service
 
@@ -153,19 +152,21 @@ class _Gate:
             hosts=frozenset({PEER}),
         )
         self.service = Service(upstream)
-        api = Api(upstream, self.feed, version=self.service.version, allow_code=())
-        self._rest = RestApi(self.service, callers, api, Page(), OffloadThread())
-        self.server = http.HttpServer(self._admit, LIMITS, refuse=refuse)
+        context = DoorContext(service=self.service, upstream=upstream, aside=OffloadThread())
+        self._router = Router(callers, open_doors(context))
+        self.server = http.HttpServer(self._admit, LIMITS, refuse=self._router.refuse)
         self.statuses: list[int] = []
         self.escaped: list[str] = []
 
     def _admit(self, head: http.Head) -> http.Work | http.Response:
-        work = self._rest(head)
+        work = self._router(head)
         if isinstance(work, http.Response):
             return self._checked(head, work)
 
         async def run(body: Any) -> http.Response:
-            return self._checked(head, await http.answered(work, body, head.path, refuse))
+            return self._checked(
+                head, await http.answered(work, body, head.path, self._router.refuse)
+            )
 
         return run
 

@@ -831,7 +831,7 @@ def test_prometheus_own_checker_has_nothing_to_say_of_the_metrics(http: str) -> 
     [
         ("/v2/models/mpl", (), 404, 'did you mean "mlp"'),
         ("/v2/model", (), 404, "/v2/models"),
-        ("/v2/models/mlp/redy", (), 404, 'did you mean "ready"'),
+        ("/v2/models/mlp/redy", (), 404, 'did you mean "/v2/models/mlp/ready"'),
         ("/v2/models/mlp", ("-X", "DELETE"), 405, "use GET"),
         ("/v2/models/mlp/infer", ("-d", "{"), 400, "not an inference request"),
         ("/v2/models/mlp/infer", ("-d", ASK % "1, 2"), 400, "has 2 values"),

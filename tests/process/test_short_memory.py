@@ -26,9 +26,9 @@ PROGRAM = """
 import resource, sys
 from pathlib import Path
 from pipeswitch.gateway import rest
-from pipeswitch.gateway.admin import api
+from pipeswitch.extras.page import api
 from pipeswitch.gateway.http import event_stream, http_server as http
-from pipeswitch.gateway.openai import completions, tokenizer_worker, tokenizers
+from pipeswitch.extras.text import completions, tokenizer_worker, tokenizers
 from pipeswitch.gateway.serving import oip
 from pipeswitch.ipc import channel
 from pipeswitch.wire import frames

@@ -168,13 +168,11 @@ def gateways_calls(folder: Path) -> int:
 
 
 async def _gateway(address: str, sock: socket.socket) -> Any:
-    from pipeswitch.gateway.admin.api import Api
-    from pipeswitch.gateway.admin.ui import Page
     from pipeswitch.gateway.auth import Authenticator
-    from pipeswitch.gateway.http.event_stream import EventLog
     from pipeswitch.gateway.http.http_server import HttpServer, Limits
     from pipeswitch.gateway.offload import OffloadThread
-    from pipeswitch.gateway.rest import RestApi
+    from pipeswitch.gateway.rest import inference_door
+    from pipeswitch.gateway.router import Router
     from pipeswitch.gateway.serving.service import Service
     from pipeswitch.gateway.serving.upstream import Upstream
 
@@ -182,8 +180,8 @@ async def _gateway(address: str, sock: socket.socket) -> Any:
     callers = Authenticator(
         roles=DEFAULT_ROLES, tokens={}, needs_token=False, hosts=frozenset({"127.0.0.1"})
     )
-    api = Api(upstream, EventLog(), version="1", allow_code=())
-    server = HttpServer(RestApi(Service(upstream), callers, api, Page(), OffloadThread()), Limits())
+    door = inference_door(Service(upstream), OffloadThread())
+    server = HttpServer(Router(callers, [door]), Limits())
     await asyncio.get_running_loop().connect_accepted_socket(server, sock)
     return upstream
 

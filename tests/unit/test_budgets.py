@@ -42,9 +42,9 @@ PRODUCT = ("pipeswitch", "workers", "memory_daemon")
 # bits of single rows, took 65 (tests: 115). "What outsiders broke in round 5" may add 500 (tests:
 # 1,200). "After a kill" may add 250 (tests: 400). Its first
 # parts (beginnings of epochs, wrapped optimizers, attributes of trainers) took 1,080 (tests: 800).
-MAX_PRODUCT_LINES = 86_769
+MAX_PRODUCT_LINES = 86_855
 MAX_DOC_WORDS = 50_000
-MAX_TEST_LINES = 87_281
+MAX_TEST_LINES = 87_400
 
 
 def lines_of(*tops: str) -> int:

@@ -24,17 +24,17 @@ from rich.console import Console
 
 from pipeswitch.base.config import Config
 from pipeswitch.base.errors import ConfigError, InvalidInput, ServerUnavailable
-from pipeswitch.cli import chat as cli_chat
 from pipeswitch.cli import common, views
 from pipeswitch.cli import infer as cli_infer
-from pipeswitch.cli.chat import Chat
 from pipeswitch.cli.main import main
-from pipeswitch.cli.page import page_url
 from pipeswitch.client.client import job_name
 from pipeswitch.client.connection import Connection
 from pipeswitch.client.generation import check_prompt
 from pipeswitch.client.tensors import Signature
 from pipeswitch.controller import main as controller
+from pipeswitch.extras.page.browser import page_url
+from pipeswitch.extras.text import chat as cli_chat
+from pipeswitch.extras.text.chat import Chat
 from pipeswitch.planning.fit import percentile
 from pipeswitch.programs.interface.layout import ValueSpec
 from pipeswitch.programs.interface.signature import parse_input

@@ -20,7 +20,7 @@ from pipeswitch.base.errors import ServerUnavailable
 from pipeswitch.client.connection import Connection
 from pipeswitch.controller import processes as controller_processes
 from pipeswitch.controller.processes import MAX_FAILED_STARTS, Child, Processes
-from pipeswitch.gateway.openai.tokenizers import TokenizerClient
+from pipeswitch.extras.text.tokenizers import TokenizerClient
 from pipeswitch.ipc.channel import Channel, channel_pair, encode_message
 from pipeswitch.ipc.messages.base import OpId, Ping
 from pipeswitch.ipc.messages.fork_server import Fork, Forked, ForkServerReady

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from pipeswitch.base.errors import InvalidInput
-from pipeswitch.gateway.openai.tools import ResponseFormat, schema_of
+from pipeswitch.extras.text.tools import ResponseFormat, schema_of
 from pipeswitch.ipc.messages.worker import SamplingParams
 from pipeswitch.programs.decoding.generation_settings import packed_tokenizer
 from pipeswitch.programs.decoding.grammar import (

@@ -17,8 +17,8 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 
 from pipeswitch.base.errors import RegistrationRefused
 from pipeswitch.client.model_sources import LocalSource
+from pipeswitch.extras.text.embeddings import pooled
 from pipeswitch.frontend.registration import registration
-from pipeswitch.gateway.openai.embeddings import pooled
 from pipeswitch.programs.build import model_folder
 from pipeswitch.programs.build.sources import load_source
 from pipeswitch.programs.spec import BuildSpec

@@ -32,9 +32,9 @@ from ... import __version__
 from ...base.errors import PipeSwitchError, TaskFailed
 from ...base.machine import processor_name
 from ...cli.infer import RequestOutcome, instants
-from ...cli.page import open_page, page_url
 from ...client.client import Client, Task
 from ...testing import RunningServer, server
+from ..page.browser import open_page, page_url
 from . import report as demo_report
 from .digits import check_digits
 

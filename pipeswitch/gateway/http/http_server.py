@@ -54,6 +54,7 @@ KEPT_HEAD_BYTES: Final = 2 << 10  # limit of a head that is remembered
 MAX_DIGITS: Final = 6  # limit of the digits of Content-Length in such a head
 # nginx defined 499.
 _REASONS: Final = {one.value: one.phrase for one in HTTPStatus} | {499: "Client Closed Request"}
+EVENT_STREAM: Final = "text/event-stream"
 _LENGTH: Final = re.compile(rb"\r\nContent-Length: ?([0-9]+)\r\n", re.IGNORECASE)
 
 

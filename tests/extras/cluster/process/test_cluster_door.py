@@ -24,7 +24,7 @@ from pipeswitch import Client
 from pipeswitch.base.roles import ANYONE
 from pipeswitch.wire.tokens import OWNER_FILE, owner_token
 from tests.extras.cluster.process.test_cluster import Cluster, wait_for
-from tests.process.test_completions import PROMPT, made
+from tests.extras.text.process.test_completions import PROMPT, made
 from tests.process.test_generate import wanted
 
 NEEDED = ("ray", "openai", "tritonclient", "transformers")

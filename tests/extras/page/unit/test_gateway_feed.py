@@ -11,8 +11,8 @@ from typing import Any, TypeVar
 import pytest
 
 from pipeswitch.base.errors import PipeSwitchError, QueueFull
-from pipeswitch.gateway.http import event_stream as feeds
-from pipeswitch.gateway.http.event_stream import EventLog, Reader
+from pipeswitch.extras.page import event_stream as feeds
+from pipeswitch.extras.page.event_stream import EventLog, Reader
 from pipeswitch.gateway.serving import upstream as upstreams
 
 T = TypeVar("T")

@@ -3,53 +3,23 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable
 from typing import Any, Final
-from urllib.parse import unquote
 
 import msgspec
 
 from ...base.roles import Role
-from ..http.http_server import Response
+from ...gateway.routes import Route
 
 REFUSAL: Final = "#/components/responses/Refusal"
 SCHEMAS: Final = "#/components/schemas/{name}"
-PLACEHOLDER: Final = re.compile(r"\{(\w+)\}")
-
-
-@dataclass(frozen=True, kw_only=True)
-class Route:
-    """One method of one path."""
-
-    method: str
-    path: str  # path below the prefix, with placeholders: {name}
-    role: Role
-    what: str
-    run: Callable[[Any], Awaitable[Response]]
-    query: Mapping[str, tuple[str, str]] = field(default_factory=dict)  # name -> type and meaning
-    takes: Mapping[str, Any] = field(default_factory=dict)  # content type -> struct or schema
-    gives: str = "application/json"
-
-    def names_in(self, parts: Sequence[str]) -> dict[str, str] | None:
-        """Return the placeholders' values in a path; None if the path is another route's."""
-        template = self.path.split("/")
-        if len(template) != len(parts):
-            return None
-        names = {}
-        for want, part in zip(template, parts, strict=True):
-            if match := PLACEHOLDER.fullmatch(want):
-                names[match[1]] = unquote(part)
-            elif want != part:
-                return None
-        return names
 
 
 def document(routes: Iterable[Route], *, prefix: str, version: str) -> dict[str, Any]:
     """Return the OpenAPI document of the routes.
 
     Args:
-        prefix: prefix of each path.
+        prefix: part of each path that no identifier repeats.
         version: version of PipeSwitch.
     """
     paths: dict[str, dict[str, Any]] = {}
@@ -61,9 +31,8 @@ def document(routes: Iterable[Route], *, prefix: str, version: str) -> dict[str,
         }
     }
     for route in routes:
-        paths.setdefault(f"{prefix}/{route.path}", {})[route.method.lower()] = _operation(
-            route, schemas
-        )
+        operation = _operation(route, route.path.removeprefix(prefix), schemas)
+        paths.setdefault(route.path, {})[route.method.lower()] = operation
     return {
         "openapi": "3.1.0",
         "info": {"title": "PipeSwitch", "version": version},
@@ -81,21 +50,21 @@ def document(routes: Iterable[Route], *, prefix: str, version: str) -> dict[str,
     }
 
 
-def _operation(route: Route, schemas: dict[str, Any]) -> dict[str, Any]:
-    words = re.sub(r"[^a-z]+", "_", route.path.lower()).strip("_")
+def _operation(route: Route, path: str, schemas: dict[str, Any]) -> dict[str, Any]:
+    words = re.sub(r"[^a-z]+", "_", path.lower()).strip("_")
     is_json = route.gives == "application/json"
     operation: dict[str, Any] = {
         "operationId": f"{route.method.lower()}_{words}",
         "summary": route.what,
-        "description": f'Needs the role "{route.role.value}".',
+        "description": f'Needs the role "{route.role}".',
         "parameters": [
             *(
                 {"name": name, "in": "path", "required": True, "schema": {"type": "string"}}
-                for name in PLACEHOLDER.findall(route.path)
+                for name in route.names
             ),
             *(
                 {"name": name, "in": "query", "description": text, "schema": {"type": kind}}
-                for name, (kind, text) in route.query.items()
+                for name, (kind, text) in (route.query or {}).items()
             ),
         ],
         "responses": {

@@ -13,29 +13,29 @@ import re
 import secrets
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Annotated, Any, Final, TypeVar
-from urllib.parse import unquote
 
 import msgspec
 from msgspec.structs import replace
 
 from ...base.codec import encode_json
 from ...base.errors import InvalidInput, ModelNotFound, PipeSwitchError
-from ...base.roles import Principal
 from ...base.units import nearest
+from ...gateway.decoding import check_memory
+from ...gateway.doors import DoorContext
+from ...gateway.http.http_server import EVENT_STREAM, Head, Response, json_answer, refusal
+from ...gateway.http_errors import as_ours, body_of, status_of
+from ...gateway.offload import OffloadThread
+from ...gateway.router import check_size
+from ...gateway.routes import Door, Request, Route
+from ...gateway.serving.oip import LONG_BYTES
+from ...gateway.serving.service import Service
 from ...programs.decoding.generation_settings import CACHE, CACHE_NEW, LOGITS, MAX_EOS
 from ...programs.decoding.model_config import Token
 from ...programs.decoding.output import MAX_STOPS, StopCriteria
 from ...programs.decoding.sampling import MAX_BIASES, MAX_SEED, Options, Sampling
-from ..decoding import check_memory
-from ..http.event_stream import CONTENT_TYPE
-from ..http.http_server import Head, Response, Work, json_answer, refusal
-from ..http_errors import MethodNotAllowed, NotFound, TooLarge, as_ours, body_of, status_of
-from ..offload import OffloadThread
-from ..serving.oip import LONG_BYTES
-from ..serving.service import Service
 from . import logprobs as forms
 from .answer_stream import Answers, AnswerStream
 from .choices import MAX_CHOICES, ParallelAnswers, check_count
@@ -47,6 +47,9 @@ PREFIX: Final = "/v1"
 MODELS, TEXT, CHAT = "/v1/models", "/v1/completions", "/v1/chat/completions"
 EMBED: Final = "/v1/embeddings"
 PATHS: Final = (MODELS, TEXT, CHAT, EMBED)
+OLLAMAS: Final = re.compile(
+    "/api/(chat|generate|embed(dings)?|tags|show|version|pull|push|create|copy|delete|blobs/.*)"
+)
 MAX_BODY_BYTES: Final = 1 << 20
 MAX_EMBED_BYTES: Final = 8 << 20  # 2,048 texts of 4 KB
 MAX_FIELDS: Final = 256
@@ -157,6 +160,28 @@ Prompts, Inputs = (
 """Types of lists with a maximum length; decoding stops when it is exceeded."""
 
 
+def text_door(context: DoorContext) -> Door:
+    """Return the door of ``/v1`` and of ``generate``."""
+    completions = Completions(context.service, context.aside)
+    return Door(
+        prefix=PREFIX,
+        hint=", ".join(PATHS),
+        routes=[*completions.routes()],
+        refused=refused,
+        advice=_advice,
+    )
+
+
+def _advice(path: str) -> str:
+    """Return what to use in place of a path of Ollama, or of one without ``/v1``."""
+    if OLLAMAS.fullmatch(path):
+        return "use OpenAI's API: base URL http://HOST:PORT/v1, EMPTY or a token as the key"
+    for one in () if path.startswith(f"{PREFIX}/") else PATHS:
+        if path.endswith(one.removeprefix(PREFIX)):  # the most frequent mistake
+            return f"POST {one}: the client's base URL ends with {PREFIX}"
+    return ""
+
+
 class Completions:
     """Paths below ``/v1``, and ``generate`` and ``generate_stream`` of a model."""
 
@@ -165,34 +190,28 @@ class Completions:
         self._began_s = int(time.time())
         self._closing: set[asyncio.Task[None]] = set()
 
-    def find(self, head: Head, caller: Principal) -> Work:
-        """Return the work that answers a request below ``/v1``.
+    def routes(self) -> Iterator[Route]:
+        """Yield the routes; ``Service`` checks the callers' roles."""
+        yield Route(method="GET", path=MODELS, run=self._models)
+        yield Route(method="GET", path=f"{MODELS}/{{model...}}", run=self._models)
+        for path, run, max_bytes in (
+            (EMBED, self._embed, MAX_EMBED_BYTES),
+            (TEXT, partial(self._complete, is_chat=False), MAX_BODY_BYTES),
+            (CHAT, partial(self._complete, is_chat=True), MAX_BODY_BYTES),
+        ):
+            yield Route(method="POST", path=path, run=run, max_bytes=max_bytes)
+        for version in ("", "/versions/{version}"):
+            for name, is_stream in (("generate", False), ("generate_stream", True)):
+                run = partial(self._generate, is_stream=is_stream)
+                path = f"/v2/models/{{model}}{version}/{name}"
+                yield Route(method="POST", path=path, run=run, max_bytes=MAX_BODY_BYTES)
 
-        Raises:
-            NotFound, MethodNotAllowed, TooLarge: the request's body is not read.
-        """
-        path, model = head.path.rstrip("/"), ""
-        if path.startswith(f"{MODELS}/"):
-            path, model = MODELS, unquote(path.removeprefix(f"{MODELS}/"))
-        if path not in PATHS:
-            near = nearest(path, PATHS)
-            raise NotFound(f"no path {path[:200]!r}{near}", hint=", ".join(PATHS))
-        methods = ("GET", "HEAD") if path == MODELS else ("POST",)
-        if head.method not in methods:
-            raise MethodNotAllowed(head.method, path, ", ".join(methods))
-        _check_size(head.length or 0, is_embed=path == EMBED)
+    async def _embed(self, incoming: Request, body: Any) -> Response:
+        request = await self._read(incoming.head, body, Embed)
+        return json_answer(await embedded(self._answers, incoming.caller, incoming.head, request))
 
-        if path == MODELS:
-            return lambda _: self._models(caller, model)
-        if path == EMBED:
-            return lambda body: self._embed(caller, head, body)
-        return lambda body: self._complete(caller, head, body, is_chat=path == CHAT)
-
-    async def _embed(self, caller: Principal, head: Head, body: Any) -> Response:
-        request = await self._read(head, body, Embed)
-        return json_answer(await embedded(self._answers, caller, head, request))
-
-    async def _models(self, caller: Principal, name: str) -> Response:
+    async def _models(self, incoming: Request, body: Any) -> Response:
+        caller, name = incoming.caller, incoming.names.get("model", "")
         common = {"object": "model", "owned_by": "pipeswitch", "created": self._began_s}
         rows = {
             name: {"id": name, **common}
@@ -209,9 +228,8 @@ class Completions:
             raise ModelNotFound(f"no model {name[:80]!r} for texts{nearest(name, rows)}")
         return json_answer(rows[name])
 
-    async def _complete(
-        self, caller: Principal, head: Head, body: Any, *, is_chat: bool
-    ) -> Response:
+    async def _complete(self, incoming: Request, body: Any, *, is_chat: bool) -> Response:
+        caller, head = incoming.caller, incoming.head
         request = await self._read(head, body, CompletionRequest)
         needed, other = ("messages", "prompt") if is_chat else ("prompt", "messages")
         absent = None, ABSENT
@@ -260,7 +278,7 @@ class Completions:
 
     async def _read(self, head: Head, body: Any, kind: type[S]) -> S:
         """Decode a request. A long one is decoded on another thread, where addresses take turns."""
-        _check_size(len(body), is_embed=kind is Embed)
+        check_size(len(body), MAX_EMBED_BYTES if kind is Embed else MAX_BODY_BYTES)
         if len(body) <= LONG_BYTES:
             request = _said(body, kind)
         else:
@@ -270,10 +288,10 @@ class Completions:
             request = replace(request, model=self._service.aliases[alias])
         return request
 
-    async def generate(
-        self, caller: Principal, model: str, version: str, head: Head, body: Any, *, is_stream: bool
-    ) -> Response:
+    async def _generate(self, incoming: Request, body: Any, *, is_stream: bool) -> Response:
         """Answer Triton's ``generate`` or ``generate_stream`` of one model."""
+        caller, head, names = incoming.caller, incoming.head, incoming.names
+        model, version = names["model"], names.get("version", "")
         request = await self._read(head, body, TritonRequest)
         begin = partial(_begin, request, request.text_input, temperature=0.0, seed=request.seed)
         choices = ParallelAnswers([await self._answers.begin(caller, head, model, begin, version)])
@@ -288,7 +306,7 @@ class Completions:
             if is_stream:
                 events = _Events(_pieces(choices, form), partial(self._close, choices))
                 cut = lambda error: _event(form.failed(error))  # noqa: E731
-                return Response(content_type=CONTENT_TYPE, stream=events, cut=cut)
+                return Response(content_type=EVENT_STREAM, stream=events, cut=cut)
             texts: list[list[str]] = [[] for _ in choices.answerings]
             while came := await choices.next():
                 index, token = came
@@ -480,11 +498,6 @@ def openai_body(error: PipeSwitchError) -> dict[str, Any]:
 def refused(error: PipeSwitchError) -> Response:
     """Return ``http_server.refusal`` of an error, with the body in OpenAI's form."""
     return replace(refusal(error), parts=[encode_json(openai_body(error))])
-
-
-def _check_size(size: int, *, is_embed: bool) -> None:
-    if size > (most := MAX_EMBED_BYTES if is_embed else MAX_BODY_BYTES):
-        raise TooLarge(f"{size} bytes, and the limit for a request is {most}", hint="send parts")
 
 
 def _said(body: Any, kind: type[S]) -> S:

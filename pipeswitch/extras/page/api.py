@@ -1,6 +1,6 @@
 """``/api``, PipeSwitch's own HTTP interface: jobs, models, events, the timeline.
 
-One table has all routes, each with its role and description (openapi.py). The gateway sends
+Each route has a role and a description (openapi.py). The gateway sends
 requests as the server's owner, who may do everything, so each route must name the role it needs.
 """
 
@@ -8,59 +8,54 @@ from __future__ import annotations
 
 import asyncio
 import math
-import re
 import time
-from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
 from typing import Any, Final
-from urllib.parse import parse_qsl
 
 import msgspec
 
 from ...base.codec import encode_json
 from ...base.errors import InvalidInput
-from ...base.roles import Principal, Role
-from ...base.units import nearest
+from ...base.roles import Role
 from ...client.client import FINAL_JOB_STATES
 from ...frontend.permissions import Rules
 from ...frontend.registration import check, check_origin, require_roles
 from ...frontend.verbs import VERBS, Http
+from ...gateway.auth import redact, require_role
+from ...gateway.decoding import decode_json
+from ...gateway.http.http_server import EVENT_STREAM, Response, json_answer
+from ...gateway.routes import Request, Route
+from ...gateway.serving.upstream import Upstream
 from ...wire.register_request import RegisterRequest
-from ..auth import redact, require_role
-from ..decoding import decode_json
-from ..http.event_stream import CONTENT_TYPE, EventLog
-from ..http.http_server import Head, Response, Work, json_answer
-from ..http_errors import MethodNotAllowed, NotFound
-from ..serving.upstream import Upstream
-from .openapi import Route, document
+from .event_stream import EventLog
+from .openapi import document
 
 MAX_TRACE_S: Final = 3600.0
 PREFIX: Final = "/api"
-HINT: Final = "GET /api/openapi.json lists all paths"
-OLLAMAS: Final = re.compile(
-    "/api/(chat|generate|embed(dings)?|tags|show|version|pull|push|create|copy|delete|blobs/.*)"
-)
-INSTEAD: Final = "use OpenAI's API: base URL http://HOST:PORT/v1, EMPTY or a token as the key"
-MAX_QUERY_FIELDS: Final = 16
 LOG_LOOK_S: Final = 0.5  # interval between reads of a followed log without events
 MAX_OFFSET: Final = 1 << 50
 OFFSET: Final = {"offset": ("integer", "First byte; a negative number counts from the end")}
 MAX_VERSION: Final = 1 << 30
 TEXT: Final = "text/plain; charset=utf-8"
 BUNDLE: Final = "application/octet-stream"
+OF_BUNDLE: Final = {
+    "aliases": ("string", "With a bundle: further names, with commas between them"),
+    "priority": ("string", "With a bundle: high, normal or low"),
+    "pin": ("boolean", "With a bundle: keep it on the device"),
+    "max_batch": ("integer", "With a bundle: the largest batch"),
+    "batch": ("integer", "With a bundle: maximum rows of a batch of requests"),
+    "batch_delay_ms": ("number", "With a bundle: how long a request waits for others"),
+    "precision": ("string", "With a bundle: exact, fast, bf16 or int8"),
+    "max_error": ("number", "With a bundle: maximum error of the precision"),
+}
 GUARDS: Final = (("X-Content-Type-Options", "nosniff"), ("Cache-Control", "no-store"))
 
 
-@dataclass(frozen=True, kw_only=True)
-class RouteRequest:
-    """A request to one route."""
+class RouteRequest(Request, frozen=True, kw_only=True):
+    """A whole request to one route, and its query's values."""
 
-    caller: Principal
-    head: Head
     body: Any  # a buffer
-    names: Mapping[str, str]  # values of the placeholders in the route's path
-    query: Mapping[str, str]
 
     def flag(self, name: str) -> bool:
         text = self.query.get(name, "false")
@@ -113,126 +108,57 @@ class Api:
         self._description = document(self.routes, prefix=PREFIX, version=version)
 
     def _server_routes(self) -> tuple[Route, ...]:
+        seconds = {"seconds": ("number", "Length in seconds; default 10")}
+        topics = {"topics": ("string", "Prefixes, separated by commas: switch.,job.")}
+        trace = "The last part of the timeline, as a Chrome trace; now_ms is its clock"
+        events = "Server-sent events; Last-Event-ID continues after one; an event named dropped "
+        events += "counts missed events"
         return (
-            Route(
-                method="GET",
-                path="openapi.json",
-                role=INFER,
-                run=self._document,
-                what="This description",
-            ),
-            Route(
-                method="GET",
-                path="about",
-                role=OPERATE,
-                run=self._about,
-                what="The server: device, sizes, addresses",
-            ),
-            Route(
-                method="GET",
-                path="trace",
-                role=OPERATE,
-                run=self._trace,
-                what="The last part of the timeline, as a Chrome trace; now_ms is its clock",
-                query={"seconds": ("number", "Length in seconds; default 10")},
-            ),
-            Route(
-                method="GET",
-                path="events",
-                role=OPERATE,
-                run=self._events,
-                gives=CONTENT_TYPE,
-                what="Server-sent events; Last-Event-ID continues after one; an event named "
-                "dropped counts missed events",
-                query={"topics": ("string", "Prefixes, separated by commas: switch.,job.")},
+            _route("GET", "openapi.json", INFER, self._document, "This description"),
+            _route("GET", "about", OPERATE, self._about, "The server: device, sizes, addresses"),
+            _route("GET", "trace", OPERATE, self._trace, trace, query=seconds),
+            _route(
+                "GET", "events", OPERATE, self._events, events, query=topics, gives=EVENT_STREAM
             ),
         )
 
     def _job_routes(self) -> tuple[Route, ...]:
+        follow = {**OFFSET, "follow": ("boolean", "Continue until the job ends")}
+        history = "Reports of job.log, one JSON object per line"
+        actions = (
+            ("pause", "Commit a job and suspend it until resume"),
+            ("resume", "Continue a paused job"),
+            ("cancel", "End it"),
+        )
+        job, output, rows = "jobs/{job}", self._text("logs"), self._text("history")
         return (
-            Route(
-                method="GET",
-                path="jobs/{job}",
-                role=OPERATE,
-                run=self._job("show"),
-                what="A job's row",
-            ),
+            _route("GET", job, OPERATE, self._job("show"), "A job's row"),
             *(
-                Route(
-                    method="POST",
-                    path=f"jobs/{{job}}/{action}",
-                    role=OPERATE,
-                    run=self._job(action),
-                    what=what,
-                )
-                for action, what in (
-                    ("pause", "Commit a job and suspend it until resume"),
-                    ("resume", "Continue a paused job"),
-                    ("cancel", "End it"),
-                )
+                _route("POST", f"{job}/{action}", OPERATE, self._job(action), what)
+                for action, what in actions
             ),
-            Route(
-                method="GET",
-                path="jobs/{job}/logs",
-                role=OPERATE,
-                run=self._text("logs"),
-                gives=TEXT,
-                what="What it printed",
-                query={**OFFSET, "follow": ("boolean", "Continue until the job ends")},
+            _route(
+                "GET", f"{job}/logs", OPERATE, output, "What it printed", query=follow, gives=TEXT
             ),
-            Route(
-                method="GET",
-                path="jobs/{job}/history",
-                role=OPERATE,
-                run=self._text("history"),
-                gives=TEXT,
-                query=OFFSET,
-                what="Reports of job.log, one JSON object per line",
-            ),
+            _route("GET", f"{job}/history", OPERATE, rows, history, query=OFFSET, gives=TEXT),
         )
 
     def _model_routes(self) -> tuple[Route, ...]:
+        version = {"version": ("integer", "0: the current version")}
+        models = "One row for each model; all fields with the role operate"
+        register = (
+            "Register from torchvision:NAME or hf:NAME, or a bundle as the body; pinning "
+            "needs operate, a factory needs code and --allow-code"
+        )
+        takes = {
+            "application/json": RegisterRequest,
+            BUNDLE: {"type": "string", "format": "binary"},
+        }
+        model = "models/{model}"
         return (
-            Route(
-                method="GET",
-                path="models",
-                role=INFER,
-                run=self._models,
-                what="One row for each model; all fields with the role operate",
-            ),
-            Route(
-                method="GET",
-                path="models/{model}",
-                role=INFER,
-                run=self._model,
-                what="A model's row",
-                query={"version": ("integer", "0: the current version")},
-            ),
-            Route(
-                method="POST",
-                path="models/{model}",
-                role=REGISTER,
-                run=self._register,
-                what="Register from torchvision:NAME or hf:NAME, or a bundle as the body; pinning "
-                "needs operate, a factory needs code and --allow-code",
-                takes={
-                    "application/json": RegisterRequest,
-                    BUNDLE: {"type": "string", "format": "binary"},
-                },
-                query={
-                    "aliases": ("string", "With a bundle: further names, with commas between them"),
-                    "priority": ("string", "With a bundle: high, normal or low"),
-                    "pin": ("boolean", "With a bundle: keep it on the device"),
-                    "max_batch": ("integer", "With a bundle: the largest batch"),
-                    "batch": ("integer", "With a bundle: maximum rows of a batch of requests"),
-                    "batch_delay_ms": (
-                        "number",
-                        "With a bundle: how long a request waits for others",
-                    ),
-                    "precision": ("string", "With a bundle: exact, fast, bf16 or int8"),
-                    "max_error": ("number", "With a bundle: maximum error of the precision"),
-                },
-            ),
+            _route("GET", "models", INFER, self._models, models),
+            _route("GET", model, INFER, self._model, "A model's row", query=version),
+            _route("POST", model, REGISTER, self._register, register, takes=takes, query=OF_BUNDLE),
         )
 
     def _route(self, op: str, http: Http, role: Role) -> Route:
@@ -249,32 +175,7 @@ class Api:
                 await self._upstream.ask(op, model, body=fields or None, is_safe=http.is_safe)
             )
 
-        return Route(
-            method=http.method, path=http.path, role=role, what=http.what, query=http.query, run=run
-        )
-
-    def find(self, head: Head, caller: Principal) -> Work:
-        """Return the work that answers a request.
-
-        Raises:
-            NotFound, MethodNotAllowed, PermissionDenied, InvalidInput: before reading the body.
-        """
-        path = head.path.rstrip("/")
-        parts = path.removeprefix(PREFIX).lstrip("/").split("/")
-        here = [
-            (route, names) for route in self.routes if (names := route.names_in(parts)) is not None
-        ]
-        if not here:
-            if OLLAMAS.fullmatch(path):
-                raise NotFound(f"no path {head.path!r}: that is Ollama's", hint=INSTEAD)
-            known = [f"{PREFIX}/{route.path}" for route in self.routes]
-            raise NotFound(f"no path {head.path[:200]!r}{nearest(path, known)}", hint=HINT)
-        method = "GET" if head.method == "HEAD" else head.method
-        for route, names in here:
-            if route.method == method:
-                require_role(caller, route.role, f"{method} {PREFIX}/{route.path}")
-                return _work(route, caller, head, names, _query(head, route))
-        raise MethodNotAllowed(head.method, head.path, ", ".join(route.method for route, _ in here))
+        return _route(http.method, http.path, role, run, http.what, query=http.query)
 
     # ---- the server ----------------------------------------------------------------------------
 
@@ -296,7 +197,7 @@ class Api:
         topics = [topic for topic in request.query.get("topics", "").split(",") if topic]
         last_id = request.head.headers.get("last-event-id", "")
         reader = self._feed.read(request.head.peer, topics, last_id)
-        return Response(content_type=CONTENT_TYPE, headers=GUARDS, stream=reader)
+        return Response(content_type=EVENT_STREAM, headers=GUARDS, stream=reader)
 
     # ---- jobs ----------------------------------------------------------------------------------
 
@@ -403,39 +304,20 @@ class JobText:
         self._feed.leave(self._peer)
 
 
-def _work(
-    route: Route, caller: Principal, head: Head, names: Mapping[str, str], query: Mapping[str, str]
-) -> Work:
-    async def run(body: Any) -> Response:
-        if len(body) and not route.takes:
-            raise InvalidInput(f"{route.method} {PREFIX}/{route.path} takes no body")
-        return await route.run(
-            RouteRequest(caller=caller, head=head, body=body, names=names, query=query)
-        )
+def _route(method: str, path: str, role: Role, verb: Verb, what: str, **more: Any) -> Route:
+    path = f"{PREFIX}/{path}"
 
-    return run
+    async def run(request: Request, body: Any) -> Response:
+        if len(body) and "takes" not in more:
+            raise InvalidInput(f"{method} {path} takes no body")
+        return await verb(RouteRequest(body=body, **msgspec.structs.asdict(request)))
+
+    more.setdefault("query", {})  # unknown fields are refused
+    return Route(method=method, path=path, role=role, run=run, what=what, **more)
 
 
 def _json(value: Any) -> Response:
     return json_answer(value, headers=GUARDS)
-
-
-def _query(head: Head, route: Route) -> dict[str, str]:
-    """Return the query. InvalidInput: a field is unknown to the route, or appears twice."""
-    try:
-        pairs = parse_qsl(head.query, keep_blank_values=True, max_num_fields=MAX_QUERY_FIELDS)
-    except ValueError:
-        raise InvalidInput(f"a query has at most {MAX_QUERY_FIELDS} fields") from None
-    for name, _ in pairs:
-        if name not in route.query:
-            has = ", ".join(route.query) or "none"
-            raise InvalidInput(
-                f"no query field {name[:80]!r}{nearest(name, route.query)}", hint=f"fields: {has}"
-            )
-    query = dict(pairs)
-    if len(query) != len(pairs):
-        raise InvalidInput("a query field appears twice")
-    return query
 
 
 def _registration(decode: Callable[[], RegisterRequest]) -> RegisterRequest:

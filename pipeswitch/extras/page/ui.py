@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Final
 
-from ..http.http_server import Response
+from ...gateway.http.http_server import Response
 
 FILES: Final[Mapping[str, tuple[str, str]]] = {  # path -> the file's name and type
     "/ui": ("page.html", "text/html; charset=utf-8"),
@@ -39,13 +39,12 @@ HEADERS: Final = (
 )
 
 
-class Page:
-    """Files of the page, by path. They contain no secret: the page's data comes from ``/api``."""
-
-    def __init__(self) -> None:
-        folder = Path(__file__).with_name("static")
-        self.answers = {
-            path: Response(parts=[(folder / name).read_bytes()], content_type=kind, headers=HEADERS)
-            for path, (name, kind) in FILES.items()
-        }
-        self.answers[""] = Response(status=303, headers=(("Location", "/ui"),))  # answer to GET /
+def page_files() -> dict[str, Response]:
+    """Return the page's files by path. They contain no secret: its data comes from ``/api``."""
+    folder = Path(__file__).with_name("static")
+    answers = {
+        path: Response(parts=[(folder / name).read_bytes()], content_type=kind, headers=HEADERS)
+        for path, (name, kind) in FILES.items()
+    }
+    answers[""] = Response(status=303, headers=(("Location", "/ui"),))  # answer to GET /
+    return answers

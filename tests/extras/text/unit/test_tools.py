@@ -10,11 +10,11 @@ import numpy as np
 import pytest
 
 from pipeswitch.base.errors import InvalidInput
-from pipeswitch.gateway.openai.completions import CompletionRequest, TritonRequest, _said
-from pipeswitch.gateway.openai.embeddings import Embed
-from pipeswitch.gateway.openai.tokenizer_worker import StartGeneration, parsed
-from pipeswitch.gateway.openai.tokenizer_worker import TokenizerWorker as TextProcess
-from pipeswitch.gateway.openai.tools import AnswerForm, CallReader
+from pipeswitch.extras.text.completions import CompletionRequest, TritonRequest, _said
+from pipeswitch.extras.text.embeddings import Embed
+from pipeswitch.extras.text.tokenizer_worker import StartGeneration, parsed
+from pipeswitch.extras.text.tokenizer_worker import TokenizerWorker as TextProcess
+from pipeswitch.extras.text.tools import AnswerForm, CallReader
 from pipeswitch.programs.build.decoder import _chat_template
 from pipeswitch.programs.decoding.generation_settings import packed_tokenizer
 from pipeswitch.programs.decoding.grammar import Tokenizers

@@ -15,12 +15,12 @@ from numpy.typing import NDArray
 from ...base.errors import InvalidInput
 from ...base.roles import Principal
 from ...client.tensors import to_frames
+from ...gateway.http.http_server import Head
+from ...gateway.serving.oip import InferRequest
 from ...programs.decoding.generation_settings import HIDDEN
 from ...programs.decoding.model_config import LanguageModelConfig
 from ...programs.decoding.output import StopCriteria
 from ...programs.decoding.sampling import Sampling
-from ..http.http_server import Head
-from ..serving.oip import InferRequest
 from .answer_stream import Answers, turn_of
 from .tokenizer_worker import Abort, StartGeneration
 from .tokenizers import TokenizerClient

@@ -21,7 +21,6 @@ MAX_BATCH: Final = 100  # events sent at once
 KEEP_ALIVE_S: Final = 15.0  # proxies close a connection that is silent for a minute
 MAX_READERS: Final = 256
 MAX_READERS_PER_ADDRESS: Final = 32
-CONTENT_TYPE: Final = "text/event-stream"
 
 
 class EventLog:

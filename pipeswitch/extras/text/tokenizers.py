@@ -23,9 +23,9 @@ from ...base.codec import encode_msgpack
 from ...base.errors import InvalidInput, ServerUnavailable
 from ...base.quotas import TurnQueue
 from ...base.roles import Principal
+from ...gateway.serving.service import Service
 from ...programs.decoding.model_config import LanguageModelConfig
 from ...sandbox.environment import harmless
-from ..serving.service import Service
 from . import tokenizer_worker
 from .tokenizer_worker import (
     LENGTH_BYTES,
@@ -46,7 +46,7 @@ END_S: Final = 0.005  # interval between checks of a killed process; a waiting t
 LOOK_S: Final = 0.25  # interval between checks of turns
 MAX_REPLY_BYTES: Final = 16 << 20
 AGAIN: Final = "send again in a moment"
-COMMAND: Final = (sys.executable, "-P", "-m", "pipeswitch.gateway.openai.tokenizer_worker")
+COMMAND: Final = (sys.executable, "-P", "-m", "pipeswitch.extras.text.tokenizer_worker")
 PROCESS_CLOCK: Final = 2  # Linux' clock of the processor time of a process: ~pid << 3 | this
 _reply = msgspec.msgpack.Decoder(Hello | DecodedText | InvalidPrompt)
 _Stream = tuple[asyncio.StreamReader, asyncio.StreamWriter]

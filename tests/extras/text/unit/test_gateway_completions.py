@@ -9,15 +9,10 @@ import msgspec
 import pytest
 
 from pipeswitch.base.errors import InvalidInput
-from pipeswitch.gateway.openai.choices import check_count
-from pipeswitch.gateway.openai.completions import (
-    MAX_FIELDS,
-    CompletionRequest,
-    TritonRequest,
-    _said,
-)
-from pipeswitch.gateway.openai.logprobs import of_chat, requested
-from pipeswitch.gateway.openai.tokenizer_worker import parsed
+from pipeswitch.extras.text.choices import check_count
+from pipeswitch.extras.text.completions import MAX_FIELDS, CompletionRequest, TritonRequest, _said
+from pipeswitch.extras.text.logprobs import of_chat, requested
+from pipeswitch.extras.text.tokenizer_worker import parsed
 from pipeswitch.programs.decoding.model_config import BYTE_OF, Decoding, Token
 
 CHAT = {"model": "m", "messages": [{"role": "user", "content": "hello"}]}

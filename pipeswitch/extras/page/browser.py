@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import os
-import re
 import webbrowser
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final
 
-from ..base.errors import PermissionDenied, PipeSwitchError
+from ...cli.common import http_of
 
-VERB: Final = {"page": "ui", "chat": "chat NAME --http URL"}
 OPENER: Final = "ui.html"  # file in the state directory, next to the token's file
 LEADS_ON: Final = """<!doctype html>
 <meta charset="utf-8"><meta name="referrer" content="no-referrer">
@@ -25,36 +23,8 @@ def page_url(about: Mapping[str, Any]) -> str:
 
     Raises: like ``http_of``.
     """
-    here, token = http_of(about, "page")
+    here, token = http_of(about, "page", "ui")
     return f"{here}/ui#token={token}"
-
-
-def http_of(about: Mapping[str, Any], what: str) -> tuple[str, str]:
-    """Return the server's HTTP address and its owner's token.
-
-    Args:
-        about: the server's answer to ``Client.about``.
-        what: name of the caller's purpose, for errors.
-
-    Raises:
-        PermissionDenied: the client is not the server's owner.
-        PipeSwitchError: the server has no HTTP address, or the token's file cannot be read here.
-    """
-    if not about["is_owner"]:
-        raise PermissionDenied(
-            f"the {what}'s token is only for the server's owner",
-            hint=f"on the server's machine, as its user, without --host: pipeswitch {VERB[what]}",
-        )
-    if "http" not in about:
-        raise PipeSwitchError(
-            f"this server does not serve HTTP, so it has no {what}",
-            hint="pipeswitch serve --http 127.0.0.1:8000",
-        )
-    try:
-        token = Path(about["token_file"]).read_text("ascii").strip()
-    except OSError as error:
-        raise PipeSwitchError(f"{about['token_file']}: {error.strerror}") from None
-    return re.sub(r"//(0\.0\.0\.0|\[::\]):", "//localhost:", about["http"]), token  # listens on all
 
 
 def open_page(url: str, folder: Path) -> bool:

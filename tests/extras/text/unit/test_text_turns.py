@@ -17,11 +17,11 @@ pytest.importorskip("httptools", reason="make installs it")
 from pipeswitch.base.errors import InvalidInput
 from pipeswitch.base.quotas import MAX_PASSES, TurnQueue
 from pipeswitch.base.roles import ANYONE, Principal
-from pipeswitch.gateway.openai.answer_stream import turn_of
-from pipeswitch.gateway.openai.completions import NEUTRAL, CompletionRequest, _check_neutral, _said
-from pipeswitch.gateway.openai.tokenizer_worker import DecodedText, StartGeneration, TokensGenerated
-from pipeswitch.gateway.openai.tokenizer_worker import TokenizerWorker as TextProcess
-from pipeswitch.gateway.openai.tokenizers import TURN_S, TokenizerPool, TokenizerSlot, next_place
+from pipeswitch.extras.text.answer_stream import turn_of
+from pipeswitch.extras.text.completions import NEUTRAL, CompletionRequest, _check_neutral, _said
+from pipeswitch.extras.text.tokenizer_worker import DecodedText, StartGeneration, TokensGenerated
+from pipeswitch.extras.text.tokenizer_worker import TokenizerWorker as TextProcess
+from pipeswitch.extras.text.tokenizers import TURN_S, TokenizerPool, TokenizerSlot, next_place
 from pipeswitch.programs.decoding.generation_settings import author_defaults
 from pipeswitch.programs.decoding.model_config import LanguageModelConfig
 from pipeswitch.programs.decoding.output import StopCriteria

@@ -21,13 +21,9 @@ from process_tools import Checked, checked_server, until
 
 from pipeswitch.base.errors import InvalidInput, PipeSwitchError, SequenceNotFound
 from pipeswitch.base.roles import ANYONE
-from pipeswitch.gateway.openai import tokenizers
-from pipeswitch.gateway.openai.tokenizer_worker import (
-    InvalidPrompt,
-    StartGeneration,
-    TokensGenerated,
-)
-from pipeswitch.gateway.openai.tokenizer_worker import TokenizerWorker as TextProcess
+from pipeswitch.extras.text import tokenizers
+from pipeswitch.extras.text.tokenizer_worker import InvalidPrompt, StartGeneration, TokensGenerated
+from pipeswitch.extras.text.tokenizer_worker import TokenizerWorker as TextProcess
 from pipeswitch.programs.decoding.generation_settings import packed_tokenizer
 from pipeswitch.programs.decoding.model_config import LanguageModelConfig
 from pipeswitch.programs.decoding.output import StopCriteria
@@ -655,7 +651,7 @@ def text_processes(checked: Checked) -> list[psutil.Process]:
     processes = []
     for one in psutil.Process(checked.running.pid).children(recursive=True):
         with contextlib.suppress(psutil.Error):  # the process may just have ended
-            if "pipeswitch.gateway.openai.tokenizer_worker" in one.cmdline():
+            if "pipeswitch.extras.text.tokenizer_worker" in one.cmdline():
                 processes.append(one)
     return processes
 

@@ -22,6 +22,7 @@ import msgspec
 
 from ...base.codec import encode_msgpack
 from ...base.errors import InvalidInput
+from ...gateway.decoding import check_memory
 from ...programs.decoding.model_config import (
     LONGEST,
     TOO_LONG,
@@ -36,7 +37,6 @@ from ...programs.decoding.model_config import (
 from ...programs.decoding.output import OutputProcessor, StopCriteria
 from ...programs.decoding.sampling import Sampling
 from ...sandbox.confine import confine_worker, missing
-from ..decoding import check_memory
 
 MEMORY_BYTES: Final = 1 << 30  # in addition to imports; the largest known tokenizer takes 400 MB
 CHARS_PER_TOKEN: Final = 64  # limit per token of the context; a longer prompt is not encoded

@@ -21,7 +21,7 @@ import torch
 from process_tools import COMMAND, DEADLINE_S, Checked, checked_server, command, mlp, until
 
 from pipeswitch.base.errors import InvalidInput, ModelNotFound, ServerUnavailable
-from pipeswitch.cli.chat import Chat, local_folder, name_of
+from pipeswitch.extras.text.chat import Chat, local_folder, name_of
 from tests.models.words import published
 
 transformers = pytest.importorskip("transformers")

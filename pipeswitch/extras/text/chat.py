@@ -16,16 +16,15 @@ from urllib.parse import urlsplit
 
 import click
 
-from ..base.errors import (
+from ...base.errors import (
     AlreadyExists,
     InvalidInput,
     ModelNotFound,
     PipeSwitchError,
     ServerUnavailable,
 )
-from ..base.units import escape_control_chars
-from . import common, views
-from .page import http_of
+from ...base.units import escape_control_chars
+from ...cli import common, views
 
 PATH: Final = "/v1/chat/completions"
 MOST_ASKED: Final = 32  # maximum number of models to check for a chat template
@@ -160,7 +159,7 @@ def chat(name: str, prompt: str, http: str, token: str, **fields: Any) -> None:
     if not http:
         with common.connected() as client:
             _check(client, name)
-            http, token = http_of(client.about(), "chat")
+            http, token = common.http_of(client.about(), "chat", "chat NAME --http URL")
     settings = {key: value for key, value in fields.items() if value not in (None, "")}
     talk = Chat(http.rstrip("/").removesuffix("/v1"), token, name, settings)
     if prompt or not sys.stdin.isatty():

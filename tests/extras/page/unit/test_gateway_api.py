@@ -14,15 +14,19 @@ pytest.importorskip("httptools", reason="make installs it")
 
 from pipeswitch.base.errors import ModelNotFound, PipeSwitchError
 from pipeswitch.base.roles import Principal, Role
+from pipeswitch.extras.page import api
+from pipeswitch.extras.page.api import BUNDLE, GUARDS, Api, JobText
+from pipeswitch.extras.page.event_stream import MAX_READERS_PER_ADDRESS, EventLog
+from pipeswitch.extras.page.ui import FILES, POLICY, page_files
+from pipeswitch.extras.text.completions import text_door
 from pipeswitch.frontend.verbs import VERBS, Http, Verb
-from pipeswitch.gateway.admin import api
-from pipeswitch.gateway.admin.api import BUNDLE, GUARDS, Api, JobText
-from pipeswitch.gateway.admin.ui import FILES, POLICY, Page
 from pipeswitch.gateway.auth import Authenticator
-from pipeswitch.gateway.http.event_stream import MAX_READERS_PER_ADDRESS, EventLog
+from pipeswitch.gateway.doors import DoorContext
 from pipeswitch.gateway.http.http_server import Head, Response, answered
 from pipeswitch.gateway.offload import OffloadThread
-from pipeswitch.gateway.rest import RestApi
+from pipeswitch.gateway.rest import inference_door
+from pipeswitch.gateway.router import Router
+from pipeswitch.gateway.routes import Door
 from pipeswitch.gateway.serving.service import Service
 
 TOKENS = {f"token-of-{role}".ljust(16, "-"): frozenset({Role.INFER, role}) for role in Role}
@@ -70,6 +74,9 @@ class Upstream:
         pass
 
 
+HINT = "openapi.json lists the paths"
+
+
 class Rig:
     def __init__(
         self, allow_code: tuple[str, ...] = (), origins: frozenset[str] = frozenset()
@@ -85,7 +92,11 @@ class Rig:
             origins=origins,
             owner_token=OWNER,
         )
-        self.rest = RestApi(Service(self.upstream), callers, self.api, Page(), OffloadThread())
+        service, aside = Service(self.upstream), OffloadThread()
+        page = Door(prefix="/api", hint=HINT, routes=self.api.routes, files=page_files())
+        context = DoorContext(service=service, upstream=self.upstream, aside=aside)
+        doors = [inference_door(service, aside), page, text_door(context)]
+        self.router = Router(callers, doors)
 
     def ask(
         self, method: str, path: str, body: bytes = b"", *, token: str = OWNER, **headers: str
@@ -97,7 +108,7 @@ class Rig:
         head = Head(
             method=method, path=path, query=query, headers=fields, peer="1.2.3.4", length=len(body)
         )
-        work = self.rest(head)
+        work = self.router(head)
         return work if isinstance(work, Response) else asyncio.run(answered(work, body))
 
     def refused(self, *args: Any, **options: Any) -> tuple[int, str]:
@@ -119,8 +130,7 @@ def told(answer: Response) -> Any:
 
 def paths(rig: Rig) -> list[tuple[str, str, Role]]:
     return [
-        (route.method, "/api/" + re.sub(r"\{\w+\}", "m", route.path), route.role)
-        for route in rig.api.routes
+        (route.method, re.sub(r"\{\w+\}", "m", route.path), route.role) for route in rig.api.routes
     ]
 
 
@@ -163,11 +173,11 @@ def test_a_verb_that_depends_on_its_client_needs_operate_over_http(rig: Rig) -> 
     roles = {(route.method, route.path): route.role for route in rig.api.routes}
     for verb in VERBS.values():
         if verb.http is not None and (verb.is_cut or verb.of_owner):
-            assert roles[verb.http.method, verb.http.path] is Role.OPERATE
+            assert roles[verb.http.method, f"/api/{verb.http.path}"] is Role.OPERATE
 
 
 def test_the_guide_names_every_route(rig: Rig) -> None:
-    guide = (Path(__file__).parents[2] / "docs" / "guide" / "http.md").read_text()
+    guide = (Path(__file__).parents[4] / "docs" / "guide" / "http.md").read_text()
     names = {*re.findall(r"[a-z.]+", " ".join(re.findall(r"^- `.*/api/.*$", guide, re.MULTILINE)))}
     for route in rig.api.routes:
         assert {*re.sub(r"\{\w+\}", "", route.path).split("/")} - {""} <= names, route.path
@@ -178,7 +188,7 @@ def test_the_description_has_every_route_and_is_openapi(rig: Rig) -> None:
     assert document["openapi"].startswith("3.1")
     assert set(document["info"]) == {"title", "version"}
     described = {(m.upper(), p) for p, methods in document["paths"].items() for m in methods}
-    assert described == {(route.method, f"/api/{route.path}") for route in rig.api.routes}
+    assert described == {(route.method, route.path) for route in rig.api.routes}
     operations = [one for methods in document["paths"].values() for one in methods.values()]
     names = [one["operationId"] for one in operations]
     assert len(set(names)) == len(names) == len(rig.api.routes)
@@ -208,7 +218,7 @@ def test_the_description_has_every_route_and_is_openapi(rig: Rig) -> None:
         ("GET", "/api/jobs/a/b/c", b"", 404, "no path"),
         ("PUT", "/api/jobs", b"", 405, "use GET"),
         ("GET", "/api/models/m/load", b"", 405, "use POST"),
-        ("PUT", "/api/models/m", b"", 405, "GET or POST or DELETE"),
+        ("PUT", "/api/models/m", b"", 405, "GET or HEAD or POST or DELETE"),
         ("POST", "/ui", b"", 405, "use GET"),
         ("GET", "/api/models/nlp", b"", 404, "no model"),
         ("GET", "/api/trace?seconds=many", b"", 400, "from 0 to 3600"),
@@ -401,7 +411,7 @@ def test_another_method_is_told_which_there_are(rig: Rig) -> None:
         ("/health", "GET, HEAD"),
         ("/v1/models/m", "GET, HEAD"),
         ("/v1/completions", "POST"),
-        ("/api/models/m", "GET, POST, DELETE"),
+        ("/api/models/m", "GET, HEAD, POST, DELETE"),
     ):
         answer = rig.ask("OPTIONS", path)
         assert (answer.status, dict(answer.headers)["Allow"]) == (405, allow)
@@ -409,7 +419,7 @@ def test_another_method_is_told_which_there_are(rig: Rig) -> None:
 
 def test_a_probe_of_http_1_0_that_names_no_host_is_answered(rig: Rig) -> None:
     head = Head(method="GET", path="/ui", query="", headers={}, peer="1.2.3.4", length=0)
-    answer = rig.rest(head)
+    answer = rig.router(head)
     assert isinstance(answer, Response)
     assert answer.status == 200
 
@@ -478,7 +488,7 @@ def test_a_browser_that_asks_for_nothing_is_sent_to_the_page(rig: Rig) -> None:
 
 def test_the_pages_files_ask_no_other_site_and_parse_no_text_as_html() -> None:
     for path in FILES:
-        answer = Page().answers[path]
+        answer = page_files()[path]
         text = bytes(answer.parts[0]).decode()
         sites = set(re.findall(r"https?://[^\s\"'<)]+", text))
         assert sites <= {"http://www.w3.org/2000/svg"}, path  # a namespace, which is never loaded

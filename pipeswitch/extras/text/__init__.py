@@ -1,0 +1,4 @@
+"""Text over HTTP, OpenAI's ``/v1`` and Triton's ``generate``, and a chat in the terminal."""
+
+COMMANDS = {"chat": "chat:chat", "run": "chat:run"}
+DOORS = {"text": "completions:text_door"}

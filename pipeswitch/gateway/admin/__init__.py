@@ -1,1 +1,0 @@
-"""PipeSwitch's own HTTP interface: ``/api`` and the web page."""

@@ -1,1 +1,0 @@
-"""Text: OpenAI's paths, and the processes that encode and decode it."""
