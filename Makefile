@@ -15,7 +15,7 @@ SOAKS  ?= test_training_kills test_durability test_server_soak test_hostile
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 CODE   := pipeswitch workers memory_daemon
-LINTED := $(CODE) tests docs benchmarks lint/language.py
+LINTED := $(CODE) tests docs benchmarks lint/language.py lint/budgets.py
 
 # Tests start hundreds of processes of this code: it is compiled once, whatever the image says.
 unexport PYTHONDONTWRITEBYTECODE
@@ -52,11 +52,12 @@ test-extras: $(STAMP)  ## The same for the extras.
 test-long: $(STAMP)  ## The slow tests: the demo, a minute of chaos, killed servers and jobs.
 	$(BIN)/python -m pytest -m slow -n $(JOBS) --dist loadfile --no-loadscope-reorder
 
-lint: $(STAMP)  ## ruff, its formatter, the bans, plain language, spelling, mypy.
+lint: $(STAMP)  ## ruff, its formatter, the bans, plain language, ceilings, spelling, mypy.
 	$(BIN)/ruff check $(LINTED)
 	$(BIN)/ruff format --check $(LINTED)
 	$(BIN)/ruff check --config lint/bans.toml $(CODE)
 	$(BIN)/python lint/language.py
+	$(BIN)/python lint/budgets.py
 	$(BIN)/codespell $(LINTED) packaging *.md
 	$(BIN)/mypy
 

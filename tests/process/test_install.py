@@ -249,7 +249,7 @@ def test_a_projects_own_modules_keep_their_names(installed: Installed) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("way", ["editable", "editable, links lost", "checkout"])
 def test_a_checkout_imports_what_the_wheel_does(tmp_path: Path, way: str) -> None:
-    for name in ("pyproject.toml", "README.md", "LICENSE"):
+    for name in ("pyproject.toml", "setup.py", "README.md", "LICENSE"):
         copy(ROOT / name, tmp_path / "src")
     for name in ("pipeswitch", "workers", "memory_daemon"):
         copy(ROOT / name, tmp_path / "src" / name)

@@ -26,8 +26,8 @@ PROGRAM = """
 import resource, sys
 from pathlib import Path
 from pipeswitch.gateway import rest
-from pipeswitch.extras.page import api
-from pipeswitch.gateway.http import event_stream, http_server as http
+from pipeswitch.extras.page import api, event_stream
+from pipeswitch.gateway.http import http_server as http
 from pipeswitch.extras.text import completions, tokenizer_worker, tokenizers
 from pipeswitch.gateway.serving import oip
 from pipeswitch.ipc import channel
