@@ -9,6 +9,7 @@ import json
 import os
 import pickle
 import random
+import signal
 import threading
 import warnings
 from functools import partial
@@ -19,7 +20,18 @@ from typing import Any, cast
 import numpy as np
 import pytest
 import torch
-from process_tools import ENVIRONMENT, checked_server, command, finish, until, write_script
+from process_tools import (
+    DEADLINE_S,
+    ENVIRONMENT,
+    checked_server,
+    children_of,
+    command,
+    finish,
+    kill,
+    stop,
+    until,
+    write_script,
+)
 from torch import nn
 from torch.utils.data import DataLoader
 
@@ -27,9 +39,11 @@ from pipeswitch import job
 from pipeswitch.base.errors import InvalidInput
 from pipeswitch.client.client import Task
 from pipeswitch.inputs.entropy import entropy, repeatable_seeds
+from pipeswitch.ipc.gate import Gate
 from pipeswitch.ipc.messages.base import OpId
 from pipeswitch.ipc.messages.worker import JobEnded
-from pipeswitch.workers.training.script import _end_by_exit
+from pipeswitch.workers.training import script as script_module
+from pipeswitch.workers.training.script import SIGNALS, _end_by_exit, _server_stops_first
 from tests.process.test_training_exact import FakeHost, begun
 from tests.process.test_training_state import Poke, Script, live, one_thread
 
@@ -297,3 +311,70 @@ def test_sets_and_unseeded_generators_are_the_same_in_the_next_server(tmp_path: 
 def has_gone_on(task: Task, life: int) -> bool:
     log = "".join(task.logs())
     return log.count("WORLD") > life and bool(task.status()["persisted_step"] > 0)
+
+
+def test_a_scripts_handler_runs_if_the_server_does_not_stop_the_job(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def handler(number: int, _: Any) -> None:
+        numbers.append(number)
+
+    numbers: list[int] = []
+    monkeypatch.setattr(script_module, "STOP_ORDER_S", 0.01)
+    gate, before = Gate(lambda *_: None), {one: signal.getsignal(one) for one in SIGNALS}
+    with _server_stops_first(gate):
+        os.kill(os.getpid(), signal.SIGTERM)  # the script has no handler
+        signal.signal(signal.SIGTERM, handler)
+        assert signal.getsignal(signal.SIGTERM) is handler
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert numbers == [signal.SIGTERM]
+        monkeypatch.setattr(script_module, "STOP_ORDER_S", 30.0)
+        threading.Timer(0.05, gate.request_evict).start()
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert gate.is_evicting
+        assert numbers == [signal.SIGTERM]
+        assert signal.signal(signal.SIGTERM, signal.SIG_IGN) is handler
+    for number, former in before.items():
+        signal.signal(number, former)
+
+
+STOPS = """
+    import signal, sys, time
+    import torch
+    from pipeswitch import job
+
+    def handler(number, frame):
+        print("SIGNAL", flush=True)
+        sys.exit(0)
+
+    signal.signal(signal.SIGTERM, handler)
+    data = torch.utils.data.DataLoader(range(100_000), num_workers=1)
+    net = torch.nn.Linear(1, 1)
+    opt = torch.optim.SGD(net.parameters(), 0.001)
+    for x in job.steps(data, model=net, optimizer=opt):
+        time.sleep(0.01)
+        net(torch.ones(1, 1)).sum().backward()
+        opt.step()
+"""
+
+
+def test_a_signal_to_all_processes_stops_the_server_and_ends_no_job(tmp_path: Path) -> None:
+    script = write_script(tmp_path, "stops.py", STOPS)
+    options: Any = {"environment": ENVIRONMENT, "state_dir": tmp_path / "state"}
+    with checked_server(settles=False, **options) as checked:
+        task = checked.client.train(script)
+        until(lambda: task.status()["committed_step"] > 0, "it trains")
+        worker = checked.worker_pids()[task.status()["worker"]]
+        stop(checked.pid)  # the server learns of it last
+        for pid in (*children_of(worker), worker, checked.pid):
+            kill(pid, signal.SIGTERM)
+        kill(checked.pid, signal.SIGCONT)
+        checked.running.process.wait(DEADLINE_S)
+    with checked_server(**options) as checked:
+        task = checked.client.task("stops")
+        step = task.status()["step"]
+        until(lambda: task.status()["step"] > step, "it goes on")
+        assert "SIGNAL" not in "".join(task.logs())
+        kill(checked.worker_pids()[task.status()["worker"]], signal.SIGTERM)  # by hand
+        finish(task)
+        assert "SIGNAL" in "".join(task.logs())

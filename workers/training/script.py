@@ -12,10 +12,12 @@ import runpy
 import signal
 import sys
 import threading
+import time
 import traceback
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Final, Literal, NoReturn
+from types import FrameType
+from typing import Any, Final, Literal, NoReturn
 
 from pipeswitch import job as job_api
 from pipeswitch.base.errors import TaskPreempted
@@ -36,6 +38,7 @@ log = logging.getLogger(__name__)
 Outcome = Literal["done", "preempted", "failed"]
 KEPT_BYTES: Final = 1 << 30  # malloc keeps blocks and free heap up to this size
 SIGNALS: Final = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+STOP_ORDER_S: Final = 2.0  # the server's order to stop follows within this time, also under load
 MALLOPT_CODES: Final = {"M_MMAP_THRESHOLD": -3, "M_TRIM_THRESHOLD": -1}  # malloc.h
 
 _forking = threading.local()  # ``mask`` is the signal mask to restore after a fork
@@ -61,7 +64,12 @@ def run_script(message: RunJob, host: JobHost, gate: Gate) -> JobEnded:
         session.begin()
         saved = session.place.saved
         host.resumes_at(0 if saved is None else saved.position.step)
-        with _clean_exit(), _end_by_exit(session, host, message.op_id), repeatable_seeds():
+        with (
+            _clean_exit(),
+            _server_stops_first(gate),
+            _end_by_exit(session, host, message.op_id),
+            repeatable_seeds(),
+        ):
             run_entry(message.entry, message.args)
         if not gate.is_evicting:
             _join_threads()
@@ -72,14 +80,16 @@ def run_script(message: RunJob, host: JobHost, gate: Gate) -> JobEnded:
         reach("job.evicted")
         outcome = "preempted"
     except BaseException as error:  # user code may raise anything, even KeyboardInterrupt
-        if gate.is_evicting:  # perhaps the script caught TaskPreempted and raised this instead
-            outcome = "preempted"
-        elif isinstance(error, SystemExit):
-            outcome, kind, text = "failed", "SystemExit", f"exit status {error.code}"[:2000]
-        else:
+        outcome, kind, text = "failed", type(error).__name__, str(error)[:2000]
+        if isinstance(error, SystemExit):
+            text = f"exit status {error.code}"[:2000]
+        elif not gate.is_evicting:
             _print_error(error)
             session.fail()
-            outcome, kind, text = "failed", type(error).__name__, str(error)[:2000]
+        # Perhaps the script caught TaskPreempted and raised this instead, or the signal that stops
+        # the server has ended a child process of the script.
+        if gate.is_evicting:
+            outcome = "preempted"
     finally:
         session.close()
     if outcome != "preempted":
@@ -106,6 +116,46 @@ def _clean_exit() -> Iterator[None]:
     except SystemExit as leaving:
         if leaving.code not in (None, 0):
             raise
+
+
+@contextlib.contextmanager
+def _server_stops_first(gate: Gate) -> Iterator[None]:
+    """Call the script's handler of a signal in ``SIGNALS`` only if the server does not stop.
+
+    A service manager sends the signal to the server and all its processes. If the script then left
+    its loop, the job would count as done. So this thread first waits for the server's own order.
+    """
+    ours: Any = signal  # mypy knows the types of its functions
+    install, show, pid = ours.signal, ours.getsignal, os.getpid()
+    handlers: dict[int, Any] = dict.fromkeys(SIGNALS, _stay)  # the script's
+
+    def wait_first(number: int, frame: FrameType | None) -> None:
+        ends_at_s = time.monotonic() + STOP_ORDER_S
+        while not gate.is_evicting and time.monotonic() < ends_at_s:
+            time.sleep(0.01)  # this thread may hold any lock, so it must not wait for one
+        if not gate.is_evicting:
+            handlers[number](number, frame)
+
+    def shown(number: int) -> Any:
+        handler = show(number)
+        return handlers[number] if handler is wait_first else handler
+
+    def take(number: int, handler: Any) -> Any:
+        former = shown(number)
+        if number in SIGNALS and callable(handler) and os.getpid() == pid:
+            handlers[number], handler = handler, wait_first
+        install(number, handler)
+        return former
+
+    for number in SIGNALS:
+        take(number, _stay)
+    ours.signal, ours.getsignal = take, shown
+    try:
+        yield
+    finally:
+        ours.signal, ours.getsignal = install, show
+        for number in SIGNALS:
+            install(number, _stay)
 
 
 @contextlib.contextmanager
