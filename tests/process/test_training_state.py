@@ -25,7 +25,14 @@ from torch.utils.data import DataLoader, IterableDataset, Sampler, TensorDataset
 from pipeswitch import job
 from pipeswitch.base import errors
 from pipeswitch.commits.weights import weights_of
-from tests.process.test_training_exact import Crashed, FakeHost, HookedGate, begun, digest
+from tests.process.test_training_exact import (
+    Crashed,
+    FakeHost,
+    HookedGate,
+    Outside,
+    begun,
+    digest,
+)
 from tests.process.tools import checked_server, finish, run_plain, until, write_script
 
 Poke = Callable[[], None]
@@ -72,7 +79,7 @@ def live(
             raise Crashed
 
     try:
-        ended = script(poke)
+        ended = script(Outside(poke))
     except (errors.TaskPreempted, Crashed) as end:
         if isinstance(end, Crashed):
             session.place.is_over = True
@@ -362,9 +369,13 @@ def test_writes_through_data_are_never_in_an_earlier_commit(
 
 
 def test_no_commit_is_copied_while_the_code_behind_the_loop_runs() -> None:
-    host, copies = FakeHost(), list[Any]()
-    live(host, lambda _: writes_behind_the_loop(lambda: copies.append(host._copy)), every_ms=1.0)
-    assert copies == [None] * 4
+    host = FakeHost()
+
+    def look() -> None:
+        host.events.append(("looked", {"copy": host._copy}))
+
+    live(host, lambda _: writes_behind_the_loop(look), every_ms=1.0)
+    assert [values for kind, values in host.events if kind == "looked"] == [{"copy": None}] * 4
 
 
 @pytest.mark.parametrize("kind", ["memory", "storage", "parameter"])
@@ -1010,7 +1021,8 @@ def test_what_a_loop_changes_and_job_steps_does_not_have_is_named_once(
                 kept = use(kept, net, loss)
         return digest(net.state_dict(), constant, table, began_s > 0)
 
-    with pytest.warns(job.InexactResumeWarning, match=r"kept(\.bad)?: the loop|kept, ") as warned:
+    named = r"kept(\.bad|\['calls'\])?: the script|kept, "
+    with pytest.warns(job.InexactResumeWarning, match=named) as warned:
         live(host := FakeHost(), script, every_ms=1.0)
     assert len(warned) == 1
     assert ["kept" in values["text"] for kind, values in host.events if kind == "warning"] == [True]
@@ -1054,7 +1066,7 @@ class Epochs(Sampler[int]):
         return iter(torch.randperm(16, generator=torch.Generator().manual_seed(self.passes)))
 
 
-@pytest.mark.parametrize("what", ["Counting.calls", "Epochs.passes"])
+@pytest.mark.parametrize("what", ["net.calls", "loader.sampler.passes"])
 def test_plain_attributes_of_modules_and_samplers_are_named(what: str) -> None:
     def script(poke: Poke) -> str:
         net: nn.Module = Counting() if "calls" in what else nn.Linear(6, 1)
@@ -1066,7 +1078,7 @@ def test_plain_attributes_of_modules_and_samplers_are_named(what: str) -> None:
                 trained(a, net, opt)
         return "ended"
 
-    with pytest.warns(job.InexactResumeWarning, match=rf"{what}: the loop"):
+    with pytest.warns(job.InexactResumeWarning, match=rf"{what}: the script"):
         live(FakeHost(), script, every_ms=1.0)
 
 
@@ -1075,5 +1087,5 @@ def test_attributes_of_a_home_made_trainer_are_named() -> None:
         OwnTrainer().fit()
         return "ended"
 
-    with pytest.warns(job.InexactResumeWarning, match=r"self\.best: the loop"):
+    with pytest.warns(job.InexactResumeWarning, match=r"self\.best: the script"):
         live(FakeHost(), script, every_ms=1.0)

@@ -138,6 +138,12 @@ class Epochs:
             phase.committer.committed, phase.committer.older = phase.point, Older.of(saved)
             self._host.report("resumed", step=self._place.step, epoch=self._place.position.epoch)
 
+    def values(self, frame: FrameType) -> Iterator[Any]:
+        """Yield what the script has now at the paths of the objects that it passed."""
+        for one in self._paths.values():
+            for path in one.values() if isinstance(one, dict) else [one]:
+                yield _value(frame, path, None)
+
     def warn_of_other_state(self, saved: SavedImage) -> None:
         self._reports.warn_once(
             "state",

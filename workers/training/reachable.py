@@ -13,7 +13,7 @@ import re
 import sys
 import sysconfig
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from types import BuiltinFunctionType, CodeType, FrameType, FunctionType, MethodType, ModuleType
 from typing import Any, Final, TypeAlias
 
@@ -21,6 +21,8 @@ import torch
 from torch import nn
 
 from pipeswitch.inputs.randomness import GENERATORS
+
+from .liveness import names_in
 
 Path: TypeAlias = tuple[tuple[Any, Any], ...]
 """Frame and variable, or "module" and module; then steps: ("attr" | "item" | "cell", key)."""
@@ -32,6 +34,7 @@ PLAIN: Final = (type(None), bool, int, float, complex, str, bytes)
 KEYS: Final = (str, int, float, bool, type(None), tuple)  # of dicts; others have no path
 LIBRARIES: Final = tuple(sysconfig.get_paths()[name] + "/" for name in ("stdlib", "platstdlib"))
 ATOMS: Final = (*PLAIN, torch.Tensor, *GENERATORS, BuiltinFunctionType, CodeType, FrameType)
+HIDDEN: Final = frozenset(vars(nn.Module()))
 # Output, and what ``job`` itself restores: objects of these packages are not followed.
 NOT_FOLLOWED: Final = re.compile(
     r"(pipeswitch|tqdm|logging|tensorboardX?|wandb|mlflow|rich|accelerate|matplotlib|_?io|_?weakref|"
@@ -40,12 +43,24 @@ NOT_FOLLOWED: Final = re.compile(
 )
 
 
+_outside: set[tuple[int, CodeType]] = set()  # frames that run the script
+
+
+def begin(frame: FrameType | None) -> None:
+    """Record that ``frame`` and its callers, which run the script, are not the script's own."""
+    _outside.clear()
+    while frame is not None:
+        _outside.add((id(frame), frame.f_code))
+        frame = frame.f_back
+
+
 def script_frames(frame: FrameType | None) -> list[FrameType]:
     """Return the script's frames from the outermost one to ``frame`` or its next caller."""
     frames: list[FrameType] = []
     while frame is not None:
-        name = str(frame.f_globals.get("__name__"))
-        if is_own(frame.f_code.co_filename) and not name.startswith("pipeswitch."):
+        code, name = frame.f_code, str(frame.f_globals.get("__name__"))
+        is_outside = name.startswith("pipeswitch.") or (id(frame), code) in _outside
+        if is_own(code.co_filename) and not is_outside:
             frames.append(frame)
         frame = frame.f_back
     return frames[::-1]
@@ -97,34 +112,41 @@ def walk(
     names: Callable[[FrameType], Iterable[str]] | None = None,
     *,
     known: Collection[int] = (),
+    more: Mapping[str, Any] | None = None,
     is_private: bool = False,
 ) -> Iterator[tuple[Path, Any]]:
-    """Yield the path and value of each thing that the script reaches; each object once.
+    """Yield the path and value of each thing that the script reaches; the parts of each once.
 
     Args:
         names: the variables of a frame at which to begin; all by default.
         known: ids of objects that are yielded, but not followed.
-        is_private: follow names that begin with an underscore, too.
+        more: objects without a variable, by name; they come last.
+        is_private: follow names that begin with an underscore, too; else only those of the
+            script's own classes.
     """
     visited: dict[int, Any] = {}  # keeps them alive, so that no id is used twice
+    begins: list[list[tuple[Path, Any, int]]] = []
     for index, frame in enumerate(frames):
         variables = frame.f_locals
-        begins = [*variables] if names is None else names(frame)
-        todo: deque[tuple[Path, Any, int]] = deque(
-            (((index, name),), variables[name], 0)
-            for name in begins
-            if name in variables and (is_private or not name.startswith("_"))
+        begins.append(
+            [
+                (((index, name),), variables[name], 0)
+                for name in ([*variables] if names is None else names(frame))
+                if name in variables and (is_private or not name.startswith("_"))
+            ]
         )
         if variables is not frame.f_globals:
-            todo += [(path, one, 1) for path, one in _globals_of(frame.f_code, frame.f_globals)]
+            named = _globals_of(frame.f_code, frame.f_globals)
+            begins[-1] += [(path, one, 1) for path, one in named]
+    begins.append([((("argument", name),), one, 0) for name, one in (more or {}).items()])
+    for first in begins:
+        todo = deque(first)
         while todo and len(visited) < MAX_VALUES:
             path, value, depth = todo.popleft()
-            if not isinstance(value, PLAIN):
-                if id(value) in visited:
-                    continue
-                visited[id(value)] = value
+            is_first = id(value) not in visited
+            visited[id(value)] = value
             yield path, value
-            if depth < MAX_DEPTH and id(value) not in known:
+            if is_first and depth < MAX_DEPTH and id(value) not in known:
                 deeper = depth + (not isinstance(value, nn.Module))
                 todo += [
                     (one_path if kind == "" else (*path, (kind, one_path)), one, deeper)
@@ -153,8 +175,10 @@ def parts(value: Any, is_private: bool = False) -> Iterator[tuple[str, Any, Any]
             kind = "item" if is_list or isinstance(value, nn.ModuleDict) else "attr"
             for name, module in value.named_children():
                 yield kind, int(name) if is_list and name.isdecimal() else name, module
+        is_shown = is_private or is_own(_file_of(type(value)))
         for name, one in _attributes(value):
-            if is_private or not name.startswith("_") or isinstance(one, GENERATORS):
+            is_hidden = name.startswith("_") and not (is_shown and name not in HIDDEN)
+            if not is_hidden or isinstance(one, GENERATORS):
                 yield "attr", name, one
         yield "attr", "__class__", type(value)
 
@@ -198,16 +222,9 @@ def _parts_of_code(value: Any, is_private: bool) -> Iterator[tuple[str, Any, Any
 
 def _globals_of(code: CodeType, variables: dict[str, Any]) -> Iterator[tuple[Path, Any]]:
     module = ("module", str(variables.get("__name__")))
-    for name in _names_in(code):
+    for name in names_in(code):
         if name in variables and not name.startswith("__"):
             yield (module, ("attr", name)), variables[name]
-
-
-@functools.cache
-def _names_in(code: CodeType) -> frozenset[str]:
-    """Return the names of globals and attributes in a function and in those that it defines."""
-    inner = (_names_in(one) for one in code.co_consts if isinstance(one, CodeType))
-    return frozenset(code.co_names).union(*inner)
 
 
 def _attributes(value: Any) -> list[tuple[str, Any]]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from statistics import fmean
 from typing import Any, Final
 
@@ -15,6 +15,7 @@ from pipeswitch.job import InexactResumeWarning, as_number, script_level
 from .host import JobHost
 
 REPORT_EVERY_MS: Final = 100.0  # a fast loop must not flood the controller
+MAX_NAMES: Final = 64  # of values that are not restored, in one report
 FETCHES: Final = 16  # recent fetches over which ``away_ms`` is averaged
 
 
@@ -39,6 +40,11 @@ class Reports:
         self.warned.add(key)
         text = f"{text} (see its log)"
         self._host.report("warning", what="inexact_resume", text=text, step=step)
+
+    def not_restored(self, names: Sequence[str], text: str, step: int) -> None:
+        """Report expressions whose values a resumed script would not have."""
+        names, text = [*names[:MAX_NAMES]], f"{text} (see its log)"
+        self._host.report("warning", what="not_restored", text=text, step=step, names=names)
 
     @property
     def are_due(self) -> bool:

@@ -1,57 +1,107 @@
-"""Detection of variables that a script's loop changes and ``job.steps`` does not capture.
+"""Detection of values that a script changes and ``job.steps`` does not restore.
 
-Such variables start over in a resumed script. Each variable that exists before the loop is marked
-(value, length, version) and compared when a commit is due and when the loop ends. Nothing is
-restored here: a warning names the variables.
+Such values start over in a resumed script. All that the script reaches is marked before a loop and
+at the beginning of the first epoch, and compared later. Nothing is restored here.
 """
 
 from __future__ import annotations
 
-import dis
-import functools
-import gc
-import sys
 import time
-from collections.abc import Iterator
-from types import CodeType, FrameType
+from collections.abc import Iterable, Iterator, Mapping
+from types import CodeType, FrameType, FunctionType
 from typing import Any, Final
 
 import numpy as np
 import torch
 from torch import nn
 
-from pipeswitch.base import state_codec
-from pipeswitch.inputs.randomness import GENERATORS, generators_of
+from pipeswitch.inputs.randomness import generators_of
 
+from .liveness import carried_attributes, is_in_loop, live, names_in
+from .marks import mark
 from .objects import TrainedObjects, is_wrapper_of
-from .snapshot import NOTES, has_state, state_of
-from .torch_private import version
+from .reachable import MAX_PARTS, PLAIN, Path, is_own, script_frames, text, walk
+from .snapshot import NOTES, has_state
 
-MOST_LOOKED_AT: Final = 64  # entries compared in a list or dict
-MAX_MODULES: Final = 200
-PACKAGE: Final = __file__.rpartition("/")[0]
 CLOCKS: Final = (time.time, time.monotonic, time.perf_counter)
 
 
+class Changed(str):
+    """Expression of one changed value.
+
+    Attributes:
+        path, mark: of the value, as in ``ScriptWatch.marks``.
+        is_carried: False for an attribute that the script's code only sets, or sets before it
+            reads it, so that it may carry nothing from one pass to the next.
+        help: what the script can do so that the value is restored.
+    """
+
+    path: Path
+    mark: Any
+    is_carried: bool
+    help: str
+
+    def __new__(cls, path: Path, mark: Any, *, is_carried: bool, help: str) -> Changed:
+        self = super().__new__(cls, text(path))
+        self.path, self.mark, self.is_carried, self.help = path, mark, is_carried, help
+        return self
+
+
 class ScriptWatch:
-    """Marks of one phase's variables, taken before its first loop."""
+    """Marks of all that the script reaches from its frames at one instant.
 
-    def __init__(self, frame: FrameType, objects: TrainedObjects, loader: Any) -> None:
-        self._began_s, self._code = time.monotonic(), frame.f_code
-        self._marks = dict(_marks(frame, objects, loader))
+    Args:
+        frame: the script's frame that runs a loop of ``job``, or one that it calls.
+        objects: what ``job.steps`` restores; None before the first loop.
+        loader: the loop's loader, which need not have a variable.
+        others: further objects that are restored.
 
-    def changed(self, frame: FrameType | None, objects: TrainedObjects, loader: Any) -> list[str]:
-        """Return the names of changed variables, without clock values and ``for`` targets."""
-        if frame is None or frame.f_code is not self._code:
+    Attributes:
+        marks: by path, a value's mark and its identity.
+    """
+
+    def __init__(
+        self,
+        frame: FrameType,
+        objects: TrainedObjects | None = None,
+        loader: Any = None,
+        others: Iterable[Any] = (),
+    ) -> None:
+        self._began_s = time.monotonic()
+        self._code, self._offset = _place(frame)
+        marks = _marks(frame, objects, loader, others, {}, set())
+        self.marks = {path: mark for path, mark, _ in marks}
+
+    def changed(
+        self, frame: FrameType, objects: TrainedObjects, loader: Any, others: Iterable[Any] = ()
+    ) -> list[Changed]:
+        """Return what has changed since the marks were made, outermost expressions only; nothing
+        if the script is at another place."""
+        code, offset = _place(frame)
+        if code is not self._code or (offset != self._offset and is_in_loop(code, offset)):
             return []
-        now = dict(_marks(frame, objects, loader))
+        differences: dict[Path, tuple[Any, bool]] = {}
+        values, written = dict[Path, Any](), set[int]()
+        codes: set[CodeType] = set()
+        for path, now, value in _marks(frame, objects, loader, others, values, codes):
+            then = self.marks.get(path)
+            is_below = any(path[:length] in differences for length in range(1, len(path)))
+            if then is None or then[0] == now[0] or is_below or self._is_instant(value):
+                continue
+            is_replaced = now[1] != then[1]
+            if not is_replaced and now[1] in written:  # by another name
+                continue
+            written.add(now[1])
+            differences[path] = (now, is_replaced)
+        if not differences:
+            return []
+        carried = frozenset().union(*map(carried_attributes, codes))
+        carried |= {name[1:] for name in live(code, offset) if name[0] == "."}
         return [
-            name
-            for name, mark in now.items()
-            if name in self._marks
-            and self._marks[name] != mark
-            and self._marks[name][0] == mark[0]
-            and not self._is_instant(mark[1])
+            Changed(path, now, is_carried=is_carried, help=_help(path, values, is_replaced))
+            for path, (now, is_replaced) in differences.items()
+            for is_carried in [path[-1][0] != "attr" or path[-1][1] in carried]
+            if is_carried or not _is_result(values[path], values.get(path[:-1]))
         ]
 
     def _is_instant(self, value: Any) -> bool:
@@ -59,95 +109,110 @@ class ScriptWatch:
         return isinstance(value, float) and any(0 <= now() - value <= past_s for now in CLOCKS)
 
 
-def _known(objects: TrainedObjects, loader: Any) -> set[int]:
-    """Return the ids of all captured objects and of their contents."""
+def _place(frame: FrameType) -> tuple[CodeType, int]:
+    """Return code and offset of the innermost frame that is the script's own."""
+    own = (script_frames(frame) or [frame])[-1]
+    return own.f_code, own.f_lasti
+
+
+def _is_result(value: Any, owner: Any) -> bool:
+    """Return True for an attribute in which a module keeps a result of its last forward."""
+    has_graph = isinstance(value, torch.Tensor) and value.grad_fn is not None
+    return has_graph and isinstance(owner, nn.Module)
+
+
+def _help(path: Path, values: Mapping[Path, Any], is_replaced: bool) -> str:
+    """Return what to write so that a value is restored."""
+    while path[-1][0] == "item" and type(values[path[:-1]]) in NOTES:
+        path, is_replaced = path[:-1], False
+    name, value, owner, key = text(path), values[path], values.get(path[:-1]), str(path[-1][1])
+    if isinstance(value, nn.Module):
+        return f"model=[…, {name}]"
+    if (type(value) in NOTES or has_state(value)) and not is_replaced:
+        return f"extra_state={{{key!r}: {name}}}"
+    if isinstance(value, Iterator):
+        return f"make {name} from job.step, or pass its loader to job.steps"
+    if path[-1][0] == "attr" and not isinstance(owner, nn.Module):
+        which = f"{type(owner).__name__} state_dict() and load_state_dict()"
+        return f"give {which}, and pass extra_state={{'state': {text(path[:-1])}}}"
+    note = f"note = {{{key!r}: {name}}}; extra_state=note; then use note[{key!r}]"
+    return note if owner is None else f"make it a buffer, or {note}"
+
+
+def _known(objects: TrainedObjects, loader: Any, others: Iterable[Any]) -> set[int]:
+    """Return the ids of all captured objects and of their contents, without modules, and the
+    addresses of captured tensors, of which others may be views."""
     todo = [*objects.schedulers.values(), *objects.optimizers.values(), *objects.extras.values()]
-    todo += objects.wrappers.values()
-    loaders = () if isinstance(loader, list) else (loader,)  # the script may shuffle a list
-    known = {id(one) for one in (*objects.modules, *loaders, getattr(loader, "dataset", None))}
-    known |= {id(one) for one in generators_of(loader).values()}
+    todo += [*objects.wrappers.values(), *objects.wrapped.values(), *others]
+    todo += [one.param_groups for one in objects.optimizers.values()]
+    known = {id(one) for one in generators_of(loader).values()}
+    parts = [getattr(loader, name, None) for name in ("dataset", "sampler", "batch_sampler")]
+    known |= {id(one) for one in (loader, *parts) if has_state(one) or isinstance(one, Iterator)}
+    if has_state(loader):
+        known |= {id(one) for one in parts if one is not None}
     known |= {id(one) for one in (*objects.parameters.values(), *objects.buffers.values())}
     while todo:
         one = todo.pop()
-        known.add(id(one))
+        if not isinstance(one, PLAIN):
+            known |= {id(one), _address(one)}
         if isinstance(one, dict):
             todo += one.values()
-        elif isinstance(one, (list, tuple)) and len(one) <= MOST_LOOKED_AT:
+        elif isinstance(one, (list, tuple)) and len(one) <= MAX_PARTS:
             todo += one
     return known
 
 
+def _address(value: Any) -> int:
+    """Return the address of a tensor's or array's memory, which views share; else an identity."""
+    if isinstance(value, np.ndarray) and isinstance(value.base, np.ndarray | torch.Tensor):
+        return _address(value.base)
+    if isinstance(value, np.ndarray):
+        return int(value.ctypes.data)
+    is_dense = isinstance(value, torch.Tensor) and value.layout is torch.strided
+    return (is_dense and value.untyped_storage().data_ptr()) or id(value)
+
+
 def _marks(
-    frame: FrameType, objects: TrainedObjects, loader: Any
-) -> Iterator[tuple[str, tuple[Any, ...]]]:
-    """Yield name and mark of the script's variables: those of its function and its file, and the
-    attributes of its own objects, modules, dataset and samplers."""
-    known, targets = _known(objects, loader), _targets(frame.f_code)
-    places = [("", frame.f_globals)]
-    if frame.f_locals is not frame.f_globals:
-        places.append(("", frame.f_locals))
-    places_of_data = () if has_state(loader) else ("dataset", "sampler", "batch_sampler")
-    parts = [getattr(loader, name, None) for name in places_of_data]
-    folder = frame.f_code.co_filename.rpartition("/")[0] + "/"
-    for name, value in [pair for _, names in places for pair in names.items()]:
-        if id(value) not in known and (name == "self" or _is_own(value, folder)):
-            places.append((f"{name}.", getattr(value, "__dict__", {})))
-    for part in (*objects.modules[:MAX_MODULES], *(one for one in parts if not has_state(one))):
-        if not type(part).__module__.startswith(("torch.", "builtins")):
-            places.append((f"{type(part).__name__}.", getattr(part, "__dict__", {})))
-    for prefix, names in places:
-        for name, value in [*names.items()]:
-            is_own = isinstance(name, str) and not name.startswith("_") and name not in targets
-            is_known = id(value) in known or is_wrapper_of(value, known)
-            mark = _mark(value) if is_own and not is_known else None
-            if mark is not None:
-                yield prefix + name, mark
+    frame: FrameType,
+    objects: TrainedObjects | None,
+    loader: Any,
+    others: Iterable[Any],
+    values: dict[Path, Any],
+    codes: set[CodeType],
+) -> Iterator[tuple[Path, tuple[Any, int], Any]]:
+    """Yield path, mark with identity, and value of all that is not restored.
+
+    ``values`` is filled with all that was met on the way, ``codes`` with the script's functions.
+    """
+    known = set() if objects is None else _known(objects, loader, others)
+    trained = set() if objects is None else {id(one) for one in objects.modules}
+    more = {} if objects is None else {**objects.models, "loader": loader}
+    frames, marks = script_frames(frame), dict[int, Any]()
+    codes |= {one.f_code for one in frames}
+    for path, value in walk(frames, _names, known=known, more=more):
+        values[path] = value
+        if isinstance(value, FunctionType) and is_own(value.__code__.co_filename):
+            codes.add(value.__code__)
+        if id(value) not in marks:
+            is_kept = id(value) in known or id(value) in trained or _address(value) in known
+            is_kept = is_kept or is_wrapper_of(value, known)
+            marks[id(value)] = None if is_kept else mark(value)
+        if marks[id(value)] is not None:
+            yield path, (marks[id(value)], id(value)), value
 
 
-def _is_own(value: Any, folder: str) -> bool:
-    """Return True for an object whose class is in the script's folder and has no state_dict()."""
-    file = getattr(sys.modules.get(type(value).__module__), "__file__", None) or ""
-    return file.startswith(folder) and "site-packages" not in file and not has_state(value)
+def _names(frame: FrameType) -> Iterable[str]:
+    """Return the variables of a frame whose values the next pass of its loop may read."""
+    code, variables = frame.f_code, frame.f_locals
+    if not is_in_loop(code, frame.f_lasti):
+        return [*variables]
+    names = live(code, frame.f_lasti).union(code.co_cellvars, code.co_freevars)
+    if variables is frame.f_globals:  # functions may read them, too
+        names = names.union(*(names_in(one) for one in _codes_of(variables)))
+    return [name for name in variables if name in names]
 
 
-@functools.cache
-def _targets(code: CodeType) -> set[str]:
-    """Return the targets of ``for`` loops, which a resumed script assigns again."""
-    names: set[str] = set()
-    is_target = False
-    for step in dis.get_instructions(code):
-        is_store = step.opname.startswith("STORE_")
-        if is_target and is_store:
-            names.add(str(step.argval))
-        is_target = step.opname == "FOR_ITER" or (
-            is_target and (is_store or step.opname.startswith("UNPACK"))
-        )
-    return names
-
-
-def _mark(value: Any) -> tuple[Any, ...] | None:
-    """Return a mark: type or identity, with the value or version; None for unwatched types."""
-    kind = type(value)
-    if kind in (int, float):
-        return (kind, value)
-    if isinstance(value, (torch.Tensor, np.ndarray)):  # replacing the object counts as a change
-        return (id(value), version(value) if isinstance(value, torch.Tensor) else 0)
-    if kind in NOTES:
-        parts = value.values() if hasattr(value, "values") else value
-        known = (int, float, torch.Tensor)
-        first = [*parts][:MOST_LOOKED_AT]
-        return (id(value), len(value), *(_mark(x) if type(x) in known else id(x) for x in first))
-    if isinstance(value, Iterator) and not hasattr(value, "fileno"):  # no file
-        inner = [one for one in (value, *gc.get_referents(value)) if isinstance(one, Iterator)]
-        if not any(PACKAGE in repr(getattr(one, "gi_code", "")) for one in inner):  # job's own
-            return (id(value), *(id(part) for one in inner for part in gc.get_referents(one)))
-    if isinstance(value, nn.Module):
-        tensors = [*value.parameters(), *value.buffers()]
-        return (id(value), sum(map(version, tensors)))
-    if isinstance(value, GENERATORS) or (has_state(value) and hasattr(value, "load_state_dict")):
-        try:
-            data, attachments = state_codec.encode(state_of(value))
-            return (id(value), repr(data), *(one.read() for one in attachments))
-        except Exception:  # its state_dict() is the script's own code
-            return None
-    return None
+def _codes_of(variables: Mapping[str, Any]) -> Iterator[CodeType]:
+    for value in [*variables.values()]:
+        inner = [*vars(value).values()] if isinstance(value, type) else [value]
+        yield from (one.__code__ for one in inner if isinstance(one, FunctionType))

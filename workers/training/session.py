@@ -20,19 +20,17 @@ from __future__ import annotations
 
 import contextlib
 import sys
-import warnings
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from types import FrameType
 from typing import Any, TypeVar
 
 from pipeswitch.base.errors import InvalidInput, PipeSwitchError
 from pipeswitch.inputs.loader import SharedLoader
 from pipeswitch.inputs.randomness import RandomState
 from pipeswitch.ipc.gate import Gate
-from pipeswitch.job import InexactResumeWarning, script_level, warn_if_not_finite
+from pipeswitch.job import warn_if_not_finite
 
-from . import persistent_loaders
+from . import persistent_loaders, reachable
 from .activations import Activations
 from .consumers import batches_left
 from .epochs import Epochs
@@ -42,9 +40,9 @@ from .loader_proxy import AcceleratedEpoch, Source
 from .objects import TrainedObjects
 from .phase import Phase
 from .reports import Reports
+from .script_changes import ScriptChanges
 from .script_cursor import BEGINNING, CursorPosition, SavedImage, ScriptCursor
 from .script_files import ScriptFiles
-from .script_watch import ScriptWatch
 from .snapshot import CHANGED, DataPosition, named, named_extras
 from .timing import CommitTiming, WriteWatch
 from .torch_private import is_left_by_error
@@ -85,8 +83,7 @@ class TrainingSession:
         self._phase: Phase | None = None
         self._activations: Activations | None = None
         self._loader: Any = None
-        self._script: ScriptWatch | None = None  # watch of variables in the first phase
-        self._frame_of_epochs = 0
+        self._changes = ScriptChanges(self._reports)
         self._open_loop: object | None = None
         self._has_failed = False  # an error left the last loop; the script may have caught it
         self._publish_due = False  # ``publish`` needs a commit at the next boundary
@@ -103,6 +100,7 @@ class TrainingSession:
             self.place.entry["script_random"] = RandomState(self.device).values()
         use_gate(self._gate)
         persistent_loaders.watch()
+        reachable.begin(sys._getframe(1))
 
     def finish(self) -> None:
         """Commit the end of the script and leave the device; called if it ended without an error.
@@ -175,7 +173,6 @@ class TrainingSession:
     def epochs(self, count: int) -> Iterator[int]:
         """See ``pipeswitch.job.epochs``."""
         place = self.place
-        self._frame_of_epochs = id(sys._getframe(1))  # valid while the generator lives
         self._epochs.begin(sys._getframe(1))
         saved = place.begin_epochs(count)
         first, has_ended = 0 if saved is None else saved.position.epoch, False
@@ -191,6 +188,8 @@ class TrainingSession:
                 place.entry["epoch_step"] = place.step
                 if saved is None or epoch > first:
                     self._epochs.commit_beginning(self._phase, sys._getframe(1))
+                frame, paths = sys._getframe(1), self._epochs
+                self._changes.begin_epoch(frame, self._phase, paths, is_first=epoch == first)
                 if self._gate.is_evicting:
                     self._gate.check()
                 yield epoch
@@ -199,7 +198,6 @@ class TrainingSession:
             has_ended = True
         finally:
             place.end_epochs()
-            self._frame_of_epochs = 0
             if not self._is_unwinding and self._phase is not None:
                 has_failed = self._open_loop is not None or self._has_failed
                 has_failed = has_failed or is_left_by_error(sys._getframe(1))
@@ -248,10 +246,6 @@ class TrainingSession:
         phase.keep_parameters()
         if "loader" not in self._reports.warned and data.warn_if_inexact():
             self._reports.inexact("loader", "a resumed script may see other batches", self.step)
-        if self._script is not None and id(sys._getframe(1)) == self._frame_of_epochs:
-            self._watch_script()
-        elif not isinstance(loader, Source):  # new marks: each call of a function has new variables
-            self._script = ScriptWatch(sys._getframe(1), objects, loader)
         iterator, is_left, caller = self._open(phase, start), True, id(sys._getframe(1))
         try:
             if iterator is not None:
@@ -321,8 +315,6 @@ class TrainingSession:
             return phase
         if phase is not None:
             phase.leave()
-        if self._script is not None:
-            warned.add("script")  # code between phases runs again, so its changes are not lost
         objects.refuse_shared_memory()
         if "lost" not in warned:
             warned.add("lost")
@@ -410,6 +402,7 @@ class TrainingSession:
 
     def _run(self, phase: Phase, iterator: Iterator[Any], this_loop: object) -> Iterator[Any]:
         away_ms, left = 0.0, batches_left(sys._getframe(1), self.step_in_epoch)
+        self._changes.begin_loop(sys._getframe(1), phase, self._loader)
         while left:
             if self._gate.is_evicting:  # a later check would first take the device
                 self._gate.check()
@@ -420,6 +413,7 @@ class TrainingSession:
             try:
                 batch = next(iterator)
             except StopIteration:
+                self._changes.look(sys._getframe(1), phase, self._loader)
                 return
             if before is not None:
                 phase.data.fetched(batch, before.random, before.data)
@@ -455,7 +449,7 @@ class TrainingSession:
             phase.capture()
             is_due = self._timing.is_due and not self._host.is_publishing
             if (is_due or self._publish_due) and self.place.may_commit:
-                self._watch_script()
+                self._changes.look(sys._getframe(1), phase, self._loader)
                 phase.begin_commit(is_needed=self._publish_due)
                 self._publish_due = False
                 if not self._watch.may_overlap:
@@ -466,7 +460,6 @@ class TrainingSession:
         """End a loop after its last batch or a ``break``, and capture its end."""
         self._has_failed = False
         persistent_loaders.end_pass(self._loader)
-        self._watch_script()
         phase, self._watch.is_in_body = self._phase, False
         if phase is None:
             return  # ``_bind`` refused the objects
@@ -481,26 +474,6 @@ class TrainingSession:
             self._epochs.keep(phase, is_last=is_last)  # before code behind the loop changes it
         if not place.in_epochs:
             phase.end()
-
-    def _watch_script(self) -> None:
-        """Warn once about changed variables that would start over in a resumed script."""
-        if self._script is None or "script" in self._reports.warned:
-            return
-        assert self._phase is not None
-        frame: FrameType | None = sys._getframe(1)
-        while frame is not None and frame.f_code.co_filename == __file__:
-            frame = frame.f_back
-        names = self._script.changed(frame, self._phase.objects, self._loader)
-        if names:
-            texts = f"{', '.join(names[:6])}: the loop changes this, but job.steps does not keep it"
-            self._reports.inexact("script", texts, self.step)
-            warnings.warn(
-                f"job.steps: {texts}, so it starts over in a resumed script. Keep numbers in a "
-                "dict (note = {'best': 9.0}; extra_state=note); pass lists, generators and objects "
-                "with state_dict() in extra_state, networks as model",
-                InexactResumeWarning,
-                stacklevel=script_level(),
-            )
 
     @property
     def _is_unwinding(self) -> bool:

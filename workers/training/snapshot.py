@@ -327,7 +327,7 @@ class DataPosition:
     """
 
     def __init__(self, loader: Any, extras: Mapping[str, Any]) -> None:
-        self._loader = loader
+        self.loader = loader
         self._generators = generators_of(loader)
         known = {id(generator) for generator in self._generators.values()}
         for name, item in extras.items():
@@ -346,7 +346,7 @@ class DataPosition:
     def length(self) -> int | None:
         """Number of batches in one pass, or None if the loader has no length."""
         try:
-            return len(self._loader)
+            return len(self.loader)
         except Exception:  # the script's own object
             return None
 
@@ -384,13 +384,13 @@ class DataPosition:
 
     def pass_by(self, state: DataState) -> None:
         """Skip a finished loop: no batch of this pass is fetched."""
-        if hasattr(self._loader, "pass_by"):
-            self._loader.pass_by(state.own)
+        if hasattr(self.loader, "pass_by"):
+            self.loader.pass_by(state.own)
 
     def open_new(self) -> Iterator[Any]:
         """Return an iterator that begins at the start of the data."""
-        iterator: Iterator[Any] = iter(self._loader)
-        if is_plain_map_loader(self._loader):
+        iterator: Iterator[Any] = iter(self.loader)
+        if is_plain_map_loader(self.loader):
             self._drawn = Drawn(iterator)
         return iterator
 
@@ -412,19 +412,19 @@ class DataPosition:
 
         If the loader has fewer batches than were already used, warn, and end the loop.
         """
-        if self._keeper is self._loader:
+        if self._keeper is self.loader:
             self._keeper.load_state_dict(state.own)
-            return iter(self._loader)
+            return iter(self.loader)
         if self._is_behind and begin is not None:
             return self.open_again(batches, begin)
         if self._keeper is not None:
             self._keeper.load_state_dict(state.own)
         iterator = self.open_new()
-        is_iterable = isinstance(getattr(self._loader, "dataset", None), IterableDataset)
+        is_iterable = isinstance(getattr(self.loader, "dataset", None), IterableDataset)
         if self._keeper is not None and is_iterable:
             return iterator
         try:
-            if not (is_plain_map_loader(self._loader) and advance_sampler(iterator, batches)):
+            if not (is_plain_map_loader(self.loader) and advance_sampler(iterator, batches)):
                 _drop(iterator, batches)
         except StopIteration:
             self._drawn = Drawn(None)
@@ -437,7 +437,7 @@ class DataPosition:
     def open_again(self, batches: int, begin: DataState) -> Iterator[Any]:
         """Return an iterator after ``batches`` batches; it fetches them again from ``begin``."""
         self._keeper.load_state_dict(begin.own)
-        iterator: Iterator[Any] = iter(self._loader)
+        iterator: Iterator[Any] = iter(self.loader)
         _drop(iterator, batches)
         return iterator
 
@@ -467,7 +467,7 @@ class DataPosition:
                 start.restore(device)
                 self.restore_generators(data)
                 self._keeper.load_state_dict(data.own)
-                iterator: Iterator[Any] = iter(self._loader)
+                iterator: Iterator[Any] = iter(self.loader)
                 if digest_of(_drop(iterator, count)) == mark:
                     return iterator
             except Exception as error:  # the script's own object; try the next way
@@ -481,12 +481,12 @@ class DataPosition:
 
     def warn(self, text: str) -> None:
         """Warn that the resumed script sees other data."""
-        text = f"job.steps({type(self._loader).__name__}): {text}"
+        text = f"job.steps({type(self.loader).__name__}): {text}"
         warnings.warn(text, InexactResumeWarning, stacklevel=script_level())
 
     def warn_if_inexact(self) -> bool:
         """Warn once if the loader cannot be resumed exactly; return whether it warned."""
-        loader = self._loader
+        loader = self.loader
         if self._keeper is loader or isinstance(loader, SharedLoader):
             return False
         if isinstance(loader, DataLoader) and type(loader).__iter__ is DataLoader.__iter__:

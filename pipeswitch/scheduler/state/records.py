@@ -391,6 +391,7 @@ class JobProgress:
     missed_at: int = 0  # value of ``suspensions`` when it last missed a grace period
     beside: dict[str, object] = field(default_factory=dict)  # job that had the turn before it
     last_log: dict[str, object] = field(default_factory=dict)
+    not_restored: list[str] = field(default_factory=list)  # what a resumed script would not have
     error: str = ""
     why: str = ""
 

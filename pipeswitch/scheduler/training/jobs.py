@@ -23,6 +23,10 @@ WAITS: Final = {TaskState.QUEUED, TaskState.STOPPING, TaskState.SUSPENDED, TaskS
 RATE_WEIGHT: Final = 0.2  # weight of the newest report in a job's steps per second
 
 
+MAX_NAMES: Final = 64  # of values that are not restored; a script sends them
+MAX_NAME: Final = 120
+
+
 class Home(NamedTuple):
     """Device on which jobs are placed, with their commits."""
 
@@ -153,6 +157,7 @@ class Jobs:
         progress.step, progress.epoch_index = int(record["step"]), int(record["epoch"])
         progress.error, progress.why = str(record["error"]), str(record["why"])
         progress.last_log = dict(record["log"])
+        progress.not_restored = [*record.get("not_restored", [])]
         job.timing.ended_at_ms = float(record["ended_at_ms"])
         job.memory.committed_step = job.memory.persisted_step = persisted_step
 
@@ -215,6 +220,7 @@ class Jobs:
             "tenant": spec.tenant,
             "share": spec.share,
             "log": progress.last_log,
+            "not_restored": progress.not_restored,
             **({"beside": progress.beside} if progress.beside else {}),
             **({"activations": memory.activations} if memory.activations else {}),
             **memory_row(job),
@@ -234,6 +240,10 @@ class Jobs:
             name, value, step = map(values.get, ("name", "value", "step"))
             job.progress.why = f"{name} was {value} at step {step}"
         elif message.kind in ("warning", "commit_failed"):
+            names = values["names"] if isinstance(values.get("names"), list) else []
+            known = job.progress.not_restored
+            known += [str(name)[:MAX_NAME] for name in names[:MAX_NAMES] if name not in known]
+            del known[MAX_NAMES:]
             job.progress.why = str(values.get("text") or values.get("what", message.kind))
         self.publish(job, f"job.{message.kind}", **values)
 

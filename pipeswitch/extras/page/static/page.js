@@ -369,6 +369,7 @@ function showJobs() {
     if (row.swapped_bytes) told.push(`${size(row.swapped_bytes)} in host memory`);
     if (row.lease_bytes) told.push(`${size(row.lease_bytes)} in the arena${beside(row)}`);
     if (row.committed_step >= 0) told.push(`committed: step ${count(row.committed_step)}`, `on disk: ${row.persisted_step < 0 ? "none" : `step ${count(row.persisted_step)}`}`);
+    if (row.not_restored.length) told.push(`not restored after a restart: ${row.not_restored.join(", ")}`);
     if (row.error || row.why) told.push(row.error || row.why);
     element.querySelector(".what").textContent = told.join(", ");
     const [hold, end] = element.querySelectorAll("button");
@@ -398,7 +399,7 @@ function showJob() {
   const lost = (step, what) => (step < 0 ? `nothing ${what} yet` : `step ${count(step)} is ${what}`);
   const facts = { state: row.state, step: count(row.step), speed: row.steps_per_s ? `${row.steps_per_s.toFixed(1)} steps/s` : "", trained: `${row.trained_s.toFixed(1)} s`,
     "suspended": `${count(row.suspensions)} times`, swapped: `${count(row.swaps)} times`, evicted: `${count(row.evictions)} times`, restarted: `${count(row.restarts)} times`, "steps computed again": count(row.steps_recomputed),
-    memory: size(row.lease_bytes) + beside(row), script: [row.entry, ...row.args].join(" "), error: row.error, why: row.why };
+    memory: size(row.lease_bytes) + beside(row), script: [row.entry, ...row.args].join(" "), "not restored in a later life": row.not_restored.join(", "), error: row.error, why: row.why };
   fill($("job-facts"), Object.entries(facts).filter(([, text]) => text).map(([key, text]) => term(key, text)));
   $("commits-line").textContent = `${lost(row.committed_step, "committed (restart point if a process dies)")}; ${lost(row.persisted_step, "on disk (restart point if the server dies)")}`;
   for (const [name, step] of Object.entries({ step: row.step, committed: row.committed_step, persisted: row.persisted_step })) {
