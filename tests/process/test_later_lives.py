@@ -5,11 +5,13 @@ from __future__ import annotations
 import contextlib
 import copy
 import csv
+import importlib
 import json
 import os
 import pickle
 import random
 import signal
+import sys
 import threading
 import warnings
 from functools import partial
@@ -238,6 +240,34 @@ class Drawing:
         return float(np.random.default_rng().random())
 
 
+@pytest.mark.parametrize("late", [False, True])
+def test_an_edited_import_is_named_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, late: bool
+) -> None:
+    monkeypatch.syspath_prepend(tmp_path)
+    name, host = f"own_{late}", FakeHost()
+    (tmp_path / "data.py").write_text("")
+    told: list[list[str]] = []
+
+    def script(poke: Poke) -> str:
+        if not late:
+            importlib.import_module(name)
+        for _, step in trained(poke):
+            if late and step is not None and step > 1:
+                importlib.import_module(name)
+        return "ended"
+
+    for text in ("a = 1", "a = 1", "a = 2", "a = 2"):
+        (tmp_path / f"{name}.py").write_text(text)
+        monkeypatch.delitem(sys.modules, name, raising=False)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always", job.InexactResumeWarning)
+            live(host, script, crash_at=5, every_ms=0.0)
+        told.append([str(one.message) for one in caught if "edited" in str(one.message)])
+    assert [len(texts) for texts in told] == [0, 0, 1, 0]
+    assert told[2][0].startswith(f"{name}.py: edited since step ")
+
+
 LOGS = """
     import os, signal, sys, threading, time
     import torch
@@ -378,3 +408,48 @@ def test_a_signal_to_all_processes_stops_the_server_and_ends_no_job(tmp_path: Pa
         kill(checked.worker_pids()[task.status()["worker"]], signal.SIGTERM)  # by hand
         finish(task)
         assert "SIGNAL" in "".join(task.logs())
+
+
+EDITED = """
+    import time
+    import torch
+    from pipeswitch import job
+    from edited_part import VERSION
+
+    print("VERSION", VERSION, flush=True)
+    net = torch.nn.Linear(4, 4)
+    opt = torch.optim.SGD(net.parameters(), 0.1)
+    for x in job.steps([torch.ones(1, 4)] * 100_000, model=net, optimizer=opt):
+        time.sleep(0.01)
+        net(x).sum().backward()
+        opt.step()
+"""
+
+
+def test_a_job_goes_on_with_edited_files_and_says_so(tmp_path: Path) -> None:
+    part, script = tmp_path / "edited_part.py", write_script(tmp_path, "edited.py", EDITED)
+    part.write_text("VERSION = 1")
+    with checked_server(environment=ENVIRONMENT) as checked:
+        task = checked.client.train(script)
+        for version, names in ((2, "edited_part.py"), (3, "edited.py, edited_part.py")):
+            step = task.status()["committed_step"]
+            until(partial(has_committed, task, step), "it commits")
+            task.pause()
+            part.write_text(f"VERSION = {version}")
+            if version == 3:
+                script.write_text(script.read_text() + "# edited")
+            task.resume()
+            until(partial(names_edited, task, names), "it names the files")
+        log = "".join(task.logs())
+        assert [line for line in log.splitlines() if line[:1] == "V"] == [
+            f"VERSION {version}" for version in (1, 2, 3)
+        ]
+        assert log.count("InexactResumeWarning") == 2
+
+
+def has_committed(task: Task, step: int) -> bool:
+    return bool(task.status()["committed_step"] > max(step, 0))
+
+
+def names_edited(task: Task, names: str) -> bool:
+    return str(task.status()["why"]).startswith(f"{names}: edited since step ")

@@ -43,6 +43,7 @@ from .reports import Reports
 from .script_changes import ScriptChanges
 from .script_cursor import BEGINNING, CursorPosition, SavedImage, ScriptCursor
 from .script_files import ScriptFiles
+from .script_sources import ScriptSources
 from .snapshot import CHANGED, DataPosition, named, named_extras
 from .timing import CommitTiming, WriteWatch
 from .torch_private import is_left_by_error
@@ -75,7 +76,8 @@ class TrainingSession:
         self.place = ScriptCursor(host.restore())
         self._files = ScriptFiles(files, self.place, self._reports)
         self.open = self._files.open  # see ``pipeswitch.job.open``
-        self.place.parts = {"files": self._files}
+        sources = ScriptSources(self.place, self._reports)
+        self.place.parts = {"files": self._files, "sources": sources}
         saved = self.place.saved
         self.is_resumed = saved is not None
         self._epochs = Epochs(host, gate, self.place, self._reports, self._timing)
