@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import _thread
 import itertools
+import operator
 import random
+import threading
 import warnings
+from collections import deque
 from collections.abc import Iterator
 from typing import Any
 
@@ -370,3 +374,21 @@ def test_without_room_commits_are_made_between_epochs() -> None:
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "commits are made only")
         assert disturbed(drawn(0), 0, FullHost())[0] == plain(drawn(0))
+
+
+@pytest.mark.parametrize("kind", ["steps", "epochs"])
+def test_a_loop_may_be_closed_where_no_python_code_runs(kind: str) -> None:
+    is_closed = threading.Event()
+
+    def script(poke: Poke) -> str:
+        net = nn.Linear(6, 1)
+        opt = torch.optim.SGD(net.parameters(), 0.1)
+        epochs = job.epochs(2)
+        next(epochs)
+        steps = job.steps([torch.ones(2, 6)], model=net, optimizer=opt)
+        next(steps)
+        todo = [steps.close, *([] if kind == "steps" else [epochs.close]), is_closed.set]
+        _thread.start_new_thread(deque[None](maxlen=0).extend, (map(operator.call, todo),))
+        return str(is_closed.wait(30))
+
+    assert live(FakeHost(), script) == "True"

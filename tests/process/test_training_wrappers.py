@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import warnings
 from collections import defaultdict
 from types import SimpleNamespace
@@ -130,6 +131,41 @@ class Counting(torch.optim.Optimizer):
             p.sub_(p.grad, alpha=0.1 / self.count)
 
 
+class Slow(Lookahead):
+    """Keeps the slow weights in a list of its own, and the parameters in another one."""
+
+    def __init__(self, base: torch.optim.Optimizer) -> None:
+        super().__init__(base)
+        self.parameters = [*base.param_groups[0]["params"]]
+        self.slow, self.calls = copy.deepcopy(self.parameters), 0
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        self.optimizer.step()
+        self.calls += 1
+        for p, slow in zip(self.parameters, self.slow, strict=True):
+            if self.calls % 3 == 0:
+                p.copy_(slow.lerp_(p, 0.5))
+
+
+class History(torch.optim.Optimizer):
+    """Keeps a history of vectors in attributes, like an L-BFGS of one's own."""
+
+    def __init__(self, base: torch.optim.Optimizer) -> None:
+        super().__init__(base.param_groups[0]["params"], {})
+        self.history, self._last = list[torch.Tensor](), None
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        now = nn.utils.parameters_to_vector(p.grad for p in self.param_groups[0]["params"])
+        if self._last is not None:
+            self.history = [*self.history, now - self._last][-5:]
+        self._last = now
+        change = 0.05 * now + 0.01 * sum(self.history)
+        for p, part in zip(self.param_groups[0]["params"], change.split(16), strict=False):
+            p.sub_(part.mean())
+
+
 def nested(base: torch.optim.Optimizer) -> Any:
     return Lookahead(Lookahead(base))
 
@@ -153,7 +189,19 @@ class Sam(torch.optim.Optimizer):
 
 KINDS: dict[str, Any] = {
     one.__name__: one
-    for one in (Lookahead, Timm, Sharded, ScheduleFree, Noam, nested, Sam, Layered, Counting)
+    for one in (
+        Lookahead,
+        Timm,
+        Sharded,
+        ScheduleFree,
+        Noam,
+        nested,
+        Sam,
+        Layered,
+        Counting,
+        Slow,
+        History,
+    )
 }
 
 

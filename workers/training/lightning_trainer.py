@@ -22,7 +22,8 @@ from typing import Any, Final
 
 from pipeswitch.base.errors import InvalidInput
 
-from .loader_proxy import Keepers, LoaderProxy, TrainerLoop
+from .attributes import Keepers
+from .loader_proxy import LoaderProxy, TrainerLoop
 
 REFUSED: Final = {
     "ModelPruning": (

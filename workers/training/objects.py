@@ -17,6 +17,7 @@ from pipeswitch.base.errors import InvalidInput
 from pipeswitch.commits.weights import OPTIMIZER
 from pipeswitch.job import InexactResumeWarning, script_level
 
+from .attributes import Attributes
 from .snapshot import load_state, state_of
 from .torch_private import has_aliases, made_in_forward, registered_buffers, wrapped_by
 
@@ -39,6 +40,7 @@ class TrainedObjects:
     groups: dict[str, list[int]] = field(default_factory=dict)  # number of parameters in each group
     with_extra_state: dict[str, nn.Module] = field(default_factory=dict)  # with own get_extra_state
     wrappers: dict[str, Any] = field(default_factory=dict)  # optimizers that wrap another one
+    attributes: Attributes = field(init=False)  # of optimizers of other classes than torch's
 
     def __post_init__(self) -> None:
         self.wrapped = self.optimizers
@@ -64,6 +66,9 @@ class TrainedObjects:
             for g, group in enumerate(optimizer.param_groups):
                 for i, parameter in enumerate(group["params"]):
                     self._add(f"optimizer.{key}.{g}.{i}", parameter, visited)
+        optimizers = {**self.optimizers, **self.wrappers}.items()
+        own = {key: one for key, one in optimizers if type(one).__module__[:6] != "torch."}
+        self.attributes = Attributes(own, {}, visited)
 
     def _unwrap(self) -> None:
         """Add the optimizers inside of wrappers (Lookahead, SAM), which have states of their own.
@@ -179,7 +184,7 @@ class TrainedObjects:
         for wrapper in self.wrappers.values():
             for name, value in vars(wrapper).items():
                 is_passed = any(value is one for one in self.extras.values())
-                if isinstance(value, torch.Tensor) or (_keeps_numbers(value) and not is_passed):
+                if _keeps_numbers(value) and not is_passed:
                     warnings.warn(
                         f"job.steps: {type(wrapper).__name__}.{name}, of type "
                         f"{type(value).__name__}, starts over in a resumed script. If it has a "
@@ -237,13 +242,6 @@ def _numbers_of(wrapper: Any) -> dict[str, Any]:
     return {n: one for n, one in attributes.items() if type(one) in (int, float, bool)}
 
 
-def _with_numbers(objects: TrainedObjects) -> dict[str, Any]:
-    """Return the optimizers that may count in attributes: wrappers, and those of other classes
-    than torch's."""
-    optimizers = {**objects.optimizers, **objects.wrappers}
-    return {k: one for k, one in optimizers.items() if type(one).__module__[:6] != "torch."}
-
-
 def bare(optimizer: Any) -> Any:
     """Return the optimizer without accelerate's wrapper: hooks must be added to the optimizer."""
     return optimizer.optimizer if type(optimizer).__name__ == "AcceleratedOptimizer" else optimizer
@@ -260,7 +258,7 @@ def options_of(
             key: [{k: v for k, v in g.items() if k != "params"} for g in optimizer.param_groups]
             for key, optimizer in objects.optimizers.items()
         },
-        "numbers": {key: _numbers_of(one) for key, one in _with_numbers(objects).items()},
+        "attributes": objects.attributes.state_dict(),
         "schedulers": {key: state_of(item) for key, item in objects.schedulers.items()},
         "extras": {key: state_of(item) for key, item in objects.extras.items()},
     }
@@ -296,8 +294,7 @@ def load_options(objects: TrainedObjects, options: Mapping[str, Any]) -> None:
             load_state(item, options[kind][key])
     for path, module in objects.with_extra_state.items():
         module.set_extra_state(options["modules"][path])
-    for key, one in _with_numbers(objects).items():
-        vars(one).update(options["numbers"].get(key, {}))
+    objects.attributes.load_state_dict(options.get("attributes", {}))
     for key, optimizer in objects.optimizers.items():
         stored = options["groups"].get(key, [])
         if len(stored) != len(optimizer.param_groups):

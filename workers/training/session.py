@@ -44,7 +44,6 @@ from .script_changes import ScriptChanges
 from .script_cursor import BEGINNING, CursorPosition, SavedImage, ScriptCursor
 from .script_files import ScriptFiles
 from .script_sources import ScriptSources
-from .script_values import AUTO, ScriptValues
 from .snapshot import CHANGED, DataPosition, named, named_extras
 from .timing import CommitTiming, WriteWatch
 from .torch_private import is_left_by_error
@@ -203,7 +202,7 @@ class TrainingSession:
             place.end_epochs()
             if not self._is_unwinding and self._phase is not None:
                 has_failed = self._open_loop is not None or self._has_failed
-                has_failed = has_failed or is_left_by_error(sys._getframe(1))
+                has_failed = has_failed or is_left_by_error(sys._getframe().f_back)
                 self._phase.end(is_needed=has_ended or not has_failed)
 
     def steps(
@@ -221,12 +220,11 @@ class TrainingSession:
         """See ``pipeswitch.job.steps``."""
         probe: dict[str, Any] = {}  # has as few references as an extra_state literal
         is_literal = sys.getrefcount(extra_state) <= sys.getrefcount(probe)
-        is_auto = isinstance(extra_state, str) and extra_state == AUTO
         objects = TrainedObjects(
             named(model, "model"),
             named(optimizer, "optimizer"),
             named(scheduler, "scheduler"),
-            {AUTO: ScriptValues()} if is_auto else named_extras(extra_state, is_literal=is_literal),
+            named_extras(extra_state, is_literal=is_literal),
         )
         if self._open_loop is not None or self._has_failed:
             self._end_loop()  # an error or ``break`` left the last loop open
@@ -260,7 +258,7 @@ class TrainingSession:
                 self._open_loop = None
                 # A failed script must not resume after this loop. If it catches the error, its next
                 # call of ``job`` ends the loop.
-                self._has_failed = is_left and is_left_by_error(sys._getframe(1), caller)
+                self._has_failed = is_left and is_left_by_error(sys._getframe().f_back, caller)
                 if not self._is_unwinding and not self._has_failed:
                     self._end_loop()
                 self._gate.leave()

@@ -15,7 +15,7 @@ import random
 import sys
 import warnings
 import zlib
-from collections import Counter, OrderedDict, defaultdict, deque
+from collections import Counter, OrderedDict, deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import zip_longest
@@ -119,7 +119,7 @@ def named(value: Any, what: str) -> dict[str, Any]:
     return items
 
 
-_DICTS: Final = (dict, OrderedDict, Counter, defaultdict)
+_DICTS: Final = (dict, OrderedDict, Counter)
 NOTES: Final = (*_DICTS, list, set, deque, torch.Tensor, np.ndarray)
 """Containers in which a script may keep plain values, such as the best loss so far or a hidden
 state."""
@@ -222,7 +222,8 @@ def load_state(item: Any, state: Any) -> None:
 def filled(item: Any, state: Any) -> Any:
     """Copy ``state`` into ``item`` and return ``item``; if their types differ, return ``state``."""
     kind = type(item)
-    if kind is not type(state) and not (kind is torch.Tensor and isinstance(state, torch.Tensor)):
+    is_tensor = isinstance(item, torch.Tensor) and isinstance(state, torch.Tensor)
+    if kind is not type(state) and not is_tensor:
         return state
     if kind in _DICTS:
         values = {key: filled(item.get(key), value) for key, value in state.items()}
@@ -239,7 +240,7 @@ def filled(item: Any, state: Any) -> Any:
         item.update(state)
     elif kind is np.ndarray and item.dtype == state.dtype and item.shape == state.shape:
         item[...] = state
-    elif kind is torch.Tensor and item.dtype == state.dtype:
+    elif is_tensor and item.dtype == state.dtype:
         with torch.no_grad():
             if item.shape == state.shape:
                 item.copy_(state)

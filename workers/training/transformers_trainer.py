@@ -19,7 +19,8 @@ from transformers.trainer_callback import ExportableState, TrainerCallback
 
 from pipeswitch.base.errors import InvalidInput
 
-from .loader_proxy import Keepers, LoaderProxy, TrainerLoop
+from .attributes import Keepers
+from .loader_proxy import LoaderProxy, TrainerLoop
 
 LOSSES: Final = (
     "_total_loss_scalar",
