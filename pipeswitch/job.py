@@ -115,7 +115,9 @@ def steps(
         extra_state: further objects with these two methods (an EMA, a GradScaler); a
             ``torch.Generator``, ``numpy.random.Generator``, ``RandomState``, ``random.Random``; a
             dict, list, tensor or array of plain values, which is filled in place on resume; one
-            object, or a dict of them by name. The loader's own generators are always captured.
+            object, or a dict of them by name. ``"auto"``: the plain values, tensors, arrays and
+            generators of the variables that the script uses in its loop, and of its own objects'
+            attributes; the job's log says which. The loader's own generators are always captured.
         name: name of a loop outside ``job.epochs``; by default such loops are numbered.
         offload: tensors saved by forward that wait for backward in host memory: ``"auto"``: those
             for which ``activation_memory`` has no room, chosen for the shortest waits;

@@ -17,8 +17,9 @@ import math
 import re
 import struct
 import sys
-from collections import Counter, OrderedDict, deque
+from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
 from .errors import InvalidInput
@@ -119,6 +120,15 @@ def _encode(value: Any, path: str, depth: int, out: list[Attachment]) -> Any:
         return {"deque": [value.maxlen, _items(value, path, depth, out)]}
     if kind in _MAPPING_TAGS:
         return {_MAPPING_TAGS[kind]: _pairs(value, path, depth, out)}
+    if kind is defaultdict:
+        make = value.default_factory
+        name = next((name for name, one in _FACTORIES.items() if one is make), None)
+        return {"defaultdict": [name, _pairs(value, path, depth, out)]}
+    if isinstance(value, tuple) and _named_tuple(kind.__module__, kind.__qualname__) is kind:
+        items = _items(value, path, depth, out)
+        return {"namedtuple": [kind.__module__, kind.__qualname__, items]}
+    if kind is type(Path()):
+        return {"path": str(value)}
     return _encode_foreign(value, path, depth, out)
 
 
@@ -146,7 +156,13 @@ def _encode_foreign(value: Any, path: str, depth: int, out: list[Attachment]) ->
             dtype = str(value.dtype).removeprefix("torch.")
             if dtype in TORCH_DTYPES and not value.is_quantized:
                 out.append(Attachment(value, value.numel() * value.element_size()))
-                return {"tensor": [dtype, list(value.shape), len(out) - 1]}
+                body = [dtype, list(value.shape), len(out) - 1]
+                is_parameter = kind is torch.nn.Parameter
+                return (
+                    {"parameter": [*body, value.requires_grad]}
+                    if is_parameter
+                    else {"tensor": body}
+                )
     if numpy is not None:
         if kind is numpy.ndarray and value.dtype.kind in NUMPY_KINDS:
             out.append(Attachment(value, value.nbytes))
@@ -155,12 +171,25 @@ def _encode_foreign(value: Any, path: str, depth: int, out: list[Attachment]) ->
             return {"scalar": [value.dtype.str, value.tobytes().hex()]}
     raise InvalidInput(
         f"{path}: a {kind.__module__}.{kind.__qualname__} cannot be stored exactly",
-        hint="keep state in None, bool, int, float, str, bytes, list, tuple, dict, set, "
+        hint="keep state in None, bool, int, float, str, bytes, Path, list, tuple, dict, set, "
         "numpy arrays and torch tensors",
         path=path,
     )
 
 
+def _named_tuple(module: str, name: str) -> type | None:
+    """Return a class of a loaded module if it is a named tuple; no ``__getattr__`` is called."""
+    kind: Any = sys.modules.get(module)
+    for part in name.split("."):
+        kind = getattr(kind, "__dict__", {}).get(part)
+    is_one = isinstance(kind, type) and issubclass(kind, tuple) and hasattr(kind, "_fields")
+    return kind if is_one else None
+
+
+_FACTORIES: Final[dict[str, Any]] = {
+    one.__name__: one for one in (int, float, bool, str, list, dict, set, tuple)
+}
+"""Default factories that a commit can name; another one is taken from the script's own object."""
 _SEQUENCE_TAGS: Final[dict[type, str]] = {tuple: "tuple", set: "set", frozenset: "frozenset"}
 _MAPPING_TAGS: Final[dict[type, str]] = {dict: "dict", OrderedDict: "odict", Counter: "counter"}
 
@@ -246,6 +275,30 @@ def _decode_tensor(body: Any, path: str, depth: int, blobs: _Blobs) -> Any:
     return flat.reshape(shape)
 
 
+def _decode_parameter(body: Any, path: str, depth: int, blobs: _Blobs) -> Any:
+    import torch
+
+    *tensor, needs_gradient = body
+    return torch.nn.Parameter(_decode_tensor(tensor, path, depth, blobs), bool(needs_gradient))
+
+
+def _decode_named_tuple(body: Any, path: str, depth: int, blobs: _Blobs) -> Any:
+    module, name, items = body
+    values = [_decode(v, f"{path}[{i}]", depth + 1, blobs) for i, v in enumerate(items)]
+    kind: Any = _named_tuple(str(module), str(name))
+    if kind is None or len(kind._fields) != len(values):  # a program that only looks at a commit
+        return tuple(values)
+    return tuple.__new__(kind, values)
+
+
+def _decode_default_dict(body: Any, path: str, depth: int, blobs: _Blobs) -> Any:
+    name, pairs = body
+    if name is not None and name not in _FACTORIES:
+        raise ValueError(f"unknown default {name!r}")
+    make = None if name is None else _FACTORIES[name]
+    return defaultdict(make, _decode_pairs(pairs, path, depth, blobs))
+
+
 def _numpy_dtype(name: Any) -> Any:
     import numpy as np
 
@@ -299,8 +352,12 @@ _DECODERS: Final[dict[str, Callable[..., Any]]] = {
         (_decode(v, f"{path}[{i}]", depth + 1, blobs) for i, v in enumerate(body[1])), body[0]
     ),
     "counter": _mapping(Counter),
+    "defaultdict": _decode_default_dict,
+    "namedtuple": _decode_named_tuple,
+    "path": lambda body, path, depth, blobs: Path(body),
     "size": _decode_size,
     "array": _decode_array,
     "scalar": _decode_scalar,
     "tensor": _decode_tensor,
+    "parameter": _decode_parameter,
 }

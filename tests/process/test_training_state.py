@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import collections
+import dataclasses
 import itertools
 import os
 import random
@@ -13,6 +15,7 @@ import warnings
 from collections import deque
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -1089,3 +1092,92 @@ def test_attributes_of_a_home_made_trainer_are_named() -> None:
 
     with pytest.warns(job.InexactResumeWarning, match=r"self\.best: the script"):
         live(FakeHost(), script, every_ms=1.0)
+
+
+# ------------------------------------------------------------------------- extra_state="auto"
+
+
+@dataclasses.dataclass
+class Progress:
+    best: float = 9.0
+    history: list[float] = dataclasses.field(default_factory=list)
+
+
+class Recorder:
+    def __init__(self) -> None:
+        self.level, self.seen = 0, {"a": 0}
+
+    def up(self) -> None:
+        self.level += 1
+        self.seen["a"] += 2
+
+
+def one_epoch(loader: Any, net: nn.Module, opt: Any, poke: Poke, recorder: Recorder) -> float:
+    total, last = 0.0, None
+    for (a,) in job.steps(loader, model=net, optimizer=opt, extra_state="auto"):
+        poke()
+        total += trained(a, net, opt)
+        last = a.mean() if last is None else last + a.mean()
+        recorder.up()
+        poke()
+    return total + float(last)
+
+
+def in_functions(poke: Poke) -> str:
+    loader, net = data(), nn.Linear(6, 1)
+    opt = torch.optim.SGD(net.parameters(), 0.1)
+    totals, worst, recorder, label = [], -9.0, Recorder(), "none"
+    for _ in job.epochs(3):
+        poke()
+        totals.append(one_epoch(loader, net, opt, poke, recorder))
+        if totals[-1] > worst:
+            worst, label = totals[-1], f"epoch {len(totals)}"
+    return digest(net.state_dict(), totals, worst, label, vars(recorder))
+
+
+def in_one_function(poke: Poke) -> str:
+    loader, net = data(), nn.Linear(6, 1)
+    opt = torch.optim.SGD(net.parameters(), 0.1)
+    hidden, count, mode, order = None, 0, "cold", np.arange(8)
+    rng, progress, args = np.random.default_rng(1), Progress(), SimpleNamespace(step=0)
+    sums: dict[str, Any] = collections.defaultdict(lambda: [0.0])
+    for epoch in job.epochs(3):
+        np.random.shuffle(order)
+        bad = 0
+        for (a,) in job.steps(loader, model=net, optimizer=opt, extra_state="auto"):
+            poke()
+            loss = trained(a * (1 + 0.1 * count), net, opt)
+            hidden = (a.mean(), hidden[0] + 1 if hidden else 0)
+            bad += loss > progress.best
+            count, args.step = count + 1, args.step + 2
+            progress.best = min(progress.best, loss)
+            progress.history.append(loss + rng.random())
+            sums[mode][0] += loss
+            if count == 5:
+                mode = "warm"
+            poke()
+        sums["bad"][0] += bad + epoch
+    return digest(net.state_dict(), hidden, count, mode, order, vars(progress), args.step, sums)
+
+
+@pytest.mark.parametrize("script", [in_functions, in_one_function])
+def test_auto_restores_plain_values_of_the_scripts_variables(
+    script: Script, capsys: pytest.CaptureFixture[str]
+) -> None:
+    expected = plain(script)
+    for crash_at in range(1, 40, 2):
+        host = FakeHost()
+        ended = live(host, script, crash_at=crash_at, every_ms=1.0)
+        ended = ended or live(host, script, crash_at=crash_at // 2, every_ms=1.0)
+        assert (ended or live(host, script, every_ms=1.0)) == expected, crash_at
+    assert "job.steps(extra_state='auto') keeps: " in capsys.readouterr().err
+
+
+def test_auto_says_what_it_keeps_and_leaves_what_the_loop_only_reads(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    live(FakeHost(), in_one_function, every_ms=1.0)
+    (line,) = {one for one in capsys.readouterr().err.splitlines() if "keeps" in one}
+    names = line.partition("keeps: ")[2].split(", ")
+    assert {"hidden", "count", "rng", "progress.best", "progress.history", "sums"} <= {*names}
+    assert not {"net", "opt", "loader", "poke", "loss", "a"} & {*names}

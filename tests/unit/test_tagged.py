@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import json
+import pathlib
 import struct
-from collections import Counter, OrderedDict, namedtuple
+from collections import Counter, OrderedDict, defaultdict, namedtuple
 from typing import Any
 
 import numpy as np
@@ -13,9 +14,12 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch import nn
 
 from pipeswitch.base import state_codec
 from pipeswitch.base.errors import InvalidInput
+
+Pair = namedtuple("Pair", "a b")
 
 
 def round_trip(value: Any) -> Any:
@@ -30,8 +34,15 @@ def same(a: Any, b: Any) -> bool:
         return False
     if isinstance(a, float):
         return struct.pack(">d", a) == struct.pack(">d", b)
+    if getattr(a, "default_factory", None) is not getattr(b, "default_factory", None):
+        return False
     if isinstance(a, torch.Tensor):
-        return a.dtype == b.dtype and a.shape == b.shape and bytes_of(a) == bytes_of(b)
+        return (
+            a.requires_grad is b.requires_grad
+            and a.dtype == b.dtype
+            and a.shape == b.shape
+            and bytes_of(a) == bytes_of(b)
+        )
     if isinstance(a, (np.ndarray, np.generic)):
         return a.dtype == b.dtype and a.shape == b.shape and a.tobytes() == b.tobytes()
     if isinstance(a, (list, tuple)):
@@ -118,6 +129,12 @@ def test_decoding_anything_raises_nothing_but_invalid_input(data: Any) -> None:
         np.datetime64("2020-01-01T00:00:00", "25s"),
         np.float64("nan"),
         np.random.RandomState(3).get_state(),
+        Pair(1, (2, Pair(3, torch.zeros(1)))),
+        pathlib.Path("a/b"),
+        defaultdict(int, a=1),
+        defaultdict(list, {1: [2]}),
+        defaultdict(None, a=1),
+        nn.Parameter(torch.ones(2, dtype=torch.bfloat16), requires_grad=False),
     ],
     ids=lambda value: type(value).__name__,
 )
@@ -142,9 +159,6 @@ class Thing:
     pass
 
 
-Pair = namedtuple("Pair", "a b")
-
-
 class Flag(int):
     pass
 
@@ -155,7 +169,8 @@ class Flag(int):
         Thing(),
         Thing,
         lambda: 0,
-        Pair(1, 2),
+        namedtuple("Unnamed", "a")(1),
+        pathlib.PurePosixPath("a"),
         Flag(1),
         np.array([Thing()]),
         1j,
@@ -190,9 +205,18 @@ def test_a_cycle_is_refused_and_not_followed_for_ever() -> None:
         {"dict": [[[1], 2]]},
         {"bytes": "*"},
         {"int": "os.system"},
+        {"defaultdict": ["eval", []]},
+        {"path": 1},
+        {"parameter": ["int64", [1], 0, True]},
     ],
     ids=str,
 )
 def test_malformed_data_is_refused(data: Any) -> None:
     with pytest.raises(InvalidInput):
         state_codec.decode(data, [b"\0" * 8])
+
+
+def test_a_named_tuple_is_found_without_running_code_and_else_is_a_tuple() -> None:
+    for module, name in (("os", "system"), ("torch", "Tensor"), (__name__, "Thing"), ("no", "x")):
+        assert same(state_codec.decode({"namedtuple": [module, name, [1]]}, []), (1,))
+    assert same(state_codec.decode({"namedtuple": [__name__, "Pair", [1]]}, []), (1,))

@@ -25,6 +25,7 @@ from .phase import Phase
 from .reachable import MAX_PARTS, expressions, resolve, script_frames, walk
 from .reports import Reports
 from .script_cursor import BEGINNING, SavedImage, ScriptCursor
+from .script_values import AUTO, ScriptValues
 from .snapshot import NOTES, DataPosition, has_state, load_state, state_of
 from .timing import CommitTiming
 from .torch_private import wrapped_by
@@ -155,6 +156,9 @@ class Epochs:
     def find(self, phase: Phase, loop: int, frame: FrameType) -> None:
         """Find the paths of a loop's objects; ``frame`` calls ``job.steps``."""
         paths, frames = self._paths, script_frames(frame)[: len(self._variables)]
+        values = phase.objects.extras.get(AUTO)
+        if isinstance(values, ScriptValues):  # it finds the variables itself
+            paths["extras", AUTO] = AUTO
         objects = {
             key: one
             for key, one in _named(phase.objects, loop, phase.data)
@@ -234,6 +238,8 @@ def _now(frame: FrameType, path: Any, one: Any) -> Any:
 
 def _object(frame: FrameType, path: Any, state: Any) -> Any:
     """Return the script's object at ``path`` if it can take ``state``, else None."""
+    if path == AUTO:
+        return ScriptValues()
     if isinstance(path, dict):
         parts = {name: _object(frame, one, state[name]) for name, one in path.items()}
         return [parts.get(i) for i in range(len(state))] if type(state) is list else parts or None

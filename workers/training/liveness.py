@@ -51,18 +51,19 @@ def live(code: CodeType, offset: int) -> frozenset[str]:
 
 
 @functools.cache
+def assigned(code: CodeType, offset: int) -> frozenset[str]:
+    """Return the names that ``code`` may write behind ``offset``."""
+    steps = _Graph(code).reached(offset)
+    return frozenset(n for step in steps.values() for is_read, n in _accesses(step) if not is_read)
+
+
+@functools.cache
 def is_in_loop(code: CodeType, offset: int) -> bool:
-    """Return True if the instruction at ``offset`` can run again after itself."""
+    """Return True if what runs behind ``offset`` can run again."""
     graph = _Graph(code)
-    start = graph.at.get(offset)
-    todo = graph.behind(offset)
-    reached = {*todo}
-    while todo:
-        for after in graph.successors(todo.pop()):
-            if after not in reached:
-                reached.add(after)
-                todo.append(after)
-    return start in {index for index, _ in reached}
+    first = {index for index, _ in graph.behind(offset)}
+    nodes = graph.reached(offset)
+    return any(after in first for node in nodes for after, _ in graph.successors(node))
 
 
 @functools.cache
@@ -84,6 +85,17 @@ class _Graph:
     def behind(self, offset: int) -> list[_Node]:
         after = (i for i, step in enumerate(self.steps) if step.offset > offset)
         return [(index, False) for index in after][:1]
+
+    def reached(self, offset: int) -> dict[_Node, dis.Instruction]:
+        """Return all that may run behind ``offset``."""
+        todo = self.behind(offset)
+        nodes = dict.fromkeys(todo)
+        while todo:
+            for after in self.successors(todo.pop()):
+                if after not in nodes:
+                    nodes[after] = None
+                    todo.append(after)
+        return {node: self.steps[node[0]] for node in nodes}
 
     def successors(self, node: _Node) -> Iterator[_Node]:
         index, has_run = node

@@ -7,6 +7,7 @@ beginning at each later epoch's. Each kind of look takes at most 0.5 % of the ti
 
 from __future__ import annotations
 
+import sys
 import time
 import warnings
 from collections.abc import Callable
@@ -19,6 +20,7 @@ from .epochs import Epochs
 from .loader_proxy import Source
 from .phase import Phase
 from .reports import Reports
+from .script_values import AUTO, ScriptValues
 from .script_watch import Changed, ScriptWatch
 from .snapshot import has_state
 
@@ -37,6 +39,7 @@ class ScriptChanges:
         self._since_first: list[Changed] = []
         self._allowances = Allowance(), Allowance()
         self._named: set[str] = set()
+        self._has_told = False  # what ``extra_state="auto"`` keeps
 
     def begin_epoch(
         self, frame: FrameType, phase: Phase | None, epochs: Epochs, *, is_first: bool
@@ -56,6 +59,10 @@ class ScriptChanges:
         self._loop = None
         if isinstance(loader, Source):  # a library's loop, whose own state is captured
             return
+        values = phase.objects.extras.get(AUTO)
+        if isinstance(values, ScriptValues) and not self._has_told:
+            self._has_told = True
+            sys.stderr.write(f"job.steps(extra_state='auto') keeps: {values.text}\n")
         with self._allowances[1] as is_left:
             if is_left or self._since_first:
                 self._loop = watch = ScriptWatch(frame, phase.objects, loader, _parts(phase))
@@ -72,7 +79,14 @@ class ScriptChanges:
 
     def _name(self, changed: list[Changed], phase: Phase) -> None:
         """Warn of expressions that were not named before."""
-        new = [one for one in changed if one not in self._named]
+        values = phase.objects.extras.get(AUTO)
+        paths = values.paths if isinstance(values, ScriptValues) else {}
+        new = [
+            one
+            for one in changed
+            if one not in self._named
+            and not any(one.path[:length] in paths for length in range(1, len(one.path) + 1))
+        ]
         if not new:
             return
         self._named.update(new)

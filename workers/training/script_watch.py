@@ -136,7 +136,7 @@ def _help(path: Path, values: Mapping[Path, Any], is_replaced: bool) -> str:
         which = f"{type(owner).__name__} state_dict() and load_state_dict()"
         return f"give {which}, and pass extra_state={{'state': {text(path[:-1])}}}"
     note = f"note = {{{key!r}: {name}}}; extra_state=note; then use note[{key!r}]"
-    return note if owner is None else f"make it a buffer, or {note}"
+    return f"{note}, or extra_state='auto'" if owner is None else f"make it a buffer, or {note}"
 
 
 def _known(objects: TrainedObjects, loader: Any, others: Iterable[Any]) -> set[int]:
@@ -189,7 +189,7 @@ def _marks(
     more = {} if objects is None else {**objects.models, "loader": loader}
     frames, marks = script_frames(frame), dict[int, Any]()
     codes |= {one.f_code for one in frames}
-    for path, value in walk(frames, _names, known=known, more=more):
+    for path, value in walk(frames, live_names, known=known, more=more):
         values[path] = value
         if isinstance(value, FunctionType) and is_own(value.__code__.co_filename):
             codes.add(value.__code__)
@@ -201,18 +201,19 @@ def _marks(
             yield path, (marks[id(value)], id(value)), value
 
 
-def _names(frame: FrameType) -> Iterable[str]:
+def live_names(frame: FrameType) -> list[str]:
     """Return the variables of a frame whose values the next pass of its loop may read."""
     code, variables = frame.f_code, frame.f_locals
     if not is_in_loop(code, frame.f_lasti):
         return [*variables]
     names = live(code, frame.f_lasti).union(code.co_cellvars, code.co_freevars)
     if variables is frame.f_globals:  # functions may read them, too
-        names = names.union(*(names_in(one) for one in _codes_of(variables)))
+        names = names.union(*(names_in(one) for one in codes_of(variables)))
     return [name for name in variables if name in names]
 
 
-def _codes_of(variables: Mapping[str, Any]) -> Iterator[CodeType]:
+def codes_of(variables: Mapping[str, Any]) -> Iterator[CodeType]:
+    """Yield the code of the functions and methods among a module's variables."""
     for value in [*variables.values()]:
         inner = [*vars(value).values()] if isinstance(value, type) else [value]
         yield from (one.__code__ for one in inner if isinstance(one, FunctionType))

@@ -44,6 +44,7 @@ from .script_changes import ScriptChanges
 from .script_cursor import BEGINNING, CursorPosition, SavedImage, ScriptCursor
 from .script_files import ScriptFiles
 from .script_sources import ScriptSources
+from .script_values import AUTO, ScriptValues
 from .snapshot import CHANGED, DataPosition, named, named_extras
 from .timing import CommitTiming, WriteWatch
 from .torch_private import is_left_by_error
@@ -220,11 +221,12 @@ class TrainingSession:
         """See ``pipeswitch.job.steps``."""
         probe: dict[str, Any] = {}  # has as few references as an extra_state literal
         is_literal = sys.getrefcount(extra_state) <= sys.getrefcount(probe)
+        is_auto = isinstance(extra_state, str) and extra_state == AUTO
         objects = TrainedObjects(
             named(model, "model"),
             named(optimizer, "optimizer"),
             named(scheduler, "scheduler"),
-            named_extras(extra_state, is_literal=is_literal),
+            {AUTO: ScriptValues()} if is_auto else named_extras(extra_state, is_literal=is_literal),
         )
         if self._open_loop is not None or self._has_failed:
             self._end_loop()  # an error or ``break`` left the last loop open

@@ -15,7 +15,7 @@ import random
 import sys
 import warnings
 import zlib
-from collections import Counter, OrderedDict, deque
+from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import zip_longest
@@ -119,7 +119,7 @@ def named(value: Any, what: str) -> dict[str, Any]:
     return items
 
 
-_DICTS: Final = (dict, OrderedDict, Counter)
+_DICTS: Final = (dict, OrderedDict, Counter, defaultdict)
 NOTES: Final = (*_DICTS, list, set, deque, torch.Tensor, np.ndarray)
 """Containers in which a script may keep plain values, such as the best loss so far or a hidden
 state."""

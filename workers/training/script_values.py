@@ -1,0 +1,152 @@
+"""``extra_state="auto"``: plain values of the script's variables are captured without being named.
+
+Taken are variables and attributes of the script's own objects that its code assigns behind the
+place where a loop goes on, and containers, tensors, arrays and generators that it reads there.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import dataclasses
+import inspect
+import sys
+from argparse import Namespace
+from collections.abc import Iterator
+from pathlib import Path as FilePath
+from types import FrameType, SimpleNamespace
+from typing import Any, Final
+
+import torch
+
+from pipeswitch.base import state_codec
+from pipeswitch.base.errors import InvalidInput
+from pipeswitch.inputs.randomness import GENERATORS
+
+from .liveness import assigned, is_in_loop
+from .reachable import PLAIN, Path, is_own, resolve, script_frames, text
+from .script_watch import codes_of, live_names
+from .snapshot import filled, load_state, state_of
+
+AUTO: Final = "auto"
+MAX_BYTES: Final = 4 << 20  # of one value; a larger one is passed by name
+FIXED: Final = (*PLAIN, tuple, frozenset, FilePath)
+
+
+class ScriptValues:
+    """Values that the script's frames have now, by their expressions; an ``extra_state``.
+
+    Attributes:
+        paths: of the values of the last capture.
+    """
+
+    def __init__(self) -> None:
+        self.paths: dict[Path, None] = {}
+        self._last: list[tuple[Path, Any]] = []
+
+    def state_dict(self) -> dict[str, Any]:
+        frames = script_frames(sys._getframe(1))
+        if frames:  # the script has not ended
+            self._last = [*_values(frames)]
+            self.paths = dict.fromkeys(path for path, _ in self._last)
+        return {"values": self._last}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Restore the values of all frames that the script has now."""
+        frame = sys._getframe(1)
+        for path, value in state["values"]:
+            try:
+                now = resolve(frame, path)
+            except LookupError:
+                if path[1:] or not _may_have(frame, *path[0]):  # a function that does not run yet
+                    continue
+                now = None
+            if isinstance(now, GENERATORS):
+                load_state(now, value)
+            elif (new := filled(now, value)) is not now:
+                _assign(frame, path, new)
+        self._last = state["values"]
+
+    @property
+    def text(self) -> str:
+        return ", ".join(map(text, self.paths))
+
+
+def _values(frames: list[FrameType]) -> Iterator[tuple[Path, Any]]:
+    set_by_methods, owners = _attributes_of(frames), set[int]()
+    for index, frame in enumerate(frames):
+        code, variables = frame.f_code, frame.f_locals
+        stored = assigned(code, frame.f_lasti) if is_in_loop(code, frame.f_lasti) else frozenset()
+        if variables is frame.f_globals:
+            stored = stored.union(*(assigned(one, -1) for one in codes_of(variables)))
+        for name in live_names(frame):
+            value = variables[name]
+            if name.startswith("__"):
+                continue
+            if isinstance(value, GENERATORS) or _is_plain(value):
+                if name in stored or not isinstance(value, FIXED):
+                    yield ((index, name),), _state(value)
+            elif _has_plain_attributes(value) and id(value) not in owners:
+                owners.add(id(value))
+                for key, one in [*vars(value).items()]:
+                    is_set = f".{key}" in stored or key in set_by_methods
+                    if _is_plain(one) and (is_set or not isinstance(one, FIXED)):
+                        yield ((index, name), ("attr", key)), one
+
+
+def _attributes_of(frames: list[FrameType]) -> set[str]:
+    """Return the attributes that methods of the script's own classes set."""
+    names: set[str] = set()
+    for value in [one for frame in frames for one in [*frame.f_locals.values()]]:
+        for kind in type(value).__mro__ if _has_plain_attributes(value) else ():
+            for function in vars(kind).values():
+                code = getattr(function, "__code__", None)
+                if code is not None and code.co_name != "__init__":
+                    names |= {name[1:] for name in assigned(code, -1) if name[0] == "."}
+    return names
+
+
+def _has_plain_attributes(value: Any) -> bool:
+    kind = type(value)
+    file = getattr(sys.modules.get(kind.__module__), "__file__", None) or ""
+    is_record = kind in (Namespace, SimpleNamespace) or dataclasses.is_dataclass(kind)
+    is_ours = is_own(file) and not hasattr(value, "state_dict")
+    return not isinstance(value, type) and (is_record or is_ours) and hasattr(value, "__dict__")
+
+
+def _is_plain(value: Any) -> bool:
+    """Return True for a value that the codec keeps, without parameters, and not too large."""
+    if isinstance(value, PLAIN):
+        return True
+    try:
+        data, attachments = state_codec.encode(value)
+    except InvalidInput:
+        return False
+    sizes = [one.size_bytes for one in attachments]
+    are_free = not any(isinstance(one.source, torch.nn.Parameter) for one in attachments)
+    return are_free and sum(sizes) <= MAX_BYTES and len(str(data)) <= MAX_BYTES
+
+
+def _state(value: Any) -> Any:
+    return state_of(value) if isinstance(value, GENERATORS) else value
+
+
+def _may_have(frame: FrameType, index: int, name: str) -> bool:
+    """Return True if a frame has such a variable, which may not be bound yet."""
+    frames = script_frames(frame)
+    if index >= len(frames):
+        return False
+    code = frames[index].f_code
+    return name in (*code.co_varnames, *code.co_cellvars, *code.co_names)
+
+
+def _assign(frame: FrameType, path: Path, value: Any) -> None:
+    """Give a variable or an attribute a new value."""
+    (index, name), *steps = path
+    if steps:
+        setattr(resolve(frame, path[:-1]), steps[-1][1], value)
+        return
+    owner = script_frames(frame)[index]
+    owner.f_locals[name] = value
+    if sys.version_info < (3, 13) and owner.f_code.co_flags & inspect.CO_OPTIMIZED:
+        # As a debugger does (PEP 667); nothing may read ``f_locals`` in between.
+        ctypes.pythonapi.PyFrame_LocalsToFast(ctypes.py_object(owner), ctypes.c_int(0))
