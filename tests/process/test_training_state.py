@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import enum
 import itertools
 import os
 import random
@@ -1112,6 +1113,17 @@ class Recorder:
         self.seen["a"] += 2
 
 
+class Level(enum.IntEnum):
+    LOW = 1
+
+
+class Raising:
+    """A proxy without an object."""
+
+    def __getattr__(self, name: str) -> Any:
+        raise RuntimeError("no object")
+
+
 def one_epoch(loader: Any, net: nn.Module, opt: Any, poke: Poke, recorder: Recorder) -> float:
     total, last = 0.0, None
     for (a,) in job.steps(loader, model=net, optimizer=opt, extra_state="auto"):
@@ -1141,6 +1153,7 @@ def in_one_function(poke: Poke) -> str:
     hidden, count, mode, order = None, 0, "cold", np.arange(8)
     rng, progress, args = np.random.default_rng(1), Progress(), SimpleNamespace(step=0)
     sums: dict[str, Any] = collections.defaultdict(lambda: [0.0])
+    odd = [Raising(), slice(1), Level.LOW]
     for epoch in job.epochs(3):
         np.random.shuffle(order)
         bad = 0
@@ -1149,11 +1162,12 @@ def in_one_function(poke: Poke) -> str:
             loss = trained(a * (1 + 0.1 * count), net, opt)
             hidden = (a.mean(), hidden[0] + 1 if hidden else 0)
             bad += loss > progress.best
+            level, proxy = odd[-1], odd[0]
             count, args.step = count + 1, args.step + 2
             progress.best = min(progress.best, loss)
             progress.history.append(loss + rng.random())
             sums[mode][0] += loss
-            if count == 5:
+            if count == 5 and proxy and level:
                 mode = "warm"
             poke()
         sums["bad"][0] += bad + epoch

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import collections
 import copy
+import dis
 import enum
 import fractions
 import functools
@@ -275,11 +276,34 @@ def test_a_result_that_a_module_keeps_is_not_named_and_a_state_is() -> None:
     assert watch.changed(sys._getframe(), objects, []) == ["net.cache"]
 
 
+def test_what_a_librarys_object_first_fills_is_not_named_and_a_later_change_is() -> None:
+    layer = nn.Dropout()
+    layer.size = None  # type: ignore[assignment]
+    assert not named(_set("size", 1), layer)
+    assert named(_set("size", 2), layer) == ["layer.size"]
+
+
 def test_attributes_that_are_only_set_carry_nothing() -> None:
     one = Own()
     one.set_epoch(0)
     found = named(lambda it: setattr(it, "epoch", it.bump()), one)
     assert {c.path[-1][1]: c.is_carried for c in found} == {"epoch": False, "n": True}
+
+
+class Refuses:
+    """Raises whatever is asked, like a proxy without an object."""
+
+    @property
+    def __class__(self) -> Any:  # type: ignore[override]
+        raise RuntimeError("no object")
+
+    def __getattr__(self, name: str) -> Any:
+        raise RuntimeError("no object")
+
+
+def test_objects_that_raise_do_not_stop_a_look() -> None:
+    it = argparse.Namespace(proxy=Refuses(), unhashable={"s": slice(1)}, n=1)
+    assert named(_set("n", 2), it) == ["it.n"]
 
 
 HELP = {
@@ -336,6 +360,17 @@ def test_variables_that_each_pass_writes_first_are_not_live() -> None:
     assert "total" in steps - epochs
     assert not {"loss", "x"} & (epochs | steps)
     assert carried_attributes(Net.forward.__code__) == {"cache"}
+
+
+def test_loops_of_a_long_function_are_told_apart() -> None:
+    lines = "".join(f"    a{i} = {i} + x\n" for i in range(200))
+    text = f"def f(x):\n  for x in 1, 2:\n   for y in 1, 2:\n{lines}    print(a7, b)\n"
+    names: dict[str, Any] = {}
+    exec(text, names)  # its jumps need more than one byte
+    code = names["f"].__code__
+    heads = [step.offset for step in dis.get_instructions(code) if step.opname == "FOR_ITER"]
+    assert [{"a7", "b"} & live(code, offset) for offset in heads] == [{"b"}] * 2
+    assert [is_in_loop(code, offset) for offset in heads] == [True] * 2
 
 
 def test_looks_take_no_more_than_their_share_of_the_time() -> None:

@@ -79,8 +79,12 @@ class _Graph:
     ``for`` loop whether its body has run."""
 
     def __init__(self, code: CodeType) -> None:
-        self.steps = [*dis.get_instructions(code)]
-        self.at = {step.offset: index for index, step in enumerate(self.steps)}
+        self.steps: list[dis.Instruction] = []
+        self.at: dict[int, int] = {}
+        for step in dis.get_instructions(code):
+            self.at[step.offset] = len(self.steps)
+            if step.opname != "EXTENDED_ARG":  # a part of the next instruction
+                self.steps.append(step)
 
     def behind(self, offset: int) -> list[_Node]:
         after = (i for i, step in enumerate(self.steps) if step.offset > offset)

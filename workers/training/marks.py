@@ -70,7 +70,7 @@ def _array(value: np.ndarray[Any, Any]) -> Any:
         return (*kind, _long(value.ravel().tolist()))
     if value.nbytes > MAX_CHECKED_BYTES:
         step = max(1, value.size // SAMPLES)
-        return (*kind, id(value), zlib.crc32(value.ravel()[::step].tobytes()))
+        return (*kind, id(value), zlib.crc32(value.flat[::step].tobytes()))
     return (*kind, zlib.crc32(np.ascontiguousarray(value).data))
 
 

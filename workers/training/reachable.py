@@ -8,6 +8,7 @@ script's outermost frame. A later run of the script resolves it to its own objec
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import re
 import sys
@@ -147,11 +148,12 @@ def walk(
             visited[id(value)] = value
             yield path, value
             if is_first and depth < MAX_DEPTH and id(value) not in known:
-                deeper = depth + (not isinstance(value, nn.Module))
-                todo += [
-                    (one_path if kind == "" else (*path, (kind, one_path)), one, deeper)
-                    for kind, one_path, one in parts(value, is_private)
-                ]
+                with contextlib.suppress(Exception):  # what a library's object raises when asked
+                    deeper = depth + (not isinstance(value, nn.Module))
+                    todo += [
+                        (one_path if kind == "" else (*path, (kind, one_path)), one, deeper)
+                        for kind, one_path, one in parts(value, is_private)
+                    ]
 
 
 def parts(value: Any, is_private: bool = False) -> Iterator[tuple[str, Any, Any]]:
@@ -175,7 +177,7 @@ def parts(value: Any, is_private: bool = False) -> Iterator[tuple[str, Any, Any]
             kind = "item" if is_list or isinstance(value, nn.ModuleDict) else "attr"
             for name, module in value.named_children():
                 yield kind, int(name) if is_list and name.isdecimal() else name, module
-        is_shown = is_private or is_own(_file_of(type(value)))
+        is_shown = is_private or is_own(file_of(type(value)))
         for name, one in _attributes(value):
             is_hidden = name.startswith("_") and not (is_shown and name not in HIDDEN)
             if not is_hidden or isinstance(one, GENERATORS):
@@ -211,7 +213,7 @@ def _parts_of_code(value: Any, is_private: bool) -> Iterator[tuple[str, Any, Any
         yield "attr", "__kwdefaults__", value.__kwdefaults__ or {}
         for path, one in _globals_of(code, value.__globals__):
             yield "", path, one
-    elif not is_own(_file_of(value)):
+    elif not is_own(file_of(value)):
         return
     for name, one in [*vars(value).items()]:
         if is_private or not name.startswith("_"):
@@ -250,7 +252,7 @@ def is_own(file: str) -> bool:
     )
 
 
-def _file_of(value: Any) -> str:
+def file_of(value: Any) -> str:
     """Return the file of a class or module; empty if it is built in, or defined by ``exec``."""
     module = sys.modules.get(value.__module__) if isinstance(value, type) else value
     name = getattr(module, "__name__", "") or ""

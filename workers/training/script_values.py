@@ -23,13 +23,13 @@ from pipeswitch.base.errors import InvalidInput
 from pipeswitch.inputs.randomness import GENERATORS
 
 from .liveness import assigned, is_in_loop
-from .reachable import PLAIN, Path, is_own, resolve, script_frames, text
+from .reachable import PLAIN, Path, file_of, is_own, resolve, script_frames, text
 from .script_watch import codes_of, live_names
 from .snapshot import filled, load_state, state_of
 
 AUTO: Final = "auto"
 MAX_BYTES: Final = 4 << 20  # of one value; a larger one is passed by name
-FIXED: Final = (*PLAIN, tuple, frozenset, FilePath)
+FIXED: Final = (*PLAIN, tuple, frozenset, type(FilePath()))
 
 
 class ScriptValues:
@@ -82,14 +82,14 @@ def _values(frames: list[FrameType]) -> Iterator[tuple[Path, Any]]:
             value = variables[name]
             if name.startswith("__"):
                 continue
-            if isinstance(value, GENERATORS) or _is_plain(value):
-                if name in stored or not isinstance(value, FIXED):
+            if issubclass(type(value), GENERATORS) or _is_plain(value):
+                if name in stored or type(value) not in FIXED:
                     yield ((index, name),), _state(value)
             elif _has_plain_attributes(value) and id(value) not in owners:
                 owners.add(id(value))
                 for key, one in [*vars(value).items()]:
                     is_set = f".{key}" in stored or key in set_by_methods
-                    if _is_plain(one) and (is_set or not isinstance(one, FIXED)):
+                    if _is_plain(one) and (is_set or type(one) not in FIXED):
                         yield ((index, name), ("attr", key)), one
 
 
@@ -106,16 +106,17 @@ def _attributes_of(frames: list[FrameType]) -> set[str]:
 
 
 def _has_plain_attributes(value: Any) -> bool:
+    """Return True for a record, or an object of a class in the script's own files."""
     kind = type(value)
-    file = getattr(sys.modules.get(kind.__module__), "__file__", None) or ""
+    if not kind.__dictoffset__ or issubclass(kind, type):
+        return False
     is_record = kind in (Namespace, SimpleNamespace) or dataclasses.is_dataclass(kind)
-    is_ours = is_own(file) and not hasattr(value, "state_dict")
-    return not isinstance(value, type) and (is_record or is_ours) and hasattr(value, "__dict__")
+    return is_record or (is_own(file_of(kind)) and not hasattr(kind, "state_dict"))
 
 
 def _is_plain(value: Any) -> bool:
     """Return True for a value that the codec keeps, without parameters, and not too large."""
-    if isinstance(value, PLAIN):
+    if type(value) in PLAIN:
         return True
     try:
         data, attachments = state_codec.encode(value)
@@ -127,7 +128,7 @@ def _is_plain(value: Any) -> bool:
 
 
 def _state(value: Any) -> Any:
-    return state_of(value) if isinstance(value, GENERATORS) else value
+    return state_of(value) if issubclass(type(value), GENERATORS) else value
 
 
 def _may_have(frame: FrameType, index: int, name: str) -> bool:

@@ -6,9 +6,11 @@ at the beginning of the first epoch, and compared later. Nothing is restored her
 
 from __future__ import annotations
 
+import contextlib
 import time
+from argparse import Namespace
 from collections.abc import Iterable, Iterator, Mapping
-from types import CodeType, FrameType, FunctionType
+from types import CodeType, FrameType, FunctionType, SimpleNamespace
 from typing import Any, Final
 
 import numpy as np
@@ -20,9 +22,10 @@ from pipeswitch.inputs.randomness import generators_of
 from .liveness import carried_attributes, is_in_loop, live, names_in
 from .marks import mark
 from .objects import TrainedObjects, is_wrapper_of
-from .reachable import MAX_PARTS, PLAIN, Path, is_own, script_frames, text, walk
+from .reachable import MAX_PARTS, PLAIN, Path, file_of, is_own, script_frames, text, walk
 from .snapshot import NOTES, has_state
 
+NOTHING: Final = mark(None)
 CLOCKS: Final = (time.time, time.monotonic, time.perf_counter)
 
 
@@ -85,8 +88,10 @@ class ScriptWatch:
         codes: set[CodeType] = set()
         for path, now, value in _marks(frame, objects, loader, others, values, codes):
             then = self.marks.get(path)
+            if then is None or then[0] == now[0] or self._is_instant(value):
+                continue
             is_below = any(path[:length] in differences for length in range(1, len(path)))
-            if then is None or then[0] == now[0] or is_below or self._is_instant(value):
+            if is_below or (then[0] == NOTHING and _is_of_library(values.get(path[:-1]))):
                 continue
             is_replaced = now[1] != then[1]
             if not is_replaced and now[1] in written:  # by another name
@@ -113,6 +118,14 @@ def _place(frame: FrameType) -> tuple[CodeType, int]:
     """Return code and offset of the innermost frame that is the script's own."""
     own = (script_frames(frame) or [frame])[-1]
     return own.f_code, own.f_lasti
+
+
+def _is_of_library(owner: Any) -> bool:
+    """Return True for an object of a library's class: it fills an empty attribute when it is first
+    used, as it does in each life."""
+    kind = type(owner)
+    is_record = kind in (Namespace, SimpleNamespace) or issubclass(kind, dict | list)
+    return not (owner is None or is_record or is_own(file_of(kind)))
 
 
 def _is_result(value: Any, owner: Any) -> bool:
@@ -191,12 +204,14 @@ def _marks(
     codes |= {one.f_code for one in frames}
     for path, value in walk(frames, live_names, known=known, more=more):
         values[path] = value
-        if isinstance(value, FunctionType) and is_own(value.__code__.co_filename):
-            codes.add(value.__code__)
         if id(value) not in marks:
-            is_kept = id(value) in known or id(value) in trained or _address(value) in known
-            is_kept = is_kept or is_wrapper_of(value, known)
-            marks[id(value)] = None if is_kept else mark(value)
+            marks[id(value)] = None
+            with contextlib.suppress(Exception):  # what a library's object raises when asked
+                if isinstance(value, FunctionType) and is_own(value.__code__.co_filename):
+                    codes.add(value.__code__)
+                is_kept = {id(value), _address(value)} & known or id(value) in trained
+                if not is_kept and not is_wrapper_of(value, known):
+                    marks[id(value)] = mark(value)
         if marks[id(value)] is not None:
             yield path, (marks[id(value)], id(value)), value
 
@@ -215,5 +230,5 @@ def live_names(frame: FrameType) -> list[str]:
 def codes_of(variables: Mapping[str, Any]) -> Iterator[CodeType]:
     """Yield the code of the functions and methods among a module's variables."""
     for value in [*variables.values()]:
-        inner = [*vars(value).values()] if isinstance(value, type) else [value]
-        yield from (one.__code__ for one in inner if isinstance(one, FunctionType))
+        inner = [*vars(value).values()] if issubclass(type(value), type) else [value]
+        yield from (one.__code__ for one in inner if type(one) is FunctionType)
