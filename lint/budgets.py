@@ -58,7 +58,9 @@ def over(table: Table) -> Iterator[str]:
     """Yield what exceeds its ceiling."""
     for room, size in sizes(table).items():
         for measure, ceiling in table[room].items():
-            if room != RESERVE and size[measure] > ceiling:
+            if room == RESERVE and ceiling < 0:
+                yield f"the reserve of {measure} is used up"
+            elif room != RESERVE and size[measure] > ceiling:
                 yield f"{room} has {size[measure]} {measure}, its ceiling is {ceiling}"
 
 
@@ -113,7 +115,8 @@ def fit(tables: Mapping[str, Table]) -> dict[str, dict[str, dict[str, int]]]:
             for measure in table[room] if room != RESERVE else ():
                 step = STEPS.get(measure, 1)
                 ceiling = -(-size[measure] // step) * step
-                if size[measure] > table[room][measure] or ceiling < table[room][measure] - step:
+                slack = step if step > 1 else 0
+                if size[measure] > table[room][measure] or ceiling < table[room][measure] - slack:
                     table[RESERVE][measure] += table[room][measure] - ceiling
                     table[room][measure] = ceiling
     return fitted

@@ -148,7 +148,7 @@ def server(
 
 
 def _gateway() -> Iterator[str]:
-    for name in ("http", *SERVERS.names()):
+    for name in ("http", *({"grpc"} & {*SERVERS.names()})):
         yield from (f"--{name}", "127.0.0.1:0")
 
 

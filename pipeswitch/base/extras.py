@@ -46,7 +46,7 @@ class Seam:
         return getattr(importlib.import_module(module), function)
 
 
-CHECKS: Final = Seam("CHECKS", "check")  # ``pipeswitch.testing``: checks of a user's own code
+CHECKS: Final = Seam("CHECKS", "check of")  # of a user's policy, and of a server's keys
 COMMANDS: Final = Seam("COMMANDS", "command")  # groups and verbs of the command line
 DOORS: Final = Seam("DOORS", "door")  # protocols over HTTP: routes and their answers
 SCHEMES: Final = Seam("SCHEMES", "connection to")  # schemes of addresses -> a client's connection

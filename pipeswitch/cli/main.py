@@ -15,7 +15,6 @@ from ..base.extras import COMMANDS
 from ..wire.addresses import full_address
 from . import infer, jobs, local_verbs, models, server, views
 from .common import EXIT_INTERRUPTED, EXIT_OK, Group
-from .keys import keys
 
 
 class Cli(Group):
@@ -134,7 +133,6 @@ VERBS = (
     models.sequences,
     jobs.train,
     jobs.jobs,
-    keys,
     local_verbs.doctor,
     local_verbs.config,
     local_verbs.completion,

@@ -15,7 +15,7 @@ import secrets
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import InvalidStateError
-from typing import TYPE_CHECKING, Any, Final, TypeAlias
+from typing import Any, ClassVar, Final
 
 import msgspec
 
@@ -32,15 +32,9 @@ from ..wire.frames import (
     encoder,
 )
 from ..wire.request_timing import RequestTiming
-from .links import BRING, StreamLink, Watcher
-
-if TYPE_CHECKING:
-    from ..wire.curve_keys import ClientKeys
-    from .curve_bridge import ZmqLink
+from .links import BRING, ServerLink, StreamLink, Watcher
 
 logger = logging.getLogger(__name__)
-
-AnyLink: TypeAlias = "StreamLink | ZmqLink"
 
 AGAIN_S: Final = 0.05  # interval of attempts to connect while nobody listens
 MIN_DEADLINE_MS: Final = 0.001  # sent for a call whose deadline passed while it waited
@@ -97,7 +91,7 @@ class Calls:
     """Unanswered calls, and the link that carries them."""
 
     _waits_for_server = True  # True: retry while no server listens at the address
-    keys: ClientKeys | None = None
+    has_keys: ClassVar = False  # True: the client proves a key
 
     def __init__(
         self,
@@ -124,7 +118,7 @@ class Calls:
         self._calls: dict[str, Call] = {}  # request id -> call, oldest first
         self._prefix = secrets.token_hex(4)
         self._numbers = itertools.count(1)
-        self._link: AnyLink | None = None
+        self._link: ServerLink | None = None
         self._was_connected = False  # a server has answered hello
         self._began_s = 0.0  # start of the current search for a server
         self._listened_s = 0.0  # last time in this search at which a server listened
@@ -136,7 +130,7 @@ class Calls:
         """Report the end of a call to its caller, unless the caller cancelled it."""
         raise NotImplementedError
 
-    def _new_link(self, hello_id: str) -> AnyLink:
+    def _new_link(self, hello_id: str) -> ServerLink:
         """Open a link. Raises OSError if nobody listens at the address."""
         return StreamLink.open(self.address, hello_id, may_share=self._may_share)
 
@@ -184,7 +178,7 @@ class Calls:
         elif (at_s := max(call.until_s, self._began_s + self._timeout_s)) < self._poll_at_s:
             self._due(at_s)
 
-    def _send(self, link: AnyLink, call: Call) -> None:
+    def _send(self, link: ServerLink, call: Call) -> None:
         """Send a call. If it is too large, fail it, because the server would disconnect."""
         size_bytes, limit_bytes = sum(map(len, call.frames)), link.facts.get("max_message_bytes")
         if isinstance(limit_bytes, int) and size_bytes > limit_bytes:
@@ -201,7 +195,7 @@ class Calls:
             self._fail(call, errors.InvalidInput(f"{op}: an argument cannot be sent: {error}"))
 
     @staticmethod
-    def _transmit(link: AnyLink, fields: dict[str, Any], frames: Sequence[Any]) -> None:
+    def _transmit(link: ServerLink, fields: dict[str, Any], frames: Sequence[Any]) -> None:
         header = RequestHeader(**fields, session=link.session)
         encoder.encode_into(header, packed := bytearray())  # as ``encode_header`` does
         parts = [MAGIC, bytes(packed), *frames]
@@ -256,7 +250,7 @@ class Calls:
         if self._waits_for_server and time.monotonic() < self._gives_up_at_s():
             self._due(time.monotonic() + AGAIN_S)
         else:
-            self._fail_all(_no_server(self.address, self.keys))
+            self._fail_all(_no_server(self.address, has_keys=self.has_keys))
 
     def _gives_up_at_s(self) -> float:
         """Return the time on the monotonic clock at which the search ends.
@@ -276,7 +270,7 @@ class Calls:
         """Continue the search; after ``timeout_s``, fail the calls whose deadline has passed."""
         now_s, gives_up_at_s = time.monotonic(), self._gives_up_at_s()
         if now_s >= gives_up_at_s:
-            self._fail_all(_no_server(self.address, self.keys))
+            self._fail_all(_no_server(self.address, has_keys=self.has_keys))
             return
         if now_s >= self._began_s + self._timeout_s:
             for call in [call for call in self._calls.values() if call.until_s <= now_s]:
@@ -330,7 +324,7 @@ class Calls:
 
     # ---- what arrives ----------------------------------------------------------------------------
 
-    def _receive(self, link: AnyLink) -> None:
+    def _receive(self, link: ServerLink) -> None:
         try:
             for parts in link.messages():
                 header = decode_reply(parts)
@@ -347,7 +341,7 @@ class Calls:
         except EOFError:
             self._broken()
 
-    def _greeted(self, link: AnyLink, header: ReplyHeader) -> None:
+    def _greeted(self, link: ServerLink, header: ReplyHeader) -> None:
         if header.error is not None:
             self._fail_all(_error(header))
             return
@@ -395,12 +389,12 @@ class Calls:
             self._end(call, error=error)
 
 
-def _no_server(address: str, keys: ClientKeys | None) -> errors.ServerUnavailable:
+def _no_server(address: str, *, has_keys: bool) -> errors.ServerUnavailable:
     """Return the error at the end of a search.
 
     A server with keys may close the connection before a client without a key gets the reason.
     """
-    lacks_keys = keys is None and address.startswith("tcp://")
+    lacks_keys = not has_keys and address.startswith("tcp://")
     other = f"; one that requires keys answers no client without them: {BRING}"
     return no_server(address, other if lacks_keys else "")
 

@@ -24,7 +24,6 @@ from typing import TYPE_CHECKING, Any, Final
 from ..base.errors import InvalidInput, ModelNotFound
 from ..base.extras import SCHEMES
 from ..wire.addresses import default_address, full_address
-from ..wire.curve_keys import keys_from
 from ..wire.frames import CHUNK_BYTES
 from ..wire.register_request import RegisterRequest
 from ..wire.tracing import Traced, open_tracer
@@ -77,17 +76,17 @@ class Client(Verbs):
         if address is not None and not isinstance(address, str):
             raise InvalidInput(f"an address is a text, not {address!r}", hint='Client("gpu1:5555")')
         self.address = full_address(address) if address else default_address(os.environ)
-        keys = None
         scheme = self.address.partition("://")[0]
-        self._connection: Connection  # or what an extra has in its place
-        if scheme not in ("ipc", "tcp"):
-            self._connection = SCHEMES.load(scheme)(self.address, timeout_s)
-        else:
-            if scheme == "tcp":  # the owner's socket needs no keys
-                keys = keys_from(key, server_key, os.environ)
+        keys = _named_keys(key, server_key) if scheme == "tcp" else ()  # the owner needs none
+        self._connection: Connection
+        if any(keys):
+            self._connection = SCHEMES.load("curve")(self.address, timeout_s, *keys)
+        elif scheme in ("ipc", "tcp"):
             self._connection = Connection(
-                self.address, timeout_s, keys, shared_memory=shared_memory, return_s=RETURN_S
+                self.address, timeout_s, shared_memory=shared_memory, return_s=RETURN_S
             )
+        else:
+            self._connection = SCHEMES.load(scheme)(self.address, timeout_s)
         self._tracer = open_tracer()
         self.tokenizers: dict[str, Any] = {}  # digest of a language model -> its tokenizer
         self._subscriptions: weakref.WeakSet[Subscription] = weakref.WeakSet()
@@ -748,6 +747,15 @@ class Task:
 
 
 FINAL_JOB_STATES: Final = frozenset({"done", "failed", "cancelled", "expired"})
+
+
+def _named_keys(*paths: str | os.PathLike[str] | None) -> tuple[str, ...]:
+    """Return the client's key and the server's, from the arguments or the environment."""
+    names = ("PIPESWITCH_KEY", "PIPESWITCH_SERVER_KEY")
+    return tuple(
+        os.fspath(os.environ.get(name, "") if path is None else path)
+        for name, path in zip(names, paths, strict=True)
+    )
 
 
 def _refuse_bad_syntax(path: str) -> None:

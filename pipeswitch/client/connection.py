@@ -21,8 +21,7 @@ from functools import partial
 from typing import Any, Final
 
 from ..base import errors
-from ..wire.curve_keys import ClientKeys
-from .calls import AnyLink, Call, Calls
+from .calls import Call, Calls
 
 CLOSE_FLUSH_MS: Final = 200
 
@@ -63,22 +62,19 @@ class Connection(Calls):
         self,
         address: str,
         timeout_s: float,
-        keys: ClientKeys | None = None,
         *,
+        poller: Any = None,
         shared_memory: bool = True,
         return_s: float = 0.0,
     ) -> None:
-        """Start the background thread, which connects. ``Calls`` explains the arguments."""
-        self._context: Any = None  # libzmq's context; None without keys
-        self._poller: Any = select.poll()
-        if keys is not None:
-            import zmq
+        """Start the background thread, which connects. ``Calls`` explains the arguments.
 
-            self._context, self._poller = zmq.Context(), zmq.Poller()
+        ``poller`` is like ``select.poll()``, the default.
+        """
+        self._poller: Any = poller or select.poll()
         super().__init__(
             address, timeout_s, self._poller, shared_memory=shared_memory, return_s=return_s
         )
-        self.keys = keys
         self._pid = os.getpid()
         self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self._posts: deque[Callable[[], None]] = deque()
@@ -98,9 +94,9 @@ class Connection(Calls):
             raise
 
     def another(self) -> Connection:
-        """Return a connection to the same server, with the same keys, without shared memory."""
+        """Return a connection to the same server, without shared memory."""
         return Connection(
-            self.address, self._timeout_s, self.keys, shared_memory=False, return_s=self._return_s
+            self.address, self._timeout_s, shared_memory=False, return_s=self._return_s
         )
 
     # ---- any thread ----------------------------------------------------------------------------
@@ -231,8 +227,6 @@ class Connection(Calls):
             self._fail_all(errors.Cancelled("the client was closed"), CLOSE_FLUSH_MS)
         with self._lock:  # ``close`` writes to the eventfd under the lock
             os.close(self._wake)
-        if self._context is not None:
-            self._context.term()
 
     @contextlib.contextmanager
     def _holding(self) -> Iterator[None]:
@@ -269,10 +263,3 @@ class Connection(Calls):
             self._poll()
         while self._posts:
             self._posts.popleft()()
-
-    def _new_link(self, hello_id: str) -> AnyLink:
-        if self.keys is None:
-            return super()._new_link(hello_id)
-        from .curve_bridge import ZmqLink
-
-        return ZmqLink.open(self._context, self.address, hello_id, self.keys)

@@ -1,7 +1,7 @@
 """Links: each is one connection to a server, over a plain socket.
 
 The link of the server's owner can also pass tensors through shared memory. ``Connection`` says
-which thread may use a link. ``curve_bridge`` has the link for servers that require keys."""
+which thread may use a link. ``extras/curve`` has the link for servers that require keys."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import select
 import socket
 import time
 import weakref
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final, Protocol
@@ -36,7 +37,7 @@ class Watcher(Protocol):
 
 
 @dataclass(kw_only=True, eq=False)
-class ServerLink:
+class ServerLink(ABC):
     """Connection to a server, or an attempt to connect. A new link replaces a broken one."""
 
     hello_id: str
@@ -44,10 +45,28 @@ class ServerLink:
     facts: dict[str, Any] = field(default_factory=dict)
 
     @property
+    @abstractmethod
     def listened_s(self) -> float:
         """Monotonic time at which a server last listened at the address; 0: never."""
-        raise NotImplementedError
 
+    @abstractmethod
+    def attach(self, poller: Watcher) -> None:
+        """Let the poller watch the link."""
+
+    @abstractmethod
+    def detach(self, poller: Watcher) -> None: ...
+
+    @abstractmethod
+    def send(self, parts: Sequence[Any], request_id: str, *, may_share: bool = False) -> None: ...
+
+    @abstractmethod
+    def messages(self) -> Iterator[Sequence[Any]]:
+        """Yield what has arrived. Raises OSError if the connection is broken."""
+
+    @abstractmethod
+    def close(self, linger_ms: int) -> None: ...
+
+    @abstractmethod
     def answered(self, request_id: str) -> None:
         """Release what the link keeps for a request, because its final reply has arrived."""
 

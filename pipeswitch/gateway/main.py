@@ -31,11 +31,9 @@ from ..base.roles import address_roles
 from ..base.units import PrintableFormatter
 from ..ipc.channel import Channel, channel_from, wake_when_orphaned
 from ..ipc.messages.gateway import GatewaySettings
-from ..wire.curve_keys import GATEWAY_KEY
 from ..wire.tokens import owner_token, read_tokens
 from ..wire.tracing import open_tracer
 from .auth import Authenticator
-from .curve_listener import CurveListener
 from .doors import DoorContext, open_doors
 from .http.http_server import HttpServer, Limits
 from .offload import Shared, started_pool
@@ -96,16 +94,15 @@ async def _serve(settings: GatewaySettings, channel: Channel, descriptors: Seque
 
     def orphaned() -> None:
         loop.remove_reader(channel.fileno())
-        if door is not None:
-            door.close()  # there is no server, and the next one needs the port
+        if close_door is not None:
+            close_door()  # there is no server, and the next one needs the port
         loop.call_later(ORPHAN_S, is_over.set)
 
     loop.add_reader(channel.fileno(), orphaned)  # readable only at the controller's death
     upstream = Upstream(settings.address, settings.cluster)
-    door: CurveListener | None = None
+    close_door: Callable[[], None] | None = None  # to clients with keys
     if settings.keyed is not None:
-        owners = GATEWAY_KEY if settings.cluster else ""
-        door = CurveListener(descriptors[-1], settings.keyed, settings.address, owners=owners)
+        close_door = SERVERS.load("curve")(descriptors[-1], settings).close
     # If callers need no token, all are on this machine.
     regions = None if settings.needs_token else SharedMemoryRegions(settings.max_body_bytes)
     nv_metrics, tracer = settings.nv_metrics, open_tracer("pipeswitch")
@@ -126,8 +123,8 @@ async def _serve(settings: GatewaySettings, channel: Channel, descriptors: Seque
     http = HttpServer(router, limits, shared, router.refuse)
     async with contextlib.AsyncExitStack() as stack:
         stack.callback(upstream.close)
-        if door is not None:
-            stack.callback(door.close)
+        if close_door is not None:
+            stack.callback(close_door)
         if regions is not None:
             stack.callback(regions.close)
         if settings.tokens:

@@ -19,7 +19,6 @@ import pipeswitch as ps
 from pipeswitch.base.config import Config, ServerConfig
 from pipeswitch.base.roles import Role
 from pipeswitch.frontend.frontend import Frontend, Posted
-from pipeswitch.gateway.curve_listener import CurveListener
 from pipeswitch.ipc.control_page import sealed_memfd
 from pipeswitch.ipc.messages.base import ModelName, SlabTensor
 from pipeswitch.ipc.messages.gateway import KeyedSettings
@@ -82,7 +81,7 @@ class FakeScheduler:
         self.pool = np.frombuffer(self._mapped(), dtype=np.uint8)
         self._thread = threading.Thread(target=self._run)
         self._thread.start()
-        self.door: CurveListener | None = None
+        self.door: Any = None
         keyed = self.listeners.keyed(self.config.server)
         if keyed is not None:
             self._open_door(keyed)
@@ -92,6 +91,8 @@ class FakeScheduler:
         is_open = threading.Event()
 
         async def serve() -> None:
+            from pipeswitch.extras.curve.curve_listener import CurveListener
+
             self._door_loop, self._door_ends = asyncio.get_running_loop(), asyncio.Event()
             descriptor = os.dup(self.listeners.tcp.sock.fileno())
             self.door = CurveListener(descriptor, settings, self.listeners.ipc.address)

@@ -52,6 +52,7 @@ from pipeswitch.controller.journal import FILE_NAME, JournalFile
 from pipeswitch.controller.restore import restore
 from pipeswitch.controller.server import Server
 from pipeswitch.devices.registry import choose_devices
+from pipeswitch.extras.curve.curve_keys import KeyFolder, make_pair
 from pipeswitch.ipc.messages.base import ModelName
 from pipeswitch.ipc.messages.daemon import ModelStored, StoreFailed
 from pipeswitch.memory_daemon.store import UnusableModel, load_model
@@ -60,7 +61,6 @@ from pipeswitch.programs.spec import BUNDLE_FILE, MANIFEST_FILE, load_manifest, 
 from pipeswitch.scheduler import events as ev
 from pipeswitch.scheduler.state.states import ModelState
 from pipeswitch.scheduler.state.versions import version_name
-from pipeswitch.wire.curve_keys import KeyFolder, make_pair
 from tests.process.figures import publishing
 
 X = torch.linspace(-1, 1, 32).reshape(1, 32)

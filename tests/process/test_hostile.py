@@ -23,7 +23,7 @@ import torch
 from process_tools import Checked, checked_server, mlp, until
 
 import pipeswitch as ps
-from pipeswitch.wire.curve_keys import KeyFolder, make_pair
+from pipeswitch.extras.curve.curve_keys import KeyFolder, make_pair
 from tests.process.figures import publishing, say
 
 X = np.ones((1, 64), np.float32)

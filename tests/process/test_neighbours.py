@@ -180,7 +180,7 @@ def test_pipeswitch_a_client_that_names_a_model_and_vanishes_holds_nobody_up(
 
 FLOODED = """
 import socket, sys, time, zmq
-from pipeswitch.wire.sockets import make_router
+from pipeswitch.extras.curve.sockets import make_router
 context = zmq.Context()
 router = make_router(context, 1 << 20)
 port = router.bind_to_random_port("tcp://127.0.0.1")

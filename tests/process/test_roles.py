@@ -17,11 +17,11 @@ from process_tools import command
 
 import pipeswitch as ps
 from pipeswitch.base.roles import MODEL_FACTS, Role, in_order
+from pipeswitch.extras.curve.curve_keys import KeyFolder, make_pair
 from pipeswitch.frontend.transport.clients import Counters
 from pipeswitch.frontend.verbs import VERBS
 from pipeswitch.scheduler.events import Publish
 from pipeswitch.testing import RunningServer, server
-from pipeswitch.wire.curve_keys import KeyFolder, make_pair
 from pipeswitch.wire.frames import decode_reply
 from tests.raw_peer import ask, raw_peer
 

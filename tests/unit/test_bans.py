@@ -82,7 +82,7 @@ METHODS = {
     "recv_serialized": "decodes with whatever it is given: wire.py",
 }
 KEYWORDS = {("allow_pickle", True), ("weights_only", False), ("trust_remote_code", True)}
-SOCKETS = "pipeswitch/wire/sockets.py"  # the only file that may create ZeroMQ sockets
+SOCKETS = "pipeswitch/extras/curve/sockets.py"  # the only file that may create ZeroMQ sockets
 
 
 def offences(tree: ast.AST, path: str) -> Iterator[str]:

@@ -579,7 +579,8 @@ def test_the_line_that_admits_a_client_works_for_a_key_that_begins_with_a_dash(
 ) -> None:
     key = "-h" + 38 * "a"
     monkeypatch.setattr(
-        "pipeswitch.cli.keys.make_pair", lambda name, out: (out / "eve.key_secret", key.encode())
+        "pipeswitch.extras.curve.command.make_pair",
+        lambda name, out: (out / "eve.key_secret", key.encode()),
     )
     _, text, _ = run("keys", "--keys-dir", str(tmp_path), "pair", "eve", "--out", str(tmp_path))
     _, verb, *words = shlex.split(text.splitlines()[1])

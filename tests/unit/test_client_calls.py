@@ -12,7 +12,8 @@ import pytest
 
 from pipeswitch.base import errors
 from pipeswitch.client import calls
-from pipeswitch.client.calls import AnyLink, Calls
+from pipeswitch.client.calls import Calls
+from pipeswitch.client.links import ServerLink
 from pipeswitch.wire.frames import MAGIC, ReplyHeader, encode_header
 
 TIMEOUT_S, RETURN_S = 2.0, 30.0
@@ -71,11 +72,11 @@ class Face(Calls):
         else:
             call.future.set_exception(error)
 
-    def _new_link(self, hello_id: str) -> AnyLink:
+    def _new_link(self, hello_id: str) -> ServerLink:
         if not self.listens:
             raise ConnectionRefusedError
         self.links.append(Link(self.clock, hello_id))
-        return cast(AnyLink, self.links[-1])
+        return cast(ServerLink, self.links[-1])
 
     # ---- what a test does ----------------------------------------------------------------------
 
@@ -88,7 +89,7 @@ class Face(Calls):
     def arrive(self, *messages: Any) -> None:
         link = self.links[-1]
         link.inbox += messages
-        self._receive(cast(AnyLink, link))
+        self._receive(cast(ServerLink, link))
 
     def reply(self, request_id: str, **fields: Any) -> None:
         facts: dict[str, Any] = {"v": 1, "id": request_id, "status": "ok", **fields}

@@ -62,7 +62,8 @@ MAY_IMPORT: Mapping[str, str] = {
     "cli": "__init__ base client devices ipc job launch planning programs sandbox testing wire",
     # Extras, which no room above them may import.
     "extras": "",
-    "extras/cluster": "base cli client commits controller scheduler/policies wire",
+    "extras/curve": "base cli client frontend gateway ipc wire",
+    "extras/cluster": "base cli client commits controller extras/curve scheduler/policies wire",
     "extras/page": "base cli client frontend gateway wire",
     "extras/demo": "__init__ base cli client extras/page job planning programs programs/build "
     "testing",

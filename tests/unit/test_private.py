@@ -11,7 +11,7 @@ from pipeswitch.base.config import load
 from pipeswitch.base.errors import ConfigError
 from pipeswitch.controller.folders import StateDir
 from pipeswitch.controller.main import serve
-from pipeswitch.wire.curve_keys import KeyFolder, client_keys, make_pair
+from pipeswitch.extras.curve.curve_keys import KeyFolder, client_keys, make_pair
 
 OTHER_USER = 4711
 as_root = pytest.mark.skipif(os.getuid() != 0, reason="only root can give files away")

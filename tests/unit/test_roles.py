@@ -23,11 +23,11 @@ from pipeswitch.base.roles import (
     parse_roles,
 )
 from pipeswitch.cli.server import _flag_tree, serve
+from pipeswitch.extras.curve.curve_keys import AllowList, KeyFolder, make_pair
 from pipeswitch.frontend.frontend import Frontend
 from pipeswitch.frontend.transport.replies import redact
 from pipeswitch.frontend.verbs import VERBS
 from pipeswitch.ipc.control_page import sealed_memfd
-from pipeswitch.wire.curve_keys import AllowList, KeyFolder, make_pair
 
 ROOT = Path(__file__).parents[2]
 STRANGER = Principal(tenant=ANYONE)

@@ -25,8 +25,9 @@ from ...base import errors
 from ...client.calls import FinalReply
 from ...client.connection import Connection
 from ...wire.addresses import no_server
-from ...wire.curve_keys import ClientKeys
 from ...wire.frames import UPLOAD_LOST
+from ..curve.curve_bridge import CurveConnection
+from ..curve.curve_keys import ClientKeys
 from .holders import (
     ELSEWHERE,
     REACHES,
@@ -223,7 +224,7 @@ class Members:
             if connection is None:
                 keys = ClientKeys(*(key.encode() for key in facts.keys))
                 try:
-                    connection = Connection(facts.address, self._timeout_s, keys)
+                    connection = CurveConnection(facts.address, self._timeout_s, keys)
                 except (OSError, RuntimeError, MemoryError) as error:
                     raise errors.PipeSwitchError(
                         f"cannot connect to {node}: {error}",

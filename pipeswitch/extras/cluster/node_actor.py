@@ -23,7 +23,7 @@ from typing import Any, Final
 from ...base.errors import ConfigError, PipeSwitchError, ServerUnavailable
 from ...base.roles import Role
 from ...client.client import FINAL_JOB_STATES, Client
-from ...wire.curve_keys import GATEWAY_KEY, ClientKeys, KeyFolder, client_keys, make_pair
+from ..curve.curve_keys import GATEWAY_KEY, ClientKeys, KeyFolder, client_keys, make_pair
 from .cluster_client import connect_ray, why_of
 from .node_jobs import NodeJobs, write_whole
 

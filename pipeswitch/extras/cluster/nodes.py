@@ -25,7 +25,8 @@ from ...base.errors import InvalidInput, ServerUnavailable
 from ...client.calls import FinalReply
 from ...client.connection import Connection
 from ...client.looped import LoopConnection
-from ...wire.curve_keys import ClientKeys
+from ..curve.curve_bridge import CurveConnection
+from ..curve.curve_keys import ClientKeys
 from . import holders
 from .holders import REACHES, Reach
 
@@ -221,7 +222,7 @@ class NodeConnections:
         if facts not in self._links:
             keys = ClientKeys(*(key.encode() for key in facts.gateway_keys))
             try:
-                self._links[facts] = Connection(facts.address, HELLO_S, keys)
+                self._links[facts] = CurveConnection(facts.address, HELLO_S, keys)
             except (OSError, RuntimeError, MemoryError) as error:
                 raise ServerUnavailable(f"cannot connect to {node}: {error}") from error
         return self._links[facts]

@@ -24,12 +24,14 @@ from ...frontend.registration import check, check_origin, require_roles
 from ...frontend.verbs import VERBS, Http
 from ...gateway.auth import redact, require_role
 from ...gateway.decoding import decode_json
+from ...gateway.doors import DoorContext
 from ...gateway.http.http_server import EVENT_STREAM, Response, json_answer
-from ...gateway.routes import Request, Route
+from ...gateway.routes import Door, Request, Route
 from ...gateway.serving.upstream import Upstream
 from ...wire.register_request import RegisterRequest
 from .event_stream import EventLog
 from .openapi import document
+from .ui import page_files
 
 MAX_TRACE_S: Final = 3600.0
 PREFIX: Final = "/api"
@@ -331,3 +333,12 @@ def _registration(decode: Callable[[], RegisterRequest]) -> RegisterRequest:
         ) from None
     check(registration)
     return registration
+
+
+def page_door(context: DoorContext) -> Door:
+    """Return the door; the page needs no token, its data does."""
+    api = Api(
+        context.upstream, EventLog(), version=context.service.version, allow_code=context.allow_code
+    )
+    hint = "GET /api/openapi.json lists the paths of /api; /ui is the web page"
+    return Door(prefix=PREFIX, hint=hint, routes=api.routes, files=page_files())

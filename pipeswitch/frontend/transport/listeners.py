@@ -2,7 +2,7 @@
 
 Both are plain streams. The frontend accepts TCP connections on loopback. If other machines can
 reach the address, or if the owner configures it, each client needs a CURVE key, and the gateway
-accepts instead (``gateway/curve_listener.py``). The unix socket lies in a folder that only the
+accepts instead (``extras/curve``). The unix socket lies in a folder that only the
 owner can enter, so its clients are the owner's: they have every role, and need no key.
 """
 
@@ -17,10 +17,10 @@ from typing import Final
 
 from ...base.config import ServerConfig
 from ...base.errors import ConfigError, PipeSwitchError
+from ...base.extras import CHECKS
 from ...base.roles import ANYONE, OWNER, Principal, Role, address_roles, in_order, parse_roles
 from ...ipc.messages.gateway import KeyedSettings
 from ...wire.addresses import is_live, is_loopback, parse_listen
-from ...wire.curve_keys import KeyFolder
 from ...wire.private import private_directory
 
 _logger = logging.getLogger(__name__)
@@ -91,29 +91,8 @@ def check_access(config: ServerConfig, host: str) -> tuple[bool, list[str]]:
             "--allow-code lets nothing in: TCP clients have not the role code; "
             f"give it to them with: --tcp-roles {roles}"
         ]
-    path = _keys_path(config)
-    folder = KeyFolder(path).open()
-    command = f"pipeswitch keys --keys-dir {path}"
-    if folder.server() is None:
-        raise ConfigError(
-            f"{config.listen} needs keys of clients"
-            + ("" if is_loopback(host) else ", other machines can reach it")
-            + ": the server has no key",
-            hint=f"{command} server; then, for each client: {command} client NAME. Or "
-            + ('[server] auth = "auto"' if is_loopback(host) else "listen on 127.0.0.1"),
-        )
-    admitted = folder.admitted()
-    if not admitted:  # the last key may have been revoked
-        return True, [
-            f"no client is admitted at {config.listen}; admit one with: {command} client NAME"
-        ]
-    silent = [name for name, one in admitted.items() if not one.has_roles]
-    if not silent:
-        return True, []
-    return True, [
-        f"keys without a role have infer alone: {', '.join(silent)}; give them others with: "
-        f"{command} roles NAME --role register"
-    ]
+    warnings: list[str] = CHECKS.load("keys")(config, host, _keys_path(config))
+    return True, warnings
 
 
 def open_listeners(config: ServerConfig) -> Listeners:

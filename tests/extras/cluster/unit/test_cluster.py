@@ -470,7 +470,7 @@ def test_a_client_that_has_no_descriptor_left_says_so(monkeypatch: pytest.Monkey
     def none_left(*_: Any) -> Any:
         raise OSError(24, "Too many open files")
 
-    monkeypatch.setattr(cluster_client, "Connection", none_left)
+    monkeypatch.setattr(cluster_client, "CurveConnection", none_left)
     monkeypatch.setattr(cluster_client, "ClientKeys", lambda *keys: keys)
     rig = Whole()
     with pytest.raises(errors.PipeSwitchError, match="Too many open files"):
@@ -484,7 +484,7 @@ def test_a_connection_is_of_an_address_and_its_keys(monkeypatch: pytest.MonkeyPa
     class Whole(Rig):
         _to = cluster_client.ClusterConnection._to
 
-    monkeypatch.setattr(cluster_client, "Connection", lambda address, timeout_s, keys: keys)
+    monkeypatch.setattr(cluster_client, "CurveConnection", lambda address, timeout_s, keys: keys)
     monkeypatch.setattr(cluster_client, "ClientKeys", lambda *keys: keys)
     rig = Whole()
     connections = []

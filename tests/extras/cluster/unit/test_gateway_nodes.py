@@ -62,7 +62,7 @@ class Rig:
     def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         self.servers = {name: Server(name) for name in "abc"}
         self.path, self._count = folder / "table.json", 0
-        monkeypatch.setattr(module, "Connection", lambda address, *_: self.servers[address])
+        monkeypatch.setattr(module, "CurveConnection", lambda address, *_: self.servers[address])
         monkeypatch.setattr(holders, "RETURN_S", 0.0)
 
     def table(self, holders: str, serving: str = "", nodes: str = "abc", **facts: Any) -> None:

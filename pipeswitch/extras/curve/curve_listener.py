@@ -27,13 +27,12 @@ from typing import Any, Final
 import zmq
 from zmq.auth.thread import ThreadAuthenticator
 
-from ..base.errors import ConfigError, PipeSwitchError, RemoteProtocolError
-from ..base.roles import Principal, address_roles, in_order
-from ..frontend.transport.connection_limits import ROUND_S, ConnectionLimits, LimitedConnection
-from ..ipc.messages.gateway import KeyedSettings
-from ..wire import sockets
-from ..wire.curve_keys import AllowList, KeyFolder
-from ..wire.frames import (
+from ...base.errors import ConfigError, PipeSwitchError, RemoteProtocolError
+from ...base.roles import Principal, address_roles, in_order
+from ...frontend.transport.connection_limits import ROUND_S, ConnectionLimits, LimitedConnection
+from ...gateway.serving.upstream import Upstream
+from ...ipc.messages.gateway import GatewaySettings, KeyedSettings
+from ...wire.frames import (
     INLINE,
     MAGIC,
     MAX_TENSORS,
@@ -42,8 +41,9 @@ from ..wire.frames import (
     encode_header,
     pack_table,
 )
-from ..wire.stream import Stream
-from .serving.upstream import Upstream
+from ...wire.stream import Stream
+from . import sockets
+from .curve_keys import GATEWAY_KEY, AllowList, KeyFolder
 
 log = logging.getLogger(__name__)
 
@@ -64,6 +64,14 @@ _RECEIVED: Final = Struct("=Q")  # tcpi_bytes_received
 _RECEIVED_AT: Final = 128  # offset of tcpi_bytes_received in linux/tcp.h
 _LONG_FRAME: Final = 255  # ZMTP: a longer frame's header has 9 bytes instead of 2
 _CURVE_BYTES: Final = 33  # added to a frame's content: MESSAGE, nonce, flags, MAC
+
+
+def open_listener(descriptor: int, settings: GatewaySettings) -> CurveListener:
+    """Accept clients with keys; in a cluster, gateways of other nodes act as the owner."""
+    if settings.keyed is None:
+        raise ConfigError("a gateway without settings of keys")
+    owners = GATEWAY_KEY if settings.cluster else ""
+    return CurveListener(descriptor, settings.keyed, settings.address, owners=owners)
 
 
 class Caller(LimitedConnection):

@@ -19,11 +19,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final
 
-from ..base.config import NAME_PATTERN
-from ..base.errors import AlreadyExists, ConfigError, InvalidInput, ModelNotFound
-from ..base.plain_files import open_regular, read_plain
-from ..base.roles import DEFAULT_ROLES, Principal, Role, in_order, parse_roles
-from .private import check_private, check_secret, check_trusted, private_directory
+from ...base.config import NAME_PATTERN, ServerConfig
+from ...base.errors import AlreadyExists, ConfigError, InvalidInput, ModelNotFound
+from ...base.plain_files import open_regular, read_plain
+from ...base.roles import DEFAULT_ROLES, Principal, Role, in_order, parse_roles
+from ...wire.addresses import is_loopback
+from ...wire.private import check_private, check_secret, check_trusted, private_directory
 
 KEY_CHARACTERS: Final = 40  # 32 bytes in Z85
 MAX_KEY_BYTES: Final = 64 << 10  # a key's file has comments
@@ -73,16 +74,13 @@ def read_public(text_or_path: str) -> bytes:
     return _checked(text_or_path.encode(), text_or_path)
 
 
-def client_keys(key: str, server_key: str) -> ClientKeys | None:
-    """Return the keys of a client's secret certificate file and of its server; None if neither is
-    given.
+def client_keys(key: str, server_key: str) -> ClientKeys:
+    """Return the keys of a client's secret certificate file and of its server.
 
     Raises:
         ConfigError: only one of both is given; the file has no secret key, or others may read it.
         InvalidInput: a file or text is not a key.
     """
-    if not key and not server_key:
-        return None
     if not key or not server_key:
         missing = "its own (.key_secret)" if server_key else "the server's public one"
         raise ConfigError(
@@ -95,18 +93,6 @@ def client_keys(key: str, server_key: str) -> ClientKeys | None:
         raise ConfigError(f"{key} has no secret key", hint="name the .key_secret file")
     check_secret(Path(key))
     return ClientKeys(public, secret, read_public(server_key))
-
-
-def keys_from(
-    key: str | os.PathLike[str] | None,
-    server_key: str | os.PathLike[str] | None,
-    environ: Mapping[str, str],
-) -> ClientKeys | None:
-    """Return ``client_keys`` of the arguments; defaults: PIPESWITCH_KEY, PIPESWITCH_SERVER_KEY."""
-    return client_keys(
-        os.fspath(environ.get("PIPESWITCH_KEY", "") if key is None else key),
-        os.fspath(environ.get("PIPESWITCH_SERVER_KEY", "") if server_key is None else server_key),
-    )
 
 
 def _checked(key: bytes, shown: object) -> bytes:
@@ -334,3 +320,33 @@ class AllowList:
             except OSError:
                 self._standings, self._seen = {}, None
             return self._standings
+
+
+def check_keys(config: ServerConfig, host: str, path: Path) -> list[str]:
+    """Return warnings for the owner of a server whose clients at this address need keys.
+
+    ``path`` is the folder of keys.
+
+    Raises:
+        ConfigError: the server has no key.
+    """
+    folder = KeyFolder(path).open()
+    command = f"pipeswitch keys --keys-dir {path}"
+    if folder.server() is None:
+        raise ConfigError(
+            f"{config.listen} needs keys of clients"
+            + ("" if is_loopback(host) else ", other machines can reach it")
+            + ": the server has no key",
+            hint=f"{command} server; then, for each client: {command} client NAME. Or "
+            + ('[server] auth = "auto"' if is_loopback(host) else "listen on 127.0.0.1"),
+        )
+    admitted = folder.admitted()
+    if not admitted:  # the last key may have been revoked
+        return [f"no client is admitted at {config.listen}; admit one with: {command} client NAME"]
+    silent = [name for name, one in admitted.items() if not one.has_roles]
+    if not silent:
+        return []
+    return [
+        f"keys without a role have infer alone: {', '.join(silent)}; give them others with: "
+        f"{command} roles NAME --role register"
+    ]

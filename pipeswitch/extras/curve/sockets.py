@@ -12,8 +12,8 @@ from typing import Any, Final
 
 import zmq
 
+from ...wire.stream import KEEPALIVE_COUNT, KEEPALIVE_IDLE_S, KEEPALIVE_INTERVAL_S
 from .curve_keys import ClientKeys, ServerKeys
-from .stream import KEEPALIVE_COUNT, KEEPALIVE_IDLE_S, KEEPALIVE_INTERVAL_S
 
 DONTWAIT: Final = int(zmq.DONTWAIT)  # a plain integer: pyzmq's enums take microseconds at each use
 ZERO_COPY_BYTES: Final = 64 << 10  # for smaller parts a copy is cheaper than tracking the message

@@ -12,10 +12,12 @@ from typing import Any, Final
 
 import zmq
 
-from ..base.errors import PermissionDenied
-from ..wire import sockets
-from ..wire.curve_keys import ClientKeys
-from .links import MAX_REPLY_BYTES, ServerLink, Watcher
+from ...base.errors import PermissionDenied
+from ...client.calls import RETURN_S
+from ...client.connection import Connection
+from ...client.links import MAX_REPLY_BYTES, ServerLink, Watcher
+from . import sockets
+from .curve_keys import ClientKeys, client_keys
 
 MAX_EVENTS: Final = 16  # maximum number of connection events that are read at once
 MAX_BROKEN_HANDSHAKES: Final = 3  # in a row; a restarting server breaks off fewer handshakes
@@ -111,7 +113,41 @@ class ZmqLink(ServerLink):
                 text, hint = REFUSALS[event]
                 raise PermissionDenied(f"{self.address}: {text}", hint=hint)
 
+    def answered(self, request_id: str) -> None:
+        """Release nothing, because libzmq owns what it sends."""
+
     def close(self, linger_ms: int) -> None:
         self.sock.disable_monitor()
         self.monitor.close(0)
         self.sock.close(linger_ms)
+
+
+class CurveConnection(Connection):
+    """Connection to a server that requires keys."""
+
+    has_keys = True
+
+    def __init__(
+        self, address: str, timeout_s: float, keys: ClientKeys, *, return_s: float = 0.0
+    ) -> None:
+        self._keys, self._context = keys, zmq.Context()
+        super().__init__(address, timeout_s, poller=zmq.Poller(), return_s=return_s)
+
+    def another(self) -> CurveConnection:
+        return CurveConnection(self.address, self._timeout_s, self._keys, return_s=self._return_s)
+
+    def _new_link(self, hello_id: str) -> ZmqLink:
+        return ZmqLink.open(self._context, self.address, hello_id, self._keys)
+
+    def _run(self) -> None:
+        super()._run()
+        self._context.term()
+
+
+def connect(address: str, timeout_s: float, key: str, server_key: str) -> CurveConnection:
+    """Return a connection with the keys in these files.
+
+    Raises:
+        ConfigError, InvalidInput: like ``client_keys``.
+    """
+    return CurveConnection(address, timeout_s, client_keys(key, server_key), return_s=RETURN_S)

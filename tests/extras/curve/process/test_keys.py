@@ -22,15 +22,15 @@ import pipeswitch as ps
 from pipeswitch.base.config import ServerConfig
 from pipeswitch.base.roles import ANYONE
 from pipeswitch.client.connection import Connection
-from pipeswitch.client.curve_bridge import ZmqLink
+from pipeswitch.extras.curve import curve_listener
+from pipeswitch.extras.curve.curve_bridge import ZmqLink
+from pipeswitch.extras.curve.curve_keys import GATEWAY_KEY, KeyFolder, client_keys, make_pair
+from pipeswitch.extras.curve.sockets import make_dealer
 from pipeswitch.frontend.transport.listeners import open_listeners
-from pipeswitch.gateway import curve_listener
 from pipeswitch.gateway.serving.oip import InferRequest
 from pipeswitch.gateway.serving.upstream import Upstream
 from pipeswitch.scheduler.events import InferArrived, Publish
-from pipeswitch.wire.curve_keys import GATEWAY_KEY, KeyFolder, client_keys, make_pair
 from pipeswitch.wire.frames import MAGIC, RequestHeader, WireTensor, decode_reply, encode_header
-from pipeswitch.wire.sockets import make_dealer
 
 X = np.ones((1, 4), np.float32)
 
@@ -225,7 +225,8 @@ def test_events_need_an_admitted_key_too(guarded: Guarded) -> None:
         record = first_record(guarded.fake, lambda: client.events(timeout_s=DEADLINE_S))
         assert record == {"topic": "switch.m", "n": 1}
 
-        client._connection.keys = None  # now the reader has no key
+        connection = client._connection
+        connection.another = lambda: Connection(connection.address, 2.0)  # a reader without a key
         with pytest.raises(ps.PermissionDenied, match="asks for a key"):
             client.events(timeout_s=0.5)
 

@@ -11,11 +11,11 @@ from typing import Any
 
 import click
 
-from ..base.errors import AlreadyExists, ConfigError
-from ..base.roles import Role, in_order
-from ..wire.curve_keys import KEY_CHARACTERS, KeyFolder, make_pair, read_public
-from . import views
-from .common import Group, json_option, print_done
+from ...base.errors import AlreadyExists, ConfigError
+from ...base.roles import Role, in_order
+from ...cli import views
+from ...cli.common import Group, json_option, print_done
+from .curve_keys import KEY_CHARACTERS, KeyFolder, make_pair, read_public
 
 name_argument = click.argument("name")
 roles_option = click.option(
@@ -38,7 +38,7 @@ def keys(ctx: click.Context, path: str | None, state_dir: str | None, keys_dir: 
     A client on another machine needs a key that was admitted here; a client on loopback needs one
     only with --auth keys. A change applies from the next handshake on, without a restart.
     """
-    from ..base.config import load
+    from ...base.config import load
 
     server = {"state_dir": state_dir, "keys_dir": keys_dir}
     config = load(path, flags={"server": server})

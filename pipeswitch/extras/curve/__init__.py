@@ -1,0 +1,6 @@
+"""Keys for clients on other machines: ZeroMQ with CURVE, on both sides, and who is admitted."""
+
+CHECKS = {"keys": "curve_keys:check_keys"}
+COMMANDS = {"keys": "command:keys"}
+SCHEMES = {"curve": "curve_bridge:connect"}
+SERVERS = {"curve": "curve_listener:open_listener"}
