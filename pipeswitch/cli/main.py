@@ -126,8 +126,6 @@ VERBS = (
     models.unload,
     models.models,
     models.show,
-    models.profile,
-    models.plan,
     infer.infer,
     infer.generate,
     models.sequences,

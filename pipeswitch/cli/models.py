@@ -1,4 +1,4 @@
-"""The verbs about models: register, load, list, measure, plan."""
+"""The verbs about models: register, load, list."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from typing import Any, Final
 
 import click
 
-from ..base.errors import InvalidInput, PipeSwitchError, RegistrationRefused
-from ..base.units import format_bytes, printed
+from ..base.errors import InvalidInput, RegistrationRefused
+from ..base.units import format_bytes
 from ..programs.interface.packing import PRECISIONS
 from . import common, views
 
@@ -387,117 +387,3 @@ def models_split(name: str, share: str, as_json: bool) -> None:
 def show(name: str, version: int | None, as_json: bool, watch: bool) -> None:
     """Show all fields of a model, with inputs and outputs."""
     common.listing(lambda c: c.show(name, version or 0), views.details, as_json, watch)
-
-
-@click.command()
-@common.names_argument
-@click.option(
-    "--all", "is_all", is_flag=True, help="Measure every model that is ready, one after the other."
-)
-@click.option(
-    "--batch",
-    "batches",
-    type=click.IntRange(1),
-    multiple=True,
-    help="Batch size to measure (repeatable); layer groups are planned for the first.",
-)
-@common.json_option
-def profile(names: tuple[str, ...], is_all: bool, batches: tuple[int, ...], as_json: bool) -> None:
-    """Measure models layer by layer on an idle device, and plan their layer groups."""
-    if bool(names) == is_all:
-        raise click.UsageError("give NAMES, or --all")
-    failed: list[PipeSwitchError] = []
-    rows = []
-    with common.connected() as client:
-        if is_all:
-            names = tuple(
-                row["name"]
-                for row in client.models()
-                if row["state"] == "ready" and "steps" not in row
-            )
-        for name in names:
-            try:
-                rows.append(_profiled(client, name, batches, as_json))
-            except PipeSwitchError as error:
-                if len(names) == 1:
-                    raise
-                failed.append(error)
-                views.echo(f"{name}: {error.message}", err=True)
-    if as_json:
-        views.print_json(rows if is_all or len(names) > 1 else rows[0])
-    if failed:
-        sys.exit(failed[0].exit_code)
-
-
-def _profiled(client: Any, name: str, batches: tuple[int, ...], as_json: bool) -> dict[str, Any]:
-    from . import profile_report as cli_profile
-
-    with views.progress_bar(not as_json and sys.stderr.isatty(), name) as report:
-        row: dict[str, Any] = client.profile(name, batches, progress=report)
-    if not as_json:
-        views.console().print(cli_profile.profile_view(printed(row)))
-    return row
-
-
-@click.command()
-@click.argument(
-    "args",
-    metavar="[MODEL]...",
-    nargs=-1,
-    type=click.UNPROCESSED,
-    shell_complete=common.complete_models,
-)
-@click.option(
-    "--deadline",
-    "deadlines",
-    multiple=True,
-    metavar="[NAME=]50ms",
-    help="Check whether a deadline can be met, for one model or for all (repeatable).",
-)
-@click.option(
-    "--train",
-    "script",
-    metavar="SCRIPT.py",
-    help="Plan a training script instead: run its first steps here, and print the cost "
-    "of several limits.",
-)
-@click.option(
-    "--memory",
-    metavar="2GiB",
-    help="With --train: limit for activations (default: several shares).",
-)
-@common.json_option
-@common.watch_option
-def plan(
-    args: tuple[str, ...],
-    deadlines: tuple[str, ...],
-    script: str | None,
-    memory: str | None,
-    as_json: bool,
-    watch: bool,
-) -> None:
-    """Predict switch times and groups of all models, or of those that you name.
-
-    With --train the arguments after -- go to the script, and no server is needed.
-    """
-    from . import profile_report as cli_profile
-
-    if script is None and memory:
-        raise click.UsageError("--memory needs --train SCRIPT.py")
-    if script is not None:
-        from . import dry_run
-
-        if deadlines or watch:
-            raise click.UsageError("--deadline and --watch exclude --train")
-        dry_run.show(script, args, common.size_option("--memory", memory), as_json)
-        return
-    try:
-        limits = cli_profile.parse_deadlines(deadlines)
-    except InvalidInput as error:
-        raise click.BadParameter(error.message, param_hint="--deadline") from None
-
-    def fetch(client: Any) -> dict[str, Any]:
-        jobs = [] if args else cli_profile.jobs_of(client.jobs())
-        return {**cli_profile.report(client.plan(), limits, args), "jobs": jobs}
-
-    common.listing(fetch, cli_profile.report_view, as_json, watch)

@@ -59,7 +59,7 @@ MAY_IMPORT: Mapping[str, str] = {
     "__init__": "base client job wire",
     "testing": "base client",
     "gateway": "base client frontend ipc programs wire",
-    "cli": "__init__ base client devices ipc job launch planning programs sandbox testing wire",
+    "cli": "__init__ base client devices ipc job planning programs sandbox testing wire",
     # Extras, which no room above them may import.
     "extras": "",
     "extras/curve": "base cli client frontend gateway ipc wire",
@@ -68,7 +68,7 @@ MAY_IMPORT: Mapping[str, str] = {
     "extras/demo": "__init__ base cli client extras/page job planning programs programs/build "
     "testing",
     "extras/grpc": "base gateway ipc wire",
-    "extras/lab": "base cli extras/cluster ipc planning policies programs scheduler "
+    "extras/lab": "base cli extras/cluster ipc launch planning policies programs scheduler "
     "scheduler/policies watchdog",
     "extras/text": "base cli client gateway programs sandbox",
     "benchmarks/": "base cli client devices ipc job planning programs programs/build testing wire",

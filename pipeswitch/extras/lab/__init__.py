@@ -10,4 +10,8 @@ and raises ``Violation``.
 """
 
 CHECKS = {"policy": "contract:check_policy"}
-COMMANDS = {"simulate": "simulate:simulate"}
+COMMANDS = {
+    "plan": "profile_report:plan",
+    "profile": "profile_report:profile",
+    "simulate": "simulate:simulate",
+}

@@ -1,21 +1,24 @@
-"""Output of ``profile`` and ``plan``: a measurement's summary, and predictions for an arena."""
+"""Commands ``profile`` and ``plan``: a measurement's summary, and predictions for an arena."""
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
+import click
 import msgspec
 from rich.console import Group, RenderableType
 from rich.text import Text
 
-from ..base.errors import InvalidInput, ModelNotFound
-from ..base.units import format_bytes, nearest, parse_ms
-from ..planning.capacity import CapacityReport, ModelDemand, ModelReport, capacity_report
-from ..planning.fit import MIB
-from ..planning.planned import costs_of
-from ..planning.profile import Profile
-from . import views
+from ...base.errors import InvalidInput, ModelNotFound, PipeSwitchError
+from ...base.units import format_bytes, nearest, parse_ms, printed
+from ...cli import common, views
+from ...planning.fit import MIB
+from ...planning.planned import costs_of
+from ...planning.profile import Profile
+from . import dry_run
+from .capacity import CapacityReport, ModelDemand, ModelReport, capacity_report
 
 PROFILE_COLUMNS: Final = ("plan", "groups", "predicted_ms", "measured_ms", "spread_ms", "trials")
 BATCH_COLUMNS: Final = ("batch", "switch_compute_ms", "resident_compute_ms", "trials")
@@ -206,3 +209,111 @@ def _row(model: ModelReport, streams: str) -> dict[str, Any]:
         "holds": holds,
         "why": "" if model.fits else streams or "it does not fit into the arena",
     }
+
+
+@click.command()
+@common.names_argument
+@click.option(
+    "--all", "is_all", is_flag=True, help="Measure every model that is ready, one after the other."
+)
+@click.option(
+    "--batch",
+    "batches",
+    type=click.IntRange(1),
+    multiple=True,
+    help="Batch size to measure (repeatable); layer groups are planned for the first.",
+)
+@common.json_option
+def profile(names: tuple[str, ...], is_all: bool, batches: tuple[int, ...], as_json: bool) -> None:
+    """Measure models layer by layer on an idle device, and plan their layer groups."""
+    if bool(names) == is_all:
+        raise click.UsageError("give NAMES, or --all")
+    failed: list[PipeSwitchError] = []
+    rows = []
+    with common.connected() as client:
+        if is_all:
+            names = tuple(
+                row["name"]
+                for row in client.models()
+                if row["state"] == "ready" and "steps" not in row
+            )
+        for name in names:
+            try:
+                rows.append(_profiled(client, name, batches, as_json))
+            except PipeSwitchError as error:
+                if len(names) == 1:
+                    raise
+                failed.append(error)
+                views.echo(f"{name}: {error.message}", err=True)
+    if as_json:
+        views.print_json(rows if is_all or len(names) > 1 else rows[0])
+    if failed:
+        sys.exit(failed[0].exit_code)
+
+
+def _profiled(client: Any, name: str, batches: tuple[int, ...], as_json: bool) -> dict[str, Any]:
+    with views.progress_bar(not as_json and sys.stderr.isatty(), name) as report:
+        row: dict[str, Any] = client.profile(name, batches, progress=report)
+    if not as_json:
+        views.console().print(profile_view(printed(row)))
+    return row
+
+
+@click.command()
+@click.argument(
+    "args",
+    metavar="[MODEL]...",
+    nargs=-1,
+    type=click.UNPROCESSED,
+    shell_complete=common.complete_models,
+)
+@click.option(
+    "--deadline",
+    "deadlines",
+    multiple=True,
+    metavar="[NAME=]50ms",
+    help="Check whether a deadline can be met, for one model or for all (repeatable).",
+)
+@click.option(
+    "--train",
+    "script",
+    metavar="SCRIPT.py",
+    help="Plan a training script instead: run its first steps here, and print the cost "
+    "of several limits.",
+)
+@click.option(
+    "--memory",
+    metavar="2GiB",
+    help="With --train: limit for activations (default: several shares).",
+)
+@common.json_option
+@common.watch_option
+def plan(
+    args: tuple[str, ...],
+    deadlines: tuple[str, ...],
+    script: str | None,
+    memory: str | None,
+    as_json: bool,
+    watch: bool,
+) -> None:
+    """Predict switch times and groups of all models, or of those that you name.
+
+    With --train the arguments after -- go to the script, and no server is needed.
+    """
+    if script is None and memory:
+        raise click.UsageError("--memory needs --train SCRIPT.py")
+    if script is not None:
+        if deadlines or watch:
+            raise click.UsageError("--deadline and --watch exclude --train")
+        dry_run.show(script, args, common.size_option("--memory", memory), as_json)
+        return
+    try:
+        limits = parse_deadlines(deadlines)
+    except InvalidInput as error:
+        raise click.BadParameter(error.message, param_hint="--deadline") from None
+
+    def fetch(client: Any) -> dict[str, Any]:
+        jobs = [] if args else jobs_of(client.jobs())
+        return {**report(client.plan(), limits, args), "jobs": jobs}
+
+    common.listing(fetch, report_view, as_json, watch)

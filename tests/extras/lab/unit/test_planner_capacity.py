@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from pipeswitch.planning.capacity import CapacityReport, ModelDemand, capacity_report
+from pipeswitch.extras.lab.capacity import CapacityReport, ModelDemand, capacity_report
 from pipeswitch.planning.costs import LayerCosts, LinkCost, makespan
 from pipeswitch.planning.exact import plan_groups
 

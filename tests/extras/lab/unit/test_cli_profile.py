@@ -11,7 +11,7 @@ import pytest
 from rich.console import Console, RenderableType
 
 from pipeswitch.base.errors import InvalidInput, ModelNotFound
-from pipeswitch.cli import profile_report as cli_profile
+from pipeswitch.extras.lab import profile_report as cli_profile
 from pipeswitch.planning.fit import MIB
 from pipeswitch.planning.measuring import MeasuredProgram, Measurement, RunInstants
 from pipeswitch.planning.planned import plan_of, predict

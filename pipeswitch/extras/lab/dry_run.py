@@ -10,12 +10,12 @@ from typing import Any, Final
 
 import msgspec
 
-from ..base import config
-from ..base.errors import InvalidInput, OutOfDeviceMemory
-from ..base.units import format_bytes, printed
-from ..launch import rehearsal_command
-from ..planning import swaps
-from . import views
+from ...base import config
+from ...base.errors import InvalidInput, OutOfDeviceMemory
+from ...base.units import format_bytes, printed
+from ...cli import views
+from ...launch import rehearsal_command
+from ...planning import swaps
 
 SHARES: Final = (0.7, 0.5, 0.3)  # default limits, as shares of a step's activations
 COLUMNS: Final = ("memory", "offloaded", "storages", "step_ms", "speed", "layer_wise_ms", "why")
