@@ -51,6 +51,8 @@ LIBRARIES: Final = {
     "pytorch_lightning": "lightning",
 }
 
+FIXED_VARIABLES: Final = ("PIPESWITCH_", "LD_", "PYTHON", "OMP_", "MKL_", "CUDA_")
+"""Prefixes of variables that are read before a job has its own environment."""
 OFFLOADS: Final = ("auto", "all", "conv", "none")
 
 device: str  # device for the model: "cpu", "cuda:0"

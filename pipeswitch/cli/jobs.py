@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import ast
 import contextlib
 import csv
+import os
 import sys
 from collections.abc import Mapping, Sequence
 from itertools import takewhile
@@ -14,10 +16,11 @@ import click
 
 from ..base.errors import InvalidInput
 from ..base.units import printed
-from ..job import OFFLOADS
+from ..job import FIXED_VARIABLES, OFFLOADS
 from . import common, views
 
 FIRST_LOOK_S: Final = 1.0
+MAX_SCRIPT_BYTES: Final = 4 << 20  # no variables are searched in a larger script
 
 
 class ScriptCommand(click.Command):
@@ -52,6 +55,12 @@ class ScriptCommand(click.Command):
     metavar="2GiB",
     help="Device memory for activations, unless the script sets it in job.steps.",
 )
+@click.option(
+    "--env",
+    metavar="NAME[=VALUE]",
+    multiple=True,
+    help="Variable for the script. Of this machine's server it also gets those that it names.",
+)
 @common.devices_option
 @common.json_option
 def train(
@@ -62,18 +71,21 @@ def train(
     share: str,
     devices: list[str],
     as_json: bool,
-    **of_steps: str | None,
+    **options: Any,
 ) -> None:
-    """Start a training script as a background job.
+    """Start a training script as a background job, in the current folder.
 
     ENTRY is SCRIPT.py or package.module:main; arguments after -- go to the script.
     """
+    env = options.pop("env")
     more = list(takewhile(lambda arg: arg.endswith(".py"), args)) if share else []
     if more and name:
         raise InvalidInput(f"--name {name} for {1 + len(more)} jobs", hint="leave out --name")
     with common.connected() as client:
         tasks = []
         for one in (entry, *more):
+            is_own = client.address.startswith("ipc://")
+            options["env"] = _variables(env, one if is_own else "")
             task = client.train(
                 one,
                 name=name,
@@ -81,9 +93,11 @@ def train(
                 priority=priority or "",
                 share=share,
                 devices=devices,
-                **of_steps,
+                **options,
             )
             tasks.append(task)
+            if options["env"]:
+                views.echo(f"variables: {', '.join(sorted(options['env']))}", err=True)
             common.print_done(
                 task.status() if as_json else {},
                 f"job {task.name} submitted; follow it: pipeswitch jobs logs -f {task.name}",
@@ -92,6 +106,23 @@ def train(
         for task in tasks:
             with contextlib.suppress(TimeoutError):
                 task.wait(FIRST_LOOK_S)  # report a job that fails at once, e.g. without an argument
+
+
+def _variables(env: Sequence[str], entry: str) -> dict[str, str]:
+    """Return the variables of ``--env``, and those of this environment that a script names."""
+    named: dict[str, str] = {}
+    with contextlib.suppress(OSError, SyntaxError, ValueError):  # train refuses the script
+        if entry.endswith(".py") and os.path.getsize(entry) <= MAX_SCRIPT_BYTES:
+            tree = ast.walk(ast.parse(Path(entry).read_bytes()))
+            texts = {one.value for one in tree if isinstance(one, ast.Constant)} - {"PATH", "HOME"}
+            own = [one for one in os.environ if one in texts]
+            named = {one: os.environ[one] for one in own if not one.startswith(FIXED_VARIABLES)}
+    for one in env:
+        name, has_value, value = one.partition("=")
+        if not has_value and name not in os.environ:
+            raise InvalidInput(f"--env {name}: it is not set here", hint=f"--env {name}=VALUE")
+        named[name] = value if has_value else os.environ[name]
+    return named
 
 
 @click.group(cls=common.Group, invoke_without_command=True)

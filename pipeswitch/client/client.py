@@ -538,6 +538,8 @@ class Client(Verbs):
         devices: str | Sequence[str] = (),
         offload: str | None = None,
         activation_memory: str | int | None = None,
+        folder: str | os.PathLike[str] | None = None,
+        env: Mapping[str, str] | None = None,
     ) -> Task:
         """Start a training script as a background job.
 
@@ -552,9 +554,13 @@ class Client(Verbs):
                 empty: all devices of the same kind as the first one.
             offload: which saved activations leave the device, unless the script sets it.
             activation_memory: device memory for saved activations, unless the script sets it.
+            folder: current folder of the script. Default: this process's, if the server is on this
+                machine, else the script's folder.
+            env: variables for the script, besides those of the server.
 
         Raises:
-            InvalidInput: the script is missing or not valid Python, or ``offload`` is unknown.
+            InvalidInput: the script is missing or not valid Python, ``offload`` is unknown, or the
+                server cannot use ``folder`` or ``env``.
         """
         if isinstance(args, str):
             raise InvalidInput(f"args is one text, {args!r}", hint="a list: args=[...]")
@@ -571,7 +577,10 @@ class Client(Verbs):
             **({"offload": offload} if offload else {}),
             **({"activation_memory": str(activation_memory)} if activation_memory else {}),
             **({"devices": as_texts(devices)} if devices else {}),
+            **({"env": [f"{name}={value}" for name, value in env.items()]} if env else {}),
         }
+        if folder is not None or self.address.startswith("ipc://"):
+            body["folder"] = os.path.abspath(folder or "")
         self._connection.request("train", body=body).result()
         return Task(self, str(body["name"]))
 

@@ -45,6 +45,8 @@ FIELDS: Final[Mapping[str, Mapping[str, type]]] = {
         "share": str,
         "devices": list,
         "defaults": list,
+        "folder": str,
+        "env": list,
     },
     "hold": {"why": str},  # for a job that stays paused until its user resumes it
     "placed": {"device": str, "is_sent": bool},  # for a job; the device that its user chose

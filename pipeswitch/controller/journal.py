@@ -49,10 +49,10 @@ from .folders import StateDir
 log = logging.getLogger(__name__)
 
 FILE_NAME: Final = "journal.sqlite"
-SCHEMA_VERSION: Final = 12
+SCHEMA_VERSION: Final = 13
 # The file's user_version; 0: no tables yet. Each version added a feature: 2 holds, 3 tenants,
 # 4 ended jobs, 5 versions, 6 shared input, 7 devices of jobs, 8 shares of versions, 9 chains,
-# 10 defaults of job.steps, 11 digests, 12 aliases.
+# 10 defaults of job.steps, 11 digests, 12 aliases, 13 folders and variables of jobs.
 BACKUPS: Final = ("journal.backup", "journal.backup-1")  # the newest first
 BACKUP_EVERY_S: Final = 60.0  # minimum interval after additions; a removal is backed up at once
 SLOW_APPEND_MS: Final = 100.0  # an append blocks the loop, so a longer one is logged
@@ -387,6 +387,15 @@ def _create(database: sqlite3.Connection) -> None:
             columns = ", ".join(f"{name} {_COLUMNS[type_]}" for name, type_ in fields.items())
             columns = f"name TEXT PRIMARY KEY, {columns}, {DIGEST_COLUMN} TEXT"
             database.execute(f"CREATE TABLE IF NOT EXISTS {kind} ({columns})")
+        for kind, fields in FIELDS.items():  # a sound row gets its digest again, with new columns
+            known = {row[1] for row in database.execute(f"PRAGMA table_info({kind})")}
+            old = ", ".join(["name", *(field for field in fields if field in known)])
+            if DIGEST_COLUMN in known and not fields.keys() <= known:
+                rows = database.execute(f"SELECT {DIGEST_COLUMN}, {old} FROM {kind}").fetchall()
+                for digest, *values in rows:
+                    if digest == digest_of([kind, *values]):
+                        change = f"UPDATE {kind} SET {DIGEST_COLUMN} = '' WHERE name = ?"
+                        database.execute(change, values[:1])
         # Entries that are older than tenants belong to the owner, whose tenant is "".
         for kind, column, empty in (
             ("model", "tenant", ""),
@@ -394,6 +403,8 @@ def _create(database: sqlite3.Connection) -> None:
             ("job", "share", ""),
             ("job", "devices", "[]"),
             ("job", "defaults", "[]"),
+            ("job", "folder", ""),
+            ("job", "env", "[]"),
             ("serving", "shares", "[]"),
             *((kind, DIGEST_COLUMN, "") for kind in FIELDS),
         ):

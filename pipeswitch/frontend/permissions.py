@@ -13,6 +13,7 @@ from itertools import chain, islice
 from typing import Any, Final
 
 from ..base.errors import InvalidInput, PermissionDenied
+from ..job import FIXED_VARIABLES
 from ..wire.frames import UPLOAD_LOST
 
 MAX_FILES: Final = 4096  # number of a source's files whose size and time are compared
@@ -223,6 +224,26 @@ def _matches(runs: str, pattern: str) -> bool:
     return pattern == "*" or (
         len(parts) == len(pattern_parts) and all(map(fnmatch.fnmatchcase, parts, pattern_parts))
     )
+
+
+def check_place(
+    folder: str, env: tuple[str, ...], *, is_owner: bool
+) -> tuple[str, tuple[str, ...]]:
+    """Return a script's folder and variables, which decide what code it runs: the owner's alone."""
+    if (folder or env) and not is_owner:
+        raise PermissionDenied("only the server's owner chooses a job's folder and variables")
+    if folder and not (os.path.isabs(folder) and os.path.isdir(folder)):
+        raise InvalidInput(f"no folder {folder!r} on the server's machine", hint="folder=PATH")
+    for one in env:
+        name, sign, _ = one.partition("=")
+        if not name or not sign or "\0" in one:
+            raise InvalidInput(f"env: {name[:64]!r} is not of the form NAME=VALUE")
+        if name.startswith(FIXED_VARIABLES):
+            raise InvalidInput(
+                f"env: {name[:64]!r} is read when the server starts its processes",
+                hint="set it for pipeswitch serve",
+            )
+    return folder, env
 
 
 def check_entry(entry: str, *, is_owner: bool, allow_code: Sequence[str]) -> str:

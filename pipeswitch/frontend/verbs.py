@@ -115,6 +115,9 @@ def _train(q: Question) -> Event:
         q.body.text("entry"), is_owner=q.principal.is_owner, allow_code=q.rules.allow_code
     )
     share = q.body.text("share", "")
+    folder, env = permissions.check_place(
+        q.body.text("folder", ""), q.body.texts("env"), is_owner=q.principal.is_owner
+    )
     return ev.TrainRequest(
         token=q.token,
         job=job,
@@ -125,6 +128,8 @@ def _train(q: Question) -> Event:
         share=share and validation.check_name(share, "share"),
         devices=q.body.texts("devices"),
         defaults=_defaults_of_steps(q),
+        folder=folder,
+        env=env,
         resumes=q.body.flag("resumes"),
         is_paused=q.body.flag("paused"),
     )

@@ -215,6 +215,8 @@ class TrainRequest(ClientRequest, frozen=True):
     share: str = ""  # name of a group of jobs that share their input; empty: none
     devices: tuple[str, ...] = ()  # names of the devices that may train it; empty: all
     defaults: tuple[tuple[str, str], ...] = ()  # values for omitted arguments of ``job.steps``
+    folder: str = ""  # current folder of the script; empty: the script's own
+    env: tuple[str, ...] = ()  # variables of the script, as NAME=VALUE
     resumes: bool = False  # resume from another server's commit in ``jobs/NAME/commit``
     is_paused: bool = False  # the job was paused on the other server
     loaded: LoadedCommit | None = None  # the commit to resume from; None: there was none

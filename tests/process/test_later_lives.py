@@ -453,3 +453,52 @@ def has_committed(task: Task, step: int) -> bool:
 
 def names_edited(task: Task, names: str) -> bool:
     return str(task.status()["why"]).startswith(f"{names}: edited since step ")
+
+
+PLACE = """
+    import os, sys, time
+    import torch
+    from pipeswitch import job
+
+    print("PLACE", os.getcwd(), os.environ["MY_SECRET"], open(sys.argv[1]).read(), flush=True)
+    net = torch.nn.Linear(4, 4)
+    opt = torch.optim.SGD(net.parameters(), 0.1)
+    for x in job.steps([torch.ones(1, 4)] * 100_000, model=net, optimizer=opt):
+        time.sleep(0.01)
+        net(x).sum().backward()
+        opt.step()
+"""
+
+
+def test_a_job_has_its_callers_folder_and_variables_in_each_life(tmp_path: Path) -> None:
+    folder = tmp_path / "project"
+    for name in ("scripts", "data"):
+        (folder / name).mkdir(parents=True)
+    write_script(folder / "scripts", "place.py", PLACE)
+    (folder / "data/x.txt").write_text("DATA")
+    options: Any = {"environment": ENVIRONMENT, "state_dir": tmp_path / "state"}
+    words = ("train", "scripts/place.py", "--json", "--", "data/x.txt")
+    for life in range(2):
+        with checked_server(settles=False, **options) as checked:
+            if not life:
+                host, secret = ("--host", checked.running.ipc_address), {"MY_SECRET": "m1ne"}
+                done = command(*host, *words, environment=secret, cwd=folder)
+                row = json.loads(done.stdout)
+                assert (row["folder"], row["env"]) == (str(folder), ["MY_SECRET"])
+                assert done.stderr == "variables: MY_SECRET\n"
+                assert "m1ne" not in done.stdout
+            task = checked.client.task("place")
+            until(partial(has_printed, task, life + 1, f"PLACE {folder} m1ne DATA"), "it goes on")
+            if life:
+                task.pause()
+                folder.rename(tmp_path / "moved")
+                task.resume()
+                until(lambda task=task: task.status()["state"] == "failed", "its folder is gone")
+                assert task.status()["error"].startswith(
+                    f"InvalidInput: the job's folder '{folder}"
+                )
+
+
+def has_printed(task: Task, count: int, line: str) -> bool:
+    is_on_disk = bool(task.status()["persisted_step"] > 0)
+    return is_on_disk and "".join(task.logs()).splitlines().count(line) == count

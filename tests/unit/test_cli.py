@@ -937,6 +937,30 @@ def test_options_behind_the_script_are_refused_unless_they_follow_two_dashes(
     assert (status, text[:15]) == (1, "job t submitted")  # also a group that is not complete
 
 
+def test_train_passes_the_variables_that_are_named_by_the_command_or_the_script(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    sent: list[dict[str, str]] = []
+
+    def train(entry: str, *, env: dict[str, str], **options: Any) -> Job:
+        sent.append(env)
+        return Job()
+
+    answering(monkeypatch, train=train)
+    texts = ["MY_SCALE", "PATH", "HOME", "LD_LIBRARY_PATH", "PIPESWITCH_HOST", "ABSENT"]
+    script = tmp_path / "t.py"
+    script.write_text(f"import os\nnames = [os.environ.get(one) for one in {texts!r}]\n3, b'', ...")
+    ours = {"MY_SCALE": "secret", "LD_LIBRARY_PATH": "/x", "OTHER": "o"}
+    status, _, text = run("train", str(script), "--env", "OTHER", "--env", "NEW=1=2", env=ours)
+    assert (status, text) == (0, "variables: MY_SCALE, NEW, OTHER\n")
+    assert sent == [{"MY_SCALE": "secret", "OTHER": "o", "NEW": "1=2"}]
+    assert "secret" not in text
+    assert run("train", str(script), "--env", "ABSENT", env=ours)[0] == InvalidInput.exit_code
+    assert run("train", "package.module:main", env=ours)[::2] == (0, "")
+    assert run("train", str(tmp_path / "missing.py"), env=ours)[::2] == (0, "")
+    assert sent[1:] == [{}, {}]
+
+
 class Job:
     """Job that never ends."""
 

@@ -20,6 +20,7 @@ import pytest
 from pipeswitch.base.errors import ConfigError
 from pipeswitch.base.version import own_version
 from pipeswitch.controller import journal
+from pipeswitch.controller.entries import digest_of
 from pipeswitch.controller.folders import TRASH_KEPT_S, StateDir
 from pipeswitch.controller.journal import BACKUPS, DIGEST_COLUMN, FILE_NAME, JournalFile
 
@@ -35,6 +36,8 @@ def job(name: str, **more: Any) -> dict[str, Any]:
         "share": "",
         "devices": [],
         "defaults": [],
+        "folder": "",
+        "env": [],
         **more,
     }
 
@@ -149,7 +152,7 @@ def test_jobs_of_a_release_without_ended_ones_are_the_owners(tmp_path: Path) -> 
         file.append(job("one", tenant="a"))
     with closing(sqlite3.connect(tmp_path / FILE_NAME)) as database:
         database.execute("ALTER TABLE job DROP COLUMN tenant")
-        for column in ("share", "devices", "defaults", DIGEST_COLUMN):
+        for column in ("share", "devices", "defaults", "folder", "env", DIGEST_COLUMN):
             database.execute(f"ALTER TABLE job DROP COLUMN {column}")
         database.execute("DROP TABLE ended")
         database.execute("PRAGMA user_version = 3")
@@ -158,6 +161,32 @@ def test_jobs_of_a_release_without_ended_ones_are_the_owners(tmp_path: Path) -> 
         again.append({"kind": "ended", "name": "one", "record": {}})
     with opened(tmp_path) as last:
         assert set(last.ended) == {"one"}
+
+
+def test_jobs_of_a_release_without_folders_are_kept_and_damage_is_found(
+    tmp_path: Path,
+) -> None:
+    with opened(tmp_path) as file:
+        file.append(job("one"))
+        file.append(job("two"))
+    with closing(sqlite3.connect(tmp_path / FILE_NAME)) as database:
+        for column in ("folder", "env"):
+            database.execute(f"ALTER TABLE job DROP COLUMN {column}")
+        for name in ("one", "two"):
+            values = [name, "x.py", '["a"]', 1, "", "", "[]", "[]"]
+            digest = digest_of(["job", *values])
+            database.execute(f"UPDATE job SET {DIGEST_COLUMN} = ? WHERE name = ?", (digest, name))
+        database.execute("UPDATE job SET priority = 2 WHERE name = 'two'")
+        database.execute("PRAGMA user_version = 12")
+        database.commit()
+    with opened(tmp_path) as again:
+        assert again.jobs == {"one": job("one"), "two": job("two")}, "the second from its copy"
+        assert any("damaged" in text for text in again.losses)
+        again.append(job("one", folder="/work", env=["A=1"]))
+    with opened(tmp_path) as last:
+        assert last.jobs["one"]["env"] == ["A=1"]
+    files = [path for path in tmp_path.rglob("*") if path.is_file()]
+    assert {path.stat().st_mode & 0o777 for path in files} == {0o600}, "values may be secret"
 
 
 def test_models_of_a_release_without_tenants_are_the_owners(tmp_path: Path) -> None:
@@ -387,7 +416,7 @@ def test_a_journal_of_a_later_release_is_left_alone(tmp_path: Path) -> None:
         file.append(job("one"))
     with closing(sqlite3.connect(tmp_path / FILE_NAME)) as database:
         database.execute(f"PRAGMA user_version = {journal.SCHEMA_VERSION + 1}")
-    with pytest.raises(ConfigError, match="schema 13; this release reads 12") as refused:
+    with pytest.raises(ConfigError, match="schema 14; this release reads 13") as refused:
         JournalFile(tmp_path / FILE_NAME)
     assert own_version() in refused.value.hint, "it names the version that wrote the file"
     assert not list(tmp_path.glob("*damaged*"))

@@ -9,7 +9,7 @@ import pytest
 from pipeswitch.base.errors import InvalidInput, PermissionDenied
 from pipeswitch.base.roles import OWNER
 from pipeswitch.frontend import validation
-from pipeswitch.frontend.permissions import check_entry, check_source
+from pipeswitch.frontend.permissions import check_entry, check_place, check_source
 from pipeswitch.frontend.validation import Body
 
 
@@ -80,3 +80,21 @@ def test_only_the_owner_names_the_address_that_a_request_comes_from() -> None:
         validation.address_of(Body("infer", {"address": "10.0.0.1"}), "alice")
     with pytest.raises(InvalidInput):
         validation.address_of(Body("infer", {"address": "1" * 65}), OWNER.tenant)
+
+
+def test_the_owner_alone_chooses_a_jobs_folder_and_variables(tmp_path: Path) -> None:
+    place = str(tmp_path), ("A=1=2", "B=")
+    assert check_place(*place, is_owner=True) == place
+    assert check_place("", (), is_owner=False) == ("", ())
+    for folder, env in ((*place[:1], ()), ("", ("A=1",))):
+        with pytest.raises(PermissionDenied, match="owner"):
+            check_place(folder, env, is_owner=False)
+    for folder, *env in ((str(tmp_path / "none"),), (".",), ("", "A"), ("", "=1"), ("", "A=\0")):
+        with pytest.raises(InvalidInput):
+            check_place(folder, tuple(env), is_owner=True)
+    for name in ("LD_PRELOAD", "PYTHONPATH", "PIPESWITCH_HOST"):
+        with pytest.raises(InvalidInput, match="when the server starts"):
+            check_place("", (f"{name}=1",), is_owner=True)
+    body = Body("train", {"env": ["A=" + "x" * 1000] * 100})
+    with pytest.raises(InvalidInput, match="at most"):
+        body.texts("env")

@@ -24,7 +24,7 @@ USERS = {
     "fields": "core.SchedulerSettings 45, spec.BuildSpec 21",
     "lines": "client.Client.register 117",
     "parameters": "client.Client.register 24, infer.infer 12, client.Client.generate 9, "
-    "client.Client.train 8, job.steps 8, session.TrainingSession.steps 8, testing.server 8",
+    "client.Client.train 10, job.steps 8, session.TrainingSession.steps 8, testing.server 8",
 }
 # Kernels for operators of torch, and a replacement of a torch function, with torch's signatures.
 TORCH = {"parameters": "packed._convolution_add 8, recurrent._stft 10"}

@@ -20,7 +20,7 @@ from types import FrameType
 from typing import Any, Final, Literal, NoReturn
 
 from pipeswitch import job as job_api
-from pipeswitch.base.errors import TaskPreempted
+from pipeswitch.base.errors import InvalidInput, TaskPreempted
 from pipeswitch.base.failpoints import reach
 from pipeswitch.base.machine import available_bytes
 from pipeswitch.base.plain_files import open_plain
@@ -70,7 +70,8 @@ def run_script(message: RunJob, host: JobHost, gate: Gate) -> JobEnded:
             _end_by_exit(session, host, message.op_id),
             repeatable_seeds(),
         ):
-            run_entry(message.entry, message.args)
+            os.environ.update(dict(one.split("=", 1) for one in message.env))
+            run_entry(message.entry, message.args, message.folder)
         if not gate.is_evicting:
             _join_threads()
         if gate.is_evicting:
@@ -178,13 +179,26 @@ def _end_by_exit(session: TrainingSession, host: JobHost, op_id: OpId) -> Iterat
         os._exit = leave
 
 
-def run_entry(entry: str, args: Sequence[str]) -> None:
-    """Run ``SCRIPT.py`` or ``package.module:main`` as if a user had started it."""
+def run_entry(entry: str, args: Sequence[str], folder: str) -> None:
+    """Run ``SCRIPT.py`` or ``package.module:main`` as if a user had started it in ``folder``.
+
+    Raises:
+        InvalidInput: the folder is gone.
+    """
+    path = Path(entry).resolve()
+    own_folder = str(path.parent) if entry.endswith(".py") else folder
+    try:
+        if folder or own_folder:
+            os.chdir(folder or own_folder)
+    except OSError as error:
+        raise InvalidInput(
+            f"the job's folder {folder or own_folder!r} cannot be entered: {error.strerror}",
+            hint="make it again, or run pipeswitch train in another one",
+        ) from None
+    if own_folder:
+        sys.path.insert(0, own_folder)
     if entry.endswith(".py"):
-        path = Path(entry).resolve()
-        sys.path.insert(0, str(path.parent))
         sys.argv = [str(path), *args]
-        os.chdir(path.parent)
         runpy.run_path(str(path), run_name="__main__")
         return
     module_name, _, attribute = entry.partition(":")

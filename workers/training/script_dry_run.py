@@ -101,7 +101,7 @@ def main(out: str, device: str, link_bytes_per_s: str, entry: str, *args: str) -
         copies, device = CpuCopies(float(link_bytes_per_s)), "cpu"
     job_api._install(ScriptDryRun(out, device, copies))
     with contextlib.suppress(TaskPreempted):
-        run_entry(entry, args)
+        run_entry(entry, args, os.getcwd())
 
 
 if __name__ == "__main__":

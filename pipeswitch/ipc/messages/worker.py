@@ -229,6 +229,8 @@ class RunJob(Message, frozen=True):
     last_step: int = 0  # last step of the previous process that the controller knows
     share: str = ""  # tenant/group of the jobs with which it shares input; empty: none
     defaults: tuple[tuple[str, str], ...] = ()  # for ``job.steps``: offload, activation_bytes
+    folder: str = ""  # current folder of the script; empty: the script's own
+    env: tuple[str, ...] = ()  # variables of the script, as NAME=VALUE
     activation_bytes: int = 0  # budget that all jobs of the device share; 0: each has its own
 
 

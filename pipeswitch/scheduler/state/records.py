@@ -352,6 +352,8 @@ class JobSpec:
     share: str = ""  # the group of jobs that read the same input; empty: none
     devices: tuple[str, ...] = ()  # names of the devices that may train it; empty: all
     defaults: tuple[tuple[str, str], ...] = ()  # arguments of ``job.steps`` that the script omits
+    folder: str = ""  # current folder of the script; empty: the script's own
+    env: tuple[str, ...] = ()  # variables of the script, as NAME=VALUE; values may be secret
 
     @classmethod
     def from_row(cls, name: JobName, row: Mapping[str, Any]) -> JobSpec:

@@ -86,6 +86,8 @@ class JobRequests:
             event.share,
             event.devices,
             event.defaults,
+            event.folder,
+            event.env,
         )
         job = self._jobs.adopt(spec)
         if event.loaded:

@@ -199,6 +199,8 @@ class Jobs:
             "state": job.state.state.value,
             "entry": spec.entry,
             "args": list(spec.args),
+            "folder": spec.folder,
+            "env": [one.partition("=")[0] for one in spec.env],  # without the values
             # The script does not report each step.
             "step": max(progress.step, memory.committed_step),
             "epoch": progress.epoch_index,

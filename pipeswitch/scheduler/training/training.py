@@ -206,6 +206,8 @@ class TrainingJobs:
                 job=job.spec.name,
                 entry=job.spec.entry,
                 args=job.spec.args,
+                folder=job.spec.folder,
+                env=job.spec.env,
                 log_path=f"{core.settings.logs_dir}/job-{job.spec.name}.log",
                 log_bytes=core.settings.job_log_bytes,
                 slot_bytes=job.memory.commit_slot_bytes,
