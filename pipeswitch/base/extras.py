@@ -30,7 +30,7 @@ class Seam:
 
     def names(self) -> list[str]:
         """Return the names that the installed extras add."""
-        return list(_functions(self.table))
+        return list(functions(self.table))
 
     def load(self, name: str) -> Any:
         """Import and return the function of a name.
@@ -39,7 +39,7 @@ class Seam:
             ConfigError: no installed extra has it.
         """
         try:
-            module, _, function = _functions(self.table)[name].partition(":")
+            module, _, function = functions(self.table)[name].partition(":")
         except KeyError:
             text = f"this installation has no {self.noun} {name!r}"
             raise ConfigError(text, hint=f"it lacks a folder in {FOLDER}") from None
@@ -55,11 +55,11 @@ UPSTREAMS: Final = Seam("UPSTREAMS", "gateway of a")  # connection of a gateway 
 
 
 @cache
-def _functions(table: str) -> Mapping[str, str]:
+def functions(table: str, package: str = PACKAGE, folder: Path = FOLDER) -> Mapping[str, str]:
     """Return the entries of all extras, each as "package.module:function"."""
-    functions: dict[str, str] = {}
-    for _, extra, is_package in pkgutil.iter_modules([str(FOLDER)], f"{PACKAGE}."):
+    entries: dict[str, str] = {}
+    for _, extra, is_package in pkgutil.iter_modules([str(folder)], f"{package}."):
         if is_package:
-            entries = getattr(importlib.import_module(extra), table, {})
-            functions |= {name: f"{extra}.{place}" for name, place in entries.items()}
-    return functions
+            own = getattr(importlib.import_module(extra), table, {})
+            entries |= {name: f"{extra}.{place}" for name, place in own.items()}
+    return entries

@@ -21,7 +21,7 @@ import numpy as np
 import psutil
 import pytest
 import torch
-from process_tools import ray_of_its_own
+from process_tools import ray_of_its_own, until
 
 from pipeswitch import AlreadyExists, Client, ModelNotFound, PermissionDenied
 from pipeswitch.base.errors import InvalidInput, ServerUnavailable
@@ -196,9 +196,13 @@ def test_of_two_who_register_one_name_the_first_has_it(nodes: Cluster, client: C
 def test_placement_that_is_started_again_knows_as_much(nodes: Cluster, client: Client) -> None:
     before = nodes.status()
     with connected_ray("auto") as ray:
-        ray.kill(placement_of(ray), no_restart=False)
-        again = answer_of(ray, placement_of(ray).table.options(max_task_retries=-1).remote())
-    assert again["version"] > before["version"]
+        ray.kill(placement_of(ray), no_restart=False)  # returns while the old actor still answers
+
+        def newer() -> Any:
+            table = placement_of(ray).table.options(max_task_retries=-1).remote()
+            return row if (row := answer_of(ray, table))["version"] > before["version"] else None
+
+        again = until(newer, "placement has started again")
     assert again["holders"]["m"] == before["models"]["m"]["nodes"]
     assert again["models"]["m"] in again["holders"]["m"]
 
