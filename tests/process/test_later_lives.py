@@ -113,6 +113,8 @@ def test_a_life_without_a_commit_leaves_no_row(tmp_path: Path) -> None:
     assert log.read_text() == "of an earlier run\nheader\n"
     begun(FakeHost(), files=record).close()
     assert log.read_text() == "of an earlier run\n"
+    record.write_text('{"')
+    begun(FakeHost(), files=record).close()
 
 
 @pytest.mark.parametrize("way", ["kept open", "header", "unlinked", "same", "new"])

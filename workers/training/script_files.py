@@ -38,8 +38,9 @@ class ScriptFiles:
     def __init__(self, record: Path | None, place: ScriptCursor, reports: Reports) -> None:
         self._record, self._place, self._reports = record, place, reports
         self._first: dict[str, int] = {}
-        if record is not None and record.exists():
-            self._first = json.loads(read_plain(record, MAX_RECORD_BYTES))
+        if record is not None:
+            with contextlib.suppress(OSError, ValueError):  # missing or damaged: rows may repeat
+                self._first = json.loads(read_plain(record, MAX_RECORD_BYTES))
         self._known = set(self._first)
         self._texts: WeakSet[TextIO] = WeakSet()
         self._emptied: dict[str, int] = {}  # file that the script emptied -> its size before
@@ -60,7 +61,9 @@ class ScriptFiles:
         if path not in self._first and not self._is_replay():
             self._first[path] = _size(path)
             if self._record is not None:
-                self._record.write_text(json.dumps(self._first))
+                new = self._record.with_suffix(f"{SUFFIX}.new")  # a kill leaves one of them whole
+                new.write_text(json.dumps(self._first))
+                new.replace(self._record)
         self._known.add(path)
         self._texts.add(text)
         return text
