@@ -1,10 +1,18 @@
-"""Encoding that raises MemoryError when memory is short. msgspec 0.22 would end the process:
-``encode`` frees a null pointer if its result cannot grow; ``encode_into`` checks the allocation."""
+"""Encoding and decoding that raise an error when memory is short; msgspec 0.22 ends the process.
+
+``encode`` frees a null pointer if its result cannot grow; ``encode_into`` checks the allocation.
+The JSON decoder writes to address 0 if it cannot allocate a string; msgpack and ``json`` do not.
+"""
 
 from functools import partial
-from typing import Any, Final
+from mmap import MAP_PRIVATE, mmap
+from typing import Any, Final, TypeVar
 
 import msgspec
+
+T = TypeVar("T")
+MEMORY_OF_A_BYTE: Final = 40  # maximum memory that a byte of JSON takes once decoded
+RESERVE_BYTES: Final = 128 << 20  # kept for C++ libraries, which abort if they find no memory
 
 
 def encoded(encoder: msgspec.json.Encoder | msgspec.msgpack.Encoder, value: Any) -> bytes:
@@ -16,3 +24,14 @@ def encoded(encoder: msgspec.json.Encoder | msgspec.msgpack.Encoder, value: Any)
 json_encoder: Final = msgspec.json.Encoder()
 encode_json: Final = partial(encoded, json_encoder)
 encode_msgpack: Final = partial(encoded, msgspec.msgpack.Encoder())
+
+
+def check_memory(count: int, each_bytes: int = MEMORY_OF_A_BYTE) -> None:
+    """Raise OSError (ENOMEM) unless ``count * each_bytes`` and the reserve are free."""
+    mmap(-1, RESERVE_BYTES + count * each_bytes, MAP_PRIVATE).close()
+
+
+def decode_json(data: Any, kind: type[T]) -> T:
+    """Decode a client's JSON if there is memory for the result."""
+    check_memory(len(data))
+    return msgspec.json.decode(data, type=kind)

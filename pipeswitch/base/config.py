@@ -224,6 +224,12 @@ class ServerConfig(Section, frozen=True):
     runtime_dir: str = ""
 
 
+# A kind of device is a folder with this file (``devices/registry.py``).
+DEVICE_KINDS: Final = frozenset(
+    path.parent.name for path in (Path(__file__).parents[1] / "devices").glob("*/kind.py")
+)
+
+
 def _device_names(text: object) -> str:
     """Return device names, separated by commas; raise ValueError for a wrong or repeated name."""
     names = [part.strip() for part in str(text).split(",")]
@@ -231,8 +237,8 @@ def _device_names(text: object) -> str:
         return "auto"
     places = []
     for name in names:
-        match = re.fullmatch(r"(cpu|cuda)(?::([0-9]{1,3}))?", name)
-        if match is None:
+        match = re.fullmatch(r"([a-z]+)(?::([0-9]{1,3}))?", name)
+        if match is None or match[1] not in DEVICE_KINDS:
             alone = ", which goes alone" if name == "auto" else ""
             raise ValueError(f"{name!r} is none of auto, cpu, cpu:0, cpu:1, cuda:0, …{alone}")
         places.append(f"{match[1]}:{int(match[2] or 0)}")

@@ -43,7 +43,7 @@ from ..programs.spec import (
     rebuild_spec,
     save_manifest,
 )
-from ..scheduler.events import Address, Exited, Received, StartBuild, SweepPrograms
+from ..scheduler.state.events import Address, Exited, Received, StartBuild, SweepPrograms
 from .device_effects import ServerContext
 from .folders import DIGEST
 

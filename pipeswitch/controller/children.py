@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from ..ipc.messages.base import Message
-from ..scheduler.events import Address, Event, Exited, Received
+from ..scheduler.state.events import Address, Event, Exited, Received
 from .processes import Child, Kind, Processes
 
 

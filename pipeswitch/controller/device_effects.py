@@ -24,7 +24,7 @@ from ..ipc.messages.daemon import (
     PersistCommit,
     TransmitModel,
 )
-from ..scheduler import events as ev
+from ..scheduler.state import events as ev
 from .children import Children
 from .folders import StateDir
 from .server_memory import DeviceShare, ResourceLimits, ServerMemory, close_soon

@@ -28,7 +28,7 @@ from ..ipc.control_page import sealed_memfd
 from ..ipc.messages.base import JobName, ModelName
 from ..planning import profile_files as profile_files
 from ..planning.profile import Profile
-from ..scheduler import events as ev
+from ..scheduler.state import events as ev
 from ..scheduler.timeline import Timeline
 from ..wire.frames import pack_dict
 from .builds import Builds

@@ -23,7 +23,7 @@ from ..base import failpoints
 from ..base.failpoints import reach
 from ..base.machine import FreedMemory
 from ..ipc.channel import cause
-from ..scheduler.events import DrainRequest, Event, Query, Tick
+from ..scheduler.state.events import DrainRequest, Event, Query, Tick
 from ..watchdog import LoopWatchdog, Notifier
 from .processes import URGENT_LOOK_EVERY_S
 from .server import Server

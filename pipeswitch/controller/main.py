@@ -24,7 +24,7 @@ from ..base.units import LogFile, PrintableFormatter
 from ..devices.registry import choose_devices
 from ..frontend.transport.listeners import Listeners, check_access
 from ..ipc.channel import name_event
-from ..scheduler.events import Token
+from ..scheduler.state.events import Token
 from ..watchdog import LoopWatchdog
 from ..wire.addresses import parse_listen
 from ..wire.private import check_trusted

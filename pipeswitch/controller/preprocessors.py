@@ -12,7 +12,7 @@ from ..ipc.control_page import sealed_memfd
 from ..ipc.messages.base import Message, Slot
 from ..ipc.messages.processor import CheckSchema, StageFailed, StageSettings
 from ..programs.decoding.grammar import costly_refusal
-from ..scheduler.events import Address, Exited, Send, Spawn, TakeResult
+from ..scheduler.state.events import Address, Exited, Send, Spawn, TakeResult
 from .device_effects import ServerContext
 
 _NO_SLOT: Final = Slot(-1)

@@ -19,7 +19,7 @@ from ..ipc.messages.base import JobName, ModelName
 from ..programs.interface.chains import Chain
 from ..programs.interface.signature import parse_input, parse_states
 from ..programs.spec import devices_of, processor_of
-from ..scheduler.events import ChainRequest, Event, RegisterModelRequest, Reply, Token
+from ..scheduler.state.events import ChainRequest, Event, RegisterModelRequest, Reply, Token
 from ..scheduler.state.records import JobSpec
 from ..scheduler.state.versions import split_name, version_name
 from ..scheduler.training.jobs import RestoredJob

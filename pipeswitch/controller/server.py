@@ -17,7 +17,7 @@ from ..base.units import format_bytes
 from ..devices import ASKED_FOR, ChosenDevice
 from ..devices.registry import facts_of
 from ..frontend.frontend import Frontend
-from ..scheduler.events import Event, Shutdown
+from ..scheduler.state.events import Event, Shutdown
 from .children import Children
 from .device_effects import DeviceEffects, ServerContext
 from .effects import Effects, Tracer

@@ -4,21 +4,24 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any, Final
+from importlib import import_module
+from typing import Any, Final, cast
 
 from ..base.config import DeviceConfig
 from ..base.errors import ConfigError
 from . import ChosenDevice, DeviceKind
-from .cpu.kind import CpuKind
-from .cuda.kind import CudaKind
 
-KINDS: Final[Mapping[str, DeviceKind]] = {"cuda": CudaKind(), "cpu": CpuKind()}
 FALLBACK: Final = "cpu"  # used for "auto" if cuda is not available; every machine has a cpu
 
 
 def kind_of(name: str) -> DeviceKind:
-    """Return the kind of a device. ``name``: a configured name, or ``DeviceKind.opened``."""
-    return KINDS[name.partition(":")[0]]
+    """Return the kind of a device: ``KIND`` in ``kind.py`` of the folder with its name.
+
+    Args:
+        name: a configured name, or ``DeviceKind.opened``.
+    """
+    module = import_module(f".{name.partition(':')[0]}.kind", __package__)
+    return cast("DeviceKind", module.KIND)
 
 
 def choose_devices(
@@ -38,7 +41,7 @@ def choose_devices(
     except ConfigError as error:
         if config.name != "auto":
             raise
-        chosen = KINDS[FALLBACK].choose(
+        chosen = kind_of(FALLBACK).choose(
             config, FALLBACK, workers=workers, available_bytes=available_bytes
         )
         return (replace(chosen, why=f"not cuda: {error.message}"),)

@@ -7,11 +7,11 @@ from typing import Final
 
 from ..base.errors import PipeSwitchError, model_failed
 from ..ipc.messages.base import ModelName
-from ..scheduler.events import ModelAvailable
+from ..scheduler.state.events import ModelAvailable
 from ..scheduler.state.versions import split_name
 from ..wire.frames import RequestHeader
-from . import validation
-from .validation import ValidatedRequest
+from .intake import validation
+from .intake.validation import ValidatedRequest
 
 MAX_FITTING: Final = 256  # maximum number of cached checks, for all models together
 

@@ -13,7 +13,7 @@ import msgspec
 from ..base.errors import InvalidInput, ModelNotFound, PipeSwitchError, from_wire, to_wire
 from ..ipc.messages.base import SlabTensor
 from ..programs.interface.chains import Chain, ChainStep
-from ..scheduler.events import InferArrived, ModelAvailable, Reply, Token
+from ..scheduler.state.events import InferArrived, ModelAvailable, Reply, Token
 from ..wire.frames import VERSION, RequestHeader, WireTensor
 from ..wire.request_timing import of_steps
 from .requests import ChainRun, Pending

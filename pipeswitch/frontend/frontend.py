@@ -39,16 +39,16 @@ from ..base.roles import Principal, Role, in_order
 from ..base.units import nearest
 from ..commits.commit_files import load_commit
 from ..commits.progress import HANDED_ON, read_life
-from ..scheduler import events as ev
+from ..scheduler.state import events as ev
 from ..wire.frames import VERSION, RequestHeader, decode_request
 from ..wire.stream import WireMessage
 from .disk import Disk
 from .generations import Generations
 from .inference import Inference
+from .intake.request_log import RequestLog, log_published
+from .intake.request_pool import RequestPool
 from .job_files import read_piece
 from .own_verbs import OwnVerbs
-from .request_log import RequestLog, log_published
-from .request_pool import RequestPool
 from .requests import INFERS, Requests
 from .schemas import SchemaChecks
 from .sequences.caches import Caches

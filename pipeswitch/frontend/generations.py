@@ -21,7 +21,7 @@ from ..base.errors import Cancelled, PipeSwitchError, QueueFull, TaskFailed
 from ..ipc.messages.base import OpId, SlabTensor
 from ..programs.decoding.generation_settings import CACHE, COUNT, IDS, MOST_STEPS, USED
 from ..programs.interface.layout import ITEM_BYTES, TENSOR_ALIGN_BYTES, aligned
-from ..scheduler.events import (
+from ..scheduler.state.events import (
     CancelRequest,
     InferArrived,
     NextRun,
@@ -32,14 +32,14 @@ from ..scheduler.events import (
 )
 from ..wire.frames import RequestHeader
 from .inference import Inference
-from .request_pool import PoolAllocation
+from .intake.request_pool import PoolAllocation
+from .intake.validation import Body
 from .requests import Pending
 from .schemas import SchemaChecks
 from .sequences.blocks import BlockTable, tokens_of
 from .sequences.generation_state import GenerateBody, Generation, generation_of
 from .transport.clients import Outgoing, Session
 from .transport.replies import reply_frames
-from .validation import Body
 
 AGAIN: Final = "wait for answers, or raise [server] pool"
 WORD_BYTES: Final = ITEM_BYTES["int64"]

@@ -18,7 +18,7 @@ from ..base.failpoints import reach
 from ..base.roles import URGENT_PRIORITY, Role
 from ..base.worker_thread import WorkerThread
 from ..ipc.messages.base import ModelName, OpId, SlabTensor
-from ..scheduler.events import (
+from ..scheduler.state.events import (
     CancelRequest,
     Event,
     InferArrived,
@@ -31,13 +31,14 @@ from ..scheduler.events import (
 from ..scheduler.state.versions import split_name
 from ..wire.frames import VERSION, RequestHeader, WireTensor
 from ..wire.request_timing import RequestTiming
-from . import chain_requests, validation
+from . import chain_requests
 from .announced_models import AnnouncedModels
-from .request_pool import PoolAllocation
+from .intake import validation
+from .intake.request_pool import PoolAllocation
+from .intake.validation import Body, ValidatedRequest
 from .requests import ChainRun, Pending, Requests
 from .sequences.sequence_state import SequenceOptions, SequenceState, sequence_options
 from .transport.clients import Session
-from .validation import Body, ValidatedRequest
 
 INLINE_COPY_BYTES: Final = 1 << 20  # copied in 0.1 ms, as long as two thread switches take
 _NO_RUN: Final = OpId(0)

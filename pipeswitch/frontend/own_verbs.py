@@ -13,17 +13,17 @@ from ..base.config import Config
 from ..base.errors import Cancelled, InvalidInput, PipeSwitchError, ServerUnavailable
 from ..programs.graphs.bundle import read_bundle
 from ..programs.interface.layout import BUNDLE_FILE
-from ..scheduler.events import CancelRequest
+from ..scheduler.state.events import CancelRequest
 from ..wire.frames import RequestHeader
-from . import validation
 from .generations import Generations
 from .inference import Inference
+from .intake import validation
+from .intake.validation import Body, tenant_of
 from .requests import Pending
 from .sequences.generation_state import facts_of
 from .transport.clients import Session
 from .transport.sessions import Sessions
 from .uploads import CREDIT_CHUNKS, Uploads
-from .validation import Body, tenant_of
 from .verbs import VERBS
 
 CANCELS: Final = 32  # requests that are cancelled at once, each in 0.1 ms

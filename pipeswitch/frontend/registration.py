@@ -23,10 +23,10 @@ from ..programs.interface.layout import ITEM_BYTES
 from ..programs.interface.packing import PRECISIONS
 from ..programs.interface.pytree import check_takes
 from ..programs.spec import DEFAULT_MAX_BATCH, DEFAULT_SEQUENCES, BuildSpec, processor_of
-from ..scheduler.events import RegisterModelRequest, Token, VersionRequest
+from ..scheduler.state.events import RegisterModelRequest, Token, VersionRequest
 from ..wire.register_request import BuildRequest, Extent, RegisterRequest, Signature
+from .intake.validation import check_name, priority_number
 from .permissions import CheckedSource, Rules, check_function, check_source
-from .validation import check_name, priority_number
 
 DTYPES: Final = tuple(ITEM_BYTES)
 OF_A_VERSION: Final = {"as_version", "weights", "precision", "max_error"}

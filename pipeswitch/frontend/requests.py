@@ -19,11 +19,11 @@ from ..base.errors import PipeSwitchError, QueueFull, TaskFailed
 from ..base.failpoints import reach
 from ..ipc.messages.base import ModelName, SlabTensor
 from ..programs.interface.chains import Chain
-from ..scheduler.events import InferArrived, Reply, Token
+from ..scheduler.state.events import InferArrived, Reply, Token
 from ..wire.frames import RequestHeader
 from ..wire.request_timing import RequestTiming
-from .request_log import RequestLog
-from .request_pool import PoolAllocation, RequestPool
+from .intake.request_log import RequestLog
+from .intake.request_pool import PoolAllocation, RequestPool
 from .sequences.caches import Caches
 from .sequences.generation_state import Generation
 from .sequences.sequence_state import SequenceState

@@ -35,8 +35,8 @@ from ..base.worker_thread import Failed, Work, WorkerThread
 from ..programs.spec import files_of
 from ..wire.frames import CHUNK_BYTES, UPLOAD_LOST, RequestHeader
 from .disk import PARTIAL, Disk
+from .intake.validation import Body, tenant_of
 from .permissions import DIGEST
-from .validation import Body, tenant_of
 
 _logger = logging.getLogger(__name__)
 

@@ -2,8 +2,8 @@
 
 ``VERBS`` is the table of all verbs. Most are checked here and converted to one event for the
 scheduler, before the request is accepted. The frontend answers the others. A new verb needs an
-event (``scheduler/events.py``), a component that handles the event (``core.handles``), and a row
-here, which may give it an HTTP route. It also needs a method of the SDK (``client/verbs.py``).
+event (``scheduler/state/events.py``), a component that handles the event (``core.handles``), and a
+row here, which may give it an HTTP route. It also needs a method of the SDK (``client/verbs.py``).
 docs/protocol.md lists verbs and fields.
 """
 
@@ -20,14 +20,15 @@ from ..base.units import escape_control_chars
 from ..ipc.messages.base import JobName, ModelName
 from ..job import known_offload, size_of
 from ..programs.interface.chains import Sources, Steps
-from ..scheduler import events as ev
+from ..scheduler.state import events as ev
 from ..wire.frames import RequestHeader
 from ..wire.register_request import RegisterRequest
-from . import permissions, validation
+from . import permissions
+from .intake import validation
+from .intake.validation import Body
 from .job_files import PIECES
 from .permissions import Rules as Rules
 from .registration import registration
-from .validation import Body
 
 _logger = logging.getLogger(__name__)
 

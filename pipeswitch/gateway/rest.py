@@ -7,9 +7,9 @@ from typing import Any, Final
 
 import msgspec
 
+from ..base.codec import decode_json
 from ..base.errors import InvalidInput, PipeSwitchError, ServerUnavailable
 from ..base.roles import Principal
-from .decoding import decode_json
 from .http.http_server import Head, Response, json_answer
 from .http_errors import TooLarge, body_of, status_of
 from .offload import OffloadThread

@@ -10,13 +10,15 @@ import array
 import contextlib
 import ctypes
 import errno
+import functools
 import logging
+import operator
 import os
 import signal
 import socket
 import struct
 from collections.abc import Sequence
-from typing import Final
+from typing import Any, Final
 
 import msgspec
 
@@ -24,11 +26,18 @@ from ..base import failpoints
 from ..base.errors import LocalProtocolError, RemoteProtocolError
 from ..base.failpoints import garbled
 from ..wire.frames import MAX_HEADER_BYTES, decode_with, encoder, refuse_deep
-from .messages.any_message import AnyMessage
+from .messages import base, builder, daemon, fork_server, gateway, processor, worker
 from .messages.base import Message
 from .messages.builder import BuildFailed
 from .messages.worker import InferenceFailed, JobReport, LeaseRefused
 
+_MESSAGES: Final = [
+    one
+    for module in (base, builder, daemon, fork_server, gateway, processor, worker)
+    for one in vars(module).values()
+    if isinstance(one, type) and issubclass(one, Message) and one is not Message
+]
+AnyMessage: Final[Any] = functools.reduce(operator.or_, _MESSAGES)  # what a channel decodes
 MAX_DESCRIPTORS: Final = 64
 PR_SET_PDEATHSIG: Final = 1
 # Plain integers: combining flags of an enumeration takes longer than decoding a message.

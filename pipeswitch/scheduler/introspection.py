@@ -14,14 +14,14 @@ from ..base.errors import InvalidInput, ModelNotFound, PipeSwitchError
 from ..ipc.messages.base import ModelName
 from ..programs.interface.dims import extent_text
 from ..programs.interface.layout import Manifest, ValueSpec
-from .core import Core, handles
-from .device import Device
-from .events import Query, Token
 from .memory.allocators import gib
 from .memory.plans import plan_row, stream_of
 from .processes.preprocess_pool import PreprocessPool, PreprocessSlot
-from .server_state import ServerState
+from .server.device import Device
+from .server.server_state import ServerState
+from .state.core import Core, handles
 from .state.device_state import DeviceState
+from .state.events import Query, Token
 from .state.fair_queue import CallerShare
 from .state.records import PRIORITY_NAMES, DeviceModel, Job, Model, Worker
 from .state.regions import Owner

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from .core import ALL, JOBS, QUEUE, RESIDENCY, TURN, WORKERS, Core
-from .device import Device
-from .events import Journal
+from .server.device import Device
+from .state.core import ALL, JOBS, QUEUE, RESIDENCY, TURN, WORKERS, Core
+from .state.events import Journal
 from .state.records import Job
 from .state.states import TASK_FINAL, TASK_ON_WORKER, TaskState
 from .training.jobs import Jobs

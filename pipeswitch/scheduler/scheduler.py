@@ -18,8 +18,19 @@ from ..ipc.messages import daemon as daemon_msg
 from ..ipc.messages import worker as worker_msg
 from ..ipc.messages.base import Pong
 from ..ipc.messages.builder import BuildDone, BuildFailed, BuildProgress
-from . import events as ev
-from .core import (
+from .introspection import Introspection
+from .migrations import JobMigrations
+from .models.build_queue import BuildQueue
+from .models.model_registry import Registry
+from .models.publishing import Publishing
+from .policies import Policy, make_policy
+from .policies.guard import PolicyGuard
+from .processes.health import Pings
+from .profiling.profiling_sessions import Profiling
+from .requests.admission import Admission
+from .server.server_state import ServerState
+from .state import events as ev
+from .state.core import (
     ALL,
     JOBS,
     PINGS,
@@ -34,17 +45,6 @@ from .core import (
     Wakeups,
     handler_table,
 )
-from .introspection import Introspection
-from .migrations import JobMigrations
-from .models.build_queue import BuildQueue
-from .models.model_registry import Registry
-from .models.publishing import Publishing
-from .policies import Policy, make_policy
-from .policies.guard import PolicyGuard
-from .processes.health import Pings
-from .profiling.profiling_sessions import Profiling
-from .requests.admission import Admission
-from .server_state import ServerState
 from .state.versions import Versions
 from .training.job_requests import JobRequests
 

@@ -13,7 +13,7 @@ from typing import Any, Final
 import msgspec
 from msgspec.structs import replace
 
-from .events import Span, Spans
+from .state.events import Span, Spans
 
 RING_BYTES: Final = 6 << 20  # about 2 KiB for each switch: the last 3,000 switches
 KEPT: Final = 32_768  # number of slots for groups of spans; the writer may be filling one

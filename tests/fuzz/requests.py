@@ -28,7 +28,7 @@ from pipeswitch.frontend.transport.connection_manager import ClientConnection, C
 from pipeswitch.frontend.transport.listeners import Listener
 from pipeswitch.ipc.control_page import sealed_memfd
 from pipeswitch.ipc.messages.base import ModelName
-from pipeswitch.scheduler.events import Event, InferArrived, ModelAvailable, Reply
+from pipeswitch.scheduler.state.events import Event, InferArrived, ModelAvailable, Reply
 from pipeswitch.wire.frames import (
     INLINE,
     MAGIC,

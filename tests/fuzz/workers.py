@@ -44,9 +44,9 @@ from pipeswitch.ipc.messages.base import (
     Turn,
 )
 from pipeswitch.ipc.messages.builder import BuildDone, BuildFailed, BuildProgress
-from pipeswitch.scheduler import events as ev
-from pipeswitch.scheduler.core import SchedulerSettings
 from pipeswitch.scheduler.scheduler import Scheduler
+from pipeswitch.scheduler.state import events as ev
+from pipeswitch.scheduler.state.core import SchedulerSettings
 from pipeswitch.scheduler.timeline import Timeline
 from pipeswitch.wire.frames import pack_dict
 

@@ -12,10 +12,10 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from pipeswitch.scheduler.core import Wakeups
-from pipeswitch.scheduler.device import Device
 from pipeswitch.scheduler.scheduler import Scheduler
+from pipeswitch.scheduler.server.device import Device
 from pipeswitch.scheduler.state import records
+from pipeswitch.scheduler.state.core import Wakeups
 from pipeswitch.scheduler.state.device_owner import DeviceOwner
 from pipeswitch.scheduler.state.device_state import DeviceState
 from pipeswitch.scheduler.state.fair_queue import CallerQueue, Charge

@@ -11,7 +11,7 @@ from pipeswitch.extras.lab.device import require
 from pipeswitch.extras.lab.simulated_clients import Action, SimulatedClients
 from pipeswitch.ipc.messages.base import JobName, ModelName
 from pipeswitch.ipc.messages.worker import RunInference, SamplingParams
-from pipeswitch.scheduler import events as ev
+from pipeswitch.scheduler.state import events as ev
 
 JOBS: Final = JobName("job"), JobName("other")
 JOB: Final = JOBS[0]

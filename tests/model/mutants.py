@@ -25,8 +25,8 @@ from pipeswitch.ipc.messages.daemon import (
     TransmitModel,
 )
 from pipeswitch.ipc.messages.worker import CommitStep, GrantTurn, InferenceDone, StopTask
-from pipeswitch.scheduler import events as ev
 from pipeswitch.scheduler.scheduler import Scheduler
+from pipeswitch.scheduler.state import events as ev
 
 from .scope import Scope
 

@@ -11,8 +11,8 @@ import marshal
 from typing import Any, Final
 from zlib import crc32
 
-from pipeswitch.scheduler import events as ev
 from pipeswitch.scheduler.scheduler import Scheduler
+from pipeswitch.scheduler.state import events as ev
 
 from .brain import Brain, sight
 from .frozen import Kept, frozen_part, reader

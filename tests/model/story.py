@@ -6,7 +6,7 @@ from typing import Any, Final
 
 from pipeswitch.extras.lab.device import Violation
 from pipeswitch.ipc.messages.daemon import CommitCopy
-from pipeswitch.scheduler import events as ev
+from pipeswitch.scheduler.state import events as ev
 
 from .choices import Action
 from .daemon import OUT, TO_HOST

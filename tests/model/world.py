@@ -17,11 +17,11 @@ from pipeswitch.ipc.messages.base import JobName, Message, ModelName, Slot
 from pipeswitch.ipc.messages.daemon import Scrub, TransmitModel
 from pipeswitch.ipc.messages.worker import ModelPrepared, PrepareModel, RunInference
 from pipeswitch.programs.interface.layout import Batching
-from pipeswitch.scheduler import events as ev
-from pipeswitch.scheduler.core import SchedulerSettings
-from pipeswitch.scheduler.device import Device
 from pipeswitch.scheduler.memory.allocators import FENCES
 from pipeswitch.scheduler.scheduler import Scheduler
+from pipeswitch.scheduler.server.device import Device
+from pipeswitch.scheduler.state import events as ev
+from pipeswitch.scheduler.state.core import SchedulerSettings
 from pipeswitch.scheduler.state.queue import Queue
 from pipeswitch.scheduler.state.records import Job
 from pipeswitch.scheduler.state.regions import Owner

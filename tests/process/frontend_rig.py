@@ -24,7 +24,7 @@ from pipeswitch.ipc.messages.base import ModelName, SlabTensor
 from pipeswitch.ipc.messages.gateway import KeyedSettings
 from pipeswitch.programs.interface.dims import Dim
 from pipeswitch.programs.interface.layout import Manifest, ValueSpec
-from pipeswitch.scheduler import events as ev
+from pipeswitch.scheduler.state import events as ev
 from pipeswitch.wire.request_timing import RequestTiming
 
 POOL_BYTES = 8 << 20

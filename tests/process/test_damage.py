@@ -58,7 +58,7 @@ from pipeswitch.ipc.messages.daemon import ModelStored, StoreFailed
 from pipeswitch.memory_daemon.store import UnusableModel, load_model
 from pipeswitch.programs.interface.packing import DERIVED_FILE
 from pipeswitch.programs.spec import BUNDLE_FILE, MANIFEST_FILE, load_manifest, save_manifest
-from pipeswitch.scheduler import events as ev
+from pipeswitch.scheduler.state import events as ev
 from pipeswitch.scheduler.state.states import ModelState
 from pipeswitch.scheduler.state.versions import version_name
 from tests.process.figures import publishing

@@ -23,7 +23,7 @@ from frontend_rig import FakeScheduler, until
 
 from pipeswitch import Client
 from pipeswitch.base.errors import ServerUnavailable
-from pipeswitch.scheduler import events as ev
+from pipeswitch.scheduler.state import events as ev
 from pipeswitch.wire.frames import INLINE, pack_table
 
 X = np.ones((1, 64), dtype=np.float32)

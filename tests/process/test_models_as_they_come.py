@@ -18,7 +18,7 @@ from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
 from pipeswitch.base.errors import InvalidInput, PipeSwitchError, RegistrationRefused
 from pipeswitch.client.model_sources import LocalSource
-from pipeswitch.frontend import validation
+from pipeswitch.frontend.intake import validation
 from pipeswitch.programs.build.export import export_module_to_bundle
 from pipeswitch.programs.build.files import convert, convert_weights
 from pipeswitch.programs.build.program import build

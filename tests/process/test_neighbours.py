@@ -18,7 +18,7 @@ import pytest
 from frontend_rig import DEADLINE_S, FakeScheduler, until
 
 import pipeswitch as ps
-from pipeswitch.scheduler.events import InferArrived
+from pipeswitch.scheduler.state.events import InferArrived
 from pipeswitch.wire.frames import INLINE, WireTensor, decode_reply, pack_table
 from tests.process.bombs import pickled
 from tests.raw_peer import RawPeer, ask, raw_peer

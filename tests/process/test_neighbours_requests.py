@@ -22,15 +22,15 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import pipeswitch as ps
+from pipeswitch.frontend.intake.validation import check_name
 from pipeswitch.frontend.uploads import KEPT_UPLOADS
-from pipeswitch.frontend.validation import check_name
 from pipeswitch.frontend.verbs import VERBS
 from pipeswitch.ipc.control_page import sealed_memfd
 from pipeswitch.programs.graphs.bundle import Graph, Node, check_graph
 from pipeswitch.programs.graphs.operators import ALLOWED
 from pipeswitch.programs.interface.layout import ITEM_BYTES, ValueSpec
 from pipeswitch.programs.spec import BuildSpec
-from pipeswitch.scheduler.events import Query
+from pipeswitch.scheduler.state.events import Query
 from pipeswitch.wire.frames import decode_reply
 from tests.process.bombs import pickled
 from tests.raw_peer import RawPeer, ask, raw_peer

@@ -20,7 +20,7 @@ from pipeswitch.base.roles import MODEL_FACTS, Role, in_order
 from pipeswitch.extras.curve.curve_keys import KeyFolder, make_pair
 from pipeswitch.frontend.transport.clients import Counters
 from pipeswitch.frontend.verbs import VERBS
-from pipeswitch.scheduler.events import Publish
+from pipeswitch.scheduler.state.events import Publish
 from pipeswitch.testing import RunningServer, server
 from pipeswitch.wire.frames import decode_reply
 from tests.raw_peer import ask, raw_peer

@@ -28,7 +28,7 @@ from pipeswitch.frontend.frontend import Frontend
 from pipeswitch.frontend.transport.connection_limits import SESSIONLESS_BYTES
 from pipeswitch.ipc.messages.base import SlabTensor
 from pipeswitch.programs.spec import BuildSpec
-from pipeswitch.scheduler import events as ev
+from pipeswitch.scheduler.state import events as ev
 from pipeswitch.wire import frames
 from tests.raw_peer import RawPeer, ask, raw_peer
 

@@ -34,12 +34,12 @@ from pipeswitch.planning.profile import (
 )
 from pipeswitch.programs.interface.groups import layer_bytes
 from pipeswitch.programs.interface.layout import Batching, Manifest
-from pipeswitch.scheduler import events as ev
-from pipeswitch.scheduler.core import SchedulerSettings
-from pipeswitch.scheduler.device import Device
 from pipeswitch.scheduler.policies import MAKERS
 from pipeswitch.scheduler.policies.placement import PLACEMENTS
 from pipeswitch.scheduler.scheduler import Scheduler
+from pipeswitch.scheduler.server.device import Device
+from pipeswitch.scheduler.state import events as ev
+from pipeswitch.scheduler.state.core import SchedulerSettings
 
 MIB = 1 << 20
 LAYER_MS = 5.0  # time to compute a layer; the time to copy a group is twice as long

@@ -16,8 +16,8 @@ import msgspec
 import numpy as np
 
 from pipeswitch.base.errors import QueueFull
-from pipeswitch.frontend import request_pool
-from pipeswitch.frontend.request_pool import PoolAllocation, RequestPool
+from pipeswitch.frontend.intake import request_pool
+from pipeswitch.frontend.intake.request_pool import PoolAllocation, RequestPool
 from pipeswitch.frontend.sequences import manager as sequences
 from pipeswitch.frontend.sequences.blocks import Block, BlockPool, BlockTable, tokens_of
 from pipeswitch.frontend.sequences.caches import Caches
@@ -27,7 +27,7 @@ from pipeswitch.ipc.messages.base import OpId, SlabTensor
 from pipeswitch.programs.decoding.generation_settings import PADS
 from pipeswitch.programs.interface.dims import Dim
 from pipeswitch.programs.interface.layout import ValueSpec
-from pipeswitch.scheduler.events import Token
+from pipeswitch.scheduler.state.events import Token
 
 Key = tuple[str, str]
 Move = tuple[Any, ...]

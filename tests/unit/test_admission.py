@@ -14,10 +14,10 @@ from pipeswitch.extras.lab.costs import Costs, Link
 from pipeswitch.extras.lab.programs import SimulatedProgram, program_of
 from pipeswitch.ipc.messages.base import ModelName
 from pipeswitch.programs.interface.dims import Dim
-from pipeswitch.scheduler import events as ev
-from pipeswitch.scheduler.core import SchedulerSettings
 from pipeswitch.scheduler.requests.forecast import MARGIN_MS
 from pipeswitch.scheduler.scheduler import Scheduler
+from pipeswitch.scheduler.state import events as ev
+from pipeswitch.scheduler.state.core import SchedulerSettings
 from pipeswitch.scheduler.state.predictions import OLD_MS, Predictions
 from tests.extras.lab.unit.test_simulator import Answered
 

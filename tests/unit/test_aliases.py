@@ -12,7 +12,7 @@ from pipeswitch.controller.journal import FILE_NAME, JournalFile
 from pipeswitch.frontend.announced_models import AnnouncedModels
 from pipeswitch.ipc.messages.base import ModelName
 from pipeswitch.programs.interface.chains import ChainStep
-from pipeswitch.scheduler import events as ev
+from pipeswitch.scheduler.state import events as ev
 from tests.unit.test_scheduler_rules import Rig, publish, register_net, trained, unregister
 
 

@@ -18,10 +18,10 @@ from pipeswitch.ipc.messages.worker import InferenceDone, RunInference, Sampling
 from pipeswitch.programs.decoding.generation_settings import PADS
 from pipeswitch.programs.interface.dims import Dim
 from pipeswitch.programs.interface.layout import Batching, ValueSpec
-from pipeswitch.scheduler import events as ev
-from pipeswitch.scheduler.core import SchedulerSettings
 from pipeswitch.scheduler.requests import batching
 from pipeswitch.scheduler.scheduler import Scheduler
+from pipeswitch.scheduler.state import events as ev
+from pipeswitch.scheduler.state.core import SchedulerSettings
 from pipeswitch.scheduler.state.predictions import Predictions
 from pipeswitch.scheduler.state.states import TaskState
 

@@ -22,7 +22,7 @@ from pipeswitch.base.roles import OWNER
 from pipeswitch.base.units import MAX_COMPARED
 from pipeswitch.frontend.announced_models import AnnouncedModels
 from pipeswitch.frontend.frontend import Frontend
-from pipeswitch.frontend.request_pool import RequestPool
+from pipeswitch.frontend.intake.request_pool import RequestPool
 from pipeswitch.frontend.sequences.caches import Caches
 from pipeswitch.frontend.sequences.manager import IDLE_MS
 from pipeswitch.frontend.sequences.sequence_state import SequenceOptions
@@ -34,8 +34,8 @@ from pipeswitch.frontend.transport.send_queue import (
     SendQueue,
 )
 from pipeswitch.ipc.control_page import sealed_memfd
-from pipeswitch.scheduler import events as ev
 from pipeswitch.scheduler.introspection import ROWS
+from pipeswitch.scheduler.state import events as ev
 from pipeswitch.wire.frames import RequestHeader
 from tests.unit.sequence_world import MODEL, MOST
 from tests.unit.test_budgets import Counted

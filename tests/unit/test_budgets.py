@@ -16,13 +16,13 @@ import pytest
 
 from pipeswitch.base.config import LogConfig
 from pipeswitch.base.roles import OWNER
-from pipeswitch.frontend.request_log import RateLimitedLog, RequestLog
+from pipeswitch.frontend.intake.request_log import RateLimitedLog, RequestLog
 from pipeswitch.frontend.requests import Requests
 from pipeswitch.frontend.transport.clients import Session
 from pipeswitch.ipc.messages import worker as worker_msg
 from pipeswitch.ipc.messages.daemon import TransmitEnded
-from pipeswitch.scheduler import events as ev
-from pipeswitch.scheduler.events import Reply
+from pipeswitch.scheduler.state import events as ev
+from pipeswitch.scheduler.state.events import Reply
 from pipeswitch.wire.frames import RequestHeader
 from tests.unit.request_rig import clients_calls, gateways_calls, workers_calls
 from tests.unit.test_scheduler_rules import MIB, Rig

@@ -15,7 +15,7 @@ from pipeswitch.ipc.messages.builder import BuildDone
 from pipeswitch.programs.interface.chains import Chain, ChainStep, chain_of
 from pipeswitch.programs.interface.dims import BATCH, Dim, Expr
 from pipeswitch.programs.interface.layout import Manifest, ValueSpec
-from pipeswitch.scheduler.events import ChainRequest, ModelAvailable, Token, UnregisterRequest
+from pipeswitch.scheduler.state.events import ChainRequest, ModelAvailable, Token, UnregisterRequest
 from pipeswitch.wire.frames import RequestHeader
 from pipeswitch.wire.request_timing import RequestTiming, of_steps
 from tests.unit.test_scheduler_rules import MIB, Rig, manifest_of, received

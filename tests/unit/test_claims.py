@@ -20,7 +20,7 @@ from pipeswitch.programs.graphs.partition import Layer, UnplacedWeight, place
 from pipeswitch.programs.interface import layout
 from pipeswitch.programs.interface.dims import Dim
 from pipeswitch.programs.spec import BuildSpec, save_manifest
-from pipeswitch.scheduler.events import Received, StartBuild
+from pipeswitch.scheduler.state.events import Received, StartBuild
 
 WEIGHTS = [UnplacedWeight(f"w{n}", "float32", (n + 1, 10), 40 * (n + 1)) for n in range(3)]
 TENSORS, LAYERS, GROUPS, TOTAL = place(

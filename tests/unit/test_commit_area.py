@@ -18,7 +18,7 @@ from pipeswitch.commits.area import HEADER_BYTES, Commit, CommitArea, area_bytes
 from pipeswitch.frontend.frontend import Frontend
 from pipeswitch.ipc.control_page import sealed_memfd
 from pipeswitch.ipc.messages.base import JobName
-from pipeswitch.scheduler import events as ev
+from pipeswitch.scheduler.state import events as ev
 
 SLOT_BYTES = 10_000
 COMMIT_POINTS = ["commit.struck", "commit.copied", "commit.recorded", "commit.flipped"]

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import json
 import re
+import sys
 import tomllib
 from importlib import metadata
 from pathlib import Path
-from typing import get_args
+from types import SimpleNamespace
+from typing import Any, cast, get_args
 
 import pytest
 
+from pipeswitch.base import config
 from pipeswitch.base.config import (
     POLICIES,
     PRIORITIES,
@@ -30,6 +33,7 @@ from pipeswitch.base.errors import ConfigError
 from pipeswitch.base.roles import Role
 from pipeswitch.base.units import SizeSpec, format_bytes, parse_ms, parse_size
 from pipeswitch.base.version import UNKNOWN, own_version
+from pipeswitch.devices import registry
 
 
 @pytest.mark.parametrize(
@@ -305,6 +309,17 @@ def test_files_of_models_may_be_named_from_the_servers_folder(tmp_path: Path) ->
 )
 def test_several_devices_are_named_with_commas(names_text: str, names: tuple[str, ...]) -> None:
     assert parse({"device": {"name": names_text}}).device.names == names
+
+
+def test_a_kind_of_device_is_a_folder(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert {"cpu", "cuda"} == config.DEVICE_KINDS
+    monkeypatch.setattr(config, "DEVICE_KINDS", {"cpu", "tpu"})
+    kind = SimpleNamespace(choose=lambda _, name, **more: name)
+    monkeypatch.setitem(
+        sys.modules, "pipeswitch.devices.tpu.kind", cast("Any", SimpleNamespace(KIND=kind))
+    )
+    device = parse({"device": {"name": "tpu:1"}}).device
+    assert registry.choose_devices(device, workers=1, available_bytes=1) == ("tpu:1",)
 
 
 @pytest.mark.parametrize(

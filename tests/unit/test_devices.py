@@ -12,12 +12,12 @@ import pytest
 from pipeswitch.extras.lab.programs import program_of
 from pipeswitch.ipc.messages.daemon import DaemonReady, TransmitModel
 from pipeswitch.ipc.messages.worker import RunInference, RunJob, StopTask, WorkerReady
-from pipeswitch.scheduler import events as ev
-from pipeswitch.scheduler.core import Core, SchedulerSettings
-from pipeswitch.scheduler.device import Device
 from pipeswitch.scheduler.memory.allocators import HostStoreAllocator
 from pipeswitch.scheduler.policies import make_policy
 from pipeswitch.scheduler.policies.guard import PolicyGuard
+from pipeswitch.scheduler.server.device import Device
+from pipeswitch.scheduler.state import events as ev
+from pipeswitch.scheduler.state.core import Core, SchedulerSettings
 from pipeswitch.scheduler.state.records import DeviceModel, Model, Request
 from pipeswitch.scheduler.state.states import ModelEvent, Residency, TaskState
 from pipeswitch.scheduler.training.job_requests import JobRequests

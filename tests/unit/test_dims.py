@@ -11,8 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pipeswitch.base.errors import InvalidInput, RegistrationRefused
+from pipeswitch.frontend.intake.validation import Body, check_infer
 from pipeswitch.frontend.registration import check
-from pipeswitch.frontend.validation import Body, check_infer
 from pipeswitch.programs.graphs.bundle import ValueSpec, check_signature, decode_graph
 from pipeswitch.programs.interface.dims import (
     MAX_EXPR_NODES,
@@ -36,7 +36,7 @@ from pipeswitch.programs.interface.dims import (
 from pipeswitch.programs.interface.layout import Manifest
 from pipeswitch.programs.interface.signature import parse_input
 from pipeswitch.programs.spec import load_manifest, save_manifest
-from pipeswitch.scheduler.events import ModelAvailable
+from pipeswitch.scheduler.state.events import ModelAvailable
 from pipeswitch.wire.frames import RequestHeader, WireTensor
 from pipeswitch.wire.register_request import RegisterRequest
 

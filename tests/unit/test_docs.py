@@ -14,7 +14,7 @@ import click
 import pytest
 
 from pipeswitch import Timing
-from pipeswitch.ipc.messages.any_message import AnyMessage
+from pipeswitch.ipc.channel import AnyMessage
 from pipeswitch.scheduler.state import states
 
 ROOT = Path(__file__).parents[2]

@@ -97,7 +97,7 @@ def test_an_error_that_the_gateway_answers_with_500_is_an_escape(
 
 
 def test_a_good_request_is_admitted_and_its_bytes_lie_in_the_pool() -> None:
-    from pipeswitch.scheduler.events import InferArrived
+    from pipeswitch.scheduler.state.events import InferArrived
     from tests.fuzz import requests
 
     events = requests._gate().hear(split_frames(requests.seeds()[0]))

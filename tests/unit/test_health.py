@@ -8,8 +8,8 @@ import pytest
 
 from pipeswitch.ipc.messages.base import Ping, Pong
 from pipeswitch.ipc.messages.daemon import DaemonReady
-from pipeswitch.scheduler import events as ev
 from pipeswitch.scheduler.processes.health import SILENT_AFTER_MS
+from pipeswitch.scheduler.state import events as ev
 from tests.unit.test_scheduler_rules import Rig
 
 

@@ -77,20 +77,16 @@ MAY_IMPORT: Mapping[str, str] = {
 # The same for folders of the scheduler, in which stored state may not import decisions. The room ""
 # has all files that are not in a named folder; no other room may import it.
 IN_SCHEDULER: Mapping[str, str] = {
-    "events": "",
     "policies": "",
-    "core": "events policies",
-    "state": "core events policies",
-    "memory": "core events policies state",
-    "training": "core events memory policies state",
-    "processes": "core events state training",
-    "requests": "core events memory policies processes state training",
-    "device": "core events memory processes requests state training",
-    "server_state": "core device memory state training",
-    "models": "core events server_state memory requests state",
-    "profiling": "core device events server_state state",
-    "": "core device events server_state memory models policies processes profiling requests state "
-    "training",
+    "state": "policies",
+    "memory": "policies state",
+    "training": "memory policies state",
+    "processes": "state training",
+    "requests": "memory policies processes state training",
+    "server": "memory processes requests state training",
+    "models": "memory requests server state",
+    "profiling": "server state",
+    "": "memory models policies processes profiling requests server state training",
 }
 
 # The same for folders of other rooms.
@@ -98,20 +94,17 @@ IN_GATEWAY: Mapping[str, str] = {
     "http_errors": "",
     "offload": "",
     "auth": "http_errors",
-    "decoding": "",
-    "serving": "auth decoding http_errors",
-    "http": "decoding http_errors offload",
+    "serving": "auth http_errors",
+    "http": "http_errors offload",
     "routes": "http",
-    "": "auth decoding http http_errors offload routes serving",
+    "": "auth http http_errors offload routes serving",
 }
 IN_FRONTEND: Mapping[str, str] = {
-    "validation": "",
+    "intake": "",
     "permissions": "",
-    "request_log": "",
-    "request_pool": "validation",
-    "transport": "validation request_log",
-    "sequences": "validation request_pool transport",
-    "": "validation permissions request_log request_pool sequences transport",
+    "transport": "intake",
+    "sequences": "intake transport",
+    "": "intake permissions sequences transport",
 }
 IN_PROGRAMS: Mapping[str, str] = {
     "interface": "",

@@ -19,7 +19,7 @@ from pipeswitch.controller.journal import FILE_NAME, JournalFile
 from pipeswitch.frontend.job_files import CHUNK_BYTES, CUT, read_piece, whole_characters
 from pipeswitch.ipc.messages.base import JobName
 from pipeswitch.ipc.sparse import held_bytes, keep_newest
-from pipeswitch.scheduler import events as ev
+from pipeswitch.scheduler.state import events as ev
 from pipeswitch.scheduler.state.records import JobSpec
 
 

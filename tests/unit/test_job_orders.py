@@ -10,10 +10,10 @@ from pipeswitch.base import config
 from pipeswitch.extras.lab.costs import Training
 from pipeswitch.extras.lab.world import World
 from pipeswitch.ipc.messages.base import JobName
-from pipeswitch.scheduler import events as ev
-from pipeswitch.scheduler.core import SchedulerSettings
 from pipeswitch.scheduler.policies.job_orders import JOB_ORDERS
 from pipeswitch.scheduler.scheduler import Scheduler
+from pipeswitch.scheduler.state import events as ev
+from pipeswitch.scheduler.state.core import SchedulerSettings
 
 MIB = 1 << 20
 STEP_MS = 100.0

@@ -14,7 +14,7 @@ from pipeswitch.base.errors import HostStoreFull, PipeSwitchError, ServerUnavail
 from pipeswitch.base.worker_thread import WorkerThread
 from pipeswitch.controller.effects import Tracer
 from pipeswitch.controller.server_memory import close_soon
-from pipeswitch.scheduler.events import Token
+from pipeswitch.scheduler.state.events import Token
 from pipeswitch.scheduler.timeline import Timeline
 from tests.open_files import open_files
 

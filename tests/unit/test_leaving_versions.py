@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pipeswitch.base import errors
-from pipeswitch.scheduler import events as ev
+from pipeswitch.scheduler.state import events as ev
 from pipeswitch.scheduler.state.states import ModelState, TaskState
 from tests.unit.test_scheduler_rules import Rig, publish, register_net, trained, unregister
 

@@ -11,9 +11,9 @@ from pipeswitch.extras.lab.programs import program_of
 from pipeswitch.extras.lab.world import World
 from pipeswitch.ipc.messages.base import ModelName
 from pipeswitch.ipc.messages.daemon import TransmitModel
-from pipeswitch.scheduler import events as ev
-from pipeswitch.scheduler.core import SchedulerSettings
 from pipeswitch.scheduler.scheduler import Scheduler
+from pipeswitch.scheduler.state import events as ev
+from pipeswitch.scheduler.state.core import SchedulerSettings
 
 MIB = 1 << 20
 COPY_MS = 8.0  # time to copy a model of 4 MiB

@@ -22,7 +22,7 @@ from pipeswitch.frontend.registration import registration
 from pipeswitch.programs.build import model_folder
 from pipeswitch.programs.build.sources import load_source
 from pipeswitch.programs.spec import BuildSpec
-from pipeswitch.scheduler.events import RegisterModelRequest, Token
+from pipeswitch.scheduler.state.events import RegisterModelRequest, Token
 from pipeswitch.wire.register_request import RegisterRequest
 
 LETTERS = sorted(pre_tokenizers.ByteLevel.alphabet())

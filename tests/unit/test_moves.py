@@ -16,9 +16,9 @@ from pipeswitch.extras.lab.costs import Costs, Link, Training
 from pipeswitch.extras.lab.programs import program_of
 from pipeswitch.extras.lab.world import World
 from pipeswitch.ipc.messages.base import JobName, ModelName
-from pipeswitch.scheduler import events as ev
-from pipeswitch.scheduler.core import SchedulerSettings
 from pipeswitch.scheduler.scheduler import Scheduler
+from pipeswitch.scheduler.state import events as ev
+from pipeswitch.scheduler.state.core import SchedulerSettings
 from pipeswitch.scheduler.state.records import Job, JobSpec
 from pipeswitch.scheduler.state.states import TaskState
 from pipeswitch.scheduler.training.jobs import RestoredJob

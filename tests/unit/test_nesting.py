@@ -17,9 +17,9 @@ from pipeswitch.base.errors import InvalidInput, RegistrationRefused, RemoteProt
 from pipeswitch.client.calls import FinalReply
 from pipeswitch.client.model_sources import declared
 from pipeswitch.client.tensors import Result, from_reply, to_frames
+from pipeswitch.frontend.intake.validation import check_infer
 from pipeswitch.frontend.registration import check
 from pipeswitch.frontend.transport.replies import reply_frames
-from pipeswitch.frontend.validation import check_infer
 from pipeswitch.ipc.messages.base import ModelName
 from pipeswitch.programs.build.naming import Flat, named_inputs
 from pipeswitch.programs.graphs import bundle
@@ -34,7 +34,7 @@ from pipeswitch.programs.interface.pytree import (
 )
 from pipeswitch.programs.running.values import nested_outputs
 from pipeswitch.programs.spec import load_manifest, save_manifest
-from pipeswitch.scheduler.events import ModelAvailable
+from pipeswitch.scheduler.state.events import ModelAvailable
 from pipeswitch.wire.frames import MAX_TENSORS, RequestHeader, WireTensor, decode_reply
 from pipeswitch.wire.register_request import RegisterRequest
 from pipeswitch.wire.request_timing import RequestTiming

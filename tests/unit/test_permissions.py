@@ -8,9 +8,9 @@ import pytest
 
 from pipeswitch.base.errors import InvalidInput, PermissionDenied
 from pipeswitch.base.roles import OWNER
-from pipeswitch.frontend import validation
+from pipeswitch.frontend.intake import validation
+from pipeswitch.frontend.intake.validation import Body
 from pipeswitch.frontend.permissions import check_entry, check_place, check_source
-from pipeswitch.frontend.validation import Body
 
 
 def script(folder: Path, name: str) -> str:

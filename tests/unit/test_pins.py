@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pipeswitch.extras.lab.costs import Training
-from pipeswitch.scheduler import events as ev
+from pipeswitch.scheduler.state import events as ev
 from pipeswitch.scheduler.state.states import TASK_FINAL, Residency
 from tests.unit.fleet_model import MIB, QUIET, Faults, World
 

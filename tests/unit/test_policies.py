@@ -18,8 +18,6 @@ from pipeswitch.extras.lab.costs import Costs, Link
 from pipeswitch.extras.lab.programs import program_of
 from pipeswitch.extras.lab.world import World
 from pipeswitch.policies import find_policy
-from pipeswitch.scheduler import events as ev
-from pipeswitch.scheduler.core import SchedulerSettings
 from pipeswitch.scheduler.policies import (
     MAKERS,
     Eviction,
@@ -34,6 +32,8 @@ from pipeswitch.scheduler.policies import (
 )
 from pipeswitch.scheduler.policies.guard import PolicyGuard
 from pipeswitch.scheduler.scheduler import Scheduler
+from pipeswitch.scheduler.state import events as ev
+from pipeswitch.scheduler.state.core import SchedulerSettings
 from pipeswitch.scheduler.state.predictions import KEPT_BATCHES, Predictions
 from pipeswitch.testing import check_policy
 

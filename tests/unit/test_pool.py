@@ -12,8 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pipeswitch.base.errors import QueueFull
-from pipeswitch.frontend.request_pool import PoolAllocation, RequestPool
-from pipeswitch.frontend.validation import CheckedInput
+from pipeswitch.frontend.intake.request_pool import PoolAllocation, RequestPool
+from pipeswitch.frontend.intake.validation import CheckedInput
 from pipeswitch.ipc.control_page import sealed_memfd
 from pipeswitch.programs.interface.layout import aligned
 from pipeswitch.wire.slabs import SLAB_ALIGN_BYTES as PAGE

@@ -22,9 +22,9 @@ from pipeswitch.base.units import escape_control_chars
 from pipeswitch.cli import main as cli_main
 from pipeswitch.cli import views
 from pipeswitch.controller.main import _log_to
+from pipeswitch.frontend.intake.validation import Body
 from pipeswitch.frontend.registration import check
 from pipeswitch.frontend.transport.replies import reply_frames
-from pipeswitch.frontend.validation import Body
 from pipeswitch.memory_daemon.main import log_to as log_daemon_to
 from pipeswitch.programs.graphs.bundle import is_name
 from pipeswitch.wire.register_request import RegisterRequest

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import math
 
-from pipeswitch.scheduler.core import DUE, HUNG, Wakeups
+from pipeswitch.scheduler.state.core import DUE, HUNG, Wakeups
 from pipeswitch.scheduler.state.queue import SPARE_DEADLINES, Queue
 from pipeswitch.scheduler.state.records import Request
 

@@ -21,7 +21,7 @@ from pipeswitch.controller.restore import configured
 from pipeswitch.frontend.verbs import Rules, ask
 from pipeswitch.programs.interface.packing import PRECISIONS
 from pipeswitch.programs.spec import BuildSpec
-from pipeswitch.scheduler.events import RegisterModelRequest, Token
+from pipeswitch.scheduler.state.events import RegisterModelRequest, Token
 from pipeswitch.wire.frames import VERSION, RequestHeader, encode_header
 
 SOURCE = "torchvision:resnet18"

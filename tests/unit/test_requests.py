@@ -16,14 +16,19 @@ import pytest
 from pipeswitch.base.config import LogConfig
 from pipeswitch.base.errors import Cancelled, InvalidInput, QueueFull, TaskFailed
 from pipeswitch.base.roles import OWNER
-from pipeswitch.frontend.request_log import FILE_NAME, LINES_PER_MINUTE, RateLimitedLog, RequestLog
-from pipeswitch.frontend.request_pool import RequestPool
+from pipeswitch.frontend.intake.request_log import (
+    FILE_NAME,
+    LINES_PER_MINUTE,
+    RateLimitedLog,
+    RequestLog,
+)
+from pipeswitch.frontend.intake.request_pool import RequestPool
 from pipeswitch.frontend.requests import Pending, Requests
 from pipeswitch.frontend.sequences.manager import Sequences
 from pipeswitch.frontend.transport.clients import Outgoing, Session
 from pipeswitch.ipc.control_page import sealed_memfd
 from pipeswitch.ipc.messages.base import SlabTensor
-from pipeswitch.scheduler.events import Reply, Token
+from pipeswitch.scheduler.state.events import Reply, Token
 from pipeswitch.wire.frames import RequestHeader, decode_reply
 from pipeswitch.wire.request_timing import RequestTiming
 

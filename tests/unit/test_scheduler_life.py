@@ -11,9 +11,9 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from pipeswitch.scheduler.events import InferArrived
 from pipeswitch.scheduler.requests.dispatch import Dispatch
 from pipeswitch.scheduler.scheduler import Scheduler
+from pipeswitch.scheduler.state.events import InferArrived
 from tests.unit.fleet_model import MIB, QUIET, Faults, World, live, random_world
 
 SEEDS = st.integers(0, 2**32)

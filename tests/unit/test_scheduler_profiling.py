@@ -17,8 +17,8 @@ from pipeswitch.ipc.messages.base import SlabTensor
 from pipeswitch.ipc.messages.worker import RunInference
 from pipeswitch.planning.profile import UNKNOWN_DEVICE, Profile, ProfileFile
 from pipeswitch.programs.interface.layout import ValueSpec
-from pipeswitch.scheduler import events as ev
 from pipeswitch.scheduler.requests.completion import batch_of
+from pipeswitch.scheduler.state import events as ev
 from pipeswitch.scheduler.state.regions import Owner
 from pipeswitch.scheduler.state.states import Residency, TaskState
 from tests.unit.fleet_model import MIB, QUIET, Faults, World, manifest_of

@@ -57,10 +57,10 @@ from pipeswitch.ipc.messages.worker import (
     WorkerReady,
 )
 from pipeswitch.programs.interface.layout import ValueSpec
-from pipeswitch.scheduler import events as ev
-from pipeswitch.scheduler.core import SchedulerSettings
 from pipeswitch.scheduler.models.publishing import MAX_COPIES
 from pipeswitch.scheduler.scheduler import Scheduler
+from pipeswitch.scheduler.state import events as ev
+from pipeswitch.scheduler.state.core import SchedulerSettings
 from pipeswitch.scheduler.state.records import DeviceModel, JobSpec
 from pipeswitch.scheduler.state.regions import Owner
 from pipeswitch.scheduler.state.states import ModelState, Residency, TaskState, WorkerState

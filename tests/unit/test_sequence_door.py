@@ -11,7 +11,7 @@ import pytest
 from pipeswitch.base.errors import InvalidInput, SequenceNotFound
 from pipeswitch.frontend.sequences.blocks import TOKEN_BYTES, beside_bytes, tokens_of
 from pipeswitch.frontend.sequences.sequence_state import SequenceOptions
-from pipeswitch.scheduler.events import Reply, Token
+from pipeswitch.scheduler.state.events import Reply, Token
 from pipeswitch.wire.frames import RequestHeader, WireTensor
 from tests.unit.sequence_world import MODEL, MOST, ROW, World, done, gathered, made
 

@@ -30,7 +30,7 @@ from pipeswitch.base.errors import (
 from pipeswitch.base.roles import Principal
 from pipeswitch.frontend.generations import Generations
 from pipeswitch.frontend.inference import Inference
-from pipeswitch.frontend.request_pool import RequestPool
+from pipeswitch.frontend.intake.request_pool import RequestPool
 from pipeswitch.frontend.requests import Requests
 from pipeswitch.frontend.schemas import SchemaChecks
 from pipeswitch.frontend.sequences.caches import Caches
@@ -51,7 +51,7 @@ from pipeswitch.programs.decoding.generation_settings import (
 from pipeswitch.programs.decoding.sampling import Sampling
 from pipeswitch.programs.interface.dims import Dim
 from pipeswitch.programs.interface.layout import Manifest, ValueSpec
-from pipeswitch.scheduler import events as ev
+from pipeswitch.scheduler.state import events as ev
 from pipeswitch.wire.frames import RequestHeader, WireTensor, decode_reply
 from tests.unit.sequence_world import gathered
 from tests.unit.test_answer import RANGES

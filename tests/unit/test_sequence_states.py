@@ -15,8 +15,8 @@ from typing import Any, cast
 
 import pytest
 
-from pipeswitch.frontend import request_pool
-from pipeswitch.frontend.request_pool import PoolAllocation
+from pipeswitch.frontend.intake import request_pool
+from pipeswitch.frontend.intake.request_pool import PoolAllocation
 from pipeswitch.frontend.sequences import blocks
 from pipeswitch.frontend.sequences import manager as sequences
 from pipeswitch.frontend.sequences.blocks import Block, BlockNamespace, BlockTable, ModelBlocks
@@ -25,7 +25,7 @@ from pipeswitch.frontend.sequences.sequence_state import (
     SequenceOptions,
     SequenceState,
 )
-from pipeswitch.scheduler.events import Token
+from pipeswitch.scheduler.state.events import Token
 from pipeswitch.wire import slabs
 from tests.unit.sequence_world import MODEL, Key, Move, Request, World, done
 

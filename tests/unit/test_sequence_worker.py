@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from pipeswitch.ipc.control_page import sealed_memfd
-from pipeswitch.scheduler import events as ev
+from pipeswitch.scheduler.state import events as ev
 from pipeswitch.workers.inference import decode
 from pipeswitch.workers.inference.decode import DecodeRunner
 from pipeswitch.workers.inference.pool import MappedPool

@@ -11,19 +11,19 @@ import msgspec
 import pytest
 
 from pipeswitch.base.errors import InvalidInput, SequenceNotFound, TaskFailed
-from pipeswitch.frontend.request_pool import PoolAllocation, RequestPool
+from pipeswitch.frontend.intake.request_pool import PoolAllocation, RequestPool
+from pipeswitch.frontend.intake.validation import Body
 from pipeswitch.frontend.sequences.manager import IDLE_MS, ROWS_STEP, Sequences
 from pipeswitch.frontend.sequences.sequence_state import (
     SequenceOptions,
     SequenceState,
     sequence_options,
 )
-from pipeswitch.frontend.validation import Body
 from pipeswitch.ipc.control_page import sealed_memfd
 from pipeswitch.ipc.messages.base import SlabTensor
 from pipeswitch.programs.interface.dims import Dim
 from pipeswitch.programs.interface.layout import ValueSpec
-from pipeswitch.scheduler.events import Reply, Token
+from pipeswitch.scheduler.state.events import Reply, Token
 from pipeswitch.wire.frames import RequestHeader, WireTensor
 from tests.unit.sequence_world import gathered
 

@@ -16,10 +16,10 @@ from pipeswitch.ipc.messages.processor import RunStage, StageDone, StageFailed, 
 from pipeswitch.programs.interface.dims import Dim
 from pipeswitch.programs.interface.processors import processor
 from pipeswitch.programs.spec import BuildSpec, processor_of
-from pipeswitch.scheduler import events as ev
-from pipeswitch.scheduler.core import Core, SchedulerSettings
 from pipeswitch.scheduler.processes.preprocess_pool import PreprocessPool
 from pipeswitch.scheduler.scheduler import Scheduler
+from pipeswitch.scheduler.state import events as ev
+from pipeswitch.scheduler.state.core import Core, SchedulerSettings
 from pipeswitch.scheduler.state.records import Request, Steps
 from pipeswitch.scheduler.state.states import TaskState
 from tests.unit.test_scheduler_rules import Rig

@@ -25,10 +25,10 @@ from pipeswitch.planning.streaming import StagingLayout, land, least_window, pas
 from pipeswitch.programs.graphs.bundle import Graph, Node
 from pipeswitch.programs.graphs.graph import last_readers
 from pipeswitch.programs.interface.layout import ValueSpec
-from pipeswitch.scheduler import events as ev
-from pipeswitch.scheduler.core import SchedulerSettings
 from pipeswitch.scheduler.memory import plans
 from pipeswitch.scheduler.scheduler import Scheduler
+from pipeswitch.scheduler.state import events as ev
+from pipeswitch.scheduler.state.core import SchedulerSettings
 from pipeswitch.scheduler.state.states import Residency
 from tests.extras.lab.unit.test_simulator import Answered
 from tests.unit.fleet_model import manifest_of, profile_of

@@ -25,7 +25,7 @@ from pipeswitch.ipc.messages.worker import (
     SliceHidden,
     StopTask,
 )
-from pipeswitch.scheduler import events as ev
+from pipeswitch.scheduler.state import events as ev
 from pipeswitch.scheduler.state.records import Job, JobSpec
 from pipeswitch.scheduler.state.states import TASK_SWAPS, TaskState
 from tests.unit.test_scheduler_rules import MIB, Rig

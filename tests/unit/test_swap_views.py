@@ -7,7 +7,7 @@ from typing import Any
 from pipeswitch.cli import views
 from pipeswitch.ipc.messages.daemon import CopySliceIn, CopySliceOut, SliceCopied
 from pipeswitch.ipc.messages.worker import HideSlice, SliceHidden
-from pipeswitch.scheduler import events as ev
+from pipeswitch.scheduler.state import events as ev
 from pipeswitch.scheduler.state.states import TASK_ON_WORKER, TaskState
 from tests.unit.test_scheduler_rules import MIB, Rig
 

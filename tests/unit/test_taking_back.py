@@ -11,10 +11,10 @@ from pipeswitch.extras.lab.costs import Costs, Link
 from pipeswitch.extras.lab.programs import program_of
 from pipeswitch.extras.lab.world import World
 from pipeswitch.ipc.messages.base import ModelName
-from pipeswitch.scheduler import events as ev
-from pipeswitch.scheduler.core import SchedulerSettings
 from pipeswitch.scheduler.policies import MAKERS, make_policy
 from pipeswitch.scheduler.scheduler import Scheduler
+from pipeswitch.scheduler.state import events as ev
+from pipeswitch.scheduler.state.core import SchedulerSettings
 
 MIB = 1 << 20
 COMPUTE_MS = {"long": 60.0, "short": 20.0, "other": 4.0}

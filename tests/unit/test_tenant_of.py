@@ -10,7 +10,7 @@ import pytest
 from pipeswitch.base.errors import InvalidInput, PermissionDenied
 from pipeswitch.base.roles import ALL_ROLES, ANYONE, OWNER, Principal
 from pipeswitch.frontend.verbs import Rules, ask
-from pipeswitch.scheduler.events import RegisterModelRequest, Token
+from pipeswitch.scheduler.state.events import RegisterModelRequest, Token
 from pipeswitch.wire.frames import VERSION, RequestHeader
 
 

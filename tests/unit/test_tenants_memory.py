@@ -12,7 +12,7 @@ import pytest
 
 from pipeswitch.base.errors import QueueFull, RemoteProtocolError
 from pipeswitch.devices.cpu.arenas import FilePerTenant, OneFile
-from pipeswitch.frontend.request_pool import RequestPool
+from pipeswitch.frontend.intake.request_pool import RequestPool
 from pipeswitch.ipc import sparse
 from pipeswitch.ipc.control_page import sealed_memfd
 from pipeswitch.ipc.messages.base import ModelName, OpId, SlabTensor

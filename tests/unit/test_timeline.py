@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipeswitch.scheduler.events import Span, Spans
+from pipeswitch.scheduler.state.events import Span, Spans
 from pipeswitch.scheduler.timeline import KEPT, RING_BYTES, Timeline
 
 

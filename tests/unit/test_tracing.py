@@ -16,7 +16,7 @@ import pytest
 from pipeswitch.base.errors import InvalidInput, ModelNotFound
 from pipeswitch.base.roles import OWNER
 from pipeswitch.client.client import Client
-from pipeswitch.frontend.validation import Body, trace_id_of
+from pipeswitch.frontend.intake.validation import Body, trace_id_of
 from pipeswitch.gateway.serving.oip import InferRequest
 from pipeswitch.gateway.serving.service import Service
 from pipeswitch.wire import tracing

@@ -17,11 +17,11 @@ from pipeswitch.extras.lab.programs import program_of
 from pipeswitch.extras.lab.world import World
 from pipeswitch.ipc.messages.base import JobName, ModelName
 from pipeswitch.programs.interface.layout import Batching
-from pipeswitch.scheduler import events as ev
-from pipeswitch.scheduler.core import SchedulerSettings
 from pipeswitch.scheduler.policies import MAKERS
 from pipeswitch.scheduler.scheduler import Scheduler
+from pipeswitch.scheduler.state import events as ev
 from pipeswitch.scheduler.state import fair_queue
+from pipeswitch.scheduler.state.core import SchedulerSettings
 
 MIB = 1 << 20
 RUN_MS = 2.0

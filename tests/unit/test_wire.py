@@ -15,8 +15,7 @@ from hypothesis import strategies as st
 from pipeswitch.base.errors import ERRORS_BY_NAME, PipeSwitchError, RemoteProtocolError, from_wire
 from pipeswitch.base.errors import to_wire as error_to_wire
 from pipeswitch.frontend.verbs import VERBS
-from pipeswitch.ipc.channel import decode_message, encode_message
-from pipeswitch.ipc.messages.any_message import AnyMessage
+from pipeswitch.ipc.channel import AnyMessage, decode_message, encode_message
 from pipeswitch.ipc.messages.base import Message, OpId
 from pipeswitch.ipc.messages.fork_server import Fork
 from pipeswitch.ipc.messages.worker import InferenceFailed, JobReport

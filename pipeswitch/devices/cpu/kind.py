@@ -9,7 +9,7 @@ from typing import Final
 from ...base.config import DeviceConfig
 from ...ipc.messages.daemon import DaemonSettings
 from ...ipc.messages.worker import WorkerSettings
-from .. import ChosenDevice
+from .. import ChosenDevice, DeviceKind
 from .memory import CpuDeviceMemory
 from .worker_device import CpuWorkerDevice
 
@@ -53,3 +53,6 @@ class CpuKind:
     ) -> CpuWorkerDevice:
         """See ``DeviceKind``."""
         return CpuWorkerDevice(settings, arena, control_page=control_page, doorbells=doorbells)
+
+
+KIND: Final[DeviceKind] = CpuKind()

@@ -19,7 +19,7 @@ from ...base.errors import ConfigError, PipeSwitchError
 from ...base.units import SizeSpec
 from ...ipc.messages.daemon import DaemonSettings
 from ...ipc.messages.worker import WorkerSettings
-from .. import ChosenDevice
+from .. import ChosenDevice, DeviceKind
 from ..memory import DeviceMemory
 from ..worker_device import WorkerDevice
 from .examine import examine
@@ -204,3 +204,6 @@ def _leave() -> None:
     """Exit without waiting for other threads, which may hang in the broken context."""
     logging.shutdown()
     os._exit(STATUS_LOST)
+
+
+KIND: Final[DeviceKind] = CudaKind()

@@ -8,10 +8,10 @@ from random import Random
 from typing import Final
 
 from ...ipc.messages.base import ModelName
-from ...scheduler.core import SchedulerSettings
 from ...scheduler.policies import Order, Policy, Prediction, Resident, View, Waiting
 from ...scheduler.policies.guard import settings_of
 from ...scheduler.scheduler import Scheduler
+from ...scheduler.state.core import SchedulerSettings
 from .costs import Costs, Link
 from .programs import program_of
 from .world import World

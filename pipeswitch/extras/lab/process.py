@@ -10,7 +10,7 @@ from typing import Any, Literal, Protocol
 
 from ...ipc.messages.base import JobName, Message, ModelName, OpId
 from ...ipc.messages.builder import BuildDone, BuildFailed, BuildProgress
-from ...scheduler.events import Address, StartBuild
+from ...scheduler.state.events import Address, StartBuild
 from .clock import Clock, Move, ProcessPlans
 from .costs import Costs, Training
 from .device import Image, SimulatedArea, SimulatedDevice

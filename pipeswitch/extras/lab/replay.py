@@ -17,11 +17,11 @@ from ...planning.planned import costs_of, plan_of
 from ...planning.profile import Profile
 from ...planning.windows import Memory, WindowJob, run
 from ...programs.interface.layout import REGION_ALIGN_BYTES, Batching, aligned
-from ...scheduler import events as ev
-from ...scheduler.core import SchedulerSettings
 from ...scheduler.memory.commits import HEADER_BYTES
 from ...scheduler.policies import Policy
 from ...scheduler.scheduler import Scheduler
+from ...scheduler.state import events as ev
+from ...scheduler.state.core import SchedulerSettings
 from ...scheduler.state.device_state import FENCE_BYTES
 from .arrivals import Arrival
 from .costs import Costs, Link, Training

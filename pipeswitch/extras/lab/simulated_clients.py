@@ -8,7 +8,7 @@ from typing import Literal
 
 from ...ipc.messages.base import JobName, ModelName
 from ...ipc.messages.worker import SamplingParams
-from ...scheduler import events as ev
+from ...scheduler.state import events as ev
 from .costs import Training
 from .device import require
 from .process import Scene

@@ -6,7 +6,7 @@ from functools import partial
 
 from ...ipc.messages import worker as worker_msg
 from ...ipc.messages.base import Message, OpId, Ping, Pong, SlabTensor, Turn
-from ...scheduler.events import Address
+from ...scheduler.state.events import Address
 from ...scheduler.state.records import NO_OP_ID
 from .clock import Move
 from .device import ByteSpan, User, Violation, region_of, require

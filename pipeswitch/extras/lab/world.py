@@ -24,8 +24,8 @@ from ...ipc.messages.daemon import (
     TransmitModel,
 )
 from ...ipc.messages.worker import LeaseGranted, PrepareModel, RunInference, RunJob, ShowSlice
-from ...scheduler import events as ev
 from ...scheduler.scheduler import Scheduler
+from ...scheduler.state import events as ev
 from .clock import Act, Move
 from .costs import Costs
 from .device import (

@@ -15,7 +15,7 @@ from typing import Any, Final
 
 import msgspec
 
-from ...base.codec import encode_json
+from ...base.codec import decode_json, encode_json
 from ...base.errors import InvalidInput
 from ...base.roles import Role
 from ...client.client import FINAL_JOB_STATES
@@ -23,7 +23,6 @@ from ...frontend.permissions import Rules
 from ...frontend.registration import check, check_origin, require_roles
 from ...frontend.verbs import VERBS, Http
 from ...gateway.auth import redact, require_role
-from ...gateway.decoding import decode_json
 from ...gateway.doors import DoorContext
 from ...gateway.http.http_server import EVENT_STREAM, Response, json_answer
 from ...gateway.routes import Door, Request, Route

@@ -20,10 +20,9 @@ from typing import Annotated, Any, Final, TypeVar
 import msgspec
 from msgspec.structs import replace
 
-from ...base.codec import encode_json
+from ...base.codec import check_memory, encode_json
 from ...base.errors import InvalidInput, ModelNotFound, PipeSwitchError
 from ...base.units import nearest
-from ...gateway.decoding import check_memory
 from ...gateway.doors import DoorContext
 from ...gateway.http.http_server import EVENT_STREAM, Head, Response, json_answer, refusal
 from ...gateway.http_errors import as_ours, body_of, status_of

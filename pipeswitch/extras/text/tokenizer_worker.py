@@ -20,9 +20,8 @@ from typing import Any, BinaryIO, Final, Literal
 
 import msgspec
 
-from ...base.codec import encode_msgpack
+from ...base.codec import check_memory, encode_msgpack
 from ...base.errors import InvalidInput
-from ...gateway.decoding import check_memory
 from ...programs.decoding.model_config import (
     LONGEST,
     TOO_LONG,

@@ -25,7 +25,7 @@ import numpy as np
 from ...base.errors import QueueFull
 from ...programs.interface.layout import aligned
 from ...wire.slabs import SLAB_ALIGN_BYTES
-from ..request_pool import RequestPool
+from ..intake.request_pool import RequestPool
 
 BLOCK_ROWS: Final = 16  # a block has this many rows, or a multiple
 MOST_WASTE: Final = 32  # padding to whole pages wastes at most 1/32 of a block

@@ -8,7 +8,7 @@ from ...ipc.messages.base import OpId
 from ...programs.decoding.generation_settings import CACHE
 from ...programs.interface.dims import shape_at
 from ...programs.interface.layout import ITEM_BYTES, ValueSpec, aligned
-from ...scheduler.events import ModelAvailable, Token
+from ...scheduler.state.events import ModelAvailable, Token
 from ..transport.clients import Session
 from . import manager
 from .blocks import Tokens

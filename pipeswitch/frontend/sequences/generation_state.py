@@ -13,9 +13,9 @@ from ...programs.decoding.generation_settings import MAX_EOS, MOST_STEPS
 from ...programs.decoding.grammar import check_schema, ends_of
 from ...programs.decoding.model_config import check_stop_ids, seen_of
 from ...programs.decoding.sampling import Options, Sampling, sampling_of
-from ...scheduler.events import ModelAvailable
+from ...scheduler.state.events import ModelAvailable
 from ...wire.frames import RequestHeader
-from ..request_pool import PoolAllocation
+from ..intake.request_pool import PoolAllocation
 from ..transport.clients import Session
 from .blocks import Tokens, tokens_of
 from .manager import longest

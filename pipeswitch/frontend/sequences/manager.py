@@ -28,12 +28,12 @@ from ...ipc.messages.base import SlabTensor
 from ...programs.decoding.generation_settings import CACHE
 from ...programs.interface.dims import NoExtent, Values, shape_at
 from ...programs.interface.layout import ITEM_BYTES, Manifest, ValueSpec, aligned
-from ...scheduler.events import ModelAvailable, Token
+from ...scheduler.state.events import ModelAvailable, Token
 from ...wire.frames import RequestHeader, WireTensor
 from ...wire.slabs import SLAB_ALIGN_BYTES
-from ..request_pool import PoolAllocation, RequestPool
+from ..intake.request_pool import PoolAllocation, RequestPool
+from ..intake.validation import check_brought
 from ..transport.clients import Session
-from ..validation import check_brought
 from .blocks import BlockPool, BlockTable, beside_bytes, rows_of_block
 from .sequence_state import (
     MAX_STEP_TOKENS,

@@ -13,10 +13,10 @@ from ...base.units import escape_control_chars
 from ...ipc.messages.base import OpId, SlabTensor
 from ...programs.decoding.generation_settings import CACHE
 from ...programs.interface.layout import TENSOR_ALIGN_BYTES, aligned
-from ...scheduler.events import ModelAvailable, Reply, Token
-from ..request_pool import PoolAllocation, RequestPool
+from ...scheduler.state.events import ModelAvailable, Reply, Token
+from ..intake.request_pool import PoolAllocation, RequestPool
+from ..intake.validation import Body, ValidatedRequest
 from ..transport.clients import Session
-from ..validation import Body, ValidatedRequest
 from .blocks import BlockTable
 
 MAX_ID: Final = 64

@@ -15,7 +15,7 @@ from typing import Any, Literal, Protocol
 import msgspec
 
 from ...base.roles import Principal
-from ...scheduler.events import Token
+from ...scheduler.state.events import Token
 
 Outcome = Literal["ok", "error", "undeliverable"]
 

@@ -28,7 +28,7 @@ from ...base.roles import Principal
 from ...ipc.control_page import sealed_memfd
 from ...wire.frames import INLINE, MAX_HEADER_BYTES, pack_table
 from ...wire.stream import SHARED_BYTES, ShmSegment, Stream, WireMessage, keep_alive
-from ..request_log import RateLimitedLog
+from ..intake.request_log import RateLimitedLog
 from .clients import Outgoing, Session
 from .connection_limits import SESSIONLESS_BYTES, ConnectionLimits, LimitedConnection
 from .listeners import Listener

@@ -13,7 +13,7 @@ from ...base.roles import MODEL_FACTS, Principal, Role
 from ...base.units import printed
 from ...ipc.messages.base import SlabTensor
 from ...programs.interface.layout import ITEM_BYTES
-from ...scheduler.events import Reply
+from ...scheduler.state.events import Reply
 from ...wire.frames import (
     BODY_TENSOR,
     MAGIC,

@@ -8,9 +8,9 @@ from collections.abc import Callable, Sequence
 from typing import Any, Final
 
 from ...base.errors import QueueFull
-from ...scheduler.events import Publish
+from ...scheduler.state.events import Publish
 from ...wire.frames import RequestHeader
-from ..validation import Body
+from ..intake.validation import Body
 from .clients import Outgoing, Session
 from .replies import reply_frames
 

@@ -12,8 +12,8 @@ from ...base.errors import InvalidInput, PermissionDenied, RemoteProtocolError
 from ...base.roles import Principal, address_roles
 from ...wire.frames import RequestHeader
 from ...wire.stream import WireMessage
-from ..request_log import RateLimitedLog
-from ..validation import Body
+from ..intake.request_log import RateLimitedLog
+from ..intake.validation import Body
 from .clients import Session
 from .connection_limits import ConnectionLimits
 from .connection_manager import ClientConnection, ClientSegments, ConnectionManager

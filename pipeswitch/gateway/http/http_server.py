@@ -22,12 +22,11 @@ import httptools
 import msgspec
 import numpy as np
 
-from ...base.codec import encode_json
+from ...base.codec import check_memory, encode_json
 from ...base.errors import InvalidInput, PipeSwitchError, QueueFull, ServerUnavailable
 from ...base.units import format_bytes
 from ...client.looped import InlineTask
 from .. import http_errors
-from ..decoding import check_memory
 from ..offload import CROWD, Shared
 
 log = logging.getLogger(__name__)

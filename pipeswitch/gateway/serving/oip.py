@@ -19,13 +19,12 @@ import msgspec
 import numpy as np
 
 from ...base.bytes_tensors import BYTES, LENGTH_BYTES, pack, packed, unpack
-from ...base.codec import json_encoder
+from ...base.codec import MEMORY_OF_A_BYTE, RESERVE_BYTES, json_encoder
 from ...base.errors import InvalidInput
 from ...base.units import format_bytes, nearest
 from ...programs.interface.dims import BATCH
 from ...programs.interface.layout import ITEM_BYTES
 from ...wire.frames import MAX_DIMS, MAX_TENSORS, WireTensor
-from ..decoding import MEMORY_OF_A_BYTE, RESERVE_BYTES
 from ..http_errors import TooLarge
 
 DATATYPES: Final[Mapping[str, str]] = {

@@ -11,8 +11,8 @@ from ...ipc.messages.base import JobName, ModelName
 from ...planning.streaming import StagingLayout, land, least_window
 from ...programs.interface.groups import last_groups
 from ...programs.interface.layout import REGION_ALIGN_BYTES, TENSOR_ALIGN_BYTES, Manifest, aligned
-from ..core import Core
 from ..policies import Resident, View
+from ..state.core import Core
 from ..state.device_state import FENCE_BYTES, DeviceState
 from ..state.records import DeviceModel, Model
 from ..state.regions import Cost, Costs, Extent, Owner, Region, RegionAllocator

@@ -15,9 +15,9 @@ from ...ipc.messages.daemon import (
     PersistCommit,
 )
 from ...ipc.messages.worker import CommitStep
-from ..core import JOBS
-from ..events import CreateCommits, DropCommits, LoadedCommit
+from ..state.core import JOBS
 from ..state.device_state import DeviceState
+from ..state.events import CreateCommits, DropCommits, LoadedCommit
 from ..state.records import NO_OP_ID, Job, Worker
 from ..state.states import TASK_FINAL
 from .allocators import ArenaAllocator, HostStoreAllocator

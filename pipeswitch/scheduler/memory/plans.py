@@ -10,9 +10,9 @@ from ...planning.planned import costs_of, plan_of, predict
 from ...planning.profile import Profile, ProfileFile
 from ...planning.streaming import pass_ms
 from ...programs.interface.groups import layer_bytes, plan_in_force
-from ..core import ALL, MEASURED
-from ..events import LogWarning
+from ..state.core import ALL, MEASURED
 from ..state.device_state import DeviceState
+from ..state.events import LogWarning
 from ..state.records import DeviceModel
 from ..state.states import Residency
 from .allocators import gib

@@ -10,9 +10,9 @@ from ...planning.grouping import Plan
 from ...planning.streaming import StagingLayout
 from ...programs.interface.groups import regrouped
 from ...programs.interface.layout import REGION_ALIGN_BYTES, aligned
-from ..core import MEASURED, QUEUE, RESIDENCY, TURN, WORKERS
-from ..events import Span, Spans
+from ..state.core import MEASURED, QUEUE, RESIDENCY, TURN, WORKERS
 from ..state.device_state import DeviceState
+from ..state.events import Span, Spans
 from ..state.records import DeviceModel
 from ..state.regions import Extent
 from ..state.states import ModelState, Residency, ResidencyEvent

@@ -7,7 +7,7 @@ from typing import Literal
 from ...base.errors import OutOfDeviceMemory
 from ...ipc.messages.base import JobName, OpId
 from ...ipc.messages.daemon import Scrub
-from ..core import RESIDENCY
+from ..state.core import RESIDENCY
 from ..state.device_state import DeviceState
 from ..state.regions import Owner, Region
 from .allocators import ArenaAllocator, gib

@@ -21,9 +21,9 @@ from __future__ import annotations
 from ...ipc.messages import worker as worker_msg
 from ...ipc.messages.base import JobName, OpId
 from ...ipc.messages.daemon import CancelSlice, CopySliceIn, CopySliceOut, SliceCopied
-from ..core import JOBS, RESIDENCY
-from ..events import CreateImage, DropImage
+from ..state.core import JOBS, RESIDENCY
 from ..state.device_state import DeviceState
+from ..state.events import CreateImage, DropImage
 from ..state.records import NO_OP_ID, Job, JobSwap, Worker
 from ..state.regions import Region
 from ..state.states import TASK_SWAPS, TaskEvent, TaskState

@@ -5,9 +5,9 @@ from __future__ import annotations
 from ...base.errors import QueueFull
 from ...base.quotas import left
 from ...ipc.messages.base import OpId
-from ..core import Core
-from ..events import Address, Kill, StartBuild
-from ..server_state import ServerState
+from ..server.server_state import ServerState
+from ..state.core import Core
+from ..state.events import Address, Kill, StartBuild
 from ..state.records import Registration
 
 

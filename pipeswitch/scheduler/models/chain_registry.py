@@ -12,9 +12,9 @@ from ...base import errors
 from ...ipc.messages.base import ModelName
 from ...programs.interface.chains import Chain, chain_of
 from ...programs.interface.layout import Manifest
-from ..core import Core, handles
-from ..events import ChainRequest, Journal, ModelAvailable, ModelRemoved, UnregisterRequest
-from ..server_state import ServerState
+from ..server.server_state import ServerState
+from ..state.core import Core, handles
+from ..state.events import ChainRequest, Journal, ModelAvailable, ModelRemoved, UnregisterRequest
 from ..state.states import ModelState
 from ..state.versions import Versions
 

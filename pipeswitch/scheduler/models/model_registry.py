@@ -15,11 +15,11 @@ from ...ipc.messages.daemon import ModelStored, StoreFailed, StoreModel
 from ...planning.profile import ProfileFile
 from ...programs.interface.layout import Manifest
 from ...programs.interface.signature import is_same_signature
-from .. import events as ev
-from ..core import QUEUE, RESIDENCY, TURN, Core, handles
 from ..memory import device_placement
 from ..requests.admission import Admission, changed_on_the_way
-from ..server_state import ServerState
+from ..server.server_state import ServerState
+from ..state import events as ev
+from ..state.core import QUEUE, RESIDENCY, TURN, Core, handles
 from ..state.records import DeviceModel, Model, Registration
 from ..state.states import ModelEvent, ModelState
 from ..state.versions import AT, PRESENT, Versions, split_name, version_name

@@ -8,11 +8,11 @@ from typing import Final
 from ...base import errors
 from ...base.errors import InvalidInput, ModelNotFound, OutOfDeviceMemory, PermissionDenied
 from ...ipc.messages.base import ModelName
-from .. import events as ev
-from ..core import Core, handles
-from ..events import Journal, ModelRemoved, PinRequest, RollbackRequest, SweepPrograms, Token
 from ..requests.admission import Admission
-from ..server_state import ServerState
+from ..server.server_state import ServerState
+from ..state import events as ev
+from ..state.core import Core, handles
+from ..state.events import Journal, ModelRemoved, PinRequest, RollbackRequest, SweepPrograms, Token
 from ..state.records import PRIORITY_NAMES, Model, Registration
 from ..state.states import ModelEvent, ModelState, Residency, ResidencyEvent
 from ..state.versions import PRESENT, Versions, split_name

@@ -34,10 +34,10 @@ from ...ipc.messages.daemon import CommitPersisted, PersistCommit
 from ...ipc.messages.worker import PublishAnswered, PublishCopied, PublishStep
 from ...programs.interface.layout import BUNDLE_FILE
 from ...programs.interface.matching import match
-from ..core import ALL, Core, handles
-from ..events import DropPublished, PublishRequest, Token, VersionRequest
-from ..server_state import ServerState
+from ..server.server_state import ServerState
+from ..state.core import ALL, Core, handles
 from ..state.device_state import DeviceState
+from ..state.events import DropPublished, PublishRequest, Token, VersionRequest
 from ..state.records import NO_OP_ID, Job, Model, Registration, Worker
 from ..state.states import MODEL_AWAITED, TASK_FINAL, ModelState
 from ..state.versions import Versions

@@ -11,9 +11,9 @@ from typing import Any, Final
 
 from ...base.errors import DRAINING, ServerUnavailable
 from ...ipc.messages.base import OpId, Ping, Slot
-from ..core import PINGS, WORKERS, Core, handles
-from ..events import PingRequest, Token
+from ..state.core import PINGS, WORKERS, Core, handles
 from ..state.device_state import DeviceState
+from ..state.events import PingRequest, Token
 from ..state.records import Worker
 from ..state.states import WORKER_SERVES
 

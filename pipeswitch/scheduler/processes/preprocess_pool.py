@@ -13,8 +13,8 @@ from dataclasses import dataclass, field
 from ...base.errors import Cancelled, DeadlineExceeded, PipeSwitchError, TaskFailed, WorkerLost
 from ...ipc.messages.base import ModelName, OpId, Slot
 from ...ipc.messages.processor import RunStage, StageDone, StageFailed, StageReady
-from .. import events as ev
-from ..core import QUEUE, STAGES, Core
+from ..state import events as ev
+from ..state.core import QUEUE, STAGES, Core
 from ..state.records import NO_OP_ID, Request
 from ..state.states import WORKER_TRANSITIONS, StateMachine, TaskEvent, WorkerEvent, WorkerState
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from ...ipc.messages.base import ModelName, Slot
 from ...ipc.messages.worker import ForgetModel, ModelPrepared, PrepareModel
-from ..core import MEASURED, QUEUE, TURN, WORKERS
-from ..events import LogWarning, Spawn
+from ..state.core import MEASURED, QUEUE, TURN, WORKERS
 from ..state.device_state import DeviceState
+from ..state.events import LogWarning, Spawn
 from ..state.records import Worker
 from ..state.states import WORKER_FREE, WORKER_LEAVES, ModelState, WorkerEvent, WorkerState
 from ..training.training import MAX_IN_PLACE

@@ -23,11 +23,11 @@ from ...planning.measuring import MeasuredProgram, Measurement, RunInstants, Tri
 from ...planning.planned import plan_of, predict
 from ...programs.interface.groups import cut, layer_bytes, plan_in_force
 from ...programs.interface.layout import Manifest
-from ..core import ALL, MEASURED, Core, handles
-from ..device import Device
-from ..events import ProfileRequest, Reply, SaveProfile, Token
-from ..server_state import ServerState
+from ..server.device import Device
+from ..server.server_state import ServerState
+from ..state.core import ALL, MEASURED, Core, handles
 from ..state.device_state import DeviceState
+from ..state.events import ProfileRequest, Reply, SaveProfile, Token
 from ..state.records import DeviceModel, MeasuredRun
 from ..state.states import TASK_LIVE, ModelState, Residency, TaskState, WorkerState
 from ..state.versions import Versions

@@ -19,11 +19,11 @@ from ...ipc.messages.base import ModelName
 from ...programs.interface.dims import BATCH, values_of
 from ...programs.interface.layout import Manifest
 from ...wire.request_timing import RequestTiming
-from ..core import DUE, QUEUE, RESIDENCY, TURN, WORKERS, Core
-from ..events import CancelRequest, InferArrived, NextRun, NextRuns, Prepared, Reply, RunEnded
 from ..memory.device_placement import DevicePlacement
 from ..processes.preprocess_pool import PreprocessPool
+from ..state.core import DUE, QUEUE, RESIDENCY, TURN, WORKERS, Core
 from ..state.device_state import DeviceState
+from ..state.events import CancelRequest, InferArrived, NextRun, NextRuns, Prepared, Reply, RunEnded
 from ..state.records import Model, Request, Steps
 from ..state.states import MODEL_AWAITED, ModelState, TaskEvent, TaskState
 from ..state.versions import Versions, split_name

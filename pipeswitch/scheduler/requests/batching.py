@@ -18,8 +18,8 @@ from typing import Final, NamedTuple
 
 from ...ipc.messages.base import ModelName
 from ...programs.interface.layout import MAX_JOINED_BYTES
-from ..events import Reply, Token
 from ..state.device_state import DeviceState
+from ..state.events import Reply, Token
 from ..state.records import DeviceModel, Request
 from .forecast import free_at_ms
 

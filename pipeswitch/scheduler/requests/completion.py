@@ -11,10 +11,10 @@ from ...ipc.messages.worker import InferenceDone, InferenceFailed
 from ...programs.interface.dims import BATCH
 from ...programs.interface.layout import Manifest
 from ...wire.request_timing import RequestTiming, of_runs
-from ..core import DUE, MEASURED, QUEUE, TURN
-from ..events import Reply, RunEnded, Span, Spans, TakeBack
 from ..memory.residency import Residents
+from ..state.core import DUE, MEASURED, QUEUE, TURN
 from ..state.device_state import DeviceState
+from ..state.events import Reply, RunEnded, Span, Spans, TakeBack
 from ..state.records import DeviceModel, MeasuredRun, Model, Request, RunningTask, Runs, Worker
 from ..state.states import ModelEvent, ModelState, TaskEvent, WorkerEvent
 from .batching import failed, take_led

@@ -11,13 +11,13 @@ from ...base.errors import DeadlineExceeded, OutOfDeviceMemory
 from ...ipc.messages.base import JobName, ModelName, OpId, Turn
 from ...ipc.messages.worker import BatchedRequest, RunInference
 from ...programs.interface.layout import Manifest
-from ..core import DUE, HUNG, QUEUE, RESIDENCY, TURN
-from ..events import Interrupt, RaiseTurn
 from ..memory.allocators import ArenaAllocator
 from ..memory.residency import Residents
 from ..policies import Waiting
 from ..state import states
+from ..state.core import DUE, HUNG, QUEUE, RESIDENCY, TURN
 from ..state.device_state import DeviceState
+from ..state.events import Interrupt, RaiseTurn
 from ..state.fair_queue import Charge
 from ..state.policy_queue import shown
 from ..state.records import NO_OP_ID, DeviceModel, Request, RunningTask, Worker

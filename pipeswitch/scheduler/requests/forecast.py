@@ -29,8 +29,8 @@ from typing import Final
 from ...base.errors import DeadlineExceeded
 from ...ipc.messages.base import ModelName
 from ...programs.interface.dims import BATCH
-from ..events import Token
 from ..state.device_state import DeviceState
+from ..state.events import Token
 from ..state.records import Request
 from ..state.states import Residency
 

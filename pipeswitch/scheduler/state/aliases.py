@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from ...ipc.messages.base import ModelName
-from ..core import Core
-from ..events import Journal, Token
+from .core import Core
+from .events import Journal, Token
 
 
 class Aliases:

@@ -9,10 +9,10 @@ from typing import Any, Literal
 from ...base.errors import PipeSwitchError
 from ...ipc.messages.base import JobName, Message, ModelName, Slot
 from ...ipc.messages.worker import BindTenant
-from ..core import QUEUE, RESIDENCY, TURN, WORKERS, Core, SchedulerSettings
-from ..events import Address, Kill, Send, Span, Spans, Spawn, Token
 from ..policies import View
+from .core import QUEUE, RESIDENCY, TURN, WORKERS, Core, SchedulerSettings
 from .device_owner import DeviceOwner
+from .events import Address, Kill, Send, Span, Spans, Spawn, Token
 from .fair_queue import CallerQueue
 from .policy_queue import IsResident
 from .predictions import Predictions

@@ -8,10 +8,10 @@ from collections import Counter
 from collections.abc import Iterator
 
 from ...ipc.messages.base import ModelName
-from ..events import Token
 from ..policies import View, Waiting
 from ..policies.guard import PolicyGuard
 from ..policies.policy import SortsBy
+from .events import Token
 from .fair_queue import CallerQueue
 from .policy_queue import IsResident, PolicyQueue
 from .records import Request

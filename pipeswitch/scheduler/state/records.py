@@ -19,8 +19,8 @@ from ...planning.streaming import StagingLayout
 from ...programs.interface.layout import Manifest
 from ...programs.interface.processors import Processor
 from ...wire.request_timing import RequestTiming
-from ..events import Token
 from ..policies.job_orders import JobView
+from .events import Token
 from .fair_queue import Charge
 from .regions import Owner
 from .states import (

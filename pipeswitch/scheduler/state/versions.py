@@ -12,9 +12,9 @@ from typing import Final
 
 from ...base.errors import ModelNotFound
 from ...ipc.messages.base import ModelName, OpId
-from ..core import Core
-from ..events import Journal, ModelAvailable
 from .aliases import Aliases
+from .core import Core
+from .events import Journal, ModelAvailable
 from .records import Model, Served
 from .states import ModelState, VersionEvent, VersionState
 

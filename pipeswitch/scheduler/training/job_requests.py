@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from ...base import errors
-from ..core import Core, handles
-from ..events import JobRequest, Journal, LoadCommits, Token, TrainRequest
 from ..memory import device_placement
 from ..memory.commits import Commits
+from ..state.core import Core, handles
+from ..state.events import JobRequest, Journal, LoadCommits, Token, TrainRequest
 from ..state.records import Job, JobSpec
 from ..state.states import TASK_FINAL, TaskEvent, TaskState
 from .jobs import Jobs

@@ -10,11 +10,11 @@ from typing import Any, Final, NamedTuple
 from ...base.errors import TaskFailed
 from ...ipc.messages.base import JobName, OpId
 from ...ipc.messages.worker import JobReport
-from ..core import ALL, JOBS, Core
-from ..events import CountSharers, Journal, RemoveJob
 from ..memory import device_placement
 from ..memory.commits import Commits
+from ..state.core import ALL, JOBS, Core
 from ..state.device_state import DeviceState
+from ..state.events import CountSharers, Journal, RemoveJob
 from ..state.records import Job, JobSpec
 from ..state.states import TASK_FINAL, TASK_ON_WORKER, TASK_SWAPS, TaskEvent, TaskState
 

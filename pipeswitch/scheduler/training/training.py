@@ -15,11 +15,11 @@ from ...ipc.messages.worker import (
     RunJob,
     StopTask,
 )
-from ..core import JOBS, QUEUE, RESIDENCY, TURN, WORKERS
 from ..memory.commits import Commits
 from ..memory.leases import Leases
 from ..memory.swaps import Swaps
 from ..policies.job_orders import JOB_ORDERS
+from ..state.core import JOBS, QUEUE, RESIDENCY, TURN, WORKERS
 from ..state.device_state import DeviceState
 from ..state.records import Job, Worker
 from ..state.states import (

@@ -29,7 +29,7 @@ from pipeswitch.extras.curve.sockets import make_dealer
 from pipeswitch.frontend.transport.listeners import open_listeners
 from pipeswitch.gateway.serving.oip import InferRequest
 from pipeswitch.gateway.serving.upstream import Upstream
-from pipeswitch.scheduler.events import InferArrived, Publish
+from pipeswitch.scheduler.state.events import InferArrived, Publish
 from pipeswitch.wire.frames import MAGIC, RequestHeader, WireTensor, decode_reply, encode_header
 
 X = np.ones((1, 4), np.float32)

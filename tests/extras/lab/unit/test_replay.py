@@ -32,7 +32,7 @@ from pipeswitch.extras.lab.replay import (
     serial,
 )
 from pipeswitch.programs.interface.layout import Batching
-from pipeswitch.scheduler.events import Reply, Spans
+from pipeswitch.scheduler.state.events import Reply, Spans
 
 DATA = files("pipeswitch.extras.lab") / "data"
 PER_MS = 1 << 20  # bytes that the link copies in a millisecond

@@ -11,9 +11,9 @@ from pipeswitch.extras.lab.device import Violation
 from pipeswitch.extras.lab.programs import program_of
 from pipeswitch.extras.lab.world import World
 from pipeswitch.ipc.messages.base import JobName, ModelName
-from pipeswitch.scheduler import events as ev
-from pipeswitch.scheduler.core import SchedulerSettings
 from pipeswitch.scheduler.scheduler import Scheduler
+from pipeswitch.scheduler.state import events as ev
+from pipeswitch.scheduler.state.core import SchedulerSettings
 
 MIB = 1 << 20
 MODEL, JOB = ModelName("m"), JobName("j")

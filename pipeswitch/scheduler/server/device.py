@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from ..ipc.messages import worker as worker_msg
-from ..ipc.messages.base import Message, OpId, Pong, StepCommitted
-from ..ipc.messages.daemon import (
+from ...ipc.messages import worker as worker_msg
+from ...ipc.messages.base import Message, OpId, Pong, StepCommitted
+from ...ipc.messages.daemon import (
     CommitPersisted,
     DaemonFault,
     DaemonReady,
@@ -12,23 +12,23 @@ from ..ipc.messages.daemon import (
     SliceCopied,
     TransmitEnded,
 )
-from .core import HUNG, TURN, URGENT, Component, Core, SchedulerSettings
-from .events import Address, Exited, Received
-from .memory.allocators import ArenaAllocator, HostStoreAllocator
-from .memory.commits import Commits
-from .memory.leases import Leases
-from .memory.plans import Plans
-from .memory.residency import Residents
-from .memory.slices import Slices
-from .memory.swaps import Swaps
-from .processes.health import Health
-from .processes.worker_pool import WorkerPool
-from .requests.completion import TaskCompletion
-from .requests.dispatch import Dispatch, Turns
-from .requests.taking_back import TakingBack
-from .state.device_state import DeviceState
-from .state.records import Worker
-from .state.states import (
+from ..memory.allocators import ArenaAllocator, HostStoreAllocator
+from ..memory.commits import Commits
+from ..memory.leases import Leases
+from ..memory.plans import Plans
+from ..memory.residency import Residents
+from ..memory.slices import Slices
+from ..memory.swaps import Swaps
+from ..processes.health import Health
+from ..processes.worker_pool import WorkerPool
+from ..requests.completion import TaskCompletion
+from ..requests.dispatch import Dispatch, Turns
+from ..requests.taking_back import TakingBack
+from ..state.core import HUNG, TURN, URGENT, Component, Core, SchedulerSettings
+from ..state.device_state import DeviceState
+from ..state.events import Address, Exited, Received
+from ..state.records import Worker
+from ..state.states import (
     MODEL_AWAITED,
     TASK_ON_WORKER,
     Residency,
@@ -36,8 +36,8 @@ from .state.states import (
     WorkerEvent,
     WorkerState,
 )
-from .training.jobs import Home, Jobs
-from .training.training import TrainingJobs
+from ..training.jobs import Home, Jobs
+from ..training.training import TrainingJobs
 
 
 class Device:

@@ -15,14 +15,14 @@ from typing import Any, Literal, NewType
 
 import msgspec
 
-from ..base.errors import PipeSwitchError
-from ..ipc.messages.base import JobName, Message, ModelName, OpId, SlabTensor, Slot, Turn
-from ..ipc.messages.worker import SamplingParams
-from ..planning.profile import Profile, ProfileFile
-from ..programs.interface.chains import Chain, ChainStep
-from ..programs.interface.layout import Manifest
-from ..programs.interface.processors import Processor
-from ..wire.request_timing import RequestTiming
+from ...base.errors import PipeSwitchError
+from ...ipc.messages.base import JobName, Message, ModelName, OpId, SlabTensor, Slot, Turn
+from ...ipc.messages.worker import SamplingParams
+from ...planning.profile import Profile, ProfileFile
+from ...programs.interface.chains import Chain, ChainStep
+from ...programs.interface.layout import Manifest
+from ...programs.interface.processors import Processor
+from ...wire.request_timing import RequestTiming
 
 Token = NewType("Token", int)
 

@@ -13,17 +13,23 @@ from typing import Any, Final
 
 import msgspec
 
-from ..base.bytes_tensors import BYTES, LENGTH_BYTES
-from ..base.config import NAME_PATTERN, PRIORITIES
-from ..base.errors import InvalidInput, ModelNotFound, PermissionDenied
-from ..base.roles import ANYONE
-from ..base.units import escape_control_chars, nearest
-from ..programs.interface.dims import NoExtent, Values, match, values_text
-from ..programs.interface.layout import ITEM_BYTES, TENSOR_ALIGN_BYTES, Manifest, ValueSpec, aligned
-from ..programs.interface.pytree import Tree, argument_names
-from ..programs.interface.signature import signature_text
-from ..scheduler.events import ModelAvailable
-from ..wire.frames import MAX_DIMS, TRACEPARENT, RequestHeader, WireTensor
+from ...base.bytes_tensors import BYTES, LENGTH_BYTES
+from ...base.config import NAME_PATTERN, PRIORITIES
+from ...base.errors import InvalidInput, ModelNotFound, PermissionDenied
+from ...base.roles import ANYONE
+from ...base.units import escape_control_chars, nearest
+from ...programs.interface.dims import NoExtent, Values, match, values_text
+from ...programs.interface.layout import (
+    ITEM_BYTES,
+    TENSOR_ALIGN_BYTES,
+    Manifest,
+    ValueSpec,
+    aligned,
+)
+from ...programs.interface.pytree import Tree, argument_names
+from ...programs.interface.signature import signature_text
+from ...scheduler.state.events import ModelAvailable
+from ...wire.frames import MAX_DIMS, TRACEPARENT, RequestHeader, WireTensor
 
 MODULE_OUTPUT_BYTES: Final = 64 << 10  # minimum for an output of a module, whose size may vary
 MAX_ADDRESS_CHARS: Final = 64  # the longest IPv6 address with a zone is shorter

@@ -14,10 +14,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Final
 
-from ..base.config import LogConfig
-from ..base.errors import Cancelled, RemoteProtocolError
-from ..base.units import escape_control_chars
-from ..scheduler.events import Publish, Reply
+from ...base.config import LogConfig
+from ...base.errors import Cancelled, RemoteProtocolError
+from ...base.units import escape_control_chars
+from ...scheduler.state.events import Publish, Reply
 
 _logger = logging.getLogger(__name__)
 

@@ -5,16 +5,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from ..ipc.messages.base import ModelName
-from ..planning.profile import Profile
-from ..programs.interface.chains import Chain
-from .core import Core, SchedulerSettings
+from ...ipc.messages.base import ModelName
+from ...planning.profile import Profile
+from ...programs.interface.chains import Chain
+from ..memory.allocators import HostStoreAllocator
+from ..memory.device_placement import DevicePlacement
+from ..memory.plans import stream_of
+from ..state.core import Core, SchedulerSettings
+from ..state.records import DeviceModel, Model, Served
+from ..training.jobs import Jobs
 from .device import Device
-from .memory.allocators import HostStoreAllocator
-from .memory.device_placement import DevicePlacement
-from .memory.plans import stream_of
-from .state.records import DeviceModel, Model, Served
-from .training.jobs import Jobs
 
 
 class ServerState:

@@ -9,11 +9,11 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final, TypeVar
 
-from ..base.errors import PipeSwitchError
-from ..ipc.messages.base import ModelName, OpId
-from ..planning.profile import UNKNOWN_DEVICE, Identity
+from ...base.errors import PipeSwitchError
+from ...ipc.messages.base import ModelName, OpId
+from ...planning.profile import UNKNOWN_DEVICE, Identity
+from ..policies.guard import PolicyGuard
 from .events import ClientRequest, Command, Publish, Reply, Token
-from .policies.guard import PolicyGuard
 
 E = TypeVar("E", bound=ClientRequest)
 P = TypeVar("P")  # a part of the scheduler

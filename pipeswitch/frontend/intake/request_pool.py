@@ -18,12 +18,12 @@ from typing import Any, Final
 import msgspec
 import numpy as np
 
-from ..base.errors import QueueFull
-from ..base.quotas import FairQuota
-from ..ipc.messages.base import SlabTensor
-from ..ipc.sparse import UsedRanges
-from ..programs.interface.layout import aligned
-from ..wire.slabs import SLAB_ALIGN_BYTES, SlabPool
+from ...base.errors import QueueFull
+from ...base.quotas import FairQuota
+from ...ipc.messages.base import SlabTensor
+from ...ipc.sparse import UsedRanges
+from ...programs.interface.layout import aligned
+from ...wire.slabs import SLAB_ALIGN_BYTES, SlabPool
 from .validation import CheckedInput
 
 NUMPY_BYTES: Final = 64 << 10  # numpy copies this much or more, without the interpreter lock
