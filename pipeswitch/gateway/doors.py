@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ..base.extras import DOORS
-from .offload import OffloadThread
+from .http.offload import OffloadThread
 from .rest import inference_door
 from .routes import Door
 from .serving.service import Service

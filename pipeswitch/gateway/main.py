@@ -33,11 +33,11 @@ from ..ipc.channel import Channel, channel_from, wake_when_orphaned
 from ..ipc.messages.gateway import GatewaySettings
 from ..wire.tokens import owner_token, read_tokens
 from ..wire.tracing import open_tracer
-from .auth import Authenticator
 from .doors import DoorContext, open_doors
 from .http.http_server import HttpServer, Limits
-from .offload import Shared, started_pool
+from .http.offload import Shared, started_pool
 from .router import Router
+from .serving.auth import Authenticator
 from .serving.service import Service
 from .serving.shared_memory import SharedMemoryRegions
 from .serving.upstream import Upstream

@@ -10,9 +10,9 @@ import msgspec
 from ..base.codec import decode_json
 from ..base.errors import InvalidInput, PipeSwitchError, ServerUnavailable
 from ..base.roles import Principal
+from .http.http_errors import TooLarge, body_of, status_of
 from .http.http_server import Head, Response, json_answer
-from .http_errors import TooLarge, body_of, status_of
-from .offload import OffloadThread
+from .http.offload import OffloadThread
 from .router import JSON_LENGTH
 from .routes import Door, Request, Route, Run
 from .serving import oip

@@ -12,10 +12,10 @@ from msgspec.structs import replace
 
 from ..base.errors import InvalidInput, PipeSwitchError
 from ..base.units import nearest
-from .auth import Authenticator, require_role
+from .http.http_errors import MethodNotAllowed, NotFound, TooLarge, WrongHost
 from .http.http_server import Head, Response, Work, answered, refusal
-from .http_errors import MethodNotAllowed, NotFound, TooLarge, WrongHost
 from .routes import Door, Request, Routes
+from .serving.auth import Authenticator, require_role
 
 JSON_LENGTH: Final = "Inference-Header-Content-Length"
 MAX_QUERY_FIELDS: Final = 16

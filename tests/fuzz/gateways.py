@@ -19,11 +19,11 @@ from typing import Any
 from pipeswitch.base.errors import InvalidInput, ModelNotFound
 from pipeswitch.base.roles import Principal, Role
 from pipeswitch.extras.page.event_stream import EventLog
-from pipeswitch.gateway.auth import Authenticator
 from pipeswitch.gateway.doors import DoorContext, open_doors
 from pipeswitch.gateway.http import http_server as http
-from pipeswitch.gateway.offload import OffloadThread
+from pipeswitch.gateway.http.offload import OffloadThread
 from pipeswitch.gateway.router import Router
+from pipeswitch.gateway.serving.auth import Authenticator
 from pipeswitch.gateway.serving.oip import InferRequest, Output
 from pipeswitch.gateway.serving.service import Service
 

@@ -168,11 +168,11 @@ def gateways_calls(folder: Path) -> int:
 
 
 async def _gateway(address: str, sock: socket.socket) -> Any:
-    from pipeswitch.gateway.auth import Authenticator
     from pipeswitch.gateway.http.http_server import HttpServer, Limits
-    from pipeswitch.gateway.offload import OffloadThread
+    from pipeswitch.gateway.http.offload import OffloadThread
     from pipeswitch.gateway.rest import inference_door
     from pipeswitch.gateway.router import Router
+    from pipeswitch.gateway.serving.auth import Authenticator
     from pipeswitch.gateway.serving.service import Service
     from pipeswitch.gateway.serving.upstream import Upstream
 

@@ -15,8 +15,14 @@ from pipeswitch.base.errors import (
 )
 from pipeswitch.base.roles import ALL_ROLES, ANYONE, DEFAULT_ROLES, Principal, Role
 from pipeswitch.frontend.verbs import VERBS
-from pipeswitch.gateway.auth import Authenticator, redact, require
-from pipeswitch.gateway.http_errors import Unauthenticated, WrongHost, as_ours, body_of, status_of
+from pipeswitch.gateway.http.http_errors import (
+    Unauthenticated,
+    WrongHost,
+    as_ours,
+    body_of,
+    status_of,
+)
+from pipeswitch.gateway.serving.auth import Authenticator, redact, require
 from pipeswitch.wire.tokens import read_tokens
 
 TOKEN = "0123456789abcdef"

@@ -18,8 +18,8 @@ from hypothesis import strategies as st
 pytest.importorskip("httptools", reason="make installs it")
 
 from pipeswitch.base.errors import DeadlineExceeded
-from pipeswitch.gateway import offload
 from pipeswitch.gateway.http import http_server as http
+from pipeswitch.gateway.http import offload
 from pipeswitch.gateway.http.http_server import (
     Head,
     HttpConnection,

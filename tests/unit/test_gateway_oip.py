@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
 
 from pipeswitch.base.errors import InvalidInput
-from pipeswitch.gateway.http_errors import TooLarge
+from pipeswitch.gateway.http.http_errors import TooLarge
 from pipeswitch.gateway.serving import oip
 
 PLAIN = [name for name in oip.DATATYPES if name not in ("BF16", "BYTES")]

@@ -11,7 +11,7 @@ import pytest
 
 from pipeswitch.base.errors import AlreadyExists, InvalidInput, PermissionDenied, QueueFull
 from pipeswitch.base.roles import OWNER, Principal, Role
-from pipeswitch.gateway.http_errors import NotFound, TooLarge
+from pipeswitch.gateway.http.http_errors import NotFound, TooLarge
 from pipeswitch.gateway.serving.oip import (
     InferRequest,
     Output,

@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 
 from pipeswitch.base.roles import Principal, Role
-from pipeswitch.gateway.auth import Authenticator
 from pipeswitch.gateway.http.http_server import Head, Response, answered, json_answer
 from pipeswitch.gateway.router import Router
 from pipeswitch.gateway.routes import Door, Request, Route, Routes
+from pipeswitch.gateway.serving.auth import Authenticator
 
 TOKEN = "0123456789abcdef"
 

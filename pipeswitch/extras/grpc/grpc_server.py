@@ -25,10 +25,10 @@ from google.protobuf.message import DecodeError
 from ...base.errors import InvalidInput, PipeSwitchError, QueueFull
 from ...base.quotas import FairQuota
 from ...base.roles import Principal
-from ...gateway.auth import Authenticator
-from ...gateway.http_errors import NotFound, TooLarge, as_ours, status_of
-from ...gateway.offload import CROWD, Shared
+from ...gateway.http.http_errors import NotFound, TooLarge, as_ours, status_of
+from ...gateway.http.offload import CROWD, Shared
 from ...gateway.serving import oip
+from ...gateway.serving.auth import Authenticator
 from ...gateway.serving.oip import InferRequest, Output, RequestedOutput
 from ...gateway.serving.service import Service
 from ...ipc.messages.gateway import GatewaySettings

@@ -22,7 +22,7 @@ import grpc.aio
 
 from ...base.errors import QueueFull
 from ...base.quotas import FairQuota
-from ...gateway.http_errors import RequestTimeout
+from ...gateway.http.http_errors import RequestTimeout
 
 LOOK_S: Final = 0.05  # interval between two counts while there are calls
 CALL_BYTES: Final = 1024  # headers, pings and window updates around each message

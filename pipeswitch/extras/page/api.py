@@ -22,10 +22,10 @@ from ...client.client import FINAL_JOB_STATES
 from ...frontend.permissions import Rules
 from ...frontend.registration import check, check_origin, require_roles
 from ...frontend.verbs import VERBS, Http
-from ...gateway.auth import redact, require_role
 from ...gateway.doors import DoorContext
 from ...gateway.http.http_server import EVENT_STREAM, Response, json_answer
 from ...gateway.routes import Door, Request, Route
+from ...gateway.serving.auth import redact, require_role
 from ...gateway.serving.upstream import Upstream
 from ...wire.register_request import RegisterRequest
 from .event_stream import EventLog

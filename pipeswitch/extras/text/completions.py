@@ -24,9 +24,9 @@ from ...base.codec import check_memory, encode_json
 from ...base.errors import InvalidInput, ModelNotFound, PipeSwitchError
 from ...base.units import nearest
 from ...gateway.doors import DoorContext
+from ...gateway.http.http_errors import as_ours, body_of, status_of
 from ...gateway.http.http_server import EVENT_STREAM, Head, Response, json_answer, refusal
-from ...gateway.http_errors import as_ours, body_of, status_of
-from ...gateway.offload import OffloadThread
+from ...gateway.http.offload import OffloadThread
 from ...gateway.router import check_size
 from ...gateway.routes import Door, Request, Route
 from ...gateway.serving.oip import LONG_BYTES

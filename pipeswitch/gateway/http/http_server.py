@@ -26,8 +26,8 @@ from ...base.codec import check_memory, encode_json
 from ...base.errors import InvalidInput, PipeSwitchError, QueueFull, ServerUnavailable
 from ...base.units import format_bytes
 from ...client.looped import InlineTask
-from .. import http_errors
-from ..offload import CROWD, Shared
+from . import http_errors
+from .offload import CROWD, Shared
 
 log = logging.getLogger(__name__)
 

@@ -25,7 +25,7 @@ from ...base.units import format_bytes, nearest
 from ...programs.interface.dims import BATCH
 from ...programs.interface.layout import ITEM_BYTES
 from ...wire.frames import MAX_DIMS, MAX_TENSORS, WireTensor
-from ..http_errors import TooLarge
+from ..http.http_errors import TooLarge
 
 DATATYPES: Final[Mapping[str, str]] = {
     "BOOL": "bool",

@@ -30,9 +30,9 @@ from ...client.generation import GenerateRequest
 from ...programs.decoding.model_config import LanguageModelConfig
 from ...wire.frames import TRACEPARENT
 from ...wire.tracing import Traced
-from ..auth import redact, require, require_role
-from ..http_errors import NotFound
+from ..http.http_errors import NotFound
 from . import oip
+from .auth import redact, require, require_role
 from .metrics import Metrics
 from .model_stats import PHASES, ModelStats
 from .oip import InferRequest, Output, RegionPlace

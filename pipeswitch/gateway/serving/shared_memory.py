@@ -22,8 +22,8 @@ from msgspec.structs import replace
 from ...base.errors import AlreadyExists, InvalidInput, QueueFull
 from ...base.roles import Principal, Role
 from ...base.units import escape_control_chars
-from ..auth import require_role
-from ..http_errors import NotFound, TooLarge
+from ..http.http_errors import NotFound, TooLarge
+from .auth import require_role
 from .oip import InferRequest, Output, RegionPlace
 
 # Where shm_open(3) keeps its files.

@@ -20,13 +20,13 @@ from pipeswitch.extras.page.event_stream import MAX_READERS_PER_ADDRESS, EventLo
 from pipeswitch.extras.page.ui import FILES, POLICY, page_files
 from pipeswitch.extras.text.completions import text_door
 from pipeswitch.frontend.verbs import VERBS, Http, Verb
-from pipeswitch.gateway.auth import Authenticator
 from pipeswitch.gateway.doors import DoorContext
 from pipeswitch.gateway.http.http_server import Head, Response, answered
-from pipeswitch.gateway.offload import OffloadThread
+from pipeswitch.gateway.http.offload import OffloadThread
 from pipeswitch.gateway.rest import inference_door
 from pipeswitch.gateway.router import Router
 from pipeswitch.gateway.routes import Door
+from pipeswitch.gateway.serving.auth import Authenticator
 from pipeswitch.gateway.serving.service import Service
 
 TOKENS = {f"token-of-{role}".ljust(16, "-"): frozenset({Role.INFER, role}) for role in Role}

@@ -12,10 +12,10 @@ import re
 from collections.abc import Iterable, Mapping
 from typing import Any, ClassVar, Final
 
-from ..base.errors import PermissionDenied
-from ..base.roles import ANYONE, MODEL_FACTS, OWNER, Principal, Role, in_order
-from ..frontend.verbs import VERBS
-from .http_errors import Unauthenticated, WrongHost
+from ...base.errors import PermissionDenied
+from ...base.roles import ANYONE, MODEL_FACTS, OWNER, Principal, Role, in_order
+from ...frontend.verbs import VERBS
+from ..http.http_errors import Unauthenticated, WrongHost
 
 SCHEME: Final = "bearer "
 NO_TOKEN: Final = ("", "Bearer EMPTY")  # OpenAI's clients always send a token: EMPTY means none

@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 
-from ..base import errors
-from ..base.machine import SHORTAGES
+from ...base import errors
+from ...base.machine import SHORTAGES
 
 RETRY_AFTER_S: Final = 1  # a queue drains, and a server restarts, in about this time
 

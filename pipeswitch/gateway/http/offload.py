@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from threading import Barrier
 from typing import Final, TypeVar
 
-from ..base.quotas import FairQuota, TurnQueue
+from ...base.quotas import FairQuota, TurnQueue
 
 R = TypeVar("R")
 CROWD: Final = 8  # above this number of connections or calls, an address's requests take turns
