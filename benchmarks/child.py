@@ -33,8 +33,8 @@ def write_weights(order: dict[str, Any]) -> None:
     import torch
 
     from pipeswitch.base.errors import RegistrationRefused
-    from pipeswitch.programs.build.module_mode import build_module
-    from pipeswitch.programs.build.sources import example_specs
+    from pipeswitch.programs.compiler.module_mode import build_module
+    from pipeswitch.programs.compiler.sources import example_specs
     from pipeswitch.programs.interface.synthetic_inputs import random_inputs
     from pipeswitch.programs.spec import save_manifest
 

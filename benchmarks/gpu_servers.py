@@ -95,7 +95,7 @@ def _switch(model: gpu.GpuModel, folder: Path) -> None:
 
 def _inputs(model: gpu.GpuModel) -> dict[str, Any]:
     """Return the arrays of one request at the largest batch, by input name."""
-    from pipeswitch.programs.build.sources import example_specs, load_source
+    from pipeswitch.programs.compiler.sources import example_specs, load_source
     from pipeswitch.programs.interface.synthetic_inputs import random_inputs
     from pipeswitch.programs.spec import BuildSpec
 

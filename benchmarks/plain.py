@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from pipeswitch.programs.build.sources import Loaded, _constructor, load_source
+from pipeswitch.programs.compiler.sources import Loaded, _constructor, load_source
 from pipeswitch.programs.running.values import flatten_outputs
 from pipeswitch.programs.spec import BuildSpec
 

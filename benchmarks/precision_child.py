@@ -16,8 +16,8 @@ from torch import nn
 
 from pipeswitch.base.errors import PipeSwitchError
 from pipeswitch.devices.cpu.packed import KERNELS
-from pipeswitch.programs.build.program import build
-from pipeswitch.programs.build.verify import load_image
+from pipeswitch.programs.compiler.program import build
+from pipeswitch.programs.compiler.verify import load_image
 from pipeswitch.programs.graphs.bundle import read_bundle
 from pipeswitch.programs.running.executor import GraphProgram
 from pipeswitch.programs.running.tensor_views import tensor_over

@@ -14,7 +14,7 @@ import torch
 from pipeswitch.devices.cpu.worker_device import CpuWorkerDevice
 from pipeswitch.ipc.messages.base import OpId, Slot
 from pipeswitch.ipc.messages.worker import WorkerSettings
-from pipeswitch.programs.build.program import build
+from pipeswitch.programs.compiler.program import build
 from pipeswitch.programs.graphs.bundle import read_bundle
 from pipeswitch.programs.graphs.partition import layers_of_graph
 from pipeswitch.programs.interface.layout import GroupSpec

@@ -43,8 +43,8 @@ FIRST: Final = (
     "torch.fx.experimental.symbolic_shapes",  # for the checks of a program's kernels
     "pipeswitch.workers.main",
     "pipeswitch.workers.processor",
-    "pipeswitch.programs.build.build_process",
-    "pipeswitch.programs.build.program",
+    "pipeswitch.programs.compiler.build_process",
+    "pipeswitch.programs.compiler.program",
 )
 GRAMMAR: Final = "llguidance"  # for the extra ``grammar``; a sandboxed worker cannot import it
 LATER: Final = ("torch._dynamo", "torchvision")
@@ -120,7 +120,7 @@ class ForkServer:
         reach("fork.order")
         settings = decode_message(order.settings)
         if isinstance(settings, BuildSettings) and not self._is_whole:
-            from .programs.build.build_process import exports
+            from .programs.compiler.build_process import exports
 
             if exports(settings):
                 self._import_later()
@@ -214,7 +214,7 @@ def _run(settings: Message, descriptors: Sequence[int]) -> int:
             run_daemon(settings, channel_from(descriptors[0]), descriptors[1:])
             return 0
         case BuildSettings():
-            from .programs.build.build_process import run as run_builder
+            from .programs.compiler.build_process import run as run_builder
 
             channel, *environment = descriptors
             for descriptor in environment:

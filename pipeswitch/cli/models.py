@@ -21,7 +21,7 @@ from . import common, views
 
 CONVERT: Final = """\
 import json, sys
-from pipeswitch.programs.build.files import convert
+from pipeswitch.programs.compiler.files import convert
 convert(*sys.argv[1:3], json.loads(sys.argv[3]))
 """
 

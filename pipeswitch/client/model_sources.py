@@ -72,7 +72,7 @@ class LocalSource:
                     f"no file {weights!r}", hint="weights must be a path on this machine"
                 )
             if weights.endswith(PICKLED):
-                from ..programs.build.files import convert_weights
+                from ..programs.compiler.files import convert_weights
 
                 weights = str(self._folder / "weights.safetensors")
                 convert_weights(request.weights, weights)
@@ -110,7 +110,7 @@ class LocalSource:
                 raise InvalidInput(
                     f"no file {text!r}", hint="give the path of a file on this machine"
                 )
-            from ..programs.build.files import convert
+            from ..programs.compiler.files import convert
 
             bundle = self._bundle()
             convert(text, bundle, request.inputs, self.example_inputs, **options)
@@ -118,7 +118,7 @@ class LocalSource:
         return self.upload(text, "bundle", self.progress) if suffix == ".bundle" else text
 
     def _module(self, request: RegisterRequest, options: dict[str, Any]) -> str:
-        from ..programs.build.export import export_decoder_to_bundle, export_module_to_bundle
+        from ..programs.compiler.export import export_decoder_to_bundle, export_module_to_bundle
 
         if not callable(self.source):
             raise InvalidInput(

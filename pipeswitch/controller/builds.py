@@ -23,7 +23,7 @@ from ..ipc.messages.base import Message
 from ..ipc.messages.builder import BuildDone, BuildFailed, BuildProgress, BuildSettings
 from ..ipc.messages.processor import CheckStage, StageFailed, StageReady
 from ..planning import profile_files as profile_files
-from ..programs.build.build_process import work_prefix
+from ..programs.compiler.build_process import work_prefix
 from ..programs.graphs.manifest_check import check_claims
 from ..programs.interface.layout import Manifest
 from ..programs.interface.packing import Layout

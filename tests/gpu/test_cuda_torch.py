@@ -92,7 +92,7 @@ def test_a_jobs_tensor_has_a_storage_of_its_own(cuda: Cuda, side: CudaTorch) -> 
 def bound_resnet(side: CudaTorch, folder: Path) -> BoundProgram:
     """Return ResNet-18 as a worker binds it: built, packed, with its region on the device."""
     from pipeswitch.memory_daemon.store import load_model
-    from pipeswitch.programs.build.program import build
+    from pipeswitch.programs.compiler.program import build
     from pipeswitch.programs.spec import BUNDLE_FILE, BuildSpec
     from pipeswitch.workers.inference.task import make_program, read_graph
 

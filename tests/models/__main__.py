@@ -33,8 +33,8 @@ from torch.utils._pytree import tree_map_only
 from pipeswitch.base.errors import PipeSwitchError
 from pipeswitch.devices.cpu.packed import KERNELS
 from pipeswitch.devices.torch_kernels import TorchKernels
-from pipeswitch.programs.build.naming import named_inputs
-from pipeswitch.programs.build.precision import MAX_ERROR
+from pipeswitch.programs.compiler.naming import named_inputs
+from pipeswitch.programs.compiler.precision import MAX_ERROR
 from pipeswitch.programs.graphs.bundle import read_bundle
 from pipeswitch.programs.graphs.operators import OVERLOADS
 from pipeswitch.programs.interface.packing import PRECISIONS

@@ -23,11 +23,11 @@ import torch
 from process_tools import checked_server
 
 from pipeswitch.base.errors import RegistrationRefused
-from pipeswitch.programs.build import decoder as decoder_module
-from pipeswitch.programs.build.decoder import Decoder
-from pipeswitch.programs.build.export import export_decoder_to_bundle
-from pipeswitch.programs.build.program import build
-from pipeswitch.programs.build.verify import load_image
+from pipeswitch.programs.compiler import decoder as decoder_module
+from pipeswitch.programs.compiler.decoder import Decoder
+from pipeswitch.programs.compiler.export import export_decoder_to_bundle
+from pipeswitch.programs.compiler.program import build
+from pipeswitch.programs.compiler.verify import load_image
 from pipeswitch.programs.decoding import generation_settings as generation_module
 from pipeswitch.programs.decoding.generation_settings import (
     check_generation,

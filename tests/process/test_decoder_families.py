@@ -18,10 +18,10 @@ import torch
 from process_tools import checked_server
 
 from pipeswitch.base.errors import RegistrationRefused
-from pipeswitch.programs.build.attention import AttentionStep
-from pipeswitch.programs.build.decoder import Decoder, decoder
-from pipeswitch.programs.build.program import build
-from pipeswitch.programs.build.verify import load_image
+from pipeswitch.programs.compiler.attention import AttentionStep
+from pipeswitch.programs.compiler.decoder import Decoder, decoder
+from pipeswitch.programs.compiler.program import build
+from pipeswitch.programs.compiler.verify import load_image
 from pipeswitch.programs.graphs.bundle import read_bundle
 from pipeswitch.programs.graphs.cached_attention import DecodeRows
 from pipeswitch.programs.running.executor import GraphProgram

@@ -12,7 +12,7 @@ import torch
 
 import pipeswitch as ps
 from pipeswitch.base.errors import RegistrationRefused
-from pipeswitch.programs.build.program import build
+from pipeswitch.programs.compiler.program import build
 from pipeswitch.programs.interface.layout import Manifest
 from pipeswitch.programs.running import factories
 from pipeswitch.programs.spec import BuildSpec

@@ -14,9 +14,9 @@ import torch
 from torch import nn
 
 from pipeswitch.base.errors import RegistrationRefused
-from pipeswitch.programs.build.export import export_module, export_module_to_bundle
-from pipeswitch.programs.build.export_lock import one_export_at_a_time
-from pipeswitch.programs.build.program import build
+from pipeswitch.programs.compiler.export import export_module, export_module_to_bundle
+from pipeswitch.programs.compiler.export_lock import one_export_at_a_time
+from pipeswitch.programs.compiler.program import build
 from pipeswitch.programs.running.torch_settings import TorchSettings
 from pipeswitch.programs.spec import BuildSpec
 
@@ -185,7 +185,8 @@ def test_a_worker_does_not_import_the_exporter() -> None:
         "print(*sys.modules)"
     )
     assert "pipeswitch.programs.running.executor" in loaded
-    assert not {"pipeswitch.programs.build.export", "pipeswitch.programs.build.encoder"} & {*loaded}
+    compiler = "pipeswitch.programs.compiler"
+    assert not {f"{compiler}.export", f"{compiler}.encoder"} & {*loaded}
 
 
 def test_a_server_is_ready_without_what_only_exports_and_scripts_import(tmp_path: Path) -> None:
@@ -197,7 +198,7 @@ import pathlib, sys
 from pipeswitch.launch import FIRST, LATER, import_for_children
 import_for_children(FIRST)
 print({*LATER} & {*sys.modules} or "light")
-from pipeswitch.programs.build.program import BuildSpec, build
+from pipeswitch.programs.compiler.program import BuildSpec, build
 before = {*sys.modules}
 source, out = sys.argv[1:]
 build(BuildSpec(name="m", source=source), pathlib.Path(out), lambda *_: None)

@@ -24,11 +24,11 @@ from torch.nn import functional as F
 import pipeswitch as ps
 from pipeswitch.base.errors import RegistrationRefused
 from pipeswitch.client.model_sources import LocalSource
-from pipeswitch.programs.build.export import export_module_to_bundle
-from pipeswitch.programs.build.files import convert, convert_weights
-from pipeswitch.programs.build.program import build
-from pipeswitch.programs.build.sources import load_source
-from pipeswitch.programs.build.verify import load_image, same_bits
+from pipeswitch.programs.compiler.export import export_module_to_bundle
+from pipeswitch.programs.compiler.files import convert, convert_weights
+from pipeswitch.programs.compiler.program import build
+from pipeswitch.programs.compiler.sources import load_source
+from pipeswitch.programs.compiler.verify import load_image, same_bits
 from pipeswitch.programs.graphs.bundle import read_bundle
 from pipeswitch.programs.interface.layout import Manifest
 from pipeswitch.programs.running import factories

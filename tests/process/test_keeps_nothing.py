@@ -23,10 +23,10 @@ import torch
 from torch import nn
 
 from pipeswitch.base.errors import RegistrationRefused
-from pipeswitch.programs.build.export import export_module_to_bundle
-from pipeswitch.programs.build.program import build
-from pipeswitch.programs.build.statefulness import Fresh
-from pipeswitch.programs.build.verify import load_image, same_bits
+from pipeswitch.programs.compiler.export import export_module_to_bundle
+from pipeswitch.programs.compiler.program import build
+from pipeswitch.programs.compiler.statefulness import Fresh
+from pipeswitch.programs.compiler.verify import load_image, same_bits
 from pipeswitch.programs.interface.layout import Manifest
 from pipeswitch.programs.running.executor import BoundProgram
 from pipeswitch.programs.running.tensor_views import tensor_over

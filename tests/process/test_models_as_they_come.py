@@ -19,11 +19,11 @@ from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 from pipeswitch.base.errors import InvalidInput, PipeSwitchError, RegistrationRefused
 from pipeswitch.client.model_sources import LocalSource
 from pipeswitch.frontend.intake import validation
-from pipeswitch.programs.build.export import export_module_to_bundle
-from pipeswitch.programs.build.files import convert, convert_weights
-from pipeswitch.programs.build.program import build
-from pipeswitch.programs.build.recurrent import _stft
-from pipeswitch.programs.build.verify import load_image, same_bits
+from pipeswitch.programs.compiler.export import export_module_to_bundle
+from pipeswitch.programs.compiler.files import convert, convert_weights
+from pipeswitch.programs.compiler.program import build
+from pipeswitch.programs.compiler.recurrent import _stft
+from pipeswitch.programs.compiler.verify import load_image, same_bits
 from pipeswitch.programs.interface.layout import Manifest
 from pipeswitch.programs.running.executor import BoundProgram
 from pipeswitch.programs.running.factories import without_cache

@@ -161,7 +161,7 @@ def test_torch_pretrained_weights_are_never_unpickled(
     source: str, reason: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Put pickled weights where a download would leave them; loading must not unpickle them."""
-    from pipeswitch.programs.build.sources import load_source
+    from pipeswitch.programs.compiler.sources import load_source
 
     monkeypatch.setenv("TORCH_HOME", str(tmp_path))
     before = dict(os.environ)
@@ -183,7 +183,7 @@ def test_torch_a_hubs_configuration_names_no_compiled_attention(
     weights: str, tmp_path: Path
 ) -> None:
     """Name a hub's kernel; with ``kernels`` installed, transformers would fetch and load it."""
-    from pipeswitch.programs.build.sources import load_source
+    from pipeswitch.programs.compiler.sources import load_source
 
     config = {"model_type": "gpt2", "n_layer": 1, "n_embd": 12}
     named = {"attn_implementation": "enemy/kernel"}

@@ -18,7 +18,7 @@ from msgspec.structs import replace
 
 from pipeswitch.client.tensors import Result
 from pipeswitch.devices.cpu.packed import KERNELS, missing
-from pipeswitch.programs.build.verify import load_image
+from pipeswitch.programs.compiler.verify import load_image
 from pipeswitch.programs.graphs.bundle import read_bundle
 from pipeswitch.programs.interface.packing import DERIVED_FILE
 from pipeswitch.programs.running.executor import GraphProgram

@@ -22,12 +22,12 @@ from torch import nn
 
 from pipeswitch.base.errors import LocalProtocolError, RegistrationRefused, TaskPreempted
 from pipeswitch.planning.grouping import Plan
-from pipeswitch.programs.build import program as build_module
-from pipeswitch.programs.build.export import export_module_to_bundle
-from pipeswitch.programs.build.files import convert_pt2
-from pipeswitch.programs.build.program import build
-from pipeswitch.programs.build.sources import Loaded, load_source
-from pipeswitch.programs.build.verify import load_image, same_bits, to_tensors
+from pipeswitch.programs.compiler import program as build_module
+from pipeswitch.programs.compiler.export import export_module_to_bundle
+from pipeswitch.programs.compiler.files import convert_pt2
+from pipeswitch.programs.compiler.program import build
+from pipeswitch.programs.compiler.sources import Loaded, load_source
+from pipeswitch.programs.compiler.verify import load_image, same_bits, to_tensors
 from pipeswitch.programs.interface.dims import Dim, at_batch
 from pipeswitch.programs.interface.groups import layer_bytes, regrouped
 from pipeswitch.programs.interface.layout import TENSOR_ALIGN_BYTES, Manifest

@@ -83,7 +83,7 @@ import json, os, socket, sys
 from pathlib import Path
 sys.path.insert(0, {here!r})
 import hostile_code, msgspec
-from pipeswitch.programs.build import build_process as builder, program
+from pipeswitch.programs.compiler import build_process as builder, program
 from pipeswitch.programs.spec import BuildSpec
 from pipeswitch.ipc.channel import channel_pair
 from pipeswitch.ipc.messages.builder import BuildFailed, BuildSettings
@@ -201,7 +201,7 @@ def run(settings, channel):
             file.write(text)
     return 0
 
-HOSTILE = {{"pipeswitch.workers.main": infer, "pipeswitch.programs.build.build_process": run}}
+HOSTILE = {{"pipeswitch.workers.main": infer, "pipeswitch.programs.compiler.build_process": run}}
 
 class Finder:
     def find_spec(self, name, path, target=None):
@@ -253,7 +253,7 @@ def test_a_workers_hostile_python_opens_no_file_no_socket_and_reaches_no_process
 
 
 def test_a_builder_that_lies_is_refused(tmp_path: Path) -> None:
-    environment = enemys_path(tmp_path, "pipeswitch.programs.build.build_process")
+    environment = enemys_path(tmp_path, "pipeswitch.programs.compiler.build_process")
     with server(environment=environment) as running, running.client() as client:
         for name in ("another-place", "another-folder", "claims-code"):
             with pytest.raises(ps.RegistrationRefused, match=r"invalid message|returned code"):
@@ -262,7 +262,7 @@ def test_a_builder_that_lies_is_refused(tmp_path: Path) -> None:
 
 
 def test_a_builder_cannot_pass_another_tenants_program_off_as_its_own(tmp_path: Path) -> None:
-    environment = enemys_path(tmp_path, "pipeswitch.programs.build.build_process")
+    environment = enemys_path(tmp_path, "pipeswitch.programs.compiler.build_process")
     x = np.ones((1, 3, 64, 64), np.float32)
     with (
         server(environment=environment, tcp_roles=("infer", "register")) as running,

@@ -46,7 +46,7 @@ from pipeswitch.base.roles import Role
 from pipeswitch.client.client import FINAL_JOB_STATES, Client
 from pipeswitch.client.connection import Connection
 from pipeswitch.frontend.verbs import VERBS
-from pipeswitch.programs.build.export import export_module_to_bundle
+from pipeswitch.programs.compiler.export import export_module_to_bundle
 from pipeswitch.programs.spec import DEFAULT_MAX_BATCH
 from pipeswitch.testing import RunningServer, server
 from tests.process import tools

@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from pipeswitch.base import errors
-from pipeswitch.programs.build.export import export_module_to_bundle
+from pipeswitch.programs.compiler.export import export_module_to_bundle
 
 WIDTH = 64
 RAW = {"text": (((1, 4 * WIDTH),), "uint8")}

@@ -14,9 +14,9 @@ from torch import nn
 
 from pipeswitch.base.errors import InvalidInput, RegistrationRefused
 from pipeswitch.client.model_sources import check_program_options
-from pipeswitch.programs.build.export import export_module_to_bundle
-from pipeswitch.programs.build.program import build
-from pipeswitch.programs.build.sources import load_source
+from pipeswitch.programs.compiler.export import export_module_to_bundle
+from pipeswitch.programs.compiler.program import build
+from pipeswitch.programs.compiler.sources import load_source
 from pipeswitch.programs.spec import BuildSpec
 
 PACKAGE = "operators_weights"

@@ -441,7 +441,7 @@ def eager(module: Any, *inputs: Any) -> Any:
     """Run the plain module with one compute thread, while no export runs; return its output."""
     import torch
 
-    from pipeswitch.programs.build.export_lock import one_export_at_a_time
+    from pipeswitch.programs.compiler.export_lock import one_export_at_a_time
 
     before = torch.get_num_threads()
     torch.set_num_threads(1)

@@ -13,8 +13,8 @@ from pipeswitch.base.errors import RegistrationRefused
 from pipeswitch.ipc.channel import Channel
 from pipeswitch.ipc.messages.base import ModelName, OpId
 from pipeswitch.ipc.messages.builder import BuildSettings
-from pipeswitch.programs.build import program as build_module
-from pipeswitch.programs.build.build_process import exports, run
+from pipeswitch.programs.compiler import program as build_module
+from pipeswitch.programs.compiler.build_process import exports, run
 from pipeswitch.programs.spec import BuildSpec
 
 

@@ -19,7 +19,7 @@ from pipeswitch.cli.infer import load_inputs
 from pipeswitch.client.model_sources import LocalSource
 from pipeswitch.client.tensors import Signature
 from pipeswitch.client.verbs import Verbs
-from pipeswitch.programs.build import program
+from pipeswitch.programs.compiler import program
 from pipeswitch.programs.spec import BuildSpec
 from pipeswitch.wire.register_request import RegisterRequest
 

@@ -44,18 +44,18 @@ MAY_IMPORT: Mapping[str, str] = {
     "watchdog": "policies",
     # The device, and the processes that touch it.
     "devices": "base ipc programs",
-    "programs/build": "base commits devices ipc programs sandbox",
+    "programs/compiler": "base commits devices ipc programs sandbox",
     "memory_daemon/": "base commits devices ipc programs",
     "workers/inference/": "base devices ipc programs",
     "workers/training/": "base commits devices inputs ipc job planning programs",
     "workers/": "base devices ipc programs sandbox workers/inference/ workers/training/",
-    "launch": "base ipc memory_daemon/ programs/build sandbox workers/",
+    "launch": "base ipc memory_daemon/ programs/compiler sandbox workers/",
     # The server, which turns clients' bytes into events and performs commands.
     "frontend": "base commits ipc job programs scheduler wire",
     "controller": "base commits devices frontend inputs ipc launch planning policies programs "
-    "programs/build sandbox scheduler watchdog wire",
+    "programs/compiler sandbox scheduler watchdog wire",
     # Users of the server.
-    "client": "base commits programs programs/build wire",
+    "client": "base commits programs programs/compiler wire",
     "__init__": "base client job wire",
     "testing": "base client",
     "gateway": "base client frontend ipc programs wire",
@@ -65,13 +65,14 @@ MAY_IMPORT: Mapping[str, str] = {
     "extras/curve": "base cli client frontend gateway ipc wire",
     "extras/cluster": "base cli client commits controller extras/curve scheduler/policies wire",
     "extras/page": "base cli client frontend gateway wire",
-    "extras/demo": "__init__ base cli client extras/page job planning programs programs/build "
+    "extras/demo": "__init__ base cli client extras/page job planning programs programs/compiler "
     "testing",
     "extras/grpc": "base gateway ipc wire",
     "extras/lab": "base cli extras/cluster ipc launch planning policies programs scheduler "
     "scheduler/policies watchdog",
     "extras/text": "base cli client gateway programs sandbox",
-    "benchmarks/": "base cli client devices ipc job planning programs programs/build testing wire",
+    "benchmarks/": "base cli client devices ipc job planning programs programs/compiler testing "
+    "wire",
 }
 
 # The same for folders of the scheduler, in which stored state may not import decisions. The room ""
@@ -109,7 +110,7 @@ IN_PROGRAMS: Mapping[str, str] = {
     "graphs": "decoding interface",
     "running": "graphs interface",
     "spec": "graphs interface",
-    "build": "decoding graphs interface running spec",
+    "compiler": "decoding graphs interface running spec",
     "": "",
 }
 TABLES: Mapping[str, Mapping[str, str]] = {

@@ -12,8 +12,8 @@ import pytest
 
 from pipeswitch.ipc.messages.base import Message, ModelName, OpId
 from pipeswitch.ipc.messages.builder import BuildDone, BuildFailed, BuildSettings
-from pipeswitch.programs.build import build_process, hub
-from pipeswitch.programs.build import program as build_module
+from pipeswitch.programs.compiler import build_process, hub
+from pipeswitch.programs.compiler import program as build_module
 from pipeswitch.programs.interface.layout import Manifest
 from pipeswitch.programs.spec import BuildSpec
 from pipeswitch.sandbox.confine import missing

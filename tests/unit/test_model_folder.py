@@ -19,8 +19,8 @@ from pipeswitch.base.errors import RegistrationRefused
 from pipeswitch.client.model_sources import LocalSource
 from pipeswitch.extras.text.embeddings import pooled
 from pipeswitch.frontend.registration import registration
-from pipeswitch.programs.build import model_folder
-from pipeswitch.programs.build.sources import load_source
+from pipeswitch.programs.compiler import model_folder
+from pipeswitch.programs.compiler.sources import load_source
 from pipeswitch.programs.spec import BuildSpec
 from pipeswitch.scheduler.state.events import RegisterModelRequest, Token
 from pipeswitch.wire.register_request import RegisterRequest

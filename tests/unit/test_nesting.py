@@ -21,7 +21,7 @@ from pipeswitch.frontend.intake.validation import check_infer
 from pipeswitch.frontend.registration import check
 from pipeswitch.frontend.transport.replies import reply_frames
 from pipeswitch.ipc.messages.base import ModelName
-from pipeswitch.programs.build.naming import Flat, named_inputs
+from pipeswitch.programs.compiler.naming import Flat, named_inputs
 from pipeswitch.programs.graphs import bundle
 from pipeswitch.programs.interface.layout import Manifest
 from pipeswitch.programs.interface.pytree import (

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from pipeswitch.base.errors import RegistrationRefused
-from pipeswitch.programs.build.dynamic import asked_axes, working_end
+from pipeswitch.programs.compiler.dynamic import asked_axes, working_end
 from pipeswitch.programs.interface.dims import Dim, Values
 
 NAMES = ["x", "cache.0.k", "cache.1.k", "cache.1.v"]

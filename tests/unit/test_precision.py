@@ -16,13 +16,13 @@ from torch import nn
 from pipeswitch.base.errors import RegistrationRefused
 from pipeswitch.devices.cpu.packed import KERNELS, CpuKernels, missing, missing_int8
 from pipeswitch.devices.torch_kernels import TorchKernels, to_tf32
-from pipeswitch.programs.build import fusing, precision
-from pipeswitch.programs.build import program as building
-from pipeswitch.programs.build.export import export_module_to_bundle
-from pipeswitch.programs.build.fusing import call_times, quantized
-from pipeswitch.programs.build.precision import derive
-from pipeswitch.programs.build.program import build
-from pipeswitch.programs.build.verify import load_image
+from pipeswitch.programs.compiler import fusing, precision
+from pipeswitch.programs.compiler import program as building
+from pipeswitch.programs.compiler.export import export_module_to_bundle
+from pipeswitch.programs.compiler.fusing import call_times, quantized
+from pipeswitch.programs.compiler.precision import derive
+from pipeswitch.programs.compiler.program import build
+from pipeswitch.programs.compiler.verify import load_image
 from pipeswitch.programs.graphs.bundle import decode_graph, encode_graph, read_bundle
 from pipeswitch.programs.graphs.contracts import BrokenContract
 from pipeswitch.programs.graphs.graph import resolve

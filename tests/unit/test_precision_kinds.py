@@ -16,11 +16,11 @@ from pipeswitch.base.errors import RegistrationRefused
 from pipeswitch.devices.cpu import packed
 from pipeswitch.devices.cpu.packed import KERNELS, missing
 from pipeswitch.programs import spec as specs
-from pipeswitch.programs.build import build_process
-from pipeswitch.programs.build.checking import differences, is_rounded
-from pipeswitch.programs.build.export import MAX_EXAMPLE_ROWS, export_module_to_bundle
-from pipeswitch.programs.build.program import build
-from pipeswitch.programs.build.verify import like, load_examples
+from pipeswitch.programs.compiler import build_process
+from pipeswitch.programs.compiler.checking import differences, is_rounded
+from pipeswitch.programs.compiler.export import MAX_EXAMPLE_ROWS, export_module_to_bundle
+from pipeswitch.programs.compiler.program import build
+from pipeswitch.programs.compiler.verify import like, load_examples
 from pipeswitch.programs.graphs.bundle import EXAMPLE, read_bundle, write_bundle
 from pipeswitch.programs.interface import packing
 from pipeswitch.programs.spec import BuildSpec
@@ -329,7 +329,7 @@ def test_a_bundle_keeps_rows_of_its_example(
     x, path = torch.randn(40, 64), tmp_path / "m.bundle"
     export_module_to_bundle(nn.Linear(64, 64), (x,), path)
     assert torch.equal(load_examples(path, read_bundle(path))[0], x[:MAX_EXAMPLE_ROWS])
-    monkeypatch.setattr("pipeswitch.programs.build.export.MAX_EXAMPLE_BYTES", 100)
+    monkeypatch.setattr("pipeswitch.programs.compiler.export.MAX_EXAMPLE_BYTES", 100)
     row = export_module_to_bundle(nn.Linear(64, 64), (x,), path)
     assert not read_bundle(path).examples
     assert "is not kept" in row["notes"][-1]

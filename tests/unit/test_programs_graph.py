@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from pipeswitch.base.errors import LocalProtocolError, RegistrationRefused
-from pipeswitch.programs.build.checking import same_bits
+from pipeswitch.programs.compiler.checking import same_bits
 from pipeswitch.programs.graphs.bundle import Graph, Node, check_graph
 from pipeswitch.programs.graphs.graph import (
     CompiledGraph,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sympy
 from torch.utils._sympy import functions
 
-from pipeswitch.programs.build.symbols import suspects
+from pipeswitch.programs.compiler.symbols import suspects
 from pipeswitch.programs.interface.dims import Dim
 
 LENGTH, PAST = (sympy.Symbol(name, integer=True, positive=True) for name in ("s0", "s1"))

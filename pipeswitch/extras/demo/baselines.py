@@ -45,7 +45,7 @@ def _ready(plan: Mapping[str, Any]) -> None:
     import torch
     from safetensors.torch import save_file
 
-    from ...programs.build.sources import load_source
+    from ...programs.compiler.sources import load_source
     from ...programs.running.values import flatten_outputs
 
     models, inputs, differences = {}, {}, {}
@@ -70,7 +70,7 @@ def _start(plan: Mapping[str, Any], name: str) -> None:
     from safetensors.torch import load_file
 
     # The bare structure: ``load_source`` would draw random weights first, which costs seconds.
-    from ...programs.build.sources import _constructor
+    from ...programs.compiler.sources import _constructor
 
     construct, _ = _constructor(_spec(plan, name))
     with torch.device("meta"):

@@ -14,7 +14,7 @@ class BuildSettings(Message, frozen=True):
 
     model: ModelName
     op_id: OpId
-    spec: bytes  # msgpack of programs.build.BuildSpec
+    spec: bytes  # msgpack of programs.compiler.BuildSpec
     directory: str
     threads: int
     timeout_s: float = 0.0  # 0: no limit

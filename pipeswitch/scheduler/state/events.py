@@ -131,7 +131,7 @@ class RegisterModelRequest(ClientRequest, frozen=True):
     """Request to register a model."""
 
     model: ModelName
-    spec: bytes  # msgpack of programs.build.BuildSpec
+    spec: bytes  # msgpack of programs.compiler.BuildSpec
     spec_digest: str  # a repeated registration with the same digest is a no-op
     priority: int | None  # None: normal, or that of the registered model
     is_pinned: bool
@@ -149,7 +149,7 @@ class VersionRequest(ClientRequest, frozen=True):
     """Request to serve a weight file as a model's next version; answered when that is current."""
 
     model: ModelName
-    spec: bytes  # msgpack of programs.build.BuildSpec, with the weights
+    spec: bytes  # msgpack of programs.compiler.BuildSpec, with the weights
     tenant: str = ""  # tenant that must own the model; empty: any
 
 

@@ -16,7 +16,7 @@ from process_tools import Checked, checked_server, mlp, until, write_script
 
 pytest.importorskip("httptools", reason="make installs it")
 
-from pipeswitch.programs.build.export import export_module_to_bundle
+from pipeswitch.programs.compiler.export import export_module_to_bundle
 from pipeswitch.wire.frames import CHUNK_BYTES
 
 SCRIPT = """

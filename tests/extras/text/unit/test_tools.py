@@ -15,7 +15,7 @@ from pipeswitch.extras.text.embeddings import Embed
 from pipeswitch.extras.text.tokenizer_worker import StartGeneration, parsed
 from pipeswitch.extras.text.tokenizer_worker import TokenizerWorker as TextProcess
 from pipeswitch.extras.text.tools import AnswerForm, CallReader
-from pipeswitch.programs.build.decoder import _chat_template
+from pipeswitch.programs.compiler.decoder import _chat_template
 from pipeswitch.programs.decoding.generation_settings import packed_tokenizer
 from pipeswitch.programs.decoding.grammar import Tokenizers
 from pipeswitch.programs.decoding.model_config import LanguageModelConfig

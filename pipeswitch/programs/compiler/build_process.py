@@ -25,14 +25,7 @@ from ...ipc.messages.builder import BuildDone, BuildFailed, BuildProgress, Build
 from ...sandbox.confine import confine_builder
 from ..interface.dims import largest, values_text
 from ..interface.layout import Manifest
-from ..spec import (
-    BUNDLE_FILE,
-    MANIFEST_FILE,
-    BuildSpec,
-    files_of,
-    needs_more,
-    processor_features,
-)
+from ..spec import BUNDLE_FILE, MANIFEST_FILE, BuildSpec, files_of, needs_more, processor_features
 from . import hub
 
 
