@@ -111,7 +111,8 @@ class DeadlineExceeded(PipeSwitchError):
 
 
 class QueueFull(PipeSwitchError):
-    """Too many requests, or too many payload bytes, are waiting. Safe to retry later."""
+    """Too many requests, or too many payload bytes, are waiting. Safe to retry later.
+    ``data["limit"]`` names the limit: a setting such as ``max_queue``, or a part of the server."""
 
     exit_code = 5
 

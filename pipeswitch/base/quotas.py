@@ -31,11 +31,12 @@ class FairQuota:
     Invariant (``check``): ``held`` is the sum over all holders.
     """
 
-    def __init__(self, size: int, what: str = "") -> None:
-        """Set up quotas for ``size`` units; errors call the resource ``what``."""
+    def __init__(self, size: int, what: str = "", limit: str = "") -> None:
+        """Set up quotas for ``size`` units; errors describe the resource as ``what`` and name it
+        ``limit``."""
         self.size = size
         self.held = 0
-        self._what = what
+        self._what, self._limit = what, limit
         self._of: dict[str, int] = {}
 
     def of(self, holder: str) -> int:
@@ -57,6 +58,7 @@ class FairQuota:
             f"{self._what}: {self.of(holder)} of {self.size} belong to this client; {amount} more "
             "exceed its share of the free part",
             hint="wait for answers, then try again",
+            limit=self._limit,
             requested=amount,
         )
 

@@ -289,7 +289,8 @@ class Frontend:
                 raise InvalidInput(f"request id {header.id!r} is already in use")
             if len(client.requests) >= MAX_CLIENT_REQUESTS:
                 raise QueueFull(
-                    f"{len(client.requests)} requests of this client are already waiting"
+                    f"{len(client.requests)} requests of this client are already waiting",
+                    limit="client_requests",
                 )
             try:
                 if verb.role not in client.principal.roles:

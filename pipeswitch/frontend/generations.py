@@ -81,7 +81,7 @@ class Generations:
         generation.began_at_ms = arrival.at_ms
         self._inference.read_urgency(arrival, header, announced)
         if any(one.caller == caller for one in self._waiting.values()):
-            raise QueueFull("running answers already wait for memory in the pool", hint=AGAIN)
+            raise QueueFull("running answers wait for memory in the pool", hint=AGAIN, limit="pool")
         options, where = generation.sampling.options, arrival.connection
         schema = "" if options is None else options.json_schema
         is_usable = not schema or self._schemas.admit(schema, where)

@@ -31,7 +31,7 @@ class SchemaChecks:
         self._errors: dict[str, str] = {}  # schema -> error; empty: the schema can be used
         self._turns: TurnQueue[str] = TurnQueue()
         self._waiting: dict[str, list[Waiting]] = {}
-        self._shares = FairQuota(MAX_WAITING, "requests whose schemas wait to be tried")
+        self._shares = FairQuota(MAX_WAITING, "requests whose schemas wait to be tried", "schemas")
         self._current = ""  # the schema that is being tried
 
     def admit(self, schema: str, caller: str) -> bool:

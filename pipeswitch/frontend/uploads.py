@@ -118,9 +118,9 @@ class Uploads:
         self._pins: Counter[str] = Counter()  # file name -> registrations; changed under the lock
         self._partials: dict[_Key, _Partial] = {}
         self._whole: dict[str, _Whole] = {}  # by name, in order of upload
-        self._bytes = FairQuota(KEPT_UPLOADS * max_upload_bytes, "bytes of uploads")
-        self._places = FairQuota(MAX_FILES, "uploads")
-        self._open_places = FairQuota(MAX_PARTIALS, "unfinished uploads")
+        self._bytes = FairQuota(KEPT_UPLOADS * max_upload_bytes, "bytes of uploads", "upload_bytes")
+        self._places = FairQuota(MAX_FILES, "uploads", "uploads")
+        self._open_places = FairQuota(MAX_PARTIALS, "unfinished uploads", "unfinished_uploads")
         self._writer = WorkerThread("pipeswitch-uploads")
 
     def start(self) -> None:
@@ -163,7 +163,7 @@ class Uploads:
             )
         with self._lock:
             if self._queued >= MAX_QUEUED_CHUNKS:
-                raise QueueFull(f"{self._queued} upload chunks already wait for the disk")
+                raise QueueFull(f"{self._queued} upload chunks wait for the disk", limit="chunks")
             self._queued += 1
         key = (session, tenant, size, f"{digest}.{kind}")
         chunk = _Chunk(key, digest, size, offset, data, reply)

@@ -130,7 +130,7 @@ class GrpcVerbs:
         self._callers = callers
         self._shared = shared
         self._arrivals = arrivals
-        self._watchers = FairQuota(MAX_WATCHERS, "watches of the health")
+        self._watchers = FairQuota(MAX_WATCHERS, "watches of the health", "watches")
         self._by_address: Counter[str] = Counter()
         self._answer_bytes: dict[str, int] = {}  # model -> size of its last long answer
 
@@ -228,7 +228,9 @@ class GrpcVerbs:
         address = _address(context)
         if self._by_address[address] >= CALLS_PER_ADDRESS:
             raise QueueFull(
-                f"more than {CALLS_PER_ADDRESS} calls from this address", hint="send again"
+                f"more than {CALLS_PER_ADDRESS} calls from this address",
+                hint="send again",
+                limit="calls",
             )
         self._by_address[address] += 1
         try:

@@ -109,6 +109,7 @@ class _GrpcConnection:
                 f"{self._shares.of(self.address)} bytes of incomplete messages exceed this "
                 f"client's share of {self._shares.size}",
                 hint="send smaller batches, or fewer at once",
+                limit="unfinished_bytes",
             )
             self._passed = self._arrived
             self._hold(0)

@@ -70,7 +70,11 @@ class EventLog:
             QueueFull: there are too many readers, of this address or in total.
         """
         if self._readers.total() >= MAX_READERS or self._readers[peer] >= MAX_READERS_PER_ADDRESS:
-            raise QueueFull("too many streams are open", hint="close one: each page holds one")
+            raise QueueFull(
+                "too many streams are open",
+                hint="close one: each page holds one",
+                limit="event_streams",
+            )
         self._readers[peer] += 1
 
     def leave(self, peer: str) -> None:

@@ -37,7 +37,7 @@ class Answers:
 
     def __init__(self, service: Service) -> None:
         self.service, self.texts = service, TokenizerPool(service)
-        self.under_way = FairQuota(ANSWERS, "answers under way")
+        self.under_way = FairQuota(ANSWERS, "answers under way", "answers")
 
     async def begin(
         self,

@@ -196,6 +196,7 @@ class RequestPool:
                     f"this client's waiting requests use {self._shares.of(holder)} bytes of the "
                     f"pool; {wanted_bytes} more exceed its share of the free part",
                     hint="wait for answers, or raise [server] pool",
+                    limit="pool",
                     requested_bytes=wanted_bytes,
                 )
         if tenant not in self._files:
@@ -206,6 +207,7 @@ class RequestPool:
             f"the request pool is full: {wanted_bytes} bytes wanted, "
             f"{self._slabs.free_bytes} of {self._slabs.capacity_bytes} free",
             hint="try again, or raise [server] pool",
+            limit="pool",
             requested_bytes=wanted_bytes,
             largest_free_bytes=self._slabs.largest_free_bytes,
         )
@@ -223,6 +225,7 @@ class RequestPool:
             raise QueueFull(
                 f"the server has no memory for another tenant's requests: {error.strerror}",
                 hint="try again later",
+                limit="memory",
             ) from None
 
     def tidy(self, tenant: str) -> None:

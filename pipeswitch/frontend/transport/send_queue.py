@@ -125,10 +125,16 @@ class EventSubscribers:
         topics = body.texts("topics")
         body.done()
         if len(client.subscriptions) >= MAX_SUBSCRIPTIONS:
-            raise QueueFull(f"this client already has {MAX_SUBSCRIPTIONS} event subscriptions")
+            raise QueueFull(
+                f"this client already has {MAX_SUBSCRIPTIONS} event subscriptions", limit="events"
+            )
         self.clients = {one for one in self.clients if one.subscriptions}
         if client not in self.clients and len(self.clients) >= MAX_READERS:
-            raise QueueFull(f"{MAX_READERS} clients already follow events", hint="try again later")
+            raise QueueFull(
+                f"{MAX_READERS} clients already follow events",
+                hint="try again later",
+                limit="events",
+            )
         client.subscriptions[header.id] = topics or ("",)
         self.clients.add(client)
         self._outbox.reply(client, header.id, more=True)  # confirms the subscription

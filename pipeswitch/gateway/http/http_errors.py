@@ -104,7 +104,8 @@ def status_of(error: errors.PipeSwitchError) -> Status:
 
 def body_of(error: errors.PipeSwitchError) -> dict[str, Any]:
     """Return the JSON object of an error; its form is the same for every status."""
-    return {"error": error.message, "code": type(error).__name__, "hint": error.hint}
+    limit = {"limit": error.limit} if "limit" in error.data else {}
+    return {"error": error.message, "code": type(error).__name__, "hint": error.hint, **limit}
 
 
 def as_ours(error: Exception) -> errors.PipeSwitchError:

@@ -274,7 +274,11 @@ class HttpServer:
             largest = max(self.connections, key=lambda one: one.reading.held_bytes)
             if largest.reading.held_bytes == self.unfinished_bytes:
                 return  # a single request may exceed the limit
-            largest.refuse(QueueFull("too many bytes of incomplete requests", hint=AGAIN))
+            largest.refuse(
+                QueueFull(
+                    "too many bytes of incomplete requests", hint=AGAIN, limit="unfinished_bytes"
+                )
+            )
 
 
 class _WholeRequest(msgspec.Struct, frozen=True, kw_only=True):
@@ -476,7 +480,9 @@ class _Reading:
             self._body = bytearray() if length is None else _untouched(length)
         except (MemoryError, OSError):
             self.error = QueueFull(
-                "the gateway has no memory for a body of this length", hint="send again in a moment"
+                "the gateway has no memory for a body of this length",
+                hint="send again in a moment",
+                limit="memory",
             )
             return
         self.head = head
@@ -509,7 +515,9 @@ class _Reading:
         body = self._body
         self._forget_body()
         if len(self._connection.queue) >= MAX_AHEAD:
-            self.error = QueueFull(f"more than {MAX_AHEAD} requests without an answer")
+            self.error = QueueFull(
+                f"more than {MAX_AHEAD} requests without an answer", limit="pipelined"
+            )
             raise self.error  # parse no more of the received bytes, to serve other connections
         if self._work is not None:
             self._connection.queue_up(self._work, body, head)
@@ -709,7 +717,7 @@ class HttpConnection(asyncio.BufferedProtocol):
         except PipeSwitchError as error:
             return self._server.refuse(path, error)
         except (MemoryError, OSError):
-            short = QueueFull("no memory for the decoded body", hint=AGAIN)
+            short = QueueFull("no memory for the decoded body", hint=AGAIN, limit="memory")
             return self._server.refuse(path, short)
         try:
             return await answered(work, body, path, self._server.refuse)

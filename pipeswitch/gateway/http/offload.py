@@ -22,8 +22,10 @@ class Shared:
     def __init__(self, waiting_bytes: int, answer_bytes: int) -> None:
         self.aside = OffloadThread()
         self.passes = Passes()
-        self.waiting = FairQuota(waiting_bytes, "bytes of requests without an answer")
-        self.answers = FairQuota(answer_bytes, "bytes of answers that are not read")
+        self.waiting = FairQuota(
+            waiting_bytes, "bytes of requests without an answer", "request_bytes"
+        )
+        self.answers = FairQuota(answer_bytes, "bytes of answers that are not read", "answer_bytes")
         self.queue_full_count = 0  # requests refused with QueueFull
 
 

@@ -85,7 +85,9 @@ class SharedMemoryRegions:
         if (caller.tenant, name) in self._regions:
             raise AlreadyExists(f'region "{name}" exists already', hint="unregister it first")
         if len(self._regions) >= MAX_REGIONS:
-            raise QueueFull(f"{MAX_REGIONS} regions are registered", hint="unregister some")
+            raise QueueFull(
+                f"{MAX_REGIONS} regions are registered", hint="unregister some", limit="regions"
+            )
         descriptor = _open(key)
         try:
             total = os.fstat(descriptor).st_size

@@ -38,6 +38,7 @@ class BuildQueue:
             raise QueueFull(
                 f"{own} of {waiting} waiting registrations are this client's",
                 hint="wait for them, then register again",
+                limit="registrations",
             )
 
     def put(self, one: Registration) -> None:

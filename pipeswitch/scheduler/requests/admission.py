@@ -393,6 +393,7 @@ def _full(what: str, waiting: int, own: int, setting: str, limit: int) -> QueueF
         f"{waiting} {what} are waiting, {own} of them this client's; the limit is {limit}, and a "
         "client may use at most three times as many as remain free",
         hint=f"try again later, or raise [scheduler] {setting}",
+        limit=setting,
         waiting=waiting,
     )
 
