@@ -22,7 +22,6 @@ import sys
 import time
 import traceback
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Final, NoReturn
 
 from .base.failpoints import enable, reach
@@ -64,14 +63,6 @@ def set_process_name(name: str) -> None:
 def command(descriptor: int) -> list[str]:
     """Return the command line of the fork server; ``-P`` keeps the current folder off its path."""
     return [sys.executable, "-P", "-m", "pipeswitch.launch", str(descriptor)]
-
-
-def rehearsal_command(
-    out: Path, device: str, link_bytes_per_s: float, entry: str, args: Sequence[str]
-) -> list[str]:
-    """Return the command line that measures a training script's first steps."""
-    module = [sys.executable, "-P", "-m", "pipeswitch.workers.training.script_dry_run"]
-    return [*module, str(out), device, str(link_bytes_per_s), entry, *args]
 
 
 def fork_environment(environment: Mapping[str, str]) -> dict[str, str]:

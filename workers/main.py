@@ -18,6 +18,7 @@ import time
 import traceback
 from collections.abc import Sequence
 
+from pipeswitch.base.extras import JOBS
 from pipeswitch.base.failpoints import are_enabled, reach
 from pipeswitch.base.machine import FreedMemory
 from pipeswitch.base.units import PrintableFormatter, escape_control_chars
@@ -32,7 +33,6 @@ from pipeswitch.sandbox.environment import take_environment
 
 from .inference.pool import MappedPool
 from .inference.task import Programs, infer, warm_up
-from .training.activation_budget import ActivationBudget
 from .training.hooks import use_pace
 from .training.host import JobHost
 from .training.script import give_freed_memory_back, run_script
@@ -218,7 +218,7 @@ class WorkerProcess:
         take_environment(environment)
         self._host = JobHost(message, self._task, self._view, descriptors)
         if message.activation_bytes:
-            self._host.tiles = ActivationBudget(
+            self._host.tiles = JOBS.load("activation_budget")(
                 self._view, self._settings.slot, message.activation_bytes
             )
         self._job_op_id = message.op_id

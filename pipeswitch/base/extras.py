@@ -49,6 +49,7 @@ class Seam:
 CHECKS: Final = Seam("CHECKS", "check of")  # of a user's policy, and of a server's keys
 COMMANDS: Final = Seam("COMMANDS", "command")  # groups and verbs of the command line
 DOORS: Final = Seam("DOORS", "door")  # protocols over HTTP: routes and their answers
+JOBS: Final = Seam("JOBS", "job feature")  # what a training job's worker may use
 SCHEMES: Final = Seam("SCHEMES", "connection to")  # schemes of addresses -> a client's connection
 SERVERS: Final = Seam("SERVERS", "server for")  # protocols of the gateway that are not HTTP
 UPSTREAMS: Final = Seam("UPSTREAMS", "gateway of a")  # connection of a gateway to more servers

@@ -14,7 +14,7 @@ The control page is a sealed memfd that the controller creates and every worker 
 - ``TAKEN_BACK + slot``: the slot's worker drops its task if the task's operation id is at most
   this one. Only tasks that have no turn, and are promised none, are taken back.
 - ``CLAIM + slot``, ``NEED + slot``: the activation memory that the slot's job claims, and the
-  minimum that it needs (``workers/training/activation_budget.py``).
+  minimum that it needs (``pipeswitch/extras/offload/activation_budget.py``).
 
 A *doorbell* is an eventfd, one for each worker slot and one for the memory daemon. It wakes the
 process, which then reads the words that it waits for. An eventfd counts, so no wake-up is lost.

@@ -14,8 +14,8 @@ import pytest
 import torch
 
 from pipeswitch.client.client import Client
+from tests.extras.offload.process.test_activations import SAVED_BYTES, SCRIPT
 from tests.process.figures import say
-from tests.process.test_activations import SAVED_BYTES, SCRIPT
 
 SEED: Final = int(os.environ.get("PIPESWITCH_SEED", "1"))
 DISTURBANCES: Final = 200

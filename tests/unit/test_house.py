@@ -47,7 +47,7 @@ MAY_IMPORT: Mapping[str, str] = {
     "programs/compiler": "base commits devices ipc programs sandbox",
     "memory_daemon/": "base commits devices ipc programs",
     "workers/inference/": "base devices ipc programs",
-    "workers/training/": "base commits devices inputs ipc job planning programs",
+    "workers/training/": "base commits devices inputs ipc job programs",
     "workers/": "base devices ipc programs sandbox workers/inference/ workers/training/",
     "launch": "base ipc memory_daemon/ programs/compiler sandbox workers/",
     # The server, which turns clients' bytes into events and performs commands.
@@ -68,7 +68,8 @@ MAY_IMPORT: Mapping[str, str] = {
     "extras/demo": "__init__ base cli client extras/page job planning programs programs/compiler "
     "testing",
     "extras/grpc": "base gateway ipc wire",
-    "extras/lab": "base cli extras/cluster ipc launch planning policies programs scheduler "
+    "extras/offload": "base cli devices ipc job workers/training/",
+    "extras/lab": "base cli extras/cluster extras/offload ipc planning policies programs scheduler "
     "scheduler/policies watchdog",
     "extras/text": "base cli client gateway programs sandbox",
     "benchmarks/": "base cli client devices ipc job planning programs programs/compiler testing "

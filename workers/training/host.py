@@ -25,8 +25,6 @@ from pipeswitch.ipc.messages import worker as worker_msg
 from pipeswitch.ipc.messages.base import ByteRange, ModelName, StepCommitted
 from pipeswitch.ipc.sparse import keep_newest
 
-from .activation_budget import ActivationBudget
-
 HISTORY: Final = ".history"
 MAX_HISTORY_BYTES: Final = 64 << 20  # a line with three numbers has about 60 bytes
 
@@ -49,7 +47,7 @@ class JobHost:
         self._task = task
         self._view = view
         self.device = view.device
-        self.tiles: ActivationBudget | None = None  # set if jobs share activation memory
+        self.tiles: Any = None  # ``ActivationBudget``, if jobs share activation memory
         self._changed = threading.Condition()
         self._lease: (
             worker_msg.LeaseGranted | worker_msg.LeaseRefused | worker_msg.HostGranted | None

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from contextlib import AbstractContextManager
 from dataclasses import replace
-from typing import Any, Final
+from typing import Any, Final, Protocol
 
 import torch
 
 from pipeswitch.base.errors import HostStoreFull, OutOfDeviceMemory
+from pipeswitch.base.extras import JOBS
 from pipeswitch.ipc.gate import Gate
 
 from . import persistent_loaders
-from .activations import Activations
 from .commit_points import Committer, Point, state_area_bytes
 from .hooks import Closure, hook_modules
 from .host import JobHost
@@ -27,6 +29,44 @@ from .torch_private import hook_steps
 MAX_BODIES_TO_A_POINT: Final = 64
 GROWS_AGAIN_MS: Final = 5000.0  # pause after an attempt to grow that found no room
 GROWTH: Final = 2  # the state area grows to this multiple of the need, so that it grows rarely
+
+AskedFor = tuple[str, int | None]  # ``offload`` and ``activation_bytes`` of ``job.steps``
+NO_OFFLOAD: Final[tuple[AskedFor, ...]] = (("auto", None), ("none", None))
+
+
+class SavedTensors(Protocol):
+    """Activations that a loop's steps save for backward, under a budget (``extras/offload``)."""
+
+    asked_for: AskedFor
+    away_ms: float  # time for which the last step let other jobs compute
+    figures: dict[str, Any]
+
+    def keep(self, tensors: Iterable[torch.Tensor]) -> None: ...
+
+    def body(self, batch: Any) -> AbstractContextManager[None]: ...
+
+    def give_back(self) -> None: ...
+
+    def close(self) -> None: ...
+
+
+def saved_tensors(
+    before: SavedTensors | None, asked_for: AskedFor, host: JobHost, gate: Gate
+) -> SavedTensors | None:
+    """Return a loop's saved tensors; None: autograd keeps them, as without a server.
+
+    ``before``, those of the last loop, are reused if they have the same settings.
+    """
+    if before is not None and before.asked_for == asked_for:
+        return before
+    if before is not None:
+        before.give_back()
+        before.close()
+    if asked_for in NO_OFFLOAD and host.tiles is None:
+        return None
+    make: Any = JOBS.load("offload")
+    saved: SavedTensors = make(*asked_for, host.host_copies(), gate, host.charge_host, host.tiles)
+    return saved
 
 
 class Phase:
@@ -55,7 +95,7 @@ class Phase:
         self.loops: dict[int, DataPosition] = {}  # data of the last epoch's loops
         self._at_end: tuple[Any, ...] | None = None  # ``_now`` at the loop's end; None in a loop
         self.data: DataPosition  # position within the current loop
-        self.activations: Activations | None = None
+        self.activations: SavedTensors | None = None
         saved = place.saved
         before = 0 if saved is None else int(saved.values["state_capacity"])
         self.older_bytes = 0 if saved is None else saved.bytes_to_keep  # room for earlier images

@@ -31,14 +31,13 @@ from pipeswitch.ipc.gate import Gate
 from pipeswitch.job import warn_if_not_finite
 
 from . import persistent_loaders, reachable
-from .activations import Activations
 from .consumers import batches_left
 from .epochs import Epochs
 from .hooks import use_gate
 from .host import JobHost
 from .loader_proxy import AcceleratedEpoch, Source
 from .objects import TrainedObjects
-from .phase import Phase
+from .phase import Phase, SavedTensors, saved_tensors
 from .reports import Reports
 from .script_changes import ScriptChanges
 from .script_cursor import BEGINNING, CursorPosition, SavedImage, ScriptCursor
@@ -84,7 +83,7 @@ class TrainingSession:
         self._epochs = Epochs(host, gate, self.place, self._reports, self._timing)
         self._watch = WriteWatch(*((False, False) if saved is None else saved.values["bodies"]))
         self._phase: Phase | None = None
-        self._activations: Activations | None = None
+        self._activations: SavedTensors | None = None
         self._loader: Any = None
         self._changes = ScriptChanges(self._reports)
         self._open_loop: object | None = None
@@ -244,7 +243,7 @@ class TrainingSession:
             offload or self._defaults["offload"],
             activation_bytes or int(self._defaults["activation_bytes"]) or None,
         )
-        self._activations = phase.activations = Activations.of_loop(
+        self._activations = phase.activations = saved_tensors(
             self._activations, asked_for, self._host, self._gate
         )
         phase.keep_parameters()

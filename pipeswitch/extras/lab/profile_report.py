@@ -17,7 +17,7 @@ from ...cli import common, views
 from ...planning.fit import MIB
 from ...planning.planned import costs_of
 from ...planning.profile import Profile
-from . import dry_run
+from ..offload import dry_run
 from .capacity import CapacityReport, ModelDemand, ModelReport, capacity_report
 
 PROFILE_COLUMNS: Final = ("plan", "groups", "predicted_ms", "measured_ms", "spread_ms", "trials")

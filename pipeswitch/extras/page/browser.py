@@ -1,4 +1,4 @@
-"""Web page of the server: its address with the owner's token, and a browser that opens it."""
+"""``pipeswitch ui``: the page's address with the owner's token, and a browser that opens it."""
 
 from __future__ import annotations
 
@@ -8,7 +8,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final
 
-from ...cli.common import http_of
+import click
+
+from ...cli.common import connected, http_of, json_option, print_done
 
 OPENER: Final = "ui.html"  # file in the state directory, next to the token's file
 LEADS_ON: Final = """<!doctype html>
@@ -42,3 +44,17 @@ def open_page(url: str, folder: Path) -> bool:
         return webbrowser.open(path.as_uri())
     except webbrowser.Error:
         return False
+
+
+@click.command()
+@click.option("--no-open", is_flag=True, help="Do not start a browser.")
+@json_option
+def ui(no_open: bool, as_json: bool) -> None:
+    """Open the server's web page in a browser, with the owner's token."""
+    with connected() as client:
+        about = client.about()
+    url = page_url(about)
+    is_open = not no_open and open_page(url, Path(about["token_file"]).parent)
+    print_done(
+        {"url": url, "opened": is_open}, f"opened {about['http']}/ui" if is_open else url, as_json
+    )

@@ -23,10 +23,10 @@ from pipeswitch.devices.cpu.copies import CpuCopies
 from pipeswitch.devices.worker_device import HostCopies
 from pipeswitch.ipc.gate import Gate
 
+from ...workers.training.script import run_entry
+from ...workers.training.snapshot import named
 from .activations import Activations
 from .saved import STEPS_MEASURED, least_for
-from .script import run_entry
-from .snapshot import named
 
 PROBE_BYTES: Final = 16 << 20
 

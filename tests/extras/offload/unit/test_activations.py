@@ -16,10 +16,10 @@ from torch.utils.checkpoint import checkpoint
 
 from pipeswitch.base.errors import OutOfDeviceMemory, TaskPreempted
 from pipeswitch.devices.cpu.copies import CpuCopies
+from pipeswitch.extras.offload.activations import Activations
+from pipeswitch.extras.offload.copy_streams import CopyStreams
+from pipeswitch.extras.offload.saved import StoragePlace
 from pipeswitch.ipc.gate import Gate, GateState
-from pipeswitch.workers.training.activations import Activations
-from pipeswitch.workers.training.copy_streams import CopyStreams
-from pipeswitch.workers.training.saved import StoragePlace
 
 Model = Callable[[torch.Tensor], torch.Tensor]
 Grads = list[torch.Tensor]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import subprocess
+import sys
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
@@ -14,8 +15,7 @@ from ...base import config
 from ...base.errors import InvalidInput, OutOfDeviceMemory
 from ...base.units import format_bytes, printed
 from ...cli import views
-from ...launch import rehearsal_command
-from ...planning import swaps
+from . import swaps
 
 SHARES: Final = (0.7, 0.5, 0.3)  # default limits, as shares of a step's activations
 COLUMNS: Final = ("memory", "offloaded", "storages", "step_ms", "speed", "layer_wise_ms", "why")
@@ -23,7 +23,7 @@ UNLIMITED: Final = 1 << 62
 
 
 class Measured(msgspec.Struct, frozen=True, kw_only=True):
-    """Measurement in the form that ``workers/training/script_dry_run.py`` writes."""
+    """Measurement in the form that ``pipeswitch/extras/offload/script_dry_run.py`` writes."""
 
     step: swaps.Step
     links: swaps.Links
@@ -135,3 +135,11 @@ def show(entry: str, args: Sequence[str], budget_bytes: int | None, as_json: boo
         for row in figures["plans"]
     ]
     views.console().print(views.Listing(printed(rows), COLUMNS))
+
+
+def rehearsal_command(
+    out: Path, device: str, link_bytes_per_s: float, entry: str, args: Sequence[str]
+) -> list[str]:
+    """Return the command line that measures a training script's first steps."""
+    module = [sys.executable, "-P", "-m", "pipeswitch.extras.offload.script_dry_run"]
+    return [*module, str(out), device, str(link_bytes_per_s), entry, *args]

@@ -9,7 +9,7 @@ The simulation has three queues: compute, copies out and copies in. Each kind of
 order of its requests. A copy out is requested at the save. Forward waits at a save until there is
 room, and backward waits at a use until the bytes are back. From the first use on, storages are
 requested back in the order of use, each as soon as there is room for it. ``forecast`` simulates a
-step by these rules, and ``workers/training/activations.py`` follows them. Another order or a later
+step by these rules, and ``activations.py`` follows them. Another order or a later
 copy out gains nothing (ADR 47), so the set of storages that leave is the whole plan.
 """
 

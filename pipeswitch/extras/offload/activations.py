@@ -31,14 +31,13 @@ from torch import nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
 from pipeswitch.devices.worker_device import HostCopies, now_ms
+from pipeswitch.extras.offload.swaps import MIN_BYTES
 from pipeswitch.ipc.gate import Gate, Where
-from pipeswitch.planning.swaps import MIN_BYTES
 
+from ...workers.training.torch_private import root, version
 from .activation_budget import TILE_BYTES, ActivationBudget
 from .copy_streams import Copy, CopyStreams
-from .host import JobHost
 from .saved import UNLIMITED, ActivationMemory, Saved, StepPlan, StoragePlace
-from .torch_private import root, version
 
 CONVOLUTIONS: Final = (
     nn.Conv1d,
@@ -50,7 +49,6 @@ CONVOLUTIONS: Final = (
 )
 WORTH_MS: Final = 3.0  # a shorter wait is not worth two switches: to another job, and back
 CHARGE_BYTES: Final = 1 << 20  # unit in which host memory is reserved: few requests, little unused
-AskedFor = tuple[str, int | None]  # ``offload`` and ``budget_bytes`` of ``Activations``
 
 
 class _Handle:
@@ -162,20 +160,6 @@ class Activations:
         self._moved = self._asked_ahead = self._asked_late = 0
         self._on_host = self._host_peak = 0
         self.figures: dict[str, Any] = {}
-
-    @classmethod
-    def of_loop(
-        cls, before: Activations | None, asked_for: AskedFor, host: JobHost, gate: Gate
-    ) -> Activations | None:
-        """Return a loop's activations, or None; reuse ``before`` if it has the same settings."""
-        if before is not None and before.asked_for == asked_for:
-            return before
-        if before is not None:
-            before.give_back()
-            before.close()
-        if asked_for in (("auto", None), ("none", None)) and host.tiles is None:
-            return None
-        return cls(*asked_for, host.host_copies(), gate, host.charge_host, host.tiles)
 
     def keep(self, tensors: Iterable[torch.Tensor]) -> None:
         """Exclude the storages of these tensors from the activations."""

@@ -9,8 +9,8 @@ from typing import Any
 from hypothesis import given
 from hypothesis import strategies as st
 
+from pipeswitch.extras.offload.activation_budget import TILE_BYTES, ActivationBudget
 from pipeswitch.ipc.control_page import BOARD_BYTES, Board, sealed_memfd
-from pipeswitch.workers.training.activation_budget import TILE_BYTES, ActivationBudget
 
 
 class Script:

@@ -7,8 +7,8 @@ from itertools import chain, combinations
 
 import pytest
 
-from pipeswitch.planning import swaps
-from pipeswitch.planning.swaps import Event, Forecast, LinkQueue, Step, forecast, plan
+from pipeswitch.extras.offload import swaps
+from pipeswitch.extras.offload.swaps import Event, Forecast, LinkQueue, Step, forecast, plan
 
 PAGE = 4096
 

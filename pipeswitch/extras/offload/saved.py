@@ -14,8 +14,8 @@ import torch
 from pipeswitch.base.errors import OutOfDeviceMemory
 from pipeswitch.base.units import format_bytes
 from pipeswitch.devices.worker_device import now_ms
+from pipeswitch.extras.offload.swaps import Event, Forecast, LinkQueue, Step, What, min_bytes, plan
 from pipeswitch.ipc.gate import Gate
-from pipeswitch.planning.swaps import Event, Forecast, LinkQueue, Step, What, min_bytes, plan
 
 from .activation_budget import ActivationBudget
 from .copy_streams import Copy, CopyStreams
