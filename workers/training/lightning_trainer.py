@@ -22,7 +22,7 @@ from typing import Any, Final
 
 from pipeswitch.base.errors import InvalidInput
 
-from .attributes import Keepers
+from .attributes import LIBRARIES, Keepers
 from .loader_proxy import LoaderProxy, TrainerLoop
 
 REFUSED: Final = {
@@ -98,7 +98,7 @@ class LightningLoop(TrainerLoop):
         """Run ``Trainer.fit``; if the job has a commit, ignore the script's ``ckpt_path``."""
         for one in self.trainer.callbacks:
             for kind in type(one).__mro__:
-                if kind.__name__ in REFUSED:
+                if kind.__name__ in REFUSED and kind.__module__.startswith(LIBRARIES):
                     text, hint = REFUSED[kind.__name__]
                     raise InvalidInput(f"job.trainer: {type(one).__name__} {text}", hint=hint)
         upcoming, self.feed = self.session.place.upcoming(), None
