@@ -178,7 +178,7 @@ class _Gate:
                 body = body["error"] if set(body) == {"error"} else {}
                 keys = {"message", "type", "param", "code"}
             else:
-                keys = {"error", "code", "hint"}
+                keys = {"error", "code", "hint", *({"limit"} & set(body))}
             if set(body) != keys:
                 self.escaped.append(f"{head.method} {head.path}: {body}")
         return answer

@@ -27,7 +27,7 @@ def document(routes: Iterable[Route], *, prefix: str, version: str) -> dict[str,
         "Refusal": {
             "type": "object",
             "required": ["error", "code", "hint"],
-            "properties": {name: {"type": "string"} for name in ("error", "code", "hint")},
+            "properties": {name: {"type": "string"} for name in ("error", "code", "hint", "limit")},
         }
     }
     for route in routes:

@@ -114,7 +114,7 @@ class Rig:
     def refused(self, *args: Any, **options: Any) -> tuple[int, str]:
         answer = self.ask(*args, **options)
         body = json.loads(answer.parts[0])
-        assert set(body) == {"error", "code", "hint"}
+        assert set(body) - {"limit"} == {"error", "code", "hint"}
         return answer.status, f"{body['code']}: {body['error']} {body['hint']}"
 
 
