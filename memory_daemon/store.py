@@ -59,13 +59,12 @@ def load_model(directory: Path, image: memoryview) -> Manifest:
         _zero(image[position:])
     finally:
         os.close(descriptor)
-    if manifest.weights_sha256:
-        digest = image_digest(image[: manifest.total_bytes])
-        if digest != manifest.weights_sha256:
-            raise UnusableModel(
-                f"{file_name} is corrupt: sha256 is {digest}, "
-                f"the manifest says {manifest.weights_sha256}"
-            )
+    digest = image_digest(image[: manifest.total_bytes])
+    if digest != manifest.weights_sha256:
+        raise UnusableModel(
+            f"{file_name} is corrupt: sha256 is {digest}, "
+            f"the manifest says {manifest.weights_sha256}"
+        )
     return manifest
 
 

@@ -49,10 +49,7 @@ from .folders import StateDir
 log = logging.getLogger(__name__)
 
 FILE_NAME: Final = "journal.sqlite"
-SCHEMA_VERSION: Final = 13
-# The file's user_version; 0: no tables yet. Each version added a feature: 2 holds, 3 tenants,
-# 4 ended jobs, 5 versions, 6 shared input, 7 devices of jobs, 8 shares of versions, 9 chains,
-# 10 defaults of job.steps, 11 digests, 12 aliases, 13 folders and variables of jobs.
+SCHEMA_VERSION: Final = 13  # the file's user_version; 0: no tables yet
 BACKUPS: Final = ("journal.backup", "journal.backup-1")  # the newest first
 BACKUP_EVERY_S: Final = 60.0  # minimum interval after additions; a removal is backed up at once
 SLOW_APPEND_MS: Final = 100.0  # an append blocks the loop, so a longer one is logged
@@ -94,7 +91,7 @@ class JournalFile:
 
         Raises:
             OSError: the file cannot be read or written.
-            ConfigError: a later release wrote the file.
+            ConfigError: another release wrote the file.
         """
         self._path, self._places = path, StateDir(root=path.parent)
         self._owed: dict[Key, Entry] = {}  # the latest entry of each key that is not written yet
@@ -345,7 +342,7 @@ def _opened(path: Path) -> sqlite3.Connection:
         database.execute("PRAGMA synchronous = FULL")
         database.execute(f"PRAGMA wal_autocheckpoint = {CHECKPOINT_PAGES}")
         (version,) = database.execute("PRAGMA user_version").fetchone()
-        if version > SCHEMA_VERSION:
+        if version not in (0, SCHEMA_VERSION):
             writer = ""
             with contextlib.suppress(*DAMAGE, TypeError):  # TypeError: there is no such row
                 (writer,) = database.execute(WRITER).fetchone()
@@ -358,7 +355,7 @@ def _opened(path: Path) -> sqlite3.Connection:
         (state,) = database.execute("PRAGMA quick_check(1)").fetchone()
         if state != "ok":
             raise sqlite3.DatabaseError(state)
-        if version < SCHEMA_VERSION:
+        if version == 0:
             _create(database)
         database.execute("CREATE TABLE IF NOT EXISTS note (kind TEXT, text TEXT)")
         database.execute("SELECT kind, text FROM note LIMIT 0")
@@ -387,39 +384,6 @@ def _create(database: sqlite3.Connection) -> None:
             columns = ", ".join(f"{name} {_COLUMNS[type_]}" for name, type_ in fields.items())
             columns = f"name TEXT PRIMARY KEY, {columns}, {DIGEST_COLUMN} TEXT"
             database.execute(f"CREATE TABLE IF NOT EXISTS {kind} ({columns})")
-        for kind, fields in FIELDS.items():  # a sound row gets its digest again, with new columns
-            known = {row[1] for row in database.execute(f"PRAGMA table_info({kind})")}
-            old = ", ".join(["name", *(field for field in fields if field in known)])
-            if DIGEST_COLUMN in known and not fields.keys() <= known:
-                rows = database.execute(f"SELECT {DIGEST_COLUMN}, {old} FROM {kind}").fetchall()
-                for digest, *values in rows:
-                    if digest == digest_of([kind, *values]):
-                        change = f"UPDATE {kind} SET {DIGEST_COLUMN} = '' WHERE name = ?"
-                        database.execute(change, values[:1])
-        # Entries that are older than tenants belong to the owner, whose tenant is "".
-        for kind, column, empty in (
-            ("model", "tenant", ""),
-            ("job", "tenant", ""),
-            ("job", "share", ""),
-            ("job", "devices", "[]"),
-            ("job", "defaults", "[]"),
-            ("job", "folder", ""),
-            ("job", "env", "[]"),
-            ("serving", "shares", "[]"),
-            *((kind, DIGEST_COLUMN, "") for kind in FIELDS),
-        ):
-            known = {row[1] for row in database.execute(f"PRAGMA table_info({kind})")}
-            if column not in known:
-                database.execute(f"ALTER TABLE {kind} ADD COLUMN {column} TEXT DEFAULT '{empty}'")
-        for kind, fields in FIELDS.items():  # an older release's rows have an empty digest
-            rows = database.execute(
-                f"SELECT rowid, name, {', '.join(fields)} FROM {kind} WHERE {DIGEST_COLUMN} = ''"
-            ).fetchall()
-            for row_id, *values in rows:
-                database.execute(
-                    f"UPDATE {kind} SET {DIGEST_COLUMN} = ? WHERE rowid = ?",
-                    (digest_of([kind, *values]), row_id),
-                )
         database.execute(f"PRAGMA user_version = {SCHEMA_VERSION}")
 
 

@@ -81,7 +81,7 @@ class RandomState:
         torch.set_rng_state(self._torch)
         random.setstate(self._python)
         np.random.set_state(self._numpy)
-        entropy.state = self._entropy or entropy.state
+        entropy.state = self._entropy
         if self._device is not None and device != "cpu":
             _module(device).set_rng_state(self._device, device)
 
@@ -95,8 +95,7 @@ class RandomState:
     def from_values(cls, values: tuple[Any, ...]) -> RandomState:
         """Return the state from a result of its method ``values``."""
         state = cls.__new__(cls)
-        state._torch, (kind, words, gauss), state._numpy, state._device, *more = values
-        state._entropy = more[0] if more else None  # an earlier release has none
+        state._torch, (kind, words, gauss), state._numpy, state._device, state._entropy = values
         state._python = (kind, tuple(int(word) for word in words), gauss)
         return state
 

@@ -157,15 +157,15 @@ def is_batched_as_requested(manifest: Manifest, spec: bytes) -> bool:
 
 
 def is_same_content(one: Manifest, other: Manifest) -> bool:
-    """Return True if two programs' plain weights and graphs have equal digests; unknown ones match.
+    """Return True if two programs' plain weights and graphs have equal digests.
 
     Derived weights may differ: another machine packs other calls, in another layout.
     """
-    digests = [
+    plain, again = (
         (m.weights_sha256, m.head_sha256) if m.precision is None else m.precision.plain_sha256
         for m in (one, other)
-    ]
-    return all(a == b or not a or not b for a, b in zip(*digests, strict=True))
+    )
+    return plain == again
 
 
 def weights_file(manifest: Manifest) -> str:
@@ -194,11 +194,9 @@ def load_manifest(path: str | os.PathLike[str] | int) -> Manifest:
         if len(text) > MAX_MANIFEST_BYTES:
             raise RegistrationRefused("manifest", f"larger than {MAX_MANIFEST_BYTES} bytes")
         content, _, digest = text.rpartition(b"\n")
-        if len(digest) == hashlib.sha256().digest_size * 2:  # older releases wrote no digest
-            if hashlib.sha256(content).hexdigest().encode() != digest:
-                raise RegistrationRefused("manifest", "it is damaged: it does not match its digest")
-            text = content
-        manifest = msgspec.json.decode(text, type=Manifest)
+        if hashlib.sha256(content).hexdigest().encode() != digest:
+            raise RegistrationRefused("manifest", "it is damaged: it does not match its digest")
+        manifest = msgspec.json.decode(content, type=Manifest)
         msgspec.msgpack.encode(manifest)
     except (OSError, ValueError, TypeError, KeyError, RecursionError, OverflowError) as error:
         raise RegistrationRefused("manifest", f"{place}: {error}") from error

@@ -531,7 +531,7 @@ def test_damage_to_one_file_loses_nothing_else(sound: Sound, tmp_path: Path) -> 
 
 
 def test_an_entry_that_cannot_be_used_is_left_out_and_named(sound: Sound, tmp_path: Path) -> None:
-    """Start twice with entries that cannot be used, such as those of an older release."""
+    """Start twice with entries that cannot be used."""
     folder = tmp_path / "state"
     shutil.copytree(sound.folder, folder)
     with contextlib.closing(JournalFile(folder / FILE_NAME)) as journal:

@@ -30,7 +30,7 @@ from pipeswitch.ipc.messages import daemon as daemon_msg
 from pipeswitch.ipc.messages.daemon import SliceCopied
 from pipeswitch.ipc.messages.worker import ForgetModel
 from pipeswitch.programs.interface.layout import TENSOR_ALIGN_BYTES, Manifest, TensorSpec, aligned
-from pipeswitch.programs.spec import BUNDLE_FILE, MANIFEST_FILE
+from pipeswitch.programs.spec import BUNDLE_FILE, save_manifest
 
 ROOT: Final = Path(__file__).resolve().parents[2]
 MIB: Final = 1 << 20
@@ -254,7 +254,7 @@ def write_model(directory: Path, data: bytes) -> Path:
         total_bytes=aligned(len(data), TENSOR_ALIGN_BYTES),
         weights_sha256=hashlib.sha256(data + bytes(-len(data) % TENSOR_ALIGN_BYTES)).hexdigest(),
     )
-    (directory / MANIFEST_FILE).write_bytes(msgspec.json.encode(manifest))
+    save_manifest(directory, manifest)
     (directory / BUNDLE_FILE).write_bytes(data)
     return directory
 

@@ -173,17 +173,18 @@ def infer(message, programs, pool, view, task, slot):
     return False
 
 def run(settings, channel):
-    import msgspec, tempfile
+    import tempfile
     from pathlib import Path
     if settings.model == "honest":
         return run.real(settings, channel)
     from pipeswitch.ipc.messages.builder import BuildDone
     from pipeswitch.programs.interface.layout import Manifest
+    from pipeswitch.programs.spec import save_manifest
     work = tempfile.mkdtemp(prefix=f".build-{{settings.op_id}}-", dir=settings.directory)
     digest, folder = "a" * 64, os.path.basename(work)
     manifest = Manifest(digest=digest, mode="module", mode_reason="", source="os:getcwd",
                         total_bytes=0, tensors=(), groups=(), inputs=(), outputs=())
-    Path(work, "manifest.json").write_bytes(msgspec.json.encode(manifest))
+    save_manifest(work, manifest)
     if settings.model == "another-place":
         digest = "../../uploads"
     if settings.model == "another-folder":

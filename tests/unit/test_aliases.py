@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 from pipeswitch.base.errors import AlreadyExists, InvalidInput, PermissionDenied, ServerUnavailable
-from pipeswitch.controller.journal import FILE_NAME, JournalFile
 from pipeswitch.frontend.announced_models import AnnouncedModels
 from pipeswitch.ipc.messages.base import ModelName
 from pipeswitch.programs.interface.chains import ChainStep
@@ -136,19 +134,3 @@ def test_a_request_for_a_failed_model_reads_why_until_the_model_is_back_or_gone(
     assert rig.add("n") is None
     assert rig.models.find("n", 0, "").model == "n"
     assert not rig.models.failures
-
-
-def test_a_journal_of_a_release_without_aliases_takes_them(tmp_path: Path) -> None:
-    file = JournalFile(tmp_path / FILE_NAME)
-    file._database.execute("DROP TABLE alias")
-    file._database.execute("PRAGMA user_version = 11")
-    file.close()
-    file = JournalFile(tmp_path / FILE_NAME)
-    file.append({"kind": "alias", "name": "a", "model": "m"})
-    file.close()
-    again = JournalFile(tmp_path / FILE_NAME)
-    assert ({name: one["model"] for name, one in again.aliases.items()}, again.losses) == (
-        {"a": "m"},
-        [],
-    )
-    again.close()

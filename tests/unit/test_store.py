@@ -15,7 +15,7 @@ from pipeswitch.ipc.messages.daemon import GroupCopy, TransmitModel
 from pipeswitch.memory_daemon.store import UnusableModel, load_model
 from pipeswitch.memory_daemon.transmit import TransmitGuard
 from pipeswitch.programs.interface.layout import Manifest, TensorSpec
-from pipeswitch.programs.spec import BUNDLE_FILE, MANIFEST_FILE, WEIGHTS_FILE
+from pipeswitch.programs.spec import BUNDLE_FILE, MANIFEST_FILE, WEIGHTS_FILE, save_manifest
 
 HEADER = b"HEADER--"
 POISON = 0xA5
@@ -59,7 +59,7 @@ def manifest(**changes: object) -> Manifest:
 
 
 def write_model(directory: Path, described: Manifest, weights: bytes = WEIGHTS) -> Path:
-    (directory / MANIFEST_FILE).write_bytes(msgspec.json.encode(described))
+    save_manifest(directory, described)
     (directory / BUNDLE_FILE).write_bytes(HEADER + weights)
     return directory
 
@@ -84,7 +84,7 @@ def test_a_module_mode_model_has_its_weights_in_another_file(tmp_path: Path) -> 
 
 
 def test_every_truncation_of_the_weights_is_noticed(tmp_path: Path) -> None:
-    write_model(tmp_path, manifest(weights_sha256=""))
+    write_model(tmp_path, manifest())
     for size in range(0, len(WEIGHTS), 37):
         (tmp_path / BUNDLE_FILE).write_bytes(HEADER + WEIGHTS[:size])
         with pytest.raises(UnusableModel, match="truncated"):
@@ -110,7 +110,8 @@ def test_a_missing_file_is_named(tmp_path: Path, missing: str) -> None:
 
 @pytest.mark.parametrize("text", [b"", b"{", b"[]", b"{}", b"\xff", b"[" * 100_000])
 def test_a_malformed_manifest_is_refused(tmp_path: Path, text: bytes) -> None:
-    (write_model(tmp_path, manifest()) / MANIFEST_FILE).write_bytes(text)
+    signed = text + b"\n" + hashlib.sha256(text).hexdigest().encode()
+    (write_model(tmp_path, manifest()) / MANIFEST_FILE).write_bytes(signed)
     with pytest.raises(UnusableModel, match="manifest"):
         load_model(tmp_path, memoryview(poisoned()))
 
@@ -130,7 +131,7 @@ def test_a_malformed_manifest_is_refused(tmp_path: Path, text: bytes) -> None:
 def test_tensors_that_cannot_be_are_refused(
     tmp_path: Path, tensors: tuple[TensorSpec, ...]
 ) -> None:
-    write_model(tmp_path, manifest(tensors=tensors, weights_sha256=""))
+    write_model(tmp_path, manifest(tensors=tensors))
     image = poisoned()
     with pytest.raises(UnusableModel):
         load_model(tmp_path, memoryview(image))

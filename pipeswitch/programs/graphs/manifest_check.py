@@ -35,11 +35,10 @@ def check_claims(manifest: layout.Manifest) -> None:
     check_tensors(manifest.tensors, manifest.total_bytes)
     if not manifest.groups:
         _refuse("it has no groups")
-    if manifest.layers:
-        counts = [layer.tensor_count for layer in manifest.layers]
-        if min(counts) < 0 or sum(counts) != len(manifest.tensors):
-            _refuse("its layers do not have each tensor once")
-        _check_nodes(manifest.layers)
+    counts = [layer.tensor_count for layer in manifest.layers]
+    if min(counts, default=-1) < 0 or sum(counts) != len(manifest.tensors):
+        _refuse("its layers do not have each tensor once")
+    _check_nodes(manifest.layers)
     _check_nodes(manifest.groups)
     _check_groups(manifest)
     readers = manifest.extra.get("last_readers")

@@ -106,9 +106,9 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     takes: Any = None  # tree (pytree.py) of the arguments; None: each input is an argument
     returns: Any = None  # tree of the outputs' nesting; None: unknown, or a single tensor
     triggers: tuple[str, ...] = ()  # module mode: the submodule whose pre-hook opens group i
-    layers: tuple[LayerSpec, ...] = ()  # empty in manifests of older releases
+    layers: tuple[LayerSpec, ...] = ()
     weights_sha256: str = ""  # hash of the region's image, checked when the host store loads it
-    head_sha256: str = ""  # digest of the bundle's head with the graph; empty: older release
+    head_sha256: str = ""  # digest of the bundle's head with the graph; empty: module mode
     batching: Batching | None = None  # None: each request runs alone
     precision: Precision | None = None  # of a derived program, which has these tensors; None: exact
     extra: dict[str, Any] = {}

@@ -54,7 +54,7 @@ class Precision(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     packed_count: int  # calls that read packed weights
     plain_count: int  # calls that could read packed weights but are faster without
     plain_sha256: tuple[str, str] = ("", "")
-    """Digests of the plain weights and of the plain bundle's header; empty: unknown."""
+    """Digests of the plain weights and of the plain bundle's header."""
     layout: Layout = "onednn"
 
     def row(self) -> dict[str, Any]:

@@ -87,7 +87,7 @@ class Profiling:
         """Return the model's replica on the device, if it can be measured.
 
         Raises:
-            ServerUnavailable, ModelNotFound, InvalidInput, RegistrationRefused, OutOfDeviceMemory.
+            ServerUnavailable, ModelNotFound, InvalidInput, OutOfDeviceMemory.
         """
         replica = device.state.replicas.get(name)
         if self._core.is_draining:
@@ -97,12 +97,6 @@ class Profiling:
         if replica.model.manifest is None or replica.model.state.state is not ModelState.READY:
             raise errors.InvalidInput(
                 f'"{replica.name}" is {replica.model.state.state.value}, it must be ready'
-            )
-        if not layer_bytes(replica.model.manifest):
-            raise errors.RegistrationRefused(
-                replica.name,
-                "it was built by an older release, which did not record its layers",
-                hint=f"unregister and register {replica.name}",
             )
         if replica.staging is not None:
             raise errors.OutOfDeviceMemory(
