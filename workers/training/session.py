@@ -169,11 +169,9 @@ class TrainingSession:
 
     @property
     def step_in_epoch(self) -> int:
-        """See ``pipeswitch.job.step_in_epoch``."""
         return self.place.position.batches
 
     def epochs(self, count: int) -> Iterator[int]:
-        """See ``pipeswitch.job.epochs``."""
         place = self.place
         self._epochs.begin(sys._getframe(1))
         saved = place.begin_epochs(count)
@@ -217,7 +215,6 @@ class TrainingSession:
         offload: str | None = None,
         activation_bytes: int | None = None,
     ) -> Iterator[_Batch]:
-        """See ``pipeswitch.job.steps``."""
         probe: dict[str, Any] = {}  # has as few references as an extra_state literal
         is_literal = sys.getrefcount(extra_state) <= sys.getrefcount(probe)
         is_auto = isinstance(extra_state, str) and extra_state == AUTO
@@ -265,7 +262,6 @@ class TrainingSession:
                 self._gate.leave()
 
     def trainer(self, trainer: Any, library: str) -> None:
-        """See ``pipeswitch.job.trainer``."""
         if library == "transformers":
             from .transformers_trainer import TransformersLoop as Loop
         else:
@@ -273,18 +269,15 @@ class TrainingSession:
         Loop(self, trainer)
 
     def shared(self, loader: Any, name: str, *, seed: int) -> SharedLoader:
-        """See ``pipeswitch.job.shared``."""
         ring = self._host.ring
         return SharedLoader(loader, name, seed=seed, step=lambda: self.step, ring=ring)
 
     def log(self, values: Mapping[str, Any]) -> None:
-        """See ``pipeswitch.job.log``."""
         for name, number in self._reports.log(values, self.step).items():
             if warn_if_not_finite(name, number, self.step):
                 self._host.report("nan_loss", step=self.step, name=name, value=str(number))
 
     def publish(self, name: str, part: str) -> None:
-        """See ``pipeswitch.job.publish``."""
         if self.place.saved is not None:
             return  # this run has not reached the position of the last commit yet
         phase = self._phase

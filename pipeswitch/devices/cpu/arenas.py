@@ -46,7 +46,6 @@ class OneFile:
         self._bytes: Bytes = np.frombuffer(self._map, dtype=np.uint8)
 
     def open_tenant(self, tenant: str, descriptor: int) -> None:
-        """See ``DeviceMemory``."""
         raise RemoteProtocolError("tenants share this arena")
 
     def take(self, order: TransmitModel) -> None:

@@ -26,7 +26,6 @@ class CpuCopies:
         """Return None: this device computes in the calling thread, so nothing is pending."""
 
     def target(self, size_bytes: int, *, on_host: bool, mark: Any) -> torch.Tensor:
-        """See ``HostCopies``."""
         import torch
 
         return torch.empty(size_bytes, dtype=torch.uint8)

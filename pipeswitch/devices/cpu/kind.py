@@ -37,7 +37,6 @@ class CpuKind:
     def open_memory(
         self, settings: DaemonSettings, store: int, control_page: int, doorbells: Sequence[int]
     ) -> CpuDeviceMemory:
-        """See ``DeviceKind``."""
         *workers, own = doorbells
         return CpuDeviceMemory(
             settings, store=store, control_page=control_page, doorbells=workers, doorbell=own
@@ -51,7 +50,6 @@ class CpuKind:
         control_page: int,
         doorbells: Sequence[int],
     ) -> CpuWorkerDevice:
-        """See ``DeviceKind``."""
         return CpuWorkerDevice(settings, arena, control_page=control_page, doorbells=doorbells)
 
 

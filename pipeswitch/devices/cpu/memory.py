@@ -108,14 +108,12 @@ class CpuDeviceMemory(DeviceMemory):
         return [*self._models.descriptors, self._work_descriptor]
 
     def store_view(self, offset_bytes: int, size_bytes: int) -> memoryview:
-        """See ``DeviceMemory``."""
         check_range("store view", offset_bytes, size_bytes, self.store_bytes)
         if size_bytes:
             os.posix_fallocate(self._store_descriptor, offset_bytes, size_bytes)
         return memoryview(self._store_map)[offset_bytes : offset_bytes + size_bytes]
 
     def open_tenant(self, tenant: str, descriptor: int) -> None:
-        """See ``DeviceMemory``."""
         self._models.open_tenant(tenant, descriptor)
 
     def transmit(self, order: TransmitModel, on_end: OnEnd) -> None:
@@ -144,7 +142,6 @@ class CpuDeviceMemory(DeviceMemory):
                 self._to_host.pace(size)
 
     def save_slice(self, offset_bytes: int, size_bytes: int, image: int) -> None:
-        """See ``DeviceMemory``."""
         self._to_host.begin()
         for done, size in self._to_host.pieces(size_bytes):
             _copy_bytes(self._work_descriptor, offset_bytes + done, image, done, size)
@@ -153,7 +150,6 @@ class CpuDeviceMemory(DeviceMemory):
     def load_slice(
         self, offset_bytes: int, size_bytes: int, image: int, is_cancelled: Callable[[], bool]
     ) -> None:
-        """See ``DeviceMemory``."""
         self._to_device.begin()
         for done, size in self._to_device.pieces(size_bytes):
             if is_cancelled():
@@ -179,7 +175,6 @@ class CpuDeviceMemory(DeviceMemory):
             self._work[first_page:last_page] = 0
 
     def close(self) -> None:
-        """See ``DeviceMemory``."""
         super().close()
         self._models.close()
         del self._work, self._store

@@ -110,7 +110,6 @@ class CpuWorkerDevice(WorkerDevice):
         return bytes_over(self._work_map)
 
     def prefault(self, offset_bytes: int, size_bytes: int) -> None:
-        """See ``WorkerDevice``."""
         self._window.populate(offset_bytes, size_bytes)
 
     def enter(self, offset_bytes: int, size_bytes: int, last_fence: int, op_id: int) -> None:
@@ -192,21 +191,18 @@ class CpuWorkerDevice(WorkerDevice):
         self._work_windows.hide()
 
     def show_slice(self, offset_bytes: int) -> None:
-        """See ``WorkerDevice``."""
         place, _, size = self._slice_at
         self._slice_at = place, offset_bytes, size
         self._work_windows.show(place, size, self._work_descriptor, offset_bytes)
         self._is_hidden = False
 
     def kernels(self, layout: Layout) -> PackedKernels:
-        """See ``WorkerDevice``."""
         from ..torch_kernels import TorchKernels
         from .packed import KERNELS
 
         return KERNELS if layout == KERNELS.layout else TorchKernels()
 
     def host_copies(self) -> CpuCopies:
-        """See ``WorkerDevice``."""
         return CpuCopies(self._link_bytes_per_s)
 
     def pin(self, pointer: int, size_bytes: int) -> None:

@@ -105,7 +105,6 @@ class CudaKind:
     def open_memory(
         self, settings: DaemonSettings, store: int, control_page: int, doorbells: Sequence[int]
     ) -> DeviceMemory:
-        """See ``DeviceKind``."""
         from .bindings import Cuda
         from .memory import CudaDeviceMemory
 

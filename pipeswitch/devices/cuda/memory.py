@@ -228,7 +228,6 @@ class CudaDeviceMemory(DeviceMemory):
                 self._empty(target, *filling.popleft())
 
     def save_slice(self, offset_bytes: int, size_bytes: int, image: int) -> None:
-        """See ``DeviceMemory``."""
         os.posix_fallocate(image, 0, size_bytes)  # a lack of memory is an error, not a SIGBUS
         with mmap.mmap(image, size_bytes) as mapping, memoryview(mapping) as view:
             whole = (ByteRange(offset_bytes=0, size_bytes=size_bytes),)
@@ -267,7 +266,6 @@ class CudaDeviceMemory(DeviceMemory):
         np.copyto(target[position : position + size], self._bounces[buffer].array[:size])
 
     def scrub(self, offset_bytes: int, size_bytes: int) -> None:
-        """See ``DeviceMemory``."""
         with self._watched():
             self._cuda.set_device(INDEX)
             self._cuda.fill(self._base + offset_bytes, 0, size_bytes, self._to_host)

@@ -197,7 +197,6 @@ class CudaWorkerDevice(WorkerDevice):
         self._cuda.synchronize_device()
 
     def host_copies(self) -> CudaCopies:
-        """See ``WorkerDevice``."""
         from .copies import CudaCopies
 
         return CudaCopies(INDEX)
