@@ -1124,6 +1124,13 @@ class Raising:
         raise RuntimeError("no object")
 
 
+@dataclasses.dataclass(slots=True)
+class Slotted:
+    bad: int = 0
+    fixed: int = 1
+    recorder: Recorder = dataclasses.field(default_factory=Recorder)
+
+
 def one_epoch(loader: Any, net: nn.Module, opt: Any, poke: Poke, recorder: Recorder) -> float:
     total, last = 0.0, None
     for (a,) in job.steps(loader, model=net, optimizer=opt, extra_state="auto"):
@@ -1174,7 +1181,37 @@ def in_one_function(poke: Poke) -> str:
     return digest(net.state_dict(), hidden, count, mode, order, vars(progress), args.step, sums)
 
 
-@pytest.mark.parametrize("script", [in_functions, in_one_function])
+def in_objects(poke: Poke) -> str:
+    """Count in an inner function, in an ``except``, and in an object of an object."""
+    loader, net, calls, failures = data(), nn.Linear(6, 1), 0, 0
+    opt, kept = torch.optim.SGD(net.parameters(), 0.1), Slotted()
+
+    def step(a: torch.Tensor) -> None:
+        nonlocal calls
+        calls += 1
+        trained(a * (1 + 0.1 * calls + 0.2 * failures), net, opt)
+        if calls % 3 == 0:
+            raise ValueError
+
+    for _ in job.epochs(3):
+        batches = iter(job.steps(loader, model=net, optimizer=opt, extra_state="auto"))
+        while True:
+            try:
+                (a,) = next(batches)
+            except StopIteration:
+                break
+            poke()
+            try:
+                step(a)
+            except ValueError:
+                failures += 1
+            kept.recorder.up()
+            kept.bad += kept.fixed
+            poke()
+    return digest(net.state_dict(), calls, failures, kept.bad, vars(kept.recorder))
+
+
+@pytest.mark.parametrize("script", [in_functions, in_one_function, in_objects])
 def test_auto_restores_plain_values_of_the_scripts_variables(
     script: Script, capsys: pytest.CaptureFixture[str]
 ) -> None:

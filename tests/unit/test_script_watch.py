@@ -25,10 +25,17 @@ from torch import nn
 from torch.utils.data import DataLoader, Subset, TensorDataset, WeightedRandomSampler
 
 from pipeswitch.workers.training import reachable
-from pipeswitch.workers.training.liveness import carried_attributes, is_in_loop, live
+from pipeswitch.workers.training.liveness import (
+    assigned,
+    captured,
+    carried_attributes,
+    is_in_loop,
+    live,
+)
 from pipeswitch.workers.training.objects import TrainedObjects
 from pipeswitch.workers.training.script_changes import FREE_S, SHARE, Allowance
-from pipeswitch.workers.training.script_watch import Changed, ScriptWatch
+from pipeswitch.workers.training.script_values import values_of
+from pipeswitch.workers.training.script_watch import Changed, ScriptWatch, live_names
 
 Point = collections.namedtuple("Point", "x y")
 COUNT = {"calls": 0}
@@ -314,6 +321,8 @@ HELP = {
         Own(),
         lambda it: it.bump(),
     ),
+    "note = {'n': n}; extra_state=note; then use note['n']": (counter(), lambda it: it()),
+    "note = {'flag': it.flag}; extra_state=note; then use note['flag']": (Own, _set("flag", True)),
     "make it from job.step, or pass its loader to job.steps": (iter([1]), next),
     "make it a buffer, or note = {'p': it.p}; extra_state=note; then use note['p']": (
         nn.Dropout(),
@@ -331,11 +340,12 @@ def test_the_warning_says_what_to_write(text: str) -> None:
 def _places(values: Any) -> Iterator[Any]:
     for value in values:
         frame = sys._getframe(1)
-        seen.append((live(frame.f_code, frame.f_lasti), is_in_loop(frame.f_code, frame.f_lasti)))
+        code, offset = frame.f_code, frame.f_lasti
+        seen.append((live(code, offset) | captured(code, offset), is_in_loop(code, offset)))
         yield value
 
 
-seen: list[tuple[frozenset[str], bool]] = []
+seen: list[tuple[frozenset[str], Any]] = []
 
 
 def test_variables_that_each_pass_writes_first_are_not_live() -> None:
@@ -360,6 +370,94 @@ def test_variables_that_each_pass_writes_first_are_not_live() -> None:
     assert "total" in steps - epochs
     assert not {"loss", "x"} & (epochs | steps)
     assert carried_attributes(Net.forward.__code__) == {"cache"}
+
+
+def test_paths_through_except_and_variables_of_inner_functions_are_live() -> None:
+    seen.clear()
+    count, failures, last, again, inner = 0, 0, None, None, 0
+
+    def step() -> None:
+        nonlocal count
+        count += 1
+
+    for _ in _places("a"):
+        batches = iter(_places("b"))
+        while True:
+            try:
+                x = next(batches)
+            except StopIteration:
+                break
+            try:
+                step()
+                shown = [x + y for y in "a" if (z := y)]
+                again = [repr(inner) for inner in "b"]
+            except ValueError:
+                failures += 1
+                repr(last)
+                last = failures
+                continue
+            except KeyboardInterrupt:
+                repr((x, shown))
+                raise
+            repr((z, inner, (lambda: x)()))
+            inner = again
+    for names, is_repeated in seen:
+        assert is_repeated
+        assert {"count", "failures", "last", "inner"} <= names
+        assert {"x", "y", "z", "shown", "again"} & names == set()
+    code = sys._getframe().f_code
+    assert {"count", "failures"} <= assigned(code, -1)
+
+
+MODULE = """
+loss, best, calls, lr = 1, 9, 0, 0.1
+class Meter:
+    def __init__(self): self.loss = 0
+    def read(self): return self.loss
+def constant():
+    lr = 1
+    return lr
+@functools.lru_cache
+def up():
+    global calls
+    calls += 1
+for _ in places("ab"):
+    loss = 2
+    best = min(best, loss)
+    print(lr)
+"""
+
+
+def test_attributes_and_locals_are_not_taken_for_globals() -> None:
+    names: dict[str, Any] = {"places": _variables, "functools": functools, "__name__": __name__}
+    seen.clear()
+    exec(compile(MODULE, __file__, "exec"), names)
+    for live_now, stored in seen:
+        assert {"best", "calls", "lr"} <= live_now
+        assert "loss" not in live_now
+        assert {"best", "calls"} <= stored
+        assert "lr" not in stored
+
+
+def _variables(values: Any) -> Iterator[Any]:
+    for value in values:
+        frame = sys._getframe(1)
+        paths = {path[0][1] for path, _ in values_of([frame])}
+        seen.append((frozenset(live_names(frame)), paths))
+        yield value
+
+
+def test_a_global_and_a_variable_of_a_running_function_have_one_name() -> None:
+    n, net = 0, nn.Linear(2, 2)
+    objects = TrainedObjects({"model": net}, {}, {}, {})
+
+    def up() -> None:
+        nonlocal n
+        n += 1
+
+    watch = ScriptWatch(sys._getframe(), objects, [])
+    up()
+    assert watch.changed(sys._getframe(), objects, []) == ["n"]
 
 
 def test_loops_of_a_long_function_are_told_apart() -> None:

@@ -127,8 +127,11 @@ def walk(
     """
     visited: dict[int, Any] = {}  # keeps them alive, so that no id is used twice
     begins: list[list[tuple[Path, Any, int]]] = []
+    modules: dict[Any, int] = {}  # whose code is a frame
     for index, frame in enumerate(frames):
         variables = frame.f_locals
+        if variables is frame.f_globals:
+            modules["module", str(variables.get("__name__"))] = index
         begins.append(
             [
                 (((index, name),), variables[name], 0)
@@ -144,6 +147,8 @@ def walk(
         todo = deque(first)
         while todo and len(visited) < MAX_VALUES:
             path, value, depth = todo.popleft()
+            if path[0] in modules:
+                path = ((modules[path[0]], path[1][1]), *path[2:])
             is_first = id(value) not in visited
             visited[id(value)] = value
             yield path, value
@@ -178,7 +183,7 @@ def parts(value: Any, is_private: bool = False) -> Iterator[tuple[str, Any, Any]
             for name, module in value.named_children():
                 yield kind, int(name) if is_list and name.isdecimal() else name, module
         is_shown = is_private or is_own(file_of(type(value)))
-        for name, one in _attributes(value):
+        for name, one in attributes(value):
             is_hidden = name.startswith("_") and not (is_shown and name not in HIDDEN)
             if not is_hidden or isinstance(one, GENERATORS):
                 yield "attr", name, one
@@ -229,7 +234,7 @@ def _globals_of(code: CodeType, variables: dict[str, Any]) -> Iterator[tuple[Pat
             yield (module, ("attr", name)), variables[name]
 
 
-def _attributes(value: Any) -> list[tuple[str, Any]]:
+def attributes(value: Any) -> list[tuple[str, Any]]:
     """Return an object's own attributes; properties are not called."""
     try:
         pairs = [*vars(value).items()]

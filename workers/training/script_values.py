@@ -11,9 +11,9 @@ import dataclasses
 import inspect
 import sys
 from argparse import Namespace
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path as FilePath
-from types import FrameType, SimpleNamespace
+from types import CodeType, FrameType, SimpleNamespace
 from typing import Any, Final
 
 import torch
@@ -22,12 +22,13 @@ from pipeswitch.base import state_codec
 from pipeswitch.base.errors import InvalidInput
 from pipeswitch.inputs.randomness import GENERATORS
 
-from .liveness import assigned, is_in_loop
-from .reachable import PLAIN, Path, file_of, is_own, resolve, script_frames, text
+from .liveness import INITS, assigned, is_in_loop, names_in
+from .reachable import PLAIN, Path, attributes, file_of, is_own, resolve, script_frames, text
 from .script_watch import codes_of, live_names
 from .snapshot import filled, load_state, state_of
 
 AUTO: Final = "auto"
+MAX_STEPS: Final = 5  # from a variable to an attribute
 MAX_BYTES: Final = 4 << 20  # of one value; a larger one is passed by name
 FIXED: Final = (*PLAIN, tuple, frozenset, type(FilePath()))
 
@@ -46,7 +47,7 @@ class ScriptValues:
     def state_dict(self) -> dict[str, Any]:
         frames = script_frames(sys._getframe(1))
         if frames:  # the script has not ended
-            self._last = [*_values(frames)]
+            self._last = [*values_of(frames)]
             self.paths = dict.fromkeys(path for path, _ in self._last)
         return {"values": self._last}
 
@@ -71,44 +72,50 @@ class ScriptValues:
         return ", ".join(map(text, self.paths))
 
 
-def _values(frames: list[FrameType]) -> Iterator[tuple[Path, Any]]:
-    set_by_methods, owners = _attributes_of(frames), set[int]()
+def values_of(frames: list[FrameType]) -> Iterator[tuple[Path, Any]]:
+    """Yield the paths of what is captured, and what they lead to."""
+    attributes_set, owners = _attributes_set(frames), set[int]()
     for index, frame in enumerate(frames):
         code, variables = frame.f_code, frame.f_locals
         stored = assigned(code, frame.f_lasti) if is_in_loop(code, frame.f_lasti) else frozenset()
         if variables is frame.f_globals:
-            stored = stored.union(*(assigned(one, -1) for one in codes_of(variables)))
+            stored = stored.union(*(names_in(one, "STORE") for one in codes_of(variables)))
         for name in live_names(frame):
-            value = variables[name]
-            if name.startswith("__"):
-                continue
-            if issubclass(type(value), GENERATORS) or _is_plain(value):
-                if name in stored or type(value) not in FIXED:
-                    yield ((index, name),), _state(value)
-            elif _has_plain_attributes(value) and id(value) not in owners:
-                owners.add(id(value))
-                for key, one in [*vars(value).items()]:
-                    is_set = f".{key}" in stored or key in set_by_methods
-                    if _is_plain(one) and (is_set or type(one) not in FIXED):
-                        yield ((index, name), ("attr", key)), one
+            if not name.startswith("__"):
+                path = ((index, name),)
+                yield from _plain(path, variables[name], name in stored, attributes_set, owners)
 
 
-def _attributes_of(frames: list[FrameType]) -> set[str]:
-    """Return the attributes that methods of the script's own classes set."""
-    names: set[str] = set()
-    for value in [one for frame in frames for one in [*frame.f_locals.values()]]:
-        for kind in type(value).__mro__ if _has_plain_attributes(value) else ():
-            for function in vars(kind).values():
-                code = getattr(function, "__code__", None)
-                if code is not None and code.co_name != "__init__":
-                    names |= {name[1:] for name in assigned(code, -1) if name[0] == "."}
-    return names
+def _plain(
+    path: Path, value: Any, is_set: bool, attributes_set: set[str], owners: set[int]
+) -> Iterator[tuple[Path, Any]]:
+    """Yield a value that is captured, or those of the script's own object and of its parts."""
+    if issubclass(type(value), GENERATORS) or _is_plain(value):
+        if is_set or type(value) not in FIXED:
+            yield path, _state(value)
+    elif _has_plain_attributes(value) and id(value) not in owners and len(path) < MAX_STEPS:
+        owners.add(id(value))
+        names = attributes_set | _set_by(codes_of(vars(type(value))))
+        for key, one in attributes(value):
+            yield from _plain((*path, ("attr", key)), one, key in names, attributes_set, owners)
+
+
+def _attributes_set(frames: list[FrameType]) -> set[str]:
+    """Return the attributes that the frames' functions and those of their modules set."""
+    modules = {id(frame.f_globals): frame.f_globals for frame in frames}
+    codes = [code for variables in modules.values() for code in codes_of(variables)]
+    return _set_by([*codes, *(frame.f_code for frame in frames)])
+
+
+def _set_by(codes: Iterable[CodeType]) -> set[str]:
+    names = (assigned(code, -1) for code in codes if code.co_name not in INITS)
+    return {name[1:] for name in set[str]().union(*names) if name[0] == "."}
 
 
 def _has_plain_attributes(value: Any) -> bool:
     """Return True for a record, or an object of a class in the script's own files."""
     kind = type(value)
-    if not kind.__dictoffset__ or issubclass(kind, type):
+    if issubclass(kind, (type, dict, list, tuple)):
         return False
     is_record = kind in (Namespace, SimpleNamespace) or dataclasses.is_dataclass(kind)
     return is_record or (is_own(file_of(kind)) and not hasattr(kind, "state_dict"))

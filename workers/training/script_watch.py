@@ -7,10 +7,11 @@ at the beginning of the first epoch, and compared later. Nothing is restored her
 from __future__ import annotations
 
 import contextlib
+import functools
 import time
 from argparse import Namespace
 from collections.abc import Iterable, Iterator, Mapping
-from types import CodeType, FrameType, FunctionType, SimpleNamespace
+from types import CodeType, FrameType, FunctionType, ModuleType, SimpleNamespace
 from typing import Any, Final
 
 import numpy as np
@@ -19,13 +20,14 @@ from torch import nn
 
 from pipeswitch.inputs.randomness import generators_of
 
-from .liveness import carried_attributes, is_in_loop, live, names_in
+from .liveness import captured, carried_attributes, is_in_loop, live, names_in
 from .marks import mark
 from .objects import TrainedObjects, is_wrapper_of
 from .reachable import MAX_PARTS, PLAIN, Path, file_of, is_own, script_frames, text, walk
 from .snapshot import NOTES, has_state
 
 NOTHING: Final = mark(None)
+FUNCTIONS: Final = (FunctionType, classmethod, staticmethod, type(functools.cache(len)))
 CLOCKS: Final = (time.time, time.monotonic, time.perf_counter)
 
 
@@ -94,7 +96,8 @@ class ScriptWatch:
             if is_below or (then[0] == NOTHING and _is_of_library(values.get(path[:-1]))):
                 continue
             is_replaced = now[1] != then[1]
-            if not is_replaced and now[1] in written:  # by another name
+            # It has another name, or is the variable of a function that runs.
+            if now[1] in written and (not is_replaced or path[-1][0] == "cell"):
                 continue
             written.add(now[1])
             differences[path] = (now, is_replaced)
@@ -145,11 +148,16 @@ def _help(path: Path, values: Mapping[Path, Any], is_replaced: bool) -> str:
         return f"extra_state={{{key!r}: {name}}}"
     if isinstance(value, Iterator):
         return f"make {name} from job.step, or pass its loader to job.steps"
-    if path[-1][0] == "attr" and not isinstance(owner, nn.Module):
+    is_object = not isinstance(owner, (nn.Module, FunctionType, type, ModuleType, type(None)))
+    if path[-1][0] == "attr" and is_object:
         which = f"{type(owner).__name__} state_dict() and load_state_dict()"
         return f"give {which}, and pass extra_state={{'state': {text(path[:-1])}}}"
+    if path[-1][0] == "cell":
+        name = key
     note = f"note = {{{key!r}: {name}}}; extra_state=note; then use note[{key!r}]"
-    return f"{note}, or extra_state='auto'" if owner is None else f"make it a buffer, or {note}"
+    is_variable = owner is None and len(path) == 1
+    before = "make it a buffer, or " if isinstance(owner, nn.Module) else ""
+    return f"{before}{note}, or extra_state='auto'" if is_variable else f"{before}{note}"
 
 
 def _known(objects: TrainedObjects, loader: Any, others: Iterable[Any]) -> set[int]:
@@ -221,14 +229,22 @@ def live_names(frame: FrameType) -> list[str]:
     code, variables = frame.f_code, frame.f_locals
     if not is_in_loop(code, frame.f_lasti):
         return [*variables]
-    names = live(code, frame.f_lasti).union(code.co_cellvars, code.co_freevars)
+    names = live(code, frame.f_lasti) | captured(code, frame.f_lasti)
     if variables is frame.f_globals:  # functions may read them, too
-        names = names.union(*(names_in(one) for one in codes_of(variables)))
+        names = names.union(*(names_in(one, "LOAD") for one in codes_of(variables)))
     return [name for name in variables if name in names]
 
 
 def codes_of(variables: Mapping[str, Any]) -> Iterator[CodeType]:
-    """Yield the code of the functions and methods among a module's variables."""
+    """Yield the code of the functions and methods among the variables of a module or class that
+    are the script's own."""
     for value in [*variables.values()]:
-        inner = [*vars(value).values()] if issubclass(type(value), type) else [value]
-        yield from (one.__code__ for one in inner if type(one) is FunctionType)
+        if type(value) is property:
+            value = value.fset or value.fget
+        while type(value) in FUNCTIONS:
+            value = getattr(value, "__func__", value)
+            if type(value) is FunctionType and is_own(value.__code__.co_filename):
+                yield value.__code__
+            value = getattr(value, "__wrapped__", None)  # by a decorator
+        if issubclass(type(value), type) and is_own(file_of(value)):
+            yield from codes_of({k: v for k, v in vars(value).items() if not isinstance(v, type)})
