@@ -159,6 +159,11 @@ IN_PLACE: dict[str, tuple[Callable[[], Any], Callable[[Any], Any], str]] = {
     "list's iterator": (lambda: iter([1, 2]), next, "it"),
     "cycle": (lambda: itertools.cycle([1, 2]), next, "it"),
     "count": (itertools.count, next, "it"),
+    "loader's iterator": (
+        lambda: iter(DataLoader(TensorDataset(torch.zeros(9)), 1)),
+        lambda one: next(one),
+        "it",
+    ),
     "Subset": (
         lambda: Subset(TensorDataset(torch.zeros(4)), [0]),
         _set("indices", [0, 1]),

@@ -132,7 +132,8 @@ def _iterator(value: Any) -> Any:
         return None
     text = repr(value) if type(value).__module__ == "itertools" else ""  # shows a count's number
     left = [operator.length_hint(one, -1) for one in inner if not hasattr(one, "__dict__")]
-    return (text, *left, *(id(part) for one in inner for part in gc.get_referents(one)))
+    own = [one for one in getattr(value, "__dict__", {}).values() if type(one) in PLAIN]
+    return (text, *left, *own, *(id(part) for one in inner for part in gc.get_referents(one)))
 
 
 _MARK_OF: Final[Mapping[bool, Callable[[Any], Any]]] = {True: _tensor, False: _array}
