@@ -68,6 +68,7 @@ MAY_IMPORT: Mapping[str, str] = {
     "extras/demo": "__init__ base cli client extras/page job planning programs programs/compiler "
     "testing",
     "extras/grpc": "base gateway ipc wire",
+    "extras/trainers": "base workers/training/",
     "extras/offload": "base cli devices ipc job workers/training/",
     "extras/lab": "base cli extras/cluster extras/offload ipc planning policies programs scheduler "
     "scheduler/policies watchdog",

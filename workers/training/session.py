@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from pipeswitch.base.errors import InvalidInput, PipeSwitchError
+from pipeswitch.base.extras import JOBS
 from pipeswitch.inputs.loader import SharedLoader
 from pipeswitch.inputs.randomness import RandomState
 from pipeswitch.ipc.gate import Gate
@@ -262,11 +263,7 @@ class TrainingSession:
                 self._gate.leave()
 
     def trainer(self, trainer: Any, library: str) -> None:
-        if library == "transformers":
-            from .transformers_trainer import TransformersLoop as Loop
-        else:
-            from .lightning_trainer import LightningLoop as Loop  # type: ignore[assignment]
-        Loop(self, trainer)
+        JOBS.load(library)(self, trainer)
 
     def shared(self, loader: Any, name: str, *, seed: int) -> SharedLoader:
         ring = self._host.ring

@@ -34,9 +34,7 @@ from ...gateway.serving.service import Service
 from ...ipc.messages.gateway import GatewaySettings
 from ...wire.frames import MAX_TENSORS, WireTensor
 from .half_messages import Arrivals, Arriving, Sockets
-from .protos import HEALTH, INFERENCE, REFLECTION
-from .reflection import NAME as REFLECTION_NAME
-from .reflection import described
+from .protos import HEALTH, INFERENCE, REFLECTION, REFLECTION_NAME, described
 
 log = logging.getLogger(__name__)
 

@@ -11,6 +11,7 @@ import re
 from pathlib import Path
 from typing import Any, Final
 
+import grpc
 from google.protobuf import descriptor_pb2, descriptor_pool, message_factory
 
 FOLDER: Final = Path(__file__).with_name("proto")
@@ -126,3 +127,37 @@ REFLECTION: Final = {
     for package in ("grpc.reflection.v1", "grpc.reflection.v1alpha")
 }
 """Message classes by package; a client uses one or the other."""
+
+REFLECTION_NAME: Final = "ServerReflection"
+SERVICES: Final = (
+    "inference.GRPCInferenceService",
+    "grpc.health.v1.Health",
+    *(f"{package}.{REFLECTION_NAME}" for package in REFLECTION),
+)
+
+
+def described(request: Any) -> Any:
+    """Return the answer to a ServerReflectionRequest of a generic client (grpcurl, Postman)."""
+    messages = REFLECTION[request.DESCRIPTOR.file.package]
+    answer = messages["ServerReflectionResponse"](valid_host=request.host, original_request=request)
+    code, text = grpc.StatusCode.NOT_FOUND, "there is no such name"
+    try:
+        match request.WhichOneof("message_request"):
+            case "list_services":
+                answer.list_services_response.service.extend(
+                    messages["ServiceResponse"](name=name) for name in SERVICES
+                )
+                return answer
+            case "file_by_filename":
+                file = POOL.FindFileByName(request.file_by_filename)
+            case "file_containing_symbol":
+                file = POOL.FindFileContainingSymbol(request.file_containing_symbol)
+            case _:
+                code, text = grpc.StatusCode.UNIMPLEMENTED, "there are no extensions here"
+                raise KeyError
+    except KeyError:
+        answer.error_response.error_code = code.value[0]
+        answer.error_response.error_message = text
+    else:
+        answer.file_descriptor_response.file_descriptor_proto.append(file.serialized_pb)
+    return answer

@@ -33,8 +33,7 @@ from pipeswitch.extras.grpc.grpc_server import (
     split_raw,
 )
 from pipeswitch.extras.grpc.half_messages import Arrivals
-from pipeswitch.extras.grpc.protos import HEALTH, INFERENCE, POOL, REFLECTION
-from pipeswitch.extras.grpc.reflection import SERVICES, described
+from pipeswitch.extras.grpc.protos import HEALTH, INFERENCE, POOL, REFLECTION, SERVICES, described
 from pipeswitch.gateway.http.http_errors import TooLarge, status_of
 from pipeswitch.gateway.http.offload import CROWD, Shared
 from pipeswitch.gateway.serving.oip import DATATYPES, InferRequest, Output, config

@@ -19,8 +19,8 @@ from transformers.trainer_callback import ExportableState, TrainerCallback
 
 from pipeswitch.base.errors import InvalidInput
 
-from .attributes import Keepers
-from .loader_proxy import LoaderProxy, TrainerLoop
+from ...workers.training.attributes import Keepers
+from ...workers.training.loader_proxy import LoaderProxy, TrainerLoop
 
 LOSSES: Final = (
     "_total_loss_scalar",

@@ -22,8 +22,8 @@ from typing import Any, Final
 
 from pipeswitch.base.errors import InvalidInput
 
-from .attributes import LIBRARIES, Keepers
-from .loader_proxy import LoaderProxy, TrainerLoop
+from ...workers.training.attributes import LIBRARIES, Keepers
+from ...workers.training.loader_proxy import LoaderProxy, TrainerLoop
 
 REFUSED: Final = {
     "ModelPruning": (
