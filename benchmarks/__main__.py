@@ -103,7 +103,6 @@ def _report(bench: Run, out: Path | None) -> None:
 
 
 def _command(name: str, models: Sequence[str], is_quick: bool, trials: int) -> str:
-    """Return the command line that would repeat this run."""
     words = ["python", "-m", "benchmarks", name]
     words += ["--models", ",".join(models)] if models else []
     words += ["--trials", str(trials)] if trials else []

@@ -38,7 +38,6 @@ def run(bench: Run, _: Any = ()) -> None:
 
 
 def _bring(job: Training, device: str) -> None:
-    """Move the job to a device and wait until it trains there."""
     job.task.move(device)
     job.run()
 

@@ -88,7 +88,6 @@ def _step(model: nn.Module, optimizer: torch.optim.Optimizer, x: Any, y: Any) ->
 
 
 def _measure(model: nn.Module, optimizer: torch.optim.Optimizer, loader: Any) -> None:
-    """Print the median time for training on a batch and for loading a batch, as JSON."""
     train_ms, load_ms = [], []
     batches = iter(loader)
     for _ in range(MEASURED):

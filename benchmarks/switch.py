@@ -100,7 +100,6 @@ class Requests:
         return Arm(baseline.name, measure, prepare, baseline.every, warms_up=baseline.every == 1)
 
     def _same(self, name: str, checksum: float) -> None:
-        """Raise RuntimeError if a baseline's checksum differs from the server's."""
         assert self._checksum is not None
         if abs(checksum - self._checksum) > CHECKSUM_TOLERANCE * max(1.0, abs(self._checksum)):
             raise RuntimeError(f"{name} answers {checksum}, the server {self._checksum}")

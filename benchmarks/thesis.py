@@ -47,7 +47,6 @@ def exhaustive(
 
 
 def _is_ready(jobs: Sequence[windows.WindowJob], index: int, remaining: Sequence[int]) -> bool:
-    """Return True if no earlier job of the same model is left."""
     return not any(i < index and jobs[i].model == jobs[index].model for i in remaining)
 
 

@@ -125,7 +125,6 @@ class MemoryDaemon:
         self._put(self._to_host_thread, order.op_id, lambda: self._commits.copy(order, area))
 
     def _put(self, thread: WorkerThread, op_id: OpId, work: Callable[[], Message]) -> None:
-        """Run work on a thread and send its answer, or a fault if it fails."""
         thread.put(lambda: self._send(work()), lambda error: self._refuse(op_id, error.message))
 
     def _transmit(self, order: daemon_msg.TransmitModel) -> None:
@@ -174,7 +173,6 @@ class MemoryDaemon:
             log.debug("unsent=%s", type(message).__name__)
 
     def _finish(self) -> None:
-        """Finish accepted commits and loads, and cancel transmissions."""
         for thread in self._threads:
             thread.shutdown()
         self._device.close()

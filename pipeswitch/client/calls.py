@@ -131,7 +131,6 @@ class Calls:
         raise NotImplementedError
 
     def _new_link(self, hello_id: str) -> ServerLink:
-        """Open a link. Raises OSError if nobody listens at the address."""
         return StreamLink.open(self.address, hello_id, may_share=self._may_share)
 
     def _due(self, at_s: float) -> None:

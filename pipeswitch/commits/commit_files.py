@@ -281,7 +281,6 @@ def _write_synced(path: Path, *parts: memoryview) -> str:
 
 
 def _next_generation(directory: Path) -> int:
-    """Return a number that no image in ``directory`` has."""
     numbers = [
         int(match[2])
         for path in directory.iterdir()

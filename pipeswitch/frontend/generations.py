@@ -252,7 +252,6 @@ class Generations:
         return allocation
 
     def _give_room_back(self, generation: Generation) -> None:
-        """Free the pool memory of the last run's inputs."""
         allocation, generation.allocation = generation.allocation, None
         if allocation is not None:
             self._pool.release_inputs(allocation)

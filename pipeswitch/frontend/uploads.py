@@ -199,7 +199,6 @@ class Uploads:
     # ---- writer thread -----------------------------------------------------------------------
 
     def _drop_all(self, session: str | None = None) -> None:
-        """Remove the partial files of one client, or of all."""
         for key in [key for key in self._partials if session in (None, key[0])]:
             self._drop(key)
 

@@ -191,7 +191,6 @@ async def _follow(tokens: str, callers: Authenticator, http: HttpServer) -> None
 
 
 async def _return_memory() -> None:
-    """Return memory to the system after large requests."""
     freed = FreedMemory()
     while True:
         await asyncio.sleep(RETURN_S)

@@ -74,7 +74,9 @@ class RandomState:
         self._python = _python.state()
         self._numpy = _numpy.state()
         self._entropy: Any = entropy.state
-        self._device = None if device == "cpu" else _module(device).get_rng_state(device)
+        self._device: torch.Tensor | None = None
+        if device != "cpu":
+            self._device = torch.get_device_module(device).get_rng_state(device)
 
     def restore(self, device: str) -> None:
         """Set the global generators to this state."""
@@ -83,7 +85,7 @@ class RandomState:
         np.random.set_state(self._numpy)
         entropy.state = self._entropy
         if self._device is not None and device != "cpu":
-            _module(device).set_rng_state(self._device, device)
+            torch.get_device_module(device).set_rng_state(self._device, device)
 
     def values(self) -> tuple[Any, ...]:
         """Return the state for ``state_codec.encode``: an array instead of 625 Python integers."""
@@ -98,11 +100,6 @@ class RandomState:
         state._torch, (kind, words, gauss), state._numpy, state._device, state._entropy = values
         state._python = (kind, tuple(int(word) for word in words), gauss)
         return state
-
-
-def _module(device: str) -> Any:
-    """Return torch's module for a device: ``torch.cuda`` for ``cuda:0``."""
-    return torch.get_device_module(device)
 
 
 @contextlib.contextmanager

@@ -58,7 +58,7 @@ class RegisterRequest(BuildRequest, frozen=True, kw_only=True):
     aliases: Aliases = ()  # further names of the model
 
     def body(self) -> dict[str, Any]:
-        """Return only the fields that are set, because an older server refuses newer fields."""
+        """Return only the fields that are set."""
         fields = {key: value for key, value in msgspec.structs.asdict(self).items() if value}
         body: dict[str, Any] = msgspec.to_builtins(fields, enc_hook=plain)
         return body

@@ -128,7 +128,6 @@ def _own_tracer(service: str) -> Any:
 
 
 def _exporter(name: str) -> Any:
-    """Return a new exporter of this name; raise LookupError if none is installed."""
     from importlib.metadata import entry_points
 
     if name == "otlp":

@@ -14,7 +14,7 @@ from pipeswitch.extras.lab.costs import Costs, Link, Training
 from pipeswitch.extras.lab.programs import program_of
 from pipeswitch.extras.lab.world import World
 from pipeswitch.ipc.messages.base import JobName, ModelName
-from pipeswitch.scheduler.policies.placement import PLACEMENTS, Place, best
+from pipeswitch.scheduler.policies.placement import PLACEMENTS, Place
 from pipeswitch.scheduler.scheduler import Scheduler
 from pipeswitch.scheduler.state import events as ev
 from pipeswitch.scheduler.state.core import SchedulerSettings
@@ -43,7 +43,7 @@ BUSY = {"is_busy": True, "waiting": 1, "queue_ms": 5.0}
 
 
 def chosen(placement: str, *changes: dict[str, Any]) -> tuple[int, str]:
-    choice = best(places(*changes), PLACEMENTS[placement])
+    choice = min(places(*changes), key=PLACEMENTS[placement])
     return choice.device, choice.reason
 
 

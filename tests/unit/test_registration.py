@@ -23,6 +23,7 @@ from pipeswitch.programs.interface.packing import PRECISIONS
 from pipeswitch.programs.spec import BuildSpec
 from pipeswitch.scheduler.state.events import RegisterModelRequest, Token
 from pipeswitch.wire.frames import VERSION, RequestHeader, encode_header
+from pipeswitch.wire.register_request import RegisterRequest
 
 SOURCE = "torchvision:resnet18"
 
@@ -144,24 +145,13 @@ def test_a_version_may_have_another_precision(precision: str, tmp_path: Path) ->
     assert msgspec.msgpack.decode(event.spec)["precision"] == precision
 
 
-def test_an_older_client_that_sends_every_field_asks_for_the_same() -> None:
-    """Compare with an older client of protocol version 1, which also sends all default values."""
-    older = {
-        "source": SOURCE,
-        "weights": "",
-        "inputs": {},
-        "priority": "",
-        "pin": False,
-        "max_batch": 0,
-        "batch": 0,
-        "batch_delay_ms": 0.0,
-        "takes": None,
-    }
+def test_a_client_that_sends_every_field_asks_for_the_same() -> None:
+    defaults = msgspec.to_builtins(RegisterRequest(source=SOURCE))
     sdk = Recorded()
     sdk.register("m", SOURCE)
-    assert sdk.body == {"source": SOURCE}  # only fields that older servers know
-    assert asked(older) == asked(sdk.body)
-    spec = msgspec.msgpack.decode(asked(older).spec, type=BuildSpec)
+    assert sdk.body == {"source": SOURCE}
+    assert asked(defaults) == asked(sdk.body)
+    spec = msgspec.msgpack.decode(asked(defaults).spec, type=BuildSpec)
     assert (spec.max_batch, spec.precision) == (64, "exact")
 
 

@@ -341,7 +341,6 @@ class DecodeRun:
 
 
 def _slabs_of(request: RunInference | BatchedRequest, manifest: Manifest) -> dict[str, SlabTensor]:
-    """Return a request's input slabs by input name."""
     pairs = zip(manifest.inputs, request.inputs, strict=True)
     return {spec.name: slab for spec, slab in pairs}
 

@@ -173,7 +173,6 @@ class Attributes:
 
 
 def _moved(value: Any, device: str) -> Any:
-    """Return the value with its tensors on the device."""
     if type(value) in (list, tuple):
         return type(value)(_moved(one, device) for one in value)
     if type(value) is dict:

@@ -513,7 +513,6 @@ class DataPosition:
 
 
 def _drop(iterator: Iterator[Any], batches: int) -> Any:
-    """Fetch ``batches`` batches and return the last one."""
     batch = None
     for _ in range(batches):
         batch = next(iterator)

@@ -163,7 +163,6 @@ def _missing_rows(x: torch.Tensor, weight: torch.Tensor) -> int:
 
 
 def _with_rows(x: torch.Tensor, count: int) -> torch.Tensor:
-    """Return ``x`` as a matrix, followed by ``count`` rows of zeros."""
     return torch.nn.functional.pad(x.reshape(-1, x.shape[-1]), (0, 0, 0, count))
 
 

@@ -135,7 +135,6 @@ class CudaDeviceMemory(DeviceMemory):
     # -- host to device ------------------------------------------------------------------------
 
     def _prepare(self) -> None:
-        """Make the device current in this thread."""
         with self._watched():
             self._cuda.set_device(INDEX)
 

@@ -13,7 +13,7 @@ from collections.abc import Collection
 from typing import Final, NamedTuple
 
 from ...base.errors import ServerUnavailable
-from ...scheduler.policies.placement import PLACEMENTS, Place, best
+from ...scheduler.policies.placement import PLACEMENTS, Place
 from .holders import is_worth
 
 RANK: Final = PLACEMENTS["least-finish"]
@@ -121,7 +121,7 @@ class Nodes:
         places += self._first(size_bytes, without)
         if not places:
             raise ServerUnavailable("the cluster has no node left", hint="pipeswitch cluster up")
-        choice = best(places, RANK)
+        choice = min(places, key=RANK)
         node = self._names[choice.device]
         if at and at != node and at in self._nodes and at in holders:
             stay = self._place(self._nodes[at], size_bytes, is_resident=True)

@@ -383,7 +383,6 @@ class ClusterVerbs(Members):
         return _reply({"models": models_of(self._all(op, **options))})
 
     def _rows(self, op: str, key: str, **options: Any) -> list[dict[str, Any]]:
-        """Return the rows of all nodes, each with the name of its node."""
         answers = self._all(op, **options).items()
         return [{**row, "node": node} for node, one in answers for row in one[key]]
 
@@ -440,7 +439,6 @@ class ClusterVerbs(Members):
             time.sleep(LOOK_S)
 
     def _job_node(self, name: str) -> str:
-        """Return the node of a job, or an empty string if no node has it."""
         return next((row["node"] for row in self._rows("jobs", "jobs") if row["name"] == name), "")
 
 

@@ -168,7 +168,6 @@ class NodeConnections:
         return {node: one for node, one in answers.items() if isinstance(one, FinalReply)}
 
     async def _models(self, options: dict[str, Any]) -> FinalReply:
-        """List the models of all nodes."""
         names = dict.fromkeys((self._table.here, *self._table.nodes))
         answers = await self._all([*names], "models", options)
         bodies = {node: answer.body for node, answer in answers.items()}
@@ -176,7 +175,6 @@ class NodeConnections:
         return msgspec.structs.replace(first, body={"models": holders.models_of(bodies)})
 
     async def _ping(self, options: dict[str, Any]) -> Any:
-        """Return the answer of the first ready node, else of the first that answers."""
         first_reply: Any = None
         for node in dict.fromkeys((self._table.here, *self._table.nodes)):
             with contextlib.suppress(*holders.ELSEWHERE):
@@ -187,7 +185,6 @@ class NodeConnections:
         return first_reply or await self._local.ask("ping", **options)
 
     async def _end(self, options: dict[str, Any]) -> Any:
-        """End a sequence, on its node."""
         body = options["body"]
         node = self._began.pop((body.get("tenant", ""), body["end"]), self._table.here)
         return await self._send(node, "sequences", options)

@@ -276,7 +276,6 @@ class JobPlacement(Overview):
             return gone
 
     def _idle(self) -> str:
-        """Return the node with the fewest jobs."""
         with self._lock:
             target = min(self._targets(), key=lambda name: self._facts[name]["jobs"], default="")
             if not target:

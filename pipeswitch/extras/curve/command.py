@@ -171,7 +171,6 @@ def keys_roles(name: str, roles: tuple[str, ...], as_json: bool) -> None:
 
 
 def _roles(folder: KeyFolder, name: str) -> list[str]:
-    """Return the client's current roles in the key folder."""
     return in_order(folder.admitted()[name].roles)
 
 

@@ -332,7 +332,6 @@ class CurveListener:
         stream.close()
 
     def _forget(self, caller: Caller) -> None:
-        """Drop a caller whose connection has ended."""
         self._part(caller)
         self.connections.remove(caller)
         del self._by_fd[caller.fd]

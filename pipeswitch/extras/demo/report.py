@@ -120,7 +120,6 @@ def _ends(row: Mapping[str, Any]) -> tuple[str, str]:
 
 
 def _span(value_ms: float) -> str:
-    """Return a duration in a readable unit."""
     if value_ms >= SECOND_MS:
         return f"{value_ms / SECOND_MS:.2f} s"
     return f"{value_ms:.0f} ms" if value_ms >= 10.0 else f"{value_ms:.1f} ms"

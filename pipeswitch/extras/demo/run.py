@@ -422,7 +422,6 @@ class Demo:
 
     @contextlib.contextmanager
     def _log_on_failure(self, running: RunningServer) -> Iterator[None]:
-        """Print the last lines of the server's logs if the body fails."""
         try:
             yield
         except Exception:

@@ -108,7 +108,6 @@ class _ProtoReader:
 
 
 def _classes(name: str, package: str) -> dict[str, Any]:
-    """Return the message classes of a proto file, by name."""
     file = _ProtoReader((FOLDER / f"{name}.proto").read_text("utf-8"), package).file
     POOL.AddSerializedFile(file.SerializeToString())
     return {

@@ -466,7 +466,6 @@ def _read(option: str, text: str, read: Callable[[object], Any]) -> Any:
 
 
 def _file(path: str) -> str:
-    """Return the content of a user's file; raise InvalidInput if it is too large."""
     file = Path(path)
     if file.stat().st_size > MAX_FILE_BYTES:
         raise InvalidInput(f"{path} is larger than {format_bytes(MAX_FILE_BYTES)}")

@@ -468,5 +468,4 @@ class World(SimulatedProcesses):
 
 
 def _replies_of(order: RunInference) -> set[str]:
-    """Return the ids of the requests whose outputs a run writes."""
     return {order.request_id, *(one.request_id for one in order.batched)}

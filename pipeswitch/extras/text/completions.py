@@ -288,7 +288,6 @@ class Completions:
         return request
 
     async def _generate(self, incoming: Request, body: Any, *, is_stream: bool) -> Response:
-        """Answer Triton's ``generate`` or ``generate_stream`` of one model."""
         caller, head, names = incoming.caller, incoming.head, incoming.names
         model, version = names["model"], names.get("version", "")
         request = await self._read(head, body, TritonRequest)
@@ -602,7 +601,6 @@ def _options(request: TritonRequest, own: Mapping[str, Any]) -> Options | None:
 
 
 def _first(*values: Any) -> Any:
-    """Return the first value that is set."""
     return next(value for value in values if value is not None)
 
 

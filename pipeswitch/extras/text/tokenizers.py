@@ -198,7 +198,6 @@ class TokenizerClient:
         await self._reading
 
     def _next(self) -> None:
-        """Begin the next request if the process is idle."""
         while self._computing is None and not self.is_over and (request := self._turns.take()):
             if not request.reply.done():  # its caller is still there
                 self._begin(request, TEXT_S)
@@ -219,7 +218,6 @@ class TokenizerClient:
         self._process.kill()
 
     def _cpu_s(self) -> float:
-        """Return the processor time of the process so far."""
         with contextlib.suppress(OSError):  # the process has ended
             return time.clock_gettime(~self._process.pid << 3 | PROCESS_CLOCK)
         return 0.0

@@ -73,7 +73,6 @@ class Listeners:
 
 
 def _keys_path(config: ServerConfig) -> Path:
-    """Return the folder with the keys of the server and the clients."""
     return Path(config.keys_dir or Path(config.state_dir, "keys"))
 
 

@@ -377,7 +377,6 @@ def _named(rows: Sequence[Mapping[str, Any]]) -> list[tuple[str, int]]:
 
 
 def _places(request: InferRequest) -> list[RegionPlace]:
-    """Return the shared memory places of the request's tensors and outputs."""
     places = [one for one in request.frames if isinstance(one, RegionPlace)]
     return places + [one.place for one in request.outputs or () if one.place is not None]
 

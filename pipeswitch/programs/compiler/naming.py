@@ -91,7 +91,6 @@ def _is_array(value: Any) -> bool:
 
 
 def _as_tensors(value: Any) -> Any:
-    """Return the value with each numpy array copied into a tensor."""
     return _replaced(value, _is_array, lambda array: torch.from_numpy(array.copy()))
 
 

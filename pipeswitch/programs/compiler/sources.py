@@ -523,7 +523,6 @@ def _with_weights(spec: BuildSpec, construct: Callable[[], nn.Module]) -> nn.Mod
 
 
 def _seed(weights: str) -> int:
-    """Return the number SEED of ``random:SEED``; 0 for other weights."""
     if not weights.startswith("random:"):
         return 0
     seed = weights.removeprefix("random:")

@@ -122,7 +122,6 @@ def _is_plain(value: Any, own: frozenset[str]) -> bool:
 
 
 def _packages(module: nn.Module) -> frozenset[str]:
-    """Return the packages that the classes of a module and its children come from."""
     kinds = {kind for child in module.modules() for kind in type(child).__mro__}
     return frozenset(kind.__module__.partition(".")[0] for kind in kinds) - _SHARED
 

@@ -167,8 +167,6 @@ OVERLOADS: Final[Mapping[str, frozenset[str]]] = _table(
 )
 """The whole list: name -> overloads that a program may call."""
 
-ALLOWED: Final = frozenset(OVERLOADS)
-
 # Checks in exported graphs. They compute nothing, and the manifest's signature replaces them, so
 # the export drops them; a bundle that contains one is refused.
 DROPPED_AT_EXPORT: Final = frozenset(

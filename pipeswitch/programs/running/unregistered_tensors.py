@@ -20,11 +20,7 @@ Make = Callable[[str, torch.Tensor], torch.Tensor]
 def loose_tensors(module: nn.Module) -> dict[str, torch.Tensor]:
     """Return loose tensors by their path, such as ``rpn.anchor_generator.cell_anchors.0``."""
     tensors: dict[str, torch.Tensor] = {}
-
-    def note(name: str, tensor: torch.Tensor) -> torch.Tensor:
-        return tensors.setdefault(name, tensor)
-
-    for _ in _attributes(module, note):
+    for _ in _attributes(module, tensors.setdefault):
         pass
     return tensors
 

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from ...base.errors import InvalidInput, PipeSwitchError
 from ...ipc.messages.base import ModelName
 from ..policies import Prediction
-from ..policies.placement import PLACEMENTS, Place, best
+from ..policies.placement import PLACEMENTS, Place
 from ..state.device_state import DeviceState
 from ..state.records import Job, Model, Request
 from ..state.states import TASK_FINAL
@@ -39,7 +39,7 @@ class DevicePlacement:
         living = self._living(model.devices)
         able = [state for state in living if self.has_place(state, model.name, request.size_bytes)]
         places = [self._place(state, model, request) for state in _ready(able or living)]
-        choice = best(places, self._rank)
+        choice = min(places, key=self._rank)
         return self.states[choice.device], choice.reason
 
     def has_place(self, state: DeviceState, name: ModelName, size_bytes: int) -> bool:

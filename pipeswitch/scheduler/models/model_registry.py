@@ -463,7 +463,6 @@ def _taken(event: ev.RegisterModelRequest, old: Model, spec: bytes) -> errors.Al
 
 
 def _why_it_ended(status: int) -> str:
-    """Return why a builder ended without a report."""
     if status in OUT_OF_TIME:
         return "building and verifying took longer than [workers] build_timeout"
     text = f"the builder process ended with status {status} before it was done"

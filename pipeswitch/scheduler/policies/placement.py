@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Final, Literal, NamedTuple
 
 Reason = Literal["resident", "free", "shortest"]
@@ -60,8 +60,3 @@ PLACEMENTS: Final[dict[str, Rank]] = {
     "spread": _spread,
     "pack": _pack,
 }
-
-
-def best(places: Sequence[Place], rank: Rank) -> Place:
-    """Return the place with the smallest rank; ``places`` must not be empty."""
-    return min(places, key=rank)

@@ -34,9 +34,6 @@ class WorkerPool:
 
     def start(self) -> None:
         """Start the daemon; workers follow when it owns its memory."""
-        self._spawn_daemon()
-
-    def _spawn_daemon(self) -> None:
         device = self._device
         device.daemon.generation += 1
         device.daemon.is_ready = False
@@ -92,7 +89,7 @@ class WorkerPool:
             if device.has_processes:
                 return WORKERS
             if core.now_ms >= self._daemon_respawn_at_ms:
-                self._spawn_daemon()
+                self.start()
             else:
                 core.wake_at(self._daemon_respawn_at_ms, WORKERS)
             return WORKERS

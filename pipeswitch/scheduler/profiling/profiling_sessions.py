@@ -256,14 +256,12 @@ class Profiling:
 
 
 def _check_idle(state: DeviceState) -> None:
-    """Raise DeviceBusy if a request or a job uses the device."""
     _check_no_job(state)
     if state.requests:
         raise _busy("requests use")
 
 
 def _check_no_job(state: DeviceState) -> None:
-    """Raise DeviceBusy if a job uses the device."""
     for job in state.jobs.values():
         if job.state.state in TASK_LIVE and job.state.state is not TaskState.PAUSED:
             name = job.spec.name

@@ -194,7 +194,6 @@ class TaskCompletion:
                 core.wake_at(throttled_until_ms, DUE)
 
     def _requests(self, activation: RunningTask) -> list[Request]:
-        """Return the activation's requests in the order of their rows."""
         return [self._device.requests[token] for token in activation.tokens]
 
     def worker_died(self, worker: Worker, status: int, begun_op_id: int | None) -> None:

@@ -101,7 +101,6 @@ class TakingBack:
         return ranks[0] < ranks[1]
 
     def _computes_for(self, connection: str) -> bool:
-        """Return True if a task that has begun computes a request of this connection."""
         owner, requests = self._device.owner, self._device.requests
         begun = [task for task in (owner.running, owner.yielded) if task is not None]
         return any(requests[token].connection == connection for t in begun for token in t.tokens)

@@ -108,7 +108,6 @@ class JobRequests:
         core.answer(event.token, job=self._jobs.row(job))
 
     def _check_devices(self, devices: Sequence[str]) -> None:
-        """Raise InvalidInput if a job cannot train on these devices."""
         kinds = device_placement.kinds_of(device_placement.limit(devices, self._jobs.names))
         if len(kinds) < 2:
             if refusal := device_placement.refusal(devices, self._jobs.names):
