@@ -291,6 +291,7 @@ def copy_journal(path: Path, target: Path) -> dict[Key, Entry] | None:
 
     Raises:
         OSError: a file cannot be read or written.
+        ConfigError: another release wrote the journal.
         PipeSwitchError: the journal is damaged.
     """
 
@@ -309,7 +310,7 @@ def copy_journal(path: Path, target: Path) -> dict[Key, Entry] | None:
                     shutil.copyfile(f"{path}{suffix}", f"{raw}{suffix}")
             if stamps() != before:
                 return None
-            with contextlib.closing(_opened(raw)) as source:
+            with contextlib.closing(_opened(raw, path)) as source:
                 entries, wrong = _entries(source)
                 os.close(os.open(target, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600))
                 with contextlib.closing(_connect(target)) as copy:
@@ -325,7 +326,7 @@ def copy_journal(path: Path, target: Path) -> dict[Key, Entry] | None:
     return entries
 
 
-def _opened(path: Path) -> sqlite3.Connection:
+def _opened(path: Path, original: Path | None = None) -> sqlite3.Connection:
     """Open a sound database, create missing tables, and make each transaction sync.
 
     Raises:
@@ -347,7 +348,8 @@ def _opened(path: Path) -> sqlite3.Connection:
             with contextlib.suppress(*DAMAGE, TypeError):  # TypeError: there is no such row
                 (writer,) = database.execute(WRITER).fetchone()
             raise ConfigError(
-                f"journal {path} has schema {version}; this release reads {SCHEMA_VERSION}",
+                f"journal {original or path} has schema {version}; "
+                f"this release reads {SCHEMA_VERSION}",
                 hint=f"start the release that wrote it{writer and f' ({writer})'}, or choose "
                 "another --state-dir. If no release wrote it, the file is damaged: move it away, "
                 "and the server rebuilds it from copies",

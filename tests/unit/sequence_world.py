@@ -96,7 +96,7 @@ def rows_of(caller: str, tokens: list[int]) -> bytes:
 class World:
     def __init__(self, pool_bytes: int, steps: int = 1) -> None:
         self.steps = steps  # the maximum number of steps of a run
-        self.now_ms, self.tokens, self.spared = 0.0, 0, 0
+        self.now_ms, self.tokens = 0.0, 0
         with patch.object(request_pool, "_File", File):
             self.pool = RequestPool(pool_bytes)
         self.sequences = Caches(self.pool, self.now)
@@ -134,7 +134,6 @@ class World:
         except QueueFull:
             self.sequences.drop(sequence)
             return
-        self.spared += reused
         self.live[key] = Request(sequence, ids, sequence.values["cache"], sequence.used)
 
     def run(self, key: Key, chosen: list[int], how: str) -> None:

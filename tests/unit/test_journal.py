@@ -21,7 +21,7 @@ from pipeswitch.base.errors import ConfigError
 from pipeswitch.base.version import own_version
 from pipeswitch.controller import journal
 from pipeswitch.controller.folders import TRASH_KEPT_S, StateDir
-from pipeswitch.controller.journal import BACKUPS, FILE_NAME, JournalFile
+from pipeswitch.controller.journal import BACKUPS, FILE_NAME, JournalFile, copy_journal
 
 
 def job(name: str, **more: Any) -> dict[str, Any]:
@@ -334,9 +334,11 @@ def test_a_journal_of_another_release_is_left_alone(tmp_path: Path, version: int
         database.execute("ALTER TABLE job DROP COLUMN env")
         database.execute(f"PRAGMA user_version = {version}")
     before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
-    with pytest.raises(ConfigError, match=f"schema {version}; this release reads 13") as refused:
-        JournalFile(tmp_path / FILE_NAME)
-    assert own_version() in refused.value.hint, "it names the version that wrote the file"
+    path = tmp_path / FILE_NAME
+    for use in (JournalFile, lambda path: copy_journal(path, tmp_path / "copy")):
+        with pytest.raises(ConfigError, match=f"{path} has schema {version}; .* 13") as refused:
+            use(path)
+        assert own_version() in refused.value.hint, "it names the version that wrote the file"
     after = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
     assert after == before
 
