@@ -58,7 +58,7 @@ OFFLOADS: Final = ("auto", "all", "conv", "none")
 device: str  # device for the model: "cpu", "cuda:0"
 step: int  # number of finished steps of all loops; survives preemption and restarts
 step_in_epoch: int  # number of finished steps of this loop, for gradient accumulation
-is_resumed: bool  # True if the script runs again, from a commit: ``job.step`` steps are done
+is_resumed: bool  # True if the script resumes from a commit, after ``job.step`` steps
 
 
 class InexactResumeWarning(UserWarning):
@@ -123,7 +123,7 @@ def steps(
         name: name of a loop outside ``job.epochs``; by default such loops are numbered.
         offload: tensors saved by forward that wait for backward in host memory: ``"auto"``: those
             for which ``activation_memory`` has no room, chosen for the shortest waits;
-            ``"conv"``: inputs of convolutions; ``"all"``: all of them; ``"none"``: none.
+            ``"conv"``: inputs of convolutions; ``"all"``: those of 4 KiB or more; ``"none"``.
             Default: the value of ``pipeswitch train --offload``, or ``"auto"``.
         activation_memory: device memory for the saved tensors of a step: ``"2GiB"``, or a number
             of bytes. If a step needs more, ``OutOfDeviceMemory`` says how much. Default: the value
@@ -160,7 +160,7 @@ def size_of(activation_memory: str | int, who: str = "job.steps") -> int:
         size_bytes = parse_size(activation_memory)
         if size_bytes:
             return size_bytes
-        reason = "is nothing"
+        reason = "is zero"
     except ValueError as error:
         reason = str(error).removeprefix(repr(activation_memory)).strip()
     raise InvalidInput(
@@ -176,7 +176,7 @@ def trainer(trainer: _Trainer) -> _Trainer:
     same trainer. Outside the server, do nothing else.
 
     Raises:
-        InvalidInput: it is not such a trainer, or (in its loop) training cannot be resumed.
+        InvalidInput: ``trainer`` is another object, or (in its loop) cannot be resumed.
     """
     for kind in type(trainer).__mro__:
         library = kind.__module__.partition(".")[0]
@@ -231,10 +231,11 @@ def log(values: Mapping[str, Any] | None = None, /, **more: Any) -> None:
 
 
 def open(file: str | os.PathLike[str]) -> TextIO:
-    """Open a UTF-8 text file to append rows, each of which must be there once: CSV, JSON lines.
+    """Open a UTF-8 text file to append rows that must appear exactly once: CSV, JSON lines.
 
     A commit keeps the file's length. When the job resumes, the file is cut back to this length;
-    text that the script writes again before it reaches the commit is dropped. By hand, append.
+    text that the script writes again before it reaches the commit is dropped. Outside the server,
+    only append.
 
     Raises:
         InvalidInput: the job has opened 64 other files.

@@ -43,23 +43,23 @@ class ScriptCommand(click.Command):
     "--share",
     metavar="GROUP",
     default="",
-    help="Group of jobs that load the input of job.shared only once (several SCRIPT.py).",
+    help="Group of jobs that load the input of job.shared once; ENTRY may be several scripts.",
 )
 @click.option(
     "--offload",
     type=click.Choice(OFFLOADS),
-    help="Activations to offload, unless the script sets it in job.steps.",
+    help="Activations to offload, unless job.steps has offload=.",
 )
 @click.option(
     "--activation-memory",
     metavar="2GiB",
-    help="Device memory for activations, unless the script sets it in job.steps.",
+    help="Device memory for activations, unless job.steps has activation_memory=.",
 )
 @click.option(
     "--env",
     metavar="NAME[=VALUE]",
     multiple=True,
-    help="Variable for the script. Of this machine's server it also gets those that it names.",
+    help="Variable for the script. A local server also gets those that the script names.",
 )
 @common.devices_option
 @common.json_option

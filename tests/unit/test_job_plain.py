@@ -81,7 +81,7 @@ def test_an_installed_session_answers_instead() -> None:
         ({"offload": "fast"}, "offload='fast' is none of auto, all, conv, none"),
         ({"offload": "al"}, 'did you mean "all"'),
         ({"activation_memory": "2 gigs"}, "is not of the form 512MiB or 20GiB"),
-        ({"activation_memory": "0MiB"}, "is nothing"),
+        ({"activation_memory": "0MiB"}, "is zero"),
         ({"activation_memory": True}, "is not of the form"),
     ],
 )

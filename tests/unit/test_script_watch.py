@@ -328,7 +328,7 @@ HELP = {
     ),
     "note = {'n': n}; extra_state=note; then use note['n']": (counter(), lambda it: it()),
     "note = {'flag': it.flag}; extra_state=note; then use note['flag']": (Own, _set("flag", True)),
-    "make it from job.step, or pass its loader to job.steps": (iter([1]), next),
+    "create it from job.step, or pass its loader to job.steps": (iter([1]), next),
     "make it a buffer, or note = {'p': it.p}; extra_state=note; then use note['p']": (
         nn.Dropout(),
         _set("p", 0.1),

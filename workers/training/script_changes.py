@@ -92,10 +92,10 @@ class ScriptChanges:
         self._named.update(new)
         more = f" and {len(new) - MAX_NAMED} more" if len(new) > MAX_NAMED else ""
         what = f"{', '.join(new[:MAX_NAMED])}{more}"
-        texts = f"{what}: the script changes this, but job.steps does not keep it"
+        texts = f"{what}: the script changes this, but job.steps does not restore it"
         self._reports.not_restored([*map(str, new)], texts, phase.place.step)
         warnings.warn(
-            f"job.steps: {texts}, so it starts over in a resumed script. For {new[0]}: "
+            f"job.steps: {texts}, so it starts over in a resumed script. To restore {new[0]}: "
             f"{new[0].help}",
             InexactResumeWarning,
             stacklevel=script_level(),

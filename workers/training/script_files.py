@@ -86,8 +86,8 @@ class ScriptFiles:
         if shorter := [
             os.path.basename(path) for path, size in before.items() if _size(path) < size
         ]:
-            text = f"{', '.join(shorter[:4])}: emptied since the last commit, so its text is lost"
-            self._reports.warn_once("files", f"{text}. job.open(name) opens a log to append to it")
+            text = f"{', '.join(shorter[:4])}: emptied since the last commit, so text is lost"
+            self._reports.warn_once("files", f"{text}. Append to logs with job.open(name)")
             self._reports.inexact("files", text, self._place.step)
 
     def close(self) -> None:

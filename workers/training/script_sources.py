@@ -36,7 +36,7 @@ class ScriptSources:
             self._digests = {**self._digests, **now}
             if edited:
                 names, step = ", ".join(map(os.path.basename, edited[:4])), self._place.step
-                text = f"{names}: edited since step {step}, which an earlier version computed"
+                text = f"{names}: edited since step {step}, which the earlier version computed"
                 self._reports.warn_once("edited", f"{text}. The job runs the edited files")
                 self._reports.inexact("edited", text, step)
         return self._digests

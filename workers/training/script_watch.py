@@ -147,7 +147,7 @@ def _help(path: Path, values: Mapping[Path, Any], is_replaced: bool) -> str:
     if (type(value) in NOTES or has_state(value)) and not is_replaced:
         return f"extra_state={{{key!r}: {name}}}"
     if isinstance(value, Iterator):
-        return f"make {name} from job.step, or pass its loader to job.steps"
+        return f"create {name} from job.step, or pass its loader to job.steps"
     is_object = not isinstance(owner, (nn.Module, FunctionType, type, ModuleType, type(None)))
     if path[-1][0] == "attr" and is_object:
         which = f"{type(owner).__name__} state_dict() and load_state_dict()"
