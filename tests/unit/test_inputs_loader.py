@@ -7,6 +7,7 @@ import random
 import signal
 import sys
 from collections.abc import Callable, Iterator
+from fractions import Fraction
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -339,8 +340,23 @@ class Pair(NamedTuple):
     y: int
 
 
+class Flag(int):
+    pass
+
+
+def test_a_batch_may_have_named_tuples_and_paths(memory: int) -> None:
+    def odd(samples: list[Any]) -> Pair:
+        return Pair(torch.tensor([float(len(samples)), 0.0]), Path("a.png"))  # type: ignore[arg-type]
+
+    for _ in range(2):  # loaded, and found
+        batch = next(iter(Script(memory, "a", noisy(collate_fn=odd)).shared))
+        assert type(batch) is Pair
+        assert batch.y == Path("a.png")
+        assert batch.x[1] == 0
+
+
 @pytest.mark.parametrize("descriptor", ["ring", "alone"])
-@pytest.mark.parametrize("other", [Path("a.png"), Pair(torch.zeros(1), 2)])
+@pytest.mark.parametrize("other", [Fraction(1, 2), Flag(1)])
 def test_a_batch_of_other_things_is_refused_by_its_path(
     other: Any, descriptor: str, memory: int
 ) -> None:
