@@ -133,6 +133,9 @@ def _encode(value: Any, path: str, depth: int, out: list[Attachment]) -> Any:
 
 
 def _items(value: Any, path: str, depth: int, out: list[Attachment]) -> list[Any]:
+    kinds = {*map(type, value)}
+    if kinds <= {str, bool} or (kinds == {float} and all(map(math.isfinite, value))):
+        return [*value]
     return [_encode(item, f"{path}[{i}]", depth + 1, out) for i, item in enumerate(value)]
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import collections
 import dataclasses
 import enum
+import functools
 import itertools
 import os
 import random
@@ -17,7 +18,7 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -1124,6 +1125,11 @@ class Raising:
         raise RuntimeError("no object")
 
 
+class Pair(NamedTuple):
+    first: int
+    second: int
+
+
 @dataclasses.dataclass(slots=True)
 class Slotted:
     bad: int = 0
@@ -1211,7 +1217,30 @@ def in_objects(poke: Poke) -> str:
     return digest(net.state_dict(), calls, failures, kept.bad, vars(kept.recorder))
 
 
-@pytest.mark.parametrize("script", [in_functions, in_one_function, in_objects])
+def with_equal_beginnings(poke: Poke) -> str:
+    """Begin several variables with one object."""
+    loader, cell = data(), nn.LSTMCell(6, 6)
+    opt, pair = torch.optim.SGD(cell.parameters(), 0.1), Pair(0, 0)
+    h = c = torch.zeros(8, 6)
+    sums, rows = {"h": h, "c": h}, [[0]] * 2
+    for _ in job.epochs(3):
+        for (a,) in job.steps(loader, model=cell, optimizer=opt, extra_state="auto"):
+            poke()
+            h, c = (one.detach() for one in cell(a, (h, c)))
+            trained_cell = cell(a, (h, c))[0].square().mean()
+            opt.zero_grad()
+            trained_cell.backward()
+            opt.step()
+            sums["h"] = sums["h"] + h
+            rows = [[*rows[0], pair.first], rows[1]]
+            pair = pair._replace(first=pair.first + 1)
+            poke()
+    return digest(cell.state_dict(), h, c, sums, rows, pair)
+
+
+@pytest.mark.parametrize(
+    "script", [in_functions, in_one_function, in_objects, with_equal_beginnings]
+)
 def test_auto_restores_plain_values_of_the_scripts_variables(
     script: Script, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -1222,6 +1251,41 @@ def test_auto_restores_plain_values_of_the_scripts_variables(
         ended = ended or live(host, script, crash_at=crash_at // 2, every_ms=1.0)
         assert (ended or live(host, script, every_ms=1.0)) == expected, crash_at
     assert "job.steps(extra_state='auto') keeps: " in capsys.readouterr().err
+
+
+def test_auto_leaves_what_is_edited_between_two_lives_and_not_changed_by_the_script() -> None:
+    def script(poke: Poke, rate: float) -> str:
+        loader, net, config = data(), nn.Linear(6, 1), {"rate": rate, "names": ["a"]}
+        opt, state = torch.optim.SGD(net.parameters(), 0.1), {"count": 0, "rate": rate}
+        args = SimpleNamespace(rate=rate, names=[rate])
+        for _ in job.epochs(2):
+            for (a,) in job.steps(loader, model=net, optimizer=opt, extra_state="auto"):
+                trained(a * config["rate"] * args.names[0], net, opt)
+                state["count"] += 1
+                poke()
+        return f"{config['rate']} {args.names} {args.rate} {state['count']}"
+
+    for crash_at in (3, 9):
+        host = FakeHost()
+        live(host, functools.partial(script, rate=1.0), crash_at=crash_at, every_ms=1.0)
+        ended = live(host, functools.partial(script, rate=2.0), every_ms=1.0)
+        assert ended == "2.0 [2.0] 2.0 12"
+
+
+@pytest.mark.parametrize("wrap", [lambda it: enumerate(it), lambda it: enumerate(x for x in it)])
+def test_a_count_around_a_generator_around_the_loop_is_warned_of(wrap: Any) -> None:
+    def script(poke: Poke) -> str:
+        loader, net = data(), nn.Linear(6, 1)
+        opt = torch.optim.SGD(net.parameters(), 0.1)
+        for _, (a,) in wrap(job.steps(loader, model=net, optimizer=opt)):
+            trained(a, net, opt)
+            poke()
+        return "ended"
+
+    host = FakeHost()
+    live(host, script, crash_at=4, every_ms=1.0)
+    with pytest.warns(job.InexactResumeWarning, match=r"enumerate\(job.steps"):
+        live(host, script, every_ms=1.0)
 
 
 def test_auto_says_what_it_keeps_and_leaves_what_the_loop_only_reads(

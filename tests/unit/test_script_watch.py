@@ -15,6 +15,7 @@ import random
 import sys
 import time
 import types
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -34,7 +35,7 @@ from pipeswitch.workers.training.liveness import (
 )
 from pipeswitch.workers.training.objects import TrainedObjects
 from pipeswitch.workers.training.script_changes import FREE_S, SHARE, Allowance
-from pipeswitch.workers.training.script_values import values_of
+from pipeswitch.workers.training.script_values import initial_values
 from pipeswitch.workers.training.script_watch import Changed, ScriptWatch, live_names
 
 Point = collections.namedtuple("Point", "x y")
@@ -65,10 +66,11 @@ class Net(nn.Module):
         super().__init__()
         self.layer, self.drop = nn.Linear(2, 2), nn.Dropout(0.1)
         self.cache: Any = None
+        self.seen: Any = None
         self.features: Any = None
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        self.features = self.layer(x)
+        self.features, self.seen = self.layer(x), x
         self.cache = self.features if self.cache is None else self.cache + self.features
         return self.drop(self.features)
 
@@ -122,6 +124,12 @@ IN_PLACE: dict[str, tuple[Callable[[], Any], Callable[[Any], Any], str]] = {
         "it['a']",
     ),
     "Counter": (lambda: collections.Counter("a"), lambda one: one.update("a"), "it['a']"),
+    "dict by objects": (lambda: {Mode: [1], print: 2}, lambda one: one.update({print: 3}), "it"),
+    "weak dict": (
+        lambda: weakref.WeakKeyDictionary({Own: 1}),
+        lambda one: one.update({Own: 2}),
+        "it",
+    ),
     "set": (lambda: {1}, lambda one: one.add(2), "it"),
     "deque": (lambda: collections.deque([1]), lambda one: one.append(2), "it"),
     "array": (lambda: np.zeros(3), _write, "it"),
@@ -284,7 +292,7 @@ def test_a_result_that_a_module_keeps_is_not_named_and_a_state_is() -> None:
     objects = TrainedObjects({"model": net}, {}, {}, {})
     net(torch.ones(2))
     watch = ScriptWatch(sys._getframe(), objects, [])
-    net(torch.ones(2))
+    net(torch.zeros(2))
     assert watch.changed(sys._getframe(), objects, []) == ["net.cache"]
 
 
@@ -447,22 +455,23 @@ def test_attributes_and_locals_are_not_taken_for_globals() -> None:
 def _variables(values: Any) -> Iterator[Any]:
     for value in values:
         frame = sys._getframe(1)
-        paths = {path[0][1] for path, _ in values_of([frame])}
+        paths = {path[0][1] for path in initial_values([frame])}
         seen.append((frozenset(live_names(frame)), paths))
         yield value
 
 
 def test_a_global_and_a_variable_of_a_running_function_have_one_name() -> None:
-    n, net = 0, nn.Linear(2, 2)
+    n, _private, net = 0, [0], nn.Linear(2, 2)
     objects = TrainedObjects({"model": net}, {}, {}, {})
 
     def up() -> None:
         nonlocal n
         n += 1
+        _private.append(n)
 
     watch = ScriptWatch(sys._getframe(), objects, [])
     up()
-    assert watch.changed(sys._getframe(), objects, []) == ["n"]
+    assert watch.changed(sys._getframe(), objects, []) == ["_private", "n"]
 
 
 def test_loops_of_a_long_function_are_told_apart() -> None:

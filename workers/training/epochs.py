@@ -25,7 +25,7 @@ from .phase import Phase
 from .reachable import MAX_PARTS, expressions, resolve, script_frames, walk
 from .reports import Reports
 from .script_cursor import BEGINNING, SavedImage, ScriptCursor
-from .script_values import AUTO, ScriptValues
+from .script_values import AUTO, ScriptValues, initial_values
 from .snapshot import NOTES, DataPosition, has_state, load_state, state_of
 from .timing import CommitTiming
 from .torch_private import wrapped_by
@@ -46,14 +46,26 @@ class Epochs:
         self._variables: list[dict[str, int]] = []  # ids of values, by the script's frames
         self._paths: dict[tuple[str, Any], Any] = {}  # by kind and name: a path, or the parts'
         self._walks = 0
+        self.initial: dict[Any, Any] = {}  # of ``ScriptValues``
         self.is_restored = True  # the epoch's beginning was restored before its code ran
 
     def begin(self, frame: FrameType) -> None:
         """Begin a ``job.epochs`` that ``frame`` calls."""
         frames = script_frames(frame)
         self._variables = [{k: id(v) for k, v in one.f_locals.items()} for one in frames]
+        self.begin_values(frames)
         self._paths, self._walks = {}, 0
         self._began_ms, self._took_ms = self._host.now_ms(), 0.0
+
+    def begin_values(self, frames: list[FrameType]) -> None:
+        """Record what the script has made when it first calls ``job``."""
+        if not self.initial:
+            self.initial.update(initial_values(frames))
+
+    def script_values(self, frame: FrameType) -> ScriptValues:
+        """Return the ``extra_state`` of a loop of ``frame`` with ``extra_state="auto"``."""
+        self.begin_values(script_frames(frame))
+        return ScriptValues(self.initial)
 
     def commit_beginning(self, phase: Phase | None, frame: FrameType) -> None:
         """Commit the beginning of an epoch in which a commit may be due."""
@@ -113,7 +125,7 @@ class Epochs:
         place, position = self._place, saved.position
         place.step = saved.values.get("epoch_step", position.step)
         beginning = saved.at((position.phase, position.epoch, BEGINNING))
-        objects = None if beginning is None else _objects_at(frame, beginning)
+        objects = None if beginning is None else _objects_at(frame, beginning, self.initial)
         self.is_restored = objects is not None or position.epoch <= 0
         if beginning is not None and objects is not None:
             place.entry.setdefault("beginning", saved.values["beginning"])
@@ -238,8 +250,6 @@ def _now(frame: FrameType, path: Any, one: Any) -> Any:
 
 def _object(frame: FrameType, path: Any, state: Any) -> Any:
     """Return the script's object at ``path`` if it can take ``state``, else None."""
-    if path == AUTO:
-        return ScriptValues()
     if isinstance(path, dict):
         parts = {name: _object(frame, one, state[name]) for name, one in path.items()}
         return [parts.get(i) for i in range(len(state))] if type(state) is list else parts or None
@@ -247,14 +257,18 @@ def _object(frame: FrameType, path: Any, state: Any) -> Any:
     return one if has_state(one) or (type(one) in NOTES and type(one) is type(state)) else None
 
 
-def _objects_at(frame: FrameType, saved: SavedImage) -> TrainedObjects | None:
+def _objects_at(
+    frame: FrameType, saved: SavedImage, initial: dict[Any, Any]
+) -> TrainedObjects | None:
     """Return the objects of an epoch's beginning, or None if the script does not have all of them.
 
     ``extras`` may be missing: the code of the epoch makes them.
     """
     objects: dict[str, dict[str, Any]] = {kind: {} for kind in KINDS}
     for (kind, name), path in saved.values.get("paths", ()):
-        if kind in objects:
+        if path == AUTO:
+            objects[kind][name] = ScriptValues(initial)
+        elif kind in objects:
             objects[kind][name] = _object(frame, path, saved.options.get(kind, {}).get(name))
     models, optimizers, schedulers, extras = objects.values()
     is_whole = all(isinstance(one, nn.Module) for one in models.values())

@@ -101,6 +101,14 @@ def carried_attributes(code: CodeType) -> frozenset[str]:
     return frozenset(name for name in stored if f".{name}" in live(code, -1))
 
 
+@functools.cache
+def attributes_read(code: CodeType) -> frozenset[str]:
+    """Return the attributes that a function reads, or one that it defines."""
+    inner = (attributes_read(one) for one in code.co_consts if isinstance(one, CodeType))
+    pairs = (pair for step in dis.get_instructions(code) for pair in _accesses(step))
+    return frozenset(n[1:] for is_read, n in pairs if is_read and n[0] == ".").union(*inner)
+
+
 class _Graph:
     """The ways through a function's instructions. A node is an instruction, and for the head of a
     ``for`` loop whether its body has run."""

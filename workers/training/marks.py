@@ -15,6 +15,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
 from typing import Any, Final
+from weakref import WeakKeyDictionary, WeakValueDictionary
 
 import numpy as np
 import torch
@@ -78,8 +79,10 @@ def _container(value: Any) -> Any:
     keys = [key for key in value if type(key) in KEYS] if isinstance(value, dict) else []
     if isinstance(value, tuple) and len(value) <= MAX_PARTS:
         return (type(value), *map(mark, value))
-    if len(value) <= MAX_PARTS:  # its parts have marks of their own
-        return type(value), len(value), hash(frozenset(keys))
+    if len(value) <= MAX_PARTS:  # its parts have marks of their own, if they have a path
+        pairs = value.items() if isinstance(value, dict) else ()
+        rest = [one for key, one in pairs if not isinstance(key, KEYS)]
+        return type(value), len(value), hash(frozenset(keys)), _long(rest)
     parts = [*value.values()] if isinstance(value, dict) else [*value]
     return type(value), len(value), hash(frozenset(keys)), _long(parts)
 
@@ -145,6 +148,7 @@ _MARKS: Final[tuple[tuple[Any, Callable[[Any], Any]], ...]] = (
     (np.ndarray, _array),
     (CONTAINERS, _container),
     ((set, frozenset), _set),
+    ((WeakKeyDictionary, WeakValueDictionary), lambda value: _long([*value.values()])),
     (GENERATORS, _generator),
     ((FunctionType, BuiltinFunctionType, type), _function),
     (MethodType, lambda value: id(value.__func__)),

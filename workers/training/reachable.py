@@ -122,8 +122,7 @@ def walk(
         names: the variables of a frame at which to begin; all by default.
         known: ids of objects that are yielded, but not followed.
         more: objects without a variable, by name; they come last.
-        is_private: follow names that begin with an underscore, too; else only those of the
-            script's own classes.
+        is_private: follow attributes of libraries' objects that begin with an underscore, too.
     """
     visited: dict[int, Any] = {}  # keeps them alive, so that no id is used twice
     begins: list[list[tuple[Path, Any, int]]] = []
@@ -136,7 +135,7 @@ def walk(
             [
                 (((index, name),), variables[name], 0)
                 for name in ([*variables] if names is None else names(frame))
-                if name in variables and (is_private or not name.startswith("_"))
+                if name in variables and name != "_" and not is_dunder(name)
             ]
         )
         if variables is not frame.f_globals:
@@ -193,7 +192,7 @@ def parts(value: Any, is_private: bool = False) -> Iterator[tuple[str, Any, Any]
 def _entries(value: Any) -> Iterator[tuple[str, Any, Any]]:
     if isinstance(value, dict):
         for key, one in [*dict.items(value)]:
-            if isinstance(key, KEYS):
+            if isinstance(key, KEYS) and key != "__builtins__":
                 yield "item", key, one
     elif hasattr(value, "_fields"):  # a namedtuple
         for name in value._fields:
@@ -221,16 +220,21 @@ def _parts_of_code(value: Any, is_private: bool) -> Iterator[tuple[str, Any, Any
     elif not is_own(file_of(value)):
         return
     for name, one in [*vars(value).items()]:
-        if is_private or not name.startswith("_"):
+        if is_private or not is_dunder(name):
             yield "attr", name, getattr(one, "__func__", one)  # of a classmethod
         elif isinstance(one, FunctionType):
             yield "attr", name, one
 
 
+def is_dunder(name: str) -> bool:
+    """Return True for a name that Python itself sets, such as ``__name__``."""
+    return name.startswith("__") and name.endswith("__")
+
+
 def _globals_of(code: CodeType, variables: dict[str, Any]) -> Iterator[tuple[Path, Any]]:
     module = ("module", str(variables.get("__name__")))
     for name in names_in(code):
-        if name in variables and not name.startswith("__"):
+        if name in variables and not is_dunder(name):
             yield (module, ("attr", name)), variables[name]
 
 

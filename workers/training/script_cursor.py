@@ -7,6 +7,7 @@ fetching batches and restores its end, so code between two phases finds the same
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Final, Protocol
@@ -61,11 +62,14 @@ class SavedImage:
         self.content, self._ranges = parse_image(self._image)
         meta = self.content["meta"]
         self.values = state_codec.decode(meta["state"], [self.blob(n) for n in meta["state_blobs"]])
-        self.options = state_codec.decode(
-            meta["options"], [self.blob(name) for name in meta["options_blobs"]]
-        )
         self.position = CursorPosition(*self.values["position"])
         self.older = {one.position.order: one for one in map(SavedImage, older)}
+
+    @functools.cached_property
+    def options(self) -> Any:
+        """State of the script's objects; decoded when the script has defined its named tuples."""
+        meta = self.content["meta"]
+        return state_codec.decode(meta["options"], [self.blob(n) for n in meta["options_blobs"]])
 
     @property
     def own_bytes(self) -> int:

@@ -10,8 +10,9 @@ import ctypes
 import dataclasses
 import inspect
 import sys
+import zlib
 from argparse import Namespace
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path as FilePath
 from types import CodeType, FrameType, SimpleNamespace
 from typing import Any, Final
@@ -23,7 +24,17 @@ from pipeswitch.base.errors import InvalidInput
 from pipeswitch.inputs.randomness import GENERATORS
 
 from .liveness import INITS, assigned, is_in_loop, names_in
-from .reachable import PLAIN, Path, attributes, file_of, is_own, resolve, script_frames, text
+from .reachable import (
+    PLAIN,
+    Path,
+    attributes,
+    file_of,
+    is_dunder,
+    is_own,
+    resolve,
+    script_frames,
+    text,
+)
 from .script_watch import codes_of, live_names
 from .snapshot import filled, load_state, state_of
 
@@ -36,25 +47,37 @@ FIXED: Final = (*PLAIN, tuple, frozenset, type(FilePath()))
 class ScriptValues:
     """Values that the script's frames have now, by their expressions; an ``extra_state``.
 
+    Args:
+        initial: see ``initial_values``.
+
     Attributes:
         paths: of the values of the last capture.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, initial: Mapping[Path, int | None]) -> None:
         self.paths: dict[Path, None] = {}
-        self._last: list[tuple[Path, Any]] = []
+        self._initial = initial
+        self._last: list[tuple[Path, Any, int | None]] = []
 
     def state_dict(self) -> dict[str, Any]:
         frames = script_frames(sys._getframe(1))
         if frames:  # the script has not ended
-            self._last = [*values_of(frames)]
-            self.paths = dict.fromkeys(path for path, _ in self._last)
+            initial = self._initial
+            self._last = [(path, one, initial.get(path)) for path, one in _values(frames)]
+            self.paths = dict.fromkeys(path for path, *_ in self._last)
         return {"values": self._last}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore the values of all frames that the script has now."""
-        frame = sys._getframe(1)
-        for path, value in state["values"]:
+        """Restore the values of all frames that the script has now.
+
+        A value that the script has not changed since it began, and that is edited in its file now,
+        stays.
+        """
+        frame, used = sys._getframe(1), dict[int, Any]()
+        for path, value, then in state["values"]:
+            is_edited = then != self._initial.get(path, then)
+            if is_edited and fingerprint(value) == then:
+                continue
             try:
                 now = resolve(frame, path)
             except LookupError:
@@ -63,16 +86,30 @@ class ScriptValues:
                 now = None
             if isinstance(now, GENERATORS):
                 load_state(now, value)
-            elif (new := filled(now, value)) is not now:
+            elif (new := filled(now, value, used)) is not now:
                 _assign(frame, path, new)
         self._last = state["values"]
 
     @property
     def text(self) -> str:
-        return ", ".join(map(text, self.paths))
+        return ", ".join(dict.fromkeys(map(text, self.paths)))
 
 
-def values_of(frames: list[FrameType]) -> Iterator[tuple[Path, Any]]:
+def initial_values(frames: list[FrameType]) -> dict[Path, int | None]:
+    """Return fingerprints of what the script's own code has made, before anything is restored."""
+    return {path: fingerprint(value) for path, value in _values(frames)}
+
+
+def fingerprint(value: Any) -> int | None:
+    """Return a checksum of a value that a commit can have; None for another one."""
+    try:
+        data, parts = state_codec.encode(value)
+    except InvalidInput:
+        return None
+    return zlib.crc32(repr((data, [part.read() for part in parts])).encode())
+
+
+def _values(frames: list[FrameType]) -> Iterator[tuple[Path, Any]]:
     """Yield the paths of what is captured, and what they lead to."""
     attributes_set, owners = _attributes_set(frames), set[int]()
     for index, frame in enumerate(frames):
@@ -81,7 +118,7 @@ def values_of(frames: list[FrameType]) -> Iterator[tuple[Path, Any]]:
         if variables is frame.f_globals:
             stored = stored.union(*(names_in(one, "STORE") for one in codes_of(variables)))
         for name in live_names(frame):
-            if not name.startswith("__"):
+            if not is_dunder(name):
                 path = ((index, name),)
                 yield from _plain(path, variables[name], name in stored, attributes_set, owners)
 
@@ -131,7 +168,16 @@ def _is_plain(value: Any) -> bool:
         return False
     sizes = [one.size_bytes for one in attachments]
     are_free = not any(isinstance(one.source, torch.nn.Parameter) for one in attachments)
-    return are_free and sum(sizes) <= MAX_BYTES and len(str(data)) <= MAX_BYTES
+    return are_free and sum(sizes) <= MAX_BYTES and _size(data) <= MAX_BYTES
+
+
+def _size(data: Any) -> int:
+    """Return about how many bytes JSON data take."""
+    if isinstance(data, dict):
+        return sum(map(_size, data.values()))
+    if isinstance(data, list) and {list, dict, str}.intersection(map(type, data)):
+        return sum(map(_size, data))
+    return len(data) if isinstance(data, str) else 16 * len(data) if isinstance(data, list) else 16
 
 
 def _state(value: Any) -> Any:

@@ -10,7 +10,7 @@ import contextlib
 import functools
 import time
 from argparse import Namespace
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from types import CodeType, FrameType, FunctionType, ModuleType, SimpleNamespace
 from typing import Any, Final
 
@@ -18,9 +18,11 @@ import numpy as np
 import torch
 from torch import nn
 
+from pipeswitch.base import state_codec
+from pipeswitch.base.errors import InvalidInput
 from pipeswitch.inputs.randomness import generators_of
 
-from .liveness import captured, carried_attributes, is_in_loop, live, names_in
+from .liveness import attributes_read, captured, carried_attributes, is_in_loop, live, names_in
 from .marks import mark
 from .objects import TrainedObjects, is_wrapper_of
 from .reachable import MAX_PARTS, PLAIN, Path, file_of, is_own, script_frames, text, walk
@@ -105,11 +107,12 @@ class ScriptWatch:
             return []
         carried = frozenset().union(*map(carried_attributes, codes))
         carried |= {name[1:] for name in live(code, offset) if name[0] == "."}
+        read = frozenset().union(*map(attributes_read, codes))
         return [
             Changed(path, now, is_carried=is_carried, help=_help(path, values, is_replaced))
             for path, (now, is_replaced) in differences.items()
             for is_carried in [path[-1][0] != "attr" or path[-1][1] in carried]
-            if is_carried or not _is_result(values[path], values.get(path[:-1]))
+            if is_carried or not _is_result(path, values, read)
         ]
 
     def _is_instant(self, value: Any) -> bool:
@@ -131,10 +134,11 @@ def _is_of_library(owner: Any) -> bool:
     return not (owner is None or is_record or is_own(file_of(kind)))
 
 
-def _is_result(value: Any, owner: Any) -> bool:
-    """Return True for an attribute in which a module keeps a result of its last forward."""
-    has_graph = isinstance(value, torch.Tensor) and value.grad_fn is not None
-    return has_graph and isinstance(owner, nn.Module)
+def _is_result(path: Path, values: Mapping[Path, Any], read: Collection[str]) -> bool:
+    """Return True for an attribute in which a module keeps a tensor of its last forward."""
+    value, owner = values[path], values.get(path[:-1])
+    is_of_module = isinstance(value, torch.Tensor) and isinstance(owner, nn.Module)
+    return is_of_module and (value.grad_fn is not None or path[-1][1] not in read)
 
 
 def _help(path: Path, values: Mapping[Path, Any], is_replaced: bool) -> str:
@@ -154,6 +158,10 @@ def _help(path: Path, values: Mapping[Path, Any], is_replaced: bool) -> str:
         return f"give {which}, and pass extra_state={{'state': {text(path[:-1])}}}"
     if path[-1][0] == "cell":
         name = key
+    try:
+        state_codec.encode(value)
+    except InvalidInput:
+        return f"keep what {name} has as plain values in a dict, and pass that as extra_state"
     note = f"note = {{{key!r}: {name}}}; extra_state=note; then use note[{key!r}]"
     is_variable = owner is None and len(path) == 1
     before = "make it a buffer, or " if isinstance(owner, nn.Module) else ""

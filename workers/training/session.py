@@ -32,7 +32,7 @@ from pipeswitch.ipc.gate import Gate
 from pipeswitch.job import warn_if_not_finite
 
 from . import persistent_loaders, reachable
-from .consumers import batches_left
+from .consumers import batches_left, loops_of
 from .epochs import Epochs
 from .hooks import use_gate
 from .host import JobHost
@@ -44,7 +44,7 @@ from .script_changes import ScriptChanges
 from .script_cursor import BEGINNING, CursorPosition, SavedImage, ScriptCursor
 from .script_files import ScriptFiles
 from .script_sources import ScriptSources
-from .script_values import AUTO, ScriptValues
+from .script_values import AUTO
 from .snapshot import CHANGED, DataPosition, named, named_extras
 from .timing import CommitTiming, WriteWatch
 from .torch_private import is_left_by_error
@@ -223,7 +223,9 @@ class TrainingSession:
             named(model, "model"),
             named(optimizer, "optimizer"),
             named(scheduler, "scheduler"),
-            {AUTO: ScriptValues()} if is_auto else named_extras(extra_state, is_literal=is_literal),
+            {AUTO: self._epochs.script_values(sys._getframe(1))}
+            if is_auto
+            else named_extras(extra_state, is_literal=is_literal),
         )
         if self._open_loop is not None or self._has_failed:
             self._end_loop()  # an error or ``break`` left the last loop open
@@ -247,7 +249,7 @@ class TrainingSession:
         phase.keep_parameters()
         if "loader" not in self._reports.warned and data.warn_if_inexact():
             self._reports.inexact("loader", "a resumed script may see other batches", self.step)
-        iterator, is_left, caller = self._open(phase, start), True, id(sys._getframe(1))
+        iterator, is_left, loops = self._open(phase, start), True, loops_of(sys._getframe(1))
         try:
             if iterator is not None:
                 yield from self._run(phase, iterator, this_loop)
@@ -257,7 +259,7 @@ class TrainingSession:
                 self._open_loop = None
                 # A failed script must not resume after this loop. If it catches the error, its next
                 # call of ``job`` ends the loop.
-                self._has_failed = is_left and is_left_by_error(sys._getframe().f_back, caller)
+                self._has_failed = is_left and is_left_by_error(sys._getframe().f_back, loops)
                 if not self._is_unwinding and not self._has_failed:
                     self._end_loop()
                 self._gate.leave()

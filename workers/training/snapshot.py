@@ -219,18 +219,28 @@ def load_state(item: Any, state: Any) -> None:
         item.load_state_dict(state)
 
 
-def filled(item: Any, state: Any) -> Any:
-    """Copy ``state`` into ``item`` and return ``item``; if their types differ, return ``state``."""
-    kind = type(item)
+def filled(item: Any, state: Any, used: dict[int, Any] | None = None) -> Any:
+    """Copy ``state`` into ``item`` and return ``item``; if their types differ, return ``state``.
+
+    Args:
+        used: the containers that were filled, by id. If one is met again with another state, as in
+            ``h = c = torch.zeros(9)`` before a loop replaced both, return that state.
+    """
+    kind, used = type(item), {} if used is None else used
     is_tensor = isinstance(item, torch.Tensor) and isinstance(state, torch.Tensor)
     if kind is not type(state) and not is_tensor:
         return state
+    if kind in NOTES or is_tensor:
+        if id(item) in used and not _is_same(item, state):
+            return state
+        used[id(item)] = item
     if kind in _DICTS:
-        values = {key: filled(item.get(key), value) for key, value in state.items()}
+        values = {key: filled(item.get(key), value, used) for key, value in state.items()}
         item.clear()
         item.update(values)
     elif kind in (list, deque, tuple):
-        items = [filled(*pair) for pair in zip_longest(item, state)][: len(state)]
+        pairs = zip_longest(item, state)
+        items = [filled(*pair, used) for pair in pairs][: len(state)]
         if kind is tuple:
             return tuple(items)
         item.clear()
@@ -249,6 +259,13 @@ def filled(item: Any, state: Any) -> Any:
     else:
         return state
     return item
+
+
+def _is_same(one: Any, other: Any) -> bool:
+    (data, parts), (other_data, others) = state_codec.encode(one), state_codec.encode(other)
+    return repr((data, [part.read() for part in parts])) == repr(
+        (other_data, [part.read() for part in others])
+    )
 
 
 @dataclass(frozen=True)

@@ -11,6 +11,7 @@ import dis
 import re
 import sys
 from collections import OrderedDict
+from collections.abc import Collection
 from types import MethodType
 from typing import Any, Final
 
@@ -157,7 +158,7 @@ def has_aliases(tensor: torch.Tensor, known: int = 0) -> bool:
     return count is not None and int(count(storage._cdata)) > 2 + known
 
 
-def is_left_by_error(frame: Any, loop: int | None = None) -> bool:
+def is_left_by_error(frame: Any, loops: Collection[int] | None = None) -> bool:
     """Return True if an error, not ``break``, ended a ``for`` loop's body and closed its generator.
 
     After an error the frame is at the instruction that raised; ``break`` and ``return`` remove the
@@ -166,9 +167,10 @@ def is_left_by_error(frame: Any, loop: int | None = None) -> bool:
     Args:
         frame: the frame that closed the generator: the loop's, or that of another generator between
             the loop and ours, which is being closed, too.
-        loop: id of the frame of the loop; its function has returned if ``frame`` is another one.
+        loops: ids of the frames that may have the loop, see ``consumers.loops_of``; its function
+            has returned if ``frame`` is another one.
     """
-    while frame is not None and loop in (None, id(frame)):
+    while frame is not None and (loops is None or id(frame) in loops):
         code, at = frame.f_code.co_code, frame.f_lasti
         while dis.opname[code[at]] == "CACHE":  # Python 3.11: behind a call of a Python function
             at -= 2
@@ -177,7 +179,7 @@ def is_left_by_error(frame: Any, loop: int | None = None) -> bool:
             return sys.exc_info()[0] is not GeneratorExit  # ``islice`` closes what it has used up
         if not name.startswith(("YIELD", "RESUME", "SEND")):
             return RAISING.match(name) is not None
-        frame, loop = frame.f_back, None
+        frame, loops = frame.f_back, None
     return False
 
 
