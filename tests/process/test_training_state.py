@@ -26,6 +26,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, IterableDataset, Sampler, TensorDataset
+from tqdm import tqdm
 
 from pipeswitch import job
 from pipeswitch.base import errors
@@ -1296,3 +1297,55 @@ def test_auto_says_what_it_keeps_and_leaves_what_the_loop_only_reads(
     names = line.partition("keeps: ")[2].split(", ")
     assert {"hidden", "count", "rng", "progress.best", "progress.history", "sums"} <= {*names}
     assert not {"net", "opt", "loader", "poke", "loss", "a"} & {*names}
+
+
+def passed_on(steps: Any) -> Iterator[Any]:
+    yield from steps
+
+
+WRAPS: dict[str, Callable[[Any], Any]] = {
+    "none": lambda steps: steps,
+    "tqdm": lambda steps: tqdm(steps, disable=True),
+    "generator": lambda steps: (one for one in steps),
+    "yield from": passed_on,
+    "enumerate": lambda steps: (one for _, one in enumerate(tqdm(steps, disable=True))),
+}
+
+
+@pytest.mark.parametrize("ends", ["error", "break", "return"])
+@pytest.mark.parametrize("name", WRAPS)
+@pytest.mark.filterwarnings("ignore::pipeswitch.job.InexactResumeWarning")
+def test_an_error_behind_a_wrapper_does_not_end_the_loop_and_a_break_does(
+    name: str, ends: str
+) -> None:
+    def pass_over(epoch: int, net: nn.Module, opt: Any, poke: Poke) -> None:
+        for (a,) in WRAPS[name](job.steps(data(), model=net, optimizer=opt)):
+            trained(a, net, opt)
+            if epoch == 0 and job.step_in_epoch == 3:
+                poke()
+                if ends == "return":
+                    return
+                if ends == "break":
+                    break
+
+    def script(poke: Poke) -> str:
+        net = nn.Linear(6, 1)
+        opt = torch.optim.SGD(net.parameters(), 0.1)
+        for epoch in job.epochs(2):
+            pass_over(epoch, net, opt, poke)
+        return f"{job.step}"
+
+    host = FakeHost()
+    session = begun(host, commit_every_ms=1.0)
+    if ends == "error":
+        with pytest.raises(ValueError, match="disk"):
+            script(Outside(disk_is_full))
+        session.fail()
+        session.close()
+        session = begun(host, commit_every_ms=1.0)
+    assert script(Outside(lambda: None)) == ("12" if ends == "error" else "9")
+    session.finish()
+
+
+def disk_is_full() -> None:
+    raise ValueError("disk")
