@@ -308,7 +308,7 @@ def wrapped(wrap: Any, *, at_end: int = 0) -> Script:
         (lambda steps: itertools.islice(steps, 0, 9, 2), "islice"),
         (enumerate, "enumerate"),
         (lambda steps: zip(range(9), steps, strict=False), "zip"),
-        (lambda steps: (one for one in steps), ""),
+        (lambda steps: (one for one in steps), "enumerate"),
     ],
 )
 def test_what_counts_batches_takes_the_rest_or_is_warned_of(wrap: Any, warned: str) -> None:
