@@ -54,7 +54,8 @@ def make(*, max_wait_ms):
 """
 SIMULATE = """
 import sys
-from pipeswitch.cli import main, simulate
+from pipeswitch.cli import main
+from pipeswitch.extras.lab import simulate
 simulate.HANGS_AFTER_S = float(sys.argv.pop(1))
 main.main()
 """
