@@ -262,8 +262,8 @@ def test_a_checkout_imports_what_the_wheel_does(tmp_path: Path, way: str) -> Non
     code = """if True:
         import importlib.util
         import pipeswitch.launch, pipeswitch.memory_daemon.main, pipeswitch.workers.main
-        from pipeswitch.workers.training import script_dry_run as dry_run
-        print(pipeswitch.__file__, dry_run.__file__)
+        from pipeswitch.workers.training import script_watch
+        print(pipeswitch.__file__, script_watch.__file__)
         print(importlib.util.find_spec("workers"), importlib.util.find_spec("memory_daemon"))
     """
     environment = {"PYTHONPATH": str(tmp_path / "src")} if way == "checkout" else {}
