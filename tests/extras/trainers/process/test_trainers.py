@@ -24,7 +24,7 @@ from tests.process import tools
 from tests.process.test_training_exact import Crashed, FakeHost, HookedGate, begun
 
 pytestmark = pytest.mark.filterwarnings("default")  # libraries may warn
-DOCS = Path(__file__).parents[2] / "docs/guide/trainers.md"
+DOCS = Path(__file__).parents[4] / "docs/guide/trainers.md"
 SEED = 1125
 ENVIRONMENT = {
     "PIPESWITCH_SCHEDULER__COMMIT_EVERY": "10ms",
