@@ -128,5 +128,6 @@ def _parts(phase: Phase) -> list[Any]:
 
 
 def _is_kept(one: Changed, now: ScriptWatch) -> bool:
-    """Return True if the epoch's code has not just set the value anew, without reading it."""
+    """Return False if this epoch's own code has just given the attribute a new value, as it does in
+    each life; then nothing is lost."""
     return one.is_carried or now.marks.get(one.path, one.mark)[0] == one.mark[0]

@@ -1,7 +1,7 @@
 """``extra_state="auto"``: plain values of the script's variables are captured without being named.
 
-Taken are variables and attributes of the script's own objects that its code assigns behind the
-place where a loop goes on, and containers, tensors, arrays and generators that it reads there.
+Captured is what the code that may still run uses: variables that it assigns, attributes of the
+script's own objects that it sets, and containers, tensors, arrays and generators that it reads.
 """
 
 from __future__ import annotations
