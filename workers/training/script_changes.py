@@ -128,6 +128,5 @@ def _parts(phase: Phase) -> list[Any]:
 
 
 def _is_kept(one: Changed, now: ScriptWatch) -> bool:
-    """Return False if this epoch's own code has just given the attribute a new value, as it does in
-    each life; then nothing is lost."""
+    """Return False if this epoch's own code has just set the attribute, as in each life."""
     return one.is_carried or now.marks.get(one.path, one.mark)[0] == one.mark[0]
