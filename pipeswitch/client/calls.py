@@ -20,6 +20,7 @@ from typing import Any, ClassVar, Final
 import msgspec
 
 from ..base import errors
+from ..base.codec import UNREADABLE
 from ..wire.addresses import no_server
 from ..wire.frames import (
     BODY_TENSOR,
@@ -419,5 +420,5 @@ def _large_body(data: Any) -> dict[str, Any]:
     """Return a body that was sent as a tensor because it did not fit into a header."""
     try:
         return msgspec.msgpack.decode(data, type=dict[str, Any])
-    except (msgspec.DecodeError, ValueError, RecursionError) as error:
+    except UNREADABLE as error:
         raise errors.RemoteProtocolError(f"malformed body: {error}") from None

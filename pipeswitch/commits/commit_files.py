@@ -24,6 +24,7 @@ from typing import Final
 
 import msgspec
 
+from ..base.codec import UNREADABLE
 from ..base.errors import RemoteProtocolError
 from ..base.failpoints import reach
 from ..base.machine import available_bytes, sync_directory
@@ -137,7 +138,7 @@ def _read_record(directory: Path) -> CommitRecord | None:
         raise RemoteProtocolError(str(error)) from None
     try:
         record = msgspec.json.decode(data, type=CommitRecord)
-    except (msgspec.DecodeError, UnicodeError, RecursionError) as error:
+    except UNREADABLE as error:
         raise RemoteProtocolError(f"{directory / RECORD_NAME}: {error}") from None
     match = _IMAGE.fullmatch(record.image)
     if not match:

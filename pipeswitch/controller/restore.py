@@ -18,7 +18,7 @@ from ..frontend.registration import registration
 from ..ipc.messages.base import JobName, ModelName
 from ..programs.interface.chains import Chain
 from ..programs.interface.signature import parse_input, parse_states
-from ..programs.spec import devices_of, processor_of
+from ..programs.spec import BuildSpec, processor_in
 from ..scheduler.state.events import ChainRequest, Event, RegisterModelRequest, Reply, Token
 from ..scheduler.state.records import JobSpec
 from ..scheduler.state.versions import split_name, version_name
@@ -137,6 +137,7 @@ def _show_failed(server: Server, name: JobName, error: str, now_s: float, spec: 
 
 def _restore_model(server: Server, name: str, entry: Entry, token: Token) -> None:
     builds, spec = server.effects.builds, entry["spec"]
+    decoded = msgspec.msgpack.decode(spec, type=BuildSpec)
     aliases, base = server.journal.aliases.items(), split_name(name)[0]
     event = RegisterModelRequest(
         token=token,
@@ -146,8 +147,8 @@ def _restore_model(server: Server, name: str, entry: Entry, token: Token) -> Non
         priority=entry["priority"],
         is_pinned=entry["pin"],
         tenant=entry["tenant"],
-        devices=devices_of(spec),
-        processor=processor_of(spec),
+        devices=decoded.devices,
+        processor=processor_in(decoded),
         aliases=tuple(ModelName(alias) for alias, one in aliases if one["model"] == base),
         is_known=True,
         restored=builds.manifest_of(entry["digest"]),

@@ -9,6 +9,7 @@ from typing import Any, Final
 
 import msgspec
 
+from ..base.codec import UNREADABLE
 from ..base.config import Config
 from ..base.errors import Cancelled, InvalidInput, PipeSwitchError, ServerUnavailable
 from ..programs.graphs.bundle import read_bundle
@@ -127,7 +128,7 @@ class OwnVerbs:
             raise InvalidInput("this server is not part of a cluster", hint="pipeswitch models")
         try:
             table = msgspec.json.decode(Path(path).read_bytes(), type=dict[str, Any])
-        except (OSError, msgspec.DecodeError):
+        except (OSError, *UNREADABLE):
             raise ServerUnavailable(
                 "this node has no table of the cluster yet", hint="ask again"
             ) from None

@@ -5,9 +5,7 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Any, Final
 
-import msgspec
-
-from ..base.codec import decode_json
+from ..base.codec import UNREADABLE, decode_json
 from ..base.errors import InvalidInput, PipeSwitchError, ServerUnavailable
 from ..base.roles import Principal
 from .http.http_errors import TooLarge, body_of, status_of
@@ -194,7 +192,7 @@ def _object(body: Any) -> dict[str, Any]:
         raise TooLarge(f"{len(body)} bytes of JSON, the limit is {MAX_OBJECT_BYTES}")
     try:
         return decode_json(body, dict[str, Any])
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+    except UNREADABLE as error:
         raise InvalidInput(f"the body is not a JSON object: {error}") from None
 
 

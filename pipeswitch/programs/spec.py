@@ -13,6 +13,7 @@ from typing import Final
 
 import msgspec
 
+from ..base.codec import UNREADABLE
 from ..base.errors import RegistrationRefused
 from ..base.plain_files import open_regular
 from .graphs.bundle import check_signature, check_trees
@@ -77,21 +78,17 @@ def files_of(spec: bytes) -> list[Path]:
     ]
 
 
-def devices_of(spec: bytes) -> tuple[str, ...]:
-    """Return the devices to which an encoded spec limits its model; empty: all, or invalid spec."""
-    try:
-        return msgspec.msgpack.decode(spec, type=BuildSpec).devices
-    except (msgspec.DecodeError, UnicodeDecodeError):
-        return ()
-
-
 def processor_of(spec: bytes) -> Processor | None:
     """Return the stages of an encoded spec's model; None if there are none or it is invalid."""
     try:
-        decoded = msgspec.msgpack.decode(spec, type=BuildSpec)
-    except msgspec.DecodeError:
+        return processor_in(msgspec.msgpack.decode(spec, type=BuildSpec))
+    except UNREADABLE:
         return None
-    return processor(decoded.preprocess, decoded.raw, decoded.postprocess, decoded.returns)
+
+
+def processor_in(spec: BuildSpec) -> Processor | None:
+    """Return the stages of a spec's model; None if there are none."""
+    return processor(spec.preprocess, spec.raw, spec.postprocess, spec.returns)
 
 
 def needs_more(spec: bytes) -> bool:

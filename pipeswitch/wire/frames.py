@@ -17,7 +17,7 @@ from typing import Any, Final, Literal, TypeAlias, TypeVar
 
 import msgspec
 
-from ..base.codec import encoded
+from ..base.codec import UNREADABLE, encoded
 from ..base.errors import RemoteProtocolError
 from .request_timing import RequestTiming
 
@@ -112,7 +112,7 @@ def decode_with(decoder: msgspec.msgpack.Decoder[T], data: Any, what: str) -> T:
         raise RemoteProtocolError(f"{what} of {len(data)} bytes is over {MAX_HEADER_BYTES}")
     try:
         return decoder.decode(data)
-    except (msgspec.DecodeError, ValueError, RecursionError, OverflowError, TypeError) as error:
+    except (*UNREADABLE, ValueError, OverflowError, TypeError) as error:
         raise RemoteProtocolError(f"malformed {what}: {error}") from None
 
 

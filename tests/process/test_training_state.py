@@ -432,11 +432,14 @@ class SmallHost(FakeHost):
     """Host that grants no slice over ``limit_bytes``, and whose commits fail if ``fails``."""
 
     limit_bytes = 1 << 40
-    more_bytes = 1 << 40  # over the first slice
     fails = False
 
+    def __init__(self) -> None:
+        super().__init__()
+        self.slices: list[int] = []
+
     def lease(self, slice_bytes: int, state_bytes: int, **kept: bool) -> torch.Tensor:
-        self.limit_bytes = min(self.limit_bytes, slice_bytes + self.more_bytes)
+        self.slices.append(slice_bytes)
         if slice_bytes > self.limit_bytes:
             raise errors.OutOfDeviceMemory("no room", requested_bytes=slice_bytes)
         return super().lease(slice_bytes, state_bytes, **kept)
@@ -939,7 +942,9 @@ def test_a_phase_whose_end_is_no_longer_kept_is_warned_of(
     if why == "too much to keep":
         monkeypatch.setattr("pipeswitch.workers.training.script_cursor.MAX_PAST_BYTES", 1000)
     else:
-        host.more_bytes = 200 << 10
+        all_phases = SmallHost()
+        assert live(all_phases, many_folds, every_ms=1.0)
+        host.limit_bytes = sorted(all_phases.slices)[len(all_phases.slices) // 2]
     with pytest.warns(job.InexactResumeWarning, match="no longer kept") as warned:
         assert live(host, many_folds, every_ms=1.0)
     assert len(warned) == 1

@@ -21,6 +21,7 @@ from typing import Any, Final
 
 import msgspec
 
+from ...base.codec import UNREADABLE
 from ...base.errors import InvalidInput, ServerUnavailable
 from ...client.calls import FinalReply
 from ...client.connection import Connection
@@ -243,7 +244,7 @@ class NodeConnections:
                 return False
             self._seen = stamp
             self._table = msgspec.json.decode(self._path.read_bytes(), type=holders.Table)
-        except (OSError, msgspec.DecodeError) as error:
+        except (OSError, *UNREADABLE) as error:
             if not isinstance(error, FileNotFoundError):
                 log.error("nodes=unchanged: %s", error)
             return False

@@ -23,6 +23,7 @@ import msgspec
 from rich.console import Console
 from rich.text import Text
 
+from ...base.codec import UNREADABLE
 from ...base.config import JOB_ORDERS, policy_name
 from ...base.errors import InvalidInput
 from ...base.units import format_bytes, nearest, parse_ms, parse_size
@@ -559,7 +560,7 @@ def _models(text: str, count: int, factor: float, seed: int) -> list[PaperModel]
         ]
     try:
         rows = msgspec.json.decode(_file(text), type=list[_Row])
-    except msgspec.DecodeError as error:
+    except UNREADABLE as error:
         raise InvalidInput(
             f"{text}: {error}", hint='[{"name": "a", "bytes": 1000000, "compute_ms": 2.5}]'
         ) from None

@@ -15,7 +15,7 @@ from typing import Any, Final
 
 import msgspec
 
-from ...base.codec import decode_json, encode_json
+from ...base.codec import UNREADABLE, decode_json, encode_json
 from ...base.errors import InvalidInput
 from ...base.roles import Role
 from ...client.client import FINAL_JOB_STATES
@@ -324,7 +324,7 @@ def _json(value: Any) -> Response:
 def _registration(decode: Callable[[], RegisterRequest]) -> RegisterRequest:
     try:
         registration = decode()
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+    except UNREADABLE as error:
         raise InvalidInput(
             f"invalid registration: {error}",
             hint='{"source": "torchvision:resnet18", "weights": "random:0"}; or a bundle as '

@@ -20,7 +20,7 @@ from typing import Annotated, Any, Final, TypeVar
 import msgspec
 from msgspec.structs import replace
 
-from ...base.codec import check_memory, encode_json
+from ...base.codec import UNREADABLE, check_memory, encode_json
 from ...base.errors import InvalidInput, ModelNotFound, PipeSwitchError
 from ...base.units import nearest
 from ...gateway.doors import DoorContext
@@ -527,7 +527,7 @@ def _said(body: Any, kind: type[S]) -> S:
                 fields[name] = _prompts(name, fields[name], listed)
         known_fields = {name: fields[name] for name in known if name in fields}
         return msgspec.json.decode(encode_json(known_fields), type=kind)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+    except UNREADABLE as error:
         where = re.search(r"\$\.(\w+)", str(error))
         raise InvalidInput(f"invalid request: {error}", param=where[1] if where else None) from None
 

@@ -20,7 +20,7 @@ from typing import Any, BinaryIO, Final, Literal
 
 import msgspec
 
-from ...base.codec import check_memory, encode_msgpack
+from ...base.codec import UNREADABLE, check_memory, encode_msgpack
 from ...base.errors import InvalidInput
 from ...programs.decoding.model_config import (
     LONGEST,
@@ -264,7 +264,7 @@ def parsed(messages: bytes) -> list[dict[str, Any]]:
             if isinstance(text := call.get("arguments"), str):
                 call["arguments"] = _arguments(text)
         return rows
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+    except UNREADABLE as error:
         raise InvalidInput(f"the messages are not valid: {error}", param="messages") from None
 
 
@@ -298,7 +298,7 @@ def calls_of(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
 
 def _arguments(text: str) -> Any:
     """Return a call's arguments as templates take them: an object, or the text if it is none."""
-    with contextlib.suppress(msgspec.DecodeError, RecursionError):
+    with contextlib.suppress(*UNREADABLE):
         value = msgspec.json.decode(text or "{}")
         return value if isinstance(value, dict) else text
     return text

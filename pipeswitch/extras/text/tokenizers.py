@@ -19,7 +19,7 @@ from typing import Any, Final
 
 import msgspec
 
-from ...base.codec import encode_msgpack
+from ...base.codec import UNREADABLE, encode_msgpack
 from ...base.errors import InvalidInput, ServerUnavailable
 from ...base.quotas import TurnQueue
 from ...base.roles import Principal
@@ -237,7 +237,7 @@ class TokenizerClient:
                 if not request.reply.done():
                     request.reply.set_result(message)
                 self._next()
-        except (EOFError, OSError, msgspec.DecodeError):
+        except (EOFError, OSError, *UNREADABLE):
             pass  # the process died, or sent invalid data
         finally:
             self.is_over = True

@@ -8,7 +8,7 @@ from typing import Annotated, Any, Final, Literal
 
 import msgspec
 
-from ...base.codec import encode_json
+from ...base.codec import UNREADABLE, encode_json
 from ...base.errors import InvalidInput
 
 MAX_TOOLS: Final = 128  # OpenAI's limit
@@ -90,7 +90,7 @@ def form_of(
     """
     try:
         functions = [msgspec.json.decode(one, type=Tool).function for one in tools]
-    except (msgspec.DecodeError, RecursionError) as error:
+    except UNREADABLE as error:
         raise InvalidInput(f"tools: {error}", param="tools") from None
     names = tuple([one.name for one in functions])
     chosen = choice.function.name if isinstance(choice, Tool) else ""

@@ -8,6 +8,7 @@ from typing import Any, Final
 import msgspec
 
 from ...base.bytes_tensors import BYTES
+from ...base.codec import UNREADABLE
 from ...base.errors import PipeSwitchError, RemoteProtocolError, to_wire
 from ...base.roles import MODEL_FACTS, Principal, Role
 from ...base.units import printed
@@ -143,7 +144,7 @@ def _envelope(parts: Sequence[Any]) -> _Envelope | None:
         return None
     try:
         return msgspec.msgpack.decode(parts[1], type=_Envelope)
-    except (msgspec.DecodeError, ValueError, RecursionError):
+    except UNREADABLE:
         return None
 
 

@@ -19,7 +19,7 @@ import msgspec
 import numpy as np
 
 from ...base.bytes_tensors import BYTES, LENGTH_BYTES, pack, packed, unpack
-from ...base.codec import MEMORY_OF_A_BYTE, RESERVE_BYTES, json_encoder
+from ...base.codec import MEMORY_OF_A_BYTE, RESERVE_BYTES, UNREADABLE, json_encoder
 from ...base.errors import InvalidInput
 from ...base.units import format_bytes, nearest
 from ...programs.interface.dims import BATCH
@@ -219,7 +219,7 @@ def _parsed(whole: memoryview, end: int) -> _Body:
     try:  # like ``check_memory``, but without another call
         mmap(-1, RESERVE_BYTES + MEMORY_OF_A_BYTE * len(text), MAP_PRIVATE).close()
         return _decoder.decode(text)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError, OSError) as error:
+    except (*UNREADABLE, OSError) as error:
         # Python's parser also reads NaN, Infinity and 1e999, and works when memory is short.
         if isinstance(error, msgspec.DecodeError | OSError):
             with contextlib.suppress(ValueError, RecursionError, msgspec.ValidationError):

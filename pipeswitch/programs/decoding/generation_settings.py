@@ -16,6 +16,7 @@ from typing import Any, Final, NoReturn
 
 import msgspec
 
+from ...base.codec import UNREADABLE
 from ...base.errors import InvalidInput, RegistrationRefused
 from ..interface.dims import Dim
 from ..interface.layout import ValueSpec
@@ -90,7 +91,7 @@ def decode_generation(text: str) -> GenerationSettings:
     """
     try:
         return msgspec.json.decode(text, type=GenerationSettings)
-    except (msgspec.DecodeError, RecursionError, UnicodeError) as error:
+    except UNREADABLE as error:
         _refuse(str(error)[:200])
 
 

@@ -28,6 +28,7 @@ from typing import Any, Final, NoReturn
 
 import msgspec
 
+from ...base.codec import UNREADABLE
 from ...base.errors import RegistrationRefused
 from ...base.plain_files import open_regular
 from ...base.units import escape_control_chars
@@ -201,7 +202,7 @@ def read_bundle(
 def _decode_texts(text: str, part: str) -> tuple[str, ...]:
     try:
         return msgspec.json.decode(text, type=tuple[str, ...])
-    except (msgspec.DecodeError, RecursionError, UnicodeError) as error:
+    except UNREADABLE as error:
         _refuse(part, str(error)[:200])
 
 
@@ -259,7 +260,7 @@ def decode_graph(text: str, *, is_derived: bool = False) -> Graph:
     """
     try:
         graph = msgspec.json.decode(text, type=Graph)
-    except (msgspec.DecodeError, RecursionError, UnicodeError, ValueError) as error:
+    except (*UNREADABLE, ValueError) as error:
         _refuse("bundle graph", str(error)[:200] or "it is not the JSON of a program")
     if not is_derived and (graph.packed or any(node.target in TARGETS for node in graph.nodes)):
         _refuse("bundle graph", "its weights are packed: only this server packs weights")

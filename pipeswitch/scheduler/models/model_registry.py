@@ -449,7 +449,7 @@ def _taken(event: ev.RegisterModelRequest, old: Model, spec: bytes) -> errors.Al
         return errors.AlreadyExists(f'"{event.model}" is {why}', hint=hint)
     skipped = {"name", "part", "allow_module_mode", *(("source", "weights") * (old.version > 1))}
     differs: dict[str, str] = {}
-    with contextlib.suppress(msgspec.DecodeError):
+    with contextlib.suppress(msgspec.DecodeError, UnicodeError):
         was, now = (msgspec.msgpack.decode(one, type=dict[str, Any]) for one in (spec, event.spec))
         for option in sorted(was.keys() & now.keys() - skipped):
             if now[option] != was[option]:  # a path on the server is not shown
