@@ -27,7 +27,7 @@ def begins(announced: ModelAvailable, models: Mapping[str, ModelAvailable]) -> M
 
 def run_of(chain: Chain, event: InferArrived, priority: int | None, pending: Pending) -> ChainRun:
     """Return a run that takes over the request's allocation. Its inputs may not be copied yet."""
-    values = {one.name: one for one in event.inputs}
+    values = {one.name: one for one in event.run.inputs}
     allocations = [(pending.allocation, values.keys())] if pending.allocation is not None else []
     pending.allocation = None
     return ChainRun(

@@ -19,6 +19,7 @@ from typing import Any, Final, cast
 
 from ..base.errors import Cancelled, PipeSwitchError, QueueFull, TaskFailed
 from ..ipc.messages.base import OpId, SlabTensor
+from ..ipc.messages.run import Run
 from ..programs.decoding.generation_settings import CACHE, COUNT, IDS, MOST_STEPS, USED
 from ..programs.interface.layout import ITEM_BYTES, TENSOR_ALIGN_BYTES, aligned
 from ..scheduler.state.events import (
@@ -36,7 +37,7 @@ from .intake.request_pool import PoolAllocation
 from .intake.validation import Body
 from .requests import Pending
 from .schemas import SchemaChecks
-from .sequences.blocks import BlockTable, tokens_of
+from .sequences.blocks import tokens_of
 from .sequences.generation_state import GenerateBody, Generation, generation_of
 from .transport.clients import Outgoing, Session
 from .transport.replies import reply_frames
@@ -73,41 +74,31 @@ class Generations:
         """Accept a request of verb ``generate``, and answer that it was accepted."""
         arrival, body = self._inference.arrival_of(client), Body("generate", header.body)
         arrival.read_asker(body)
-        caller = arrival.caller
+        caller = arrival.origin.caller
         announced = self._inference.models.find(header.model, arrival.version, caller)
         request: GenerateBody = body.rest(GenerateBody)
         share_bytes = self._pool.share_bytes
         generation = generation_of(client, caller, header, tensors, request, announced, share_bytes)
-        generation.began_at_ms = arrival.at_ms
+        generation.began_at_ms = arrival.origin.arrived_at_ms
         self._inference.read_urgency(arrival, header, announced)
         if any(one.caller == caller for one in self._waiting.values()):
             raise QueueFull("running answers wait for memory in the pool", hint=AGAIN, limit="pool")
-        options, where = generation.sampling.options, arrival.connection
+        options, where = generation.sampling.options, arrival.origin.connection
         schema = "" if options is None else options.json_schema
         is_usable = not schema or self._schemas.admit(schema, where)
-        run = self._prepared(generation, self._requests.next_token)
+        run = self._prepared(generation, self._requests.next_token, header.id)
         pending = self._requests.accept(client, header)
         pending.generation, pending.caller, pending.trace_id = generation, caller, arrival.trace_id
         pending.bytes_in = sum(map(len, tensors))
         self._live[pending.token] = pending
         event = InferArrived(
             token=pending.token,
-            request_id=header.id,
             model=announced.model,
             digest=announced.manifest.digest,
-            priority=arrival.priority,
-            deadline_at_ms=arrival.deadline_at_ms,
-            inputs=run.inputs,
-            reply_offset_bytes=run.reply_offset_bytes,
-            reply_bytes=run.reply_bytes,
-            caller=caller,
-            connection=arrival.connection,
+            run=run,
+            origin=arrival.origin,
             tenant=announced.tenant,
-            sequence=run.sequence,
-            sampling_params=run.sampling_params,
-            after=run.after,
-            leader=run.leader,
-            arrived_at_ms=arrival.at_ms,
+            leader=self._leader(generation),
         )
         accepted = {"prompt_tokens": generation.prompt_count, "max_tokens": generation.most}
         self._call_soon(functools.partial(self._send_replies, [(pending, accepted)]))
@@ -155,7 +146,7 @@ class Generations:
     def _next(self, generation: Generation, pending: Pending) -> NextRun:
         """Return the next run. If it has no inputs, the generation waits for memory."""
         try:
-            return self._prepared(generation, pending.token)
+            run = self._prepared(generation, pending.token, pending.request_id)
         except QueueFull:
             self._give_room_back(generation)
             if generation.sequence is not None:
@@ -164,8 +155,9 @@ class Generations:
             self._pool.on_release = self.wake_at
             self.wake_at()
             return NextRun(token=pending.token)
+        return NextRun(token=pending.token, run=run, leader=self._leader(generation))
 
-    def _prepared(self, generation: Generation, token: Token) -> NextRun:
+    def _prepared(self, generation: Generation, token: Token, request_id: str) -> Run:
         """Allocate memory for the next run, write the run's inputs, and return it.
         The memory is for the inputs, and for the rows that a worker adds to the cache.
 
@@ -180,9 +172,7 @@ class Generations:
             if is_new:
                 generation.reused = self._sequences.reuse(sequence, generation.ids, generation.rows)
             used = sequence.used
-            most = (
-                generation.piece
-            )  # alone, it stops nobody's answer: a small piece would cost time
+            most = generation.piece  # if it is alone; a smaller piece would only cost time
             if len(self._live) > 1:
                 most = self._pieces.get(announced.manifest.digest, LEAST_PIECE)
             sampling_params = generation.next(used, most, is_short=bool(self._reading - {token}))
@@ -211,19 +201,21 @@ class Generations:
             at += aligned(size, TENSOR_ALIGN_BYTES)
         self._pool.fill(placed, payload, announced.tenant)  # a kernel may read whole pages
         inputs = {CACHE: sequence.values[CACHE]} | {one.name: one for one in placed}
-        return NextRun(
-            token=token,
+        return Run(
+            request_id=request_id,
             inputs=tuple([inputs[one.name] for one in announced.manifest.inputs]),
             reply_offset_bytes=allocation.reply_offset_bytes,
             reply_bytes=allocation.reply_bytes,
             sampling_params=sampling_params,
             sequence=sequence.number,
             after=sequence.op_id,
-            leader=self._leader(generation, sequence.grown[CACHE]) if count > 1 else None,
         )
 
-    def _leader(self, generation: Generation, table: BlockTable) -> Token | None:
+    def _leader(self, generation: Generation) -> Token | None:
         """Return an earlier generation that will compute the next block of this prompt, or None."""
+        if generation.sequence is None or generation.count == 1:
+            return None
+        table = generation.sequence.grown[CACHE]
         end = table.used + table.space.rows
         start = generation.ids[:end] if end < len(generation.ids) else None
         for token, pending in self._live.items():
@@ -354,11 +346,12 @@ class Generations:
         """Send a waiting generation's next run; return False if there is no memory for it."""
         generation = _of(one)
         try:
-            run = self._prepared(generation, one.token)
+            run = self._prepared(generation, one.token, one.request_id)
         except QueueFull:
             return False
         del self._waiting[one.token]
-        self._take(NextRuns(runs=(run,)))
+        next_run = NextRun(token=one.token, run=run, leader=self._leader(generation))
+        self._take(NextRuns(runs=(next_run,)))
         return True
 
     def _give_up_for(self, one: Pending) -> bool:

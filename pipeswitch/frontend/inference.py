@@ -6,23 +6,26 @@ request continues after the copy.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from typing import Any, Final
 
 import msgspec
+from msgspec.structs import replace
 
 from ..base.errors import Cancelled, InvalidInput, PipeSwitchError, TaskFailed
 from ..base.failpoints import reach
 from ..base.roles import URGENT_PRIORITY, Role
 from ..base.worker_thread import WorkerThread
 from ..ipc.messages.base import ModelName, OpId, SlabTensor
+from ..ipc.messages.run import Run
 from ..scheduler.state.events import (
     CancelRequest,
     Event,
     InferArrived,
     ModelAvailable,
+    Origin,
     PrefetchHint,
     Prepared,
     Reply,
@@ -45,18 +48,14 @@ _NO_RUN: Final = OpId(0)
 
 
 class IncomingRequest(msgspec.Struct, kw_only=True, eq=False):
-    """Sender, arrival time and fields of a request that is not yet an event."""
+    """Origin and other fields of a request that is not yet an event."""
 
     client: Session
-    at_ms: float
-    caller: str  # the client's tenant, or the one that the gateway names
-    connection: str
+    origin: Origin  # its caller is the client's tenant, or the one that the gateway names
     version: int = 0  # 0: the current version
     trace_id: str = ""
     options: SequenceOptions | None = None  # the request's fields about its sequence
     sequence: SequenceState | None = None  # the sequence that the request continues
-    priority: int = 0
-    deadline_at_ms: float | None = None
 
     def read(self, body: Body) -> None:
         """Read the body of ``infer``. Raises InvalidInput, PermissionDenied."""
@@ -67,8 +66,12 @@ class IncomingRequest(msgspec.Struct, kw_only=True, eq=False):
     def read_asker(self, body: Body) -> None:
         """Read version, caller, address and trace id. Raises InvalidInput, PermissionDenied."""
         self.version = body.count("version", 0)
-        self.connection = validation.address_of(body, self.caller) or self.connection
-        self.caller = validation.tenant_of(body, self.caller)
+        caller, connection = self.origin.caller, self.origin.connection
+        self.origin = replace(
+            self.origin,
+            connection=validation.address_of(body, caller) or connection,
+            caller=validation.tenant_of(body, caller),
+        )
         self.trace_id = validation.trace_id_of(body)
 
 
@@ -106,23 +109,26 @@ class Inference:
         """Return the fields of a request that arrives now from this client."""
         return IncomingRequest(
             client=client,
-            at_ms=self.now_ms(),
-            caller=client.principal.tenant,
-            connection=client.session,
+            origin=Origin(
+                arrived_at_ms=self.now_ms(),
+                caller=client.principal.tenant,
+                connection=client.session,
+            ),
         )
 
     def read_urgency(
         self, arrival: IncomingRequest, header: RequestHeader, announced: ModelAvailable
     ) -> None:
         """Read a request's priority and deadline. Raises InvalidInput, PermissionDenied."""
-        arrival.priority = announced.priority
+        priority, deadline_at_ms = announced.priority, None
         if header.priority:
             if header.priority == URGENT_PRIORITY:
                 arrival.client.principal.require(Role.URGENT, "priority high")
-            arrival.priority = validation.priority_number(header.priority, announced.priority)
+            priority = validation.priority_number(header.priority, announced.priority)
         deadline_ms = self._deadline_ms if header.deadline_ms is None else header.deadline_ms
         if deadline_ms is not None:
-            arrival.deadline_at_ms = validation.deadline_at_ms(deadline_ms, arrival.at_ms)
+            deadline_at_ms = validation.deadline_at_ms(deadline_ms, arrival.origin.arrived_at_ms)
+        arrival.origin = replace(arrival.origin, priority=priority, deadline_at_ms=deadline_at_ms)
 
     def infer(self, client: Session, header: RequestHeader, tensors: Sequence[Any]) -> None:
         """Handle the verb ``infer``: check and accept the request, and copy its inputs."""
@@ -131,7 +137,7 @@ class Inference:
             arrival.read(Body("infer", header.body))
         announced = self.models.current.get(header.model)
         if announced is None or arrival.version:
-            announced = self.models.find(header.model, arrival.version, arrival.caller)
+            announced = self.models.find(header.model, arrival.version, arrival.origin.caller)
         if announced.chain is not None:
             announced = chain_requests.begins(announced, self.models.current)
         try:
@@ -142,11 +148,12 @@ class Inference:
             admitted = self.models.admit(header, [*map(len, tensors)], announced)
             if arrival.sequence is not None:
                 admitted = arrival.sequence.apart(admitted)
-            arrival.priority = announced.priority
             if header.priority or (header.deadline_ms, self._deadline_ms) != (None, None):
                 self.read_urgency(arrival, header, announced)
+            elif announced.priority != arrival.origin.priority:
+                arrival.origin = replace(arrival.origin, priority=announced.priority)
             allocation = self._pool.reserve(
-                arrival.caller, admitted.input_bytes, admitted.reply_bytes, announced.tenant
+                arrival.origin.caller, admitted.input_bytes, admitted.reply_bytes, announced.tenant
             )
         except PipeSwitchError:
             if arrival.sequence is not None:
@@ -169,7 +176,7 @@ class Inference:
             PipeSwitchError: the sequence does not exist, or the request does not fit it.
         """
         sequence = arrival.sequence = self._sequences.of(
-            options, arrival.client, arrival.caller, announced
+            options, arrival.client, arrival.origin.caller, announced
         )
         sequence.check_outputs(options.outputs)
         announced = self._of_sequence(sequence, arrival.version)
@@ -187,7 +194,7 @@ class Inference:
     ) -> None:
         """Copy an accepted request's inputs into the pool, then send its event."""
         sequence, payload = arrival.sequence, [tensors[item.frame] for item in admitted.inputs]
-        pending.caller, pending.trace_id = arrival.caller, arrival.trace_id
+        pending.caller, pending.trace_id = arrival.origin.caller, arrival.trace_id
         pending.bytes_in = sum(map(len, payload))
         if arrival.options is not None and sequence is not None:
             pending.sequence = sequence
@@ -195,28 +202,26 @@ class Inference:
         placed = allocation.place(admitted.inputs)
         event = InferArrived(
             token=pending.token,
-            request_id=header.id,
             model=announced.model,
             digest=announced.manifest.digest,
-            priority=arrival.priority,
-            deadline_at_ms=arrival.deadline_at_ms,
-            inputs=placed if sequence is None else sequence.among(placed),
-            reply_offset_bytes=allocation.reply_offset_bytes,
-            reply_bytes=allocation.reply_bytes,
-            caller=arrival.caller,
-            connection=arrival.connection,
+            run=Run(
+                request_id=header.id,
+                inputs=placed if sequence is None else sequence.among(placed),
+                reply_offset_bytes=allocation.reply_offset_bytes,
+                reply_bytes=allocation.reply_bytes,
+                sequence=0 if sequence is None else sequence.number,
+                after=_NO_RUN if sequence is None else sequence.op_id,
+            ),
+            origin=arrival.origin,
             tenant=allocation.tenant,
             registration_id=0
             if arrival.version or sequence is not None
             else announced.registration_id,
-            sequence=0 if sequence is None else sequence.number,
-            after=_NO_RUN if sequence is None else sequence.op_id,
-            arrived_at_ms=arrival.at_ms,
         )
         if announced.processor is not None and announced.processor.after:
             pending.after = event
         elif announced.chain is not None:
-            own = arrival.priority if header.priority else None
+            own = arrival.origin.priority if header.priority else None
             pending.run = chain_requests.run_of(announced.chain, event, own, pending)
         state_bytes = 0 if sequence is None else sequence.copy_bytes
         if admitted.input_bytes + state_bytes > INLINE_COPY_BYTES:
@@ -312,25 +317,25 @@ class Inference:
                 holder, admitted.input_bytes, admitted.reply_bytes, announced.tenant
             )
         except PipeSwitchError as error:
-            self.take(msgspec.structs.replace(prepared, error=error))
+            self.take(replace(prepared, error=error))
             return
-        prepared = msgspec.structs.replace(
-            prepared,
+        run = Run(
+            request_id=pending.request_id,
             inputs=allocation.place(admitted.inputs, in_reply=command.is_postprocess),
             reply_offset_bytes=allocation.reply_offset_bytes,
             reply_bytes=allocation.reply_bytes,
-            digest=announced.manifest.digest,
         )
+        prepared = replace(prepared, run=run, digest=announced.manifest.digest)
         payload = [tensors[item.frame] for item in admitted.inputs]
 
         def on_copied(error: PipeSwitchError | None) -> None:
-            self.take(msgspec.structs.replace(prepared, error=error))
+            self.take(replace(prepared, error=error))
 
         if sum(map(len, payload)) <= INLINE_COPY_BYTES:
-            self._pool.fill(prepared.inputs, payload, allocation.tenant)
+            self._pool.fill(run.inputs, payload, allocation.tenant)
             on_copied(None)
         else:
-            self._copy(prepared.inputs, payload, allocation.tenant, on_copied)
+            self._copy(run.inputs, payload, allocation.tenant, on_copied)
 
     def _admit_result(
         self, command: TakeResult, sizes: Sequence[int]
@@ -342,7 +347,7 @@ class Inference:
             ModelNotFound: the model was removed in the meantime.
         """
         announced = self.models.version(*split_name(command.model))
-        announced = msgspec.structs.replace(announced, processor=None)
+        announced = replace(announced, processor=None)
         try:
             return self.models.admit(_as_request(command), sizes, announced), announced
         except InvalidInput as error:
@@ -365,7 +370,7 @@ class Inference:
         if announced is None or announced.processor is None or not announced.processor.after:
             raise TaskFailed(f'"{name}" was registered again in the meantime', hint="ask again")
         declared = announced.processor.answer(announced.manifest)
-        as_model = msgspec.structs.replace(announced, processor=None, manifest=declared)
+        as_model = replace(announced, processor=None, manifest=declared)
         try:
             request = validation.check_infer(
                 _as_request(command), sizes, as_model, self.models.max_bytes
@@ -375,7 +380,9 @@ class Inference:
                 f"postprocess {command.function} did not return what --returns declares: "
                 f"{error.message}"
             ) from None
-        return replace(request, input_bytes=0, reply_bytes=request.input_bytes), announced
+        return dataclasses.replace(
+            request, input_bytes=0, reply_bytes=request.input_bytes
+        ), announced
 
     def advance(self, pending: Pending, answer: Reply) -> Reply | None:
         """Return the answer; None: its postprocessing or its chain's next step was started."""
@@ -424,7 +431,7 @@ class Inference:
             reused = run.chain.needed(number + 1).intersection(step.inputs.values())
             is_copied = bool(reused) and announced.manifest.mode == "module"
             allocation = pending.allocation = self._pool.reserve(
-                run.event.caller,
+                run.event.origin.caller,
                 admitted.input_bytes if is_copied else 0,
                 admitted.reply_bytes,
                 run.event.tenant,
@@ -434,16 +441,22 @@ class Inference:
             return
         inputs = admitted.inputs
         placed = allocation.place(inputs) if is_copied else _as_inputs(inputs, values)
-        event = msgspec.structs.replace(
+        event = replace(
             run.event,
             model=announced.model,
             digest=announced.manifest.digest,
-            priority=announced.priority if run.priority is None else run.priority,
-            inputs=tuple(placed),
-            reply_offset_bytes=allocation.reply_offset_bytes,
-            reply_bytes=allocation.reply_bytes,
+            run=replace(
+                run.event.run,
+                inputs=tuple(placed),
+                reply_offset_bytes=allocation.reply_offset_bytes,
+                reply_bytes=allocation.reply_bytes,
+            ),
+            origin=replace(
+                run.event.origin,
+                priority=announced.priority if run.priority is None else run.priority,
+                arrived_at_ms=self.now_ms() if number else run.event.origin.arrived_at_ms,
+            ),
             registration_id=announced.registration_id,
-            arrived_at_ms=None if number else run.event.arrived_at_ms,
             is_chain_continuation=number > 0,
             follows=number + 1 < len(run.chain.steps),
         )
@@ -463,7 +476,7 @@ class Inference:
             else:
                 self._end_run(pending, error)
 
-        self._copy(event.inputs, payload, event.tenant, on_copied)
+        self._copy(event.run.inputs, payload, event.tenant, on_copied)
 
     def _end_run(self, pending: Pending, error: PipeSwitchError) -> None:
         """Answer a chain's request whose next step cannot begin."""
@@ -475,16 +488,17 @@ class Inference:
             if pending.timing is None or answer.timing is None:
                 return answer
             made_ms = answer.timing.postprocess_ms
-            timing = msgspec.structs.replace(
+            timing = replace(
                 pending.timing, postprocess_ms=made_ms, total_ms=pending.timing.total_ms + made_ms
             )
-            return msgspec.structs.replace(answer, timing=timing)
+            return replace(answer, timing=timing)
         answer = self.requests.checked(pending, answer)
         event, pending.after, pending.timing = pending.after, None, answer.timing
         if answer.error is not None:
             self.take(CancelRequest(token=pending.token))  # the scheduler may wait for the function
             return answer
-        self.take(msgspec.structs.replace(event, is_postprocess=True, inputs=answer.outputs))
+        run = replace(event.run, inputs=answer.outputs)
+        self.take(replace(event, is_postprocess=True, run=run))
         return None
 
 
@@ -499,4 +513,4 @@ def _as_request(command: TakeResult) -> RequestHeader:
 
 def _as_inputs(inputs: Sequence[Any], values: Sequence[SlabTensor]) -> list[SlabTensor]:
     """Return a step's values under the names of the next step's inputs."""
-    return [msgspec.structs.replace(values[item.frame], name=item.name) for item in inputs]
+    return [replace(values[item.frame], name=item.name) for item in inputs]

@@ -202,7 +202,7 @@ class Scheduler:
     def waited_since_ms(self) -> float | None:
         """Arrival time in ms of the oldest unanswered request; None if there is none."""
         oldest = [
-            next(iter(device.state.requests.values())).arrived_at_ms
+            next(iter(device.state.requests.values())).origin.arrived_at_ms
             for device in self.machine.devices
             if device.state.requests
         ]

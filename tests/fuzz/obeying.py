@@ -28,6 +28,7 @@ from pipeswitch.ipc.messages.base import (
     StepCommitted,
     Turn,
 )
+from pipeswitch.ipc.messages.run import Run
 from pipeswitch.workers.inference.pool import MappedPool
 from pipeswitch.workers.training.host import JobHost
 
@@ -97,7 +98,7 @@ class _Worker:
 
 def _request(order: worker_msg.RunInference) -> None:
     pool = _pool()
-    for slab in order.inputs:
+    for slab in [one for run in order.runs for one in run.inputs]:
         try:
             tensor = pool.tensor(slab, is_code=order.is_code)
         except REFUSED:
@@ -143,16 +144,13 @@ def seeds() -> list[bytes]:
     mask = SlabTensor(name="mask", dtype="bool", shape=(2, 2), offset_bytes=4608, size_bytes=4)
     infer = worker_msg.RunInference(
         op_id=OpId(2),
-        request_id="r",
         model=ModelName("m"),
         digest="d",
         directory="",
         arena_offset_bytes=0,
         first_fence=0,
         residency_id=op_id,
-        inputs=(x, mask),
-        reply_offset_bytes=8192,
-        reply_bytes=4096,
+        runs=(Run(request_id="r", inputs=(x, mask), reply_offset_bytes=8192, reply_bytes=4096),),
     )
     job: list[Message] = [
         worker_msg.GrantTurn(op_id=op_id, turn=Turn(2)),

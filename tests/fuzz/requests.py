@@ -184,11 +184,11 @@ def run(data: bytes) -> None:
 def _check_slabs(event: InferArrived) -> None:
     """Check that a request's tensors are inside the pool, and that its inputs do not overlap."""
     position = 0
-    for tensor in sorted(event.inputs, key=lambda tensor: tensor.offset_bytes):
+    for tensor in sorted(event.run.inputs, key=lambda tensor: tensor.offset_bytes):
         if tensor.offset_bytes < position or tensor.size_bytes < 0:
             raise AssertionError("two inputs overlap")
         position = tensor.offset_bytes + tensor.size_bytes
-    if max(position, event.reply_offset_bytes + event.reply_bytes) > POOL_BYTES:
+    if max(position, event.run.reply_offset_bytes + event.run.reply_bytes) > POOL_BYTES:
         raise AssertionError("a slab lies outside of the pool")
 
 

@@ -44,6 +44,7 @@ from pipeswitch.ipc.messages.base import (
     Turn,
 )
 from pipeswitch.ipc.messages.builder import BuildDone, BuildFailed, BuildProgress
+from pipeswitch.ipc.messages.run import Run
 from pipeswitch.scheduler.scheduler import Scheduler
 from pipeswitch.scheduler.state import events as ev
 from pipeswitch.scheduler.state.core import SchedulerSettings
@@ -270,14 +271,10 @@ def _infer(token: ev.Token, model: ModelName, job: JobName, other: ev.Token) -> 
     slab = SlabTensor(name="x", dtype="float32", shape=(1, 4), offset_bytes=0, size_bytes=16)
     return ev.InferArrived(
         token=token,
-        request_id=f"r{token}",
         model=model,
         digest=model * 64,
-        priority=1,
-        deadline_at_ms=deadline_at_ms,
-        inputs=(slab,),
-        reply_offset_bytes=4096,
-        reply_bytes=4096,
+        run=Run(request_id=f"r{token}", inputs=(slab,), reply_offset_bytes=4096, reply_bytes=4096),
+        origin=ev.Origin(arrived_at_ms=0.0, deadline_at_ms=deadline_at_ms),
     )
 
 

@@ -12,12 +12,14 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+from pipeswitch.ipc.messages.run import Run
 from pipeswitch.scheduler.scheduler import Scheduler
 from pipeswitch.scheduler.server.device import Device
 from pipeswitch.scheduler.state import records
 from pipeswitch.scheduler.state.core import Wakeups
 from pipeswitch.scheduler.state.device_owner import DeviceOwner
 from pipeswitch.scheduler.state.device_state import DeviceState
+from pipeswitch.scheduler.state.events import Origin
 from pipeswitch.scheduler.state.fair_queue import CallerQueue, Charge
 from pipeswitch.scheduler.state.predictions import Predictions
 from pipeswitch.scheduler.state.queue import Queue
@@ -248,7 +250,7 @@ class Brain:
         self._models = _Records(MODEL, *machine.models.items())
         self._replicas = [_Records(REPLICA, *one.state.replicas.items()) for one in machine.devices]
         self._requests = _Records(
-            REQUEST, (None, records.Request("", "", "", 0, 0.0, (), 0, 0, 0.0))
+            REQUEST, (None, records.Request(0, "", Run(request_id=""), Origin(arrived_at_ms=0.0)))
         )
         self._jobs = _Records(JOB, (None, records.Job(records.JobSpec("", "", (), 1))))
         self._workers = _Records(WORKER, (None, records.Worker(0)))

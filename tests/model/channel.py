@@ -22,8 +22,8 @@ from pipeswitch.ipc.messages.daemon import (
     TransmitEnded,
     TransmitModel,
 )
+from pipeswitch.ipc.messages.run import Run, SamplingParams
 from pipeswitch.ipc.messages.worker import (
-    BatchedRequest,
     CommitStep,
     EvictTask,
     GrantTurn,
@@ -36,7 +36,6 @@ from pipeswitch.ipc.messages.worker import (
     LeaseRequest,
     RunInference,
     RunJob,
-    SamplingParams,
     ShowSlice,
     SliceHidden,
     StopTask,
@@ -56,9 +55,6 @@ _FIXED: Final[dict[type[Message], dict[str, Any]]] = {
     RunInference: {
         "digest": "",
         "directory": "",
-        "inputs": (),
-        "reply_offset_bytes": 0,
-        "reply_bytes": 0,
     },
     RunJob: {
         "entry": "",
@@ -124,9 +120,8 @@ _CARRIED: Final = (
 _NESTED: Final[dict[str, tuple[type, int]]] = {  # field -> type of elements, nesting of tuples
     "groups": (GroupCopy, 1),
     "outputs": (SlabTensor, 1),
-    "batched": (BatchedRequest, 1),
+    "runs": (Run, 1),
     "batched_outputs": (SlabTensor, 2),
-    "sampling_params": (SamplingParams, 0),
 }
 _OF_COMMITS: Final = (CommitStep, CommitCopy, StepCommitted)  # their ids are compared by size
 

@@ -10,7 +10,8 @@ from pipeswitch.extras.lab.costs import Training
 from pipeswitch.extras.lab.device import require
 from pipeswitch.extras.lab.simulated_clients import Action, SimulatedClients
 from pipeswitch.ipc.messages.base import JobName, ModelName
-from pipeswitch.ipc.messages.worker import RunInference, SamplingParams
+from pipeswitch.ipc.messages.run import Run, SamplingParams
+from pipeswitch.ipc.messages.worker import RunInference
 from pipeswitch.scheduler.state import events as ev
 
 JOBS: Final = JobName("job"), JobName("other")
@@ -175,9 +176,7 @@ class Clients(SimulatedClients):
         """Send the next runs after the oldest ended run; if ``is_parked``, one run needs room."""
         (runs, *rest) = self.ended
         self.ended = tuple(rest)
-        next_runs = [
-            ev.NextRun(token=ev.Token(t), sampling_params=SamplingParams(left=n)) for t, n in runs
-        ]
+        next_runs = [_next_run(token, to_come) for token, to_come in runs]
         if is_parked:
             self.parks -= 1
             self.parked += (runs[0],)
@@ -188,8 +187,7 @@ class Clients(SimulatedClients):
         """Send the next run of a generation that has got room, even if it has been cancelled."""
         token, to_come = self.parked[index]
         self.parked = self.parked[:index] + self.parked[index + 1 :]
-        run = ev.NextRun(token=ev.Token(token), sampling_params=SamplingParams(left=to_come))
-        self._world.handle(ev.NextRuns(runs=(run,)))
+        self._world.handle(ev.NextRuns(runs=(_next_run(token, to_come),)))
 
     def do_pause(self) -> None:
         self.pauses, self.is_paused = self.pauses - 1, True
@@ -242,12 +240,12 @@ class Clients(SimulatedClients):
 
     def check_dispatch(self, order: RunInference) -> None:
         """Check that a request is dispatched before its deadline, and that callers take turns."""
-        for one in (order, *order.batched):
+        for one in order.runs:
             token = int(one.request_id.removeprefix("r"))
             at_ms = dict(self.deadlines).get(token, math.inf)
             require(self._world.now_ms < at_ms, f"request r{token} is begun after its deadline")
         if self._world.scope.callers:
-            self._check_turn(int(order.request_id.removeprefix("r")))
+            self._check_turn(int(order.runs[0].request_id.removeprefix("r")))
 
     def _check_turn(self, dispatched: int) -> None:
         """Check that no caller gets two turns ahead of one that waits; all runs cost the same."""
@@ -310,3 +308,8 @@ class Clients(SimulatedClients):
 
 
 __all__ = ["JOB", "JOBS", "Clients"]
+
+
+def _next_run(token: int, to_come: int) -> ev.NextRun:
+    run = Run(request_id=f"r{token}", sampling_params=SamplingParams(left=to_come))
+    return ev.NextRun(token=ev.Token(token), run=run)

@@ -22,9 +22,12 @@ from enum import Enum
 from functools import cache
 from typing import Any
 
-from pipeswitch.ipc.messages.worker import SamplingParams
+from msgspec.structs import astuple
+
+from pipeswitch.ipc.messages.run import Run, SamplingParams
 from pipeswitch.planning.streaming import StagingLayout
-from pipeswitch.scheduler.state.records import Runs
+from pipeswitch.scheduler.state.events import Origin
+from pipeswitch.scheduler.state.records import RunHistory
 from pipeswitch.scheduler.state.states import StateMachine
 
 Add = Callable[[int], None]
@@ -97,8 +100,11 @@ class Codec:
             "new": kind.__new__,
             "StateMachine": StateMachine,
             "lands": lands,
-            "sampling_params": lambda t: t and SamplingParams(steps=t[0], left=t[1]),
-            "runs": lambda t: t and Runs(0.0, None, None, *t),
+            "astuple": astuple,
+            "origin": lambda t: Origin(**dict(zip(Origin.__struct_fields__, t, strict=True))),
+            "shown_run": shown_run,
+            "run": run_of,
+            "history": lambda t: t and RunHistory(0.0, None, None, *t),
             "staging": lambda t: t and StagingLayout(*t[:2], frozenset(t[2]), *t[3:]),
         }
         known = {part.__name__: part for part in parts}
@@ -133,13 +139,13 @@ class Codec:
             self._value(name, f"tuple(sorted(o.{name}.items()))", "dict({})")
         elif annotation == "StagingLayout | None":
             self._value(name, f"lands(o.{name})", "staging({})")
-        elif annotation == "SamplingParams | None":
-            self._value(
-                name, f"o.{name} and (o.{name}.steps, o.{name}.left)", "sampling_params({})"
-            )
-        elif annotation == "Runs | None":  # the other fields of ``Runs`` are only shown
+        elif annotation == "Run":
+            self._value(name, f"shown_run(o.{name})", "run({})")
+        elif annotation == "Origin":
+            self._value(name, f"astuple(o.{name})", "origin({})")
+        elif annotation == "RunHistory | None":  # its other fields are only shown
             shown = f"o.{name} and (o.{name}.is_returning, o.{name}.is_cancelled)"
-            self._value(name, shown, "runs({})")
+            self._value(name, shown, "history({})")
         elif annotation.startswith("StateMachine["):
             self._machine(name, annotation)
         else:
@@ -192,6 +198,19 @@ def _slot(name: str) -> str:
     """Return the expression for a field in the generated code of ``thaw``."""
     path, _, field = name.rpartition(".")
     return f"d_{path}[{field!r}]"
+
+
+def shown_run(run: Run) -> tuple[Any, ...]:
+    """Return a run as plain values; it has no inputs in this world."""
+    params = run.sampling_params
+    return (run.request_id,) if params is None else (run.request_id, params.steps, params.left)
+
+
+def run_of(shown: tuple[Any, ...]) -> Run:
+    """Return the run of ``shown_run``."""
+    request_id, *parts = shown
+    params = SamplingParams(steps=parts[0], left=parts[1]) if parts else None
+    return Run(request_id=request_id, sampling_params=params)
 
 
 def lands(of: StagingLayout | None) -> Any:

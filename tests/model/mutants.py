@@ -92,7 +92,8 @@ def _exchanges_outputs(handle: Handle, event: ev.Event) -> list[ev.Command]:
 
 def _forgets_deadlines(handle: Handle, event: ev.Event) -> list[ev.Command]:
     if isinstance(event, ev.InferArrived):
-        event = msgspec.structs.replace(event, deadline_at_ms=None)
+        origin = msgspec.structs.replace(event.origin, deadline_at_ms=None)
+        event = msgspec.structs.replace(event, origin=origin)
     return handle(event)
 
 

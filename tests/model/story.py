@@ -115,7 +115,8 @@ def _of_worker(world: World, kind: str, rest: list[Any]) -> str:
         return f"{who} starts the script, from the commit that is there now, and asks for a slice."
     if task.has_begun:
         return f"{who} computes group {task.next_group} of {task.order.model}."
-    return f"{who} sees its turn {task.order.op_id} and begins request {task.order.request_id}."
+    order = task.order
+    return f"{who} sees its turn {order.op_id} and begins request {order.runs[0].request_id}."
 
 
 def _message(message: Any) -> str:

@@ -179,9 +179,9 @@ class FakeScheduler:
 
     def finish(self, event: ev.InferArrived) -> None:
         """Read x from the request's slab, write y = 2 x to the reply's slab, and reply."""
-        (x,) = event.inputs
+        (x,) = event.run.inputs
         at, size = x.offset_bytes, x.size_bytes
-        y = event.reply_offset_bytes
+        y = event.run.reply_offset_bytes
         values = self.pool[at : at + size].view(np.float32) * 2
         self.pool[y : y + size] = values.view(np.uint8)
         output = SlabTensor(

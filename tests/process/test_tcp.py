@@ -251,7 +251,7 @@ def test_an_output_outside_of_its_slab_is_not_sent(
         name="y",
         dtype="float32",
         shape=(1, 4),
-        offset_bytes=event.reply_offset_bytes + (1 << 20),
+        offset_bytes=event.run.reply_offset_bytes + (1 << 20),
         size_bytes=16,
     )
     server.post(ev.Reply(token=event.token, outputs=(outside,)))

@@ -28,6 +28,7 @@ from pipeswitch.client.client import Client
 from pipeswitch.ipc.channel import channel_pair
 from pipeswitch.ipc.control_page import BOARD_BYTES, Board, new_doorbell, sealed_memfd
 from pipeswitch.ipc.messages.base import Exit, SlabTensor
+from pipeswitch.ipc.messages.run import Run
 from pipeswitch.ipc.messages.worker import InferenceDone, RunInference, WorkerSettings
 from pipeswitch.programs.graphs.bundle import Graph, Node
 from pipeswitch.programs.interface.layout import GroupSpec, Manifest, TensorSpec, ValueSpec
@@ -227,16 +228,13 @@ def workers_calls() -> int:
     x = SlabTensor(name="x", dtype="float32", shape=(1, 4), offset_bytes=0, size_bytes=16)
     order = RunInference(
         op_id=1,
-        request_id="r",
         model="m",
         digest="d",
         directory="",
         arena_offset_bytes=page,
         first_fence=2,
         residency_id=7,
-        inputs=(x,),
-        reply_offset_bytes=page,
-        reply_bytes=64,
+        runs=(Run(request_id="r", inputs=(x,), reply_offset_bytes=page, reply_bytes=64),),
     )
     os.pwrite(models, (7).to_bytes(4, "little") * 2, 4 * order.first_fence)
     Board(control_page).write_turn(order.op_id)

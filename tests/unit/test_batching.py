@@ -14,7 +14,8 @@ from pipeswitch.base import errors
 from pipeswitch.extras.lab.programs import program_of
 from pipeswitch.extras.lab.world import World
 from pipeswitch.ipc.messages.base import ModelName, SlabTensor
-from pipeswitch.ipc.messages.worker import InferenceDone, RunInference, SamplingParams
+from pipeswitch.ipc.messages.run import Run, SamplingParams
+from pipeswitch.ipc.messages.worker import InferenceDone, RunInference
 from pipeswitch.programs.decoding.generation_settings import PADS
 from pipeswitch.programs.interface.dims import Dim
 from pipeswitch.programs.interface.layout import Batching, ValueSpec
@@ -24,6 +25,7 @@ from pipeswitch.scheduler.state import events as ev
 from pipeswitch.scheduler.state.core import SchedulerSettings
 from pipeswitch.scheduler.state.predictions import Predictions
 from pipeswitch.scheduler.state.states import TaskState
+from tests.unit.arrivals import arrival
 
 MIB = 1 << 20
 LIMIT, DELAY_MS = 4, 5.0
@@ -70,7 +72,7 @@ class Server(World):
     def happens(self, what: str, name: str) -> bool:
         if what == "poison" and self.deadly is not None:
             return any(
-                f"r{self.deadly}" in (run.request_id, *(one.request_id for one in run.batched))
+                f"r{self.deadly}" in [one.request_id for one in run.runs]
                 for worker in self.workers.values()
                 if worker.computes
                 for run in worker.orders
@@ -104,16 +106,13 @@ class Server(World):
             name="ids", dtype="int64", shape=(rows, length), offset_bytes=0, size_bytes=8
         )
         self.handle(
-            ev.InferArrived(
-                token=token,
-                request_id=f"r{token}",
-                model=ModelName(name),
+            arrival(
+                token,
+                name,
+                self.now_ms,
                 digest=name,
                 deadline_at_ms=None if deadline_ms is None else self.now_ms + deadline_ms,
                 inputs=(ids,),
-                reply_offset_bytes=0,
-                reply_bytes=0,
-                priority=values.pop("priority", 1),
                 **values,
             )
         )
@@ -129,7 +128,7 @@ class Server(World):
 
     def batched(self) -> list[list[int]]:
         """Return, for each run, the tokens of its requests."""
-        return [[int(one.request_id[1:]) for one in (run, *run.batched)] for _, run in self.runs]
+        return [[int(one.request_id[1:]) for one in run.runs] for _, run in self.runs]
 
     def error(self, token: ev.Token) -> Any:
         return self.answers[token][1].error
@@ -193,7 +192,7 @@ def test_other_lengths_are_passed_over_and_a_batch_that_is_too_large_ends_it() -
     large, after = server.ask("joins", rows=3), server.ask("joins")
     server.run()
     assert server.batched() == [[first, third], [long], [large, after]]
-    assert [run.batched[-1].inputs[0].shape for _, run in server.runs if run.batched] == [
+    assert [run.runs[-1].inputs[0].shape for _, run in server.runs if len(run.runs) > 1] == [
         (1, 3)
     ] * 2
 
@@ -520,18 +519,15 @@ class Steps(Server):
         token = self.clients.token()
         self.to_come[token], self.past[token] = tokens, past
         self.handle(
-            ev.InferArrived(
-                token=token,
-                request_id=f"r{token}",
-                model=ModelName("lm"),
+            arrival(
+                token,
+                "lm",
+                self.now_ms,
                 digest="lm",
-                priority=1,
-                reply_offset_bytes=0,
-                reply_bytes=0,
                 sequence=token,
                 inputs=inputs_of(past, length),
                 sampling_params=self.sampling_params(token),
-                **{"deadline_at_ms": None, **values},
+                **values,
             )
         )
         return token
@@ -552,14 +548,13 @@ class Steps(Server):
     def run_for(self, token: ev.Token) -> ev.NextRun:
         if token in self.parked:
             return ev.NextRun(token=token)
-        inputs = inputs_of(self.past[token], 1)
-        return ev.NextRun(
-            token=token, inputs=inputs, sampling_params=self.sampling_params(token), sequence=token
-        )
+        inputs, params = inputs_of(self.past[token], 1), self.sampling_params(token)
+        run = Run(request_id=f"r{token}", inputs=inputs, sampling_params=params, sequence=token)
+        return ev.NextRun(token=token, run=run)
 
     @property
     def sizes(self) -> list[int]:
-        return [1 + len(run.batched) for _, run in self.runs]
+        return [len(run.runs) for _, run in self.runs]
 
 
 def inputs_of(past: int, length: int) -> tuple[SlabTensor, ...]:
@@ -758,7 +753,7 @@ def test_what_is_joined_together_has_room_in_a_workers_memory(
     for _ in range(7):
         server.step(past=40)
     server.run()
-    assert [1 + len(run.batched) for _, run in server.runs if run.model == "lm"] == [3, 3, 1]
+    assert [len(run.runs) for _, run in server.runs if run.model == "lm"] == [3, 3, 1]
 
 
 def test_the_requests_of_a_run_that_failed_are_tried_alone_and_the_next_ones_joined() -> None:
@@ -817,7 +812,8 @@ def test_generations_run_after_the_leader_with_their_tokens(others: int, event: 
     server.run()
     assert not any(map(server.error, led))
     if not event:  # the inputs of the requests in ``led`` were requested again
-        assert all(not run.batched for _, run in server.runs if run.inputs[0].shape[1] > 1)
+        pieces = [run for _, run in server.runs if run.runs[0].inputs[0].shape[1] > 1]
+        assert all(len(run.runs) == 1 for run in pieces)
         assert server.renewed == {*led}
 
 
@@ -834,5 +830,5 @@ def test_a_generation_that_arrives_while_its_leader_returns_is_prepared_again() 
     server.clients.run_ended = run_ended  # type: ignore[method-assign]
     server.run()
     assert server.renewed == {*led}
-    assert len([run for _, run in server.runs if run.inputs[0].shape[1] > 1]) == 1
+    assert len([run for _, run in server.runs if run.runs[0].inputs[0].shape[1] > 1]) == 1
     assert not any(map(server.error, [leader, *led]))

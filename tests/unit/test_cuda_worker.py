@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from pipeswitch.ipc.messages.run import Run
 from pipeswitch.ipc.messages.worker import InferenceDone, InferenceFailed, RunInference
 from pipeswitch.workers import main as worker_main
 from pipeswitch.workers.inference.decode import DecodeRunner
@@ -76,16 +77,13 @@ def test_a_task_that_outgrows_the_slice_is_run_once_more_in_other_memory(
     sent: list[type] = []
     order = RunInference(
         op_id=1,
-        request_id="r",
         model="m",
         digest="d",
         directory="",
         arena_offset_bytes=4096,
         first_fence=2,
         residency_id=7,
-        inputs=(),
-        reply_offset_bytes=0,
-        reply_bytes=0,
+        runs=(Run(request_id="r"),),
     )  # type: ignore[arg-type]
     infer(order, programs, pool, view, task, 0)
     assert sent == [InferenceDone if has_other_memory else InferenceFailed]

@@ -22,6 +22,7 @@ from pipeswitch.scheduler.state.records import DeviceModel, Model, Request
 from pipeswitch.scheduler.state.states import ModelEvent, Residency, TaskState
 from pipeswitch.scheduler.training.job_requests import JobRequests
 from pipeswitch.scheduler.training.jobs import Jobs
+from tests.unit.arrivals import request_of
 
 MIB = 1 << 20
 SETTINGS = SchedulerSettings(arena_bytes=64 * MIB, store_bytes=64 * MIB, fence_count=64)
@@ -63,7 +64,7 @@ class Machine:
 
     def ask(self, device: Device, token: int) -> Request:
         """Admit a request for the model to a device; return the request."""
-        request = Request(token, f"r{token}", "m", 1, None, (), 0, 0, self.core.now_ms)
+        request = request_of(token, "m", self.core.now_ms)
         device.state.requests[request.token] = request
         device.state.queue.add(request)
         device.advance()

@@ -14,7 +14,7 @@ import pytest
 
 from pipeswitch.base.errors import InvalidInput
 from pipeswitch.extras.text.tools import ResponseFormat, schema_of
-from pipeswitch.ipc.messages.worker import SamplingParams
+from pipeswitch.ipc.messages.run import SamplingParams
 from pipeswitch.programs.decoding.generation_settings import packed_tokenizer
 from pipeswitch.programs.decoding.grammar import (
     Matcher,

@@ -16,6 +16,7 @@ from pipeswitch.scheduler.policies.guard import PolicyGuard
 from pipeswitch.scheduler.state.fair_queue import CallerQueue
 from pipeswitch.scheduler.state.queue import Queue
 from pipeswitch.scheduler.state.records import Request
+from tests.unit.arrivals import request_of
 
 MODELS = ("a", "b", "c", "d")
 MAX_WAIT_MS = 100.0
@@ -37,9 +38,9 @@ class Device:
         return policies.Waiting(
             request.token,
             request.model,
-            request.priority,
-            request.deadline_at_ms,
-            request.arrived_at_ms,
+            request.origin.priority,
+            request.origin.deadline_at_ms,
+            request.origin.arrived_at_ms,
             request.batch,
             request.size_bytes,
             request.model in self.on_device,
@@ -102,17 +103,13 @@ def test_the_same_requests_are_tried_as_by_a_look_at_all(
                 deadline = None if deadline_ms is None else device.now_ms + deadline_ms
                 came_at_ms = device.now_ms - aged_ms  # as if queued again after a worker's death
                 device.queue.add(
-                    Request(
+                    request_of(
                         device.count,
-                        "r",
                         MODELS[model],
-                        priority,
-                        deadline,
-                        (),
-                        0,
-                        0,
                         came_at_ms,
-                        str(device.count % callers),
+                        priority=priority,
+                        deadline_at_ms=deadline,
+                        caller=str(device.count % callers),
                     )
                 )
             case ("leave", number) if len(device.queue):
@@ -148,7 +145,7 @@ def test_a_decision_ranks_only_the_lines_that_changed(
     rng = random.Random(1)
     for token in range(1000):
         model = f"m{rng.randrange(200)}"
-        device.queue.add(Request(token, "r", model, rng.randrange(3), None, (), 0, 0, 0.0))
+        device.queue.add(request_of(token, model, priority=rng.randrange(3)))
     device.heads()
     ranked.clear()
     _, first = device.heads()[0]
@@ -175,7 +172,7 @@ def test_a_window_runs_what_waited_in_its_lines_before_anything_later() -> None:
 
     def ask(model: str) -> None:
         at = next(arrivals)
-        device.queue.add(Request(at, "r", model, 1, None, (), 0, 0, float(at)))
+        device.queue.add(request_of(at, model, float(at)))
 
     def run() -> str:
         _, request = device.heads()[0]

@@ -9,10 +9,11 @@ import math
 from pipeswitch.scheduler.state.core import DUE, HUNG, Wakeups
 from pipeswitch.scheduler.state.queue import SPARE_DEADLINES, Queue
 from pipeswitch.scheduler.state.records import Request
+from tests.unit.arrivals import request_of
 
 
 def request(token: int, model: str = "m", deadline_at_ms: float | None = None) -> Request:
-    return Request(token, f"r{token}", model, 1, deadline_at_ms, (), 0, 0, 0.0)
+    return request_of(token, model, deadline_at_ms=deadline_at_ms)
 
 
 def tokens(requests: object) -> list[int]:

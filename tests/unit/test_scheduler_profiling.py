@@ -111,7 +111,7 @@ def test_each_run_is_a_request_of_the_asker_and_only_those_are_timed(rig: Rig) -
     replies = [a for a in rig.commands(ev.Reply) if a.more and "batch" in a.body]
     assert not first.is_timed
     assert all(run.is_timed for run in runs)
-    assert [f"r{token}" for token in rig.world.runs] == [run.request_id for run in runs]
+    assert [f"r{token}" for token in rig.world.runs] == [run.runs[0].request_id for run in runs]
     assert len(replies) == len(runs)
     assert {answer.body["version"] for answer in replies} == {1}
     assert [answer.body["fraction"] for answer in replies] == sorted(

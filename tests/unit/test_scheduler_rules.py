@@ -71,6 +71,7 @@ from pipeswitch.scheduler.training.training import (
     STARVED_CYCLES,
     STARVED_STEPS,
 )
+from tests.unit.arrivals import arrival
 from tests.unit.fleet_model import manifest_of
 
 MIB = 1 << 20
@@ -241,18 +242,8 @@ class Rig:
     def infer(self, name: str, *, deadline_ms: float | None = None, **fields: Any) -> ev.Token:
         at_ms = None if deadline_ms is None else self.now_ms + deadline_ms
         token = self.token()
-        own = {"digest": f"digest {name}", "priority": 1, "tenant": self.pool_of(name)}
-        self.handle(
-            ev.InferArrived(
-                token=token,
-                request_id=f"r{token}",
-                model=name,
-                deadline_at_ms=at_ms,
-                reply_offset_bytes=0,
-                reply_bytes=0,
-                **{"inputs": (), **own, **fields},
-            )
-        )
+        own = {"digest": f"digest {name}", "tenant": self.pool_of(name), "deadline_at_ms": at_ms}
+        self.handle(arrival(token, name, self.now_ms, **(own | fields)))
         return token
 
     def pool_of(self, name: str) -> str:
@@ -403,7 +394,7 @@ def test_requests_wait_for_a_model_that_is_being_stored(rig: Rig) -> None:
     assert not rig.answers
     rig.daemon(ModelStored(model="a", op_id=op_id, load_ms=1.0))
     runs = rig.sent(RunInference)
-    assert [run.request_id for run in runs] == [f"r{first}", f"r{second}"]
+    assert [run.runs[0].request_id for run in runs] == [f"r{first}", f"r{second}"]
     rig.done()
     rig.done()
     assert rig.error(first) is None
@@ -2628,20 +2619,8 @@ def test_a_model_is_resident_for_the_next_request_though_its_answer_overtook_the
 def infer_of(rig: Rig, registration_id: int) -> ev.Token:
     """Send a request for version 1, like a frontend that does not know of its removal yet."""
     token = rig.token()
-    rig.handle(
-        ev.InferArrived(
-            token=token,
-            request_id=f"r{token}",
-            model="net",
-            digest="digest net",
-            priority=1,
-            deadline_at_ms=None,
-            inputs=(),
-            reply_offset_bytes=0,
-            reply_bytes=0,
-            registration_id=registration_id,
-        )
-    )
+    fields = {"digest": "digest net", "registration_id": registration_id}
+    rig.handle(arrival(token, "net", rig.now_ms, **fields))
     return token
 
 
@@ -2779,18 +2758,8 @@ def test_a_share_of_requests_goes_to_a_version_until_another_one_is_chosen(rig: 
 
     def came(registration_id: int) -> int:
         """Return how many of 2,000 requests went to version 1."""
-        event = ev.InferArrived(
-            token=rig.token(),
-            request_id="r",
-            model="net@2",
-            digest="digest net@2",
-            priority=1,
-            deadline_at_ms=None,
-            inputs=(),
-            reply_offset_bytes=0,
-            reply_bytes=0,
-            registration_id=registration_id,
-        )
+        fields = {"digest": "digest net@2", "registration_id": registration_id}
+        event = arrival(rig.token(), "net@2", **fields)
         went = [rig.scheduler.admission._of_a_version_that_is_there(event) for _ in range(2000)]
         return sum((one.model, one.digest) == ("net", "digest net") for one in went)
 

@@ -207,10 +207,11 @@ class Rig:
         runs, more = [self.computing.pop(token) for token in tokens], []
         for run, answer in zip(runs, self.answers_of(runs), strict=True):
             token = answer.token
-            assert run.sampling_params is not None
+            assert run.run is not None
+            assert run.run.sampling_params is not None
             if error is not None:
                 self.answer(ev.Reply(token=token, error=error))
-            elif run.sampling_params.ends_with(answer.body["tokens"]):
+            elif run.run.sampling_params.ends_with(answer.body["tokens"]):
                 self.answer(msgspec.structs.replace(answer, timing=None))
             else:
                 self.between.add(token)
@@ -223,10 +224,12 @@ class Rig:
             self.generations.run_ended(ev.RunEnded(answers=tuple(more)))
 
     def answers_of(self, runs: Sequence[ev.InferArrived | ev.NextRun]) -> list[ev.Reply]:
-        steps = self.chance.randint(1, min(one.sampling_params.steps for one in runs))  # type: ignore[union-attr]
-        return [self.computed(one, steps) for one in runs]
+        steps = self.chance.randint(1, min(one.run.sampling_params.steps for one in runs))  # type: ignore[union-attr]
+        return [self.computed(one, steps) for one in runs]  # type: ignore[arg-type]
 
-    def computed(self, run: ev.InferArrived | ev.NextRun, steps: int) -> ev.Reply:
+    def computed(self, of: ev.InferArrived | ev.NextRun, steps: int) -> ev.Reply:
+        run = of.run
+        assert run is not None
         memory, named = self.pool.memory, {one.name: one for one in run.inputs}
         inputs = {
             name: bytes(memory[one.offset_bytes :][: one.size_bytes]) for name, one in named.items()
@@ -254,7 +257,7 @@ class Rig:
         body: dict[str, Any] = {"tokens": tokens}
         if (how.options or {}).get("logprobs") is not None:
             body["logprobs"] = self.chances or [(-1.0, ((token, -1.0),)) for token in tokens]
-        return ev.Reply(token=ev.Token(run.token), outputs=(), body=body)
+        return ev.Reply(token=of.token, outputs=(), body=body)
 
     def answer(self, answer: ev.Reply) -> None:
         pending = self.requests.find(answer.token)
@@ -285,7 +288,7 @@ class Rig:
             self.computing[event.token] = event
         elif isinstance(event, ev.NextRuns):
             for run in event.runs:
-                if run.sampling_params and run.token in self.between:
+                if run.run is not None and run.token in self.between:
                     self.between.remove(run.token)
                     self.computing[run.token] = run
         elif isinstance(event, ev.CancelRequest):

@@ -56,19 +56,12 @@ class Rig(allocation.Rig):
 
     def answers_of(self, runs: Sequence[Any]) -> list[ev.Reply]:
         self.op_id += 1
-        fields = (
-            "inputs",
-            "reply_offset_bytes",
-            "reply_bytes",
-            "sampling_params",
-            "sequence",
-            "after",
-        )
-        head, *others = [
-            SimpleNamespace(**{name: getattr(one, name) for name in fields}) for one in runs
-        ]
-        vars(head).update(
-            batched=tuple(others), staging=(), model="m", op_id=self.op_id, is_code=False
+        head = SimpleNamespace(
+            runs=tuple(one.run for one in runs),
+            staging=(),
+            model="m",
+            op_id=self.op_id,
+            is_code=False,
         )
         bound: Any = Program()
         while True:

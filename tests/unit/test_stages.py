@@ -22,6 +22,7 @@ from pipeswitch.scheduler.state import events as ev
 from pipeswitch.scheduler.state.core import Core, SchedulerSettings
 from pipeswitch.scheduler.state.records import Request, Steps
 from pipeswitch.scheduler.state.states import TaskState
+from tests.unit.arrivals import arrival, request_of
 from tests.unit.test_scheduler_rules import Rig
 
 STAGE = processor("pkg:fn", {"image": (((1, 9), 3), "uint8")})
@@ -41,18 +42,8 @@ class Pool(PreprocessPool):
         super().__init__(self.core)
 
     def ask(self, token: int, *, priority: int = 1, deadline_at_ms: float | None = None) -> Request:
-        request = Request(
-            token,
-            f"r{token}",
-            "m",
-            priority,
-            deadline_at_ms,
-            RAW,
-            0,
-            0,
-            self.core.now_ms,
-            steps=Steps(is_raw=True),
-        )
+        fields = {"priority": priority, "deadline_at_ms": deadline_at_ms, "inputs": RAW}
+        request = request_of(token, "m", self.core.now_ms, **fields, steps=Steps(is_raw=True))
         self.take(request, STAGE.function, self.born, "")
         return request
 
@@ -105,7 +96,7 @@ def test_a_process_comes_with_the_first_request_and_makes_each_ones_inputs_once(
         (command,) = pool.out(ev.TakeResult)
         assert (command.token, command.function) == (request.token, "pkg:fn")
         assert not pool.calls()  # the process waits while its memory is read
-        assert pool.prepared(ev.Prepared(token=request.token, slot=0, inputs=RAW)) is request
+        assert pool.prepared(ev.Prepared(token=request.token, slot=0, run=request.run)) is request
         assert (request.state.state, request.steps.preprocess_ms) == (TaskState.QUEUED, 5.0)
     assert not len(pool)
     assert not pool.out(ev.Send)
@@ -266,7 +257,7 @@ def test_a_deadline_that_passes_as_something_else_happens_is_not_forgotten() -> 
         SchedulerSettings(arena_bytes=1 << 22, store_bytes=1 << 22, fence_count=64)
     )
     scheduler.start(0.0)
-    late = Request(1, "r1", "m", 1, 9.0, RAW, 0, 0, 0.0, steps=Steps(is_raw=True))
+    late = request_of(1, deadline_at_ms=9.0, inputs=RAW, steps=Steps(is_raw=True))
     scheduler.admission.preprocess_pool.take(late, STAGE.function, scheduler.core.next_op_id(), "")
     assert scheduler.next_wakeup_ms() == 9.0
     commands = scheduler.handle(ev.PrefetchHint(model="other"), 10.0)
@@ -285,20 +276,7 @@ def test_a_server_that_leaves_waits_for_the_function_behind_a_model() -> None:
     rig.done()
     assert rig.answers.pop(token).error is None  # the frontend does not send this answer yet
     assert not rig.commands(ev.Shutdown)
-    rig.handle(
-        ev.InferArrived(
-            token=token,
-            request_id="r",
-            model="a",
-            digest="",
-            priority=1,
-            deadline_at_ms=None,
-            inputs=(),
-            reply_offset_bytes=0,
-            reply_bytes=0,
-            is_postprocess=True,
-        )
-    )
+    rig.handle(arrival(token, "a", rig.now_ms, is_postprocess=True))
     assert not rig.commands(ev.Shutdown)
     rig.handle(ev.CancelRequest(token=token))
     assert isinstance(rig.error(token), errors.Cancelled)

@@ -14,7 +14,7 @@ import torch
 from pipeswitch.base.errors import InvalidInput
 from pipeswitch.ipc.control_page import sealed_memfd
 from pipeswitch.ipc.messages.base import SlabTensor
-from pipeswitch.ipc.messages.worker import SamplingParams
+from pipeswitch.ipc.messages.run import SamplingParams
 from pipeswitch.programs.interface.dims import Dim
 from pipeswitch.programs.interface.layout import Batching
 from pipeswitch.workers.inference import decode
@@ -116,14 +116,13 @@ class Worker:
             inputs=inputs,
             model="m",
             staging=(),
-            batched=(),
             sequence=sequence,
             after=after,
         )
 
     def told(self, requests: list[Any]) -> list[tuple[list[int], torch.Tensor]]:
         """Compute one run; return the tokens and the new rows of each request."""
-        head = SimpleNamespace(**vars(requests[0]) | {"batched": tuple(requests[1:])})
+        head = SimpleNamespace(**vars(requests[0]) | {"runs": tuple(requests)})
         self.op_id += 1
         head.op_id = self.op_id
         run = self.stepping.begin(head, self.toy, Pool(), self.device, self.waits)  # type: ignore[arg-type]

@@ -18,7 +18,8 @@ from pipeswitch.extras.lab.programs import program_of
 from pipeswitch.ipc.messages.base import JobName, ModelName
 from pipeswitch.ipc.messages.builder import BuildDone
 from pipeswitch.ipc.messages.daemon import CancelTransmit, TransmitModel
-from pipeswitch.ipc.messages.worker import InferenceFailed, RunInference, SamplingParams, Yielded
+from pipeswitch.ipc.messages.run import Run, SamplingParams
+from pipeswitch.ipc.messages.worker import InferenceFailed, RunInference, Yielded
 from pipeswitch.planning.costs import LayerCosts, LinkCost
 from pipeswitch.planning.profile import ProfileFile
 from pipeswitch.planning.streaming import StagingLayout, land, least_window, pass_ms
@@ -225,14 +226,8 @@ def test_a_pass_of_a_language_model_is_one_step_and_lets_in_whom_the_policy_does
     request = next(one for _, _, one in world.story if isinstance(one, ev.InferArrived))
     tokens = [world.clients.token() for _ in range(2)]
     for token in tokens:
-        world.handle(
-            msgspec.structs.replace(
-                request,
-                token=token,
-                request_id=f"r{token}",
-                sampling_params=SamplingParams(steps=8),
-            )
-        )
+        run = Run(request_id=f"r{token}", sampling_params=SamplingParams(steps=8))
+        world.handle(msgspec.structs.replace(request, token=token, run=run))
         world.run(world.now_ms + 10.0)
     assert not world.scene.device.stop_words  # nothing stops the second request's own pass
     world.run(world.now_ms + 1e4)

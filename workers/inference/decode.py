@@ -18,7 +18,8 @@ import torch
 
 from pipeswitch.devices.worker_device import now_ms
 from pipeswitch.ipc.messages.base import ModelName, SlabTensor
-from pipeswitch.ipc.messages.worker import BatchedRequest, RunInference
+from pipeswitch.ipc.messages.run import Run
+from pipeswitch.ipc.messages.worker import RunInference
 from pipeswitch.programs.decoding.generation_settings import (
     CACHE,
     CACHE_NEW,
@@ -39,7 +40,6 @@ RUN_MS: Final = 125.0  # target time of a run; streams get its tokens at its end
 ROWS_STEP: Final = 16  # rows are a multiple of this, so shapes seldom change; few rows are unused
 GPU_ROWS_STEP: Final = 128  # larger on a GPU, which captures each shape
 
-Requests = Sequence[RunInference | BatchedRequest]
 Known = tuple[int, int, int]  # sequence, run that computed its last rows, number of rows
 
 
@@ -132,40 +132,39 @@ class DecodeRunner:
         is_over: Callable[[], bool],
     ) -> DecodeRun | None:
         """Return the run's steps, or None if no request has ``sampling_params``."""
-        requests: Requests = (message, *message.batched)
-        if not any(one.sampling_params for one in requests):
+        runs = message.runs
+        if not any(one.sampling_params for one in runs):
             return None
-        most = 0 if message.staging else self._most(message, requests, bound.manifest)
+        most = 0 if message.staging else self._most(message, bound.manifest)
         if device != self.caches.device:
             self.caches.device = device
             self.caches.let_go()
-        steps = DecodeRun(bound, requests, most, self.caches, pool, is_over)
+        steps = DecodeRun(bound, runs, most, self.caches, pool, is_over)
         steps.follow_schemas(self.tokenizers)
         return steps
 
-    def _most(self, message: RunInference, requests: Requests, manifest: Manifest) -> int:
+    def _most(self, message: RunInference, manifest: Manifest) -> int:
         """Return the maximum number of steps of a run; 0: one step whose cache is not kept.
 
         A prompt is computed as a single step. The first step of a model in this process is single,
         too, because its duration is not known yet.
         """
-        sampling_params = [
-            one.sampling_params for one in requests if one.sampling_params is not None
-        ]
-        slabs = [_slabs_of(one, manifest) for one in requests]
+        runs = message.runs
+        sampling_params = [one.sampling_params for one in runs if one.sampling_params is not None]
+        slabs = [_slabs_of(one, manifest) for one in runs]
         is_long = any(named[IDS].shape != (1, 1) for named in slabs)
         caches_bytes = sum(named[CACHE].size_bytes for named in slabs)
-        is_large = len(requests) > 1 and caches_bytes > MAX_JOINED_BYTES
-        if len(sampling_params) < len(requests) or is_long or is_large:
+        is_large = len(runs) > 1 and caches_bytes > MAX_JOINED_BYTES
+        if len(sampling_params) < len(runs) or is_long or is_large:
             return 0
         most = min(one.steps for one in sampling_params)
-        if 2 * self._step_ms.get((message.model, len(requests)), RUN_MS) > RUN_MS:
+        if 2 * self._step_ms.get((message.model, len(runs)), RUN_MS) > RUN_MS:
             most = 1
         return most
 
     def ended(self, message: RunInference, steps: DecodeRun, ms: float) -> None:
         """Keep the step time, the caches and the matchers of a successful run."""
-        self._step_ms[message.model, 1 + len(message.batched)] = ms / steps.count
+        self._step_ms[message.model, len(message.runs)] = ms / steps.count
         steps.keep(message.op_id)
         if steps.matchers:
             self.tokenizers.keep(steps.matchers.values())
@@ -177,7 +176,7 @@ class DecodeRun:
     def __init__(
         self,
         bound: BoundProgram,
-        requests: Requests,
+        runs: Sequence[Run],
         most: int,
         caches: KVBatchCache,
         pool: MappedPool,
@@ -185,15 +184,15 @@ class DecodeRun:
     ) -> None:
         self._bound, self.most, self._caches = bound, most, caches
         self._pool, self._is_over = pool, is_over
-        self._requests, self._order = requests, [*range(len(requests))]  # the row of each request
+        self._runs, self._order = runs, [*range(len(runs))]  # the row of each run
         self._cache: torch.Tensor
         self._first: list[int] = []  # for each row, the position of the first step's token
         self._tokens: list[list[int]] = []  # for each step, the token of each row
-        hows = [one.sampling_params for one in requests]
+        hows = [one.sampling_params for one in runs]
         self._samplings = [
             None if how is None or how.is_piece else sampling_of(how) for how in hows
         ]
-        self._chances: list[list[Chance]] = [[] for _ in requests]
+        self._chances: list[list[Chance]] = [[] for _ in runs]
         self.matchers: dict[int, Matcher] = {}  # index of a request -> its matcher
 
     @property
@@ -205,7 +204,7 @@ class DecodeRun:
         """Create a matcher for each request whose answer must follow a schema."""
         self._tokenizers = tokenizers
         manifest = self._bound.manifest
-        for number, one in enumerate(self._requests):
+        for number, one in enumerate(self._runs):
             how = one.sampling_params
             if how is not None and how.options is not None and how.schema and not how.is_piece:
                 facts = manifest.extra["generation"]
@@ -215,9 +214,9 @@ class DecodeRun:
     def inputs(self) -> list[torch.Tensor]:
         """Return the program's inputs; call it only if ``most`` is not 0."""
         manifest, pool = self._bound.manifest, self._pool
-        slabs = [_slabs_of(one, manifest) for one in self._requests]
+        slabs = [_slabs_of(one, manifest) for one in self._runs]
         ids, used = ([pool.number(one[name]) for one in slabs] for name in (IDS, USED))
-        pairs = zip(self._requests, used, strict=True)
+        pairs = zip(self._runs, used, strict=True)
         high = next(dim.high for dim in manifest.dims if dim.name == "past")
         self._order, cache = self._caches.place(
             manifest.digest,
@@ -240,7 +239,7 @@ class DecodeRun:
         named = {spec.name: value for spec, value in zip(specs, inputs, strict=True)}
         upto = (named[USED] + named[COUNT]).tolist()  # each sequence's tokens after this step
         if self._tokens:  # an earlier try chose them before it ran out of memory
-            self._chances = [[] for _ in self._requests]
+            self._chances = [[] for _ in self._runs]
             self.follow_schemas(self._tokenizers)
         self._first, self._tokens = named[USED].tolist(), []
         if self.most:
@@ -268,13 +267,13 @@ class DecodeRun:
 
         With ``sampling_params`` there are none: new rows go to the cache; see ``tokens``."""
         manifest, row = self._bound.manifest, self._order[number]
-        if self._requests[number].sampling_params is None:
+        if self._runs[number].sampling_params is None:
             return manifest.outputs, own
         if self.most:
             rows = self._cache[row].narrow(0, self._first[row], self.count)
         else:
             _, rows = self._named(own)
-        self._pool.extend(_slabs_of(self._requests[number], manifest)[CACHE], rows)
+        self._pool.extend(_slabs_of(self._runs[number], manifest)[CACHE], rows)
         return [], []
 
     def tokens(self) -> tuple[tuple[int, ...], ...]:
@@ -284,7 +283,7 @@ class DecodeRun:
                 ()
                 if (how := one.sampling_params) is None or how.is_piece
                 else tuple([step[row] for step in self._tokens])
-                for one, row in zip(self._requests, self._order, strict=True)
+                for one, row in zip(self._runs, self._order, strict=True)
             ]
         )
 
@@ -296,7 +295,7 @@ class DecodeRun:
         """Keep the caches for the next run."""
         if not self.most:
             return
-        for one, row in zip(self._requests, self._order, strict=True):
+        for one, row in zip(self._runs, self._order, strict=True):
             if one.sequence:
                 self._caches.keep(row, (one.sequence, op_id, self._first[row] + self.count))
 
@@ -309,7 +308,7 @@ class DecodeRun:
         is_late = ms * (self.count + 1) / self.count > RUN_MS
         is_end = any(
             one.sampling_params is not None and self._tokens[-1][row] in one.sampling_params.stop
-            for one, row in zip(self._requests, self._order, strict=True)
+            for one, row in zip(self._runs, self._order, strict=True)
         )
         return self.count == self.most or is_late or is_end or self._is_over()
 
@@ -317,7 +316,7 @@ class DecodeRun:
         """Choose the next token of each row."""
         values, tokens, count = logits.float().cpu().numpy(), [0] * len(upto), self.count
         for number, (one, row, sampling) in enumerate(
-            zip(self._requests, self._order, self._samplings, strict=True)
+            zip(self._runs, self._order, self._samplings, strict=True)
         ):
             if (how := one.sampling_params) is None or sampling is None:
                 continue
@@ -340,8 +339,8 @@ class DecodeRun:
         return tokens
 
 
-def _slabs_of(request: RunInference | BatchedRequest, manifest: Manifest) -> dict[str, SlabTensor]:
-    pairs = zip(manifest.inputs, request.inputs, strict=True)
+def _slabs_of(run: Run, manifest: Manifest) -> dict[str, SlabTensor]:
+    pairs = zip(manifest.inputs, run.inputs, strict=True)
     return {spec.name: slab for spec, slab in pairs}
 
 

@@ -17,8 +17,8 @@ from pipeswitch.devices.cpu.packed import missing_half
 from pipeswitch.devices.worker_device import WorkerDevice, now_ms
 from pipeswitch.ipc.channel import Channel
 from pipeswitch.ipc.messages.base import ModelName, SlabTensor
+from pipeswitch.ipc.messages.run import Run
 from pipeswitch.ipc.messages.worker import (
-    BatchedRequest,
     InferenceDone,
     InferenceFailed,
     PrepareModel,
@@ -47,7 +47,7 @@ from pipeswitch.programs.spec import (
     weights_file,
 )
 
-from .decode import DecodeRun, DecodeRunner, KVBatchCache, Requests
+from .decode import DecodeRun, DecodeRunner, KVBatchCache
 from .pool import MappedPool
 
 WARM_SIDE: Final = 512  # side of a matrix; large enough that torch uses all its threads
@@ -337,7 +337,7 @@ def _opened(
     if caches.model and caches.model != manifest.digest:
         caches.let_go()
     steps = None
-    if message.sampling_params is not None or message.batched:
+    if len(message.runs) > 1 or message.runs[0].sampling_params is not None:
         waits = partial(_waits, view, slot, message)
         steps = stepping.begin(message, bound, pool, view.device, waits)
     return steps, *_inputs(message, pool, steps, caches)
@@ -365,12 +365,12 @@ def _waits(view: WorkerDevice, slot: int, message: RunInference) -> bool:
 
 
 def _lend_inputs(view: WorkerDevice, message: RunInference, manifest: Manifest) -> None:
-    """Map a request's inputs until the next task; the operator's own module may write to them.
+    """Map a single run's inputs until the next task; the operator's own module may write to them.
 
-    Inputs of one request lie in one slab, in order. Inputs that a chain or a sequence kept lie in
+    Inputs of one run lie in one slab, in order. Inputs that a chain or a sequence kept lie in
     slabs of their own, and other requests' slabs may lie between them."""
     slabs: list[tuple[int, int]] = []
-    for one in message.inputs if not message.batched else ():
+    for one in message.runs[0].inputs if len(message.runs) == 1 else ():
         if one.pieces:  # pieces are gathered into a copy instead
             continue
         start, end = one.offset_bytes, one.offset_bytes + one.size_bytes
@@ -387,19 +387,18 @@ def _lend_inputs(view: WorkerDevice, message: RunInference, manifest: Manifest) 
 def _inputs(
     message: RunInference, pool: MappedPool, steps: DecodeRun | None, caches: KVBatchCache
 ) -> tuple[list[torch.Tensor], list[int]]:
-    """Return the program's inputs, and the row count of each request if requests are batched.
+    """Return the program's inputs, and the row count of each run if several are batched.
 
-    Batched requests lie in one tensor, in private memory of the pool or of the caches.
+    Batched runs lie in one tensor, in private memory of the pool or of the caches.
     """
-    if not message.batched and (steps is None or not steps.most):
-        return [pool.tensor(slab, is_code=message.is_code) for slab in message.inputs], []
-    requests: Requests = (message, *message.batched)
-    rows = [request.inputs[0].shape[0] for request in requests]
+    if len(message.runs) == 1 and (steps is None or not steps.most):
+        return [pool.tensor(slab, is_code=message.is_code) for slab in message.runs[0].inputs], []
+    rows = [run.inputs[0].shape[0] for run in message.runs]
     if steps is not None and steps.most:
         pool.let_go()
         return steps.inputs(), rows
     caches.let_go()
-    columns = zip(*(request.inputs for request in requests), strict=True)
+    columns = zip(*(run.inputs for run in message.runs), strict=True)
     return pool.batched(columns, message.model), rows
 
 
@@ -411,25 +410,22 @@ def _write(
     pool: MappedPool,
     steps: DecodeRun | None,
 ) -> list[tuple[SlabTensor, ...]]:
-    """Write each request's outputs to its own slab, without padding; a decode run writes its cache.
+    """Write each run's outputs to its own slab, without padding; a decode run writes its cache.
     ``split`` raises if the outputs have other row counts than the inputs."""
     manifest = bound.manifest
     parts: Iterable[Sequence[torch.Tensor]] = [outputs]
     if rows:
         parts = zip(*(torch.split(value, rows) for value in outputs), strict=True)
-    requests: Requests = (message, *message.batched)
     slabs = []
-    for number, (request, part) in enumerate(zip(requests, parts, strict=True)):
-        own = _its_own(part, request, manifest) if rows and manifest.pads else part
+    for number, (run, part) in enumerate(zip(message.runs, parts, strict=True)):
+        own = _its_own(part, run, manifest) if rows and manifest.pads else part
         values, own = (manifest.outputs, own) if steps is None else steps.outputs_of(number, own)
-        slabs.append(pool.write(values, own, request.reply_offset_bytes, request.reply_bytes))
+        slabs.append(pool.write(values, own, run.reply_offset_bytes, run.reply_bytes))
     return slabs
 
 
-def _its_own(
-    outputs: Sequence[torch.Tensor], request: RunInference | BatchedRequest, manifest: Manifest
-) -> list[torch.Tensor]:
-    shapes = (slab.shape for slab in request.inputs)
+def _its_own(outputs: Sequence[torch.Tensor], run: Run, manifest: Manifest) -> list[torch.Tensor]:
+    shapes = (slab.shape for slab in run.inputs)
     own = values_of((spec.shape for spec in manifest.inputs), shapes)
     assert own is not None
     pairs = zip(outputs, manifest.outputs, strict=True)

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Literal
 
 from ...ipc.messages.base import JobName, ModelName
-from ...ipc.messages.worker import SamplingParams
+from ...ipc.messages.run import Run, SamplingParams
 from ...scheduler.state import events as ev
 from .costs import Training
 from .device import require
@@ -90,17 +90,16 @@ class SimulatedClients:
         self._handle(
             ev.InferArrived(
                 token=token,
-                request_id=f"r{token}",
                 model=model,
                 digest=program.manifest.digest if program is not None else "",
-                priority=priority,
-                deadline_at_ms=None if deadline_ms is None else now_ms + deadline_ms,
-                inputs=(),
-                reply_offset_bytes=0,
-                reply_bytes=0,
-                caller=caller,
-                connection=connection,
-                sampling_params=sampling_params,
+                run=Run(request_id=f"r{token}", sampling_params=sampling_params),
+                origin=ev.Origin(
+                    arrived_at_ms=now_ms,
+                    priority=priority,
+                    deadline_at_ms=None if deadline_ms is None else now_ms + deadline_ms,
+                    caller=caller,
+                    connection=connection,
+                ),
             )
         )
         return token
@@ -112,9 +111,9 @@ class SimulatedClients:
             require(answer.token in self.open, f"token {answer.token} goes on after its answer")
             remaining = self.left[answer.token] - len(answer.body["tokens"])
             self.left[answer.token] = remaining
-            runs.append(
-                ev.NextRun(token=answer.token, sampling_params=SamplingParams(left=remaining))
-            )
+            params = SamplingParams(left=remaining)
+            run = Run(request_id=f"r{answer.token}", sampling_params=params)
+            runs.append(ev.NextRun(token=answer.token, run=run))
         self._handle(ev.NextRuns(runs=tuple(runs)))
 
     def train(

@@ -6,6 +6,7 @@ from functools import partial
 
 from ...ipc.messages import worker as worker_msg
 from ...ipc.messages.base import Message, OpId, Ping, Pong, SlabTensor, Turn
+from ...ipc.messages.run import Run
 from ...scheduler.state.events import Address
 from ...scheduler.state.records import NO_OP_ID
 from .clock import Move
@@ -195,9 +196,8 @@ class SimulatedWorker(SimulatedProcess):
 
     def _receives(self, order: worker_msg.RunInference) -> None:
         happens, program = self.scene.choices.happens, self.scene.programs[order.model]
-        batch, prompts = 1 + len(order.batched), self.scene.prompts
-        names = [order.request_id, *(one.request_id for one in order.batched)]
-        more = sum(prompts.get(name, 0.0) for name in names)
+        batch, prompts = len(order.runs), self.scene.prompts
+        more = sum(prompts.get(run.request_id, 0.0) for run in order.runs)
         costs_ms = program.group_ms(order.plan, batch, more)
         self.inference = SimulatedInference(order, costs_ms, self.scene.clock.now_ms)
         self.inference.hangs = happens("hang", order.model)
@@ -265,8 +265,8 @@ class SimulatedWorker(SimulatedProcess):
         first_ms, last_ms = task.begins_at_ms[0], task.ends_at_ms[-1]
         done = worker_msg.InferenceDone(
             op_id=order.op_id,
-            outputs=(output_of(order),),
-            batched_outputs=tuple((output_of(one),) for one in order.batched),
+            outputs=(output_of(order.runs[0]),),
+            batched_outputs=tuple((output_of(run),) for run in order.runs[1:]),
             tokens=self._tokens(order),
             turn_at_ms=task.turn_at_ms,
             first_group_at_ms=first_ms,
@@ -283,7 +283,7 @@ class SimulatedWorker(SimulatedProcess):
     def _tokens(self, order: worker_msg.RunInference) -> tuple[tuple[int, ...], ...]:
         """Return as many tokens as each request allows; one token if the stop word is written."""
         is_asked = self.scene.device.stop_words.get(self.slot) == order.op_id
-        sampling_params = [order.sampling_params, *(one.sampling_params for one in order.batched)]
+        sampling_params = [run.sampling_params for run in order.runs]
         steps = min([1 if is_asked else one.steps for one in sampling_params if one], default=0)
         count = [min(steps, one.left) if one and not one.is_piece else 0 for one in sampling_params]
         return tuple((1,) * one for one in count) if any(sampling_params) else ()
@@ -298,12 +298,12 @@ class SimulatedWorker(SimulatedProcess):
         self.say("task", message)
 
 
-def output_of(order: worker_msg.RunInference | worker_msg.BatchedRequest) -> SlabTensor:
+def output_of(run: Run) -> SlabTensor:
     """Return an output tensor that has the request's id as its name."""
     return SlabTensor(
-        name=order.request_id,
+        name=run.request_id,
         dtype="uint8",
         shape=(1,),
-        offset_bytes=order.reply_offset_bytes,
+        offset_bytes=run.reply_offset_bytes,
         size_bytes=1,
     )

@@ -468,4 +468,4 @@ class World(SimulatedProcesses):
 
 
 def _replies_of(order: RunInference) -> set[str]:
-    return {order.request_id, *(one.request_id for one in order.batched)}
+    return {run.request_id for run in order.runs}

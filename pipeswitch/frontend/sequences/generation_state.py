@@ -8,7 +8,7 @@ from typing import Annotated, Any, Final
 import msgspec
 
 from ...base.errors import InvalidInput
-from ...ipc.messages.worker import SamplingParams
+from ...ipc.messages.run import SamplingParams
 from ...programs.decoding.generation_settings import MAX_EOS, MOST_STEPS
 from ...programs.decoding.grammar import check_schema, ends_of
 from ...programs.decoding.model_config import check_stop_ids, seen_of

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any, Final, Literal
+from typing import Any, Literal
 
 import msgspec
 
 from .base import ByteRange, JobName, Message, ModelName, OpId, SlabTensor, Slot, Turn
-
-LARGE_BYTES: Final = 3000  # size of one request's parameters; a packet has space for 64 requests
+from .run import Run
 
 
 class WorkerSettings(Message, frozen=True):
@@ -83,91 +81,30 @@ class ForgetModel(Message, frozen=True):
     model: ModelName
 
 
-class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Sampling of a generation's tokens (``programs.decoding.sampling``), and the number of
-    steps that a worker may continue in one run (ADR 54). Part of RunInference, not a message."""
-
-    steps: int = 1
-    temperature: float = 0.0
-    top_p: float = 1.0
-    seed: int = 0
-    options: dict[str, Any] | None = None
-    seen: tuple[tuple[int, int], ...] = ()  # earlier tokens, each with its count in the answer
-    stop: tuple[int, ...] = ()  # tokens that end the generation
-    left: int = 1  # maximum number of further tokens, those of this run included
-    answer: tuple[int, ...] = ()  # the answer's tokens so far, if it follows a schema
-    forced: tuple[int, ...] = ()  # prompt tokens that replace sampled tokens, to score the prompt
-    is_piece: bool = False  # the run computes a part of the prompt, so it chooses no token
-
-    @property
-    def schema(self) -> str:
-        """JSON schema that the answer follows; empty if there is none."""
-        return "" if self.options is None else self.options.get("json_schema", "")
-
-    @property
-    def never_batch(self) -> bool:
-        """True if a request with a schema must run alone: before its first token, because its
-        schema may be unusable, and if it is large, because a packet must hold the whole batch."""
-        if self.options is None or not self.schema:
-            return False
-        return not self.answer or len(self.schema) + 5 * len(self.answer) > LARGE_BYTES
-
-    def ends_with(self, tokens: Sequence[int]) -> str:
-        """Return why the generation ends after this run's tokens: ``stop`` or ``length``; empty if
-        it continues."""
-        if tokens and tokens[-1] in self.stop:
-            return "stop"
-        return "length" if not self.is_piece and len(tokens) >= self.left else ""
-
-    def allows(self, tokens: Sequence[int]) -> bool:
-        """Return whether a worker may have chosen this number of tokens in one run."""
-        most = 0 if self.is_piece else min(self.steps, self.left)
-        return min(1, most) <= len(tokens) <= most
-
-
-class BatchedRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A request that runs in the batch of another one (ADR 28). Part of RunInference."""
-
-    request_id: str
-    inputs: tuple[SlabTensor, ...]
-    reply_offset_bytes: int
-    reply_bytes: int
-    sampling_params: SamplingParams | None = None
-    sequence: int = 0
-    after: OpId = OpId(0)
-
-
 class RunInference(Message, frozen=True):
-    """controller -> worker: run a request when the worker has the turn, group by group.
+    """controller -> worker: compute these runs when the worker has the turn, group by group.
 
-    The requests in ``batched`` run with it, as one batch in this order, each with a reply slab.
+    Several runs are computed as one batch, in this order (ADR 28).
 
     With ``is_timed`` the worker waits for the device after each group, so that a group's times are
     those of its computation (``pipeswitch profile``).
 
-    With ``sampling_params`` the outputs are tokens (no logits) and the new cache rows of all steps.
+    The outputs of runs with ``sampling_params`` are tokens (no logits) and all steps' cache rows.
     The control page's stop word ends such a run after its current step.
     """
 
     op_id: OpId  # also the number of the turn in which this task computes
-    request_id: str
     model: ModelName
     digest: str
     directory: str
     arena_offset_bytes: int
     first_fence: int  # fence of group 0; group i has first_fence + i
     residency_id: OpId  # value of a group's fence when the group has arrived
-    inputs: tuple[SlabTensor, ...]
-    reply_offset_bytes: int
-    reply_bytes: int
+    runs: tuple[Run, ...]
     plan: tuple[int, ...] = ()  # as in PrepareModel
     staging: tuple[int, ...] = ()  # as in PrepareModel
-    batched: tuple[BatchedRequest, ...] = ()
     is_timed: bool = False
     is_code: bool = False  # as in PrepareModel
-    sampling_params: SamplingParams | None = None  # None: the outputs are the model's own
-    sequence: int = 0  # the sequence that this run continues; 0: none
-    after: OpId = OpId(0)  # the run that made the sequence's newest state; its worker may have it
 
 
 class InferenceDone(Message, frozen=True):

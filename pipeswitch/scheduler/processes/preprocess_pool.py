@@ -79,7 +79,7 @@ class PreprocessPool:
 
     def held_by(self, caller: str, model: str = "") -> int:
         """Return the number of a caller's requests in this pool, for one model or for all."""
-        raws = [raw.request for raw in self.waits.values() if raw.request.caller == caller]
+        raws = [raw.request for raw in self.waits.values() if raw.request.origin.caller == caller]
         return sum(not model or request.model == model for request in raws)
 
     def tokens(self) -> list[ev.Token]:
@@ -90,8 +90,8 @@ class PreprocessPool:
     def take(self, request: Request, function: str, born: OpId, tenant: str) -> None:
         """Queue an admitted request, or one whose model has computed; ``prepared`` returns it."""
         self.waits[request.token] = Raw(request, function, born, tenant)
-        if request.deadline_at_ms is not None:
-            self._core.wake_at(request.deadline_at_ms, STAGES)
+        if request.origin.deadline_at_ms is not None:
+            self._core.wake_at(request.origin.deadline_at_ms, STAGES)
         self.advance()
 
     def prepared(self, event: ev.Prepared) -> Request | None:
@@ -118,9 +118,7 @@ class PreprocessPool:
         outcome = TaskEvent.FINISHED if request.steps.is_postprocess else TaskEvent.PREPARED
         request.state.apply(outcome, raw.function)
         request.steps.preprocess_ms = self._core.now_ms - process.began_at_ms
-        request.inputs = event.inputs
-        request.reply_offset_bytes = event.reply_offset_bytes
-        request.reply_bytes = event.reply_bytes
+        request.run = event.run or request.run
         return request
 
     def cancel(self, token: ev.Token) -> bool:
@@ -149,7 +147,7 @@ class PreprocessPool:
         request.state.apply(event, type(error).__name__)
         self._core.dirty |= QUEUE
         del self.waits[request.token]
-        error.request_id = request.request_id
+        error.request_id = request.run.request_id
         self._core.refuse(request.token, error)
 
     # -- processes ----------------------------------------------------------------------------
@@ -228,7 +226,7 @@ class PreprocessPool:
         self._expire()
         tokens = {process.token for process in self.processes}
         waiting = [raw for token, raw in self.waits.items() if token not in tokens]
-        waiting.sort(key=lambda raw: raw.request.priority)  # stable: older ones first
+        waiting.sort(key=lambda raw: raw.request.origin.priority)  # stable: older ones first
         for process in self.processes:
             if process.state.state is WorkerState.STANDBY and waiting:
                 if process.generation > waiting[0].born:
@@ -245,10 +243,10 @@ class PreprocessPool:
 
     def _call(self, process: PreprocessSlot, raw: Raw) -> None:
         core = self._core
-        process.state.apply(WorkerEvent.ACTIVATED, raw.request.request_id)
+        process.state.apply(WorkerEvent.ACTIVATED, raw.request.run.request_id)
         process.op_id, process.token = core.next_op_id(), raw.request.token
         process.function, process.began_at_ms = raw.function, core.now_ms
-        call = RunStage(op_id=process.op_id, function=raw.function, inputs=raw.request.inputs)
+        call = RunStage(op_id=process.op_id, function=raw.function, inputs=raw.request.run.inputs)
         core.emit(ev.Send(process.address, call, tenant=raw.tenant))
         if core.settings.max_stage_ms:
             core.wake_at(core.now_ms + core.settings.max_stage_ms, STAGES)
@@ -305,7 +303,7 @@ def _lost(raw: Raw, status: int) -> WorkerLost:
 
 
 def _late(raw: Raw, now_ms: float) -> DeadlineExceeded:
-    waited_ms = now_ms - raw.request.arrived_at_ms
+    waited_ms = now_ms - raw.request.origin.arrived_at_ms
     product = "answer" if raw.request.steps.is_postprocess else "inputs"
     return DeadlineExceeded(
         f"{raw.function} had not returned the {product} after {waited_ms:.0f} ms",

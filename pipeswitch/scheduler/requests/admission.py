@@ -67,23 +67,14 @@ class Admission:
         model = self._models[event.model]
         request = Request(
             token=event.token,
-            request_id=event.request_id,
             model=event.model,
-            priority=event.priority,
-            deadline_at_ms=event.deadline_at_ms,
-            inputs=event.inputs,
-            reply_offset_bytes=event.reply_offset_bytes,
-            reply_bytes=event.reply_bytes,
-            arrived_at_ms=core.now_ms if event.arrived_at_ms is None else event.arrived_at_ms,
-            caller=event.caller,
+            run=event.run,
+            origin=event.origin,
             size_bytes=model.built.total_bytes,
             steps=Steps(
                 is_raw=model.processor is not None and bool(model.processor.function),
                 follows=event.follows,
             ),
-            sequence=(event.sequence, event.after),
-            sampling_params=event.sampling_params,
-            connection=event.connection,
         )
         request.batching.leader = event.leader
         if model.processor is None or not model.processor.function:
@@ -103,15 +94,9 @@ class Admission:
             return
         request = Request(
             token=event.token,
-            request_id=event.request_id,
             model=event.model,
-            priority=event.priority,
-            deadline_at_ms=event.deadline_at_ms,
-            inputs=event.inputs,
-            reply_offset_bytes=event.reply_offset_bytes,
-            reply_bytes=event.reply_bytes,
-            arrived_at_ms=core.now_ms,
-            caller=event.caller,
+            run=event.run,
+            origin=replace(event.origin, arrived_at_ms=core.now_ms),
             steps=Steps(is_raw=True, is_postprocess=True, follows=event.follows),
         )
         self.preprocess_pool.take(request, model.processor.after, served.born, event.tenant)
@@ -124,8 +109,8 @@ class Admission:
         if request.steps.is_postprocess:
             if request.steps.follows:
                 self._core.going_on.add(request.token)
-            timing = RequestTiming(postprocess_ms=self._core.now_ms - request.arrived_at_ms)
-            self._core.emit(Reply(token=request.token, outputs=event.inputs, timing=timing))
+            timing = RequestTiming(postprocess_ms=self._core.now_ms - request.origin.arrived_at_ms)
+            self._core.emit(Reply(token=request.token, outputs=request.run.inputs, timing=timing))
             return
         model = self._models.get(request.model)
         error: PipeSwitchError | None = None
@@ -144,7 +129,7 @@ class Admission:
     def _queue(self, request: Request, model: Model) -> None:
         """Queue a request, dispatch it at once if possible, or refuse it if it would be late."""
         core, built = self._core, model.built
-        request.batch = batch_of(built, request.inputs)
+        request.batch = batch_of(built, request.run.inputs)
         if "pads" in built.extra:
             _measure(request, built)
         is_early = model.state.state in MODEL_AWAITED
@@ -161,7 +146,7 @@ class Admission:
             forecast.will_be_measured(device, request)
         request.forecast.infeasible_after_ms = forecast.infeasible_after_ms(device, request)
         device.take(request, is_early=is_early)
-        for at_ms in (request.forecast.infeasible_after_ms, request.deadline_at_ms):
+        for at_ms in (request.forecast.infeasible_after_ms, request.origin.deadline_at_ms):
             if at_ms is not None:
                 core.wake_at(at_ms, DUE)
                 break
@@ -218,7 +203,7 @@ class Admission:
         """Return the error if the queues have no room for the request, else None."""
         core, states = self._core, self._states
         queues = [queue for state in states for queue in (state.queue, state.awaiting_model)]
-        caller, name = event.caller, event.model
+        caller, name = event.origin.caller, event.model
         waiting = sum(map(len, queues)) + len(self.preprocess_pool)
         own = sum([queue.held_by(caller) for queue in queues]) + self.preprocess_pool.held_by(
             caller
@@ -259,8 +244,8 @@ class Admission:
                 continue
             if request.state.state is TaskState.QUEUED:
                 state.refuse(request, TaskEvent.CANCEL, Cancelled("cancelled by the caller"))
-            elif request.runs is not None:
-                request.runs.is_cancelled = True
+            elif request.history is not None:
+                request.history.is_cancelled = True
             return True
         return self.preprocess_pool.cancel(event.token)
 
@@ -274,27 +259,24 @@ class Admission:
         for run in event.runs:
             for state in self._states:
                 request = state.between.get(run.token)
-                if request is not None and request.runs is not None:
-                    request.runs.is_returning = False
+                if request is not None and request.history is not None:
+                    request.history.is_returning = False
                     led += take_led(state, request.model, (run.token,))
                     self._go_on(state, request, run)
         if led:
             self._core.emit(RunEnded(answers=tuple(led)))
 
-    def _go_on(self, state: DeviceState, request: Request, run: NextRun) -> None:
+    def _go_on(self, state: DeviceState, request: Request, next_run: NextRun) -> None:
         model = self._models.get(request.model)
         if model is None or model.state.state is ModelState.LEAVING:
             state.refuse(request, TaskEvent.ERROR, _removed(request.model))
         elif model.state.state is ModelState.QUARANTINED:
             state.refuse(request, TaskEvent.ERROR, quarantined(model))
-        elif run.sampling_params is not None:
+        elif next_run.run is not None:
             del state.between[request.token]
-            request.inputs, request.sampling_params = run.inputs, run.sampling_params
-            request.batching.never_batch = run.sampling_params.never_batch
-            request.batching.leader = run.leader
-            request.reply_offset_bytes = run.reply_offset_bytes
-            request.reply_bytes = run.reply_bytes
-            request.sequence = run.sequence, run.after
+            request.run, params = next_run.run, next_run.run.sampling_params
+            request.batching.never_batch = params is not None and params.never_batch
+            request.batching.leader = next_run.leader
             _measure(request, model.built)
             if state.settings.admission == "off" and self._dispatches[state.index].at_once(request):
                 return
@@ -302,8 +284,8 @@ class Admission:
             state.take(request)
         else:
             self._core.dirty |= QUEUE  # other requests need not wait for this generation
-        if request.deadline_at_ms is not None:
-            self._core.wake_at(request.deadline_at_ms, DUE)
+        if request.origin.deadline_at_ms is not None:
+            self._core.wake_at(request.origin.deadline_at_ms, DUE)
 
     def stored(self, model: Model) -> None:
         """Queue the early requests in order for dispatch: the model is in the host store."""
@@ -378,7 +360,7 @@ class Admission:
 
 def _measure(request: Request, built: Manifest) -> None:
     """Record the extents of a request's inputs, by which padded requests are batched."""
-    shapes = (tensor.shape for tensor in request.inputs)
+    shapes = (tensor.shape for tensor in request.run.inputs)
     values = values_of((spec.shape for spec in built.inputs), shapes) or {}
     request.batching.padded = tuple([values.pop(name) for name in built.pads])
     request.batching.fixed = tuple([values[name] for name in values if name != BATCH])

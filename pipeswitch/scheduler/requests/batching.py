@@ -45,7 +45,7 @@ class Joined:
         self._key, self._rows = _key(head), head.batch
         self._sums = [extent * head.batch for extent in head.batching.padded]
         self._most = head.batching.padded
-        self._sizes = [tensor.size_bytes for tensor in head.inputs]
+        self._sizes = [tensor.size_bytes for tensor in head.run.inputs]
 
     def take(self, request: Request) -> bool:
         """Add a request. Return False if it does not fit the batch."""
@@ -55,7 +55,7 @@ class Joined:
         if request.batching.padded:
             most = tuple(map(max, self._most, request.batching.padded))
             sums = [*map(add, self._sums, [n * request.batch for n in request.batching.padded])]
-            sizes = [*map(max, self._sizes, [one.size_bytes for one in request.inputs])]
+            sizes = [*map(max, self._sizes, [one.size_bytes for one in request.run.inputs])]
             is_thin = any(rows * n > MAX_PADDING * m for n, m in zip(most, sums, strict=True))
             if is_thin or rows * sum(sizes) > MAX_JOINED_BYTES:
                 return False
@@ -69,7 +69,7 @@ def _key(request: Request) -> object:
     return (
         request.batching.fixed
         if request.batching.padded
-        else [tensor.shape[1:] for tensor in request.inputs]
+        else [tensor.shape[1:] for tensor in request.run.inputs]
     )
 
 
@@ -115,7 +115,7 @@ def batch_start_ms(device: DeviceState, replica: DeviceModel, batch: Batch) -> f
     is_unknown = due_ms < math.inf and not compute_ms
     if batch.is_full or batching is None or not replica.is_on_device or is_unknown:
         return device.core.now_ms
-    begins_ms = min(request.arrived_at_ms for request in batch.requests) + batching.delay_ms
+    begins_ms = min(request.origin.arrived_at_ms for request in batch.requests) + batching.delay_ms
     return min(begins_ms, due_ms - compute_ms)
 
 
@@ -133,9 +133,9 @@ def take_led(device: DeviceState, model: ModelName, leaders: Container[Token]) -
     """Take the generations of these leaders out of the queue; yield replies that request inputs.
     Their inputs are out of date: the leaders' runs have computed tokens of their prompts."""
     for one in device.queue.of(model) if device.queue.requests else ():
-        if one.batching.leader in leaders and one.runs is not None:
+        if one.batching.leader in leaders and one.history is not None:
             device.queue.discard(one)
-            device.between[one.token], one.runs.is_returning = one, True
+            device.between[one.token], one.history.is_returning = one, True
             yield Reply(token=one.token, more=True)
 
 
@@ -145,7 +145,7 @@ def failed(device: DeviceState, replica: DeviceModel, requests: Sequence[Request
     A batch with a schema does not count, because the schema may be the cause. A client's schema
     must not end the batching of a model.
     """
-    hows = [one.sampling_params for one in requests]
+    hows = [one.run.sampling_params for one in requests]
     replica.model.failed_batches += not any(how is not None and how.schema for how in hows)
     for request in requests:
         request.batching.never_batch = True

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, Final
 
+from msgspec.structs import replace
+
 from ...base import errors
 from ...ipc.messages.base import SlabTensor
 from ...ipc.messages.worker import InferenceDone, InferenceFailed
@@ -15,7 +17,15 @@ from ..memory.residency import Residents
 from ..state.core import DUE, MEASURED, QUEUE, TURN
 from ..state.device_state import DeviceState
 from ..state.events import Reply, RunEnded, Span, Spans, TakeBack
-from ..state.records import DeviceModel, MeasuredRun, Model, Request, RunningTask, Runs, Worker
+from ..state.records import (
+    DeviceModel,
+    MeasuredRun,
+    Model,
+    Request,
+    RunHistory,
+    RunningTask,
+    Worker,
+)
 from ..state.states import ModelEvent, ModelState, TaskEvent, WorkerEvent
 from .batching import failed, take_led
 
@@ -74,10 +84,10 @@ class TaskCompletion:
                 device.predictions.ended(late_ms, core.now_ms)
             total = _timing(device, activation, request, replica, message, core.now_ms)
             body: dict[str, Any] = {} if returns is None else {"returns": returns}
-            if request.sampling_params is not None and (runs := request.runs) is not None:
+            if request.run.sampling_params is not None and (runs := request.history) is not None:
                 tokens, body = message.tokens[number], _chosen(message, number)
                 total = runs.timing = total if runs.timing is None else of_runs(runs.timing, total)
-                if not request.sampling_params.ends_with(tokens):
+                if not request.run.sampling_params.ends_with(tokens):
                     answer = Reply(
                         token=request.token, body=body, outputs=outputs, timing=total, more=True
                     )
@@ -96,20 +106,20 @@ class TaskCompletion:
         """Return True if the number of chosen tokens is valid for each request."""
         requests = self._requests(task)
         return len(tokens) == len(requests) and all(
-            one.sampling_params is None or one.sampling_params.allows(chosen)
+            one.run.sampling_params is None or one.run.sampling_params.allows(chosen)
             for one, chosen in zip(requests, tokens, strict=True)
         )
 
-    def _has_more(self, request: Request, runs: Runs) -> bool:
+    def _has_more(self, request: Request, runs: RunHistory) -> bool:
         """Set an unfinished generation aside for its next run; return False if it is cancelled."""
         core, device = self._core, self._device
         request.state.apply(TaskEvent.MORE, "its run has ended")
         if runs.is_cancelled:
             device.refuse(request, TaskEvent.CANCEL, errors.Cancelled("cancelled by the caller"))
             return False
-        request.arrived_at_ms, runs.is_returning = core.now_ms, True
-        if runs.allowed_ms is not None:
-            request.deadline_at_ms = core.now_ms + runs.allowed_ms
+        runs.is_returning, allowed_ms = True, runs.allowed_ms
+        due_ms = None if allowed_ms is None else core.now_ms + allowed_ms
+        request.origin = replace(request.origin, arrived_at_ms=core.now_ms, deadline_at_ms=due_ms)
         request.forecast.predicted_end_ms = None
         request.batching.deaths, request.batching.never_batch = 0, False
         device.between[request.token] = request
@@ -248,7 +258,7 @@ class TaskCompletion:
         for request in requests:
             request.state.apply(event, cause)
             self._device.queue.add(request, is_back=True)
-            if request.runs is not None and request.runs.is_cancelled:
+            if request.history is not None and request.history.is_cancelled:
                 error = errors.Cancelled("cancelled by the caller")
                 self._device.refuse(request, TaskEvent.CANCEL, error)
 
@@ -324,11 +334,11 @@ def _timing(
     waited_ms = max(0.0, message.first_group_at_ms - message.turn_at_ms)
     stall_ms = max(0.0, message.stall_ms - waited_ms - activation.yielded_ms)
     compute_ms = message.ended_at_ms - message.first_group_at_ms - stall_ms
-    made_ms, runs = request.steps.preprocess_ms or 0.0, request.runs
+    made_ms, runs = request.steps.preprocess_ms or 0.0, request.history
     form = None if replica.manifest is None else replica.manifest.precision
     return RequestTiming(
         queue_ms=activation.queued_until_ms
-        - request.arrived_at_ms
+        - request.origin.arrived_at_ms
         - made_ms
         + activation.yielded_ms,
         preprocess_ms=made_ms,
@@ -336,7 +346,7 @@ def _timing(
         copy_ms=copy_ms,
         stall_ms=stall_ms,
         compute_ms=max(0.0, compute_ms),
-        total_ms=now_ms - (request.arrived_at_ms if runs is None else runs.born_at_ms),
+        total_ms=now_ms - (request.origin.arrived_at_ms if runs is None else runs.born_at_ms),
         resident=activation.was_resident,
         preempted=activation.preempted,
         worker=activation.slot,
@@ -359,16 +369,16 @@ def _trace(
     scheduler, track = device.track("scheduler"), device.track(f"worker {activation.slot}")
     began_ms, flow = activation.queued_until_ms, activation.op_id
     more = f" and {len(requests) - 1} more" if len(requests) > 1 else ""
-    name = f"{requests[0].request_id}{more} {activation.model}"
+    name = f"{requests[0].run.request_id}{more} {activation.model}"
     pairs = zip(message.group_begins_at_ms, message.group_ends_at_ms, strict=False)
     return Spans(
         spans=[
             *[
                 Span(
                     track=scheduler,
-                    name=f"queue {one.request_id} {activation.model}",
-                    begin_ms=one.arrived_at_ms,
-                    end_ms=max(one.arrived_at_ms, began_ms),
+                    name=f"queue {one.run.request_id} {activation.model}",
+                    begin_ms=one.origin.arrived_at_ms,
+                    end_ms=max(one.origin.arrived_at_ms, began_ms),
                 )
                 for one in requests
             ],

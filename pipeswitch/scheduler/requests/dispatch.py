@@ -9,7 +9,7 @@ from typing import Final
 
 from ...base.errors import DeadlineExceeded, OutOfDeviceMemory
 from ...ipc.messages.base import JobName, ModelName, OpId, Turn
-from ...ipc.messages.worker import BatchedRequest, RunInference
+from ...ipc.messages.worker import RunInference
 from ...programs.interface.layout import Manifest
 from ..memory.allocators import ArenaAllocator
 from ..memory.residency import Residents
@@ -163,15 +163,14 @@ class Dispatch:
             *device.awaiting_model.expired(core.now_ms),
             *([one for one in between.values() if one.due_ms <= core.now_ms] if between else ()),
         ):
-            assert request.deadline_at_ms is not None
-            if request.runs is not None and request.runs.is_returning:
+            if request.history is not None and request.history.is_returning:
                 continue  # its next run will be queued soon
-            if core.now_ms < request.deadline_at_ms:
+            if core.now_ms < request.due_ms:
                 device.refuse(
                     request, states.TaskEvent.EXPIRE, forecast.deadline_error(device, request)
                 )
                 continue
-            waited = core.now_ms - request.arrived_at_ms
+            waited = core.now_ms - request.origin.arrived_at_ms
             device.refuse(
                 request,
                 states.TaskEvent.EXPIRE,
@@ -390,7 +389,7 @@ class Dispatch:
                 self._training.free_memory(JobName(region.owner.name), f"memory for {replica.name}")
         if obstacles:
             return False
-        self._residents.transmit(replica, window, f"request {request.request_id}")
+        self._residents.transmit(replica, window, f"request {request.run.request_id}")
         replica.transfer.ahead_id = replica.residency_id
         return True
 
@@ -423,13 +422,15 @@ class Dispatch:
     def _charge(self, replica: DeviceModel, batch: Batch) -> Charge:
         rows = Counter[str]()
         for one in batch.requests:
-            rows[one.caller] += one.batch
+            rows[one.origin.caller] += one.batch
         accounts, now_ms = self._device.accounts, self._core.now_ms
         predicted = self._device.predictions.predict(replica.name, batch.size)
         charge = accounts.charge(rows, predicted.compute_ms, now_ms)
         for account in charge.parts:
             if account.connections is not None:
-                shares = [(one.caller, one.connection, one.batch) for one in batch.requests]
+                shares = [
+                    (one.origin.caller, one.origin.connection, one.batch) for one in batch.requests
+                ]
                 return accounts.charge_connections(charge, shares, now_ms)
         return charge
 
@@ -455,7 +456,7 @@ class Dispatch:
             return False
         if replica.transfer.ahead_id != NO_OP_ID:
             return False  # a model copied ahead counts as a switch
-        account = device.accounts.of(request.caller)
+        account = device.accounts.of(request.origin.caller)
         if core.now_ms < max(account.throttled_until_ms, account.penalty_until_ms):
             return False
         name, version, idle_worker = request.model, replica.version, None
@@ -469,7 +470,7 @@ class Dispatch:
         device.requests[request.token] = request
         median_ms = device.predictions.predict(name, request.batch).compute_ms
         charge = device.accounts.charge_alone(
-            account, request.priority, median_ms, request.arrived_at_ms, core.now_ms
+            account, request.origin.priority, median_ms, request.origin.arrived_at_ms, core.now_ms
         )
         # Only the check for hanging tasks and other devices depend on this.
         core.dirty |= HUNG | (TURN if device.label else 0)
@@ -509,17 +510,17 @@ class Dispatch:
         """Send queued requests to a worker, which computes them when it has the turn."""
         core, device, manifest, request = self._core, self._device, replica.manifest, requests[0]
         assert manifest is not None
-        is_code, sampling_params = manifest.mode == "module", request.sampling_params
+        is_code, sampling_params = manifest.mode == "module", request.run.sampling_params
         replica.transfer.ahead_id = NO_OP_ID
         op_id, owner = core.next_op_id(), device.owner
         chooses, due_ms = False, math.inf
         for one in requests:
             one.state.apply(states.TaskEvent.DISPATCHED, f"worker {worker.slot}")
-            chooses = chooses or one.sampling_params is not None
-            if one.deadline_at_ms is not None:
-                due_ms = min(due_ms, one.deadline_at_ms)
+            chooses = chooses or one.run.sampling_params is not None
+            if one.origin.deadline_at_ms is not None:
+                due_ms = min(due_ms, one.origin.deadline_at_ms)
         device.claim(worker, is_code=is_code, tenant=core.tenant_of(replica.model.tenant))
-        worker.state.apply(states.WorkerEvent.ACTIVATED, f"request {request.request_id}")
+        worker.state.apply(states.WorkerEvent.ACTIVATED, f"request {request.run.request_id}")
         worker.dispatch_id = op_id
         replica.users += 1
         replica.transfer.is_prefetch = False
@@ -554,7 +555,7 @@ class Dispatch:
         kind = "resident" if not is_switch else "partial" if activation.resident_bytes else "cold"
         core.counts[f"{kind}_dispatches"] += 1
         if is_switch:
-            self._note_switch(activation, request.request_id)
+            self._note_switch(activation, request.run.request_id)
         return activation
 
     def _note_switch(self, activation: RunningTask, request_id: str) -> None:
@@ -576,39 +577,19 @@ def _run_order(
     op_id: OpId,
 ) -> RunInference:
     """Return the order to compute requests in one run."""
-    request = requests[0]
     return RunInference(
         op_id=op_id,
-        request_id=request.request_id,
         model=replica.name,
         digest=manifest.digest,
         directory=device.core.settings.program_dir(manifest.digest),
         arena_offset_bytes=replica.preferred_offset_bytes,
         first_fence=replica.first_fence,
         residency_id=replica.residency_id,
-        inputs=request.inputs,
-        reply_offset_bytes=request.reply_offset_bytes,
-        reply_bytes=request.reply_bytes,
+        runs=tuple([request.run for request in requests]),
         plan=replica.grouping.plan,
         staging=replica.staging.offsets if replica.staging is not None else (),
-        batched=tuple(map(_joined, requests[1:])),
         is_timed=device.measurement.model == replica.name,
         is_code=manifest.mode == "module",
-        sampling_params=request.sampling_params,
-        sequence=request.sequence[0],
-        after=request.sequence[1],
-    )
-
-
-def _joined(request: Request) -> BatchedRequest:
-    return BatchedRequest(
-        request_id=request.request_id,
-        inputs=request.inputs,
-        reply_offset_bytes=request.reply_offset_bytes,
-        reply_bytes=request.reply_bytes,
-        sampling_params=request.sampling_params,
-        sequence=request.sequence[0],
-        after=request.sequence[1],
     )
 
 

@@ -125,13 +125,13 @@ def _others_ms(device: DeviceState, request: Request, own_ms: float) -> float:
     """Return the device time of other callers before the request's turn.
     It counts their waiting work: all of a more urgent priority, and at most their share of equal
     priority. Requests that may still arrive do not count: no request is refused for them."""
-    accounts, effective_priority, total_ms = device.accounts, request.priority, 0.0
-    account = accounts.of(request.caller)
+    accounts, effective_priority, total_ms = device.accounts, request.origin.priority, 0.0
+    account = accounts.of(request.origin.caller)
     turn = accounts.tag(account, effective_priority) + own_ms / account.weight
     waiting: dict[str, list[Request]] = {}
     for one in device.queue:
-        waiting.setdefault(one.caller, []).append(one)
-    for caller in waiting.keys() - {request.caller}:
+        waiting.setdefault(one.origin.caller, []).append(one)
+    for caller in waiting.keys() - {request.origin.caller}:
         other, (ms, _) = accounts.of(caller), _all_ms(device, waiting[caller])
         if other.effective_priority == effective_priority:
             ms = min(ms, max(0.0, turn - other.tags[effective_priority]) * other.weight)
@@ -152,7 +152,7 @@ def _all_ms(device: DeviceState, requests: list[Request]) -> tuple[float, float]
 def waiting_ms(device: DeviceState, model: ModelName, caller: str) -> tuple[int, int]:
     """Return the computing time of a model's waiting requests, and the caller's part, in ms."""
     requests = device.queue.of(model)
-    own = [one for one in requests if one.caller == caller]
+    own = [one for one in requests if one.origin.caller == caller]
     return round(_all_ms(device, requests)[0]), round(_all_ms(device, own)[0])
 
 
@@ -183,9 +183,9 @@ def infeasible_after_ms(device: DeviceState, request: Request) -> float | None:
     """Return the last instant for a dispatch in time; None: the request's end is not predicted."""
     if not _is_asked(device, request):
         return None
-    assert request.deadline_at_ms is not None
+    assert request.origin.deadline_at_ms is not None
     own_ms, _ = _run_ms(device, request.model, request.batch)
-    return request.deadline_at_ms - own_ms + MARGIN_MS
+    return request.origin.deadline_at_ms - own_ms + MARGIN_MS
 
 
 def absent_until_ms(device: DeviceState, request: Request) -> float:
@@ -213,10 +213,10 @@ def cannot_meet_deadline(device: DeviceState, request: Request) -> bool:
     """Return True if the deadline will not be met; a new request gets a margin."""
     if not _is_asked(device, request):
         return False
-    assert request.deadline_at_ms is not None
+    assert request.origin.deadline_at_ms is not None
     is_waiting = request.token in device.queue
     margin_ms = 0.0 if is_waiting else device.predictions.margin_ms
-    return predicted_end_ms(device, request) + margin_ms > request.deadline_at_ms + MARGIN_MS
+    return predicted_end_ms(device, request) + margin_ms > request.origin.deadline_at_ms + MARGIN_MS
 
 
 def note_end(device: DeviceState, request: Request) -> None:
@@ -248,22 +248,22 @@ def will_be_measured(device: DeviceState, request: Request) -> None:
 
 def deadline_error(device: DeviceState, request: Request) -> DeadlineExceeded:
     """Return the client's error; ``predicted_ms`` counts from the request's arrival."""
-    assert request.deadline_at_ms is not None
-    allowed_ms = request.deadline_at_ms - request.arrived_at_ms
-    predicted_ms = predicted_end_ms(device, request) - request.arrived_at_ms
+    assert request.origin.deadline_at_ms is not None
+    allowed_ms = request.origin.deadline_at_ms - request.origin.arrived_at_ms
+    predicted_ms = predicted_end_ms(device, request) - request.origin.arrived_at_ms
     return DeadlineExceeded(
         f"the answer would take {predicted_ms:.0f} ms, or delay others too much; the deadline is "
         f"{allowed_ms:.0f} ms",
         hint="allow more time, or try again when fewer requests wait",
         predicted_ms=predicted_ms,
-        waited_ms=device.core.now_ms - request.arrived_at_ms,
+        waited_ms=device.core.now_ms - request.origin.arrived_at_ms,
     )
 
 
 def _is_asked(device: DeviceState, request: Request) -> bool:
     """Return True if the request's end is predicted for admission."""
     is_on = device.settings.admission != "off"
-    return is_on and request.deadline_at_ms is not None and not request.forecast.is_probe
+    return is_on and request.origin.deadline_at_ms is not None and not request.forecast.is_probe
 
 
 def _is_absent(device: DeviceState, request: Request) -> bool:

@@ -37,21 +37,21 @@ class TakingBack:
         core = self._core
         if core.settings.admission != "off":
             return
-        if core.now_ms - first.arrived_at_ms >= core.judge.max_wait_ms:
+        if core.now_ms - first.origin.arrived_at_ms >= core.judge.max_wait_ms:
             return
         for request in new:
             if self._goes_before(request, first, task) and request.token in self._device.queue:
-                self._completion.take_back(task, f"request {request.request_id} goes first")
+                self._completion.take_back(task, f"request {request.run.request_id} goes first")
                 return
 
     def _goes_before(self, new: Request, first: Request, task: RunningTask) -> bool:
         accounts, charge = self._device.accounts, task.charge
-        account, own = accounts.of(new.caller), accounts.of(first.caller)
-        is_one_line = self._core.judge.sorts_by or new.connection == first.connection
+        account, own = accounts.of(new.origin.caller), accounts.of(first.origin.caller)
+        is_one_line = self._core.judge.sorts_by or new.origin.connection == first.origin.connection
         if account is own and is_one_line:
             return self._is_first_by_policy(new, first)
-        if new.priority != first.priority:
-            return new.priority < first.priority
+        if new.origin.priority != first.origin.priority:
+            return new.origin.priority < first.origin.priority
         if charge is None:
             return False
         if account is not own:
@@ -59,10 +59,11 @@ class TakingBack:
             return self._has_less(accounts, account, own, new, charge, part)
         for queue, effective_priority, parts, clock in charge.connections:
             if queue is account.connections:
-                share, other = queue.of(new.connection), queue.of(first.connection)
+                share, other = queue.of(new.origin.connection), queue.of(first.origin.connection)
                 part = parts[other], effective_priority, clock
                 return self._has_less(queue, share, other, new, charge, part)
-        return self._computes_for(first.connection) and not self._computes_for(new.connection)
+        mine, theirs = new.origin.connection, first.origin.connection
+        return self._computes_for(theirs) and not self._computes_for(mine)
 
     def _has_less(
         self,
@@ -76,7 +77,7 @@ class TakingBack:
         """Return True if the member ``share``, which begins to wait, goes before ``other`` had the
         turn not been given; then set its tag as if the turn had not been given."""
         fraction, effective_priority, clock = part
-        if share.waiting[new.priority] != 1 or new.priority != effective_priority:
+        if share.waiting[new.origin.priority] != 1 or new.origin.priority != effective_priority:
             return False
         if share.effective_priority != effective_priority:
             return False  # its tag is known for its most urgent requests only
@@ -91,7 +92,7 @@ class TakingBack:
 
     def _is_first_by_policy(self, new: Request, first: Request) -> bool:
         judge = self._core.judge
-        if (new.model, new.priority) == (first.model, first.priority):
+        if (new.model, new.origin.priority) == (first.model, first.origin.priority):
             return judge.key(shown(new)) < judge.key(shown(first))
         is_resident, current, view = self._device.queue_view
         ranks = [
@@ -103,4 +104,5 @@ class TakingBack:
     def _computes_for(self, connection: str) -> bool:
         owner, requests = self._device.owner, self._device.requests
         begun = [task for task in (owner.running, owner.yielded) if task is not None]
-        return any(requests[token].connection == connection for t in begun for token in t.tokens)
+        origins = [requests[token].origin for task in begun for token in task.tokens]
+        return any(one.connection == connection for one in origins)

@@ -205,7 +205,7 @@ class DeviceState:
     @property
     def are_returning(self) -> bool:
         """True if the next run of a generation, whose last run just ended, will soon be queued."""
-        return any(one.runs and one.runs.is_returning for one in self.between.values())
+        return any(one.history and one.history.is_returning for one in self.between.values())
 
     def take(self, request: Request, *, is_early: bool = False) -> None:
         """Queue the request; if it is early, it waits until its model is in the host store."""
@@ -221,7 +221,7 @@ class DeviceState:
         self.awaiting_model.discard(request)
         self.between.pop(request.token, None)
         self.requests.pop(request.token)
-        error.request_id = request.request_id
+        error.request_id = request.run.request_id
         self.core.refuse(request.token, error)
 
     def spawn(self, worker: Worker) -> None:

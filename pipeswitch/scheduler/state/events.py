@@ -17,7 +17,7 @@ import msgspec
 
 from ...base.errors import PipeSwitchError
 from ...ipc.messages.base import JobName, Message, ModelName, OpId, SlabTensor, Slot, Turn
-from ...ipc.messages.worker import SamplingParams
+from ...ipc.messages.run import Run
 from ...planning.profile import Profile, ProfileFile
 from ...programs.interface.chains import Chain, ChainStep
 from ...programs.interface.layout import Manifest
@@ -58,28 +58,30 @@ class ClientRequest(_Message, frozen=True):
     token: Token
 
 
-class InferArrived(ClientRequest, frozen=True):
-    """Valid inference request; the request pool has its tensors, and space for its reply."""
+class Origin(_Message, frozen=True):
+    """Sender of a run, its arrival, and its urgency: all that decides when it computes.
+    For policies each run of a generation is a new arrival."""
 
-    request_id: str
-    model: ModelName
-    digest: str
-    priority: int  # 0 is the most urgent
-    deadline_at_ms: float | None
-    inputs: tuple[SlabTensor, ...]
-    reply_offset_bytes: int
-    reply_bytes: int
+    arrived_at_ms: float  # when the request was read from its client
+    priority: int = 1  # 0 is the most urgent
+    deadline_at_ms: float | None = None
     caller: str = ""  # tenant of the client; empty: the server's owner
     connection: str = ""  # the client's session, or its address behind the gateway
+
+
+class InferArrived(ClientRequest, frozen=True):
+    """Valid inference request; the request pool has its tensors, and space for its reply.
+    If its run has ``sampling_params``, it is a generation, which needs many runs."""
+
+    model: ModelName
+    digest: str
+    run: Run
+    origin: Origin
     tenant: str = ""  # the tenant whose pool file has the tensors (as in ModelAvailable)
     registration_id: int = 0  # any version with this id may serve it; 0: only ``model``
-    arrived_at_ms: float | None = None  # when the request was read from its client; None: now
     is_postprocess: bool = False  # the model has computed: ``inputs`` are for postprocessing
     is_chain_continuation: bool = False  # a later step of an accepted chain
     follows: bool = False  # another step of the chain will follow
-    sequence: int = 0  # number of the request's sequence; 0: none
-    sampling_params: SamplingParams | None = None  # set for a generation, which needs many runs
-    after: OpId = OpId(0)  # the run that answered the sequence's previous step
     leader: Token | None = None  # earlier generation whose next run computes for both
 
 
@@ -88,24 +90,16 @@ class Prepared(_Message, frozen=True):
 
     token: Token
     slot: Slot
-    inputs: tuple[SlabTensor, ...] = ()
-    reply_offset_bytes: int = 0
-    reply_bytes: int = 0
+    run: Run | None = None  # None: the result is dropped, or there is an error
     digest: str = ""  # digest of the program that the inputs fit
     error: PipeSwitchError | None = None
 
 
 class NextRun(_Message, frozen=True):
-    """Next run of a generation; if ``sampling_params`` is None, the generation must wait.
-    Then there is no room for its cache, or the cache is being copied."""
+    """Next run of a generation; None: it must wait, because there is no room for its cache."""
 
     token: Token
-    inputs: tuple[SlabTensor, ...] = ()
-    reply_offset_bytes: int = 0
-    reply_bytes: int = 0
-    sampling_params: SamplingParams | None = None
-    sequence: int = 0
-    after: OpId = OpId(0)
+    run: Run | None = None
     leader: Token | None = None  # as in InferArrived
 
 

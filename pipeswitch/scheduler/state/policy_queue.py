@@ -34,9 +34,9 @@ def shown(request: Request, is_resident: bool = False, is_current: bool = False)
     return Waiting(
         request.token,
         request.model,
-        request.priority,
-        request.deadline_at_ms,
-        request.arrived_at_ms,
+        request.origin.priority,
+        request.origin.deadline_at_ms,
+        request.origin.arrived_at_ms,
         request.batch,
         request.size_bytes,
         is_resident,
@@ -113,26 +113,26 @@ class PolicyQueue:
         key = self._judge.key(waiting)
         self._renew()
         self._last_number = max(self._last_number, number)
-        account = self._accounts.of(request.caller)
-        account.seen_at_ms = max(account.seen_at_ms, request.arrived_at_ms)
-        self._accounts.count(account, request.priority, 1)
-        connection = request.connection if self._has_connections else ""
+        account = self._accounts.of(request.origin.caller)
+        account.seen_at_ms = max(account.seen_at_ms, request.origin.arrived_at_ms)
+        self._accounts.count(account, request.origin.priority, 1)
+        connection = request.origin.connection if self._has_connections else ""
         lines = self._lines.setdefault(request.model, {})
-        line = lines.get((account, connection, request.priority))
+        line = lines.get((account, connection, request.origin.priority))
         if line is None:
             ranked = self._ranked.setdefault(account, {})
             if ranked and connection not in ranked and account.connections is None:
                 self._split(account, next(iter(ranked)) if is_back else connection)
             ranked.setdefault(connection, [])
             line = SubQueue(account, connection, request.model, request.batch)
-            lines[account, connection, request.priority] = line
+            lines[account, connection, request.origin.priority] = line
         if account.connections is not None:
             share = account.connections.of(connection)
-            account.connections.count(share, request.priority, 1)
+            account.connections.count(share, request.origin.priority, 1)
         line.entries[number] = (key, number, waiting, request)
         line.smallest_batch = min(line.smallest_batch, request.batch)
         bisect.insort(line.by_key, (key, number))
-        bisect.insort(line.by_age, (request.arrived_at_ms, number))
+        bisect.insort(line.by_age, (request.origin.arrived_at_ms, number))
         self._stale[line] = None
 
     def _split(self, account: CallerShare, newcomer: str) -> None:
@@ -147,22 +147,22 @@ class PolicyQueue:
 
     def discard(self, request: Request, number: int) -> None:
         """Remove a request from its line."""
-        account = self._accounts.of(request.caller)
-        self._accounts.count(account, request.priority, -1)
-        connection = request.connection if self._has_connections else ""
+        account = self._accounts.of(request.origin.caller)
+        self._accounts.count(account, request.origin.priority, -1)
+        connection = request.origin.connection if self._has_connections else ""
         share: MemberShare = account
         if account.connections is not None:
             share = account.connections.of(connection)
-            account.connections.count(share, request.priority, -1)
-        line = self._lines[request.model][account, connection, request.priority]
+            account.connections.count(share, request.origin.priority, -1)
+        line = self._lines[request.model][account, connection, request.origin.priority]
         key, *_ = line.entries.pop(number)
         del line.by_key[bisect.bisect_left(line.by_key, (key, number))]
-        del line.by_age[bisect.bisect_left(line.by_age, (request.arrived_at_ms, number))]
+        del line.by_age[bisect.bisect_left(line.by_age, (request.origin.arrived_at_ms, number))]
         self._stale[line] = None
         if not line.entries:
             self._take_out(line)
             del self._stale[line]
-            del self._lines[request.model][account, connection, request.priority]
+            del self._lines[request.model][account, connection, request.origin.priority]
             if not self._lines[request.model]:
                 del self._lines[request.model]
             if not share.waiting:
@@ -176,8 +176,9 @@ class PolicyQueue:
         """Return lower bounds for the requests that precede a new one: their number and batch.
         They have its model and priority. They are in its line, or have earlier turns in the
         caller's other connections, if these wait only for that model and priority."""
-        account = self._accounts.of(request.caller)
-        own, priority = request.connection if self._has_connections else "", request.priority
+        account = self._accounts.of(request.origin.caller)
+        own = request.origin.connection if self._has_connections else ""
+        priority = request.origin.priority
         lines, queue = self._lines.get(request.model, {}), account.connections
         line = lines.get((account, own, priority))
         count, batch = 0, 1
@@ -201,17 +202,18 @@ class PolicyQueue:
         """Yield the request and all others with its model and priority.
         Callers take turns, and so do a caller's connections, whose requests are sorted by key."""
         by: dict[CallerShare, list[SubQueue]] = {}
+        own = request.origin.priority
         for (account, _, priority), line in self._lines[request.model].items():
-            if priority == request.priority:
+            if priority == own:
                 by.setdefault(account, []).append(line)
 
         def turn(line: SubQueue) -> float:
             queue = line.account.connections
-            return queue.of(line.connection).tags[request.priority] if queue is not None else 0.0
+            return queue.of(line.connection).tags[own] if queue is not None else 0.0
 
         return _in_rounds(
             _in_rounds(map(SubQueue.requests, sorted(by[account], key=turn)))
-            for account in sorted(by, key=lambda account: account.tags[request.priority])
+            for account in sorted(by, key=lambda account: account.tags[own])
         )
 
     def changed(self, model: ModelName | None) -> None:
@@ -336,8 +338,8 @@ class PolicyQueue:
         self.reorder(is_resident, current, view)
         first_of: dict[tuple[str, str, ModelName, int], Request] = {}
         for request in sorted(requests, key=rank):
-            connection = request.connection if self._has_connections else ""
-            place = (request.caller, connection, request.model, request.priority)
+            connection = request.origin.connection if self._has_connections else ""
+            place = (request.origin.caller, connection, request.model, request.origin.priority)
             first_of.setdefault(place, request)
         if self._judge.generation != self._generation:
             return  # the policy failed during this check
@@ -352,7 +354,9 @@ class PolicyQueue:
             }
             assert heads == own, "another request is first"
             assert account.connections is not None or len(own) < 2, "nobody takes turns"
-            waiting = Counter(one.priority for one in requests if one.caller == account.caller)
+            waiting = Counter(
+                one.origin.priority for one in requests if one.origin.caller == account.caller
+            )
             assert account.waiting == waiting, f"{account.caller!r} does not wait with {waiting}"
 
     def _rank(self, line: SubQueue, is_resident: bool, view: View) -> None:

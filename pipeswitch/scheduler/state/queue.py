@@ -65,16 +65,16 @@ class Queue:
             self._of[request.model] = {}
             self.unchecked[request.model] = None
         self._of[request.model][request.token] = request
-        self._held[request.caller, ""] += 1
-        self._held[request.caller, request.model] += 1
+        self._held[request.origin.caller, ""] += 1
+        self._held[request.origin.caller, request.model] += 1
         if self._lines is not None:
             self._lines.add(request, number, is_back=is_back)
             self.fresh.append(request)
-        if request.deadline_at_ms is not None:
-            bisect.insort(self._due, (request.deadline_at_ms, number, request))
+        if request.origin.deadline_at_ms is not None:
+            bisect.insort(self._due, (request.origin.deadline_at_ms, number, request))
         due_at_ms = request.forecast.infeasible_after_ms
         if due_at_ms is None or due_at_ms > request.due_ms:
-            due_at_ms = request.deadline_at_ms
+            due_at_ms = request.origin.deadline_at_ms
         if due_at_ms is not None:
             if len(self._deadlines) > 2 * len(self) + SPARE_DEADLINES:
                 self._deadlines = [entry for entry in self._deadlines if self._holds(entry)]
@@ -86,12 +86,12 @@ class Queue:
         entry = self.requests.pop(request.token, None)
         if entry is None:
             return
-        for key in ((request.caller, ""), (request.caller, request.model)):
+        for key in ((request.origin.caller, ""), (request.origin.caller, request.model)):
             self._held[key] -= 1
             if not self._held[key]:
                 del self._held[key]
-        if request.deadline_at_ms is not None:
-            at = (request.deadline_at_ms, entry[0])
+        if request.origin.deadline_at_ms is not None:
+            at = (request.origin.deadline_at_ms, entry[0])
             del self._due[bisect.bisect_left(self._due, at)]
         same = self._of[request.model]
         del same[request.token]
@@ -134,9 +134,9 @@ class Queue:
     def around(self, request: Request, sorts_by: SortsBy) -> tuple[list[Request], list[Request]]:
         """Return the caller's requests before a new one, and those with later deadlines."""
         if sorts_by == "arrival":
-            return [one for one in self if one.caller == request.caller], []
+            return [one for one in self if one.origin.caller == request.origin.caller], []
         at = (request.due_ms, self._added + 1)
-        own = [due for due in self._due if due[2].caller == request.caller]
+        own = [due for due in self._due if due[2].origin.caller == request.origin.caller]
         return [due[2] for due in own if due <= at], [due[2] for due in own if due > at]
 
     def of_line(self, request: Request) -> Iterator[Request]:

@@ -10,9 +10,10 @@ from typing import Any, Literal
 import msgspec
 
 from ...base.errors import PipeSwitchError
-from ...ipc.messages.base import JobName, ModelName, OpId, SlabTensor, Slot, Turn
+from ...ipc.messages.base import JobName, ModelName, OpId, Slot, Turn
 from ...ipc.messages.daemon import TransmitEnded
-from ...ipc.messages.worker import InferenceDone, SamplingParams
+from ...ipc.messages.run import Run
+from ...ipc.messages.worker import InferenceDone
 from ...planning.grouping import Plan
 from ...planning.profile import Profile
 from ...planning.streaming import StagingLayout
@@ -20,7 +21,7 @@ from ...programs.interface.layout import Manifest
 from ...programs.interface.processors import Processor
 from ...wire.request_timing import RequestTiming
 from ..policies.job_orders import JobView
-from .events import Token
+from .events import Origin, Token
 from .fair_queue import Charge
 from .regions import Owner
 from .states import (
@@ -233,8 +234,8 @@ class DeviceModel:
 
 
 @dataclass
-class Runs:
-    """Runs of a generation so far. For policies each run is a new arrival."""
+class RunHistory:
+    """Runs of a generation so far."""
 
     born_at_ms: float  # arrival of the generation
     allowed_ms: float | None  # time limit of the first token and each later run
@@ -303,38 +304,30 @@ class Request:
     """One accepted inference request."""
 
     token: Token
-    request_id: str
     model: ModelName
-    priority: int
-    deadline_at_ms: float | None
-    inputs: tuple[SlabTensor, ...]
-    reply_offset_bytes: int
-    reply_bytes: int
-    arrived_at_ms: float
-    caller: str = ""  # tenant of the client; empty: the server's owner
+    run: Run  # the run that computes, or is next
+    origin: Origin
     batch: int = 1
     size_bytes: int = 0  # size of its model
     batching: BatchingFacts = field(default_factory=BatchingFacts)
     forecast: RequestForecast = field(default_factory=RequestForecast)
     steps: Steps = field(default_factory=Steps)
-    sequence: tuple[int, OpId] = (0, NO_OP_ID)  # (sequence number or 0, its last run)
-    sampling_params: SamplingParams | None = None  # set for a generation's current or next run
-    runs: Runs | None = None  # set for a generation
+    history: RunHistory | None = None  # set for a generation
     state: StateMachine[TaskState, TaskEvent] = field(init=False)
-    connection: str = ""  # the client's session, or its address behind the gateway
 
     def __post_init__(self) -> None:
         first = TaskState.PREPROCESSING if self.steps.is_raw else TaskState.QUEUED
-        self.state = StateMachine(f"request {self.request_id}", first, TASK_TRANSITIONS)
-        if self.sampling_params is not None:
-            deadline_at_ms, at_ms = self.deadline_at_ms, self.arrived_at_ms
-            self.runs = Runs(at_ms, None if deadline_at_ms is None else deadline_at_ms - at_ms)
-            self.batching.never_batch = self.sampling_params.never_batch
+        self.state = StateMachine(f"request {self.run.request_id}", first, TASK_TRANSITIONS)
+        if self.run.sampling_params is not None:
+            due_ms, at_ms = self.origin.deadline_at_ms, self.origin.arrived_at_ms
+            self.history = RunHistory(at_ms, None if due_ms is None else due_ms - at_ms)
+            self.batching.never_batch = self.run.sampling_params.never_batch
 
     @property
     def due_ms(self) -> float:
         """Deadline; infinity if there is none."""
-        return math.inf if self.deadline_at_ms is None else self.deadline_at_ms
+        due_ms = self.origin.deadline_at_ms
+        return math.inf if due_ms is None else due_ms
 
 
 Wanted = Literal["run", "pause", "cancel", "drain"]
