@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, Final
 
-from pipeswitch.programs.interface.packing import PRECISIONS
+from pipeswitch.base.model_options import PRECISIONS
 
 from .setting import end, read_line, spawn, tell
 from .trials import Arm, Numbers, Run

@@ -40,7 +40,8 @@ def sizes(table: Table) -> dict[str, Counter[str]]:
             size["lines"] += len(text.splitlines())
             size["modules"] += 1
     if "pipeswitch/base" in found:
-        from pipeswitch.base.config import SECTIONS, settings
+        from pipeswitch.base.config import SECTIONS
+        from pipeswitch.base.settings import settings
         from pipeswitch.frontend.verbs import VERBS
 
         found["pipeswitch/base"]["settings"] = sum(len(settings(one)) for one in SECTIONS.values())

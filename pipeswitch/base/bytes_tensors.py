@@ -1,4 +1,4 @@
-"""Tensors of byte strings: dtype ``bytes`` here, ``BYTES`` in Triton's protocol. Pure.
+"""Dtypes, and tensors of byte strings: dtype ``bytes`` here, ``BYTES`` in Triton's protocol. Pure.
 
 The format is Triton's. Each element is its length as a little-endian uint32, then its bytes.
 """
@@ -11,6 +11,20 @@ from collections.abc import Iterable, Sequence
 from typing import Any, Final
 
 from .errors import InvalidInput
+
+ITEM_BYTES: Final[dict[str, int]] = {
+    "float64": 8,
+    "float32": 4,
+    "float16": 2,
+    "bfloat16": 2,
+    "int64": 8,
+    "int32": 4,
+    "int16": 2,
+    "int8": 1,
+    "uint8": 1,
+    "bool": 1,
+}
+"""The dtypes that may cross the wire or lie in a bundle, with their item size in bytes."""
 
 BYTES: Final = "bytes"  # the dtype
 LENGTH_BYTES: Final = 4

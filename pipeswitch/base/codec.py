@@ -28,6 +28,14 @@ encode_json: Final = partial(encoded, json_encoder)
 encode_msgpack: Final = partial(encoded, msgspec.msgpack.Encoder())
 
 
+def plain(value: Any) -> Any:
+    """Return the plain number or text of a numpy scalar."""
+    plain = value.item() if hasattr(value, "item") else value
+    if type(plain) in (bool, int, float, str):
+        return plain
+    raise TypeError(f"a {type(value).__name__} cannot be sent")
+
+
 def check_memory(count: int, each_bytes: int = MEMORY_OF_A_BYTE) -> None:
     """Raise OSError (ENOMEM) unless ``count * each_bytes`` and the reserve are free."""
     mmap(-1, RESERVE_BYTES + count * each_bytes, MAP_PRIVATE).close()

@@ -7,33 +7,41 @@ init`` and ``config schema`` use it. A key in the file has no unit suffix: its v
 
 from __future__ import annotations
 
-import functools
-import inspect
 import json
 import os
 import re
 import tomllib
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Final, Literal, get_args
 
 import msgspec
 from msgspec import Meta
-from msgspec import inspect as types
 
 from .errors import ConfigError
+from .model_options import ModelConfig
+from .settings import (
+    NAME_PATTERN,
+    AmountSetting,
+    ConfigKey,
+    Count,
+    LargeSize,
+    Name,
+    Section,
+    Size,
+    Time,
+    form,
+    read,
+    rules_of,
+    settings,
+    written,
+)
 from .units import RetentionPolicy, SizeSpec, nearest, parse_ms, parse_size
 
 DEFAULT_LISTEN: Final = "tcp://127.0.0.1:5555"
 _HOST: Final = r"[^:/\s]+|\[[^\]\s]+\]"
 _PORT: Final = r"\*|[0-9]{1,4}|[1-5][0-9]{4}|6[0-4][0-9]{3}|65[0-4][0-9]{2}|655[0-2][0-9]|6553[0-4]"
 _ORIGIN: Final = r"https?://([a-z0-9.-]+|\[[0-9a-f:]+\])(:[0-9]+)?"  # as browsers send it
-NAME_PATTERN: Final = re.compile(r"[a-z0-9][a-z0-9._-]{0,63}")
-"""Names of models, jobs and servers: valid as a file name, a topic and a table column."""
-
-MAX_MS: Final = 480 * 3600e3  # 20 days: timers count milliseconds in 31 bits
-PRIORITIES: Final[Mapping[str, int]] = {"high": 0, "normal": 1, "low": 2}  # 0 is the most urgent
-
 POLICIES: Final = ("priority", "fifo", "edf", "sjf", "collate", "alternating")
 Placement = Literal["least-finish", "spread", "pack"]
 PLACEMENTS: Final = get_args(Placement)
@@ -60,120 +68,13 @@ def policy_name(value: object) -> str:
     return value
 
 
-def _form(pattern: str, noun: str) -> Meta:
-    """Return the rule for an empty or matching text; a bare ``$`` would accept a newline, too."""
-    return Meta(pattern=rf"^(?:{pattern})?(?!\n)$", extra={"noun": noun})
-
-
-def _written(noun: str, read: Callable[[object], Any], **units: float) -> Meta:
-    """Return the rule for a text that ``read`` parses; ``units`` print it, the largest first."""
-    return Meta(extra={"noun": noun, "read": read, "units": units})
-
-
-Size = Annotated[int, _written("a size", parse_size, GiB=1 << 30, MiB=1 << 20, KiB=1 << 10, B=1)]
-LargeSize = Annotated[Size, Meta(ge=1 << 20)]
-Time = Annotated[
-    float, Meta(ge=0, le=MAX_MS), _written("a time", parse_ms, h=3600e3, m=60e3, s=1e3, ms=1)
-]
-Count = Annotated[int, Meta(ge=1)]
-AmountSetting = Annotated[SizeSpec, _written("an amount", SizeSpec.parse)]
-Name = Annotated[str, _form(NAME_PATTERN.pattern, "a name of a-z, 0-9 and . _ - inside it")]
-TenantName = Annotated[str, _form(rf"\*|{NAME_PATTERN.pattern}", "the name of a key or token")]
-ListenAddress = Annotated[str, _form(f"tcp://({_HOST}):({_PORT})", f"of the form {DEFAULT_LISTEN}")]
-GatewayAddress = Annotated[
-    str, _form(f"auto|off|({_HOST}):({_PORT})", "of the form 127.0.0.1:8000")
-]
-Origin = Annotated[str, _form(_ORIGIN, "of the form https://app.example.com")]
-Alias = Annotated[str, _form(rf"[^=\s]+={NAME_PATTERN.pattern}", "of the form gpt-4o=chat")]
+TenantName = Annotated[str, form(rf"\*|{NAME_PATTERN.pattern}", "the name of a key or token")]
+ListenAddress = Annotated[str, form(f"tcp://({_HOST}):({_PORT})", f"of the form {DEFAULT_LISTEN}")]
+GatewayAddress = Annotated[str, form(f"auto|off|({_HOST}):({_PORT})", "of the form 127.0.0.1:8000")]
+Origin = Annotated[str, form(_ORIGIN, "of the form https://app.example.com")]
+Alias = Annotated[str, form(rf"[^=\s]+={NAME_PATTERN.pattern}", "of the form gpt-4o=chat")]
 RoleName = Literal["infer", "urgent", "register", "operate", "code"]
 Weight = Annotated[float, Meta(ge=0.01, le=100)]
-
-NOUNS: Final[Mapping[type[types.Type], str]] = {
-    types.BoolType: "true or false",
-    types.IntType: "a whole number",
-    types.FloatType: "a number",
-    types.StrType: "a text",
-    types.VarTupleType: "a list of texts",
-}
-
-
-class Section(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Settings of one table of the file; always valid, because a wrong value raises ConfigError.
-
-    The docstring of each subclass has the help of its keys, in the form ``key: help``.
-    """
-
-    def __post_init__(self) -> None:
-        for item in settings(type(self)).values():
-            try:
-                _read(item.kind, getattr(self, item.name), is_read=True)
-            except ValueError as problem:
-                raise ConfigError(f"{type(self).__name__}.{item.name}: {problem}") from None
-
-
-class ConfigKey(msgspec.Struct, frozen=True):
-    """Key of a table: field, type, help, and the default in the form that a user writes."""
-
-    name: str
-    kind: Any
-    default: Any
-    help: str
-    is_required: bool = False
-
-
-@functools.cache
-def settings(cls: type[Section]) -> dict[str, ConfigKey]:
-    """Return the settings of a section by their key in the file."""
-    entries = re.findall(r"^(\w+): (.+(?:\n +.+)*)", inspect.getdoc(cls) or "", re.MULTILINE)
-    texts = {key: " ".join(text.split()) for key, text in entries}
-    result = {}
-    for item in msgspec.structs.fields(cls):
-        key = item.name.removesuffix("_bytes").removesuffix("_ms")
-        shown = "" if item.required else _shown(item.default, _rules(item.type)[1])
-        result[key] = ConfigKey(item.name, item.type, shown, texts.get(key, ""), item.required)
-    return result
-
-
-def _rules(kind: Any) -> tuple[types.Type, dict[str, Any]]:
-    """Return msgspec's description of a type, and the rules of ``_form`` and ``_written``."""
-    info = types.type_info(kind)
-    return (info.type, info.extra or {}) if isinstance(info, types.Metadata) else (info, {})
-
-
-def _shown(value: Any, rules: Mapping[str, Any]) -> Any:
-    """Return a value in the form that a user writes."""
-    for unit, size in rules.get("units", {}).items():
-        if value and value % size == 0:
-            return f"{value / size:.0f}{unit}"
-    return str(value) if "read" in rules else value
-
-
-def _read(kind: Any, raw: Any, *, is_read: bool = False) -> Any:
-    """Return a setting's value, given by a file, a variable, a flag or code.
-
-    Raises:
-        ValueError: the value is not allowed; the text names it and the allowed values.
-    """
-    info, rules = _rules(kind)
-    value = rules["read"](raw) if "read" in rules and not is_read else raw
-    if isinstance(info, types.VarTupleType) and isinstance(raw, str):
-        value = [part.strip() for part in raw.split(",") if part.strip()]
-    is_text = isinstance(value, str | float)  # variables are always texts; 2.0 is a whole number
-    try:
-        return msgspec.convert(value, kind, strict=not is_text, from_attributes=True)
-    except msgspec.ValidationError:
-        pass
-    if isinstance(info, types.LiteralType):
-        choices = [one for one in get_args(kind) if one]  # an empty one means the default
-        raise ValueError(f"{raw!r} is none of {', '.join(choices)}{nearest(str(raw), choices)}")
-    if isinstance(info, types.VarTupleType) and isinstance(value, list | tuple):
-        for one in value:  # the first wrong item raises
-            _read(get_args(kind)[0], one)
-    allowed = rules.get("noun", NOUNS[type(info)])
-    for word, bound in ((" of at least", "ge"), (" and at most", "le")):
-        if getattr(info, bound, None) is not None:
-            allowed += f"{word} {_shown(getattr(info, bound), rules)}"
-    raise ValueError(f"{raw!r} is not {allowed}")
 
 
 class ServerConfig(Section, frozen=True):
@@ -263,7 +164,7 @@ class DeviceConfig(Section, frozen=True):
     bindings: cuda: the package with the bindings
     """
 
-    name: Annotated[str, _written("a device", _device_names)] = "auto"
+    name: Annotated[str, written("a device", _device_names)] = "auto"
     arena: AmountSetting = SizeSpec()
     link_gbps: Annotated[float, Meta(ge=0, le=10**6)] = 0.0
     waits: Literal["auto", "cpu", "gpu"] = "auto"
@@ -272,7 +173,7 @@ class DeviceConfig(Section, frozen=True):
     slice: AmountSetting = SizeSpec()
     graphs: Literal["auto", "off", "on"] = "auto"
     graph_budget_bytes: Size = parse_size("1GiB")
-    bindings: Annotated[str, _form(r"[A-Za-z_][A-Za-z0-9_.]*", "the name of a package")] = (
+    bindings: Annotated[str, form(r"[A-Za-z_][A-Za-z0-9_.]*", "the name of a package")] = (
         "cuda.bindings"
     )
 
@@ -355,7 +256,7 @@ class SchedulerConfig(Section, frozen=True):
     evict_grace: a job that does not leave the device within this time is killed
     """
 
-    policy: Annotated[str, _written("a policy", policy_name)] = "priority"
+    policy: Annotated[str, written("a policy", policy_name)] = "priority"
     admission: Literal["off", "deadline"] = "off"
     default_deadline_ms: Time = 0
     placement: Placement = "least-finish"
@@ -384,7 +285,7 @@ class JobsConfig(Section, frozen=True):
         the current one
     """
 
-    keep: Annotated[RetentionPolicy, _written("a number or a time", RetentionPolicy.parse)] = (
+    keep: Annotated[RetentionPolicy, written("a number or a time", RetentionPolicy.parse)] = (
         RetentionPolicy(20)
     )
     shared_input_bytes: Annotated[Size, Meta(ge=4 << 20)] = parse_size("256MiB")
@@ -457,53 +358,6 @@ class GatewayConfig(Section, frozen=True):
     cluster: str = ""
 
 
-class ModelConfig(Section, frozen=True):
-    """``[[model]]``: a model that is registered when the server starts.
-
-    name: name of the model
-    source: torchvision:…, hf:…, a bundle file, package.module:factory
-    aliases: further names, like gpt-3.5-turbo
-    weights: FILE.safetensors, pretrained or random:SEED
-    inputs: shape and dtype of inputs, such as x=8x3x224x224:float32
-    priority: high, normal or low; empty: unchanged (new models: normal)
-    pin: keep the model on the device; false: does not unpin
-    devices: devices that may serve it, by name or kind; empty: all of the first device's kind
-    max_batch: largest dynamic batch; 0: 64
-    batch: maximum number of rows in a batch of waiting requests; 0: no batching
-    batch_delay: how long a request waits for others to form a batch
-    precision: exact, fast (packed weights), bf16 or int8 (fewer bytes); empty: fast with generate,
-        else exact
-    max_error: maximum error, relative to the largest output; 0: the precision's default
-    generate: a causal language model (hf:) that generates text with a cache on the server
-    state: inputs that are outputs of the last request of a sequence, such as h=h_out, or
-        cache=rows+1 to append
-    preprocess: package.module:function that makes the inputs from raw ones
-    raw: what clients send, such as text=1..64:bytes
-    postprocess: package.module:function that makes the answer from the outputs
-    returns: what clients get, such as label=1..64:bytes
-    """
-
-    name: Name
-    source: str
-    aliases: tuple[Name, ...] = ()
-    weights: str = ""
-    inputs: tuple[str, ...] = ()
-    priority: Literal["high", "normal", "low", ""] = ""
-    pin: bool = False
-    devices: tuple[str, ...] = ()
-    max_batch: Annotated[int, Meta(ge=0)] = 0
-    batch: Annotated[int, Meta(ge=0)] = 0
-    batch_delay_ms: Time = 0
-    precision: Literal["", "exact", "fast", "bf16", "int8"] = ""
-    max_error: Annotated[float, Meta(ge=0, le=1)] = 0.0
-    generate: bool = False
-    state: tuple[str, ...] = ()
-    preprocess: str = ""
-    raw: tuple[str, ...] = ()
-    postprocess: str = ""
-    returns: tuple[str, ...] = ()
-
-
 class Config(msgspec.Struct, frozen=True, kw_only=True):
     """All settings of a server. If ``profiles_dir`` is empty, the built-in profiles are used."""
 
@@ -551,7 +405,9 @@ class _Reader:
         origin = self._origins.get(place, self._where)
         self.errors.append(f"{origin}: {text}" if origin else text)
 
-    def table(self, cls: type[Section], title: str, section: str, raw: Any) -> dict[str, Any]:
+    def table(
+        self, cls: type[msgspec.Struct], title: str, section: str, raw: Any
+    ) -> dict[str, Any]:
         """Return the values of a section, by field name."""
         known, values = settings(cls), dict[str, Any]()
         if not isinstance(raw, Mapping):
@@ -561,7 +417,7 @@ class _Reader:
             try:
                 if key not in known:
                     raise ValueError(f"unknown key{_elsewhere(key) or nearest(key, known)}")
-                values[known[key].name] = _read(known[key].kind, value)
+                values[known[key].name] = read(known[key].kind, value)
             except ValueError as problem:
                 self.complain(f"{title} {key}: {problem}", f"{section}.{key}")
         for key, item in known.items():
@@ -613,7 +469,7 @@ def parse(
         tenants = {}
     for name, value in tenants.items():
         try:
-            weights[_read(TenantName, name)] = _read(Weight, value)
+            weights[read(TenantName, name)] = read(Weight, value)
         except ValueError as problem:
             reader.complain(f"[tenants] {name}: {problem}", f"tenants.{name}")
     others = [*SECTIONS, "tenants", "model", "profiles_dir"]
@@ -761,12 +617,12 @@ def _example_line(key: str, item: ConfigKey, shown: str | None = None) -> str:
 def schema() -> dict[str, Any]:
     """Return the JSON Schema of the file."""
 
-    def table(cls: type[Section]) -> dict[str, Any]:
+    def table(cls: type[msgspec.Struct]) -> dict[str, Any]:
         facts: dict[str, Any] = msgspec.json.schema(cls)["$defs"][cls.__name__]
         rows = {}
         for key, item in settings(cls).items():
             # A parsed setting is a text or a number: 20GiB, 0.9, 0.
-            rules = {} if "read" in _rules(item.kind)[1] else facts["properties"][item.name]
+            rules = {} if "read" in rules_of(item.kind).extra else facts["properties"][item.name]
             rows[key] = rules | {"description": item.help, "default": item.default}
         facts |= {"properties": rows, "description": (cls.__doc__ or "").splitlines()[0]}
         return facts

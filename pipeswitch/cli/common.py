@@ -12,8 +12,11 @@ from pathlib import Path
 from typing import Any, Final
 
 import click
+from msgspec import inspect as types
 
 from ..base.errors import InvalidInput, PermissionDenied, PipeSwitchError
+from ..base.model_options import ModelOptions
+from ..base.settings import ConfigKey, read, rules_of, settings
 from ..base.units import printed
 from ..wire.addresses import full_address, is_refused, no_server
 from . import views
@@ -38,17 +41,47 @@ token_option = click.option(
 watch_option = click.option("--watch", is_flag=True, help="Refresh until Ctrl-C.")
 
 
-def _split(_: click.Context, __: click.Parameter, names: str) -> list[str]:
-    return [part.strip() for part in names.split(",") if part.strip()]
+def model_options(*names: str) -> Callable[[Any], Any]:
+    """Return a decorator that adds these options of a registration to a command."""
+
+    def decorate(command: Any) -> Any:
+        for key, item in reversed(settings(ModelOptions).items()):
+            if item.name in names:
+                command = _option(key, item)(command)
+        return command
+
+    return decorate
 
 
-devices_option = click.option(
-    "--devices",
-    default="",
-    metavar="DEVICE,DEVICE",
-    callback=_split,
-    help="Allowed devices: cuda:1, or cuda for all GPUs (default: all of the first device's kind).",
-)
+def _option(key: str, item: ConfigKey) -> Callable[[Any], Any]:
+    """Return a command-line option that is read like a key of the configuration file."""
+    rules = rules_of(item.kind)
+    flag = rules.extra.get("flag", "--" + key.replace("_", "-"))
+    is_repeatable = isinstance(rules.info, types.DictType) or "flag" in rules.extra
+    more: Any = {"is_flag": True}
+    if rules.choices:
+        more = {"type": click.Choice([one for one in rules.choices if one])}
+    elif not isinstance(rules.info, types.BoolType):
+        numbers = {} if "read" in rules.extra else {types.IntType: int, types.FloatType: float}
+        more = {"type": numbers.get(type(rules.info), str), "multiple": is_repeatable}
+
+    def take(_: click.Context, __: click.Parameter, value: Any) -> Any:
+        try:
+            return read(item.kind, value) if value else value
+        except ValueError as error:
+            raise click.BadParameter(str(error), param_hint=flag) from None
+
+    return click.option(
+        flag,
+        item.name,
+        metavar=rules.extra.get("metavar"),
+        callback=take,
+        help=item.help[0].upper() + item.help[1:] + " (repeatable)" * is_repeatable + ".",
+        **more,
+    )
+
+
+devices_option = model_options("devices")
 
 
 OF_OTHERS: Final = {

@@ -15,8 +15,8 @@ from typing import Any, Final
 import click
 
 from ..base.errors import InvalidInput, RegistrationRefused
+from ..base.model_options import ModelOptions, RegisterRequest
 from ..base.units import format_bytes
-from ..programs.interface.packing import PRECISIONS
 from . import common, views
 
 CONVERT: Final = """\
@@ -24,28 +24,6 @@ import json, sys
 from pipeswitch.programs.compiler.files import convert
 convert(*sys.argv[1:3], json.loads(sys.argv[3]))
 """
-
-
-def _signature(
-    _: click.Context, option: click.Parameter, declared: tuple[str, ...]
-) -> dict[str, Any]:
-    """Parse ``--input``, ``--raw`` or ``--returns`` into the fields of a registration."""
-    from ..programs.interface.signature import parse_input
-
-    texts = option.name != "inputs"
-    try:
-        return dict(parse_input(one, n, texts=texts) for n, one in enumerate(declared))
-    except InvalidInput as error:
-        raise click.BadParameter(error.message, param_hint=option.opts[0]) from None
-
-
-def _states(_: click.Context, option: click.Parameter, pairs: tuple[str, ...]) -> dict[str, Any]:
-    from ..programs.interface.signature import parse_states
-
-    try:
-        return parse_states(pairs)
-    except InvalidInput as error:
-        raise click.UsageError(str(error)) from None
 
 
 def _pairs(texts: Sequence[str]) -> dict[str, str]:
@@ -74,100 +52,12 @@ def _pairs(texts: Sequence[str]) -> dict[str, str]:
     help="With --from-job: the part of the job, if several fit the model.",
 )
 @click.option(
-    "--weights",
-    default="",
-    help="FILE.safetensors, FILE.pt (a state dict), pretrained or random:SEED.",
-)
-@click.option(
-    "--input",
-    "inputs",
-    multiple=True,
-    metavar="[NAME=]8x3x224x224:float32",
-    callback=_signature,
-    help="Shape and dtype of an input, if the source does not have them (repeatable).",
-)
-@click.option(
     "--example",
     type=click.Path(exists=True, dir_okay=False),
     metavar="FILE.npz",
     help="For package.module:factory: values of the inputs by name.",
 )
-@click.option("--priority", type=click.Choice(["high", "normal", "low"]), help="Default: normal.")
-@click.option("--pin", is_flag=True, help="Keep the model on the device.")
-@click.option("--max-batch", type=int, default=0, help="Largest dynamic batch.")
-@click.option(
-    "--batch",
-    type=click.IntRange(2),
-    metavar="ROWS",
-    help="Combine up to this many rows of waiting requests into one batch.",
-)
-@click.option(
-    "--batch-delay",
-    "batch_delay_ms",
-    default="0",
-    metavar="TIME",
-    callback=lambda _, option, text: common.milliseconds(option.opts[0], text),
-    help="With --batch: how long a request waits for others (2ms).",
-)
-@click.option(
-    "--preprocess",
-    default="",
-    metavar="PACKAGE.MODULE:FUNCTION",
-    help="Function on the server that makes the model's inputs from what clients send.",
-)
-@click.option(
-    "--raw",
-    multiple=True,
-    callback=_signature,
-    metavar="[NAME=]1..64:bytes",
-    help="With --preprocess: shape and dtype of what clients send (repeatable).",
-)
-@click.option(
-    "--postprocess",
-    default="",
-    metavar="PACKAGE.MODULE:FUNCTION",
-    help="Function on the server that makes the answer from the model's outputs.",
-)
-@click.option(
-    "--returns",
-    multiple=True,
-    callback=_signature,
-    metavar="[NAME=]1..64:bytes",
-    help="With --postprocess: shape and dtype of what clients get (repeatable).",
-)
-@click.option(
-    "--state",
-    multiple=True,
-    metavar="INPUT=OUTPUT",
-    callback=_states,
-    help="Input that is an output of the last request of a sequence (h=h_out), or to "
-    "which an output is appended along a dimension (cache=rows+1); repeatable.",
-)
-@click.option(
-    "--generate",
-    is_flag=True,
-    help="Register a causal language model (hf:NAME) that generates text.",
-)
-@click.option(
-    "--precision",
-    type=click.Choice(PRECISIONS),
-    help="exact (default), fast (packed weights; the default with --generate), bf16 or "
-    "int8 (fewer bytes).",
-)
-@click.option(
-    "--max-error",
-    type=click.FloatRange(0.0, 1.0),
-    default=0.0,
-    help="Maximum error of --precision, relative to the largest output.",
-)
-@click.option(
-    "--alias",
-    "aliases",
-    multiple=True,
-    metavar="NAME",
-    help="Further name of the model, such as gpt-3.5-turbo (repeatable).",
-)
-@common.devices_option
+@common.model_options(*{*ModelOptions.__struct_fields__} - {"source"})
 @common.json_option
 def register(
     name: str,
@@ -193,7 +83,6 @@ def register(
         _publish(name, from_job, part, as_json)
         return
     from ..client.model_sources import FILES, LocalSource, check_program_options
-    from ..wire.register_request import RegisterRequest
 
     fields = {key: value for key, value in options.items() if value} | {"as_version": as_version}
     request = RegisterRequest(source=source, **fields)

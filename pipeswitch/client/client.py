@@ -19,17 +19,17 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, Unpack
 
 from ..base.errors import InvalidInput, ModelNotFound
 from ..base.extras import SCHEMES
+from ..base.model_options import RegisterRequest
 from ..wire.addresses import default_address, full_address
 from ..wire.frames import CHUNK_BYTES
-from ..wire.register_request import RegisterRequest
 from ..wire.tracing import Traced, open_tracer
 from .calls import RETURN_S, FinalReply, as_wait_s
 from .connection import Connection
-from .model_sources import Dynamic, Inputs, LocalSource, declared
+from .model_sources import Dynamic, LocalSource, RegisterOptions, request_of, with_options
 from .sequence import RequestSequence
 from .subscription import Subscription
 from .tensors import Result, from_reply, to_frames
@@ -336,33 +336,18 @@ class Client(Verbs):
 
     # ---- models --------------------------------------------------------------------------------
 
+    @with_options
     def register(
         self,
         name: str,
         source: Any = "",
         *,
-        aliases: str | Sequence[str] = (),
         as_version: bool = False,
-        weights: str | os.PathLike[str] = "",
-        inputs: Inputs | None = None,
         example_inputs: Any = None,
         dynamic: Dynamic | None = None,
-        priority: str = "",
-        pin: bool = False,
-        max_batch: int = 0,
-        batch: int = 0,
-        batch_delay_ms: float = 0.0,
-        devices: str | Sequence[str] = (),
-        preprocess: str = "",
-        raw: Inputs | None = None,
-        postprocess: str = "",
-        returns: Inputs | None = None,
-        state: Mapping[str, str | tuple[str, int]] | None = None,
-        generate: bool = False,
         tokenizer: Any = None,
-        precision: str = "",
-        max_error: float = 0.0,
         progress: Progress | None = None,
+        **options: Unpack[RegisterOptions],
     ) -> dict[str, Any]:
         """Register a model; return when the server accepts requests for it.
 
@@ -376,13 +361,8 @@ class Client(Verbs):
                 or a local TorchScript ``.pt`` with its ``inputs`` or ``example_inputs``;
                 ``package.module:factory``, which the server imports; or an ``nn.Module``, which is
                 exported here and sent as a graph and safetensors.
-            aliases: further names, such as ``gpt-3.5-turbo``; ``unregister`` removes one alone.
             as_version: make ``weights`` the next version of the registered model, as ``publish``
                 does. Give only ``name`` and these two, and ``precision`` if it changes.
-            weights: ``random:SEED``, ``pretrained``, or a local file: safetensors, or the output of
-                ``torch.save(module.state_dict(), "weights.pt")``.
-            inputs: shapes and dtypes, if the source does not define them, by argument name and
-                nested like the arguments. ``(1, 512)`` in a shape is a range of sizes.
             example_inputs: for a module: the arguments of its ``forward``. In a mapping, names are
                 keywords and numbers are positions: ``{0: x, "scale": s}``. For
                 ``package.module:factory``: values by name, instead of generated ones.
@@ -392,35 +372,15 @@ class Client(Verbs):
                 separate: ``("source", 1, 512)``. ``"cache.*.k"`` matches all inputs with such
                 names. PyTorch's own forms work too: ``torch.export.Dim("length", min=1, max=512)``,
                 and a tuple in the order of the inputs.
-            priority: default priority of its requests.
-            pin: keep it on the device.
-            max_batch: largest dynamic batch; 0: the server's default.
-            batch: batch waiting requests into one run of up to this many rows; 0: never, except a
-                language model (``generate``), which batches up to ``max_batch``. ``batching`` in
-                ``show`` says whether the last bits of a result then depend on the batch.
-            batch_delay_ms: how long a request on a free device waits for others to batch with.
-            devices: devices of the server that may serve it, by name or kind (``cuda:1``, ``cpu``);
-                empty: all devices of the same kind as the first one.
-            preprocess: ``package.module:function``, which the server imports. It makes the model's
-                inputs from what requests send: it gets numpy arrays by the names of ``raw``, and
-                returns an array, or a dict of arrays by input name. It runs in a CPU process.
-            raw: shapes and dtypes of the inputs that requests then send, as in ``inputs`` but flat:
-                ``{"image": (((1, 1 << 22),), "uint8")}`` takes the bytes of a file, and
-                ``{"text": (((1, 64),), "bytes")}`` up to 64 texts, which are ``bytes`` objects.
-            postprocess: a function like ``preprocess`` that makes the result from the outputs.
-            returns: shapes and dtypes of that result, as in ``raw``.
-            state: inputs that a ``sequence`` keeps between requests. For each, name the output of
-                equal shape that replaces it, ``{"h": "h_out"}``, or the output that is appended to
-                it and the dimension, ``{"cache": ("rows", 1)}``.
-            generate: register a causal language model of transformers (``hf:NAME``, or the model)
-                as one program whose ``state`` is its KV cache. A refusal says why.
             tokenizer: fast tokenizer of transformers for a model object with ``generate``; ``hf:``
                 sources have their own. Without one, prompts and generated texts are token ids.
-            precision: ``exact`` (the module's bits), ``fast`` (packed weights; the default with
-                ``generate``), ``bf16`` or ``int8`` (fewer bytes). The result has the measurements.
-            max_error: refuse an error larger than this share of the module's largest output. 0:
-                0.001 for ``fast``, 0.05 for ``bf16``, 0.1 for ``int8``.
             progress: called as the work proceeds. If it raises, this call ends, but not the work.
+            options: those of ``[[model]]`` in docs/guide/settings.md, which
+                ``help(Client.register)`` lists, in Python's forms: ``inputs={"x": ((8, (1, 512)),
+                "int64")}``, nested like the arguments, with a range of sizes; ``raw`` and
+                ``returns`` alike but flat; ``state={"h": "h_out", "cache": ("rows", 1)}``: an
+                output that replaces the input, or is appended along dimension 1. ``preprocess`` and
+                ``postprocess`` get and return arrays by name, in a CPU process.
 
         Raises:
             RegistrationRefused: the model cannot be served; the error says why.
@@ -428,29 +388,7 @@ class Client(Verbs):
             HostStoreFull, OutOfDeviceMemory: the host store or the device has no room for it.
             PermissionDenied: this client may not register.
         """
-        takes, signature = declared(inputs)
-        state = state or {}  # a string names an output that replaces its input
-        request = RegisterRequest(
-            aliases=as_texts(aliases),
-            as_version=as_version,
-            weights=os.fspath(weights or ""),
-            inputs=signature,
-            takes=takes,
-            priority=priority,
-            pin=pin,
-            devices=as_texts(devices),
-            max_batch=max_batch,
-            batch=batch,
-            batch_delay_ms=batch_delay_ms,
-            preprocess=preprocess,
-            raw=declared(raw, nests=False)[1],
-            postprocess=postprocess,
-            returns=declared(returns, nests=False)[1],
-            state={key: (one, -1) if isinstance(one, str) else one for key, one in state.items()},
-            generate=generate,
-            precision=precision,
-            max_error=max_error,
-        )
+        request = request_of(options, as_version=as_version)
         local = LocalSource(source, example_inputs, dynamic, tokenizer)
         return self._register(name, request, local, progress)
 

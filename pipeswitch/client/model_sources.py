@@ -3,21 +3,27 @@
 from __future__ import annotations
 
 import contextlib
+import inspect
 import os
 import tempfile
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from inspect import Parameter
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, ParamSpec, TypedDict, TypeVar
 
 import msgspec
 
 from ..base.errors import InvalidInput, RegistrationRefused
+from ..base.model_options import ModelOptions, RegisterRequest
+from ..base.settings import settings
 from ..programs.interface.odd_files import check_file
 from ..programs.interface.pytree import Tree, flatten
-from ..wire.register_request import RegisterRequest
-from .verbs import Progress
+from .verbs import Progress, as_texts
+
+P = ParamSpec("P")
+R = TypeVar("R")
 
 Inputs = Mapping[str, Any]
 """``{name: (shape, dtype)}``; the pairs may also be nested in dicts, lists and tuples."""
@@ -34,6 +40,59 @@ _NO_PROGRAMS: Final = {
     ".py": "a model's code is package.module:function; a script that trains: pipeswitch train FILE",
 }
 Dynamic = Mapping[str, Mapping[int, tuple[int, int] | tuple[str, int, int]]]
+
+
+class RegisterOptions(TypedDict, total=False):
+    """Options of ``Client.register`` in the forms that Python's users have (``ModelOptions``)."""
+
+    weights: str | os.PathLike[str]
+    inputs: Inputs | None
+    max_batch: int
+    batch: int
+    batch_delay_ms: float
+    devices: str | Sequence[str]
+    preprocess: str
+    raw: Inputs | None
+    postprocess: str
+    returns: Inputs | None
+    state: Mapping[str, str | tuple[str, int]] | None
+    generate: bool
+    precision: str
+    max_error: float
+    aliases: str | Sequence[str]
+    priority: str
+    pin: bool
+
+
+def with_options(verb: Callable[P, R]) -> Callable[P, R]:
+    """Add each option to the signature of ``Client.register``, and its help to the docstring."""
+    items = [one for one in settings(ModelOptions).values() if one.name != "source"]
+    own = inspect.signature(verb)
+    names = [Parameter(one.name, Parameter.KEYWORD_ONLY, default=None) for one in items]
+    fixed = [one for one in own.parameters.values() if one.kind is not Parameter.VAR_KEYWORD]
+    verb.__signature__ = own.replace(parameters=[*fixed, *names])  # type: ignore[attr-defined]
+    texts = "".join(f"            {one.name}: {one.help}\n" for one in items)
+    verb.__doc__ = (verb.__doc__ or "").replace("\n        Raises:", f"{texts}\n        Raises:")
+    return verb
+
+
+def request_of(options: RegisterOptions, *, as_version: bool) -> RegisterRequest:
+    """Return the request with these options.
+
+    Raises:
+        InvalidInput: ``inputs``, ``raw`` or ``returns`` is not a mapping of shapes and dtypes.
+    """
+    fields: dict[str, Any] = {**options}
+    fields["takes"], fields["inputs"] = declared(fields.get("inputs"))
+    for name in ("raw", "returns"):
+        fields[name] = declared(fields.get(name), nests=False)[1]
+    for name in ("aliases", "devices"):
+        fields[name] = as_texts(fields.get(name))
+    # A text names an output that replaces its input.
+    states = (fields.get("state") or {}).items()
+    fields["state"] = {key: (one, -1) if isinstance(one, str) else one for key, one in states}
+    fields["weights"] = os.fspath(fields.get("weights") or "")
+    return RegisterRequest(**fields, as_version=as_version)
 
 
 Upload = Callable[[str | os.PathLike[str], str, Progress | None], str]

@@ -20,8 +20,8 @@ from typing import Any, Final
 
 import msgspec
 
-from ..base.config import NAME_PATTERN
 from ..base.plain_files import open_plain, read_plain
+from ..base.settings import NAME_PATTERN
 
 log = logging.getLogger(__name__)
 

@@ -11,19 +11,17 @@ from collections.abc import Sequence
 
 import msgspec
 
-from ..base.config import ModelConfig
 from ..base.errors import InvalidInput, PipeSwitchError
+from ..base.model_options import ModelConfig, RegisterRequest
 from ..commits.progress import SUFFIX, read_life
 from ..frontend.registration import registration
 from ..ipc.messages.base import JobName, ModelName
 from ..programs.interface.chains import Chain
-from ..programs.interface.signature import parse_input, parse_states
 from ..programs.spec import BuildSpec, processor_in
 from ..scheduler.state.events import ChainRequest, Event, RegisterModelRequest, Reply, Token
 from ..scheduler.state.records import JobSpec
 from ..scheduler.state.versions import split_name, version_name
 from ..scheduler.training.jobs import RestoredJob
-from ..wire.register_request import RegisterRequest
 from .builds import Builds
 from .entries import Entry
 from .server import Server
@@ -201,19 +199,12 @@ def _restore_ended(server: Server, name: str, entry: Entry, _: Token) -> None:
 
 
 def configured(token: Token, model: ModelConfig) -> Event:
-    """Return the registration of a ``[[model]]`` section, with parsed inputs.
+    """Return the registration of a ``[[model]]`` section.
 
     Raises:
         PipeSwitchError: a client's registration with these values would be refused too.
     """
-    fields = msgspec.structs.asdict(model)
-    for key in ("inputs", "raw", "returns"):
-        read = functools.partial(parse_input, texts=key != "inputs")
-        fields[key] = dict(map(read, fields[key], itertools.count()))
-    name, fields["state"] = fields.pop("name"), parse_states(fields["state"])
-    request = msgspec.convert(fields, RegisterRequest)
-    if request.source.startswith(("torchvision:", "hf:")) and not request.weights:
-        raise InvalidInput(
-            f'{request.source} needs weights = "pretrained", "random:SEED" or a file'
-        )
-    return registration(token, name, request)
+    request = msgspec.convert(model, RegisterRequest, from_attributes=True)
+    if model.source.startswith(("torchvision:", "hf:")) and not model.weights:
+        raise InvalidInput(f'{model.source} needs weights = "pretrained", "random:SEED" or a file')
+    return registration(token, model.name, request)

@@ -16,19 +16,16 @@ import msgspec
 
 from ..base.bytes_tensors import BYTES
 from ..base.errors import InvalidInput
+from ..base.model_options import DTYPES, PRECISIONS, BuildOptions, RegisterRequest, Signature
 from ..base.roles import OWNER, URGENT_PRIORITY, Principal, Role
 from ..base.units import escape_control_chars
 from ..ipc.messages.base import ModelName
-from ..programs.interface.layout import ITEM_BYTES
-from ..programs.interface.packing import PRECISIONS
 from ..programs.interface.pytree import check_takes
 from ..programs.spec import DEFAULT_MAX_BATCH, DEFAULT_SEQUENCES, BuildSpec, processor_of
 from ..scheduler.state.events import RegisterModelRequest, Token, VersionRequest
-from ..wire.register_request import BuildRequest, Extent, RegisterRequest, Signature
 from .intake.validation import check_name, priority_number
 from .permissions import CheckedSource, Rules, check_function, check_source
 
-DTYPES: Final = tuple(ITEM_BYTES)
 OF_A_VERSION: Final = {"as_version", "weights", "precision", "max_error"}
 NO_RULES: Final = Rules()  # no code and no uploads: the owner needs no permission
 
@@ -79,7 +76,7 @@ def _check_signature(field: str, signature: Signature, dtypes: Sequence[str]) ->
             )
 
 
-def _is_extent(extent: Extent) -> bool:
+def _is_extent(extent: int | tuple[int, int]) -> bool:
     low, high = (extent, extent) if isinstance(extent, int) else extent
     return 0 < low <= high < 1 << 32
 
@@ -130,7 +127,6 @@ def registration(
     if request.as_version:
         own = BuildSpec(
             name=model,
-            source="",
             weights=source.weights,
             precision=request.precision,
             max_error=request.max_error,
@@ -138,8 +134,8 @@ def registration(
         spec = msgspec.msgpack.encode(own)
         name, tenant = ModelName(model), principal.tenant
         return VersionRequest(token=token, model=name, spec=spec, tenant=tenant)
-    parts = BuildRequest.__struct_fields__
-    fields = {name: getattr(request, name) for name in parts}
+    names = (*BuildOptions.__struct_fields__, "takes")
+    fields = {name: getattr(request, name) for name in names}
     fields["max_batch"] = fields["max_batch"] or (
         DEFAULT_SEQUENCES if request.generate else DEFAULT_MAX_BATCH
     )

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Final
 
 from ..base.errors import InvalidInput
+from ..base.model_options import RegisterRequest
 from ..base.roles import Principal, Role
 from ..base.units import escape_control_chars
 from ..ipc.messages.base import JobName, ModelName
@@ -22,7 +23,6 @@ from ..job import known_offload, size_of
 from ..programs.interface.chains import Sources, Steps
 from ..scheduler.state import events as ev
 from ..wire.frames import RequestHeader
-from ..wire.register_request import RegisterRequest
 from . import permissions
 from .intake import validation
 from .intake.validation import Body

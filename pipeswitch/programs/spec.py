@@ -15,16 +15,16 @@ import msgspec
 
 from ..base.codec import UNREADABLE
 from ..base.errors import RegistrationRefused
+from ..base.model_options import BuildOptions
 from ..base.plain_files import open_regular
 from .graphs.bundle import check_signature, check_trees
 from .graphs.operators import checked_by
 from .interface.dims import extent_text
 from .interface.layout import BUNDLE_FILE as BUNDLE_FILE
-from .interface.layout import Manifest
+from .interface.layout import Manifest, signature_text
 from .interface.packing import DERIVED_FILE, PACKED_FORM, Layout
 from .interface.processors import Processor, processor
 from .interface.pytree import Tree
-from .interface.signature import signature_text
 
 DEFAULT_MAX_BATCH: Final = 64
 DEFAULT_SEQUENCES: Final = 8  # sequences in one step of a language model
@@ -34,38 +34,21 @@ PROGRAM_FOLDER: Final = re.compile("[0-9a-f]{64}")  # a folder is named after th
 MAX_MANIFEST_BYTES: Final = 64 << 20
 
 
-class BuildSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """One model to build.
+class BuildSpec(BuildOptions, frozen=True, kw_only=True):
+    """One model to build, from options without empty defaults.
 
-    ``source`` is ``torchvision:NAME``, ``hf:NAME``, a path that ends in ``.bundle``, or
-    ``package.module:factory``, which *runs code*: callers must have checked that this is allowed.
+    A ``source`` that is a ``package.module:factory`` *runs code*: callers must have checked that
+    this is allowed. ``weights`` may also be the folder of a job's commit.
     """
 
     name: str
-    source: str
-    # "random:SEED", "pretrained", a .safetensors file, the folder of a job's commit; empty: the
-    # source's own weights
-    weights: str = ""
+    max_batch: int = DEFAULT_MAX_BATCH
+    precision: str = "exact"
     part: str = ""  # part of the job in ``weights``; empty: the only part that fits
-    inputs: dict[str, tuple[tuple[int | tuple[int, int], ...], str]] = {}  # name -> (shape, dtype)
     takes: Tree = None  # tree of the arguments; None: each input is an argument
     example: str = ""  # a .safetensors file with values of the inputs; empty: random values
-    generate: bool = False  # a language model, with the cache of a sequence as its state
-    max_batch: int = DEFAULT_MAX_BATCH
-    batch: int = 0  # maximum size of a batch of several requests; 0: each request runs alone
-    batch_delay_ms: float = 0.0  # maximum wait of a request for others
     allow_module_mode: bool = False
     bucket_bytes: int = 0  # 0: ``grouping.DEFAULT_BUCKET_BYTES``
-    devices: tuple[str, ...] = ()  # devices that may serve the model; empty: all devices
-    preprocess: str = ""  # package.module:function that makes the inputs; empty: clients send them
-    raw: dict[str, tuple[tuple[int | tuple[int, int], ...], str]] = {}  # arguments of preprocess
-    postprocess: str = ""  # package.module:function of the outputs; empty: they are the answer
-    returns: dict[str, tuple[tuple[int | tuple[int, int], ...], str]] = {}  # results of postprocess
-    # input -> (output of the sequence's previous request, dimension along which it is appended; -1:
-    # it replaces the input)
-    state: dict[str, tuple[str, int]] = {}
-    precision: str = "exact"  # one of packing.PRECISIONS
-    max_error: float = 0.0  # limit, relative to the largest output; 0: the default
 
 
 def files_of(spec: bytes) -> list[Path]:

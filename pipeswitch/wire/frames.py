@@ -17,15 +17,15 @@ from typing import Any, Final, Literal, TypeAlias, TypeVar
 
 import msgspec
 
-from ..base.codec import UNREADABLE, encoded
+from ..base.codec import UNREADABLE, encoded, plain
 from ..base.errors import RemoteProtocolError
+from ..base.model_options import MAX_DIMS as MAX_DIMS
+from ..base.model_options import MAX_TENSORS as MAX_TENSORS
 from .request_timing import RequestTiming
 
 MAGIC: Final = b"PSW1"
 VERSION: Final = 1
 MAX_HEADER_BYTES: Final = 1 << 20  # a header has names and shapes, which are much smaller
-MAX_TENSORS: Final = 64
-MAX_DIMS: Final = 8
 BODY_TENSOR: Final = "body"  # name of the tensor that carries a body too large for a header
 CHUNK_BYTES: Final = 4 << 20  # maximum size of a chunk of an upload
 UPLOAD_LOST: Final = "upload_lost"  # ``reason`` of an error after which a file is to be sent again
@@ -89,14 +89,6 @@ class ReplyHeader(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     outputs: tuple[WireTensor, ...] = ()
     body: dict[str, Any] = {}
     error: WireError | None = None
-
-
-def plain(value: Any) -> Any:
-    """Return the plain number or text of a numpy scalar."""
-    plain = value.item() if hasattr(value, "item") else value
-    if type(plain) in (bool, int, float, str):
-        return plain
-    raise TypeError(f"a {type(value).__name__} cannot be sent")
 
 
 encoder = msgspec.msgpack.Encoder(enc_hook=plain)

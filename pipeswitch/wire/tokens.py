@@ -9,10 +9,10 @@ import stat
 from pathlib import Path
 from typing import Final
 
-from ..base.config import NAME_PATTERN
 from ..base.errors import ConfigError, InvalidInput
 from ..base.plain_files import open_regular, read_plain
 from ..base.roles import Principal, parse_roles
+from ..base.settings import NAME_PATTERN
 from .private import check_private, check_secret
 
 MAX_TOKENS_BYTES: Final = 16 << 20

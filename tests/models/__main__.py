@@ -31,13 +31,13 @@ from torch import nn
 from torch.utils._pytree import tree_map_only
 
 from pipeswitch.base.errors import PipeSwitchError
+from pipeswitch.base.model_options import PRECISIONS
 from pipeswitch.devices.cpu.packed import KERNELS
 from pipeswitch.devices.torch_kernels import TorchKernels
 from pipeswitch.programs.compiler.naming import named_inputs
 from pipeswitch.programs.compiler.precision import MAX_ERROR
 from pipeswitch.programs.graphs.bundle import read_bundle
 from pipeswitch.programs.graphs.operators import OVERLOADS
-from pipeswitch.programs.interface.packing import PRECISIONS
 from pipeswitch.programs.running.values import flatten_outputs
 from pipeswitch.programs.spec import BUNDLE_FILE
 from pipeswitch.testing import RunningServer, server

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
 
-from pipeswitch.base.config import NAME_PATTERN
+from pipeswitch.base.settings import NAME_PATTERN
 from pipeswitch.client.client import FINAL_JOB_STATES
 from pipeswitch.programs.spec import DEFAULT_MAX_BATCH
 

@@ -14,7 +14,7 @@ import torch
 from process_tools import command
 
 from pipeswitch.base.errors import ServerUnavailable
-from pipeswitch.programs.interface.signature import parse_states
+from pipeswitch.base.model_options import parse_states
 from pipeswitch.testing import server
 
 FACTORIES = """

@@ -23,6 +23,7 @@ from torch.nn import functional as F
 
 import pipeswitch as ps
 from pipeswitch.base.errors import RegistrationRefused
+from pipeswitch.base.model_options import RegisterRequest
 from pipeswitch.client.model_sources import LocalSource
 from pipeswitch.programs.compiler.export import export_module_to_bundle
 from pipeswitch.programs.compiler.files import convert, convert_weights
@@ -35,7 +36,6 @@ from pipeswitch.programs.running import factories
 from pipeswitch.programs.running.executor import BoundProgram
 from pipeswitch.programs.running.tensor_views import tensor_over
 from pipeswitch.programs.spec import BUNDLE_FILE, BuildSpec, weights_file
-from pipeswitch.wire.register_request import RegisterRequest
 from pipeswitch.workers.inference.task import make_program, read_graph
 
 T = torch.Tensor

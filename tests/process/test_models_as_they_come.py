@@ -17,6 +17,7 @@ from torch import nn
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
 from pipeswitch.base.errors import InvalidInput, PipeSwitchError, RegistrationRefused
+from pipeswitch.base.model_options import RegisterRequest
 from pipeswitch.client.model_sources import LocalSource
 from pipeswitch.frontend.intake import validation
 from pipeswitch.programs.compiler.export import export_module_to_bundle
@@ -30,7 +31,6 @@ from pipeswitch.programs.running.factories import without_cache
 from pipeswitch.programs.running.tensor_views import tensor_over
 from pipeswitch.programs.running.values import flatten_outputs
 from pipeswitch.programs.spec import BUNDLE_FILE, BuildSpec, weights_file
-from pipeswitch.wire.register_request import RegisterRequest
 from pipeswitch.workers.inference.task import make_program, read_graph
 
 SEED = 5

@@ -24,6 +24,7 @@ from rich.console import Console
 
 from pipeswitch.base.config import Config
 from pipeswitch.base.errors import ConfigError, InvalidInput, ServerUnavailable
+from pipeswitch.base.model_options import parse_input
 from pipeswitch.cli import common, views
 from pipeswitch.cli import infer as cli_infer
 from pipeswitch.cli.main import main
@@ -37,7 +38,6 @@ from pipeswitch.extras.text import chat as cli_chat
 from pipeswitch.extras.text.chat import Chat
 from pipeswitch.planning.fit import percentile
 from pipeswitch.programs.interface.layout import ValueSpec
-from pipeswitch.programs.interface.signature import parse_input
 from pipeswitch.wire.addresses import default_address, is_refused
 
 NOBODY = {"PIPESWITCH_HOST": "ipc:///nonexistent/pipeswitch.sock"}
@@ -185,11 +185,11 @@ def test_the_command_line_never_imports_torch_and_numpy_for_tensors_alone() -> N
 
 
 def test_inputs_are_read_with_and_without_a_name() -> None:
-    assert parse_input("8x3x224x224:float32", 0) == ("x", [[8, 3, 224, 224], "float32"])
-    assert parse_input("ids=1x128:int64", 1) == ("ids", [[1, 128], "int64"])
-    assert parse_input("4", 2) == ("x2", [[4], "float32"])
+    assert parse_input("8x3x224x224:float32", 0) == ("x", ((8, 3, 224, 224), "float32"))
+    assert parse_input("ids=1x128:int64", 1) == ("ids", ((1, 128), "int64"))
+    assert parse_input("4", 2) == ("x2", ((4,), "float32"))
     for wrong in ("8xx3", "a:float31", "x=-1:int8", "9" * 5000):
-        with pytest.raises(InvalidInput):
+        with pytest.raises(ValueError, match="is not of the form"):
             parse_input(wrong)
 
 

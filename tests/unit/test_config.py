@@ -16,21 +16,19 @@ import pytest
 from pipeswitch.base import config
 from pipeswitch.base.config import (
     POLICIES,
-    PRIORITIES,
     SECTIONS,
     Config,
-    ModelConfig,
     RoleName,
     SchedulerConfig,
-    Section,
     example,
     load,
     parse,
     schema,
-    settings,
 )
 from pipeswitch.base.errors import ConfigError
+from pipeswitch.base.model_options import PRIORITIES, ModelConfig
 from pipeswitch.base.roles import Role
+from pipeswitch.base.settings import Section, rules_of, settings
 from pipeswitch.base.units import SizeSpec, format_bytes, parse_ms, parse_size
 from pipeswitch.base.version import UNKNOWN, own_version
 from pipeswitch.devices import registry
@@ -168,13 +166,17 @@ def test_the_schema_has_every_section_and_its_rules() -> None:
     standby = tables["workers"]["properties"]["standby"]
     assert (standby["type"], standby["minimum"], standby["maximum"]) == ("integer", 1, 32)
     assert set(tables["server"]["properties"]["auth"]["enum"]) == {"auto", "keys"}
-    assert tables["model"]["items"]["required"] == ["name", "source"]
+    assert tables["model"]["items"]["required"] == ["source", "name"]
     pool = tables["server"]["properties"]["pool"]
     assert "type" not in pool, "a size is a text or a number"
     assert pool["default"] == "512MiB"
 
 
-@pytest.mark.parametrize("section", [*SECTIONS.values(), ModelConfig])
+def test_every_option_of_a_model_has_help() -> None:
+    assert all(item.help for item in settings(ModelConfig).values())
+
+
+@pytest.mark.parametrize("section", SECTIONS.values())
 def test_every_key_has_help_and_only_keys_have(section: type[Section]) -> None:
     rows = settings(section)
     assert all(item.help for item in rows.values())
@@ -210,7 +212,7 @@ def test_an_unknown_choice_is_answered_with_the_choices_that_have_a_name(
 
 def test_choices_are_those_of_the_code_that_takes_them() -> None:
     assert get_args(RoleName) == tuple(Role)
-    assert get_args(settings(ModelConfig)["priority"].kind) == (*PRIORITIES, "")
+    assert rules_of(settings(ModelConfig)["priority"].kind).choices == ("", *PRIORITIES)
     assert all(policy in settings(SchedulerConfig)["policy"].help for policy in POLICIES)
 
 

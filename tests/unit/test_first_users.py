@@ -14,6 +14,7 @@ import pytest
 
 import pipeswitch as ps
 from pipeswitch.base.errors import InvalidInput, RegistrationRefused
+from pipeswitch.base.model_options import RegisterRequest
 from pipeswitch.base.units import LogFile
 from pipeswitch.cli.infer import load_inputs
 from pipeswitch.client.model_sources import LocalSource
@@ -21,7 +22,6 @@ from pipeswitch.client.tensors import Signature
 from pipeswitch.client.verbs import Verbs
 from pipeswitch.programs.compiler import program
 from pipeswitch.programs.spec import BuildSpec
-from pipeswitch.wire.register_request import RegisterRequest
 
 
 def sent(source: Any, **fields: Any) -> RegisterRequest:

@@ -59,12 +59,12 @@ MAY_IMPORT: Mapping[str, str] = {
     "__init__": "base client job wire",
     "testing": "base client",
     "gateway": "base client frontend ipc programs wire",
-    "cli": "__init__ base client devices ipc job planning programs sandbox testing wire",
+    "cli": "__init__ base client devices ipc job planning sandbox testing wire",
     # Extras, which no room above them may import.
     "extras": "",
     "extras/curve": "base cli client frontend gateway ipc wire",
     "extras/cluster": "base cli client commits controller extras/curve scheduler/policies wire",
-    "extras/page": "base cli client frontend gateway wire",
+    "extras/page": "base cli client frontend gateway",
     "extras/demo": "__init__ base cli client extras/page job planning programs programs/compiler "
     "testing",
     "extras/grpc": "base gateway ipc wire",

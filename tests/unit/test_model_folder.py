@@ -16,6 +16,7 @@ import transformers
 from tokenizers import Tokenizer, models, pre_tokenizers
 
 from pipeswitch.base.errors import RegistrationRefused
+from pipeswitch.base.model_options import RegisterRequest
 from pipeswitch.client.model_sources import LocalSource
 from pipeswitch.extras.text.embeddings import pooled
 from pipeswitch.frontend.registration import registration
@@ -23,7 +24,6 @@ from pipeswitch.programs.compiler import model_folder
 from pipeswitch.programs.compiler.sources import load_source
 from pipeswitch.programs.spec import BuildSpec
 from pipeswitch.scheduler.state.events import RegisterModelRequest, Token
-from pipeswitch.wire.register_request import RegisterRequest
 
 LETTERS = sorted(pre_tokenizers.ByteLevel.alphabet())
 

@@ -14,6 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pipeswitch.base.errors import InvalidInput, RegistrationRefused, RemoteProtocolError
+from pipeswitch.base.model_options import RegisterRequest
 from pipeswitch.client.calls import FinalReply
 from pipeswitch.client.model_sources import declared
 from pipeswitch.client.tensors import Result, from_reply, to_frames
@@ -36,7 +37,6 @@ from pipeswitch.programs.running.values import nested_outputs
 from pipeswitch.programs.spec import load_manifest, save_manifest
 from pipeswitch.scheduler.state.events import ModelAvailable
 from pipeswitch.wire.frames import MAX_TENSORS, RequestHeader, WireTensor, decode_reply
-from pipeswitch.wire.register_request import RegisterRequest
 from pipeswitch.wire.request_timing import RequestTiming
 
 

@@ -18,6 +18,7 @@ from rich.console import Console
 
 import pipeswitch as ps
 from pipeswitch.base.errors import to_wire
+from pipeswitch.base.model_options import RegisterRequest
 from pipeswitch.base.units import escape_control_chars
 from pipeswitch.cli import main as cli_main
 from pipeswitch.cli import views
@@ -27,7 +28,6 @@ from pipeswitch.frontend.registration import check
 from pipeswitch.frontend.transport.replies import reply_frames
 from pipeswitch.memory_daemon.main import log_to as log_daemon_to
 from pipeswitch.programs.graphs.bundle import is_name
-from pipeswitch.wire.register_request import RegisterRequest
 from pipeswitch.workers.main import _log_to_stderr as log_worker_to
 
 OBEYED = [

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from concurrent.futures import Future
 from pathlib import Path
 from types import SimpleNamespace
@@ -11,19 +12,19 @@ import msgspec
 import pytest
 from click.testing import CliRunner
 
-from pipeswitch.base.config import ModelConfig
 from pipeswitch.base.errors import InvalidInput, PipeSwitchError
+from pipeswitch.base.model_options import PRECISIONS, ModelConfig, ModelOptions, RegisterRequest
 from pipeswitch.base.roles import OWNER
+from pipeswitch.base.settings import settings
 from pipeswitch.cli import common
 from pipeswitch.cli.main import main
 from pipeswitch.client.client import Client
+from pipeswitch.client.model_sources import RegisterOptions
 from pipeswitch.controller.restore import configured
 from pipeswitch.frontend.verbs import Rules, ask
-from pipeswitch.programs.interface.packing import PRECISIONS
 from pipeswitch.programs.spec import BuildSpec
 from pipeswitch.scheduler.state.events import RegisterModelRequest, Token
 from pipeswitch.wire.frames import VERSION, RequestHeader, encode_header
-from pipeswitch.wire.register_request import RegisterRequest
 
 SOURCE = "torchvision:resnet18"
 
@@ -107,13 +108,13 @@ def test_the_sdk_the_command_line_and_the_file_ask_for_the_same(
     file = ModelConfig(
         name="m",
         source=SOURCE,
-        inputs=("x=8x1..9:float32",),
+        inputs={"x": ((8, (1, 9)), "float32")},
         max_batch=4,
         batch=2,
         batch_delay_ms=3.0,
         devices=("cpu:0",),
         preprocess="a.b:c",
-        raw=("text=1..64:bytes",),
+        raw={"text": (((1, 64),), "bytes")},
         priority="normal",
         weights="random:1",
         generate=True,
@@ -121,6 +122,16 @@ def test_the_sdk_the_command_line_and_the_file_ask_for_the_same(
         aliases=("a", "b"),
     )
     assert configured(Token(1), file) == asked(sdk.body)
+
+
+def test_each_option_is_declared_once_and_python_has_its_type_and_help() -> None:
+    options = {*ModelOptions.__struct_fields__} - {"source"}
+    assert RegisterOptions.__annotations__.keys() == options
+    assert options < inspect.signature(Client.register).parameters.keys()
+    helps = [item.help for item in settings(ModelOptions).values() if item.name in options]
+    assert all(text in (Client.register.__doc__ or "") for text in helps)
+    flags = {one.name for one in main.commands["register"].params}
+    assert options < flags
 
 
 @pytest.mark.parametrize(

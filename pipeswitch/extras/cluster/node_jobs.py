@@ -18,8 +18,8 @@ from typing import Any, Final
 
 import msgspec
 
-from ...base.config import NAME_PATTERN
 from ...base.errors import AlreadyExists, InvalidInput, RemoteProtocolError, ServerUnavailable
+from ...base.settings import NAME_PATTERN
 from ...client.client import FINAL_JOB_STATES, Client
 from ...commits.commit_files import RECORD_NAME, CommitRecord, read_record, remove_unnamed
 from ...commits.progress import HANDED_ON, SUFFIX, Life, read_life

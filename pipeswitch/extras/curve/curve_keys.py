@@ -19,10 +19,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final
 
-from ...base.config import NAME_PATTERN, ServerConfig
+from ...base.config import ServerConfig
 from ...base.errors import AlreadyExists, ConfigError, InvalidInput, ModelNotFound
 from ...base.plain_files import open_regular, read_plain
 from ...base.roles import DEFAULT_ROLES, Principal, Role, in_order, parse_roles
+from ...base.settings import NAME_PATTERN
 from ...wire.addresses import is_loopback
 from ...wire.private import check_private, check_secret, check_trusted, private_directory
 

@@ -14,10 +14,13 @@ from functools import partial
 from typing import Any, Final
 
 import msgspec
+from msgspec import inspect as types
 
 from ...base.codec import UNREADABLE, decode_json, encode_json
 from ...base.errors import InvalidInput
+from ...base.model_options import ModelOptions, RegisterRequest
 from ...base.roles import Role
+from ...base.settings import rules_of, settings
 from ...client.client import FINAL_JOB_STATES
 from ...frontend.permissions import Rules
 from ...frontend.registration import check, check_origin, require_roles
@@ -27,7 +30,6 @@ from ...gateway.http.http_server import EVENT_STREAM, Response, json_answer
 from ...gateway.routes import Door, Request, Route
 from ...gateway.serving.auth import redact, require_role
 from ...gateway.serving.upstream import Upstream
-from ...wire.register_request import RegisterRequest
 from .event_stream import EventLog
 from .openapi import document
 from .ui import page_files
@@ -40,15 +42,19 @@ OFFSET: Final = {"offset": ("integer", "First byte; a negative number counts fro
 MAX_VERSION: Final = 1 << 30
 TEXT: Final = "text/plain; charset=utf-8"
 BUNDLE: Final = "application/octet-stream"
+KINDS: Final = {
+    types.BoolType: "boolean",
+    types.IntType: "integer",
+    types.FloatType: "number",
+    types.StrType: "string",
+    types.VarTupleType: "string",
+}
+# What a bundle says itself, and what needs code on the server.
+NOT_OF_BUNDLE: Final = {"source", "weights", "devices", "preprocess", "postprocess", "generate"}
 OF_BUNDLE: Final = {
-    "aliases": ("string", "With a bundle: further names, with commas between them"),
-    "priority": ("string", "With a bundle: high, normal or low"),
-    "pin": ("boolean", "With a bundle: keep it on the device"),
-    "max_batch": ("integer", "With a bundle: the largest batch"),
-    "batch": ("integer", "With a bundle: maximum rows of a batch of requests"),
-    "batch_delay_ms": ("number", "With a bundle: how long a request waits for others"),
-    "precision": ("string", "With a bundle: exact, fast, bf16 or int8"),
-    "max_error": ("number", "With a bundle: maximum error of the precision"),
+    item.name: (KINDS[type(rules_of(item.kind).info)], f"With a bundle: {item.help}")
+    for item in settings(ModelOptions).values()
+    if item.name not in NOT_OF_BUNDLE and type(rules_of(item.kind).info) in KINDS
 }
 GUARDS: Final = (("X-Content-Type-Options", "nosniff"), ("Cache-Control", "no-store"))
 

@@ -14,9 +14,10 @@ from typing import Any, Final
 import msgspec
 
 from ...base.bytes_tensors import BYTES, LENGTH_BYTES
-from ...base.config import NAME_PATTERN, PRIORITIES
 from ...base.errors import InvalidInput, ModelNotFound, PermissionDenied
+from ...base.model_options import PRIORITIES
 from ...base.roles import ANYONE
+from ...base.settings import NAME_PATTERN
 from ...base.units import escape_control_chars, nearest
 from ...programs.interface.dims import NoExtent, Values, match, values_text
 from ...programs.interface.layout import (
@@ -25,9 +26,9 @@ from ...programs.interface.layout import (
     Manifest,
     ValueSpec,
     aligned,
+    signature_text,
 )
 from ...programs.interface.pytree import Tree, argument_names
-from ...programs.interface.signature import signature_text
 from ...scheduler.state.events import ModelAvailable
 from ...wire.frames import MAX_DIMS, TRACEPARENT, RequestHeader, WireTensor
 

@@ -13,8 +13,7 @@ import msgspec
 
 from ...base.errors import InvalidInput
 from .dims import MAX_EXTENT, Dim, Expr, Extent
-from .layout import Manifest, ValueSpec
-from .signature import signature_text
+from .layout import Manifest, ValueSpec, signature_text
 
 MAX_STEPS: Final = 16
 MAX_VALUES: Final = 64  # limit for inputs, and for outputs: maximum tensors of a message

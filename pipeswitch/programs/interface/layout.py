@@ -8,11 +8,12 @@ store have the same layout, so a group is one contiguous copy.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Final, Literal
 
 import msgspec
 
+from ...base.bytes_tensors import ITEM_BYTES as ITEM_BYTES
 from .dims import Dim, Shape, Values, batch_range, shape_at
 from .packing import Precision
 
@@ -20,20 +21,6 @@ MAX_JOINED_BYTES: Final = 512 << 20  # maximum inputs of a padded batch; a worke
 BUNDLE_FILE: Final = "program.bundle"  # in the folder of a program in graph mode
 TENSOR_ALIGN_BYTES: Final = 512  # as in torch's caching allocator, so all kernels accept it
 REGION_ALIGN_BYTES: Final = 2 << 20
-
-ITEM_BYTES: Final[dict[str, int]] = {
-    "float64": 8,
-    "float32": 4,
-    "float16": 2,
-    "bfloat16": 2,
-    "int64": 8,
-    "int32": 4,
-    "int16": 2,
-    "int8": 1,
-    "uint8": 1,
-    "bool": 1,
-}
-"""The dtypes that may cross the wire or lie in a bundle, with their item size in bytes."""
 
 
 class TensorSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -147,3 +134,13 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 def aligned(value_bytes: int, unit_bytes: int) -> int:
     """Return ``value_bytes`` rounded up to a multiple of ``unit_bytes``."""
     return -(-value_bytes // unit_bytes) * unit_bytes
+
+
+def is_same_signature(one: Manifest, other: Manifest) -> bool:
+    """Return True if both manifests have the same inputs, outputs and dimensions."""
+    return (one.inputs, one.outputs, one.dims) == (other.inputs, other.outputs, other.dims)
+
+
+def signature_text(dtype: str, shape: Iterable[object]) -> str:
+    """Return a dtype and shape as text: ``float32[8,3,224,224]``."""
+    return f"{dtype}[{','.join(map(str, shape))}]"

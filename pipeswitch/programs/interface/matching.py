@@ -7,7 +7,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import Final
 
 from ...base.errors import InvalidInput, RegistrationRefused
-from .signature import signature_text
+from .layout import signature_text
 
 Given = Mapping[str, tuple[str, tuple[int, ...]]]
 """Parameters and buffers: name -> dtype and shape."""

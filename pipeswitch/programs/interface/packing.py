@@ -21,7 +21,6 @@ LINEAR_INT8: Final = "packed.linear_int8"
 TARGETS: Final = frozenset({LINEAR, LINEAR_ADD, LINEAR_INT8, CONVOLUTION, CONVOLUTION_ADD})
 """Operators that only derived graphs may call: the build writes these graphs, not a client."""
 
-PRECISIONS: Final = ("exact", "fast", "bf16", "int8")
 HALF: Final = ("bf16", "int8")  # precisions whose products are computed in bfloat16
 Layout = Literal["onednn", "torch"]  # of weights; a server with a GPU uses torch's
 PACKED_FORM: Final = "3"  # version of packed files; with another one, servers pack again

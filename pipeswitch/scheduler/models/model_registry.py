@@ -13,8 +13,7 @@ from ...ipc.messages.base import ModelName, OpId
 from ...ipc.messages.builder import BuildDone, BuildFailed, BuildProgress
 from ...ipc.messages.daemon import ModelStored, StoreFailed, StoreModel
 from ...planning.profile import ProfileFile
-from ...programs.interface.layout import Manifest
-from ...programs.interface.signature import is_same_signature
+from ...programs.interface.layout import Manifest, is_same_signature
 from ..memory import device_placement
 from ..requests.admission import Admission, changed_on_the_way
 from ..server.server_state import ServerState
