@@ -110,6 +110,11 @@ def train(
 
 def _variables(env: Sequence[str], entry: str) -> dict[str, str]:
     """Return the variables of ``--env``, and those of this environment that a script names."""
+    if fixed := [one.partition("=")[0] for one in env if one.startswith(FIXED_VARIABLES)]:
+        raise InvalidInput(
+            f"--env {', '.join(fixed)}: read when the server starts its processes",
+            hint="set it for pipeswitch serve",
+        )
     named: dict[str, str] = {}
     with contextlib.suppress(OSError, SyntaxError, ValueError):  # train refuses the script
         if entry.endswith(".py") and os.path.getsize(entry) <= MAX_SCRIPT_BYTES:
@@ -117,8 +122,12 @@ def _variables(env: Sequence[str], entry: str) -> dict[str, str]:
             texts = {one.value for one in tree if isinstance(one, ast.Constant)} - {"PATH", "HOME"}
             own = [one for one in os.environ if one in texts]
             named = {one: os.environ[one] for one in own if not one.startswith(FIXED_VARIABLES)}
+            if fixed := sorted({*own} - {*named}):
+                views.echo(f"not passed, set for pipeswitch serve: {', '.join(fixed)}", err=True)
     for one in env:
         name, has_value, value = one.partition("=")
+        if not name:
+            raise InvalidInput(f"--env {one!r} is not of the form NAME or NAME=VALUE")
         if not has_value and name not in os.environ:
             raise InvalidInput(f"--env {name}: it is not set here", hint=f"--env {name}=VALUE")
         named[name] = value if has_value else os.environ[name]

@@ -36,6 +36,7 @@ from pipeswitch.controller import main as controller
 from pipeswitch.extras.page.browser import page_url
 from pipeswitch.extras.text import chat as cli_chat
 from pipeswitch.extras.text.chat import Chat
+from pipeswitch.job import FIXED_VARIABLES
 from pipeswitch.planning.fit import percentile
 from pipeswitch.programs.interface.layout import ValueSpec
 from pipeswitch.wire.addresses import default_address, is_refused
@@ -952,13 +953,38 @@ def test_train_passes_the_variables_that_are_named_by_the_command_or_the_script(
     script.write_text(f"import os\nnames = [os.environ.get(one) for one in {texts!r}]\n3, b'', ...")
     ours = {"MY_SCALE": "secret", "LD_LIBRARY_PATH": "/x", "OTHER": "o"}
     status, _, text = run("train", str(script), "--env", "OTHER", "--env", "NEW=1=2", env=ours)
-    assert (status, text) == (0, "variables: MY_SCALE, NEW, OTHER\n")
+    not_passed = "not passed, set for pipeswitch serve: LD_LIBRARY_PATH\n"
+    assert (status, text) == (0, f"{not_passed}variables: MY_SCALE, NEW, OTHER\n")
     assert sent == [{"MY_SCALE": "secret", "OTHER": "o", "NEW": "1=2"}]
     assert "secret" not in text
     assert run("train", str(script), "--env", "ABSENT", env=ours)[0] == InvalidInput.exit_code
     assert run("train", "package.module:main", env=ours)[::2] == (0, "")
     assert run("train", str(tmp_path / "missing.py"), env=ours)[::2] == (0, "")
     assert sent[1:] == [{}, {}]
+
+
+@pytest.mark.parametrize(
+    ("words", "texts"),
+    [
+        (["LD_A", "OMP_B=1", "C=1"], ["--env LD_A, OMP_B: ", "pipeswitch serve"]),
+        (["=1"], ["NAME=VALUE"]),
+        ([""], ["NAME=VALUE"]),
+        (["1ABSENT"], ["--env 1ABSENT=VALUE"]),  # the server takes this name
+    ],
+)
+def test_a_refused_variable_is_named_with_the_rule(
+    words: list[str], texts: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    answering(monkeypatch, train=lambda *_, **__: Job())
+    options = [part for word in words for part in ("--env", word)]
+    status, _, text = run("train", "package.module:main", *options)
+    assert (status, [one for one in texts if one not in text]) == (InvalidInput.exit_code, [])
+    assert "LD_A=VALUE" not in text
+
+
+def test_the_guide_lists_the_refused_variables() -> None:
+    guide = (Path(__file__).parents[2] / "docs/guide/jobs.md").read_text("utf-8")
+    assert [one for one in FIXED_VARIABLES if f"`{one}…`" not in guide] == []
 
 
 class Job:
