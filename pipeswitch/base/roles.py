@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Final
 
 from .errors import InvalidInput, PermissionDenied
@@ -31,24 +31,13 @@ ALL_ROLES: Final = frozenset(Role)
 DEFAULT_ROLES: Final = frozenset({Role.INFER})
 
 URGENT_PRIORITY: Final = "high"  # this priority requires ``urgent``
-
-MODEL_FACTS: Final = frozenset(
-    {
-        "name",
-        "aliases",
-        "version",
-        "current",
-        "versions",
-        "state",
-        "inputs",
-        "outputs",
-        "batch",
-        "batching",
-        "dims",
-        "embeds",
-        "steps",
-    }
+OWNERS_WAY: Final = (
+    "as the server's user connect after it is ready (pipeswitch ping --wait 1m), without "
+    "PIPESWITCH_HOST and --host, or "
 )
+
+_NAMES: Final = frozenset({"name", "aliases", "version", "current", "versions", "state"})
+MODEL_FACTS: Final = _NAMES | {"inputs", "outputs", "batch", "batching", "dims", "embeds", "steps"}
 """Keys of a model's row that a client with only ``infer`` gets."""
 
 
@@ -56,8 +45,9 @@ MODEL_FACTS: Final = frozenset(
 class Principal:
     """Identity and roles of a client."""
 
-    tenant: str  # name of the client's key; ANYONE without a key; empty for the server's owner
+    tenant: str  # name of its key or token; ANYONE without one; empty for the server's owner
     roles: frozenset[Role] = DEFAULT_ROLES
+    has_token: bool = field(default=False, compare=False)  # it calls the gateway, over HTTP or gRPC
 
     @property
     def is_owner(self) -> bool:
@@ -75,18 +65,21 @@ class Principal:
     def refusal(self, role: Role, what: str) -> PermissionDenied:
         """Return the error that names the missing role, the client and the command to grant it."""
         roles = in_order({*self.roles, role})
-        if self.tenant == ANYONE:
+        if self.has_token:
+            is_anyone = self.tenant == ANYONE
+            who = "a caller without a token" if is_anyone else f'token "{self.tenant}"'
+            hint = f"a line of the file of [gateway] tokens: NAME TOKEN {','.join(roles)}"
+        elif self.tenant == ANYONE:
             who = "a TCP client without a key"
-            hint = f"start it with --tcp-roles {','.join(roles)}"
+            hint = f"{OWNERS_WAY}start it with --tcp-roles {','.join(roles)}"
         else:
             who = f'key "{self.tenant}"'
             options = " ".join(f"--role {one}" for one in roles)
-            hint = f"on its machine: pipeswitch keys roles {self.tenant} {options}"
+            hint = f"{OWNERS_WAY}on its machine: pipeswitch keys roles {self.tenant} {options}"
         has = ", ".join(in_order(self.roles)) or "none"
         return PermissionDenied(
             f'{what} needs the role "{role}", and {who} has {has}',
-            hint="as the server's user connect after it is ready (pipeswitch ping --wait 1m), "
-            f"without PIPESWITCH_HOST and --host, or {hint}",
+            hint=hint,
             role=role.value,
             client=self.tenant,
         )

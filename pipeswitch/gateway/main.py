@@ -34,7 +34,8 @@ from ..ipc.messages.gateway import GatewaySettings
 from ..wire.tokens import owner_token, read_tokens
 from ..wire.tracing import open_tracer
 from .doors import DoorContext, open_doors
-from .http.http_server import HttpServer, Limits
+from .http.http_parser import Limits
+from .http.http_server import HttpServer, Secured, context_of
 from .http.offload import Shared, started_pool
 from .router import Router
 from .serving.auth import Authenticator
@@ -151,8 +152,6 @@ async def _listen(
     listening = socket.socket(fileno=descriptor)
     protocol: Callable[[], asyncio.BaseProtocol] = http
     if settings.tls_cert:
-        from .http.tls import Secured, context_of
-
         protocol = partial(Secured, http, context_of(settings.tls_cert, settings.tls_key))
     server = await loop.create_server(protocol, sock=listening, backlog=ACCEPTS)
     listening.listen(BACKLOG)

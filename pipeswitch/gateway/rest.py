@@ -9,7 +9,8 @@ from ..base.codec import UNREADABLE, decode_json
 from ..base.errors import InvalidInput, PipeSwitchError, ServerUnavailable
 from ..base.roles import Principal
 from .http.http_errors import TooLarge, body_of, status_of
-from .http.http_server import Head, Response, json_answer
+from .http.http_parser import Head
+from .http.http_server import Response, json_answer
 from .http.offload import OffloadThread
 from .router import JSON_LENGTH
 from .routes import Door, Request, Route, Run

@@ -13,9 +13,10 @@ from msgspec.structs import replace
 from ..base.errors import InvalidInput, PipeSwitchError
 from ..base.units import nearest
 from .http.http_errors import MethodNotAllowed, NotFound, TooLarge, WrongHost
-from .http.http_server import Head, Response, Work, answered, refusal
+from .http.http_parser import Head
+from .http.http_server import Response, Work, answered, refusal
 from .routes import Door, Request, Routes
-from .serving.auth import Authenticator, require_role
+from .serving.auth import Authenticator
 
 JSON_LENGTH: Final = "Inference-Header-Content-Length"
 MAX_QUERY_FIELDS: Final = 16
@@ -95,7 +96,7 @@ class Router:
             allow = ", ".join("GET, HEAD" if one == "GET" else one for one in methods)
             raise MethodNotAllowed(head.method, head.path, allow)
         if route.role is not None:
-            require_role(caller, route.role, f"{route.method} {route.path}")
+            caller.require(route.role, f"{route.method} {route.path}")
         if route.max_bytes is not None:
             check_size(head.length or 0, route.max_bytes)
         names = dict(zip(route.names, values, strict=True))

@@ -16,7 +16,8 @@ import msgspec
 from ..base.errors import PipeSwitchError
 from ..base.roles import Principal, Role
 from ..base.units import nearest
-from .http.http_server import Head, Response, refusal
+from .http.http_parser import Head
+from .http.http_server import Response, refusal
 
 PLACEHOLDER: Final = re.compile(r"\{(\w+)(\.\.\.)?\}")
 

@@ -21,6 +21,7 @@ from pipeswitch.base.roles import Principal, Role
 from pipeswitch.extras.page.event_stream import EventLog
 from pipeswitch.gateway.doors import DoorContext, open_doors
 from pipeswitch.gateway.http import http_server as http
+from pipeswitch.gateway.http.http_parser import Head, Limits
 from pipeswitch.gateway.http.offload import OffloadThread
 from pipeswitch.gateway.router import Router
 from pipeswitch.gateway.serving.auth import Authenticator
@@ -31,7 +32,7 @@ from .target import Codec, Target, join_frames, split_frames
 
 PEER = "127.0.0.1"
 TOKEN = "the-token-of-an-operator"
-LIMITS = http.Limits(head_bytes=1500, body_bytes=1200, waiting_bytes=2400)
+LIMITS = Limits(head_bytes=1500, body_bytes=1200, waiting_bytes=2400)
 TURNS = 6  # iterations of the event loop after each piece, which are enough for a stream to end
 MAX_TURNS = 400  # iterations for which the peer waits for a connection that has stopped reading
 LATE_S = 1e6  # a time that is longer than all limits
@@ -158,7 +159,7 @@ class _Gate:
         self.statuses: list[int] = []
         self.escaped: list[str] = []
 
-    def _admit(self, head: http.Head) -> http.Work | http.Response:
+    def _admit(self, head: Head) -> http.Work | http.Response:
         work = self._router(head)
         if isinstance(work, http.Response):
             return self._checked(head, work)
@@ -170,7 +171,7 @@ class _Gate:
 
         return run
 
-    def _checked(self, head: http.Head, answer: http.Response) -> http.Response:
+    def _checked(self, head: Head, answer: http.Response) -> http.Response:
         self.statuses.append(answer.status)
         if answer.status >= 400:
             body = json.loads(b"".join(answer.parts))
@@ -196,7 +197,7 @@ class _Gate:
             await self._feed(connection, wire, frame)
         for _ in range(3):  # time limits of a late head or body, of an unread answer, of lingering
             if not wire.is_closed:
-                connection.look(connection.since_s + LATE_S)
+                connection.look(connection.parser.since_s + LATE_S)
                 await _turns(TURNS)
         if not wire.is_closed and connection._task is None:
             self.escaped.append("a connection that does nothing stays")
@@ -219,7 +220,7 @@ class _Gate:
             buffer[:size] = rest[:size]
             connection.buffer_updated(size)
             rest = rest[size:]
-            byte_counts = connection.reading.received_bytes, self.server.shared.waiting.held
+            byte_counts = connection.parser.held_bytes, self.server.shared.waiting.held
             if byte_counts[0] > LIMITS.body_bytes or byte_counts[1] > LIMITS.waiting_bytes:
                 self.escaped.append(f"it holds {byte_counts} bytes")
             await _turns(TURNS)

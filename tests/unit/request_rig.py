@@ -169,7 +169,8 @@ def gateways_calls(folder: Path) -> int:
 
 
 async def _gateway(address: str, sock: socket.socket) -> Any:
-    from pipeswitch.gateway.http.http_server import HttpServer, Limits
+    from pipeswitch.gateway.http.http_parser import Limits
+    from pipeswitch.gateway.http.http_server import HttpServer
     from pipeswitch.gateway.http.offload import OffloadThread
     from pipeswitch.gateway.rest import inference_door
     from pipeswitch.gateway.router import Router

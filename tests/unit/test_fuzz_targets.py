@@ -60,7 +60,7 @@ BROKEN = {
     "daemon": "pipeswitch.memory_daemon.transmit.check_order",
     "worker": "pipeswitch.scheduler.state.device_state.DeviceState.job_of",
     "order": "pipeswitch.ipc.gate.Gate.grant",
-    "gateway": "pipeswitch.gateway.http.http_server.HttpConnection.look",
+    "gateway": "pipeswitch.gateway.http.http_parser.HttpParser.look",
 }
 """Fuzz target -> a patch that makes the tested code raise an error that it must not raise."""
 

@@ -11,7 +11,7 @@ import pytest
 
 pytest.importorskip("httptools", reason="make installs it")
 
-from pipeswitch.gateway.http.tls import Secured, context_of
+from pipeswitch.gateway.http.http_server import Secured, context_of
 from tests.fuzz.gateways import Wire
 from tests.unit.test_gateway_http import LIMITS, Rig, get, rigged
 

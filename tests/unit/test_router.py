@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 
 from pipeswitch.base.roles import Principal, Role
-from pipeswitch.gateway.http.http_server import Head, Response, answered, json_answer
+from pipeswitch.gateway.http.http_parser import Head
+from pipeswitch.gateway.http.http_server import Response, answered, json_answer
 from pipeswitch.gateway.router import Router
 from pipeswitch.gateway.routes import Door, Request, Route, Routes
 from pipeswitch.gateway.serving.auth import Authenticator

@@ -10,7 +10,6 @@ import asyncio
 import math
 import time
 from collections.abc import Awaitable, Callable, Sequence
-from functools import partial
 from typing import Any, Final
 
 import msgspec
@@ -28,7 +27,7 @@ from ...frontend.verbs import VERBS, Http
 from ...gateway.doors import DoorContext
 from ...gateway.http.http_server import EVENT_STREAM, Response, json_answer
 from ...gateway.routes import Door, Request, Route
-from ...gateway.serving.auth import redact, require_role
+from ...gateway.serving.auth import redact
 from ...gateway.serving.upstream import Upstream
 from .event_stream import EventLog
 from .openapi import document
@@ -253,7 +252,6 @@ class Api:
     async def _register(self, request: RouteRequest) -> Response:
         """Check the registration, upload the bundle if there is one, and register the model."""
         caller = request.caller
-        require = partial(require_role, caller)
         if request.head.headers.get("content-type", "").startswith(BUNDLE):
             if not len(request.body):
                 raise InvalidInput("the bundle is empty", hint="curl --data-binary @FILE.bundle")
@@ -262,12 +260,12 @@ class Api:
             registration = _registration(
                 lambda: msgspec.convert(fields, RegisterRequest, strict=False)
             )
-            require_roles(registration, require)
+            require_roles(registration, caller.require)
             source = await self._upstream.upload(request.body, "bundle", caller.tenant)
             registration = msgspec.structs.replace(registration, source=source)
         else:
             registration = _registration(lambda: decode_json(request.body, RegisterRequest))
-            check_origin(registration, require, self._rules, is_owner=False)
+            check_origin(registration, caller.require, self._rules, is_owner=False)
         # The model belongs to the caller, not to the server's owner.
         body = registration.body() | {"tenant": caller.tenant}
         return _json(await self._upstream.ask("register", request.names["model"], body=body))

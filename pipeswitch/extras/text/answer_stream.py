@@ -20,7 +20,7 @@ from ...base.errors import ServerUnavailable
 from ...base.quotas import FairQuota
 from ...base.roles import ANYONE, Principal
 from ...client.generation import GenerateRequest, chances_in
-from ...gateway.http.http_server import Head
+from ...gateway.http.http_parser import Head
 from ...gateway.serving.service import Service
 from ...programs.decoding.model_config import LanguageModelConfig, Token, ending_of, fitted
 from .tokenizer_worker import Abort, DecodedText, StartGeneration, TokensGenerated, check_length

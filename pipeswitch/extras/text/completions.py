@@ -25,7 +25,8 @@ from ...base.errors import InvalidInput, ModelNotFound, PipeSwitchError
 from ...base.units import nearest
 from ...gateway.doors import DoorContext
 from ...gateway.http.http_errors import as_ours, body_of, status_of
-from ...gateway.http.http_server import EVENT_STREAM, Head, Response, json_answer, refusal
+from ...gateway.http.http_parser import Head
+from ...gateway.http.http_server import EVENT_STREAM, Response, json_answer, refusal
 from ...gateway.http.offload import OffloadThread
 from ...gateway.router import check_size
 from ...gateway.routes import Door, Request, Route

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from ...base.errors import InvalidInput
 from ...base.roles import Principal
 from ...client.tensors import to_frames
-from ...gateway.http.http_server import Head
+from ...gateway.http.http_parser import Head
 from ...gateway.serving.oip import InferRequest
 from ...programs.decoding.generation_settings import HIDDEN
 from ...programs.decoding.model_config import LanguageModelConfig

@@ -1,24 +1,22 @@
-"""HTTP/1.1 server on asyncio, with limits on the memory and time that a peer may use.
+"""HTTP/1.1 server on asyncio, which performs the actions of its connections' parsers.
 
-httptools (llhttp) parses requests. This module adds limits in bytes and seconds (docs/adr/0022): on
-heads, bodies, connections, and all bodies together. No server library has all of these. A body of
-known length is received directly into a buffer. A connection answers requests in order.
+``http_parser.py`` limits one connection, in bytes and seconds; this module limits all together. A
+body of known length is received directly into a buffer. A connection answers requests in order.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-import re
+import ssl
 import time
 import zlib
+from asyncio.sslproto import SSLProtocol
 from collections import Counter, deque
-from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Awaitable, Callable, Sequence
 from http import HTTPStatus
-from typing import Any, Final, Protocol
+from typing import Any, Final, Protocol, cast
 
-import httptools
 import msgspec
 import numpy as np
 
@@ -27,6 +25,19 @@ from ...base.errors import InvalidInput, PipeSwitchError, QueueFull, ServerUnava
 from ...base.units import format_bytes
 from ...client.looped import InlineTask
 from . import http_errors
+from .http_parser import (
+    CODINGS,
+    Action,
+    Claim,
+    Do,
+    Head,
+    HeadRead,
+    HttpParser,
+    Limits,
+    NeedBuffer,
+    RefuseRequest,
+    RequestRead,
+)
 from .offload import CROWD, Shared
 
 log = logging.getLogger(__name__)
@@ -37,66 +48,14 @@ LOOKS: Final = 64  # connections checked in one iteration of the loop
 SCRATCH_BYTES: Final = 16 << 10  # maximum received at once, except for bodies of known length
 JOIN_BYTES: Final = 64 << 10  # an answer up to this size is written in one call
 PIECE_BYTES: Final = 256 << 10  # size of the pieces in which a larger answer is sent
-MAX_HEADERS: Final = 100
 UNREAD_BYTES: Final = 16 << 10  # limit of unread answers, above which no further answer is computed
-MAX_AHEAD: Final = 16  # limit of one connection's requests that wait for an answer
-GROWTH: Final = 2  # maximum bytes of memory for each received byte of a chunked body
-CHUNK_OVERHEAD: Final = 8  # limit of framing bytes per byte of a chunked body; small chunks have 5
-CODINGS: Final = ("gzip", "x-gzip", "deflate")  # compressions of bodies that Triton's clients use
 INLINE_BYTES: Final = 2 << 10  # longest body that the loop itself inflates: to 2 MB, in 2 ms
-GRACE_S: Final = 1.0  # a connection that was active this recently is never evicted
-ANSWERED_GRACE_S: Final = 10.0  # the same, for a connection that has had an answer
 CLAIMS_S: Final = 0.05  # minimum time between comparisons of all connections; one takes 1 ms
-LINGER_S: Final = 2.0  # a refused peer is read for this long, so that it can read the reason
 _scratch = memoryview(bytearray(SCRATCH_BYTES))  # parsed before another connection receives
-KEPT_HEAD_BYTES: Final = 2 << 10  # limit of a head that is remembered
-MAX_DIGITS: Final = 6  # limit of the digits of Content-Length in such a head
 # nginx defined 499.
 _REASONS: Final = {one.value: one.phrase for one in HTTPStatus} | {499: "Client Closed Request"}
 EVENT_STREAM: Final = "text/event-stream"
-_LENGTH: Final = re.compile(rb"\r\nContent-Length: ?([0-9]+)\r\n", re.IGNORECASE)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Limits:
-    """Limits on what the gateway holds for one peer, and for all together."""
-
-    head_bytes: int = 64 << 10
-    head_s: float = 10.0  # from the connection's start, or the head's first byte, to the head's end
-    idle_s: float = 75.0  # time between two requests
-    body_bytes: int = 64 << 20  # body of one request
-    body_bytes_per_s: int = 4 << 10  # a slower body is cut off
-    body_look_s: float = 10.0  # time over which a body's speed is measured
-    waiting_bytes: int = 256 << 20  # complete bodies that wait for their answer
-    answer_bytes: int = 256 << 20  # long answers that peers have not read yet
-    unread_s: float = 30.0  # limit of the time in which a peer reads nothing of its answer
-    connections: int = 1024
-    connections_per_address: int = 512
-
-    @property
-    def unfinished_bytes(self) -> int:
-        """Limit for all incomplete requests together. With overhead, they take ``body_bytes``."""
-        return self.body_bytes * 3 // 4
-
-
-class Head(msgspec.Struct, frozen=True, kw_only=True):
-    """A request before its body."""
-
-    method: str
-    path: str  # as received, with percent-encoding
-    query: str
-    headers: Mapping[str, str]  # names in lower case; repeated ones joined by a comma
-    peer: str
-    length: int | None  # bytes of the body; None: chunked
-
-    @property
-    def coding(self) -> str:
-        """Compression of the body."""
-        return self.headers.get("content-encoding", "identity").lower()
-
-
-Claim = tuple[bool, float]
-"""Rank of a connection in a crowd, see ``HttpConnection.claim``; the lowest is evicted first."""
+TLS_BYTES: Final = 64 << 10  # receive buffer of a connection with TLS; asyncio's own has 256 KiB
 
 
 class BodyStream(Protocol):
@@ -132,19 +91,15 @@ Refuse = Callable[[str, PipeSwitchError], Response]
 """Function that returns an error in the form that the clients of a path expect."""
 
 
-async def answered(work: Work, body: Any, path: str = "", refuse: Refuse | None = None) -> Response:
+async def answered(work: Work, body: Any, path: str, refuse: Refuse) -> Response:
     """Return the answer to a request; an error becomes a refusal."""
     try:
         return await work(body)
     except PipeSwitchError as error:
-        return refuse(path, error) if refuse else refusal(error)
+        return refuse(path, error)
     except Exception as error:
         log.exception("http=failed")  # without the head, which may have a token
-        return (
-            refuse(path, http_errors.as_ours(error))
-            if refuse
-            else refusal(http_errors.as_ours(error))
-        )
+        return refuse(path, http_errors.as_ours(error))
 
 
 def json_answer(value: Any, status: int = 200, headers: Sequence[tuple[str, str]] = ()) -> Response:
@@ -199,7 +154,7 @@ class HttpServer:
     def admit_anew(self) -> None:
         """Forget all known heads, because the callers' permissions changed."""
         for connection in self.connections:
-            connection.reading.known = None
+            connection.parser.known = None
 
     async def watch(self) -> None:
         """Check all connections forever, and cut off those that take too long."""
@@ -246,14 +201,14 @@ class HttpServer:
         looked_at_s, strangers = self._claims.get(peer, (-CLAIMS_S, []))
         while strangers:
             claim, other = strangers.pop()
-            if other in self.connections and other.claim(now_s) == claim:  # not active since
+            if other in self.connections and other.parser.claim(now_s) == claim:  # not active since
                 return other
         if now_s - looked_at_s < CLAIMS_S:
             return None
         idle = [
             (now, other)
             for other in self.connections
-            if peer in (None, other.peer) and (now := other.claim(now_s)) is not None
+            if peer in (None, other.peer) and (now := other.parser.claim(now_s)) is not None
         ]
         idle.sort(key=lambda one: one[0], reverse=True)
         least = idle.pop()[1] if idle else None
@@ -271,8 +226,8 @@ class HttpServer:
     def make_room(self) -> None:
         """Refuse the largest incomplete requests until the rest fit the limit."""
         while self.unfinished_bytes > self.limits.unfinished_bytes:
-            largest = max(self.connections, key=lambda one: one.reading.held_bytes)
-            if largest.reading.held_bytes == self.unfinished_bytes:
+            largest = max(self.connections, key=lambda one: one.parser.held_bytes)
+            if largest.parser.held_bytes == self.unfinished_bytes:
                 return  # a single request may exceed the limit
             largest.refuse(
                 QueueFull(
@@ -281,286 +236,22 @@ class HttpServer:
             )
 
 
-class _WholeRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """A complete request."""
-
-    work: Work | Response
-    body: Any  # a buffer
-    is_compressed: bool
-    is_kept: bool  # the connection stays open afterwards
-    has_body: bool  # the answer has a body
-    is_chunked: bool = True  # a streamed answer is chunked; False for HTTP/1.0
-    path: str
-
-
-Known = tuple[bytes, bytes, Work, str]
-"""An admitted head: its bytes before and after the digits of Content-Length, its work, its path. A
-request whose head differs only in these digits is not parsed."""
-
-
-class _Reading:
-    """Receiver of the next request, while earlier ones are answered: its head, then its body."""
-
-    def __init__(self, connection: HttpConnection, server: HttpServer) -> None:
-        self._connection, self._server, self._limits = connection, server, server.limits
-        self._parser: Any = httptools.HttpRequestParser(self)
-        self._is_between = True  # the parser has no incomplete request
-        self.known: Known | None = None  # the last head, to recognise a request that repeats it
-        self._url = b""
-        self.path = ""  # path in ``_url``, after parsing
-        self._headers: dict[str, str] = {}
-        self.head_bytes = 0  # received bytes of an incomplete head
-        self.head: Head | None = None  # head of the body that is being received
-        self._work: Work | Response | None = None  # work for this head
-        self._body: Any = bytearray()
-        self.received_bytes = 0  # bytes of an incomplete body; if chunked, those in memory
-        self.marked_bytes = 0  # ``received_bytes`` when the connection's ``since_s`` was set
-        self._raw_bytes = 0  # received bytes of a chunked body, with its framing
-        self.rest: memoryview | None = None  # unfilled part of a body of known length
-        self.is_kept = False
-        self.is_current = True  # the request is HTTP/1.1
-        self.error: PipeSwitchError | None = None  # error in the parsed bytes
-
-    def close(self) -> None:
-        """Drop the parser, which refers to this object."""
-        self._parser = None
-
-    def take(self, nbytes: int, *, is_next: bool) -> None:
-        """Parse ``nbytes`` received bytes; ``is_next``: no earlier request waits for its answer."""
-        if self.rest is None:
-            is_next = is_next and self._is_between
-            self._parse(_scratch[:nbytes])
-            queue = self._connection.queue
-            if is_next and self._is_between and len(queue) == 1:
-                self._learn(nbytes, queue[0])
-        else:
-            self.rest = self.rest[nbytes:]
-            self._receive(nbytes)
-            if not len(self.rest):
-                self.rest = None
-                self._parser = httptools.HttpRequestParser(self)  # the old one expects the body
-                self.on_message_complete()
-
-    def clear(self) -> None:
-        self.rest = self.head = None
-        self._forget_head()
-        self._forget_body()
-
-    def _parse(self, data: memoryview) -> None:
-        if self.head is None:
-            if not self.head_bytes:
-                self._connection.since_s = time.monotonic()
-            self.head_bytes += len(data)
-            self._server.unfinished_bytes += len(data)
-        else:
-            self._raw_bytes += len(data)
-        try:
-            self._feed(data)
-        except httptools.HttpParserCallbackError:
-            if self.error is None:  # else the callback raised to stop the parser
-                log.exception("http=%s", self._connection.peer)
-                self.error = PipeSwitchError("the gateway failed to read this request")
-        except httptools.HttpParserError as error:
-            self.error = self.error or InvalidInput(
-                f"this is not an HTTP request: {error}",
-                hint="use HTTP/1.1; gRPC has its own address",
-            )
-        if self.error is not None:
-            return
-        head = self.head
-        if head is None:
-            if self.head_bytes > self._limits.head_bytes:
-                self.error = _head_too_large(self._limits)
-        elif head.length is None:
-            around = self._raw_bytes - len(self._body)
-            if around > self._limits.head_bytes + len(self._body) * CHUNK_OVERHEAD:
-                self.error = InvalidInput("the chunks of this body are too small")
-        else:
-            self.rest = self._body[self.received_bytes :]
-
-    def _feed(self, data: memoryview) -> None:
-        try:
-            self._parser.feed_data(data)
-        except httptools.HttpParserUpgrade as error:  # not supported: answer in HTTP/1.1
-            if self.head is None:
-                self._connection.is_ending = True
-                return
-            length = self.head.length  # httptools skips the body: another parser reads it
-            framing = f"Content-Length: {length}" if length else "Transfer-Encoding: chunked"
-            self._parser = httptools.HttpRequestParser(self)
-            self._parser.feed_data(f"POST / HTTP/1.1\r\n{framing}\r\n\r\n".encode())
-            self._feed(data[error.args[0] :])
-
-    def repeats(self, nbytes: int, before: bytes, behind: bytes, work: Work, path: str) -> bool:
-        """Queue a message if it is exactly one request with the known head; return True if so."""
-        if not self._is_between:
-            return False
-        data, at = bytes(_scratch[:nbytes]), len(before)
-        end = data.find(b"\r", at, at + MAX_DIGITS + 1)
-        digits, start = data[at:end], end + len(behind)
-        is_known = data.startswith(before) and data.startswith(behind, end) and digits.isdigit()
-        if not is_known or int(digits) != nbytes - start or int(digits) > self._limits.body_bytes:
-            return False
-        self.path = path
-        self._connection.queue_up(work, data[start:])
-        return True
-
-    def _learn(self, nbytes: int, request: _WholeRequest) -> None:
-        """Remember the head of a request that arrived complete and alone."""
-        self.known, size = None, nbytes - len(request.body)
-        if isinstance(request.work, Response) or request.is_compressed or not request.is_kept:
-            return
-        if not request.is_chunked:
-            return  # HTTP/1.0
-        is_plain = request.has_body and "expect" not in self._headers and size <= KEPT_HEAD_BYTES
-        head = bytes(_scratch[:size]) if is_plain else b""
-        match = _LENGTH.search(head) if head.find(b"\r\n\r\n") == size - 4 else None
-        if match is not None and int(match[1]) == len(request.body):
-            self.known = head[: match.start(1)], head[match.end(1) :], request.work, request.path
-
-    def on_message_begin(self) -> None:
-        if self.head is not None:
-            return  # see ``_feed``
-        self._is_between = False
-        self._url, self.path, self._headers = b"", "", {}
-
-    def on_url(self, url: bytes) -> None:
-        if self.head is None:
-            self._url += url
-            self.path = self._url.decode("latin-1")
-
-    def on_header(self, name: bytes, value: bytes) -> None:
-        if self.head is not None:
-            return  # a trailer behind the body is ignored
-        if len(self._headers) >= MAX_HEADERS:
-            self.error = _head_too_large(self._limits)
-            return
-        key, text = name.decode("latin-1").lower(), value.decode("latin-1").strip()
-        if key in self._headers:
-            if key in ("host", "authorization"):
-                self.error = InvalidInput(f"{key} appears twice")
-            text = f"{self._headers[key]}, {text}"
-        self._headers[key] = text
-
-    def on_headers_complete(self) -> None:
-        if self.error is not None or self.head is not None:
-            return
-        headers = self._headers
-        path, _, query = self._url.decode("latin-1").partition("?")
-        if path.startswith(("http://", "https://")):  # for a proxy: this host replaces the header
-            site = path.split("/", 3)
-            headers["host"], path = site[2], "/" + "".join(site[3:])
-        self.path = path
-        is_current = self.is_current = self._parser.get_http_version() == "1.1"
-        wish = headers.get("connection", "").lower()
-        self.is_kept = "close" not in wish if is_current else "keep-alive" in wish
-        length = None if "transfer-encoding" in headers else int(headers.get("content-length", 0))
-        head = Head(
-            method=self._parser.get_method().decode("latin-1"),
-            path=path,
-            query=query,
-            headers=headers,
-            peer=self._connection.peer,
-            length=length,
-        )
-        if is_current and "host" not in headers:
-            self.error = InvalidInput("Host is missing")
-            return
-        self._work = self._server.admit(head)
-        if head.coding not in ("identity", *CODINGS):
-            self._work = self._server.refuse(path, http_errors.UnknownCoding(head.coding))
-        if (length or 0) > self._limits.body_bytes:
-            self._work = self._server.refuse(path, _body_too_large(self._limits))
-        if isinstance(self._work, Response) and length != 0:
-            self.is_kept = False
-            self._connection.queue_up(self._work, bytearray(), head)
-            self._connection.stop_reading()  # the body is not needed
-            return
-        try:
-            self._body = bytearray() if length is None else _untouched(length)
-        except (MemoryError, OSError):
-            self.error = QueueFull(
-                "the gateway has no memory for a body of this length",
-                hint="send again in a moment",
-                limit="memory",
-            )
-            return
-        self.head = head
-        self._forget_head()
-        self.marked_bytes = self._raw_bytes = 0
-        self._connection.since_s = time.monotonic()
-        if headers.get("expect", "").lower() == "100-continue":
-            self._connection.ask_for_body()
-
-    def on_body(self, data: bytes) -> None:
-        if self.error is not None or self.head is None:
-            return
-        if self.head.length is not None:
-            self._body[self.received_bytes : self.received_bytes + len(data)] = data
-            self._receive(len(data))
-        elif len(self._body) + len(data) > self._limits.body_bytes:
-            self.error = _body_too_large(self._limits)
-            return
-        else:
-            self._body += data
-            self._receive(GROWTH * len(data))
-
-    def on_message_complete(self) -> None:
-        if self.head is not None and self.head.length != 0 and self._parser.should_upgrade():
-            return  # the body follows, see ``_feed``
-        head, self.head = self.head, None
-        self._is_between = True
-        if self.error is not None or head is None:
-            return
-        body = self._body
-        self._forget_body()
-        if len(self._connection.queue) >= MAX_AHEAD:
-            self.error = QueueFull(
-                f"more than {MAX_AHEAD} requests without an answer", limit="pipelined"
-            )
-            raise self.error  # parse no more of the received bytes, to serve other connections
-        if self._work is not None:
-            self._connection.queue_up(self._work, body, head)
-
-    def _receive(self, size: int) -> None:
-        self.received_bytes += size
-        self._server.unfinished_bytes += size
-
-    @property
-    def held_bytes(self) -> int:
-        """Number of bytes held for an incomplete request."""
-        return self.head_bytes + self.received_bytes
-
-    def _forget_head(self) -> None:
-        self._server.unfinished_bytes -= self.head_bytes
-        self.head_bytes = 0
-
-    def _forget_body(self) -> None:
-        self._server.unfinished_bytes -= self.received_bytes
-        self.received_bytes = 0
-        self._body = bytearray()
-
-
 class HttpConnection(asyncio.BufferedProtocol):
-    """Connection to one peer: its answers, and the time limits of each wait."""
+    """Connection to one peer: its parser and its answers."""
 
     def __init__(self, server: HttpServer) -> None:
         self._server = server
-        self._limits = server.limits
         self.peer = ""
-        self.since_s = time.monotonic()  # start of its current state: idle, head, body or end
-        self.reading = _Reading(self, server)
+        self.parser = HttpParser(server.limits, time.monotonic())
+        self._held_bytes = 0  # the parser's part of the server's ``unfinished_bytes``
         self._transport: Any = None
-        self.is_ending = False  # all further bytes are ignored
-        self.queue: deque[_WholeRequest] = deque()
+        self._work: Work | Response = Response()  # work for the last head
+        self.queue: deque[tuple[Work | Response, RequestRead]] = deque()
         self._task: InlineTask | None = None
         self._streaming: Callable[[bytes], bytes] | None = None  # frames a stream's piece
         self._cut: Callable[[PipeSwitchError], bytes] | None = None
-        self._has_answered = False  # it has answered a complete request
         self._can_write = asyncio.Event()
         self._can_write.set()
-        self._unread_bytes = 0  # unread bytes of answers at the last check
-        self._unread_since_s = 0.0
 
     # ---- asyncio's side ------------------------------------------------------------------------
 
@@ -568,7 +259,7 @@ class HttpConnection(asyncio.BufferedProtocol):
         """Return True if there is room for this peer."""
         self._transport = transport
         address = transport.get_extra_info("peername")
-        self.peer = str(address[0]) if isinstance(address, tuple) else ""
+        self.peer = self.parser.peer = str(address[0]) if isinstance(address, tuple) else ""
         return self._server.enter(self)
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
@@ -577,37 +268,34 @@ class HttpConnection(asyncio.BufferedProtocol):
         self._transport.set_write_buffer_limits(high=UNREAD_BYTES)
         if not is_in:
             self._transport.write(_bytes_of(_crowded(), is_kept=False))
-            self.is_ending = True
+            self.parser.is_ending = True
             self._transport.close()
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._server.leave(self)
-        self.stop_reading()
-        self.reading.close()
+        self._stop_reading()
+        self.parser.close()
         if self._task is not None:
             self._task.cancel()
         self._forget_queue()
 
     def get_buffer(self, sizehint: int) -> memoryview:
-        rest = self.reading.rest
+        rest = self.parser.rest
         return _scratch if rest is None else rest
 
     def buffer_updated(self, nbytes: int) -> None:
-        if self.is_ending:
+        parser = self.parser
+        if parser.is_ending:
             return
-        reading, is_next = self.reading, self._task is None
-        if not (is_next and reading.known is not None and reading.repeats(nbytes, *reading.known)):
-            reading.take(nbytes, is_next=is_next)
-        if reading.error is not None:
-            self.refuse(reading.error)
-        elif self._server.unfinished_bytes:
-            self._server.make_room()
-        if self.queue and self._task is None:
+        if parser.rest is not None:
+            self._perform(parser.fill(nbytes))
+        elif (request := parser.repeated(_scratch[:nbytes])) is None:
+            self._perform(parser.receive(_scratch[:nbytes], time.monotonic()))
+        elif self._queue_up(request):
             self._task = InlineTask(self._answer_all())
             self._task.step()
-
-    def eof_received(self) -> bool:
-        return False  # a peer that closed its side has hung up: cancel its request
+        if self._server.unfinished_bytes:
+            self._server.make_room()
 
     def pause_writing(self) -> None:
         self._can_write.clear()
@@ -615,52 +303,76 @@ class HttpConnection(asyncio.BufferedProtocol):
     def resume_writing(self) -> None:
         self._can_write.set()
 
-    # ---- answers -------------------------------------------------------------------------------
+    # ---- the parser's actions ------------------------------------------------------------------
 
-    def stop_reading(self) -> None:
-        """Drop an incomplete request, and ignore all further bytes."""
-        self.is_ending = True
-        self.reading.clear()
+    def _perform(self, actions: Sequence[Action]) -> None:
+        """Perform actions, up to the first that ends the connection; then answer."""
+        for action in actions:
+            if not self._do(action):
+                break
+        held_bytes = self.parser.held_bytes
+        self._server.unfinished_bytes += held_bytes - self._held_bytes
+        self._held_bytes = held_bytes
+        if self.queue and self._task is None:
+            self._task = InlineTask(self._answer_all())
+            self._task.step()
 
-    def ask_for_body(self) -> None:
-        """Ask the peer to send its body, unless another answer is pending."""
-        if self._task is None and not self.queue:
-            self._transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
+    def _do(self, action: Action) -> bool:
+        """Perform an action; False: the connection ends."""
+        match action:
+            case HeadRead():
+                return self._admit(action)
+            case RequestRead():
+                return self._queue_up(action)
+            case NeedBuffer():
+                try:
+                    self.parser.use_buffer(_untouched(action.size))
+                except (MemoryError, OSError):
+                    text = "the gateway has no memory for a body of this length"
+                    self.refuse(QueueFull(text, hint=AGAIN, limit="memory"))
+                    return False
+            case RefuseRequest():
+                path = self.parser.path
+                refused = self._server.refuse(path, action.error)
+                if self._task is None and not self.queue:
+                    self.queue.append((refused, RequestRead(body=b"", path=path, is_kept=False)))
+            case Do.CONTINUE:
+                self._transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
+            case Do.PAUSE:
+                self._transport.pause_reading()
+            case Do.ABORT:
+                self.abort()
+        return True
+
+    def _admit(self, read: HeadRead) -> bool:
+        """Decide whether to answer a request; False: it is refused, and its body is not read."""
+        head, server = read.head, self._server
+        work = server.refuse(head.path, read.error) if read.error else server.admit(head)
+        self._work = work
+        if not isinstance(work, Response) or head.length == 0:
+            return True
+        self._perform(self.parser.without_body(head))
+        return False
+
+    def _queue_up(self, request: RequestRead) -> bool:
+        """Queue a request for the last head; False: it is refused."""
+        try:
+            self._server.shared.waiting.take(self.peer, len(request.body))
+        except QueueFull as error:
+            self.refuse(error)
+            return False
+        self.queue.append((self._work, request))
+        return True
+
+    def _stop_reading(self) -> None:
+        self.parser.stop()
+        self._perform(())
 
     def refuse(self, error: PipeSwitchError) -> None:
         """Stop reading, and answer with the error, unless other answers are pending."""
-        if not self.is_ending:
-            self.stop_reading()
-            refused = self._server.refuse(self.reading.path, error)
-            if self._task is None and not self.queue:
-                self._task = InlineTask(self._end_with(refused))
-                self._task.step()
+        self._perform(self.parser.refuse(error))
 
-    def queue_up(self, work: Work | Response, body: Any, head: Head | None = None) -> None:
-        """Queue a parsed request; ``head`` is None for a known head."""
-        try:
-            self._server.shared.waiting.take(self.peer, len(body))
-        except QueueFull as error:
-            self.reading.error = error
-            return
-        request = _WholeRequest(
-            work=work,
-            body=body,
-            is_compressed=head is not None and head.coding != "identity",
-            is_kept=head is None or self.reading.is_kept,
-            has_body=head is None or head.method != "HEAD",
-            is_chunked=head is None or self.reading.is_current,
-            path=self.reading.path,
-        )
-        if self._task is not None or self.queue:
-            self._transport.pause_reading()  # until the queue is answered
-        self.queue.append(request)
-
-    async def _end_with(self, answer: Response) -> None:
-        try:
-            await self._write(answer, is_kept=False)
-        finally:
-            self._task = None
+    # ---- answers -------------------------------------------------------------------------------
 
     async def _answer_all(self) -> None:
         """Answer every complete request in order; then the task ends."""
@@ -668,18 +380,18 @@ class HttpConnection(asyncio.BufferedProtocol):
             while self.queue:
                 if self._server.by_peer[self.peer] > CROWD:
                     await self._server.shared.passes.turn(self.peer)
-                request = self.queue.popleft()
+                work, request = self.queue.popleft()
                 refuse, path = self._server.refuse, request.path
                 try:
-                    if isinstance(request.work, Response):
-                        answer = request.work
+                    if isinstance(work, Response):
+                        answer = work
                     elif request.is_compressed:
-                        answer = await self._inflated(request.work, request.body, path)
+                        answer = await self._inflated(work, request.body, path)
                     else:
-                        answer = await answered(request.work, request.body, path, refuse)
+                        answer = await answered(work, request.body, path, refuse)
                 finally:
                     self._server.shared.waiting.give(self.peer, len(request.body))
-                is_kept, has_body = request.is_kept and not self.is_ending, request.has_body
+                is_kept, has_body = request.is_kept and not self.parser.is_ending, request.has_body
                 frame = _chunk if request.is_chunked else bytes
                 del request  # free its body before the answer is sent
                 if answer.stream is not None:
@@ -692,21 +404,21 @@ class HttpConnection(asyncio.BufferedProtocol):
                         answer.stream.close()
                     return
                 await self._write(answer, path, is_kept=is_kept, has_body=has_body)
-                self._has_answered = True
                 if not is_kept:
                     return
+                self.parser.has_answered = True
                 if self.queue:
                     await asyncio.sleep(0)  # serve the other connections
-                else:
+                elif self.parser.is_paused:
                     self._transport.resume_reading()
         finally:
             self._task = None
             self._forget_queue()
-            self.since_s = time.monotonic()
+            self.parser.answered(time.monotonic())
 
     async def _inflated(self, work: Work, data: Any, path: str) -> Response:
         shared = self._server.shared
-        most = min(self._limits.body_bytes, shared.waiting.left(self.peer))
+        most = min(self._server.limits.body_bytes, shared.waiting.left(self.peer))
         try:
             if len(data) <= INLINE_BYTES:
                 body = _inflated(data, most)
@@ -726,7 +438,7 @@ class HttpConnection(asyncio.BufferedProtocol):
 
     def _forget_queue(self) -> None:
         self._server.shared.waiting.give(
-            self.peer, sum(len(request.body) for request in self.queue)
+            self.peer, sum(len(request.body) for _, request in self.queue)
         )
         self.queue.clear()
 
@@ -773,7 +485,7 @@ class HttpConnection(asyncio.BufferedProtocol):
         """
         try:
             self._streaming, self._cut = frame if has_body else None, answer.cut
-            self.stop_reading()
+            self._stop_reading()
             self._transport.resume_reading()  # else a peer that hangs up would not be noticed
             self._transport.write(_head_of(answer, None, is_kept=False, is_chunked=frame is _chunk))
             while has_body and (piece := await stream.next()):
@@ -791,8 +503,8 @@ class HttpConnection(asyncio.BufferedProtocol):
 
     def _end(self) -> None:
         """Send no more answers, but read for LINGER_S, so that the peer can read the last one."""
-        self.stop_reading()
-        self.since_s = time.monotonic()
+        self._stop_reading()
+        self.parser.since_s = time.monotonic()
         self._transport.resume_reading()
         if not self._transport.can_write_eof():
             self._transport.close()
@@ -804,52 +516,13 @@ class HttpConnection(asyncio.BufferedProtocol):
 
     # ---- time limits ---------------------------------------------------------------------------
 
-    def claim(self, now_s: float) -> Claim | None:
-        """Return the connection's claim to stay in a crowd; None if it may not be evicted.
-
-        Connections that have had and read an answer rank highest, then the recently active ones. A
-        connection that computes an answer, or was active just now, may not be evicted.
-        """
-        if self._task is not None and not self._unread_bytes:
-            return None
-        is_known = self._has_answered and not self._unread_bytes
-        since_s = self._unread_since_s if self._unread_bytes else self.since_s
-        if now_s - since_s < (ANSWERED_GRACE_S if is_known else GRACE_S):
-            return None
-        return is_known, since_s
-
     def look(self, now_s: float) -> None:
-        """Cut off a connection that exceeds a time limit.
-
-        Computing an answer has no limit here. Only a peer that does not read the answer is cut off.
-        """
-        unread = self._transport.get_write_buffer_size()
-        if not unread or unread != self._unread_bytes:
-            self._unread_bytes, self._unread_since_s = unread, now_s
-        elif now_s - self._unread_since_s > self._limits.unread_s:
-            self.abort()
-            return
-        if unread or self._task is not None:
-            return
-        took_s = now_s - self.since_s
-        if self.is_ending:
-            if took_s > LINGER_S:
-                self.abort()
-        elif self.reading.head is not None:
-            if took_s > self._limits.body_look_s:
-                came = self.reading.received_bytes - self.reading.marked_bytes
-                if came < took_s * self._limits.body_bytes_per_s:
-                    self.refuse(http_errors.RequestTimeout("the body came too slowly"))
-                self.since_s, self.reading.marked_bytes = now_s, self.reading.received_bytes
-        elif self.reading.head_bytes:
-            if took_s > self._limits.head_s:
-                self.refuse(http_errors.RequestTimeout("the head came too slowly"))
-        elif took_s > self._limits.idle_s:
-            self.abort()
+        """Cut off a connection that exceeds a time limit."""
+        self._perform(self.parser.look(now_s, self._transport.get_write_buffer_size()))
 
     def leave(self) -> None:
         """Close the connection after its pending answers; cut a stream, which may never end."""
-        self.is_ending = True
+        self.parser.is_ending = True
         if self._streaming is not None and self._cut is not None:
             error = ServerUnavailable("the server's gateway is stopping", hint="ask again soon")
             self._transport.write(self._streaming(self._cut(error)))
@@ -858,6 +531,46 @@ class HttpConnection(asyncio.BufferedProtocol):
 
     def abort(self) -> None:
         self._transport.abort()
+
+
+def context_of(certificate: str, key: str) -> ssl.SSLContext:
+    """Return the TLS context of a certificate and its key."""
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.minimum_version = ssl.TLSVersion.TLSv1_2
+    context.load_cert_chain(certificate, key)
+    return context
+
+
+class Secured(SSLProtocol):
+    """The TLS protocol of ``loop.create_server(ssl=…)``, which counts connections in the handshake.
+
+    asyncio reports a connection only after its handshake. A connection that stops in the handshake
+    holds a descriptor and a third of a MiB: without the count, 600 of them would block all others.
+    """
+
+    max_size = TLS_BYTES
+
+    def __init__(self, server: HttpServer, context: ssl.SSLContext) -> None:
+        self._server = server
+        self._connection = HttpConnection(server)
+        super().__init__(
+            asyncio.get_running_loop(),
+            self._connection,
+            context,
+            cast("Any", None),  # nobody waits for the handshake
+            server_side=True,
+            ssl_handshake_timeout=round(server.limits.head_s),
+        )
+
+    def connection_made(self, transport: Any) -> None:
+        if self._connection.enter(transport):
+            super().connection_made(transport)
+        else:
+            transport.abort()
+
+    def connection_lost(self, exc: BaseException | None) -> None:
+        self._server.leave(self._connection)
+        super().connection_lost(exc)
 
 
 def _untouched(size: int) -> memoryview:
@@ -921,17 +634,3 @@ def _bytes_of(answer: Response, *, is_kept: bool, has_body: bool = True) -> byte
 
 def _crowded() -> Response:
     return refusal(ServerUnavailable("too many connections", hint=AGAIN))
-
-
-def _head_too_large(limits: Limits) -> http_errors.HeadTooLarge:
-    return http_errors.HeadTooLarge(
-        f"the head of a request has at most {format_bytes(limits.head_bytes)} and "
-        f"{MAX_HEADERS} headers"
-    )
-
-
-def _body_too_large(limits: Limits) -> http_errors.TooLarge:
-    return http_errors.TooLarge(
-        f"a body has at most {format_bytes(limits.body_bytes)} here",
-        hint="send less at once (a model: pipeswitch register), or raise [gateway] max_body",
-    )

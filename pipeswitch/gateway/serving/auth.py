@@ -12,8 +12,7 @@ import re
 from collections.abc import Iterable, Mapping
 from typing import Any, ClassVar, Final
 
-from ...base.errors import PermissionDenied
-from ...base.roles import ANYONE, MODEL_FACTS, OWNER, Principal, Role, in_order
+from ...base.roles import ANYONE, MODEL_FACTS, OWNER, Principal, Role
 from ...frontend.verbs import VERBS
 from ..http.http_errors import Unauthenticated, WrongHost
 
@@ -71,7 +70,7 @@ class Authenticator:
                 raise Unauthenticated(
                     "this address needs a token", hint="Authorization: Bearer TOKEN"
                 )
-            return Principal(tenant=ANYONE, roles=self._roles)
+            return Principal(tenant=ANYONE, roles=self._roles, has_token=True)
         match = None
         if authorization[: len(SCHEME)].lower() == SCHEME:
             digest_given = _digest(authorization[len(SCHEME) :].strip())
@@ -86,7 +85,7 @@ class Authenticator:
                 else "this address needs no token: give EMPTY as the key; the file of [gateway] "
                 "tokens has the valid ones",
             )
-        return Principal(tenant=match.tenant, roles=match.roles | self._roles)
+        return Principal(tenant=match.tenant, roles=match.roles | self._roles, has_token=True)
 
     def check_host(self, host: str) -> None:
         """Refuse an unknown ``Host``: a page of another site cannot forge this header.
@@ -105,24 +104,7 @@ class Authenticator:
 def require(principal: Principal, verb: str) -> None:
     """Raise PermissionDenied if the caller lacks the role that a verb of the wire needs."""
     if (role := VERBS[verb].role) not in principal.roles:
-        require_role(principal, role, verb)
-
-
-def require_role(principal: Principal, role: Role, what: str) -> None:
-    """Raise PermissionDenied if the caller lacks the role that ``what`` needs."""
-    if role in principal.roles:
-        return
-    roles = ",".join(in_order({*principal.roles, role}))
-    who = (
-        "a caller without a token" if principal.tenant == ANYONE else f'token "{principal.tenant}"'
-    )
-    raise PermissionDenied(
-        f'{what} needs the role "{role}", and {who} has '
-        f"{', '.join(in_order(principal.roles)) or 'none'}",
-        hint=f"a line of the file of [gateway] tokens: NAME TOKEN {roles}",
-        role=role.value,
-        client=principal.tenant,
-    )
+        raise principal.refusal(role, verb)
 
 
 def redact(row: Mapping[str, Any], principal: Principal) -> dict[str, Any]:

@@ -32,7 +32,7 @@ from ...wire.frames import TRACEPARENT
 from ...wire.tracing import Traced
 from ..http.http_errors import NotFound
 from . import oip
-from .auth import redact, require, require_role
+from .auth import redact, require
 from .metrics import Metrics
 from .model_stats import PHASES, ModelStats
 from .oip import InferRequest, Output, RegionPlace
@@ -197,7 +197,7 @@ class Service:
         """
         require(caller, "infer")
         if request.priority == URGENT_PRIORITY:
-            require_role(caller, Role.URGENT, "priority high")
+            caller.require(Role.URGENT, "priority high")
         number = number_of(model, version) if version else 0
         if request.sequence and request.outputs:  # a refusal after the step would change the state
             named = [Output(name=one.name, dtype="", shape=(), data=b"") for one in request.outputs]

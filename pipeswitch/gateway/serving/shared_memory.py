@@ -23,7 +23,6 @@ from ...base.errors import AlreadyExists, InvalidInput, QueueFull
 from ...base.roles import Principal, Role
 from ...base.units import escape_control_chars
 from ..http.http_errors import NotFound, TooLarge
-from .auth import require_role
 from .oip import InferRequest, Output, RegionPlace
 
 # Where shm_open(3) keeps its files.
@@ -73,7 +72,7 @@ class SharedMemoryRegions:
         Raises:
             PermissionDenied, InvalidInput, AlreadyExists, QueueFull.
         """
-        require_role(caller, Role.CODE, WHAT)
+        caller.require(Role.CODE, WHAT)
         key, offset, size = fields.get("key"), fields.get("offset", 0), fields.get("byte_size")
         if not name or len(name) > MAX_NAME or escape_control_chars(name, keep="") != name:
             raise InvalidInput(f"a region's name has 1 to {MAX_NAME} characters: {name[:80]!r}")
@@ -104,7 +103,7 @@ class SharedMemoryRegions:
 
     def unregister(self, caller: Principal, name: str = "") -> None:
         """Remove one region, or all of the caller's; a missing one is not an error."""
-        require_role(caller, Role.CODE, WHAT)
+        caller.require(Role.CODE, WHAT)
         for tenant, known in list(self._regions):
             if tenant == caller.tenant and name in ("", known):
                 del self._regions[tenant, known]
@@ -115,7 +114,7 @@ class SharedMemoryRegions:
         Raises:
             NotFound: there is no such name.
         """
-        require_role(caller, Role.CODE, WHAT)
+        caller.require(Role.CODE, WHAT)
         rows = [
             region.row(known)
             for (tenant, known), region in self._regions.items()
@@ -198,7 +197,7 @@ class SharedMemoryRegions:
         return replace(output, data=b"", place=replace(place, size_bytes=size))
 
     def _find(self, caller: Principal, place: RegionPlace) -> _Region:
-        require_role(caller, Role.CODE, WHAT)
+        caller.require(Role.CODE, WHAT)
         region = self._regions.get((caller.tenant, place.region))
         if region is None:
             raise _unknown(place.region)

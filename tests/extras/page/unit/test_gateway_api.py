@@ -21,7 +21,8 @@ from pipeswitch.extras.page.ui import FILES, POLICY, page_files
 from pipeswitch.extras.text.completions import text_door
 from pipeswitch.frontend.verbs import VERBS, Http, Verb
 from pipeswitch.gateway.doors import DoorContext
-from pipeswitch.gateway.http.http_server import Head, Response, answered
+from pipeswitch.gateway.http.http_parser import Head
+from pipeswitch.gateway.http.http_server import Response, answered
 from pipeswitch.gateway.http.offload import OffloadThread
 from pipeswitch.gateway.rest import inference_door
 from pipeswitch.gateway.router import Router
@@ -109,7 +110,11 @@ class Rig:
             method=method, path=path, query=query, headers=fields, peer="1.2.3.4", length=len(body)
         )
         work = self.router(head)
-        return work if isinstance(work, Response) else asyncio.run(answered(work, body))
+        return (
+            work
+            if isinstance(work, Response)
+            else asyncio.run(answered(work, body, path, self.router.refuse))
+        )
 
     def refused(self, *args: Any, **options: Any) -> tuple[int, str]:
         answer = self.ask(*args, **options)
