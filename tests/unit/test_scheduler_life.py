@@ -137,4 +137,4 @@ def test_a_request_that_is_dispatched_at_once_is_the_one_that_the_order_would_ha
     monkeypatch.setattr(Scheduler, "handle", both_ways)
     for seed in range(6):
         live(random_world(seed, devices=1 + seed % 2), 200)
-    assert min(counts.values()) > 10, counts
+    assert min(counts[True], counts[False]) > 10, counts

@@ -39,7 +39,8 @@ class MemberShare:
     running: int = 0  # number of dispatched runs in which it has a part
     earned_tag: float = 0.0  # its tag without the clock, when its waiting requests last changed
     number: int = 0  # number in the order of creation: decides between equal tags
-    place: tuple[float, tuple[float, int, Any]] | None = None  # urgency, entry in ``_order``
+    # Urgency and entry in ``_order``, which are brought up to date before they are read.
+    place: tuple[float, tuple[float, int, Any]] | None = field(default=None, repr=False)
 
 
 S = TypeVar("S", bound=MemberShare)
@@ -359,18 +360,14 @@ class CallerQueue(FairQueue[CallerShare]):
         now_ms: float,
     ) -> Charge:
         """Charge a request that never waited, when no request waits; see ``charge``."""
-        effective_priority, ms, tag = (
-            float(priority),
-            predicted_ms or UNKNOWN_MS,
-            account.tags[priority],
-        )
-        tag = max(tag, self._clock[effective_priority])
+        ms, clock = predicted_ms or UNKNOWN_MS, self._clock[priority]
+        tag = max(account.tags[priority], clock)
         account.seen_at_ms = max(account.seen_at_ms, arrived_at_ms)
-        self._clock[effective_priority], self._had_at_ms = tag, {effective_priority: now_ms}
-        account.tags[effective_priority] = tag + ms / account.weight
+        self._clock[priority], self._had_at_ms = tag, {priority: now_ms}
+        account.tags[priority] = tag + ms / account.weight
         account.running += 1
         self._changed[account] = None
-        return Charge(effective_priority, ms, {account: 1.0})
+        return Charge(priority, ms, {account: 1.0}, clock)
 
     def reconcile_cost(
         self, charge: Charge, took_ms: float, now_ms: float, steps: int = 1
