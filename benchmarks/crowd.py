@@ -24,8 +24,8 @@ from typing import Any, Final, NamedTuple
 import numpy as np
 import psutil
 
+from pipeswitch.base.quantiles import quantile
 from pipeswitch.client.client import Client
-from pipeswitch.planning.fit import quantile
 from pipeswitch.programs.decoding.generation_settings import METADATA_KEY
 from pipeswitch.testing import server
 

@@ -22,7 +22,7 @@ from typing import Any, Final
 
 import numpy as np
 
-from pipeswitch.planning.fit import quantile
+from pipeswitch.base.quantiles import quantile
 from pipeswitch.testing import RunningServer, server
 
 from . import foreign

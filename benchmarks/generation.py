@@ -18,8 +18,8 @@ from dataclasses import replace
 from functools import partial
 from typing import Final
 
+from pipeswitch.base.quantiles import quantile
 from pipeswitch.client.client import Client
-from pipeswitch.planning.fit import quantile
 
 from . import lm
 from .trials import Arm, Numbers, Run, now_ms

@@ -12,8 +12,8 @@ from functools import partial
 from itertools import accumulate
 from typing import Any, Final
 
+from pipeswitch.base.quantiles import quantile
 from pipeswitch.client.client import Client
-from pipeswitch.planning.fit import quantile
 
 from .serving import TWINS, Training, serving
 from .setting import Setting, end, read_line, settings, spawn, tell

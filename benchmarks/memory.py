@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Final
 
+from pipeswitch.base.quantiles import quantile
 from pipeswitch.devices.cpu.memory import CpuDeviceMemory
-from pipeswitch.planning.fit import quantile
 from pipeswitch.planning.grouping import bucket
 
 from .rig import Rig

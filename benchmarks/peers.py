@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
-from pipeswitch.planning.fit import quantile
+from pipeswitch.base.quantiles import quantile
 
 from . import lm
 from .foreign import PEERS_FOLDER, arms_of, environment, free_port, python_of, started, usable

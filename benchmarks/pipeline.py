@@ -12,10 +12,10 @@ from functools import partial
 from pathlib import Path
 from typing import Final
 
-from pipeswitch.planning.costs import LayerCosts, LinkCost, bound, makespan
-from pipeswitch.planning.fit import quantile
+from pipeswitch.base.quantiles import quantile
+from pipeswitch.extras.lab.layer_costs import LayerCosts, LinkCost, bound, makespan
+from pipeswitch.extras.lab.planner import robust_plan
 from pipeswitch.planning.grouping import Plan, bucket
-from pipeswitch.planning.planned import robust_plan
 
 from .baselines import ReadyModel
 from .lane import PlainCopy

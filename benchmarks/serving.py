@@ -12,9 +12,9 @@ from typing import Any, Final
 
 import numpy as np
 
+from pipeswitch.base.quantiles import quantile
 from pipeswitch.client.client import Client, Task
 from pipeswitch.client.tensors import Result
-from pipeswitch.planning.fit import quantile
 from pipeswitch.testing import RunningServer, server
 
 from .models import MIB, BenchModel

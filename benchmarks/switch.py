@@ -10,8 +10,8 @@ from typing import Any, Final
 
 import numpy as np
 
+from pipeswitch.base.quantiles import quantile
 from pipeswitch.client.client import Client
-from pipeswitch.planning.fit import quantile
 
 from .baselines import BASELINES, NEEDS_CUDA, ReadyModel, StopAndStart
 from .models import QUICK_MODELS, SWITCH_MODELS

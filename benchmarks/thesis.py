@@ -13,10 +13,11 @@ from collections.abc import Sequence
 from typing import Any, Final
 
 from pipeswitch.cli import views
-from pipeswitch.planning import windows
+from pipeswitch.extras.lab import windows
+from pipeswitch.scheduler.policies.orders import WindowJob, alternating
 
 
-def johnson(jobs: Sequence[windows.WindowJob]) -> windows.Order:
+def johnson(jobs: Sequence[WindowJob]) -> windows.Order:
     """Return the order of Johnson's rule, which is the best if all models fit: first jobs that load
     faster than they compute, shortest load first; then the rest, longest computation first."""
 
@@ -29,7 +30,7 @@ def johnson(jobs: Sequence[windows.WindowJob]) -> windows.Order:
 
 
 def exhaustive(
-    jobs: Sequence[windows.WindowJob], memory: windows.Memory = windows.UNLIMITED
+    jobs: Sequence[WindowJob], memory: windows.Memory = windows.UNLIMITED
 ) -> windows.Order:
     """Return the best of all orders, in factorial time: use it for ten jobs at most."""
     best: tuple[float, windows.Order] = (math.inf, ())
@@ -46,15 +47,15 @@ def exhaustive(
     return best[1]
 
 
-def _is_ready(jobs: Sequence[windows.WindowJob], index: int, remaining: Sequence[int]) -> bool:
+def _is_ready(jobs: Sequence[WindowJob], index: int, remaining: Sequence[int]) -> bool:
     return not any(i < index and jobs[i].model == jobs[index].model for i in remaining)
 
 
 EXAMPLE: Final = (
-    windows.WindowJob(model="A", load_ms=120.0, compute_ms=500.0),
-    windows.WindowJob(model="B", load_ms=125.0, compute_ms=400.0),
-    windows.WindowJob(model="C", load_ms=125.0, compute_ms=560.0),
-    windows.WindowJob(model="D", load_ms=62.5, compute_ms=482.5),
+    WindowJob(model="A", load_ms=120.0, compute_ms=500.0),
+    WindowJob(model="B", load_ms=125.0, compute_ms=400.0),
+    WindowJob(model="C", load_ms=125.0, compute_ms=560.0),
+    WindowJob(model="D", load_ms=62.5, compute_ms=482.5),
 )
 """Jobs of the thesis' four clients. It has only pictures; with these numbers its totals result."""
 
@@ -65,7 +66,7 @@ def example() -> list[dict[str, Any]]:
     ways: dict[str, tuple[windows.Order, windows.Memory]] = {
         "serial": (order, windows.Memory(is_prefetching=False)),
         "prefetch, fifo": (order, windows.UNLIMITED),
-        "prefetch, alternating": (windows.alternating(EXAMPLE), windows.UNLIMITED),
+        "prefetch, alternating": (alternating(EXAMPLE), windows.UNLIMITED),
         "prefetch, johnson": (johnson(EXAMPLE), windows.UNLIMITED),
         "prefetch, all orders tried": (exhaustive(EXAMPLE), windows.UNLIMITED),
     }

@@ -11,8 +11,8 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, Final
 
+from pipeswitch.base.quantiles import quantile
 from pipeswitch.client.client import Client
-from pipeswitch.planning.fit import quantile
 
 from .baselines import ReadyModel, StopAndStart
 from .rival import Rival

@@ -27,8 +27,8 @@ from typing import Any, Final
 
 import numpy as np
 
+from pipeswitch.base.quantiles import quantile
 from pipeswitch.client.client import Client
-from pipeswitch.planning.fit import quantile
 from pipeswitch.testing import server
 
 from .baselines import TRAIN_MODULE

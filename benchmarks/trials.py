@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from pipeswitch.base.machine import cpu_count
-from pipeswitch.planning.fit import quantile
+from pipeswitch.base.quantiles import quantile
 
 from .machine import Others, warnings_of
 from .models import missing

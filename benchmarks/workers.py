@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Final
 
-from pipeswitch.planning.fit import quantile
+from pipeswitch.base.quantiles import quantile
 
 from .baselines import ReadyModel
 from .rival import ONE_PROCESS, PUBLISHED, TWO_PROCESSES

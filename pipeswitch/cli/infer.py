@@ -17,8 +17,8 @@ import click
 
 from ..base.bytes_tensors import BYTES
 from ..base.errors import InvalidInput, PipeSwitchError
+from ..base.quantiles import percentile
 from ..base.units import escape_control_chars
-from ..planning.fit import percentile
 from ..wire.request_timing import OPTIONAL, PARTS, RequestTiming
 from . import views
 from .common import connected, json_option, milliseconds, name_argument

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Unpack
 
 from ..base.errors import InvalidInput, ModelNotFound
-from ..base.extras import SCHEMES
+from ..base.extras import METHODS, SCHEMES
 from ..base.model_options import RegisterRequest
 from ..wire.addresses import default_address, full_address
 from ..wire.frames import CHUNK_BYTES
@@ -230,14 +230,10 @@ class Client(Verbs):
         Raises:
             DeviceBusy: other requests or a job use the device, at the start or later.
         """
-        from .profile_requests import MeasuringRequests, measure
-
-        body = {"batches": list(batches)}
-        begin = partial(self._connection.request, "profile", model=name, body=body)
-        requests = MeasuringRequests(
-            partial(self.infer, name), partial(self.signature, name), inputs
-        )
-        return measure(begin, requests, progress)
+        begin = partial(self._connection.request, "regroup", model=name)
+        measure = METHODS.load("profile")
+        row: dict[str, Any] = measure(self, begin, name, batches, inputs, progress)
+        return row
 
     def sequence(self, model: str, *, id: str = "", version: int = 0) -> RequestSequence:
         """Return a sequence of requests to a model with a ``state``.

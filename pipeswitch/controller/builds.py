@@ -22,7 +22,7 @@ from ..base.failpoints import reach
 from ..ipc.messages.base import Message
 from ..ipc.messages.builder import BuildDone, BuildFailed, BuildProgress, BuildSettings
 from ..ipc.messages.processor import CheckStage, StageFailed, StageReady
-from ..planning import profile_files as profile_files
+from ..planning import planned_files
 from ..programs.compiler.build_process import work_prefix
 from ..programs.graphs.manifest_check import check_claims
 from ..programs.interface.layout import Manifest
@@ -83,12 +83,12 @@ def _builder(command: StartBuild | BuildDone) -> Address:
 class Builds:
     """Builder processes, one for each registration, and the programs that they leave on disk."""
 
-    def __init__(self, context: ServerContext, profile_folders: Sequence[Path]) -> None:
+    def __init__(self, context: ServerContext, planned_folders: Sequence[Path]) -> None:
         self._sizes, self._places, self._children = context.sizes, context.places, context.children
         self._take = context.take  # adds an event, which is handled after the current one
         self._memory = context.memory
         self._disk, self._remove_files = context.frontend.disk, context.frontend.uploads.remove
-        self._profile_folders = profile_folders
+        self._planned_folders = planned_folders
         self.built_before: dict[bytes, str] = {}  # spec in the journal -> program's digest
 
     def start(self, command: StartBuild) -> None:
@@ -302,8 +302,8 @@ class Builds:
             )
             self._take(Received(builder, failed))
             return
-        profiles = tuple(profile_files.find(self._profile_folders, manifest.digest))
-        self._take(Received(builder, message, manifest, profiles))
+        planned = tuple(planned_files.find(self._planned_folders, manifest.digest))
+        self._take(Received(builder, message, manifest, planned))
 
     def sweep(self, command: SweepPrograms) -> None:
         """Remove the programs that neither a model nor the journal names.

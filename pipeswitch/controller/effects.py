@@ -26,8 +26,7 @@ from ..commits.commit_files import load_commit, read_record, remove_unnamed
 from ..commits.progress import HANDED_ON, SUFFIX
 from ..ipc.control_page import sealed_memfd
 from ..ipc.messages.base import JobName, ModelName
-from ..planning import profile_files as profile_files
-from ..planning.profile import Profile
+from ..planning import planned_files
 from ..scheduler.state import events as ev
 from ..scheduler.timeline import Timeline
 from ..wire.frames import pack_dict
@@ -121,8 +120,8 @@ class Effects:
                 self._remove_job(job)
             case ev.Journal():
                 self._write_journal(command)
-            case ev.SaveProfile(profile=profile):
-                self._save_profile(profile)
+            case ev.SavePlanned():
+                self._save_planned(command)
             case ev.LogWarning(text=text):
                 log.warning("%s", text)
             case ev.Shutdown():
@@ -202,13 +201,13 @@ class Effects:
             else:
                 self._take(ev.UnregisterRequest(token=_SERVER, model=ModelName(entry["name"])))
 
-    # -- profiles ------------------------------------------------------------------------------
+    # -- planned groups ------------------------------------------------------------------------
 
-    def _save_profile(self, profile: Profile) -> None:
+    def _save_planned(self, command: ev.SavePlanned) -> None:
         try:
-            profile_files.save(self._places.profiles, profile)
-        except OSError as error:  # this server uses it; the next server measures again
-            log.warning("profile model=%s not written: %s", profile.model, error)
+            planned_files.save(self._places.profiles, command.file_name, command.document)
+        except OSError as error:  # this server uses them; the next server has byte buckets
+            log.warning("profile %s not written: %s", command.file_name, error)
 
     # -- commits -------------------------------------------------------------------------------
 

@@ -16,7 +16,7 @@ from ..base.machine import available_bytes, cpu_count, processor_name
 from ..base.units import format_bytes
 from ..base.version import release
 from ..devices import ChosenDevice
-from ..planning.profile import Identity
+from ..planning.planned_groups import Identity
 from ..policies import find_policy
 from ..sandbox.confine import missing
 from ..scheduler.processes.worker_pool import max_workers

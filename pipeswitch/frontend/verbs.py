@@ -182,8 +182,15 @@ def _job(q: Question) -> Event | LogPiece:
     return ev.JobRequest(token=q.token, job=job, action=action, to=to)
 
 
-def _profile(q: Question) -> Event:
-    return ev.ProfileRequest(token=q.token, model=q.model, batches=q.body.counts("batches"))
+def _regroup(q: Question) -> Event:
+    return ev.RegroupRequest(
+        token=q.token,
+        model=q.model,
+        plan=q.body.of_type("plan", tuple[int, ...], ()),
+        is_cold=q.body.flag("cold", True),
+        trial=ev.Token(q.body.count("trial", 0)),
+        planned=q.body.of_type("planned", str, "").encode(),
+    )
 
 
 def _ping(q: Question) -> Event:
@@ -277,7 +284,7 @@ VERBS: Final[Mapping[str, Verb]] = {
     "unload": Verb(
         Role.OPERATE, _pin, of_model=True, http=Http("POST", "models/{model}/unload", "Unpin it")
     ),
-    "profile": Verb(Role.OPERATE, _profile, ends_with_client=True),
+    "regroup": Verb(Role.OPERATE, _regroup, ends_with_client=True),
     "plan": Verb(
         Role.OPERATE, _query, http=Http("GET", "plan", "Each model's profile, and the arena")
     ),

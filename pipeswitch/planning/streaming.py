@@ -1,4 +1,4 @@
-"""Memory layout and duration of one run (a pass) of a model that is larger than the arena. Pure.
+"""Memory layout of a model that is larger than the arena; each of its runs is a pass. Pure.
 
 The model's window (its range of the arena) has two parts. The first part is a ring: when a group
 has computed, a later group uses its memory again. The second part keeps the other groups on the
@@ -12,9 +12,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-
-from .costs import LayerCosts
-from .grouping import Plan, spans
 
 
 @dataclass(frozen=True)
@@ -141,17 +138,3 @@ def _placed(
             offsets.append(ring[index][0])
     waits = tuple(ring[index][1] if index in ring else 0 for index in range(len(sizes)))
     return StagingLayout(tuple(offsets), waits, fixed, resident_bytes, window_bytes)
-
-
-def pass_ms(plan: Plan, costs: LayerCosts, staging: StagingLayout) -> float:
-    """Return the predicted time of a pass in ms; the resident groups are already on the device."""
-    link_ms = device_ms = 0.0
-    ends_ms = [0.0]  # entry n: when n groups have computed
-    for index, (first, end) in enumerate(spans(plan, costs.layer_count)):
-        if index not in staging.resident:
-            link_ms = max(link_ms, ends_ms[staging.waits[index]])
-            link_ms += costs.transfer_ms(first, end)
-            device_ms = max(device_ms, link_ms)
-        device_ms += costs.sigma_ms + sum(costs.compute_ms[first:end])
-        ends_ms.append(device_ms)
-    return device_ms

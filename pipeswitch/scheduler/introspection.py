@@ -13,6 +13,7 @@ import msgspec
 from ..base.errors import InvalidInput, ModelNotFound, PipeSwitchError
 from ..ipc.messages.base import ModelName
 from ..programs.interface.dims import extent_text
+from ..programs.interface.groups import plan_in_force
 from ..programs.interface.layout import Manifest, ValueSpec
 from .memory.allocators import gib
 from .memory.plans import plan_row, stream_of
@@ -38,6 +39,18 @@ OWNER = "(owner)"  # the server's owner in ``tenant_s``; tenants' names have no 
 def _shown(spec: ValueSpec) -> list[Any]:
     """Return shape and dtype of an input or output for a row; free dimensions are texts."""
     return [[n if isinstance(n, int) else extent_text(n) for n in spec.shape], spec.dtype]
+
+
+def _staging(replica: DeviceModel) -> dict[str, Any] | None:
+    """Return how a model that is larger than the arena is copied in a pass; None for others."""
+    staging = replica.staging
+    if staging is None:
+        return None
+    return {
+        "plan": list(plan_in_force(replica.built)),
+        "waits": list(staging.waits),
+        "resident": sorted(staging.resident),
+    }
 
 
 def _functions(model: Model) -> dict[str, str]:
@@ -334,13 +347,13 @@ class Introspection:
                     "grouping": replica.grouping.source,
                     "grouping_why": replica.grouping.why,
                     "streams": stream_of(device.state, replica),
+                    "staging": _staging(replica),
                     **_functions(replica.model),
-                    "profile": None
-                    if replica.grouping.profile is None
-                    else msgspec.to_builtins(replica.grouping.profile),
+                    "profile": planned and planned.measurements,
                 }
                 for replica in device.state.replicas.values()
                 if replica.model.manifest is not None
+                for planned in [replica.grouping.planned]
             ],
         }
 

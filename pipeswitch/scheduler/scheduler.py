@@ -26,7 +26,6 @@ from .models.publishing import Publishing
 from .policies import Policy, make_policy
 from .policies.guard import PolicyGuard
 from .processes.health import Pings
-from .profiling.profiling_sessions import Profiling
 from .requests.admission import Admission
 from .server.server_state import ServerState
 from .state import events as ev
@@ -47,6 +46,7 @@ from .state.core import (
 )
 from .state.versions import Versions
 from .training.job_requests import JobRequests
+from .trials import Trials
 
 # Type of event or message -> bits of the state that it always changes. Parts add bits where they
 # change state. All types that are not listed count as a change of everything.
@@ -101,7 +101,7 @@ class Scheduler:
         self.job_requests = JobRequests(self.core, self.machine.jobs)
         self.moves = JobMigrations(self.core, self.machine.devices, self.machine.jobs)
         self.pings = Pings(self.core, [device.health for device in self.machine.devices])
-        self.profiling = Profiling(self.core, self.machine, self.versions)
+        self.trials = Trials(self.core, self.machine, self.versions)
         self.listing = Introspection(
             self.core,
             self.machine,
@@ -116,7 +116,7 @@ class Scheduler:
             self.publishing,
             self.job_requests,
             self.pings,
-            self.profiling,
+            self.trials,
             self.listing,
         )
         self._parts = self._in_order()
@@ -134,7 +134,7 @@ class Scheduler:
             Component(self.moves.reassign),
             Component(self.moves.pump),
             *(part for device in self.machine.devices for part in device.parts()),
-            Component(self.profiling.pump),
+            Component(self.trials.pump),
             Component(self.job_requests.pump),
             Component(self.pings.pump),
             Component(self._watch_drain),
@@ -249,7 +249,7 @@ class Scheduler:
                 if not self.admission.cancel(event):
                     self.registry.cancel(event)
                     self.publishing.cancel(event.token)
-                    self.profiling.cancel(event.token)
+                    self.trials.cancel(event.token)
                     self.job_requests.cancel(event.token)
             case ev.DrainRequest():
                 self._drain(event)
@@ -302,7 +302,7 @@ class Scheduler:
                 self.registry.progress(message)
             case BuildDone() as message:
                 assert event.manifest is not None
-                self.registry.built(message, event.manifest, event.profiles)
+                self.registry.built(message, event.manifest, event.planned)
             case BuildFailed() as message:
                 self.registry.build_failed(message)
             case _:
@@ -337,7 +337,7 @@ class Scheduler:
         core.drain_at_ms = core.now_ms + event.grace_ms
         core.wake_at(core.drain_at_ms)
         self.machine.jobs.drain()
-        self.profiling.refuse_all(draining())
+        self.trials.refuse_all(draining())
         core.publish("worker.draining", grace_ms=event.grace_ms)
 
     def _watch_drain(self) -> int:
@@ -365,7 +365,7 @@ class Scheduler:
         self.admission.preprocess_pool.refuse_all(error)
         self.registry.refuse_all(error)
         self.publishing.refuse_all(error)
-        self.profiling.refuse_all(error)
+        self.trials.refuse_all(error)
         self.pings.refuse_all(error)
         self.listing.listings.refuse_all(error)
         self.job_requests.refuse_all(error)

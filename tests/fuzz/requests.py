@@ -257,7 +257,7 @@ def seeds() -> list[bytes]:
         _message(op="events", body={"topics": ["job."]}),
         _message(op="caller", body={"tenant": "a", "roles": ["infer"]}, is_owner=True),
         _message(op="caller", session="", body={"tenant": "a", "roles": ["operate"]}),
-        _message(op="profile", model="m", body={"batches": [1, 2]}),
+        _message(op="regroup", model="m", body={"plan": [0, 2], "cold": False, "trial": 3}),
         _message(op="ping", body={"deep": True}),
         _message(op="stop", body={"drain_ms": 10.0}),
         _message(op="infer", v=2, model="m"),

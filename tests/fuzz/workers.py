@@ -297,7 +297,7 @@ _VERBS: Final[tuple[Make, ...]] = (
     lambda token, model, job, other: ev.UnregisterRequest(token=token, model=model),
     lambda token, model, job, other: ev.PinRequest(token=token, model=model, pin=bool(other & 2)),
     lambda token, model, job, other: ev.PingRequest(token=token),
-    lambda token, model, job, other: ev.ProfileRequest(token=token, model=model),
+    lambda token, model, job, other: ev.RegroupRequest(token=token, model=model),
     lambda token, model, job, other: ev.Query(token=token, what="stats"),
     lambda token, model, job, other: ev.Query(token=token, what="ps"),
     lambda token, model, job, other: ev.Query(token=token, what="show", name=model),

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from pipeswitch.planning import profile
+from pipeswitch.extras.lab import profile
+from pipeswitch.planning.planned_groups import UNKNOWN_DEVICE, VERSION
 from pipeswitch.programs.interface.dims import Dim
 from pipeswitch.programs.interface.groups import cut
 from pipeswitch.programs.interface.layout import LayerSpec, Manifest, TensorSpec, ValueSpec
@@ -52,11 +53,11 @@ def profile_of(layer_count: int) -> profile.Profile:
     times, zeros = (2.0,) * layer_count, (0.0,) * layer_count
     layer = profile.LayerProfile(label="l", size_bytes=LAYER_BYTES, copy_ms=1.0, copy_spread_ms=0.0)
     return profile.Profile(
-        version=profile.VERSION,
+        version=VERSION,
         model="m",
         digest="d" * 64,
         measured_at="before",
-        identity=profile.UNKNOWN_DEVICE,
+        identity=UNKNOWN_DEVICE,
         layers=(layer,) * layer_count,
         batches=tuple(
             profile.BatchProfile(

@@ -59,7 +59,7 @@ ORDERED_OF_JOB = ("place", "op_id", "memory.persist_id", "memory.copy_id", "swap
 SHOWN_OF_REPLICA = (
     "transfer.started_at_ms",
     "transfer.ended_at_ms",
-    "transfer.report",  # only profiling reads it, and this world measures no model
+    "transfer.report",  # only trials read it, and this world has none
 )
 
 MODEL = Codec(records.Model, drop=("reason", "last_batch"))
@@ -245,7 +245,7 @@ class Brain:
         parts = [(name, part) for name, part in parts if not name.startswith("_")]
         for device in machine.devices:
             state = device.state
-            parts += [*vars(device).items(), ("daemon", state.daemon), ("", state.measurement)]
+            parts += [*vars(device).items(), ("daemon", state.daemon), ("", state.trial)]
         self._still = [(part, Still(part, *known.get(name, ()))) for name, part in parts]
         self._models = _Records(MODEL, *machine.models.items())
         self._replicas = [_Records(REPLICA, *one.state.replicas.items()) for one in machine.devices]

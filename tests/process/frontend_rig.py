@@ -169,7 +169,7 @@ class FakeScheduler:
             case (
                 ev.PinRequest(token=token)
                 | ev.UnregisterRequest(token=token)
-                | ev.ProfileRequest(token=token)
+                | ev.RegroupRequest(token=token)
             ):
                 post(ev.Reply(token=token, body={}))
             case ev.PublishRequest(token=token) | ev.RollbackRequest(token=token):

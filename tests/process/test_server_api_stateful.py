@@ -451,7 +451,7 @@ BODIES: Final[Mapping[str, Mapping[str, Any]]] = {
     **{
         verb: {}
         for verb in (
-            "profile",
+            "regroup",
             "plan",
             "unregister",
             "load",
@@ -721,7 +721,7 @@ class ServerApi(RuleBasedStateMachine):
                 self._infer(name, is_owner)
 
     @rule(name=MODELS, batches=st.lists(st.integers(1, 4), max_size=2), is_owner=OWNERS)
-    @speaks("profile")
+    @speaks("regroup")
     def profile(self, name: str, batches: list[int], is_owner: bool) -> None:
         if name in self.oracle.models:
             self.oracle.models[name].stays = False  # profiling evicts it, to time its copy

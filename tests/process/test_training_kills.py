@@ -23,8 +23,8 @@ import torch
 from process_tools import Checked, checked_server, finish, kill, mlp, run_plain, until, write_script
 
 from pipeswitch.base.failpoints import VARIABLE
+from pipeswitch.base.quantiles import quantile
 from pipeswitch.client.client import Task
-from pipeswitch.planning.fit import quantile
 from tests.process.figures import publishing, say
 
 SEED: Final = 1121

@@ -16,21 +16,31 @@ from functools import partial
 from os import EX_IOERR
 from typing import Any
 
-from msgspec import structs
+from msgspec import convert, structs
 
 from pipeswitch.extras.lab import world as simulator
 from pipeswitch.extras.lab.costs import Costs, Link, Training
 from pipeswitch.extras.lab.device import require
-from pipeswitch.extras.lab.programs import program_of
-from pipeswitch.planning.profile import (
-    UNKNOWN_DEVICE,
-    VERSION,
+from pipeswitch.extras.lab.measuring import MeasuredProgram, Measurement
+from pipeswitch.extras.lab.planner import plan_of
+from pipeswitch.extras.lab.profile import (
     BatchProfile,
     LayerProfile,
     LinkProfile,
     Overheads,
+    PlanCheck,
     Profile,
-    ProfileFile,
+    encode,
+)
+from pipeswitch.extras.lab.profiling import instants_of
+from pipeswitch.extras.lab.programs import program_of
+from pipeswitch.planning.planned_groups import (
+    UNKNOWN_DEVICE,
+    VERSION,
+    Identity,
+    PlannedFile,
+    PlannedGroups,
+    decode,
 )
 from pipeswitch.programs.interface.groups import layer_bytes
 from pipeswitch.programs.interface.layout import Batching, Manifest
@@ -93,6 +103,26 @@ def profile_of(name: str, manifest: Manifest, layer_ms: float) -> Profile:
         ),
         overheads=Overheads(sigma_ms=0.01, launch_ms=0.0, wake_ms=0.0),
     )
+
+
+def planned_of(profile: Profile) -> PlannedGroups:
+    """Return a profile's planned groups, as a server reads them from its file."""
+    check = PlanCheck(
+        plan=plan_of(profile), batch=1, predicted_ms=1.0, measured_ms=1.0, spread_ms=0.0, trials=5
+    )
+    return decode(encode(structs.replace(profile, checks=(check,))))
+
+
+@dataclass
+class Profiling:
+    """Client that measures a model, as ``Client.profile`` does."""
+
+    model: str
+    token: int  # its newest request
+    measurement: Measurement | None = None
+    retries: int = 0
+    is_over: bool = False
+    error: Any = None
 
 
 @dataclass
@@ -161,13 +191,13 @@ class World(simulator.World):
         )
         kinds = ("cpu", "cuda" if seed % 3 == 2 else "cpu")
         each = [replace(settings, device=f"{kinds[index]}:{index}") for index in range(devices)]
-        self.profiled = profiled  # probability that a built program has a profile on disk
+        self.profiled = profiled  # probability that a built program's groups are planned on disk
         self.announced: set[str] = set()
         self.job_names: list[str] = []
         self.left_swapped = 0  # processes that were killed because their users held swapped jobs
         self.measuring: list[Callable[[], object]] = []  # next actions of measuring clients
-        self.measured: dict[int, str] = {}  # token of a measurement -> its model
-        self.runs: dict[int, int] = {}  # token of a request -> token of its measurement
+        self.profilings: dict[int, Profiling] = {}  # token of a trial -> its client
+        self.runs: dict[int, Profiling] = {}  # token of a trial's request -> its client
         super().__init__(
             scheduler or Scheduler(settings, policy, 2000.0, each), choices=self, costs=COSTS
         )
@@ -196,10 +226,10 @@ class World(simulator.World):
                     self.announced.add(model)
                 case ev.ModelRemoved(model=model):
                     self.announced.discard(model)
-                case ev.Reply(token=token, more=True, body={"batch": int()}):
-                    self.measuring.append(partial(self._run, token))
+                case ev.Reply(token=token, body=body) if token in self.profilings:
+                    self._measuring(self.profilings[token], command, body)
                 case ev.Reply(token=token, error=error) if token in self.runs and error:
-                    cancel = ev.CancelRequest(token=self.runs[token])
+                    cancel = ev.CancelRequest(token=self.runs[token].token)
                     self.measuring.append(partial(self.handle, cancel))
                 case ev.Reply(token=token, outputs=outputs) if outputs:
                     names = [output.name for output in outputs]
@@ -313,8 +343,8 @@ class World(simulator.World):
     # -- clients -------------------------------------------------------------------------------
 
     def register(self, name: str, total_bytes: int, *, pin: bool = False, groups: int = 2) -> int:
-        """Register a model; with probability ``profiled``, its profile is already on disk."""
-        profiles: tuple[ProfileFile, ...] = ()
+        """Register a model; with probability ``profiled``, its groups are already planned."""
+        planned: tuple[PlannedFile, ...] = ()
         program = program_of(
             f"d-{name}", total_bytes, groups=groups, layer_ms=LAYER_MS, batching=JOINED.get(name)
         )
@@ -324,29 +354,65 @@ class World(simulator.World):
             program = replace(program, manifest=manifest)
         if self.random.random() < self.profiled:
             layer_ms = self.random.choice((1.0, 12.0, 40.0))
-            profiles = (ProfileFile("found.json", profile_of(name, program.manifest, layer_ms)),)
+            groups = planned_of(profile_of(name, program.manifest, layer_ms))
+            planned = (PlannedFile("found.json", groups),)
         names = [device.state.settings.device for device in self.scheduler.machine.devices]
         only: tuple[str, ...] = ()
         if len(names) > 1 and name[-1] in "34":
             only = (names[-1],) if name.endswith("3") else tuple(names)
-        program = replace(program, profiles=profiles)
+        program = replace(program, planned=planned)
         return self.clients.register(name, program, pin=pin, devices=only)
 
     def infer(self, name: str, *, priority: int = 1, deadline_ms: float | None = None) -> int:
         caller = CALLERS[self.clients.last_token % len(CALLERS)]
         return self.clients.infer(name, priority=priority, deadline_ms=deadline_ms, caller=caller)
 
-    def profile(self, name: str, batches: tuple[int, ...] = ()) -> int:
-        """Measure a model, as ``Client.profile`` does; return the measurement's token."""
-        token = self.token()
-        self.measured[token] = name
-        self.handle(ev.ProfileRequest(token=token, model=name, batches=batches))
-        return token
+    def profile(self, name: str) -> Profiling:
+        """Begin to measure a model."""
+        profiling = Profiling(name, self.token())
+        self._regroup(profiling)
+        return profiling
 
-    def _run(self, measurement: int) -> None:
-        """Send the next request of a measurement."""
-        if measurement in self.open:
-            self.runs[self.infer(self.measured[measurement])] = measurement
+    def _regroup(self, profiling: Profiling, **fields: Any) -> None:
+        self.profilings[profiling.token] = profiling
+        request = {"token": profiling.token, "model": profiling.model, **fields}
+        self.handle(ev.RegroupRequest(**request))
+
+    def _measuring(self, profiling: Profiling, reply: ev.Reply, body: dict[str, Any]) -> None:
+        """Plan what a measuring client does after a reply."""
+        if not reply.more and profiling.token == reply.token:
+            profiling.is_over, profiling.error = True, reply.error
+        elif "trial" in body:
+            self.measuring.append(partial(self._run, profiling, body))
+        elif "begins_ms" in body:
+            self.measuring.append(partial(self._next, profiling, body))
+
+    def _run(self, profiling: Profiling, body: dict[str, Any]) -> None:
+        """Send the request of a trial."""
+        if profiling.measurement is None:
+            program = convert(body["program"], MeasuredProgram)
+            identity = convert(body["identity"], Identity)
+            profiling.measurement = Measurement(program, (body["batch"],), identity)
+        if profiling.token in self.open:
+            self.runs[self.infer(profiling.model)] = profiling
+
+    def _next(self, profiling: Profiling, body: dict[str, Any]) -> None:
+        """Record a trial's times, and begin the next trial or use the planned groups."""
+        measurement = profiling.measurement
+        if profiling.token not in self.open or measurement is None or measurement.next is None:
+            return
+        is_taken = measurement.take(instants_of(body, measurement.next))
+        profiling.retries = 0 if is_taken else profiling.retries + 1
+        if profiling.retries > 20:
+            self.handle(ev.CancelRequest(token=profiling.token))
+            return
+        former, profiling.token = profiling.token, self.token()
+        trial = measurement.next
+        if trial is not None:
+            self._regroup(profiling, plan=trial.plan, is_cold=trial.is_cold, trial=former)
+            return
+        document = encode(measurement.profile("now"))
+        self._regroup(profiling, planned=document, trial=former)
 
     def train(self, name: str, *, priority: int = 1) -> None:
         size = sum(name.encode()) % 3  # each job has its own size
@@ -393,7 +459,7 @@ class World(simulator.World):
             what: Any = rng.choice(("models", "ps", "jobs", "stats", "show", "trace", "plan"))
             handle(ev.Query(token=self.token(), what=what, name=name))
         elif choice == 24:
-            self.profile(name, rng.choice(((), (1,), (7,))))
+            self.profile(name)
         else:
             self.pass_time(rng.choice((0.0, 1.0, 40.0, 900.0, 3000.0)))
 

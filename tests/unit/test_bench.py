@@ -14,8 +14,8 @@ from benchmarks.__main__ import run
 from benchmarks.gateway import infer_message
 from benchmarks.trials import Arm, Run, interleave
 from pipeswitch.base.errors import InvalidInput
+from pipeswitch.base.quantiles import quantile
 from pipeswitch.extras.grpc.protos import INFERENCE
-from pipeswitch.planning.fit import quantile
 
 FACTS = {"device": "cpu", "torch": "2.15.0", "commit": "0123456789ab"}
 

@@ -25,6 +25,7 @@ from rich.console import Console
 from pipeswitch.base.config import Config
 from pipeswitch.base.errors import ConfigError, InvalidInput, ServerUnavailable
 from pipeswitch.base.model_options import parse_input
+from pipeswitch.base.quantiles import percentile
 from pipeswitch.cli import common, views
 from pipeswitch.cli import infer as cli_infer
 from pipeswitch.cli.main import main
@@ -37,7 +38,6 @@ from pipeswitch.extras.page.browser import page_url
 from pipeswitch.extras.text import chat as cli_chat
 from pipeswitch.extras.text.chat import Chat
 from pipeswitch.job import FIXED_VARIABLES
-from pipeswitch.planning.fit import percentile
 from pipeswitch.programs.interface.layout import ValueSpec
 from pipeswitch.wire.addresses import default_address, is_refused
 

@@ -55,7 +55,7 @@ BROKEN = {
     "bundle": "pipeswitch.programs.graphs.bundle._json_object",
     "graph": "pipeswitch.programs.graphs.bundle.check_graph",
     "commit": "pipeswitch.commits.image.json.loads",
-    "profile": "pipeswitch.planning.profile._check",
+    "profile": "pipeswitch.extras.lab.profile._check",
     "packet": "tests.fuzz.packets.decode_message",
     "daemon": "pipeswitch.memory_daemon.transmit.check_order",
     "worker": "pipeswitch.scheduler.state.device_state.DeviceState.job_of",
@@ -122,7 +122,7 @@ def test_each_verb_gets_past_its_checks() -> None:
         "TrainRequest",
         "JobRequest",
         "Query",
-        "ProfileRequest",
+        "RegroupRequest",
         "PingRequest",
         "DrainRequest",
     }

@@ -38,7 +38,7 @@ MAY_IMPORT: Mapping[str, str] = {
     "inputs": "base",
     "job": "base inputs",
     # Decisions.
-    "scheduler/policies": "planning",
+    "scheduler/policies": "",
     "scheduler": "base ipc planning programs scheduler/policies wire",
     "policies": "base scheduler/policies",
     "watchdog": "policies",
@@ -59,22 +59,21 @@ MAY_IMPORT: Mapping[str, str] = {
     "__init__": "base client job wire",
     "testing": "base client",
     "gateway": "base client frontend ipc programs wire",
-    "cli": "__init__ base client devices ipc job planning sandbox testing wire",
+    "cli": "__init__ base client devices ipc job sandbox testing wire",
     # Extras, which no room above them may import.
     "extras": "",
     "extras/curve": "base cli client frontend gateway ipc wire",
     "extras/cluster": "base cli client commits controller extras/curve scheduler/policies wire",
     "extras/page": "base cli client frontend gateway",
-    "extras/demo": "__init__ base cli client extras/page job planning programs programs/compiler "
-    "testing",
+    "extras/demo": "__init__ base cli client extras/page job programs programs/compiler testing",
     "extras/grpc": "base gateway ipc wire",
     "extras/trainers": "base workers/training/",
     "extras/offload": "base cli devices ipc job workers/training/",
-    "extras/lab": "base cli extras/cluster extras/offload ipc planning policies programs scheduler "
-    "scheduler/policies watchdog",
+    "extras/lab": "base cli client extras/cluster extras/offload ipc planning policies programs "
+    "scheduler scheduler/policies watchdog",
     "extras/text": "base cli client gateway programs sandbox",
-    "benchmarks/": "base cli client devices ipc job planning programs programs/compiler testing "
-    "wire",
+    "benchmarks/": "base cli client devices extras/lab ipc job planning programs programs/compiler "
+    "scheduler/policies testing wire",
 }
 
 # The same for folders of the scheduler, in which stored state may not import decisions. The room ""
@@ -88,8 +87,7 @@ IN_SCHEDULER: Mapping[str, str] = {
     "requests": "memory policies processes state training",
     "server": "memory processes requests state training",
     "models": "memory requests server state",
-    "profiling": "server state",
-    "": "memory models policies processes profiling requests server state training",
+    "": "memory models policies processes requests server state training",
 }
 
 # The same for folders of other rooms.

@@ -20,9 +20,8 @@ from pipeswitch.ipc.messages.builder import BuildDone
 from pipeswitch.ipc.messages.daemon import CancelTransmit, TransmitModel
 from pipeswitch.ipc.messages.run import Run, SamplingParams
 from pipeswitch.ipc.messages.worker import InferenceFailed, RunInference, Yielded
-from pipeswitch.planning.costs import LayerCosts, LinkCost
-from pipeswitch.planning.profile import ProfileFile
-from pipeswitch.planning.streaming import StagingLayout, land, least_window, pass_ms
+from pipeswitch.planning.planned_groups import PlannedFile
+from pipeswitch.planning.streaming import StagingLayout, land, least_window
 from pipeswitch.programs.graphs.bundle import Graph, Node
 from pipeswitch.programs.graphs.graph import last_readers
 from pipeswitch.programs.interface.layout import ValueSpec
@@ -32,7 +31,7 @@ from pipeswitch.scheduler.state import events as ev
 from pipeswitch.scheduler.state.core import SchedulerSettings
 from pipeswitch.scheduler.state.states import Residency
 from tests.extras.lab.unit.test_simulator import Answered
-from tests.unit.fleet_model import manifest_of, profile_of
+from tests.unit.fleet_model import manifest_of, planned_of, profile_of
 from tests.unit.test_scheduler_rules import Rig, received
 
 MIB = 1 << 20
@@ -114,36 +113,6 @@ def test_what_is_read_again_at_the_end_stays() -> None:
     assert layout is not None
     assert layout.resident == {0}
     assert land([6] + [4] * 11, until, 12, 2) is None
-
-
-def by_hand(layout: StagingLayout, copy_ms: float, compute_ms: float) -> float:
-    """Return the time in ms of a pass (one run of the model), simulated tick by tick."""
-    count = len(layout.offsets)
-    order = [index for index in range(count) if index not in layout.resident]
-    arrived, computed, sent, clock_ms, link_ms, device_ms = {*layout.resident}, 0, 0, 0.0, 0.0, 0.0
-    while computed < count:
-        link_ms += sent < len(order) and computed >= layout.waits[order[sent]]
-        device_ms += computed in arrived
-        clock_ms += 1.0
-        if link_ms == copy_ms:
-            arrived.add(order[sent])
-            sent, link_ms = sent + 1, 0.0
-        if device_ms == compute_ms:
-            computed, device_ms = computed + 1, 0.0
-    return clock_ms
-
-
-@pytest.mark.parametrize(("copy_ms", "compute_ms"), [(2.0, 4.0), (3.0, 3.0), (4.0, 2.0)])
-def test_a_pass_takes_the_longer_of_link_and_compute_and_a_bubble(
-    copy_ms: float, compute_ms: float
-) -> None:
-    costs = LayerCosts((4,) * 24, (compute_ms,) * 24, LinkCost(0.0, copy_ms / 4))
-    layout = land([4] * 24, range(24), 4 * 8, 4)
-    assert layout is not None
-    took_ms = pass_ms(tuple(range(24)), costs, layout)
-    link_ms = copy_ms * (24 - len(layout.resident))
-    assert max(link_ms, 24 * compute_ms) <= took_ms <= 1.15 * max(link_ms, 24 * compute_ms)
-    assert took_ms == by_hand(layout, copy_ms, compute_ms)
 
 
 # -- which weights are read again ---------------------------------------------------------------
@@ -333,14 +302,16 @@ def test_a_copy_whose_end_is_told_after_the_answer_leaves_what_stays(rig: Rig) -
     rig.done()
 
 
-def test_a_profile_of_another_server_predicts_its_pass_and_leaves_its_groups(rig: Rig) -> None:
-    token, op_id = rig.begin("large")
+def test_planned_groups_of_another_server_leave_its_groups(rig: Rig) -> None:
+    _, op_id = rig.begin("large")
     manifest = manifest_of("digest large", 186 * MIB, 31)
-    profile = ProfileFile("large.json", profile_of("large", manifest, layer_ms=50.0))
+    groups = planned_of(profile_of("large", manifest, layer_ms=50.0))
     done = BuildDone(model="large", op_id=op_id, digest=manifest.digest)
-    rig.handle(received(done, manifest=manifest, profiles=(profile,)))
+    rig.handle(received(done, manifest=manifest, planned=(PlannedFile("large.json", groups),)))
     rig.stored("large", op_id)
-    assert rig.answers[token].body["streams"]["pass_ms"] == pytest.approx(62 * 50.0, rel=0.15)
+    answer = rig.answers[rig.ask(ev.Query, what="plan")].body
+    assert answer["models"][0]["profile"] == groups.measurements
+    assert len(answer["models"][0]["staging"]["waits"]) == 31
     assert len(rig.state.replicas["large"].manifest.groups) == 31
 
 

@@ -8,7 +8,7 @@ from typing import Any, Final
 from rich.console import Console
 from rich.table import Table
 
-from ...planning.fit import percentile
+from ...base.quantiles import percentile
 
 BILL: Final = ("queue_ms", "switch_ms", "copy_ms", "stall_ms", "compute_ms")
 SECOND_MS: Final = 1000.0

@@ -15,3 +15,4 @@ COMMANDS = {
     "profile": "profile_report:profile",
     "simulate": "simulate:simulate",
 }
+METHODS = {"profile": "profiling:profile"}

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 import msgspec
 
-from ...planning.costs import LayerCosts, bound, makespan
-from ...planning.exact import plan_groups
+from .layer_costs import LayerCosts, bound, makespan
+from .planner import plan_groups
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,11 +14,11 @@ from rich.text import Text
 from ...base.errors import InvalidInput, ModelNotFound, PipeSwitchError
 from ...base.units import format_bytes, nearest, parse_ms, printed
 from ...cli import common, views
-from ...planning.fit import MIB
-from ...planning.planned import costs_of
-from ...planning.profile import Profile
 from ..offload import dry_run
 from .capacity import CapacityReport, ModelDemand, ModelReport, capacity_report
+from .layer_costs import MIB, pass_ms
+from .planner import costs_of
+from .profile import Profile
 
 PROFILE_COLUMNS: Final = ("plan", "groups", "predicted_ms", "measured_ms", "spread_ms", "trials")
 BATCH_COLUMNS: Final = ("batch", "switch_compute_ms", "resident_compute_ms", "trials")
@@ -134,12 +134,22 @@ def report(
                 costs=costs_of(profile),
                 total_bytes=model["bytes"],
                 deadline_ms=deadlines.get(model["name"], deadlines.get("")),
-                pass_ms=streams[model["name"]]["pass_ms"] if model["name"] in streams else 0.0,
+                pass_ms=_pass_ms(profile, model["staging"]),
             )
         )
     capacity = msgspec.to_builtins(capacity_report(demands, answer["arena_bytes"]))
     texts = {name: one["text"] for name, one in streams.items()}
     return {**capacity, "without_profile": unknown, "streams": texts}
+
+
+def _pass_ms(profile: Profile, staging: Mapping[str, Any] | None) -> float:
+    """Return the predicted time of a pass of a model that is larger than the arena; else 0."""
+    if staging is None:
+        return 0.0
+    passed_ms = pass_ms(
+        tuple(staging["plan"]), costs_of(profile), staging["waits"], staging["resident"]
+    )
+    return passed_ms + profile.overheads.wake_ms
 
 
 def jobs_of(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
-from ...planning.profile import ProfileFile
+from ...planning.planned_groups import PlannedFile
 from ...programs.interface.groups import cut
 from ...programs.interface.layout import Batching, LayerSpec, Manifest, TensorSpec
 
@@ -21,7 +21,7 @@ class SimulatedProgram:
     plan: tuple[int, ...]  # indices of the layers that begin a group in the built program
     layer_ms: tuple[float, ...]
     row_share: float = 1.0  # time of each further row of a batch, as a fraction of the first's
-    profiles: tuple[ProfileFile, ...] = ()  # an earlier server's profiles, found at the build
+    planned: tuple[PlannedFile, ...] = ()  # an earlier server's groups, from disk
 
     def group_ms(self, plan: Sequence[int], batch: int, more: float = 0.0) -> tuple[float, ...]:
         """Return the computing time of each group; an empty ``plan`` means the built groups.
@@ -72,7 +72,7 @@ def program_of(
     groups: int = 2,
     layers_per_group: int = 2,
     layer_ms: float = 0.0,
-    profiles: tuple[ProfileFile, ...] = (),
+    planned: tuple[PlannedFile, ...] = (),
     batching: Batching | None = None,
 ) -> SimulatedProgram:
     """Return a program of equal groups of equal layers."""
@@ -81,5 +81,5 @@ def program_of(
     plan = tuple(range(0, count, layers_per_group))
     manifest = manifest_of(digest, (size,) * count, plan, batching)
     return SimulatedProgram(
-        manifest=manifest, plan=plan, layer_ms=(layer_ms,) * count, profiles=profiles
+        manifest=manifest, plan=plan, layer_ms=(layer_ms,) * count, planned=planned
     )

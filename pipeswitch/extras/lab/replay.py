@@ -11,21 +11,23 @@ from itertools import pairwise
 from statistics import fmean
 from typing import Any, Final, NamedTuple
 
+from ...base.quantiles import percentile
 from ...ipc.messages.base import JobName, ModelName
-from ...planning.fit import MIB, percentile
-from ...planning.planned import costs_of, plan_of
-from ...planning.profile import Profile
-from ...planning.windows import Memory, WindowJob, run
 from ...programs.interface.layout import REGION_ALIGN_BYTES, Batching, aligned
 from ...scheduler.memory.commits import HEADER_BYTES
 from ...scheduler.policies import Policy
+from ...scheduler.policies.orders import WindowJob
 from ...scheduler.scheduler import Scheduler
 from ...scheduler.state import events as ev
 from ...scheduler.state.core import SchedulerSettings
 from ...scheduler.state.device_state import FENCE_BYTES
 from .arrivals import Arrival
 from .costs import Costs, Link, Training
+from .layer_costs import MIB
+from .planner import costs_of, plan_of
+from .profile import Profile
 from .programs import ALIGNMENT_BYTES, SimulatedProgram, manifest_of
+from .windows import Memory, run
 from .world import World
 
 NEAR_MS: Final = 1e-6  # tolerance for the rounding of a sum of instants

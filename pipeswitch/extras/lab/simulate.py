@@ -26,6 +26,7 @@ from rich.text import Text
 from ...base.codec import UNREADABLE
 from ...base.config import JOB_ORDERS, policy_name
 from ...base.errors import InvalidInput
+from ...base.quantiles import percentile
 from ...base.units import format_bytes, nearest, parse_ms, parse_size
 from ...cli import views
 from ...cli.common import (
@@ -37,14 +38,14 @@ from ...cli.common import (
     json_option,
     suffixed,
 )
-from ...planning import profile as profiles
-from ...planning.fit import MIB, percentile
 from ...policies import find_policy
 from ...programs.interface.layout import Batching
 from ...scheduler.timeline import Timeline
 from ...watchdog import PolicyWatchdog
 from . import arrivals
+from . import profile as profiles
 from .costs import Costs, Link
+from .layer_costs import MIB
 from .replay import (
     Outcome,
     PaperJob,

@@ -260,7 +260,7 @@ class SimulatedProcesses(ABC):
             self.from_process(builder, message)
             return
         program = self.scene.programs[message.model]
-        self.handle(ev.Received(builder.address, message, program.manifest, program.profiles))
+        self.handle(ev.Received(builder.address, message, program.manifest, program.planned))
 
     def _reap_builder(self, builder: SimulatedBuilder) -> None:
         self.builders.remove(builder)

@@ -34,7 +34,7 @@ class DevicePlacement:
         if len(self.states) == 1:
             return self.states[0], ""
         for state in self.states:
-            if state.measurement.model == model.name:
+            if state.trial.model == model.name:
                 return state, "it is measured there"
         living = self._living(model.devices)
         able = [state for state in living if self.has_place(state, model.name, request.size_bytes)]

@@ -1,4 +1,4 @@
-"""Layer groups of each model: planned from its profile, or byte buckets without one."""
+"""Layer groups of each model: planned ones from a file, or byte buckets without one."""
 
 from __future__ import annotations
 
@@ -6,10 +6,8 @@ from typing import Any, Final
 
 from ...ipc.messages.base import ModelName
 from ...planning.grouping import Plan
-from ...planning.planned import costs_of, plan_of, predict
-from ...planning.profile import Profile, ProfileFile
-from ...planning.streaming import pass_ms
-from ...programs.interface.groups import layer_bytes, plan_in_force
+from ...planning.planned_groups import PlannedFile, PlannedGroups
+from ...programs.interface.groups import layer_bytes
 from ..state.core import ALL, MEASURED
 from ..state.device_state import DeviceState
 from ..state.events import LogWarning
@@ -30,52 +28,38 @@ class Plans:
         self._residents = residents
         self._wanted: dict[ModelName, None] = {}  # models with a next plan
 
-    def use_profiles(self, replica: DeviceModel, profiles: tuple[ProfileFile, ...]) -> None:
-        """Use the first profile that fits the built program and this device.
+    def use_first(self, replica: DeviceModel, files: tuple[PlannedFile, ...]) -> None:
+        """Use the first planned groups that fit the built program and this device.
 
-        If none fits, the model keeps its byte buckets, and one warning names the first problem.
+        If none fit, the model keeps its byte buckets, and one warning names the first problem.
         """
-        assert replica.model.manifest is not None
         problems: list[str] = []
-        for one in profiles:
-            problem = one.problem
-            if one.profile is not None:
-                problem = one.profile.why_unusable(
-                    self._device.settings.identity,
-                    replica.model.manifest.digest,
-                    layer_bytes(replica.model.manifest),
-                )
-                if not problem and self.use(replica, one.profile):
+        for file in files:
+            problem = file.problem
+            if file.groups is not None:
+                problem = self.why_unusable(replica, file.groups)
+                if not problem:
+                    self.use(replica, file.groups)
                     return
-            problems.append(f"profile {one.file_name} is not used: {problem}")
+            problems.append(f"profile {file.file_name} is not used: {problem}")
         if problems:
-            self._warn(replica, problems[0])
+            why = replica.grouping.why = problems[0]
+            text = f'model "{replica.name}": {why}; its groups are byte buckets '
+            self._core.emit(LogWarning(text=text + f"(pipeswitch profile {replica.name})"))
+            self._device.publish("model.profile_unusable", model=replica.name, reason=why)
 
-    def _warn(self, replica: DeviceModel, why: str) -> None:
-        replica.grouping.why = why
-        text = f'model "{replica.name}": {why}; its groups are byte buckets '
-        self._core.emit(LogWarning(text=text + f"(pipeswitch profile {replica.name})"))
-        self._device.publish("model.profile_unusable", model=replica.name, reason=why)
+    def why_unusable(self, replica: DeviceModel, groups: PlannedGroups) -> str:
+        """Return why the groups cannot be used for this model on this device; empty if they can."""
+        built, identity = replica.built, self._device.settings.identity
+        return groups.why_unusable(identity, built.digest, layer_bytes(built))
 
-    def use(self, replica: DeviceModel, profile: Profile) -> bool:
-        """Plan from the profile; the plan takes effect as soon as the model is off the device.
-        A streaming model keeps its groups; the profile only predicts its passes."""
-        if replica.staging is not None:
-            replica.grouping.profile = profile
-            return True
-        try:
-            plan = plan_of(profile)
-        except ValueError as error:
-            self._warn(replica, f"no plan could be made from its profile: {error}")
-            return False
-        batch = profile.batches[0].batch
-        replica.grouping.profile, replica.grouping.planned = profile, plan
-        replica.predicted_ms = {
-            one.batch: predict(profile, plan, one.batch) for one in profile.batches
-        }
-        why = f"measured {profile.measured_at} at batch {batch}"
-        self.want(replica, plan, PLANNED, why)
-        return True
+    def use(self, replica: DeviceModel, groups: PlannedGroups) -> None:
+        """Plan these groups, which take effect as soon as the model is off the device.
+        A streaming model keeps its own."""
+        replica.grouping.planned = groups
+        if replica.staging is None:
+            why = f"measured {groups.measured_at} at batch {groups.batch}"
+            self.want(replica, groups.plan, PLANNED, why)
 
     def want(self, replica: DeviceModel, plan: Plan, source: str, why: str) -> None:
         """Request a plan, which takes effect as soon as the groups can be cut."""
@@ -84,12 +68,12 @@ class Plans:
         self._core.dirty |= MEASURED
 
     def apply(self) -> int:
-        """Apply the next plan of each model that can be cut now and is not being measured."""
+        """Apply the next plan of each model that can be cut now and has no trial."""
         for name in list(self._wanted):
             replica = self._device.replicas.get(name)
             if replica is None or replica.grouping.next is None:
                 del self._wanted[name]
-            elif name != self._device.measurement.model:
+            elif name != self._device.trial.model:
                 grouping = replica.grouping
                 plan, source, why = replica.grouping.next
                 if self._cut(replica, plan):
@@ -121,31 +105,28 @@ class Plans:
 
 def plan_row(replica: DeviceModel) -> dict[str, Any]:
     """Return the part of ``show`` about a model's groups."""
-    profile = replica.grouping.profile
+    planned = replica.grouping.planned
+    predicted = planned.predicted_ms if planned is not None and replica.staging is None else {}
     return {
         "grouping": replica.grouping.source,
         "grouping_why": replica.grouping.why,
         "plan": list(replica.grouping.plan),
-        "profile": "" if profile is None else profile.measured_at,
-        "predicted_ms": {str(batch): ms for batch, ms in replica.predicted_ms.items()},
+        "profile": "" if planned is None else planned.measured_at,
+        "predicted_ms": predicted,
     }
 
 
 def stream_of(state: DeviceState, replica: DeviceModel) -> dict[str, Any] | None:
     """Return the cost of a pass of a model that is larger than the arena; None for other models.
 
-    ``pass_ms`` is predicted from the model's profile. Without a profile it is the measured time of
-    its passes, or before the first pass the time of the copy. It is 0 if no speed is known.
+    ``pass_ms`` is the measured time of its passes, or before the first pass the time of the copy.
+    It is 0 if no speed is known.
     """
     if replica.staging is None:
         return None
     known = state.predictions.predict(replica.name, max(1, replica.model.last_batch))
     says = "about {:.0f} ms a pass"
-    profile = replica.grouping.profile
-    if profile is not None:
-        costs, plan = costs_of(profile), plan_in_force(replica.built)
-        took_ms = pass_ms(plan, costs, replica.staging) + profile.overheads.wake_ms
-    elif known.load_ms:
+    if known.load_ms:
         took_ms = max(known.load_ms, known.compute_ms)
     else:
         bytes_per_ms, says = _link_bytes_per_ms(state), "of which the copy alone takes {:.0f} ms"

@@ -279,7 +279,7 @@ class Residents:
             or replica.model.state.state is not ModelState.READY
             or replica.is_on_device
             or replica.staging is not None  # the copy would wait in the ring for a request
-            or device.measurement.model == name  # the copy is timed with the request that needs it
+            or device.trial.model == name  # the copy is timed with the request that needs it
             or not device.may_serve(replica.model)
         ):
             return False
@@ -328,7 +328,7 @@ class Residents:
                 replica is not None
                 and replica.model.want_pinned
                 and replica.staging is None
-                and device.measurement.model != name
+                and device.trial.model != name
                 and device.may_serve(replica.model)
                 and replica.model.state.state is ModelState.READY
                 and replica.residency.state is Residency.HOST

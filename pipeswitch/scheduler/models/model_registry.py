@@ -12,7 +12,7 @@ from ...base import errors
 from ...ipc.messages.base import ModelName, OpId
 from ...ipc.messages.builder import BuildDone, BuildFailed, BuildProgress
 from ...ipc.messages.daemon import ModelStored, StoreFailed, StoreModel
-from ...planning.profile import ProfileFile
+from ...planning.planned_groups import PlannedFile
 from ...programs.interface.layout import Manifest, is_same_signature
 from ..memory import device_placement
 from ..requests.admission import Admission, changed_on_the_way
@@ -196,7 +196,7 @@ class Registry:
             )
 
     def built(
-        self, message: BuildDone, manifest: Manifest, profiles: tuple[ProfileFile, ...]
+        self, message: BuildDone, manifest: Manifest, planned: tuple[PlannedFile, ...]
     ) -> None:
         """Reserve space for a built model, order the daemon to load it, and plan its groups.
 
@@ -228,7 +228,7 @@ class Registry:
         self._versions.announce(model)
         self._store_again(model)
         for device in devices:
-            device.plans.use_profiles(device.state.replicas[model.name], profiles)
+            device.plans.use_first(device.state.replicas[model.name], planned)
 
     def _is_new(self, model: Model) -> bool:
         """Return True if this server made the version from new weights, and did not restore it."""

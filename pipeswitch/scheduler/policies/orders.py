@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 
-from ...planning.windows import WindowJob, alternating
 from .policy import Order, View, Waiting, reuse_of
 
 MAX_WAITS = 10  # requests without a deadline get this many times ``max_wait_ms``
@@ -79,6 +80,36 @@ class Collate(AgingOrder):
 
     def rank_in_time(self, head: Waiting, view: View) -> tuple[float, ...]:
         return (reuse_of(head),)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WindowJob:
+    """Job in a window: one request, or all requests of one client's turn."""
+
+    model: str
+    load_ms: float  # time to copy the model over the link, if it is not resident
+    compute_ms: float
+    size_bytes: int = 0  # size of the model in the device's memory
+    arrived_at_ms: float = 0.0
+
+
+def alternating(jobs: Sequence[WindowJob]) -> tuple[int, ...]:
+    """Return the jobs' order by weight: the largest, the smallest, the second largest, and so on.
+
+    A job's weight is its compute time (the reward) divided by its load time (the penalty). It is
+    infinite if the job's model is resident. The thesis also divides by the window's length, which
+    changes no order. Among equal weights, the job with the shorter load ranks higher. A job with a
+    large weight computes for a long time, which hides the long load of the next job.
+    """
+
+    def weight(i: int) -> tuple[float, float]:
+        load_ms = jobs[i].load_ms
+        return (jobs[i].compute_ms / load_ms if load_ms else math.inf, -load_ms)
+
+    ranked = sorted(range(len(jobs)), key=weight, reverse=True)
+    half = (len(ranked) + 1) // 2
+    strong, weak = ranked[:half], ranked[half:][::-1]
+    return (*(i for pair in zip(strong, weak, strict=False) for i in pair), *strong[len(weak) :])
 
 
 class Alternating(Order):

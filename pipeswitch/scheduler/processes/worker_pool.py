@@ -181,7 +181,7 @@ class WorkerPool:
         workers are free, one of them stays ready for the next request.
         """
         core, device = self._core, self._device
-        if device.queue or device.owner.pending is not None or device.measurement.model is not None:
+        if device.queue or device.owner.pending is not None or device.trial.model is not None:
             return
         free = [one for one in device.workers.values() if one.state.state in WORKER_FREE]
         ready = [worker for worker in free if worker.preparing is None]

@@ -61,8 +61,8 @@ class TaskCompletion:
         self._ended.append((activation, requests, message))
         device.spend("switch", message.stall_ms)
         device.spend("infer", message.ended_at_ms - message.turn_at_ms - message.stall_ms)
-        if device.measurement.model == replica.name:
-            device.measurement.runs.append(MeasuredRun(activation, message))
+        if device.trial.model == replica.name:
+            device.trial.runs.append(MeasuredRun(activation, message))
             core.dirty |= MEASURED
         if len(requests) > 1:
             replica.model.failed_batches = 0

@@ -588,7 +588,7 @@ def _run_order(
         runs=tuple([request.run for request in requests]),
         plan=replica.grouping.plan,
         staging=replica.staging.offsets if replica.staging is not None else (),
-        is_timed=device.measurement.model == replica.name,
+        is_timed=device.trial.model == replica.name,
         is_code=manifest.mode == "module",
     )
 

@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from typing import Any
 
 from ...ipc.messages.base import ModelName
-from ...planning.profile import Profile
 from ...programs.interface.chains import Chain
 from ..memory.allocators import HostStoreAllocator
 from ..memory.device_placement import DevicePlacement
@@ -61,13 +60,6 @@ class ServerState:
         model = self.models.get(name)
         allowed = [d for d in self.devices if model is not None and d.state.may_serve(model)]
         return next((d for d in allowed if d.state.daemon.is_ready), (allowed or self.devices)[0])
-
-    def use_profile(self, name: ModelName, profile: Profile) -> None:
-        """Plan groups from the profile on each device that is identical to the measured one."""
-        for device in self.devices:
-            replica = device.state.replicas.get(name)
-            if replica is not None and device.state.settings.identity == profile.identity:
-                device.plans.use(replica, profile)
 
     def shown(self, model: Model) -> DeviceModel:
         """Return the model's replica on a device that has or receives it, else the first one."""

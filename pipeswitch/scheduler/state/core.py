@@ -11,7 +11,7 @@ from typing import Any, Final, TypeVar
 
 from ...base.errors import PipeSwitchError
 from ...ipc.messages.base import ModelName, OpId
-from ...planning.profile import UNKNOWN_DEVICE, Identity
+from ...planning.planned_groups import UNKNOWN_DEVICE, Identity
 from ..policies.guard import PolicyGuard
 from .events import ClientRequest, Command, Publish, Reply, Token
 
@@ -24,7 +24,7 @@ TURN: Final = 2  # tasks that are dispatched, compute, or have ended
 WORKERS: Final = 4  # the processes, and the programs that they have loaded
 RESIDENCY: Final = 8  # models that are on a device, or are being copied there
 JOBS: Final = 16  # training jobs
-MEASURED: Final = 32  # measurements for profiles
+MEASURED: Final = 32  # trials of layer groups
 STAGES: Final = 64  # functions that run before and after models
 PINGS: Final = 128  # pings of processes
 DUE: Final = 256  # time to dispatch or to refuse a request
@@ -91,7 +91,7 @@ class SchedulerSettings:
     activation_memory_bytes: int = 0  # limit for all jobs of a device; 0: each job has its own
     prepares: bool = True  # standby workers load programs before requests need them
     look_ahead: bool = True  # the next request's model is copied while the device computes
-    identity: Identity = UNKNOWN_DEVICE  # identity of the device, for profiles
+    identity: Identity = UNKNOWN_DEVICE  # identity of the device, for planned groups
     unix_offset_ms: float = 0.0  # Unix time minus the scheduler's time
     is_sandboxed: bool = False  # a process runs either the owner's code or programs (ADR 20)
     separates_tenants: bool = False  # a process serves the models of one tenant only (ADR 23)

@@ -54,8 +54,8 @@ class Daemon:
 
 
 @dataclass
-class ModelMeasurement:
-    """Model that a device measures, and the measured runs that ``Profiling`` collects."""
+class ModelTrial:
+    """Model whose layer groups a client tries (``Trials``), and the timed runs so far."""
 
     model: ModelName | None = None
     runs: list[MeasuredRun] = field(default_factory=list)
@@ -78,7 +78,7 @@ class DeviceState:
     jobs: dict[JobName, Job] = field(default_factory=dict)  # jobs that are placed here
     workers: dict[Slot, Worker] = field(default_factory=dict)
     owner: DeviceOwner = field(default_factory=DeviceOwner)  # owner of the device's turn
-    measurement: ModelMeasurement = field(default_factory=ModelMeasurement)
+    trial: ModelTrial = field(default_factory=ModelTrial)
     daemon: Daemon = field(init=False)
     predictions: Predictions = field(default_factory=Predictions)
     pinned: dict[ModelName, None] = field(default_factory=dict)  # models in the state PINNED

@@ -18,7 +18,8 @@ import msgspec
 from ...base.errors import PipeSwitchError
 from ...ipc.messages.base import JobName, Message, ModelName, OpId, SlabTensor, Slot, Turn
 from ...ipc.messages.run import Run
-from ...planning.profile import Profile, ProfileFile
+from ...planning.grouping import Plan
+from ...planning.planned_groups import PlannedFile
 from ...programs.interface.chains import Chain, ChainStep
 from ...programs.interface.layout import Manifest
 from ...programs.interface.processors import Processor
@@ -240,11 +241,21 @@ class Query(ClientRequest, frozen=True):
     all_versions: bool = False  # whether ``models`` lists all versions
 
 
-class ProfileRequest(ClientRequest, frozen=True):
-    """Request to measure a model on an idle device; the final answer is the profile."""
+class RegroupRequest(ClientRequest, frozen=True):
+    """Request to try other layer groups of a model on an idle device, or to use planned ones.
+
+    Attributes:
+        plan: Groups to try; empty: one for each layer.
+        is_cold: Whether the model must be off the device before the run.
+        trial: The client's previous trial, which this one follows; 0: none.
+        planned: File with the groups to use from now on, instead of a trial.
+    """
 
     model: ModelName
-    batches: tuple[int, ...] = ()  # batch sizes; empty: that of the model's last requests
+    plan: Plan = ()
+    is_cold: bool = True
+    trial: Token = Token(0)
+    planned: bytes = b""
 
 
 class PingRequest(ClientRequest, frozen=True):
@@ -266,13 +277,13 @@ class Received(_Message, frozen=True):
 
     Attributes:
         manifest: With ``BuildDone``: the checked manifest from disk.
-        profiles: With ``BuildDone``: the program's measurements from disk.
+        planned: With ``BuildDone``: files with planned groups of the program.
     """
 
     source: Address
     message: Message
     manifest: Manifest | None = None
-    profiles: tuple[ProfileFile, ...] = ()
+    planned: tuple[PlannedFile, ...] = ()
 
 
 class Exited(_Message, frozen=True):
@@ -521,10 +532,11 @@ class Journal(_Message, frozen=True):
     accepts: tuple[Token, ...] = ()
 
 
-class SaveProfile(_Message, frozen=True):
-    """Save a profile in the state directory, for the next server."""
+class SavePlanned(_Message, frozen=True):
+    """Save planned groups in the state directory, for the next server."""
 
-    profile: Profile
+    file_name: str
+    document: bytes
 
 
 class LogWarning(_Message, frozen=True):
@@ -565,7 +577,7 @@ Command = (
     | DropPublished
     | Journal
     | SweepPrograms
-    | SaveProfile
+    | SavePlanned
     | LogWarning
     | Shutdown
 )

@@ -15,7 +15,7 @@ from ...ipc.messages.daemon import TransmitEnded
 from ...ipc.messages.run import Run
 from ...ipc.messages.worker import InferenceDone
 from ...planning.grouping import Plan
-from ...planning.profile import Profile
+from ...planning.planned_groups import PlannedGroups
 from ...planning.streaming import StagingLayout
 from ...programs.interface.layout import Manifest
 from ...programs.interface.processors import Processor
@@ -134,8 +134,7 @@ class Grouping:
     source: str = "buckets"
     why: str = "it has no profile"
     next: tuple[Plan, str, str] | None = None  # plan, source and why, to apply when possible
-    profile: Profile | None = None  # measurements that ``planned`` was made from
-    planned: Plan = ()  # plan that the profile led to
+    planned: PlannedGroups | None = None
 
 
 @dataclass
@@ -162,7 +161,6 @@ class DeviceModel:
     transfer: Transfer = field(default_factory=Transfer)
     resident_groups: int = 0  # number of a streaming model's groups that stay between passes
     resident_bytes: int = 0  # bytes of those groups that the last transfer did not send
-    predicted_ms: dict[int, float] = field(default_factory=dict)  # batch -> cold switch time
     region_bytes: int = 0  # needed part of the arena: the whole model, or a streaming window
     staging: StagingLayout | None = None  # set if the model streams: the arena is too small
     min_bytes: int = 0  # smallest window in which the model can stream; 0: it does not stream
@@ -577,7 +575,7 @@ class RunningTask:
 
 @dataclass(frozen=True)
 class MeasuredRun:
-    """One run of a model under measurement, and the times that its worker reported."""
+    """One timed run of a model, and the times that its worker reported."""
 
     activation: RunningTask
     message: InferenceDone

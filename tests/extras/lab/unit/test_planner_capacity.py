@@ -6,8 +6,8 @@ import msgspec
 import pytest
 
 from pipeswitch.extras.lab.capacity import CapacityReport, ModelDemand, capacity_report
-from pipeswitch.planning.costs import LayerCosts, LinkCost, makespan
-from pipeswitch.planning.exact import plan_groups
+from pipeswitch.extras.lab.layer_costs import LayerCosts, LinkCost, makespan
+from pipeswitch.extras.lab.planner import plan_groups
 
 LINK = LinkCost(0.0, 0.1)  # 0.1 ms per byte
 COMPUTING = LayerCosts((10,) * 10, (2.0,) * 10, LINK)  # 10 ms to copy, 20 ms to compute

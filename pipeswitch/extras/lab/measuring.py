@@ -11,7 +11,7 @@ the very first trial determines the number of trials.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from statistics import median
@@ -19,12 +19,13 @@ from typing import Final
 
 from msgspec.structs import replace
 
-from .fit import fit_link, spread
-from .grouping import Plan, spans
+from ...base.quantiles import quantile, spread
+from ...planning.grouping import Plan, spans
+from ...planning.planned_groups import VERSION, Identity
+from .layer_costs import MIB
+from .planner import plan_of, predict
 from .profile import (
-    VERSION,
     BatchProfile,
-    Identity,
     LayerProfile,
     LinkProfile,
     Overheads,
@@ -36,6 +37,8 @@ MIN_REPEATS: Final = 5  # minimum number of counted trials of each kind
 MAX_REPEATS: Final = 25  # maximum number, if trials are short: medians become steadier
 BLOCK_MS: Final = 1000.0  # approximate time for all trials of one kind
 ONE_SHOT: Final[Plan] = (0,)  # all layers in one group
+ROUNDS: Final = 4  # rounds of the fit; the line changes little after the second
+FLOOR_MS: Final = 1e-3  # in shorter times, the clocks' noise would dominate the relative error
 
 
 @dataclass(frozen=True)
@@ -46,6 +49,12 @@ class Trial:
     batch: int
     is_cold: bool
     is_counted: bool
+
+    @property
+    def text(self) -> str:
+        """Description for people who wait."""
+        kind = "cold" if self.is_cold else "resident"
+        return f"batch {self.batch}, {len(self.plan)} groups, {kind}"
 
 
 @dataclass(frozen=True)
@@ -108,10 +117,6 @@ class MeasuredProgram:
         return tuple(range(len(self.layer_bytes)))
 
 
-Planner = Callable[[Profile], Plan]
-Predictor = Callable[[Profile, Plan, int], float]
-
-
 class Measurement:
     """The trials of one program, in order, and the profile that results from them.
 
@@ -119,23 +124,14 @@ class Measurement:
         program: the program to measure.
         batches: batch sizes to time; plans are made for the first one.
         identity: the device and the versions with which the trials run.
-        plan: function that returns the plan for a profile.
-        predict: function that returns the makespan of a plan at a batch size, in ms.
     """
 
     def __init__(
-        self,
-        program: MeasuredProgram,
-        batches: Sequence[int],
-        identity: Identity,
-        plan: Planner,
-        predict: Predictor,
+        self, program: MeasuredProgram, batches: Sequence[int], identity: Identity
     ) -> None:
         self._program = program
         self._batches = tuple(dict.fromkeys(batches))
         self._identity = identity
-        self._plan = plan
-        self._predict = predict
         self._repeats = MIN_REPEATS
         self._runs: dict[Trial, list[RunInstants]] = defaultdict(list)
         self._profile: Profile | None = None
@@ -188,7 +184,7 @@ class Measurement:
         self._done += 1
         if self._done == len(self._trials) and self._profile is None:
             self._profile = self._measured()
-            self._planned = self._plan(self._profile)
+            self._planned = plan_of(self._profile)
             if not self._cold(self._planned):
                 self._trials += self._block(self._planned, self._batches[0], has_resident=False)
         return True
@@ -203,7 +199,13 @@ class Measurement:
         plans = dict.fromkeys(trial.plan for trial in self._runs)
         others = [plan for plan in plans if plan != self._planned]
         checks = tuple(self._check(plan) for plan in (*others, self._planned))
-        finished: Profile = replace(self._profile, measured_at=measured_at, checks=checks)
+        predicted = {
+            str(batch): _round(predict(self._profile, self._planned, batch))
+            for batch in self._batches
+        }
+        finished: Profile = replace(
+            self._profile, measured_at=measured_at, checks=checks, predicted_ms=predicted
+        )
         return finished
 
     def _cold(self, plan: Plan, batch: int | None = None) -> list[RunInstants]:
@@ -219,7 +221,7 @@ class Measurement:
         return PlanCheck(
             plan=plan,
             batch=self._batches[0],
-            predicted_ms=_round(self._predict(self._profile, plan, self._batches[0])),
+            predicted_ms=_round(predict(self._profile, plan, self._batches[0])),
             measured_ms=_round(median(times)),
             spread_ms=_round(spread(times)),
             trials=len(times),
@@ -310,3 +312,54 @@ class Measurement:
 def _round(value: float) -> float:
     """Round to a tenth of a microsecond, which is finer than the clocks' resolution."""
     return round(value, 4)
+
+
+def _line(points: Sequence[tuple[float, float]], weights: Sequence[float]) -> tuple[float, float]:
+    """Fit a line by weighted least squares; return its intercept and slope, each at least 0."""
+    weighted = [(x, y, w) for (x, y), w in zip(points, weights, strict=True)]
+    total = sum(weights)
+    mean_x = sum(w * x for x, _, w in weighted) / total
+    mean_y = sum(w * y for _, y, w in weighted) / total
+    variance = sum(w * (x - mean_x) ** 2 for x, _, w in weighted)
+    slope = 0.0
+    if variance > 0:
+        slope = sum(w * (x - mean_x) * (y - mean_y) for x, y, w in weighted) / variance
+    if slope <= 0.0:
+        return mean_y, 0.0
+    alpha = mean_y - slope * mean_x
+    if alpha >= 0.0:
+        return alpha, slope
+    return 0.0, sum(w * x * y for x, y, w in weighted) / sum(w * x * x for x, _, w in weighted)
+
+
+def fit_link(samples: Sequence[tuple[int, float]]) -> LinkProfile:
+    """Fit ``alpha + beta * size`` to (bytes, ms) by least squares of the *relative* error.
+
+    Sizes span five orders of magnitude. With absolute errors the largest groups would determine
+    alpha, but alpha matters most for many small groups. Each error is divided by the time on the
+    fitted line, so the fit needs several rounds. If errors were divided by the samples' own times,
+    a copy with a time near zero would outweigh all others. (On a busy machine a modelled link has
+    such copies.) Samples are medians, so one outlier has no effect. Alpha and beta are at least 0.
+
+    Raises:
+        ValueError: no samples.
+    """
+    if not samples:
+        raise ValueError("a link cannot be fitted without copies")
+    points = [(size / MIB, ms) for size, ms in samples]
+    share = sum(ms for _, ms in points) / max(sum(x for x, _ in points), FLOOR_MS)
+    expected = [max(ms, share * x) for x, ms in points]
+    for _ in range(ROUNDS):
+        alpha, beta = _line(points, [1.0 / max(ms, FLOOR_MS) ** 2 for ms in expected])
+        expected = [alpha + beta * x for x, _ in points]
+    residuals = [abs(y - alpha - beta * x) / max(y, FLOOR_MS) for x, y in points]
+    sizes = [size for size, _ in samples]
+    return LinkProfile(
+        alpha_ms=alpha,
+        beta_ms_per_mib=beta,
+        residual_p50=median(residuals),
+        residual_p90=quantile(residuals, 0.9),
+        samples=len(samples),
+        smallest_bytes=min(sizes),
+        largest_bytes=max(sizes),
+    )

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 
 from benchmarks import thesis
 from benchmarks.thesis import EXAMPLE, exhaustive
-from pipeswitch.planning import windows
-from pipeswitch.planning.windows import Memory, WindowJob, makespan_ms, run
+from pipeswitch.extras.lab.windows import Memory, makespan_ms, run
+from pipeswitch.scheduler.policies.orders import WindowJob, alternating
 
 SERIAL = Memory(is_prefetching=False)
 TIMES = st.floats(0.0, 100.0).map(lambda x: round(x, 3))
@@ -60,7 +60,7 @@ def shared(draw: st.DrawFn) -> tuple[list[WindowJob], Memory, tuple[int, ...]]:
 
 def test_the_worked_example_of_the_thesis() -> None:
     """The order A, B, C, D takes 2375 ms, or 2062.5 ms with prefetch; D, B, C, A takes 2005 ms."""
-    order = windows.alternating(EXAMPLE)
+    order = alternating(EXAMPLE)
     assert "".join(EXAMPLE[i].model for i in order) == "DBCA"
     assert makespan_ms(EXAMPLE, range(4), SERIAL) == 2375.0
     assert makespan_ms(EXAMPLE, range(4)) == 2062.5
@@ -76,7 +76,7 @@ def test_a_resident_model_weighs_most_and_of_equals_the_shorter_load() -> None:
         WindowJob(model="d", load_ms=100.0, compute_ms=1.0),
         WindowJob(model="e", load_ms=100.0, compute_ms=2.0),
     ]
-    assert windows.alternating(jobs) == (2, 3, 1, 4, 0)  # c d b e a
+    assert alternating(jobs) == (2, 3, 1, 4, 0)  # c d b e a
 
 
 @given(distinct())
@@ -155,4 +155,4 @@ def test_the_alternating_order_has_each_job_once(
     case: tuple[list[WindowJob], Memory, tuple[int, ...]],
 ) -> None:
     jobs, _, _ = case
-    assert sorted(windows.alternating(jobs)) == list(range(len(jobs)))
+    assert sorted(alternating(jobs)) == list(range(len(jobs)))

@@ -1,4 +1,4 @@
-"""Simulation of a window (jobs that wait together), and the order of the thesis. Pure.
+"""Simulation of a window: jobs that wait together. Pure.
 
 There is one link and one compute unit. Each serves one job at a time, in the order given, and a
 job's load may run while an earlier job computes. ``docs/papers.md`` introduces the thesis, and
@@ -12,19 +12,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
 
+from ...scheduler.policies.orders import WindowJob
+
 Order = tuple[int, ...]
 """Indices of jobs, each once, in the order in which they are issued."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class WindowJob:
-    """Job in a window: one request, or all requests of one client's turn."""
-
-    model: str
-    load_ms: float  # time to copy the model over the link, if it is not resident
-    compute_ms: float
-    size_bytes: int = 0  # size of the model in the device's memory
-    arrived_at_ms: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,22 +121,3 @@ def makespan_ms(
 ) -> float:
     """Return when the last job of an order ends, in ms from the window's beginning."""
     return max((turn.ends_at_ms for turn in run(jobs, order, memory)), default=0.0)
-
-
-def alternating(jobs: Sequence[WindowJob]) -> Order:
-    """Return the jobs' order by weight: the largest, the smallest, the second largest, and so on.
-
-    A job's weight is its compute time (the reward) divided by its load time (the penalty). It is
-    infinite if the job's model is resident. The thesis also divides by the window's length, which
-    changes no order. Among equal weights, the job with the shorter load ranks higher. A job with a
-    large weight computes for a long time, which hides the long load of the next job.
-    """
-
-    def weight(i: int) -> tuple[float, float]:
-        load_ms = jobs[i].load_ms
-        return (jobs[i].compute_ms / load_ms if load_ms else math.inf, -load_ms)
-
-    ranked = sorted(range(len(jobs)), key=weight, reverse=True)
-    half = (len(ranked) + 1) // 2
-    strong, weak = ranked[:half], ranked[half:][::-1]
-    return (*(i for pair in zip(strong, weak, strict=False) for i in pair), *strong[len(weak) :])

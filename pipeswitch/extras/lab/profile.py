@@ -8,13 +8,12 @@ names the program, device and versions that were measured, and is used only for 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Final
 
 import msgspec
 
-VERSION: Final = 1
-MAX_BYTES: Final = 32 << 20  # size limit of a file; 65 536 layers need less
+from ...planning.planned_groups import MAX_BYTES, VERSION, Identity
+
 MAX_MS: Final = 1e9
 
 
@@ -22,33 +21,8 @@ class ProfileError(ValueError):
     """Data is not a profile, or its numbers contradict each other; the text says how."""
 
 
-class _Part(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Base class of a profile and its parts; decoding refuses unknown fields."""
-
-
-class Identity(_Part, frozen=True):
-    """Device, settings and versions with which a program was measured: its times depend on them."""
-
-    device: str  # name in the settings, such as "cpu" or "cuda:0"
-    name: str  # product name of the processor or the GPU
-    cores: int  # number of cores that the server may use
-    threads: int  # number of threads with which a worker computes
-    link_bytes_per_s: float  # speed of the modelled link; 0: no limit
-    pipeswitch: str  # version
-    torch: str  # version
-
-    def difference(self, ours: Identity) -> str:
-        """Describe the first difference from ``ours``; return an empty text if there is none."""
-        for field in self.__struct_fields__:
-            theirs, mine = getattr(self, field), getattr(ours, field)
-            if theirs != mine:
-                return f"{field.replace('_', ' ')} was {theirs}, here it is {mine}"
-        return ""
-
-
-UNKNOWN_DEVICE: Final = Identity(
-    device="unknown", name="", cores=0, threads=0, link_bytes_per_s=0.0, pipeswitch="", torch=""
-)
+class _Part(msgspec.Struct, frozen=True, kw_only=True):
+    """Base class of a profile and its parts."""
 
 
 class LayerProfile(_Part, frozen=True):
@@ -115,36 +89,16 @@ class Profile(_Part, frozen=True):
     link: LinkProfile
     overheads: Overheads
     checks: tuple[PlanCheck, ...] = ()  # one for each plan that was tried, the chosen plan last
-    stale: str = ""  # why the profile is not used; only earlier releases wrote this
+    predicted_ms: dict[str, float] = {}  # batch size -> predicted time of a cold run, as planned
 
     def batch(self, batch: int) -> BatchProfile | None:
         """Return the times at this batch size, or None if it was not measured."""
         return next((one for one in self.batches if one.batch == batch), None)
 
-    def why_unusable(self, identity: Identity, digest: str, layer_bytes: Sequence[int]) -> str:
-        """Return why the profile cannot be used for this device and program; empty if it can."""
-        if self.stale:
-            return f"it is stale: {self.stale}"
-        if self.digest != digest:
-            return f"it is of another program ({self.digest[:12]}, not {digest[:12]})"
-        if tuple(layer.size_bytes for layer in self.layers) != tuple(layer_bytes):
-            return "its layers are not this program's"
-        difference = self.identity.difference(identity)
-        return f"it was measured elsewhere: {difference}" if difference else ""
-
-
-@dataclass(frozen=True)
-class ProfileFile:
-    """Profile from a file with a program's digest in its name, or why the file is unreadable."""
-
-    file_name: str
-    profile: Profile | None
-    problem: str = ""
-
 
 def encode(profile: Profile) -> bytes:
-    """Return a profile as JSON for a file, indented for people."""
-    return msgspec.json.format(msgspec.json.encode(profile), indent=1) + b"\n"
+    """Return a profile as JSON for a file (``planning/planned_groups.py``)."""
+    return msgspec.json.encode(profile)
 
 
 def decode(raw: bytes) -> Profile:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import stat
 from pathlib import Path
 from typing import Any
 
@@ -11,16 +10,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipeswitch.extras.lab.replay import paper_model
-from pipeswitch.planning import profile_files
-from pipeswitch.planning.costs import makespan
-from pipeswitch.planning.fit import MIB, fit_link, quantile, spread
-from pipeswitch.planning.grouping import check_plan
-from pipeswitch.planning.planned import costs_of, plan_of, predict
-from pipeswitch.planning.profile import (
-    VERSION,
+from pipeswitch.base.quantiles import quantile, spread
+from pipeswitch.extras.lab.layer_costs import MIB, makespan
+from pipeswitch.extras.lab.measuring import fit_link
+from pipeswitch.extras.lab.planner import costs_of, plan_of, predict
+from pipeswitch.extras.lab.profile import (
     BatchProfile,
-    Identity,
     LayerProfile,
     LinkProfile,
     Overheads,
@@ -29,6 +24,10 @@ from pipeswitch.planning.profile import (
     decode,
     encode,
 )
+from pipeswitch.extras.lab.replay import paper_model
+from pipeswitch.planning import planned_groups
+from pipeswitch.planning.grouping import check_plan
+from pipeswitch.planning.planned_groups import VERSION, Identity
 
 DIGEST = "ab" * 32
 HERE = Identity(
@@ -183,7 +182,7 @@ def test_one_time_for_each_layer_is_required() -> None:
         decode(encode(profile(batches=(batch,))))
 
 
-@pytest.mark.parametrize("raw", [b"", b"{}", b"[1]", b"\xff\xfe", b'{"version": 1, "evil": 1}'])
+@pytest.mark.parametrize("raw", [b"", b"{}", b"[1]", b"\xff\xfe"])
 def test_what_is_no_profile_is_refused(raw: bytes) -> None:
     with pytest.raises(ProfileError):
         decode(raw)
@@ -195,79 +194,17 @@ def test_the_decoder_raises_nothing_else(raw: bytes) -> None:
         decode(raw)
 
 
-def test_a_file_is_its_owners_alone_and_found_by_the_programs_digest(tmp_path: Path) -> None:
-    folder = tmp_path / "profiles"
-    path = profile_files.save(folder, profile())
-    assert path.name == f"net.{DIGEST[:12]}.cpu.json"
-    assert stat.S_IMODE(path.stat().st_mode) == 0o600
-    assert [file.profile for file in profile_files.find([folder], DIGEST)] == [profile()]
-    assert list(profile_files.find([folder], "cd" * 32)) == []
-    assert list(profile_files.find([tmp_path / "missing"], DIGEST)) == []
-    assert [entry.name for entry in folder.iterdir()] == [path.name]
-
-
-def test_saving_again_replaces_the_file(tmp_path: Path) -> None:
-    profile_files.save(tmp_path, profile())
-    profile_files.save(tmp_path, profile(stale="drifted"))
-    assert [file.profile for file in profile_files.find([tmp_path], DIGEST)] == [
-        profile(stale="drifted")
-    ]
-
-
-def test_a_damaged_file_is_found_with_its_problem(tmp_path: Path) -> None:
-    path = profile_files.save(tmp_path, profile())
-    path.write_bytes(path.read_bytes()[:100])
-    (file,) = profile_files.find([tmp_path], DIGEST)
-    assert file.profile is None
-    assert file.problem
-    path.unlink()
-    path.mkdir()
-    (file,) = profile_files.find([tmp_path], DIGEST)
-    assert (file.profile, file.problem) == (None, "not a regular file")
-
-
-def test_the_profiles_that_come_along_are_whole_and_can_be_planned() -> None:
-    folder = Path(__file__).parents[2] / "profiles"
+def test_the_profiles_that_come_along_have_the_groups_that_are_planned_from_them() -> None:
+    folder = Path(__file__).parents[4] / "profiles"
     paths = list(folder.glob("*.json"))
     assert paths
     for path in paths:
         profile_read = decode(path.read_bytes())
-        assert path.name == profile_files.file_name(profile_read)
-        assert [one.profile for one in profile_files.find([folder], profile_read.digest)] == [
-            profile_read
-        ]
-        check_plan(plan_of(profile_read), len(profile_read.layers))
-
-
-# ---- when a profile is used --------------------------------------------------------------------
-
-
-def test_a_profile_of_this_program_on_this_device_is_used() -> None:
-    assert profile().why_unusable(HERE, DIGEST, SIZES) == ""
-
-
-@pytest.mark.parametrize(
-    "change",
-    [
-        {"device": "cuda:0"},
-        {"name": "another"},
-        {"cores": 8},
-        {"threads": 1},
-        {"link_bytes_per_s": 1e9},
-        {"pipeswitch": "2.0"},
-        {"torch": "2.16.0"},
-    ],
-)
-def test_a_profile_measured_elsewhere_is_not(change: dict[str, Any]) -> None:
-    there = msgspec.structs.replace(HERE, **change)
-    (value,) = change.values()
-    assert f"was {value}, here" in profile(identity=there).why_unusable(HERE, DIGEST, SIZES)
-
-
-def test_a_profile_of_another_program_or_a_stale_one_is_not() -> None:
-    assert "another program" in profile().why_unusable(HERE, "cd" * 32, SIZES)
-    assert "layers" in profile().why_unusable(HERE, DIGEST, SIZES[:3])
-    assert "drifted" in profile(stale="drifted").why_unusable(HERE, DIGEST, SIZES)
+        groups = planned_groups.decode(path.read_bytes())
+        device = groups.identity.device
+        assert path.name == planned_groups.file_name(profile_read.model, groups.digest, device)
+        assert groups.plan == plan_of(profile_read)
+        check_plan(groups.plan, len(profile_read.layers))
 
 
 # ---- plans from a profile ----------------------------------------------------------------------

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Container, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate
+from typing import Final
 
-from .grouping import Plan, spans
+from ...planning.grouping import Plan, spans
+
+MIB: Final = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,3 +124,22 @@ def bound(costs: LayerCosts) -> float:
         )
     )
     return costs.sigma_ms + max(costs.resident_ms, latest_ms)
+
+
+def pass_ms(plan: Plan, costs: LayerCosts, waits: Sequence[int], resident: Container[int]) -> float:
+    """Return the time of a pass of a model that is larger than the arena, in ms.
+
+    Args:
+        waits: number of groups that must have computed before each group's copy.
+        resident: indices of the groups that are already on the device.
+    """
+    link_ms = device_ms = 0.0
+    ends_ms = [0.0]  # entry n: when n groups have computed
+    for index, (first, end) in enumerate(spans(plan, costs.layer_count)):
+        if index not in resident:
+            link_ms = max(link_ms, ends_ms[waits[index]])
+            link_ms += costs.transfer_ms(first, end)
+            device_ms = max(device_ms, link_ms)
+        device_ms += costs.sigma_ms + sum(costs.compute_ms[first:end])
+        ends_ms.append(device_ms)
+    return device_ms

@@ -14,8 +14,8 @@ import torch
 from process_tools import Checked, checked_server, eager, is_bit_equal, mlp, until
 
 from pipeswitch.base import errors
+from pipeswitch.extras.lab.profile import Profile, decode, encode
 from pipeswitch.planning.grouping import spans
-from pipeswitch.planning.profile import Profile, decode, encode
 
 WIDTH = 256
 DEPTH = 24  # layers of 257 KiB, together 6 MiB: more than one bucket
@@ -148,7 +148,7 @@ def _spoil(path: Path, how: str) -> None:
         "foreign": {"identity": msgspec.structs.replace(profile.identity, name="another one")},
         "other version": {"identity": msgspec.structs.replace(profile.identity, torch="1.0")},
         "other program": {"digest": profile.digest[:12] + "0" * 52},
-        "stale": {"stale": "20 switches took 40% longer"},
+        "unplanned": {"checks": ()},
     }[how]
     path.write_bytes(encode(msgspec.structs.replace(profile, **changes)))
 
@@ -170,7 +170,7 @@ def measured(net: torch.nn.Module, tmp_path_factory: pytest.TempPathFactory) -> 
         ("foreign", "name was another one"),
         ("other version", "torch was 1.0"),
         ("other program", "another program"),
-        ("stale", "it is stale"),
+        ("unplanned", "no plan"),
     ],
 )
 def test_a_profile_that_is_not_true_here_is_one_warning_and_buckets(

@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipeswitch.planning.fit import MIB
-from pipeswitch.planning.measuring import (
+from pipeswitch.extras.lab.layer_costs import MIB
+from pipeswitch.extras.lab.measuring import (
     MAX_REPEATS,
     MIN_REPEATS,
     MeasuredProgram,
@@ -15,8 +15,9 @@ from pipeswitch.planning.measuring import (
     RunInstants,
     Trial,
 )
-from pipeswitch.planning.planned import plan_of, predict
-from pipeswitch.planning.profile import UNKNOWN_DEVICE, Profile, decode, encode
+from pipeswitch.extras.lab.planner import plan_of
+from pipeswitch.extras.lab.profile import Profile, decode, encode
+from pipeswitch.planning.planned_groups import UNKNOWN_DEVICE
 
 ALPHA_MS, MS_PER_MIB, WAKE_MS, GAP_MS, CALL_MS = 0.2, 2.0, 0.05, 0.01, 0.1
 
@@ -56,7 +57,7 @@ def ideal(
 def measure(
     what: MeasuredProgram, layer_ms: list[float], batches: tuple[int, ...] = (1,)
 ) -> Profile:
-    measurement = Measurement(what, batches, UNKNOWN_DEVICE, plan_of, predict)
+    measurement = Measurement(what, batches, UNKNOWN_DEVICE)
     last = -1.0
     while (trial := measurement.next) is not None:
         assert measurement.fraction >= last or last == 0.0
@@ -127,7 +128,7 @@ def test_whatever_was_measured_makes_a_profile_that_can_be_kept_and_planned(
 
 def test_the_first_trial_under_each_plan_is_not_counted() -> None:
     what = program([1, 2], built=(0,))
-    measurement = Measurement(what, (1,), UNKNOWN_DEVICE, plan_of, predict)
+    measurement = Measurement(what, (1,), UNKNOWN_DEVICE)
     plans: set[tuple[int, ...]] = set()
     while (trial := measurement.next) is not None:
         assert trial.is_counted == (trial.plan in plans)
@@ -147,7 +148,7 @@ def test_a_short_run_is_repeated_more_often(layer_ms: float, repeats: int) -> No
 
 def test_a_run_that_means_nothing_is_made_again() -> None:
     what = program([1, 2], built=(0,))
-    measurement = Measurement(what, (1,), UNKNOWN_DEVICE, plan_of, predict)
+    measurement = Measurement(what, (1,), UNKNOWN_DEVICE)
     trial = measurement.next
     assert trial is not None
     good = ideal(trial, what, [1.0, 1.0])

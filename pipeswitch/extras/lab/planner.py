@@ -1,4 +1,6 @@
-"""Exact planner: finds the best grouping in polynomial time (the default planner). Pure.
+"""Groups and predictions from a profile, with an exact planner. Pure.
+
+The planner finds the best grouping of given costs in polynomial time.
 
 The PipeSwitch paper searches the groupings and prunes; this planner needs no search. For each
 group, add its arrival time and the compute and signal times (sigma) of itself and all later groups.
@@ -18,6 +20,12 @@ O(groups x layers), because two values of j are enough for each i:
   So each later group still arrives at the same time, or earlier if fewer groups are left.
 
 ``rest[m]`` stores the minimum over plans of at most m groups.
+
+A machine is not always as fast as during the measurement. The best plan for one set of costs has no
+slack: each group is as large as the computation before it allows, so a copy that is a little late
+stalls the device. Planning for a slower link does not solve this: if the link is the bottleneck,
+such a plan takes up to 20 % longer. So the plan with the least *regret* is chosen: the largest
+ratio, over a few scenarios, of its makespan to the makespan of the scenario's best plan.
 """
 
 from __future__ import annotations
@@ -26,9 +34,12 @@ import math
 from collections.abc import Iterator
 from typing import Final, TypeAlias
 
-from .costs import LayerCosts
-from .grouping import Plan
+from ...planning.grouping import Plan, per_layer
+from .layer_costs import MIB, LayerCosts, LinkCost, makespan
+from .profile import Profile
 
+SCENARIOS: Final = ((1.0, 1.0), (1.2, 1.0), (1.0, 1.2))
+"""(Copy time factor, compute time factor): as measured, with a slower link, a slower device."""
 SAME: Final = 1e-12
 """Relative difference below which totals count as equal: the rounding error of 500 terms."""
 
@@ -132,3 +143,55 @@ class _Table:
                     ms, j = other_ms, cut - 1
             if ms < rest_ms[i] * (1 - SAME):
                 yield i, ms, j
+
+
+def robust_plan(costs: LayerCosts) -> Plan:
+    """Return the plan with the least regret among the scenarios' best plans and the finest plan."""
+    worlds = [costs.scaled(*factors) for factors in SCENARIOS]
+    optima = [plan_groups(world) for world in worlds]
+    best_ms = [makespan(plan, world) for plan, world in zip(optima, worlds, strict=True)]
+
+    def regret(plan: Plan) -> float:
+        return max(
+            makespan(plan, world) / least if least else 1.0
+            for world, least in zip(worlds, best_ms, strict=True)
+        )
+
+    return min((*optima, per_layer(costs.layer_count)), key=regret)
+
+
+def costs_of(profile: Profile, batch: int | None = None) -> LayerCosts:
+    """Return the planner's input; ``batch`` defaults to the first measured batch size.
+
+    Each layer was measured as a group of its own, so its time includes one call of a subgraph. A
+    plan has only one such call for each group, so the call's time becomes part of sigma. Sigma does
+    not include the wake-up of a waiting worker: the link keeps copying, so it delays a run once.
+
+    On the cpu device, copies take memory bandwidth and cores from the computation, so the compute
+    times during switches are used. A GPU's copy engine takes nothing from the computation, and its
+    times during switches include waits for groups, so the times of resident runs are used.
+
+    Raises:
+        ValueError: ``batch`` was not measured.
+    """
+    times = profile.batches[0] if batch is None else profile.batch(batch)
+    if times is None:
+        raise ValueError(f"batch {batch} was not measured")
+    layer_ms = times.switch_ms if profile.identity.device == "cpu" else times.resident_ms
+    launch_ms = profile.overheads.launch_ms
+    return LayerCosts(
+        layer_bytes=tuple(layer.size_bytes for layer in profile.layers),
+        compute_ms=tuple(max(0.0, ms - launch_ms) for ms in layer_ms),
+        link=LinkCost(profile.link.alpha_ms, profile.link.beta_ms_per_mib / MIB),
+        sigma_ms=profile.overheads.sigma_ms + launch_ms,
+    )
+
+
+def plan_of(profile: Profile) -> Plan:
+    """Return the plan with the least regret (``robust_plan``) at the profile's first batch size."""
+    return robust_plan(costs_of(profile))
+
+
+def predict(profile: Profile, plan: Plan, batch: int) -> float:
+    """Return the predicted time from the first copy's start to the last group's end, in ms."""
+    return makespan(plan, costs_of(profile, batch)) + profile.overheads.wake_ms

@@ -1,4 +1,4 @@
-"""Profiling: requests measure a model alone, and its plan changes only while it does not run."""
+"""Trials: requests measure a model alone, and its groups change only while it does not run."""
 
 # mypy: disable-error-code="arg-type, no-any-return"
 # Names are plain strings and numbers here, because NewTypes would make tests hard to read.
@@ -15,13 +15,13 @@ import pytest
 from pipeswitch.base.errors import Cancelled, DeviceBusy, ModelNotFound, ServerUnavailable
 from pipeswitch.ipc.messages.base import SlabTensor
 from pipeswitch.ipc.messages.worker import RunInference
-from pipeswitch.planning.profile import UNKNOWN_DEVICE, Profile, ProfileFile
+from pipeswitch.planning.planned_groups import UNKNOWN_DEVICE, PlannedFile, PlannedGroups, decode
 from pipeswitch.programs.interface.layout import ValueSpec
 from pipeswitch.scheduler.requests.completion import batch_of
 from pipeswitch.scheduler.state import events as ev
 from pipeswitch.scheduler.state.regions import Owner
 from pipeswitch.scheduler.state.states import Residency, TaskState
-from tests.unit.fleet_model import MIB, QUIET, Faults, World, manifest_of
+from tests.unit.fleet_model import MIB, QUIET, Faults, Profiling, World, manifest_of
 
 BATCH = 4
 
@@ -63,16 +63,14 @@ class Rig:
         messages = [command.message for command in self.said if isinstance(command, ev.Send)]
         return [message for message in messages if isinstance(message, kind)]
 
-    def refused(self, token: int) -> Any:
-        """Run until a request has ended; return its error."""
-        self.until(lambda: token not in self.world.open)
-        (error,) = [a.error for a in self.commands(ev.Reply) if a.token == token and not a.more]
-        return error
+    def refused(self, profiling: Profiling) -> Any:
+        """Run until a measurement has ended; return its error."""
+        self.until(lambda: profiling.is_over)
+        return profiling.error
 
     def profile(self, name: str = "a") -> None:
         """Measure a model to the end, then clear the list of commands."""
-        token = self.world.profile(name)
-        self.until(lambda: token not in self.world.open)
+        assert self.refused(self.world.profile(name)) is None
         self.rest()
         self.said.clear()
 
@@ -84,16 +82,14 @@ def rig() -> Rig:
 
 def test_a_measured_model_gets_the_planned_groups_and_the_profile_is_kept(rig: Rig) -> None:
     rig.register("a")
-    token = rig.world.profile("a")
-    rig.until(lambda: token not in rig.world.open)
+    assert rig.refused(rig.world.profile("a")) is None
     rig.rest()
-    (saved,) = rig.commands(ev.SaveProfile)
+    (saved,) = rig.commands(ev.SavePlanned)
     model = rig.state.replicas["a"]
+    assert saved.file_name == "a.d-a.unknown.json"
     assert model.grouping.source == "planned"
-    assert model.grouping.plan == saved.profile.checks[-1].plan
+    assert model.grouping.plan == decode(saved.document).plan
     assert len(model.manifest.groups) == len(model.grouping.plan)
-    answer = rig.commands(ev.Reply)[-1]
-    assert answer.body["profile"]["digest"] == saved.profile.digest
     rig.said.clear()
     rig.world.infer("a")
     rig.rest()
@@ -108,15 +104,14 @@ def test_each_run_is_a_request_of_the_asker_and_only_those_are_timed(rig: Rig) -
     rig.world.profile("a")
     rig.rest()
     first, *runs = rig.sent(RunInference)
-    replies = [a for a in rig.commands(ev.Reply) if a.more and "batch" in a.body]
+    replies = [a for a in rig.commands(ev.Reply) if a.more and "trial" in a.body]
+    times = [a for a in rig.commands(ev.Reply) if a.more and "begins_ms" in a.body]
     assert not first.is_timed
     assert all(run.is_timed for run in runs)
     assert [f"r{token}" for token in rig.world.runs] == [run.runs[0].request_id for run in runs]
-    assert len(replies) == len(runs)
+    assert len(replies) == len(times) == len(runs)
     assert {answer.body["version"] for answer in replies} == {1}
-    assert [answer.body["fraction"] for answer in replies] == sorted(
-        answer.body["fraction"] for answer in replies
-    )
+    assert ["program" in answer.body for answer in replies] == [True] + [False] * (len(runs) - 1)
 
 
 def test_a_model_is_not_measured_while_a_request_or_a_job_uses_the_device(rig: Rig) -> None:
@@ -163,7 +158,7 @@ def test_what_comes_to_use_the_device_ends_a_measurement_and_is_served(
         assert token not in rig.world.open
     model = rig.state.replicas["a"]
     assert (model.grouping.source, model.grouping.plan) == ("buckets", ())
-    assert rig.state.measurement.model is None
+    assert rig.state.trial.model is None
 
 
 def test_one_model_is_measured_at_a_time(rig: Rig) -> None:
@@ -171,7 +166,7 @@ def test_one_model_is_measured_at_a_time(rig: Rig) -> None:
     first = rig.world.profile("a")
     assert isinstance(rig.refused(rig.world.profile("b")), DeviceBusy)
     rig.rest()
-    assert first not in rig.world.open
+    assert first.is_over
     assert rig.state.replicas["a"].grouping.source == "planned"
 
 
@@ -180,11 +175,11 @@ def test_a_measurement_whose_client_goes_leaves_the_groups_of_before(rig: Rig) -
     measurement = rig.world.profile("a")
     rig.until(lambda: len(rig.world.runs) == 3)
     assert len(rig.state.replicas["a"].grouping.plan) > 1
-    rig.world.handle(ev.CancelRequest(token=measurement))
+    rig.world.handle(ev.CancelRequest(token=measurement.token))
     assert isinstance(rig.refused(measurement), Cancelled)
     rig.rest()
     assert rig.state.replicas["a"].grouping.plan == ()
-    assert not rig.commands(ev.SaveProfile)
+    assert not rig.commands(ev.SavePlanned)
     rig.profile()
     assert rig.state.replicas["a"].grouping.source == "planned"
 
@@ -237,14 +232,13 @@ def test_a_device_that_is_lost_ends_its_measurement_and_leaves_a_whole_server() 
 def test_a_profile_found_at_registration_plans_at_once_and_a_foreign_one_warns_once(
     rig: Rig,
 ) -> None:
-    profile = measured(rig)
+    groups = measured(rig)
     rig.world.handle(ev.UnregisterRequest(token=rig.world.token(), model="a"))
     rig.rest()
-    other = msgspec.structs.replace(profile, identity=identity("elsewhere"))
-    for one, source, warnings in ((profile, "planned", 0), (other, "buckets", 1)):
+    other = msgspec.structs.replace(groups, identity=identity("elsewhere"))
+    for one, source, warnings in ((groups, "planned", 0), (other, "buckets", 1)):
         rig.said.clear()
-        profiles = (ProfileFile("a.json", one),)
-        register_with(rig, profiles)
+        register_with(rig, (PlannedFile("a.json", one),))
         assert rig.state.replicas["a"].grouping.source == source
         assert len(rig.commands(ev.LogWarning)) == warnings
         rig.world.handle(ev.UnregisterRequest(token=rig.world.token(), model="a"))
@@ -252,13 +246,13 @@ def test_a_profile_found_at_registration_plans_at_once_and_a_foreign_one_warns_o
 
 
 def test_other_groups_wait_until_nobody_reads_the_model(rig: Rig) -> None:
-    profile = measured(rig)
+    groups = measured(rig)
     model = rig.state.replicas["a"]
     rig.world.infer("a")
     rig.until(lambda: model.users)
     rig.world.scheduler.machine.devices[0].plans.want(model, (), "buckets", "test")
     rig.world.pass_time(0.0)
-    assert model.grouping.plan == profile.checks[-1].plan
+    assert model.grouping.plan == groups.plan
     rig.rest()
     assert model.grouping.plan == ()
     assert model.residency.state is Residency.HOST  # evicted, so the next request is cold
@@ -283,22 +277,19 @@ def test_a_plan_without_arrival_words_changes_nothing(rig: Rig) -> None:
     assert not rig.world.scheduler.machine.devices[0].residents.cut_anew(model, tuple(range(4)))
     assert (model.first_fence, model.manifest) == before
     assert arena.fences.get(Owner("model", "a")).size_bytes == 2
-    token = rig.world.profile("a")
-    rig.until(lambda: token not in rig.world.open)
-    assert "fences" in rig.commands(ev.Reply)[-1].error.message
+    assert "fences" in rig.refused(rig.world.profile("a")).message
     arena.fences.release(Owner("fences"))
     rig.profile()
     assert model.grouping.source == "planned"
 
 
-def measured(rig: Rig) -> Profile:
+def measured(rig: Rig) -> PlannedGroups:
     rig.register("a", "b")
-    token = rig.world.profile("a", (1,))
-    rig.until(lambda: token not in rig.world.open)
+    assert rig.refused(rig.world.profile("a")) is None
     rig.rest()
-    profile: Profile = rig.commands(ev.SaveProfile)[-1].profile
+    groups = decode(rig.commands(ev.SavePlanned)[-1].document)
     rig.said.clear()
-    return profile
+    return groups
 
 
 def test_a_requests_batch_is_what_its_dynamic_extent_says() -> None:
@@ -317,13 +308,13 @@ def identity(name: str) -> Any:
     return msgspec.structs.replace(UNKNOWN_DEVICE, name=name)
 
 
-def register_with(rig: Rig, profiles: tuple[ProfileFile, ...]) -> None:
-    """Register model "a", which already has these profiles on disk."""
+def register_with(rig: Rig, planned: tuple[PlannedFile, ...]) -> None:
+    """Register model "a", which already has these planned groups on disk."""
     take = rig.world.scheduler.handle
 
     def handle(event: ev.Event, now_ms: float) -> list[ev.Command]:
         if isinstance(event, ev.Received) and event.manifest is not None:
-            event = msgspec.structs.replace(event, profiles=profiles)
+            event = msgspec.structs.replace(event, planned=planned)
         return take(event, now_ms)
 
     rig.world.scheduler.handle = handle

@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipeswitch.planning.costs import LayerCosts, LinkCost, bound, makespan
-from pipeswitch.planning.exact import plan_groups
+from pipeswitch.extras.lab.layer_costs import LayerCosts, LinkCost, bound, makespan
+from pipeswitch.extras.lab.planner import plan_groups
 from pipeswitch.planning.grouping import check_plan
 
 CLOSE = 1e-9  # relative tolerance, because the methods add in different orders

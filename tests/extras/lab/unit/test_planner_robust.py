@@ -6,10 +6,9 @@ import random
 
 import pytest
 
-from pipeswitch.planning.costs import LayerCosts, LinkCost, makespan
-from pipeswitch.planning.exact import plan_groups
+from pipeswitch.extras.lab.layer_costs import LayerCosts, LinkCost, makespan
+from pipeswitch.extras.lab.planner import plan_groups, robust_plan
 from pipeswitch.planning.grouping import check_plan
-from pipeswitch.planning.planned import robust_plan
 
 MIB = 1 << 20
 

@@ -1,1 +1,0 @@
-"""Measured profiles of models, and the layer groups planned from them."""
