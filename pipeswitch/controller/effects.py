@@ -89,13 +89,7 @@ class Effects:
                 self._children.kill(target)
             case ev.Reply():
                 self._answer(command)
-            case (
-                ev.RunEnded()
-                | ev.Publish()
-                | ev.ModelAvailable()
-                | ev.ModelRemoved()
-                | ev.LoadCommits()
-            ):
+            case ev.Publish() | ev.ModelAvailable() | ev.ModelRemoved() | ev.LoadCommits():
                 self._frontend.perform(command)
             case ev.Spans():
                 self.timeline.add(command)

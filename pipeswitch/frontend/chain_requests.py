@@ -12,6 +12,7 @@ import msgspec
 
 from ..base.errors import InvalidInput, ModelNotFound, PipeSwitchError, from_wire, to_wire
 from ..ipc.messages.base import SlabTensor
+from ..ipc.messages.run import Run
 from ..programs.interface.chains import Chain, ChainStep
 from ..scheduler.state.events import InferArrived, ModelAvailable, Reply, Token
 from ..wire.frames import VERSION, RequestHeader, WireTensor
@@ -59,6 +60,27 @@ def as_request(step: ChainStep, values: Sequence[SlabTensor]) -> RequestHeader:
         for number, (name, one) in enumerate(zip(step.inputs, values, strict=True))
     )
     return RequestHeader(v=VERSION, op="infer", id="0", model=step.model, inputs=inputs)
+
+
+def event_of(run: ChainRun, own: Run, announced: ModelAvailable, now_ms: float) -> InferArrived:
+    """Return the event of a chain's next step, whose run is ``own``."""
+    number, event = len(run.timings), run.event
+    origin = msgspec.structs.replace(
+        event.origin,
+        priority=announced.priority if run.priority is None else run.priority,
+        arrived_at_ms=now_ms if number else event.origin.arrived_at_ms,
+    )
+    return InferArrived(
+        token=event.token,
+        model=announced.model,
+        digest=announced.manifest.digest,
+        run=own,
+        origin=origin,
+        tenant=event.tenant,
+        registration_id=announced.registration_id,
+        is_chain_continuation=number > 0,
+        follows=number + 1 < len(run.chain.steps),
+    )
 
 
 def of_step(error: PipeSwitchError, pending: Pending, step: ChainStep) -> PipeSwitchError:

@@ -68,7 +68,7 @@ BACKLOG_LOOK_S: Final = 0.1  # interval between checks of clients that do not re
 STOP_FLUSH_MS: Final = 1000
 OF_NAMES: Final = ("register", "unregister", "chain")  # verbs that do not look up an alias
 
-Posted = ev.Reply | ev.RunEnded | ev.Publish | ev.ModelAvailable | ev.ModelRemoved | ev.LoadCommits
+Posted = ev.Reply | ev.Publish | ev.ModelAvailable | ev.ModelRemoved | ev.LoadCommits
 """Commands of the scheduler that the frontend performs."""
 
 
@@ -135,8 +135,8 @@ class Frontend:
         )
         self._calls: deque[Callable[[], None]] = deque()  # queued by the copier and upload writer
         self.schemas = SchemaChecks()
-        self._generations = Generations(self.inference, self._outbox.send, self.schemas)
-        self._own = OwnVerbs(config, self.sessions, self.inference, self.uploads, self._generations)
+        self.generations = Generations(self.inference, self._outbox.send, self.schemas)
+        self._own = OwnVerbs(config, self.sessions, self.inference, self.uploads, self.generations)
 
     # ---- life ----------------------------------------------------------------------------------
 
@@ -220,8 +220,6 @@ class Frontend:
         match posted:
             case ev.Reply():
                 self._answer(posted)
-            case ev.RunEnded():
-                self._generations.run_ended(posted)
             case ev.Publish():
                 self.sessions.readers.publish(posted)
                 log_published(posted)
@@ -409,8 +407,8 @@ class Frontend:
             if outcome is None:
                 return
             answer = outcome
-        if pending.generation is not None:
-            answer = self._generations.ended(pending, answer)
+        if pending.generation is not None and not answer.more:
+            self.generations.drop(pending)
         client, verb = pending.client, VERBS[pending.op]
         if pending.op == "ps":
             known = self.sequences.by_model()  # for the first of a model's rows (one per device)

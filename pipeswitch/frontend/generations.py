@@ -1,9 +1,7 @@
 """Generations: requests for text, each computed in one or more runs (docs/adr/0062).
 
-When a run ends, the scheduler queues its generations again and requests their next runs here. Only
-the frontend has the token ids and the caches (blocks of the request pool, which workers write to),
-so it writes the inputs of the next run. It sends the new tokens to clients afterwards, so that the
-device does not wait.
+Generations are a kind of run (``RunKind``): when a run ends, the scheduler requests the next one
+here at once. Token ids and caches (blocks of the request pool, which workers write to) are here.
 
 A generation whose cache needs more memory than is free waits. If none can continue, the youngest
 gives up its cache and computes it again later, from its ids.
@@ -14,30 +12,25 @@ from __future__ import annotations
 import functools
 import math
 from array import array
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final, cast
+
+from msgspec.structs import replace
 
 from ..base.errors import Cancelled, PipeSwitchError, QueueFull, TaskFailed
 from ..ipc.messages.base import OpId, SlabTensor
 from ..ipc.messages.run import Run
 from ..programs.decoding.generation_settings import CACHE, COUNT, IDS, MOST_STEPS, USED
 from ..programs.interface.layout import ITEM_BYTES, TENSOR_ALIGN_BYTES, aligned
-from ..scheduler.state.events import (
-    CancelRequest,
-    InferArrived,
-    NextRun,
-    NextRuns,
-    Reply,
-    RunEnded,
-    Token,
-)
+from ..scheduler.state.events import InferArrived, PoolFreed, Reply, Token
+from ..scheduler.state.records import Request
 from ..wire.frames import RequestHeader
 from .inference import Inference
 from .intake.request_pool import PoolAllocation
 from .intake.validation import Body
 from .requests import Pending
 from .schemas import SchemaChecks
-from .sequences.blocks import tokens_of
+from .sequences.blocks import BlockTable, tokens_of
 from .sequences.generation_state import GenerateBody, Generation, generation_of
 from .transport.clients import Outgoing, Session
 from .transport.replies import reply_frames
@@ -50,7 +43,7 @@ MAX_SPARE: Final = 4  # a run reuses an allocation of up to this many times its 
 
 
 class Generations:
-    """State of all generations. Only the loop's thread uses it."""
+    """State of all generations (``RunKind``). Only the loop's thread uses it."""
 
     def __init__(
         self,
@@ -68,7 +61,7 @@ class Generations:
         self._waiting: dict[int, Pending] = {}  # token -> generation that waits for memory
         self._pieces: dict[str, int] = {}  # program digest -> ids that it reads in ``PIECE_MS``
         self._reading: set[int] = set()  # tokens of generations whose next run reads a piece
-        self._is_looking = False  # ``_poll`` is scheduled or runs
+        self._is_looking = False  # ``PoolFreed`` is on its way, or ``poll`` runs
 
     def generate(self, client: Session, header: RequestHeader, tensors: Sequence[Any]) -> None:
         """Accept a request of verb ``generate``, and answer that it was accepted."""
@@ -98,10 +91,9 @@ class Generations:
             run=run,
             origin=arrival.origin,
             tenant=announced.tenant,
-            leader=self._leader(generation),
         )
         accepted = {"prompt_tokens": generation.prompt_count, "max_tokens": generation.most}
-        self._call_soon(functools.partial(self._send_replies, [(pending, accepted)]))
+        self._call_soon(functools.partial(self._accepted, pending, accepted))
         if is_usable:
             self._take(event)
         else:
@@ -122,31 +114,36 @@ class Generations:
 
     # ---- one run after the other ---------------------------------------------------------------
 
-    def run_ended(self, command: RunEnded) -> None:
-        """Record the results of a run, and send the next runs of its generations."""
-        runs, replies = [], []
-        for answer in command.answers:
-            pending = self._live.get(answer.token)
-            if pending is None:
-                continue
-            generation = _of(pending)
-            if not answer.body:  # another generation has computed a block of its prompt
-                self._sequences.tokens_reused -= generation.reused  # ``reuse`` counts them again
-                self._drop_cache(generation)
-            elif error := self._keep(generation, pending, answer):
-                self._take(CancelRequest(token=pending.token))
-                self._answer(Reply(token=pending.token, error=error))
-                continue
-            if answer.body.get("tokens"):
-                replies.append((pending, answer.body))
-            runs.append(self._next(generation, pending))
-        self._take(NextRuns(runs=tuple(runs)))
-        self._call_soon(functools.partial(self._send_replies, replies))
+    def ended(self, request: Request, answer: Reply) -> Reply:
+        """Record a run's rows and tokens (``RunKind.ended``); the last run frees all memory."""
+        pending = self._live[request.token]
+        generation, error = _of(pending), self._keep(pending, answer)
+        if answer.more and error is None:
+            return replace(answer, outputs=(), timing=None)
+        self.drop(pending)
+        if error is not None:
+            return Reply(token=answer.token, error=error)
+        sums = {
+            "reason": generation.sampling_params.ends_with(answer.body["tokens"]),
+            "prompt_tokens": generation.prompt_count,
+            "completion_tokens": generation.token_count,
+            "reused_tokens": generation.reused,
+            "first_token_ms": generation.first_token_ms,
+        }
+        return replace(answer, body={**answer.body, **sums})
 
-    def _next(self, generation: Generation, pending: Pending) -> NextRun:
-        """Return the next run. If it has no inputs, the generation waits for memory."""
+    def renew(self, request: Request) -> None:
+        """Drop a cache whose prompt another generation has computed further (``RunKind.renew``)."""
+        generation = _of(self._live[request.token])
+        self._sequences.tokens_reused -= generation.reused  # ``reuse`` counts them again
+        self._drop_cache(generation)
+
+    def prepare(self, request: Request) -> Run | None:
+        """Return the next run; None: it waits for memory (``RunKind.prepare``)."""
+        pending = self._live[request.token]
+        generation = _of(pending)
         try:
-            run = self._prepared(generation, pending.token, pending.request_id)
+            return self._prepared(generation, pending.token, pending.request_id)
         except QueueFull:
             self._give_room_back(generation)
             if generation.sequence is not None:
@@ -154,8 +151,7 @@ class Generations:
             self._waiting[pending.token] = pending
             self._pool.on_release = self.wake_at
             self.wake_at()
-            return NextRun(token=pending.token)
-        return NextRun(token=pending.token, run=run, leader=self._leader(generation))
+            return None
 
     def _prepared(self, generation: Generation, token: Token, request_id: str) -> Run:
         """Allocate memory for the next run, write the run's inputs, and return it.
@@ -209,13 +205,11 @@ class Generations:
             sampling_params=sampling_params,
             sequence=sequence.number,
             after=sequence.op_id,
+            leader=self._leader(generation, sequence.grown[CACHE]) if count > 1 else None,
         )
 
-    def _leader(self, generation: Generation) -> Token | None:
+    def _leader(self, generation: Generation, table: BlockTable) -> int | None:
         """Return an earlier generation that will compute the next block of this prompt, or None."""
-        if generation.sequence is None or generation.count == 1:
-            return None
-        table = generation.sequence.grown[CACHE]
         end = table.used + table.space.rows
         start = generation.ids[:end] if end < len(generation.ids) else None
         for token, pending in self._live.items():
@@ -225,7 +219,7 @@ class Generations:
             if pending.is_copying:  # it waits for its schema
                 continue
             if own and own.space is table.space and own.used < end and other.ids[:end] == start:
-                return Token(token)
+                return token
         return None
 
     def _fit_room(self, generation: Generation) -> PoolAllocation:
@@ -249,11 +243,10 @@ class Generations:
             self._pool.release_inputs(allocation)
             self._pool.release_reply(allocation)
 
-    def _keep(
-        self, generation: Generation, pending: Pending, answer: Reply
-    ) -> PipeSwitchError | None:
+    def _keep(self, pending: Pending, answer: Reply) -> PipeSwitchError | None:
         """Record a run's rows and tokens; return an error if the worker's reply is impossible."""
-        sequence, tokens = generation.sequence, answer.body["tokens"]
+        generation, tokens = _of(pending), answer.body["tokens"]
+        sequence = generation.sequence
         vocabulary = generation.announced.manifest.extra["generation"]["vocabulary"]
         if (
             sequence is None
@@ -280,79 +273,66 @@ class Generations:
             generation.ahead = min(2 * len(tokens), MOST_STEPS)
         return None
 
-    def _send_replies(self, replies: Sequence[tuple[Pending, dict[str, Any]]]) -> None:
-        """Send replies that are not final."""
-        for pending, body in replies:
-            client = pending.client
-            if not client.is_gone and pending.token in self._live:
-                frames = reply_frames(pending.request_id, client.session, body=body, more=True)
-                self._send(client, Outgoing(frames=frames))
+    def _accepted(self, pending: Pending, body: dict[str, Any]) -> None:
+        """Send the reply that a generation was accepted."""
+        client = pending.client
+        if not client.is_gone and pending.token in self._live:
+            frames = reply_frames(pending.request_id, client.session, body=body, more=True)
+            self._send(client, Outgoing(frames=frames))
 
-    def ended(self, pending: Pending, answer: Reply) -> Reply:
-        """Free a generation's cache and inputs, and return the final answer for its client."""
-        generation, tokens = _of(pending), answer.body.get("tokens", [])
+    def drop(self, pending: Pending) -> None:
+        """Free a generation's cache and inputs at its end; a second call does nothing."""
+        generation = _of(pending)
         self._live.pop(pending.token, None)
         self._waiting.pop(pending.token, None)
         self._reading.discard(pending.token)
-        error = answer.error or self._keep(generation, pending, answer)
         self._give_room_back(generation)
         self._drop_cache(generation)
         self.wake_at()
-        if error is not None:
-            return Reply(token=pending.token, error=error)
-        return Reply(
-            token=pending.token,
-            timing=answer.timing,
-            body={
-                **answer.body,
-                "reason": generation.sampling_params.ends_with(tokens),
-                "prompt_tokens": generation.prompt_count,
-                "completion_tokens": generation.token_count,
-                "reused_tokens": generation.reused,
-                "first_token_ms": generation.first_token_ms,
-            },
-        )
 
     # ---- waiting for memory --------------------------------------------------------------------
 
     def wake_at(self) -> None:
-        """Schedule ``_poll`` after memory was freed, if generations wait for it."""
+        """Send ``PoolFreed`` after memory was freed, if generations wait for it."""
         if not self._waiting:
             self._pool.on_release = None
         elif not self._is_looking:
             self._is_looking = True
-            self._call_soon(self._poll)
+            self._take(PoolFreed())
 
-    def _poll(self) -> None:
-        """Try to continue each caller's generations, in the order in which they began.
-        If one has no memory, the youngest that waits gives up its cache and computes it again
-        later. The oldest always continues, so all of them end."""
+    def poll(self, _: Mapping[Token, Request]) -> list[tuple[Token, Run]]:
+        """Return the next runs for which there is memory now (``RunKind.poll``).
+        Each caller's generations continue in the order in which they began. If one has no memory,
+        the youngest that waits gives up its cache and computes it again later. The oldest always
+        continues, so all of them end."""
         self._sequences.expire()  # first, so that the loop below can use the memory that this frees
         behind, count, free_bytes = set[str](), len(self._waiting), self._free_bytes
+        runs: list[tuple[Token, Run]] = []
         for one in sorted(self._waiting.values(), key=_began):
             while one.token in self._waiting and one.caller not in behind:
-                if not self._goes_on(one) and not self._give_up_for(one):
+                run = self._retried(one)
+                if run is not None:
+                    runs.append((one.token, run))
+                elif not self._give_up_for(one):
                     behind.add(one.caller)
         self._is_looking = False
         # If the loop freed memory, such as a cache, earlier generations may fit now.
         if len(self._waiting) < count or self._free_bytes > free_bytes or not self._waiting:
             self.wake_at()
+        return runs
 
     @property
     def _free_bytes(self) -> int:
         return self._pool.free_bytes + self._sequences.blocks.cached_bytes
 
-    def _goes_on(self, one: Pending) -> bool:
-        """Send a waiting generation's next run; return False if there is no memory for it."""
-        generation = _of(one)
+    def _retried(self, one: Pending) -> Run | None:
+        """Return a waiting generation's next run; None: there is still no memory for it."""
         try:
-            run = self._prepared(generation, one.token, one.request_id)
+            run = self._prepared(_of(one), one.token, one.request_id)
         except QueueFull:
-            return False
+            return None
         del self._waiting[one.token]
-        next_run = NextRun(token=one.token, run=run, leader=self._leader(generation))
-        self._take(NextRuns(runs=(next_run,)))
-        return True
+        return run
 
     def _give_up_for(self, one: Pending) -> bool:
         """Drop the cache of the youngest waiting generation, or of ``one``. False: none dropped."""

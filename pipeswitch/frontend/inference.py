@@ -441,25 +441,13 @@ class Inference:
             return
         inputs = admitted.inputs
         placed = allocation.place(inputs) if is_copied else _as_inputs(inputs, values)
-        event = replace(
-            run.event,
-            model=announced.model,
-            digest=announced.manifest.digest,
-            run=replace(
-                run.event.run,
-                inputs=tuple(placed),
-                reply_offset_bytes=allocation.reply_offset_bytes,
-                reply_bytes=allocation.reply_bytes,
-            ),
-            origin=replace(
-                run.event.origin,
-                priority=announced.priority if run.priority is None else run.priority,
-                arrived_at_ms=self.now_ms() if number else run.event.origin.arrived_at_ms,
-            ),
-            registration_id=announced.registration_id,
-            is_chain_continuation=number > 0,
-            follows=number + 1 < len(run.chain.steps),
+        own = Run(
+            request_id=run.event.run.request_id,
+            inputs=tuple(placed),
+            reply_offset_bytes=allocation.reply_offset_bytes,
+            reply_bytes=allocation.reply_bytes,
         )
+        event = chain_requests.event_of(run, own, announced, self.now_ms())
         if announced.processor is not None and announced.processor.after:
             pending.after = event
         if not is_copied:

@@ -52,7 +52,7 @@ from .trials import Trials
 # change state. All types that are not listed count as a change of everything.
 CHANGES: Final[Mapping[type, int]] = {
     ev.InferArrived: 0,
-    ev.NextRuns: 0,
+    ev.PoolFreed: 0,
     ev.Query: 0,
     ev.Tick: 0,
     ev.PrefetchHint: 0,
@@ -67,6 +67,7 @@ CHANGES: Final[Mapping[type, int]] = {
     worker_msg.JobParked: TURN | WORKERS | JOBS,
     worker_msg.JobReady: JOBS,
 }
+URGENT_EVENTS: Final = (ev.InferArrived, ev.PoolFreed, ev.Prepared, ev.Tick)
 
 
 class Scheduler:
@@ -168,7 +169,7 @@ class Scheduler:
             if isinstance(event, ev.Received):
                 is_urgent = event.source.kind == "worker"
             else:
-                is_urgent = isinstance(event, ev.InferArrived | ev.NextRuns | ev.Prepared | ev.Tick)
+                is_urgent = isinstance(event, URGENT_EVENTS)
             if is_urgent and core.dirty & URGENT:
                 self._seen, core.dirty = core.dirty, 0
                 for device in self.machine.devices:
@@ -229,8 +230,8 @@ class Scheduler:
                 self._ask(event)
             case ev.Prepared():
                 self.admission.prepared(event)
-            case ev.NextRuns():
-                self.admission.on_next_runs(event)
+            case ev.PoolFreed():
+                self.admission.pool_freed()
             case ev.Received(ev.Address("worker", index), worker_msg.PublishStep() as message) if (
                 worker := machine.devices[index].sender_of(event.source)
             ):

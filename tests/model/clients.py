@@ -3,22 +3,47 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from typing import Any, Final
+
+import msgspec
 
 from pipeswitch.base.errors import Cancelled, DeadlineExceeded, PipeSwitchError, ServerUnavailable
 from pipeswitch.extras.lab.costs import Training
 from pipeswitch.extras.lab.device import require
-from pipeswitch.extras.lab.simulated_clients import Action, SimulatedClients
+from pipeswitch.extras.lab.simulated_clients import (
+    Action,
+    SimulatedClients,
+    SimulatedGenerations,
+)
 from pipeswitch.ipc.messages.base import JobName, ModelName
 from pipeswitch.ipc.messages.run import Run, SamplingParams
 from pipeswitch.ipc.messages.worker import RunInference
 from pipeswitch.scheduler.state import events as ev
+from pipeswitch.scheduler.state.records import Request
 
 JOBS: Final = JobName("job"), JobName("other")
 JOB: Final = JOBS[0]
 # Tokens of messages: requests have 1, 2, …; OTHER: the second job's; REGISTER: all registrations'.
 TRAIN, WAIT, PAUSE, RESUME, PIN, MOVE, OTHER, REGISTER = 101, 102, 103, 104, 105, 106, 107, 200
 DEADLINE_MS: Final = 1000.0  # expires before a worker counts as hung, after a grace period
+
+
+class Generations(SimulatedGenerations):
+    """Generations of which some wait for memory after their first run: those with a seed."""
+
+    def prepare(self, request: Request) -> Run | None:
+        params = request.run.sampling_params
+        return None if params is not None and params.seed else request.run
+
+    def poll(self, waiting: Mapping[ev.Token, Request]) -> list[tuple[ev.Token, Run]]:
+        runs = []
+        for token, request in waiting.items():
+            params = request.run.sampling_params
+            assert params is not None
+            left = SamplingParams(left=params.left)
+            runs.append((token, msgspec.structs.replace(request.run, sampling_params=left)))
+        return runs
 
 
 class Clients(SimulatedClients):
@@ -46,11 +71,22 @@ class Clients(SimulatedClients):
         self.turns = ""  # callers of the requests that were dispatched, in order
         self.waits: tuple[tuple[int, int], ...] = ()  # token, length of ``turns`` when sent
         self.last = self.waits  # the request that was dispatched last, as it was in ``waits``
-        # Generations, as pairs of token and number of tokens still to compute. ``ended`` has them
-        # for each run that has ended, ``parked`` for requests that wait for room.
-        self.ended: tuple[tuple[tuple[int, int], ...], ...] = ()
-        self.parked: tuple[tuple[int, int], ...] = ()
+        self.parking = 0  # token of a generation that will wait for memory after its first run
+        self.parked = False  # it waits
         self.parks = scope.parks
+        self.left: dict[ev.Token, int] = {}  # number of tokens that each generation still needs
+
+    def _count_tokens(self, answer: ev.Reply) -> None:
+        """Check that a generation has more runs until it has all tokens."""
+        if answer.more and "tokens" in answer.body:
+            to_come = self.left[answer.token] - len(answer.body["tokens"])
+            require(to_come > 0, f"r{answer.token} goes on after its last token")
+            self.left = {**self.left, answer.token: to_come}
+            if answer.token == self.parking:
+                self.parking, self.parked = 0, True
+        elif answer.error is None and "tokens" in answer.body:
+            is_whole = self.left[answer.token] == len(answer.body["tokens"])
+            require(is_whole, f"r{answer.token} is answered before its last token")
 
     def token(self) -> ev.Token:
         token = ev.Token(self._next_token)
@@ -75,10 +111,10 @@ class Clients(SimulatedClients):
             self.turns,
             self.waits,
             self.last,
-            self.ended,
+            self.parking,
             self.parked,
             self.parks,
-            tuple(self.left.items()),
+            tuple(sorted(self.left.items())),
         )
 
     def thaw(self, frozen: Any) -> None:
@@ -99,7 +135,7 @@ class Clients(SimulatedClients):
             self.turns,
             self.waits,
             self.last,
-            self.ended,
+            self.parking,
             self.parked,
             self.parks,
             to_come,
@@ -113,7 +149,7 @@ class Clients(SimulatedClients):
         if not self.is_trained and self.drained is None:
             steps.append(("train",))
         if self.asked < self._world.scope.requests:
-            steps.append(("ask",))
+            steps += [("ask",), *[("ask", True)] * bool(self.parks)]
         if self.is_paused:
             steps.append(("resume",))
         elif self.pauses and WAIT in self.open:
@@ -126,9 +162,8 @@ class Clients(SimulatedClients):
             steps += [("hint", index) for index in range(self._world.scope.models)]
         if self.pins:
             steps.append(("pin",))
-        if self.ended:
-            steps += [("next_runs", False)] + ([("next_runs", True)] if self.parks else [])
-        steps += [("room", index) for index in range(len(self.parked))]
+        if self.parked:
+            steps.append(("room",))
         if self.cancels:
             steps += [("cancel", token) for token in sorted(self.open) if token < TRAIN]
         now_ms = self._world.now_ms
@@ -143,8 +178,8 @@ class Clients(SimulatedClients):
             self._next_token = OTHER
             self.train(job, self._script)
 
-    def do_ask(self) -> None:
-        """Send the next request."""
+    def do_ask(self, is_parked: bool = False) -> None:
+        """Send the next request; if ``is_parked``, it waits for memory after its first run."""
         scope = self._world.scope
         model = self._world.model_name(self.asked)
         if scope.asks:
@@ -158,36 +193,18 @@ class Clients(SimulatedClients):
         if caller:
             self.waits += ((self.asked, len(self.turns)),)
         deadline_ms = DEADLINE_MS if has_deadline else None
-        sampling_params = SamplingParams(left=scope.runs) if scope.runs else None
+        sampling_params = None
+        if scope.runs:
+            self.left = {**self.left, ev.Token(self.asked): scope.runs}
+            sampling_params = SamplingParams(left=scope.runs, seed=int(is_parked))
+        if is_parked:
+            self.parks, self.parking = self.parks - 1, self.asked
         self.infer(model, deadline_ms=deadline_ms, caller=caller, sampling_params=sampling_params)
 
-    def run_ended(self, command: ev.RunEnded) -> None:
-        """Queue an ended run for the frontend, which handles it in a later action."""
-        runs = []
-        for answer in command.answers:
-            require(answer.token in self.open, f"r{answer.token} goes on after its answer")
-            to_come = self.left[answer.token] - len(answer.body["tokens"])
-            require(to_come > 0, f"r{answer.token} goes on after its last token")
-            self.left = {**self.left, answer.token: to_come}
-            runs.append((int(answer.token), to_come))
-        self.ended += (tuple(runs),)
-
-    def do_next_runs(self, is_parked: bool) -> None:
-        """Send the next runs after the oldest ended run; if ``is_parked``, one run needs room."""
-        (runs, *rest) = self.ended
-        self.ended = tuple(rest)
-        next_runs = [_next_run(token, to_come) for token, to_come in runs]
-        if is_parked:
-            self.parks -= 1
-            self.parked += (runs[0],)
-            next_runs[0] = ev.NextRun(token=next_runs[0].token)
-        self._world.handle(ev.NextRuns(runs=tuple(next_runs)))
-
-    def do_room(self, index: int) -> None:
-        """Send the next run of a generation that has got room, even if it has been cancelled."""
-        token, to_come = self.parked[index]
-        self.parked = self.parked[:index] + self.parked[index + 1 :]
-        self._world.handle(ev.NextRuns(runs=(_next_run(token, to_come),)))
+    def do_room(self) -> None:
+        """Free memory of the request pool, for which a generation may wait."""
+        self.parked = False
+        self._world.handle(ev.PoolFreed())
 
     def do_pause(self) -> None:
         self.pauses, self.is_paused = self.pauses - 1, True
@@ -279,6 +296,7 @@ class Clients(SimulatedClients):
     def answered(self, answer: ev.Reply) -> None:
         """Check that an answer is correct, and the first answer for its token."""
         super().answered(answer)
+        self._count_tokens(answer)
         token = int(answer.token)
         if answer.more or token >= REGISTER:
             return
@@ -308,8 +326,3 @@ class Clients(SimulatedClients):
 
 
 __all__ = ["JOB", "JOBS", "Clients"]
-
-
-def _next_run(token: int, to_come: int) -> ev.NextRun:
-    run = Run(request_id=f"r{token}", sampling_params=SamplingParams(left=to_come))
-    return ev.NextRun(token=ev.Token(token), run=run)

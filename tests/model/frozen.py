@@ -104,7 +104,7 @@ class Codec:
             "origin": lambda t: Origin(**dict(zip(Origin.__struct_fields__, t, strict=True))),
             "shown_run": shown_run,
             "run": run_of,
-            "history": lambda t: t and RunHistory(0.0, None, None, *t),
+            "history": lambda t: t and RunHistory(0.0, None, None, t[0]),
             "staging": lambda t: t and StagingLayout(*t[:2], frozenset(t[2]), *t[3:]),
         }
         known = {part.__name__: part for part in parts}
@@ -144,7 +144,7 @@ class Codec:
         elif annotation == "Origin":
             self._value(name, f"astuple(o.{name})", "origin({})")
         elif annotation == "RunHistory | None":  # its other fields are only shown
-            shown = f"o.{name} and (o.{name}.is_returning, o.{name}.is_cancelled)"
+            shown = f"o.{name} and (o.{name}.is_cancelled,)"
             self._value(name, shown, "history({})")
         elif annotation.startswith("StateMachine["):
             self._machine(name, annotation)
@@ -203,13 +203,14 @@ def _slot(name: str) -> str:
 def shown_run(run: Run) -> tuple[Any, ...]:
     """Return a run as plain values; it has no inputs in this world."""
     params = run.sampling_params
-    return (run.request_id,) if params is None else (run.request_id, params.steps, params.left)
+    own = () if params is None else (params.steps, params.left, params.seed)
+    return (run.request_id, *own)
 
 
 def run_of(shown: tuple[Any, ...]) -> Run:
     """Return the run of ``shown_run``."""
     request_id, *parts = shown
-    params = SamplingParams(steps=parts[0], left=parts[1]) if parts else None
+    params = SamplingParams(steps=parts[0], left=parts[1], seed=parts[2]) if parts else None
     return Run(request_id=request_id, sampling_params=params)
 
 

@@ -97,11 +97,15 @@ def _forgets_deadlines(handle: Handle, event: ev.Event) -> list[ev.Command]:
     return handle(event)
 
 
+def _without_memory(handle: Handle, event: ev.Event) -> list[ev.Command]:
+    return [] if isinstance(event, ev.PoolFreed) else handle(event)
+
+
 def _answers_early(handle: Handle, event: ev.Event) -> list[ev.Command]:
     commands: list[ev.Command] = []
     for command in handle(event):
-        if isinstance(command, ev.RunEnded):
-            commands += [msgspec.structs.replace(one, more=False) for one in command.answers]
+        if isinstance(command, ev.Reply) and command.more and "tokens" in command.body:
+            commands.append(msgspec.structs.replace(command, more=False))
         commands.append(command)
     return commands
 
@@ -175,7 +179,11 @@ MUTANTS = (
     ),
     Mutant("a task that was taken back stays on its worker", OVERTAKEN, _without(ev.TakeBack)),
     Mutant("joined requests read each other's answers", JOINED, _exchanges_outputs),
-    Mutant("a generation is forgotten when its run has ended", GENERATED, _without(ev.RunEnded)),
+    Mutant(
+        "a generation that waits for memory is forgotten",
+        replace(GENERATED, parks=1),
+        _without_memory,
+    ),
     Mutant("a generation is answered before its last token", GENERATED, _answers_early),
     Mutant(
         "a request is begun after its deadline",

@@ -27,7 +27,6 @@ PERFORMED: Final = (
     ev.Interrupt,
     ev.TakeBack,
     ev.Reply,
-    ev.RunEnded,
     ev.CreateCommits,
     ev.DropCommits,
     ev.CreateImage,

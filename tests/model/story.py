@@ -33,6 +33,7 @@ _PLAIN: Final = {
     "drain": "The server is asked to finish what it has accepted, and to leave.",
     "pin": "The operator loads the first model.",
     "move": "The user moves the job.",
+    "room": "The request pool has memory again.",
 }
 
 
@@ -42,14 +43,10 @@ def describe(world: World, action: Action) -> str:
     if kind in _PLAIN:
         return _PLAIN[kind]
     if kind == "ask":
-        return f"A client sends request r{world.clients.asked + 1}."
+        waits = ", which will wait for memory" if rest else ""
+        return f"A client sends request r{world.clients.asked + 1}{waits}."
     if kind == "cancel":
         return f"The client of request r{rest[0]} takes it back."
-    if kind == "next_runs":
-        waits = "; the first one has no room" if rest[0] else ""
-        return f"The frontend says what the generations of a run compute next{waits}."
-    if kind == "room":
-        return f"A generation that waited has room: r{world.clients.parked[rest[0]][0]}."
     if kind == "hint":
         return f"A request for model {world.model_name(rest[0])} is announced."
     if kind in ("clock", "suspect", "passes", "cycle"):
@@ -146,8 +143,6 @@ def order_of(world: World, command: Any) -> str | None:
             return f"a new process for {who}{where}"
         case ev.Reply(token=token, error=error):
             return f"answer token {token}: {'ok' if error is None else error}"
-        case ev.RunEnded(answers=answers):
-            return f"more to do: tokens {[int(one.token) for one in answers]}"
         case ev.CreateCommits():
             return "make the job's commit area"
         case ev.DropCommits():

@@ -29,7 +29,7 @@ from pipeswitch.scheduler.training.jobs import Jobs
 
 from .brain import Equal, Known
 from .choices import Action
-from .clients import DEADLINE_MS, JOBS, Clients
+from .clients import DEADLINE_MS, JOBS, Clients, Generations
 from .commits import EMPTY, Area
 from .daemon import OUT, TO_HOST, Daemon, freeze_daemon, thaw_daemon
 from .device import freeze_device, thaw_device
@@ -51,7 +51,6 @@ OF_CLIENTS: Final = frozenset(
         "pin",
         "drain",
         "move",
-        "next_runs",
         "room",
     }
 )
@@ -109,6 +108,7 @@ class World(simulator.World):
         self.recall = Recall(scheduler)
         super().__init__(scheduler, choices=self)
         self.clients = Clients(self)
+        scheduler.core.kind = Generations()
         self._start()
         self.recall.learn()
         if scope.is_coarse and scope.has_job:

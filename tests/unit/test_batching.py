@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import replace
 from itertools import pairwise
 from typing import Any
@@ -24,6 +25,7 @@ from pipeswitch.scheduler.scheduler import Scheduler
 from pipeswitch.scheduler.state import events as ev
 from pipeswitch.scheduler.state.core import SchedulerSettings
 from pipeswitch.scheduler.state.predictions import Predictions
+from pipeswitch.scheduler.state.records import Request
 from pipeswitch.scheduler.state.states import TaskState
 from tests.unit.arrivals import arrival
 
@@ -482,8 +484,8 @@ def test_what_has_waited_long_enough_begins_in_the_urgent_half_of_the_decision()
 
 
 class Steps(Server):
-    """Server with ``lm``, which generates tokens and batches requests of unequal lengths. When a
-    run ends, this class acts as the frontend: it sends the next run, or keeps a request waiting."""
+    """Server with ``lm``, which generates tokens and batches requests of unequal lengths. This
+    class also acts as their ``RunKind``: it returns the next run, or keeps a request waiting."""
 
     run_of = 1  # the maximum number of steps of a run
 
@@ -491,7 +493,7 @@ class Steps(Server):
         self.to_come: dict[ev.Token, int] = {}  # request -> number of tokens still to compute
         self.past: dict[ev.Token, int] = {}
         self.parked: set[ev.Token] = set()  # requests that wait for room in the pool
-        self.renewed: set[ev.Token] = set()  # requests whose inputs the scheduler requested again
+        self.renewed: set[ev.Token] = set()  # requests whose run the scheduler had prepared again
         super().__init__(**settings)
         joins = Batching(limit=8, delay_ms=0.0, is_exact=False)
         program = program_of("lm", 4 * MIB, layer_ms=COMPUTE_MS / 4, batching=joins)
@@ -506,9 +508,7 @@ class Steps(Server):
             dims=(Dim("batch", 1, 8), Dim("length", 1, 512), Dim("past", 1, 512)),
         )
         self.clients.register(ModelName("lm"), replace(program, manifest=manifest, row_share=0.1))
-        self.clients.run_ended = lambda command: self.handle(  # type: ignore[method-assign]
-            ev.NextRuns(runs=tuple(map(self.next_run, command.answers)))
-        )
+        self.scheduler.core.kind = self
         self.run()
         self.step(past=1)
         self.run(self.now_ms + 100.0)
@@ -536,21 +536,26 @@ class Steps(Server):
         remaining = self.to_come[token]
         return SamplingParams(steps=min(remaining, self.run_of), left=remaining)
 
-    def next_run(self, answer: ev.Reply) -> ev.NextRun:
-        assert answer.more
-        if not answer.body:
-            self.renewed.add(answer.token)
-        count = len(answer.body.get("tokens", ()))
+    # ``RunKind``
+
+    def ended(self, request: Request, answer: ev.Reply) -> ev.Reply:
+        count = len(answer.body["tokens"])
         self.to_come[answer.token] -= count
         self.past[answer.token] += count
-        return self.run_for(answer.token)
+        return answer
 
-    def run_for(self, token: ev.Token) -> ev.NextRun:
-        if token in self.parked:
-            return ev.NextRun(token=token)
+    def renew(self, request: Request) -> None:
+        self.renewed.add(request.token)
+
+    def prepare(self, request: Request) -> Run | None:
+        return None if request.token in self.parked else self.run_for(request.token)
+
+    def poll(self, waiting: Mapping[ev.Token, Request]) -> list[tuple[ev.Token, Run]]:
+        return [(token, self.run_for(token)) for token in waiting if token not in self.parked]
+
+    def run_for(self, token: ev.Token) -> Run:
         inputs, params = inputs_of(self.past[token], 1), self.sampling_params(token)
-        run = Run(request_id=f"r{token}", inputs=inputs, sampling_params=params, sequence=token)
-        return ev.NextRun(token=token, run=run)
+        return Run(request_id=f"r{token}", inputs=inputs, sampling_params=params, sequence=token)
 
     @property
     def sizes(self) -> list[int]:
@@ -615,7 +620,7 @@ def test_one_that_waits_for_room_costs_the_others_nothing_and_joins_again() -> N
         server.run(server.now_ms + 0.5)
     assert server.sizes[-1] == 3
     server.parked.clear()
-    server.handle(ev.NextRuns(runs=(server.run_for(tokens[1]),)))
+    server.handle(ev.PoolFreed())
     server.run()
     assert server.sizes[5:7] == [4, 4]
     assert all(server.answers[token][1].error is None for token in tokens)
@@ -681,7 +686,7 @@ def test_a_generation_waits_for_room_until_its_deadline_and_keeps_nobody_waiting
     assert server.answers[other_token][1].error is None
     assert isinstance(server.answers[late][1].error, errors.DeadlineExceeded)
     server.parked.clear()
-    server.handle(ev.NextRuns(runs=(server.run_for(token),)))
+    server.handle(ev.PoolFreed())
     server.run()
     assert server.answers[token][1].error is None
 
@@ -815,20 +820,3 @@ def test_generations_run_after_the_leader_with_their_tokens(others: int, event: 
         pieces = [run for _, run in server.runs if run.runs[0].inputs[0].shape[1] > 1]
         assert all(len(run.runs) == 1 for run in pieces)
         assert server.renewed == {*led}
-
-
-def test_a_generation_that_arrives_while_its_leader_returns_is_prepared_again() -> None:
-    server = Steps()
-    leader = server.step(past=1, length=40, tokens=3)
-    led, ended = list[ev.Token](), server.clients.run_ended
-
-    def run_ended(command: ev.RunEnded) -> None:
-        if not led:
-            led.append(server.step(past=1, length=40, tokens=3, leader=leader))
-        ended(command)
-
-    server.clients.run_ended = run_ended  # type: ignore[method-assign]
-    server.run()
-    assert server.renewed == {*led}
-    assert len([run for _, run in server.runs if run.runs[0].inputs[0].shape[1] > 1]) == 1
-    assert not any(map(server.error, [leader, *led]))

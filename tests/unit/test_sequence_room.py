@@ -10,7 +10,7 @@ import os
 import random
 import zlib
 from collections import deque
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection
 from types import SimpleNamespace
 from typing import Any, Final
 
@@ -38,6 +38,7 @@ from pipeswitch.frontend.sequences.manager import IDLE_MS, longest
 from pipeswitch.frontend.transport.clients import Session
 from pipeswitch.ipc.control_page import sealed_memfd
 from pipeswitch.ipc.messages.base import ModelName, SlabTensor
+from pipeswitch.ipc.messages.run import Run
 from pipeswitch.programs.decoding.generation_settings import (
     CACHE,
     CACHE_NEW,
@@ -150,7 +151,7 @@ class Rig:
         self.requests = Requests(self.pool, log, self.sequences)
         self.calls: deque[Callable[[], None]] = deque()
         self.events: deque[ev.Event] = deque()
-        self.computing: dict[int, ev.InferArrived | ev.NextRun] = {}
+        self.computing: dict[int, Run] = {}
         self.between: set[int] = set()  # requests that wait for room between two runs
         self.inference = Inference(
             self.requests,
@@ -204,32 +205,44 @@ class Rig:
     def compute(self, tokens: Collection[int], error: PipeSwitchError | None = None) -> None:
         """Compute a run of these requests with a random number of steps, like worker and scheduler.
         Each request is then answered, or needs another run."""
-        runs, more = [self.computing.pop(token) for token in tokens], []
-        for run, answer in zip(runs, self.answers_of(runs), strict=True):
-            token = answer.token
-            assert run.run is not None
-            assert run.run.sampling_params is not None
+        runs, more = {token: self.computing.pop(token) for token in tokens}, list[Any]()
+        for answer in self.answers_of(runs):
             if error is not None:
-                self.answer(ev.Reply(token=token, error=error))
-            elif run.run.sampling_params.ends_with(answer.body["tokens"]):
-                self.answer(msgspec.structs.replace(answer, timing=None))
-            else:
-                self.between.add(token)
-                more.append(msgspec.structs.replace(answer, more=True))
+                self.answer(ev.Reply(token=answer.token, error=error))
+            elif self.is_more(runs[answer.token], answer):
+                more.append(self.request(answer.token))
         for token in [one for one, run in self.computing.items() if run.leader in tokens]:
             del self.computing[token]
+            self.generations.renew(self.request(token))
+            more.append(self.request(token))
+        for request in more:
+            self.wait_or_compute(request.token, self.generations.prepare(request))
+
+    def is_more(self, run: Run, answer: ev.Reply) -> bool:
+        """Pass a run's result to the generations, like the scheduler."""
+        assert run.sampling_params is not None
+        more = not run.sampling_params.ends_with(answer.body["tokens"])
+        answer = msgspec.structs.replace(answer, more=more)
+        answer = self.generations.ended(self.request(answer.token), answer)
+        self.answer(msgspec.structs.replace(answer, timing=None))
+        return answer.more
+
+    @staticmethod
+    def request(token: int) -> Any:
+        return SimpleNamespace(token=token)
+
+    def wait_or_compute(self, token: int, run: Run | None) -> None:
+        if run is None:
             self.between.add(token)
-            more.append(ev.Reply(token=ev.Token(token), more=True))
-        if more:
-            self.generations.run_ended(ev.RunEnded(answers=tuple(more)))
+        else:
+            self.between.discard(token)
+            self.computing[token] = run
 
-    def answers_of(self, runs: Sequence[ev.InferArrived | ev.NextRun]) -> list[ev.Reply]:
-        steps = self.chance.randint(1, min(one.run.sampling_params.steps for one in runs))  # type: ignore[union-attr]
-        return [self.computed(one, steps) for one in runs]  # type: ignore[arg-type]
+    def answers_of(self, runs: dict[int, Run]) -> list[ev.Reply]:
+        steps = self.chance.randint(1, min(one.sampling_params.steps for one in runs.values()))  # type: ignore[union-attr]
+        return [self.computed(token, run, steps) for token, run in runs.items()]
 
-    def computed(self, of: ev.InferArrived | ev.NextRun, steps: int) -> ev.Reply:
-        run = of.run
-        assert run is not None
+    def computed(self, token_of: int, run: Run, steps: int) -> ev.Reply:
         memory, named = self.pool.memory, {one.name: one for one in run.inputs}
         inputs = {
             name: bytes(memory[one.offset_bytes :][: one.size_bytes]) for name, one in named.items()
@@ -257,14 +270,17 @@ class Rig:
         body: dict[str, Any] = {"tokens": tokens}
         if (how.options or {}).get("logprobs") is not None:
             body["logprobs"] = self.chances or [(-1.0, ((token, -1.0),)) for token in tokens]
-        return ev.Reply(token=of.token, outputs=(), body=body)
+        return ev.Reply(token=ev.Token(token_of), outputs=(), body=body)
 
     def answer(self, answer: ev.Reply) -> None:
         pending = self.requests.find(answer.token)
         if pending is None:
             return
+        if answer.more:
+            self.heard(self.requests.progress(pending, answer).frames)
+            return
         self.between.discard(answer.token)
-        answer = self.generations.ended(pending, answer)
+        self.generations.drop(pending)
         outgoing = self.requests.end(pending, answer)
         if outgoing is None or outgoing.on_end is None:
             (talk,) = [one for one in self.talks if one.id == pending.request_id]
@@ -285,12 +301,11 @@ class Rig:
     def take(self, event: ev.Event) -> None:
         """Handle an event like the scheduler."""
         if isinstance(event, ev.InferArrived):
-            self.computing[event.token] = event
-        elif isinstance(event, ev.NextRuns):
-            for run in event.runs:
-                if run.run is not None and run.token in self.between:
-                    self.between.remove(run.token)
-                    self.computing[run.token] = run
+            self.computing[event.token] = event.run
+        elif isinstance(event, ev.PoolFreed):
+            for token, run in self.generations.poll({}):
+                if token in self.between:
+                    self.wait_or_compute(token, run)
         elif isinstance(event, ev.CancelRequest):
             if event.token in self.computing or event.token in self.between:
                 self.computing.pop(event.token, None)
@@ -543,9 +558,8 @@ def test_what_a_worker_claims_wrongly_ends_that_answer_alone(claim: str) -> None
     for one in (first, second):
         one.ask()
     rig.turn()
-    runs = [rig.computing.pop(token) for token in sorted(rig.computing)]
-    rig.between |= {run.token for run in runs}
-    right, other = (rig.computed(run, 1) for run in runs)
+    runs = {token: rig.computing.pop(token) for token in sorted(rig.computing)}
+    right, other = (rig.computed(token, run, 1) for token, run in runs.items())
     rows = SlabTensor(
         name=CACHE_NEW, dtype="uint8", shape=(1, 1, ROW), offset_bytes=0, size_bytes=ROW
     )
@@ -556,7 +570,8 @@ def test_what_a_worker_claims_wrongly_ends_that_answer_alone(claim: str) -> None
         "many tokens": {"body": {"tokens": [1] * 41}},
     }
     bad = msgspec.structs.replace(right, **wrong[claim])
-    rig.generations.run_ended(ev.RunEnded(answers=(bad, other)))
+    assert [rig.is_more(runs[one.token], one) for one in (bad, other)] == [False, True]
+    rig.wait_or_compute(other.token, rig.generations.prepare(rig.request(other.token)))
     rig.turn()
     assert isinstance(first.error, TaskFailed)
     rig.run()
@@ -651,7 +666,7 @@ def test_generations_that_come_together_compute_their_common_prompt_once() -> No
 
 def test_a_cache_has_room_for_few_rows_ahead_if_steps_are_slow() -> None:
     rig = Rig(640 << 10)
-    rig.answers_of = lambda runs: [rig.computed(one, 1) for one in runs]  # type: ignore[method-assign]
+    rig.answers_of = lambda runs: [rig.computed(*one, 1) for one in runs.items()]  # type: ignore[method-assign]
     talk = rig.talk(rig.client("a"), prompt(1, 60), 450)
     talk.ask()
     rig.turn()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -54,10 +54,10 @@ class Rig(allocation.Rig):
         super().__init__(POOL_BYTES, seed)
         self.stepping, self.op_id, self.deaths, self.fed = DecodeRunner(), 0, 0, 0
 
-    def answers_of(self, runs: Sequence[Any]) -> list[ev.Reply]:
+    def answers_of(self, runs: dict[int, Any]) -> list[ev.Reply]:
         self.op_id += 1
         head = SimpleNamespace(
-            runs=tuple(one.run for one in runs),
+            runs=tuple(runs.values()),
             staging=(),
             model="m",
             op_id=self.op_id,
@@ -76,8 +76,8 @@ class Rig(allocation.Rig):
         self.stepping.ended(head, run, 1.0)
         timing: Any = SimpleNamespace(op_id=self.op_id, compute_ms=1.0 * self.op_id)
         return [
-            ev.Reply(token=run.token, timing=timing, body={"tokens": list(tokens)})
-            for run, tokens in zip(runs, run.tokens(), strict=True)
+            ev.Reply(token=ev.Token(token), timing=timing, body={"tokens": list(tokens)})
+            for token, tokens in zip(runs, run.tokens(), strict=True)
         ]
 
 

@@ -3,18 +3,41 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Literal
+
+from msgspec.structs import replace
 
 from ...ipc.messages.base import JobName, ModelName
 from ...ipc.messages.run import Run, SamplingParams
 from ...scheduler.state import events as ev
+from ...scheduler.state.records import Request
 from .costs import Training
-from .device import require
+from .device import Violation, require
 from .process import Scene
 from .programs import SimulatedProgram
 
 Action = Literal["show", "pause", "resume", "cancel", "wait"]
+
+
+class SimulatedGenerations:
+    """Generations (``RunKind``) without contents: a run has only the number of tokens left."""
+
+    def ended(self, request: Request, answer: ev.Reply) -> ev.Reply:
+        params = request.run.sampling_params
+        assert params is not None
+        left = SamplingParams(left=params.left - len(answer.body["tokens"]), seed=params.seed)
+        request.run = replace(request.run, sampling_params=left)
+        return answer
+
+    def renew(self, request: Request) -> None:
+        raise Violation(f"no request leads another one, so {request.run} is not out of date")
+
+    def prepare(self, request: Request) -> Run | None:
+        return request.run
+
+    def poll(self, waiting: Mapping[ev.Token, Request]) -> Iterable[tuple[ev.Token, Run]]:
+        return [(token, request.run) for token, request in waiting.items()]
 
 
 class SimulatedClients:
@@ -28,7 +51,6 @@ class SimulatedClients:
     def __init__(self, scene: Scene, handle: Callable[[ev.Event], None]) -> None:
         self.open: set[ev.Token] = set()
         self.outcomes: Counter[str] = Counter()
-        self.left: dict[ev.Token, int] = {}  # number of tokens that each generation still needs
         self._scene, self._handle = scene, handle
         self.last_token = 0
 
@@ -84,8 +106,6 @@ class SimulatedClients:
         """Send an inference request, or a generation if it has ``sampling_params``.
         The deadline counts from now."""
         token, now_ms = self.token(), self._scene.clock.now_ms
-        if sampling_params is not None:
-            self.left[token] = sampling_params.left
         program = self._scene.programs.get(model)
         self._handle(
             ev.InferArrived(
@@ -103,18 +123,6 @@ class SimulatedClients:
             )
         )
         return token
-
-    def run_ended(self, command: ev.RunEnded) -> None:
-        """Continue generations at once, as the frontend does."""
-        runs = []
-        for answer in command.answers:
-            require(answer.token in self.open, f"token {answer.token} goes on after its answer")
-            remaining = self.left[answer.token] - len(answer.body["tokens"])
-            self.left[answer.token] = remaining
-            params = SamplingParams(left=remaining)
-            run = Run(request_id=f"r{answer.token}", sampling_params=params)
-            runs.append(ev.NextRun(token=answer.token, run=run))
-        self._handle(ev.NextRuns(runs=tuple(runs)))
 
     def train(
         self, job: JobName, training: Training, *, priority: int = 1, devices: tuple[str, ...] = ()

@@ -39,7 +39,7 @@ from .device import (
     require_unused,
 )
 from .process import Choices, Faithful, Scene, SimulatedBuilder, SimulatedProcess
-from .simulated_clients import SimulatedClients
+from .simulated_clients import SimulatedClients, SimulatedGenerations
 from .simulated_daemon import SimulatedDaemon, slice_of
 from .simulated_worker import SimulatedWorker
 
@@ -284,6 +284,7 @@ class World(SimulatedProcesses):
     ) -> None:
         super().__init__(scheduler, choices or Faithful(), costs or Costs())
         self.clients = SimulatedClients(self.scene, self.handle)
+        scheduler.core.kind = SimulatedGenerations()
         self.on_disk: dict[JobName, SimulatedArea] = {}  # commits of ended jobs
         self._asked_again: list[ev.JobRequest] = []  # requests to repeat, with a commit from disk
         self.slot_bytes: dict[JobName, int] = {}  # slot size of each job's newest commit area
@@ -386,8 +387,6 @@ class World(SimulatedProcesses):
         match command:
             case ev.Reply():
                 self.clients.answered(command)
-            case ev.RunEnded():
-                self.clients.run_ended(command)
             case ev.Send(ev.Address("daemon", index), message):
                 if isinstance(message, CopySliceOut | CopySliceIn):  # the descriptor decides
                     message = msgspec.structs.replace(message, job=command.image_of)

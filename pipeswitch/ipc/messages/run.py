@@ -69,3 +69,4 @@ class Run(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
     sampling_params: SamplingParams | None = None  # None: the outputs are the model's own
     sequence: int = 0  # the sequence that this run continues; 0: none
     after: OpId = OpId(0)  # the run that made the sequence's newest state; its worker may have it
+    leader: int | None = None  # token of a request whose next run computes a part of this one

@@ -16,20 +16,18 @@ from ...base.errors import (
 )
 from ...base.quotas import left
 from ...ipc.messages.base import ModelName
-from ...programs.interface.dims import BATCH, values_of
-from ...programs.interface.layout import Manifest
 from ...wire.request_timing import RequestTiming
 from ..memory.device_placement import DevicePlacement
 from ..processes.preprocess_pool import PreprocessPool
 from ..state.core import DUE, QUEUE, RESIDENCY, TURN, WORKERS, Core
 from ..state.device_state import DeviceState
-from ..state.events import CancelRequest, InferArrived, NextRun, NextRuns, Prepared, Reply, RunEnded
+from ..state.events import CancelRequest, InferArrived, Prepared, Reply
 from ..state.records import Model, Request, Steps
 from ..state.states import MODEL_AWAITED, ModelState, TaskEvent, TaskState
 from ..state.versions import Versions, split_name
 from . import forecast
-from .batching import take_led
-from .completion import batch_of, quarantined
+from .batching import measure
+from .completion import batch_of, quarantined, queue_next, removed
 from .dispatch import Dispatch
 
 
@@ -76,7 +74,6 @@ class Admission:
                 follows=event.follows,
             ),
         )
-        request.batching.leader = event.leader
         if model.processor is None or not model.processor.function:
             self._queue(request, model)
         else:
@@ -131,7 +128,7 @@ class Admission:
         core, built = self._core, model.built
         request.batch = batch_of(built, request.run.inputs)
         if "pads" in built.extra:
-            _measure(request, built)
+            measure(request, built)
         is_early = model.state.state in MODEL_AWAITED
         device, request.forecast.placed = self._placing.request(model, request)
         if device.settings.admission == "off":
@@ -197,7 +194,7 @@ class Admission:
         name, version = split_name(event.model)
         if not event.registration_id and self._versions.present(name):
             return self._versions.missing(name, version)
-        return _removed(event.model)
+        return removed(event.model)
 
     def _full(self, event: InferArrived, model: Model) -> QueueFull | None:
         """Return the error if the queues have no room for the request, else None."""
@@ -249,43 +246,13 @@ class Admission:
             return True
         return self.preprocess_pool.cancel(event.token)
 
-    def on_next_runs(self, event: NextRuns) -> None:
-        """Queue the generations of an event: their run has ended, or they waited for room.
-
-        A generation may arrive between the end of its leader's run and this event. It was prepared
-        without that run's tokens, so its inputs are requested again.
-        """
-        led: list[Reply] = []
-        for run in event.runs:
+    def pool_freed(self) -> None:
+        """Queue the generations that waited for memory and have it now."""
+        waiting = {token: one for s in self._states for token, one in s.between.items()}
+        for token, run in self._core.kind.poll(waiting):
             for state in self._states:
-                request = state.between.get(run.token)
-                if request is not None and request.history is not None:
-                    request.history.is_returning = False
-                    led += take_led(state, request.model, (run.token,))
-                    self._go_on(state, request, run)
-        if led:
-            self._core.emit(RunEnded(answers=tuple(led)))
-
-    def _go_on(self, state: DeviceState, request: Request, next_run: NextRun) -> None:
-        model = self._models.get(request.model)
-        if model is None or model.state.state is ModelState.LEAVING:
-            state.refuse(request, TaskEvent.ERROR, _removed(request.model))
-        elif model.state.state is ModelState.QUARANTINED:
-            state.refuse(request, TaskEvent.ERROR, quarantined(model))
-        elif next_run.run is not None:
-            del state.between[request.token]
-            request.run, params = next_run.run, next_run.run.sampling_params
-            request.batching.never_batch = params is not None and params.never_batch
-            request.batching.leader = next_run.leader
-            _measure(request, model.built)
-            if state.settings.admission == "off" and self._dispatches[state.index].at_once(request):
-                return
-            request.forecast.infeasible_after_ms = forecast.infeasible_after_ms(state, request)
-            state.take(request)
-        else:
-            self._core.dirty |= QUEUE  # other requests need not wait for this generation
-        if request.origin.deadline_at_ms is not None:
-            self._core.wake_at(request.origin.deadline_at_ms, DUE)
+                if token in state.between:
+                    queue_next(state, waiting[token], run)
 
     def stored(self, model: Model) -> None:
         """Queue the early requests in order for dispatch: the model is in the host store."""
@@ -356,18 +323,6 @@ class Admission:
         state.awaiting_model.discard(request)
         del state.requests[request.token]
         place.take(request, is_early=is_early)
-
-
-def _measure(request: Request, built: Manifest) -> None:
-    """Record the extents of a request's inputs, by which padded requests are batched."""
-    shapes = (tensor.shape for tensor in request.run.inputs)
-    values = values_of((spec.shape for spec in built.inputs), shapes) or {}
-    request.batching.padded = tuple([values.pop(name) for name in built.pads])
-    request.batching.fixed = tuple([values[name] for name in values if name != BATCH])
-
-
-def _removed(model: ModelName) -> ModelNotFound:
-    return ModelNotFound(f'no model "{split_name(model)[0]}"', hint="pipeswitch models")
 
 
 def _full(what: str, waiting: int, own: int, setting: str, limit: int) -> QueueFull:

@@ -4,22 +4,22 @@ If the model's owner has enabled batching (ADR 28), requests are joined along th
 A batch has requests of one line (same model, version and priority), in the line's order.
 
 The worker pads requests of unequal extents if the program allows it (``Manifest.pads``, ADR 53).
-Generations are padded. When their run ends they wait again, and all that wait at that time form the
-next batch (ADR 62).
+Generations are padded. When their run ends, their next runs are queued at once, and all that wait
+at that time form the next batch (ADR 62).
 """
 
 from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Container, Iterator, Sequence
+from collections.abc import Container, Sequence
 from operator import add
 from typing import Final, NamedTuple
 
 from ...ipc.messages.base import ModelName
-from ...programs.interface.layout import MAX_JOINED_BYTES
+from ...programs.interface.dims import BATCH, values_of
+from ...programs.interface.layout import MAX_JOINED_BYTES, Manifest
 from ..state.device_state import DeviceState
-from ..state.events import Reply, Token
 from ..state.records import DeviceModel, Request
 from .forecast import free_at_ms
 
@@ -91,7 +91,7 @@ def batch_for(device: DeviceState, replica: DeviceModel, head: Request) -> Batch
     free_ms = free_at_ms(device)
     line = itertools.islice(device.queue.of_line(head), MOST_LOOKED_AT)
     for other in line:
-        is_led = other.batching.leader in tokens
+        is_led = other.run.leader in tokens
         if other is head or other.batching.never_batch or is_led or not batched.take(other):
             continue
         size, due_ms = size + other.batch, min(due_ms, other.due_ms)
@@ -124,19 +124,26 @@ def should_wait_for_batch(device: DeviceState, replica: DeviceModel, batch: Batc
     Requests of that run may join the batch afterwards, or the batch needs tokens of the run."""
     running = device.owner.running
     is_same = running is not None and running.model == replica.name
-    if running is not None and any(one.batching.leader in running.tokens for one in batch.requests):
+    if running is not None and any(one.run.leader in running.tokens for one in batch.requests):
         return True
     return bool(replica.built.pads) and not batch.is_full and is_same
 
 
-def take_led(device: DeviceState, model: ModelName, leaders: Container[Token]) -> Iterator[Reply]:
-    """Take the generations of these leaders out of the queue; yield replies that request inputs.
+def take_led(device: DeviceState, model: ModelName, leaders: Container[int]) -> list[Request]:
+    """Take the generations of these leaders out of the queue.
     Their inputs are out of date: the leaders' runs have computed tokens of their prompts."""
-    for one in device.queue.of(model) if device.queue.requests else ():
-        if one.batching.leader in leaders and one.history is not None:
-            device.queue.discard(one)
-            device.between[one.token], one.history.is_returning = one, True
-            yield Reply(token=one.token, more=True)
+    led = [one for one in device.queue.of(model) if one.run.leader in leaders]
+    for one in led:
+        device.queue.discard(one)
+    return led
+
+
+def measure(request: Request, built: Manifest) -> None:
+    """Record the extents of a request's inputs, by which padded requests are batched."""
+    shapes = (tensor.shape for tensor in request.run.inputs)
+    values = values_of((spec.shape for spec in built.inputs), shapes) or {}
+    request.batching.padded = tuple([values.pop(name) for name in built.pads])
+    request.batching.fixed = tuple([values[name] for name in values if name != BATCH])
 
 
 def failed(device: DeviceState, replica: DeviceModel, requests: Sequence[Request]) -> None:

@@ -8,7 +8,8 @@ from typing import Any, Final
 from msgspec.structs import replace
 
 from ...base import errors
-from ...ipc.messages.base import SlabTensor
+from ...ipc.messages.base import ModelName, SlabTensor
+from ...ipc.messages.run import Run
 from ...ipc.messages.worker import InferenceDone, InferenceFailed
 from ...programs.interface.dims import BATCH
 from ...programs.interface.layout import Manifest
@@ -16,7 +17,7 @@ from ...wire.request_timing import RequestTiming, of_runs
 from ..memory.residency import Residents
 from ..state.core import DUE, MEASURED, QUEUE, TURN
 from ..state.device_state import DeviceState
-from ..state.events import Reply, RunEnded, Span, Spans, TakeBack
+from ..state.events import Reply, Span, Spans, TakeBack
 from ..state.records import (
     DeviceModel,
     MeasuredRun,
@@ -27,7 +28,9 @@ from ..state.records import (
     Worker,
 )
 from ..state.states import ModelEvent, ModelState, TaskEvent, WorkerEvent
-from .batching import failed, take_led
+from ..state.versions import split_name
+from . import forecast
+from .batching import failed, measure, take_led
 
 MAX_MS: Final = 1e18  # no clock and no run reaches this
 
@@ -40,6 +43,7 @@ class TaskCompletion:
         self._device = device
         self._residents = residents
         self._ended: list[tuple[RunningTask, list[Request], InferenceDone]] = []  # not traced yet
+        self._progress: list[Reply] = []  # new tokens that their clients have not got yet
 
     def done(self, worker: Worker, message: InferenceDone) -> None:
         """Answer the requests of a run with their timing; their outputs are in the request pool."""
@@ -75,7 +79,7 @@ class TaskCompletion:
         returns, processor = replica.model.built.returns, replica.model.processor
         if processor is not None and processor.after:
             core.going_on.update(request.token for request in requests)
-        more: list[Reply] = []
+        more: list[Request] = []
         for number, (request, outputs) in enumerate(
             zip(requests, (message.outputs, *message.batched_outputs), strict=True)
         ):
@@ -84,23 +88,54 @@ class TaskCompletion:
                 device.predictions.ended(late_ms, core.now_ms)
             total = _timing(device, activation, request, replica, message, core.now_ms)
             body: dict[str, Any] = {} if returns is None else {"returns": returns}
-            if request.run.sampling_params is not None and (runs := request.history) is not None:
-                tokens, body = message.tokens[number], _chosen(message, number)
-                total = runs.timing = total if runs.timing is None else of_runs(runs.timing, total)
-                if not request.run.sampling_params.ends_with(tokens):
-                    answer = Reply(
-                        token=request.token, body=body, outputs=outputs, timing=total, more=True
-                    )
-                    more += [answer] if self._has_more(request, runs) else []
+            answer = Reply(token=request.token, body=body, outputs=outputs, timing=total)
+            if request.history is not None:
+                answer = replace(answer, body=_chosen(message, number))
+                last = self._run_ended(request, request.history, answer)
+                if last is None:
+                    more += [request] if request.token in device.requests else []
                     continue
+                answer = last
             request.state.apply(TaskEvent.FINISHED, "outputs written")
             if request.steps.follows:
                 core.going_on.add(request.token)
             device.requests.pop(request.token)
-            core.emit(Reply(token=request.token, body=body, outputs=outputs, timing=total))
-        more += take_led(device, task.model, task.tokens) if task.chooses else ()
-        if more:
-            core.emit(RunEnded(answers=tuple(more)))
+            core.emit(answer)
+        for request in more + self._led(task) if task.chooses else ():
+            queue_next(device, request, core.kind.prepare(request))
+
+    def _run_ended(self, request: Request, history: RunHistory, answer: Reply) -> Reply | None:
+        """Record a generation's run. Return its answer; None: it needs more runs, or is refused."""
+        core, device, params = self._core, self._device, request.run.sampling_params
+        total = answer.timing
+        assert params is not None
+        assert total is not None
+        total = history.timing = total if history.timing is None else of_runs(history.timing, total)
+        more = not params.ends_with(answer.body["tokens"])
+        if more and history.is_cancelled:
+            request.state.apply(TaskEvent.MORE, "its run has ended")
+            device.refuse(request, TaskEvent.CANCEL, errors.Cancelled("cancelled by the caller"))
+            return None
+        answer = core.kind.ended(request, replace(answer, timing=total, more=more))
+        if answer.error is not None:
+            device.refuse(request, TaskEvent.ERROR, answer.error)
+            return None
+        if not answer.more:
+            return answer
+        self._progress.append(answer)
+        request.state.apply(TaskEvent.MORE, "its run has ended")
+        due_ms = None if history.allowed_ms is None else core.now_ms + history.allowed_ms
+        request.origin = replace(request.origin, arrived_at_ms=core.now_ms, deadline_at_ms=due_ms)
+        request.forecast.predicted_end_ms = None
+        request.batching.deaths, request.batching.never_batch = 0, False
+        return None
+
+    def _led(self, task: RunningTask) -> list[Request]:
+        """Take the generations out of the queue whose prompts this run has computed in part."""
+        led = take_led(self._device, task.model, task.tokens)
+        for request in led:
+            self._core.kind.renew(request)
+        return led
 
     def _has_chosen(self, task: RunningTask, tokens: Sequence[Sequence[int]]) -> bool:
         """Return True if the number of chosen tokens is valid for each request."""
@@ -109,21 +144,6 @@ class TaskCompletion:
             one.run.sampling_params is None or one.run.sampling_params.allows(chosen)
             for one, chosen in zip(requests, tokens, strict=True)
         )
-
-    def _has_more(self, request: Request, runs: RunHistory) -> bool:
-        """Set an unfinished generation aside for its next run; return False if it is cancelled."""
-        core, device = self._core, self._device
-        request.state.apply(TaskEvent.MORE, "its run has ended")
-        if runs.is_cancelled:
-            device.refuse(request, TaskEvent.CANCEL, errors.Cancelled("cancelled by the caller"))
-            return False
-        runs.is_returning, allowed_ms = True, runs.allowed_ms
-        due_ms = None if allowed_ms is None else core.now_ms + allowed_ms
-        request.origin = replace(request.origin, arrived_at_ms=core.now_ms, deadline_at_ms=due_ms)
-        request.forecast.predicted_end_ms = None
-        request.batching.deaths, request.batching.never_batch = 0, False
-        device.between[request.token] = request
-        return True
 
     def _note_run(
         self, activation: RunningTask, replica: DeviceModel, message: InferenceDone, steps: int
@@ -140,7 +160,12 @@ class TaskCompletion:
             self._device.queue.changed(replica.name)
 
     def trace_ended(self) -> None:
-        """Emit the timeline of answered tasks; call this after the answers, which must not wait."""
+        """Emit generations' new tokens and the timeline of answered tasks.
+        Call this after the answers and the device's next task, which must not wait for them."""
+        for answer in self._progress:
+            if answer.token in self._device.requests:
+                self._core.emit(answer)
+        self._progress.clear()
         for activation, requests, message in self._ended:
             self._core.emit(_trace(self._device, activation, requests, message))
         self._ended.clear()
@@ -406,6 +431,33 @@ def _trace(
             ],
         ]
     )
+
+
+def queue_next(device: DeviceState, request: Request, run: Run | None) -> None:
+    """Queue a generation for its next run; without one, it waits for memory."""
+    replica, core = device.replicas.get(request.model), device.core
+    if replica is None or replica.model.state.state is ModelState.LEAVING:
+        device.refuse(request, TaskEvent.ERROR, removed(request.model))
+        return
+    if replica.model.state.state is ModelState.QUARANTINED:
+        device.refuse(request, TaskEvent.ERROR, quarantined(replica.model))
+        return
+    if run is None:
+        device.between[request.token] = request
+    else:
+        device.between.pop(request.token, None)
+        request.run, params = run, run.sampling_params
+        request.batching.never_batch = params is not None and params.never_batch
+        measure(request, replica.built)
+        request.forecast.infeasible_after_ms = forecast.infeasible_after_ms(device, request)
+        device.take(request)
+    if request.origin.deadline_at_ms is not None:
+        core.wake_at(request.origin.deadline_at_ms, DUE)
+
+
+def removed(model: ModelName) -> errors.ModelNotFound:
+    """Return the error for a model that is not there."""
+    return errors.ModelNotFound(f'no model "{split_name(model)[0]}"', hint="pipeswitch models")
 
 
 def _worker_lost(replica: DeviceModel, deaths: int, status: int) -> errors.WorkerLost:

@@ -163,8 +163,6 @@ class Dispatch:
             *device.awaiting_model.expired(core.now_ms),
             *([one for one in between.values() if one.due_ms <= core.now_ms] if between else ()),
         ):
-            if request.history is not None and request.history.is_returning:
-                continue  # its next run will be queued soon
             if core.now_ms < request.due_ms:
                 device.refuse(
                     request, states.TaskEvent.EXPIRE, forecast.deadline_error(device, request)
@@ -203,8 +201,6 @@ class Dispatch:
         9. A run of several steps ends early when a request waits, dispatched or not.
         10. The model is being copied: a request that ends before the copy goes first, if the policy
             lets it overtake.
-        11. A run of generations has just ended, and their next runs will come in a moment. All
-            requests wait for them: others would evict the generations' model after each run.
         """
         device = self._device
         owner, new = device.owner, device.queue.fresh
@@ -219,8 +215,6 @@ class Dispatch:
             self._taking_back.overtaken(ahead, new)
             device.queue.fresh = []
         while device.queue.requests and owner.pending is None:
-            if device.between and device.are_returning:
-                break  # 11.
             if not self._dispatch_best():
                 break
         running = owner.running
@@ -451,7 +445,7 @@ class Dispatch:
         if replica.residency.state not in IN_PLACE or replica.model.state.state is not READY:
             return False
         batching = replica.built.batching
-        may_wait = batching is not None and (batching.delay_ms or device.between)
+        may_wait = batching is not None and batching.delay_ms
         if may_wait or request.due_ms <= core.now_ms:
             return False
         if replica.transfer.ahead_id != NO_OP_ID:

@@ -14,6 +14,7 @@ from ...ipc.messages.base import ModelName, OpId
 from ...planning.planned_groups import UNKNOWN_DEVICE, Identity
 from ..policies.guard import PolicyGuard
 from .events import ClientRequest, Command, Publish, Reply, Token
+from .records import RunKind
 
 E = TypeVar("E", bound=ClientRequest)
 P = TypeVar("P")  # a part of the scheduler
@@ -166,6 +167,7 @@ class Core:
     dirty: int = ALL  # the bits of all changes since the parts were called
     pins: dict[ModelName, None] = field(default_factory=dict)  # models that are to be pinned
     wakeups: Wakeups = field(default_factory=Wakeups)
+    kind: RunKind = field(init=False)  # set before the first request that needs several runs
 
     def next_op_id(self) -> OpId:
         """Return a new number, larger than all before, for a dispatch, lease, transfer or turn."""

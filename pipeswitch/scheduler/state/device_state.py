@@ -74,7 +74,7 @@ class DeviceState:
     accounts: CallerQueue = field(init=False)
     queue: Queue = field(init=False)  # QUEUED requests that may be dispatched
     awaiting_model: Queue = field(default_factory=Queue)  # QUEUED, until their model is stored
-    between: dict[Token, Request] = field(default_factory=dict)  # QUEUED, between two runs
+    between: dict[Token, Request] = field(default_factory=dict)  # QUEUED, without memory to go on
     jobs: dict[JobName, Job] = field(default_factory=dict)  # jobs that are placed here
     workers: dict[Slot, Worker] = field(default_factory=dict)
     owner: DeviceOwner = field(default_factory=DeviceOwner)  # owner of the device's turn
@@ -201,11 +201,6 @@ class DeviceState:
             if after is Residency.PINNED:
                 self.pinned[replica.name] = None
             self.queue.pins_changed()
-
-    @property
-    def are_returning(self) -> bool:
-        """True if the next run of a generation, whose last run just ended, will soon be queued."""
-        return any(one.history and one.history.is_returning for one in self.between.values())
 
     def take(self, request: Request, *, is_early: bool = False) -> None:
         """Queue the request; if it is early, it waits until its model is in the host store."""

@@ -83,7 +83,6 @@ class InferArrived(ClientRequest, frozen=True):
     is_postprocess: bool = False  # the model has computed: ``inputs`` are for postprocessing
     is_chain_continuation: bool = False  # a later step of an accepted chain
     follows: bool = False  # another step of the chain will follow
-    leader: Token | None = None  # earlier generation whose next run computes for both
 
 
 class Prepared(_Message, frozen=True):
@@ -96,18 +95,8 @@ class Prepared(_Message, frozen=True):
     error: PipeSwitchError | None = None
 
 
-class NextRun(_Message, frozen=True):
-    """Next run of a generation; None: it must wait, because there is no room for its cache."""
-
-    token: Token
-    run: Run | None = None
-    leader: Token | None = None  # as in InferArrived
-
-
-class NextRuns(_Message, frozen=True):
-    """Answer to ``RunEnded``, or the next run of a generation that waited."""
-
-    runs: tuple[NextRun, ...]
+class PoolFreed(_Message, frozen=True):
+    """Release of memory in the request pool, for which requests wait between two runs."""
 
 
 class PrefetchHint(_Message, frozen=True):
@@ -301,7 +290,7 @@ class Tick(_Message, frozen=True):
 Event = (
     ClientRequest
     | Prepared
-    | NextRuns
+    | PoolFreed
     | PrefetchHint
     | CancelRequest
     | DrainRequest
@@ -488,14 +477,6 @@ class Reply(_Message, frozen=True):
     more: bool = False
 
 
-class RunEnded(_Message, frozen=True):
-    """Command to the frontend: these generations need more runs.
-    The frontend appends their cache rows and answers with one ``NextRuns``; their next batch waits
-    for it. A generation that waited for its leader's run has an answer without a body."""
-
-    answers: tuple[Reply, ...]
-
-
 class Publish(_Message, frozen=True):
     """Event for subscribers; ``topic`` begins with switch, model, job, worker or queue."""
 
@@ -571,7 +552,6 @@ Command = (
     | ModelAvailable
     | ModelRemoved
     | Reply
-    | RunEnded
     | Publish
     | Spans
     | DropPublished

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 import msgspec
 
@@ -21,7 +21,7 @@ from ...programs.interface.layout import Manifest
 from ...programs.interface.processors import Processor
 from ...wire.request_timing import RequestTiming
 from ..policies.job_orders import JobView
-from .events import Origin, Token
+from .events import Origin, Reply, Token
 from .fair_queue import Charge
 from .regions import Owner
 from .states import (
@@ -238,7 +238,6 @@ class RunHistory:
     born_at_ms: float  # arrival of the generation
     allowed_ms: float | None  # time limit of the first token and each later run
     timing: RequestTiming | None = None  # sum of the times of its runs
-    is_returning: bool = False  # a run has ended, and the next run is not known yet
     is_cancelled: bool = False  # cancelled during a run: the generation ends with that run
 
 
@@ -251,7 +250,6 @@ class BatchingFacts:
         fixed: The other extents of a padded request, except the batch.
         never_batch: True if it runs alone: a batch with it failed, or its schema forbids batches.
         deaths: Number of workers that died while the request ran alone.
-        leader: Generation whose next run computes tokens for both; this one then runs after it.
         number: Place among equal requests when it was queued last; it returns there (``is_back``).
     """
 
@@ -259,7 +257,6 @@ class BatchingFacts:
     fixed: tuple[int, ...] = ()
     never_batch: bool = False
     deaths: int = 0
-    leader: Token | None = None
     number: int = 0
 
 
@@ -326,6 +323,27 @@ class Request:
         """Deadline; infinity if there is none."""
         due_ms = self.origin.deadline_at_ms
         return math.inf if due_ms is None else due_ms
+
+
+class RunKind(Protocol):
+    """Kind of requests that need one run after the other, such as generations.
+
+    The scheduler decides when a run computes. The kind knows its contents, and the memory that a
+    request keeps between its runs. It answers at once and takes no turn itself.
+    """
+
+    def ended(self, request: Request, answer: Reply) -> Reply:
+        """Record the result of a run, which is the last one unless ``answer.more``.
+        Return the client's answer; one without ``more``, such as an error, ends the request."""
+
+    def renew(self, request: Request) -> None:
+        """Drop the next run: its leader has computed a part of it."""
+
+    def prepare(self, request: Request) -> Run | None:
+        """Return the next run; None: there is no memory for it, and ``PoolFreed`` will follow."""
+
+    def poll(self, waiting: Mapping[Token, Request]) -> Iterable[tuple[Token, Run]]:
+        """Return the next runs of those waiting requests for which there is memory now."""
 
 
 Wanted = Literal["run", "pause", "cancel", "drain"]
