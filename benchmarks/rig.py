@@ -17,7 +17,7 @@ from typing import Any, Final
 
 from pipeswitch.devices.cpu.memory import CpuDeviceMemory
 from pipeswitch.ipc.control_page import BOARD_BYTES, new_doorbell, sealed_memfd
-from pipeswitch.ipc.messages.base import ModelName, OpId
+from pipeswitch.ipc.messages.base import ModelName, OpId, ResourceLimits
 from pipeswitch.ipc.messages.daemon import DaemonSettings, GroupCopy, TransmitEnded, TransmitModel
 from pipeswitch.programs.interface.layout import REGION_ALIGN_BYTES, aligned
 
@@ -90,10 +90,12 @@ class Engine:
         """Return an arena for the model with allocated pages; a link speed of 0.0 is unlimited."""
         settings = DaemonSettings(
             device="cpu",
-            arena_bytes=REGION_BYTES + self.store_bytes,
-            store_bytes=self.store_bytes,
-            fence_count=FENCE_COUNT,
-            link_bytes_per_s=link_gbps * 1e9,
+            limits=ResourceLimits(
+                arena_bytes=REGION_BYTES + self.store_bytes,
+                store_bytes=self.store_bytes,
+                fence_count=FENCE_COUNT,
+                link_bytes_per_s=link_gbps * 1e9,
+            ),
         )
         return CpuDeviceMemory(settings, store=self.store, doorbells=[self.doorbell])
 

@@ -12,7 +12,7 @@ import msgspec
 import torch
 
 from pipeswitch.devices.cpu.worker_device import CpuWorkerDevice
-from pipeswitch.ipc.messages.base import OpId, Slot
+from pipeswitch.ipc.messages.base import OpId, ResourceLimits, Slot
 from pipeswitch.ipc.messages.worker import WorkerSettings
 from pipeswitch.programs.compiler.program import build
 from pipeswitch.programs.graphs.bundle import read_bundle
@@ -64,11 +64,11 @@ class Runner:
         settings = WorkerSettings(
             slot=Slot(0),
             device="cpu",
-            arena_bytes=numbers["arena_bytes"],
-            fence_count=numbers["fence_count"],
-            pool_bytes=0,
-            threads=1,
-            doorbell_count=1,
+            limits=ResourceLimits(
+                arena_bytes=numbers["arena_bytes"],
+                fence_count=numbers["fence_count"],
+                doorbell_count=1,
+            ),
         )
         control_page, doorbells = numbers["control_page"], [numbers["doorbell"]]
         self._pool = CpuWorkerDevice(

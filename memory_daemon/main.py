@@ -38,11 +38,11 @@ def run(settings: DaemonSettings, control: Channel, descriptors: Sequence[int]) 
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     Path("/proc/self/comm").write_text(PROCESS_NAME)
     if settings.log_path:
-        log_to(settings.log_path, settings.log_bytes)
+        log_to(settings.log_path, settings.limits.log_bytes)
     threading.excepthook = _leave
     store, control_page, *doorbells = descriptors
     device = kind_of(settings.device).open_memory(settings, store, control_page, doorbells)
-    daemon = MemoryDaemon(device, control, fence_count=settings.fence_count)
+    daemon = MemoryDaemon(device, control, fence_count=settings.limits.fence_count)
     if not daemon.run():
         # Other threads may still copy or sync; exit without waiting for them.
         os._exit(1)

@@ -53,12 +53,13 @@ def run(settings: worker_msg.WorkerSettings, descriptors: Sequence[int]) -> int:
     faulthandler.enable()
     import torch
 
-    torch.set_num_threads(settings.threads)
+    limits = settings.limits
+    torch.set_num_threads(limits.threads)
     task, control = channel_from(descriptors[0]), channel_from(descriptors[1])
     task.point = control.point = "worker.send"
     _log_to_stderr(settings.slot)
     control_page, *others = descriptors[2:]
-    doorbells, shared = others[: settings.doorbell_count], others[settings.doorbell_count :]
+    doorbells, shared = others[: limits.doorbell_count], others[limits.doorbell_count :]
     worker = WorkerProcess(settings, task, control, control_page, doorbells)
     if shared:
         worker.map_memory(shared)
@@ -89,7 +90,7 @@ class WorkerProcess:
         control_page: int,
         doorbells: Sequence[int],
     ) -> None:
-        self._settings = settings
+        self._settings, self._limits = settings, settings.limits
         self._task = task
         self._control = control
         self._control_page = control_page
@@ -114,23 +115,23 @@ class WorkerProcess:
             self._settings, arena, control_page=self._control_page, doorbells=self._bells
         )
         is_hidden = kind.is_host
-        self._pool = MappedPool(pool, self._settings.pool_bytes, is_hidden=is_hidden)
+        self._pool = MappedPool(pool, self._limits.pool_bytes, is_hidden=is_hidden)
         self._view.pin(self._pool.address, self._pool.size_bytes)
         self._programs = Programs(self._view)
 
     def start(self) -> None:
         threading.Thread(target=self._listen_or_leave, name="termination", daemon=True).start()
         reach("worker.start")
-        if self._settings.separates_tenants:
+        if self._limits.separates_tenants:
             warm_up()  # now, so that no tenant waits for it
         self._task.send(worker_msg.WorkerReady(slot=self._settings.slot, pid=os.getpid()))
-        if not self._settings.separates_tenants:  # otherwise ``BindTenant`` brings the memory later
+        if not self._limits.separates_tenants:  # otherwise ``BindTenant`` brings the memory later
             threading.Thread(target=self._prefault, name="prefault", daemon=True).start()
 
     def _prefault(self) -> None:
         """Map the arena's pages before the first switch, so that no request waits 95 ms per GiB."""
-        for offset in range(0, self._settings.arena_bytes, PREFAULT_BYTES):
-            size = min(PREFAULT_BYTES, self._settings.arena_bytes - offset)
+        for offset in range(0, self._limits.arena_bytes, PREFAULT_BYTES):
+            size = min(PREFAULT_BYTES, self._limits.arena_bytes - offset)
             self._view.prefault(offset, size)
 
     # -- main thread ---------------------------------------------------------------------------
@@ -183,11 +184,11 @@ class WorkerProcess:
             return
         if descriptors:
             self._programs.take_files(message.model, descriptors)
-        if self._settings.is_sandboxed and not self._is_confined:
-            if not self._settings.separates_tenants:
+        if self._limits.is_sandboxed and not self._is_confined:
+            if not self._limits.separates_tenants:
                 warm_up()
             if not are_enabled():
-                confine_worker(self._settings.task_memory_bytes)
+                confine_worker(self._limits.task_memory_bytes)
             self._is_confined = True
 
     def _prepare(self, message: worker_msg.PrepareModel) -> None:

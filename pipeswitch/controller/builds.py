@@ -186,14 +186,9 @@ class Builds:
             op_id=command.op_id,
             spec=spec,
             directory=str(self._places.models),
-            threads=self._sizes.threads,
-            timeout_s=self._sizes.build_timeout_s,
-            memory_bytes=self._sizes.build_memory_bytes,
+            limits=self._sizes,
             disk_bytes=max(1, self._disk.left_bytes(command.tenant)),
-            task_memory_bytes=self._sizes.task_memory_bytes,
-            is_sandboxed=self._sizes.is_sandboxed,
             is_owners=not command.tenant,
-            packs_weights=self._sizes.packs_weights,
         )
         environment = [self._memory.environment] if needs_more(spec) else []
         self._children.fork(builder, "pipeswitch-bld", settings, environment, on_message, on_exit)

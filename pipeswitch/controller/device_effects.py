@@ -15,7 +15,7 @@ from ..commits.commit_files import remove_unnamed
 from ..frontend.frontend import Frontend
 from ..ipc.control_page import ring
 from ..ipc.messages import worker as worker_msg
-from ..ipc.messages.base import Message, ModelName, OpId
+from ..ipc.messages.base import Message, ModelName, OpId, ResourceLimits
 from ..ipc.messages.daemon import (
     CommitPersisted,
     DaemonFault,
@@ -27,7 +27,7 @@ from ..ipc.messages.daemon import (
 from ..scheduler.state import events as ev
 from .children import Children
 from .folders import StateDir
-from .server_memory import DeviceShare, ResourceLimits, ServerMemory, close_soon
+from .server_memory import DeviceShare, ServerMemory, close_soon
 
 log = logging.getLogger(__name__)
 
@@ -220,14 +220,8 @@ class DeviceEffects:
 
         settings = DaemonSettings(
             device=self._device,
-            arena_bytes=self._sizes.arena_bytes,
-            store_bytes=self._sizes.store_bytes,
-            fence_count=self._sizes.fence_count,
-            link_bytes_per_s=self._sizes.link_bytes_per_s,
-            separates_tenants=self._sizes.separates_tenants,
-            options=self._sizes.options,
+            limits=self._sizes,
             log_path=str(self._context.places.logs / f"memory-daemon{self._suffix}.log"),
-            log_bytes=self._sizes.log_bytes,
         )
         descriptors = [
             self._memory.store,
@@ -253,19 +247,7 @@ class DeviceEffects:
         self._handed[target] = {}
         self._share.control_page.write_begun(slot, 0)
         settings = worker_msg.WorkerSettings(
-            slot=slot,
-            device=self._device,
-            arena_bytes=self._sizes.arena_bytes,
-            fence_count=self._sizes.fence_count,
-            pool_bytes=self._sizes.pool_bytes,
-            threads=self._sizes.threads,
-            doorbell_count=len(self._share.doorbells),
-            handle=self._share.arena_handle,
-            is_sandboxed=self._sizes.is_sandboxed,
-            task_memory_bytes=self._sizes.task_memory_bytes,
-            separates_tenants=self._sizes.separates_tenants,
-            link_bytes_per_s=self._sizes.link_bytes_per_s,
-            options=self._sizes.options,
+            slot=slot, device=self._device, limits=self._sizes, handle=self._share.arena_handle
         )
         descriptors = [self._share.control_page_descriptor, *self._share.doorbells]
         if not self._sizes.separates_tenants:  # otherwise BindTenant brings these files

@@ -7,38 +7,13 @@ import os
 import sys
 import threading
 from collections.abc import Hashable
-from dataclasses import dataclass
 
 from ..commits.area import CommitArea, create_area, slot_bytes_of
 from ..inputs.table import SHARERS_BYTE
 from ..ipc.control_page import Board, new_doorbell, sealed_memfd
-from ..ipc.messages.base import JobName
+from ..ipc.messages.base import JobName, ResourceLimits
 from ..ipc.sparse import read_only
 from ..sandbox.environment import environment_file
-
-
-@dataclass(frozen=True, kw_only=True)
-class ResourceLimits:
-    """Sizes and limits of one device's processes. Devices differ only in ``arena_bytes`` and
-    ``options``. ``threads``: number of compute threads of a worker or builder."""
-
-    arena_bytes: int
-    store_bytes: int
-    pool_bytes: int
-    input_bytes: int
-    fence_count: int
-    doorbell_count: int
-    threads: int
-    build_timeout_s: float
-    stage_timeout_s: float
-    build_memory_bytes: int
-    task_memory_bytes: int
-    is_sandboxed: bool
-    separates_tenants: bool
-    packs_weights: bool
-    link_bytes_per_s: float
-    log_bytes: int
-    options: bytes = b""  # encoded options of the device's kind
 
 
 class DeviceShare:

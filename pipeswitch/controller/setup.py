@@ -9,6 +9,8 @@ import time
 from collections.abc import Sequence
 from typing import Final
 
+import msgspec
+
 from ..base import failpoints
 from ..base.config import Config
 from ..base.errors import ConfigError
@@ -16,13 +18,13 @@ from ..base.machine import available_bytes, cpu_count, processor_name
 from ..base.units import format_bytes
 from ..base.version import release
 from ..devices import ChosenDevice
+from ..ipc.messages.base import ResourceLimits
 from ..planning.planned_groups import Identity
 from ..policies import find_policy
 from ..sandbox.confine import missing
 from ..scheduler.processes.worker_pool import max_workers
 from ..scheduler.scheduler import Scheduler, SchedulerSettings
 from .folders import StateDir
-from .server_memory import ResourceLimits
 
 log = logging.getLogger(__name__)
 
@@ -59,7 +61,7 @@ def sizes_of(config: Config, devices: Sequence[ChosenDevice]) -> list[ResourceLi
         log_bytes=config.log.max_bytes,
     )
     sizes = [
-        dataclasses.replace(
+        msgspec.structs.replace(
             common, arena_bytes=max(one.arena_bytes, 4 << 20) & -(2 << 20), options=one.options
         )
         for one in devices

@@ -70,9 +70,10 @@ class DeviceMemory:
         Raises:
             RemoteProtocolError: the sizes contradict each other.
         """
-        self.arena_bytes, self.store_bytes = settings.arena_bytes, settings.store_bytes
-        if settings.fence_count * FENCE_BYTES > self.arena_bytes:
-            text = f"{settings.fence_count} words do not fit in {self.arena_bytes} bytes"
+        limits = settings.limits
+        self.arena_bytes, self.store_bytes = limits.arena_bytes, limits.store_bytes
+        if limits.fence_count * FENCE_BYTES > self.arena_bytes:
+            text = f"{limits.fence_count} words do not fit in {self.arena_bytes} bytes"
             raise RemoteProtocolError(text)
         check_range("store", 0, self.store_bytes, os.fstat(store).st_size)
         self._bells = tuple(doorbells)

@@ -10,7 +10,7 @@ import msgspec
 
 from pipeswitch.base.errors import RemoteProtocolError
 from pipeswitch.ipc.channel import decode_message, encode_message
-from pipeswitch.ipc.messages.base import Exit, Slot
+from pipeswitch.ipc.messages.base import Exit, ResourceLimits, Slot
 from pipeswitch.ipc.messages.daemon import DaemonSettings
 from pipeswitch.ipc.messages.fork_server import Fork
 from pipeswitch.ipc.messages.worker import WorkerSettings
@@ -44,21 +44,14 @@ def seeds() -> list[bytes]:
     settings = [
         DaemonSettings(
             device="cpu",
-            arena_bytes=1,
-            store_bytes=1,
-            fence_count=1,
-            link_bytes_per_s=0.0,
-            options=b"\x80",
+            limits=ResourceLimits(arena_bytes=1, store_bytes=1, fence_count=1, options=b"\x80"),
         ),
         WorkerSettings(
             slot=Slot(0),
             device="cpu",
-            arena_bytes=1,
-            fence_count=1,
-            pool_bytes=1,
-            threads=1,
-            doorbell_count=1,
-            options=b"\x80",
+            limits=ResourceLimits(
+                arena_bytes=1, fence_count=1, pool_bytes=1, doorbell_count=1, options=b"\x80"
+            ),
         ),
     ]
     fork = Fork(ticket=1, kind="worker", name="w", settings=encode_message(settings[1]))

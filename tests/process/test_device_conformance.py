@@ -39,7 +39,7 @@ from pipeswitch.devices.cuda.worker_device import CudaWorkerDevice
 from pipeswitch.devices.memory import DeviceMemory
 from pipeswitch.devices.worker_device import WorkerDevice
 from pipeswitch.ipc.control_page import BOARD_BYTES, new_doorbell, ring, sealed_memfd
-from pipeswitch.ipc.messages.base import ByteRange, ModelName, OpId
+from pipeswitch.ipc.messages.base import ByteRange, ModelName, OpId, ResourceLimits
 from pipeswitch.ipc.messages.daemon import DaemonSettings, GroupCopy, TransmitEnded, TransmitModel
 from pipeswitch.ipc.messages.worker import WorkerSettings
 from pipeswitch.programs.interface.layout import TensorSpec, aligned
@@ -57,10 +57,12 @@ POISON: Final = 0xA5
 def settings(link_bytes_per_s: float = 0.0) -> DaemonSettings:
     return DaemonSettings(
         device="",
-        arena_bytes=ARENA_BYTES,
-        store_bytes=STORE_BYTES,
-        fence_count=FENCE_COUNT,
-        link_bytes_per_s=link_bytes_per_s,
+        limits=ResourceLimits(
+            arena_bytes=ARENA_BYTES,
+            store_bytes=STORE_BYTES,
+            fence_count=FENCE_COUNT,
+            link_bytes_per_s=link_bytes_per_s,
+        ),
     )
 
 
@@ -97,11 +99,9 @@ class CpuRig:
         settings = WorkerSettings(
             slot=slot,
             device="cpu",
-            arena_bytes=ARENA_BYTES,
-            fence_count=FENCE_COUNT,
-            pool_bytes=0,
-            threads=1,
-            doorbell_count=BELL_COUNT,
+            limits=ResourceLimits(
+                arena_bytes=ARENA_BYTES, fence_count=FENCE_COUNT, doorbell_count=BELL_COUNT
+            ),
         )
         arena = self.models_fd, self.work_fd
         return CpuWorkerDevice(
@@ -189,12 +189,10 @@ class FakeCudaRig(CpuRig):
         settings = WorkerSettings(
             slot=slot,
             device="cuda:0",
-            arena_bytes=ARENA_BYTES,
-            fence_count=FENCE_COUNT,
-            pool_bytes=0,
-            threads=1,
-            doorbell_count=BELL_COUNT,
             handle=self._cuda_memory.export_handle(),
+            limits=ResourceLimits(
+                arena_bytes=ARENA_BYTES, fence_count=FENCE_COUNT, doorbell_count=BELL_COUNT
+            ),
         )
         options = CudaOptions(package=self.package, waits=self.waits)
         return CudaWorkerDevice(
@@ -277,12 +275,13 @@ class WaitingGpuRig(GpuRig):
 CHILD: Final = f"""
 import mmap, os, random, signal, sys
 from pipeswitch.devices.cpu.worker_device import CpuWorkerDevice
+from pipeswitch.ipc.messages.base import ResourceLimits
 from pipeswitch.ipc.messages.worker import WorkerSettings
 models, work, board, *doorbells = map(int, sys.argv[1:{4 + BELL_COUNT}])
 arguments = sys.argv[{4 + BELL_COUNT}:]
-settings = WorkerSettings(slot=0, device="cpu", arena_bytes={ARENA_BYTES},
-    fence_count={FENCE_COUNT},
-                          pool_bytes=0, threads=1, doorbell_count=len(doorbells))
+limits = ResourceLimits(arena_bytes={ARENA_BYTES}, fence_count={FENCE_COUNT},
+                        doorbell_count=len(doorbells))
+settings = WorkerSettings(slot=0, device="cpu", limits=limits)
 view = CpuWorkerDevice(settings, [models, work], control_page=board, doorbells=doorbells)
 arena = mmap.mmap(models, {ARENA_BYTES}, prot=mmap.PROT_READ)
 def say(text):
@@ -295,14 +294,15 @@ from pipeswitch.devices.cuda.bindings import Cuda
 from pipeswitch.devices.cuda.torch import torch_side
 from pipeswitch.devices.cuda.ladder import CudaOptions
 from pipeswitch.devices.cuda.worker_device import CudaWorkerDevice
+from pipeswitch.ipc.messages.base import ResourceLimits
 from pipeswitch.ipc.messages.worker import WorkerSettings
 handle, waits, package = bytes.fromhex(sys.argv[1]), sys.argv[2], sys.argv[3]
 words, board, *doorbells = map(int, sys.argv[4:{6 + BELL_COUNT}])
 arguments = sys.argv[{6 + BELL_COUNT}:]
 side = torch_side(package, 0)
-settings = WorkerSettings(slot=0, device="cuda:0", arena_bytes={ARENA_BYTES},
-    fence_count={FENCE_COUNT},
-                          pool_bytes=0, threads=1, doorbell_count=len(doorbells), handle=handle)
+limits = ResourceLimits(arena_bytes={ARENA_BYTES}, fence_count={FENCE_COUNT},
+                        doorbell_count=len(doorbells))
+settings = WorkerSettings(slot=0, device="cuda:0", limits=limits, handle=handle)
 options = CudaOptions(package=package, waits=waits)
 view = CudaWorkerDevice(Cuda.load(package), side, settings, options,
                     fences_descriptor=words, control_page=board, doorbells=doorbells)

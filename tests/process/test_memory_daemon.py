@@ -27,6 +27,7 @@ from pipeswitch.ipc.channel import EVENT_BYTES, channel_pair, encode_message
 from pipeswitch.ipc.control_page import BOARD_BYTES, new_doorbell, sealed_memfd
 from pipeswitch.ipc.messages import base as base_msg
 from pipeswitch.ipc.messages import daemon as daemon_msg
+from pipeswitch.ipc.messages.base import ResourceLimits
 from pipeswitch.ipc.messages.daemon import SliceCopied
 from pipeswitch.ipc.messages.worker import ForgetModel
 from pipeswitch.programs.interface.layout import TENSOR_ALIGN_BYTES, Manifest, TensorSpec, aligned
@@ -66,10 +67,12 @@ class DaemonRig:
         self.doorbells = [new_doorbell(), new_doorbell()]
         settings = daemon_msg.DaemonSettings(
             device="cpu",
-            arena_bytes=ARENA_BYTES,
-            store_bytes=STORE_BYTES,
-            fence_count=FENCE_COUNT,
-            link_bytes_per_s=rate,
+            limits=ResourceLimits(
+                arena_bytes=ARENA_BYTES,
+                store_bytes=STORE_BYTES,
+                fence_count=FENCE_COUNT,
+                link_bytes_per_s=rate,
+            ),
         )
         self.control, theirs = channel_pair()
         self.control_page, self.doorbell = sealed_memfd("test-board", BOARD_BYTES), new_doorbell()

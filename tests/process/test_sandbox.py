@@ -86,6 +86,7 @@ import hostile_code, msgspec
 from pipeswitch.programs.compiler import build_process as builder, program
 from pipeswitch.programs.spec import BuildSpec
 from pipeswitch.ipc.channel import channel_pair
+from pipeswitch.ipc.messages.base import ResourceLimits
 from pipeswitch.ipc.messages.builder import BuildFailed, BuildSettings
 
 def build(spec, work, progress, disk_bytes, **_):
@@ -102,8 +103,8 @@ _, channel = channel_pair()
 heard = []
 channel.send = heard.append
 spec = BuildSpec(name="m", source={source!r})
-settings = BuildSettings(model="m", op_id=7, spec=msgspec.msgpack.encode(spec), threads=1,
-                         directory={models!r}, is_sandboxed=True)
+settings = BuildSettings(model="m", op_id=7, spec=msgspec.msgpack.encode(spec),
+                         directory={models!r}, limits=ResourceLimits(is_sandboxed=True))
 builder.run(settings, channel)
 """
 # A hostile builder may use its own descriptors and its own memory as a file. It may also ask

@@ -27,7 +27,7 @@ from pipeswitch.base.roles import DEFAULT_ROLES
 from pipeswitch.client.client import Client
 from pipeswitch.ipc.channel import channel_pair
 from pipeswitch.ipc.control_page import BOARD_BYTES, Board, new_doorbell, sealed_memfd
-from pipeswitch.ipc.messages.base import Exit, SlabTensor
+from pipeswitch.ipc.messages.base import Exit, ResourceLimits, SlabTensor
 from pipeswitch.ipc.messages.run import Run
 from pipeswitch.ipc.messages.worker import InferenceDone, RunInference, WorkerSettings
 from pipeswitch.programs.graphs.bundle import Graph, Node
@@ -217,11 +217,9 @@ def workers_calls() -> int:
     settings = WorkerSettings(
         slot=0,
         device="cpu",
-        arena_bytes=16 * page,
-        fence_count=16,
-        pool_bytes=16 * page,
-        threads=1,
-        doorbell_count=1,
+        limits=ResourceLimits(
+            arena_bytes=16 * page, fence_count=16, pool_bytes=16 * page, doorbell_count=1
+        ),
     )
     worker = WorkerProcess(settings, task, control, control_page, [doorbell])
     worker.map_memory([pool, models, work])

@@ -11,7 +11,7 @@ import pytest
 
 from pipeswitch.base.errors import RegistrationRefused
 from pipeswitch.ipc.channel import Channel
-from pipeswitch.ipc.messages.base import ModelName, OpId
+from pipeswitch.ipc.messages.base import ModelName, OpId, ResourceLimits
 from pipeswitch.ipc.messages.builder import BuildSettings
 from pipeswitch.programs.compiler import program as build_module
 from pipeswitch.programs.compiler.build_process import exports, run
@@ -33,7 +33,7 @@ def settings_of(spec: bytes, folder: Path) -> BuildSettings:
         op_id=OpId(1),
         directory=str(folder),
         spec=spec,
-        threads=torch.get_num_threads(),  # unchanged, because the builder sets it in this process
+        limits=ResourceLimits(threads=torch.get_num_threads()),
     )
 
 

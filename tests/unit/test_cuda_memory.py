@@ -19,7 +19,7 @@ from pipeswitch.devices.cuda import pinned as cuda_pinned
 from pipeswitch.devices.cuda.bindings import Cuda, CudaError
 from pipeswitch.devices.cuda.memory import RING_FENCES, CudaDeviceMemory, chunks
 from pipeswitch.ipc.control_page import new_doorbell, sealed_memfd
-from pipeswitch.ipc.messages.base import ByteRange, ModelName, OpId
+from pipeswitch.ipc.messages.base import ByteRange, ModelName, OpId, ResourceLimits
 from pipeswitch.ipc.messages.daemon import DaemonSettings, GroupCopy, TransmitEnded, TransmitModel
 from tests.open_files import open_files
 
@@ -28,10 +28,9 @@ ARENA_BYTES = STORE_BYTES = 8 * MIB
 FENCE_COUNT = 64
 SETTINGS = DaemonSettings(
     device="cuda:0",
-    arena_bytes=ARENA_BYTES,
-    store_bytes=STORE_BYTES,
-    fence_count=FENCE_COUNT,
-    link_bytes_per_s=0.0,
+    limits=ResourceLimits(
+        arena_bytes=ARENA_BYTES, store_bytes=STORE_BYTES, fence_count=FENCE_COUNT
+    ),
 )
 DEADLINE_S = 30.0
 

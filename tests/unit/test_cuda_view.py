@@ -25,6 +25,7 @@ from pipeswitch.devices.cuda.ladder import CudaOptions, Waits
 from pipeswitch.devices.cuda.torch import tensor_at
 from pipeswitch.devices.cuda.worker_device import CudaWorkerDevice
 from pipeswitch.ipc.control_page import BOARD_BYTES, new_doorbell, sealed_memfd
+from pipeswitch.ipc.messages.base import ResourceLimits
 from pipeswitch.ipc.messages.worker import WorkerSettings
 from pipeswitch.programs.graphs.bundle import Graph, Node
 from pipeswitch.programs.graphs.contracts import CONTRACTS, BrokenContract
@@ -137,12 +138,10 @@ class Rig:
             WorkerSettings(
                 slot=0,
                 device="cuda:0",
-                arena_bytes=3 * MIB,
-                fence_count=FENCE_COUNT,
-                pool_bytes=0,
-                threads=1,
-                doorbell_count=1,
                 handle=self.handle,
+                limits=ResourceLimits(
+                    arena_bytes=3 * MIB, fence_count=FENCE_COUNT, doorbell_count=1
+                ),
             ),
             CudaOptions(package="", waits=waits, **{"graph_bytes": 1 << 30, **options}),
             fences_descriptor=self.fences,

@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from pipeswitch.ipc.messages.base import Message, ModelName, OpId
+from pipeswitch.ipc.messages.base import Message, ModelName, OpId, ResourceLimits
 from pipeswitch.ipc.messages.builder import BuildDone, BuildFailed, BuildSettings
 from pipeswitch.programs.compiler import build_process, hub
 from pipeswitch.programs.compiler import program as build_module
@@ -148,9 +148,8 @@ def build_that(
         spec=msgspec.msgpack.encode(spec),
         directory=str(folder),
         disk_bytes=8 * KIB,
-        is_sandboxed=True,
         is_owners=is_owners,
-        threads=torch.get_num_threads(),  # unchanged, because the build sets it in this process
+        limits=ResourceLimits(is_sandboxed=True, threads=torch.get_num_threads()),
     )
     try:
         build_process.run(settings, sent)  # type: ignore[arg-type]

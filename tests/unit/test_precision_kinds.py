@@ -15,6 +15,7 @@ from torch.nn import functional
 from pipeswitch.base.errors import RegistrationRefused
 from pipeswitch.devices.cpu import packed
 from pipeswitch.devices.cpu.packed import KERNELS, missing
+from pipeswitch.ipc.messages.base import ResourceLimits
 from pipeswitch.programs import spec as specs
 from pipeswitch.programs.compiler import build_process
 from pipeswitch.programs.compiler.checking import differences, is_rounded
@@ -363,8 +364,7 @@ def test_builders_read_the_processors_features_before_they_are_confined(
         op_id=1,
         directory=str(tmp_path),
         spec=spec,
-        threads=torch.get_num_threads(),
-        is_sandboxed=True,
+        limits=ResourceLimits(threads=torch.get_num_threads(), is_sandboxed=True),
     )
     build_process.run(settings, SimpleNamespace(send=print))  # type: ignore[arg-type]
     assert steps == ["_limit", "processor_features", "_confine"]

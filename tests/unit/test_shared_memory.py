@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import dataclasses
 import os
 import threading
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from pipeswitch.base.config import Config, SchedulerConfig
@@ -56,7 +56,7 @@ def test_the_pages_of_a_pool_that_workers_pin_are_taken_once_and_before(
     reserves_pool: bool,
 ) -> None:
     (sizes,) = sizes_of(Config(), (ChosenDevice(kind=CpuKind(), name="cpu"),))
-    sizes = dataclasses.replace(sizes, pool_bytes=1 << 20)
+    sizes = msgspec.structs.replace(sizes, pool_bytes=1 << 20)
     memory = ServerMemory(sizes, reserves_pool=reserves_pool)
     assert os.fstat(memory.pool).st_blocks * 512 == (1 << 20 if reserves_pool else 0)
     memory.close()

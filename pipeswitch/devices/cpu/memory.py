@@ -92,15 +92,15 @@ class CpuDeviceMemory(DeviceMemory):
             settings, store=store, doorbells=doorbells, control_page=control_page, doorbell=doorbell
         )
         self._store_descriptor = store
-        kind = FilePerTenant if settings.separates_tenants else OneFile
-        self._models: Models = kind(self.arena_bytes, settings.fence_count)
+        kind = FilePerTenant if settings.limits.separates_tenants else OneFile
+        self._models: Models = kind(self.arena_bytes, settings.limits.fence_count)
         self._work_descriptor = sealed_memfd("pipeswitch-work", self.arena_bytes)
         self._work_map = mmap.mmap(self._work_descriptor, self.arena_bytes)
         self._store_map = mmap.mmap(store, self.store_bytes)
         self._work: Bytes = np.frombuffer(self._work_map, dtype=np.uint8)
         self._store: Bytes = np.frombuffer(self._store_map, dtype=np.uint8)
-        self._to_device = SimulatedLink(settings.link_bytes_per_s)
-        self._to_host = SimulatedLink(settings.link_bytes_per_s)  # the link is full duplex
+        self._to_device = SimulatedLink(settings.limits.link_bytes_per_s)
+        self._to_host = SimulatedLink(settings.limits.link_bytes_per_s)  # the link is full duplex
         self._copier.start()
 
     def export_descriptors(self) -> list[int]:

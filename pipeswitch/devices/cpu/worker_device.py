@@ -49,18 +49,18 @@ class CpuWorkerDevice(WorkerDevice):
         doorbell = doorbells[settings.slot]
         super().__init__(
             models,
-            settings.fence_count,
+            settings.limits.fence_count,
             control_page=control_page,
             doorbell=doorbell,
             doorbells=doorbells,
         )
-        self._window = page_protection.ProtectedMapping(models, settings.arena_bytes)
+        self._window = page_protection.ProtectedMapping(models, settings.limits.arena_bytes)
         self._entered = (0, 0, 0)  # region's start and end, operation id
         self._last_fence = 0
         self._open_end = 0
         self._landed: set[int] = set()  # units that ``show_landing`` has opened
-        self._is_one_tenants = settings.separates_tenants
-        self._link_bytes_per_s = settings.link_bytes_per_s
+        self._is_one_tenants = settings.limits.separates_tenants
+        self._link_bytes_per_s = settings.limits.link_bytes_per_s
         self._populated: dict[int, tuple[int, int]] = {}  # region start -> operation id, end
         self._work_map: mmap.mmap | None = None
         self._work_descriptor = -1

@@ -108,7 +108,7 @@ class CudaKind:
         from .bindings import Cuda
         from .memory import CudaDeviceMemory
 
-        options = CudaOptions.shown(settings.options)
+        options = CudaOptions.shown(settings.limits.options)
         return CudaDeviceMemory(
             Cuda.load(options.package),
             settings,
@@ -135,7 +135,7 @@ class CudaKind:
         from .worker_device import CudaWorkerDevice
 
         (words,) = arena
-        options = CudaOptions.shown(settings.options)
+        options = CudaOptions.shown(settings.limits.options)
         side = torch_side(options.package, 0)
         cuda = Cuda.load(options.package)
         view = CudaWorkerDevice(

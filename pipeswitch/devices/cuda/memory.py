@@ -95,7 +95,7 @@ class CudaDeviceMemory(DeviceMemory):
         self._ring_next = 0
         self._bounces = [PinnedBuffer(cuda, BOUNCE_BYTES) for _ in range(BOUNCE_COUNT)]
         self._bounce_events = [cuda.event() for _ in range(BOUNCE_COUNT)]
-        fences_bytes = settings.fence_count * FENCE_BYTES
+        fences_bytes = settings.limits.fence_count * FENCE_BYTES
         self._words_descriptor = sealed_memfd(
             "pipeswitch-fences", fences_bytes, reserve_bytes=fences_bytes
         )

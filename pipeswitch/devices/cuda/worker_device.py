@@ -59,11 +59,11 @@ class CudaWorkerDevice(WorkerDevice):
             CudaError: this process cannot open the allocation.
         """
         self._cuda, self._side = cuda, side
-        self._options, self._arena_bytes = options, settings.arena_bytes
+        self._options, self._arena_bytes = options, settings.limits.arena_bytes
         doorbell = doorbells[settings.slot]
         super().__init__(
             fences_descriptor,
-            settings.fence_count,
+            settings.limits.fence_count,
             control_page=control_page,
             doorbell=doorbell,
             doorbells=doorbells,

@@ -27,6 +27,29 @@ class Message(
     """Base of all internal messages."""
 
 
+class ResourceLimits(Message, frozen=True):
+    """Sizes and limits of one device's processes, as each of them gets them. The devices of a
+    server differ only in ``arena_bytes`` and ``options``."""
+
+    arena_bytes: int = 0
+    store_bytes: int = 0
+    pool_bytes: int = 0
+    input_bytes: int = 0
+    fence_count: int = 0  # number of fences at the start of the arena
+    doorbell_count: int = 0
+    threads: int = 1  # number of compute threads of a worker or builder
+    build_timeout_s: float = 0.0  # 0: no limit, here and below
+    stage_timeout_s: float = 0.0
+    build_memory_bytes: int = 0  # memory that a build maps itself
+    task_memory_bytes: int = 0  # intermediate values of a client's program
+    is_sandboxed: bool = False  # clients' programs run in the sandbox
+    separates_tenants: bool = False  # each tenant has its own processes and memory (ADR 23)
+    packs_weights: bool = True  # in the layout of this processor's kernels
+    link_bytes_per_s: float = 0.0  # speed of the simulated link; 0: full speed
+    log_bytes: int = 0  # size at which a log is rotated; two older files stay; 0: never
+    options: bytes = b""  # encoded options of the device's kind
+
+
 class ByteRange(Message, frozen=True):
     """A piece of a training slice."""
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import msgspec
 
-from .base import Message, ModelName, OpId
+from .base import Message, ModelName, OpId, ResourceLimits
 
 
 class BuildSettings(Message, frozen=True):
@@ -16,14 +16,9 @@ class BuildSettings(Message, frozen=True):
     op_id: OpId
     spec: bytes  # msgpack of programs.compiler.BuildSpec
     directory: str
-    threads: int
-    timeout_s: float = 0.0  # 0: no limit
-    memory_bytes: int = 0  # limit on memory that the build maps itself; 0: no limit
+    limits: ResourceLimits
     disk_bytes: int = 0  # limit on written bytes; 0: no limit
-    task_memory_bytes: int = 0  # limit on the intermediate values of a run; 0: no limit
-    is_sandboxed: bool = False  # run a client's build in the sandbox
     is_owners: bool = False  # downloads from a hub go to the owner's caches
-    packs_weights: bool = True  # pack weights in the layout of this processor's kernels
 
 
 class BuildProgress(Message, frozen=True):

@@ -2,21 +2,15 @@
 
 from __future__ import annotations
 
-from .base import ByteRange, JobName, Message, ModelName, OpId
+from .base import ByteRange, JobName, Message, ModelName, OpId, ResourceLimits
 
 
 class DaemonSettings(Message, frozen=True):
     """Settings of a memory daemon (descriptors: channel, store, control page, doorbells)."""
 
     device: str
-    arena_bytes: int
-    store_bytes: int
-    fence_count: int  # number of fences at the start of the arena
-    link_bytes_per_s: float  # speed of the simulated link; 0: no limit
+    limits: ResourceLimits
     log_path: str = ""
-    log_bytes: int = 0  # size at which the log is rotated; two older files stay; 0: never
-    separates_tenants: bool = False  # each tenant has its own file of the arena (ADR 23)
-    options: bytes = b""  # encoded options of the device's kind
 
 
 class DaemonReady(Message, frozen=True):

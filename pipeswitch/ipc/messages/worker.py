@@ -6,30 +6,31 @@ from typing import Any, Literal
 
 import msgspec
 
-from .base import ByteRange, JobName, Message, ModelName, OpId, SlabTensor, Slot, Turn
+from .base import (
+    ByteRange,
+    JobName,
+    Message,
+    ModelName,
+    OpId,
+    ResourceLimits,
+    SlabTensor,
+    Slot,
+    Turn,
+)
 from .run import Run
 
 
 class WorkerSettings(Message, frozen=True):
     """Settings of a worker.
 
-    Descriptors: task and signal channel, control page, ``doorbell_count`` doorbells, request pool,
+    Descriptors: task and signal channel, control page, doorbells, request pool,
     and the descriptors of DaemonReady. With separate tenants, BindTenant carries pool and memory.
     """
 
     slot: Slot
     device: str
-    arena_bytes: int
-    fence_count: int
-    pool_bytes: int
-    threads: int
-    doorbell_count: int
+    limits: ResourceLimits
     handle: bytes = b""  # as in DaemonReady
-    is_sandboxed: bool = False  # enter the sandbox before the first program without ``is_code``
-    task_memory_bytes: int = 0  # limit on memory allocated in the sandbox; 0: no limit
-    separates_tenants: bool = False  # wait for BindTenant before anything else
-    link_bytes_per_s: float = 0.0  # as in DaemonSettings
-    options: bytes = b""  # encoded options of the device's kind
 
 
 class WorkerReady(Message, frozen=True):

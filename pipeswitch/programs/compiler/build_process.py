@@ -21,6 +21,7 @@ from ...base.errors import HostStoreFull, PipeSwitchError, RegistrationRefused, 
 from ...base.failpoints import are_enabled, reach
 from ...base.units import format_bytes
 from ...ipc.channel import Channel
+from ...ipc.messages.base import ResourceLimits
 from ...ipc.messages.builder import BuildDone, BuildFailed, BuildProgress, BuildSettings
 from ...sandbox.confine import confine_builder
 from ..interface.dims import largest, values_text
@@ -48,8 +49,9 @@ def run(settings: BuildSettings, channel: Channel) -> int:
     from ...devices.cpu.packed import missing_half
     from .program import build
 
-    torch.set_num_threads(settings.threads)
-    _limit(settings)
+    limits = settings.limits
+    torch.set_num_threads(limits.threads)
+    _limit(limits)
 
     def progress(stage: str, fraction: float) -> None:
         channel.send(
@@ -72,13 +74,13 @@ def run(settings: BuildSettings, channel: Channel) -> int:
             os.chdir(work)  # else ``hf:a/b`` could mean a folder of the server
         processor_features()  # cached
         missing_half()  # requests the processor's matrix registers, which the sandbox forbids
-        if settings.is_sandboxed and not needs_more(settings.spec) and not are_enabled():
+        if limits.is_sandboxed and not needs_more(settings.spec) and not are_enabled():
             _confine(settings.spec, spec.source, work)
         with _metered(settings, spec, work, channel):
             manifest = build(
-                spec, work, progress, settings.disk_bytes, packs_weights=settings.packs_weights
+                spec, work, progress, settings.disk_bytes, packs_weights=limits.packs_weights
             )
-        _check_memory(manifest, settings.task_memory_bytes)
+        _check_memory(manifest, limits.task_memory_bytes)
         reach("build.write")
     except (Exception, SystemExit) as error:  # a model's own code may raise anything
         shutil.rmtree(work, ignore_errors=True)  # a confined process cannot remove ``work`` itself
@@ -134,15 +136,15 @@ def _metered(
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def _limit(settings: BuildSettings) -> None:
+def _limit(limits: ResourceLimits) -> None:
     """Set limits of time and memory. If a build exceeds the time limit, the kernel ends it."""
-    if settings.timeout_s:
-        signal.setitimer(signal.ITIMER_REAL, settings.timeout_s)  # SIGALRM ends the process
-        cpu_s = math.ceil(settings.timeout_s * (settings.threads + 1))
+    if limits.build_timeout_s:
+        signal.setitimer(signal.ITIMER_REAL, limits.build_timeout_s)  # SIGALRM ends the process
+        cpu_s = math.ceil(limits.build_timeout_s * (limits.threads + 1))
         resource.setrlimit(resource.RLIMIT_CPU, (cpu_s, cpu_s))
-    if settings.memory_bytes:
+    if limits.build_memory_bytes:
         pages = int(Path("/proc/self/statm").read_text().split()[0])
-        limit_bytes = pages * resource.getpagesize() + settings.memory_bytes
+        limit_bytes = pages * resource.getpagesize() + limits.build_memory_bytes
         resource.setrlimit(resource.RLIMIT_AS, (limit_bytes, limit_bytes))
 
 
