@@ -1,4 +1,6 @@
-"""Roles of clients: five sets of rights. ``frontend/verbs.py`` says which role a verb needs.
+"""Callers and their roles: five sets of rights. ``frontend/verbs.py`` says which role a verb needs,
+``frontend/permissions.py`` which files and code a caller may name. A key, a token or the owner's
+socket only proves who calls.
 
 Every client has ``infer``, unless its address gives no role (``[server] tcp_roles``). The address
 and the client's key (``pipeswitch keys``) may add roles. The owner's socket has all roles
@@ -8,9 +10,9 @@ and the client's key (``pipeswitch keys``) may add roles. The owner's socket has
 from __future__ import annotations
 
 import enum
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Final
+from typing import Any, Final
 
 from .errors import InvalidInput, PermissionDenied
 
@@ -51,11 +53,17 @@ class Principal:
 
     @property
     def is_owner(self) -> bool:
-        return not self.tenant
+        return not self.tenant and not self.has_token
 
     @property
     def may_operate(self) -> bool:
         return Role.OPERATE in self.roles
+
+    def visible(self, row: Mapping[str, Any]) -> dict[str, Any]:
+        """Return a model's row without the facts for operators and, over TCP, for its owner."""
+        is_own = row.get("tenant") == self.tenant and Role.REGISTER in self.roles
+        is_whole = self.may_operate or (is_own and not self.has_token)
+        return {key: value for key, value in row.items() if is_whole or key in MODEL_FACTS}
 
     def require(self, role: Role, what: str) -> None:
         """Raise PermissionDenied if this client lacks a role that ``what`` requires."""

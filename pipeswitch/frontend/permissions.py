@@ -13,6 +13,7 @@ from itertools import chain, islice
 from typing import Any, Final
 
 from ..base.errors import InvalidInput, PermissionDenied
+from ..base.roles import Principal
 from ..job import FIXED_VARIABLES
 from ..wire.frames import UPLOAD_LOST
 
@@ -42,13 +43,7 @@ class CheckedSource:
 
 
 def check_source(
-    source: str,
-    weights: str,
-    example: str = "",
-    *,
-    is_owner: bool,
-    allow_code: Sequence[str],
-    uploads_dir: str,
+    source: str, weights: str, example: str, caller: Principal, rules: Rules
 ) -> CheckedSource:
     """Check that this client may register this source, and resolve its files.
 
@@ -65,17 +60,19 @@ def check_source(
     if not source:
         pass  # a new version of a registered model
     elif source.startswith("put:"):
-        source = _uploaded(source, uploads_dir, "bundle")
+        source = _uploaded(source, rules.uploads_dir, "bundle")
     elif source.startswith(("torchvision:", "hf:")):
-        if source.startswith("hf:") and not is_owner and not _HUB_NAME.fullmatch(source):
+        if source.startswith("hf:") and not caller.is_owner and not _HUB_NAME.fullmatch(source):
             raise _owners_only(source)
-        owner_files = _files_of(source.removeprefix("hf:").partition("#")[0]) if is_owner else []
+        owner_files = (
+            _files_of(source.removeprefix("hf:").partition("#")[0]) if caller.is_owner else []
+        )
     elif _MODULE.fullmatch(source):
         is_code, module = True, source.partition(":")[0]
-        _require_code_right(source, module, is_owner=is_owner, allow_code=allow_code)
+        _require_code_right(source, module, caller, rules)
         owner_files = _code_of(module)
     else:
-        source = _owners_file(source, is_owner)
+        source = _owners_file(source, caller)
         owner_files.append(source)
         if not source.endswith(".bundle"):
             raise InvalidInput(
@@ -83,17 +80,17 @@ def check_source(
                 hint="the client converts .pt2: pipeswitch register NAME FILE.pt2",
             )
     if weights.startswith("put:"):
-        weights = _uploaded(weights, uploads_dir, "safetensors")
+        weights = _uploaded(weights, rules.uploads_dir, "safetensors")
     elif weights and weights != "pretrained" and not re.fullmatch(r"random:[0-9]{1,18}", weights):
         if not weights.endswith(".safetensors"):
             raise InvalidInput(
                 f"weights {weights!r} are not FILE.safetensors, pretrained or random:SEED",
                 hint="a state dict's .pt file: the SDK and the command line convert it",
             )
-        weights = _owners_file(weights, is_owner)
+        weights = _owners_file(weights, caller)
         owner_files.append(weights)
     if example:
-        example = _uploaded(example, uploads_dir, "safetensors")
+        example = _uploaded(example, rules.uploads_dir, "safetensors")
     return CheckedSource(
         source=source,
         weights=weights,
@@ -145,8 +142,8 @@ def _uploaded(reference: str, uploads_dir: str, kind: str) -> str:
     return path
 
 
-def _owners_file(path: str, is_owner: bool) -> str:
-    if not is_owner:
+def _owners_file(path: str, caller: Principal) -> str:
+    if not caller.is_owner:
         raise _owners_only(path)
     real = os.path.realpath(path)
     if not os.path.isabs(path) or not os.path.isfile(real):
@@ -164,16 +161,14 @@ def _owners_only(path: str) -> PermissionDenied:
     )
 
 
-def _require_code_right(
-    shown: str, runs: str, *, is_owner: bool, allow_code: Sequence[str]
-) -> None:
-    """Require that code comes through the owner's listener or matches ``allow_code``.
+def _require_code_right(shown: str, runs: str, caller: Principal, rules: Rules) -> None:
+    """Require that code comes from the owner's socket, or matches ``allow_code``.
 
     Args:
         shown: the name as the caller wrote it, for the error.
         runs: the module's name, or the script's whole real path.
     """
-    if is_owner or any(_matches(runs, pattern) for pattern in allow_code):
+    if caller.is_owner or any(_matches(runs, pattern) for pattern in rules.allow_code):
         return
     raise PermissionDenied(
         f"{shown!r} is code, which is not accepted at this address",
@@ -188,12 +183,7 @@ STAGE_HINTS: Final = {
 
 
 def check_function(
-    what: str,
-    function: str,
-    declared: Mapping[str, Any],
-    *,
-    is_owner: bool,
-    allow_code: Sequence[str],
+    what: str, function: str, declared: Mapping[str, Any], caller: Principal, rules: Rules
 ) -> None:
     """Check a pre- or postprocessing function and its declared values: both, or neither.
 
@@ -215,7 +205,7 @@ def check_function(
     if any(dtype == "bfloat16" for _, dtype in declared.values()):
         raise InvalidInput(f"{option}: numpy arrays cannot be bfloat16", hint=hint)
     module = function.partition(":")[0]
-    _require_code_right(function, module, is_owner=is_owner, allow_code=allow_code)
+    _require_code_right(function, module, caller, rules)
 
 
 def _matches(runs: str, pattern: str) -> bool:
@@ -227,10 +217,10 @@ def _matches(runs: str, pattern: str) -> bool:
 
 
 def check_place(
-    folder: str, env: tuple[str, ...], *, is_owner: bool
+    folder: str, env: tuple[str, ...], caller: Principal
 ) -> tuple[str, tuple[str, ...]]:
     """Return a script's folder and variables, which decide what code it runs: the owner's alone."""
-    if (folder or env) and not is_owner:
+    if (folder or env) and not caller.is_owner:
         raise PermissionDenied("only the server's owner chooses a job's folder and variables")
     if folder and not (os.path.isabs(folder) and os.path.isdir(folder)):
         raise InvalidInput(f"no folder {folder!r} on the server's machine", hint="folder=PATH")
@@ -246,14 +236,14 @@ def check_place(
     return folder, env
 
 
-def check_entry(entry: str, *, is_owner: bool, allow_code: Sequence[str]) -> str:
+def check_entry(entry: str, caller: Principal, rules: Rules) -> str:
     """Return a training script's real path, or a permitted ``package.module:function``."""
     if _MODULE.fullmatch(entry):
         module = entry.partition(":")[0]
-        _require_code_right(entry, module, is_owner=is_owner, allow_code=allow_code)
+        _require_code_right(entry, module, caller, rules)
         return entry
     real = os.path.realpath(entry)
-    _require_code_right(real, real, is_owner=is_owner, allow_code=allow_code)
+    _require_code_right(real, real, caller, rules)
     if not os.path.isabs(entry) or not os.path.isfile(real) or not real.endswith(".py"):
         raise InvalidInput(
             f"no script {entry!r} on the server's machine",

@@ -9,8 +9,8 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import os
-from collections.abc import Callable, Sequence
-from typing import Any, Final
+from collections.abc import Sequence
+from typing import Final
 
 import msgspec
 
@@ -81,26 +81,18 @@ def _is_extent(extent: int | tuple[int, int]) -> bool:
     return 0 < low <= high < 1 << 32
 
 
-def check_origin(
-    request: RegisterRequest, require: Callable[[Role, str], None], rules: Rules, *, is_owner: bool
-) -> CheckedSource:
-    """Check that this client may use these files and functions, and has the roles for them.
-    ``require(role, purpose)`` raises PermissionDenied if the client lacks the role."""
+def check_origin(request: RegisterRequest, caller: Principal, rules: Rules) -> CheckedSource:
+    """Check that this client may use these files and functions, and has the roles for them."""
     if not (request.source or request.as_version):
         raise InvalidInput("a registration needs a source", hint="pipeswitch register NAME SOURCE")
-    code: Any = {"is_owner": is_owner, "allow_code": rules.allow_code}
-    source = check_source(
-        request.source, request.weights, request.example, uploads_dir=rules.uploads_dir, **code
-    )
-    check_function("preprocess", request.preprocess, request.raw, **code)
-    check_function("postprocess", request.postprocess, request.returns, **code)
-    require_roles(request, require, is_code=source.is_code)
+    source = check_source(request.source, request.weights, request.example, caller, rules)
+    check_function("preprocess", request.preprocess, request.raw, caller, rules)
+    check_function("postprocess", request.postprocess, request.returns, caller, rules)
+    require_roles(request, caller, is_code=source.is_code)
     return source
 
 
-def require_roles(
-    request: RegisterRequest, require: Callable[[Role, str], None], *, is_code: bool = False
-) -> None:
+def require_roles(request: RegisterRequest, caller: Principal, *, is_code: bool = False) -> None:
     """Require a role for each option that needs more than the role ``register``."""
     for is_asked, role, purpose in (
         (is_code, Role.CODE, "a factory"),
@@ -110,7 +102,7 @@ def require_roles(
         (request.pin, Role.OPERATE, "to pin a model"),
     ):
         if is_asked:
-            require(role, purpose)
+            caller.require(role, purpose)
 
 
 def registration(
@@ -123,7 +115,7 @@ def registration(
     """Return the event of a registration, or raise the error of the first check that fails."""
     check_name(model, "model")
     check(request)
-    source = check_origin(request, principal.require, rules, is_owner=principal.is_owner)
+    source = check_origin(request, principal, rules)
     if request.as_version:
         own = BuildSpec(
             name=model,

@@ -112,12 +112,10 @@ def _chain(q: Question) -> Event:
 
 def _train(q: Question) -> Event:
     job = JobName(validation.check_name(q.body.text("name"), "job"))
-    entry = permissions.check_entry(
-        q.body.text("entry"), is_owner=q.principal.is_owner, allow_code=q.rules.allow_code
-    )
+    entry = permissions.check_entry(q.body.text("entry"), q.principal, q.rules)
     share = q.body.text("share", "")
     folder, env = permissions.check_place(
-        q.body.text("folder", ""), q.body.texts("env"), is_owner=q.principal.is_owner
+        q.body.text("folder", ""), q.body.texts("env"), q.principal
     )
     return ev.TrainRequest(
         token=q.token,
@@ -302,3 +300,9 @@ VERBS: Final[Mapping[str, Verb]] = {
     "train": Verb(Role.CODE, _train),
     "nodes": Verb(Role.CODE),  # the reply has secret keys with all roles
 }
+
+
+def require(caller: Principal, verb: str) -> None:
+    """Raise PermissionDenied if the caller lacks the role that a verb needs."""
+    if (role := VERBS[verb].role) not in caller.roles:
+        raise caller.refusal(role, verb)

@@ -175,7 +175,7 @@ class _Gate:
         self.statuses.append(answer.status)
         if answer.status >= 400:
             body = json.loads(b"".join(answer.parts))
-            if head.path.startswith("/v1"):
+            if f"{head.path}/".startswith("/v1/"):
                 body = body["error"] if set(body) == {"error"} else {}
                 keys = {"message", "type", "param", "code"}
             else:

@@ -14,7 +14,7 @@ from pipeswitch.base.errors import (
     PipeSwitchError,
 )
 from pipeswitch.base.roles import ALL_ROLES, ANYONE, DEFAULT_ROLES, Principal, Role
-from pipeswitch.frontend.verbs import VERBS
+from pipeswitch.frontend.verbs import VERBS, require
 from pipeswitch.gateway.http.http_errors import (
     Unauthenticated,
     WrongHost,
@@ -22,7 +22,7 @@ from pipeswitch.gateway.http.http_errors import (
     body_of,
     status_of,
 )
-from pipeswitch.gateway.serving.auth import Authenticator, redact, require
+from pipeswitch.gateway.serving.auth import Authenticator
 from pipeswitch.wire.tokens import read_tokens
 
 TOKEN = "0123456789abcdef"
@@ -88,8 +88,8 @@ def test_another_host_is_refused(host: str) -> None:
 
 def test_a_row_is_cut_to_what_infer_is_told() -> None:
     row = {"name": "m", "state": "ready", "source": "/home/me/m.bundle", "tenant": "alice"}
-    assert redact(row, Principal(tenant=ANYONE)) == {"name": "m", "state": "ready"}
-    assert redact(row, Principal(tenant="ops", roles=ALL_ROLES)) == row
+    assert Principal(tenant=ANYONE).visible(row) == {"name": "m", "state": "ready"}
+    assert Principal(tenant="ops", roles=ALL_ROLES).visible(row) == row
 
 
 def written(folder: Path, text: str, mode: int = 0o600) -> Path:

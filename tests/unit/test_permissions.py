@@ -7,10 +7,12 @@ from pathlib import Path
 import pytest
 
 from pipeswitch.base.errors import InvalidInput, PermissionDenied
-from pipeswitch.base.roles import OWNER
+from pipeswitch.base.roles import ANYONE, OWNER, Principal
 from pipeswitch.frontend.intake import validation
 from pipeswitch.frontend.intake.validation import Body
-from pipeswitch.frontend.permissions import check_entry, check_place, check_source
+from pipeswitch.frontend.permissions import Rules, check_entry, check_place, check_source
+
+STRANGER = Principal(tenant=ANYONE)
 
 
 def script(folder: Path, name: str) -> str:
@@ -20,7 +22,7 @@ def script(folder: Path, name: str) -> str:
 
 
 def entry(text: str, *allow_code: str) -> str:
-    return check_entry(text, is_owner=False, allow_code=allow_code)
+    return check_entry(text, STRANGER, Rules(allow_code=allow_code))
 
 
 def test_an_allowed_script_admits_no_file_whose_name_goes_on_after_a_colon(tmp_path: Path) -> None:
@@ -59,12 +61,12 @@ def test_a_link_counts_as_what_it_leads_to(tmp_path: Path) -> None:
 def test_a_file_that_a_worker_would_import_is_no_script(tmp_path: Path) -> None:
     other = script(tmp_path, "train.sh")
     with pytest.raises(InvalidInput):
-        check_entry(other, is_owner=True, allow_code=())
+        check_entry(other, OWNER, Rules())
 
 
 def test_a_factory_is_matched_by_its_module_alone() -> None:
     def source(text: str, *allow_code: str) -> None:
-        check_source(text, "", is_owner=False, allow_code=allow_code, uploads_dir="")
+        check_source(text, "", "", STRANGER, Rules(allow_code=allow_code))
 
     source("pkg.models:make", "pkg.models")
     with pytest.raises(PermissionDenied):
@@ -84,17 +86,17 @@ def test_only_the_owner_names_the_address_that_a_request_comes_from() -> None:
 
 def test_the_owner_alone_chooses_a_jobs_folder_and_variables(tmp_path: Path) -> None:
     place = str(tmp_path), ("A=1=2", "B=")
-    assert check_place(*place, is_owner=True) == place
-    assert check_place("", (), is_owner=False) == ("", ())
+    assert check_place(*place, OWNER) == place
+    assert check_place("", (), STRANGER) == ("", ())
     for folder, env in ((*place[:1], ()), ("", ("A=1",))):
         with pytest.raises(PermissionDenied, match="owner"):
-            check_place(folder, env, is_owner=False)
+            check_place(folder, env, STRANGER)
     for folder, *env in ((str(tmp_path / "none"),), (".",), ("", "A"), ("", "=1"), ("", "A=\0")):
         with pytest.raises(InvalidInput):
-            check_place(folder, tuple(env), is_owner=True)
+            check_place(folder, tuple(env), OWNER)
     for name in ("LD_PRELOAD", "PYTHONPATH", "PIPESWITCH_HOST"):
         with pytest.raises(InvalidInput, match="when the server starts"):
-            check_place("", (f"{name}=1",), is_owner=True)
+            check_place("", (f"{name}=1",), OWNER)
     body = Body("train", {"env": ["A=" + "x" * 1000] * 100})
     with pytest.raises(InvalidInput, match="at most"):
         body.texts("env")

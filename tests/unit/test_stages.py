@@ -10,7 +10,8 @@ import msgspec
 import pytest
 
 from pipeswitch.base import errors
-from pipeswitch.frontend.permissions import check_function
+from pipeswitch.base.roles import ANYONE, OWNER, Principal
+from pipeswitch.frontend.permissions import Rules, check_function
 from pipeswitch.ipc.messages.base import SlabTensor
 from pipeswitch.ipc.messages.processor import RunStage, StageDone, StageFailed, StageReady
 from pipeswitch.programs.interface.dims import Dim
@@ -243,12 +244,11 @@ def test_a_range_is_a_dimension_that_a_request_chooses() -> None:
 def test_what_a_registration_may_not_name(
     function: str, raw: Any, error: type[Exception], words: str
 ) -> None:
+    anyone, rules = Principal(tenant=ANYONE), Rules(allow_code=("pkg",))
     with pytest.raises(error, match=words):
-        check_function("preprocess", function, raw, is_owner=False, allow_code=("pkg",))
-    check_function(
-        "postprocess", "pkg:fn", {"x": [[1], "uint8"]}, is_owner=False, allow_code=("pkg",)
-    )
-    check_function("preprocess", "other:fn", {"x": [[1], "uint8"]}, is_owner=True, allow_code=())
+        check_function("preprocess", function, raw, anyone, rules)
+    check_function("postprocess", "pkg:fn", {"x": [[1], "uint8"]}, anyone, rules)
+    check_function("preprocess", "other:fn", {"x": [[1], "uint8"]}, OWNER, Rules())
 
 
 def test_a_deadline_that_passes_as_something_else_happens_is_not_forgotten() -> None:

@@ -27,7 +27,6 @@ from ...frontend.verbs import VERBS, Http
 from ...gateway.doors import DoorContext
 from ...gateway.http.http_server import EVENT_STREAM, Response, json_answer
 from ...gateway.routes import Door, Request, Route
-from ...gateway.serving.auth import redact
 from ...gateway.serving.upstream import Upstream
 from .event_stream import EventLog
 from .openapi import document
@@ -241,12 +240,12 @@ class Api:
 
     async def _models(self, request: RouteRequest) -> Response:
         rows = (await self._upstream.ask("models"))["models"]
-        return _json({"models": [redact(row, request.caller) for row in rows]})
+        return _json({"models": [request.caller.visible(row) for row in rows]})
 
     async def _model(self, request: RouteRequest) -> Response:
         version = int(request.number("version", 0, MAX_VERSION))
         return _json(
-            redact(await self._upstream.show(request.names["model"], version), request.caller)
+            request.caller.visible(await self._upstream.show(request.names["model"], version))
         )
 
     async def _register(self, request: RouteRequest) -> Response:
@@ -260,12 +259,12 @@ class Api:
             registration = _registration(
                 lambda: msgspec.convert(fields, RegisterRequest, strict=False)
             )
-            require_roles(registration, caller.require)
+            require_roles(registration, caller)
             source = await self._upstream.upload(request.body, "bundle", caller.tenant)
             registration = msgspec.structs.replace(registration, source=source)
         else:
             registration = _registration(lambda: decode_json(request.body, RegisterRequest))
-            check_origin(registration, caller.require, self._rules, is_owner=False)
+            check_origin(registration, caller, self._rules)
         # The model belongs to the caller, not to the server's owner.
         body = registration.body() | {"tenant": caller.tenant}
         return _json(await self._upstream.ask("register", request.names["model"], body=body))

@@ -10,7 +10,7 @@ import msgspec
 from ...base.bytes_tensors import BYTES
 from ...base.codec import UNREADABLE
 from ...base.errors import PipeSwitchError, RemoteProtocolError, to_wire
-from ...base.roles import MODEL_FACTS, Principal, Role
+from ...base.roles import Principal
 from ...base.units import printed
 from ...ipc.messages.base import SlabTensor
 from ...programs.interface.layout import ITEM_BYTES
@@ -104,16 +104,11 @@ def redact(
         case "stats":
             return dict(counts)
         case "models":
-            return {"models": [_redact_row(row, principal) for row in body["models"]]}
+            return {"models": [principal.visible(row) for row in body["models"]]}
         case "show":
-            return {"model": _redact_row(body["model"], principal)}
+            return {"model": principal.visible(body["model"])}
         case _:
             return body
-
-
-def _redact_row(row: Mapping[str, Any], principal: Principal) -> dict[str, Any]:
-    is_own = row.get("tenant") == principal.tenant and Role.REGISTER in principal.roles
-    return {key: value for key, value in row.items() if is_own or key in MODEL_FACTS}
 
 
 class _Envelope(msgspec.Struct):

@@ -10,10 +10,9 @@ import hashlib
 import hmac
 import re
 from collections.abc import Iterable, Mapping
-from typing import Any, ClassVar, Final
+from typing import ClassVar, Final
 
-from ...base.roles import ANYONE, MODEL_FACTS, OWNER, Principal, Role
-from ...frontend.verbs import VERBS
+from ...base.roles import ANYONE, OWNER, Principal, Role
 from ..http.http_errors import Unauthenticated, WrongHost
 
 SCHEME: Final = "bearer "
@@ -99,19 +98,6 @@ class Authenticator:
                 f"the name of this server is not {host[:80]!r}",
                 hint=f"use {', '.join(sorted(self._hosts))}",
             )
-
-
-def require(principal: Principal, verb: str) -> None:
-    """Raise PermissionDenied if the caller lacks the role that a verb of the wire needs."""
-    if (role := VERBS[verb].role) not in principal.roles:
-        raise principal.refusal(role, verb)
-
-
-def redact(row: Mapping[str, Any], principal: Principal) -> dict[str, Any]:
-    """Return a model's row, without the fields that only operators may read."""
-    if principal.may_operate:
-        return dict(row)
-    return {key: value for key, value in row.items() if key in MODEL_FACTS}
 
 
 def _digest(token: str) -> bytes:

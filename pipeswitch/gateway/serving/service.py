@@ -27,12 +27,12 @@ from ...base.errors import (
 from ...base.roles import URGENT_PRIORITY, Principal, Role
 from ...base.version import own_version
 from ...client.generation import GenerateRequest
+from ...frontend.verbs import require
 from ...programs.decoding.model_config import LanguageModelConfig
 from ...wire.frames import TRACEPARENT
 from ...wire.tracing import Traced
 from ..http.http_errors import NotFound
 from . import oip
-from .auth import redact, require
 from .metrics import Metrics
 from .model_stats import PHASES, ModelStats
 from .oip import InferRequest, Output, RegionPlace
@@ -358,7 +358,7 @@ class Service:
     async def _row(self, caller: Principal, model: str, version: str) -> dict[str, Any]:
         require(caller, "show")
         try:
-            return redact(await self._upstream.show(model, number_of(model, version)), caller)
+            return caller.visible(await self._upstream.show(model, number_of(model, version)))
         except InvalidInput as error:
             if "version" not in error.data:
                 raise
@@ -366,7 +366,7 @@ class Service:
 
     async def rows(self, caller: Principal) -> list[dict[str, Any]]:
         require(caller, "models")
-        return [redact(row, caller) for row in (await self._upstream.ask("models"))["models"]]
+        return [caller.visible(row) for row in (await self._upstream.ask("models"))["models"]]
 
 
 def _named(rows: Sequence[Mapping[str, Any]]) -> list[tuple[str, int]]:
