@@ -7,11 +7,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
-import msgspec
-
-from ..base.codec import UNREADABLE
 from ..base.config import Config
 from ..base.errors import Cancelled, InvalidInput, PipeSwitchError, ServerUnavailable
+from ..base.extras import REPLIES
 from ..programs.graphs.bundle import read_bundle
 from ..programs.interface.layout import BUNDLE_FILE
 from ..scheduler.state.events import CancelRequest
@@ -57,7 +55,7 @@ class OwnVerbs:
             "put": self._put,
             "sequences": self._ask_sequences,
             "generation": self._ask_generation,
-            "nodes": self._ask_nodes,
+            **dict.fromkeys(REPLIES.names(), self._ask_extra),
         }
 
     def take_back(self, pending: Pending) -> None:
@@ -121,20 +119,10 @@ class OwnVerbs:
 
         self.in_pieces(list_rows())
 
-    def _ask_nodes(self, client: Session, header: RequestHeader, _: Sequence[Any]) -> None:
-        """Reply with the cluster's table, without the keys of gateways."""
-        Body("nodes", header.body).done()
-        if not (path := self._config.gateway.cluster):
-            raise InvalidInput("this server is not part of a cluster", hint="pipeswitch models")
-        try:
-            table = msgspec.json.decode(Path(path).read_bytes(), type=dict[str, Any])
-        except (OSError, *UNREADABLE):
-            raise ServerUnavailable(
-                "this node has no table of the cluster yet", hint="ask again"
-            ) from None
-        for facts in table["nodes"].values():
-            del facts["gateway_keys"]
-        self._outbox.reply(client, header.id, body=table)
+    def _ask_extra(self, client: Session, header: RequestHeader, _: Sequence[Any]) -> None:
+        """Reply to a verb of an extra, whose body is empty."""
+        Body(header.op, header.body).done()
+        self._outbox.reply(client, header.id, body=REPLIES.load(header.op)(self._config))
 
     def _ask_generation(self, client: Session, header: RequestHeader, _: Sequence[Any]) -> None:
         body = Body("generation", header.body)

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Final
 
 from ..base.errors import InvalidInput
+from ..base.extras import REPLIES
 from ..base.model_options import RegisterRequest
 from ..base.roles import Principal, Role
 from ..base.units import escape_control_chars
@@ -298,7 +299,7 @@ VERBS: Final[Mapping[str, Verb]] = {
     "stop": Verb(Role.OPERATE, _stop),
     "caller": Verb(Role.CODE),  # only at the owner's socket
     "train": Verb(Role.CODE, _train),
-    "nodes": Verb(Role.CODE),  # the reply has secret keys with all roles
+    **{name: Verb(Role.CODE) for name in REPLIES.names()},
 }
 
 

@@ -1,4 +1,6 @@
-"""Lease of a node's server: its jobs stop before placement may start them on another node.
+"""Parts of a cluster in a node's server: the lease of its jobs, and the table of nodes.
+
+If the lease ends, jobs stop before placement may start them on another node.
 
 The node's actor writes the end of the lease to the server's standard input, and renews it while
 placement queries the node. If the actor's process dies, the server shuts down normally. If the
@@ -14,8 +16,13 @@ import select
 import signal
 import time
 from pathlib import Path
+from typing import Any
 
-from ...base.errors import InvalidInput, ModelNotFound
+import msgspec
+
+from ...base.codec import UNREADABLE
+from ...base.config import Config
+from ...base.errors import InvalidInput, ModelNotFound, ServerUnavailable
 from ...client.client import FINAL_JOB_STATES, Client
 
 
@@ -58,3 +65,17 @@ def pause_jobs(client: Client, jobs: Path, name: str = "") -> None:
     for answer in futures:
         with contextlib.suppress(InvalidInput, ModelNotFound):  # the job has ended meanwhile
             answer.result()
+
+
+def shown_table(config: Config) -> dict[str, Any]:
+    """Return the cluster's table for the verb ``nodes``, without the keys of gateways."""
+    if not (path := config.gateway.cluster):
+        raise InvalidInput("this server is not part of a cluster", hint="pipeswitch models")
+    try:
+        table = msgspec.json.decode(Path(path).read_bytes(), type=dict[str, Any])
+    except (OSError, *UNREADABLE):
+        text = "this node has no table of the cluster yet"
+        raise ServerUnavailable(text, hint="ask again") from None
+    for facts in table["nodes"].values():
+        del facts["gateway_keys"]
+    return table

@@ -146,7 +146,7 @@ def test_a_request_says_who_asks_and_only_the_owner_names_another(guarded: Guard
             client._ask("infer", model="m", body={"tenant": "b"})
     asyncio.run(_ask_as_gateway(guarded.fake.listeners.ipc.address, "alice", ANYONE, ""))
     events = guarded.fake.wait_for(InferArrived, 5)
-    assert [event.caller for event in events] == ["a", "", "alice", ANYONE, ""]
+    assert [event.origin.caller for event in events] == ["a", "", "alice", ANYONE, ""]
 
 
 async def _ask_as_gateway(address: str, *tenants: str) -> None:
