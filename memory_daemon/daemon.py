@@ -41,7 +41,7 @@ class MemoryDaemon:
         self._guard = TransmitGuard(
             arena_bytes=device.arena_bytes, store_bytes=device.store_bytes, fence_count=fence_count
         )
-        self._commits = CommitAreas(device)
+        self._commits = CommitAreas(device, self._send)
         self._images = SliceImages(device)
         self._store_thread, self._to_host_thread, self._disk_thread = self._threads = [
             WorkerThread(name) for name in ("store", "to-host", "disk")

@@ -27,7 +27,7 @@ from pipeswitch.devices.worker_device import WorkerDevice, now_ms
 from pipeswitch.ipc.channel import Channel, channel_from, name_event
 from pipeswitch.ipc.gate import Gate, Where
 from pipeswitch.ipc.messages import worker as worker_msg
-from pipeswitch.ipc.messages.base import Exit, Message, OpId, Ping, Pong, StepCommitted
+from pipeswitch.ipc.messages.base import Exit, Message, OpId, Ping, Pong, SliceRead, StepCommitted
 from pipeswitch.sandbox.confine import confine_worker
 from pipeswitch.sandbox.environment import take_environment
 
@@ -289,7 +289,7 @@ class WorkerProcess:
                 host.wake()
             case worker_msg.LeaseGranted() | worker_msg.LeaseRefused() | worker_msg.HostGranted():
                 host.lease_answered(message, descriptors)
-            case StepCommitted():
+            case SliceRead() | StepCommitted():
                 host.commit_answered(message)
             case worker_msg.HideSlice(swap_id=swap_id):
                 self._gate.request_hide(functools.partial(self._hide, swap_id))

@@ -16,7 +16,7 @@ from typing import Final
 from ..base.errors import InvalidTransition, PipeSwitchError, ServerUnavailable, draining
 from ..ipc.messages import daemon as daemon_msg
 from ..ipc.messages import worker as worker_msg
-from ..ipc.messages.base import Pong
+from ..ipc.messages.base import Pong, SliceRead
 from ..ipc.messages.builder import BuildDone, BuildFailed, BuildProgress
 from .introspection import Introspection
 from .migrations import JobMigrations
@@ -62,6 +62,7 @@ CHANGES: Final[Mapping[type, int]] = {
     worker_msg.InferenceFailed: QUEUE | TURN,
     worker_msg.WorkerClean: TURN,
     daemon_msg.TransmitEnded: 0,
+    SliceRead: 0,
     worker_msg.JobReport: 0,
     worker_msg.CommitStep: 0,
     worker_msg.JobParked: TURN | WORKERS | JOBS,

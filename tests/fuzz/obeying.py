@@ -24,6 +24,7 @@ from pipeswitch.ipc.messages.base import (
     ModelName,
     OpId,
     SlabTensor,
+    SliceRead,
     Slot,
     StepCommitted,
     Turn,
@@ -79,7 +80,7 @@ class _Worker:
                 self.host.lease_answered(message, [os.dup(_area())])
             case worker_msg.LeaseRefused():
                 self.host.lease_answered(message, [])
-            case StepCommitted():
+            case SliceRead() | StepCommitted():
                 self.host.commit_answered(message)
             case worker_msg.RunInference():
                 _request(message)

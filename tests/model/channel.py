@@ -8,7 +8,7 @@ from typing import Any, Final
 
 from msgspec.structs import astuple
 
-from pipeswitch.ipc.messages.base import ByteRange, Message, SlabTensor, StepCommitted
+from pipeswitch.ipc.messages.base import ByteRange, Message, SlabTensor, SliceRead, StepCommitted
 from pipeswitch.ipc.messages.daemon import (
     CommitCopy,
     CommitPersisted,
@@ -101,6 +101,7 @@ _CARRIED: Final = (
     CommitStep,
     CommitCopy,
     Scrub,
+    SliceRead,
     StepCommitted,
     JobEnded,
     TransmitModel,
@@ -123,7 +124,12 @@ _NESTED: Final[dict[str, tuple[type, int]]] = {  # field -> type of elements, ne
     "runs": (Run, 1),
     "batched_outputs": (SlabTensor, 2),
 }
-_OF_COMMITS: Final = (CommitStep, CommitCopy, StepCommitted)  # their ids are compared by size
+_OF_COMMITS: Final = (
+    CommitStep,
+    CommitCopy,
+    SliceRead,
+    StepCommitted,
+)  # their ids are compared by size
 
 
 class _Kind:

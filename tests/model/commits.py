@@ -15,7 +15,7 @@ _SEQUENCE: Final = 2  # index of the sequence number among the header's words
 
 
 class Paused(Exception):
-    """Interruption in the middle of a copy; the copy's second half is a separate move."""
+    """Interruption of a copy, whose rest is a separate move."""
 
 
 class _Memory(CommitArea):
@@ -96,9 +96,10 @@ class Area(SimulatedArea):
         require(commit.step >= promised, f"the commit of step {promised} is lost (I2)")
         return image
 
-    def begin(self, step: int, image: Image) -> None:
+    def read(self, step: int, image: Image, *, is_rest: bool) -> None:
         def fill(slot: memoryview) -> None:
-            slot[0] = image.first
+            part = slice(1, None) if is_rest else slice(1)
+            slot[part] = bytes(image)[part]
             raise Paused
 
         try:
@@ -106,11 +107,8 @@ class Area(SimulatedArea):
         except Paused:
             return
 
-    def flip(self, step: int, image: Image) -> None:
-        def fill(slot: memoryview) -> None:  # ``begin`` has written the first byte
-            slot[1:] = bytes(image[1:])
-
-        self.real.write(step, IMAGE_BYTES, fill)
+    def flip(self, step: int) -> None:
+        self.real.write(step, IMAGE_BYTES, lambda _: None)  # ``read`` has written the image
         require(self.last() is not None, "a commit was flipped and is not there (I2)")
 
     def require_on_disk(self) -> None:

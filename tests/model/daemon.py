@@ -85,7 +85,8 @@ class Daemon(SimulatedDaemon):
         guard.accept(order)
 
     def accepts(self, order: daemon_msg.CommitCopy) -> bool:
-        commits = CommitAreas(SimpleNamespace(arena_bytes=self._world.scope.arena_bytes))
+        device: Any = SimpleNamespace(arena_bytes=self._world.scope.arena_bytes)
+        commits = CommitAreas(device, lambda _: None)
         if order.job in self._areas:
             commits._areas[order.job] = self._world.areas[order.job].real
             commits._newest[order.job] = self._areas[order.job]
@@ -110,7 +111,7 @@ def freeze_daemon(daemon: Daemon | None, e: Add) -> Any:
     last = daemon.last_order
     return (
         daemon.is_ready,
-        daemon.is_half,
+        daemon.parts_done,
         tuple([(job, number) for job, (_, number) in areas]),
         freeze_items([copy.order for copy in daemon.copies], e),
         tuple([(copy.is_cancelled, copy.done) for copy in daemon.copies]),
@@ -123,7 +124,7 @@ def freeze_daemon(daemon: Daemon | None, e: Add) -> Any:
 
 def thaw_daemon(frozen: Any, n: Next, daemon: Daemon) -> None:
     """Set the new object ``daemon`` to a frozen state."""
-    daemon.is_ready, daemon.is_half, areas, orders, progress, thread, ends, out, last = frozen
+    daemon.is_ready, daemon.parts_done, areas, orders, progress, thread, ends, out, last = frozen
     daemon._areas = {job: (n(), number) for job, number in areas}  # type: ignore[misc]
     for order, (is_cancelled, done) in zip(thaw_items(orders, n), progress, strict=True):
         copy = SimulatedTransmission(order, 0.0)

@@ -14,7 +14,7 @@ from unittest.mock import patch
 
 import msgspec
 
-from pipeswitch.ipc.messages.base import JobName
+from pipeswitch.ipc.messages.base import JobName, SliceRead
 from pipeswitch.ipc.messages.daemon import (
     CommitCopy,
     CopySliceIn,
@@ -76,6 +76,16 @@ def _names_the_next_step(handle: Handle, event: ev.Event) -> list[ev.Command]:
         case _:
             pass
     return handle(event)
+
+
+def _reads_at_once(handle: Handle, event: ev.Event) -> list[ev.Command]:
+    """Let the job write its slice as soon as the copy is ordered."""
+    commands = handle(event)
+    for one in list(commands):
+        if isinstance(one, ev.Send) and isinstance(copy := one.message, CommitCopy):
+            read = SliceRead(job=copy.job, op_id=copy.op_id, number=copy.number)
+            commands += handle(ev.Received(one.target, read))
+    return commands
 
 
 def _exchanges_outputs(handle: Handle, event: ev.Event) -> list[ev.Command]:
@@ -171,6 +181,7 @@ MUTANTS = (
         _without(PersistCommit),
     ),
     Mutant("a commit has the number of another step", COMMITTED, _names_the_next_step),
+    Mutant("a slice is written before the commit has read it", COMMITTED, _reads_at_once),
     Mutant("a request is answered twice", PREEMPTED, _answers_twice),
     Mutant(
         "a suspect is taken for dead before it is reaped",

@@ -72,9 +72,9 @@ def _of_daemon(world: World, kind: str, index: int) -> str:
             return f"{who} dies."
         case "daemon_works":
             order = daemon._queues[TO_HOST][0]
-            is_first = isinstance(order, CommitCopy) and not daemon.is_half
-            half = " (its first half)" if is_first else ""
-            return f"{who} works on {_message(order)}{half}."
+            parts = (" (its first half)", " (the rest)", " (makes it current)")
+            part = parts[daemon.parts_done] if isinstance(order, CommitCopy) else ""
+            return f"{who} works on {_message(order)}{part}."
         case "daemon_fails_slice":
             return f"{who} fails at {_message(daemon._queues[TO_HOST][0])}."
         case "daemon_hears_again":

@@ -314,7 +314,7 @@ class World(simulator.World):
 
     def _check(self) -> None:
         self.require_one()
-        halves = [daemon for daemon in self.daemons.values() if daemon and daemon.is_half]
+        halves = [daemon for daemon in self.daemons.values() if daemon and daemon.parts_done]
         for job, area in self.areas.items():
             if halves and job in self.scene.commits:
                 area.last()
@@ -335,7 +335,7 @@ class World(simulator.World):
         daemons = self.daemons
         if daemons[index] and not daemons[index].is_ready:
             self.do_daemon_ready(index)
-        while daemons[index] and (daemons[index].is_half or self._is_scrubbing(daemons[index])):
+        while daemons[index] and (daemons[index].parts_done or self._is_scrubbing(daemons[index])):
             self.do_daemon_works(index)
         while daemons[index] and daemons[index].out.get(OUT):
             self.do_daemon_tells(index)

@@ -103,6 +103,8 @@ class DaemonRig:
 
     def answer(self, kind: type[M]) -> M:
         packet = self.control.receive()
+        if kind is base_msg.StepCommitted and packet and isinstance(packet[0], base_msg.SliceRead):
+            packet = self.control.receive()
         assert packet is not None, "the daemon is gone"
         assert isinstance(packet[0], kind), packet[0]
         return packet[0]
@@ -535,6 +537,17 @@ def test_a_commit_gathers_the_pieces_and_flips(daemon: DaemonRig, area: int) -> 
         assert committed(area) == (step, expected)
 
 
+def test_a_slice_may_be_written_as_soon_as_it_is_read(daemon: DaemonRig, area: int) -> None:
+    daemon.open_commits(area)
+    for step in range(1, 5):
+        put_slice(daemon, step)
+        read = daemon.ask(commit_copy(3, step), base_msg.SliceRead)
+        put_slice(daemon, step + 1)
+        done = daemon.answer(base_msg.StepCommitted)
+        assert (read.number, done.number, done.error) == (step, step, "")
+        assert committed(area) == (step, image_of(step))
+
+
 def test_a_commit_that_is_ordered_again_is_neither_copied_nor_answered(
     daemon: DaemonRig, area: int
 ) -> None:
@@ -595,6 +608,7 @@ def test_exit_finishes_accepted_commits_and_leaves_with_status_0(
     while (packet := daemon.control.receive()) is not None:
         answers.append(packet[0])
     assert {type(answer) for answer in answers} == {
+        base_msg.SliceRead,
         base_msg.StepCommitted,
         daemon_msg.TransmitEnded,
     }

@@ -91,7 +91,7 @@ class FakeHost:
         self.slots[target] = image
         self.newest = target
 
-    def wait_commit(self) -> float:
+    def wait_commit(self, *, only_read: bool = False) -> float:
         self._copy.join()
         self._copy = None
         return 0.0

@@ -444,8 +444,8 @@ class SmallHost(FakeHost):
             raise errors.OutOfDeviceMemory("no room", requested_bytes=slice_bytes)
         return super().lease(slice_bytes, state_bytes, **kept)
 
-    def wait_commit(self) -> float:
-        took_ms = super().wait_commit()
+    def wait_commit(self, *, only_read: bool = False) -> float:
+        took_ms = super().wait_commit(only_read=only_read)
         if self.fails:
             raise errors.ServerUnavailable("the daemon is gone")
         return took_ms

@@ -11,7 +11,7 @@ import pytest
 
 from pipeswitch.base.errors import PipeSwitchError
 from pipeswitch.commits.progress import Life, read_life
-from pipeswitch.ipc.messages.base import JobName, Message, OpId, StepCommitted, Turn
+from pipeswitch.ipc.messages.base import JobName, Message, OpId, SliceRead, StepCommitted, Turn
 from pipeswitch.ipc.messages.worker import CommitStep, JobReport, PublishAnswered, RunJob
 from pipeswitch.workers.training.host import JobHost
 
@@ -90,6 +90,18 @@ def test_an_answer_that_is_told_again_is_none_to_the_next_commit() -> None:
     host.commit_answered(first)
     with pytest.raises(PipeSwitchError, match="commit of step 5 failed: no"):
         host.wait_commit()
+
+
+def test_a_job_waits_for_the_read_of_its_slice_and_only_at_the_end_for_the_commit() -> None:
+    task = Sent()
+    host = host_of(task)
+    for number in (1, 2):
+        host.begin_commit(5, [(0, 8)])
+        commit: Any = task.messages[-1]
+        host.commit_answered(SliceRead(job=JobName("j"), op_id=commit.op_id, number=number))
+        assert host.wait_commit(only_read=True) is None
+        host.commit_answered(answer_to(commit, 3.0))
+        assert host.wait_commit(only_read=True) == host.wait_commit() == 3.0
 
 
 def test_steps_behind_the_last_report_of_a_killed_process_are_counted_by_the_next(

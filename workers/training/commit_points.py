@@ -113,7 +113,6 @@ class Committer:
         Args:
             last: the previous point; its options are used again if they are unchanged.
         """
-        self.finish()  # the commit under way reads the snapshot and gradients that this overwrites
         if last is not None and not self._copies_gradients:
             # A script that zeroes or accumulates in place destroys left-over gradients before a
             # commit in mid-step. Once that was seen, each point copies them.
@@ -222,13 +221,19 @@ class Committer:
         if position.loop == BEGINNING:
             self.older.last = position.order
 
-    def finish(self) -> None:
-        """Wait for the commit under way, if there is one; raise PipeSwitchError if it failed."""
+    def finish(self, *, only_read: bool = False) -> bool:
+        """Wait for the commit under way, or until it has read the slice; return True if none is
+        under way any more. Raise PipeSwitchError if it failed."""
         if self._in_flight is not None:
             point, self._in_flight = self._in_flight, None
             older, self.older = self.older, Older()  # of no commit, if this one failed
-            self.last_duration_ms = self._host.wait_commit()
-            self.committed, self.older = point, older
+            read_ms = self._host.wait_commit(only_read=only_read)
+            self.older = older
+            if read_ms is None:
+                self._in_flight = point
+                return False
+            self.last_duration_ms, self.committed = read_ms, point
+        return True
 
     @property
     def is_in_flight(self) -> bool:

@@ -22,7 +22,7 @@ from pipeswitch.devices.worker_device import HostCopies, WorkerDevice, now_ms
 from pipeswitch.inputs.ring import Ring
 from pipeswitch.ipc.channel import Channel
 from pipeswitch.ipc.messages import worker as worker_msg
-from pipeswitch.ipc.messages.base import ByteRange, ModelName, StepCommitted
+from pipeswitch.ipc.messages.base import ByteRange, ModelName, SliceRead, StepCommitted
 from pipeswitch.ipc.sparse import keep_newest
 
 HISTORY: Final = ".history"
@@ -52,6 +52,7 @@ class JobHost:
         self._lease: (
             worker_msg.LeaseGranted | worker_msg.LeaseRefused | worker_msg.HostGranted | None
         ) = None
+        self._is_read = False  # the last commit has read the slice
         self._committed: StepCommitted | None = None
         self._commit_number = 0  # number of the last commit begun: 1, 2, … in each dispatch
         self._evicting = False
@@ -151,7 +152,7 @@ class JobHost:
         """
         reach("job.commit")
         with self._changed:
-            self._committed = None
+            self._is_read, self._committed = False, None
             self._commit_number += 1
         self._view.synchronize()  # all earlier kernels must run before the daemon reads
         _flush(self._history)  # a commit keeps the rows of its steps, too
@@ -165,16 +166,19 @@ class JobHost:
             )
         )
 
-    def wait_commit(self) -> float:
-        """Wait until the last ``begin_commit`` is acknowledged; return the copy's duration in ms.
+    def wait_commit(self, *, only_read: bool = False) -> float | None:
+        """Wait until the last ``begin_commit`` is acknowledged; return its time to read the slice.
+
+        With ``only_read``, wait only until it has read the slice; return None if it is not over.
 
         Raises:
             PipeSwitchError: the daemon could not copy the state; the previous commit is intact.
         """
         with self._changed:
-            while self._committed is None:
-                self._changed.wait()
+            self._changed.wait_for(lambda: self._committed or (only_read and self._is_read))
             answer = self._committed
+        if answer is None:
+            return None
         if answer.error:
             raise PipeSwitchError(f"commit of step {answer.step} failed: {answer.error}")
         reach("job.committed")
@@ -309,11 +313,14 @@ class JobHost:
             self._lease = message
             self._changed.notify_all()
 
-    def commit_answered(self, message: StepCommitted) -> None:
+    def commit_answered(self, message: SliceRead | StepCommitted) -> None:
         with self._changed:
             if message.number != self._commit_number:
                 return  # an earlier answer, sent again; the awaited commit is still being copied
-            self._committed = message
+            if isinstance(message, SliceRead):
+                self._is_read = True
+            else:
+                self._committed = message
             self._changed.notify_all()
 
     def publish_answered(

@@ -217,7 +217,7 @@ class Phase:
 
     def capture(self, **more: Any) -> None:
         """Capture the current state as the new ``point``; ``more`` are values for its commit."""
-        self.finish_commit()
+        self.finish_commit(only_read=True)
         entry = {
             **self.place.entry,
             **more,
@@ -342,17 +342,20 @@ class Phase:
                 else:
                     self._commit_failed(error)
 
-    def finish_commit(self) -> None:
-        """Wait for the commit under way, if any, and report it."""
+    def finish_commit(self, *, only_read: bool = False) -> bool:
+        """Wait for the commit under way, or until it has read the slice. Report one that is over;
+        return True if none is under way any more."""
         if self.committer.is_in_flight:
             try:
-                self.committer.finish()
+                if not self.committer.finish(only_read=only_read):
+                    return False
             except Exception as error:
                 self._commit_failed(error)
-                return
-            took_ms = self.committer.last_duration_ms
-            self._timing.committed(took_ms)
-            self._host.report("committed", step=self.committed_step, duration_ms=took_ms)
+                return True
+            read_ms = self.committer.last_duration_ms
+            self._timing.committed(read_ms)
+            self._host.report("committed", step=self.committed_step, duration_ms=read_ms)
+        return True
 
     def _commit_failed(self, error: Exception) -> None:
         """Report a failed commit: the previous one stays valid, and training continues."""
@@ -421,12 +424,12 @@ class OptimizerSteps:
         return (args[0], wrapped, *args[2:]), keywords
 
     def _before(self) -> None:
-        """Check the gate one last time; wait for the commit under way, which reads parameters."""
+        """Check the gate one last time; wait until no commit reads the parameters."""
         if self._depth == 0:
             self._gate.check("backward")
             if not self._phase.has_stepped:
                 self._phase.watch_writes()
-            self._phase.finish_commit()
+            self._phase.finish_commit(only_read=True)
             self._gate.in_optimizer_step = True
         self._depth += 1
 
@@ -434,7 +437,7 @@ class OptimizerSteps:
         """Wrap ``closure``. While parameters are unchanged, its first run may be preempted like a
         body, because Lightning runs forward and backward in it."""
         self._gate.check("boundary")
-        self._phase.finish_commit()
+        self._phase.finish_commit(only_read=True)
         self._gate.in_optimizer_step = True
         self._depth += 1
         is_first = self._depth == 1

@@ -443,12 +443,13 @@ class TrainingSession:
         if phase.is_at_point(is_counted=isinstance(self._loader, Source)):
             phase.capture()
             is_due = self._timing.is_due and not self._host.is_publishing
+            is_due = is_due and phase.finish_commit(only_read=True)
             if (is_due or self._publish_due) and self.place.may_commit:
                 self._changes.look(sys._getframe(1), phase, self._loader)
                 phase.begin_commit(is_needed=self._publish_due)
                 self._publish_due = False
                 if not self._watch.may_overlap:
-                    phase.finish_commit()
+                    phase.finish_commit(only_read=True)
         self._gate.check("boundary")
 
     def _end_loop(self) -> None:

@@ -73,24 +73,24 @@ class Held(NamedTuple):
 
 
 class SimulatedArea:
-    """A job's commit area: the newest image, and half of the next one (ADR 8)."""
+    """A job's commit area: the newest image, and the next one (ADR 8)."""
 
     def __init__(self) -> None:
         self.step = -1  # step of the newest commit; -1: none
         self._newest: Image | None = None
-        self._half = 0
+        self._next = ZEROS
 
     def last(self) -> Image | None:
         """Return the image from which a script resumes; None if there is no commit."""
         return self._newest
 
-    def begin(self, step: int, image: Image) -> None:
-        """Record that the first half is copied; the newest image stays until ``flip``."""
-        self._half = image.first
+    def read(self, step: int, image: Image, *, is_rest: bool) -> None:
+        """Copy the first half, or the rest; the newest image stays until ``flip``."""
+        self._next = image._replace(first=self._next.first) if is_rest else image
 
-    def flip(self, step: int, image: Image) -> None:
-        """Record that the rest is copied: this image is now the newest."""
-        self.step, self._newest = step, image._replace(first=self._half)
+    def flip(self, step: int) -> None:
+        """Make the copied image the newest."""
+        self.step, self._newest = step, self._next
 
 
 class SimulatedDevice:

@@ -6,7 +6,7 @@ from collections import deque
 from functools import partial
 
 from ...ipc.messages import daemon as daemon_msg
-from ...ipc.messages.base import JobName, Message, OpId, Ping, Pong, StepCommitted
+from ...ipc.messages.base import JobName, Message, OpId, Ping, Pong, SliceRead, StepCommitted
 from .clock import Move
 from .device import ZEROS, ByteSpan, User, Violation, region_of, require
 from .process import SimulatedProcess
@@ -34,7 +34,7 @@ class SimulatedDaemon(SimulatedProcess):
     def __init__(self, *of_process: object) -> None:
         super().__init__("daemon", *of_process)  # type: ignore[arg-type]
         self.copies: deque[SimulatedTransmission] = deque()
-        self.is_half = False  # the first half of the current commit, or copy in, is copied
+        self.parts_done = 0  # of the current commit (half, rest, flip) or copy in (half, rest)
         self.cancelled: frozenset[OpId] = frozenset()  # copies in that end early
         self._queues: dict[str, deque[Message]] = {}
         self._areas: dict[JobName, tuple[OpId, int]] = {}  # operation id and number of last commit
@@ -186,13 +186,13 @@ class SimulatedDaemon(SimulatedProcess):
             case daemon_msg.StoreModel(size_bytes=size):
                 return costs.to_store.copy_ms(size)
             case daemon_msg.CopySliceIn(size_bytes=size):
-                is_short = self.is_half or self._is_cancelled(message)
+                is_short = bool(self.parts_done) or self._is_cancelled(message)
                 return 0.0 if is_short else costs.to_device.copy_ms(size)
             case daemon_msg.Scrub(size_bytes=size) | daemon_msg.CopySliceOut(size_bytes=size):
                 return costs.to_host.copy_ms(size)
             case daemon_msg.CommitCopy(ranges=ranges):
                 size = sum(piece.size_bytes for piece in ranges)
-                return 0.0 if self.is_half else costs.to_host.copy_ms(size)
+                return 0.0 if self.parts_done else costs.to_host.copy_ms(size)
             case daemon_msg.PersistCommit(job=job):
                 return costs.to_disk.copy_ms(self.scene.scripts[job].state_bytes)
             case _:
@@ -200,11 +200,8 @@ class SimulatedDaemon(SimulatedProcess):
 
     def _work(self, queue: deque[Message]) -> None:
         scene, message = self.scene, queue[0]
-        if isinstance(message, daemon_msg.CommitCopy) and not self.is_half:
-            self.is_half = True
-            if message.job in scene.commits:
-                image = scene.device.slice_at(slice_of(message))
-                scene.commits[message.job].begin(message.step, image)
+        if isinstance(message, daemon_msg.CommitCopy) and self.parts_done < 2:
+            self._read_slice(message)
             return
         if isinstance(message, daemon_msg.CopySliceIn) and self._begins_copy(message):
             return
@@ -226,9 +223,9 @@ class SimulatedDaemon(SimulatedProcess):
                 scene.device.zero(slice_of(message))
                 self.say("out", daemon_msg.Scrubbed(op_id=op_id))
             case daemon_msg.CommitCopy(job=job, op_id=op_id, number=number, step=step):
-                self.is_half = False
+                self.parts_done = 0
                 if job in scene.commits:  # else the job has ended
-                    scene.commits[job].flip(step, scene.device.slice_at(slice_of(message)))
+                    scene.commits[job].flip(step)
                 self.say(
                     "out",
                     StepCommitted(
@@ -248,6 +245,15 @@ class SimulatedDaemon(SimulatedProcess):
             case _:
                 raise Violation(f"no lane takes {message}")
 
+    def _read_slice(self, order: daemon_msg.CommitCopy) -> None:
+        """Copy half of the slice, or the rest: then the script may write it again."""
+        self.parts_done += 1
+        if order.job in self.scene.commits:
+            image = self.scene.device.slice_at(slice_of(order))
+            self.scene.commits[order.job].read(order.step, image, is_rest=self.parts_done == 2)
+        if self.parts_done == 2:
+            self.say("out", SliceRead(job=order.job, op_id=order.op_id, number=order.number))
+
     # -- swaps ---------------------------------------------------------------------------------
 
     def _is_cancelled(self, order: Message) -> bool:
@@ -255,16 +261,16 @@ class SimulatedDaemon(SimulatedProcess):
 
     def _begins_copy(self, order: daemon_msg.CopySliceIn) -> bool:
         """Copy the first half of an image. Return False if that is done, or not wanted."""
-        if self.is_half or self._is_cancelled(order):
+        if self.parts_done or self._is_cancelled(order):
             return False
-        self.is_half = True
+        self.parts_done = 1
         image = self.scene.images.get(order.job, ZEROS)
         self.scene.device.write_slice(slice_of(order), ZEROS._replace(first=image.first))
         return True
 
     def _end_slice(self, order: daemon_msg.CopySliceOut | daemon_msg.CopySliceIn) -> None:
         scene, span, is_known = self.scene, slice_of(order), order.job in self.scene.images
-        self.is_half = False
+        self.parts_done = 0
         error = "no memory" if scene.choices.happens("slice_error", order.job) else ""
         if self._is_cancelled(order):
             error, self.cancelled = "cancelled", self.cancelled - {order.op_id}

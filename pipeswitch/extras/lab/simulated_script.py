@@ -13,7 +13,7 @@ from typing import Any, Final, Literal
 from ...base.errors import TaskPreempted
 from ...ipc.gate import Gate, GateState, Where
 from ...ipc.messages import worker as worker_msg
-from ...ipc.messages.base import Message, OpId, StepCommitted, Turn
+from ...ipc.messages.base import Message, OpId, SliceRead, StepCommitted, Turn
 from .clock import Move
 from .device import ZEROS, ByteSpan, Image, Violation, after_step, image_of, require
 from .process import Scene
@@ -76,6 +76,7 @@ class SimulatedScript:
         self.committed = -1  # last committed step
         self.in_flight = -1  # step of the commit that is being copied; -1: none
         self.number = 0  # number of the last commit that began
+        self.is_read = False  # the commit ``number`` has read the slice
         self.is_acknowledged = False  # whether the commit ``number`` was acknowledged
         self.is_stubborn = scene.choices.happens("swallow", order.job)
         self.gate = Gate(self._parked, BELL)
@@ -129,6 +130,8 @@ class SimulatedScript:
             case worker_msg.LeaseRefused():
                 if self.phase == "leasing":
                     self._end("failed")
+            case SliceRead(number=number):
+                self.is_read |= number == self.number
             case StepCommitted(number=number):
                 self.is_acknowledged |= number == self.number
             case _:
@@ -192,7 +195,7 @@ class SimulatedScript:
             case "writing":
                 what, act = "writes", self._write
             case "waiting" | "unwinding" | "finishing":
-                is_possible = self.is_commit_over
+                is_possible = self.is_commit_over or (self.phase == "waiting" and self.is_read)
                 what, act = (
                     ("waits", self._wait)
                     if self.phase == "waiting"
@@ -258,12 +261,12 @@ class SimulatedScript:
             self._end("failed")
             return
         self.phase = "waiting"
-        if self.is_commit_over:
+        if self.is_commit_over or self.is_read:
             self._wait()
 
     @property
     def is_commit_over(self) -> bool:
-        """True if no commit reads the parameters, so that the optimizer may write."""
+        """True if no commit is under way."""
         return self.in_flight < 0 or self.is_acknowledged
 
     def _wait(self) -> None:
@@ -286,7 +289,7 @@ class SimulatedScript:
         self._say(
             "task", worker_msg.JobReport(op_id=self.order.op_id, kind="progress", values=values)
         )
-        if self.is_due:
+        if self.is_due and self.is_commit_over:
             self._begin_commit()
         self._fetch()
 
@@ -298,7 +301,8 @@ class SimulatedScript:
         return is_late or self._scene.choices.happens("commit", self.order.job)
 
     def _begin_commit(self) -> None:
-        self.in_flight, self.is_acknowledged = self.step, False
+        self._finish_commit()
+        self.in_flight, self.is_read, self.is_acknowledged = self.step, False, False
         self.number += 1
         self._committed_at_ms = self._scene.clock.now_ms
         self._say(
@@ -312,7 +316,7 @@ class SimulatedScript:
         )
 
     def _finish_commit(self) -> None:
-        if self.in_flight >= 0:
+        if self.in_flight >= 0 and self.is_acknowledged:
             self.committed, self.in_flight = self.in_flight, -1
 
     def _commit_and_end(self) -> None:

@@ -83,6 +83,15 @@ class SlabTensor(Message, frozen=True):
             at += size
 
 
+class SliceRead(Message, frozen=True):
+    """memory daemon -> controller -> worker: the commit's bytes are copied, but it is not current
+    yet. The worker may write its slice again."""
+
+    job: JobName
+    op_id: OpId
+    number: int  # as in CommitStep
+
+
 class StepCommitted(Message, frozen=True):
     """memory daemon -> controller -> worker: the step is committed, or ``error`` says why not."""
 
@@ -90,7 +99,7 @@ class StepCommitted(Message, frozen=True):
     op_id: OpId
     number: int  # as in CommitStep
     step: int
-    copy_ms: float
+    copy_ms: float  # until SliceRead
     error: str = ""
 
 

@@ -6,7 +6,7 @@ import math
 from typing import Final
 
 from ...base.errors import HostStoreFull, ServerUnavailable
-from ...ipc.messages.base import OpId, StepCommitted
+from ...ipc.messages.base import OpId, SliceRead, StepCommitted
 from ...ipc.messages.daemon import (
     CloseCommits,
     CommitCopy,
@@ -134,13 +134,28 @@ class Commits:
             )
         )
 
+    def slice_read(self, message: SliceRead) -> None:
+        """Let the job write its slice again: the copy, which is not current yet, has its bytes."""
+        if (job := self._copying(message)) is not None:
+            self._to_job(job, message)
+
+    def _copying(self, message: SliceRead | StepCommitted) -> Job | None:
+        """Return the job whose copy the message is about; None if it is about an earlier one."""
+        job = self._device.jobs.get(message.job)
+        commit_ids = (message.op_id, message.number)
+        if job is None or commit_ids != (job.memory.copy_id, job.memory.copying_number):
+            self._core.counts["stale_messages"] += 1
+            return None
+        return job
+
+    def _to_job(self, job: Job, message: SliceRead | StepCommitted) -> None:
+        if job.slot is not None and message.op_id == job.op_id:
+            self._device.send(job.slot, message, "signal")
+
     def committed(self, message: StepCommitted) -> None:
         """Acknowledge a commit to the worker, and write it to disk as soon as allowed."""
         core, device = self._core, self._device
-        job = device.jobs.get(message.job)
-        commit_ids = (message.op_id, message.number)
-        if job is None or commit_ids != (job.memory.copy_id, job.memory.copying_number):
-            core.counts["stale_messages"] += 1  # from an older job, or a repeated message
+        if (job := self._copying(message)) is None:
             return
         job.memory.copy_id, job.memory.copying_number = NO_COPY
         if not message.error:
@@ -151,8 +166,7 @@ class Commits:
             core.counts["commits"] += 1
             copy_ms = message.copy_ms
             device.publish("job.committed", job=job.spec.name, step=message.step, copy_ms=copy_ms)
-        if job.slot is not None and message.op_id == job.op_id:
-            self._device.send(job.slot, message, "signal")
+        self._to_job(job, message)
 
     def persist_due(self) -> None:
         """Order the disk writes that are due. Each job's writes take at most 1/20 of the time.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ...ipc.messages import worker as worker_msg
-from ...ipc.messages.base import Message, OpId, Pong, StepCommitted
+from ...ipc.messages.base import Message, OpId, Pong, SliceRead, StepCommitted
 from ...ipc.messages.daemon import (
     CommitPersisted,
     DaemonFault,
@@ -151,6 +151,8 @@ class Device:
                 self.slices.scrubbed(op_id)
             case SliceCopied():
                 self.swaps.copied(message)
+            case SliceRead():
+                self.commits.slice_read(message)
             case StepCommitted():
                 self.commits.committed(message)
                 self.worker_pool.served_well()
