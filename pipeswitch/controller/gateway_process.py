@@ -238,23 +238,13 @@ class Gateway:
         names = ("127.0.0.1", "localhost", "[::1]", *hosts)
         return GatewaySettings(
             address=self._server_address,
+            config=config,
             http="http" in self._sockets,
             grpc=_shown(grpc) if grpc is not None else "",
             hosts=names if is_local else (),
-            origins=config.origins,
-            roles=config.roles,
-            tokens=config.tokens,
             owner_token=str(self._token_path),
             allow_code=self._allow_code,
             needs_token=not is_local,
-            nv_metrics=config.nv_metrics,
-            text_processes=config.text_processes,
-            aliases=config.aliases,
-            tls_cert=config.tls_cert,
-            tls_key=config.tls_key,
-            max_body_bytes=config.max_body_bytes,
-            max_connections=config.max_connections,
-            cluster=config.cluster,
             keyed=None if self._keyed is None else self._keyed.settings,
         )
 

@@ -24,6 +24,7 @@ from functools import partial
 from pathlib import Path
 from typing import Final
 
+from ..base.config import GatewayConfig
 from ..base.errors import ConfigError
 from ..base.extras import SERVERS
 from ..base.machine import RETURN_S, FreedMemory
@@ -75,20 +76,20 @@ def main(descriptor: int) -> None:
         raise TypeError(f"a gateway is not started with a {type(settings).__name__}")
     wake_when_orphaned()
     _refuse_huge_pages()
-    keyed = settings.keyed
-    connections = settings.max_connections + (2 * keyed.max_connections if keyed else 0)
+    keyed, config = settings.keyed, settings.config
+    connections = config.max_connections + (2 * keyed.max_connections if keyed else 0)
     _raise_open_files_limit(connections + SPARE_FILES)
     # Above this limit a request or this process fails, but not the machine.
-    max_bytes = MEMORY_BYTES + MEMORY_BODIES * settings.max_body_bytes
+    max_bytes = MEMORY_BYTES + MEMORY_BODIES * config.max_body_bytes
     max_bytes += 2 * (keyed.client_bytes + keyed.max_message_bytes) if keyed else 0
-    max_bytes += MEMORY_BYTES if settings.cluster else 0  # threads of connections to nodes
+    max_bytes += MEMORY_BYTES if config.cluster else 0  # threads of connections to nodes
     resource.setrlimit(resource.RLIMIT_DATA, (max_bytes, max_bytes))
     asyncio.run(_serve(settings, channel, descriptors))
 
 
 async def _serve(settings: GatewaySettings, channel: Channel, descriptors: Sequence[int]) -> None:
     """Serve until SIGTERM, or until ORPHAN_S after the controller's death."""
-    loop = asyncio.get_running_loop()
+    loop, config = asyncio.get_running_loop(), settings.config
     loop.set_default_executor(started_pool(COPIERS, "pipeswitch-copy"))
     is_over = asyncio.Event()
     loop.add_signal_handler(signal.SIGTERM, is_over.set)
@@ -100,21 +101,21 @@ async def _serve(settings: GatewaySettings, channel: Channel, descriptors: Seque
         loop.call_later(ORPHAN_S, is_over.set)
 
     loop.add_reader(channel.fileno(), orphaned)  # readable only at the controller's death
-    upstream = Upstream(settings.address, settings.cluster)
+    upstream = Upstream(settings.address, config.cluster)
     close_door: Callable[[], None] | None = None  # to clients with keys
     if settings.keyed is not None:
         close_door = SERVERS.load("curve")(descriptors[-1], settings).close
     # If callers need no token, all are on this machine.
-    regions = None if settings.needs_token else SharedMemoryRegions(settings.max_body_bytes)
-    nv_metrics, tracer = settings.nv_metrics, open_tracer("pipeswitch")
+    regions = None if settings.needs_token else SharedMemoryRegions(config.max_body_bytes)
+    nv_metrics, tracer = config.nv_metrics, open_tracer("pipeswitch")
     service = Service(upstream, has_nv_metrics=nv_metrics, regions=regions, tracer=tracer)
-    service.text_processes = settings.text_processes
-    service.aliases = dict(one.split("=", 1) for one in settings.aliases if one)
+    service.text_processes = config.text_processes
+    service.aliases = dict(one.split("=", 1) for one in config.aliases if one)
     callers = _callers(settings)
     limits = Limits(
-        body_bytes=settings.max_body_bytes,
-        connections=settings.max_connections,
-        connections_per_address=settings.max_connections // 2,
+        body_bytes=config.max_body_bytes,
+        connections=config.max_connections,
+        connections_per_address=config.max_connections // 2,
     )
     shared = Shared(limits.waiting_bytes, limits.answer_bytes)
     service.queue_full_count = lambda: shared.queue_full_count
@@ -128,10 +129,10 @@ async def _serve(settings: GatewaySettings, channel: Channel, descriptors: Seque
             stack.callback(close_door)
         if regions is not None:
             stack.callback(regions.close)
-        if settings.tokens:
-            stack.callback(loop.create_task(_follow(settings.tokens, callers, http)).cancel)
+        if config.tokens:
+            stack.callback(loop.create_task(_follow(config.tokens, callers, http)).cancel)
         if settings.http:
-            await _listen(http, settings, descriptors[1], stack)
+            await _listen(http, config, descriptors[1], stack)
         if settings.grpc:
             # gRPC's event engine switches threads ten times per call, its older poller six times.
             os.environ.setdefault("GRPC_EXPERIMENTS", "-event_engine_listener")
@@ -145,14 +146,14 @@ async def _serve(settings: GatewaySettings, channel: Channel, descriptors: Seque
 
 
 async def _listen(
-    http: HttpServer, settings: GatewaySettings, descriptor: int, stack: contextlib.AsyncExitStack
+    http: HttpServer, config: GatewayConfig, descriptor: int, stack: contextlib.AsyncExitStack
 ) -> None:
     """Accept HTTP, with TLS if it is configured; ``stack`` drains and closes the server."""
     loop = asyncio.get_running_loop()
     listening = socket.socket(fileno=descriptor)
     protocol: Callable[[], asyncio.BaseProtocol] = http
-    if settings.tls_cert:
-        protocol = partial(Secured, http, context_of(settings.tls_cert, settings.tls_key))
+    if config.tls_cert:
+        protocol = partial(Secured, http, context_of(config.tls_cert, config.tls_key))
     server = await loop.create_server(protocol, sock=listening, backlog=ACCEPTS)
     listening.listen(BACKLOG)
     stack.callback(loop.create_task(http.watch()).cancel)
@@ -161,12 +162,13 @@ async def _listen(
 
 
 def _callers(settings: GatewaySettings) -> Authenticator:
+    config = settings.config
     return Authenticator(
-        roles=address_roles(settings.roles),
-        tokens=read_tokens(Path(settings.tokens)) if settings.tokens else {},
+        roles=address_roles(config.roles),
+        tokens=read_tokens(Path(config.tokens)) if config.tokens else {},
         needs_token=settings.needs_token,
         hosts=frozenset(settings.hosts) or None,
-        origins=frozenset(settings.origins),
+        origins=frozenset(config.origins),
         owner_token=owner_token(Path(settings.owner_token)) if settings.owner_token else "",
     )
 

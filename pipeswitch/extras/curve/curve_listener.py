@@ -70,7 +70,7 @@ def open_listener(descriptor: int, settings: GatewaySettings) -> CurveListener:
     """Accept clients with keys; in a cluster, gateways of other nodes act as the owner."""
     if settings.keyed is None:
         raise ConfigError("a gateway without settings of keys")
-    owners = GATEWAY_KEY if settings.cluster else ""
+    owners = GATEWAY_KEY if settings.config.cluster else ""
     return CurveListener(descriptor, settings.keyed, settings.address, owners=owners)
 
 

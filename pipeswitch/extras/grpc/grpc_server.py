@@ -95,17 +95,18 @@ async def open_server(
     service: Service, callers: Authenticator, settings: GatewaySettings, shared: Shared
 ) -> grpc.aio.Server:
     """Return a server that has started to listen."""
-    max_bytes = settings.max_body_bytes + SPARE_BYTES
+    config = settings.config
+    max_bytes = config.max_body_bytes + SPARE_BYTES
     bounds = (
         ("grpc.max_receive_message_length", max_bytes),
-        ("grpc.max_allowed_incoming_connections", settings.max_connections // CONNECTIONS_SHARE),
+        ("grpc.max_allowed_incoming_connections", config.max_connections // CONNECTIONS_SHARE),
     )
     server = grpc.aio.server(options=[*OPTIONS, *bounds], maximum_concurrent_rpcs=MAX_CALLS)
     arrived = Sockets(int(settings.grpc.rpartition(":")[2])).arrived
     arrivals = Arrivals(FairQuota(ARRIVING_MESSAGES * max_bytes), arrived)
     server.add_generic_rpc_handlers(GrpcVerbs(service, callers, shared, arrivals).handlers())
-    if settings.tls_cert:
-        pair = Path(settings.tls_key).read_bytes(), Path(settings.tls_cert).read_bytes()
+    if config.tls_cert:
+        pair = Path(config.tls_key).read_bytes(), Path(config.tls_cert).read_bytes()
         server.add_secure_port(settings.grpc, grpc.ssl_server_credentials([pair]))
     else:
         server.add_insecure_port(settings.grpc)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from ...base.config import GatewayConfig
 from .base import Message
 
 
@@ -24,21 +25,11 @@ class GatewaySettings(Message, frozen=True):
     """
 
     address: str  # address of the server's socket for its owner
+    config: GatewayConfig  # ``http`` and ``grpc`` below say what is bound
     http: bool
-    max_body_bytes: int
-    max_connections: int
     grpc: str = ""  # host:port to listen on
     hosts: tuple[str, ...] = ()  # allowed host names of requests; empty: any
-    origins: tuple[str, ...] = ()  # other sites whose pages may send requests
-    roles: tuple[str, ...] = ()  # roles of every caller; a token may add roles
-    tokens: str = ""  # path of the callers' tokens
     owner_token: str = ""  # path of the owner's token
     allow_code: tuple[str, ...] = ()
     needs_token: bool = False
-    nv_metrics: bool = False
-    text_processes: int = 8
-    aliases: tuple[str, ...] = ()  # each is ALIAS=MODEL
-    tls_cert: str = ""  # path of a PEM file
-    tls_key: str = ""  # path of a PEM file
-    cluster: str = ""  # path of a cluster's table; empty: no cluster
     keyed: KeyedSettings | None = None
