@@ -36,6 +36,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, Final, Protocol, TextIO, TypeVar
 
 from .base.errors import InvalidInput
+from .base.extras import JOBS
 from .base.units import nearest, parse_size
 
 if TYPE_CHECKING:
@@ -323,9 +324,9 @@ class _PlainSession:
         pass
 
     def shared(self, loader: Any, name: str, *, seed: int) -> Iterable[Any]:
-        from .inputs.loader import SharedLoader
-
-        return SharedLoader(loader, name, seed=seed, step=lambda: self.step)
+        make: Any = JOBS.load("shared_input")
+        batches: Iterable[Any] = make(loader, name, seed=seed, step=lambda: self.step)
+        return batches
 
     def log(self, values: Mapping[str, Any]) -> None:
         numbers = {name: as_number(value, name) for name, value in values.items()}

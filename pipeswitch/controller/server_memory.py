@@ -9,9 +9,9 @@ import threading
 from collections.abc import Hashable
 
 from ..commits.area import CommitArea, create_area, slot_bytes_of
-from ..inputs.table import SHARERS_BYTE
 from ..ipc.control_page import Board, new_doorbell, sealed_memfd
 from ..ipc.messages.base import JobName, ResourceLimits
+from ..ipc.messages.worker import SHARERS_BYTE
 from ..ipc.sparse import read_only
 from ..sandbox.environment import environment_file
 

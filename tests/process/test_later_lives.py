@@ -40,11 +40,11 @@ from torch.utils.data import DataLoader
 from pipeswitch import job
 from pipeswitch.base.errors import InvalidInput
 from pipeswitch.client.client import Task
-from pipeswitch.inputs.entropy import entropy, repeatable_seeds
 from pipeswitch.ipc.gate import Gate
 from pipeswitch.ipc.messages.base import OpId
 from pipeswitch.ipc.messages.worker import JobEnded
 from pipeswitch.workers.training import script as script_module
+from pipeswitch.workers.training.entropy import entropy, repeatable_seeds
 from pipeswitch.workers.training.script import SIGNALS, _end_by_exit, _server_stops_first
 from tests.process.test_training_exact import FakeHost, begun
 from tests.process.test_training_state import Poke, Script, live, one_thread

@@ -12,8 +12,8 @@ from fake_cuda import World
 from pipeswitch.devices.cuda.bindings import Cuda
 from pipeswitch.devices.cuda.torch import tensor_at
 from pipeswitch.devices.cuda.worker_device import GROUPS_AHEAD, LOOKS_PER_GROUP, RunAhead
-from pipeswitch.inputs.randomness import RandomState
 from pipeswitch.programs.interface.layout import TensorSpec
+from pipeswitch.workers.training.randomness import RandomState
 from pipeswitch.workers.training.reports import Reports
 from pipeswitch.workers.training.slice import TrainingSlice
 from pipeswitch.workers.training.slice_layout import Area, padded_bytes

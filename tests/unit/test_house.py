@@ -35,8 +35,7 @@ MAY_IMPORT: Mapping[str, str] = {
     "ipc": "base wire",
     "programs": "base planning",
     "commits": "base ipc",
-    "inputs": "base",
-    "job": "base inputs",
+    "job": "base",
     # Decisions.
     "scheduler/policies": "",
     "scheduler": "base ipc planning programs scheduler/policies wire",
@@ -47,12 +46,12 @@ MAY_IMPORT: Mapping[str, str] = {
     "programs/compiler": "base commits devices ipc programs sandbox",
     "memory_daemon/": "base commits devices ipc programs",
     "workers/inference/": "base devices ipc programs",
-    "workers/training/": "base commits devices inputs ipc job programs",
+    "workers/training/": "base commits devices ipc job programs",
     "workers/": "base devices ipc programs sandbox workers/inference/ workers/training/",
     "launch": "base ipc memory_daemon/ programs/compiler sandbox workers/",
     # The server, which turns clients' bytes into events and performs commands.
     "frontend": "base commits ipc job programs scheduler wire",
-    "controller": "base commits devices frontend inputs ipc launch planning policies programs "
+    "controller": "base commits devices frontend ipc launch planning policies programs "
     "programs/compiler sandbox scheduler watchdog wire",
     # Users of the server.
     "client": "base commits programs programs/compiler wire",
@@ -68,6 +67,7 @@ MAY_IMPORT: Mapping[str, str] = {
     "extras/demo": "__init__ base cli client extras/page job programs programs/compiler testing",
     "extras/grpc": "base gateway ipc wire",
     "extras/trainers": "base workers/training/",
+    "extras/shared_input": "base ipc workers/training/",
     "extras/offload": "base cli devices ipc job workers/training/",
     "extras/lab": "base cli client extras/cluster extras/offload ipc planning policies programs "
     "scheduler scheduler/policies watchdog",

@@ -12,7 +12,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipeswitch.inputs.randomness import RandomState, Unchanged, own_random
+from pipeswitch.workers.training.randomness import RandomState, Unchanged, own_random
 
 ONCE = np.random.RandomState(5)
 HALF_A_PAIR, A_PAIR = [(ONCE.standard_normal(), ONCE.get_state())[1] for _ in range(2)]

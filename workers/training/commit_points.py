@@ -17,11 +17,11 @@ import torch
 from pipeswitch.base import state_codec
 from pipeswitch.base.errors import InvalidInput, OutOfDeviceMemory
 from pipeswitch.commits.image import HEADER_BYTES, dump_json, pack_header
-from pipeswitch.inputs.randomness import RandomState
 from pipeswitch.programs.interface.layout import aligned
 
 from .host import JobHost
 from .objects import TrainedObjects, add_groups, load_options, options_of
+from .randomness import RandomState
 from .script_cursor import BEGINNING, PAST, CursorPosition, Order, SavedImage
 from .slice import TrainingSlice
 from .slice_layout import history_bytes, sparse_gradient_bytes, state_tensors

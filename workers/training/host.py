@@ -14,12 +14,12 @@ from typing import Any, BinaryIO, Final
 import torch
 
 from pipeswitch.base.errors import PipeSwitchError, TaskPreempted, from_wire
+from pipeswitch.base.extras import JOBS
 from pipeswitch.base.failpoints import reach
 from pipeswitch.base.plain_files import open_plain
 from pipeswitch.commits.area import CommitArea, slot_bytes_of
 from pipeswitch.commits.progress import SUFFIX, Life, Progress, read_life
 from pipeswitch.devices.worker_device import HostCopies, WorkerDevice, now_ms
-from pipeswitch.inputs.ring import Ring
 from pipeswitch.ipc.channel import Channel
 from pipeswitch.ipc.messages import worker as worker_msg
 from pipeswitch.ipc.messages.base import ByteRange, ModelName, SliceRead, StepCommitted
@@ -78,11 +78,11 @@ class JobHost:
         return now_ms()
 
     @functools.cached_property
-    def ring(self) -> Ring | None:
+    def ring(self) -> Any:
         """Ring with the batches of the job's group, opened at the first ``job.shared``; or None."""
         if self._ring_descriptor < 0:
             return None
-        return Ring(self._ring_descriptor, self._message.job)
+        return JOBS.load("shared_ring")(self._ring_descriptor, self._message.job)
 
     # -- main thread ---------------------------------------------------------------------------
 

@@ -14,9 +14,9 @@ from collections.abc import Iterator
 from typing import Any
 
 from pipeswitch.base.errors import InvalidInput
-from pipeswitch.inputs.randomness import RandomState
 
 from .attributes import Attributes, Keepers
+from .randomness import RandomState
 from .reachable import is_own
 from .snapshot import DataPosition, DataState
 

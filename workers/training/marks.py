@@ -22,8 +22,8 @@ import torch
 from torch import nn
 
 from pipeswitch.base import state_codec
-from pipeswitch.inputs.randomness import GENERATORS
 
+from .randomness import GENERATORS
 from .reachable import KEYS, MAX_PARTS, PLAIN
 from .snapshot import has_state, state_of
 from .torch_private import version

@@ -22,8 +22,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch.utils.data import DataLoader, IterableDataset, dataloader, get_worker_info
 
-from pipeswitch.inputs.randomness import RandomState, generators_of
-
+from .randomness import RandomState, generators_of
 from .snapshot import load_state, state_of
 
 Workers = tuple[torch.Tensor, dict[int, Any]]

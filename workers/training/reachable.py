@@ -21,9 +21,8 @@ from typing import Any, Final, TypeAlias
 import torch
 from torch import nn
 
-from pipeswitch.inputs.randomness import GENERATORS
-
 from .liveness import names_in
+from .randomness import GENERATORS
 
 Path: TypeAlias = tuple[tuple[Any, Any], ...]
 """Frame and variable, or "module" and module; then steps: ("attr" | "item" | "cell", key)."""

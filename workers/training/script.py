@@ -24,11 +24,11 @@ from pipeswitch.base.errors import InvalidInput, TaskPreempted
 from pipeswitch.base.failpoints import reach
 from pipeswitch.base.machine import available_bytes
 from pipeswitch.base.plain_files import open_plain
-from pipeswitch.inputs.entropy import repeatable_seeds
 from pipeswitch.ipc.gate import Gate
 from pipeswitch.ipc.messages.base import OpId
 from pipeswitch.ipc.messages.worker import JobEnded, RunJob
 
+from .entropy import repeatable_seeds
 from .host import JobHost
 from .script_files import SUFFIX
 from .session import TrainingSession

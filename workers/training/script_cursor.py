@@ -15,8 +15,8 @@ from typing import Any, Final, Protocol
 from pipeswitch.base import state_codec
 from pipeswitch.base.errors import InvalidInput
 from pipeswitch.commits.image import compact_image, images_in, parse_image
-from pipeswitch.inputs.randomness import RandomState
 
+from .randomness import RandomState
 from .snapshot import DataState
 
 Order = tuple[int, int, int]

@@ -21,9 +21,9 @@ import torch
 
 from pipeswitch.base import state_codec
 from pipeswitch.base.errors import InvalidInput
-from pipeswitch.inputs.randomness import GENERATORS
 
 from .liveness import INITS, assigned, is_in_loop, names_in
+from .randomness import GENERATORS
 from .reachable import (
     PLAIN,
     Path,

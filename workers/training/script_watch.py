@@ -20,11 +20,11 @@ from torch import nn
 
 from pipeswitch.base import state_codec
 from pipeswitch.base.errors import InvalidInput
-from pipeswitch.inputs.randomness import generators_of
 
 from .liveness import attributes_read, captured, carried_attributes, is_in_loop, live, names_in
 from .marks import mark
 from .objects import TrainedObjects, is_wrapper_of
+from .randomness import generators_of
 from .reachable import MAX_PARTS, PLAIN, Path, file_of, is_own, script_frames, text, walk
 from .snapshot import NOTES, has_state
 

@@ -26,8 +26,6 @@ from typing import Any, TypeVar
 
 from pipeswitch.base.errors import InvalidInput, PipeSwitchError
 from pipeswitch.base.extras import JOBS
-from pipeswitch.inputs.loader import SharedLoader
-from pipeswitch.inputs.randomness import RandomState
 from pipeswitch.ipc.gate import Gate
 from pipeswitch.job import warn_if_not_finite
 
@@ -39,6 +37,7 @@ from .host import JobHost
 from .loader_proxy import AcceleratedEpoch, Source
 from .objects import TrainedObjects
 from .phase import Phase, SavedTensors, saved_tensors
+from .randomness import RandomState
 from .reports import Reports
 from .script_changes import ScriptChanges
 from .script_cursor import BEGINNING, CursorPosition, SavedImage, ScriptCursor
@@ -267,9 +266,12 @@ class TrainingSession:
     def trainer(self, trainer: Any, library: str) -> None:
         JOBS.load(library)(self, trainer)
 
-    def shared(self, loader: Any, name: str, *, seed: int) -> SharedLoader:
-        ring = self._host.ring
-        return SharedLoader(loader, name, seed=seed, step=lambda: self.step, ring=ring)
+    def shared(self, loader: Any, name: str, *, seed: int) -> Iterable[Any]:
+        make: Any = JOBS.load("shared_input")
+        batches: Iterable[Any] = make(
+            loader, name, seed=seed, step=lambda: self.step, ring=self._host.ring
+        )
+        return batches
 
     def log(self, values: Mapping[str, Any]) -> None:
         for name, number in self._reports.log(values, self.step).items():

@@ -27,10 +27,9 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from pipeswitch.base import state_codec
 from pipeswitch.base.errors import InvalidInput
-from pipeswitch.inputs.loader import SharedLoader
-from pipeswitch.inputs.randomness import GENERATORS, RandomState, generators_of
 from pipeswitch.job import InexactResumeWarning, script_level
 
+from .randomness import GENERATORS, RandomState, generators_of
 from .torch_private import Drawn, advance_sampler, is_plain_map_loader, version
 
 _logger = logging.getLogger(__name__)
@@ -354,7 +353,7 @@ class DataPosition:
         self._keeper = _state_keeper(loader)
         dataset = getattr(loader, "dataset", None)
         self._is_behind = not any(self._keeper is one for one in (None, loader, dataset))
-        is_ours = isinstance(loader, SharedLoader) or hasattr(loader, "pass_by")
+        is_ours = hasattr(loader, "pass_by")
         is_iterated = self._keeper is loader or isinstance(dataset, IterableDataset)
         self.is_checked = self._keeper is not None and is_iterated and not is_ours
         self._proof: Proof | None = None
@@ -505,7 +504,7 @@ class DataPosition:
     def warn_if_inexact(self) -> bool:
         """Warn once if the loader cannot be resumed exactly; return whether it warned."""
         loader = self.loader
-        if self._keeper is loader or isinstance(loader, SharedLoader):
+        if self._keeper is loader:
             return False
         if isinstance(loader, DataLoader) and type(loader).__iter__ is DataLoader.__iter__:
             is_stream = isinstance(loader.dataset, IterableDataset)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Any, Final, Literal
 
 import msgspec
 
@@ -146,6 +146,9 @@ class WorkerClean(Message, frozen=True):
     """worker -> controller: the worker no longer has references to the task's memory."""
 
     op_id: OpId
+
+
+SHARERS_BYTE: Final = 8  # offset in a group's ring: the controller writes how many jobs share it
 
 
 class RunJob(Message, frozen=True):

@@ -18,10 +18,10 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
 from pipeswitch import job
 from pipeswitch.base.errors import InvalidInput, SharedInputRefused
-from pipeswitch.inputs.loader import SharedLoader
-from pipeswitch.inputs.ring import HEAD_BYTES, Ring
-from pipeswitch.inputs.table import SHARERS_BYTE
+from pipeswitch.extras.shared_input.loader import SharedLoader
+from pipeswitch.extras.shared_input.ring import HEAD_BYTES, Ring
 from pipeswitch.ipc.control_page import sealed_memfd
+from pipeswitch.ipc.messages.worker import SHARERS_BYTE
 
 SAMPLES, BATCH = 40, 8
 PASS = SAMPLES // BATCH

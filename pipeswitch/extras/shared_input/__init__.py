@@ -1,1 +1,3 @@
 """Input that several training jobs share: one job loads a batch, and all others use it (ADR 32)."""
+
+JOBS = {"shared_input": "loader:SharedLoader", "shared_ring": "ring:Ring"}

@@ -7,7 +7,7 @@ import random
 import pytest
 
 from pipeswitch.base.errors import SharedInputRefused
-from pipeswitch.inputs.table import READY, BatchTable, HeldBatch, Label, Load, Wait
+from pipeswitch.extras.shared_input.table import READY, BatchTable, HeldBatch, Label, Load, Wait
 
 FACTS = {"samples": "100", "seed": "0"}
 SIZE = 10

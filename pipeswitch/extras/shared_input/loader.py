@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader, IterableDataset
 
-from ..base.errors import SharedInputRefused
-from .randomness import generators_of, own_random, seed_all
+from ...base.errors import SharedInputRefused
+from ...workers.training.randomness import generators_of, own_random, seed_all
 from .ring import Lent, Ring, private
 from .table import Label
 

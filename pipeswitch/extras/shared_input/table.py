@@ -14,11 +14,10 @@ from typing import Final
 
 import msgspec
 
-from ..base.errors import SharedInputRefused
+from ...base.errors import SharedInputRefused
 
 MAX_ENTRIES: Final = 512  # a table of this many entries fits in half of the header
 READY: Final = -1
-SHARERS_BYTE: Final = 8  # offset in the ring where the controller writes how many jobs share it
 
 
 class Label(msgspec.Struct, frozen=True):
