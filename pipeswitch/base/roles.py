@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Final
 
 from .errors import InvalidInput, PermissionDenied
@@ -91,6 +91,22 @@ class Principal:
             role=role.value,
             client=self.tenant,
         )
+
+
+class CallerRegistry:
+    """Callers by their proof, a token's digest or a key. All have the roles of the address."""
+
+    def __init__(self, roles: Iterable[Role], *, has_token: bool = False) -> None:
+        self.anyone = Principal(tenant=ANYONE, roles=frozenset(roles), has_token=has_token)
+        self.known: Mapping[bytes, Principal] = {}
+
+    def learn(self, own: Mapping[bytes, Principal]) -> None:
+        """Replace all callers; ``own`` has their own roles."""
+        anyone = self.anyone
+        self.known = {
+            proof: replace(anyone, tenant=one.tenant, roles=one.roles | anyone.roles)
+            for proof, one in own.items()
+        }
 
 
 OWNER: Final = Principal(tenant="", roles=ALL_ROLES)

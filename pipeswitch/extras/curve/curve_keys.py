@@ -22,7 +22,7 @@ from typing import Final
 from ...base.config import ServerConfig
 from ...base.errors import AlreadyExists, ConfigError, InvalidInput, ModelNotFound
 from ...base.plain_files import open_regular, read_plain
-from ...base.roles import DEFAULT_ROLES, Principal, Role, in_order, parse_roles
+from ...base.roles import DEFAULT_ROLES, CallerRegistry, Principal, Role, in_order, parse_roles
 from ...base.settings import NAME_PATTERN
 from ...wire.addresses import is_loopback
 from ...wire.private import check_private, check_secret, check_trusted, private_directory
@@ -295,10 +295,9 @@ class AllowList:
     def __init__(self, folder: KeyFolder, roles: frozenset[Role] = DEFAULT_ROLES) -> None:
         """``roles``: roles that each client has in addition to its own."""
         self._folder = folder
-        self._roles = roles
+        self._callers = CallerRegistry(roles)
         self._lock = threading.Lock()
         self._seen: tuple[int, int] | None = None  # the folder's inode and mtime_ns when read
-        self._standings: Mapping[bytes, Principal] = {}
 
     def callback(self, domain: str, key: bytes) -> bool:
         """Return whether this public key (Z85) is admitted, for pyzmq. Never raises."""
@@ -311,16 +310,19 @@ class AllowList:
                 facts = os.stat(self._folder.clients_path)
                 stamp = (facts.st_ino, facts.st_mtime_ns)
                 if stamp != self._seen:
-                    self._standings = {
-                        admitted.key: Principal(tenant=name, roles=self._roles | admitted.roles)
-                        for name, admitted in self._folder.admitted().items()
-                    }
+                    self._callers.learn(
+                        {
+                            admitted.key: Principal(tenant=name, roles=admitted.roles)
+                            for name, admitted in self._folder.admitted().items()
+                        }
+                    )
                     # A change within the same tick of the file system's clock keeps the mtime.
                     is_settled = abs(time.time_ns() - facts.st_mtime_ns) > SETTLED_NS
                     self._seen = stamp if is_settled else None
             except OSError:
-                self._standings, self._seen = {}, None
-            return self._standings
+                self._callers.learn({})
+                self._seen = None
+            return self._callers.known
 
 
 def check_keys(config: ServerConfig, host: str, path: Path) -> list[str]:

@@ -12,7 +12,7 @@ import re
 from collections.abc import Iterable, Mapping
 from typing import ClassVar, Final
 
-from ...base.roles import ANYONE, OWNER, Principal, Role
+from ...base.roles import ANYONE, OWNER, CallerRegistry, Principal, Role
 from ..http.http_errors import Unauthenticated, WrongHost
 
 SCHEME: Final = "bearer "
@@ -44,7 +44,7 @@ class Authenticator:
             origins: other sites whose pages may send requests.
             owner_token: token of the server's owner, in addition to ``tokens``.
         """
-        self._roles = frozenset(roles)
+        self._callers = CallerRegistry(roles, has_token=True)
         self._needs_token = needs_token
         self._hosts = hosts
         self.origins = origins
@@ -54,9 +54,9 @@ class Authenticator:
     def learn(self, tokens: Mapping[str, Principal]) -> None:
         """Replace all tokens but the owner's."""
         # Digests: the time of comparing them reveals nothing about a token, not even its length.
-        self._tokens = {
-            _digest(token): principal for token, principal in {**tokens, **self._owner}.items()
-        }
+        self._callers.learn(
+            {_digest(token): one for token, one in {**tokens, **self._owner}.items()}
+        )
 
     def principal(self, authorization: str) -> Principal:
         """Return the caller of an ``Authorization`` header; empty: an anonymous caller.
@@ -69,11 +69,12 @@ class Authenticator:
                 raise Unauthenticated(
                     "this address needs a token", hint="Authorization: Bearer TOKEN"
                 )
-            return Principal(tenant=ANYONE, roles=self._roles, has_token=True)
+            return self._callers.anyone
         match = None
         if authorization[: len(SCHEME)].lower() == SCHEME:
             digest_given = _digest(authorization[len(SCHEME) :].strip())
-            for digest, principal in self._tokens.items():  # all, so that the time reveals nothing
+            # Compare all, so that the time reveals nothing.
+            for digest, principal in self._callers.known.items():
                 if hmac.compare_digest(digest, digest_given):
                     match = principal
         if match is None:
@@ -84,7 +85,7 @@ class Authenticator:
                 else "this address needs no token: give EMPTY as the key; the file of [gateway] "
                 "tokens has the valid ones",
             )
-        return Principal(tenant=match.tenant, roles=match.roles | self._roles, has_token=True)
+        return match
 
     def check_host(self, host: str) -> None:
         """Refuse an unknown ``Host``: a page of another site cannot forge this header.
