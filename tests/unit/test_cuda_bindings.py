@@ -51,7 +51,6 @@ def test_a_driver_call_without_the_library_is_a_typed_error() -> None:
     with pytest.raises(bindings.CudaError) as caught:
         cuda_of(World(has_driver=False)).write_value(1, 2, 3)
     assert caught.value.data["code"] == "cudaErrorInsufficientDriver"
-    assert not caught.value.is_sticky
 
 
 def test_the_real_bindings_import_and_answer_without_a_driver() -> None:
@@ -139,6 +138,11 @@ def test_errors_that_break_the_context_are_recognised(code: str, is_sticky: bool
         cuda_of(world).malloc(100)
     assert (caught.value.data["call"], caught.value.data["code"]) == ("cudaMalloc", code)
     assert caught.value.is_sticky is is_sticky
+
+
+@pytest.mark.parametrize("code", sorted(bindings.NO_GPU_ERRORS))
+def test_a_card_that_fell_off_the_bus_is_lost(code: str) -> None:
+    assert bindings.CudaError("cudaMemcpyAsync", code, "").is_sticky
 
 
 def test_a_code_that_these_bindings_cannot_name_is_a_cuda_error_too() -> None:

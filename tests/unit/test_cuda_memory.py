@@ -195,10 +195,40 @@ def test_a_refused_registration_costs_speed_and_nothing_else() -> None:
     rig.world.fail("cudaHostRegister", "cudaErrorNotPermitted")
     data = random.Random(3).randbytes(2 * MIB)
     rig.fill_store(0, data)
-    rig.fill_store(4 * MIB, b"x")  # the refused registration is not tried again
+    rig.fill_store(4 * MIB, b"x")  # the refused registration is not tried again at once
     assert [name for name, _ in rig.world.calls].count("cudaHostRegister") == 1
     assert rig.run(order(1, [2 * MIB])).is_complete
     assert rig.arena(MIB, 2 * MIB) == data
+    assert not rig.lost
+    rig.close()
+
+
+def test_a_refused_registration_is_tried_again_later(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cuda_pinned, "RETRY_S", 0.0)
+    rig = Rig()
+    rig.world.fail("cudaHostRegister", "cudaErrorMemoryAllocation")
+    for _ in range(3):
+        rig.fill_store(0, b"x")
+    assert [name for name, _ in rig.world.calls].count("cudaHostRegister") == 2
+    rig.close()
+
+
+@pytest.mark.parametrize(
+    "error", [ValueError("a bug"), CudaError("call", "cudaErrorInvalidValue", "")]
+)
+def test_ranges_are_pinned_after_one_could_not_be(
+    error: Exception, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rig, tried = Rig(), Queue[int]()
+
+    def pin(offset: int, _: int) -> None:
+        tried.put(offset)
+        raise error
+
+    monkeypatch.setattr(rig.memory._store, "pin", pin)
+    for op_id in (1, 2):
+        assert rig.run(order(op_id, [MIB])).is_complete
+        assert tried.get(timeout=DEADLINE_S) == 0
     assert not rig.lost
     rig.close()
 

@@ -270,8 +270,10 @@ def test_a_queue_that_waits_for_ever_is_left_after_a_while(monkeypatch: pytest.M
     rig = Rig()
     rig.view._running = SimpleNamespace(is_replaying=True)  # type: ignore[assignment]
     rig.view.wait_group(3, 7)
+    events = len(rig.world.events)
     assert rig.view.is_lost(ValueError("the model's"))
     assert rig.view.fault() is None
+    assert len(rig.world.events) == events
 
 
 def test_a_slice_that_is_too_small_is_left_for_good() -> None:

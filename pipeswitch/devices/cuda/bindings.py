@@ -93,7 +93,7 @@ class CudaError(PipeSwitchError):
     @property
     def is_sticky(self) -> bool:
         """True if CUDA is unusable in this process, which must exit and be replaced."""
-        return str(self.data["code"]) not in HARMLESS_ERRORS | NO_GPU_ERRORS
+        return str(self.data["code"]) not in HARMLESS_ERRORS
 
 
 class CheckedBindings:

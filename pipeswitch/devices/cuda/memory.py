@@ -161,13 +161,15 @@ class CudaDeviceMemory(DeviceMemory):
 
     def _pin_store(self) -> None:
         """Pin queued ranges of the store, to make later copies faster; runs on its own thread."""
-        with self._watched():
-            self._cuda.set_device(INDEX)
-            while (place := self._to_pin.get()) is not None:
-                try:
+        while (place := self._to_pin.get()) is not None:
+            try:
+                with self._watched():
+                    self._cuda.set_device(INDEX)
                     self._store.pin(*place)
-                except OSError as error:  # no memory for the range's missing pages
-                    log.warning("pinning=put-off offset=%d cause=%s", place[0], error)
+            except OSError as error:  # no memory for the range's missing pages
+                log.warning("pinning=put-off offset=%d cause=%s", place[0], error)
+            except Exception:  # this range's copies are staged; the next range is tried
+                log.exception("pinning=failed offset=%d", place[0])
 
     def _enqueue(self, job: Transmission, flight: _Flight) -> None:
         for index, group in enumerate(job.order.groups):

@@ -7,6 +7,7 @@ import logging
 import mmap
 import os
 import threading
+import time
 from typing import Final
 
 import numpy as np
@@ -19,13 +20,14 @@ log = logging.getLogger(__name__)
 PIN_BYTES: Final = 64 << 20
 """Size of a piece, which is pinned by one call. It is small enough that no driver refuses it, and
 large enough that the calls' time does not matter. No copy crosses a boundary of pieces."""
+RETRY_S: Final = 30.0  # memory may be short for a moment; a call that is never permitted is cheap
 
 
 class PinnedMapping:
     """Mapping of a memfd, pinned piece by piece when a range is used first.
 
-    If the driver refuses to pin (no support, or no permission in a container), ``refusal`` has its
-    error. Copies then go through the driver's own staging buffers: slower, but correct.
+    If the driver refuses to pin (no memory, no support, or no permission in a container), copies go
+    through the driver's own staging buffers: slower, but correct. It is tried again after RETRY_S.
     """
 
     def __init__(self, cuda: Cuda, descriptor: int, size_bytes: int) -> None:
@@ -35,7 +37,7 @@ class PinnedMapping:
         self._map = mmap.mmap(descriptor, size_bytes)
         self.array: Bytes = np.frombuffer(self._map, dtype=np.uint8)
         self.address = int(self.array.ctypes.data)
-        self.refusal = ""
+        self._retry_at_s, self.refusal = 0.0, ""  # the last refusal, if any
         self._pinned: set[int] = set()  # indices of pieces
         self._pinning = threading.Lock()
 
@@ -58,12 +60,13 @@ class PinnedMapping:
         os.posix_fallocate(self._descriptor, offset_bytes, size_bytes)
         with self._pinning:
             for piece in self._unpinned(offset_bytes, size_bytes):
-                if not self.refusal:
+                if time.monotonic() >= self._retry_at_s:
                     self._pin_piece(piece)
 
     def needs_pin(self, offset_bytes: int, size_bytes: int) -> bool:
         """Return True if ``pin`` would pin a part of that range."""
-        return not self.refusal and bool(size_bytes and self._unpinned(offset_bytes, size_bytes))
+        may_pin = size_bytes and time.monotonic() >= self._retry_at_s
+        return bool(may_pin and self._unpinned(offset_bytes, size_bytes))
 
     def _unpinned(self, offset_bytes: int, size_bytes: int) -> list[int]:
         last = (offset_bytes + size_bytes - 1) // PIN_BYTES
@@ -79,7 +82,7 @@ class PinnedMapping:
         except CudaError as error:
             if not self._cuda.still_works():
                 raise
-            self.refusal = str(error)
+            self._retry_at_s, self.refusal = time.monotonic() + RETRY_S, str(error)
             log.warning("pinning=refused offset=%d cause=%s: copies are staged", start, error)
             return
         self._pinned.add(piece)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import time
 from collections.abc import Callable, Sequence
@@ -222,13 +223,16 @@ class CudaWorkerDevice(WorkerDevice):
         """
         ends_at_s = time.monotonic() + ENDING_S
         event = self._cuda.event()
-        self._cuda.record(event, self._side.stream)
-        while not self._cuda.is_done(event):
-            if time.monotonic() > ends_at_s:
-                return False
-            time.sleep(LOOK_S)
-        self._cuda.destroy_event(event)
-        return True
+        try:
+            self._cuda.record(event, self._side.stream)
+            while not self._cuda.is_done(event):
+                if time.monotonic() > ends_at_s:
+                    return False
+                time.sleep(LOOK_S)
+            return True
+        finally:
+            with contextlib.suppress(CudaError):  # the context is broken
+                self._cuda.destroy_event(event)
 
     def fault(self) -> TaskFailed | None:
         """Return a kernel's failed assertion as the model's error, because a retry fails too.
