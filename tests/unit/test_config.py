@@ -11,6 +11,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast, get_args
 
+import msgspec
 import pytest
 
 from pipeswitch.base import config
@@ -32,6 +33,7 @@ from pipeswitch.base.settings import Section, rules_of, settings
 from pipeswitch.base.units import SizeSpec, format_bytes, parse_ms, parse_size
 from pipeswitch.base.version import UNKNOWN, own_version
 from pipeswitch.devices import registry
+from pipeswitch.scheduler.state.core import SchedulerSettings
 
 
 @pytest.mark.parametrize(
@@ -170,6 +172,12 @@ def test_the_schema_has_every_section_and_its_rules() -> None:
     pool = tables["server"]["properties"]["pool"]
     assert "type" not in pool, "a size is a text or a number"
     assert pool["default"] == "512MiB"
+
+
+def test_the_scheduler_has_the_defaults_of_its_section() -> None:
+    settings, section = vars(SchedulerSettings()), msgspec.structs.asdict(SchedulerConfig())
+    both = settings.keys() & section.keys()
+    assert [name for name in both if settings[name] != section[name]] == []
 
 
 def test_every_option_of_a_model_has_help() -> None:
