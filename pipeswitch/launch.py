@@ -30,7 +30,7 @@ from .ipc.messages.base import Exit, Message
 from .ipc.messages.builder import BuildSettings
 from .ipc.messages.daemon import DaemonSettings
 from .ipc.messages.fork_server import ChildExited, Fork, Forked, ForkServerReady
-from .ipc.messages.processor import CheckSchema, CheckStage, StageSettings
+from .ipc.messages.stage import CheckSchema, CheckStage, StageSettings
 from .ipc.messages.worker import WorkerSettings
 from .sandbox.environment import take_environment
 from .sandbox.system_calls import PR_SET_NAME
@@ -41,7 +41,7 @@ FIRST: Final = (
     "torch",
     "torch.fx.experimental.symbolic_shapes",  # for the checks of a program's kernels
     "pipeswitch.workers.main",
-    "pipeswitch.workers.processor",
+    "pipeswitch.workers.stage",
     "pipeswitch.programs.compiler.build_process",
     "pipeswitch.programs.compiler.program",
 )
@@ -212,17 +212,17 @@ def _run(settings: Message, descriptors: Sequence[int]) -> int:
                 take_environment(descriptor)
             return run_builder(settings, channel_from(channel))
         case StageSettings():
-            from .workers.processor import run as run_stage
+            from .workers.stage import run as run_stage
 
             channel, results, owners = descriptors
             take_environment(owners)
             return run_stage(settings, channel_from(channel), results)
         case CheckSchema():
-            from .workers.processor import check_schema
+            from .workers.stage import check_schema
 
             return check_schema(settings, channel_from(descriptors[0]))
         case CheckStage():
-            from .workers.processor import check
+            from .workers.stage import check
 
             channel, owners = descriptors
             take_environment(owners)

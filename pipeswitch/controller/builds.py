@@ -21,13 +21,13 @@ from ..base.errors import PipeSwitchError, RegistrationRefused, to_wire
 from ..base.failpoints import reach
 from ..ipc.messages.base import Message
 from ..ipc.messages.builder import BuildDone, BuildFailed, BuildProgress, BuildSettings
-from ..ipc.messages.processor import CheckStage, StageFailed, StageReady
+from ..ipc.messages.stage import CheckStage, StageFailed, StageReady
 from ..planning import planned_files
 from ..programs.compiler.build_process import work_prefix
 from ..programs.graphs.manifest_check import check_claims
 from ..programs.interface.layout import Manifest
 from ..programs.interface.packing import Layout
-from ..programs.interface.processors import Processor
+from ..programs.interface.stages import Stages
 from ..programs.spec import (
     BUNDLE_FILE,
     MANIFEST_FILE,
@@ -39,9 +39,9 @@ from ..programs.spec import (
     is_same_content,
     load_manifest,
     needs_more,
-    processor_of,
     rebuild_spec,
     save_manifest,
+    stages_of,
 )
 from ..scheduler.state.events import Address, Exited, Received, StartBuild, SweepPrograms
 from .device_effects import ServerContext
@@ -111,16 +111,16 @@ class Builds:
             self._take(Exited(_builder(command), 0))
             return
         # The functions of a program in the journal were checked when it was registered.
-        processor = None if digest else processor_of(spec)
-        if processor is None:
+        stages = None if digest else stages_of(spec)
+        if stages is None:
             self._build(command, spec, digest)
         else:
-            self._check(command, spec, processor)
+            self._check(command, spec, stages)
 
-    def _check(self, command: StartBuild, spec: bytes, processor: Processor) -> None:
+    def _check(self, command: StartBuild, spec: bytes, stages: Stages) -> None:
         """Import the functions in a stage process; build the program if all can be called."""
         messages: list[Message] = []
-        functions = tuple(one for one in (processor.function, processor.after) if one)
+        functions = tuple(one for one in (stages.function, stages.after) if one)
 
         def on_exit(status: int) -> None:
             match messages:
@@ -135,14 +135,14 @@ class Builds:
                     reason = f"importing it ended the process with status {status}"
             if reason:
                 text = f"{' and '.join(functions)}: {reason}"
-            is_first = processor.function and text.startswith(processor.function)
+            is_first = stages.function and text.startswith(stages.function)
             part = "preprocess" if is_first else "postprocess"
             self._refuse(command, RegistrationRefused(part, text))
             self._take(Exited(_builder(command), status))
 
         settings = CheckStage(
             functions=functions,
-            inputs=tuple(one.name for one in processor.inputs),
+            inputs=tuple(one.name for one in stages.inputs),
             timeout_s=self._sizes.stage_timeout_s,
         )
         self._children.fork(

@@ -33,7 +33,7 @@ from ..wire.frames import pack_dict
 from .builds import Builds
 from .device_effects import DeviceEffects, ServerContext
 from .journal import JournalFile
-from .preprocessors import PreprocessEffects
+from .stage_effects import StageEffects
 
 log = logging.getLogger(__name__)
 
@@ -47,14 +47,14 @@ class Effects:
         self,
         context: ServerContext,
         devices: Sequence[DeviceEffects],
-        preprocessors: PreprocessEffects,
+        stages: StageEffects,
         *,
         journal: JournalFile,
         profiles_dir: Path,
     ) -> None:
-        self._devices, self._preprocessors, self._children = (
+        self._devices, self._stages, self._children = (
             devices,
-            preprocessors,
+            stages,
             context.children,
         )
         self._places, self._memory, self._frontend = (
@@ -80,7 +80,7 @@ class Effects:
     def perform(self, command: ev.Command) -> None:
         match command:
             case ev.TakeResult() | ev.Send(ev.Address("stage")) | ev.Spawn(ev.Address("stage")):
-                self._preprocessors.perform(command)
+                self._stages.perform(command)
             case ev.Send() | ev.Spawn() | ev.RaiseTurn() | ev.Interrupt() | ev.TakeBack():
                 self._devices[command.target.device].perform(command)
             case ev.Kill(target, reason):

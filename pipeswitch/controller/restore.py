@@ -17,7 +17,7 @@ from ..commits.progress import SUFFIX, read_life
 from ..frontend.registration import registration
 from ..ipc.messages.base import JobName, ModelName
 from ..programs.interface.chains import Chain
-from ..programs.spec import BuildSpec, processor_in
+from ..programs.spec import BuildSpec, stages_in
 from ..scheduler.state.events import ChainRequest, Event, RegisterModelRequest, Reply, Token
 from ..scheduler.state.records import JobSpec
 from ..scheduler.state.versions import split_name, version_name
@@ -146,7 +146,7 @@ def _restore_model(server: Server, name: str, entry: Entry, token: Token) -> Non
         is_pinned=entry["pin"],
         tenant=entry["tenant"],
         devices=decoded.devices,
-        processor=processor_in(decoded),
+        stages=stages_in(decoded),
         aliases=tuple(ModelName(alias) for alias, one in aliases if one["model"] == base),
         is_known=True,
         restored=builds.manifest_of(entry["digest"]),

@@ -24,10 +24,10 @@ from .effects import Effects, Tracer
 from .folders import StateDir
 from .gateway_process import Gateway
 from .journal import FILE_NAME, JournalFile
-from .preprocessors import PreprocessEffects
 from .processes import Processes
 from .server_memory import DeviceShare, ServerMemory
 from .setup import make_scheduler, sizes_of
+from .stage_effects import StageEffects
 
 log = logging.getLogger(__name__)
 
@@ -79,14 +79,14 @@ class Server:
             frontend=self.frontend,
             take=self.inbox.append,
         )
-        self.preprocessors = PreprocessEffects(context, config.server.max_message_bytes)
+        self.stages = StageEffects(context, config.server.max_message_bytes)
         self.effects = Effects(
             context,
             [
                 DeviceEffects(context, index, self.sizes[index], device.kind.opened)
                 for index, device in enumerate(devices)
             ],
-            self.preprocessors,
+            self.stages,
             journal=self.journal,
             profiles_dir=Path(config.profiles_dir or SHIPPED_PROFILES),
         )
@@ -176,7 +176,7 @@ class Server:
         """Release the memory and files that ``__init__`` took."""
         self.journal.close()
         self.memory.close()
-        self.preprocessors.close()
+        self.stages.close()
         for share in self.shares:
             share.close()
         self.selector.close()

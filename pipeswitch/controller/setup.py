@@ -174,7 +174,7 @@ def make_scheduler(
         max_models_per_client=config.server.max_models_per_client,
         weights=config.tenants,
         restart_backoff_ms=config.workers.restart_backoff_ms,
-        preprocess_processes=config.preprocess.processes,
+        stage_processes=config.preprocess.processes,
         max_stage_ms=config.preprocess.max_time_ms,
         keep_versions=config.jobs.keep_versions,
         keep_jobs=config.jobs.keep.count,

@@ -218,7 +218,7 @@ class Inference:
             if arrival.version or sequence is not None
             else announced.registration_id,
         )
-        if announced.processor is not None and announced.processor.after:
+        if announced.stages is not None and announced.stages.after:
             pending.after = event
         elif announced.chain is not None:
             own = arrival.origin.priority if header.priority else None
@@ -347,7 +347,7 @@ class Inference:
             ModelNotFound: the model was removed in the meantime.
         """
         announced = self.models.version(*split_name(command.model))
-        announced = replace(announced, processor=None)
+        announced = replace(announced, stages=None)
         try:
             return self.models.admit(_as_request(command), sizes, announced), announced
         except InvalidInput as error:
@@ -367,10 +367,10 @@ class Inference:
         """
         name, version = split_name(command.model)
         announced = self.models.versions.get((name, version)) or self.models.current.get(name)
-        if announced is None or announced.processor is None or not announced.processor.after:
+        if announced is None or announced.stages is None or not announced.stages.after:
             raise TaskFailed(f'"{name}" was registered again in the meantime', hint="ask again")
-        declared = announced.processor.answer(announced.manifest)
-        as_model = replace(announced, processor=None, manifest=declared)
+        declared = announced.stages.answer(announced.manifest)
+        as_model = replace(announced, stages=None, manifest=declared)
         try:
             request = validation.check_infer(
                 _as_request(command), sizes, as_model, self.models.max_bytes
@@ -448,7 +448,7 @@ class Inference:
             reply_bytes=allocation.reply_bytes,
         )
         event = chain_requests.event_of(run, own, announced, self.now_ms())
-        if announced.processor is not None and announced.processor.after:
+        if announced.stages is not None and announced.stages.after:
             pending.after = event
         if not is_copied:
             self.take(event)

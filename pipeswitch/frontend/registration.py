@@ -21,7 +21,7 @@ from ..base.roles import OWNER, URGENT_PRIORITY, Principal, Role
 from ..base.units import escape_control_chars
 from ..ipc.messages.base import ModelName
 from ..programs.interface.pytree import check_takes
-from ..programs.spec import DEFAULT_MAX_BATCH, DEFAULT_SEQUENCES, BuildSpec, processor_of
+from ..programs.spec import DEFAULT_MAX_BATCH, DEFAULT_SEQUENCES, BuildSpec, stages_of
 from ..scheduler.state.events import RegisterModelRequest, Token, VersionRequest
 from .intake.validation import check_name, priority_number
 from .permissions import CheckedSource, Rules, check_function, check_source
@@ -151,5 +151,5 @@ def registration(
         tenant=principal.tenant,
         devices=request.devices,
         aliases=tuple(ModelName(one) for one in dict.fromkeys(request.aliases) if one != model),
-        processor=processor_of(spec),
+        stages=stages_of(spec),
     )

@@ -23,8 +23,8 @@ from .interface.dims import extent_text
 from .interface.layout import BUNDLE_FILE as BUNDLE_FILE
 from .interface.layout import Manifest, signature_text
 from .interface.packing import DERIVED_FILE, PACKED_FORM, Layout
-from .interface.processors import Processor, processor
 from .interface.pytree import Tree
+from .interface.stages import Stages, stages_from
 
 DEFAULT_MAX_BATCH: Final = 64
 DEFAULT_SEQUENCES: Final = 8  # sequences in one step of a language model
@@ -61,17 +61,17 @@ def files_of(spec: bytes) -> list[Path]:
     ]
 
 
-def processor_of(spec: bytes) -> Processor | None:
+def stages_of(spec: bytes) -> Stages | None:
     """Return the stages of an encoded spec's model; None if there are none or it is invalid."""
     try:
-        return processor_in(msgspec.msgpack.decode(spec, type=BuildSpec))
+        return stages_in(msgspec.msgpack.decode(spec, type=BuildSpec))
     except UNREADABLE:
         return None
 
 
-def processor_in(spec: BuildSpec) -> Processor | None:
+def stages_in(spec: BuildSpec) -> Stages | None:
     """Return the stages of a spec's model; None if there are none."""
-    return processor(spec.preprocess, spec.raw, spec.postprocess, spec.returns)
+    return stages_from(spec.preprocess, spec.raw, spec.postprocess, spec.returns)
 
 
 def needs_more(spec: bytes) -> bool:

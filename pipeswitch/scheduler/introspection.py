@@ -17,7 +17,7 @@ from ..programs.interface.groups import plan_in_force
 from ..programs.interface.layout import Manifest, ValueSpec
 from .memory.allocators import gib
 from .memory.plans import plan_row, stream_of
-from .processes.preprocess_pool import PreprocessPool, PreprocessSlot
+from .processes.stage_pool import StagePool, StageSlot
 from .server.device import Device
 from .server.server_state import ServerState
 from .state.core import Core, handles
@@ -54,12 +54,8 @@ def _staging(replica: DeviceModel) -> dict[str, Any] | None:
 
 
 def _functions(model: Model) -> dict[str, str]:
-    processor = model.processor
-    named = (
-        {}
-        if processor is None
-        else {"preprocess": processor.function, "postprocess": processor.after}
-    )
+    stages = model.stages
+    named = {} if stages is None else {"preprocess": stages.function, "postprocess": stages.after}
     return {what: function for what, function in named.items() if function}
 
 
@@ -147,12 +143,12 @@ class Introspection:
         core: Core,
         machine: ServerState,
         versions: Versions,
-        preprocess_pool: PreprocessPool,
+        stage_pool: StagePool,
         failed: Mapping[ModelName, Model],
     ) -> None:
         self._core = core
         self._failed = failed  # models that could not be restored
-        self._preprocess_pool = preprocess_pool
+        self._stage_pool = stage_pool
         self._machine = machine
         self._versions = versions
         self.born_at_ms = 0.0  # the scheduler's start
@@ -315,8 +311,8 @@ class Introspection:
         served = self._versions.served(model.base)
         if served is not None and served.note:
             row["notes"] = [*row.get("notes", []), served.note]
-        if manifest is not None and model.processor is not None:
-            public = model.processor.public(manifest)
+        if manifest is not None and model.stages is not None:
+            public = model.stages.public(manifest)
             row |= {
                 **_functions(model),
                 "model_inputs": row["inputs"],
@@ -324,7 +320,7 @@ class Introspection:
                 "inputs": {v.name: _shown(v) for v in public.inputs},
                 "outputs": {v.name: _shown(v) for v in public.outputs},
                 "dims": row["dims"] | {dim.name: [dim.low, dim.high] for dim in public.dims},
-                **({"batch": [1, 1]} if model.processor.function else {}),
+                **({"batch": [1, 1]} if model.stages.function else {}),
             }
         if len(self._machine.devices) > 1:
             row["devices"] = list(model.devices)
@@ -382,11 +378,11 @@ class Introspection:
                 device=f"{arena.leasable_bytes - arena.regions.free_bytes}",
                 why="given up, because it died too often" if state.daemon.is_given_up else "",
             ).row(self._core.now_ms)
-        for process in self._preprocess_pool.processes:
+        for process in self._stage_pool.processes:
             if process.pid:
                 yield self._ps_stage(process)
 
-    def _ps_stage(self, process: PreprocessSlot) -> dict[str, Any]:
+    def _ps_stage(self, process: StageSlot) -> dict[str, Any]:
         state = process.state.state
         why = process.function if state is WorkerState.ACTIVE else ""
         device = self._machine.devices[0]
@@ -439,7 +435,7 @@ class Introspection:
         waiting = device.queue.count(replica.name) + device.awaiting_model.count(replica.name)
         if waiting:
             return f"{waiting} waiting"
-        raw = self._preprocess_pool.count(replica.name)
+        raw = self._stage_pool.count(replica.name)
         if raw:
             return f"{raw} {TaskState.PREPROCESSING.value}"
         if replica.staging is not None:
@@ -502,7 +498,7 @@ class Introspection:
                 used_s[caller or OWNER] += used_ms / 1000.0
         return {
             "queued": sum(row["queued"] for row in rows),
-            "preprocessing": len(self._preprocess_pool),
+            "preprocessing": len(self._stage_pool),
             "switches": counts["switches"],
             "dispatches": {kind: counts[f"{kind}_dispatches"] for kind in DISPATCH_KINDS},
             "device_s": {

@@ -108,7 +108,7 @@ class Scheduler:
             self.core,
             self.machine,
             self.versions,
-            self.admission.preprocess_pool,
+            self.admission.stage_pool,
             self.registry.names.failed,
         )
         self._takers = handler_table(
@@ -130,7 +130,7 @@ class Scheduler:
         return (
             Component(self.publishing.pump),
             Component(self.registry.pump),
-            Component(admission.preprocess_pool.advance),
+            Component(admission.stage_pool.advance),
             Component(admission.reassign),
             Component(admission.rebalance),
             Component(self.moves.reassign),
@@ -242,7 +242,7 @@ class Scheduler:
             case ev.Received(ev.Address("daemon")):
                 self._from_daemon(event)
             case ev.Received(ev.Address("stage")):
-                self.admission.preprocess_pool.on_message(event)
+                self.admission.stage_pool.on_message(event)
             case ev.Received():
                 self._from_builder(event)
             case ev.PrefetchHint(model=name):
@@ -260,7 +260,7 @@ class Scheduler:
             case ev.Exited(ev.Address("daemon")):
                 self._daemon_exited(event)
             case ev.Exited(ev.Address("stage")):
-                self.admission.preprocess_pool.exited(event)
+                self.admission.stage_pool.exited(event)
             case ev.Exited():
                 self.registry.builder_exited(event)
             case ev.Tick():
@@ -347,7 +347,7 @@ class Scheduler:
         if core.drain_at_ms is None:
             return 0
         is_quiet = all(device.is_quiet for device in self.machine.devices)
-        is_quiet = is_quiet and not len(self.admission.preprocess_pool) and not core.going_on
+        is_quiet = is_quiet and not len(self.admission.stage_pool) and not core.going_on
         if is_quiet and self.machine.jobs.is_quiet and self.registry.is_quiet:
             self._leave("drained")
         elif core.now_ms >= core.drain_at_ms:
@@ -364,7 +364,7 @@ class Scheduler:
         error = ServerUnavailable(f"the server has stopped: {reason}")
         for device in self.machine.devices:
             device.completion.refuse_all(error)
-        self.admission.preprocess_pool.refuse_all(error)
+        self.admission.stage_pool.refuse_all(error)
         self.registry.refuse_all(error)
         self.publishing.refuse_all(error)
         self.trials.refuse_all(error)
@@ -423,9 +423,9 @@ class Scheduler:
         jobs = {worker.job for device in devices for worker in device.state.workers.values()}
         assert store.offloaded.keys() <= jobs, "a process that is gone has something on the host"
         tokens = [token for device in devices for token in device.state.requests]
-        tokens += self.admission.preprocess_pool.tokens()
+        tokens += self.admission.stage_pool.tokens()
         assert len(tokens) == len(set(tokens)), "a request is in two places"
-        self.admission.preprocess_pool.check()
+        self.admission.stage_pool.check()
 
 
 __all__ = ["Scheduler", "SchedulerSettings"]

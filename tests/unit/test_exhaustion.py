@@ -24,7 +24,7 @@ from pipeswitch.extras.text.tokenizers import TokenizerClient
 from pipeswitch.ipc.channel import Channel, channel_pair, encode_message
 from pipeswitch.ipc.messages.base import OpId, Ping
 from pipeswitch.ipc.messages.fork_server import Fork, Forked, ForkServerReady
-from pipeswitch.ipc.messages.processor import CheckStage
+from pipeswitch.ipc.messages.stage import CheckStage
 from tests.open_files import open_files
 
 SETTINGS = CheckStage(functions=(), inputs=(), timeout_s=1.0)

@@ -13,11 +13,11 @@ from pipeswitch.base import errors
 from pipeswitch.base.roles import ANYONE, OWNER, Principal
 from pipeswitch.frontend.permissions import Rules, check_function
 from pipeswitch.ipc.messages.base import SlabTensor
-from pipeswitch.ipc.messages.processor import RunStage, StageDone, StageFailed, StageReady
+from pipeswitch.ipc.messages.stage import RunStage, StageDone, StageFailed, StageReady
 from pipeswitch.programs.interface.dims import Dim
-from pipeswitch.programs.interface.processors import processor
-from pipeswitch.programs.spec import BuildSpec, processor_of
-from pipeswitch.scheduler.processes.preprocess_pool import PreprocessPool
+from pipeswitch.programs.interface.stages import stages_from
+from pipeswitch.programs.spec import BuildSpec, stages_of
+from pipeswitch.scheduler.processes.stage_pool import StagePool
 from pipeswitch.scheduler.scheduler import Scheduler
 from pipeswitch.scheduler.state import events as ev
 from pipeswitch.scheduler.state.core import Core, SchedulerSettings
@@ -26,18 +26,16 @@ from pipeswitch.scheduler.state.states import TaskState
 from tests.unit.arrivals import arrival, request_of
 from tests.unit.test_scheduler_rules import Rig
 
-STAGE = processor("pkg:fn", {"image": (((1, 9), 3), "uint8")})
+STAGE = stages_from("pkg:fn", {"image": (((1, 9), 3), "uint8")})
 RAW = (SlabTensor(name="image", dtype="uint8", shape=(4, 3), offset_bytes=0, size_bytes=12),)
 LIMIT_MS = 1000.0
 
 
-class Pool(PreprocessPool):
+class Pool(StagePool):
     """Pool of preprocessing processes; the test sends the processes' messages."""
 
     def __init__(self, stages: int = 1) -> None:
-        settings = SchedulerSettings(
-            preprocess_processes=stages, max_stage_ms=LIMIT_MS, max_deaths=2
-        )
+        settings = SchedulerSettings(stage_processes=stages, max_stage_ms=LIMIT_MS, max_deaths=2)
         self.core = Core(settings, None)
         self.born = self.core.next_op_id()
         super().__init__(self.core)
@@ -217,9 +215,9 @@ def test_a_range_is_a_dimension_that_a_request_chooses() -> None:
     spec = BuildSpec(
         name="m", source="s", preprocess="pkg:fn", raw={"image": (((1, 9), 3), "uint8")}
     )
-    assert processor_of(msgspec.msgpack.encode(spec)) == STAGE
-    assert processor_of(msgspec.msgpack.encode(BuildSpec(name="m", source="s"))) is None
-    assert processor_of(b"another") is None
+    assert stages_of(msgspec.msgpack.encode(spec)) == STAGE
+    assert stages_of(msgspec.msgpack.encode(BuildSpec(name="m", source="s"))) is None
+    assert stages_of(b"another") is None
 
 
 @pytest.mark.parametrize(
@@ -258,7 +256,7 @@ def test_a_deadline_that_passes_as_something_else_happens_is_not_forgotten() -> 
     )
     scheduler.start(0.0)
     late = request_of(1, deadline_at_ms=9.0, inputs=RAW, steps=Steps(is_raw=True))
-    scheduler.admission.preprocess_pool.take(late, STAGE.function, scheduler.core.next_op_id(), "")
+    scheduler.admission.stage_pool.take(late, STAGE.function, scheduler.core.next_op_id(), "")
     assert scheduler.next_wakeup_ms() == 9.0
     commands = scheduler.handle(ev.PrefetchHint(model="other"), 10.0)
     (answer,) = (command for command in commands if isinstance(command, ev.Reply))
@@ -269,7 +267,7 @@ def test_a_server_that_leaves_waits_for_the_function_behind_a_model() -> None:
     """Drain between the model's answer and the event with which the frontend continues."""
     rig = Rig()
     rig.register("a")
-    rig.state.replicas["a"].model.processor = processor("", {}, "pkg:fn", {"label": ([1], "bytes")})
+    rig.state.replicas["a"].model.stages = stages_from("", {}, "pkg:fn", {"label": ([1], "bytes")})
     token = rig.infer("a")
     rig.handle(ev.DrainRequest(token=None, grace_ms=1000.0))
     rig.arrived("a")

@@ -120,10 +120,10 @@ def check_infer(
     Raises:
         InvalidInput: a tensor does not match; the text has the model's signature.
     """
-    processor = announced.processor
+    stages = announced.stages
     manifest = announced.manifest
-    if processor is not None and processor.function:
-        manifest = processor.raw(manifest)
+    if stages is not None and stages.function:
+        manifest = stages.raw(manifest)
     ordered = _by_call_order(header.model, header.inputs, manifest)
     values: dict[str, int] = {}
     checked = []

@@ -104,7 +104,7 @@ class Chains:
         """Return the manifests of the current versions, as clients see them."""
         current = [self._versions.current(name) for name in self._machine.served]
         return {
-            one.base: one.manifest if one.processor is None else one.processor.public(one.manifest)
+            one.base: one.manifest if one.stages is None else one.stages.public(one.manifest)
             for one in current
             if one and one.manifest and one.state.state is not ModelState.LEAVING
         }

@@ -18,7 +18,7 @@ from ...base.quotas import left
 from ...ipc.messages.base import ModelName
 from ...wire.request_timing import RequestTiming
 from ..memory.device_placement import DevicePlacement
-from ..processes.preprocess_pool import PreprocessPool
+from ..processes.stage_pool import StagePool
 from ..state.core import DUE, QUEUE, RESIDENCY, TURN, WORKERS, Core
 from ..state.device_state import DeviceState
 from ..state.events import CancelRequest, InferArrived, Prepared, Reply
@@ -47,7 +47,7 @@ class Admission:
         self._placing = placement
         self._dispatches = dispatches
         self._states = placement.states
-        self.preprocess_pool = PreprocessPool(core)
+        self.stage_pool = StagePool(core)
 
     def arrived(self, event: InferArrived) -> None:
         """Admit a request or answer it at once."""
@@ -70,23 +70,23 @@ class Admission:
             origin=event.origin,
             size_bytes=model.built.total_bytes,
             steps=Steps(
-                is_raw=model.processor is not None and bool(model.processor.function),
+                is_raw=model.stages is not None and bool(model.stages.function),
                 follows=event.follows,
             ),
         )
-        if model.processor is None or not model.processor.function:
+        if model.stages is None or not model.stages.function:
             self._queue(request, model)
         else:
             served = self._versions.served(model.base)
             assert served is not None
-            self.preprocess_pool.take(request, model.processor.function, served.born, event.tenant)
+            self.stage_pool.take(request, model.stages.function, served.born, event.tenant)
 
     def _computed(self, event: InferArrived) -> None:
         """Pass a model's outputs in the request pool to its postprocessing function."""
         core, name = self._core, split_name(event.model)[0]
         core.going_on.discard(event.token)
         served, model = self._versions.served(name), self._versions.current(name)
-        if served is None or model is None or model.processor is None or not model.processor.after:
+        if served is None or model is None or model.stages is None or not model.stages.after:
             core.refuse(event.token, changed_on_the_way(event.model))
             return
         request = Request(
@@ -96,11 +96,11 @@ class Admission:
             origin=replace(event.origin, arrived_at_ms=core.now_ms),
             steps=Steps(is_raw=True, is_postprocess=True, follows=event.follows),
         )
-        self.preprocess_pool.take(request, model.processor.after, served.born, event.tenant)
+        self.stage_pool.take(request, model.stages.after, served.born, event.tenant)
 
     def prepared(self, event: Prepared) -> None:
         """Queue or answer a request whose function has ended, or report why it failed."""
-        request = self.preprocess_pool.prepared(event)
+        request = self.stage_pool.prepared(event)
         if request is None:
             return
         if request.steps.is_postprocess:
@@ -185,7 +185,7 @@ class Admission:
             if state.queue.requests or state.awaiting_model.requests:
                 break
         else:
-            if not self.preprocess_pool.waits:
+            if not self.stage_pool.waits:
                 return None  # nothing waits, so no limit applies
         return self._full(event, model)
 
@@ -201,14 +201,12 @@ class Admission:
         core, states = self._core, self._states
         queues = [queue for state in states for queue in (state.queue, state.awaiting_model)]
         caller, name = event.origin.caller, event.model
-        waiting = sum(map(len, queues)) + len(self.preprocess_pool)
-        own = sum([queue.held_by(caller) for queue in queues]) + self.preprocess_pool.held_by(
-            caller
-        )
+        waiting = sum(map(len, queues)) + len(self.stage_pool)
+        own = sum([queue.held_by(caller) for queue in queues]) + self.stage_pool.held_by(caller)
         if waiting and not left(core.settings.max_queue, waiting, own):
             return _full("requests", waiting, own, "max_queue", core.settings.max_queue)
-        waiting = sum([queue.count(name) for queue in queues]) + self.preprocess_pool.count(name)
-        own = sum([queue.held_by(caller, name) for queue in queues]) + self.preprocess_pool.held_by(
+        waiting = sum([queue.count(name) for queue in queues]) + self.stage_pool.count(name)
+        own = sum([queue.held_by(caller, name) for queue in queues]) + self.stage_pool.held_by(
             caller, name
         )
         limit = core.settings.max_queue_per_model
@@ -244,7 +242,7 @@ class Admission:
             elif request.history is not None:
                 request.history.is_cancelled = True
             return True
-        return self.preprocess_pool.cancel(event.token)
+        return self.stage_pool.cancel(event.token)
 
     def pool_freed(self) -> None:
         """Queue the generations that waited for memory and have it now."""

@@ -76,8 +76,8 @@ class TaskCompletion:
         core.counts["inferences"] += len(requests)
         core.counts["runs"] += 1
         device.served += len(requests)
-        returns, processor = replica.model.built.returns, replica.model.processor
-        if processor is not None and processor.after:
+        returns, stages = replica.model.built.returns, replica.model.stages
+        if stages is not None and stages.after:
             core.going_on.update(request.token for request in requests)
         more: list[Request] = []
         for number, (request, outputs) in enumerate(

@@ -74,7 +74,7 @@ class SchedulerSettings:
     max_compute_ms: float = 60000.0  # a task that computes for longer is hung; 0: no limit
     deadline_grace_ms: float = 5000.0  # a task that runs this long past its deadline is hung
     restart_backoff_ms: float = 1000.0
-    preprocess_processes: int = 1  # number of processes for functions before and after models
+    stage_processes: int = 1  # number of processes for functions before and after models
     max_stage_ms: float = 60000.0  # time limit of a function before or after a model; 0: none
     max_deaths: int = 3  # deaths of workers in a row, for each request and each model
     max_job_deaths: int = 10  # deaths of a job's workers in a row, with no commit between them

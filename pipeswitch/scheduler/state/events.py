@@ -22,7 +22,7 @@ from ...planning.grouping import Plan
 from ...planning.planned_groups import PlannedFile
 from ...programs.interface.chains import Chain, ChainStep
 from ...programs.interface.layout import Manifest
-from ...programs.interface.processors import Processor
+from ...programs.interface.stages import Stages
 from ...wire.request_timing import RequestTiming
 
 Token = NewType("Token", int)
@@ -125,7 +125,7 @@ class RegisterModelRequest(ClientRequest, frozen=True):
     devices: tuple[str, ...] = ()  # names of the devices that may serve it; empty: all
     is_known: bool = False  # whether it comes from the journal of an earlier server
     restored: Manifest | None = None  # manifest from the journal: requests may wait for the build
-    processor: Processor | None = None  # functions before and after the model
+    stages: Stages | None = None  # functions before and after the model
     aliases: tuple[ModelName, ...] = ()  # further names
 
 
@@ -453,7 +453,7 @@ class ModelAvailable(_Message, frozen=True):
     version: int = 1
     is_current: bool = True  # the version serves requests without a version number
     registration_id: int = 0  # equal for all versions of a name, until the name is removed
-    processor: Processor | None = None  # functions before and after the model
+    stages: Stages | None = None  # functions before and after the model
     chain: Chain | None = None  # set for a chain, whose steps run at their models' priorities
     aliases: tuple[str, ...] = ()  # further names that requests may use
 

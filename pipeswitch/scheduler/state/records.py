@@ -18,7 +18,7 @@ from ...planning.grouping import Plan
 from ...planning.planned_groups import PlannedGroups
 from ...planning.streaming import StagingLayout
 from ...programs.interface.layout import Manifest
-from ...programs.interface.processors import Processor
+from ...programs.interface.stages import Stages
 from ...wire.request_timing import RequestTiming
 from ..policies.job_orders import JobView
 from .events import Origin, Reply, Token
@@ -95,7 +95,7 @@ class Model:
     version: int = 1
     tenant: str = ""  # tenant that registered it; empty: the server's owner
     devices: tuple[str, ...] = ()  # names of the devices that may serve it; empty: all
-    processor: Processor | None = None  # functions before and after the model; None: none
+    stages: Stages | None = None  # functions before and after the model; None: none
     split: Served | None = None  # set if this version is current and others have shares
     chosen_op_id: OpId = NO_OP_ID  # id taken when it last became current
     state: StateMachine[ModelState, ModelEvent] = field(init=False)

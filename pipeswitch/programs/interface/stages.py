@@ -17,7 +17,7 @@ Raw = Mapping[str, tuple[Sequence[int | Sequence[int]], str]]
 """Declared values: name -> (shape, dtype); requests choose an extent that is given as a range."""
 
 
-class Processor(msgspec.Struct, frozen=True, kw_only=True):
+class Stages(msgspec.Struct, frozen=True, kw_only=True):
     """Functions that run on the CPU before a model and after it (ADR 34)."""
 
     function: str = ""  # package.module:function before the model; empty: clients send its inputs
@@ -50,15 +50,15 @@ class Processor(msgspec.Struct, frozen=True, kw_only=True):
         return msgspec.structs.replace(manifest, outputs=self.outputs, dims=dims, returns=None)
 
 
-def processor(
+def stages_from(
     function: str, raw: Raw, after: str = "", returns: Raw | None = None
-) -> Processor | None:
+) -> Stages | None:
     """Return a model's stages, or None without ``function`` and ``after``."""
     if not function and not after:
         return None
     inputs, dims = _declared(raw)
     outputs, output_dims = _declared(returns or {})
-    return Processor(
+    return Stages(
         function=function,
         inputs=inputs,
         dims=dims,

@@ -27,7 +27,7 @@ from pipeswitch.base.errors import InvalidInput
 from pipeswitch.base.failpoints import reach
 from pipeswitch.base.units import nearest
 from pipeswitch.ipc.channel import Channel
-from pipeswitch.ipc.messages import processor as stage_msg
+from pipeswitch.ipc.messages import stage as stage_msg
 from pipeswitch.ipc.messages.base import OpId, SlabTensor
 from pipeswitch.programs.decoding.grammar import try_schema
 from pipeswitch.programs.interface.layout import ITEM_BYTES, TENSOR_ALIGN_BYTES, aligned

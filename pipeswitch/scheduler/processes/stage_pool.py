@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 from ...base.errors import Cancelled, DeadlineExceeded, PipeSwitchError, TaskFailed, WorkerLost
 from ...ipc.messages.base import ModelName, OpId, Slot
-from ...ipc.messages.processor import RunStage, StageDone, StageFailed, StageReady
+from ...ipc.messages.stage import RunStage, StageDone, StageFailed, StageReady
 from ..state import events as ev
 from ..state.core import QUEUE, STAGES, Core
 from ..state.records import NO_OP_ID, Request
@@ -20,7 +20,7 @@ from ..state.states import WORKER_TRANSITIONS, StateMachine, TaskEvent, WorkerEv
 
 
 @dataclass
-class PreprocessSlot:
+class StageSlot:
     """Slot for a preprocessing process, and the process in it."""
 
     slot: Slot
@@ -54,7 +54,7 @@ class Raw:
     error: PipeSwitchError | None = None  # set if it was cancelled while its result was copied
 
 
-class PreprocessPool:
+class StagePool:
     """All PREPROCESSING requests, and the processes that serve them.
 
     Processes are started with the first request that needs one.
@@ -66,9 +66,7 @@ class PreprocessPool:
     def __init__(self, core: Core) -> None:
         self._core = core
         self.waits: dict[ev.Token, Raw] = {}
-        self.processes = [
-            PreprocessSlot(Slot(slot)) for slot in range(core.settings.preprocess_processes)
-        ]
+        self.processes = [StageSlot(Slot(slot)) for slot in range(core.settings.stage_processes)]
 
     def __len__(self) -> int:
         return len(self.waits)
@@ -187,13 +185,13 @@ class PreprocessPool:
                 self._core.counts["stale_messages"] += 1
         self.advance()
 
-    def _ended(self, process: PreprocessSlot) -> Raw | None:
+    def _ended(self, process: StageSlot) -> Raw | None:
         """End a call; return its request if the request still waits for the result."""
         process.state.apply(WorkerEvent.TASK_ENDED, f"operation {process.op_id}")
         process.op_id = NO_OP_ID
         return None if process.token is None else self.waits.get(process.token)
 
-    def _cleaned(self, process: PreprocessSlot) -> None:
+    def _cleaned(self, process: StageSlot) -> None:
         process.token = None
         if process.state.state is WorkerState.CLEANING:
             process.state.apply(WorkerEvent.CLEANED)
@@ -241,7 +239,7 @@ class PreprocessPool:
                 self._core.emit(ev.Spawn(process.address))
         return STAGES
 
-    def _call(self, process: PreprocessSlot, raw: Raw) -> None:
+    def _call(self, process: StageSlot, raw: Raw) -> None:
         core = self._core
         process.state.apply(WorkerEvent.ACTIVATED, raw.request.run.request_id)
         process.op_id, process.token = core.next_op_id(), raw.request.token
@@ -266,7 +264,7 @@ class PreprocessPool:
                 if hung is not None:
                     self._refuse(hung, TaskEvent.EXPIRE, _hung(hung, limit_ms))
 
-    def _kill(self, process: PreprocessSlot, why: str) -> None:
+    def _kill(self, process: StageSlot, why: str) -> None:
         process.state.apply(WorkerEvent.KILLED, why)
         self._core.emit(ev.Kill(process.address))
 

@@ -10,7 +10,7 @@ from typing import Final
 
 from ..ipc.control_page import sealed_memfd
 from ..ipc.messages.base import Message, Slot
-from ..ipc.messages.processor import CheckSchema, StageFailed, StageSettings
+from ..ipc.messages.stage import CheckSchema, StageFailed, StageSettings
 from ..programs.decoding.grammar import costly_refusal
 from ..scheduler.state.events import Address, Exited, Send, Spawn, TakeResult
 from .device_effects import ServerContext
@@ -20,7 +20,7 @@ _BY_LIMITS: Final = (-signal.SIGPROF, -signal.SIGABRT, -signal.SIGSEGV)  # exits
 _GONE: Final = -9  # exit status that is reported if there was no memory for the process
 
 
-class PreprocessEffects:
+class StageEffects:
     """Executor of the commands for stages. A slot keeps its result file when its process dies."""
 
     def __init__(self, context: ServerContext, result_bytes: int) -> None:
