@@ -67,8 +67,16 @@ class RegisterOptions(TypedDict, total=False):
 def with_options(verb: Callable[P, R]) -> Callable[P, R]:
     """Add each option to the signature of ``Client.register``, and its help to the docstring."""
     items = [one for one in settings(ModelOptions).values() if one.name != "source"]
-    own = inspect.signature(verb)
-    names = [Parameter(one.name, Parameter.KEYWORD_ONLY, default=None) for one in items]
+    own, defaults = inspect.signature(verb), ModelOptions()
+    names = [
+        Parameter(
+            one.name,
+            Parameter.KEYWORD_ONLY,
+            default=getattr(defaults, one.name),
+            annotation=RegisterOptions.__annotations__[one.name].__forward_arg__,
+        )
+        for one in items
+    ]
     fixed = [one for one in own.parameters.values() if one.kind is not Parameter.VAR_KEYWORD]
     verb.__signature__ = own.replace(parameters=[*fixed, *names])  # type: ignore[attr-defined]
     texts = "".join(f"            {one.name}: {one.help}\n" for one in items)
