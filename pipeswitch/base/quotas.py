@@ -1,15 +1,15 @@
-"""Fair-share quotas on a shared resource: bytes of memory or disk, places in a queue. Pure.
+"""Limits on bytes (``FairQuota``), requests (``TurnQueue``) and connections (``Places``). Pure.
 
-A holder may take more while its amount is at most ``ALPHA`` times the free amount (a dynamic
-threshold: Choudhury and Hahne, 1998). So a single holder gets at most three quarters, and the next
-holder three quarters of the rest, even if the first one could use more. Nothing is reserved for
-absent holders, and no list of holders is needed.
+A holder of a quota may take more while its amount is at most ``ALPHA`` times the free amount (a
+dynamic threshold: Choudhury and Hahne, 1998). So a single holder gets at most three quarters, and
+the next holder three quarters of the rest, even if the first one could use more. Nothing is
+reserved for absent holders, and no list of holders is needed.
 """
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Iterator
+from collections import Counter, deque
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Final, Generic, TypeVar
 
@@ -17,7 +17,10 @@ from .errors import QueueFull
 
 ALPHA: Final = 3
 MAX_PASSES: Final = 64  # urgent items that may go before a waiting item that is not urgent
+CLAIMS_S: Final = 0.05  # minimum time between comparisons of all connections; one takes 1 ms
 T = TypeVar("T")
+Claim = tuple[bool, float]
+"""Whether a connection has had an answer, and since when it is idle. The lowest is evicted."""
 
 
 def left(size: int, used: int, own: int) -> int:
@@ -127,3 +130,60 @@ class TurnQueue(Generic[T]):
         items = [one for lines in self._lines for line in lines.values() for one in line]
         self._lines = {}, {}
         return items
+
+
+class Places(Generic[T]):
+    """Places for connections. If none is free, the connection with the weakest claim loses its own.
+
+    Comparing all for each new one of a crowd would take too long. So the candidates of a comparison
+    that had no answer are kept for the next ones.
+    """
+
+    def __init__(
+        self, size: int, size_per_address: int, claim: Callable[[T, float], Claim | None]
+    ) -> None:
+        """If ``claim(connection, now_s)`` is None, the connection may not be evicted."""
+        self._size, self._size_per_address, self._claim = size, size_per_address, claim
+        self.addresses: dict[T, str] = {}  # connection -> its address
+        self.by_address: Counter[str] = Counter()  # number of connections
+        # Address (None: all) -> time of a comparison, and candidates; the last is evicted first.
+        self._claims: dict[str | None, tuple[float, list[tuple[Claim, T]]]] = {}
+
+    def enter(self, one: T, address: str, now_s: float, evict: Callable[[T], None]) -> bool:
+        """Take a place; if needed, evict a connection. False: there is none."""
+        is_crowded = self.by_address[address] >= self._size_per_address
+        if is_crowded or len(self.addresses) >= self._size:
+            if (least := self._least(address if is_crowded else None, now_s)) is None:
+                return False
+            self.leave(least)  # at once: others may arrive before its end is reported
+            evict(least)
+        self.addresses[one] = address
+        self.by_address[address] += 1
+        return True
+
+    def leave(self, one: T) -> None:
+        """Return a connection's place, if it has one."""
+        if (address := self.addresses.pop(one, None)) is not None:
+            self.by_address[address] -= 1
+            if not self.by_address[address]:
+                del self.by_address[address]
+
+    def _least(self, address: str | None, now_s: float) -> T | None:
+        """Return the connection with the weakest claim, of ``address`` or, if None, of all."""
+        compared_at_s, strangers = self._claims.get(address, (-CLAIMS_S, []))
+        while strangers:
+            before, other = strangers.pop()
+            if other in self.addresses and self._claim(other, now_s) == before:  # still idle
+                return other
+        if now_s - compared_at_s < CLAIMS_S:
+            return None
+        idle = [
+            (claim, other)
+            for other, its_address in self.addresses.items()
+            if address in (None, its_address) and (claim := self._claim(other, now_s)) is not None
+        ]
+        idle.sort(key=lambda one: one[0], reverse=True)
+        least = idle.pop()[1] if idle else None
+        recent = {key: one for key, one in self._claims.items() if now_s - one[0] < CLAIMS_S}
+        self._claims = recent | {address: (now_s, [one for one in idle if not one[0][0]])}
+        return least

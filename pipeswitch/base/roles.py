@@ -3,8 +3,7 @@
 socket only proves who calls.
 
 Every client has ``infer``, unless its address gives no role (``[server] tcp_roles``). The address
-and the client's key (``pipeswitch keys``) may add roles. The owner's socket has all roles
-(docs/adr/0021-roles.md).
+and the client's key may add roles. The owner's socket has all roles (docs/adr/0021-roles.md).
 """
 
 from __future__ import annotations

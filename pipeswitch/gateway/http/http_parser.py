@@ -16,6 +16,7 @@ import httptools
 import msgspec
 
 from ...base.errors import InvalidInput, PipeSwitchError, QueueFull
+from ...base.quotas import Claim
 from ...base.units import format_bytes
 from .http_errors import HeadTooLarge, RequestTimeout, TooLarge, UnknownCoding
 
@@ -113,9 +114,6 @@ class Do(enum.Enum):
 
 
 Action = HeadRead | NeedBuffer | RequestRead | RefuseRequest | Do
-
-Claim = tuple[bool, float]
-"""Rank of a connection in a crowd, see ``HttpParser.claim``; the lowest is evicted first."""
 
 Known = tuple[bytes, bytes, str]
 """A head: its bytes before and after the digits of Content-Length, its path. A request whose head

@@ -12,7 +12,7 @@ import ssl
 import time
 import zlib
 from asyncio.sslproto import SSLProtocol
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Awaitable, Callable, Sequence
 from http import HTTPStatus
 from typing import Any, Final, Protocol, cast
@@ -22,13 +22,13 @@ import numpy as np
 
 from ...base.codec import check_memory, encode_json
 from ...base.errors import InvalidInput, PipeSwitchError, QueueFull, ServerUnavailable
+from ...base.quotas import Places
 from ...base.units import format_bytes
 from ...client.looped import InlineTask
 from . import http_errors
 from .http_parser import (
     CODINGS,
     Action,
-    Claim,
     Do,
     Head,
     HeadRead,
@@ -50,7 +50,6 @@ JOIN_BYTES: Final = 64 << 10  # an answer up to this size is written in one call
 PIECE_BYTES: Final = 256 << 10  # size of the pieces in which a larger answer is sent
 UNREAD_BYTES: Final = 16 << 10  # limit of unread answers, above which no further answer is computed
 INLINE_BYTES: Final = 2 << 10  # longest body that the loop itself inflates: to 2 MB, in 2 ms
-CLAIMS_S: Final = 0.05  # minimum time between comparisons of all connections; one takes 1 ms
 _scratch = memoryview(bytearray(SCRATCH_BYTES))  # parsed before another connection receives
 # nginx defined 499.
 _REASONS: Final = {one.value: one.phrase for one in HTTPStatus} | {499: "Client Closed Request"}
@@ -136,11 +135,13 @@ class HttpServer:
         self.admit, self._refusal = admit, refuse
         self.shared = shared or Shared(limits.waiting_bytes, limits.answer_bytes)
         self.limits = limits
-        self.connections: set[HttpConnection] = set()
+        self.places = Places[HttpConnection](
+            limits.connections,
+            limits.connections_per_address,
+            lambda one, now_s: one.parser.claim(now_s),
+        )
+        self.connections = self.places.addresses.keys()
         self.unfinished_bytes = 0  # bytes of incomplete heads and bodies
-        self.by_peer: Counter[str] = Counter()  # number of connections by address
-        # Address (None: all) -> time of a comparison, and candidates; the last is evicted first.
-        self._claims: dict[str | None, tuple[float, list[tuple[Claim, HttpConnection]]]] = {}
 
     def refuse(self, path: str, error: PipeSwitchError) -> Response:
         """Return an error in the form of the path's clients, and count it if it is QueueFull."""
@@ -176,52 +177,6 @@ class HttpServer:
             await asyncio.sleep(LOOK_EVERY_S / 10)
         for connection in list(self.connections):
             connection.abort()
-
-    def enter(self, connection: HttpConnection) -> bool:
-        """Return True if there is room; if needed, evict the connection with the weakest claim."""
-        peer = connection.peer
-        is_crowded = self.by_peer[peer] >= self.limits.connections_per_address
-        if is_crowded or len(self.connections) >= self.limits.connections:
-            least = self._least(peer if is_crowded else None)
-            if least is None:
-                return False
-            self.leave(least)  # at once: others may arrive before asyncio reports its end
-            least.abort()
-        self.connections.add(connection)
-        self.by_peer[peer] += 1
-        return True
-
-    def _least(self, peer: str | None) -> HttpConnection | None:
-        """Return the evictable connection with the weakest claim, of ``peer`` or, if None, of all.
-
-        Comparing all connections for each new one of a crowd would take too long. So the candidates
-        of a comparison that had no answer, which are evicted first, are kept for the next calls.
-        """
-        now_s = time.monotonic()
-        looked_at_s, strangers = self._claims.get(peer, (-CLAIMS_S, []))
-        while strangers:
-            claim, other = strangers.pop()
-            if other in self.connections and other.parser.claim(now_s) == claim:  # not active since
-                return other
-        if now_s - looked_at_s < CLAIMS_S:
-            return None
-        idle = [
-            (now, other)
-            for other in self.connections
-            if peer in (None, other.peer) and (now := other.parser.claim(now_s)) is not None
-        ]
-        idle.sort(key=lambda one: one[0], reverse=True)
-        least = idle.pop()[1] if idle else None
-        recent = {key: one for key, one in self._claims.items() if now_s - one[0] < CLAIMS_S}
-        self._claims = recent | {peer: (now_s, [one for one in idle if not one[0][0]])}
-        return least
-
-    def leave(self, connection: HttpConnection) -> None:
-        if connection in self.connections:
-            self.connections.discard(connection)
-            self.by_peer[connection.peer] -= 1
-            if not self.by_peer[connection.peer]:
-                del self.by_peer[connection.peer]
 
     def make_room(self) -> None:
         """Refuse the largest incomplete requests until the rest fit the limit."""
@@ -260,7 +215,8 @@ class HttpConnection(asyncio.BufferedProtocol):
         self._transport = transport
         address = transport.get_extra_info("peername")
         self.peer = self.parser.peer = str(address[0]) if isinstance(address, tuple) else ""
-        return self._server.enter(self)
+        places, now_s = self._server.places, time.monotonic()
+        return places.enter(self, self.peer, now_s, HttpConnection.abort)
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         is_in = self in self._server.connections or self.enter(transport)  # TLS called it before
@@ -272,7 +228,7 @@ class HttpConnection(asyncio.BufferedProtocol):
             self._transport.close()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        self._server.leave(self)
+        self._server.places.leave(self)
         self._stop_reading()
         self.parser.close()
         if self._task is not None:
@@ -378,7 +334,7 @@ class HttpConnection(asyncio.BufferedProtocol):
         """Answer every complete request in order; then the task ends."""
         try:
             while self.queue:
-                if self._server.by_peer[self.peer] > CROWD:
+                if self._server.places.by_address[self.peer] > CROWD:
                     await self._server.shared.passes.turn(self.peer)
                 work, request = self.queue.popleft()
                 refuse, path = self._server.refuse, request.path
@@ -569,7 +525,7 @@ class Secured(SSLProtocol):
             transport.abort()
 
     def connection_lost(self, exc: BaseException | None) -> None:
-        self._server.leave(self._connection)
+        self._server.places.leave(self._connection)
         super().connection_lost(exc)
 
 
