@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Final
 
 from pipeswitch.base.quantiles import quantile
-from pipeswitch.extras.lab.layer_costs import LayerCosts, LinkCost, bound, makespan
+from pipeswitch.extras.lab.costs import LayerCosts, LinkCost, bound, makespan
 from pipeswitch.extras.lab.planner import robust_plan
 from pipeswitch.planning.grouping import Plan, bucket
 

@@ -24,6 +24,7 @@ import traceback
 from collections.abc import Mapping, Sequence
 from typing import Final, NoReturn
 
+from .base.extras import PROCESSES
 from .base.failpoints import enable, reach
 from .ipc.channel import Channel, channel_from, decode_message, wake_when_orphaned
 from .ipc.messages.base import Exit, Message
@@ -41,7 +42,7 @@ FIRST: Final = (
     "torch",
     "torch.fx.experimental.symbolic_shapes",  # for the checks of a program's kernels
     "pipeswitch.workers.main",
-    "pipeswitch.workers.stage",
+    "pipeswitch.workers.schema",
     "pipeswitch.programs.compiler.build_process",
     "pipeswitch.programs.compiler.program",
 )
@@ -212,21 +213,17 @@ def _run(settings: Message, descriptors: Sequence[int]) -> int:
                 take_environment(descriptor)
             return run_builder(settings, channel_from(channel))
         case StageSettings():
-            from .workers.stage import run as run_stage
-
             channel, results, owners = descriptors
             take_environment(owners)
-            return run_stage(settings, channel_from(channel), results)
+            return int(PROCESSES.load("stage")(settings, channel_from(channel), results))
         case CheckSchema():
-            from .workers.stage import check_schema
+            from .workers.schema import check_schema
 
             return check_schema(settings, channel_from(descriptors[0]))
         case CheckStage():
-            from .workers.stage import check
-
             channel, owners = descriptors
             take_environment(owners)
-            return check(settings, channel_from(channel))
+            return int(PROCESSES.load("stage_check")(settings, channel_from(channel)))
         case _:
             raise ValueError(f"cannot fork for a {type(settings).__name__}")
 

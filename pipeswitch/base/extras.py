@@ -52,6 +52,7 @@ DOORS: Final = Seam("DOORS", "door")  # protocols over HTTP: routes and their an
 JOBS: Final = Seam("JOBS", "job feature")  # what a training job's worker may use
 METHODS: Final = Seam("METHODS", "method of a client:")  # longer dialogues with a server
 REPLIES: Final = Seam("REPLIES", "answer to")  # verbs for the role ``code`` -> reply's body
+PROCESSES: Final = Seam("PROCESSES", "process for a")  # forked processes beside workers
 SCHEMES: Final = Seam("SCHEMES", "connection to")  # schemes of addresses -> a client's connection
 SERVERS: Final = Seam("SERVERS", "server for")  # protocols of the gateway that are not HTTP
 UPSTREAMS: Final = Seam("UPSTREAMS", "gateway of a")  # connection of a gateway to more servers

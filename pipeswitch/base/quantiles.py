@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 
 
@@ -15,7 +14,7 @@ def quantile(values: Sequence[float], fraction: float) -> float:
     """Return a quantile by linear interpolation, as numpy does."""
     ordered = sorted(values)
     position = fraction * (len(ordered) - 1)
-    low = math.floor(position)
+    low = int(position)
     high = min(low + 1, len(ordered) - 1)
     return ordered[low] + (ordered[high] - ordered[low]) * (position - low)
 

@@ -18,6 +18,7 @@ from typing import Any
 import msgspec
 
 from ..base.errors import PipeSwitchError, RegistrationRefused, to_wire
+from ..base.extras import PROCESSES
 from ..base.failpoints import reach
 from ..ipc.messages.base import Message
 from ..ipc.messages.builder import BuildDone, BuildFailed, BuildProgress, BuildSettings
@@ -114,8 +115,13 @@ class Builds:
         stages = None if digest else stages_of(spec)
         if stages is None:
             self._build(command, spec, digest)
-        else:
+        elif "stage" in PROCESSES.names():
             self._check(command, spec, stages)
+        else:
+            part = "preprocess" if stages.function else "postprocess"
+            text = "this server lacks the folder pipeswitch/extras/stages"
+            self._refuse(command, RegistrationRefused(part, text))
+            self._take(Exited(_builder(command), 0))
 
     def _check(self, command: StartBuild, spec: bytes, stages: Stages) -> None:
         """Import the functions in a stage process; build the program if all can be called."""

@@ -1,4 +1,4 @@
-"""Schemas of answers: a process beside the device tries each new one (``stage.check_schema``).
+"""Schemas of answers: a process beside the device tries each new one (``schema.check_schema``).
 
 A worker prepares a schema in a run, so only those that this process prepared in time reach it.
 """

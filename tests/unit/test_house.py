@@ -68,6 +68,7 @@ MAY_IMPORT: Mapping[str, str] = {
     "extras/grpc": "base gateway ipc wire",
     "extras/trainers": "base workers/training/",
     "extras/shared_input": "base ipc workers/training/",
+    "extras/stages": "base ipc programs sandbox",
     "extras/offload": "base cli devices ipc job workers/training/",
     "extras/lab": "base cli client extras/cluster extras/offload ipc planning policies programs "
     "scheduler scheduler/policies watchdog",

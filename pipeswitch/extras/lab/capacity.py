@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import msgspec
 
-from .layer_costs import LayerCosts, bound, makespan
+from .costs import LayerCosts, bound, makespan
 from .planner import plan_groups
 
 

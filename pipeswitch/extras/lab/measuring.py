@@ -22,7 +22,7 @@ from msgspec.structs import replace
 from ...base.quantiles import quantile, spread
 from ...planning.grouping import Plan, spans
 from ...planning.planned_groups import VERSION, Identity
-from .layer_costs import MIB
+from .costs import MIB
 from .planner import plan_of, predict
 from .profile import (
     BatchProfile,

@@ -35,7 +35,7 @@ from collections.abc import Iterator
 from typing import Final, TypeAlias
 
 from ...planning.grouping import Plan, per_layer
-from .layer_costs import MIB, LayerCosts, LinkCost, makespan
+from .costs import MIB, LayerCosts, LinkCost, makespan
 from .profile import Profile
 
 SCENARIOS: Final = ((1.0, 1.0), (1.2, 1.0), (1.0, 1.2))

@@ -16,7 +16,7 @@ from ...base.units import format_bytes, nearest, parse_ms, printed
 from ...cli import common, views
 from ..offload import dry_run
 from .capacity import CapacityReport, ModelDemand, ModelReport, capacity_report
-from .layer_costs import MIB, pass_ms
+from .costs import MIB, pass_ms
 from .planner import costs_of
 from .profile import Profile
 

@@ -22,8 +22,7 @@ from ...scheduler.state import events as ev
 from ...scheduler.state.core import SchedulerSettings
 from ...scheduler.state.device_state import FENCE_BYTES
 from .arrivals import Arrival
-from .costs import Costs, Link, Training
-from .layer_costs import MIB
+from .costs import MIB, Costs, Link, Training
 from .planner import costs_of, plan_of
 from .profile import Profile
 from .programs import ALIGNMENT_BYTES, SimulatedProgram, manifest_of

@@ -44,8 +44,7 @@ from ...scheduler.timeline import Timeline
 from ...watchdog import PolicyWatchdog
 from . import arrivals
 from . import profile as profiles
-from .costs import Costs, Link
-from .layer_costs import MIB
+from .costs import MIB, Costs, Link
 from .replay import (
     Outcome,
     PaperJob,

@@ -12,7 +12,7 @@ from rich.console import Console, RenderableType
 
 from pipeswitch.base.errors import InvalidInput, ModelNotFound
 from pipeswitch.extras.lab import profile_report as cli_profile
-from pipeswitch.extras.lab.layer_costs import MIB
+from pipeswitch.extras.lab.costs import MIB
 from pipeswitch.extras.lab.measuring import MeasuredProgram, Measurement, RunInstants
 from pipeswitch.extras.lab.profile import PlanCheck, Profile
 from pipeswitch.planning.planned_groups import UNKNOWN_DEVICE

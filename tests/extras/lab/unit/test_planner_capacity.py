@@ -6,7 +6,7 @@ import msgspec
 import pytest
 
 from pipeswitch.extras.lab.capacity import CapacityReport, ModelDemand, capacity_report
-from pipeswitch.extras.lab.layer_costs import LayerCosts, LinkCost, makespan
+from pipeswitch.extras.lab.costs import LayerCosts, LinkCost, makespan
 from pipeswitch.extras.lab.planner import plan_groups
 
 LINK = LinkCost(0.0, 0.1)  # 0.1 ms per byte

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipeswitch.extras.lab.layer_costs import LayerCosts, LinkCost, bound, makespan
+from pipeswitch.extras.lab.costs import LayerCosts, LinkCost, bound, makespan
 from pipeswitch.extras.lab.planner import plan_groups
 from pipeswitch.planning.grouping import check_plan
 

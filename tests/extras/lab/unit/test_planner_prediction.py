@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from pipeswitch.extras.lab.layer_costs import LayerCosts, LinkCost, bound, makespan, pass_ms
+from pipeswitch.extras.lab.costs import LayerCosts, LinkCost, bound, makespan, pass_ms
 from pipeswitch.planning.streaming import StagingLayout, land
 
 # Three layers of 10, 20 and 10 bytes; a copy takes 1 ms plus 0.1 ms per byte.

@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from pipeswitch.extras.lab.layer_costs import LayerCosts, LinkCost, makespan
+from pipeswitch.extras.lab.costs import LayerCosts, LinkCost, makespan
 from pipeswitch.extras.lab.planner import plan_groups, robust_plan
 from pipeswitch.planning.grouping import check_plan
 

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pipeswitch.base.quantiles import quantile, spread
-from pipeswitch.extras.lab.layer_costs import MIB, makespan
+from pipeswitch.extras.lab.costs import MIB, makespan
 from pipeswitch.extras.lab.measuring import fit_link
 from pipeswitch.extras.lab.planner import costs_of, plan_of, predict
 from pipeswitch.extras.lab.profile import (

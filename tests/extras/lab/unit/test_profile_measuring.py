@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipeswitch.extras.lab.layer_costs import MIB
+from pipeswitch.extras.lab.costs import MIB
 from pipeswitch.extras.lab.measuring import (
     MAX_REPEATS,
     MIN_REPEATS,

@@ -1,4 +1,4 @@
-"""Preprocessing process: calls the owner's functions with requests' tensors (ADR 34).
+"""Stage process: calls the owner's functions with requests' tensors (ADR 34).
 
 It runs the owner's code outside of the sandbox, uses no device, and only reads the pool. It writes
 return values to its own result memory, and the controller copies them from there.
@@ -22,21 +22,17 @@ from typing import Any
 import numpy as np
 import torch
 
-from pipeswitch.base.bytes_tensors import BYTES, packed, unpacked
-from pipeswitch.base.errors import InvalidInput
-from pipeswitch.base.failpoints import reach
-from pipeswitch.base.units import nearest
-from pipeswitch.ipc.channel import Channel
-from pipeswitch.ipc.messages import stage as stage_msg
-from pipeswitch.ipc.messages.base import OpId, SlabTensor
-from pipeswitch.programs.decoding.grammar import try_schema
-from pipeswitch.programs.interface.layout import ITEM_BYTES, TENSOR_ALIGN_BYTES, aligned
-from pipeswitch.sandbox.confine import WORST, confine_worker, missing
+from ...base.bytes_tensors import BYTES, packed, unpacked
+from ...base.errors import InvalidInput
+from ...base.failpoints import reach
+from ...base.units import nearest
+from ...ipc.channel import Channel
+from ...ipc.messages import stage as stage_msg
+from ...ipc.messages.base import OpId, SlabTensor
+from ...programs.interface.layout import ITEM_BYTES, TENSOR_ALIGN_BYTES, aligned
+from ...sandbox.confine import WORST
 
 Function = Callable[..., Any]
-SCHEMA_S = 0.2  # processor time to prepare a schema and the first tokens of an answer
-SCHEMA_BYTES = 256 << 20
-NICENESS = 10  # lower priority than workers, like text processes
 MAX_ARRAYS, MAX_NAME = 64, 128  # limits for the inputs of a model
 
 
@@ -69,22 +65,6 @@ def run(settings: stage_msg.StageSettings, channel: Channel, results: int) -> in
             os.close(descriptors[0])
         reach("stage.done")
         channel.send(answer)
-    return 0
-
-
-def check_schema(settings: stage_msg.CheckSchema, channel: Channel) -> int:
-    """Report whether an answer can follow a schema; return the status. SIGPROF ends this process
-    after ``SCHEMA_S`` of processor time."""
-    os.nice(NICENESS)
-    signal.setitimer(signal.ITIMER_PROF, SCHEMA_S)
-    if "seccomp" not in missing():
-        confine_worker(SCHEMA_BYTES)
-    answer: stage_msg.StageReady | stage_msg.StageFailed = stage_msg.StageReady(pid=os.getpid())
-    try:
-        try_schema(settings.schema)
-    except InvalidInput as problem:
-        answer = stage_msg.StageFailed(op_id=OpId(0), reason=problem.message)
-    channel.send(answer)
     return 0
 
 

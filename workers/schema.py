@@ -1,0 +1,33 @@
+"""Process that tries a JSON schema of an answer, which may take too long or too much memory."""
+
+from __future__ import annotations
+
+import os
+import signal
+
+from pipeswitch.base.errors import InvalidInput
+from pipeswitch.ipc.channel import Channel
+from pipeswitch.ipc.messages.base import OpId
+from pipeswitch.ipc.messages.stage import CheckSchema, StageFailed, StageReady
+from pipeswitch.programs.decoding.grammar import try_schema
+from pipeswitch.sandbox.confine import confine_worker, missing
+
+SCHEMA_S = 0.2  # processor time to prepare a schema and the first tokens of an answer
+SCHEMA_BYTES = 256 << 20
+NICENESS = 10  # lower priority than workers, like text processes
+
+
+def check_schema(settings: CheckSchema, channel: Channel) -> int:
+    """Report whether an answer can follow a schema; return the status. SIGPROF ends this process
+    after ``SCHEMA_S`` of processor time."""
+    os.nice(NICENESS)
+    signal.setitimer(signal.ITIMER_PROF, SCHEMA_S)
+    if "seccomp" not in missing():
+        confine_worker(SCHEMA_BYTES)
+    answer: StageReady | StageFailed = StageReady(pid=os.getpid())
+    try:
+        try_schema(settings.schema)
+    except InvalidInput as problem:
+        answer = StageFailed(op_id=OpId(0), reason=problem.message)
+    channel.send(answer)
+    return 0
