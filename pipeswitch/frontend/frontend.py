@@ -39,6 +39,7 @@ from ..base.roles import Principal, Role, in_order
 from ..base.units import nearest
 from ..commits.commit_files import load_commit
 from ..commits.progress import HANDED_ON, read_life
+from ..scheduler.memory.caches import longest
 from ..scheduler.state import events as ev
 from ..wire.frames import VERSION, RequestHeader, decode_request
 from ..wire.stream import WireMessage
@@ -51,8 +52,7 @@ from .job_files import read_piece
 from .own_verbs import OwnVerbs
 from .requests import INFERS, Requests
 from .schemas import SchemaChecks
-from .sequences.caches import Caches
-from .sequences.manager import longest
+from .sequences.manager import Sequences
 from .transport.clients import Session
 from .transport.connection_manager import POOL_PARTS, ClientConnection, ClientSegments
 from .transport.listeners import Listeners, open_listeners
@@ -122,7 +122,7 @@ class Frontend:
         )
         self._outbox = self.sessions.outbox
         self._request_log = RequestLog(state / "logs", config.log, self.sessions.complaints)
-        self.sequences = Caches(self.pool, now_ms)
+        self.sequences = Sequences(self.pool, now_ms)
         self.requests = Requests(self.pool, self._request_log, self.sequences)
         self.inference = Inference(
             self.requests,

@@ -20,8 +20,10 @@ from msgspec.structs import replace
 from ..base.errors import Cancelled, PipeSwitchError, QueueFull, TaskFailed
 from ..ipc.messages.base import OpId, SlabTensor
 from ..ipc.messages.run import Run
-from ..programs.decoding.generation_settings import CACHE, COUNT, IDS, MOST_STEPS, USED
-from ..programs.interface.layout import ITEM_BYTES, TENSOR_ALIGN_BYTES, aligned
+from ..programs.decoding.generation_settings import COUNT, IDS, MOST_STEPS, USED
+from ..programs.interface.layout import CACHE, ITEM_BYTES, TENSOR_ALIGN_BYTES, aligned
+from ..scheduler.memory.blocks import BlockTable, tokens_of
+from ..scheduler.memory.caches import Cache
 from ..scheduler.state.events import InferArrived, PoolFreed, Reply, Token
 from ..scheduler.state.records import Request
 from ..wire.frames import RequestHeader
@@ -30,7 +32,6 @@ from .intake.request_pool import PoolAllocation
 from .intake.validation import Body
 from .requests import Pending
 from .schemas import SchemaChecks
-from .sequences.blocks import BlockTable, tokens_of
 from .sequences.generation_state import GenerateBody, Generation, generation_of
 from .transport.clients import Outgoing, Session
 from .transport.replies import reply_frames
@@ -55,6 +56,7 @@ class Generations:
         self._schemas = schemas
         self._inference, self._send, self._requests = inference, send, inference.requests
         self._pool, self._sequences = inference.requests.pool, inference.requests.sequences
+        self._caches = self._sequences.caches
         self._take, self._answer = inference.take, inference.answer
         self._call_soon = inference.call_soon
         self._live: dict[int, Pending] = {}  # token -> generation that has not ended
@@ -135,7 +137,7 @@ class Generations:
     def renew(self, request: Request) -> None:
         """Drop a cache whose prompt another generation has computed further (``RunKind.renew``)."""
         generation = _of(self._live[request.token])
-        self._sequences.tokens_reused -= generation.reused  # ``reuse`` counts them again
+        self._caches.tokens_reused -= generation.reused  # ``reuse`` counts them again
         self._drop_cache(generation)
 
     def prepare(self, request: Request) -> Run | None:
@@ -146,8 +148,8 @@ class Generations:
             return self._prepared(generation, pending.token, pending.request_id)
         except QueueFull:
             self._give_room_back(generation)
-            if generation.sequence is not None:
-                self._sequences.fit(generation.sequence, 0)  # free the unused blocks
+            if generation.cache is not None:
+                self._caches.fit(generation.cache, 0)  # free the unused blocks
             self._waiting[pending.token] = pending
             self._pool.on_release = self.wake_at
             self.wake_at()
@@ -160,28 +162,27 @@ class Generations:
         Raises:
             QueueFull: the pool has no memory for the cache or for the inputs.
         """
-        sequence, announced = generation.sequence, generation.announced
-        is_new = sequence is None
-        if sequence is None:
-            sequence = self._sequences.open(generation.client, generation.caller, announced, token)
+        cache, announced = generation.cache, generation.announced
+        is_new = cache is None
+        if cache is None:
+            cache = self._caches.open(generation.caller, announced, token)
         try:
             if is_new:
-                generation.reused = self._sequences.reuse(sequence, generation.ids, generation.rows)
-            used = sequence.used
+                self._reuse(generation, cache)
+            used = cache.table.used
             most = generation.piece  # if it is alone; a smaller piece would only cost time
             if len(self._live) > 1:
                 most = self._pieces.get(announced.manifest.digest, LEAST_PIECE)
             sampling_params = generation.next(used, most, is_short=bool(self._reading - {token}))
             (self._reading.add if sampling_params.is_piece else self._reading.discard)(token)
-            self._sequences.fit(
-                sequence, used + generation.new_rows(sampling_params.steps), sampling_params.steps
-            )
+            steps = sampling_params.steps
+            value = self._caches.fit(cache, used + generation.new_rows(steps), steps)
             allocation = self._fit_room(generation)
         except PipeSwitchError:
             if is_new:
-                self._sequences.drop(sequence)
+                self._close(cache)
             raise
-        generation.sequence, generation.number = sequence, generation.number or sequence.number
+        generation.cache, generation.number = cache, generation.number or cache.number
         count, at = generation.count, allocation.input_offset_bytes
         values = (
             (IDS, (1, count), generation.ids[used : used + count]),
@@ -196,17 +197,26 @@ class Generations:
             )
             at += aligned(size, TENSOR_ALIGN_BYTES)
         self._pool.fill(placed, payload, announced.tenant)  # a kernel may read whole pages
-        inputs = {CACHE: sequence.values[CACHE]} | {one.name: one for one in placed}
+        inputs = {CACHE: value} | {one.name: one for one in placed}
         return Run(
             request_id=request_id,
             inputs=tuple([inputs[one.name] for one in announced.manifest.inputs]),
             reply_offset_bytes=allocation.reply_offset_bytes,
             reply_bytes=allocation.reply_bytes,
             sampling_params=sampling_params,
-            sequence=sequence.number,
-            after=sequence.op_id,
-            leader=self._leader(generation, sequence.grown[CACHE]) if count > 1 else None,
+            sequence=cache.number,
+            after=cache.op_id,
+            leader=self._leader(generation, cache.table) if count > 1 else None,
         )
+
+    def _reuse(self, generation: Generation, cache: Cache) -> None:
+        """Start a cache with the known rows of its prompt. Raises QueueFull, like ``fit``."""
+        if (copy := self._caches.reuse(cache, generation.ids)) is not None:
+            to, source, size = copy
+            memory = self._pool.memory_of_tenant(generation.announced.tenant)
+            memory[to : to + size] = memory[source : source + size]
+        generation.reused = cache.table.used
+        self._caches.fit(cache, generation.rows)
 
     def _leader(self, generation: Generation, table: BlockTable) -> int | None:
         """Return an earlier generation that will compute the next block of this prompt, or None."""
@@ -215,7 +225,7 @@ class Generations:
         for token, pending in self._live.items():
             if (other := _of(pending)) is generation:
                 break
-            own = None if other.sequence is None else other.sequence.grown[CACHE]
+            own = None if other.cache is None else other.cache.table
             if pending.is_copying:  # it waits for its schema
                 continue
             if own and own.space is table.space and own.used < end and other.ids[:end] == start:
@@ -246,26 +256,25 @@ class Generations:
     def _keep(self, pending: Pending, answer: Reply) -> PipeSwitchError | None:
         """Record a run's rows and tokens; return an error if the worker's reply is impossible."""
         generation, tokens = _of(pending), answer.body["tokens"]
-        sequence = generation.sequence
+        cache = generation.cache
         vocabulary = generation.announced.manifest.extra["generation"]["vocabulary"]
         if (
-            sequence is None
+            cache is None
             or answer.outputs
             or not generation.sampling_params.allows(tokens)
             or not all(0 <= one < vocabulary for one in tokens)
             or not generation.has_chances(answer.body)
         ):
             return TaskFailed(f'"{pending.model}": the worker reported invalid rows or tokens')
-        fed = generation.ids[sequence.used : sequence.used + generation.count] + tokens_of(
-            tokens[:-1]
-        )
+        used = cache.table.used
+        fed = generation.ids[used : used + generation.count] + tokens_of(tokens[:-1])
         if (timing := answer.timing) is not None and generation.count > 1:
             ms = max(timing.compute_ms - generation.compute_ms, 1e-3) / generation.count
             piece = 1 << int(PIECE_MS / ms).bit_length() >> 1  # so that shapes seldom change
             self._pieces[generation.announced.manifest.digest] = max(LEAST_PIECE, piece)
         generation.compute_ms = 0.0 if timing is None else timing.compute_ms
         op_id = OpId(timing.op_id if timing is not None else 0)
-        self._sequences.append(sequence, fed, op_id, len(tokens))
+        self._caches.append(cache, fed, op_id, len(tokens))
         if tokens and not generation.token_count:
             generation.first_token_ms = self._inference.now_ms() - generation.began_at_ms
         generation.ids.extend(tokens)
@@ -351,9 +360,13 @@ class Generations:
         return True
 
     def _drop_cache(self, generation: Generation) -> None:
-        sequence, generation.sequence = generation.sequence, None
-        if sequence is not None:
-            self._sequences.drop(sequence)
+        cache, generation.cache = generation.cache, None
+        if cache is not None:
+            self._close(cache)
+
+    def _close(self, cache: Cache) -> None:
+        self._caches.close(cache)
+        self.wake_at()
 
 
 def _of(pending: Pending) -> Generation:
@@ -363,4 +376,4 @@ def _of(pending: Pending) -> Generation:
 def _began(one: Pending) -> tuple[float, int]:
     """Return the sort key of a waiting generation; those without a cache come last."""
     generation = _of(one)
-    return (math.inf if generation.sequence is None else generation.number), one.token
+    return (math.inf if generation.cache is None else generation.number), one.token

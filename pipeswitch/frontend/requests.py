@@ -24,8 +24,8 @@ from ..wire.frames import RequestHeader
 from ..wire.request_timing import RequestTiming
 from .intake.request_log import RequestLog
 from .intake.request_pool import PoolAllocation, RequestPool
-from .sequences.caches import Caches
 from .sequences.generation_state import Generation
+from .sequences.manager import Sequences
 from .sequences.sequence_state import SequenceState
 from .transport.clients import Counters, Outcome, Outgoing, Session
 from .transport.replies import answer_frames, output_outside
@@ -75,7 +75,7 @@ class Pending(msgspec.Struct, kw_only=True, eq=False):
 class Requests:
     """Requests that wait for their final answer, and counters of all requests."""
 
-    def __init__(self, pool: RequestPool, log: RequestLog, sequences: Caches) -> None:
+    def __init__(self, pool: RequestPool, log: RequestLog, sequences: Sequences) -> None:
         self.pool, self._log, self.sequences = pool, log, sequences
         self._pending: dict[Token, Pending] = {}
         self._last_token = 0

@@ -18,15 +18,14 @@ import numpy as np
 from pipeswitch.base.errors import QueueFull
 from pipeswitch.frontend.intake import request_pool
 from pipeswitch.frontend.intake.request_pool import PoolAllocation, RequestPool
-from pipeswitch.frontend.sequences import manager as sequences
-from pipeswitch.frontend.sequences.blocks import Block, BlockPool, BlockTable, tokens_of
-from pipeswitch.frontend.sequences.caches import Caches
-from pipeswitch.frontend.sequences.manager import IDLE_MS
-from pipeswitch.frontend.sequences.sequence_state import SequenceState
+from pipeswitch.frontend.sequences.manager import IDLE_MS, Sequences
 from pipeswitch.ipc.messages.base import OpId, SlabTensor
 from pipeswitch.programs.decoding.generation_settings import PADS
 from pipeswitch.programs.interface.dims import Dim
 from pipeswitch.programs.interface.layout import ValueSpec
+from pipeswitch.scheduler.memory import blocks as blocks_module
+from pipeswitch.scheduler.memory.blocks import Block, BlockPool, BlockTable, tokens_of
+from pipeswitch.scheduler.memory.caches import Cache
 from pipeswitch.scheduler.state.events import Token
 
 Key = tuple[str, str]
@@ -79,7 +78,7 @@ class File:
 class Request(msgspec.Struct):
     """State of a generation between two of its runs."""
 
-    held: SequenceState
+    held: Cache
     ids: list[int]
     cache: SlabTensor
     used: int  # rows that the next run reads
@@ -99,7 +98,8 @@ class World:
         self.now_ms, self.tokens = 0.0, 0
         with patch.object(request_pool, "_File", File):
             self.pool = RequestPool(pool_bytes)
-        self.sequences = Caches(self.pool, self.now)
+        self.sequences = Sequences(self.pool, self.now)
+        self.caches = self.sequences.caches
         self.live: dict[Key, Request] = {}
         self.numbers = 0
 
@@ -124,55 +124,58 @@ class World:
     def begin(self, key: Key, ids: list[int], how: str) -> None:
         """Begin a generation. If ``how`` is "refused", the pool has no room for its run."""
         self.numbers += 1
-        sequence = self.sequences.open(self, key[0], MODEL, Token(self.numbers))  # type: ignore[arg-type]
+        cache = self.caches.open(key[0], MODEL, Token(self.numbers))
         try:
-            reused = self.sequences.reuse(sequence, tokens_of(ids), len(ids))
-            assert reused < len(ids)
-            self.sequences.fit(sequence, len(ids) + self.steps - 1, self.steps)
+            if (copy := self.caches.reuse(cache, tokens_of(ids))) is not None:
+                (to, source, size), memory = copy, self.pool.memory
+                memory[to : to + size] = memory[source : source + size]
+            assert cache.table.used < len(ids)
+            self.caches.fit(cache, len(ids))
+            value = self.caches.fit(cache, len(ids) + self.steps - 1, self.steps)
             if how == "refused":
                 raise QueueFull("behind its cache")
         except QueueFull:
-            self.sequences.drop(sequence)
+            self.caches.close(cache)
             return
-        self.live[key] = Request(sequence, ids, sequence.values["cache"], sequence.used)
+        self.live[key] = Request(cache, ids, value, cache.table.used)
 
     def run(self, key: Key, chosen: list[int], how: str) -> None:
         """End a run whose worker has appended rows to the cache. If ``how`` is "wrong", the worker
         died during the run; if it is "full", the pool has no room for the next run."""
         request = self.live[key]
-        sequence, ids = request.held, request.ids
+        cache, ids = request.held, request.ids
         fed = [*ids[request.used :], *chosen[:-1]]
         rows = rows_of(key[0], [*ids, *chosen[:-1]])[ROW * request.used :]
         if how == "wrong":
             rows = b"\x66" * len(rows)
-        lent = sequence.values["cache"]
+        lent = request.cache
         self.pool.copy_rows("", lent.places(lent.size_bytes, len(rows)), memoryview(rows))
         if how != "wrong":
-            self.sequences.append(sequence, tokens_of(fed), OpId(1), len(chosen))
+            self.caches.append(cache, tokens_of(fed), OpId(1), len(chosen))
             ids.extend(chosen)
             self.tokens += len(chosen)
         try:
-            self.sequences.fit(sequence, len(ids) + self.steps - 1, self.steps)
+            value = self.caches.fit(cache, len(ids) + self.steps - 1, self.steps)
             if how == "full":
                 raise QueueFull("it waits")
         except QueueFull:  # the youngest generation gives up its cache
             self.end(key)
             return
-        request.cache, request.used = sequence.values["cache"], sequence.used
+        request.cache, request.used = value, cache.table.used
 
     def end(self, key: Key) -> None:
         """End a generation that is finished or whose client is gone."""
-        self.sequences.drop(self.live.pop(key).held)
+        self.caches.close(self.live.pop(key).held)
 
     def check(self) -> None:
         self.pool.check()
         blocks, memory = self.sequences.blocks, self.pool.memory
-        tables = [one.held.grown["cache"] for one in self.live.values()]
+        tables = [one.held.table for one in self.live.values()]
         check(blocks, tables)
         for key, one in self.live.items():
-            table = one.held.grown["cache"]
+            table = one.held.table
             assert gathered(self.pool, one.cache) == rows_of(key[0], one.ids[: one.used]), key
-            rows, step = one.cache.shape[1], sequences.ROWS_STEP
+            rows, step = one.cache.shape[1], blocks_module.ROWS_STEP
             assert rows == max(one.used, 1) or rows % step in (0, MOST % step)
             size, most = table.space.rows, len(one.ids) + self.steps - 1
             assert len(table.blocks) == max(-(-most // size), -(-one.used // size), 1)

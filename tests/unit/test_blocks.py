@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pipeswitch.base.errors import QueueFull
-from pipeswitch.frontend.sequences.blocks import (
+from pipeswitch.scheduler.memory.blocks import (
     BLOCK_ROWS,
     BlockPool,
     BlockTable,

@@ -23,8 +23,7 @@ from pipeswitch.base.units import MAX_COMPARED
 from pipeswitch.frontend.announced_models import AnnouncedModels
 from pipeswitch.frontend.frontend import Frontend
 from pipeswitch.frontend.intake.request_pool import RequestPool
-from pipeswitch.frontend.sequences.caches import Caches
-from pipeswitch.frontend.sequences.manager import IDLE_MS
+from pipeswitch.frontend.sequences.manager import IDLE_MS, Sequences
 from pipeswitch.frontend.sequences.sequence_state import SequenceOptions
 from pipeswitch.frontend.transport.clients import Outgoing, Session
 from pipeswitch.frontend.transport.send_queue import (
@@ -93,7 +92,7 @@ class Room:
         shared = sealed_memfd("pool", 1 << 28)
         self.pool = RequestPool(shared, lambda _: self.tenant)
         os.close(shared)
-        self.sequences = Caches(self.pool, lambda: self.now_ms)
+        self.sequences = Sequences(self.pool, lambda: self.now_ms)
         self.model: Any = SimpleNamespace(
             **{name: getattr(MODEL, name) for name in ("model", "base", "version", "manifest")},
             tenant="t",
@@ -104,10 +103,10 @@ class Room:
         """Let generations end that leave this number of cached blocks."""
         for number in range(count // (MOST // 16)):
             caller, ids = f"caller {number % callers}", [number % 9, *divmod(number, 997)] * 134
-            one = self.sequences.open(self.clients[0], caller, self.model, ev.Token(number))
-            self.sequences.fit(one, MOST)
-            self.sequences.append(one, ids[:MOST], ev.OpId(1), 1)
-            self.sequences.drop(one)
+            one = self.sequences.caches.open(caller, self.model, ev.Token(number))
+            self.sequences.caches.fit(one, MOST)
+            self.sequences.caches.append(one, ids[:MOST], ev.OpId(1), 1)
+            self.sequences.caches.close(one)
 
     def keep_sequences(self, count: int) -> None:
         """Store idle sequences, each with a slab in the pool, of one client."""

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from pipeswitch.base.errors import InvalidInput, SequenceNotFound
-from pipeswitch.frontend.sequences.blocks import TOKEN_BYTES, beside_bytes, tokens_of
 from pipeswitch.frontend.sequences.sequence_state import SequenceOptions
+from pipeswitch.scheduler.memory.blocks import TOKEN_BYTES, beside_bytes, tokens_of
 from pipeswitch.scheduler.state.events import Reply, Token
 from pipeswitch.wire.frames import RequestHeader, WireTensor
 from tests.unit.sequence_world import MODEL, MOST, ROW, World, done, gathered, made
@@ -106,7 +106,7 @@ def test_a_wrong_shape_is_refused_and_the_next_step_is_as_before(what: str) -> N
         offer(world, False, WRONG[what])
     assert (world.pool.as_dict(), world.sequences.as_dict()) == before
     step(world, False, 2)
-    assert world.sequences.held[KEY].used == 22
+    assert world.sequences.held[KEY].grown["cache"].used == 22
     world.sequences.end(KEY[1], KEY[0])
     assert world.pool.is_empty
 

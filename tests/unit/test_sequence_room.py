@@ -33,14 +33,12 @@ from pipeswitch.frontend.inference import Inference
 from pipeswitch.frontend.intake.request_pool import RequestPool
 from pipeswitch.frontend.requests import Requests
 from pipeswitch.frontend.schemas import SchemaChecks
-from pipeswitch.frontend.sequences.caches import Caches
-from pipeswitch.frontend.sequences.manager import IDLE_MS, longest
+from pipeswitch.frontend.sequences.manager import IDLE_MS, Sequences
 from pipeswitch.frontend.transport.clients import Session
 from pipeswitch.ipc.control_page import sealed_memfd
 from pipeswitch.ipc.messages.base import ModelName, SlabTensor
 from pipeswitch.ipc.messages.run import Run
 from pipeswitch.programs.decoding.generation_settings import (
-    CACHE,
     CACHE_NEW,
     COUNT,
     IDS,
@@ -51,7 +49,8 @@ from pipeswitch.programs.decoding.generation_settings import (
 )
 from pipeswitch.programs.decoding.sampling import Sampling
 from pipeswitch.programs.interface.dims import Dim
-from pipeswitch.programs.interface.layout import Manifest, ValueSpec
+from pipeswitch.programs.interface.layout import CACHE, Manifest, ValueSpec
+from pipeswitch.scheduler.memory.caches import longest
 from pipeswitch.scheduler.state import events as ev
 from pipeswitch.wire.frames import RequestHeader, WireTensor, decode_reply
 from tests.unit.sequence_world import gathered
@@ -146,7 +145,7 @@ class Rig:
         self.pool, self.now_ms, self.chance = RequestPool(descriptor), 0.0, random.Random(seed)
         self.pool.memory[:] = b"s" * pool_bytes
         os.close(descriptor)
-        self.sequences = Caches(self.pool, lambda: self.now_ms)
+        self.sequences = Sequences(self.pool, lambda: self.now_ms)
         log: Any = SimpleNamespace(is_on=False, note=lambda *_, **__: None)
         self.requests = Requests(self.pool, log, self.sequences)
         self.calls: deque[Callable[[], None]] = deque()

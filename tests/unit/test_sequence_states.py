@@ -17,22 +17,19 @@ import pytest
 
 from pipeswitch.frontend.intake import request_pool
 from pipeswitch.frontend.intake.request_pool import PoolAllocation
-from pipeswitch.frontend.sequences import blocks
-from pipeswitch.frontend.sequences import manager as sequences
-from pipeswitch.frontend.sequences.blocks import Block, BlockNamespace, BlockTable, ModelBlocks
 from pipeswitch.frontend.sequences.sequence_state import (
-    SequenceGroup,
     SequenceOptions,
-    SequenceState,
 )
+from pipeswitch.scheduler.memory import blocks, caches
+from pipeswitch.scheduler.memory.blocks import Block, BlockNamespace, BlockTable, ModelBlocks
+from pipeswitch.scheduler.memory.caches import Cache
 from pipeswitch.scheduler.state.events import Token
 from pipeswitch.wire import slabs
 from tests.unit.sequence_world import MODEL, Key, Move, Request, World, done
 
 PAGE = 512  # bytes of a block, which has two rows
 STRUCTS = (
-    SequenceState,
-    SequenceGroup,
+    Cache,
     Block,
     BlockTable,
     BlockNamespace,
@@ -40,13 +37,13 @@ STRUCTS = (
     PoolAllocation,
     Request,
 )
-UNTOLD = ("key", "number", "client", "announced", "steps", "made", "token", "used_at_ms", "groups")
+UNTOLD = ("number", "caller", "announced", "steps", "token")
 SIZES = (
     (blocks, "BLOCK_ROWS", 2),
     (blocks, "BLOCK_BYTES", 0),
     (blocks, "SLAB_ALIGN_BYTES", PAGE),
-    (sequences, "ROWS_STEP", 2),
-    (sequences, "SLAB_ALIGN_BYTES", PAGE),
+    (blocks, "ROWS_STEP", 2),
+    (caches, "SLAB_ALIGN_BYTES", PAGE),
     (slabs, "SLAB_ALIGN_BYTES", PAGE),
     (request_pool, "SLAB_ALIGN_BYTES", PAGE),
 )
@@ -109,7 +106,7 @@ def shape_of(world: World) -> int:
 
     own, slabs = world.sequences, world.pool._slabs
     shape = (
-        [*own.held.values()],
+        [*world.caches.held.values()],
         [*own.blocks.unlocked],
         world.live,
         [*own.blocks.models.values()],
@@ -175,10 +172,13 @@ def test_no_order_of_moves_lends_rows_of_other_tokens_or_loses_memory(
 def test_a_generation_does_not_take_the_name_of_its_callers_sequence() -> None:
     world, client = World(1 << 20), cast(Any, None)
     own = [world.sequences._made(("a", f"generation-{n}"), client, MODEL) for n in (3, 4)]
-    for one in own:
-        world.sequences.begin(one, SequenceOptions(id=one.key[1], starts=True, ends=False))
-    generation = world.sequences.open(client, "a", MODEL, Token(1))
-    assert [*world.sequences.held.values()] == [*own, generation]
-    for one in (*own, generation):
-        world.sequences.drop(one)
+    for sequence in own:
+        options = SequenceOptions(id=sequence.key[1], starts=True, ends=False)
+        world.sequences.begin(sequence, options)
+    generations = [world.caches.open("a", MODEL, Token(n)) for n in range(3)]
+    assert [one.number for one in generations] == [1, 2, 5]
+    for one in generations:
+        world.caches.close(one)
+    for sequence in own:
+        world.sequences.drop(sequence)
     assert world.pool.is_empty

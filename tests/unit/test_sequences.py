@@ -13,7 +13,7 @@ import pytest
 from pipeswitch.base.errors import InvalidInput, SequenceNotFound, TaskFailed
 from pipeswitch.frontend.intake.request_pool import PoolAllocation, RequestPool
 from pipeswitch.frontend.intake.validation import Body
-from pipeswitch.frontend.sequences.manager import IDLE_MS, ROWS_STEP, Sequences
+from pipeswitch.frontend.sequences.manager import IDLE_MS, Sequences
 from pipeswitch.frontend.sequences.sequence_state import (
     SequenceOptions,
     SequenceState,
@@ -23,6 +23,7 @@ from pipeswitch.ipc.control_page import sealed_memfd
 from pipeswitch.ipc.messages.base import SlabTensor
 from pipeswitch.programs.interface.dims import Dim
 from pipeswitch.programs.interface.layout import ValueSpec
+from pipeswitch.scheduler.memory.blocks import ROWS_STEP
 from pipeswitch.scheduler.state.events import Reply, Token
 from pipeswitch.wire.frames import RequestHeader, WireTensor
 from tests.unit.sequence_world import gathered

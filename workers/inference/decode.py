@@ -20,18 +20,17 @@ from pipeswitch.devices.worker_device import now_ms
 from pipeswitch.ipc.messages.base import ModelName, SlabTensor
 from pipeswitch.ipc.messages.run import Run
 from pipeswitch.ipc.messages.worker import RunInference
-from pipeswitch.programs.decoding.generation_settings import (
-    CACHE,
-    CACHE_NEW,
-    COUNT,
-    IDS,
-    LOGITS,
-    USED,
-)
+from pipeswitch.programs.decoding.generation_settings import CACHE_NEW, COUNT, IDS, LOGITS, USED
 from pipeswitch.programs.decoding.grammar import Matcher, Tokenizers, ends_of
 from pipeswitch.programs.decoding.sampling import Chance, chance_of, next_token, sampling_of
 from pipeswitch.programs.graphs.cached_attention import DecodeRows
-from pipeswitch.programs.interface.layout import MAX_JOINED_BYTES, Manifest, ValueSpec, aligned
+from pipeswitch.programs.interface.layout import (
+    CACHE,
+    MAX_JOINED_BYTES,
+    Manifest,
+    ValueSpec,
+    aligned,
+)
 from pipeswitch.programs.running.executor import BoundProgram
 
 from .pool import MappedPool

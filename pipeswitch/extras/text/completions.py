@@ -32,10 +32,11 @@ from ...gateway.router import check_size
 from ...gateway.routes import Door, Request, Route
 from ...gateway.serving.oip import LONG_BYTES
 from ...gateway.serving.service import Service
-from ...programs.decoding.generation_settings import CACHE, CACHE_NEW, LOGITS, MAX_EOS
+from ...programs.decoding.generation_settings import CACHE_NEW, LOGITS, MAX_EOS
 from ...programs.decoding.model_config import Token
 from ...programs.decoding.output import MAX_STOPS, StopCriteria
 from ...programs.decoding.sampling import MAX_BIASES, MAX_SEED, Options, Sampling
+from ...programs.interface.layout import CACHE
 from . import logprobs as forms
 from .answer_stream import Answers, AnswerStream
 from .choices import MAX_CHOICES, ParallelAnswers, check_count

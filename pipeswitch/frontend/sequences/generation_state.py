@@ -13,13 +13,12 @@ from ...programs.decoding.generation_settings import MAX_EOS, MOST_STEPS
 from ...programs.decoding.grammar import check_schema, ends_of
 from ...programs.decoding.model_config import check_stop_ids, seen_of
 from ...programs.decoding.sampling import Options, Sampling, sampling_of
+from ...scheduler.memory.blocks import Tokens, tokens_of
+from ...scheduler.memory.caches import Cache, longest
 from ...scheduler.state.events import ModelAvailable
 from ...wire.frames import RequestHeader
 from ..intake.request_pool import PoolAllocation
 from ..transport.clients import Session
-from .blocks import Tokens, tokens_of
-from .manager import longest
-from .sequence_state import SequenceState
 
 MAX_TOKENS: Final = 1 << 40  # longer than any context
 MAX_STOP_IDS: Final = 2 * MAX_EOS
@@ -54,7 +53,7 @@ class Generation(msgspec.Struct, kw_only=True, eq=False):
     sampling: Sampling
     began_at_ms: float = 0.0
     first_token_ms: float = 0.0
-    sequence: SequenceState | None = None  # None: it has no cache now
+    cache: Cache | None = None  # None: it has no cache now
     number: int = 0  # order of arrival; the youngest gives up its cache first
     compute_ms: float = 0.0  # time of the runs so far
     count: int = 0  # ids that the current run reads

@@ -8,9 +8,7 @@ The state counts toward its caller's share of the pool. A sequence has one reque
 failed request leaves the state unchanged. An answer that did not reach its client ends the
 sequence, because its client cannot know whether the step was done.
 
-State that grows lies in blocks (``blocks``). A generation's cache is such a state, too
-(``open``, ``fit``, ``append``). Generations of one caller that begin with the same tokens share
-blocks (``reuse``). After their end, the blocks stay cached until their memory is needed.
+State that grows lies in blocks, like the caches of generations (``scheduler/memory/caches.py``).
 """
 
 from __future__ import annotations
@@ -24,28 +22,23 @@ from typing import Any, Final
 import msgspec
 
 from ...base.errors import InvalidInput, SequenceNotFound
-from ...ipc.messages.base import SlabTensor
-from ...programs.decoding.generation_settings import CACHE
 from ...programs.interface.dims import NoExtent, Values, shape_at
-from ...programs.interface.layout import ITEM_BYTES, Manifest, ValueSpec, aligned
+from ...programs.interface.layout import ITEM_BYTES, ValueSpec, aligned
+from ...scheduler.memory import blocks
+from ...scheduler.memory.blocks import BlockPool, BlockTable
+from ...scheduler.memory.caches import Caches
 from ...scheduler.state.events import ModelAvailable, Token
 from ...wire.frames import RequestHeader, WireTensor
-from ...wire.slabs import SLAB_ALIGN_BYTES
 from ..intake.request_pool import PoolAllocation, RequestPool
 from ..intake.validation import check_brought
 from ..transport.clients import Session
-from .blocks import BlockPool, BlockTable, beside_bytes, rows_of_block
 from .sequence_state import (
-    MAX_STEP_TOKENS,
     Key,
     SequenceGroup,
     SequenceOptions,
     SequenceState,
 )
 
-ROWS_STEP: Final = 16  # a shape grows by this many rows, so most steps have the last step's shape
-PIECES: Final = 8  # a step has at most 1/8 of the longest cache's rows
-SMALL_BYTES: Final = 64 << 10  # limit of a step's request without its ids
 IDLE_MS: Final = 300_000.0  # a sequence without a request for this long is dropped
 ROWS_PIECE: Final = 256  # sequences that are listed at once
 PIECE: Final = 8  # sequences that one call drops; each may have thousands of blocks
@@ -63,8 +56,8 @@ class Sequences:
         self._clients: dict[Session, SequenceGroup] = {}
         self._gone: deque[SequenceGroup] = deque()
         self.blocks = BlockPool(pool, now_ms)
-        self._steps = self.tokens_reused = 0
-        self._tokens: dict[str, int] = {}  # language model -> number of tokens in answers
+        self.caches = Caches(self.blocks, self.held)
+        self._steps = 0
         pool.give_up = self.blocks.evict
         self._look_at_ms = 0.0  # nothing expires before this time
         self._number = 0
@@ -262,29 +255,31 @@ class Sequences:
     def as_dict(self) -> dict[str, Any]:
         """Return the sequences' part of ``stats``. Cached slabs of the pool count as free."""
         return {
-            "sequences": len(self.held),
+            "sequences": len(self.held) + len(self.caches.held),
             "sequences_by_model": self.by_model(),
-            "sequence_steps": self._steps,
-            "tokens_reused": self.tokens_reused,
+            "sequence_steps": self._steps + self.caches.steps,
+            "tokens_reused": self.caches.tokens_reused,
             "pool_spare_slabs": len(self.blocks.unlocked),
         }
 
     def by_model(self) -> dict[str, dict[str, int]]:
         """Return sequences, bytes and tokens by model; a shared block counts once."""
         nothing = {"sequences": 0, "sequence_bytes": 0, "spare_bytes": 0, "tokens": 0}
-        rows = {name: nothing | {"tokens": count} for name, count in self._tokens.items()}
+        rows = {name: nothing | {"tokens": count} for name, count in self.caches.tokens.items()}
         for name, group in self._models.items():
             row = rows.setdefault(name, dict(nothing))
             row |= {"sequence_bytes": group.size_bytes, "sequences": len(group.sequences)}
-        for name, blocks in self.blocks.models.items():
+        for name, count in self.caches.counts.items():
+            rows.setdefault(name, dict(nothing))["sequences"] += count
+        for name, of_model in self.blocks.models.items():
             row = rows.setdefault(name, dict(nothing))
-            row["sequence_bytes"] += blocks.size_bytes - blocks.cached_bytes
-            row["spare_bytes"] += blocks.cached_bytes
+            row["sequence_bytes"] += of_model.size_bytes - of_model.cached_bytes
+            row["spare_bytes"] += of_model.cached_bytes
         return rows
 
     def retract(self, model: str) -> None:
         """End all sequences of a removed model and free its cached blocks."""
-        self._tokens.pop(model, None)
+        self.caches.tokens.pop(model, None)
         self.blocks.remove(model)
         self._end_group(self._models.pop(model, None))
 
@@ -355,9 +350,9 @@ class Sequences:
             self.blocks.extend(grown, used)
         rows, is_padded = max(used, numbers[axis]), dim and dim.name in manifest.pads
         if is_padded and used:
-            rows = min(aligned(rows, ROWS_STEP), most)
+            rows = min(aligned(rows, blocks.ROWS_STEP), most)
         lent_shape = (*numbers[:axis], rows, *numbers[axis + 1 :])
-        sequence.values[spec.name] = lent(spec, lent_shape, grown)
+        sequence.values[spec.name] = grown.lent(spec, lent_shape)
         if first is not None:
             sequence.brought.append((spec.name, first))
 
@@ -398,54 +393,27 @@ class Sequences:
         Raises:
             SequenceNotFound: the caller has no sequence of this name.
         """
-        sequence = self.held.get((caller, name))
+        sequence, cache = self.held.get((caller, name)), self.caches.held.get(name)
+        if sequence is None and cache is not None and cache.caller == caller:
+            return cache.token
         if sequence is None:
             raise SequenceNotFound(f'no sequence "{name[:80]}"', hint=HINT)
         if sequence.is_busy:
             sequence.is_left = True
         else:
             self.drop(sequence)
-        return sequence.token
+        return None
 
     def rows(self, caller: str | None) -> Iterator[list[dict[str, Any]]]:
         """Yield the rows of ``pipeswitch sequences``, for one caller or for all, in pieces."""
         self.expire()
-        sequences = iter([*self.held.values()])
-        while piece := [*itertools.islice(sequences, ROWS_PIECE)]:
-            yield [
-                one.row(self._now_ms())
-                for one in piece
-                if caller in (None, one.key[0]) and not one.is_over
-            ]
-
-
-def longest(manifest: Manifest, share_bytes: int) -> tuple[int, int]:
-    """Return the maximum number of tokens of a prompt with its answer, and of one step.
-    Within these limits, a cache and a request fit into a caller's share of the pool."""
-    high = {dim.name: dim.high for dim in manifest.dims}
-    (cache,) = [one for one in manifest.inputs if one.name == CACHE]
-    row_bytes = ITEM_BYTES[cache.dtype] * shape_at(cache.shape[2:], {})[0]
-    block = rows_of_block(row_bytes)
-    block_bytes = aligned(row_bytes * block, SLAB_ALIGN_BYTES) + beside_bytes(block)
-    left_bytes = share_bytes - SMALL_BYTES
-    piece = max(ROWS_STEP, left_bytes // block_bytes * block // PIECES)
-    piece = min(high["length"], MAX_STEP_TOKENS, piece)
-    left_bytes -= ITEM_BYTES["int64"] * piece
-    return min(high["past"], max(0, left_bytes // block_bytes * block)), piece
-
-
-def lent(spec: ValueSpec, shape: tuple[int, ...], table: BlockTable) -> SlabTensor:
-    """Return an input whose rows lie in a table's blocks."""
-    pieces = table.pieces
-    return SlabTensor(
-        name=spec.name,
-        dtype=spec.dtype,
-        shape=shape,
-        offset_bytes=pieces[0],
-        size_bytes=table.space.row_bytes * table.used,
-        pieces=pieces,
-        piece_bytes=table.space.row_bytes * table.space.rows,
-    )
+        sequences, caches = [*self.held.values()], [*self.caches.held.values()]
+        rows = itertools.chain(
+            (None if one.is_over else one.row(self._now_ms()) for one in sequences),
+            (one.row for one in caches),
+        )
+        while piece := [*itertools.islice(rows, ROWS_PIECE)]:
+            yield [row for row in piece if row and caller in (None, row["tenant"])]
 
 
 def _beginning(spec: ValueSpec, values: Values, sequence: SequenceState) -> tuple[int, ...]:

@@ -11,17 +11,14 @@ import msgspec
 from ...base.errors import InvalidInput, TaskFailed
 from ...base.units import escape_control_chars
 from ...ipc.messages.base import OpId, SlabTensor
-from ...programs.decoding.generation_settings import CACHE
 from ...programs.interface.layout import TENSOR_ALIGN_BYTES, aligned
-from ...scheduler.state.events import ModelAvailable, Reply, Token
+from ...scheduler.memory.blocks import BlockTable
+from ...scheduler.state.events import ModelAvailable, Reply
 from ..intake.request_pool import PoolAllocation, RequestPool
 from ..intake.validation import Body, ValidatedRequest
 from ..transport.clients import Session
-from .blocks import BlockTable
 
 MAX_ID: Final = 64
-
-MAX_STEP_TOKENS: Final = 1 << 16  # limit of one request; reading it takes the loop 1 ms
 
 Key = tuple[str, str]  # caller, and the caller's name for the sequence
 
@@ -55,18 +52,11 @@ class SequenceState(msgspec.Struct, kw_only=True, eq=False):
     is_ending: bool = False  # it ends when its current request succeeds
     is_left: bool = False  # it ends after its current request in any case
     brought: list[tuple[str, Any]] = []  # (input, rows) pairs of the first request
-    token: Token | None = None  # the generation that owns it
 
     @property
     def copy_bytes(self) -> int:
         """Bytes of ``brought``, to be copied before the first request is computed."""
         return sum(len(rows) for _, rows in self.brought)
-
-    @property
-    def used(self) -> int:
-        """Number of rows in a language model's cache."""
-        grown = self.grown.get(CACHE)
-        return 0 if grown is None else grown.used
 
     @property
     def is_over(self) -> bool:

@@ -19,7 +19,6 @@ from torch.nn import functional
 from ...base.errors import RegistrationRefused
 from ...base.units import format_bytes
 from ..decoding.generation_settings import (
-    CACHE,
     CACHE_NEW,
     LOGITS,
     VERSION,
@@ -28,6 +27,7 @@ from ..decoding.generation_settings import (
     packed_tokenizer,
     tokenizer_text,
 )
+from ..interface.layout import CACHE
 from ..running.factories import parameters_of
 from . import attention
 from .attention import UNUSUAL, AttentionStep, refuse

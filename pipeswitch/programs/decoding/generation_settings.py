@@ -19,7 +19,7 @@ import msgspec
 from ...base.codec import UNREADABLE
 from ...base.errors import InvalidInput, RegistrationRefused
 from ..interface.dims import Dim
-from ..interface.layout import ValueSpec
+from ..interface.layout import CACHE, ValueSpec
 from .sampling import Options, Sampling
 
 VERSION: Final = 1
@@ -27,7 +27,6 @@ METADATA_KEY: Final = "pipeswitch.generation"
 IDS: Final = "ids"
 COUNT: Final = "count"
 USED: Final = "used"
-CACHE: Final = "cache"
 LOGITS: Final = "logits"
 CACHE_NEW: Final = "cache_new"
 STATE: Final = {CACHE: (CACHE_NEW, 1)}  # ``BuildSpec.state``

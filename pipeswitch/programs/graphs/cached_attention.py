@@ -14,7 +14,7 @@ from typing import Any, Final
 
 import torch
 
-from ..decoding.generation_settings import CACHE
+from ..interface.layout import CACHE
 from .bundle import Graph, node_references
 
 Call = Callable[..., Any]

@@ -20,6 +20,7 @@ from .packing import Precision
 MAX_JOINED_BYTES: Final = 512 << 20  # maximum inputs of a padded batch; a worker copies them
 BUNDLE_FILE: Final = "program.bundle"  # in the folder of a program in graph mode
 TENSOR_ALIGN_BYTES: Final = 512  # as in torch's caching allocator, so all kernels accept it
+CACHE: Final = "cache"  # input of a language model: the rows of the tokens before
 REGION_ALIGN_BYTES: Final = 2 << 20
 
 

@@ -17,21 +17,22 @@ import itertools
 from array import array
 from collections import OrderedDict, deque
 from collections.abc import Callable, Hashable, Sequence
-from typing import Any, Final
+from typing import Any, Final, Protocol
 
 import msgspec
 import numpy as np
 
 from ...base.errors import QueueFull
-from ...programs.interface.layout import aligned
+from ...ipc.messages.base import SlabTensor
+from ...programs.interface.layout import ValueSpec, aligned
 from ...wire.slabs import SLAB_ALIGN_BYTES
-from ..intake.request_pool import RequestPool
 
 BLOCK_ROWS: Final = 16  # a block has this many rows, or a multiple
 MOST_WASTE: Final = 32  # padding to whole pages wastes at most 1/32 of a block
 BLOCK_BYTES: Final = 1024  # memory of a block outside the pool: its record and tree node
 TOKEN_BYTES: Final = 4  # memory of a token outside the pool, here and again in its generation
 MOST_SIBLINGS: Final = 32  # newest siblings that are compared token by token
+ROWS_STEP: Final = 16  # a shape grows by this many rows, so most steps have the last step's shape
 PIECE: Final = 64  # blocks that one call frees; more would delay requests
 
 Tokens = array  # array of C ints, which are large enough: no vocabulary has more than 2**21 tokens
@@ -40,6 +41,16 @@ Tokens = array  # array of C ints, which are large enough: no vocabulary has mor
 def tokens_of(ids: Any) -> Tokens[int]:
     """Return ids, an array or a sequence, as packed tokens."""
     return array("i", np.asarray(ids).astype(np.int32).tobytes())
+
+
+class BlockMemory(Protocol):
+    """Memory that has the blocks: the request pool. A holder has a share of it."""
+
+    def take_block(self, holder: str, size_bytes: int, beside_bytes: int, tenant: str) -> int:
+        """Return the offset of a new block. Raises QueueFull: there is no memory."""
+
+    def free_block(self, holder: str, offset_bytes: int, beside_bytes: int, tenant: str) -> None:
+        """Free a block."""
 
 
 class ModelBlocks(msgspec.Struct, kw_only=True, eq=False):
@@ -103,6 +114,19 @@ class BlockTable(msgspec.Struct, kw_only=True, eq=False):
         """Bytes of its blocks in the pool, with shared blocks."""
         return len(self.blocks) * self.space.block_bytes
 
+    def lent(self, spec: ValueSpec, shape: tuple[int, ...]) -> SlabTensor:
+        """Return an input whose rows lie in the blocks."""
+        pieces = self.pieces
+        return SlabTensor(
+            name=spec.name,
+            dtype=spec.dtype,
+            shape=shape,
+            offset_bytes=pieces[0],
+            size_bytes=self.space.row_bytes * self.used,
+            pieces=pieces,
+            piece_bytes=self.space.row_bytes * self.space.rows,
+        )
+
     @property
     def pieces(self) -> tuple[int, ...]:
         """Offsets of the blocks in the pool."""
@@ -117,7 +141,7 @@ class BlockPool:
     *dead*, because nobody can use it.
     """
 
-    def __init__(self, pool: RequestPool, now_ms: Callable[[], float]) -> None:
+    def __init__(self, pool: BlockMemory, now_ms: Callable[[], float]) -> None:
         self._pool, self._now_ms = pool, now_ms
         self.models: dict[str, ModelBlocks] = {}
         # Cached blocks, in the order of their release. To find the first key of a plain dict takes
