@@ -18,8 +18,14 @@ from ..frontend.registration import registration
 from ..ipc.messages.base import JobName, ModelName
 from ..programs.interface.chains import Chain
 from ..programs.spec import BuildSpec, stages_in
-from ..scheduler.state.events import ChainRequest, Event, RegisterModelRequest, Reply, Token
-from ..scheduler.state.records import JobSpec
+from ..scheduler.state.events import (
+    ChainRequest,
+    Event,
+    JobSpec,
+    RegisterModelRequest,
+    Reply,
+    Token,
+)
 from ..scheduler.state.versions import split_name, version_name
 from ..scheduler.training.jobs import RestoredJob
 from .builds import Builds

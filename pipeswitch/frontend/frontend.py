@@ -354,7 +354,7 @@ class Frontend:
             if isinstance(request, ev.RegisterModelRequest):
                 request = msgspec.structs.replace(request, client=request.tenant or client.session)
             if isinstance(request, ev.TrainRequest) and request.resumes:
-                self._load(request, self._state_directory / "jobs" / request.job / "commit")
+                self._load(request, self._state_directory / "jobs" / request.spec.name / "commit")
                 return
             self._take(request)
 
@@ -375,9 +375,8 @@ class Frontend:
             if commit is None and isinstance(request, ev.JobRequest):
                 raise FileNotFoundError(f"there is none in {folder}")
         except (RemoteProtocolError, OSError) as error:
-            refusal = ServerUnavailable(
-                f'the commit of job "{request.job}" cannot be read: {error}'
-            )
+            job = request.job if isinstance(request, ev.JobRequest) else request.spec.name
+            refusal = ServerUnavailable(f'the commit of job "{job}" cannot be read: {error}')
             self.answer_soon(ev.Reply(token=request.token, error=refusal))
             return
         if commit is not None:

@@ -120,16 +120,18 @@ def _train(q: Question) -> Event:
     )
     return ev.TrainRequest(
         token=q.token,
-        job=job,
-        entry=entry,
-        args=q.body.texts("args"),
-        priority=validation.priority_number(q.body.text("priority", ""), default=2),
-        tenant=q.principal.tenant,
-        share=share and validation.check_name(share, "share"),
-        devices=q.body.texts("devices"),
-        defaults=_defaults_of_steps(q),
-        folder=folder,
-        env=env,
+        spec=ev.JobSpec(
+            name=job,
+            entry=entry,
+            args=q.body.texts("args"),
+            priority=validation.priority_number(q.body.text("priority", ""), default=2),
+            tenant=q.principal.tenant,
+            share=share and validation.check_name(share, "share"),
+            devices=q.body.texts("devices"),
+            defaults=_defaults_of_steps(q),
+            folder=folder,
+            env=env,
+        ),
         resumes=q.body.flag("resumes"),
         is_paused=q.body.flag("paused"),
     )

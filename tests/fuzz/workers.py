@@ -279,7 +279,9 @@ def _infer(token: ev.Token, model: ModelName, job: JobName, other: ev.Token) -> 
 
 
 def _train(token: ev.Token, model: ModelName, job: JobName, other: ev.Token) -> ev.Event:
-    return ev.TrainRequest(token=token, job=job, entry="/a.py", args=(), priority=2)
+    return ev.TrainRequest(
+        token=token, spec=ev.JobSpec(name=job, entry="/a.py", args=(), priority=2)
+    )
 
 
 def _asked(action: Any) -> Make:

@@ -154,8 +154,8 @@ class FakeScheduler:
                 post(ev.Reply(token=token, body={"stage": "export", "fraction": 0.5}, more=True))
                 self.announce(model)
                 post(ev.Reply(token=token, body={"model": model}))
-            case ev.TrainRequest(token=token, job=job):
-                post(ev.Reply(token=token, body={"job": {"name": job, "state": "queued"}}))
+            case ev.TrainRequest(token=token, spec=spec):
+                post(ev.Reply(token=token, body={"job": {"name": spec.name, "state": "queued"}}))
             case ev.JobRequest(token=token, job=job):
                 post(ev.Reply(token=token, body={"job": {"name": job, "state": "done"}}))
             case ev.Query(what="stats", token=token):

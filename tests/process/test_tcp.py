@@ -449,7 +449,7 @@ def test_code_comes_through_the_owners_listener_only(server: FakeScheduler, tmp_
         owner.register("m", "pkg.models:make")
         assert owner.train(script, args=["--lr", "1"]).name == "train"
     (request,) = server.wait_for(ev.TrainRequest)
-    assert request.entry == str(script)
+    assert request.spec.entry == str(script)
 
 
 def test_logs_are_paged_at_characters(server: FakeScheduler, client: ps.Client) -> None:

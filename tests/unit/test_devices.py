@@ -117,7 +117,7 @@ def test_training_on_one_device_does_not_step_aside_for_a_request_on_the_other(
     machine: Machine,
 ) -> None:
     first, second = machine.devices
-    request = ev.TrainRequest(token=9, job="j", entry="x.py", args=(), priority=1)
+    request = ev.TrainRequest(token=9, spec=ev.JobSpec(name="j", entry="x.py", args=(), priority=1))
     JobRequests(machine.core, first.jobs).train(request)
     look(first)
     assert [order.job for order in machine.sent(RunJob)] == ["j"]

@@ -20,7 +20,7 @@ from pipeswitch.frontend.job_files import CHUNK_BYTES, CUT, read_piece, whole_ch
 from pipeswitch.ipc.messages.base import JobName
 from pipeswitch.ipc.sparse import held_bytes, keep_newest
 from pipeswitch.scheduler.state import events as ev
-from pipeswitch.scheduler.state.records import JobSpec
+from pipeswitch.scheduler.state.events import JobSpec
 
 
 @given(st.text(max_size=30), st.integers(0, 120))

@@ -183,11 +183,7 @@ def test_a_group_is_told_how_many_of_its_jobs_are_not_over() -> None:
         server.handle(
             ev.TrainRequest(
                 token=server.clients.token(),
-                job=JobName(name),
-                entry="",
-                args=(),
-                priority=1,
-                share=share,
+                spec=ev.JobSpec(name=JobName(name), entry="", args=(), priority=1, share=share),
             )
         )
     server.run()

@@ -19,7 +19,8 @@ from pipeswitch.ipc.messages.base import JobName, ModelName
 from pipeswitch.scheduler.scheduler import Scheduler
 from pipeswitch.scheduler.state import events as ev
 from pipeswitch.scheduler.state.core import SchedulerSettings
-from pipeswitch.scheduler.state.records import Job, JobSpec
+from pipeswitch.scheduler.state.events import JobSpec
+from pipeswitch.scheduler.state.records import Job
 from pipeswitch.scheduler.state.states import TaskState
 from pipeswitch.scheduler.training.jobs import RestoredJob
 
@@ -179,11 +180,7 @@ def test_a_job_is_limited_to_devices_and_is_where_it_was_after_a_restart() -> No
     for devices in (("cpu:7",), ("cpu:1",)):
         request = ev.TrainRequest(
             token=server.clients.token(),
-            job=JobName("k"),
-            entry="x.py",
-            args=(),
-            priority=1,
-            devices=devices,
+            spec=ev.JobSpec(name=JobName("k"), entry="x.py", args=(), priority=1, devices=devices),
         )
         server.world.scene.scripts[JobName("k")] = TRAINING
         server.world.handle(request)

@@ -61,7 +61,8 @@ from pipeswitch.scheduler.models.publishing import MAX_COPIES
 from pipeswitch.scheduler.scheduler import Scheduler
 from pipeswitch.scheduler.state import events as ev
 from pipeswitch.scheduler.state.core import SchedulerSettings
-from pipeswitch.scheduler.state.records import DeviceModel, JobSpec
+from pipeswitch.scheduler.state.events import JobSpec
+from pipeswitch.scheduler.state.records import DeviceModel
 from pipeswitch.scheduler.state.regions import Owner
 from pipeswitch.scheduler.state.states import ModelState, Residency, TaskState, WorkerState
 from pipeswitch.scheduler.training.jobs import RestoredJob
@@ -292,7 +293,10 @@ class Rig:
     def train(self, name: str, *, priority: int = 1) -> Any:
         """Submit a job; return its record."""
         self.handle(
-            ev.TrainRequest(token=self.token(), job=name, entry="t.py", args=(), priority=priority)
+            ev.TrainRequest(
+                token=self.token(),
+                spec=ev.JobSpec(name=name, entry="t.py", args=(), priority=priority),
+            )
         )
         return self.state.jobs[name]
 
@@ -3147,7 +3151,9 @@ def over(rig: Rig) -> Any:
 def replaced(rig: Rig, job: Any) -> Any:
     """Submit another job of the same name; return its record."""
     rig.handle(
-        ev.TrainRequest(token=rig.token(), job=job.spec.name, entry="e:f", args=(), priority=2)
+        ev.TrainRequest(
+            token=rig.token(), spec=ev.JobSpec(name=job.spec.name, entry="e:f", args=(), priority=2)
+        )
     )
     assert rig.state.jobs[job.spec.name] is not job
     return rig.state.jobs[job.spec.name]
@@ -3156,7 +3162,9 @@ def replaced(rig: Rig, job: Any) -> Any:
 def test_a_job_of_another_server_counts_on(rig: Rig) -> None:
     past = {"resumes": True, "restarts": 2, "steps_recomputed": 30, "last_step": 7}
     rig.handle(
-        ev.TrainRequest(token=rig.token(), job="j", entry="e:f", args=(), priority=2, **past)
+        ev.TrainRequest(
+            token=rig.token(), spec=ev.JobSpec(name="j", entry="e:f", args=(), priority=2), **past
+        )
     )
     progress, [run] = rig.state.jobs["j"].progress, rig.sent(RunJob)
     # This server has no commit of the job, so the job repeats its seven steps.
@@ -3289,10 +3297,7 @@ def test_a_job_from_another_server_begins_at_its_commit(rig: Rig) -> None:
         rig.handle(
             ev.TrainRequest(
                 token=token,
-                job=name,
-                entry="t.py",
-                args=(),
-                priority=1,
+                spec=ev.JobSpec(name=name, entry="t.py", args=(), priority=1),
                 resumes=True,
                 is_paused=is_paused,
                 loaded=loaded,

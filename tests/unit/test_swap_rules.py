@@ -26,7 +26,8 @@ from pipeswitch.ipc.messages.worker import (
     StopTask,
 )
 from pipeswitch.scheduler.state import events as ev
-from pipeswitch.scheduler.state.records import Job, JobSpec
+from pipeswitch.scheduler.state.events import JobSpec
+from pipeswitch.scheduler.state.records import Job
 from pipeswitch.scheduler.state.states import TASK_SWAPS, TaskState
 from tests.unit.test_scheduler_rules import MIB, Rig
 

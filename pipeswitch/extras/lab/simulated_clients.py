@@ -132,7 +132,8 @@ class SimulatedClients:
         token = self.token()
         self._handle(
             ev.TrainRequest(
-                token=token, job=job, entry="", args=(), priority=priority, devices=devices
+                token=token,
+                spec=ev.JobSpec(name=job, entry="", args=(), priority=priority, devices=devices),
             )
         )
         return token

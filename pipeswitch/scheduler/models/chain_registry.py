@@ -23,9 +23,7 @@ class Chains:
     """All registered chains."""
 
     def __init__(self, core: Core, machine: ServerState, versions: Versions) -> None:
-        self._core = core
-        self._machine = machine
-        self._versions = versions
+        self._core, self._machine, self._versions = core, machine, versions
         versions.follow = self.follow
 
     @handles(ChainRequest)
@@ -36,12 +34,8 @@ class Chains:
         if name not in self._machine.chains:
             self._machine.chains[name] = chain, event.tenant
             if event.restored is None:
-                entry = {
-                    "kind": "chain",
-                    "name": name,
-                    "spec": msgspec.msgpack.encode(chain),
-                    "tenant": event.tenant,
-                }
+                spec = msgspec.msgpack.encode(chain)
+                entry = {"kind": "chain", "name": name, "spec": spec, "tenant": event.tenant}
                 core.emit(Journal(entry=entry, accepts=(event.token,)))
             core.emit(ModelAvailable(model=name, manifest=chain.manifest, priority=0, chain=chain))
         core.answer(

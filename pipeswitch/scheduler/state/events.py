@@ -11,6 +11,8 @@ processes share five types: ``Spawn``, ``Send``, ``Kill``, ``Received`` and ``Ex
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any, Literal, NewType
 
 import msgspec
@@ -188,19 +190,44 @@ class LoadedCommit(msgspec.Struct, frozen=True):
     why: str = ""  # newer commits that are damaged; empty: it is the newest one
 
 
-class TrainRequest(ClientRequest, frozen=True):
-    """Request to start a training job."""
+@dataclass(frozen=True)
+class JobSpec:
+    """A training job as its user submitted it."""
 
-    job: JobName
+    name: JobName
     entry: str
     args: tuple[str, ...]
     priority: int
-    tenant: str = ""  # tenant that will own the job; empty: the server's owner
-    share: str = ""  # name of a group of jobs that share their input; empty: none
+    tenant: str = ""  # empty: the server's owner
+    share: str = ""  # the group of jobs that read the same input; empty: none
     devices: tuple[str, ...] = ()  # names of the devices that may train it; empty: all
-    defaults: tuple[tuple[str, str], ...] = ()  # values for omitted arguments of ``job.steps``
+    defaults: tuple[tuple[str, str], ...] = ()  # arguments of ``job.steps`` that the script omits
     folder: str = ""  # current folder of the script; empty: the script's own
-    env: tuple[str, ...] = ()  # variables of the script, as NAME=VALUE
+    env: tuple[str, ...] = ()  # variables of the script, as NAME=VALUE; values may be secret
+
+    @classmethod
+    def from_row(cls, name: JobName, row: Mapping[str, Any]) -> JobSpec:
+        """Return the job of a journal row. Raise msgspec.ValidationError if it is malformed."""
+        return msgspec.convert({**row, "name": name}, cls)
+
+    @property
+    def row(self) -> dict[str, Any]:
+        """Row of the job in the journal (``from_row``)."""
+        return {
+            key: list(value) if isinstance(value, tuple) else value
+            for key, value in vars(self).items()
+        }
+
+    @property
+    def group(self) -> str:
+        """Name of the group of its tenant's jobs that share its input; empty: none."""
+        return f"{self.tenant}/{self.share}" if self.share else ""
+
+
+class TrainRequest(ClientRequest, frozen=True):
+    """Request to start a training job."""
+
+    spec: JobSpec
     resumes: bool = False  # resume from another server's commit in ``jobs/NAME/commit``
     is_paused: bool = False  # the job was paused on the other server
     loaded: LoadedCommit | None = None  # the commit to resume from; None: there was none

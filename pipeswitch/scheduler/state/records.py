@@ -5,9 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal, Protocol
-
-import msgspec
+from typing import Literal, Protocol
 
 from ...base.errors import PipeSwitchError
 from ...ipc.messages.base import JobName, ModelName, OpId, Slot, Turn
@@ -21,7 +19,7 @@ from ...programs.interface.layout import Manifest
 from ...programs.interface.stages import Stages
 from ...wire.request_timing import RequestTiming
 from ..policies.job_orders import JobView
-from .events import Origin, Reply, Token
+from .events import JobSpec, Origin, Reply, Token
 from .fair_queue import Charge
 from .regions import Owner
 from .states import (
@@ -347,40 +345,6 @@ class RunKind(Protocol):
 
 
 Wanted = Literal["run", "pause", "cancel", "drain"]
-
-
-@dataclass(frozen=True)
-class JobSpec:
-    """A training job as its user submitted it."""
-
-    name: JobName
-    entry: str
-    args: tuple[str, ...]
-    priority: int
-    tenant: str = ""  # empty: the server's owner
-    share: str = ""  # the group of jobs that read the same input; empty: none
-    devices: tuple[str, ...] = ()  # names of the devices that may train it; empty: all
-    defaults: tuple[tuple[str, str], ...] = ()  # arguments of ``job.steps`` that the script omits
-    folder: str = ""  # current folder of the script; empty: the script's own
-    env: tuple[str, ...] = ()  # variables of the script, as NAME=VALUE; values may be secret
-
-    @classmethod
-    def from_row(cls, name: JobName, row: Mapping[str, Any]) -> JobSpec:
-        """Return the job of a journal row. Raise msgspec.ValidationError if it is malformed."""
-        return msgspec.convert({**row, "name": name}, cls)
-
-    @property
-    def row(self) -> dict[str, Any]:
-        """Row of the job in the journal (``from_row``)."""
-        return {
-            key: list(value) if isinstance(value, tuple) else value
-            for key, value in vars(self).items()
-        }
-
-    @property
-    def group(self) -> str:
-        """Name of the group of its tenant's jobs that share its input; empty: none."""
-        return f"{self.tenant}/{self.share}" if self.share else ""
 
 
 @dataclass

@@ -9,7 +9,7 @@ from ..memory import device_placement
 from ..memory.commits import Commits
 from ..state.core import Core, handles
 from ..state.events import JobRequest, Journal, LoadCommits, Token, TrainRequest
-from ..state.records import Job, JobSpec
+from ..state.records import Job
 from ..state.states import TASK_FINAL, TaskEvent, TaskState
 from .jobs import Jobs
 
@@ -18,8 +18,7 @@ class JobRequests:
     """Client requests for jobs; each is answered at once, or when its condition is met."""
 
     def __init__(self, core: Core, jobs: Jobs) -> None:
-        self._core = core
-        self._jobs = jobs
+        self._core, self._jobs = core, jobs
         self._after_others: list[TrainRequest] = []  # they wait for the disk write of an older job
 
     def pump(self) -> int:
@@ -44,9 +43,8 @@ class JobRequests:
     def refuse_all(self, error: errors.PipeSwitchError) -> None:
         """Refuse every waiting client: the server stops."""
         for job in self._jobs:
-            self._core.refuse_all(
-                error, job.waiters, job.answer_on_change, job.exporters, job.movers
-            )
+            waiting = job.waiters, job.answer_on_change, job.exporters, job.movers
+            self._core.refuse_all(error, *waiting)
         for event in self._after_others:
             self._core.refuse(event.token, error)
         self._after_others.clear()
@@ -63,12 +61,13 @@ class JobRequests:
         core = self._core
         if core.is_draining:
             raise errors.draining()
-        self._check_devices(event.devices)
-        old = self._jobs.get(event.job)
+        spec = event.spec
+        self._check_devices(spec.devices)
+        old = self._jobs.get(spec.name)
         if old is not None and old.state.state not in TASK_FINAL:
             raise errors.AlreadyExists(
-                f'a job "{event.job}" is {old.state.state.value}',
-                hint=f"choose another --name, or pipeswitch jobs cancel {event.job}",
+                f'a job "{spec.name}" is {old.state.state.value}',
+                hint=f"choose another --name, or pipeswitch jobs cancel {spec.name}",
             )
         if old is not None and old.memory.is_persisting:  # the write goes to the new job's folder
             self._after_others.append(event)
@@ -77,18 +76,6 @@ class JobRequests:
             self._jobs.remove(old)
         # The process of an old job of that name may still be exiting. Until it has exited, the new
         # job waits in the queue (``Ranking.runnable``).
-        spec = JobSpec(
-            event.job,
-            event.entry,
-            event.args,
-            event.priority,
-            event.tenant,
-            event.share,
-            event.devices,
-            event.defaults,
-            event.folder,
-            event.env,
-        )
         job = self._jobs.adopt(spec)
         if event.loaded:
             try:
@@ -97,9 +84,9 @@ class JobRequests:
             except errors.HostStoreFull:
                 self._jobs.remove(job)
                 raise
-        job.progress.restarts = event.restarts
-        job.progress.steps_recomputed = event.steps_recomputed
-        job.progress.step = event.last_step
+        progress = job.progress
+        progress.restarts, progress.steps_recomputed = event.restarts, event.steps_recomputed
+        progress.step = event.last_step
         core.emit(Journal(entry={"kind": "job", **spec.row}, accepts=(event.token,)))
         self._jobs.publish(job, "job.submitted", entry=job.spec.entry)
         if event.is_paused:
@@ -109,15 +96,14 @@ class JobRequests:
 
     def _check_devices(self, devices: Sequence[str]) -> None:
         kinds = device_placement.kinds_of(device_placement.limit(devices, self._jobs.names))
-        if len(kinds) < 2:
-            if refusal := device_placement.refusal(devices, self._jobs.names):
-                raise refusal
-            return
-        raise errors.InvalidInput(
-            f"a job trains on devices of one kind, not on {' and '.join(kinds)}: its state would "
-            "differ in the last bits",
-            hint=" or ".join(f"--devices {kind}" for kind in kinds),
-        )
+        if len(kinds) > 1:
+            raise errors.InvalidInput(
+                f"a job trains on devices of one kind, not on {' and '.join(kinds)}: its state "
+                "would differ in the last bits",
+                hint=" or ".join(f"--devices {kind}" for kind in kinds),
+            )
+        if refusal := device_placement.refusal(devices, self._jobs.names):
+            raise refusal
 
     @handles(JobRequest)
     def on_request(self, event: JobRequest) -> None:

@@ -14,8 +14,8 @@ from ..memory import device_placement
 from ..memory.commits import Commits
 from ..state.core import ALL, JOBS, Core
 from ..state.device_state import DeviceState
-from ..state.events import CountSharers, Journal, RemoveJob
-from ..state.records import Job, JobSpec
+from ..state.events import CountSharers, JobSpec, Journal, RemoveJob
+from ..state.records import Job
 from ..state.states import TASK_FINAL, TASK_ON_WORKER, TASK_SWAPS, TaskEvent, TaskState
 
 Place = Callable[[Job, int | None, Sequence[int]], int]  # job, index of its device, jobs per device

@@ -53,9 +53,7 @@ class Ranking:
     """Order of jobs, without side effects. Among equal priorities, the device's order decides."""
 
     def __init__(self, device: DeviceState, jobs: Jobs, leases: Leases) -> None:
-        self._device = device
-        self._jobs = jobs
-        self._leases = leases
+        self._device, self._jobs, self._leases = device, jobs, leases
         self.order = JOB_ORDERS[device.settings.training]
 
     def runnable(self) -> list[Job]:
@@ -122,12 +120,8 @@ class TrainingJobs:
     def __init__(
         self, device: DeviceState, swaps: Swaps, jobs: Jobs, leases: Leases, commits: Commits
     ) -> None:
-        self._core = device.core
-        self._device = device
-        self._swaps = swaps
-        self._jobs = jobs
-        self._leases = leases
-        self._commits = commits
+        self._core, self._device, self._swaps = device.core, device, swaps
+        self._jobs, self._leases, self._commits = jobs, leases, commits
         self._ranking = Ranking(device, jobs, leases)
 
     def pump(self) -> int:
