@@ -1,18 +1,25 @@
-"""Fuzz target: profile files, which are read, checked, and used for a plan if they are valid."""
+"""Fuzz target: profile files, from which a server reads the plan, and the lab makes one."""
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from pathlib import Path
 
 from pipeswitch.extras.lab.planner import plan_of, predict
 from pipeswitch.extras.lab.profile import Profile, ProfileError, decode, encode
+from pipeswitch.planning import planned_groups
+from pipeswitch.planning.grouping import check_plan
 
 from .target import JSON_TEXT, Target
 from .worlds import profile_of
 
 
 def run(raw: bytes) -> None:
+    with contextlib.suppress(planned_groups.PlannedError):
+        groups = planned_groups.decode(raw)
+        groups.why_unusable(_usual().identity, groups.digest, [4096])
+        check_plan(groups.plan, len(groups.layers))
     try:
         profile = decode(raw)
     except ProfileError:
@@ -43,6 +50,6 @@ TARGET = Target(
     run=run,
     seeds=seeds,
     codec=JSON_TEXT,
-    words=("version", "layers", "batches", "cpu", "NaN", "Infinity", "stale"),
+    words=("version", "layers", "batches", "cpu", "NaN", "Infinity", "checks"),
     max_bytes=6000,
 )

@@ -733,6 +733,9 @@ class ServerApi(RuleBasedStateMachine):
             assert profile["digest"] == self.oracle.models[name].digest
             measured = [one["batch"] for one in profile["batches"]]
             assert measured == list(dict.fromkeys(batches)) or not batches
+        garbled = self.raw("regroup", is_owner=is_owner, model=name, body={"planned": "[]"})
+        refusals = only("ModelNotFound", "InvalidInput", "DeviceBusy", "OutOfDeviceMemory")
+        self.ask(refusals, functools.partial(garbled.result, ANSWER_S))
         self._rebase()  # because the server has counted the requests of the profiling, too
 
     @rule(name=MODELS, is_owner=OWNERS)
