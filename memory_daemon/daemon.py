@@ -118,7 +118,7 @@ class MemoryDaemon:
 
     def _commit(self, order: daemon_msg.CommitCopy) -> None:
         if self._commits.was_accepted(order):
-            # Ignored instead of refused: a fault would end the running copy of this operation id.
+            # Do not refuse it: a DaemonFault would end the copy that runs under this operation id.
             log.warning("job=%s epoch=%d number=%d repeated", order.job, order.op_id, order.number)
             return
         area = self._commits.area_for(order)

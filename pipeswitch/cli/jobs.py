@@ -112,7 +112,7 @@ def _variables(env: Sequence[str], entry: str) -> dict[str, str]:
     """Return the variables of ``--env``, and those of this environment that a script names."""
     if fixed := [one.partition("=")[0] for one in env if one.startswith(FIXED_VARIABLES)]:
         raise InvalidInput(
-            f"--env {', '.join(fixed)}: read when the server starts its processes",
+            f"--env {', '.join(fixed)}: the server reads it when it starts its processes",
             hint="set it for pipeswitch serve",
         )
     named: dict[str, str] = {}

@@ -180,7 +180,7 @@ class Gate:
             self.after_boundary()
 
     def pause(self, timeout_s: float) -> None:
-        """Wait while away, up to ``timeout_s`` or until the turn is given up; others compute."""
+        """Let others compute while AWAY: wait ``timeout_s``, or until the turn is given up."""
         with self._changed:
             if self._state is GateState.AWAY and not self.is_evicting:
                 self.on_back(self._turn, True)

@@ -272,7 +272,7 @@ def test_addresses_to_listen_at(listen: str) -> None:
 
 def test_an_error_names_the_variable_or_the_command_line_it_came_from(tmp_path: Path) -> None:
     path = tmp_path / "p.toml"
-    path.write_text('[scheduler]\npolicy = "lifo"')
+    path.write_text('[scheduler]\npolicy = "no-such"')
     with pytest.raises(ConfigError) as caught:
         load(
             path,

@@ -273,15 +273,17 @@ def test_the_servers_log_has_a_few_lines_of_each_kind_of_failure(
 ) -> None:
     now_ms = 0.0
     log = RequestLog(tmp_path, LogConfig(), RateLimitedLog(lambda: now_ms))
-    errors = [QueueFull("full"), InvalidInput("bad"), Cancelled("taken back")]
+    errors = [QueueFull("full", limit="max_queue"), InvalidInput("bad"), Cancelled("taken back")]
     for number in range(100):
         for error in errors:
             answer = Reply(token=Token(1), error=error)
             log.note(answer, op="infer", request_id=str(number), tenant="kim")
     assert len(caplog.messages) == 2 * LINES_PER_MINUTE
-    first = "op=infer request_id=0 tenant=kim cause=QueueFull: full unsaid=0"
+    first = "op=infer request_id=0 tenant=kim limit=max_queue cause=QueueFull: full unsaid=0"
     assert caplog.messages[0] == first
     now_ms = 61_000.0
     log.note(Reply(token=Token(1), error=errors[0]), op="infer")
-    assert caplog.messages[-1] == f"op=infer cause=QueueFull: full unsaid={100 - LINES_PER_MINUTE}"
+    unsaid = 100 - LINES_PER_MINUTE
+    last = f"op=infer limit=max_queue cause=QueueFull: full unsaid={unsaid}"
+    assert caplog.messages[-1] == last
     assert not [*tmp_path.iterdir()]

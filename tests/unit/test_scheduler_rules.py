@@ -1444,7 +1444,7 @@ def test_a_script_that_stopped_a_hundred_times_since_is_forgiven(rig: Rig) -> No
     rig.register("a")
     job = rig.start_training()
     for _ in range(2 * MAX_MISSED):
-        hangs(rig, job)
+        assert hangs(rig, job) == rig.core.settings.stop_grace_ms
         trains_again(rig, job)
         for _ in range(FORGIVEN_AFTER):
             rig.switch(job)

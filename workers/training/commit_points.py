@@ -290,8 +290,8 @@ class Committer:
         self._other_bytes = max(0, needed_bytes - point.options.size_bytes)
         if needed_bytes > self._layout.state.capacity_bytes:
             raise OutOfDeviceMemory(
-                "state of optimizers, schedulers and extra_state outside of tensors grew to "
-                f"{needed_bytes} bytes; {self._layout.state.capacity_bytes} are reserved",
+                "the state that is not in tensors (of optimizers, schedulers and extra_state) grew "
+                f"to {needed_bytes} bytes; {self._layout.state.capacity_bytes} are reserved",
                 hint="keep logs and histories out of extra_state; for LBFGS lower history_size",
                 requested_bytes=needed_bytes,
             )

@@ -182,7 +182,7 @@ def _linear_int8(
         return x.new_zeros(*x.shape[:-1], width)
     rows = x.reshape(-1, x.shape[-1]).float()
     largest = rows.abs().amax(1, keepdim=True)
-    largest = largest + (largest - largest)  # NaN if a value is infinite: no result is a number
+    largest = largest + (largest - largest)  # infinite values make this and the row NaN
     step = largest.clamp_(min=torch.finfo(torch.float32).tiny * _LARGEST_CODE) / _LARGEST_CODE
     codes = (rows / step).round_().to(torch.int32)
     high = (codes + 128) >> 8

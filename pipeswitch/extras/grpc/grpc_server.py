@@ -25,7 +25,7 @@ from google.protobuf.message import DecodeError
 from ...base.errors import InvalidInput, PipeSwitchError, QueueFull
 from ...base.quotas import FairQuota
 from ...base.roles import Principal
-from ...gateway.http.http_errors import NotFound, TooLarge, as_ours, status_of
+from ...gateway.http.http_errors import NotFound, TooLarge, as_ours, limit_of, status_of
 from ...gateway.http.offload import CROWD, Shared
 from ...gateway.serving import oip
 from ...gateway.serving.auth import Authenticator
@@ -248,13 +248,15 @@ class GrpcVerbs:
     def _told(
         self, error: PipeSwitchError
     ) -> tuple[grpc.StatusCode, str, tuple[tuple[str, str], ...]]:
-        """Return the arguments of ``abort``: code, text, and the error's name as trailing metadata.
+        """Return the arguments of ``abort``: code, text, and as trailing metadata the error's name
+        and the limit that refused the call.
 
         Count the error if it is QueueFull.
         """
         self._shared.queue_full_count += isinstance(error, QueueFull)
         code = grpc.StatusCode[status_of(error).grpc]
-        return code, str(error), (("pipeswitch-code", type(error).__name__),)
+        named = {"code": type(error).__name__, **limit_of(error)}
+        return code, str(error), tuple((f"pipeswitch-{key}", text) for key, text in named.items())
 
     # ---- the server ----------------------------------------------------------------------------
 

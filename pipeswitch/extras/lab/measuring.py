@@ -269,7 +269,7 @@ class Measurement:
         )
 
     def _link(self) -> LinkProfile:
-        """Return the link fitted to the median copy time of each group of every plan."""
+        """Fit the link's speed to copy times: the median of each group of every plan."""
         samples: list[tuple[int, float]] = []
         sizes = self._program.layer_bytes
         for plan in dict.fromkeys(trial.plan for trial in self._runs):

@@ -146,7 +146,10 @@ class _Table:
 
 
 def robust_plan(costs: LayerCosts) -> Plan:
-    """Return the plan with the least regret among the scenarios' best plans and the finest plan."""
+    """Return the plan whose worst slowdown over all scenarios is smallest.
+
+    Candidates are each scenario's best plan, and the plan with one group for each layer.
+    """
     worlds = [costs.scaled(*factors) for factors in SCENARIOS]
     optima = [plan_groups(world) for world in worlds]
     best_ms = [makespan(plan, world) for plan, world in zip(optima, worlds, strict=True)]

@@ -266,7 +266,7 @@ class _Comparison:
         speed_up = args.speed_up or str(SPEED_UPS.get(name, 1.0))
         self.speed_up = _read("--speed-up", speed_up, _positive)
         if args.has_tokens and (name != "azure-llm" or is_serial):
-            raise InvalidInput("--tokens is only for azure-llm, without the policy serial")
+            raise InvalidInput("--tokens needs the trace azure-llm, and excludes the policy serial")
         self.prompt_share = _read("--prompt-token", args.prompt_token, _share)
         self.cluster = _cluster(args)
         if self.cluster and (self.jobs or args.timeline or is_serial or name == "none"):

@@ -24,7 +24,7 @@ from ...base.codec import UNREADABLE, check_memory, encode_json
 from ...base.errors import InvalidInput, ModelNotFound, PipeSwitchError
 from ...base.units import nearest
 from ...gateway.doors import DoorContext
-from ...gateway.http.http_errors import as_ours, body_of, status_of
+from ...gateway.http.http_errors import as_ours, body_of, limit_of, status_of
 from ...gateway.http.http_parser import Head
 from ...gateway.http.http_server import EVENT_STREAM, Response, json_answer, refusal
 from ...gateway.http.offload import OffloadThread
@@ -491,6 +491,7 @@ def openai_body(error: PipeSwitchError) -> dict[str, Any]:
         "type": "server_error" if status >= 500 else kind,
         "param": error.data.get("param"),
         "code": error.data.get("code") or CODES.get(name, name),
+        **limit_of(error),
     }
     return {"error": content}
 

@@ -93,6 +93,8 @@ class RequestLog:
         error, outcome = answer.error, "ok" if is_sent else "undeliverable"
         if error is not None:
             outcome = type(error).__name__
+            if "limit" in error.data:
+                known["limit"] = error.data["limit"]
             if not isinstance(error, Cancelled):
                 pairs = " ".join(
                     [f"{name}={value!s:.80}" for name, value in known.items() if value]

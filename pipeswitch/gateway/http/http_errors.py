@@ -104,8 +104,17 @@ def status_of(error: errors.PipeSwitchError) -> Status:
 
 def body_of(error: errors.PipeSwitchError) -> dict[str, Any]:
     """Return the JSON object of an error; its form is the same for every status."""
-    limit = {"limit": error.limit} if "limit" in error.data else {}
-    return {"error": error.message, "code": type(error).__name__, "hint": error.hint, **limit}
+    return {
+        "error": error.message,
+        "code": type(error).__name__,
+        "hint": error.hint,
+        **limit_of(error),
+    }
+
+
+def limit_of(error: errors.PipeSwitchError) -> dict[str, str]:
+    """Return the limit that refused a request, by the name of its field; {} for other errors."""
+    return {"limit": str(error.data["limit"])} if "limit" in error.data else {}
 
 
 def as_ours(error: Exception) -> errors.PipeSwitchError:

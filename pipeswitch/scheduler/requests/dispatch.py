@@ -392,9 +392,8 @@ class Dispatch:
         return any(self._device.replicas[name].is_on_device for name in self._device.sending)
 
     def _pick_worker(self, replica: DeviceModel) -> Worker:
-        """Return a free worker, if possible one that has loaded the model.
-        The next choice is one that is loading it, then one that must load it, and last one that
-        loads another program or must be replaced."""
+        """Return a free worker. Prefer one that has loaded the model, then one that is loading it,
+        then one that must load it. The last choice has another program, or must be replaced."""
         name, version, is_code = replica.name, replica.version, replica.is_code
         tenant = self._core.tenant_of(replica.model.tenant)
 

@@ -69,7 +69,7 @@ class SchedulerSettings:
     max_waiting_builds: int = 1024  # limit for all clients; base/quotas.py limits each one
     training_cycle_ms: float = 1000.0  # length of a turn in the round robin of jobs
     commit_every_ms: float = 5000.0
-    stop_grace_ms: float = 30000.0  # time limit of a stop inside optimizer.step()
+    stop_grace_ms: float = 30000.0  # time limit of a stop
     evict_grace_ms: float = 30000.0  # time limit of an evicted job's commit and exit
     max_compute_ms: float = 60000.0  # a task that computes for longer is hung; 0: no limit
     deadline_grace_ms: float = 5000.0  # a task that runs this long past its deadline is hung

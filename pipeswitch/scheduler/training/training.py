@@ -292,17 +292,16 @@ class TrainingJobs:
         is a quarter as long, but at least a second. After ``MAX_MISSED`` times the job is paused
         (``worker_died``).
         """
-        core, device = self._core, self._device
-        grace_ms = max(min(grace_ms, MIN_GRACE_MS), grace_ms / 4**job.progress.stops_missed)
+        core, device, progress = self._core, self._device, job.progress
+        if progress.suspensions - progress.missed_at >= FORGIVEN_AFTER:
+            progress.stops_missed = 0
+        grace_ms = max(min(grace_ms, MIN_GRACE_MS), grace_ms / 4**progress.stops_missed)
         if core.now_ms < asked_at_ms + grace_ms or job.slot is None:
             core.wake_at(asked_at_ms + grace_ms, JOBS)
             return
         worker = device.workers[job.slot]
         if not worker.state.allows(WorkerEvent.KILLED):
             return  # the process was killed already
-        progress = job.progress
-        if progress.suspensions - progress.missed_at >= FORGIVEN_AFTER:
-            progress.stops_missed = 0
         progress.stops_missed, progress.missed_at = progress.stops_missed + 1, progress.suspensions
         reason = f"{what} within {grace_ms / 1000.0:.3g} s"
         if not progress.suspensions:

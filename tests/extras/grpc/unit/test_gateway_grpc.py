@@ -275,6 +275,7 @@ class Context:
         self, address: str, *messages: bytes, left_s: float | None = None, port: int = 4711
     ) -> None:
         self.address, self.aborted = f"{address}:{port}", list[str]()
+        self.trailing = dict[str, str]()
         self.left_s = left_s
         self._messages = [*messages]
 
@@ -292,6 +293,7 @@ class Context:
 
     async def abort(self, code: Any, text: str, trailing: Any) -> None:
         self.aborted.append(code.name)
+        self.trailing |= trailing
 
 
 def test_an_answer_that_is_refused_is_held_no_longer(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -380,6 +382,7 @@ def test_who_watches_the_health_without_a_token_takes_no_more_than_a_share_of_th
             assert (await anext(reader)).status == HEALTH["HealthCheckResponse"].SERVING
         assert [part async for part in watch(context)] == []
         assert context.aborted == ["RESOURCE_EXHAUSTED"]
+        assert context.trailing == {"pipeswitch-code": "QueueFull", "pipeswitch-limit": "watches"}
         await readers[0].aclose()
         assert (await anext(watch(context))).status == HEALTH["HealthCheckResponse"].SERVING
         assert (await anext(watch(other))).status == HEALTH["HealthCheckResponse"].SERVING

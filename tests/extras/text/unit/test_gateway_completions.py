@@ -8,9 +8,15 @@ from typing import Any
 import msgspec
 import pytest
 
-from pipeswitch.base.errors import InvalidInput
+from pipeswitch.base.errors import InvalidInput, QueueFull
 from pipeswitch.extras.text.choices import check_count
-from pipeswitch.extras.text.completions import MAX_FIELDS, CompletionRequest, TritonRequest, _said
+from pipeswitch.extras.text.completions import (
+    MAX_FIELDS,
+    CompletionRequest,
+    TritonRequest,
+    _said,
+    openai_body,
+)
 from pipeswitch.extras.text.logprobs import of_chat, requested
 from pipeswitch.extras.text.tokenizer_worker import parsed
 from pipeswitch.programs.decoding.model_config import BYTE_OF, Decoding, Token
@@ -23,6 +29,12 @@ def body(**fields: Any) -> bytes:
 
 
 NESTED = b"{}," * 300_000 + b"{}"  # in memory, each empty dictionary takes 64 bytes
+
+
+def test_a_refusal_names_the_limit() -> None:
+    error = openai_body(QueueFull("full", limit="max_queue"))["error"]
+    assert (error["code"], error["limit"]) == ("QueueFull", "max_queue")
+    assert "limit" not in openai_body(InvalidInput("bad"))["error"]
 
 
 @pytest.mark.parametrize(
