@@ -320,7 +320,7 @@ def _obedience(message: Message, has_job: bool) -> list[Message]:
             return [
                 worker_msg.InferenceDone(
                     op_id=op_id,
-                    outputs=(),
+                    outputs=((),),
                     turn_at_ms=0.0,
                     first_group_at_ms=0.0,
                     ended_at_ms=1.0,
@@ -387,7 +387,7 @@ def worker_messages() -> list[Message]:
     return [
         worker_msg.InferenceDone(
             op_id=op_id,
-            outputs=(slab,),
+            outputs=((slab,),),
             turn_at_ms=0.0,
             first_group_at_ms=0.0,
             ended_at_ms=1.0,

@@ -120,9 +120,8 @@ _CARRIED: Final = (
 )
 _NESTED: Final[dict[str, tuple[type, int]]] = {  # field -> type of elements, nesting of tuples
     "groups": (GroupCopy, 1),
-    "outputs": (SlabTensor, 1),
     "runs": (Run, 1),
-    "batched_outputs": (SlabTensor, 2),
+    "outputs": (SlabTensor, 2),
 }
 _OF_COMMITS: Final = (
     CommitStep,

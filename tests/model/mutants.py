@@ -90,10 +90,8 @@ def _reads_at_once(handle: Handle, event: ev.Event) -> list[ev.Command]:
 
 def _exchanges_outputs(handle: Handle, event: ev.Event) -> list[ev.Command]:
     match event:
-        case ev.Received(message=InferenceDone(batched_outputs=[other, *others]) as done):
-            done = msgspec.structs.replace(
-                done, outputs=other, batched_outputs=(done.outputs, *others)
-            )
+        case ev.Received(message=InferenceDone(outputs=[first, other, *others]) as done):
+            done = msgspec.structs.replace(done, outputs=(other, first, *others))
             event = msgspec.structs.replace(event, message=done)
         case _:
             pass

@@ -435,7 +435,7 @@ def test_a_worker_that_answers_other_requests_than_it_was_given_is_killed() -> N
     worker = server.workers[task.slot]
     done = InferenceDone(
         op_id=task.op_id,
-        outputs=(),
+        outputs=((),),
         turn_at_ms=0.0,
         first_group_at_ms=0.0,
         ended_at_ms=0.0,
@@ -713,7 +713,7 @@ def test_a_worker_that_chooses_too_many_tokens_or_none_is_killed(tokens: Any, ms
     assert task is not None
     done = InferenceDone(
         op_id=task.op_id,
-        outputs=(),
+        outputs=((),),
         turn_at_ms=0.0,
         first_group_at_ms=0.0,
         ended_at_ms=1.0,

@@ -97,7 +97,7 @@ class Counted(Rig):
             task.slot,
             worker_msg.InferenceDone(
                 op_id=task.op_id,
-                outputs=(),
+                outputs=((),),
                 turn_at_ms=0.0,
                 first_group_at_ms=0.0,
                 ended_at_ms=1.0,

@@ -273,7 +273,7 @@ class Rig:
             task.slot,
             InferenceDone(
                 op_id=task.op_id,
-                outputs=(),
+                outputs=((),),
                 turn_at_ms=0.0,
                 first_group_at_ms=0.0,
                 ended_at_ms=0.0,
@@ -519,7 +519,7 @@ def test_what_a_task_does_before_its_first_group_belongs_to_the_switch_alone(rig
         task.slot,
         InferenceDone(
             op_id=task.op_id,
-            outputs=(),
+            outputs=((),),
             stall_ms=45.0,
             **{name: began_ms + ms for name, ms in at.items()},
         ),
@@ -538,7 +538,7 @@ def test_the_answer_may_arrive_before_the_parked_of_the_job_it_preempted(rig: Ri
         task.slot,
         InferenceDone(
             op_id=task.op_id,
-            outputs=(),
+            outputs=((),),
             turn_at_ms=0.0,
             first_group_at_ms=0.0,
             ended_at_ms=0.0,

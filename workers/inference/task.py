@@ -297,8 +297,7 @@ def infer(
     task.send(
         InferenceDone(
             op_id=message.op_id,
-            outputs=slabs[0],
-            batched_outputs=tuple(slabs[1:]),
+            outputs=tuple(slabs),
             turn_at_ms=turn_at_ms,
             first_group_at_ms=groups.begins_ms[0] if groups.begins_ms else turn_at_ms,
             ended_at_ms=ended_at_ms,

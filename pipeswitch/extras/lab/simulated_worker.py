@@ -265,8 +265,7 @@ class SimulatedWorker(SimulatedProcess):
         first_ms, last_ms = task.begins_at_ms[0], task.ends_at_ms[-1]
         done = worker_msg.InferenceDone(
             op_id=order.op_id,
-            outputs=(output_of(order.runs[0]),),
-            batched_outputs=tuple((output_of(run),) for run in order.runs[1:]),
+            outputs=tuple((output_of(run),) for run in order.runs),
             tokens=self._tokens(order),
             turn_at_ms=task.turn_at_ms,
             first_group_at_ms=first_ms,

@@ -109,15 +109,14 @@ class RunInference(Message, frozen=True):
 
 
 class InferenceDone(Message, frozen=True):
-    """worker -> controller: the outputs are in the reply slab."""
+    """worker -> controller: the outputs are in the reply slabs."""
 
     op_id: OpId
-    outputs: tuple[SlabTensor, ...]
+    outputs: tuple[tuple[SlabTensor, ...], ...]  # outputs of each run
     turn_at_ms: float  # when the task got the turn
     first_group_at_ms: float  # when the first group began to compute
     ended_at_ms: float
     stall_ms: float  # time spent waiting for groups, and for tasks to which it yielded
-    batched_outputs: tuple[tuple[SlabTensor, ...], ...] = ()  # outputs of each batched request
     is_clean: bool = False  # no ``WorkerClean`` follows, because all references are dropped
     tokens: tuple[tuple[int, ...], ...] = ()  # each request's tokens, with ``sampling_params``
     # Log probabilities of each request's tokens (``sampling.Chance``), if a request has logprobs.

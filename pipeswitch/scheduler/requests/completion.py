@@ -51,7 +51,7 @@ class TaskCompletion:
         task = self._device.owner.task_of(worker.slot, message.op_id)
         if task is None:
             return
-        counts = len(message.batched_outputs) + 1, len(message.chances) or len(task.tokens)
+        counts = len(message.outputs), len(message.chances) or len(task.tokens)
         ms = message.turn_at_ms, message.first_group_at_ms, message.ended_at_ms, message.stall_ms
         is_whole = set(counts) == {len(task.tokens)} and sum(map(abs, ms)) < MAX_MS
         if not is_whole or (task.chooses and not self._has_chosen(task, message.tokens)):
@@ -80,9 +80,7 @@ class TaskCompletion:
         if stages is not None and stages.after:
             core.going_on.update(request.token for request in requests)
         more: list[Request] = []
-        for number, (request, outputs) in enumerate(
-            zip(requests, (message.outputs, *message.batched_outputs), strict=True)
-        ):
+        for number, (request, outputs) in enumerate(zip(requests, message.outputs, strict=True)):
             if request.forecast.predicted_end_ms is not None:
                 late_ms = core.now_ms - request.forecast.predicted_end_ms
                 device.predictions.ended(late_ms, core.now_ms)
