@@ -215,8 +215,9 @@ class Generations:
             to, source, size = copy
             memory = self._pool.memory_of_tenant(generation.announced.tenant)
             memory[to : to + size] = memory[source : source + size]
-        generation.reused = cache.table.used
         self._caches.fit(cache, generation.rows)
+        generation.reused = cache.table.used
+        self._caches.tokens_reused += generation.reused
 
     def _leader(self, generation: Generation, table: BlockTable) -> int | None:
         """Return an earlier generation that will compute the next block of this prompt, or None."""

@@ -532,6 +532,45 @@ def test_a_commit_that_the_daemon_refuses_costs_the_job_nothing() -> None:
     assert host.kinds().count("commit_failed") > 1
 
 
+class LateHost(SmallHost):
+    """Host whose commits are over only when the script waits for their end."""
+
+    begun = 0
+
+    def begin_commit(self, *order: Any) -> None:
+        self.begun += 1
+        super().begin_commit(*order)
+
+    def wait_commit(self, *, only_read: bool = False) -> Any:
+        if not only_read:
+            return super().wait_commit()
+        assert self._copy is not None
+        return self._copy.join()  # it has read the slice
+
+    def publish(self, *_: Any) -> None:
+        pass
+
+
+@pytest.mark.filterwarnings("ignore:the state after step")
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_publish_waits_for_the_commit_under_way_and_counts_it(fails: bool) -> None:
+    host, net = LateHost(), nn.Linear(6, 6)
+    host.fails = fails
+    opt = torch.optim.SGD(net.parameters(), 0.01)
+
+    def script(_: Poke) -> str:
+        for (a,) in job.steps(data(64), model=net, optimizer=opt):
+            opt.zero_grad()
+            net(a).square().mean().backward()
+            opt.step()
+            if job.step == 4:
+                job.publish("m")
+        return "ended"
+
+    assert live(host, script, every_ms=1.0) == "ended"
+    assert host.kinds().count("commit_failed" if fails else "committed") == host.begun >= 3
+
+
 FAILS = """
     import os, sys, torch
     from pipeswitch import job

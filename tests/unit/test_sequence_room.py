@@ -531,6 +531,19 @@ def test_a_new_answer_is_refused_while_those_that_began_wait() -> None:
     rig.close()
 
 
+def test_a_refused_answer_has_reused_no_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    rig = Rig(320 << 10)
+    client, blocks = rig.client("a"), rig.sequences.blocks
+    rig.talk(client, prompt(1, 100), 1).ask()
+    rig.run()
+    monkeypatch.setattr(blocks, "resize", lambda *_: rig.pool.reserve("a", 1 << 30, 0))
+    talk = rig.talk(client, prompt(1, 100), 1)
+    talk.ask()
+    assert isinstance(talk.error, QueueFull)
+    assert rig.sequences.as_dict()["tokens_reused"] == 0
+    rig.close()
+
+
 def test_an_answer_that_another_server_began_continues_after_its_tokens() -> None:
     rig, whole = Rig(320 << 10), recomputed(prompt(1), 30)
     talk = rig.talk(rig.client("a"), prompt(1), 30)

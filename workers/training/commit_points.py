@@ -201,13 +201,13 @@ class Committer:
             self.older.last = point.position.order
 
     def begin(self, point: Point) -> None:
-        """Write the image's header and state, and start the copy. The point must be intact.
+        """Write the image's header and state, and start the copy. The point must be intact, and no
+        commit may be under way.
 
         Raises:
             OutOfDeviceMemory: the state outgrew its area.
             InvalidInput: the models' structure has changed since the loop began.
         """
-        self.finish()
         self._objects.refuse_other_structure()
         self._adopt()
         if point.gradients and not point.gradients_copied:

@@ -330,6 +330,7 @@ class Phase:
         """Start the commit of the last point, if it is still intact and, unless ``is_needed``, a
         resume from it would find the earlier images."""
         assert self.point is not None
+        self.finish_commit()
         if (is_needed or self.committer.has_needed(self.point)) and self._is_intact(self.point):
             try:
                 self.committer.begin(self.point)

@@ -89,9 +89,7 @@ class Caches:
     def reuse(self, cache: Cache, ids: Tokens[int]) -> Copy | None:
         """Start a cache with the rows of the longest known prefix of ``ids``, which is never all of
         them: the last id is always computed. Return the copy that the caller must make at once."""
-        copy = self.blocks.reuse(cache.table, ids[:-1])
-        self.tokens_reused += cache.table.used
-        return copy
+        return self.blocks.reuse(cache.table, ids[:-1])
 
     def fit(self, cache: Cache, row_count: int, steps: int = 1) -> SlabTensor:
         """Resize a cache to ``row_count`` rows, and return it as the input of the next run.
