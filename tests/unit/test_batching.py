@@ -691,10 +691,14 @@ def test_a_generation_waits_for_room_until_its_deadline_and_keeps_nobody_waiting
     assert server.answers[token][1].error is None
 
 
-def test_a_generation_whose_model_leaves_reads_why() -> None:
+@pytest.mark.parametrize("waits", [False, True])
+def test_a_generation_whose_model_leaves_reads_why(waits: bool) -> None:
     server = Steps()
     token = server.step(past=40, tokens=50)
     server.run(server.now_ms + 0.5)
+    if waits:
+        server.parked.add(token)
+        server.run(server.now_ms + 3 * COMPUTE_MS)
     server.handle(ev.UnregisterRequest(token=server.clients.token(), model=ModelName("lm")))
     server.run()
     assert isinstance(server.answers[token][1].error, errors.ModelNotFound)

@@ -9,12 +9,13 @@ from ...base import errors
 from ...base.errors import InvalidInput, ModelNotFound, OutOfDeviceMemory, PermissionDenied
 from ...ipc.messages.base import ModelName
 from ..requests.admission import Admission
+from ..requests.completion import removed
 from ..server.server_state import ServerState
 from ..state import events as ev
 from ..state.core import Core, handles
 from ..state.events import Journal, ModelRemoved, PinRequest, RollbackRequest, SweepPrograms, Token
 from ..state.records import PRIORITY_NAMES, Model, Registration
-from ..state.states import ModelEvent, ModelState, Residency, ResidencyEvent
+from ..state.states import ModelEvent, ModelState, Residency, ResidencyEvent, TaskEvent
 from ..state.versions import PRESENT, Versions, split_name
 
 MAX_ALIASES: Final = 16  # limit for each model
@@ -209,6 +210,10 @@ class Names:
             return
         model.state.apply(ModelEvent.UNREGISTERED, cause)
         self.leaving[model.name] = model
+        for device in self._machine.devices:
+            for one in [*device.state.between.values()]:
+                if one.model == model.name:  # it may wait for memory until the name is used again
+                    device.state.refuse(one, TaskEvent.ERROR, removed(model.name))
         successor = self._versions.successor(model.base)
         if successor is not None and self._versions.is_current(model):
             self.hand_over(successor, f"version {model.version} goes")
