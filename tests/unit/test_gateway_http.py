@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import gzip
 import json
+import time
 import zlib
 from collections.abc import Awaitable, Callable, Iterator
 from itertools import pairwise
@@ -25,6 +26,7 @@ from pipeswitch.gateway.http.http_server import HttpConnection, HttpServer, Resp
 from tests.fuzz.gateways import Wire
 
 HOST = b"Host: 127.0.0.1\r\n"
+CHUNKED = b"Transfer-Encoding: chunked\r\n"
 LIMITS = Limits(
     head_bytes=2000,
     body_bytes=1000,
@@ -406,6 +408,31 @@ def test_requests_of_a_crowded_address_take_turns_and_others_go_first(rig: Rig) 
     assert begun[0] == len(others)
     assert max(after - before for before, after in pairwise(begun)) == offload.PASS_REQUESTS
     assert rig.server.shared.waiting.held == 0
+
+
+@pytest.mark.parametrize("held", [0, 2400])
+@pytest.mark.parametrize("body", [b"", b"x" * 10])
+@pytest.mark.parametrize(
+    "later",
+    [
+        post("/b", b"x" * 1001),
+        post("/b", b"x" * 1001)[:-1000],
+        b"GET /b HTTP/1.1\r\n" + HOST + b"Connection: Upgrade\r\nUpgrade: h2c\r\n\r\n",
+        b"CONNECT /no HTTP/1.1\r\n" + HOST + CHUNKED + b"\r\n1\r\nx\r\n0\r\n\r\n",
+    ],
+)
+def test_a_request_is_answered_even_if_later_bytes_end_the_connection(
+    rig: Rig, held: int, body: bytes, later: bytes
+) -> None:
+    connection, wire = rig.connect()
+    rig.server.shared.waiting.add("other", held)
+    feed(connection, post("/a", body) + later)
+    status = 429 if held and body else 200
+    assert answers(wire)[0][0] == status
+    assert wire.has_ended
+    connection.look(time.monotonic() + 100)
+    assert wire.is_closed
+    assert rig.server.shared.waiting.held == held
 
 
 def test_a_body_that_memory_is_too_short_to_inflate_is_refused(

@@ -247,7 +247,8 @@ class HttpConnection(asyncio.BufferedProtocol):
             self._perform(parser.fill(nbytes))
         elif (request := parser.repeated(_scratch[:nbytes])) is None:
             self._perform(parser.receive(_scratch[:nbytes], time.monotonic()))
-        elif self._queue_up(request):
+        else:
+            self._queue_up(request)
             self._task = InlineTask(self._answer_all())
             self._task.step()
         if self._server.unfinished_bytes:
@@ -288,10 +289,7 @@ class HttpConnection(asyncio.BufferedProtocol):
                     self.refuse(QueueFull(text, hint=AGAIN, limit="memory"))
                     return False
             case RefuseRequest():
-                path = self.parser.path
-                refused = self._server.refuse(path, action.error)
-                if self._task is None and not self.queue:
-                    self.queue.append((refused, RequestRead(body=b"", path=path, is_kept=False)))
+                self._queue_refusal(self.parser.path, action.error)
             case Do.CONTINUE:
                 self._transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
             case Do.PAUSE:
@@ -315,10 +313,16 @@ class HttpConnection(asyncio.BufferedProtocol):
         try:
             self._server.shared.waiting.take(self.peer, len(request.body))
         except QueueFull as error:
-            self.refuse(error)
+            self.parser.stop()  # it may have refused later bytes already
+            self._queue_refusal(request.path, error)
             return False
         self.queue.append((self._work, request))
         return True
+
+    def _queue_refusal(self, path: str, error: PipeSwitchError) -> None:
+        refused = self._server.refuse(path, error)
+        if self._task is None and not self.queue:
+            self.queue.append((refused, RequestRead(body=b"", path=path, is_kept=False)))
 
     def _stop_reading(self) -> None:
         self.parser.stop()
