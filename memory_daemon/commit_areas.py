@@ -86,15 +86,13 @@ class CommitAreas:
 
         The job waits only until the slice is read. The checksum takes three times as long as that.
         """
-        began_at_ms, copy_ms = now_ms(), 0.0
+        began_at_ms = now_ms()
         size_bytes = sum(piece.size_bytes for piece in order.ranges)
         error, older = "", memoryview(b"")
 
         def fill(image: memoryview) -> None:
-            nonlocal copy_ms
             self._device.read_slice(order.slice_offset_bytes, order.ranges, image[:size_bytes])
             image[size_bytes:] = older
-            copy_ms = now_ms() - began_at_ms
             reach("commit.read")
             self._send(SliceRead(job=order.job, op_id=order.op_id, number=order.number))
 
@@ -110,7 +108,7 @@ class CommitAreas:
             op_id=order.op_id,
             number=order.number,
             step=order.step,
-            copy_ms=copy_ms,
+            copy_ms=now_ms() - began_at_ms,
             error=error,
         )
 

@@ -17,7 +17,9 @@ from pipeswitch.commits import commit_files
 from pipeswitch.commits.area import HEADER_BYTES, Commit, CommitArea, area_bytes, create_area
 from pipeswitch.frontend.frontend import Frontend
 from pipeswitch.ipc.control_page import sealed_memfd
-from pipeswitch.ipc.messages.base import JobName
+from pipeswitch.ipc.messages.base import JobName, OpId
+from pipeswitch.ipc.messages.daemon import CommitCopy
+from pipeswitch.memory_daemon import commit_areas
 from pipeswitch.scheduler.state import events as ev
 
 SLOT_BYTES = 10_000
@@ -416,3 +418,28 @@ def test_a_part_of_the_last_commit_is_read_while_the_next_one_is_written() -> No
             area.part_of_last(0, 4)
     finally:
         os.close(descriptor)
+
+
+def test_a_commits_duration_has_its_checksum_because_it_limits_their_share_of_the_time(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    clock_ms, read_at_ms = 0.0, list[float]()
+
+    def write(_: int, size_bytes: int, fill: Callable[[memoryview], None]) -> None:
+        nonlocal clock_ms
+        fill(memoryview(bytearray(size_bytes)))
+        clock_ms += 30.0
+
+    monkeypatch.setattr(commit_areas, "now_ms", lambda: clock_ms)
+    areas = commit_areas.CommitAreas(Mock(), lambda _: read_at_ms.append(clock_ms))
+    order = CommitCopy(
+        job=JobName("j"),
+        op_id=OpId(1),
+        number=1,
+        step=1,
+        slice_offset_bytes=0,
+        slice_bytes=8,
+        ranges=(),
+    )
+    assert areas.copy(order, Mock(write=write)).copy_ms == 30.0
+    assert read_at_ms == [0.0]

@@ -227,12 +227,12 @@ class Committer:
         if self._in_flight is not None:
             point, self._in_flight = self._in_flight, None
             older, self.older = self.older, Older()  # of no commit, if this one failed
-            read_ms = self._host.wait_commit(only_read=only_read)
+            took_ms = self._host.wait_commit(only_read=only_read)
             self.older = older
-            if read_ms is None:
+            if took_ms is None:
                 self._in_flight = point
                 return False
-            self.last_duration_ms, self.committed = read_ms, point
+            self.last_duration_ms, self.committed = took_ms, point
         return True
 
     @property

@@ -167,7 +167,7 @@ class JobHost:
         )
 
     def wait_commit(self, *, only_read: bool = False) -> float | None:
-        """Wait until the last ``begin_commit`` is acknowledged; return its time to read the slice.
+        """Wait until the last ``begin_commit`` is acknowledged; return its duration in ms.
 
         With ``only_read``, wait only until it has read the slice; return None if it is not over.
 

@@ -353,9 +353,9 @@ class Phase:
             except Exception as error:
                 self._commit_failed(error)
                 return True
-            read_ms = self.committer.last_duration_ms
-            self._timing.committed(read_ms)
-            self._host.report("committed", step=self.committed_step, duration_ms=read_ms)
+            took_ms = self.committer.last_duration_ms
+            self._timing.committed(took_ms)
+            self._host.report("committed", step=self.committed_step, duration_ms=took_ms)
         return True
 
     def _commit_failed(self, error: Exception) -> None:

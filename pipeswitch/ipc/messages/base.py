@@ -99,7 +99,7 @@ class StepCommitted(Message, frozen=True):
     op_id: OpId
     number: int  # as in CommitStep
     step: int
-    copy_ms: float  # until SliceRead
+    copy_ms: float  # with the checksum, which takes longer than the job waits
     error: str = ""
 
 
