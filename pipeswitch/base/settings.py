@@ -114,11 +114,11 @@ def read(kind: Any, raw: Any, *, is_read: bool = False) -> Any:
     Raises:
         ValueError: the value is not allowed; the text names it and the allowed values.
     """
-    rules = rules_of(kind)
+    rules, value = rules_of(kind), raw
     info, extra = rules.info, rules.extra
-    value = extra["read"](raw) if "read" in extra and not is_read else raw
-    if isinstance(info, types.VarTupleType) and isinstance(raw, str):
+    if isinstance(info, types.VarTupleType | types.DictType) and isinstance(raw, str):
         value = [part.strip() for part in raw.split(",") if part.strip()]
+    value = extra["read"](value) if "read" in extra and not is_read else value
     is_text = isinstance(value, str | float)  # variables are always texts; 2.0 is a whole number
     with contextlib.suppress(msgspec.ValidationError):
         result = msgspec.convert(value, kind, strict=not is_text, from_attributes=True)

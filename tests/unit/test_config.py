@@ -135,6 +135,17 @@ def test_a_list_may_come_from_the_environment() -> None:
     assert config.server.allow_code == ("a.*", "b.*")
 
 
+@pytest.mark.parametrize(
+    ("key", "text"), [("inputs", "x=1x2, y=3:int8"), ("state", "h=o,c=r+1"), ("aliases", "a,b")]
+)
+def test_a_models_list_may_be_one_text_with_commas(key: str, text: str) -> None:
+    one, other = (
+        parse({"model": [{"name": "m", "source": "a:b", key: value}]}).models
+        for value in (text, [part.strip() for part in text.split(",")])
+    )
+    assert one == other
+
+
 def test_true_and_false_may_come_from_the_environment() -> None:
     environ = {"HOME": "/h", "PIPESWITCH_SCHEDULER__LOOK_AHEAD": "false"}
     config = load(environ=environ | {"PIPESWITCH_GATEWAY__BEHIND_PROXY": "true"})
