@@ -49,7 +49,7 @@ from .folders import StateDir
 log = logging.getLogger(__name__)
 
 FILE_NAME: Final = "journal.sqlite"
-SCHEMA_VERSION: Final = 13  # the file's user_version; 0: no tables yet
+SCHEMA_VERSION: Final = 14  # the file's user_version; 0: no tables yet
 BACKUPS: Final = ("journal.backup", "journal.backup-1")  # the newest first
 BACKUP_EVERY_S: Final = 60.0  # minimum interval after additions; a removal is backed up at once
 SLOW_APPEND_MS: Final = 100.0  # an append blocks the loop, so a longer one is logged

@@ -105,6 +105,12 @@ def require_roles(request: RegisterRequest, caller: Principal, *, is_code: bool 
             caller.require(role, purpose)
 
 
+def _set_options(spec: bytes) -> bytes:
+    """Return a spec's options that are set, by name: a new option changes no earlier digest."""
+    options = msgspec.msgpack.decode(spec)
+    return msgspec.msgpack.encode(sorted(pair for pair in options.items() if pair[1]))
+
+
 def registration(
     token: Token,
     model: str,
@@ -135,7 +141,7 @@ def registration(
     # A language model is checked only within rounding, so ``exact`` would gain nothing.
     fields["precision"] = request.precision or ("fast" if request.generate else "exact")
     spec = msgspec.msgpack.encode(BuildSpec(name=model, allow_module_mode=source.is_code, **fields))
-    digest = hashlib.sha256(spec)  # equal requests give equal digests
+    digest = hashlib.sha256(_set_options(spec))  # equal requests give equal digests
     for path in source.owner_files:
         with contextlib.suppress(FileNotFoundError):  # removed meanwhile: the builder says so
             facts = os.stat(path)  # a changed file under the same path is another model
