@@ -1,14 +1,13 @@
 """Named points at which a test makes a process die, fail, stop or wait.
 
-Failpoints are off unless an environment variable names a folder when the server starts. A point
-that is off costs one comparison. If they are on, a file in the folder arms a point at run time::
+They are off unless an environment variable names a folder when the server starts, and then cost one
+comparison. If they are on, a file in the folder arms a point at run time::
 
     PIPESWITCH_FAILPOINTS=/tmp/points pipeswitch serve      # make the folder first
     echo crash > /tmp/points/daemon.transmit.group          # the next process that reaches it dies
 
-The first process that reaches an armed point removes the file and then performs the action in it.
-So a point fires once, in whichever process that is. The subfolder ``reached/`` gets a file for each
-point that any process has reached; tests require that all points are reached.
+The first process that reaches an armed point removes the file, then performs the action. The folder
+``reached/`` gets a file for each point that any process has reached; tests require all of them.
 """
 
 from __future__ import annotations
@@ -31,6 +30,7 @@ POINTS: Final[Mapping[str, str]] = {
     "commit.acknowledge": "a commit has been flipped in, its job was not told",
     "commit.copied": "a commit is copied, its record is not written",
     "commit.flipped": "a commit has been flipped in",
+    "commit.read": "a commit has read its slice, its job was not told",
     "commit.recorded": "a commit's record is written, the flip is not",
     "commit.struck": "a commit's slot is struck out, nothing is copied",
     "commits.create": "a job's commit area is made",

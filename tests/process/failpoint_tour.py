@@ -82,7 +82,9 @@ TOUR: Final[Mapping[str, tuple[Stop, ...]]] = {
         *_stops("daemon.slice.out", "daemon.slice.in", "daemon.slice.done", act="swap"),
         *_stops("daemon.start", act="kill-daemon"),
         *_stops("daemon.store.read", "daemon.store.done", act="register", writes=True),
-        *_stops("commit.struck", "commit.copied", "commit.recorded", "commit.flipped"),
+        *_stops(
+            "commit.struck", "commit.read", "commit.copied", "commit.recorded", "commit.flipped"
+        ),
         *_stops("commit.acknowledge"),
         *_stops(
             "persist.image.write", "persist.image.written", "persist.image.renamed", writes=True

@@ -237,6 +237,7 @@ class Killer:
 RESIDENCY: Final = ("loader", "forward", "backward", "half update")
 COMMIT: Final = (
     "commit.struck",
+    "commit.read",
     "commit.copied",
     "commit.recorded",
     "commit.flipped",
