@@ -84,7 +84,7 @@ class CommitAreas:
     def copy(self, order: CommitCopy, area: CommitArea) -> StepCommitted:
         """Copy a slice to the commit area. Blocks; called on the to-host thread.
 
-        The job waits only until the slice is read. The checksum takes three times as long as that.
+        The job waits only until the slice is read. The checksum takes longer than that.
         """
         began_at_ms = now_ms()
         size_bytes = sum(piece.size_bytes for piece in order.ranges)

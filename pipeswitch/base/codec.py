@@ -13,7 +13,7 @@ import msgspec
 T = TypeVar("T")
 MEMORY_OF_A_BYTE: Final = 40  # maximum memory that a byte of JSON takes once decoded
 UNREADABLE: Final = (msgspec.DecodeError, UnicodeError, RecursionError)
-"""What msgspec raises for data that it cannot decode; before 0.23 UnicodeError for wrong UTF-8."""
+"""Errors of msgspec for data that it cannot decode. Up to 0.22, wrong UTF-8 is a UnicodeError."""
 RESERVE_BYTES: Final = 128 << 20  # kept for C++ libraries, which abort if they find no memory
 
 

@@ -210,7 +210,7 @@ class BuildOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 
 
 class ModelOptions(BuildOptions, frozen=True, kw_only=True):
-    """All options of a registration."""
+    """Options of a registration: those of its build, and those of the model that is served."""
 
     aliases: Annotated[
         tuple[Alias, ...],

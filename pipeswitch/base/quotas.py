@@ -20,7 +20,7 @@ MAX_PASSES: Final = 64  # urgent items that may go before a waiting item that is
 CLAIMS_S: Final = 0.05  # minimum time between comparisons of all connections; one takes 1 ms
 T = TypeVar("T")
 Claim = tuple[bool, float]
-"""Whether a connection has had an answer, and since when it is idle. The lowest is evicted."""
+"""``(has had an answer, idle since)`` of a connection. The one with the lowest claim is closed."""
 
 
 def left(size: int, used: int, own: int) -> int:

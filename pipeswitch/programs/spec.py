@@ -35,7 +35,7 @@ MAX_MANIFEST_BYTES: Final = 64 << 20
 
 
 class BuildSpec(BuildOptions, frozen=True, kw_only=True):
-    """One model to build, from options without empty defaults.
+    """Options of one build, with the server's defaults in place of empty ones.
 
     A ``source`` that is a ``package.module:factory`` *runs code*: callers must have checked that
     this is allowed. ``weights`` may also be the folder of a job's commit.

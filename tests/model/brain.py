@@ -59,7 +59,7 @@ ORDERED_OF_JOB = ("place", "op_id", "memory.persist_id", "memory.copy_id", "swap
 SHOWN_OF_REPLICA = (
     "transfer.started_at_ms",
     "transfer.ended_at_ms",
-    "transfer.report",  # only trials read it, and this world has none
+    "transfer.report",  # only trials of layer groups read it; the model has no trials
 )
 
 MODEL = Codec(records.Model, drop=("reason", "last_batch"))

@@ -80,7 +80,7 @@ class Clients(SimulatedClients):
         """Check that a generation has more runs until it has all tokens."""
         if answer.more and "tokens" in answer.body:
             to_come = self.left[answer.token] - len(answer.body["tokens"])
-            require(to_come > 0, f"r{answer.token} goes on after its last token")
+            require(to_come > 0, f"r{answer.token} gets another run after its last token")
             self.left = {**self.left, answer.token: to_come}
             if answer.token == self.parking:
                 self.parking, self.parked = 0, True

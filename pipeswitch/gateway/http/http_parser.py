@@ -195,7 +195,7 @@ class HttpParser:
         if self._error is not None:
             return self._actions + self.refuse(self._error)
         if self._head is not None and self._head.length is not None:
-            is_asked = self._actions[-1:] == [Do.CONTINUE]  # not if there is no memory
+            is_asked = self._actions[-1:] == [Do.CONTINUE]  # sent only if there is a buffer
             self._actions.insert(len(self._actions) - is_asked, NeedBuffer(self._head.length))
         elif is_first and self._is_between and self._pending == 1 and not self.is_ending:
             self._learn(data)

@@ -47,7 +47,7 @@ class BlockMemory(Protocol):
     """Memory that has the blocks: the request pool. A holder has a share of it."""
 
     def take_block(self, holder: str, size_bytes: int, beside_bytes: int, tenant: str) -> int:
-        """Return the offset of a new block. Raises QueueFull: there is no memory."""
+        """Return the offset of a new block; raise QueueFull if there is no memory."""
 
     def free_block(self, holder: str, offset_bytes: int, beside_bytes: int, tenant: str) -> None:
         """Free a block."""

@@ -338,7 +338,7 @@ class RunKind(Protocol):
         """Drop the next run: its leader has computed a part of it."""
 
     def prepare(self, request: Request) -> Run | None:
-        """Return the next run; None: there is no memory for it, and ``PoolFreed`` will follow."""
+        """Return the next run, or None until there is memory (the event ``PoolFreed``)."""
 
     def poll(self, waiting: Mapping[Token, Request]) -> Iterable[tuple[Token, Run]]:
         """Return the next runs of those waiting requests for which there is memory now."""
@@ -557,7 +557,7 @@ class RunningTask:
 
 @dataclass(frozen=True)
 class MeasuredRun:
-    """One timed run of a model, and the times that its worker reported."""
+    """A timed run of a model: its task, and its worker's message with the times."""
 
     activation: RunningTask
     message: InferenceDone
