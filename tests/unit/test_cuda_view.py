@@ -193,13 +193,32 @@ def test_tensors_over_words_or_behind_the_arena_are_refused(rig: Rig) -> None:
 def test_the_device_is_told_to_wait_for_exactly_the_epoch(rig: Rig) -> None:
     rig.view._running = SimpleNamespace(is_replaying=True)  # type: ignore[assignment]
     assert rig.view.wait_group(3, 7) == 0.0
+    assert rig.stream.step(), "the time before the wait"
     assert not rig.stream.step(), "the word is not there"
     word = rig.view.slice_bytes(12, 4)
     word.copy_(torch.tensor([8, 0, 0, 0], dtype=torch.uint8))
     assert not rig.stream.step(), "a later epoch is another lease"
     word.copy_(torch.tensor([7, 0, 0, 0], dtype=torch.uint8))
     rig.view.quiesce()
-    assert rig.stream.done == 1
+    assert rig.stream.done == 3
+
+
+def test_the_time_for_which_the_device_waited_is_known_per_run(rig: Rig) -> None:
+    replay: Any = SimpleNamespace(is_replaying=True)
+    for run, waits_ms in enumerate([(3.0, 4.0, 0.0), (2.0,), ()], 7):
+        with rig.view.computing(replay):
+            for fence in range(len(waits_ms)):
+                rig.view.wait_group(fence, run)
+            for fence, wait_ms in enumerate(waits_ms):
+                rig.stream.step()
+                rig.world.now_ms += wait_ms
+                rig.view.slice_bytes(4 * fence, 1).fill_(run)
+                rig.stream.step()
+                rig.stream.step()
+                rig.world.now_ms += 10.0  # computing
+            rig.view.quiesce()
+        assert rig.view.waited_ms() == sum(waits_ms)
+    assert len(rig.world.stamps) == 6, "events are used again"
 
 
 def test_nothing_is_enqueued_for_a_group_that_the_host_knows_to_be_there(rig: Rig) -> None:
@@ -260,7 +279,7 @@ def test_only_a_replay_lets_the_device_wait(rig: Rig) -> None:
         with rig.view.computing(device):
             device.run([x], lambda group, op_id=op_id: rig.view.wait_group(group, op_id))  # type: ignore[misc]
             device.improve()
-        assert rig.stream.enqueued == (0 if op_id == 5 else 3)
+        assert rig.stream.enqueued == (0 if op_id == 5 else 9)  # each wait between two events
     rig.stream.queue.clear()
 
 

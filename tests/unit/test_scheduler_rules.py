@@ -262,7 +262,7 @@ class Rig:
                 group_count=2,
                 copied_bytes=1,
                 started_at_ms=0.0,
-                ended_at_ms=0.0,
+                ended_at_ms=self.now_ms,
             )
         )
 
@@ -2618,6 +2618,23 @@ def test_a_model_is_resident_for_the_next_request_though_its_answer_overtook_the
     rig.done()
     residency = [rig.answers[token].timing.resident for token in (first, second, third, fourth)]
     assert residency == [False, True, True, False]
+
+
+def test_a_request_whose_copy_ended_before_a_worker_was_free_is_not_called_resident() -> None:
+    rig = Rig(arena_bytes=32 * MIB)
+    rig.register("a")
+    rig.register("b")
+    rig.make_resident("b")
+    tokens = [rig.infer("b"), rig.infer("b"), rig.infer("a")]  # "a" is sent ahead, beside "b"
+    rig.now_ms += 3
+    rig.arrived("a")
+    rig.now_ms += 2
+    tokens.append(rig.infer("a"))  # it waits for no copy
+    for _ in tokens:
+        rig.done()
+    timings = [rig.answers[token].timing for token in tokens]
+    assert [one.resident for one in timings] == [True, True, False, True]
+    assert [one.copy_ms for one in timings] == [0, 0, 3, 0]
 
 
 def infer_of(rig: Rig, registration_id: int) -> ev.Token:

@@ -156,11 +156,14 @@ class Queues(CheckedBindings):
     def destroy_stream(self, stream: int) -> None:
         self._do("cudaStreamDestroy", stream)
 
-    def event(self) -> int:
-        """Create an event without timing, on which a thread waits without spinning."""
-        return int(
-            self._ask("cudaEventCreateWithFlags", EVENT_BLOCKING_SYNC | EVENT_DISABLE_TIMING)
-        )
+    def event(self, *, is_timed: bool = False) -> int:
+        """Create an event on which a thread waits without spinning."""
+        timing = 0 if is_timed else EVENT_DISABLE_TIMING
+        return int(self._ask("cudaEventCreateWithFlags", EVENT_BLOCKING_SYNC | timing))
+
+    def elapsed_ms(self, begin: int, end: int) -> float:
+        """Return the time between two timed events that have run."""
+        return float(self._ask("cudaEventElapsedTime", begin, end))
 
     def record(self, event: int, stream: int) -> None:
         self._do("cudaEventRecord", event, stream)

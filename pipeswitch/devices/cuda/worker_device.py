@@ -74,6 +74,8 @@ class CudaWorkerDevice(WorkerDevice):
         self._base = cuda.open_handle(settings.handle)
         self._pinned_pools: list[int] = []
         self._running: BoundProgram | None = None
+        self._timed: list[tuple[int, int]] = []  # events around the waits of a run; kept for others
+        self._waited = 0  # the number of them that the present run has used
 
     @cached_property
     def _arena(self) -> torch.UntypedStorage:
@@ -139,7 +141,7 @@ class CudaWorkerDevice(WorkerDevice):
 
     def computing(self, program: BoundProgram | None) -> AbstractContextManager[None]:
         """Enclose all work that a task enqueues, its copies in and out included."""
-        self._running = program
+        self._running, self._waited = program, 0
         in_slice = bool(getattr(program, "may_use_slice", False))
         return self._side.computing(in_slice=in_slice)
 
@@ -178,8 +180,19 @@ class CudaWorkerDevice(WorkerDevice):
         is_replay = getattr(self._running, "is_replaying", False)
         if self._options.waits == "cpu" or not is_replay or self._fences[fence] == value:
             return super().wait_group(fence, op_id)  # the host's fence is set after the device's
-        self._cuda.wait_value(self._side.stream, self._base + fence * FENCE_BYTES, value)
+        cuda, stream = self._cuda, self._side.stream
+        if self._waited == len(self._timed):
+            self._timed.append((cuda.event(is_timed=True), cuda.event(is_timed=True)))
+        begin, end = self._timed[self._waited]
+        self._waited += 1
+        cuda.record(begin, stream)
+        cuda.wait_value(stream, self._base + fence * FENCE_BYTES, value)
+        cuda.record(end, stream)
         return 0.0
+
+    def waited_ms(self) -> float:
+        """Implement ``Signals.waited_ms``: the time between the events around each wait."""
+        return sum(self._cuda.elapsed_ms(*pair) for pair in self._timed[: self._waited])
 
     def quiesce(self) -> None:
         """Implement ``WorkerDevice.quiesce``.

@@ -348,8 +348,9 @@ def _timing(
     message: InferenceDone,
     now_ms: float,
 ) -> RequestTiming:
-    copy_ms = 0.0
-    if not activation.was_resident:
+    is_early = request.origin.arrived_at_ms < activation.copied_at_ms
+    copy_ms, is_resident = 0.0, activation.was_resident and not is_early
+    if not is_resident:
         ended = replica.transfer.ended_at_ms or message.ended_at_ms
         copy_ms = max(0.0, ended - replica.transfer.started_at_ms)
     # The switch ends with the first group: the wait for it must not count as a stall, too.
@@ -370,7 +371,7 @@ def _timing(
         stall_ms=stall_ms,
         compute_ms=max(0.0, compute_ms),
         total_ms=now_ms - (request.origin.arrived_at_ms if runs is None else runs.born_at_ms),
-        resident=activation.was_resident,
+        resident=is_resident,
         preempted=activation.preempted,
         worker=activation.slot,
         op_id=activation.op_id,
@@ -394,6 +395,8 @@ def _trace(
     more = f" and {len(requests) - 1} more" if len(requests) > 1 else ""
     name = f"{requests[0].run.request_id}{more} {activation.model}"
     pairs = zip(message.group_begins_at_ms, message.group_ends_at_ms, strict=False)
+    is_early = requests[0].origin.arrived_at_ms < activation.copied_at_ms
+    is_resident = activation.was_resident and not is_early
     return Spans(
         spans=[
             *[
@@ -411,7 +414,7 @@ def _trace(
                 begin_ms=began_ms,
                 flow=flow,
                 end_ms=max(began_ms, message.first_group_at_ms),
-                args={"preempted": activation.preempted, "resident": activation.was_resident},
+                args={"preempted": activation.preempted, "resident": is_resident},
                 event=activation.event,
             ),
             Span(

@@ -517,6 +517,8 @@ class Dispatch:
         worker.dispatch_id = op_id
         replica.users += 1
         replica.transfer.is_prefetch = False
+        # An earlier run's answer may arrive before the daemon's message that the copy has ended.
+        is_used = replica.computed_op_id == replica.residency_id != NO_OP_ID
         activation = RunningTask(
             op_id=op_id,
             slot=worker.slot,
@@ -525,7 +527,8 @@ class Dispatch:
             model=replica.name,
             queued_until_ms=core.now_ms if owner.running is None else 0.0,
             event=core.event,
-            was_resident=_was_resident(replica),
+            was_resident=is_used or replica.residency.state in IN_PLACE,
+            copied_at_ms=0.0 if is_used else replica.transfer.ended_at_ms,
             residency_id=replica.residency_id,
             resident_bytes=replica.resident_bytes if is_switch else 0,
             streamed=manifest.total_bytes - replica.resident_bytes if replica.staging else 0,
@@ -584,10 +587,3 @@ def _run_order(
         is_timed=device.trial.model == replica.name,
         is_code=manifest.mode == "module",
     )
-
-
-def _was_resident(replica: DeviceModel) -> bool:
-    """Return True if the model was on the device.
-    An earlier run's answer may arrive before the daemon's message that all groups have arrived."""
-    is_copied = replica.residency.state in (states.Residency.RESIDENT, states.Residency.PINNED)
-    return is_copied or replica.computed_op_id == replica.residency_id != NO_OP_ID

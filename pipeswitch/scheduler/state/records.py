@@ -531,6 +531,7 @@ class RunningTask:
     model: ModelName
     queued_until_ms: float  # from then on it waited for no other task; 0: it still waits
     was_resident: bool
+    copied_at_ms: float = 0.0  # end of a copy that no run had used: earlier requests waited for it
     batch: int = 1  # total batch of its requests
     residency_id: OpId = NO_OP_ID  # operation id of the copy that it reads
     resident_bytes: int = 0  # bytes of a streaming model that were on the device before

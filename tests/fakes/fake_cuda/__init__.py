@@ -20,6 +20,7 @@ import contextlib
 import ctypes
 import enum
 import itertools
+import math
 import mmap
 import os
 import signal
@@ -34,6 +35,7 @@ from uuid import UUID
 
 MAGIC = b"FAKECUDA"
 WAIT_DEADLINE_S = 30.0
+EVENT_DISABLE_TIMING = 2
 _world_numbers = itertools.count()
 POLL_S = 0.0005  # how often the fake GPU polls a word
 
@@ -223,6 +225,8 @@ class World:
         self.streams: dict[int, Stream] = {}
         self.default_stream = Stream()
         self.events: dict[int, tuple[Stream, int] | None] = {}
+        self.now_ms = 0.0  # the device's clock, which a test moves
+        self.stamps: dict[int, float] = {}  # timed event -> time at which the stream reached it
         self.capturing: set[int] = set()  # ids of threads that capture a graph
         self._current = threading.local()  # has_context, per thread
         self._number = next(_world_numbers)
@@ -590,14 +594,32 @@ class Runtime:
     def cudaEventCreateWithFlags(self, flags: int) -> Any:
         handle = self._world.new()
         self._world.events[handle] = None
+        if not flags & EVENT_DISABLE_TIMING:
+            self._world.stamps[handle] = math.nan
         return (handle,)
 
     def cudaEventRecord(self, event: int, stream: int) -> Any:
         target = self._world.stream_of(stream)
         if target is None or event not in self._world.events:
             return cudaError_t.cudaErrorInvalidResourceHandle
+        if event in self._world.stamps:
+
+            def run() -> bool:
+                self._world.stamps[event] = self._world.now_ms
+                return True
+
+            target.put(run)
         self._world.events[event] = (target, target.enqueued)
         return ()
+
+    def cudaEventElapsedTime(self, begin: int, end: int) -> Any:
+        stamps = self._world.stamps
+        if begin not in stamps or end not in stamps:
+            return cudaError_t.cudaErrorInvalidResourceHandle
+        records = [self._world.events[one] for one in (begin, end)]
+        if any(one is None or one[0].done < one[1] for one in records):
+            return cudaError_t.cudaErrorNotReady
+        return (stamps[end] - stamps[begin],)
 
     def cudaEventSynchronize(self, event: int) -> Any:
         if event not in self._world.events:
