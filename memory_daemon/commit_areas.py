@@ -99,7 +99,8 @@ class CommitAreas:
         try:
             if order.older is not None:
                 older = area.part_of_last(order.older.offset_bytes, order.older.size_bytes)
-            area.write(order.step, size_bytes + len(older), fill)
+            commit = area.write(order.step, size_bytes + len(older), fill)
+            area.pin(commit, self._device.pin)  # while training goes on
         except (RemoteProtocolError, OSError) as problem:
             error = str(problem)
         reach("commit.acknowledge")

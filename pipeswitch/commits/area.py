@@ -105,7 +105,8 @@ class CommitArea:
         self._own = os.dup(descriptor) if is_writer else -1
         if is_writer:
             weakref.finalize(self, os.close, self._own)
-        self._reserved_bytes = [0] * SLOT_COUNT
+        self._reserved_bytes, self._pinned_bytes = [0] * SLOT_COUNT, [0] * SLOT_COUNT
+        self._unpin: list[Callable[[], object]] = [int] * SLOT_COUNT  # at first there is nothing
         self._words = self._bytes[:HEADER_BYTES].cast("Q")
         if is_writer and self._words[_MAGIC_WORD] == 0:
             self._words[_SLOT_BYTES_WORD] = slot_bytes
@@ -191,8 +192,21 @@ class CommitArea:
         reach("commit.flipped")
         return commit
 
+    def pin(self, commit: Commit, pin: Callable[[memoryview], Callable[[], None] | None]) -> None:
+        """Pin the commit's image with ``pin`` until the area is unmapped, if a larger one of its
+        slot was not pinned before."""
+        slot = commit.sequence % SLOT_COUNT
+        if commit.size_bytes > self._pinned_bytes[slot]:
+            self._unpin[slot]()
+            self._pinned_bytes[slot] = commit.size_bytes
+            if (unpin := pin(self.image(commit))) is not None:
+                self._unpin[slot] = last = weakref.finalize(self, unpin)
+                last.atexit = False
+
     def close(self) -> None:
         """Unmap the area now, or when the last view from ``image`` is freed."""
+        for unpin in self._unpin:
+            unpin()
         self._words.release()
         self._bytes.release()
         with contextlib.suppress(BufferError):  # a caller still has a view

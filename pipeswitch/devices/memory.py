@@ -112,6 +112,11 @@ class DeviceMemory:
         """
         raise NotImplementedError
 
+    def pin(self, place: memoryview) -> Callable[[], None] | None:
+        """Make ``read_slice`` into this place faster (blocks), if possible. Return the function
+        that ends this, to be called before the place is unmapped."""
+        return None
+
     def read_slice(self, offset_bytes: int, ranges: Sequence[ByteRange], into: memoryview) -> None:
         """Copy ranges of a training slice to the host, concatenated into ``into`` (blocks)."""
         raise NotImplementedError

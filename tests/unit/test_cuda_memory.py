@@ -14,16 +14,33 @@ from queue import Queue
 import pytest
 from fake_cuda import World
 
+from memory_daemon.commit_areas import CommitAreas
+from pipeswitch.commits.area import create_area
 from pipeswitch.devices.cuda import memory as cuda_memory
 from pipeswitch.devices.cuda import pinned as cuda_pinned
 from pipeswitch.devices.cuda.bindings import Cuda, CudaError
 from pipeswitch.devices.cuda.memory import RING_FENCES, CudaDeviceMemory, chunks
 from pipeswitch.ipc.control_page import new_doorbell, sealed_memfd
-from pipeswitch.ipc.messages.base import ByteRange, ModelName, OpId, ResourceLimits
-from pipeswitch.ipc.messages.daemon import DaemonSettings, GroupCopy, TransmitEnded, TransmitModel
+from pipeswitch.ipc.messages.base import (
+    ByteRange,
+    JobName,
+    ModelName,
+    OpId,
+    ResourceLimits,
+    SliceRead,
+)
+from pipeswitch.ipc.messages.daemon import (
+    CommitCopy,
+    DaemonSettings,
+    GroupCopy,
+    OpenCommits,
+    TransmitEnded,
+    TransmitModel,
+)
 from tests.open_files import open_files
 
 MIB = 1 << 20
+JOB = JobName("j")
 ARENA_BYTES = STORE_BYTES = 8 * MIB
 FENCE_COUNT = 64
 SETTINGS = DaemonSettings(
@@ -345,6 +362,81 @@ def test_reading_more_than_both_staging_buffers_hold(monkeypatch: pytest.MonkeyP
     rig.memory.read_slice(MIB, [ByteRange(offset_bytes=0, size_bytes=10_001)], memoryview(into))
     assert bytes(into) == data
     rig.close()
+
+
+def committed(rig: Rig, areas: CommitAreas, number: int, size: int) -> bytes:
+    """Commit the slice; return the bytes that the commit has."""
+    ranges = (ByteRange(offset_bytes=0, size_bytes=size),)
+    order = CommitCopy(
+        job=JOB,
+        op_id=OpId(1),
+        number=number,
+        step=number,
+        slice_offset_bytes=MIB,
+        slice_bytes=size,
+        ranges=ranges,
+    )
+    area = areas.area_for(order)
+    assert areas.copy(order, area).error == ""
+    commit = area.newest()
+    assert commit is not None
+    return bytes(area.image(commit))
+
+
+def test_a_commit_needs_no_staging_once_its_slot_is_pinned(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cuda_memory, "BOUNCE_BYTES", MIB)
+    rig, sent = Rig(), list[SliceRead]()
+    rig.fill_store(0, b"the store is pinned now")
+    areas, size = CommitAreas(rig.memory, sent.append), 3 * MIB + 5
+    descriptor = create_area(4 * MIB)
+    areas.open(OpenCommits(job=JOB, slot_bytes=4 * MIB), descriptor)
+    pinned = len(rig.world.registered)
+    for number in range(1, 5):
+        data = random.Random(number).randbytes(size)
+        rig.fill_store(0, data)
+        rig.run(order(number, [size]))
+        before = len(rig.world.calls)
+        assert committed(rig, areas, number, size) == data
+        names = [name for name, _ in rig.world.calls[before:]]
+        assert names.count("cudaMemcpyAsync") == (1 if number > 2 else 4)
+        assert len(rig.world.registered) == pinned + min(number, 2)
+        assert len(sent) == number
+    areas.close(JOB)
+    assert len(rig.world.registered) == pinned, "unpinned before it is unmapped"
+    rig.close()
+    os.close(descriptor)
+
+
+def test_a_commit_area_that_cannot_be_pinned_is_staged_and_asked_once() -> None:
+    rig, size = Rig(), 5000
+    rig.fill_store(0, bytes(range(250)) * 20)
+    rig.run(order(1, [size]))
+    rig.world.broken["cudaHostRegister"] = "cudaErrorNotPermitted"
+    areas = CommitAreas(rig.memory, lambda _: None)
+    descriptor = create_area(MIB)
+    areas.open(OpenCommits(job=JOB, slot_bytes=MIB), descriptor)
+    for number in range(1, 6):
+        assert committed(rig, areas, number, size) == bytes(range(250)) * 20
+    assert [name for name, _ in rig.world.calls].count("cudaHostRegister") == 1 + 2
+    areas.close(JOB)
+    rig.close()
+    os.close(descriptor)
+
+
+def test_a_larger_image_pins_its_slot_again() -> None:
+    rig = Rig()
+    areas = CommitAreas(rig.memory, lambda _: None)
+    descriptor = create_area(MIB)
+    areas.open(OpenCommits(job=JOB, slot_bytes=MIB), descriptor)
+    rig.fill_store(0, b"x" * 9000)
+    rig.run(order(1, [9000]))
+    pinned = sum(rig.world.registered.values())
+    for number, size in enumerate([100, 200, 9000, 50], 1):
+        assert committed(rig, areas, number, size) == b"x" * size
+    assert sum(rig.world.registered.values()) == pinned + 9000 + 200
+    areas.close(JOB)
+    rig.close()
+    os.close(descriptor)
 
 
 def test_closing_gives_everything_back() -> None:
