@@ -277,7 +277,8 @@ class Report:
         for row in self._results("tokens_per_s"):
             name = f"{row['case']}, {row['arm']}: tokens/s"
             lines.append(f"| {name} | {row['tokens_per_s']} | |")
-        for key in ("training_tax", "preemption_stop_ms", "leaked_device_bytes", "rungs"):
+        stops = "preemption_stop_ms leaked_device_bytes rungs"
+        for key in f"training_tax waits_and_ms_per_step gpu_step_ms {stops}".split():
             for row in self._results(key):
                 target = row.get("target", "") if key == "training_tax" else ""
                 lines.append(f"| {key} | {row[key]} | {target} |")

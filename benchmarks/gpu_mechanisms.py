@@ -13,13 +13,11 @@ import sys
 from functools import partial
 from typing import Any, Final
 
-import numpy as np
-
 from pipeswitch.base.errors import ConfigError
 from pipeswitch.devices.cuda import selftest
 from pipeswitch.devices.cuda.examine import look
-from pipeswitch.devices.cuda.ladder import LadderOutcome, Wishes, Words, choose
-from pipeswitch.devices.cuda.pinned import PIN_BYTES, PinnedBuffer, PinnedMapping
+from pipeswitch.devices.cuda.ladder import LadderOutcome, Wishes, choose
+from pipeswitch.devices.cuda.pinned import PIN_BYTES, PinnedMapping
 from pipeswitch.devices.cuda.selftest import CHECKS, MIB, Rig, SelfTestCheck
 from pipeswitch.ipc.control_page import sealed_memfd
 
@@ -37,23 +35,6 @@ def _pinned(rig: Rig) -> str:
     if store.refusal:
         raise RuntimeError(f"copies are staged: {store.refusal}")
     return f"{PIN_BYTES // MIB} MiB of a memfd registered"
-
-
-def _wait(rig: Rig) -> str:
-    """Test a copy that waits for data from another stream of this process, without torch or IPC."""
-    cuda = rig.cuda()
-    base = cuda.malloc(selftest.HEAD_BYTES + selftest.GROUP_BYTES)
-    selftest.fill(cuda, base, 0, selftest.HEAD_BYTES + selftest.GROUP_BYTES)
-    sender, buffer, stream = selftest.Sender(cuda, base), PinnedBuffer(cuda, MIB), cuda.stream()
-    kinds: tuple[Words, ...] = ("write", "copy")
-    for turn in range(1, selftest.ROUNDS + 1):
-        words = kinds[turn % 2]
-        cuda.wait_value(stream, base, turn)
-        cuda.copy_to_host(buffer.address, base + selftest.LAST_BYTES, MIB, stream)
-        sender.send(turn, words)
-        cuda.synchronize(stream)
-        selftest.expect(f"round {turn}, {words}", int(buffer.array.sum(dtype=np.int64)), turn * MIB)
-    return f"{selftest.ROUNDS} rounds"
 
 
 def _warm(rig: Rig) -> str:
@@ -90,7 +71,6 @@ MECHANISMS: Final[dict[str, SelfTestCheck]] = {
     "device": CHECKS["device"],
     "memory": CHECKS["memory"],
     "pinned": SelfTestCheck(_pinned, ("memory",)),
-    "wait": SelfTestCheck(_wait, ("memory",)),
     "ipc": CHECKS["ipc"],
     "torch": CHECKS["torch"],
     "warm": SelfTestCheck(_warm, ("torch",)),

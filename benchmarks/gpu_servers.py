@@ -226,6 +226,8 @@ def _tax(client: Any, folder: Path) -> None:
     times_ms: dict[str, list[float]] = {"plain": [], "job": []}
     middle_ms: dict[str, list[float]] = {"plain": [], "job": []}
     cpu_ms: dict[str, list[float]] = {"plain": [], "job": []}
+    waits: list[list[float]] = []  # how often, and for how many ms, a step waited for the limit
+    gpu_ms: list[float] = []
     steps = 40 if is_fake() else 200
     device = ["--device", "cpu" if is_fake() else "cuda"]
     for number in range(TAX_ROUNDS):
@@ -236,6 +238,7 @@ def _tax(client: Any, folder: Path) -> None:
             if arm == "job":
                 client.train(TRAIN_ENTRY, name=f"tax-{number}", args=words).wait()
             else:
+                words += [] if is_fake() else ["--replay"]
                 command = [sys.executable, "-m", TRAIN_MODULE, *words, *device]
                 subprocess.run(command, check=True, timeout=120)
             record_read = json.loads(record.read_text())
@@ -245,6 +248,11 @@ def _tax(client: Any, folder: Path) -> None:
             middle_ms[arm].append(gaps_ms[len(gaps_ms) // 2])
             used_ms = record_read["cpu_ms"][-1] - record_read["cpu_ms"][WARM_UP_STEPS]
             cpu_ms[arm].append(used_ms / len(gaps_ms))
+            if arm == "job":
+                then, *_, now = record_read["waits"][WARM_UP_STEPS:]
+                waits.append((np.subtract(now, then) / len(gaps_ms)).tolist())
+            elif "gpu_step_ms" in record_read:
+                gpu_ms.append(record_read["gpu_step_ms"])
     profile = folder / "profile"
     words = [*_model(), "--steps", str(steps), "--warm-up", str(WARM_UP_STEPS)]
     client.train(TRAIN_ENTRY, name="profiled", args=[*words, "--profile", str(profile)]).wait()
@@ -255,6 +263,8 @@ def _tax(client: Any, folder: Path) -> None:
         training_step_ms=times_ms,
         step_p50_ms=middle_ms,
         main_thread_cpu_ms=cpu_ms,
+        waits_and_ms_per_step=waits,
+        gpu_step_ms=gpu_ms,
         training_tax=round(tax, 4),
         training_tax_of_medians=round(middle, 4),
         target=0.01,

@@ -13,6 +13,7 @@ import os
 import pstats
 import sys
 import time
+from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, Final
@@ -21,11 +22,13 @@ import torch
 from torch import nn
 
 from pipeswitch import job
+from pipeswitch.devices.worker_device import Pacer
 
 WIDTH: Final = 512
 LAYERS: Final = 4
 BATCH: Final = 256
 PROFILED: Final = 25  # functions in a profile
+REPLAYS: Final = 20  # of a step as a CUDA graph
 
 
 def main() -> None:
@@ -42,6 +45,8 @@ def main() -> None:
     gaps = Gaps(model) if options.gaps else None
     instants_ms: list[float] = []
     cpu_ms: list[float] = []  # this thread's CPU time, which a busy machine changes little
+    waits: list[tuple[int, float]] = []  # how often and long the limit on run-ahead has waited
+    pacer = Pacer.current or Pacer()
     per_epoch = options.steps or 1000
     profile = cProfile.Profile() if options.profile else None
     for _ in job.epochs(1 if options.steps else 1_000_000):
@@ -53,6 +58,7 @@ def main() -> None:
                     _synchronize(device)
                 instants_ms.append(time.monotonic() * 1000)
                 cpu_ms.append(time.thread_time() * 1000)
+                waits.append((pacer.waits, pacer.waited_ms))
             if options.live:
                 with open(options.live, "a") as file:
                     file.write(f"{job.step} {time.monotonic() * 1000}\n")
@@ -78,7 +84,16 @@ def main() -> None:
         ended_ms = time.monotonic() * 1000
         rows = gaps.rows if gaps is not None else []
         content = {"instants_ms": instants_ms, "ended_ms": ended_ms, "cpu_ms": cpu_ms}
-        content |= {"gaps_ms": rows}
+        content |= {"gaps_ms": rows, "waits": waits}
+        if options.replay:
+
+            def step() -> None:
+                graphed.zero_grad()
+                nn.functional.mse_loss(model(x), y).backward()  # type: ignore[no-untyped-call]
+                graphed.step()
+
+            graphed = torch.optim.Adam(trained, lr=1e-4, capturable=True)
+            content["gpu_step_ms"] = replay_ms(step)
         part = Path(f"{options.record}.part")
         part.write_text(json.dumps(content))
         os.replace(part, options.record)
@@ -117,6 +132,25 @@ def resnet50() -> tuple[nn.Module, torch.Tensor, torch.Tensor]:
     torch.manual_seed(0)
     model = torchvision.models.resnet50(num_classes=8)
     return model, torch.randn(32, 3, 224, 224), torch.randn(32, 8)
+
+
+def replay_ms(step: Callable[[], None], cuda: Any = torch.cuda) -> float:
+    """Return the GPU's time for a step in ms: of a CUDA graph, in which no launch waits for the
+    host. Events around an eager step would count the host's pauses, too."""
+    stream = cuda.Stream()
+    stream.wait_stream(cuda.current_stream())
+    with cuda.stream(stream):
+        for _ in range(3):  # loads the kernels, takes the workspaces
+            step()
+        graph, begin, end = cuda.CUDAGraph(), *(cuda.Event(enable_timing=True) for _ in "ab")
+        with cuda.graph(graph, stream=stream):
+            step()
+        begin.record()
+        for _ in range(REPLAYS):
+            graph.replay()
+        end.record()
+    end.synchronize()
+    return float(begin.elapsed_time(end)) / REPLAYS
 
 
 def _synchronize(device: str) -> None:
@@ -168,6 +202,7 @@ def _options() -> argparse.Namespace:
         "--warm-up", type=int, default=-1, help="the device is idle before this step"
     )
     parser.add_argument("--profile", default="", help="a file for the slowest functions' times")
+    parser.add_argument("--replay", action="store_true", help="record the GPU's time for a step")
     parser.add_argument("--gaps", action="store_true", help="record the time between layers too")
     parser.add_argument("--load-s", type=float, default=0.0, help="the script loads data so long")
     parser.add_argument("--frozen-mib", type=int, default=0, help="size of weights that stay")

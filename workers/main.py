@@ -23,7 +23,7 @@ from pipeswitch.base.failpoints import are_enabled, reach
 from pipeswitch.base.machine import FreedMemory
 from pipeswitch.base.units import PrintableFormatter, escape_control_chars
 from pipeswitch.devices.registry import kind_of
-from pipeswitch.devices.worker_device import WorkerDevice, now_ms
+from pipeswitch.devices.worker_device import Pacer, WorkerDevice, now_ms
 from pipeswitch.ipc.channel import Channel, channel_from, name_event
 from pipeswitch.ipc.gate import Gate, Where
 from pipeswitch.ipc.messages import worker as worker_msg
@@ -33,7 +33,6 @@ from pipeswitch.sandbox.environment import take_environment
 
 from .inference.pool import MappedPool
 from .inference.task import Programs, infer, warm_up
-from .training.hooks import use_pace
 from .training.host import JobHost
 from .training.script import give_freed_memory_back, run_script
 
@@ -234,9 +233,8 @@ class WorkerProcess:
 
     def _keep_in_step(self) -> None:
         """Limit how far the script runs ahead of the device, and run backward in this thread."""
-        pace = self._view.pacer()
-        use_pace(pace)
-        if pace is not None:
+        Pacer.current = self._view.pacer()
+        if Pacer.current is not None:
             import torch
 
             torch.autograd.set_multithreading_enabled(False)

@@ -7,7 +7,7 @@ import os
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import TYPE_CHECKING, Any, Final, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar, Final, Protocol
 
 from ..base.errors import PipeSwitchError, RemoteProtocolError
 from ..ipc.control_page import Board, ring
@@ -45,6 +45,22 @@ class HostCopies(Protocol):
     def pieces(
         self, source: torch.Tensor, target: torch.Tensor, mark: Any, *, to_host: bool
     ) -> Iterator[int]: ...
+
+
+class Pacer:
+    """Limit on the work that a script's thread enqueues ahead of its device; only it calls this.
+
+    Attributes:
+        current: the limit of this process's script; None: its device computes in the thread.
+        waits, waited_ms: how often, and for how long in all, the limit made the thread wait.
+    """
+
+    current: ClassVar[Pacer | None] = None
+    waits = 0
+    waited_ms = 0.0
+
+    def look(self) -> None:
+        """Limit the queue; each hook of a layer calls this."""
 
 
 class Signals:
@@ -262,8 +278,8 @@ class WorkerDevice(SliceAccess):
     def synchronize(self) -> None:
         """Block until all work of this process has run, on any stream. Any thread may call this."""
 
-    def pacer(self) -> Callable[[], None] | None:
-        """Return a function that a script calls at gate points to limit its queue, or None."""
+    def pacer(self) -> Pacer | None:
+        """Return the limit on a script's queue; None if the device computes in its thread."""
         return None
 
     def is_lost(self, error: BaseException) -> bool:

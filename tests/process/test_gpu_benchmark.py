@@ -74,16 +74,16 @@ def test_a_machine_without_a_gpu_is_told_from_one_whose_gpu_cannot_be_had(
 
 BEHIND_IPC = {"tensor", "wait-write", "wait-copy", "suspend"}
 BEHIND_TORCH = {"warm", "slice", "graph", *BEHIND_IPC}
-BEHIND_MEMORY = {"pinned", "wait", "ipc", "slice", "graph", *BEHIND_IPC}
+BEHIND_MEMORY = {"pinned", "ipc", "slice", "graph", *BEHIND_IPC}
 BROKEN = {  # broken call -> mechanisms that fail (in order), and mechanisms that then cannot run
     "cudaSetDevice=cudaErrorUnknown": (["device", "memory"], BEHIND_MEMORY),
     "cudaMalloc=cudaErrorMemoryAllocation": (["memory"], BEHIND_MEMORY),
     "cudaHostRegister=cudaErrorNotPermitted": (["pinned"], set()),
     "cudaIpcGetMemHandle=cudaErrorNotSupported": (["ipc"], BEHIND_IPC),
     "cudaIpcOpenMemHandle=cudaErrorOperatingSystem": (["ipc"], BEHIND_IPC),
-    "cuStreamWaitValue32=CUDA_ERROR_NOT_SUPPORTED": (["wait", "wait-write", "wait-copy"], set()),
-    "cuStreamWaitValue32=hang": (["wait", "wait-write", "wait-copy"], set()),
-    "cuStreamWriteValue32=CUDA_ERROR_NOT_SUPPORTED": (["wait", "wait-write"], set()),
+    "cuStreamWaitValue32=CUDA_ERROR_NOT_SUPPORTED": (["wait-write", "wait-copy"], set()),
+    "cuStreamWaitValue32=hang": (["wait-write", "wait-copy"], set()),
+    "cuStreamWriteValue32=CUDA_ERROR_NOT_SUPPORTED": (["wait-write"], set()),
     "torch=crash": (["torch"], BEHIND_TORCH),
     "warm=cudaErrorUnknown": (["warm"], set()),
     "ipc-tensor=cudaErrorInvalidValue": (["tensor"], BEHIND_IPC - {"tensor"}),

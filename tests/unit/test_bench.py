@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from functools import partial
 from pathlib import Path
+from unittest.mock import MagicMock
 
 import numpy as np
 import pytest
@@ -12,6 +13,7 @@ import pytest
 from benchmarks import child, foreign, gateway
 from benchmarks.__main__ import run
 from benchmarks.gateway import infer_message
+from benchmarks.train_script import REPLAYS, replay_ms
 from benchmarks.trials import Arm, Run, interleave
 from pipeswitch.base.errors import InvalidInput
 from pipeswitch.base.quantiles import quantile
@@ -108,3 +110,16 @@ def test_rivals_that_are_not_installed_are_left_out_in_words(
     assert [note.partition(":")[0] for note in bench.notes] == [
         name for name in gateway.RIVALS if name not in installed
     ]
+
+
+def test_a_replayed_step_is_captured_once_and_only_its_replays_are_timed() -> None:
+    calls: list[str] = []
+    cuda = MagicMock()
+    cuda.CUDAGraph.return_value.replay.side_effect = lambda: calls.append("replay")
+    events = [MagicMock(), MagicMock()]
+    for event, name in zip(events, ("begin", "end"), strict=True):
+        event.record.side_effect = lambda name=name: calls.append(name)
+    cuda.Event.side_effect = events
+    events[0].elapsed_time.return_value = 5.0 * REPLAYS
+    assert replay_ms(lambda: calls.append("step"), cuda) == 5.0
+    assert calls == [*["step"] * 4, "begin", *["replay"] * REPLAYS, "end"]

@@ -30,6 +30,7 @@ def test_two_groups_are_queued_and_no_more() -> None:
             cuda.fill(block, group, 64, stream)  # replaces the kernels of a layer
             ahead.look()
         assert queue.enqueued - queue.done <= GROUPS_AHEAD * LOOKS_PER_GROUP
+        assert ahead.waits == max(0, group - GROUPS_AHEAD)
         if group > GROUPS_AHEAD:
             assert queue.enqueued - queue.done == GROUPS_AHEAD * LOOKS_PER_GROUP, "it may run ahead"
 
@@ -41,6 +42,9 @@ def test_a_look_between_two_groups_costs_no_call() -> None:
     for _ in range(LOOKS_PER_GROUP - 1):
         ahead.look()
     assert len(world.calls) == before
+    for _ in range(20 * LOOKS_PER_GROUP):
+        ahead.look()
+    assert (ahead.waits, ahead.waited_ms) == (0, 0.0), "the device was never behind"
 
 
 def test_nothing_is_asked_while_the_script_captures_a_graph_of_its_own() -> None:

@@ -12,19 +12,25 @@ import pytest
 import torch
 from torch import nn
 
-from pipeswitch.workers.training.hooks import hook_modules, use_pace
+from pipeswitch.devices.worker_device import Pacer
+from pipeswitch.workers.training.hooks import hook_modules
 from pipeswitch.workers.training.objects import TrainedObjects
 
 CALLS: list[int] = []
 X = torch.ones(2, 4)
 
 
+class Counted(Pacer):
+    def look(self) -> None:
+        CALLS.append(1)
+
+
 @pytest.fixture(autouse=True)
 def _counted() -> Iterator[None]:
     CALLS.clear()
-    use_pace(lambda: CALLS.append(1))
+    Pacer.current = Counted()
     yield
-    use_pace(None)
+    Pacer.current = None
 
 
 def announce(module: nn.Module, args: object) -> None:
@@ -65,7 +71,7 @@ def test_on_a_gpu_short_layers_have_no_hook() -> None:
     assert CALLS == [1, 1, 1]
     for handle in handles:
         handle.remove()
-    use_pace(None)
+    Pacer.current = None
     assert len(hook_modules([model])) == 5, "on the host each of them may compute for long"
 
 

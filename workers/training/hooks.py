@@ -20,6 +20,7 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
+from pipeswitch.devices.worker_device import Pacer
 from pipeswitch.ipc.gate import Gate
 
 from .torch_private import hook_unseen
@@ -29,13 +30,12 @@ Closure = Callable[..., Any]
 _NORMS: Final = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.LayerNorm, nn.GroupNorm)
 
 _gate: Gate | None = None
-_pace: Callable[[], None] | None = None
 
 
 def look_at_the_gate_before_forward(module: nn.Module, args: Any) -> None:
     """Forward pre-hook: park or unwind before this module computes."""
-    if _pace is not None:
-        _pace()
+    if Pacer.current is not None:
+        Pacer.current.look()
     gate = _gate
     if gate is not None and gate.is_pending:
         gate.answer("forward")
@@ -43,8 +43,8 @@ def look_at_the_gate_before_forward(module: nn.Module, args: Any) -> None:
 
 def look_at_the_gate_in_backward(parameter: torch.Tensor) -> None:
     """Post-accumulate-grad hook: park or unwind when this module's gradient is done."""
-    if _pace is not None:
-        _pace()
+    if Pacer.current is not None:
+        Pacer.current.look()
     gate = _gate
     if gate is not None and gate.is_pending:
         gate.answer("backward")
@@ -56,15 +56,9 @@ def use_gate(gate: Gate | None) -> None:
     _gate = gate
 
 
-def use_pace(pace: Callable[[], None] | None) -> None:
-    """Set the function by which hooks keep the script from running far ahead of the device."""
-    global _pace
-    _pace = pace
-
-
 def hook_modules(models: Iterable[nn.Module]) -> list[RemovableHandle]:
     """Register the gate's hooks on the layers of ``models``; return the handles to remove them."""
-    on_host = _pace is None
+    on_host = Pacer.current is None
     handles: list[RemovableHandle] = []
     visited: set[int] = set()
     for model in models:

@@ -15,7 +15,7 @@ from ...ipc.messages.base import OpId
 from ...ipc.messages.worker import WorkerSettings
 from ...programs.interface.layout import TensorSpec
 from ..order_checks import FENCE_BYTES, FENCE_MASK
-from ..worker_device import WorkerDevice
+from ..worker_device import Pacer, WorkerDevice, now_ms
 from .bindings import DEVICE_ASSERT, INDEX, Cuda, CudaError
 from .ladder import CudaOptions
 
@@ -215,9 +215,8 @@ class CudaWorkerDevice(WorkerDevice):
 
         return CudaCopies(INDEX)
 
-    def pacer(self) -> Callable[[], None]:
-        """Return a function that keeps a script at most two groups ahead (``RunAhead``)."""
-        return RunAhead(self._cuda, self._side.current_stream).look
+    def pacer(self) -> Pacer:
+        return RunAhead(self._cuda, self._side.current_stream)
 
     def is_lost(self, error: BaseException) -> bool:
         """Return True if the context is broken or hangs, so that this process must be replaced."""
@@ -272,7 +271,7 @@ class CudaWorkerDevice(WorkerDevice):
         self._cuda.close_handle(self._base)
 
 
-class RunAhead:
+class RunAhead(Pacer):
     """Limit on the work that a script enqueues: at most two groups behind the running one (ADR 14).
 
     After a stop, a request waits only for these groups. Only the script's thread uses this object.
@@ -300,4 +299,7 @@ class RunAhead:
         self._groups += 1
         oldest = self._events[self._groups % len(self._events)]  # done if never recorded
         if not self._cuda.is_done(oldest):
+            began_at_ms = now_ms()
             self._cuda.wait(oldest)
+            self.waits += 1
+            self.waited_ms += now_ms() - began_at_ms
