@@ -17,6 +17,7 @@ from pipeswitch.workers.training.randomness import RandomState
 from pipeswitch.workers.training.reports import Reports
 from pipeswitch.workers.training.slice import TrainingSlice
 from pipeswitch.workers.training.slice_layout import Area, padded_bytes
+from pipeswitch.workers.training.timing import WriteWatch
 
 
 def test_two_groups_are_queued_and_no_more() -> None:
@@ -104,6 +105,16 @@ def test_a_number_on_the_device_is_read_only_when_a_report_is_due(arena: torch.T
     known = Reports(host).log({"loss": loss, "rate": 0.5}, 3)
     assert known == {"rate": 0.5}, "reading the loss would wait for the device"
     assert remembered == [known]
+
+
+def test_a_sum_at_a_point_stays_on_the_device() -> None:
+    memory = TrainingSlice.__new__(TrainingSlice)
+    memory._memory = torch.empty(4096, dtype=torch.uint8, device="meta")  # reading it would fail
+    memory.parameters = Area("parameters", 0, 4096)
+    memory.parameters.place("weight", torch.empty(6, 4))
+    WriteWatch(was_watched=False, writes_unseen=False).at_point(
+        memory.sum_of_parameters, is_due=True
+    )
 
 
 def test_the_devices_generator_is_kept_with_the_others(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -156,7 +156,7 @@ class Committer:
         parameters = self._objects.parameters.values()
         return all(version(p) == mark[0] for p, mark in zip(parameters, point.marks, strict=True))
 
-    def checksum(self, point: Point) -> int:
+    def checksum(self, point: Point) -> torch.Tensor:
         """Return a sum over parameters and watched ``extra_state``; it also shows writes that no
         version counter shows."""
         return self._layout.sum_of_parameters() + point.options.checksum()

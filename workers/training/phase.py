@@ -195,7 +195,7 @@ class Phase:
 
     def _compare_beginnings(self) -> None:
         """Warn if the models begin with other values than in the job's first run."""
-        now = self.layout.sum_of_parameters()
+        now = int(self.layout.sum_of_parameters())
         saved = self.place.saved
         first = now if saved is None else saved.values["beginning"]
         self.place.entry["beginning"] = first
@@ -241,7 +241,7 @@ class Phase:
         self.has_stepped, self._at_end = False, None
         self._watch.at_point(self._sum_now, is_due=self._timing.is_due)
 
-    def _sum_now(self) -> int:
+    def _sum_now(self) -> torch.Tensor:
         assert self.point is not None
         return self.committer.checksum(self.point)
 

@@ -238,10 +238,11 @@ class TrainingSlice:
         at = tensor.data_ptr() - self._memory.data_ptr()
         return at == place.offset_bytes or not (place.size_bytes or tensor.numel())
 
-    def sum_of_parameters(self) -> int:
-        """Return a checksum: it almost certainly changes if any bit of a parameter does."""
+    def sum_of_parameters(self) -> torch.Tensor:
+        """Return a checksum, still on the device: it almost certainly changes if any bit of a
+        parameter does. Reading it waits for the device."""
         used = self.bytes_at(self.parameters.offset_bytes, self.parameters.used_bytes)
-        return int(used.view(torch.int64).sum()) if used.numel() else 0
+        return used.view(torch.int64).sum()
 
     def snapshot_buffers(self) -> dict[str, torch.Tensor | None]:
         """Copy the live buffers to the snapshot, all at once, and then each replaced or moved one.

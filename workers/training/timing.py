@@ -8,6 +8,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Final
 
+import torch
+
 FIRST_COMMIT_GAP_MS: Final = 50.0  # gap before the first commit of each run of the script
 COMMIT_SHARE: Final = 50  # a commit may take 1/50 of the time, as copies cost memory bandwidth
 MIN_WAIT_FOR_STEP_MS: Final = 1000.0  # an eviction may wait at least this long for a step to end
@@ -72,17 +74,17 @@ class WriteWatch:
         self.writes_unseen = writes_unseen  # a body wrote without changing a version counter
         self.is_in_body = False
         self._is_clean = False  # the last body wrote no parameters before its optimizer step
-        self._sum: int | None = None  # sum of parameters at the last point; None: not watched
+        self._sum: torch.Tensor | None = None  # of the last point, on the device; None: not watched
 
     def begin_body(self) -> None:
         self._is_clean, self.is_in_body = False, True
 
-    def at_point(self, sum_now: Callable[[], int], *, is_due: bool) -> None:
+    def at_point(self, sum_now: Callable[[], torch.Tensor], *, is_due: bool) -> None:
         """Decide whether to watch the next body; watching costs two sums over the parameters."""
         watch = (is_due or not self.was_watched) and not self.writes_unseen
         self._sum = sum_now() if watch else None
 
-    def before_optimizer(self, is_intact: bool, sum_now: Callable[[], int]) -> bool:
+    def before_optimizer(self, is_intact: bool, sum_now: Callable[[], torch.Tensor]) -> bool:
         """Check a finished body; return False if it wrote without changing a version counter.
 
         Args:
@@ -92,7 +94,7 @@ class WriteWatch:
         before, self._sum = self._sum, None
         if before is None or not is_intact:
             return True
-        if before == sum_now():
+        if torch.equal(before, sum_now()):
             self.was_watched = True
             return True
         self.writes_unseen = True
