@@ -100,9 +100,9 @@ class CudaRecorder:
                 "cudaStreamEndCapture", "broken", f"a failed capture cannot be mended: {error}"
             ) from error
 
-    def free_bytes(self) -> int:
-        """Return the free device memory in bytes, to measure the cost of a capture."""
-        return int(torch.cuda.mem_get_info()[0])
+    def memory_bytes(self) -> tuple[int, int]:
+        """Return the device's free bytes, and those that torch has reserved in this process."""
+        return int(torch.cuda.mem_get_info()[0]), int(torch.cuda.memory_reserved(self._index))
 
 
 @contextlib.contextmanager

@@ -242,10 +242,10 @@ def _graph(rig: Rig) -> str:
         weights.fill_(1)
         x @ weights  # loads the kernels, takes the workspaces
         recorder = side.recorder()
-        before = recorder.free_bytes()
+        before, _ = recorder.memory_bytes()
         with recorder.session():
             graph = recorder.record(lambda: products.append(x @ weights))
-        cost = max(0, before - recorder.free_bytes())
+        cost = max(0, before - recorder.memory_bytes()[0])
         for turn in (2, 5):
             weights.fill_(turn)
             graph.replay()

@@ -153,14 +153,16 @@ class TapeRecorder(CudaRecorder):
 
     def __init__(self, world: World | None = None) -> None:
         self._world = world or World()
-        self.cost_bytes = 1 << 20  # device memory that a session takes
-        self._free_bytes = 1 << 34
+        self.cost_bytes = 1 << 20  # memory that torch reserves in a session
+        self.lost_bytes = 0  # what the driver and other processes take meanwhile
+        self._free_bytes, self._reserved_bytes = 1 << 34, 0
         self.fails = False
 
     @contextlib.contextmanager
     def session(self) -> Iterator[None]:
         yield
-        self._free_bytes -= self.cost_bytes
+        self._free_bytes -= self.cost_bytes + self.lost_bytes
+        self._reserved_bytes += self.cost_bytes
 
     def record(self, run: Callable[[], None]) -> Tape:
         if self.fails:
@@ -175,5 +177,5 @@ class TapeRecorder(CudaRecorder):
         tape.poison()
         return tape
 
-    def free_bytes(self) -> int:
-        return self._free_bytes
+    def memory_bytes(self) -> tuple[int, int]:
+        return self._free_bytes, self._reserved_bytes
