@@ -23,8 +23,8 @@ from pipeswitch.devices.cuda.graphs import GRAPH_BYTES, DeviceProgram, GraphBudg
 from pipeswitch.devices.cuda.ladder import CudaOptions, Waits
 from pipeswitch.devices.cuda.torch import tensor_at
 from pipeswitch.devices.cuda.worker_device import CudaWorkerDevice
-from pipeswitch.ipc.control_page import BOARD_BYTES, new_doorbell, sealed_memfd
-from pipeswitch.ipc.messages.base import ResourceLimits
+from pipeswitch.ipc.control_page import BOARD_BYTES, Board, new_doorbell, sealed_memfd
+from pipeswitch.ipc.messages.base import OpId, ResourceLimits
 from pipeswitch.ipc.messages.worker import WorkerSettings
 from pipeswitch.programs.graphs.bundle import Graph, Node
 from pipeswitch.programs.graphs.contracts import CONTRACTS, BrokenContract
@@ -34,6 +34,7 @@ from pipeswitch.programs.running.executor import BoundGraph, GraphProgram
 from pipeswitch.workers.training.torch_private import bytes_of_their_own
 
 MIB = 1 << 20
+OP = OpId(7)
 FENCE_COUNT = 64
 FAKE_ADDRESS = 0x7F00_0000_0000
 
@@ -218,6 +219,45 @@ def test_the_time_for_which_the_device_waited_is_known_per_run(rig: Rig) -> None
             rig.view.quiesce()
         assert rig.view.waited_ms() == sum(waits_ms)
     assert len(rig.world.stamps) == 6, "events are used again"
+
+
+@pytest.mark.parametrize("places", [1, 2, 3])
+def test_a_streamed_model_computes_while_the_next_group_is_copied(rig: Rig, places: int) -> None:
+    """Each group's copy needs the place of an earlier one, which must be reported as computed."""
+    replay: Any = SimpleNamespace(is_replaying=True)
+    board, count = Board(rig.control_page), 9
+
+    def copy_groups() -> None:
+        for group in range(count):
+            while not board.has_computed(OP, max(0, group + 1 - places)):
+                os.eventfd_read(rig.doorbell)
+            rig.view.slice_bytes(4 * group, 1).fill_(7)
+
+    copier = threading.Thread(target=copy_groups)
+    copier.start()
+    with rig.view.computing(replay):
+        before = len(rig.world.calls)
+        for group in range(count):
+            rig.view.report_computed(OP, group)
+            rig.view.wait_group(group, OP)
+        names = [name for name, _ in rig.world.calls[before:]]
+        assert "cudaStreamSynchronize" not in names
+        rig.view.quiesce()
+    copier.join(30)
+    assert not copier.is_alive()
+    assert len(rig.world.events) - len(rig.world.stamps) <= 2, "events are used again"
+    board.close()
+
+
+def test_reports_of_a_run_that_failed_are_not_made_in_the_next_one(rig: Rig) -> None:
+    replay: Any = SimpleNamespace(is_replaying=True)
+    board = Board(rig.control_page)
+    with rig.view.computing(replay):
+        rig.view.report_computed(OP, 5)
+    with rig.view.computing(replay):
+        rig.view.quiesce()
+    assert not board.has_computed(OP, 5)
+    board.close()
 
 
 def test_nothing_is_enqueued_for_a_group_that_the_host_knows_to_be_there(rig: Rig) -> None:

@@ -100,7 +100,7 @@ def test_what_streams_keeps_the_device_where_others_would_compute_over_its_activ
         can_yield=can_yield,
         control_page=control_page,
         **dict.fromkeys(("wait_group", "wait_turn"), lambda *_: 0.0),
-        **dict.fromkeys(("report_computed", "show_landing"), lambda *_: None),
+        **dict.fromkeys(("report_computed", "show_landing", "quiesce"), lambda *_: None),
     )
     message: Any = SimpleNamespace(
         op_id=5, first_fence=0, residency_id=1, staging=(0,), is_timed=False

@@ -246,6 +246,7 @@ class _Groups:
 
     def _step_aside(self) -> None:
         """Give the device to another task; block until this task gets its next turn."""
+        self._view.quiesce()
         control_page = self._view.control_page
         control_page.write_stop(self._slot, 0)  # the scheduler sets it again if another task waits
         control_page.write_turn(0)

@@ -5,12 +5,14 @@ from __future__ import annotations
 import contextlib
 import logging
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from functools import cached_property
 from typing import TYPE_CHECKING, Final
 
 from ...base.errors import RemoteProtocolError, TaskFailed
+from ...ipc.control_page import ring
 from ...ipc.messages.base import OpId
 from ...ipc.messages.worker import WorkerSettings
 from ...programs.interface.layout import TensorSpec
@@ -76,6 +78,8 @@ class CudaWorkerDevice(WorkerDevice):
         self._running: BoundProgram | None = None
         self._timed: list[tuple[int, int]] = []  # events around the waits of a run; kept for others
         self._waited = 0  # the number of them that the present run has used
+        self._unreported: deque[tuple[int, OpId, int]] = deque()  # behind events, oldest first
+        self._spare_events: list[int] = []
 
     @cached_property
     def _arena(self) -> torch.UntypedStorage:
@@ -142,6 +146,8 @@ class CudaWorkerDevice(WorkerDevice):
     def computing(self, program: BoundProgram | None) -> AbstractContextManager[None]:
         """Enclose all work that a task enqueues, its copies in and out included."""
         self._running, self._waited = program, 0
+        while self._unreported:  # of a run that failed
+            self._spare_events.append(self._unreported.popleft()[0])
         in_slice = bool(getattr(program, "may_use_slice", False))
         return self._side.computing(in_slice=in_slice)
 
@@ -194,12 +200,33 @@ class CudaWorkerDevice(WorkerDevice):
         """Implement ``Signals.waited_ms``: the time between the events around each wait."""
         return sum(self._cuda.elapsed_ms(*pair) for pair in self._timed[: self._waited])
 
+    def report_computed(self, op_id: OpId, count: int) -> None:
+        """Implement ``Signals.report_computed``. If the device waits for groups, so that this
+        thread runs ahead, the report follows when the device has come to an event."""
+        if self._options.waits == "cpu" or not getattr(self._running, "is_replaying", False):
+            super().report_computed(op_id, count)
+            return
+        event = self._spare_events.pop() if self._spare_events else self._cuda.event()
+        self._cuda.record(event, self._side.stream)
+        self._unreported.append((event, op_id, count))
+        self._report(leave=1)  # the device computes one group while the next is enqueued
+
+    def _report(self, leave: int) -> None:
+        """Wait for groups and report them, up to the newest ``leave``."""
+        while len(self._unreported) > leave:
+            event, op_id, count = self._unreported[0]
+            self._cuda.wait(event)
+            self._spare_events.append(self._unreported.popleft()[0])
+            self.control_page.write_computed(op_id, count)
+            ring(self._bells[-1])
+
     def quiesce(self) -> None:
         """Implement ``WorkerDevice.quiesce``.
 
         Raises:
             CudaError: an enqueued operation failed.
         """
+        self._report(leave=0)  # the last groups are copied only after these reports
         self._cuda.synchronize(self._side.stream)
 
     def synchronize(self) -> None:
