@@ -24,7 +24,7 @@ import traceback
 from collections.abc import Mapping, Sequence
 from typing import Final, NoReturn
 
-from .base.extras import PROCESSES
+from .base.extras import PROCESSES, functions
 from .base.failpoints import enable, reach
 from .ipc.channel import Channel, channel_from, decode_message, wake_when_orphaned
 from .ipc.messages.base import Exit, Message
@@ -42,7 +42,6 @@ FIRST: Final = (
     "torch",
     "torch.fx.experimental.symbolic_shapes",  # for the checks of a program's kernels
     "pipeswitch.workers.main",
-    "pipeswitch.workers.schema",
     "pipeswitch.programs.compiler.build_process",
     "pipeswitch.programs.compiler.program",
 )
@@ -212,18 +211,13 @@ def _run(settings: Message, descriptors: Sequence[int]) -> int:
             for descriptor in environment:
                 take_environment(descriptor)
             return run_builder(settings, channel_from(channel))
-        case StageSettings():
-            channel, results, owners = descriptors
+        case StageSettings() | CheckStage():
+            channel, *results, owners = descriptors
             take_environment(owners)
-            return int(PROCESSES.load("stage")(settings, channel_from(channel), results))
+            name = "stage" if results else "stage_check"
+            return int(PROCESSES.load(name)(settings, channel_from(channel), *results))
         case CheckSchema():
-            from .workers.schema import check_schema
-
-            return check_schema(settings, channel_from(descriptors[0]))
-        case CheckStage():
-            channel, owners = descriptors
-            take_environment(owners)
-            return int(PROCESSES.load("stage_check")(settings, channel_from(channel)))
+            return int(PROCESSES.load("schema")(settings, channel_from(descriptors[0])))
         case _:
             raise ValueError(f"cannot fork for a {type(settings).__name__}")
 
@@ -237,8 +231,9 @@ def main(descriptor: int) -> None:
     channel = channel_from(descriptor)
     enable(os.environ)
     began = time.monotonic()
+    first = [*FIRST, *(one.partition(":")[0] for one in functions("PROCESSES").values())]
     has_library = importlib.util.find_spec(GRAMMAR) is not None
-    import_for_children((*FIRST, GRAMMAR) if has_library else FIRST)
+    import_for_children([*first, GRAMMAR] if has_library else first)
     channel.send(ForkServerReady(pid=os.getpid(), import_ms=(time.monotonic() - began) * 1000.0))
     status = 70
     try:

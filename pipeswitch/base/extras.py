@@ -1,8 +1,7 @@
 """Seams of the engine: what the folders of ``pipeswitch/extras/`` add to it.
 
 The engine imports no extra. The ``__init__`` of an extra imports nothing: it has a table for each
-seam that it uses, with entries NAME -> "module:function". The module, one of the extra's own, is
-imported when the engine needs the function.
+seam, NAME -> "module:function", whose modules are imported when the engine needs a function.
 """
 
 from __future__ import annotations
@@ -42,7 +41,7 @@ class Seam:
             module, _, function = functions(self.table)[name].partition(":")
         except KeyError:
             text = f"this installation has no {self.noun} {name!r}"
-            raise ConfigError(text, hint=f"it lacks a folder in {FOLDER}") from None
+            raise ConfigError(text, hint=f"{PACKAGE} lacks a folder") from None
         return getattr(importlib.import_module(module), function)
 
 
@@ -50,6 +49,7 @@ CHECKS: Final = Seam("CHECKS", "check of")  # of a user's policy, and of a serve
 COMMANDS: Final = Seam("COMMANDS", "command")  # groups and verbs of the command line
 DOORS: Final = Seam("DOORS", "door")  # protocols over HTTP: routes and their answers
 JOBS: Final = Seam("JOBS", "job feature")  # what a training job's worker may use
+KINDS: Final = Seam("KINDS", "kind of request")  # verbs whose requests need several runs
 METHODS: Final = Seam("METHODS", "method of a client:")  # longer dialogues with a server
 REPLIES: Final = Seam("REPLIES", "answer to")  # verbs for the role ``code`` -> reply's body
 PROCESSES: Final = Seam("PROCESSES", "process for a")  # forked processes beside workers

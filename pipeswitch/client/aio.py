@@ -5,16 +5,13 @@ from __future__ import annotations
 import asyncio
 import os
 from collections.abc import AsyncIterator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from .calls import as_wait_s
 from .client import CONNECT_TIMEOUT_S, Client, Task
 from .sequence import RequestSequence
 from .tensors import Result
 from .verbs import AsyncVerbs, AsyncWrapper, as_async, in_thread
-
-if TYPE_CHECKING:
-    from ..programs.decoding.model_config import Token
 
 
 class AsyncClient(AsyncVerbs[Client]):
@@ -68,7 +65,7 @@ class AsyncClient(AsyncVerbs[Client]):
         """Return a sequence, like ``Client.sequence``. Use ``async with`` and await ``infer``."""
         return AsyncRequestSequence(self._awaits.sequence(model, id=id, version=version))
 
-    async def generate(self, model: str, prompt: Any, **options: Any) -> AsyncIterator[Token]:
+    async def generate(self, model: str, prompt: Any, **options: Any) -> AsyncIterator[Any]:
         """Yield tokens like ``Client.generate``, until the caller stops; no thread waits."""
         loop, news = asyncio.get_running_loop(), asyncio.Event()
         answer = await in_thread(self._awaits.generate, model, prompt, **options)

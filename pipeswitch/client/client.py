@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, Unpack
+from typing import Any, Final, Unpack
 
 from ..base.errors import InvalidInput, ModelNotFound
 from ..base.extras import METHODS, SCHEMES
@@ -34,9 +34,6 @@ from .sequence import RequestSequence
 from .subscription import Subscription
 from .tensors import Result, from_reply, to_frames
 from .verbs import Progress, Verbs, as_texts, progress_caller, repeated
-
-if TYPE_CHECKING:
-    from .generation import GenerationStream
 
 CONNECT_TIMEOUT_S: Final = 2.5
 LOG_WAIT_S: Final = 0.5  # after this time without an event, ``logs`` reads the log again
@@ -274,7 +271,7 @@ class Client(Verbs):
         priority: str = "",
         version: int = 0,
         **options: Any,
-    ) -> GenerationStream:
+    ) -> Any:
         """Generate text: ``for token in client.generate("chat", "Once"): …``.
 
         Args:
@@ -297,9 +294,7 @@ class Client(Verbs):
             An iterator over tokens with ``id`` and ``text``; with ``logprobs`` also ``logprob`` and
             ``top`` (pairs of id and log probability). The iterator's ``text`` is the whole text.
         """
-        from .generation import generated  # only here, because it is rarely needed
-
-        return generated(
+        return METHODS.load("generate")(
             self,
             model,
             prompt,

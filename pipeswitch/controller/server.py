@@ -55,7 +55,7 @@ class Server:
         self.memory = ServerMemory(sizes, reserves_pool=any(one.options for one in self.sizes))
         self.shares = [DeviceShare(one) for one in self.sizes]
         self.frontend = self._make_frontend()
-        self.scheduler.core.kind = self.frontend.generations
+        self.scheduler.core.kind = self.frontend.kinds
         self.journal = _open_journal(places)
         self.journal.run_later = self.frontend.uploads.run_later
         child_log = places.logs / "processes.log"

@@ -1,22 +1,20 @@
-"""Execution of commands for stage processes, and processes that try JSON schemas."""
+"""Execution of commands for stage processes, and processes of kinds of requests."""
 
 from __future__ import annotations
 
 import mmap
 import os
-import signal
+from collections.abc import Callable
 from itertools import count
 from typing import Final
 
 from ..ipc.control_page import sealed_memfd
 from ..ipc.messages.base import Message, Slot
-from ..ipc.messages.stage import CheckSchema, StageFailed, StageSettings
-from ..programs.decoding.grammar import costly_refusal
+from ..ipc.messages.stage import StageSettings
 from ..scheduler.state.events import Address, Exited, Send, Spawn, TakeResult
 from .device_effects import ServerContext
 
 _NO_SLOT: Final = Slot(-1)
-_BY_LIMITS: Final = (-signal.SIGPROF, -signal.SIGABRT, -signal.SIGSEGV)  # exits of llguidance
 _GONE: Final = -9  # exit status that is reported if there was no memory for the process
 
 
@@ -27,8 +25,8 @@ class StageEffects:
         self._context = context
         self._result_bytes = result_bytes
         self._children = context.children
-        self._schemas, self._numbers = context.frontend.schemas, count(1)
-        self._schemas.send = self._try_schema
+        self._numbers = count(1)
+        context.frontend.kinds.context.fork = self._fork
         self._results: dict[Slot, tuple[int, mmap.mmap]] = {}
 
     def perform(self, command: Spawn | Send | TakeResult) -> None:
@@ -66,21 +64,20 @@ class StageEffects:
         else:
             self._children.processes.send(child, 0, command.message, [pool])
 
-    def _try_schema(self, schema: str) -> None:
-        """Try a schema in a new process; if it ends by its limits of time and memory, refuse it."""
-        errors: list[str] = []
+    def _fork(
+        self, name: str, settings: Message, on_end: Callable[[Message | None, int], None]
+    ) -> None:
+        """Start a process for a kind (``KindContext.fork``)."""
+        messages: list[Message | None] = []
 
         def on_message(message: Message, _: list[int]) -> None:
-            errors.append(message.reason if isinstance(message, StageFailed) else "")
+            messages.append(message)
 
         def on_exit(status: int) -> None:
-            if status in _BY_LIMITS:
-                errors.append(costly_refusal(schema).message)
-            self._schemas.done(errors[0] if errors else None)
+            on_end(messages[0] if messages else None, status)
 
         address = Address("stage", slot=_NO_SLOT, generation=next(self._numbers))
-        settings = CheckSchema(schema=schema)
-        self._children.fork(address, "pipeswitch-sch", settings, [], on_message, on_exit)
+        self._children.fork(address, f"pipeswitch-{name}", settings, [], on_message, on_exit)
 
     def close(self) -> None:
         """Close the result files; call this after all processes have ended."""

@@ -39,19 +39,17 @@ from ..base.roles import Principal, Role, in_order
 from ..base.units import nearest
 from ..commits.commit_files import load_commit
 from ..commits.progress import HANDED_ON, read_life
-from ..scheduler.memory.caches import longest
 from ..scheduler.state import events as ev
 from ..wire.frames import VERSION, RequestHeader, decode_request
 from ..wire.stream import WireMessage
 from .disk import Disk
-from .generations import Generations
 from .inference import Inference
 from .intake.request_log import RequestLog, log_published
 from .intake.request_pool import RequestPool
 from .job_files import read_piece
+from .kinds import KindContext, Kinds
 from .own_verbs import OwnVerbs
 from .requests import INFERS, Requests
-from .schemas import SchemaChecks
 from .sequences.manager import Sequences
 from .transport.clients import Session
 from .transport.connection_manager import POOL_PARTS, ClientConnection, ClientSegments
@@ -134,9 +132,9 @@ class Frontend:
             deadline_ms=config.scheduler.default_deadline_ms or None,
         )
         self._calls: deque[Callable[[], None]] = deque()  # queued by the copier and upload writer
-        self.schemas = SchemaChecks()
-        self.generations = Generations(self.inference, self._outbox.send, self.schemas)
-        self._own = OwnVerbs(config, self.sessions, self.inference, self.uploads, self.generations)
+        context = KindContext(self.inference, self._outbox, state / "models")
+        self.kinds = Kinds(context, self.inference)
+        self._own = OwnVerbs(config, self.sessions, self.inference, self.uploads, self.kinds)
 
     # ---- life ----------------------------------------------------------------------------------
 
@@ -406,15 +404,15 @@ class Frontend:
             if outcome is None:
                 return
             answer = outcome
-        if pending.generation is not None and not answer.more:
-            self.generations.drop(pending)
+        if pending.kind is not None and not answer.more:
+            pending.kind.drop(pending)
         client, verb = pending.client, VERBS[pending.op]
         if pending.op == "ps":
             known = self.sequences.by_model()  # for the first of a model's rows (one per device)
             for row in answer.body.get("rows", ()):
                 row |= known.pop(row["name"], {}) if row["kind"] == "model" else {}
         if pending.op in ("register", "models", "show"):
-            self._note_lengths(answer.body)
+            self._add_notes(answer.body)
         if verb.is_cut and not client.is_gone:
             body = self._completed(answer.body) if pending.op == "stats" else answer.body
             body = redact(pending.op, body, client.principal, client.counts.as_dict())
@@ -438,21 +436,15 @@ class Frontend:
         if outgoing is not None:
             self._outbox.send(client, outgoing)
 
-    def _note_lengths(self, body: dict[str, Any]) -> None:
-        """Add a note to each language model's row if the pool limits the length of answers."""
+    def _add_notes(self, body: dict[str, Any]) -> None:
+        """Add the notes of the kinds to each model's row."""
         manifests = {
             one.manifest.digest: one.manifest for one in self.inference.models.current.values()
         }
         for row in (body, body.get("model"), *body.get("models", ())):
             manifest = manifests.get(row.get("digest", "")) if isinstance(row, dict) else None
-            generation = manifest.extra.get("generation") if manifest is not None else None
-            if manifest is None or not generation:
-                continue
-            count, context = longest(manifest, self.pool.share_bytes)[0], generation["context"]
-            if count < context:
-                most = f"{count} tokens with its prompt, of {context}"
-                note = f"an answer has at most {most}: [server] pool has room for no more"
-                row["notes"] = [*row["notes"], note]
+            if manifest is not None and (notes := self.kinds.notes(manifest)):
+                row["notes"] = [*row["notes"], *notes]
 
     def _completed(self, body: dict[str, Any]) -> dict[str, Any]:
         """Return ``stats`` with the values that only this thread has: counters, clients, pool."""

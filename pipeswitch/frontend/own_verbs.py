@@ -3,30 +3,25 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from pathlib import Path
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Final
 
 from ..base.config import Config
-from ..base.errors import Cancelled, InvalidInput, PipeSwitchError, ServerUnavailable
-from ..base.extras import REPLIES
-from ..programs.graphs.bundle import read_bundle
-from ..programs.interface.layout import BUNDLE_FILE
+from ..base.errors import Cancelled, InvalidInput, PipeSwitchError
+from ..base.extras import KINDS, REPLIES
 from ..scheduler.state.events import CancelRequest
 from ..wire.frames import RequestHeader
-from .generations import Generations
 from .inference import Inference
 from .intake import validation
-from .intake.validation import Body, tenant_of
-from .requests import Pending
-from .sequences.generation_state import facts_of
+from .intake.validation import Body
+from .kinds import Kinds
+from .requests import Handler, Pending
 from .transport.clients import Session
 from .transport.sessions import Sessions
 from .uploads import CREDIT_CHUNKS, Uploads
 from .verbs import VERBS
 
 CANCELS: Final = 32  # requests that are cancelled at once, each in 0.1 ms
-Handler = Callable[[Session, RequestHeader, Sequence[Any]], None]
 
 
 class OwnVerbs:
@@ -38,7 +33,7 @@ class OwnVerbs:
         sessions: Sessions,
         inference: Inference,
         uploads: Uploads,
-        generations: Generations,
+        kinds: Kinds,
     ) -> None:
         self._config, self._outbox = config, sessions.outbox
         self._inference, self._uploads = inference, uploads
@@ -47,15 +42,15 @@ class OwnVerbs:
         self.unfinished: deque[Iterator[None]] = deque()  # work that is done in pieces
         self.handlers: Mapping[str, Handler] = {
             "infer": inference.infer,
-            "generate": generations.generate,
             "prefetch": inference.prefetch,
             "cancel": self._cancel,
             "events": sessions.readers.add,
             "caller": sessions.change_caller,
             "put": self._put,
             "sequences": self._ask_sequences,
-            "generation": self._ask_generation,
             **dict.fromkeys(REPLIES.names(), self._ask_extra),
+            **{name: self._refuse_kind for name, verb in VERBS.items() if verb.kind},
+            **kinds.handlers,
         }
 
     def take_back(self, pending: Pending) -> None:
@@ -124,48 +119,9 @@ class OwnVerbs:
         Body(header.op, header.body).done()
         self._outbox.reply(client, header.id, body=REPLIES.load(header.op)(self._config))
 
-    def _ask_generation(self, client: Session, header: RequestHeader, _: Sequence[Any]) -> None:
-        body = Body("generation", header.body)
-        version, wants_tokenizer = body.count("version", 0), body.flag("tokenizer")
-        embeds, caller = body.flag("embedding"), tenant_of(body, client.principal.tenant)
-        body.done()
-        announced = self._inference.models.find(header.model, version, caller)
-        if embeds:
-            facts = announced.manifest.extra.get("embedding", {})
-            context = facts.get("context", 0)
-            if not facts:
-                raise InvalidInput(
-                    f'"{header.model}" does not embed texts',
-                    hint="register an encoder, or hf:NAME#…Model for a decoder, whose source has a "
-                    "tokenizer, without --generate",
-                )
-        else:
-            share_bytes = self._requests.pool.share_bytes
-            facts, context = facts_of(announced, header.model, share_bytes)[:2]
-        result: dict[str, Any] = {key: facts[key] for key in ("vocabulary", "eos_ids", "bos_id")}
-        result["context"] = context
-        digest = announced.manifest.digest
-        result |= {
-            key: facts[key] for key in ("sampling", "has_tokenizer", "pooling") if key in facts
-        }
-        result |= {"version": announced.version, "digest": digest}
-        file = Path(self._config.server.state_dir) / "models" / digest / BUNDLE_FILE
-
-        def read() -> None:
-            """Read the tokenizer on the copier's thread, because it may have 30 MB."""
-            text = read_bundle(file).generation if wants_tokenizer else None
-            if text is not None:
-                result.update(
-                    tokenizer=text.tokenizer, chat_template=text.chat_template, special=text.special
-                )
-            reply(None)
-
-        def reply(error: PipeSwitchError | None) -> None:
-            if error is not None:
-                error = ServerUnavailable(f'the tokenizer of "{header.model}" cannot be read')
-            self._call_soon(lambda: self._outbox.reply(client, header.id, body=result, error=error))
-
-        self._inference.copier.put(read, reply)
+    def _refuse_kind(self, _: Session, header: RequestHeader, __: Sequence[Any]) -> None:
+        """Refuse a verb of a kind that no installed extra has."""
+        KINDS.load(VERBS[header.op].kind)
 
     def _put(self, client: Session, header: RequestHeader, tensors: Sequence[Any]) -> None:
         if len(tensors) > 1:

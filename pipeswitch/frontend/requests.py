@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Set
-from typing import Final
+from collections.abc import Callable, Mapping, Sequence, Set
+from typing import Any, Final, Protocol
 
 import msgspec
 
@@ -19,13 +19,14 @@ from ..base.errors import PipeSwitchError, QueueFull, TaskFailed
 from ..base.failpoints import reach
 from ..ipc.messages.base import ModelName, SlabTensor
 from ..programs.interface.chains import Chain
+from ..programs.interface.layout import Manifest
 from ..scheduler.state.events import InferArrived, Reply, Token
+from ..scheduler.state.records import RunKind
 from ..wire.frames import RequestHeader
 from ..wire.request_timing import RequestTiming
 from .intake.request_log import RequestLog
 from .intake.request_pool import PoolAllocation, RequestPool
-from .sequences.generation_state import Generation
-from .sequences.manager import Sequences
+from .sequences.manager import Sequences, StateReport
 from .sequences.sequence_state import SequenceState
 from .transport.clients import Counters, Outcome, Outgoing, Session
 from .transport.replies import answer_frames, output_outside
@@ -34,6 +35,22 @@ _logger = logging.getLogger(__name__)
 
 MAX_NAME_CHARS: Final = 64  # logged part of a refused request's model name: it may be any text
 INFERS: Final = ("infer", "generate")  # verbs that are counted and logged as inference
+
+Handler = Callable[[Session, RequestHeader, Sequence[Any]], None]
+"""Handler of a verb: gets the client, the request, and the frames of its tensors."""
+
+
+class Kind(RunKind, Protocol):
+    """Requests that an extra adds, each with one run after the other (``kinds.py``)."""
+
+    handlers: Mapping[str, Handler]  # its verbs
+    states: StateReport  # what its requests keep in the request pool
+
+    def drop(self, pending: Pending) -> None:
+        """Free all that a request holds, at its end; a second call does nothing."""
+
+    def notes(self, manifest: Manifest) -> Sequence[str]:
+        """Return what the users of a model should know about this kind's requests."""
 
 
 class ChainRun(msgspec.Struct, kw_only=True, eq=False):
@@ -60,7 +77,7 @@ class Pending(msgspec.Struct, kw_only=True, eq=False):
     allocation: PoolAllocation | None = None  # pool memory of an inference
     uploads: tuple[str, ...] = ()  # files of a registration, pinned until its answer
     commit: int = -1  # descriptor of a loaded commit's area; -1: none
-    is_copying: bool = False  # its payload is being copied, or its schema tried
+    is_copying: bool = False  # its payload is being copied, or its kind does not know yet
     is_cancelled: bool = False  # cancelled during that, or while its chain runs
     caller: str = ""  # tenant for whom an inference runs
     bytes_in: int = 0
@@ -69,7 +86,8 @@ class Pending(msgspec.Struct, kw_only=True, eq=False):
     timing: RequestTiming | None = None  # the model's timing, during postprocessing
     run: ChainRun | None = None  # progress of a chain
     sequence: SequenceState | None = None  # the sequence that the request continues
-    generation: Generation | None = None
+    kind: Kind | None = None
+    state: Any = None  # only its kind uses this
 
 
 class Requests:

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Final
 
 from ..base.errors import InvalidInput
-from ..base.extras import REPLIES
+from ..base.extras import KINDS, REPLIES
 from ..base.model_options import RegisterRequest
 from ..base.roles import Principal, Role
 from ..base.units import escape_control_chars
@@ -91,6 +91,8 @@ def ask(
 def _register(q: Question) -> Event:
     principal = replace(q.principal, tenant=validation.tenant_of(q.body, q.principal.tenant))
     request: RegisterRequest = q.body.rest(RegisterRequest)
+    if request.generate:
+        KINDS.load("generation")
     return registration(q.token, q.model, request, principal, q.rules)
 
 
@@ -240,6 +242,7 @@ class Verb:
     of_model: bool = False  # the error for an unknown model names the nearest one
     of_owner: bool = False  # another client's model needs ``operate``
     ends_with_client: bool = False  # cancelled when its client is gone
+    kind: str = ""  # kind of requests that answers it (``kinds.py``)
     is_cut: bool = False  # without ``operate``, the reply has fewer facts
     http: Http | None = None  # None: no route below /api, or one with more
 
@@ -254,7 +257,7 @@ VERBS: Final[Mapping[str, Verb]] = {
     "hello": Verb(Role.INFER),
     "ping": Verb(Role.INFER, _ping),
     "infer": Verb(Role.INFER, ends_with_client=True),
-    "generate": Verb(Role.INFER, ends_with_client=True),
+    "generate": Verb(Role.INFER, ends_with_client=True, kind="generation"),
     "prefetch": Verb(Role.INFER),
     "cancel": Verb(Role.INFER),  # cancels requests of the same session
     "models": Verb(Role.INFER, _query, is_cut=True),  # the client's own models have all facts
@@ -263,7 +266,7 @@ VERBS: Final[Mapping[str, Verb]] = {
         Role.INFER, _query, is_cut=True, http=Http("GET", "stats", "Counters and sizes")
     ),
     "sequences": Verb(Role.INFER),  # the caller's; all of them for the owner
-    "generation": Verb(Role.INFER),
+    "generation": Verb(Role.INFER, kind="generation"),
     "put": Verb(Role.REGISTER),
     "register": Verb(Role.REGISTER, _register, of_model=True, ends_with_client=True),
     "chain": Verb(Role.REGISTER, _chain),

@@ -37,6 +37,7 @@ from pathlib import Path
 import torch
 
 from pipeswitch import testing
+from pipeswitch.errors import ConfigError
 
 FOLDER, SIZE = Path(sys.argv[1]), 1024
 X = torch.linspace(-1, 1, SIZE).reshape(1, SIZE)
@@ -69,6 +70,15 @@ def over_http(address, name):
         return torch.tensor(json.load(answer)["outputs"][0]["data"])
 
 
+def refused(call, text):
+    try:
+        call()
+    except ConfigError as error:
+        assert f"this installation has no {text}" in error.message, error
+    else:
+        raise AssertionError(text)
+
+
 with torch.inference_mode():
     with testing.server(**server) as running, running.client() as owner:
         for name, module in models.items():
@@ -83,6 +93,10 @@ with torch.inference_mode():
         assert task.wait(120)["state"] == "done"
     with testing.server(**server) as running, running.client() as owner:
         same(owner.infer("b", X)["y"], "b")
+        refused(lambda: owner._ask("generate", model="b"), "kind of request 'generation'")
+        refused(lambda: owner.generate("b", [1]), "method of a client: 'generate'")
+        register = dict(source="hf:gpt2", weights="pretrained", generate=True)
+        refused(lambda: owner._ask("register", model="c", body=register), "kind of request")
         assert owner.jobs()[0]["state"] == "done"
 print("served")
 """

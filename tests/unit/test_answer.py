@@ -141,7 +141,7 @@ RANGES: dict[str, tuple[list[Any], list[Any]]] = {  # refused values, and the en
     "scores_prompt": ([True], [False]),
     "json_schema": (["x" * 8193], [""]),
 }
-"""Every sampling option. tests/unit/test_sequence_room.py passes them to the verb, too."""
+"""Every sampling option. ``test_generation_room`` passes them to the verb, too."""
 
 
 def test_the_ranges_of_all_options_are_listed() -> None:

@@ -34,9 +34,10 @@ from pipeswitch.frontend.transport.send_queue import (
 )
 from pipeswitch.ipc.control_page import sealed_memfd
 from pipeswitch.scheduler.introspection import ROWS
+from pipeswitch.scheduler.memory.blocks import tokens_of
 from pipeswitch.scheduler.state import events as ev
 from pipeswitch.wire.frames import RequestHeader
-from tests.unit.sequence_world import MODEL, MOST
+from tests.unit.sequence_world import MODEL, MOST, ROW
 from tests.unit.test_budgets import Counted
 
 MANY: Final = 20_000
@@ -100,13 +101,14 @@ class Room:
         self.clients = [Session(peer=SimpleNamespace(), principal=OWNER) for _ in range(2)]
 
     def cache_blocks(self, count: int, callers: int = 1) -> None:
-        """Let generations end that leave this number of cached blocks."""
+        """Close tables that leave this number of cached blocks."""
+        blocks = self.sequences.blocks
         for number in range(count // (MOST // 16)):
             caller, ids = f"caller {number % callers}", [number % 9, *divmod(number, 997)] * 134
-            one = self.sequences.caches.open(caller, self.model, ev.Token(number))
-            self.sequences.caches.fit(one, MOST)
-            self.sequences.caches.append(one, ids[:MOST], ev.OpId(1), 1)
-            self.sequences.caches.close(one)
+            one = blocks.open(caller, "m", "t", ROW, "program")
+            blocks.resize(one, MOST)
+            blocks.extend(one, MOST, tokens_of(ids[:MOST]))
+            blocks.close(one)
 
     def keep_sequences(self, count: int) -> None:
         """Store idle sequences, each with a slab in the pool, of one client."""

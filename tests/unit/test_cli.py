@@ -31,7 +31,6 @@ from pipeswitch.cli import infer as cli_infer
 from pipeswitch.cli.main import main
 from pipeswitch.client.client import job_name
 from pipeswitch.client.connection import Connection
-from pipeswitch.client.generation import check_prompt
 from pipeswitch.client.tensors import Signature
 from pipeswitch.controller import main as controller
 from pipeswitch.extras.page.browser import page_url
@@ -1007,15 +1006,6 @@ def test_help_lists_each_command_with_a_whole_sentence(group: str) -> None:
         subcommand = command.get_command(context, name)
         assert subcommand is not None
         assert subcommand.get_short_help_str(limit=1000) in listed
-
-
-def test_a_prompt_that_is_not_utf8_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    def generate(name: str, text: str, **_: Any) -> Any:
-        return check_prompt(text, lambda one: [*one.encode()])
-
-    answering(monkeypatch, generate=generate)
-    result = CliRunner().invoke(main, ["generate", "m"], input=b"th\xe9")
-    assert (result.exit_code, "valid Unicode" in result.stderr) == (1, True), result
 
 
 def test_a_watched_table_in_a_pipe_is_printed_again_and_again(

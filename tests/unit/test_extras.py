@@ -26,4 +26,4 @@ def test_an_extra_is_a_folder_whose_modules_are_not_imported(
 def test_what_no_extra_has_is_named_with_the_place_that_lacks_it() -> None:
     with pytest.raises(ConfigError, match="no connection to 'gopher'") as caught:
         extras.SCHEMES.load("gopher")
-    assert str(extras.FOLDER) in caught.value.hint
+    assert extras.PACKAGE in caught.value.hint

@@ -47,7 +47,7 @@ MAY_IMPORT: Mapping[str, str] = {
     "memory_daemon/": "base commits devices ipc programs",
     "workers/inference/": "base devices ipc programs",
     "workers/training/": "base commits devices ipc job programs",
-    "workers/": "base devices ipc programs sandbox workers/inference/ workers/training/",
+    "workers/": "base devices ipc sandbox workers/inference/ workers/training/",
     "launch": "base ipc memory_daemon/ programs/compiler sandbox workers/",
     # The server, which turns clients' bytes into events and performs commands.
     "frontend": "base commits ipc job programs scheduler wire",
@@ -72,7 +72,7 @@ MAY_IMPORT: Mapping[str, str] = {
     "extras/offload": "base cli devices ipc job workers/training/",
     "extras/lab": "base cli client extras/cluster extras/offload ipc planning policies programs "
     "scheduler scheduler/policies watchdog",
-    "extras/text": "base cli client gateway programs sandbox",
+    "extras/text": "base cli client frontend gateway ipc programs sandbox scheduler wire",
     "benchmarks/": "base cli client devices extras/lab ipc job planning programs programs/compiler "
     "scheduler/policies testing wire",
 }

@@ -12,7 +12,7 @@ import msgspec
 import pytest
 from click.testing import CliRunner
 
-from pipeswitch.base.errors import InvalidInput, PipeSwitchError
+from pipeswitch.base.errors import ConfigError, InvalidInput, PipeSwitchError
 from pipeswitch.base.model_options import PRECISIONS, ModelConfig, ModelOptions, RegisterRequest
 from pipeswitch.base.roles import OWNER
 from pipeswitch.base.settings import settings
@@ -21,6 +21,7 @@ from pipeswitch.cli.main import main
 from pipeswitch.client.client import Client
 from pipeswitch.client.model_sources import RegisterOptions
 from pipeswitch.controller.restore import configured
+from pipeswitch.frontend import verbs
 from pipeswitch.frontend.verbs import Rules, ask
 from pipeswitch.programs.spec import BuildSpec
 from pipeswitch.scheduler.state.events import RegisterModelRequest, Token
@@ -42,6 +43,19 @@ class Recorded(Client):
         future: Future[Any] = Future()
         future.set_result(SimpleNamespace(body={"name": "m"}))
         return future
+
+
+@pytest.fixture(autouse=True)
+def kinds(monkeypatch: pytest.MonkeyPatch) -> set[str]:
+    """Kinds of requests that are installed, whatever the checkout has."""
+    known = {"generation"}
+
+    def load(name: str) -> None:
+        if name not in known:
+            raise ConfigError(name)
+
+    monkeypatch.setattr(verbs, "KINDS", SimpleNamespace(load=load))
+    return known
 
 
 def asked(body: dict[str, Any]) -> RegisterModelRequest:
@@ -228,6 +242,13 @@ def test_a_limit_of_the_error_is_for_a_precision_that_changes_the_answers() -> N
     asked({"source": "hf:gpt2", "generate": True, "max_error": 0.1})  # it is fast
     with pytest.raises(InvalidInput, match="max_error"):
         asked({"source": "hf:gpt2", "generate": True, "max_error": 0.1, "precision": "exact"})
+
+
+def test_a_language_model_needs_an_installed_kind_of_requests(kinds: set[str]) -> None:
+    kinds.clear()
+    with pytest.raises(ConfigError, match="generation"):
+        asked({"source": "hf:gpt2", "generate": True})
+    asked({"source": "hf:gpt2"})
 
 
 def test_the_file_knows_every_precision() -> None:

@@ -8,15 +8,14 @@ from typing import Any
 import numpy as np
 import pytest
 
-from pipeswitch.base.errors import InvalidInput, SequenceNotFound
+from pipeswitch.base.errors import InvalidInput
 from pipeswitch.frontend.sequences.sequence_state import SequenceOptions
 from pipeswitch.scheduler.memory.blocks import TOKEN_BYTES, beside_bytes, tokens_of
 from pipeswitch.scheduler.state.events import Reply, Token
 from pipeswitch.wire.frames import RequestHeader, WireTensor
-from tests.unit.sequence_world import MODEL, MOST, ROW, World, done, gathered, made
+from tests.unit.sequence_world import MODEL, MOST, ROW, World, gathered, made
 
 KEY = ("a", "1")
-WORDS = [1 + n % 9 for n in range(20)]
 
 
 class Unread:
@@ -154,28 +153,6 @@ def test_a_cache_takes_the_memory_beside_the_pool_that_is_counted_for_it() -> No
     assert counted == 1000 * beside_bytes(16)
     assert real + TOKEN_BYTES * rows < counted
     world.sequences.blocks.close(table)
-
-
-@pytest.mark.parametrize("when", ["between runs", "cached", "shared"])
-def test_a_model_that_is_gone_leaves_no_sequence_no_block_and_no_tokens(when: str) -> None:
-    world = World(1 << 20)
-    for move in (*done(("a", "2"), [2, 3] * 10, [1]), ("end", ("a", "2")), *done(KEY, WORDS, [1])):
-        world.move(move)
-    if when == "cached":
-        world.move(("end", KEY))
-    elif when == "shared":
-        world.move(("begin", ("a", "3"), (*WORDS, 1), "ok"))
-    world.sequences.retract("other")
-    assert world.sequences.blocks.unlocked
-    world.sequences.retract("m")
-    for key in list(world.live):  # end them, because the scheduler refuses their next runs
-        world.move(("end", key))
-    assert world.sequences.as_dict()["sequences_by_model"].get("m", {}).get("sequences", 0) == 0
-    assert not world.sequences.held
-    assert not world.sequences.blocks.unlocked
-    assert world.pool.is_empty
-    with pytest.raises(SequenceNotFound):
-        offer(world, False, GOOD)
 
 
 def test_the_request_that_starts_a_sequence_may_bring_its_rows() -> None:

@@ -2,3 +2,6 @@
 
 COMMANDS = {"chat": "chat:chat", "run": "chat:run"}
 DOORS = {"text": "completions:text_door"}
+KINDS = {"generation": "generations:Generations"}
+METHODS = {"generate": "generation_stream:generated"}
+PROCESSES = {"schema": "schema_process:check_schema"}

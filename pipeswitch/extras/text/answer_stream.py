@@ -19,13 +19,13 @@ import msgspec
 from ...base.errors import ServerUnavailable
 from ...base.quotas import FairQuota
 from ...base.roles import ANYONE, Principal
-from ...client.generation import GenerateRequest, chances_in
 from ...gateway.http.http_parser import Head
 from ...gateway.serving.service import Service
 from ...programs.decoding.model_config import LanguageModelConfig, Token, ending_of, fitted
+from .generation_stream import GenerateRequest, chances_in
 from .tokenizer_worker import Abort, DecodedText, StartGeneration, TokensGenerated, check_length
 from .tokenizer_worker import TokenizerRequest as TextAsked
-from .tokenizers import Inline, ProcessLost, TokenizerClient, TokenizerPool
+from .tokenizers import Inline, ProcessLost, TokenizerClient, TokenizerPool, config_of
 
 ANSWERS: Final = 256  # maximum number of answers under way; each holds a cache on the server
 TRIES: Final = 3  # tries of a request, if the text process ends while computing it
@@ -57,7 +57,7 @@ class Answers:
         """
         turn = turn_of(caller, head.peer)
         with self.under_way.holding(turn, 1):
-            facts = await self.service.generation(caller, model, version)
+            facts = await config_of(self.service, caller, model, version)
             answering = AnswerStream(self, caller, head, model, facts)
             try:
                 await answering.begin(begin_of(own=facts.sampling))
@@ -162,11 +162,12 @@ class AnswerStream:
         sampling = fitted(self._begin.sampling, facts, len(ids), ending)
         message = GenerateRequest(ids, sampling, ending, put)
         request = asyncio.ensure_future(
-            self._answers.service.generate(
+            self._answers.service.request(
                 self._caller,
+                "generate",
                 self.model,
                 str(self.version),
-                message,
+                message.options,
                 self._head.headers,
                 self._head.peer,
             )

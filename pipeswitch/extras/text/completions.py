@@ -37,9 +37,15 @@ from ...programs.decoding.model_config import Token
 from ...programs.decoding.output import MAX_STOPS, StopCriteria
 from ...programs.decoding.sampling import MAX_BIASES, MAX_SEED, Options, Sampling
 from ...programs.interface.layout import CACHE
-from . import logprobs as forms
 from .answer_stream import Answers, AnswerStream
-from .choices import MAX_CHOICES, ParallelAnswers, check_count
+from .choices import (
+    MAX_CHOICES,
+    ParallelAnswers,
+    chat_logprobs,
+    check_count,
+    logprob_count,
+    text_logprobs,
+)
 from .embeddings import MAX_TEXTS, Embed, embedded
 from .tokenizer_worker import StartGeneration
 from .tools import MAX_TOOLS_BYTES, AnswerForm, CallReader, ResponseFormat, Tool, Tools, form_of
@@ -243,7 +249,7 @@ class Completions:
         has_ids = not all(isinstance(one, str) for one in prompts)
         if request.echo and (is_chat or (has_ids and request.logprobs is None)):
             raise InvalidInput("echo needs texts or logprobs", param="echo")
-        count = forms.requested(request.logprobs, request.top_logprobs, is_chat=is_chat)
+        count = logprob_count(request.logprobs, request.top_logprobs, is_chat=is_chat)
         request = replace(request, logprobs=count)
         answer_form = request.form
         if answer_form.names and not is_chat:
@@ -406,9 +412,9 @@ class _OpenAi:
             reason = "tool_calls"
         if self._has_logprobs and tokens:
             if self._is_chat:
-                logprobs = forms.of_chat(tokens, answering.names)
+                logprobs = chat_logprobs(tokens, answering.names)
             else:
-                logprobs = forms.of_text(tokens, answering.names, self._shown[index])
+                logprobs = text_logprobs(tokens, answering.names, self._shown[index])
                 self._shown[index] += sum(map(len, logprobs["tokens"]))
         return {"index": index, **choice, "logprobs": logprobs, "finish_reason": reason}
 

@@ -23,7 +23,7 @@ from ...programs.decoding.output import StopCriteria
 from ...programs.decoding.sampling import Sampling
 from .answer_stream import Answers, turn_of
 from .tokenizer_worker import Abort, StartGeneration
-from .tokenizers import TokenizerClient
+from .tokenizers import TokenizerClient, config_of
 
 MAX_TEXTS: Final = 2048  # texts of one request; OpenAI's limit
 AT_ONCE: Final = 8
@@ -42,7 +42,7 @@ async def embedded(
     answers: Answers, caller: Principal, head: Head, request: Embed
 ) -> dict[str, Any]:
     """Return the embeddings in OpenAI's form."""
-    facts = await answers.service.generation(caller, request.model, "", embeds=True)
+    facts = await config_of(answers.service, caller, request.model, "", embedding=True)
     rows: list[tuple[int, NDArray[np.float32]]] = []
     for start in range(0, len(request.input), AT_ONCE):
         some = request.input[start : start + AT_ONCE]

@@ -333,8 +333,9 @@ class TokenizerPool:
             self._starting[name] = place = msgspec.structs.replace(place, is_starting=True)
             if next_slot[1]:
                 await self._talks.pop(next_slot[1]).close()
-            facts = await self._service.generation(
-                caller, model, version, with_texts=True, embeds=bool(facts.pooling)
+            embeds = bool(facts.pooling)
+            facts = await config_of(
+                self._service, caller, model, version, tokenizer=True, embedding=embeds
             )
             talk = self._talks[name] = await TokenizerClient.open(facts, owner)
             return talk
@@ -381,3 +382,11 @@ def _encoded(message: TokenizerRequest) -> bytes:
         return encode_msgpack(message)
     except (ValueError, OverflowError, RecursionError) as error:
         raise InvalidInput(f"a value of this request is not valid: {error}") from None
+
+
+async def config_of(
+    service: Service, caller: Principal, model: str, version: str, **fields: bool
+) -> LanguageModelConfig:
+    """Return the facts of a language model; ``fields`` are those of the verb ``generation``."""
+    reply = await service.ask(caller, "generation", model, version, **fields)
+    return msgspec.convert(reply, LanguageModelConfig)

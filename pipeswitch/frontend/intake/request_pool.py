@@ -98,7 +98,7 @@ class RequestPool:
         self._slabs = SlabPool(len(self.memory))
         self._shares = FairQuota(self._slabs.capacity_bytes)
         self.share_bytes = max(self._shares.left(""), 1)  # share of a caller that is alone
-        self.on_release: Callable[[], None] | None = None  # set while a generation waits for memory
+        self.on_release: Callable[[], None] | None = None  # set while requests wait for memory
         self.give_up: Callable[[], bool] = lambda: False  # evicts a cached block, if there is one
 
     @property

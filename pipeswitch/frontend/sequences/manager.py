@@ -8,16 +8,16 @@ The state counts toward its caller's share of the pool. A sequence has one reque
 failed request leaves the state unchanged. An answer that did not reach its client ends the
 sequence, because its client cannot know whether the step was done.
 
-State that grows lies in blocks, like the caches of generations (``scheduler/memory/caches.py``).
+State that grows lies in blocks (``scheduler/memory/blocks.py``).
 """
 
 from __future__ import annotations
 
 import itertools
 import math
-from collections import OrderedDict, deque
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Final
+from collections import Counter, OrderedDict, deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, Final, Protocol
 
 import msgspec
 
@@ -26,7 +26,6 @@ from ...programs.interface.dims import NoExtent, Values, shape_at
 from ...programs.interface.layout import ITEM_BYTES, ValueSpec, aligned
 from ...scheduler.memory import blocks
 from ...scheduler.memory.blocks import BlockPool, BlockTable
-from ...scheduler.memory.caches import Caches
 from ...scheduler.state.events import ModelAvailable, Token
 from ...wire.frames import RequestHeader, WireTensor
 from ..intake.request_pool import PoolAllocation, RequestPool
@@ -45,6 +44,25 @@ PIECE: Final = 8  # sequences that one call drops; each may have thousands of bl
 HINT: Final = "start another one: it has ended, was idle for 5 minutes, or the server was restarted"
 
 
+class StateReport(Protocol):
+    """State of requests of a kind (``requests.Kind``), which is reported like that of sequences."""
+
+    def rows(self) -> Iterable[dict[str, Any]]:
+        """Return a row of ``pipeswitch sequences`` for each request."""
+
+    def find(self, name: str, caller: str) -> Token | None:
+        """Return the token of a caller's request, by the id in its row; None: there is none."""
+
+    def as_dict(self) -> Mapping[str, int]:
+        """Return counters for ``stats``; those of ``Sequences.as_dict`` are added to them."""
+
+    def by_model(self) -> Iterable[tuple[str, Mapping[str, int]]]:
+        """Return numbers for ``Sequences.by_model``, which adds them."""
+
+    def retract(self, model: str) -> None:
+        """Remove the numbers of a model that was removed."""
+
+
 class Sequences:
     """All sequences, in the order of their last use."""
 
@@ -56,7 +74,7 @@ class Sequences:
         self._clients: dict[Session, SequenceGroup] = {}
         self._gone: deque[SequenceGroup] = deque()
         self.blocks = BlockPool(pool, now_ms)
-        self.caches = Caches(self.blocks, self.held)
+        self.others: list[StateReport] = []  # state of other requests, which is reported here
         self._steps = 0
         pool.give_up = self.blocks.evict
         self._look_at_ms = 0.0  # nothing expires before this time
@@ -249,28 +267,27 @@ class Sequences:
         tables, sequence.grown, sequence.values = sequence.grown, {}, {}
         for table in tables.values():
             self.blocks.close(table)
-        if tables and self._pool.on_release is not None:  # generations may wait for memory
+        if tables and self._pool.on_release is not None:  # requests may wait for memory
             self._pool.on_release()
 
     def as_dict(self) -> dict[str, Any]:
         """Return the sequences' part of ``stats``. Cached slabs of the pool count as free."""
-        return {
-            "sequences": len(self.held) + len(self.caches.held),
-            "sequences_by_model": self.by_model(),
-            "sequence_steps": self._steps + self.caches.steps,
-            "tokens_reused": self.caches.tokens_reused,
-            "pool_spare_slabs": len(self.blocks.unlocked),
-        }
+        counts = Counter({"sequences": len(self.held), "sequence_steps": self._steps})
+        for one in self.others:
+            counts.update(one.as_dict())
+        spare = len(self.blocks.unlocked)
+        return {**counts, "sequences_by_model": self.by_model(), "pool_spare_slabs": spare}
 
     def by_model(self) -> dict[str, dict[str, int]]:
         """Return sequences, bytes and tokens by model; a shared block counts once."""
         nothing = {"sequences": 0, "sequence_bytes": 0, "spare_bytes": 0, "tokens": 0}
-        rows = {name: nothing | {"tokens": count} for name, count in self.caches.tokens.items()}
+        rows: dict[str, dict[str, int]] = {}
         for name, group in self._models.items():
             row = rows.setdefault(name, dict(nothing))
             row |= {"sequence_bytes": group.size_bytes, "sequences": len(group.sequences)}
-        for name, count in self.caches.counts.items():
-            rows.setdefault(name, dict(nothing))["sequences"] += count
+        for name, numbers in itertools.chain(*[one.by_model() for one in self.others]):
+            row = rows.setdefault(name, dict(nothing))
+            row |= {key: row[key] + count for key, count in numbers.items()}
         for name, of_model in self.blocks.models.items():
             row = rows.setdefault(name, dict(nothing))
             row["sequence_bytes"] += of_model.size_bytes - of_model.cached_bytes
@@ -279,7 +296,8 @@ class Sequences:
 
     def retract(self, model: str) -> None:
         """End all sequences of a removed model and free its cached blocks."""
-        self.caches.tokens.pop(model, None)
+        for one in self.others:
+            one.retract(model)
         self.blocks.remove(model)
         self._end_group(self._models.pop(model, None))
 
@@ -388,15 +406,16 @@ class Sequences:
 
     def end(self, name: str, caller: str) -> Token | None:
         """End a sequence at its client's request: now, or after its running request.
-        For a generation, return the token of its request, which the caller must cancel.
+        For another request, return its token: the caller must cancel it.
 
         Raises:
             SequenceNotFound: the caller has no sequence of this name.
         """
-        sequence, cache = self.held.get((caller, name)), self.caches.held.get(name)
-        if sequence is None and cache is not None and cache.caller == caller:
-            return cache.token
+        sequence = self.held.get((caller, name))
         if sequence is None:
+            for one in self.others:
+                if (token := one.find(name, caller)) is not None:
+                    return token
             raise SequenceNotFound(f'no sequence "{name[:80]}"', hint=HINT)
         if sequence.is_busy:
             sequence.is_left = True
@@ -407,10 +426,10 @@ class Sequences:
     def rows(self, caller: str | None) -> Iterator[list[dict[str, Any]]]:
         """Yield the rows of ``pipeswitch sequences``, for one caller or for all, in pieces."""
         self.expire()
-        sequences, caches = [*self.held.values()], [*self.caches.held.values()]
+        sequences = [*self.held.values()]
         rows = itertools.chain(
             (None if one.is_over else one.row(self._now_ms()) for one in sequences),
-            (one.row for one in caches),
+            *[one.rows() for one in self.others],
         )
         while piece := [*itertools.islice(rows, ROWS_PIECE)]:
             yield [row for row in piece if row and caller in (None, row["tenant"])]

@@ -12,8 +12,6 @@ from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, Final, TypeVar
 
-import msgspec
-
 from ...base.errors import (
     DRAINING,
     Cancelled,
@@ -26,9 +24,7 @@ from ...base.errors import (
 )
 from ...base.roles import URGENT_PRIORITY, Principal, Role
 from ...base.version import own_version
-from ...client.generation import GenerateRequest
 from ...frontend.verbs import require
-from ...programs.decoding.model_config import LanguageModelConfig
 from ...wire.frames import TRACEPARENT
 from ...wire.tracing import Traced
 from ..http.http_errors import NotFound
@@ -235,17 +231,21 @@ class Service:
             timing[f"{step}.total_ms"] = round(part["total_ms"], 3)
         return outputs, timing
 
-    async def generate(
+    async def request(
         self,
         caller: Principal,
+        verb: str,
         model: str,
         version: str,
-        request: GenerateRequest,
+        options: dict[str, Any],
         carrier: Mapping[str, str] = MappingProxyType({}),
         address: str = "",
     ) -> dict[str, Any]:
-        """Return a generation's final reply, with the tokens that no earlier reply had."""
-        require(caller, "generate")
+        """Return the final reply to a verb of a kind of requests; it counts like ``infer``.
+
+        ``options`` are those of ``LoopConnection.ask``, with a ``body`` that gets more fields.
+        """
+        require(caller, verb)
         number, began = number_of(model, version), time.perf_counter()
         traced, traceparent = None, carrier.get("traceparent", "")
         if self._tracer is not None:
@@ -257,9 +257,9 @@ class Service:
             "version": number,
             "traceparent": traceparent if TRACEPARENT.fullmatch(traceparent) else "",
         }
-        request.body.update({name: value for name, value in asker.items() if value})
+        options["body"].update({name: value for name, value in asker.items() if value})
         try:
-            body, timing = await self._upstream.generate(model, request)
+            body, timing = await self._upstream.request(verb, model, **options)
         except BaseException as error:
             self._failed(model, traced, began, error)
             raise
@@ -289,23 +289,14 @@ class Service:
             took_ms = (time.perf_counter() - began) * 1000.0
             self._tally.failed(model, type(error).__name__, took_ms if is_models else None)
 
-    async def generation(
-        self,
-        caller: Principal,
-        model: str,
-        version: str,
-        *,
-        with_texts: bool = False,
-        embeds: bool = False,
-    ) -> LanguageModelConfig:
-        """Return the facts of a language model; its tokenizer and template only on request."""
-        require(caller, "generation")
-        body: dict[str, Any] = {"version": number_of(model, version), "tokenizer": with_texts}
-        more = {"embedding": embeds, "tenant": caller.tenant}
-        body |= {key: value for key, value in more.items() if value}
-        return msgspec.convert(
-            await self._upstream.ask("generation", model, body=body), LanguageModelConfig
-        )
+    async def ask(
+        self, caller: Principal, verb: str, model: str, version: str, **fields: Any
+    ) -> dict[str, Any]:
+        """Return the reply to a verb about a model; fields without a value are not sent."""
+        require(caller, verb)
+        fields |= {"version": number_of(model, version), "tenant": caller.tenant}
+        body = {name: value for name, value in fields.items() if value}
+        return await self._upstream.ask(verb, model, body=body)
 
     async def owner(self, model: str, version: str) -> str:
         """Return the tenant that registered a model; callers do not see it."""

@@ -12,7 +12,6 @@ from typing import Any, Final
 from ...base.errors import PipeSwitchError, ServerUnavailable
 from ...base.extras import UPSTREAMS
 from ...client.calls import Call, FinalReply
-from ...client.generation import GenerateRequest
 from ...client.looped import LoopConnection
 from ...client.verbs import SAFE_JOB_ACTIONS
 from ...wire.frames import CHUNK_BYTES
@@ -92,11 +91,11 @@ class Upstream:
             convert=_outputs,
         )
 
-    def generate(
-        self, model: str, request: GenerateRequest
+    def request(
+        self, verb: str, model: str, **options: Any
     ) -> Awaitable[tuple[dict[str, Any], dict[str, Any]]]:
         """Return the final reply's body and the timing. Cancelling this cancels the request."""
-        return self._connection.ask("generate", model=model, convert=_tokens, **request.options)
+        return self._connection.ask(verb, model=model, convert=_body, **options)
 
     async def show(self, model: str, version: int = 0) -> dict[str, Any]:
         """Return a model's row, of the current version or another."""
@@ -152,7 +151,7 @@ class Upstream:
             await asyncio.sleep(EVENTS_AGAIN_S)
 
 
-def _tokens(reply: FinalReply) -> tuple[dict[str, Any], dict[str, Any]]:
+def _body(reply: FinalReply) -> tuple[dict[str, Any], dict[str, Any]]:
     return reply.body, (reply.timing or RequestTiming()).as_dict()
 
 

@@ -21,7 +21,7 @@ class BuildQueue:
     def __init__(self, core: Core, machine: ServerState) -> None:
         self._core = core
         self._machine = machine
-        self._waiting: list[Registration] = []  # in order of arrival
+        self.waiting: list[Registration] = []  # in order of arrival
         self._running: dict[OpId, Registration] = {}  # started builds, until the builder exits
         self._last_turns: dict[str, OpId] = {}  # client with builds -> its last build
 
@@ -32,8 +32,8 @@ class BuildQueue:
 
     def check_room(self, client: str) -> None:
         """Raise QueueFull if no further registration of this client may wait."""
-        size, waiting = self._core.settings.max_waiting_builds, len(self._waiting)
-        own = sum(one.client == client for one in self._waiting)
+        size, waiting = self._core.settings.max_waiting_builds, len(self.waiting)
+        own = sum(one.client == client for one in self.waiting)
         if client and not left(size, waiting, own):
             raise QueueFull(
                 f"{own} of {waiting} waiting registrations are this client's",
@@ -41,16 +41,13 @@ class BuildQueue:
                 limit="registrations",
             )
 
-    def put(self, one: Registration) -> None:
-        self._waiting.append(one)
-
     def pump(self) -> None:
         """Start the next builds."""
-        if not self._waiting and not self._last_turns:
+        if not self.waiting and not self._last_turns:
             return
         core = self._core
         while len(self._running) < core.settings.max_builds and (one := self._next()):
-            self._waiting.remove(one)
+            self.waiting.remove(one)
             self._running[one.build_id] = one
             self._last_turns[one.client] = one.build_id
             tenant = self._machine.models[one.model].tenant
@@ -64,13 +61,13 @@ class BuildQueue:
                 )
             )
         if self._last_turns:
-            waiting = {one.client for one in (*self._waiting, *self._running.values())}
+            waiting = {one.client for one in (*self.waiting, *self._running.values())}
             self._last_turns = {c: at for c, at in self._last_turns.items() if c in waiting}
 
     def _next(self) -> Registration | None:
         """Return the first registration of the idle client whose last turn is longest ago."""
         busy = {one.client for one in self._running.values()}
-        free = [one for one in self._waiting if one.client not in busy]
+        free = [one for one in self.waiting if one.client not in busy]
         return min(free, key=lambda one: self._last_turns.get(one.client, -1), default=None)
 
     def give_up(self, one: Registration) -> None:
@@ -78,7 +75,7 @@ class BuildQueue:
         if one.build_id in self._running:
             self._core.emit(Kill(Address("builder", generation=one.build_id)))
         else:
-            self._waiting.remove(one)
+            self.waiting.remove(one)
 
     def exited(self, op_id: OpId) -> Registration | None:
         """Return the registration of a builder that has exited; None if it is unknown."""

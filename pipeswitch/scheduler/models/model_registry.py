@@ -151,7 +151,7 @@ class Registry:
         )
         self.names.failed.pop(model.name, None)
         self.registrations[model.name] = registration
-        self._builds.put(registration)
+        self._builds.waiting.append(registration)
         machine.models[model.name] = model
         if model.want_pinned:
             core.pins[model.name] = None
@@ -307,7 +307,7 @@ class Registry:
             device.residents.release(device.state.replicas[model.name])
         self._machine.store.remove(model)
         registration.build_id, registration.rebuilds = self._core.next_op_id(), manifest.digest
-        self._builds.put(registration)
+        self._builds.waiting.append(registration)
 
     def refused(self, op_id: OpId, reason: str) -> None:
         """Handle an order that the daemon could not carry out: no other answer follows."""

@@ -25,7 +25,7 @@ from pipeswitch.base.roles import ANYONE
 from pipeswitch.wire.tokens import OWNER_FILE, owner_token
 from tests.extras.cluster.process.test_cluster import Cluster, wait_for
 from tests.extras.text.process.test_completions import PROMPT, made
-from tests.process.test_generate import wanted
+from tests.extras.text.process.test_generate import wanted
 
 NEEDED = ("ray", "openai", "tritonclient", "transformers")
 pytestmark = [

@@ -9,7 +9,7 @@ import msgspec
 import pytest
 
 from pipeswitch.base.errors import InvalidInput, QueueFull
-from pipeswitch.extras.text.choices import check_count
+from pipeswitch.extras.text.choices import chat_logprobs, check_count, logprob_count
 from pipeswitch.extras.text.completions import (
     MAX_FIELDS,
     CompletionRequest,
@@ -17,7 +17,6 @@ from pipeswitch.extras.text.completions import (
     _said,
     openai_body,
 )
-from pipeswitch.extras.text.logprobs import of_chat, requested
 from pipeswitch.extras.text.tokenizer_worker import parsed
 from pipeswitch.programs.decoding.model_config import BYTE_OF, Decoding, Token
 
@@ -199,11 +198,11 @@ def test_chats_and_completions_ask_for_logprobs_in_their_own_forms() -> None:
     chats, texts = {None: None, False: None, True: 0}, {None: None, False: None, 5: 5}
     for request, is_chat in ((chats, True), (texts, False)):
         for logprobs, count in request.items():
-            assert requested(logprobs, None, is_chat=is_chat) == count
-    assert requested(True, 2, is_chat=True) == 2
+            assert logprob_count(logprobs, None, is_chat=is_chat) == count
+    assert logprob_count(True, 2, is_chat=True) == 2
     for own in ((None, 2, True), (3, None, True), (True, None, False), (1, 1, False)):
         with pytest.raises(InvalidInput):
-            requested(own[0], own[1], is_chat=own[2])
+            logprob_count(own[0], own[1], is_chat=own[2])
 
 
 def test_the_bytes_of_a_token_are_its_own_although_it_is_a_part_of_a_character() -> None:
@@ -221,7 +220,7 @@ def test_the_bytes_of_a_token_are_its_own_although_it_is_a_part_of_a_character()
         tokenizer.decoder = decoder
         tokenizer.add_special_tokens(["</é>"])
         names = {id: Decoding(tokenizer).name(id) for id in range(len(data) + 2)}
-        rows = of_chat([Token(id, "", -1.0, [(0, -1.0)]) for id in names], names)["content"]
+        rows = chat_logprobs([Token(id, "", -1.0, [(0, -1.0)]) for id in names], names)["content"]
         assert bytes(row["bytes"][0] for row in rows[: len(data)]) == data
         assert rows[1]["top_logprobs"][0]["bytes"] == [0xE2]
         assert bytes(rows[-2]["bytes"]).decode() == "</é>"

@@ -7,19 +7,24 @@ from typing import Annotated, Any, Final
 
 import msgspec
 
-from ...base.errors import InvalidInput
+from ...base.errors import InvalidInput, PipeSwitchError, ServerUnavailable
+from ...frontend.intake.request_pool import PoolAllocation
+from ...frontend.intake.validation import Body, tenant_of
+from ...frontend.kinds import KindContext, KindRequest
+from ...frontend.transport.clients import Session
 from ...ipc.messages.run import SamplingParams
 from ...programs.decoding.generation_settings import MAX_EOS, MOST_STEPS
 from ...programs.decoding.grammar import check_schema, ends_of
 from ...programs.decoding.model_config import check_stop_ids, seen_of
 from ...programs.decoding.sampling import Options, Sampling, sampling_of
+from ...programs.graphs.bundle import read_bundle
+from ...programs.interface.layout import BUNDLE_FILE
 from ...scheduler.memory.blocks import Tokens, tokens_of
-from ...scheduler.memory.caches import Cache, longest
 from ...scheduler.state.events import ModelAvailable
 from ...wire.frames import RequestHeader
-from ..intake.request_pool import PoolAllocation
-from ..transport.clients import Session
+from .caches import Cache, longest
 
+FACTS: Final = ("vocabulary", "eos_ids", "bos_id", "sampling", "has_tokenizer", "pooling")
 MAX_TOKENS: Final = 1 << 40  # longer than any context
 MAX_STOP_IDS: Final = 2 * MAX_EOS
 MOST_CHANCES: Final = 96  # log probabilities that one run may report
@@ -41,7 +46,6 @@ class GenerateBody(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 class Generation(msgspec.Struct, kw_only=True, eq=False):
     """The state of one request of verb ``generate``."""
 
-    client: Session
     caller: str
     announced: ModelAvailable  # the version that it began with
     ids: Tokens[int]  # the prompt and the tokens so far
@@ -144,15 +148,7 @@ def facts_of(
     return facts, context, piece
 
 
-def generation_of(
-    client: Session,
-    caller: str,
-    header: RequestHeader,
-    frames: Sequence[Any],
-    request: GenerateBody,
-    announced: ModelAvailable,
-    share_bytes: int,
-) -> Generation:
+def generation_of(request: KindRequest, share_bytes: int) -> Generation:
     """Return the generation that a request describes.
 
     Args:
@@ -162,36 +158,37 @@ def generation_of(
         InvalidInput: the model generates no text, the prompt does not fit it, or a setting is out
             of its range.
     """
+    header, announced, origin = request.header, request.announced, request.arrival.origin
+    body: GenerateBody = request.body.rest(GenerateBody)
     facts, context, piece = facts_of(announced, header.model, share_bytes)
     tensors, vocabulary = header.inputs, facts["vocabulary"]
     is_ids = len(tensors) == 1 and (tensors[0].dtype, len(tensors[0].shape)) == ("int64", 1)
-    if not is_ids or len(frames[0]) != 8 * tensors[0].shape[0]:
+    if not is_ids or len(request.tensors[0]) != 8 * tensors[0].shape[0]:
         raise InvalidInput("generate takes one input, the prompt's ids: int64 with one dimension")
     if not 0 < (count := tensors[0].shape[0]) < context:
         raise InvalidInput(f"a prompt of {count} tokens: the model takes 1 to {context - 1}")
-    sampling = sampling_of(request)
+    sampling = sampling_of(body)
     sampling.check()
     scores = sampling.options is not None and sampling.options.scores_prompt
-    came = len(request.so_far) - (count - 1 if scores else 0)
-    if came >= (most := min(request.max_tokens, context - count)):
+    came = len(body.so_far) - (count - 1 if scores else 0)
+    if came >= (most := min(body.max_tokens, context - count)):
         raise InvalidInput(f"so_far has {came} tokens; the maximum is {most}")
     if sampling.options is not None:
         sampling.options.check(vocabulary)
     # The sender can still change shared memory, so the ids are copied first.
-    prompt = [*memoryview(bytes(frames[0])).cast("q")]
-    ids = [*prompt, *request.so_far]
+    prompt = [*memoryview(bytes(request.tensors[0])).cast("q")]
+    ids = [*prompt, *body.so_far]
     if odd := [one for one in (min(ids), max(ids)) if not 0 <= one < vocabulary]:
         raise InvalidInput(f"{odd[0]} is not a token from 0 to {vocabulary - 1}")
-    check_stop_ids(request.stop_ids, vocabulary)
-    own = () if request.ignore_eos else tuple(facts["eos_ids"])
-    ends = (*own, *request.stop_ids)
+    check_stop_ids(body.stop_ids, vocabulary)
+    ends = (*(() if body.ignore_eos else facts["eos_ids"]), *body.stop_ids)
     if sampling.options is not None and (schema := sampling.options.json_schema):
         check_schema(schema, ends_of(facts["eos_ids"], ends))
     return Generation(
-        client=client,
-        caller=caller,
+        caller=origin.caller,
+        began_at_ms=origin.arrived_at_ms,
         announced=announced,
-        ids=tokens_of([prompt[0], *request.so_far] if scores else ids),
+        ids=tokens_of([prompt[0], *body.so_far] if scores else ids),
         scored=tokens_of(prompt if scores else []),
         prompt_count=count,
         most=most,
@@ -199,3 +196,45 @@ def generation_of(
         stop=ends,
         sampling=sampling,
     )
+
+
+def answer_facts(
+    context: KindContext, client: Session, header: RequestHeader, _: Sequence[Any]
+) -> None:
+    """Handle the verb ``generation``: reply with a language model's facts for its clients."""
+    body = Body("generation", header.body)
+    version, wants_tokenizer = body.count("version", 0), body.flag("tokenizer")
+    embeds, caller = body.flag("embedding"), tenant_of(body, client.principal.tenant)
+    body.done()
+    announced = context.models.find(header.model, version, caller)
+    if embeds:
+        facts = announced.manifest.extra.get("embedding", {})
+        most = facts.get("context", 0)
+        if not facts:
+            raise InvalidInput(
+                f'"{header.model}" does not embed texts',
+                hint="register an encoder, or hf:NAME#…Model for a decoder, whose source has a "
+                "tokenizer, without --generate",
+            )
+    else:
+        facts, most = facts_of(announced, header.model, context.pool.share_bytes)[:2]
+    digest = announced.manifest.digest
+    result: dict[str, Any] = {key: facts[key] for key in FACTS if key in facts}
+    result |= {"context": most, "version": announced.version, "digest": digest}
+    file = context.models_dir / digest / BUNDLE_FILE
+
+    def read() -> None:
+        """Read the tokenizer on the copier's thread, because it may have 30 MB."""
+        text = read_bundle(file).generation if wants_tokenizer else None
+        if text is not None:
+            result.update(
+                tokenizer=text.tokenizer, chat_template=text.chat_template, special=text.special
+            )
+        reply(None)
+
+    def reply(error: PipeSwitchError | None) -> None:
+        if error is not None:
+            error = ServerUnavailable(f'the tokenizer of "{header.model}" cannot be read')
+        context.call_soon(lambda: context.reply(client, header.id, body=result, error=error))
+
+    context.copier.put(read, reply)

@@ -15,17 +15,19 @@ from typing import Any, cast
 
 import pytest
 
+from pipeswitch.extras.text import caches
+from pipeswitch.extras.text.caches import Cache
 from pipeswitch.frontend.intake import request_pool
 from pipeswitch.frontend.intake.request_pool import PoolAllocation
 from pipeswitch.frontend.sequences.sequence_state import (
     SequenceOptions,
 )
-from pipeswitch.scheduler.memory import blocks, caches
+from pipeswitch.scheduler.memory import blocks
 from pipeswitch.scheduler.memory.blocks import Block, BlockNamespace, BlockTable, ModelBlocks
-from pipeswitch.scheduler.memory.caches import Cache
 from pipeswitch.scheduler.state.events import Token
 from pipeswitch.wire import slabs
-from tests.unit.sequence_world import MODEL, Key, Move, Request, World, done
+from tests.extras.text.unit.cache_world import CacheWorld, Key, Move, Request, done
+from tests.unit.sequence_world import MODEL
 
 PAGE = 512  # bytes of a block, which has two rows
 STRUCTS = (
@@ -38,6 +40,7 @@ STRUCTS = (
     Request,
 )
 UNTOLD = ("number", "caller", "announced", "steps", "token")
+WORDS = [1 + n % 9 for n in range(20)]
 SIZES = (
     (blocks, "BLOCK_ROWS", 2),
     (blocks, "BLOCK_BYTES", 0),
@@ -60,7 +63,7 @@ class Scope:
     story: tuple[Move, ...] = ()  # moves that are made before the search
     hows: tuple[str, ...] = ("ok", "refused")
 
-    def moves(self, world: World) -> Iterator[Move]:
+    def moves(self, world: CacheWorld) -> Iterator[Move]:
         for key in self.keys if world.numbers else self.keys[:1]:  # at first, keys are equivalent
             request = world.live.get(key)
             if request is None:
@@ -84,12 +87,12 @@ def _fields(one: Any) -> Any:
     return _blank, (type(one),), (None, fields)
 
 
-def thawed(data: bytes) -> World:
-    world: World = pickle.loads(data)
+def thawed(data: bytes) -> CacheWorld:
+    world: CacheWorld = pickle.loads(data)
     return world
 
 
-def shape_of(world: World) -> int:
+def shape_of(world: CacheWorld) -> int:
     """Return a hash that is equal for states that behave equally."""
     numbers: dict[int, int] = {}
 
@@ -119,7 +122,7 @@ def shape_of(world: World) -> int:
 
 def explore(scope: Scope) -> int:
     """Visit all states; return their number. A move's exception gets the moves so far as a note."""
-    root = World(scope.pages * PAGE, steps=max(map(len, RUNS)))
+    root = CacheWorld(scope.pages * PAGE, steps=max(map(len, RUNS)))
     for move in scope.story:
         root.move(move)
     shapes, frontier = {shape_of(root)}, [(pickle.dumps(root), scope.story)]
@@ -169,8 +172,28 @@ def test_no_order_of_moves_lends_rows_of_other_tokens_or_loses_memory(
     assert explore(SCOPES[name]) > 100
 
 
+@pytest.mark.parametrize("when", ["between runs", "cached", "shared"])
+def test_a_model_that_is_gone_leaves_no_cache_no_block_and_no_tokens(when: str) -> None:
+    world = CacheWorld(1 << 20)
+    for move in (*done(("a", "2"), [2, 3] * 10, [1]), ("end", ("a", "2")), *done(ONE, WORDS, [1])):
+        world.move(move)
+    if when == "cached":
+        world.move(("end", ONE))
+    elif when == "shared":
+        world.move(("begin", ("a", "3"), (*WORDS, 1), "ok"))
+    world.sequences.retract("other")
+    assert world.sequences.blocks.unlocked
+    world.sequences.retract("m")
+    for key in list(world.live):  # end them, because the scheduler refuses their next runs
+        world.move(("end", key))
+    assert world.sequences.as_dict()["sequences_by_model"].get("m", {}).get("sequences", 0) == 0
+    assert not world.sequences.held
+    assert not world.sequences.blocks.unlocked
+    assert world.pool.is_empty
+
+
 def test_a_generation_does_not_take_the_name_of_its_callers_sequence() -> None:
-    world, client = World(1 << 20), cast(Any, None)
+    world, client = CacheWorld(1 << 20), cast(Any, None)
     own = [world.sequences._made(("a", f"generation-{n}"), client, MODEL) for n in (3, 4)]
     for sequence in own:
         options = SequenceOptions(id=sequence.key[1], starts=True, ends=False)

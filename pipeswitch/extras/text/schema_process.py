@@ -5,12 +5,12 @@ from __future__ import annotations
 import os
 import signal
 
-from pipeswitch.base.errors import InvalidInput
-from pipeswitch.ipc.channel import Channel
-from pipeswitch.ipc.messages.base import OpId
-from pipeswitch.ipc.messages.stage import CheckSchema, StageFailed, StageReady
-from pipeswitch.programs.decoding.grammar import try_schema
-from pipeswitch.sandbox.confine import confine_worker, missing
+from ...base.errors import InvalidInput
+from ...ipc.channel import Channel
+from ...ipc.messages.base import OpId
+from ...ipc.messages.stage import CheckSchema, StageFailed, StageReady
+from ...programs.decoding.grammar import try_schema
+from ...sandbox.confine import confine_worker, missing
 
 SCHEMA_S = 0.2  # processor time to prepare a schema and the first tokens of an answer
 SCHEMA_BYTES = 256 << 20

@@ -12,13 +12,13 @@ from typing import Any, cast
 
 import msgspec
 
-from ..base.errors import Cancelled, InvalidInput
-from ..programs.decoding.generation_settings import IDS
-from ..programs.decoding.model_config import LanguageModelConfig, Token, ending_of, tokenizer_of
-from ..programs.decoding.output import Decode, OutputProcessor, StopCriteria
-from ..programs.decoding.sampling import Sampling
-from ..wire.frames import WireTensor
-from ..wire.request_timing import RequestTiming
+from ...base.errors import Cancelled, InvalidInput
+from ...programs.decoding.generation_settings import IDS
+from ...programs.decoding.model_config import LanguageModelConfig, Token, ending_of, tokenizer_of
+from ...programs.decoding.output import Decode, OutputProcessor, StopCriteria
+from ...programs.decoding.sampling import Sampling
+from ...wire.frames import WireTensor
+from ...wire.request_timing import RequestTiming
 
 
 class GenerateRequest:

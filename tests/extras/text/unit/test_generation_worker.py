@@ -17,14 +17,21 @@ from pipeswitch.workers.inference import decode
 from pipeswitch.workers.inference.decode import DecodeRunner
 from pipeswitch.workers.inference.pool import MappedPool
 from pipeswitch.workers.inference.task import _inputs, _write
-from tests.unit import test_sequence_room as allocation
-from tests.unit.test_sequence_room import MANIFEST, ROW, WORDS, fed, prompt, recomputed
+from tests.extras.text.unit import test_generation_room as allocation
+from tests.extras.text.unit.test_generation_room import (
+    MANIFEST,
+    ROW,
+    WORDS,
+    fed,
+    prompt,
+    recomputed,
+)
 
 POOL_BYTES = 640 << 10
 
 
 class Program:
-    """Model of ``test_sequence_room``, as a program that reads padded tensors."""
+    """Model of ``test_generation_room``, as a program that reads padded tensors."""
 
     manifest = MANIFEST
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Container
+from collections.abc import Container, Iterable, Iterator, Mapping
 from typing import Any, Final
 
 import msgspec
@@ -12,10 +12,10 @@ import msgspec
 from ...ipc.messages.base import OpId, SlabTensor
 from ...programs.interface.dims import shape_at
 from ...programs.interface.layout import CACHE, ITEM_BYTES, Manifest, ValueSpec, aligned
+from ...scheduler.memory import blocks
+from ...scheduler.memory.blocks import BlockPool, BlockTable, Tokens, beside_bytes, rows_of_block
+from ...scheduler.state.events import ModelAvailable, Token
 from ...wire.slabs import SLAB_ALIGN_BYTES
-from ..state.events import ModelAvailable, Token
-from . import blocks
-from .blocks import BlockPool, BlockTable, Tokens, beside_bytes, rows_of_block
 
 PIECES: Final = 8  # a step has at most 1/8 of the longest cache's rows
 SMALL_BYTES: Final = 64 << 10  # limit of a step's request without its ids
@@ -37,11 +37,6 @@ class Cache(msgspec.Struct, kw_only=True, eq=False):
     @property
     def name(self) -> str:
         return f"generation-{self.number}"
-
-    @property
-    def spec(self) -> tuple[ValueSpec, tuple[int, ...]]:
-        """Spec of the model's cache input, and the shape of one row."""
-        return _spec(self.announced.manifest)
 
     @property
     def row(self) -> dict[str, Any]:
@@ -98,7 +93,7 @@ class Caches:
         Raises:
             QueueFull: the caller's share, or the pool, is used up.
         """
-        table, (spec, width) = cache.table, cache.spec
+        table, (spec, width) = cache.table, _spec(cache.announced.manifest)
         self.blocks.resize(table, row_count)
         rows = max(table.used, 1)
         if table.used:
@@ -122,6 +117,31 @@ class Caches:
         self.counts += Counter()  # removes models without caches
         self.blocks.close(cache.table)
 
+    # ---- ``StateReport`` -----------------------------------------------------------------------
+
+    def rows(self) -> Iterator[dict[str, Any]]:
+        return (one.row for one in [*self.held.values()])
+
+    def find(self, name: str, caller: str) -> Token | None:
+        cache = self.held.get(name)
+        return cache.token if cache is not None and cache.caller == caller else None
+
+    def as_dict(self) -> Mapping[str, int]:
+        return {
+            "sequences": len(self.held),
+            "sequence_steps": self.steps,
+            "tokens_reused": self.tokens_reused,
+        }
+
+    def by_model(self) -> Iterable[tuple[str, Mapping[str, int]]]:
+        for model, count in self.tokens.items():
+            yield model, {"tokens": count}
+        for model, count in self.counts.items():
+            yield model, {"sequences": count}
+
+    def retract(self, model: str) -> None:
+        self.tokens.pop(model, None)
+
 
 def longest(manifest: Manifest, share_bytes: int) -> tuple[int, int]:
     """Return the maximum number of tokens of a prompt with its answer, and of one step.
@@ -139,5 +159,6 @@ def longest(manifest: Manifest, share_bytes: int) -> tuple[int, int]:
 
 
 def _spec(manifest: Manifest) -> tuple[ValueSpec, tuple[int, ...]]:
+    """Return the spec of the model's cache input, and the shape of one row."""
     [spec] = [one for one in manifest.inputs if one.name == CACHE]
     return spec, shape_at(spec.shape[2:], {})

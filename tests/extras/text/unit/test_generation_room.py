@@ -11,6 +11,7 @@ import random
 import zlib
 from collections import deque
 from collections.abc import Callable, Collection
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, Final
 
@@ -28,16 +29,18 @@ from pipeswitch.base.errors import (
     from_wire,
 )
 from pipeswitch.base.roles import Principal
-from pipeswitch.frontend.generations import Generations
+from pipeswitch.extras.text.caches import longest
+from pipeswitch.extras.text.generations import Generations
 from pipeswitch.frontend.inference import Inference
 from pipeswitch.frontend.intake.request_pool import RequestPool
+from pipeswitch.frontend.kinds import KindContext
 from pipeswitch.frontend.requests import Requests
-from pipeswitch.frontend.schemas import SchemaChecks
 from pipeswitch.frontend.sequences.manager import IDLE_MS, Sequences
 from pipeswitch.frontend.transport.clients import Session
 from pipeswitch.ipc.control_page import sealed_memfd
-from pipeswitch.ipc.messages.base import ModelName, SlabTensor
+from pipeswitch.ipc.messages.base import ModelName, OpId, SlabTensor
 from pipeswitch.ipc.messages.run import Run
+from pipeswitch.ipc.messages.stage import StageFailed, StageReady
 from pipeswitch.programs.decoding.generation_settings import (
     CACHE_NEW,
     COUNT,
@@ -50,7 +53,6 @@ from pipeswitch.programs.decoding.generation_settings import (
 from pipeswitch.programs.decoding.sampling import Sampling
 from pipeswitch.programs.interface.dims import Dim
 from pipeswitch.programs.interface.layout import CACHE, Manifest, ValueSpec
-from pipeswitch.scheduler.memory.caches import longest
 from pipeswitch.scheduler.state import events as ev
 from pipeswitch.wire.frames import RequestHeader, WireTensor, decode_reply
 from tests.unit.sequence_world import gathered
@@ -161,11 +163,12 @@ class Rig:
             max_bytes=1 << 30,
             deadline_ms=None,
         )
-        self.schemas, self.checks = SchemaChecks(), list[str]()
-        self.schemas.send = self.checks.append
-        self.generations = Generations(
-            self.inference, lambda client, outgoing: self.heard(outgoing.frames), self.schemas
-        )
+        self.checks = list[str]()  # schemas that processes try
+        nobody: Any = SimpleNamespace(reply=None)
+        context = KindContext(self.inference, nobody, Path())
+        context.fork = self.fork
+        self.generations = Generations(context)
+        self.sequences.others.append(self.generations.states)
         self.inference.models.announce(
             ev.ModelAvailable(model=ModelName("m"), manifest=MANIFEST, priority=1)
         )
@@ -173,6 +176,11 @@ class Rig:
         self.talks: list[Talk] = []
         self.count = self.waits = 0
         self.chances: list[Any] = []  # log probabilities that workers report with any tokens
+
+    def fork(self, _: str, settings: Any, on_end: Callable[[Any, int], None]) -> None:
+        """Take note of a schema that a process should try."""
+        self.checks.append(settings.schema)
+        self.on_tried = on_end
 
     def client(self, tenant: str) -> Session:
         return Session(peer=SimpleNamespace(), principal=Principal(tenant=tenant))
@@ -198,7 +206,9 @@ class Rig:
         """Answer the schema that is being tried, like its process; None: the process ends."""
         self.checks.pop()
         assert not self.checks, "two schemas are tried at once"
-        self.schemas.done(error)
+        ready = StageReady(pid=1)
+        failed = StageFailed(op_id=OpId(0), reason=error or "")
+        self.on_tried(None if error is None else failed if error else ready, 0)
         self.turn()
 
     def compute(self, tokens: Collection[int], error: PipeSwitchError | None = None) -> None:
@@ -302,6 +312,7 @@ class Rig:
         if isinstance(event, ev.InferArrived):
             self.computing[event.token] = event.run
         elif isinstance(event, ev.PoolFreed):
+            self.sequences.expire()
             for token, run in self.generations.poll({}):
                 if token in self.between:
                     self.wait_or_compute(token, run)

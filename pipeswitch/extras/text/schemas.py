@@ -1,33 +1,35 @@
-"""Schemas of answers: a process beside the device tries each new one (``schema.check_schema``).
+"""Schemas of answers: a process beside the device tries each new one (``schema_process``).
 
 A worker prepares a schema in a run, so only those that this process prepared in time reach it.
 """
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Callable
+from functools import partial
 from typing import Final
 
-from ..base.errors import InvalidInput, PipeSwitchError, ServerUnavailable
-from ..base.quotas import FairQuota, TurnQueue
-from .requests import Pending
+from ...base.errors import InvalidInput, PipeSwitchError, ServerUnavailable
+from ...base.quotas import FairQuota, TurnQueue
+from ...frontend.kinds import KindContext
+from ...frontend.requests import Pending
+from ...ipc.messages.base import Message
+from ...ipc.messages.stage import CheckSchema, StageFailed
+from ...programs.decoding.grammar import costly_refusal
 
 MAX_WAITING: Final = 64  # requests whose schemas wait to be tried; each may take 0.2 s
 MAX_RESULTS: Final = 1024  # results that are kept; a schema has at most 8 KiB
+_BY_LIMITS: Final = (-signal.SIGPROF, -signal.SIGABRT, -signal.SIGSEGV)  # exits of llguidance
 
 Waiting = tuple[Pending, str, Callable[[PipeSwitchError | None], None]]
 
 
 class SchemaChecks:
-    """Results of schemas, and the requests that wait for one. Callers take turns.
+    """Results of schemas, and the requests that wait for one. Callers take turns."""
 
-    Attributes:
-        send: sends a schema to the process; the controller sets it, and calls ``done`` afterwards.
-    """
-
-    send: Callable[[str], None]
-
-    def __init__(self) -> None:
+    def __init__(self, context: KindContext) -> None:
+        self._context = context
         self._errors: dict[str, str] = {}  # schema -> error; empty: the schema can be used
         self._turns: TurnQueue[str] = TurnQueue()
         self._waiting: dict[str, list[Waiting]] = {}
@@ -60,12 +62,19 @@ class SchemaChecks:
         while not self._current and (schema := self._turns.take()):
             self._current = schema
             if not all(pending.is_cancelled for pending, _, _ in self._waiting[schema]):
-                self.send(schema)
+                settings = CheckSchema(schema=schema)
+                self._context.fork("sch", settings, partial(self._tried, schema))
                 return
             self._pass_on(None)
 
-    def done(self, error: str | None) -> None:
-        """Record a result: the error, "" if there is none, or None if the process was lost."""
+    def _tried(self, schema: str, message: Message | None, status: int) -> None:
+        """Record the result of a process; if it ended by its limits of time and memory, refuse the
+        schema. If it was lost, its requests fail, and the next one tries again."""
+        error: str | None = None
+        if message is not None:
+            error = message.reason if isinstance(message, StageFailed) else ""
+        elif status in _BY_LIMITS:
+            error = costly_refusal(schema).message
         if error is not None:
             self._errors[self._current] = error
             if len(self._errors) > MAX_RESULTS:

@@ -1,7 +1,7 @@
 """Generations: requests for text, each computed in one or more runs (docs/adr/0062).
 
-Generations are a kind of run (``RunKind``): when a run ends, the scheduler requests the next one
-here at once. Token ids and caches (blocks of the request pool, which workers write to) are here.
+When a run ends, the scheduler requests the next one here at once (``requests.Kind``). Token ids and
+caches (blocks of the request pool, which workers write to) are here.
 
 A generation whose cache needs more memory than is free waits. If none can continue, the youngest
 gives up its cache and computes it again later, from its ids.
@@ -12,90 +12,67 @@ from __future__ import annotations
 import functools
 import math
 from array import array
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Final, cast
 
 from msgspec.structs import replace
 
-from ..base.errors import Cancelled, PipeSwitchError, QueueFull, TaskFailed
-from ..ipc.messages.base import OpId, SlabTensor
-from ..ipc.messages.run import Run
-from ..programs.decoding.generation_settings import COUNT, IDS, MOST_STEPS, USED
-from ..programs.interface.layout import CACHE, ITEM_BYTES, TENSOR_ALIGN_BYTES, aligned
-from ..scheduler.memory.blocks import BlockTable, tokens_of
-from ..scheduler.memory.caches import Cache
-from ..scheduler.state.events import InferArrived, PoolFreed, Reply, Token
-from ..scheduler.state.records import Request
-from ..wire.frames import RequestHeader
-from .inference import Inference
-from .intake.request_pool import PoolAllocation
-from .intake.validation import Body
-from .requests import Pending
+from ...base.errors import Cancelled, PipeSwitchError, QueueFull, TaskFailed
+from ...frontend.intake.request_pool import PoolAllocation
+from ...frontend.kinds import KindContext
+from ...frontend.requests import Handler, Pending
+from ...frontend.sequences.manager import StateReport
+from ...frontend.transport.clients import Session
+from ...ipc.messages.base import OpId, SlabTensor
+from ...ipc.messages.run import Run
+from ...programs.decoding.generation_settings import COUNT, IDS, MOST_STEPS, USED
+from ...programs.interface.layout import CACHE, ITEM_BYTES, TENSOR_ALIGN_BYTES, Manifest, aligned
+from ...scheduler.memory.blocks import BlockTable, tokens_of
+from ...scheduler.state.events import InferArrived, PoolFreed, Reply, Token
+from ...scheduler.state.records import Request
+from ...wire.frames import RequestHeader
+from .caches import Cache, Caches, longest
+from .generation_state import Generation, answer_facts, generation_of
 from .schemas import SchemaChecks
-from .sequences.generation_state import GenerateBody, Generation, generation_of
-from .transport.clients import Outgoing, Session
-from .transport.replies import reply_frames
 
 AGAIN: Final = "wait for answers, or raise [server] pool"
-WORD_BYTES: Final = ITEM_BYTES["int64"]
 PIECE_MS: Final = 100.0  # limit of a prompt's piece; a running answer then gets one step
 LEAST_PIECE: Final = 64  # ids; with fewer, copying the cache takes longer than reading the ids
 MAX_SPARE: Final = 4  # a run reuses an allocation of up to this many times its needs
 
 
 class Generations:
-    """State of all generations (``RunKind``). Only the loop's thread uses it."""
+    """State of all generations (``requests.Kind``). Only the loop's thread uses it."""
 
-    def __init__(
-        self,
-        inference: Inference,
-        send: Callable[[Session, Outgoing], None],
-        schemas: SchemaChecks,
-    ) -> None:
-        """Start without generations; ``send`` sends a reply."""
-        self._schemas = schemas
-        self._inference, self._send, self._requests = inference, send, inference.requests
-        self._pool, self._sequences = inference.requests.pool, inference.requests.sequences
-        self._caches = self._sequences.caches
-        self._take, self._answer = inference.take, inference.answer
-        self._call_soon = inference.call_soon
+    def __init__(self, context: KindContext) -> None:
+        self._context, self._pool = context, context.pool
+        self._schemas = SchemaChecks(context)
+        self._caches = Caches(context.blocks, context.sequence_keys)
+        self.states: StateReport = self._caches
+        self._take, self._answer, self._call_soon = context.take, context.answer, context.call_soon
         self._live: dict[int, Pending] = {}  # token -> generation that has not ended
         self._waiting: dict[int, Pending] = {}  # token -> generation that waits for memory
         self._pieces: dict[str, int] = {}  # program digest -> ids that it reads in ``PIECE_MS``
         self._reading: set[int] = set()  # tokens of generations whose next run reads a piece
         self._is_looking = False  # ``PoolFreed`` is on its way, or ``poll`` runs
+        show = functools.partial(answer_facts, context)
+        self.handlers: Mapping[str, Handler] = {"generate": self.generate, "generation": show}
 
     def generate(self, client: Session, header: RequestHeader, tensors: Sequence[Any]) -> None:
         """Accept a request of verb ``generate``, and answer that it was accepted."""
-        arrival, body = self._inference.arrival_of(client), Body("generate", header.body)
-        arrival.read_asker(body)
-        caller = arrival.origin.caller
-        announced = self._inference.models.find(header.model, arrival.version, caller)
-        request: GenerateBody = body.rest(GenerateBody)
-        share_bytes = self._pool.share_bytes
-        generation = generation_of(client, caller, header, tensors, request, announced, share_bytes)
-        generation.began_at_ms = arrival.origin.arrived_at_ms
-        self._inference.read_urgency(arrival, header, announced)
-        if any(one.caller == caller for one in self._waiting.values()):
+        request = self._context.read(client, header, tensors)
+        generation = generation_of(request, self._pool.share_bytes)
+        if any(one.caller == generation.caller for one in self._waiting.values()):
             raise QueueFull("running answers wait for memory in the pool", hint=AGAIN, limit="pool")
-        options, where = generation.sampling.options, arrival.origin.connection
+        options, where = generation.sampling.options, request.arrival.origin.connection
         schema = "" if options is None else options.json_schema
         is_usable = not schema or self._schemas.admit(schema, where)
-        run = self._prepared(generation, self._requests.next_token, header.id)
-        pending = self._requests.accept(client, header)
-        pending.generation, pending.caller, pending.trace_id = generation, caller, arrival.trace_id
-        pending.bytes_in = sum(map(len, tensors))
+        run = self._prepared(generation, self._context.next_token, header.id)
+        pending, event = self._context.accept(self, request, run, generation)
         self._live[pending.token] = pending
-        event = InferArrived(
-            token=pending.token,
-            model=announced.model,
-            digest=announced.manifest.digest,
-            run=run,
-            origin=arrival.origin,
-            tenant=announced.tenant,
-        )
-        accepted = {"prompt_tokens": generation.prompt_count, "max_tokens": generation.most}
-        self._call_soon(functools.partial(self._accepted, pending, accepted))
+        body = {"prompt_tokens": generation.prompt_count, "max_tokens": generation.most}
+        accepted = functools.partial(self._answer, Reply(token=pending.token, body=body, more=True))
+        self._call_soon(accepted)
         if is_usable:
             self._take(event)
         else:
@@ -180,7 +157,8 @@ class Generations:
             allocation = self._fit_room(generation)
         except PipeSwitchError:
             if is_new:
-                self._close(cache)
+                self._caches.close(cache)
+                self.wake_at()
             raise
         generation.cache, generation.number = cache, generation.number or cache.number
         count, at = generation.count, allocation.input_offset_bytes
@@ -236,7 +214,7 @@ class Generations:
     def _fit_room(self, generation: Generation) -> PoolAllocation:
         """Return pool memory for the next run's inputs: the last run's, if its size fits."""
         input_bytes = 2 * TENSOR_ALIGN_BYTES
-        input_bytes += aligned(WORD_BYTES * generation.count, TENSOR_ALIGN_BYTES)
+        input_bytes += aligned(ITEM_BYTES["int64"] * generation.count, TENSOR_ALIGN_BYTES)
         allocation = generation.allocation
         if allocation is not None:
             if input_bytes <= allocation.held_bytes <= MAX_SPARE * input_bytes:
@@ -277,21 +255,14 @@ class Generations:
         op_id = OpId(timing.op_id if timing is not None else 0)
         self._caches.append(cache, fed, op_id, len(tokens))
         if tokens and not generation.token_count:
-            generation.first_token_ms = self._inference.now_ms() - generation.began_at_ms
+            generation.first_token_ms = self._context.now_ms() - generation.began_at_ms
         generation.ids.extend(tokens)
         if generation.count == 1:
             generation.ahead = min(2 * len(tokens), MOST_STEPS)
         return None
 
-    def _accepted(self, pending: Pending, body: dict[str, Any]) -> None:
-        """Send the reply that a generation was accepted."""
-        client = pending.client
-        if not client.is_gone and pending.token in self._live:
-            frames = reply_frames(pending.request_id, client.session, body=body, more=True)
-            self._send(client, Outgoing(frames=frames))
-
     def drop(self, pending: Pending) -> None:
-        """Free a generation's cache and inputs at its end; a second call does nothing."""
+        """Free a generation's cache and inputs at its end (``Kind.drop``)."""
         generation = _of(pending)
         self._live.pop(pending.token, None)
         self._waiting.pop(pending.token, None)
@@ -299,6 +270,15 @@ class Generations:
         self._give_room_back(generation)
         self._drop_cache(generation)
         self.wake_at()
+
+    def notes(self, manifest: Manifest) -> Sequence[str]:
+        """Return a note if the pool limits the length of a model's answers (``Kind.notes``)."""
+        facts = manifest.extra.get("generation")
+        count = longest(manifest, self._pool.share_bytes)[0] if facts else 0
+        if not facts or count >= facts["context"]:
+            return ()
+        most = f"{count} tokens with its prompt, of {facts['context']}"
+        return (f"an answer has at most {most}: [server] pool has room for no more",)
 
     # ---- waiting for memory --------------------------------------------------------------------
 
@@ -315,7 +295,6 @@ class Generations:
         Each caller's generations continue in the order in which they began. If one has no memory,
         the youngest that waits gives up its cache and computes it again later. The oldest always
         continues, so all of them end."""
-        self._sequences.expire()  # first, so that the loop below can use the memory that this frees
         behind, count, free_bytes = set[str](), len(self._waiting), self._free_bytes
         runs: list[tuple[Token, Run]] = []
         for one in sorted(self._waiting.values(), key=_began):
@@ -333,7 +312,7 @@ class Generations:
 
     @property
     def _free_bytes(self) -> int:
-        return self._pool.free_bytes + self._sequences.blocks.cached_bytes
+        return self._pool.free_bytes + self._context.blocks.cached_bytes
 
     def _retried(self, one: Pending) -> Run | None:
         """Return a waiting generation's next run; None: there is still no memory for it."""
@@ -363,15 +342,12 @@ class Generations:
     def _drop_cache(self, generation: Generation) -> None:
         cache, generation.cache = generation.cache, None
         if cache is not None:
-            self._close(cache)
-
-    def _close(self, cache: Cache) -> None:
-        self._caches.close(cache)
-        self.wake_at()
+            self._caches.close(cache)
+            self.wake_at()
 
 
 def _of(pending: Pending) -> Generation:
-    return cast(Generation, pending.generation)
+    return cast(Generation, pending.state)
 
 
 def _began(one: Pending) -> tuple[float, int]:
