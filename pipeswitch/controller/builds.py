@@ -78,7 +78,7 @@ def without_folders(failed: BuildFailed) -> BuildFailed:
 
 
 def _builder(command: StartBuild | BuildDone) -> Address:
-    return Address("builder", generation=command.op_id)
+    return Address("builder", incarnation=command.op_id)
 
 
 class Builds:

@@ -110,7 +110,7 @@ class DeviceEffects:
                     self._bound[target] = tenant
                     descriptors += self._memory_for(command.message)
                 case worker_msg.RunJob(share=group) if group:
-                    reader = self._index, target.slot, target.generation
+                    reader = self._index, target.slot, target.incarnation
                     descriptors.append(self._memory.ring_of(group, reader))
         except OSError as error:  # the scheduler replaces a killed worker and tries again
             log.error("worker=%d not bound: %s", target.slot, error)
@@ -240,10 +240,10 @@ class DeviceEffects:
             self._share.control_page.write_tiles(slot, 0, 0)
             del self._handed[target]
             self._context.frontend.pool.tidy(self._bound.pop(target, ""))
-            self._memory.leave_ring((self._index, slot, target.generation))
+            self._memory.leave_ring((self._index, slot, target.incarnation))
             self._take(ev.Exited(target, status, begun))
 
-        self._children.kill(replace(target, generation=target.generation - 1))
+        self._children.kill(replace(target, incarnation=target.incarnation - 1))
         self._handed[target] = {}
         self._share.control_page.write_begun(slot, 0)
         settings = worker_msg.WorkerSettings(

@@ -76,7 +76,7 @@ class StageEffects:
         def on_exit(status: int) -> None:
             on_end(messages[0] if messages else None, status)
 
-        address = Address("stage", slot=_NO_SLOT, generation=next(self._numbers))
+        address = Address("stage", slot=_NO_SLOT, incarnation=next(self._numbers))
         self._children.fork(address, f"pipeswitch-{name}", settings, [], on_message, on_exit)
 
     def close(self) -> None:

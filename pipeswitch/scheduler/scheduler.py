@@ -277,7 +277,7 @@ class Scheduler:
 
     def _from_daemon(self, event: ev.Received) -> None:
         device = self.machine.devices[event.source.device]
-        if not device.is_current_generation(event.source):
+        if not device.is_current_daemon(event.source):
             self.core.counts["stale_messages"] += 1
             return
         match event.message:
@@ -313,7 +313,7 @@ class Scheduler:
     def _daemon_exited(self, event: ev.Exited) -> None:
         index = event.source.device
         device = self.machine.devices[index]
-        if not device.is_current_generation(event.source):
+        if not device.is_current_daemon(event.source):
             return
         self.publishing.daemon_died(index)
         device.daemon_exited(event)

@@ -148,8 +148,8 @@ class Stage(World):
 
     def from_worker(self, slot: Slot, message: Message) -> None:
         worker = self.state.workers.get(slot)
-        generation = worker.generation if worker is not None else 1
-        self.hear(ev.Received(ev.Address("worker", 0, slot, generation), message))
+        incarnation = worker.incarnation if worker is not None else 1
+        self.hear(ev.Received(ev.Address("worker", 0, slot, incarnation), message))
 
     # -- the frames of an input ---------------------------------------------------------------
 

@@ -85,7 +85,7 @@ JOB = Codec(
         records.JobSwap,
     ),
 )
-WORKER = Codec(records.Worker, drop=("generation",))
+WORKER = Codec(records.Worker, drop=("incarnation",))
 SHOWN_OF_TASK = ("queued_until_ms", "charge")  # only times and the callers' accounts read them
 ACTIVATION = Codec(records.RunningTask, drop=SHOWN_OF_TASK)
 
@@ -239,7 +239,7 @@ class Brain:
             "versions": ("models",),
             "admission": ("_models",),
             "store": ("images",),
-            "daemon": ("generation", "pid", "is_ready", "is_given_up"),
+            "daemon": ("incarnation", "pid", "is_ready", "is_given_up"),
         }
         parts = [*vars(scheduler).items(), ("store", machine.store)]
         parts = [(name, part) for name, part in parts if not name.startswith("_")]
@@ -259,7 +259,7 @@ class Brain:
     def freeze(self, e: Add) -> Any:
         """Return the scheduler's state as a tuple; pass its operation ids to ``e``.
 
-        Generations of processes are not included: only the caller knows which late messages exist.
+        Incarnations of processes are not included: only the caller knows which late messages exist.
         """
         core, machine = self.scheduler.core, self.scheduler.machine
         for part, still in self._still:
@@ -304,10 +304,10 @@ class Brain:
         )
 
     def thaw(
-        self, frozen: Any, n: Next, last_epoch: int, generations: Sequence[Sequence[int]]
+        self, frozen: Any, n: Next, last_epoch: int, incarnations: Sequence[Sequence[int]]
     ) -> None:
-        """Set the scheduler to a frozen state. ``generations`` has a tuple for each device: the
-        generation of the daemon, then the generation of each worker slot."""
+        """Set the scheduler to a frozen state. ``incarnations`` has a tuple for each device: the
+        incarnation of the daemon, then the incarnation of each worker slot."""
         core, machine = self.scheduler.core, self.scheduler.machine
         core.now_ms, due_ms, core.is_stopped, core.drain_at_ms, models, store, images, devices = (
             frozen
@@ -321,13 +321,13 @@ class Brain:
         _thaw_regions(machine.store.regions, store, n)
         machine.store.images = dict(images)
         core.pins = {name: None for name, model in machine.models.items() if model.want_pinned}
-        for device, one, numbers in zip(machine.devices, devices, generations, strict=True):
+        for device, one, numbers in zip(machine.devices, devices, incarnations, strict=True):
             self._thaw_device(device, one, n, numbers)
         if not core.is_stopped:
             self.scheduler.check_settled()
 
     def _thaw_device(
-        self, device: Device, frozen: Any, n: Next, generations: Sequence[int]
+        self, device: Device, frozen: Any, n: Next, incarnations: Sequence[int]
     ) -> None:
         core, state, worker_pool = self.scheduler.core, device.state, device.worker_pool
         (
@@ -368,9 +368,9 @@ class Brain:
             state.awaiting_model.add(state.requests[token])
         state.jobs = {t[0]: self._jobs.thaw(t, n) for t in jobs}
         state.workers = {t[0]: self._workers.thaw(t, n) for t in workers}
-        for worker, generation in zip(state.workers.values(), generations[1:], strict=True):
-            worker.generation = generation
-        state.daemon.generation = generations[0]
+        for worker, incarnation in zip(state.workers.values(), incarnations[1:], strict=True):
+            worker.incarnation = incarnation
+        state.daemon.incarnation = incarnations[0]
         state.owner = owner = DeviceOwner()
         owner.running = None if running is None else self._tasks.thaw(running, n)
         owner.pending = None if pending is None else self._tasks.thaw(pending, n)

@@ -1,6 +1,6 @@
 """Conversion of live records into plain tuples and back, so that states can be compared.
 
-Absolute values of operation ids, turns and process generations mean nothing. So operation ids are
+Absolute values of operation ids, turns and process incarnations mean nothing. So operation ids are
 extracted in a fixed order and renumbered, and states that differ only in these counters count as
 one state. Ids that some code compares by size are extracted as negative numbers, and stay negative
 in a frozen state. So a part that has not changed since it was thawed keeps its frozen form.

@@ -34,7 +34,7 @@ PERFORMED: Final = (
     ev.StartBuild,
     ev.Shutdown,
 )
-Generations = tuple[tuple[int, ...], ...]  # for each device: of the daemon, then of each slot
+Incarnations = tuple[tuple[int, ...], ...]  # for each device: of the daemon, then of each slot
 # Result of an event: the commands, the error that ``check`` raised, and the state afterwards.
 Consequence = tuple[tuple[ev.Command, ...], AssertionError | None, "Moment"]
 
@@ -42,14 +42,14 @@ Consequence = tuple[tuple[ev.Command, ...], AssertionError | None, "Moment"]
 class Moment:
     """One state of the scheduler, with the part of it that the world may read."""
 
-    __slots__ = ("generations", "home", "kept", "last_epoch", "next", "seen")
+    __slots__ = ("home", "incarnations", "kept", "last_epoch", "next", "seen")
 
     def __init__(
-        self, packed: Kept, frozen: Any, generations: Generations, last_epoch: int
+        self, packed: Kept, frozen: Any, incarnations: Incarnations, last_epoch: int
     ) -> None:
         self.kept = packed
         self.home = crc32(packed[0])  # chooses the process that has the results in its cache
-        self.generations = generations
+        self.incarnations = incarnations
         self.last_epoch = last_epoch
         self.seen = sight(frozen)
         self.next: dict[Any, Consequence] = {}
@@ -91,9 +91,9 @@ class Recall:
         """Make a known moment the current one."""
         self._at, self.is_live = moment, False
 
-    def moment_of(self, packed: Kept, generations: Generations) -> Moment:
+    def moment_of(self, packed: Kept, incarnations: Incarnations) -> Moment:
         """Return the moment that has this frozen form."""
-        return self._moment(packed, None, generations, FIRST_EPOCH)
+        return self._moment(packed, None, incarnations, FIRST_EPOCH)
 
     def forget(self, beyond: int) -> None:
         """Clear the cache if it has more than ``beyond`` moments, to bound its memory."""
@@ -137,21 +137,21 @@ class Recall:
             return frozen[0]
 
         packed = frozen_part(freeze, self._brain)
-        generations = tuple(
+        incarnations = tuple(
             [
-                (state.daemon.generation, *[w.generation for w in state.workers.values()])
+                (state.daemon.incarnation, *[w.incarnation for w in state.workers.values()])
                 for state in [device.state for device in machine.devices]
             ]
         )
-        return self._moment(packed, frozen[0], generations, core.last_epoch)
+        return self._moment(packed, frozen[0], incarnations, core.last_epoch)
 
     def _moment(
-        self, packed: Kept, frozen: Any, generations: Generations, last_epoch: int
+        self, packed: Kept, frozen: Any, incarnations: Incarnations, last_epoch: int
     ) -> Moment:
-        key = (*packed, generations, last_epoch)
+        key = (*packed, incarnations, last_epoch)
         moment = self._moments.get(key)
         if moment is None:
-            moment = Moment(packed, frozen or marshal.loads(packed[0]), generations, last_epoch)
+            moment = Moment(packed, frozen or marshal.loads(packed[0]), incarnations, last_epoch)
             self._moments[key] = moment
         return moment
 
@@ -162,7 +162,7 @@ class Recall:
             marshal.loads(moment.kept[0]),
             reader(moment.kept[1]),
             moment.last_epoch,
-            moment.generations,
+            moment.incarnations,
         )
 
 

@@ -17,7 +17,7 @@ class Thawed:
 
     def __init__(self, world: Any, frozen: Any) -> None:
         bodies, counts, rest, epochs = frozen
-        (slots, ghosts, self._areas, self._images, *others, self._budgets, generations) = rest
+        (slots, ghosts, self._areas, self._images, *others, self._budgets, incarnations) = rest
         self._clients, self._left = others
         parts: list[Kept] = []
         begin = 0
@@ -25,11 +25,11 @@ class Thawed:
             parts.append((body, epochs[begin : begin + count]))
             begin += count
         self._moment: Moment = world.recall.moment_of(
-            parts[0], tuple([(1, *[current for current, _ in of]) for of in generations])
+            parts[0], tuple([(1, *[current for current, _ in of]) for of in incarnations])
         )
         ranked = {
             key_of(index, Slot(slot)): rank
-            for index, of in enumerate(generations)
+            for index, of in enumerate(incarnations)
             for slot, rank in enumerate(of)
         }
         self._workers = {
@@ -41,7 +41,7 @@ class Thawed:
             world.worker_of(parts[i], key, older[key].pop(0))
             for i, key in enumerate(ghosts, start=1 + len(slots))
         ]
-        count = len(generations)
+        count = len(incarnations)
         daemons, devices = parts[-2 * count : -count], parts[-count:]
         self._daemons = {i: world.daemon_of(packed, i) for i, packed in enumerate(daemons)}
         self._kept_devices = [(world.device_of(packed), packed) for packed in devices]

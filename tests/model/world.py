@@ -222,23 +222,23 @@ class World(simulator.World):
         return packed if vars(scene.device) == before else frozen_part(freeze_device, scene.device)
 
     def _generations(self) -> tuple[Any, ...]:
-        """Return generations by device and slot, as ranks among those of live and dead workers."""
+        """Return incarnations by device and slot, as ranks among those of live and dead workers."""
         return tuple(
             [
                 tuple(
                     [
-                        self._ranked(generation, key_of(index, Slot(slot)))
-                        for slot, generation in enumerate(generations[1:])
+                        self._ranked(incarnation, key_of(index, Slot(slot)))
+                        for slot, incarnation in enumerate(incarnations[1:])
                     ]
                 )
-                for index, generations in enumerate(self.recall.moment.generations)
+                for index, incarnations in enumerate(self.recall.moment.incarnations)
             ]
         )
 
-    def _ranked(self, generation: int, key: Slot) -> tuple[int, tuple[int, ...]]:
-        ghosts = [ghost.address.generation for ghost in self.ghosts if _key(ghost) == key]
-        order = {g: i for i, g in enumerate(sorted({generation, *ghosts}), start=1)}
-        return order[generation], tuple([order[g] for g in ghosts])
+    def _ranked(self, incarnation: int, key: Slot) -> tuple[int, tuple[int, ...]]:
+        ghosts = [ghost.address.incarnation for ghost in self.ghosts if _key(ghost) == key]
+        order = {g: i for i, g in enumerate(sorted({incarnation, *ghosts}), start=1)}
+        return order[incarnation], tuple([order[g] for g in ghosts])
 
     def thaw(self, frozen: Any) -> None:
         """Set the world to a state from ``marshal.loads``. Setting the current one is cheap."""
@@ -247,15 +247,15 @@ class World(simulator.World):
         self._thawed[1].becomes(self)
         self._prepares = []
 
-    def worker_of(self, packed: Kept, key: Slot, generation: int) -> Worker:
+    def worker_of(self, packed: Kept, key: Slot, incarnation: int) -> Worker:
         """Return the worker that has this frozen form."""
-        worker = self.known_workers.get((packed, key, generation))
+        worker = self.known_workers.get((packed, key, incarnation))
         if worker is None:
             index, slot = divmod(key, MOST_SLOTS)
-            worker = self.new_worker(ev.Address("worker", index, Slot(slot), generation))
+            worker = self.new_worker(ev.Address("worker", index, Slot(slot), incarnation))
             thaw_worker(marshal.loads(packed[0]), reader(packed[1]), worker)
             worker.kept = packed
-            self.known_workers[packed, key, generation] = worker
+            self.known_workers[packed, key, incarnation] = worker
         return worker
 
     def daemon_of(self, packed: Kept, index: int) -> Daemon | None:
@@ -264,7 +264,7 @@ class World(simulator.World):
             return None
         daemon = self.known_daemons.get((packed, index))
         if daemon is None:
-            daemon = self.new_daemon(ev.Address("daemon", index, generation=1))
+            daemon = self.new_daemon(ev.Address("daemon", index, incarnation=1))
             thaw_daemon(marshal.loads(packed[0]), reader(packed[1]), daemon)
             daemon.kept = packed
             self.known_daemons[packed, index] = daemon

@@ -409,7 +409,7 @@ def _handle_inbox(server: Server) -> None:
                 is_build = server.effects.builds.is_usable(digest, manifest)
                 if not is_build:  # it needs a builder; the next one may begin
                     server.inbox.append(
-                        ev.Exited(ev.Address("builder", generation=command.op_id), 0)
+                        ev.Exited(ev.Address("builder", incarnation=command.op_id), 0)
                     )
             if isinstance(command, PERFORMED) or (is_build and not command.rebuilds):
                 server.effects.perform(command)

@@ -89,7 +89,7 @@ def test_one_part_takes_each_question() -> None:
 
 
 def builder(op_id: Any) -> ev.Address:
-    return ev.Address("builder", generation=op_id)
+    return ev.Address("builder", incarnation=op_id)
 
 
 def received(message: Any, **read: Any) -> ev.Received:
@@ -1871,7 +1871,7 @@ def test_builds_run_one_after_the_other_until_the_process_is_gone(rig: Rig) -> N
 def test_a_running_build_is_cancelled_by_an_unregister_of_anyone(rig: Rig) -> None:
     token, op_id = rig.begin("a")
     gone = rig.ask(ev.UnregisterRequest, model="a")
-    assert [command.target.generation for command in rig.commands(ev.Kill)] == [op_id]
+    assert [command.target.incarnation for command in rig.commands(ev.Kill)] == [op_id]
     assert rig.error(gone) is None
     assert isinstance(rig.error(token), errors.Cancelled)
     rig.handle(exited(op_id, -9))

@@ -164,7 +164,7 @@ class SimulatedBuilder(SimulatedProcess):
     """Simulated builder; it finds the model's program in ``Scene.programs``."""
 
     def __init__(self, order: StartBuild, *of_process: object) -> None:
-        address = Address("builder", generation=order.op_id)
+        address = Address("builder", incarnation=order.op_id)
         super().__init__("builder", address, *of_process)  # type: ignore[arg-type]
         self.order = order
 

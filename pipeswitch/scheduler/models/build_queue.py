@@ -73,7 +73,7 @@ class BuildQueue:
     def give_up(self, one: Registration) -> None:
         """End a registration's build, or remove it from the queue."""
         if one.build_id in self._running:
-            self._core.emit(Kill(Address("builder", generation=one.build_id)))
+            self._core.emit(Kill(Address("builder", incarnation=one.build_id)))
         else:
             self.waiting.remove(one)
 

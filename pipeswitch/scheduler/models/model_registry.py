@@ -324,7 +324,7 @@ class Registry:
 
     def builder_exited(self, event: ev.Exited) -> None:
         """Refuse the model of a builder that died without a report, because of the model's code."""
-        one = self._builds.exited(OpId(event.source.generation))
+        one = self._builds.exited(OpId(event.source.incarnation))
         model = self._of(one.model, one.build_id) if one is not None else None
         if model is not None and model.state.state is ModelState.BUILDING:
             self._refuse(model, errors.RegistrationRefused("build", _why_it_ended(event.status)))

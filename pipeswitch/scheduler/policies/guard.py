@@ -24,14 +24,14 @@ class PolicyGuard:
     It converts them to plain numbers, so that comparing them runs no code of the user.
 
     Attributes:
-        generation: number of failed policies; ranks of an earlier generation are invalid.
+        failure_count: number of failed policies; ranks from before the last failure are invalid.
         failure: why the policy failed; empty if it has not failed.
     """
 
     def __init__(self, policy: Policy, max_wait_ms: float) -> None:
         self.max_wait_ms = max_wait_ms
         self._failed: Failed = lambda name, why: None
-        self.generation, self.failure = 0, ""
+        self.failure_count, self.failure = 0, ""
         self._use(policy)
 
     def _use(self, policy: Policy) -> None:
@@ -102,9 +102,9 @@ class PolicyGuard:
 
     def _replace(self, where: str, error: BaseException) -> None:
         """Replace a failed policy by ``priority``, which itself must not fail."""
-        if self.generation:
+        if self.failure_count:
             raise error
-        self.generation += 1
+        self.failure_count += 1
         name, self.failure = self.policy.name, f"{where} raised {described(error)}"
         self._use(make_policy("priority", max_wait_ms=self.max_wait_ms))
         self._failed(name, self.failure)

@@ -27,7 +27,7 @@ class Probe:
     op_id: OpId
     asked_at_ms: float
     daemon_ms: float | None = None
-    workers: dict[Slot, tuple[int, float | None]] = field(default_factory=dict)  # generation, ms
+    workers: dict[Slot, tuple[int, float | None]] = field(default_factory=dict)  # incarnation, ms
 
 
 class Health:
@@ -47,7 +47,7 @@ class Health:
         probe = self._probe
         if probe is not None and probe.op_id == op_id and worker.slot in probe.workers:
             took_ms = self._core.now_ms - probe.asked_at_ms
-            probe.workers[worker.slot] = (worker.generation, took_ms)
+            probe.workers[worker.slot] = (worker.incarnation, took_ms)
 
     def ask(self) -> None:
         """Begin a round of pings."""
@@ -57,7 +57,7 @@ class Health:
         device.daemon.send(question)
         for worker in device.workers.values():
             if worker.state.state in WORKER_SERVES:
-                probe.workers[worker.slot] = (worker.generation, None)
+                probe.workers[worker.slot] = (worker.incarnation, None)
                 device.send(worker.slot, question, "signal")
 
     @property
@@ -65,9 +65,9 @@ class Health:
         """True if no answer is awaited any more; dead processes will not answer."""
         probe = self._probe
         assert probe is not None
-        for slot, (generation, _) in list(probe.workers.items()):
+        for slot, (incarnation, _) in list(probe.workers.items()):
             worker = self._device.workers[slot]
-            if worker.generation != generation or not worker.is_alive:
+            if worker.incarnation != incarnation or not worker.is_alive:
                 del probe.workers[slot]
         if not self._device.daemon.is_ready:
             probe.daemon_ms = None

@@ -25,7 +25,7 @@ class StageSlot:
 
     slot: Slot
     state: StateMachine[WorkerState, WorkerEvent] = field(init=False)
-    generation: OpId = NO_OP_ID  # id of its start; it lacks functions registered later
+    incarnation: OpId = NO_OP_ID  # id of its start; it lacks functions registered later
     pid: int = 0
     op_id: OpId = NO_OP_ID  # operation id of the current call
     token: ev.Token | None = None  # request of the call, or of the result that is being copied
@@ -40,7 +40,7 @@ class StageSlot:
 
     @property
     def address(self) -> ev.Address:
-        return ev.Address("stage", slot=self.slot, generation=self.generation)
+        return ev.Address("stage", slot=self.slot, incarnation=self.incarnation)
 
 
 @dataclass
@@ -227,14 +227,14 @@ class StagePool:
         waiting.sort(key=lambda raw: raw.request.origin.priority)  # stable: older ones first
         for process in self.processes:
             if process.state.state is WorkerState.STANDBY and waiting:
-                if process.generation > waiting[0].born:
+                if process.incarnation > waiting[0].born:
                     self._call(process, waiting.pop(0))
                 else:  # the process may have imported an older function
                     self._kill(process, "something was registered since")
         for process in self.processes:
             is_free = process.state.state is WorkerState.DEAD and not process.is_copied
             if is_free and waiting and process.respawn_at_ms <= self._core.now_ms:
-                process.generation = self._core.next_op_id()
+                process.incarnation = self._core.next_op_id()
                 process.state.apply(WorkerEvent.RESPAWNED)
                 self._core.emit(ev.Spawn(process.address))
         return STAGES

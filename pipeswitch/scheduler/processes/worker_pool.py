@@ -35,7 +35,7 @@ class WorkerPool:
     def start(self) -> None:
         """Start the daemon; workers follow when it owns its memory."""
         device = self._device
-        device.daemon.generation += 1
+        device.daemon.incarnation += 1
         device.daemon.is_ready = False
         self.is_daemon_alive = True
         self._daemon_respawn_at_ms = None
@@ -120,7 +120,7 @@ class WorkerPool:
             if worker.respawn_at_ms is not None and core.now_ms < worker.respawn_at_ms:
                 core.wake_at(worker.respawn_at_ms, WORKERS)
                 continue
-            worker.state.apply(WorkerEvent.RESPAWNED, f"generation {worker.generation + 1}")
+            worker.state.apply(WorkerEvent.RESPAWNED, f"incarnation {worker.incarnation + 1}")
             device.spawn(worker)
 
     def worker_ready(self, worker: Worker, pid: int) -> None:

@@ -77,7 +77,7 @@ class Device:
     def sender_of(self, source: Address) -> Worker | None:
         """Return the live worker with this address, if there is one."""
         worker = self.state.workers.get(source.slot)
-        is_it = worker is not None and worker.generation == source.generation and worker.is_alive
+        is_it = worker is not None and worker.incarnation == source.incarnation and worker.is_alive
         return worker if is_it else None
 
     def from_worker(self, event: Received) -> None:
@@ -135,7 +135,7 @@ class Device:
         if worker.dispatch_id == op_id and worker.state.state is WorkerState.CLEANING:
             worker.state.apply(WorkerEvent.CLEANED, f"operation {op_id}")
 
-    def is_current_generation(self, source: Address) -> bool:
+    def is_current_daemon(self, source: Address) -> bool:
         """Return True if this is the address of the live daemon."""
         return source == self.state.daemon.address and self.worker_pool.is_daemon_alive
 

@@ -29,14 +29,14 @@ class Daemon:
 
     core: Core
     index: int  # index of its device
-    generation: int = 0
+    incarnation: int = 0
     pid: int = 0
     is_ready: bool = False
     is_given_up: bool = False  # the daemon died too often and is not started again
 
     @property
     def address(self) -> Address:
-        return Address("daemon", self.index, generation=self.generation)
+        return Address("daemon", self.index, incarnation=self.incarnation)
 
     def send(
         self,
@@ -126,7 +126,7 @@ class DeviceState:
 
     def address(self, slot: Slot) -> Address:
         """Return the address of the process in a worker's slot."""
-        return Address("worker", self.index, slot, self.workers[slot].generation)
+        return Address("worker", self.index, slot, self.workers[slot].incarnation)
 
     def send(
         self,
@@ -221,7 +221,7 @@ class DeviceState:
 
     def spawn(self, worker: Worker) -> None:
         """Spawn a new process for a slot; the previous one is killed."""
-        worker.generation += 1
+        worker.incarnation += 1
         worker.respawn_at_ms = None
         worker.kill_reason = ""
         worker.is_blamed = True

@@ -38,18 +38,18 @@ ProcessKind = Literal["daemon", "worker", "stage", "builder"]
 
 
 class Address(msgspec.Struct, frozen=True):
-    """Unique name of one process: each process in a slot has its own generation.
+    """Unique name of one process: each process in a slot has its own incarnation.
 
     Attributes:
         device: Index of the device, for a daemon or a worker.
         slot: Index among the workers of a device, or among the preprocessing processes.
-        generation: Number of the process in its slot; a builder's is the build's operation id.
+        incarnation: Number of the process in its slot; a builder's is the build's operation id.
     """
 
     kind: ProcessKind
     device: int = 0
     slot: Slot = Slot(0)
-    generation: int = 0
+    incarnation: int = 0
 
 
 # ---- events: from clients (frontend) ---------------------------------------------------------
@@ -289,7 +289,7 @@ class DrainRequest(_Message, frozen=True):
 
 
 class Received(_Message, frozen=True):
-    """Message from a process, which may have been replaced: compare ``source.generation``.
+    """Message from a process, which may have been replaced: compare ``source.incarnation``.
 
     Attributes:
         manifest: With ``BuildDone``: the checked manifest from disk.

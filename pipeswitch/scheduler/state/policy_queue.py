@@ -95,7 +95,7 @@ class PolicyQueue:
     def __init__(self, judge: PolicyGuard, accounts: CallerQueue) -> None:
         self._judge = judge
         self._accounts = accounts
-        self._generation = judge.generation
+        self._failure_count = judge.failure_count
         self._has_connections = not judge.sorts_by
         self._lines: dict[ModelName, dict[tuple[CallerShare, str, int], SubQueue]] = {}
         self._ranked: dict[CallerShare, dict[str, list[Place]]] = {}  # places by connection
@@ -292,9 +292,9 @@ class PolicyQueue:
 
     def _renew(self) -> None:
         """Compute all keys and ranks again if the policy has failed and was replaced."""
-        if self._generation == self._judge.generation:
+        if self._failure_count == self._judge.failure_count:
             return
-        self._generation = self._judge.generation
+        self._failure_count = self._judge.failure_count
         lines = [line for same in self._lines.values() for line in same.values()]
         self._ranked, self._until, self._windows = {}, [], {}
         for line in lines:
@@ -341,7 +341,7 @@ class PolicyQueue:
             connection = request.origin.connection if self._has_connections else ""
             place = (request.origin.caller, connection, request.model, request.origin.priority)
             first_of.setdefault(place, request)
-        if self._judge.generation != self._generation:
+        if self._judge.failure_count != self._failure_count:
             return  # the policy failed during this check
         for account in self._accounts:
             own: dict[str, list[Request]] = {}

@@ -495,7 +495,7 @@ class Worker:
     """Slot for a worker, and the process in it."""
 
     slot: Slot
-    generation: int = 0
+    incarnation: int = 0
     pid: int = 0
     state: StateMachine[WorkerState, WorkerEvent] = field(init=False)
     warm: dict[ModelName, Version] = field(default_factory=dict)  # programs that it has loaded
