@@ -127,7 +127,6 @@ VERBS = (
     models.models,
     models.show,
     infer.infer,
-    infer.generate,
     models.sequences,
     jobs.train,
     jobs.jobs,

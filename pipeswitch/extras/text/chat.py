@@ -1,4 +1,4 @@
-"""Terminal chat with a language model over the server's ``/v1`` API."""
+"""Terminal chat with a language model over the server's ``/v1`` API, and the verb ``generate``."""
 
 from __future__ import annotations
 
@@ -191,6 +191,42 @@ def run(source: str, prompt: str, name: str, **fields: Any) -> None:
         with common.connected() as client:
             _register(client, name, local_folder(source))
     click.get_current_context().invoke(chat, name=name, prompt=prompt, **fields)
+
+
+@click.command()
+@click.argument("name")
+@click.argument("prompt", default="-")
+@click.option("--max-new-tokens", default=128, show_default=True, help="Maximum new tokens.")
+@click.option("--temperature", default=0.0, show_default=True, help="0: the most likely token.")
+@click.option("--top-p", default=1.0, show_default=True, help="Total probability to sample from.")
+@click.option("--seed", default=0, show_default=True, help="The same seed gives the same tokens.")
+@click.option("--stop", multiple=True, metavar="TEXT", help="Ends the answer (repeatable).")
+@click.option("--ids", is_flag=True, help="PROMPT and the answer are token ids: 1,2,3")
+@common.json_option
+def generate(name: str, prompt: str, ids: bool, as_json: bool, **options: Any) -> None:
+    """Generate text and print it token by token. PROMPT - reads standard input."""
+    content: Any = sys.stdin.read() if prompt == "-" else prompt
+    if ids:
+        parts = content.replace(",", " ").split()
+        if not all(part.isdecimal() and len(part) < 20 for part in parts):
+            raise click.UsageError("with --ids, PROMPT must be token ids: 1,2,3")
+        content = [int(part) for part in parts]
+    with common.connected() as client, client.generate(name, content, **options) as answer:
+        for token in answer if not as_json else ():
+            click.echo(
+                f"{token.id} " if ids else escape_control_chars(token.text, keep="\n\t"), nl=False
+            )
+        text = answer.text
+        row = {
+            "text": text,
+            "tokens": answer.tokens,
+            "reason": answer.reason,
+            "first_token_ms": answer.first_token_ms,
+        }
+    if as_json:
+        views.print_json(row)
+    else:
+        click.echo()
 
 
 def name_of(source: str) -> str:
