@@ -70,7 +70,7 @@ def write_commit(
     """
     directory.mkdir(parents=True, exist_ok=True)
     remove_unnamed(directory, keeps_older=False)  # never more than two images at a time
-    stem = f"commit-{step}-{_next_generation(directory)}"
+    stem = f"commit-{step}-{_next_number(directory)}"
     temporary = directory / f"{stem}.safetensors.tmp"
     try:
         reach("persist.image.write")
@@ -281,7 +281,7 @@ def _write_synced(path: Path, *parts: memoryview) -> str:
     return digest.hexdigest()
 
 
-def _next_generation(directory: Path) -> int:
+def _next_number(directory: Path) -> int:
     numbers = [
         int(match[2])
         for path in directory.iterdir()

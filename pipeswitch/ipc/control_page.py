@@ -10,7 +10,7 @@ The control page is a sealed memfd that the controller creates and every worker 
 - ``BEGUN + slot``: the operation id of the last task that the slot's worker began to compute. If
   the worker dies, the death counts only against this task.
 - ``STOP + slot``: the operation id of the task that must yield between two groups (a pass of a
-  streamed model) or end after its current step (a generation), because a request waits.
+  streamed model) or end after its current step (one that samples tokens), because a request waits.
 - ``TAKEN_BACK + slot``: the slot's worker drops its task if the task's operation id is at most
   this one. Only tasks that have no turn, and are promised none, are taken back.
 - ``CLAIM + slot``, ``NEED + slot``: the activation memory that the slot's job claims, and the

@@ -33,7 +33,7 @@ class Computed(msgspec.Struct, frozen=True, kw_only=True):
 class RequestTiming(Computed, frozen=True, kw_only=True):
     """Timing of a request in ms. Each request of a batched run gets the whole run's times.
 
-    For a chain or a generation, the times, ``resident_bytes`` and ``streamed`` are sums over its
+    For a chain or several runs, the times, ``resident_bytes`` and ``streamed`` are sums over its
     steps or runs. ``resident`` is True if all were resident, ``preempted`` names the first job that
     was preempted, and other fields have the values of the last step or run.
     """
@@ -81,7 +81,7 @@ def of_steps(timings: Mapping[str, RequestTiming]) -> RequestTiming:
 
 
 def of_runs(before: RequestTiming, last: RequestTiming) -> RequestTiming:
-    """Return the timing of a generation; ``last.total_ms`` counts from the generation's start."""
+    """Return the timing of several runs; ``last.total_ms`` counts from the first one's start."""
     return msgspec.structs.replace(_sum([before, last]), total_ms=last.total_ms)
 
 

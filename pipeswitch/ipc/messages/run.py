@@ -1,8 +1,8 @@
 """Run: what a worker computes for one request in one task. It is passed on whole.
 
 The frontend writes the inputs to the request pool and creates the run. The scheduler decides when
-and with which other runs it computes (``RunInference``). A request for a generation has one run
-after the other.
+and with which other runs it computes (``RunInference``). A request of a kind (``RunKind``) has one
+run after the other.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ LARGE_BYTES: Final = 3000  # size of one request's parameters; a packet has spac
 
 
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Sampling of a generation's tokens (``programs.decoding.sampling``), and the number of
+    """Sampling of an answer's tokens (``programs.decoding.sampling``), and the number of
     steps that a worker may continue in one run (ADR 54)."""
 
     steps: int = 1
@@ -27,7 +27,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     seed: int = 0
     options: dict[str, Any] | None = None
     seen: tuple[tuple[int, int], ...] = ()  # earlier tokens, each with its count in the answer
-    stop: tuple[int, ...] = ()  # tokens that end the generation
+    stop: tuple[int, ...] = ()  # tokens that end the answer
     left: int = 1  # maximum number of further tokens, those of this run included
     answer: tuple[int, ...] = ()  # the answer's tokens so far, if it follows a schema
     forced: tuple[int, ...] = ()  # prompt tokens that replace sampled tokens, to score the prompt
@@ -47,7 +47,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
         return not self.answer or len(self.schema) + 5 * len(self.answer) > LARGE_BYTES
 
     def ends_with(self, tokens: Sequence[int]) -> str:
-        """Return why the generation ends after this run's tokens: ``stop`` or ``length``; empty if
+        """Return why the answer ends after this run's tokens: ``stop`` or ``length``; empty if
         it continues."""
         if tokens and tokens[-1] in self.stop:
             return "stop"

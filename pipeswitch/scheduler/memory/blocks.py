@@ -30,7 +30,7 @@ from ...wire.slabs import SLAB_ALIGN_BYTES
 BLOCK_ROWS: Final = 16  # a block has this many rows, or a multiple
 MOST_WASTE: Final = 32  # padding to whole pages wastes at most 1/32 of a block
 BLOCK_BYTES: Final = 1024  # memory of a block outside the pool: its record and tree node
-TOKEN_BYTES: Final = 4  # memory of a token outside the pool, here and again in its generation
+TOKEN_BYTES: Final = 4  # memory of a token outside the pool, here and again in its request
 MOST_SIBLINGS: Final = 32  # newest siblings that are compared token by token
 ROWS_STEP: Final = 16  # a shape grows by this many rows, so most steps have the last step's shape
 PIECE: Final = 64  # blocks that one call frees; more would delay requests

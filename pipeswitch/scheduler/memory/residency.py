@@ -89,7 +89,7 @@ class Residents:
                 return False
             replica.first_fence = fences.offset_bytes
         replica.manifest, replica.grouping.plan = manifest, plan
-        self._core.models_generation += 1
+        self._core.model_changes += 1
         self._core.dirty |= WORKERS
         return True
 

@@ -279,7 +279,7 @@ class Registry:
             return
         assert model.manifest is not None
         model.state.apply(ModelEvent.STORED, f"{message.load_ms:.0f} ms")
-        core.models_generation += 1
+        core.model_changes += 1
         self._admission.stored(model)
         registration = self.registrations[model.name]
         waiters = registration.waiters

@@ -247,7 +247,7 @@ class Names:
         is_pinned = event.pin and self._machine.stream_of(model) is None
         if event.pin and model.state.state is ModelState.QUARANTINED:
             model.state.apply(ModelEvent.PARDONED, "requested by the user")
-            core.models_generation += 1
+            core.model_changes += 1
             model.deaths, model.reason = 0, ""
         elif event.pin and not is_pinned:
             raise OutOfDeviceMemory(

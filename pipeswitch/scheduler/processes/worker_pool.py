@@ -100,7 +100,7 @@ class WorkerPool:
             self._prepare_idle()
         self._keep_one_unbound()
         for worker in device.workers.values() if core.settings.prepares else ():
-            if worker.job is None and worker.complete_at != core.models_generation:
+            if worker.job is None and worker.complete_at != core.model_changes:
                 return WORKERS | QUEUE | TURN | MEASURED
         return WORKERS | QUEUE | TURN if core.settings.separates_tenants else WORKERS
 
@@ -191,7 +191,7 @@ class WorkerPool:
                 return
             if (
                 worker.state.state is not WorkerState.STANDBY
-                or worker.complete_at == core.models_generation
+                or worker.complete_at == core.model_changes
             ):
                 continue  # nothing is left to load; a check of all models would take long
             name = self._next_to_prepare(worker)
@@ -236,7 +236,7 @@ class WorkerPool:
             missing, key=lambda m: (m.last_used_at_ms, m.model.registered_at_ms), default=None
         )
         if latest is None:
-            worker.complete_at = self._core.models_generation
+            worker.complete_at = self._core.model_changes
             return None
         return latest.name
 

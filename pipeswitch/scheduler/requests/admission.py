@@ -231,7 +231,7 @@ class Admission:
         )
 
     def cancel(self, event: CancelRequest) -> bool:
-        """Cancel a queued request; a dispatched one completes, a generation ends after its run."""
+        """Cancel a queued request; a dispatched one completes its run, and has no other."""
         self._core.going_on.discard(event.token)
         for state in self._states:
             request = state.requests.get(event.token)
@@ -245,7 +245,7 @@ class Admission:
         return self.stage_pool.cancel(event.token)
 
     def pool_freed(self) -> None:
-        """Queue the generations that waited for memory and have it now."""
+        """Queue the requests that waited for memory and have it now."""
         waiting = {token: one for s in self._states for token, one in s.between.items()}
         for token, run in self._core.kind.poll(waiting):
             for state in self._states:

@@ -4,8 +4,8 @@ If the model's owner has enabled batching (ADR 28), requests are joined along th
 A batch has requests of one line (same model, version and priority), in the line's order.
 
 The worker pads requests of unequal extents if the program allows it (``Manifest.pads``, ADR 53).
-Generations are padded. When their run ends, their next runs are queued at once, and all that wait
-at that time form the next batch (ADR 62).
+When a run ends whose requests need more runs, these are queued at once, and all that wait at that
+time form the next batch (ADR 62).
 """
 
 from __future__ import annotations
@@ -130,7 +130,7 @@ def should_wait_for_batch(device: DeviceState, replica: DeviceModel, batch: Batc
 
 
 def take_led(device: DeviceState, model: ModelName, leaders: Container[int]) -> list[Request]:
-    """Take the generations of these leaders out of the queue.
+    """Take the requests of these leaders out of the queue.
     Their inputs are out of date: the leaders' runs have computed tokens of their prompts."""
     led = [one for one in device.queue.of(model) if one.run.leader in leaders]
     for one in led:

@@ -58,7 +58,7 @@ class TaskCompletion:
             # The worker may write outputs until it is reaped: only then are the requests retried.
             device.kill(worker, "its answer does not fit its run")
             return
-        steps = max([1, *map(len, message.tokens)])  # one for each token of a generation
+        steps = max([1, *map(len, message.tokens)])  # one for each new token
         activation, requests, replica = self._end(worker, task, steps)
         replica.model.deaths = worker.deaths = 0
         worker.warm[replica.name] = replica.version  # the worker has just run this version
@@ -103,7 +103,7 @@ class TaskCompletion:
             queue_next(device, request, core.kind.prepare(request))
 
     def _run_ended(self, request: Request, history: RunHistory, answer: Reply) -> Reply | None:
-        """Record a generation's run. Return its answer; None: it needs more runs, or is refused."""
+        """Record one of several runs. Return the answer; None: more follow, or it is refused."""
         core, device, params = self._core, self._device, request.run.sampling_params
         total = answer.timing
         assert params is not None
@@ -129,7 +129,7 @@ class TaskCompletion:
         return None
 
     def _led(self, task: RunningTask) -> list[Request]:
-        """Take the generations out of the queue whose prompts this run has computed in part."""
+        """Take the requests out of the queue whose prompts this run has computed in part."""
         led = take_led(self._device, task.model, task.tokens)
         for request in led:
             self._core.kind.renew(request)
@@ -158,7 +158,7 @@ class TaskCompletion:
             self._device.queue.changed(replica.name)
 
     def trace_ended(self) -> None:
-        """Emit generations' new tokens and the timeline of answered tasks.
+        """Emit new tokens and the timeline of answered tasks.
         Call this after the answers and the device's next task, which must not wait for them."""
         for answer in self._progress:
             if answer.token in self._device.requests:
@@ -435,7 +435,7 @@ def _trace(
 
 
 def queue_next(device: DeviceState, request: Request, run: Run | None) -> None:
-    """Queue a generation for its next run; without one, it waits for memory."""
+    """Queue a request for its next run; without one, it waits for memory."""
     replica, core = device.replicas.get(request.model), device.core
     if replica is None or replica.model.state.state is ModelState.LEAVING:
         device.refuse(request, TaskEvent.ERROR, removed(request.model))

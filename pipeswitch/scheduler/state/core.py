@@ -163,7 +163,7 @@ class Core:
     out: list[Command] = field(default_factory=list)
     last_epoch: int = 0
     going_on: set[Token] = field(default_factory=set)  # requests that the frontend continues
-    models_generation: int = 0  # grows when a model becomes ready or gets other groups
+    model_changes: int = 0  # grows when a model becomes ready or gets other groups
     dirty: int = ALL  # the bits of all changes since the parts were called
     pins: dict[ModelName, None] = field(default_factory=dict)  # models that are to be pinned
     wakeups: Wakeups = field(default_factory=Wakeups)

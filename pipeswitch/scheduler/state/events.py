@@ -63,7 +63,7 @@ class ClientRequest(_Message, frozen=True):
 
 class Origin(_Message, frozen=True):
     """Sender of a run, its arrival, and its urgency: all that decides when it computes.
-    For policies each run of a generation is a new arrival."""
+    For policies each run of a request is a new arrival."""
 
     arrived_at_ms: float  # when the request was read from its client
     priority: int = 1  # 0 is the most urgent
@@ -74,7 +74,7 @@ class Origin(_Message, frozen=True):
 
 class InferArrived(ClientRequest, frozen=True):
     """Valid inference request; the request pool has its tensors, and space for its reply.
-    If its run has ``sampling_params``, it is a generation, which needs many runs."""
+    If its run has ``sampling_params``, it may need several runs."""
 
     model: ModelName
     digest: str

@@ -231,12 +231,12 @@ class DeviceModel:
 
 @dataclass
 class RunHistory:
-    """Runs of a generation so far."""
+    """Runs so far of a request that may need several."""
 
-    born_at_ms: float  # arrival of the generation
+    born_at_ms: float  # arrival of the request
     allowed_ms: float | None  # time limit of the first token and each later run
     timing: RequestTiming | None = None  # sum of the times of its runs
-    is_cancelled: bool = False  # cancelled during a run: the generation ends with that run
+    is_cancelled: bool = False  # cancelled during a run: the request ends with that run
 
 
 @dataclass
@@ -305,7 +305,7 @@ class Request:
     batching: BatchingFacts = field(default_factory=BatchingFacts)
     forecast: RequestForecast = field(default_factory=RequestForecast)
     steps: Steps = field(default_factory=Steps)
-    history: RunHistory | None = None  # set for a generation
+    history: RunHistory | None = None  # set if it may need several runs
     state: StateMachine[TaskState, TaskEvent] = field(init=False)
 
     def __post_init__(self) -> None:
@@ -324,7 +324,7 @@ class Request:
 
 
 class RunKind(Protocol):
-    """Kind of requests that need one run after the other, such as generations.
+    """Kind of requests that need one run after the other.
 
     The scheduler decides when a run computes. The kind knows its contents, and the memory that a
     request keeps between its runs. It answers at once and takes no turn itself.
@@ -500,7 +500,7 @@ class Worker:
     state: StateMachine[WorkerState, WorkerEvent] = field(init=False)
     warm: dict[ModelName, Version] = field(default_factory=dict)  # programs that it has loaded
     unpreparable: set[tuple[ModelName, Version]] = field(default_factory=set)
-    complete_at: int = -1  # ``models_generation`` at which it had nothing left to load
+    complete_at: int = -1  # ``model_changes`` at which it had nothing left to load
     preparing: ModelName | None = None
     dispatch_id: OpId = NO_OP_ID
     job: JobName | None = None  # its job, from the dispatch until the process is reaped
@@ -537,7 +537,7 @@ class RunningTask:
     resident_bytes: int = 0  # bytes of a streaming model that were on the device before
     streamed: int = 0  # bytes copied during the run of a model larger than the arena
     is_multi_step: bool = False  # the task computes steps until another request waits
-    chooses: bool = False  # the task samples tokens for generations
+    chooses: bool = False  # the task samples tokens
     began_at_ms: float = 0.0  # start of its turn, moved later by the time that it yielded
     yielded_at_ms: float = 0.0  # start of its last yield
     yielded_ms: float = 0.0  # total time of its finished yields

@@ -5,7 +5,7 @@ The scheduler owns each record (a request, a job, a worker, a model). The states
 Task (an inference request or a training job; ``ps`` shows jobs and running requests):
   PREPROCESSING  a function of the model's owner makes the request's inputs, or will make them. The
                 request does not wait for a device yet and is in ``StagePool.waits``.
-  QUEUED        waits to be dispatched; also an evicted job, and a generation between two runs.
+  QUEUED        waits to be dispatched; also an evicted job, and a request between two runs.
   TRANSMITTING  dispatched to a worker: its model's groups are still copied, or its script starts.
   RUNNING       has the device's turn; later groups may still be copied (PipeSwitch 4.2).
   STOPPING      was told to stop and has not parked yet.
@@ -176,7 +176,7 @@ TASK_TRANSITIONS: Final[Mapping[tuple[TaskState, TaskEvent], TaskState]] = {
     (_S.RUNNING, _E.SEPARATED): _S.QUEUED,
     (_S.TRANSMITTING, _E.TAKEN_BACK): _S.QUEUED,  # its deadline passed, or another goes first
     (_S.TRANSMITTING, _E.MORE): _S.QUEUED,  # a short run: only its end was reported
-    (_S.RUNNING, _E.MORE): _S.QUEUED,  # a generation needs another run
+    (_S.RUNNING, _E.MORE): _S.QUEUED,  # the request needs another run
     **{(state, _E.ERROR): _S.FAILED for state in TaskState if state in TASK_LIVE},
 }
 
