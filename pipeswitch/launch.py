@@ -31,7 +31,7 @@ from .ipc.messages.base import Exit, Message
 from .ipc.messages.builder import BuildSettings
 from .ipc.messages.daemon import DaemonSettings
 from .ipc.messages.fork_server import ChildExited, Fork, Forked, ForkServerReady
-from .ipc.messages.stage import CheckSchema, CheckStage, StageSettings
+from .ipc.messages.helper import HelperSettings
 from .ipc.messages.worker import WorkerSettings
 from .sandbox.environment import take_environment
 from .sandbox.system_calls import PR_SET_NAME
@@ -211,13 +211,9 @@ def _run(settings: Message, descriptors: Sequence[int]) -> int:
             for descriptor in environment:
                 take_environment(descriptor)
             return run_builder(settings, channel_from(channel))
-        case StageSettings() | CheckStage():
-            channel, *results, owners = descriptors
-            take_environment(owners)
-            name = "stage" if results else "stage_check"
-            return int(PROCESSES.load(name)(settings, channel_from(channel), *results))
-        case CheckSchema():
-            return int(PROCESSES.load("schema")(settings, channel_from(descriptors[0])))
+        case HelperSettings(kind=kind, values=values):
+            channel, *rest = descriptors
+            return int(PROCESSES.load(kind)(values, channel_from(channel), rest))
         case _:
             raise ValueError(f"cannot fork for a {type(settings).__name__}")
 

@@ -37,25 +37,27 @@ class Seam:
         Raises:
             ConfigError: no installed extra has it.
         """
-        try:
-            module, _, function = functions(self.table)[name].partition(":")
-        except KeyError:
+        module, _, function = functions(self.table).get(name, "").partition(":")
+        if not module:
             text = f"this installation has no {self.noun} {name!r}"
-            raise ConfigError(text, hint=f"{PACKAGE} lacks a folder") from None
+            raise ConfigError(text, hint=f"{PACKAGE} lacks a folder")
         return getattr(importlib.import_module(module), function)
 
 
 CHECKS: Final = Seam("CHECKS", "check of")  # of a user's policy, and of a server's keys
 COMMANDS: Final = Seam("COMMANDS", "command")  # groups and verbs of the command line
+EFFECTS: Final = Seam("EFFECTS", "executor for a")  # kinds of helper processes -> commands for them
 DOORS: Final = Seam("DOORS", "door")  # protocols over HTTP: routes and their answers
 JOBS: Final = Seam("JOBS", "job feature")  # what a training job's worker may use
 KINDS: Final = Seam("KINDS", "kind of request")  # verbs whose requests need several runs
 METHODS: Final = Seam("METHODS", "method of a client:")  # longer dialogues with a server
 REPLIES: Final = Seam("REPLIES", "answer to")  # verbs for the role ``code`` -> reply's body
-PROCESSES: Final = Seam("PROCESSES", "process for a")  # forked processes beside workers
+PROCESSES: Final = Seam("PROCESSES", "process for a")  # helper processes, forked beside workers
+QUEUES: Final = Seam("QUEUES", "queue for a")  # kinds of helper processes -> requests for them
 SCHEMES: Final = Seam("SCHEMES", "connection to")  # schemes of addresses -> a client's connection
 SERVERS: Final = Seam("SERVERS", "server for")  # protocols of the gateway that are not HTTP
 UPSTREAMS: Final = Seam("UPSTREAMS", "gateway of a")  # connection of a gateway to more servers
+WRAPPERS: Final = Seam("WRAPPERS", "option")  # options of a model -> its ``Wrapper``
 
 
 @cache

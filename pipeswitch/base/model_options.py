@@ -7,6 +7,7 @@ these structs. The types limit each field; ``frontend/registration.py`` checks t
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 from typing import Annotated, Any, Final, TypeAlias
 
 import msgspec
@@ -91,10 +92,6 @@ def _signature(texts: list[str], dtypes: tuple[str, ...] = DTYPES) -> dict[str, 
     return dict(parse_input(one, number, dtypes) for number, one in enumerate(texts))
 
 
-def _stage_signature(texts: list[str]) -> dict[str, Any]:
-    return _signature(texts, (*DTYPES, BYTES))
-
-
 def option(text: str, **command: Any) -> Meta:
     """Return the help of an option, and its form in the command line, where that differs."""
     return Meta(description=text, extra=command)
@@ -110,7 +107,9 @@ Count = Annotated[int, Meta(ge=0, le=1 << 50)]
 Alias = Annotated[TensorName, Meta(extra_json_schema={"pattern": f"^{NAME_PATTERN.pattern}$"})]
 _Signature = Annotated[dict[TensorName, tuple[Shape, str]], Meta(max_length=MAX_TENSORS)]
 Signature = Annotated[_Signature, _texts(_signature, "[NAME=]8x3x224x224:float32")]
-StageSignature = Annotated[_Signature, _texts(_stage_signature, "[NAME=]1..64:bytes")]
+RawSignature = Annotated[
+    _Signature, _texts(partial(_signature, dtypes=(*DTYPES, BYTES)), "[NAME=]1..64:bytes")
+]
 _Output = Annotated[str, Meta(min_length=1, max_length=128)]
 Function = Annotated[Text, Meta(extra={"metavar": "PACKAGE.MODULE:FUNCTION"})]
 States = Annotated[
@@ -169,7 +168,7 @@ class BuildOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         ),
     ] = ""
     raw: Annotated[
-        StageSignature, option("with preprocess: what clients send, such as text=1..64:bytes")
+        RawSignature, option("with preprocess: what clients send, such as text=1..64:bytes")
     ] = {}
     postprocess: Annotated[
         Function,
@@ -178,7 +177,7 @@ class BuildOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         ),
     ] = ""
     returns: Annotated[
-        StageSignature, option("with postprocess: what clients get, such as label=1..64:bytes")
+        RawSignature, option("with postprocess: what clients get, such as label=1..64:bytes")
     ] = {}
     state: Annotated[
         States,

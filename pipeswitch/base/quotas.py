@@ -35,8 +35,7 @@ class FairQuota:
     """
 
     def __init__(self, size: int, what: str = "", limit: str = "") -> None:
-        """Set up quotas for ``size`` units; errors describe the resource as ``what`` and name it
-        ``limit``."""
+        """Set up quotas for ``size`` units; errors have ``what`` they are, and the ``limit``."""
         self.size = size
         self.held = 0
         self._what, self._limit = what, limit

@@ -10,25 +10,21 @@ import logging
 import os
 import re
 import shutil
-import signal
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
 from ..base.errors import PipeSwitchError, RegistrationRefused, to_wire
-from ..base.extras import PROCESSES
 from ..base.failpoints import reach
 from ..ipc.messages.base import Message
 from ..ipc.messages.builder import BuildDone, BuildFailed, BuildProgress, BuildSettings
-from ..ipc.messages.stage import CheckStage, StageFailed, StageReady
 from ..planning import planned_files
 from ..programs.compiler.build_process import work_prefix
 from ..programs.graphs.manifest_check import check_claims
 from ..programs.interface.layout import Manifest
 from ..programs.interface.packing import Layout
-from ..programs.interface.stages import Stages
 from ..programs.spec import (
     BUNDLE_FILE,
     MANIFEST_FILE,
@@ -42,10 +38,9 @@ from ..programs.spec import (
     needs_more,
     rebuild_spec,
     save_manifest,
-    stages_of,
 )
 from ..scheduler.state.events import Address, Exited, Received, StartBuild, SweepPrograms
-from .device_effects import ServerContext
+from .device_effects import HelperEffects, ServerContext
 from .folders import DIGEST
 
 log = logging.getLogger(__name__)
@@ -84,7 +79,13 @@ def _builder(command: StartBuild | BuildDone) -> Address:
 class Builds:
     """Builder processes, one for each registration, and the programs that they leave on disk."""
 
-    def __init__(self, context: ServerContext, planned_folders: Sequence[Path]) -> None:
+    def __init__(
+        self,
+        context: ServerContext,
+        helpers: Mapping[str, HelperEffects],
+        planned_folders: Sequence[Path],
+    ) -> None:
+        self._helpers = helpers
         self._sizes, self._places, self._children = context.sizes, context.places, context.children
         self._take = context.take  # adds an event, which is handled after the current one
         self._memory = context.memory
@@ -111,55 +112,20 @@ class Builds:
             self._refuse(command, refusal)
             self._take(Exited(_builder(command), 0))
             return
-        # The functions of a program in the journal were checked when it was registered.
-        stages = None if digest else stages_of(spec)
-        if stages is None:
+        # The wrapper of a program in the journal was checked when it was registered.
+        wrapper = None if digest else command.wrapper
+        if wrapper is None:
             self._build(command, spec, digest)
-        elif "stage" in PROCESSES.names():
-            self._check(command, spec, stages)
-        else:
-            part = "preprocess" if stages.function else "postprocess"
-            text = "this server lacks the folder pipeswitch/extras/stages"
-            self._refuse(command, RegistrationRefused(part, text))
-            self._take(Exited(_builder(command), 0))
+            return
 
-    def _check(self, command: StartBuild, spec: bytes, stages: Stages) -> None:
-        """Import the functions in a stage process; build the program if all can be called."""
-        messages: list[Message] = []
-        functions = tuple(one for one in (stages.function, stages.after) if one)
-
-        def on_exit(status: int) -> None:
-            match messages:
-                case [StageReady()] if status == 0:
-                    self._build(command, spec)
-                    return
-                case [StageFailed(reason=text)]:
-                    reason = ""
-                case _ if status == -signal.SIGALRM:
-                    reason = "importing it took longer than [preprocess] max_time allows"
-                case _:
-                    reason = f"importing it ended the process with status {status}"
-            if reason:
-                text = f"{' and '.join(functions)}: {reason}"
-            is_first = stages.function and text.startswith(stages.function)
-            part = "preprocess" if is_first else "postprocess"
-            self._refuse(command, RegistrationRefused(part, text))
+        def checked(option: str, reason: str, status: int) -> None:
+            if not option:
+                self._build(command, spec)
+                return
+            self._refuse(command, RegistrationRefused(option, reason))
             self._take(Exited(_builder(command), status))
 
-        settings = CheckStage(
-            functions=functions,
-            inputs=tuple(one.name for one in stages.inputs),
-            timeout_s=self._sizes.stage_timeout_s,
-        )
-        self._children.fork(
-            _builder(command),
-            "pipeswitch-chk",
-            settings,
-            [self._memory.environment],
-            lambda message, _: messages.append(message),
-            on_exit,
-            "stage",
-        )
+        self._helpers[wrapper.kind].check(_builder(command), wrapper, checked)
 
     def _build(self, command: StartBuild, spec: bytes, digest: str = "") -> None:
         """Fork a builder; ``digest``: of the program that the journal names."""

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from itertools import count
 
 from ..ipc.messages.base import Message
 from ..scheduler.state.events import Address, Event, Exited, Received
-from .processes import Child, Kind, Processes
+from .processes import Child, Processes
 
 
 class Children:
@@ -20,7 +21,7 @@ class Children:
         """``take``: called with each event, which is handled after the current one."""
         self.processes = processes
         self.by_address: dict[Address, Child] = {}
-        self._take = take
+        self._take, self._numbers = take, count(1)
 
     def fork(
         self,
@@ -30,7 +31,7 @@ class Children:
         descriptors: Sequence[int],
         on_message: Callable[[Message, list[int]], None] | None = None,
         on_exit: Callable[[int], None] | None = None,
-        kind: Kind | None = None,
+        kind: str | None = None,
     ) -> None:
         """Fork a process; its messages and its exit become events. A worker has two channels.
 
@@ -66,3 +67,18 @@ class Children:
         """Kill a process; do nothing if it has been reaped or was never forked."""
         if target in self.by_address:
             self.processes.kill(self.by_address[target])
+
+    def fork_alone(
+        self, name: str, settings: Message, on_end: Callable[[Message | None, int], None]
+    ) -> None:
+        """Fork a process that sends a message and exits; call ``on_end`` with both, at its end."""
+        messages: list[Message] = []
+
+        def on_message(message: Message, _: list[int]) -> None:
+            messages.append(message)
+
+        def on_exit(status: int) -> None:
+            on_end(messages[0] if messages else None, status)
+
+        address = Address(name, incarnation=next(self._numbers))
+        self.fork(address, f"pipeswitch-{name}", settings, [], on_message, on_exit)

@@ -8,6 +8,7 @@ import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Protocol
 
 from msgspec.structs import replace
 
@@ -24,6 +25,7 @@ from ..ipc.messages.daemon import (
     PersistCommit,
     TransmitModel,
 )
+from ..programs.interface.layout import Wrapper
 from ..scheduler.state import events as ev
 from .children import Children
 from .folders import StateDir
@@ -43,6 +45,19 @@ class ServerContext:
     children: Children
     frontend: Frontend
     take: Callable[[ev.Event], None]  # adds an event, which is handled after the current one
+
+
+class HelperEffects(Protocol):
+    """Executor of the commands for one kind of helper processes (seam ``EFFECTS``)."""
+
+    def perform(self, command: ev.Spawn | ev.Send | ev.TakeResult) -> None: ...
+    def check(
+        self, address: ev.Address, wrapper: Wrapper, then: Callable[[str, str, int], None]
+    ) -> None:
+        """Check a wrapper before its model is built; then call ``then`` with the refused option,
+        the reason, and the exit status of the process that checked."""
+
+    def close(self) -> None: ...
 
 
 class DeviceEffects:

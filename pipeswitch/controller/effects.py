@@ -1,4 +1,4 @@
-"""Execution of the scheduler's commands; those for devices and stages go to other classes.
+"""Execution of the scheduler's commands; those for devices and helpers go to other classes.
 
 ``Effects`` runs in the scheduler's thread. It decides nothing, and sends results back as events.
 """
@@ -12,7 +12,7 @@ import os
 import shutil
 import sys
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 
 import msgspec
@@ -31,9 +31,8 @@ from ..scheduler.state import events as ev
 from ..scheduler.timeline import Timeline
 from ..wire.frames import pack_dict
 from .builds import Builds
-from .device_effects import DeviceEffects, ServerContext
+from .device_effects import DeviceEffects, HelperEffects, ServerContext
 from .journal import JournalFile
-from .stage_effects import StageEffects
 
 log = logging.getLogger(__name__)
 
@@ -47,23 +46,16 @@ class Effects:
         self,
         context: ServerContext,
         devices: Sequence[DeviceEffects],
-        stages: StageEffects,
+        helpers: Mapping[str, HelperEffects],
         *,
         journal: JournalFile,
         profiles_dir: Path,
     ) -> None:
-        self._devices, self._stages, self._children = (
-            devices,
-            stages,
-            context.children,
-        )
-        self._places, self._memory, self._frontend = (
-            context.places,
-            context.memory,
-            context.frontend,
-        )
+        self._devices, self._helpers, self._children = devices, helpers, context.children
+        self._places, self._memory = context.places, context.memory
+        self._frontend = context.frontend
         # Profiles that were measured here take precedence over shipped ones.
-        self.builds = Builds(context, (self._places.profiles, profiles_dir))
+        self.builds = Builds(context, helpers, (self._places.profiles, profiles_dir))
         self._journal = journal
         self._take = context.take  # adds an event, which is handled after the current one
         self._refused: dict[ev.Token, PipeSwitchError] = {}  # errors that replace later replies
@@ -79,14 +71,16 @@ class Effects:
 
     def perform(self, command: ev.Command) -> None:
         match command:
-            case ev.TakeResult() | ev.Send(ev.Address("stage")) | ev.Spawn(ev.Address("stage")):
-                self._stages.perform(command)
+            case ev.Send() | ev.Spawn() if command.target.kind in self._helpers:
+                self._helpers[command.target.kind].perform(command)
             case ev.Send() | ev.Spawn() | ev.RaiseTurn() | ev.Interrupt() | ev.TakeBack():
                 self._devices[command.target.device].perform(command)
             case ev.Kill(target, reason):
                 if reason:
                     log.warning("%s=%d killed: %s", target.kind, target.slot, reason)
                 self._children.kill(target)
+            case ev.TakeResult(target=target):
+                self._helpers[target.kind].perform(command)
             case ev.Reply():
                 self._answer(command)
             case ev.Publish() | ev.ModelAvailable() | ev.ModelRemoved() | ev.LoadCommits():

@@ -17,7 +17,7 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import IO, Literal
+from typing import IO
 
 from ..base.errors import RemoteProtocolError
 from ..base.failpoints import reach
@@ -31,7 +31,6 @@ from ..sandbox.environment import harmless
 
 log = logging.getLogger(__name__)
 
-Kind = Literal["worker", "builder", "daemon", "stage"]
 MAX_FAILED_STARTS = 3  # failed starts of the fork server in a row that end the server
 LOOK_EVERY_S = 0.5  # interval of checks for processes that a SIGSTOP has stopped
 URGENT_LOOK_EVERY_S = 0.03  # interval while a request has waited for longer than this
@@ -42,7 +41,7 @@ STOPPED_LOOKS = 5  # a process that this many checks in a row find stopped (2 s 
 class Child:
     """One forked process and our ends of its channels."""
 
-    kind: Kind
+    kind: str
     name: str
     channels: list[Channel]
     on_message: Callable[[Message, list[int]], None]
@@ -195,7 +194,7 @@ class Processes:
 
     def fork(
         self,
-        kind: Kind,
+        kind: str,
         name: str,
         settings: Message,
         channel_count: int,

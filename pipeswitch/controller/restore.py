@@ -17,7 +17,7 @@ from ..commits.progress import SUFFIX, read_life
 from ..frontend.registration import registration
 from ..ipc.messages.base import JobName, ModelName
 from ..programs.interface.chains import Chain
-from ..programs.spec import BuildSpec, stages_in
+from ..programs.spec import BuildSpec, wrapper_of
 from ..scheduler.state.events import (
     ChainRequest,
     Event,
@@ -152,7 +152,7 @@ def _restore_model(server: Server, name: str, entry: Entry, token: Token) -> Non
         is_pinned=entry["pin"],
         tenant=entry["tenant"],
         devices=decoded.devices,
-        stages=stages_in(decoded),
+        wrapper=wrapper_of(decoded),
         aliases=tuple(ModelName(alias) for alias, one in aliases if one["model"] == base),
         is_known=True,
         restored=builds.manifest_of(entry["digest"]),

@@ -13,13 +13,14 @@ from typing import Final
 
 from ..base.config import Config
 from ..base.errors import DRAINING, ConfigError
+from ..base.extras import EFFECTS
 from ..base.units import format_bytes
 from ..devices import ASKED_FOR, ChosenDevice
 from ..devices.registry import facts_of
 from ..frontend.frontend import Frontend
 from ..scheduler.state.events import Event, Shutdown
 from .children import Children
-from .device_effects import DeviceEffects, ServerContext
+from .device_effects import DeviceEffects, HelperEffects, ServerContext
 from .effects import Effects, Tracer
 from .folders import StateDir
 from .gateway_process import Gateway
@@ -27,7 +28,6 @@ from .journal import FILE_NAME, JournalFile
 from .processes import Processes
 from .server_memory import DeviceShare, ServerMemory
 from .setup import make_scheduler, sizes_of
-from .stage_effects import StageEffects
 
 log = logging.getLogger(__name__)
 
@@ -79,14 +79,17 @@ class Server:
             frontend=self.frontend,
             take=self.inbox.append,
         )
-        self.stages = StageEffects(context, config.server.max_message_bytes)
+        self.helpers: dict[str, HelperEffects] = {
+            kind: EFFECTS.load(kind)(context, config) for kind in EFFECTS.names()
+        }
+        self.frontend.kinds.context.fork = context.children.fork_alone
         self.effects = Effects(
             context,
             [
                 DeviceEffects(context, index, self.sizes[index], device.kind.opened)
                 for index, device in enumerate(devices)
             ],
-            self.stages,
+            self.helpers,
             journal=self.journal,
             profiles_dir=Path(config.profiles_dir or SHIPPED_PROFILES),
         )
@@ -176,7 +179,8 @@ class Server:
         """Release the memory and files that ``__init__`` took."""
         self.journal.close()
         self.memory.close()
-        self.stages.close()
+        for helper in self.helpers.values():
+            helper.close()
         for share in self.shares:
             share.close()
         self.selector.close()

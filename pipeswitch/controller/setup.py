@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import importlib.metadata
 import logging
 import time
@@ -14,6 +15,7 @@ import msgspec
 from ..base import failpoints
 from ..base.config import Config
 from ..base.errors import ConfigError
+from ..base.extras import QUEUES
 from ..base.machine import available_bytes, cpu_count, processor_name
 from ..base.units import format_bytes
 from ..base.version import release
@@ -51,7 +53,6 @@ def sizes_of(config: Config, devices: Sequence[ChosenDevice]) -> list[ResourceLi
         doorbell_count=max_workers(config.workers.standby) + 1,  # workers and memory daemon
         threads=config.workers.threads or max(1, (cores - 1) // sharers),
         build_timeout_s=config.workers.build_timeout_ms / 1000.0,
-        stage_timeout_s=config.preprocess.max_time_ms / 1000.0,
         build_memory_bytes=config.workers.build_memory.resolve(available, available * 3 // 4),
         task_memory_bytes=config.workers.task_memory.resolve(available, available // 2),
         is_sandboxed=is_sandboxed,
@@ -174,8 +175,6 @@ def make_scheduler(
         max_models_per_client=config.server.max_models_per_client,
         weights=config.tenants,
         restart_backoff_ms=config.workers.restart_backoff_ms,
-        stage_processes=config.preprocess.processes,
-        max_stage_ms=config.preprocess.max_time_ms,
         keep_versions=config.jobs.keep_versions,
         keep_jobs=config.jobs.keep.count,
         keep_jobs_ms=config.jobs.keep.time_ms,
@@ -200,4 +199,5 @@ def make_scheduler(
         )
         for device, one in zip(devices, sizes, strict=True)
     ]
-    return Scheduler(settings, policy, options.max_wait_ms, each)
+    queues = {kind: functools.partial(QUEUES.load(kind), config) for kind in QUEUES.names()}
+    return Scheduler(settings, policy, options.max_wait_ms, each, queues)

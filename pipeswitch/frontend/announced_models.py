@@ -102,7 +102,7 @@ class AnnouncedModels:
         self, header: RequestHeader, sizes: Sequence[int], announced: ModelAvailable
     ) -> ValidatedRequest:
         """Return the result of ``validation.check_infer``, cached for equal requests."""
-        key = (announced.model, announced.stages is None, header.inputs, *sizes)
+        key = (announced.model, announced.wrapper is None, header.inputs, *sizes)
         admitted = self._fitting.get(key)
         if admitted is None:
             admitted = validation.check_infer(header, sizes, announced, self.max_bytes)

@@ -6,7 +6,6 @@ request continues after the copy.
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 from collections.abc import Callable, Sequence
 from typing import Any, Final
@@ -14,7 +13,7 @@ from typing import Any, Final
 import msgspec
 from msgspec.structs import replace
 
-from ..base.errors import Cancelled, InvalidInput, PipeSwitchError, TaskFailed
+from ..base.errors import Cancelled, InvalidInput, PipeSwitchError
 from ..base.failpoints import reach
 from ..base.roles import URGENT_PRIORITY, Role
 from ..base.worker_thread import WorkerThread
@@ -27,12 +26,9 @@ from ..scheduler.state.events import (
     ModelAvailable,
     Origin,
     PrefetchHint,
-    Prepared,
     Reply,
-    TakeResult,
 )
-from ..scheduler.state.versions import split_name
-from ..wire.frames import VERSION, RequestHeader, WireTensor
+from ..wire.frames import RequestHeader
 from ..wire.request_timing import RequestTiming
 from . import chain_requests
 from .announced_models import AnnouncedModels
@@ -218,8 +214,8 @@ class Inference:
             if arrival.version or sequence is not None
             else announced.registration_id,
         )
-        if announced.stages is not None and announced.stages.after:
-            pending.after = event
+        if announced.wrapper is not None and announced.wrapper.after:
+            pending.after, event = event, replace(event, follows=True)
         elif announced.chain is not None:
             own = arrival.origin.priority if header.priority else None
             pending.run = chain_requests.run_of(announced.chain, event, own, pending)
@@ -259,6 +255,20 @@ class Inference:
             first = header.model if chain is None else chain.steps[0].model
             self.take(PrefetchHint(model=ModelName(first)))
 
+    def fill(
+        self,
+        placed: Sequence[SlabTensor],
+        payload: Sequence[Any],
+        tenant: str,
+        then: Callable[[PipeSwitchError | None], None],
+    ) -> None:
+        """Copy a payload, a large one like ``_copy``."""
+        if sum(map(len, payload)) > INLINE_COPY_BYTES:
+            self._copy(placed, payload, tenant, then)
+        else:
+            self._pool.fill(placed, payload, tenant)
+            then(None)
+
     def _copy(
         self,
         placed: Sequence[SlabTensor],
@@ -293,96 +303,6 @@ class Inference:
             self.take(event)
         else:
             self._next(pending, pending.run)
-
-    # ---- results of functions ------------------------------------------------------------------
-
-    def take_result(self, command: TakeResult, memory: memoryview) -> None:
-        """Check what a pre- or postprocessing function returned, and copy it into the pool in place
-        of the inputs. Then send ``Prepared``, which has the error if the result is invalid.
-
-        ``memory`` is shared with the function's process, which waits for ``Prepared``.
-        """
-        pending = self.requests.find(command.token)
-        prepared = Prepared(token=command.token, slot=command.slot)
-        if pending is None:
-            self.take(prepared)
-            return
-        try:
-            tensors = [memory[one.offset_bytes :][: one.size_bytes] for one in command.outputs]
-            admit = self._admit_answer if command.is_postprocess else self._admit_result
-            admitted, announced = admit(command, [len(one) for one in tensors])
-            holder = pending.allocation.holder if pending.allocation is not None else ""
-            self.requests.clear(pending)  # the inputs no longer count toward the share
-            allocation = pending.allocation = self._pool.reserve(
-                holder, admitted.input_bytes, admitted.reply_bytes, announced.tenant
-            )
-        except PipeSwitchError as error:
-            self.take(replace(prepared, error=error))
-            return
-        run = Run(
-            request_id=pending.request_id,
-            inputs=allocation.place(admitted.inputs, in_reply=command.is_postprocess),
-            reply_offset_bytes=allocation.reply_offset_bytes,
-            reply_bytes=allocation.reply_bytes,
-        )
-        prepared = replace(prepared, run=run, digest=announced.manifest.digest)
-        payload = [tensors[item.frame] for item in admitted.inputs]
-
-        def on_copied(error: PipeSwitchError | None) -> None:
-            self.take(replace(prepared, error=error))
-
-        if sum(map(len, payload)) <= INLINE_COPY_BYTES:
-            self._pool.fill(run.inputs, payload, allocation.tenant)
-            on_copied(None)
-        else:
-            self._copy(run.inputs, payload, allocation.tenant, on_copied)
-
-    def _admit_result(
-        self, command: TakeResult, sizes: Sequence[int]
-    ) -> tuple[ValidatedRequest, ModelAvailable]:
-        """Check that a model accepts the result of its preprocessing function.
-
-        Raises:
-            TaskFailed: the model refuses it; the message has both signatures and the function.
-            ModelNotFound: the model was removed in the meantime.
-        """
-        announced = self.models.version(*split_name(command.model))
-        announced = replace(announced, stages=None)
-        try:
-            return self.models.admit(_as_request(command), sizes, announced), announced
-        except InvalidInput as error:
-            raise TaskFailed(
-                f"preprocess {command.function} returned invalid inputs for its model: "
-                f"{error.message}",
-                hint=error.hint,
-            ) from None
-
-    def _admit_answer(
-        self, command: TakeResult, sizes: Sequence[int]
-    ) -> tuple[ValidatedRequest, ModelAvailable]:
-        """Check that a postprocessing function returned the values that it declared.
-
-        Raises:
-            TaskFailed: the values differ, or the model was registered again without the function.
-        """
-        name, version = split_name(command.model)
-        announced = self.models.versions.get((name, version)) or self.models.current.get(name)
-        if announced is None or announced.stages is None or not announced.stages.after:
-            raise TaskFailed(f'"{name}" was registered again in the meantime', hint="ask again")
-        declared = announced.stages.answer(announced.manifest)
-        as_model = replace(announced, stages=None, manifest=declared)
-        try:
-            request = validation.check_infer(
-                _as_request(command), sizes, as_model, self.models.max_bytes
-            )
-        except InvalidInput as error:
-            raise TaskFailed(
-                f"postprocess {command.function} did not return what --returns declares: "
-                f"{error.message}"
-            ) from None
-        return dataclasses.replace(
-            request, input_bytes=0, reply_bytes=request.input_bytes
-        ), announced
 
     def advance(self, pending: Pending, answer: Reply) -> Reply | None:
         """Return the answer; None: its postprocessing or its chain's next step was started."""
@@ -448,8 +368,8 @@ class Inference:
             reply_bytes=allocation.reply_bytes,
         )
         event = chain_requests.event_of(run, own, announced, self.now_ms())
-        if announced.stages is not None and announced.stages.after:
-            pending.after = event
+        if announced.wrapper is not None and announced.wrapper.after:
+            pending.after, event = event, replace(event, follows=True)
         if not is_copied:
             self.take(event)
             return
@@ -486,17 +406,8 @@ class Inference:
             self.take(CancelRequest(token=pending.token))  # the scheduler may wait for the function
             return answer
         run = replace(event.run, inputs=answer.outputs)
-        self.take(replace(event, is_postprocess=True, run=run))
+        self.take(replace(event, is_computed=True, run=run))
         return None
-
-
-def _as_request(command: TakeResult) -> RequestHeader:
-    """Return a function's result as a request, as if a client had sent it."""
-    inputs = tuple(
-        WireTensor(name=one.name, dtype=one.dtype, shape=one.shape, frame=number)
-        for number, one in enumerate(command.outputs)
-    )
-    return RequestHeader(v=VERSION, op="infer", id="0", model=command.model, inputs=inputs)
 
 
 def _as_inputs(inputs: Sequence[Any], values: Sequence[SlabTensor]) -> list[SlabTensor]:

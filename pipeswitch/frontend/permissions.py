@@ -176,7 +176,7 @@ def _require_code_right(shown: str, runs: str, caller: Principal, rules: Rules) 
     )
 
 
-STAGE_HINTS: Final = {
+FUNCTION_HINTS: Final = {
     "preprocess": "--preprocess package.module:function --raw text=1..64:bytes",
     "postprocess": "--postprocess package.module:function --returns label=1..64:bytes",
 }
@@ -193,7 +193,7 @@ def check_function(
     Raises:
         PermissionDenied, InvalidInput.
     """
-    hint, option = STAGE_HINTS[what], "--raw" if what == "preprocess" else "--returns"
+    hint, option = FUNCTION_HINTS[what], "--raw" if what == "preprocess" else "--returns"
     if not function and not declared:
         return
     if not declared or not function:

@@ -21,7 +21,7 @@ from ..base.roles import OWNER, URGENT_PRIORITY, Principal, Role
 from ..base.units import escape_control_chars
 from ..ipc.messages.base import ModelName
 from ..programs.interface.pytree import check_takes
-from ..programs.spec import DEFAULT_MAX_BATCH, DEFAULT_SEQUENCES, BuildSpec, stages_of
+from ..programs.spec import DEFAULT_MAX_BATCH, DEFAULT_SEQUENCES, BuildSpec, wrapper_of
 from ..scheduler.state.events import RegisterModelRequest, Token, VersionRequest
 from .intake.validation import check_name, priority_number
 from .permissions import CheckedSource, Rules, check_function, check_source
@@ -140,7 +140,8 @@ def registration(
     fields |= {"source": source.source, "weights": source.weights, "example": source.example}
     # A language model is checked only within rounding, so ``exact`` would gain nothing.
     fields["precision"] = request.precision or ("fast" if request.generate else "exact")
-    spec = msgspec.msgpack.encode(BuildSpec(name=model, allow_module_mode=source.is_code, **fields))
+    built = BuildSpec(name=model, allow_module_mode=source.is_code, **fields)
+    spec = msgspec.msgpack.encode(built)
     digest = hashlib.sha256(_set_options(spec))  # equal requests give equal digests
     for path in source.owner_files:
         with contextlib.suppress(FileNotFoundError):  # removed meanwhile: the builder says so
@@ -157,5 +158,5 @@ def registration(
         tenant=principal.tenant,
         devices=request.devices,
         aliases=tuple(ModelName(one) for one in dict.fromkeys(request.aliases) if one != model),
-        stages=stages_of(spec),
+        wrapper=wrapper_of(built),
     )

@@ -26,14 +26,14 @@ from ..base import failpoints
 from ..base.errors import LocalProtocolError, RemoteProtocolError
 from ..base.failpoints import garbled
 from ..wire.frames import MAX_HEADER_BYTES, decode_with, encoder, refuse_deep
-from .messages import base, builder, daemon, fork_server, gateway, stage, worker
+from .messages import base, builder, daemon, fork_server, gateway, helper, worker
 from .messages.base import Message
 from .messages.builder import BuildFailed
 from .messages.worker import InferenceFailed, JobReport, LeaseRefused
 
 _MESSAGES: Final = [
     one
-    for module in (base, builder, daemon, fork_server, gateway, stage, worker)
+    for module in (base, builder, daemon, fork_server, gateway, helper, worker)
     for one in vars(module).values()
     if isinstance(one, type) and issubclass(one, Message) and one is not Message
 ]

@@ -13,18 +13,17 @@ from typing import Final
 
 import msgspec
 
-from ..base.codec import UNREADABLE
 from ..base.errors import RegistrationRefused
+from ..base.extras import WRAPPERS
 from ..base.model_options import BuildOptions
 from ..base.plain_files import open_regular
 from .graphs.bundle import check_signature, check_trees
 from .graphs.operators import checked_by
 from .interface.dims import extent_text
 from .interface.layout import BUNDLE_FILE as BUNDLE_FILE
-from .interface.layout import Manifest, signature_text
+from .interface.layout import Manifest, Wrapper, signature_text
 from .interface.packing import DERIVED_FILE, PACKED_FORM, Layout
 from .interface.pytree import Tree
-from .interface.stages import Stages, stages_from
 
 DEFAULT_MAX_BATCH: Final = 64
 DEFAULT_SEQUENCES: Final = 8  # sequences in one step of a language model
@@ -61,17 +60,19 @@ def files_of(spec: bytes) -> list[Path]:
     ]
 
 
-def stages_of(spec: bytes) -> Stages | None:
-    """Return the stages of an encoded spec's model; None if there are none or it is invalid."""
-    try:
-        return stages_in(msgspec.msgpack.decode(spec, type=BuildSpec))
-    except UNREADABLE:
-        return None
+def wrapper_of(spec: BuildSpec) -> Wrapper | None:
+    """Return what converts the values of a spec's model; None if nothing does.
 
-
-def stages_in(spec: BuildSpec) -> Stages | None:
-    """Return the stages of a spec's model; None if there are none."""
-    return stages_from(spec.preprocess, spec.raw, spec.postprocess, spec.returns)
+    Raises:
+        RegistrationRefused: this installation lacks the extra that does it.
+    """
+    for option in ("preprocess", "postprocess"):
+        if getattr(spec, option):
+            if option not in WRAPPERS.names():
+                raise RegistrationRefused(option, "this server lacks a folder of pipeswitch/extras")
+            wrapper: Wrapper = WRAPPERS.load(option)(spec)
+            return wrapper
+    return None
 
 
 def needs_more(spec: bytes) -> bool:

@@ -17,14 +17,13 @@ from ..programs.interface.groups import plan_in_force
 from ..programs.interface.layout import Manifest, ValueSpec
 from .memory.allocators import gib
 from .memory.plans import plan_row, stream_of
-from .processes.stage_pool import StagePool, StageSlot
 from .server.device import Device
 from .server.server_state import ServerState
 from .state.core import Core, handles
 from .state.device_state import DeviceState
 from .state.events import Query, Token
 from .state.fair_queue import CallerShare
-from .state.records import PRIORITY_NAMES, DeviceModel, Job, Model, Worker
+from .state.records import PRIORITY_NAMES, DeviceModel, HelperQueue, Job, Model, Worker
 from .state.regions import Owner
 from .state.states import ModelState, Residency, TaskState, WorkerState
 from .state.versions import Versions, version_name
@@ -51,12 +50,6 @@ def _staging(replica: DeviceModel) -> dict[str, Any] | None:
         "waits": list(staging.waits),
         "resident": sorted(staging.resident),
     }
-
-
-def _functions(model: Model) -> dict[str, str]:
-    stages = model.stages
-    named = {} if stages is None else {"preprocess": stages.function, "postprocess": stages.after}
-    return {what: function for what, function in named.items() if function}
 
 
 @dataclass(frozen=True)
@@ -143,12 +136,12 @@ class Introspection:
         core: Core,
         machine: ServerState,
         versions: Versions,
-        stage_pool: StagePool,
+        helpers: Mapping[str, HelperQueue],
         failed: Mapping[ModelName, Model],
     ) -> None:
         self._core = core
         self._failed = failed  # models that could not be restored
-        self._stage_pool = stage_pool
+        self._helpers = helpers
         self._machine = machine
         self._versions = versions
         self.born_at_ms = 0.0  # the scheduler's start
@@ -311,16 +304,16 @@ class Introspection:
         served = self._versions.served(model.base)
         if served is not None and served.note:
             row["notes"] = [*row.get("notes", []), served.note]
-        if manifest is not None and model.stages is not None:
-            public = model.stages.public(manifest)
+        if manifest is not None and model.wrapper is not None:
+            public = model.wrapper.public(manifest)
             row |= {
-                **_functions(model),
+                **model.wrapper.row(),
                 "model_inputs": row["inputs"],
                 "model_outputs": row["outputs"],
                 "inputs": {v.name: _shown(v) for v in public.inputs},
                 "outputs": {v.name: _shown(v) for v in public.outputs},
                 "dims": row["dims"] | {dim.name: [dim.low, dim.high] for dim in public.dims},
-                **({"batch": [1, 1]} if model.stages.function else {}),
+                **({"batch": [1, 1]} if model.wrapper.before else {}),
             }
         if len(self._machine.devices) > 1:
             row["devices"] = list(model.devices)
@@ -344,7 +337,7 @@ class Introspection:
                     "grouping_why": replica.grouping.why,
                     "streams": stream_of(device.state, replica),
                     "staging": _staging(replica),
-                    **_functions(replica.model),
+                    **(wrapper.row() if (wrapper := replica.model.wrapper) else {}),
                     "profile": planned and planned.measurements,
                 }
                 for replica in device.state.replicas.values()
@@ -358,7 +351,7 @@ class Introspection:
         return (jobs.row(job) for job in [*jobs] if jobs.get(job.spec.name))
 
     def ps(self) -> Iterator[dict[str, Any]]:
-        """Yield rows of models, jobs, workers, tenants, daemons and preprocessing processes."""
+        """Yield rows of models, jobs, workers, tenants, daemons and helper processes."""
         for device in self._machine.devices:
             state, arena = device.state, device.arena
             for name, replica in [*state.replicas.items()]:
@@ -378,18 +371,13 @@ class Introspection:
                 device=f"{arena.leasable_bytes - arena.regions.free_bytes}",
                 why="given up, because it died too often" if state.daemon.is_given_up else "",
             ).row(self._core.now_ms)
-        for process in self._stage_pool.processes:
-            if process.pid:
-                yield self._ps_stage(process)
-
-    def _ps_stage(self, process: StageSlot) -> dict[str, Any]:
-        state = process.state.state
-        why = process.function if state is WorkerState.ACTIVE else ""
         device = self._machine.devices[0]
-        row = Shown(
-            device, f"stage-{process.slot}", "stage", state.value, why=why, pid=process.pid
-        ).row(self._core.now_ms)
-        return {key: value for key, value in row.items() if key != "on"}  # a stage uses no device
+        for kind, helper in self._helpers.items():
+            for process, helper_state, why, pid in helper.rows():
+                row = Shown(device, process, kind, helper_state, why=why, pid=pid).row(
+                    self._core.now_ms
+                )
+                yield {key: value for key, value in row.items() if key != "on"}  # it uses no device
 
     def _ps_model(self, on: Device, replica: DeviceModel) -> dict[str, Any]:
         device = on.state
@@ -435,7 +423,7 @@ class Introspection:
         waiting = device.queue.count(replica.name) + device.awaiting_model.count(replica.name)
         if waiting:
             return f"{waiting} waiting"
-        raw = self._stage_pool.count(replica.name)
+        raw = sum(helper.count(replica.name) for helper in self._helpers.values())
         if raw:
             return f"{raw} {TaskState.PREPROCESSING.value}"
         if replica.staging is not None:
@@ -498,7 +486,7 @@ class Introspection:
                 used_s[caller or OWNER] += used_ms / 1000.0
         return {
             "queued": sum(row["queued"] for row in rows),
-            "preprocessing": len(self._stage_pool),
+            **{key: n for one in self._helpers.values() for key, n in one.stats().items()},
             "switches": counts["switches"],
             "dispatches": {kind: counts[f"{kind}_dispatches"] for kind in DISPATCH_KINDS},
             "device_s": {
@@ -517,7 +505,6 @@ class Introspection:
             "commits": counts["commits"],
             "worker_restarts": counts["worker_restarts"],
             "daemon_restarts": counts["daemon_restarts"],
-            "stage_restarts": counts["stage_restarts"],
             "stale_messages": counts["stale_messages"],
             "arena_capacity_bytes": sum(row["arena_capacity_bytes"] for row in rows),
             "arena_free_bytes": sum(row["arena_free_bytes"] for row in rows),

@@ -9,7 +9,7 @@ in ``Device``.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from os import EX_IOERR, EX_SOFTWARE
 from typing import Final
 
@@ -44,6 +44,7 @@ from .state.core import (
     Wakeups,
     handler_table,
 )
+from .state.records import HelperQueue
 from .state.versions import Versions
 from .training.job_requests import JobRequests
 from .trials import Trials
@@ -80,8 +81,14 @@ class Scheduler:
         policy: str | Policy = "priority",
         max_wait_ms: float = 2000.0,
         devices: Sequence[SchedulerSettings] = (),
+        queues: Mapping[str, Callable[[Core], HelperQueue]] = {},
     ) -> None:
-        """``devices``: the settings of each device; if empty, one device with ``settings``."""
+        """Create all parts.
+
+        Args:
+            devices: the settings of each device; if empty, one device with ``settings``.
+            queues: kind of helper processes -> the queue of the requests that they serve.
+        """
         if isinstance(policy, str):
             policy = make_policy(policy, max_wait_ms=max_wait_ms)
         judge = PolicyGuard(policy, max_wait_ms)
@@ -94,6 +101,7 @@ class Scheduler:
             self.versions,
             self.machine.placement,
             [device.dispatch for device in self.machine.devices],
+            {kind: queue(self.core) for kind, queue in queues.items()},
         )
         self.builds = BuildQueue(self.core, self.machine)
         self.registry = Registry(
@@ -108,7 +116,7 @@ class Scheduler:
             self.core,
             self.machine,
             self.versions,
-            self.admission.stage_pool,
+            self.admission.helpers,
             self.registry.names.failed,
         )
         self._takers = handler_table(
@@ -130,7 +138,7 @@ class Scheduler:
         return (
             Component(self.publishing.pump),
             Component(self.registry.pump),
-            Component(admission.stage_pool.advance),
+            *(Component(helper.advance) for helper in admission.helpers.values()),
             Component(admission.reassign),
             Component(admission.rebalance),
             Component(self.moves.reassign),
@@ -241,8 +249,8 @@ class Scheduler:
                 machine.devices[index].from_worker(event)
             case ev.Received(ev.Address("daemon")):
                 self._from_daemon(event)
-            case ev.Received(ev.Address("stage")):
-                self.admission.stage_pool.on_message(event)
+            case ev.Received(ev.Address(kind)) if kind in self.admission.helpers:
+                self.admission.helpers[kind].received(event)
             case ev.Received():
                 self._from_builder(event)
             case ev.PrefetchHint(model=name):
@@ -259,8 +267,8 @@ class Scheduler:
                 machine.devices[index].worker_exited(event)
             case ev.Exited(ev.Address("daemon")):
                 self._daemon_exited(event)
-            case ev.Exited(ev.Address("stage")):
-                self.admission.stage_pool.exited(event)
+            case ev.Exited(ev.Address(kind)) if kind in self.admission.helpers:
+                self.admission.helpers[kind].exited(event)
             case ev.Exited():
                 self.registry.builder_exited(event)
             case ev.Tick():
@@ -347,7 +355,8 @@ class Scheduler:
         if core.drain_at_ms is None:
             return 0
         is_quiet = all(device.is_quiet for device in self.machine.devices)
-        is_quiet = is_quiet and not len(self.admission.stage_pool) and not core.going_on
+        is_quiet = is_quiet and not core.going_on
+        is_quiet = is_quiet and not any(map(len, self.admission.helpers.values()))
         if is_quiet and self.machine.jobs.is_quiet and self.registry.is_quiet:
             self._leave("drained")
         elif core.now_ms >= core.drain_at_ms:
@@ -364,7 +373,8 @@ class Scheduler:
         error = ServerUnavailable(f"the server has stopped: {reason}")
         for device in self.machine.devices:
             device.completion.refuse_all(error)
-        self.admission.stage_pool.refuse_all(error)
+        for helper in self.admission.helpers.values():
+            helper.refuse_all(error)
         self.registry.refuse_all(error)
         self.publishing.refuse_all(error)
         self.trials.refuse_all(error)
@@ -423,9 +433,10 @@ class Scheduler:
         jobs = {worker.job for device in devices for worker in device.state.workers.values()}
         assert store.offloaded.keys() <= jobs, "a process that is gone has something on the host"
         tokens = [token for device in devices for token in device.state.requests]
-        tokens += self.admission.stage_pool.tokens()
+        for helper in self.admission.helpers.values():
+            tokens += helper.waits
+            helper.check()
         assert len(tokens) == len(set(tokens)), "a request is in two places"
-        self.admission.stage_pool.check()
 
 
 __all__ = ["Scheduler", "SchedulerSettings"]

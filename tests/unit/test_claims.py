@@ -191,7 +191,7 @@ class Rig:
                 batch_delay_ms=1.0 * bool(batch),
             )
         )
-        self.builds = Builds(cast(Any, context), ())
+        self.builds = Builds(cast(Any, context), {}, ())
         self.builds.start(
             StartBuild(model=ModelName("own"), op_id=OpId(7), spec=spec, tenant="enemy")
         )

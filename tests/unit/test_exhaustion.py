@@ -24,10 +24,10 @@ from pipeswitch.extras.text.tokenizers import TokenizerClient
 from pipeswitch.ipc.channel import Channel, channel_pair, encode_message
 from pipeswitch.ipc.messages.base import OpId, Ping
 from pipeswitch.ipc.messages.fork_server import Fork, Forked, ForkServerReady
-from pipeswitch.ipc.messages.stage import CheckStage
+from pipeswitch.ipc.messages.helper import HelperSettings
 from tests.open_files import open_files
 
-SETTINGS = CheckStage(functions=(), inputs=(), timeout_s=1.0)
+SETTINGS = HelperSettings(kind="stage")
 PING = Ping(op_id=OpId(1))
 LOOP_SOCKETS = 2  # sockets of asyncio's loop itself
 SHORTAGES = (errno.EMFILE, errno.EAGAIN, errno.ENOMEM)

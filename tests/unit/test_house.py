@@ -68,7 +68,7 @@ MAY_IMPORT: Mapping[str, str] = {
     "extras/grpc": "base gateway ipc wire",
     "extras/trainers": "base workers/training/",
     "extras/shared_input": "base ipc workers/training/",
-    "extras/stages": "base ipc programs sandbox",
+    "extras/stages": "base controller frontend ipc programs sandbox scheduler wire",
     "extras/offload": "base cli devices ipc job workers/training/",
     "extras/lab": "base cli client extras/cluster extras/offload ipc planning policies programs "
     "scheduler scheduler/policies watchdog",
@@ -85,7 +85,7 @@ IN_SCHEDULER: Mapping[str, str] = {
     "memory": "policies state",
     "training": "memory policies state",
     "processes": "state training",
-    "requests": "memory policies processes state training",
+    "requests": "memory policies state training",
     "server": "memory processes requests state training",
     "models": "memory requests server state",
     "": "memory models policies processes requests server state training",

@@ -113,10 +113,11 @@ class Rig:
             "restart_backoff_ms": 100.0,
             **settings,
         }
-        policy = values.pop("policy", "priority")
+        policy, queues = values.pop("policy", "priority"), values.pop("queues", {})
         own = {key: values.pop(key) for key in ("slices_move", "max_swapped") if key in values}
         each = SchedulerSettings(**values)
-        self.scheduler = Scheduler(each, policy, 2000.0, [dataclasses.replace(each, **own)])
+        devices = [dataclasses.replace(each, **own)]
+        self.scheduler = Scheduler(each, policy, 2000.0, devices, queues)
         self.core = self.scheduler.core
         self.state = self.scheduler.machine.devices[0].state
         self.now_ms = 0.0

@@ -15,10 +15,11 @@ import mmap
 import os
 import signal
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import torch
 
@@ -27,10 +28,12 @@ from ...base.errors import InvalidInput
 from ...base.failpoints import reach
 from ...base.units import nearest
 from ...ipc.channel import Channel
-from ...ipc.messages import stage as stage_msg
 from ...ipc.messages.base import OpId, SlabTensor
+from ...ipc.messages.helper import HelperCall, HelperDone, HelperFailed, HelperReady
 from ...programs.interface.layout import ITEM_BYTES, TENSOR_ALIGN_BYTES, aligned
 from ...sandbox.confine import WORST
+from ...sandbox.environment import take_environment
+from .wrapper import CheckSettings
 
 Function = Callable[..., Any]
 MAX_ARRAYS, MAX_NAME = 64, 128  # limits for the inputs of a model
@@ -40,27 +43,27 @@ class Unusable(Exception):
     """Function or return value that cannot be used; the text says why."""
 
 
-def run(settings: stage_msg.StageSettings, channel: Channel, results: int) -> int:
+def run(_: bytes, channel: Channel, descriptors: Sequence[int]) -> int:
     """Serve calls until the controller closes the channel; return the exit status."""
+    environment, results = descriptors
+    take_environment(environment)
     torch.set_num_threads(1)  # the device's worker uses the other cores
     Path("/proc/self/oom_score_adj").write_text(WORST)  # if memory leaks, Linux kills only this
-    memory = memoryview(mmap.mmap(results, settings.result_bytes))
-    channel.send(stage_msg.StageReady(pid=os.getpid()))
+    memory = memoryview(mmap.mmap(results, 0))
+    channel.send(HelperReady(pid=os.getpid()))
     while (received := channel.receive()) is not None:
         call, descriptors = received
-        assert isinstance(call, stage_msg.RunStage)
+        assert isinstance(call, HelperCall)
         try:
             reach("stage.call")
             inputs = {one.name: _read(descriptors[0], one) for one in call.inputs}
             outputs = _place(_load(call.function)(**inputs), memory)
-            answer: stage_msg.StageDone | stage_msg.StageFailed = stage_msg.StageDone(
-                op_id=call.op_id, outputs=outputs
-            )
+            answer: HelperDone | HelperFailed = HelperDone(op_id=call.op_id, outputs=outputs)
         except Unusable as problem:
-            answer = stage_msg.StageFailed(op_id=call.op_id, reason=str(problem))
+            answer = HelperFailed(op_id=call.op_id, reason=str(problem))
         except BaseException as error:  # also SystemExit: a function may fail its own request only
             traceback.print_exc()
-            answer = stage_msg.StageFailed(op_id=call.op_id, reason=f"it raised {_said(error)}")
+            answer = HelperFailed(op_id=call.op_id, reason=f"it raised {_said(error)}")
         finally:
             os.close(descriptors[0])
         reach("stage.done")
@@ -68,10 +71,12 @@ def run(settings: stage_msg.StageSettings, channel: Channel, results: int) -> in
     return 0
 
 
-def check(settings: stage_msg.CheckStage, channel: Channel) -> int:
+def check(values: bytes, channel: Channel, descriptors: Sequence[int]) -> int:
     """Report whether all functions import and the first accepts the inputs; return the status."""
+    take_environment(*descriptors)
+    settings = msgspec.msgpack.decode(values, type=CheckSettings)
     signal.setitimer(signal.ITIMER_REAL, settings.timeout_s)  # SIGALRM ends this process
-    answer: stage_msg.StageReady | stage_msg.StageFailed = stage_msg.StageReady(pid=os.getpid())
+    answer: HelperReady | HelperFailed = HelperReady(pid=os.getpid())
     name = ""
     try:
         loaded = [_load(name := function) for function in settings.functions]
@@ -80,11 +85,11 @@ def check(settings: stage_msg.CheckStage, channel: Channel) -> int:
             if settings.inputs:
                 inspect.signature(loaded[0]).bind(**dict.fromkeys(settings.inputs))
     except Unusable as problem:
-        answer = stage_msg.StageFailed(op_id=OpId(0), reason=f"{name}: {problem}")
+        answer = HelperFailed(op_id=OpId(0), reason=f"{name}: {problem}")
     except TypeError as error:
         arguments = ", ".join(settings.inputs)
         reason = f"{name}: it cannot be called with {arguments}, which --raw names: {error}"
-        answer = stage_msg.StageFailed(op_id=OpId(0), reason=reason)
+        answer = HelperFailed(op_id=OpId(0), reason=reason)
     channel.send(answer)
     return 0
 

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import os
 import signal
+from collections.abc import Sequence
 
 from ...base.errors import InvalidInput
 from ...ipc.channel import Channel
 from ...ipc.messages.base import OpId
-from ...ipc.messages.stage import CheckSchema, StageFailed, StageReady
+from ...ipc.messages.helper import HelperFailed, HelperReady
 from ...programs.decoding.grammar import try_schema
 from ...sandbox.confine import confine_worker, missing
 
@@ -17,17 +18,17 @@ SCHEMA_BYTES = 256 << 20
 NICENESS = 10  # lower priority than workers, like text processes
 
 
-def check_schema(settings: CheckSchema, channel: Channel) -> int:
+def check_schema(values: bytes, channel: Channel, _: Sequence[int]) -> int:
     """Report whether an answer can follow a schema; return the status. SIGPROF ends this process
     after ``SCHEMA_S`` of processor time."""
     os.nice(NICENESS)
     signal.setitimer(signal.ITIMER_PROF, SCHEMA_S)
     if "seccomp" not in missing():
         confine_worker(SCHEMA_BYTES)
-    answer: StageReady | StageFailed = StageReady(pid=os.getpid())
+    answer: HelperReady | HelperFailed = HelperReady(pid=os.getpid())
     try:
-        try_schema(settings.schema)
+        try_schema(values.decode())
     except InvalidInput as problem:
-        answer = StageFailed(op_id=OpId(0), reason=problem.message)
+        answer = HelperFailed(op_id=OpId(0), reason=problem.message)
     channel.send(answer)
     return 0

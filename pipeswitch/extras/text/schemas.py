@@ -15,7 +15,7 @@ from ...base.quotas import FairQuota, TurnQueue
 from ...frontend.kinds import KindContext
 from ...frontend.requests import Pending
 from ...ipc.messages.base import Message
-from ...ipc.messages.stage import CheckSchema, StageFailed
+from ...ipc.messages.helper import HelperFailed, HelperSettings
 from ...programs.decoding.grammar import costly_refusal
 
 MAX_WAITING: Final = 64  # requests whose schemas wait to be tried; each may take 0.2 s
@@ -62,7 +62,7 @@ class SchemaChecks:
         while not self._current and (schema := self._turns.take()):
             self._current = schema
             if not all(pending.is_cancelled for pending, _, _ in self._waiting[schema]):
-                settings = CheckSchema(schema=schema)
+                settings = HelperSettings(kind="schema", values=schema.encode())
                 self._context.fork("sch", settings, partial(self._tried, schema))
                 return
             self._pass_on(None)
@@ -72,7 +72,7 @@ class SchemaChecks:
         schema. If it was lost, its requests fail, and the next one tries again."""
         error: str | None = None
         if message is not None:
-            error = message.reason if isinstance(message, StageFailed) else ""
+            error = message.reason if isinstance(message, HelperFailed) else ""
         elif status in _BY_LIMITS:
             error = costly_refusal(schema).message
         if error is not None:

@@ -120,10 +120,9 @@ def check_infer(
     Raises:
         InvalidInput: a tensor does not match; the text has the model's signature.
     """
-    stages = announced.stages
-    manifest = announced.manifest
-    if stages is not None and stages.function:
-        manifest = stages.raw(manifest)
+    wrapper, manifest = announced.wrapper, announced.manifest
+    if wrapper is not None and wrapper.before:
+        manifest = wrapper.raw(manifest)
     ordered = _by_call_order(header.model, header.inputs, manifest)
     values: dict[str, int] = {}
     checked = []

@@ -39,7 +39,6 @@ class ResourceLimits(Message, frozen=True):
     doorbell_count: int = 0
     threads: int = 1  # number of compute threads of a worker or builder
     build_timeout_s: float = 0.0  # 0: no limit, here and below
-    stage_timeout_s: float = 0.0
     build_memory_bytes: int = 0  # memory that a build maps itself
     task_memory_bytes: int = 0  # intermediate values of a client's program
     is_sandboxed: bool = False  # clients' programs run in the sandbox

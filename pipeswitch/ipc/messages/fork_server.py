@@ -6,8 +6,6 @@ child was reaped.
 
 from __future__ import annotations
 
-from typing import Literal
-
 from .base import Message
 
 
@@ -15,7 +13,7 @@ class Fork(Message, frozen=True):
     """controller -> fork server: fork a child (descriptors: its channels, then the others)."""
 
     ticket: int
-    kind: Literal["worker", "builder", "daemon", "stage"]
+    kind: str  # worker, builder, daemon, or a kind of helper processes
     name: str  # process name, e.g. "pipeswitch-worker-0"
     settings: bytes  # msgpack of the kind's settings struct, opaque to the fork server
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, Final, Literal
+from typing import Any, Final, Literal, Protocol
 
 import msgspec
 
@@ -130,6 +130,31 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         Each is mapped to the name of the input that has the size without padding."""
         pads: Mapping[str, str] = self.extra.get("pads", {})
         return pads
+
+
+class Wrapper(Protocol):
+    """What converts the values of a model's clients: an extra, in processes beside the workers."""
+
+    @property
+    def kind(self) -> str:
+        """Kind of the helper processes that convert."""
+
+    @property
+    def before(self) -> str:
+        """Function that makes the model's inputs; empty: clients send them."""
+
+    @property
+    def after(self) -> str:
+        """Function that makes the answer; empty: the model's outputs are the answer."""
+
+    def raw(self, manifest: Manifest) -> Manifest:
+        """Return the manifest of what clients send to ``before``."""
+
+    def public(self, manifest: Manifest) -> Manifest:
+        """Return the manifest that the model's clients see."""
+
+    def row(self) -> dict[str, str]:
+        """Return the functions as a row of the model shows them."""
 
 
 def aligned(value_bytes: int, unit_bytes: int) -> int:

@@ -50,13 +50,14 @@ class BuildQueue:
             self.waiting.remove(one)
             self._running[one.build_id] = one
             self._last_turns[one.client] = one.build_id
-            tenant = self._machine.models[one.model].tenant
+            model = self._machine.models[one.model]
             core.emit(
                 StartBuild(
                     model=one.model,
                     op_id=one.build_id,
                     spec=one.spec,
-                    tenant=tenant,
+                    tenant=model.tenant,
+                    wrapper=model.wrapper,
                     rebuilds=one.rebuilds,
                 )
             )

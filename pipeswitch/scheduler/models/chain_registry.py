@@ -98,7 +98,7 @@ class Chains:
         """Return the manifests of the current versions, as clients see them."""
         current = [self._versions.current(name) for name in self._machine.served]
         return {
-            one.base: one.manifest if one.stages is None else one.stages.public(one.manifest)
+            one.base: one.manifest if one.wrapper is None else one.wrapper.public(one.manifest)
             for one in current
             if one and one.manifest and one.state.state is not ModelState.LEAVING
         }

@@ -112,7 +112,7 @@ class Registry:
             client=self.registrations[before.name].client,
             tenant=before.tenant,
             devices=before.devices,
-            stages=before.stages,
+            wrapper=before.wrapper,
         )
         self._begin(event, () if token is None else (token,), takes_over=True)
         return self._machine.models[event.model]
@@ -147,7 +147,7 @@ class Registry:
             tenant=event.tenant,
             devices=device_placement.limit(event.devices, machine.jobs.names),
             manifest=event.restored,
-            stages=event.stages,
+            wrapper=event.wrapper,
         )
         self.names.failed.pop(model.name, None)
         self.registrations[model.name] = registration

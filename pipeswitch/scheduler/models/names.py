@@ -223,7 +223,7 @@ class Names:
         core, devices = self._core, self._machine.devices
         if not all(d.residents.is_idle(d.state.replicas[model.name]) for d in devices):
             return
-        if self._admission.stage_pool.count(model.name):
+        if any(helper.count(model.name) for helper in self._admission.helpers.values()):
             return
         del self.leaving[model.name]
         served = self._machine.served[model.base]

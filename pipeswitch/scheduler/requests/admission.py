@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from msgspec.structs import replace
 
@@ -18,11 +18,11 @@ from ...base.quotas import left
 from ...ipc.messages.base import ModelName
 from ...wire.request_timing import RequestTiming
 from ..memory.device_placement import DevicePlacement
-from ..processes.stage_pool import StagePool
 from ..state.core import DUE, QUEUE, RESIDENCY, TURN, WORKERS, Core
 from ..state.device_state import DeviceState
 from ..state.events import CancelRequest, InferArrived, Prepared, Reply
-from ..state.records import Model, Request, Steps
+from ..state.queue import Queue
+from ..state.records import HelperQueue, Model, Request, Steps
 from ..state.states import MODEL_AWAITED, ModelState, TaskEvent, TaskState
 from ..state.versions import Versions, split_name
 from . import forecast
@@ -40,6 +40,7 @@ class Admission:
         versions: Versions,
         placement: DevicePlacement,
         dispatches: Sequence[Dispatch],
+        helpers: Mapping[str, HelperQueue],
     ) -> None:
         self._core = core
         self._versions = versions
@@ -47,12 +48,12 @@ class Admission:
         self._placing = placement
         self._dispatches = dispatches
         self._states = placement.states
-        self.stage_pool = StagePool(core)
+        self.helpers = helpers
 
     def arrived(self, event: InferArrived) -> None:
         """Admit a request or answer it at once."""
         core = self._core
-        if event.is_postprocess:
+        if event.is_computed:
             self._computed(event)
             return
         if event.is_chain_continuation:
@@ -70,23 +71,24 @@ class Admission:
             origin=event.origin,
             size_bytes=model.built.total_bytes,
             steps=Steps(
-                is_raw=model.stages is not None and bool(model.stages.function),
+                is_raw=model.wrapper is not None and bool(model.wrapper.before),
                 follows=event.follows,
             ),
         )
-        if model.stages is None or not model.stages.function:
+        if model.wrapper is None or not model.wrapper.before:
             self._queue(request, model)
         else:
             served = self._versions.served(model.base)
             assert served is not None
-            self.stage_pool.take(request, model.stages.function, served.born, event.tenant)
+            wrapper = model.wrapper
+            self.helpers[wrapper.kind].take(request, wrapper, served.born, event.tenant)
 
     def _computed(self, event: InferArrived) -> None:
-        """Pass a model's outputs in the request pool to its postprocessing function."""
+        """Pass a model's outputs in the request pool to its wrapper."""
         core, name = self._core, split_name(event.model)[0]
         core.going_on.discard(event.token)
         served, model = self._versions.served(name), self._versions.current(name)
-        if served is None or model is None or model.stages is None or not model.stages.after:
+        if served is None or model is None or model.wrapper is None or not model.wrapper.after:
             core.refuse(event.token, changed_on_the_way(event.model))
             return
         request = Request(
@@ -94,16 +96,17 @@ class Admission:
             model=event.model,
             run=event.run,
             origin=replace(event.origin, arrived_at_ms=core.now_ms),
-            steps=Steps(is_raw=True, is_postprocess=True, follows=event.follows),
+            steps=Steps(is_raw=True, is_computed=True, follows=event.follows),
         )
-        self.stage_pool.take(request, model.stages.after, served.born, event.tenant)
+        wrapper = model.wrapper
+        self.helpers[wrapper.kind].take(request, wrapper, served.born, event.tenant)
 
     def prepared(self, event: Prepared) -> None:
         """Queue or answer a request whose function has ended, or report why it failed."""
-        request = self.stage_pool.prepared(event)
+        request = self.helpers[event.source.kind].prepared(event)
         if request is None:
             return
-        if request.steps.is_postprocess:
+        if request.steps.is_computed:
             if request.steps.follows:
                 self._core.going_on.add(request.token)
             timing = RequestTiming(postprocess_ms=self._core.now_ms - request.origin.arrived_at_ms)
@@ -183,11 +186,11 @@ class Admission:
             return error
         for state in self._states:
             if state.queue.requests or state.awaiting_model.requests:
-                break
-        else:
-            if not self.stage_pool.waits:
-                return None  # nothing waits, so no limit applies
-        return self._full(event, model)
+                return self._full(event, model)
+        for helper in self.helpers.values():
+            if helper.waits:
+                return self._full(event, model)
+        return None  # nothing waits, so no limit applies
 
     def _gone(self, event: InferArrived) -> PipeSwitchError:
         """Return the error that the frontend gives once it knows that the version was removed."""
@@ -199,16 +202,15 @@ class Admission:
     def _full(self, event: InferArrived, model: Model) -> QueueFull | None:
         """Return the error if the queues have no room for the request, else None."""
         core, states = self._core, self._states
-        queues = [queue for state in states for queue in (state.queue, state.awaiting_model)]
+        queues: list[Queue | HelperQueue] = [*self.helpers.values()]
+        queues += [queue for state in states for queue in (state.queue, state.awaiting_model)]
         caller, name = event.origin.caller, event.model
-        waiting = sum(map(len, queues)) + len(self.stage_pool)
-        own = sum([queue.held_by(caller) for queue in queues]) + self.stage_pool.held_by(caller)
+        waiting = sum(map(len, queues))
+        own = sum([queue.held_by(caller) for queue in queues])
         if waiting and not left(core.settings.max_queue, waiting, own):
             return _full("requests", waiting, own, "max_queue", core.settings.max_queue)
-        waiting = sum([queue.count(name) for queue in queues]) + self.stage_pool.count(name)
-        own = sum([queue.held_by(caller, name) for queue in queues]) + self.stage_pool.held_by(
-            caller, name
-        )
+        waiting = sum([queue.count(name) for queue in queues])
+        own = sum([queue.held_by(caller, name) for queue in queues])
         limit = core.settings.max_queue_per_model
         if waiting and not left(limit, waiting, own):
             return _full(f"requests for {name}", waiting, own, "max_queue_per_model", limit)
@@ -242,7 +244,7 @@ class Admission:
             elif request.history is not None:
                 request.history.is_cancelled = True
             return True
-        return self.stage_pool.cancel(event.token)
+        return any(helper.cancel(event.token) for helper in self.helpers.values())
 
     def pool_freed(self) -> None:
         """Queue the requests that waited for memory and have it now."""

@@ -76,9 +76,7 @@ class TaskCompletion:
         core.counts["inferences"] += len(requests)
         core.counts["runs"] += 1
         device.served += len(requests)
-        returns, stages = replica.model.built.returns, replica.model.stages
-        if stages is not None and stages.after:
-            core.going_on.update(request.token for request in requests)
+        returns = replica.model.built.returns
         more: list[Request] = []
         for number, (request, outputs) in enumerate(zip(requests, message.outputs, strict=True)):
             if request.forecast.predicted_end_ms is not None:

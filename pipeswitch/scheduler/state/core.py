@@ -26,7 +26,7 @@ WORKERS: Final = 4  # the processes, and the programs that they have loaded
 RESIDENCY: Final = 8  # models that are on a device, or are being copied there
 JOBS: Final = 16  # training jobs
 MEASURED: Final = 32  # trials of layer groups
-STAGES: Final = 64  # functions that run before and after models
+HELPERS: Final = 64  # requests that helper processes serve
 PINGS: Final = 128  # pings of processes
 DUE: Final = 256  # time to dispatch or to refuse a request
 HUNG: Final = 512  # time to check for a hanging task
@@ -74,8 +74,6 @@ class SchedulerSettings:
     max_compute_ms: float = 60000.0  # a task that computes for longer is hung; 0: no limit
     deadline_grace_ms: float = 5000.0  # a task that runs this long past its deadline is hung
     restart_backoff_ms: float = 1000.0
-    stage_processes: int = 1  # number of processes for functions before and after models
-    max_stage_ms: float = 60000.0  # time limit of a function before or after a model; 0: none
     max_deaths: int = 3  # deaths of workers in a row, for each request and each model
     max_job_deaths: int = 10  # deaths of a job's workers in a row, with no commit between them
     max_swapped: int = 4  # number of jobs of a device that may wait without their memory

@@ -23,8 +23,7 @@ from ...ipc.messages.run import Run
 from ...planning.grouping import Plan
 from ...planning.planned_groups import PlannedFile
 from ...programs.interface.chains import Chain, ChainStep
-from ...programs.interface.layout import Manifest
-from ...programs.interface.stages import Stages
+from ...programs.interface.layout import Manifest, Wrapper
 from ...wire.request_timing import RequestTiming
 
 Token = NewType("Token", int)
@@ -34,19 +33,17 @@ class _Message(msgspec.Struct, frozen=True, kw_only=True):
     """Base class of events and commands; five times faster to create than a frozen dataclass."""
 
 
-ProcessKind = Literal["daemon", "worker", "stage", "builder"]
-
-
 class Address(msgspec.Struct, frozen=True):
     """Unique name of one process: each process in a slot has its own incarnation.
 
     Attributes:
         device: Index of the device, for a daemon or a worker.
-        slot: Index among the workers of a device, or among the preprocessing processes.
+        kind: "daemon", "worker" or "builder", or a kind of helper processes.
+        slot: Index among the workers of a device, or among the helper processes of a kind.
         incarnation: Number of the process in its slot; a builder's is the build's operation id.
     """
 
-    kind: ProcessKind
+    kind: str
     device: int = 0
     slot: Slot = Slot(0)
     incarnation: int = 0
@@ -82,16 +79,16 @@ class InferArrived(ClientRequest, frozen=True):
     origin: Origin
     tenant: str = ""  # the tenant whose pool file has the tensors (as in ModelAvailable)
     registration_id: int = 0  # any version with this id may serve it; 0: only ``model``
-    is_postprocess: bool = False  # the model has computed: ``inputs`` are for postprocessing
+    is_computed: bool = False  # ``inputs`` are the model's outputs, for its wrapper
     is_chain_continuation: bool = False  # a later step of an accepted chain
-    follows: bool = False  # another step of the chain will follow
+    follows: bool = False  # another step of the request will follow
 
 
 class Prepared(_Message, frozen=True):
     """End of ``TakeResult``: the request pool has the function's result, or ``error`` is set."""
 
     token: Token
-    slot: Slot
+    source: Address
     run: Run | None = None  # None: the result is dropped, or there is an error
     digest: str = ""  # digest of the program that the inputs fit
     error: PipeSwitchError | None = None
@@ -127,7 +124,7 @@ class RegisterModelRequest(ClientRequest, frozen=True):
     devices: tuple[str, ...] = ()  # names of the devices that may serve it; empty: all
     is_known: bool = False  # whether it comes from the journal of an earlier server
     restored: Manifest | None = None  # manifest from the journal: requests may wait for the build
-    stages: Stages | None = None  # functions before and after the model
+    wrapper: Wrapper | None = None  # what converts its inputs and outputs
     aliases: tuple[ModelName, ...] = ()  # further names
 
 
@@ -345,7 +342,7 @@ class Send(_Message, frozen=True):
         channel: Channel of a worker; its termination thread, which is never busy, reads "signal".
         commits_of: Attach this job's commit memfd.
         image_of: Attach the image of this job's slice.
-        tenant: With ``RunStage``: the tenant whose pool file has the raw inputs.
+        tenant: With ``HelperCall``: the tenant whose pool file has the inputs.
     """
 
     target: Address
@@ -388,16 +385,16 @@ class TakeBack(_Message, frozen=True):
 class TakeResult(_Message, frozen=True):
     """Check the result of a function, and copy it to the request pool.
 
-    It must fit the model's inputs, or the declared answer. ``Prepared`` follows; until then the
-    process in ``slot`` gets no other call.
+    It must fit the model's inputs, or the declared answer. ``Prepared`` follows; until then
+    the process gets no other call.
     """
 
     token: Token
-    slot: Slot
+    target: Address
     model: ModelName
     function: str
-    outputs: tuple[SlabTensor, ...]  # the result, in the memory of the slot
-    is_postprocess: bool = False  # the result is the answer, not the model's inputs
+    outputs: tuple[SlabTensor, ...]  # the result, in the memory of the process's slot
+    is_computed: bool = False  # the result is the answer, not the model's inputs
 
 
 class StartBuild(_Message, frozen=True):
@@ -407,6 +404,7 @@ class StartBuild(_Message, frozen=True):
     op_id: OpId
     spec: bytes
     tenant: str = ""  # tenant whose share of the disk the build uses
+    wrapper: Wrapper | None = None  # to be checked before the build
     rebuilds: str = ""  # digest of a program to be built again from the bundle in its folder
 
 
@@ -480,7 +478,7 @@ class ModelAvailable(_Message, frozen=True):
     version: int = 1
     is_current: bool = True  # the version serves requests without a version number
     registration_id: int = 0  # equal for all versions of a name, until the name is removed
-    stages: Stages | None = None  # functions before and after the model
+    wrapper: Wrapper | None = None  # what converts its inputs and outputs
     chain: Chain | None = None  # set for a chain, whose steps run at their models' priorities
     aliases: tuple[str, ...] = ()  # further names that requests may use
 

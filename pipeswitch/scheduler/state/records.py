@@ -15,11 +15,10 @@ from ...ipc.messages.worker import InferenceDone
 from ...planning.grouping import Plan
 from ...planning.planned_groups import PlannedGroups
 from ...planning.streaming import StagingLayout
-from ...programs.interface.layout import Manifest
-from ...programs.interface.stages import Stages
+from ...programs.interface.layout import Manifest, Wrapper
 from ...wire.request_timing import RequestTiming
 from ..policies.job_orders import JobView
-from .events import JobSpec, Origin, Reply, Token
+from .events import Exited, JobSpec, Origin, Prepared, Received, Reply, Token
 from .fair_queue import Charge
 from .regions import Owner
 from .states import (
@@ -93,7 +92,7 @@ class Model:
     version: int = 1
     tenant: str = ""  # tenant that registered it; empty: the server's owner
     devices: tuple[str, ...] = ()  # names of the devices that may serve it; empty: all
-    stages: Stages | None = None  # functions before and after the model; None: none
+    wrapper: Wrapper | None = None  # what converts its inputs and outputs; None: nothing
     split: Served | None = None  # set if this version is current and others have shares
     chosen_op_id: OpId = NO_OP_ID  # id taken when it last became current
     state: StateMachine[ModelState, ModelEvent] = field(init=False)
@@ -280,14 +279,14 @@ class Steps:
     """Steps of a request before and after its model's run.
 
     Attributes:
-        is_raw: A preprocessing function has yet to make the inputs.
-        is_postprocess: The inputs are the model's outputs; postprocessing makes the answer.
-        follows: Another step of the chain will follow.
-        preprocess_ms: Time that preprocessing took.
+        is_raw: A helper process has yet to convert the inputs.
+        is_computed: The inputs are the model's outputs, of which the answer is made.
+        follows: The frontend will send another step of the request.
+        preprocess_ms: Time that the last conversion took.
     """
 
     is_raw: bool = False
-    is_postprocess: bool = False
+    is_computed: bool = False
     follows: bool = False
     preprocess_ms: float | None = None
 
@@ -342,6 +341,47 @@ class RunKind(Protocol):
 
     def poll(self, waiting: Mapping[Token, Request]) -> Iterable[tuple[Token, Run]]:
         """Return the next runs of those waiting requests for which there is memory now."""
+
+
+class HelperQueue(Protocol):
+    """Requests before a device has them or after it, and the helper processes that serve them.
+
+    Attributes:
+        waits: the requests, in order of arrival.
+    """
+
+    waits: Mapping[Token, object]
+
+    def __len__(self) -> int: ...
+    def count(self, name: ModelName) -> int:
+        """Return the number of a model's requests."""
+
+    def held_by(self, caller: str, model: str = "") -> int:
+        """Return the number of a caller's requests, for one model or for all."""
+
+    def take(self, request: Request, wrapper: Wrapper, born: OpId, tenant: str) -> None:
+        """Queue a request; its model has the wrapper and the registration id ``born``."""
+
+    def prepared(self, event: Prepared) -> Request | None:
+        """Remove a request whose result was copied; return it unless it failed or was cancelled."""
+
+    def cancel(self, token: Token) -> bool:
+        """Cancel a request. Return False if it is not here."""
+
+    def refuse_all(self, error: PipeSwitchError) -> None:
+        """Refuse every waiting client: the server stops."""
+
+    def received(self, event: Received) -> None: ...
+    def exited(self, event: Exited) -> None: ...
+    def advance(self) -> int:
+        """Give free processes requests; return the bits of the changes that it waits for."""
+
+    def rows(self) -> Iterable[tuple[str, str, str, int]]:
+        """Yield name, state, reason and pid of each process."""
+
+    def stats(self) -> dict[str, int]: ...
+    def check(self) -> None:
+        """Assert the invariants."""
 
 
 Wanted = Literal["run", "pause", "cancel", "drain"]

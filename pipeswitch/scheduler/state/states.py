@@ -4,7 +4,7 @@ The scheduler owns each record (a request, a job, a worker, a model). The states
 
 Task (an inference request or a training job; ``ps`` shows jobs and running requests):
   PREPROCESSING  a function of the model's owner makes the request's inputs, or will make them. The
-                request does not wait for a device yet and is in ``StagePool.waits``.
+                request does not wait for a device yet and is in a ``HelperQueue``.
   QUEUED        waits to be dispatched; also an evicted job, and a request between two runs.
   TRANSMITTING  dispatched to a worker: its model's groups are still copied, or its script starts.
   RUNNING       has the device's turn; later groups may still be copied (PipeSwitch 4.2).

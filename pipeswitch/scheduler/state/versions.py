@@ -218,7 +218,7 @@ class Versions:
                 version=model.version,
                 is_current=self.is_current(model),
                 registration_id=self._served[model.base].born,
-                stages=model.stages,
+                wrapper=model.wrapper,
                 aliases=self.aliases.of(model.base),
             )
         )

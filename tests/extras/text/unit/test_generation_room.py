@@ -39,8 +39,8 @@ from pipeswitch.frontend.sequences.manager import IDLE_MS, Sequences
 from pipeswitch.frontend.transport.clients import Session
 from pipeswitch.ipc.control_page import sealed_memfd
 from pipeswitch.ipc.messages.base import ModelName, OpId, SlabTensor
+from pipeswitch.ipc.messages.helper import HelperFailed, HelperReady
 from pipeswitch.ipc.messages.run import Run
-from pipeswitch.ipc.messages.stage import StageFailed, StageReady
 from pipeswitch.programs.decoding.generation_settings import (
     CACHE_NEW,
     COUNT,
@@ -179,7 +179,7 @@ class Rig:
 
     def fork(self, _: str, settings: Any, on_end: Callable[[Any, int], None]) -> None:
         """Take note of a schema that a process should try."""
-        self.checks.append(settings.schema)
+        self.checks.append(settings.values.decode())
         self.on_tried = on_end
 
     def client(self, tenant: str) -> Session:
@@ -206,8 +206,8 @@ class Rig:
         """Answer the schema that is being tried, like its process; None: the process ends."""
         self.checks.pop()
         assert not self.checks, "two schemas are tried at once"
-        ready = StageReady(pid=1)
-        failed = StageFailed(op_id=OpId(0), reason=error or "")
+        ready = HelperReady(pid=1)
+        failed = HelperFailed(op_id=OpId(0), reason=error or "")
         self.on_tried(None if error is None else failed if error else ready, 0)
         self.turn()
 

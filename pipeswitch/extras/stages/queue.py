@@ -8,15 +8,24 @@ the request pool and writes its result to its slot's memory, from which ``TakeRe
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 
+from ...base.config import Config
 from ...base.errors import Cancelled, DeadlineExceeded, PipeSwitchError, TaskFailed, WorkerLost
 from ...ipc.messages.base import ModelName, OpId, Slot
-from ...ipc.messages.stage import RunStage, StageDone, StageFailed, StageReady
-from ..state import events as ev
-from ..state.core import QUEUE, STAGES, Core
-from ..state.records import NO_OP_ID, Request
-from ..state.states import WORKER_TRANSITIONS, StateMachine, TaskEvent, WorkerEvent, WorkerState
+from ...ipc.messages.helper import HelperCall, HelperDone, HelperFailed, HelperReady
+from ...programs.interface.layout import Wrapper
+from ...scheduler.state import events as ev
+from ...scheduler.state.core import HELPERS, QUEUE, Core
+from ...scheduler.state.records import NO_OP_ID, Request
+from ...scheduler.state.states import (
+    WORKER_TRANSITIONS,
+    StateMachine,
+    TaskEvent,
+    WorkerEvent,
+    WorkerState,
+)
 
 
 @dataclass
@@ -54,7 +63,7 @@ class Raw:
     error: PipeSwitchError | None = None  # set if it was cancelled while its result was copied
 
 
-class StagePool:
+class StageQueue:
     """All PREPROCESSING requests, and the processes that serve them.
 
     Processes are started with the first request that needs one.
@@ -63,20 +72,21 @@ class StagePool:
         waits: the requests, in order of arrival.
     """
 
-    def __init__(self, core: Core) -> None:
-        self._core = core
+    def __init__(self, config: Config, core: Core) -> None:
+        self._core, self._options = core, config.preprocess
         self.waits: dict[ev.Token, Raw] = {}
-        self.processes = [StageSlot(Slot(slot)) for slot in range(core.settings.stage_processes)]
+        slots = range(self._options.processes)
+        self.processes = [StageSlot(Slot(slot)) for slot in slots]
 
     def __len__(self) -> int:
         return len(self.waits)
 
     def count(self, name: ModelName) -> int:
-        """Return the number of a model's requests in this pool."""
+        """Return the number of a model's requests."""
         return sum(raw.request.model == name for raw in self.waits.values())
 
     def held_by(self, caller: str, model: str = "") -> int:
-        """Return the number of a caller's requests in this pool, for one model or for all."""
+        """Return the number of a caller's requests here, for one model or for all."""
         raws = [raw.request for raw in self.waits.values() if raw.request.origin.caller == caller]
         return sum(not model or request.model == model for request in raws)
 
@@ -85,11 +95,12 @@ class StagePool:
 
     # -- requests -----------------------------------------------------------------------------
 
-    def take(self, request: Request, function: str, born: OpId, tenant: str) -> None:
+    def take(self, request: Request, wrapper: Wrapper, born: OpId, tenant: str) -> None:
         """Queue an admitted request, or one whose model has computed; ``prepared`` returns it."""
+        function = wrapper.after if request.steps.is_computed else wrapper.before
         self.waits[request.token] = Raw(request, function, born, tenant)
         if request.origin.deadline_at_ms is not None:
-            self._core.wake_at(request.origin.deadline_at_ms, STAGES)
+            self._core.wake_at(request.origin.deadline_at_ms, HELPERS)
         self.advance()
 
     def prepared(self, event: ev.Prepared) -> Request | None:
@@ -99,7 +110,7 @@ class StagePool:
         return request
 
     def _prepared(self, event: ev.Prepared) -> Request | None:
-        process = self.processes[event.slot]
+        process = self.processes[event.source.slot]
         process.is_copied, process.token = False, None
         if process.state.state is WorkerState.CLEANING:
             process.state.apply(WorkerEvent.CLEANED, "its result was copied")
@@ -113,14 +124,14 @@ class StagePool:
             return None
         del self.waits[event.token]
         request = raw.request
-        outcome = TaskEvent.FINISHED if request.steps.is_postprocess else TaskEvent.PREPARED
+        outcome = TaskEvent.FINISHED if request.steps.is_computed else TaskEvent.PREPARED
         request.state.apply(outcome, raw.function)
         request.steps.preprocess_ms = self._core.now_ms - process.began_at_ms
         request.run = event.run or request.run
         return request
 
     def cancel(self, token: ev.Token) -> bool:
-        """Cancel a request, but not its running function. Return False if it is not in the pool."""
+        """Cancel a request, but not its running function. Return False if it is not here."""
         raw = self.waits.get(token)
         if raw is None:
             return False
@@ -150,16 +161,16 @@ class StagePool:
 
     # -- processes ----------------------------------------------------------------------------
 
-    def on_message(self, event: ev.Received) -> None:
+    def received(self, event: ev.Received) -> None:
         process = self.processes[event.source.slot]
         if event.source != process.address:
             self._core.counts["stale_messages"] += 1
             return
         match event.message:
-            case StageReady(pid=pid):
+            case HelperReady(pid=pid):
                 process.pid = pid
                 process.state.apply(WorkerEvent.READY, f"pid {pid}")
-            case StageDone(op_id=op_id, outputs=outputs) if op_id == process.op_id:
+            case HelperDone(op_id=op_id, outputs=outputs) if op_id == process.op_id:
                 raw = self._ended(process)
                 if raw is not None and process.state.state is WorkerState.CLEANING:
                     process.is_copied = True
@@ -167,16 +178,16 @@ class StagePool:
                     self._core.emit(
                         ev.TakeResult(
                             token=request.token,
-                            slot=process.slot,
+                            target=process.address,
                             model=request.model,
                             function=raw.function,
                             outputs=outputs,
-                            is_postprocess=request.steps.is_postprocess,
+                            is_computed=request.steps.is_computed,
                         )
                     )
                     return
                 self._cleaned(process)
-            case StageFailed(op_id=op_id, reason=reason) if op_id == process.op_id:
+            case HelperFailed(op_id=op_id, reason=reason) if op_id == process.op_id:
                 raw = self._ended(process)
                 if raw is not None:
                     self._refuse(raw, TaskEvent.ERROR, failed(raw, reason))
@@ -213,7 +224,7 @@ class StagePool:
                 self._refuse(raw, TaskEvent.ERROR, _lost(raw, event.status))
         elif is_blamed and not was_called:  # the process died without a call
             process.respawn_at_ms = core.now_ms + core.settings.restart_backoff_ms
-            core.wake_at(process.respawn_at_ms, STAGES)
+            core.wake_at(process.respawn_at_ms, HELPERS)
         if not process.is_copied:
             process.token = None
         core.counts["stage_restarts"] += 1
@@ -237,21 +248,22 @@ class StagePool:
                 process.incarnation = self._core.next_op_id()
                 process.state.apply(WorkerEvent.RESPAWNED)
                 self._core.emit(ev.Spawn(process.address))
-        return STAGES
+        return HELPERS
 
     def _call(self, process: StageSlot, raw: Raw) -> None:
         core = self._core
         process.state.apply(WorkerEvent.ACTIVATED, raw.request.run.request_id)
         process.op_id, process.token = core.next_op_id(), raw.request.token
         process.function, process.began_at_ms = raw.function, core.now_ms
-        call = RunStage(op_id=process.op_id, function=raw.function, inputs=raw.request.run.inputs)
+        call = HelperCall(op_id=process.op_id, function=raw.function, inputs=raw.request.run.inputs)
         core.emit(ev.Send(process.address, call, tenant=raw.tenant))
-        if core.settings.max_stage_ms:
-            core.wake_at(core.now_ms + core.settings.max_stage_ms, STAGES)
+        if self._options.max_time_ms:
+            core.wake_at(core.now_ms + self._options.max_time_ms, HELPERS)
 
     def _expire(self) -> None:
         """End hung calls, and requests past their deadline whose result is not being copied."""
-        now_ms, limit_ms = self._core.now_ms, self._core.settings.max_stage_ms or math.inf
+        now_ms = self._core.now_ms
+        limit_ms = self._options.max_time_ms or math.inf
         for token, raw in list(self.waits.items()):
             if raw.request.due_ms <= now_ms and not self._is_copied(token):
                 self._refuse(raw, TaskEvent.EXPIRE, _late(raw, now_ms))
@@ -268,6 +280,19 @@ class StagePool:
         process.state.apply(WorkerEvent.KILLED, why)
         self._core.emit(ev.Kill(process.address))
 
+    def rows(self) -> Iterator[tuple[str, str, str, int]]:
+        """Yield name, state, current function and pid of each process."""
+        for process in self.processes:
+            if process.pid:
+                state = process.state.state
+                why = process.function if state is WorkerState.ACTIVE else ""
+                yield f"stage-{process.slot}", state.value, why, process.pid
+
+    def stats(self) -> dict[str, int]:
+        """Return the number of waiting requests and of restarts."""
+        restarts = self._core.counts["stage_restarts"]
+        return {"preprocessing": len(self), "stage_restarts": restarts}
+
     def check(self) -> None:
         """Assert the invariants."""
         for process in self.processes:
@@ -280,7 +305,7 @@ class StagePool:
 
 def kind(raw: Raw) -> str:
     """Return which function of a model a request runs."""
-    return "postprocess" if raw.request.steps.is_postprocess else "preprocess"
+    return "postprocess" if raw.request.steps.is_computed else "preprocess"
 
 
 def failed(raw: Raw, reason: str) -> TaskFailed:
@@ -302,7 +327,7 @@ def _lost(raw: Raw, status: int) -> WorkerLost:
 
 def _late(raw: Raw, now_ms: float) -> DeadlineExceeded:
     waited_ms = now_ms - raw.request.origin.arrived_at_ms
-    product = "answer" if raw.request.steps.is_postprocess else "inputs"
+    product = "answer" if raw.request.steps.is_computed else "inputs"
     return DeadlineExceeded(
         f"{raw.function} had not returned the {product} after {waited_ms:.0f} ms",
         hint="raise the deadline, or [preprocess] processes",

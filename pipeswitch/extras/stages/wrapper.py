@@ -1,7 +1,4 @@
-"""Stages: functions of a model's owner that run before and after the model. Pure.
-
-They make the model's inputs from requests, and answers from its outputs.
-"""
+"""Stages: functions of a model's owner that make its inputs and its answers. Pure."""
 
 from __future__ import annotations
 
@@ -10,8 +7,9 @@ from typing import Any
 
 import msgspec
 
-from .dims import Dim
-from .layout import Manifest, ValueSpec
+from ...programs.interface.dims import Dim
+from ...programs.interface.layout import Manifest, ValueSpec
+from ...programs.spec import BuildSpec
 
 Raw = Mapping[str, tuple[Sequence[int | Sequence[int]], str]]
 """Declared values: name -> (shape, dtype); requests choose an extent that is given as a range."""
@@ -20,12 +18,20 @@ Raw = Mapping[str, tuple[Sequence[int | Sequence[int]], str]]
 class Stages(msgspec.Struct, frozen=True, kw_only=True):
     """Functions that run on the CPU before a model and after it (ADR 34)."""
 
-    function: str = ""  # package.module:function before the model; empty: clients send its inputs
-    inputs: tuple[ValueSpec, ...] = ()  # arguments of ``function``, which clients send
+    before: str = ""  # package.module:function before the model; empty: clients send its inputs
+    inputs: tuple[ValueSpec, ...] = ()  # arguments of ``before``, which clients send
     dims: tuple[Dim, ...] = ()  # dimensions of ``inputs`` that a request chooses
     after: str = ""  # package.module:function after the model; empty: its outputs are the answer
     outputs: tuple[ValueSpec, ...] = ()  # results of ``after``
     output_dims: tuple[Dim, ...] = ()  # dimensions of ``outputs``
+
+    @property
+    def kind(self) -> str:
+        return "stage"
+
+    def row(self) -> dict[str, str]:
+        named = {"preprocess": self.before, "postprocess": self.after}
+        return {what: function for what, function in named.items() if function}
 
     def raw(self, manifest: Manifest) -> Manifest:
         """Return the manifest of the raw inputs that a client sends; it has no outputs yet."""
@@ -41,7 +47,7 @@ class Stages(msgspec.Struct, frozen=True, kw_only=True):
 
     def public(self, manifest: Manifest) -> Manifest:
         """Return the manifest that a model's clients see."""
-        if self.function:
+        if self.before:
             outputs, dims = manifest.outputs, (*self.dims, *manifest.dims)
             manifest = msgspec.structs.replace(self.raw(manifest), outputs=outputs, dims=dims)
         if not self.after:
@@ -50,19 +56,24 @@ class Stages(msgspec.Struct, frozen=True, kw_only=True):
         return msgspec.structs.replace(manifest, outputs=self.outputs, dims=dims, returns=None)
 
 
-def stages_from(
-    function: str, raw: Raw, after: str = "", returns: Raw | None = None
-) -> Stages | None:
-    """Return a model's stages, or None without ``function`` and ``after``."""
-    if not function and not after:
-        return None
-    inputs, dims = _declared(raw)
-    outputs, output_dims = _declared(returns or {})
+class CheckSettings(msgspec.Struct, frozen=True, array_like=True):
+    """Settings of a process that imports a registration's functions, sends HelperReady or
+    HelperFailed, and exits. Descriptor: the server's environment."""
+
+    functions: tuple[str, ...]  # package.module:function
+    inputs: tuple[str, ...]  # input names that the first function will get; empty: not known yet
+    timeout_s: float  # 0: no limit
+
+
+def stages_of(spec: BuildSpec) -> Stages:
+    """Return the stages of a spec's model."""
+    inputs, dims = _declared(spec.raw)
+    outputs, output_dims = _declared(spec.returns)
     return Stages(
-        function=function,
+        before=spec.preprocess,
         inputs=inputs,
         dims=dims,
-        after=after,
+        after=spec.postprocess,
         outputs=outputs,
         output_dims=output_dims,
     )

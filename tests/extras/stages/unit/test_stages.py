@@ -4,20 +4,21 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
-import msgspec
 import pytest
 
 from pipeswitch.base import errors
+from pipeswitch.base.config import Config, PreprocessConfig
 from pipeswitch.base.roles import ANYONE, OWNER, Principal
+from pipeswitch.extras.stages.queue import StageQueue
+from pipeswitch.extras.stages.wrapper import stages_of
 from pipeswitch.frontend.permissions import Rules, check_function
 from pipeswitch.ipc.messages.base import SlabTensor
-from pipeswitch.ipc.messages.stage import RunStage, StageDone, StageFailed, StageReady
+from pipeswitch.ipc.messages.helper import HelperCall, HelperDone, HelperFailed, HelperReady
 from pipeswitch.programs.interface.dims import Dim
-from pipeswitch.programs.interface.stages import stages_from
-from pipeswitch.programs.spec import BuildSpec, stages_of
-from pipeswitch.scheduler.processes.stage_pool import StagePool
+from pipeswitch.programs.spec import BuildSpec, wrapper_of
 from pipeswitch.scheduler.scheduler import Scheduler
 from pipeswitch.scheduler.state import events as ev
 from pipeswitch.scheduler.state.core import Core, SchedulerSettings
@@ -26,24 +27,26 @@ from pipeswitch.scheduler.state.states import TaskState
 from tests.unit.arrivals import arrival, request_of
 from tests.unit.test_scheduler_rules import Rig
 
-STAGE = stages_from("pkg:fn", {"image": (((1, 9), 3), "uint8")})
+SPEC = BuildSpec(name="m", source="s", preprocess="pkg:fn", raw={"image": (((1, 9), 3), "uint8")})
+STAGE = stages_of(SPEC)
 RAW = (SlabTensor(name="image", dtype="uint8", shape=(4, 3), offset_bytes=0, size_bytes=12),)
 LIMIT_MS = 1000.0
+QUEUES = {"stage": functools.partial(StageQueue, Config())}
 
 
-class Pool(StagePool):
+class Pool(StageQueue):
     """Pool of preprocessing processes; the test sends the processes' messages."""
 
     def __init__(self, stages: int = 1) -> None:
-        settings = SchedulerSettings(stage_processes=stages, max_stage_ms=LIMIT_MS, max_deaths=2)
-        self.core = Core(settings, None)
+        options = PreprocessConfig(processes=stages, max_time_ms=LIMIT_MS)
+        self.core = Core(SchedulerSettings(max_deaths=2), None)
         self.born = self.core.next_op_id()
-        super().__init__(self.core)
+        super().__init__(Config(preprocess=options), self.core)
 
     def ask(self, token: int, *, priority: int = 1, deadline_at_ms: float | None = None) -> Request:
         fields = {"priority": priority, "deadline_at_ms": deadline_at_ms, "inputs": RAW}
         request = request_of(token, "m", self.core.now_ms, **fields, steps=Steps(is_raw=True))
-        self.take(request, STAGE.function, self.born, "")
+        self.take(request, STAGE, self.born, "")
         return request
 
     def out(self, kind: type[Any]) -> list[Any]:
@@ -54,20 +57,20 @@ class Pool(StagePool):
         return commands
 
     def is_current_generation(self, message: Any, slot: int = 0) -> None:
-        self.on_message(ev.Received(self.processes[slot].address, message))
+        self.received(ev.Received(self.processes[slot].address, message))
 
     def starts(self, slot: int = 0) -> None:
-        self.is_current_generation(StageReady(pid=7), slot)
+        self.is_current_generation(HelperReady(pid=7), slot)
 
     def calls(self) -> list[int]:
         """Return the tokens of the requests whose inputs are being computed."""
         assert all(
-            isinstance(one.message, RunStage) for one in self.core.out if isinstance(one, ev.Send)
+            isinstance(one.message, HelperCall) for one in self.core.out if isinstance(one, ev.Send)
         )
         return [process.token for process in self.processes if process.op_id]  # type: ignore[misc]
 
     def returns(self, slot: int = 0) -> None:
-        self.is_current_generation(StageDone(op_id=self.processes[slot].op_id, outputs=()), slot)
+        self.is_current_generation(HelperDone(op_id=self.processes[slot].op_id, outputs=()), slot)
 
     def dies(self, slot: int = 0) -> None:
         self.exited(ev.Exited(self.processes[slot].address, -9))
@@ -95,7 +98,12 @@ def test_a_process_comes_with_the_first_request_and_makes_each_ones_inputs_once(
         (command,) = pool.out(ev.TakeResult)
         assert (command.token, command.function) == (request.token, "pkg:fn")
         assert not pool.calls()  # the process waits while its memory is read
-        assert pool.prepared(ev.Prepared(token=request.token, slot=0, run=request.run)) is request
+        assert (
+            pool.prepared(
+                ev.Prepared(token=request.token, source=ev.Address("stage"), run=request.run)
+            )
+            is request
+        )
         assert (request.state.state, request.steps.preprocess_ms) == (TaskState.QUEUED, 5.0)
     assert not len(pool)
     assert not pool.out(ev.Send)
@@ -167,7 +175,7 @@ def test_what_is_taken_back_is_answered_at_once_but_while_its_room_is_written(po
     assert not pool.out(ev.Reply)
     pool.refuse_all(errors.ServerUnavailable("the server has stopped"))
     assert not pool.out(ev.Reply)
-    assert pool.prepared(ev.Prepared(token=2, slot=0)) is None
+    assert pool.prepared(ev.Prepared(token=2, source=ev.Address("stage"))) is None
     assert (pool.error(), late.state.state) == ("Cancelled", TaskState.CANCELLED)
 
 
@@ -176,12 +184,12 @@ def test_an_error_names_the_function_and_the_process_goes_on(pool: Pool) -> None
     pool.ask(2)
     pool.starts()
     pool.is_current_generation(
-        StageFailed(op_id=pool.processes[0].op_id, reason="it raised ValueError: no")
+        HelperFailed(op_id=pool.processes[0].op_id, reason="it raised ValueError: no")
     )
     assert pool.calls() == [2]
     (answer,) = pool.out(ev.Reply)
     assert answer.error.message == 'preprocess pkg:fn of "m": it raised ValueError: no'
-    pool.is_current_generation(StageFailed(op_id=1, reason="of an older call"))
+    pool.is_current_generation(HelperFailed(op_id=1, reason="of an older call"))
     assert pool.calls() == [2]
     assert not pool.out(ev.Reply)
 
@@ -190,7 +198,7 @@ def test_a_process_older_than_a_registration_makes_none_of_its_inputs(pool: Pool
     pool.ask(1)
     pool.starts()
     pool.returns()
-    pool.prepared(ev.Prepared(token=1, slot=0))
+    pool.prepared(ev.Prepared(token=1, source=ev.Address("stage")))
     pool.born = pool.core.next_op_id()
     pool.core.out.clear()
     pool.ask(2)
@@ -212,12 +220,8 @@ def test_several_processes_have_a_request_each() -> None:
 
 def test_a_range_is_a_dimension_that_a_request_chooses() -> None:
     assert (STAGE.inputs[0].shape, STAGE.dims) == (("image.0", 3), (Dim("image.0", 1, 9),))
-    spec = BuildSpec(
-        name="m", source="s", preprocess="pkg:fn", raw={"image": (((1, 9), 3), "uint8")}
-    )
-    assert stages_of(msgspec.msgpack.encode(spec)) == STAGE
-    assert stages_of(msgspec.msgpack.encode(BuildSpec(name="m", source="s"))) is None
-    assert stages_of(b"another") is None
+    assert wrapper_of(SPEC) == STAGE
+    assert wrapper_of(BuildSpec(name="m", source="s")) is None
 
 
 @pytest.mark.parametrize(
@@ -252,11 +256,11 @@ def test_what_a_registration_may_not_name(
 def test_a_deadline_that_passes_as_something_else_happens_is_not_forgotten() -> None:
     """Send another event at the time for which the scheduler requested a wake-up."""
     scheduler = Scheduler(
-        SchedulerSettings(arena_bytes=1 << 22, store_bytes=1 << 22, fence_count=64)
+        SchedulerSettings(arena_bytes=1 << 22, store_bytes=1 << 22, fence_count=64), queues=QUEUES
     )
     scheduler.start(0.0)
     late = request_of(1, deadline_at_ms=9.0, inputs=RAW, steps=Steps(is_raw=True))
-    scheduler.admission.stage_pool.take(late, STAGE.function, scheduler.core.next_op_id(), "")
+    scheduler.admission.helpers["stage"].take(late, STAGE, scheduler.core.next_op_id(), "")
     assert scheduler.next_wakeup_ms() == 9.0
     commands = scheduler.handle(ev.PrefetchHint(model="other"), 10.0)
     (answer,) = (command for command in commands if isinstance(command, ev.Reply))
@@ -265,16 +269,18 @@ def test_a_deadline_that_passes_as_something_else_happens_is_not_forgotten() -> 
 
 def test_a_server_that_leaves_waits_for_the_function_behind_a_model() -> None:
     """Drain between the model's answer and the event with which the frontend continues."""
-    rig = Rig()
+    rig = Rig(queues=QUEUES)
     rig.register("a")
-    rig.state.replicas["a"].model.stages = stages_from("", {}, "pkg:fn", {"label": ([1], "bytes")})
-    token = rig.infer("a")
+    rig.state.replicas["a"].model.wrapper = stages_of(
+        BuildSpec(name="a", source="s", postprocess="pkg:fn", returns={"label": ([1], "bytes")})
+    )
+    token = rig.infer("a", follows=True)
     rig.handle(ev.DrainRequest(token=None, grace_ms=1000.0))
     rig.arrived("a")
     rig.done()
     assert rig.answers.pop(token).error is None  # the frontend does not send this answer yet
     assert not rig.commands(ev.Shutdown)
-    rig.handle(arrival(token, "a", rig.now_ms, is_postprocess=True))
+    rig.handle(arrival(token, "a", rig.now_ms, is_computed=True))
     assert not rig.commands(ev.Shutdown)
     rig.handle(ev.CancelRequest(token=token))
     assert isinstance(rig.error(token), errors.Cancelled)
