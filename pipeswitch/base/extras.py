@@ -45,6 +45,7 @@ class Seam:
 
 
 CHECKS: Final = Seam("CHECKS", "check of")  # of a user's policy, and of a server's keys
+COMPOSITES: Final = Seam("COMPOSITES", "kind of names")  # kind, verb and entry -> its requests
 COMMANDS: Final = Seam("COMMANDS", "command")  # groups and verbs of the command line
 EFFECTS: Final = Seam("EFFECTS", "executor for a")  # kinds of helper processes -> commands for them
 DOORS: Final = Seam("DOORS", "door")  # protocols over HTTP: routes and their answers
@@ -52,6 +53,7 @@ JOBS: Final = Seam("JOBS", "job feature")  # what a training job's worker may us
 KINDS: Final = Seam("KINDS", "kind of request")  # verbs whose requests need several runs
 METHODS: Final = Seam("METHODS", "method of a client:")  # longer dialogues with a server
 REPLIES: Final = Seam("REPLIES", "answer to")  # verbs for the role ``code`` -> reply's body
+PARTS: Final = Seam("PARTS", "part of the scheduler:")  # handlers of requests
 PROCESSES: Final = Seam("PROCESSES", "process for a")  # helper processes, forked beside workers
 QUEUES: Final = Seam("QUEUES", "queue for a")  # kinds of helper processes -> requests for them
 SCHEMES: Final = Seam("SCHEMES", "connection to")  # schemes of addresses -> a client's connection

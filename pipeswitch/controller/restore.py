@@ -12,14 +12,13 @@ from collections.abc import Sequence
 import msgspec
 
 from ..base.errors import InvalidInput, PipeSwitchError
+from ..base.extras import COMPOSITES
 from ..base.model_options import ModelConfig, RegisterRequest
 from ..commits.progress import SUFFIX, read_life
 from ..frontend.registration import registration
 from ..ipc.messages.base import JobName, ModelName
-from ..programs.interface.chains import Chain
 from ..programs.spec import BuildSpec, wrapper_of
 from ..scheduler.state.events import (
-    ChainRequest,
     Event,
     JobSpec,
     RegisterModelRequest,
@@ -163,9 +162,7 @@ def _restore_model(server: Server, name: str, entry: Entry, token: Token) -> Non
 
 
 def _restore_chain(server: Server, name: str, entry: Entry, token: Token) -> None:
-    chain = msgspec.msgpack.decode(entry["spec"], type=Chain)
-    event = ChainRequest(token=token, model=ModelName(name), tenant=entry["tenant"], restored=chain)
-    server.inbox.append(event)
+    server.inbox.append(COMPOSITES.load("chain").restored(ModelName(name), entry, token))
 
 
 def _restore_job(server: Server, job: str, entry: Entry, _: Token) -> None:

@@ -15,7 +15,7 @@ import msgspec
 from ..base import failpoints
 from ..base.config import Config
 from ..base.errors import ConfigError
-from ..base.extras import QUEUES
+from ..base.extras import PARTS, QUEUES
 from ..base.machine import available_bytes, cpu_count, processor_name
 from ..base.units import format_bytes
 from ..base.version import release
@@ -200,4 +200,5 @@ def make_scheduler(
         for device, one in zip(devices, sizes, strict=True)
     ]
     queues = {kind: functools.partial(QUEUES.load(kind), config) for kind in QUEUES.names()}
-    return Scheduler(settings, policy, options.max_wait_ms, each, queues)
+    parts = [PARTS.load(name) for name in PARTS.names()]
+    return Scheduler(settings, policy, options.max_wait_ms, each, queues, parts)

@@ -34,6 +34,7 @@ from ..base.errors import (
     RemoteProtocolError,
     ServerUnavailable,
 )
+from ..base.extras import COMPOSITES
 from ..base.failpoints import reach
 from ..base.roles import Principal, Role, in_order
 from ..base.units import nearest
@@ -64,7 +65,8 @@ _logger = logging.getLogger(__name__)
 MAX_CLIENT_REQUESTS: Final = 4096  # unanswered requests of one client
 BACKLOG_LOOK_S: Final = 0.1  # interval between checks of clients that do not read replies
 STOP_FLUSH_MS: Final = 1000
-OF_NAMES: Final = ("register", "unregister", "chain")  # verbs that do not look up an alias
+# Verbs that do not look up an alias.
+OF_NAMES: Final = ("register", "unregister", *COMPOSITES.names())
 
 Posted = ev.Reply | ev.Publish | ev.ModelAvailable | ev.ModelRemoved | ev.LoadCommits
 """Commands of the scheduler that the frontend performs."""

@@ -14,6 +14,7 @@ import msgspec
 from msgspec.structs import replace
 
 from ..base.errors import Cancelled, InvalidInput, PipeSwitchError
+from ..base.extras import COMPOSITES
 from ..base.failpoints import reach
 from ..base.roles import URGENT_PRIORITY, Role
 from ..base.worker_thread import WorkerThread
@@ -29,13 +30,11 @@ from ..scheduler.state.events import (
     Reply,
 )
 from ..wire.frames import RequestHeader
-from ..wire.request_timing import RequestTiming
-from . import chain_requests
 from .announced_models import AnnouncedModels
 from .intake import validation
 from .intake.request_pool import PoolAllocation
 from .intake.validation import Body, ValidatedRequest
-from .requests import ChainRun, Pending, Requests
+from .requests import Pending, Requests
 from .sequences.sequence_state import SequenceOptions, SequenceState, sequence_options
 from .transport.clients import Session
 
@@ -134,8 +133,9 @@ class Inference:
         announced = self.models.current.get(header.model)
         if announced is None or arrival.version:
             announced = self.models.find(header.model, arrival.version, arrival.origin.caller)
-        if announced.chain is not None:
-            announced = chain_requests.begins(announced, self.models.current)
+        composite = announced.composite
+        if composite is not None and (first := self.models.current.get(composite.first)):
+            announced = replace(announced, tenant=first.tenant)
         try:
             if arrival.options is not None:
                 announced, header, tensors = self._with_state(
@@ -216,16 +216,16 @@ class Inference:
         )
         if announced.wrapper is not None and announced.wrapper.after:
             pending.after, event = event, replace(event, follows=True)
-        elif announced.chain is not None:
+        elif announced.composite is not None:
             own = arrival.origin.priority if header.priority else None
-            pending.run = chain_requests.run_of(announced.chain, event, own, pending)
+            begin = COMPOSITES.load(announced.composite.kind)
+            pending.run = begin(announced.composite, self, pending, event, own)
         state_bytes = 0 if sequence is None else sequence.copy_bytes
         if admitted.input_bytes + state_bytes > INLINE_COPY_BYTES:
             pending.is_copying = True
-            first = event.model if pending.run is None else pending.run.chain.steps[0].model
-            self.take(PrefetchHint(model=ModelName(first)))  # the switch need not wait for the copy
+            self._prefetch(announced)  # the switch need not wait for the copy
             copied = functools.partial(self._copied, pending, event)
-            self._copy(placed, payload, event.tenant, copied, sequence)
+            self.copy(placed, payload, event.tenant, copied, sequence)
             return
         if sequence is not None and state_bytes:
             sequence.copy(self._pool)
@@ -233,7 +233,7 @@ class Inference:
         if pending.run is None:
             self.take(event)
         else:
-            self._next(pending, pending.run)
+            pending.run.next()
 
     def _of_sequence(self, sequence: SequenceState, version: int) -> ModelAvailable:
         """Return the current announcement of the version with which the sequence began.
@@ -251,9 +251,12 @@ class Inference:
         """Handle the verb ``prefetch``, which has no answer."""
         announced = self.models.current.get(header.model)
         if announced is not None:
-            chain = announced.chain
-            first = header.model if chain is None else chain.steps[0].model
-            self.take(PrefetchHint(model=ModelName(first)))
+            self._prefetch(announced)
+
+    def _prefetch(self, announced: ModelAvailable) -> None:
+        composite = announced.composite
+        first = announced.model if composite is None else composite.first
+        self.take(PrefetchHint(model=ModelName(first)))
 
     def fill(
         self,
@@ -262,14 +265,14 @@ class Inference:
         tenant: str,
         then: Callable[[PipeSwitchError | None], None],
     ) -> None:
-        """Copy a payload, a large one like ``_copy``."""
+        """Copy a payload, a large one like ``copy``."""
         if sum(map(len, payload)) > INLINE_COPY_BYTES:
-            self._copy(placed, payload, tenant, then)
+            self.copy(placed, payload, tenant, then)
         else:
             self._pool.fill(placed, payload, tenant)
             then(None)
 
-    def _copy(
+    def copy(
         self,
         placed: Sequence[SlabTensor],
         payload: Sequence[Any],
@@ -302,94 +305,15 @@ class Inference:
         elif pending.run is None:
             self.take(event)
         else:
-            self._next(pending, pending.run)
+            pending.run.next()
 
     def advance(self, pending: Pending, answer: Reply) -> Reply | None:
-        """Return the answer; None: its postprocessing or its chain's next step was started."""
+        """Return the answer; None: its postprocessing or its next step was started."""
         outcome = self._go_behind(pending, answer) if pending.after or pending.timing else answer
         if outcome is None or pending.run is None:
             return outcome
         pending.timing = None
-        return self._step_done(pending, pending.run, outcome)
-
-    def _step_done(self, pending: Pending, run: ChainRun, answer: Reply) -> Reply | None:
-        """End a step of a chain: its outputs stay in the pool until their last use."""
-        step, number = run.chain.steps[len(run.timings)], len(run.timings) + 1
-        answer = self.requests.checked(pending, answer)
-        error, is_last = answer.error, number == len(run.chain.steps)
-        if error is None and not is_last and (pending.is_cancelled or pending.client.is_gone):
-            error = Cancelled("cancelled by the caller")
-        if error is not None:
-            self.take(CancelRequest(token=pending.token))
-            return Reply(token=answer.token, error=chain_requests.of_step(error, pending, step))
-        run.timings[step.name] = answer.timing or RequestTiming()
-        outputs = {f"{step.name}.{one.name}": one for one in answer.outputs}
-        run.values |= outputs
-        if pending.allocation is not None:
-            self._pool.clear_beside(pending.allocation, answer.outputs)
-            run.allocations.append((pending.allocation, outputs.keys()))
-            pending.allocation = None
-        self.requests.read(run, run.chain.needed(number))
-        if is_last:
-            return chain_requests.answer_of(pending.token, run)
-        self._next(pending, run)
-        return None
-
-    def _next(self, pending: Pending, run: ChainRun) -> None:
-        """Send the event of a chain's next step, with inputs that lie in the pool.
-
-        Only the code of a ``module`` program may write to its inputs. Such a program gets copies of
-        the inputs that a later step reads, too.
-        """
-        number = len(run.timings)
-        step = run.chain.steps[number]
-        try:
-            announced = chain_requests.model_of(step, self.models.current, run.event.tenant)
-            values = [run.values[source] for source in step.inputs.values()]
-            header = chain_requests.as_request(step, values)
-            admitted = self.models.admit(header, [one.size_bytes for one in values], announced)
-            reused = run.chain.needed(number + 1).intersection(step.inputs.values())
-            is_copied = bool(reused) and announced.manifest.mode == "module"
-            allocation = pending.allocation = self._pool.reserve(
-                run.event.origin.caller,
-                admitted.input_bytes if is_copied else 0,
-                admitted.reply_bytes,
-                run.event.tenant,
-            )
-        except PipeSwitchError as error:
-            self._end_run(pending, error)
-            return
-        inputs = admitted.inputs
-        placed = allocation.place(inputs) if is_copied else _as_inputs(inputs, values)
-        own = Run(
-            request_id=run.event.run.request_id,
-            inputs=tuple(placed),
-            reply_offset_bytes=allocation.reply_offset_bytes,
-            reply_bytes=allocation.reply_bytes,
-        )
-        event = chain_requests.event_of(run, own, announced, self.now_ms())
-        if announced.wrapper is not None and announced.wrapper.after:
-            pending.after, event = event, replace(event, follows=True)
-        if not is_copied:
-            self.take(event)
-            return
-        memory = self._pool.memory_of(allocation)
-        payload = [
-            memory[values[item.frame].offset_bytes :][: item.size_bytes] for item in admitted.inputs
-        ]
-
-        def on_copied(error: PipeSwitchError | None) -> None:
-            if error is None:
-                self.take(event)
-            else:
-                self._end_run(pending, error)
-
-        self._copy(event.run.inputs, payload, event.tenant, on_copied)
-
-    def _end_run(self, pending: Pending, error: PipeSwitchError) -> None:
-        """Answer a chain's request whose next step cannot begin."""
-        self.take(CancelRequest(token=pending.token))  # the scheduler may wait for this step
-        self.answer(Reply(token=pending.token, error=error))
+        return pending.run.ended(outcome)
 
     def _go_behind(self, pending: Pending, answer: Reply) -> Reply | None:
         if pending.after is None:
@@ -408,8 +332,3 @@ class Inference:
         run = replace(event.run, inputs=answer.outputs)
         self.take(replace(event, is_computed=True, run=run))
         return None
-
-
-def _as_inputs(inputs: Sequence[Any], values: Sequence[SlabTensor]) -> list[SlabTensor]:
-    """Return a step's values under the names of the next step's inputs."""
-    return [replace(values[item.frame], name=item.name) for item in inputs]

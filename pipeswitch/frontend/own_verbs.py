@@ -58,7 +58,7 @@ class OwnVerbs:
         if pending.is_copying:
             pending.is_cancelled = True
         else:
-            pending.is_cancelled = pending.run is not None  # a chain starts no further step then
+            pending.is_cancelled = pending.run is not None  # no further step starts then
             self._take(CancelRequest(token=pending.token))
 
     def take_all_back(self, client: Session) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Callable, Mapping, Sequence, Set
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final, Protocol
 
 import msgspec
@@ -17,8 +17,7 @@ import msgspec
 from ..base import failpoints
 from ..base.errors import PipeSwitchError, QueueFull, TaskFailed
 from ..base.failpoints import reach
-from ..ipc.messages.base import ModelName, SlabTensor
-from ..programs.interface.chains import Chain
+from ..ipc.messages.base import ModelName
 from ..programs.interface.layout import Manifest
 from ..scheduler.state.events import InferArrived, Reply, Token
 from ..scheduler.state.records import RunKind
@@ -53,16 +52,21 @@ class Kind(RunKind, Protocol):
         """Return what the users of a model should know about this kind's requests."""
 
 
-class ChainRun(msgspec.Struct, kw_only=True, eq=False):
-    """Progress of one request of a chain (``chain_requests.py``)."""
+class StepRun(Protocol):
+    """Progress of a request whose steps are requests to models (seam ``COMPOSITES``)."""
 
-    chain: Chain
-    event: InferArrived  # the request as it arrived; each step's event is a changed copy
-    priority: int | None  # the requested priority; None: each model's own
-    values: dict[str, SlabTensor]  # values that later steps read, by name
-    # allocations in the pool, each with the names of its values
-    allocations: list[tuple[PoolAllocation, Set[str]]]
-    timings: dict[str, RequestTiming] = {}  # timings of the finished steps, by name
+    @property
+    def allocation(self) -> PoolAllocation | None:
+        """Allocation in the file with all values of the answer."""
+
+    def next(self) -> None:
+        """Send the event of the next step."""
+
+    def ended(self, answer: Reply) -> Reply | None:
+        """End a step; return the request's answer. None: the next step was started."""
+
+    def free(self) -> None:
+        """Free all memory of the steps."""
 
 
 class Pending(msgspec.Struct, kw_only=True, eq=False):
@@ -78,13 +82,13 @@ class Pending(msgspec.Struct, kw_only=True, eq=False):
     uploads: tuple[str, ...] = ()  # files of a registration, pinned until its answer
     commit: int = -1  # descriptor of a loaded commit's area; -1: none
     is_copying: bool = False  # its payload is being copied, or its kind does not know yet
-    is_cancelled: bool = False  # cancelled during that, or while its chain runs
+    is_cancelled: bool = False  # cancelled during that, or during one of several steps
     caller: str = ""  # tenant for whom an inference runs
     bytes_in: int = 0
     trace_id: str = ""
     after: InferArrived | None = None  # event for postprocessing, which gets the outputs
     timing: RequestTiming | None = None  # the model's timing, during postprocessing
-    run: ChainRun | None = None  # progress of a chain
+    run: StepRun | None = None  # progress of a request with several steps
     sequence: SequenceState | None = None  # the sequence that the request continues
     kind: Kind | None = None
     state: Any = None  # only its kind uses this
@@ -167,18 +171,6 @@ class Requests:
             self.pool.release_reply(pending.allocation)
             pending.allocation = None
 
-    def read(self, run: ChainRun, needed: Set[str] = frozenset()) -> None:
-        """Free those allocations of a chain's run whose values are not in ``needed``."""
-        for allocation, names in run.allocations:
-            if needed.isdisjoint(names):
-                self.pool.release_inputs(allocation)
-                self.pool.release_reply(allocation)
-        run.allocations = [
-            (allocation, names)
-            for allocation, names in run.allocations
-            if not needed.isdisjoint(names)
-        ]
-
     def progress(self, pending: Pending, answer: Reply) -> Outgoing:
         """Return the message of an answer that is not final."""
         frames = answer_frames(
@@ -204,14 +196,14 @@ class Requests:
         if client.is_gone:
             self._ended(pending, answer, is_sent=False)
             return None
-        if pending.run is None:  # a chain's outputs were checked at each step
+        if pending.run is None:  # otherwise, outputs were checked at each step
             answer = self.checked(pending, answer)
         if pending.sequence is not None:
             self.pool.clear_beside(allocation, answer.outputs)
             answer = pending.sequence.answered(answer)
         self.queue_full_count += isinstance(answer.error, QueueFull)
-        if pending.run is not None and pending.run.allocations:  # a chain's values lie in one file
-            allocation = pending.run.allocations[0][0]
+        if pending.run is not None:
+            allocation = pending.run.allocation or allocation
         memory = self.pool.memory_of(allocation)
         return Outgoing(
             frames=answer_frames(pending.request_id, client.session, answer, memory),
@@ -246,7 +238,7 @@ class Requests:
         elif pending.allocation is not None:
             self.pool.release_reply(pending.allocation)
         if pending.run is not None:
-            self.read(pending.run)
+            pending.run.free()
         if pending.op in INFERS and (self._log.is_on or answer.error is not None):
             self._log.note(
                 answer,

@@ -15,13 +15,11 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Final
 
 from ..base.errors import InvalidInput
-from ..base.extras import KINDS, REPLIES
+from ..base.extras import COMPOSITES, KINDS, REPLIES
 from ..base.model_options import RegisterRequest
 from ..base.roles import Principal, Role
-from ..base.units import escape_control_chars
 from ..ipc.messages.base import JobName, ModelName
 from ..job import known_offload, size_of
-from ..programs.interface.chains import Sources, Steps
 from ..scheduler.state import events as ev
 from ..wire.frames import RequestHeader
 from . import permissions
@@ -96,21 +94,9 @@ def _register(q: Question) -> Event:
     return registration(q.token, q.model, request, principal, q.rules)
 
 
-def _chain(q: Question) -> Event:
-    steps: Any = q.body.of_type("steps", Steps)
-    returns: dict[str, str] = q.body.of_type("outputs", Sources, {})
-    for step in steps:
-        validation.check_name(step.name or step.model, "step")
-    named = [name for step in steps for name in step.inputs.values()]
-    if odd := [name for name in (*named, *returns) if escape_control_chars(name, keep="") != name]:
-        raise InvalidInput(f"chain: name {odd[0]!r} has control characters")
-    return ev.ChainRequest(
-        token=q.token,
-        model=ModelName(validation.check_name(q.model, "chain")),
-        steps=steps,
-        returns=returns,
-        tenant=validation.tenant_of(q.body, q.principal.tenant),
-    )
+def _composite(q: Question) -> Event:
+    event: Event = COMPOSITES.load(q.op).parse(q)
+    return event
 
 
 def _train(q: Question) -> Event:
@@ -269,7 +255,7 @@ VERBS: Final[Mapping[str, Verb]] = {
     "generation": Verb(Role.INFER, kind="generation"),
     "put": Verb(Role.REGISTER),
     "register": Verb(Role.REGISTER, _register, of_model=True, ends_with_client=True),
-    "chain": Verb(Role.REGISTER, _chain),
+    **{name: Verb(Role.REGISTER, _composite) for name in COMPOSITES.names()},
     "unregister": Verb(
         Role.REGISTER,
         _unregister,

@@ -35,7 +35,7 @@ DEVICE_KINDS = ("infer", "switch", "train")
 OWNER = "(owner)"  # the server's owner in ``tenant_s``; tenants' names have no parentheses
 
 
-def _shown(spec: ValueSpec) -> list[Any]:
+def shown_value(spec: ValueSpec) -> list[Any]:
     """Return shape and dtype of an input or output for a row; free dimensions are texts."""
     return [[n if isinstance(n, int) else extent_text(n) for n in spec.shape], spec.dtype]
 
@@ -173,66 +173,23 @@ class Introspection:
             core.answer(event.token, model=self._model(model, versions.all_of(model.base)))
         elif (model := self._failed.get(version_name(name, event.version))) is not None:
             core.answer(event.token, model=self._facts(model))
-        elif name in self._machine.chains:
-            core.answer(event.token, model=self._chain(name))
+        elif name in self._machine.composites:
+            core.answer(event.token, model=self._machine.composites[name].row(name))
         elif versions.served(name) is not None:
             raise versions.missing(name, str(event.version))
         else:
             raise ModelNotFound(f'no model "{name}"', hint="pipeswitch models")
 
     def models(self, all_versions: bool = False) -> Iterator[dict[str, Any]]:
-        """Yield the rows of models (all, or current versions), of failed models and of chains."""
+        """Yield the rows of models (all, or current versions), of failed models and of others."""
         models, versions = self._machine.models, self._versions
         for model in [*models.values()]:
             is_there = models.get(model.name) is model
             if is_there and (all_versions or versions.is_current(model)):
                 yield self._model(model, versions.all_of(model.base))
         yield from map(self._facts, [*self._failed.values()])
-        chains = self._machine.chains
-        yield from (self._chain(name) for name in [*chains] if name in chains)
-
-    def _chain(self, name: ModelName) -> dict[str, Any]:
-        """Return the row of a chain: it has the keys of a model's row, and the steps."""
-        chain, tenant = self._machine.chains[name]
-        missing = [
-            f'step "{step.name}" needs "{step.model}", which is not ready'
-            for step in chain.steps
-            if (model := self._versions.current(ModelName(step.model))) is None
-            or model.state.state is not ModelState.READY
-        ]
-        fault = self._machine.chain_faults.get(name, "")
-        missing += [fault] if fault and not missing else []
-        return {
-            "name": name,
-            "aliases": [],
-            "version": 1,
-            "current": True,
-            "share": 100,
-            "versions": [1],
-            "state": "incomplete" if missing else ModelState.READY.value,
-            "residency": "",
-            "priority": "",
-            "pinned": False,
-            "requests": 0,
-            "reason": "; ".join(missing),
-            "tenant": tenant,
-            "digest": "",
-            "mode": "chain",
-            "mode_reason": "",
-            "bytes": 0,
-            "groups": 0,
-            "grouping": "its models",
-            "source": " > ".join(step.model for step in chain.steps),
-            "steps": msgspec.to_builtins(chain.steps),
-            "returns": chain.returns,
-            "inputs": {v.name: _shown(v) for v in chain.inputs},
-            "outputs": {v.name: _shown(v) for v in chain.outputs},
-            "dims": {dim.name: [dim.low, dim.high] for dim in chain.dims},
-            "batch": list(chain.manifest.batch),
-            "batching": None,
-            "precision": None,
-            "is_batch_invariant": None,
-        }
+        others = self._machine.composites
+        yield from (others[name].row(name) for name in [*others] if name in others)
 
     def _facts(self, model: Model) -> dict[str, Any]:
         """Return the row of a model without the values of its devices and its program."""
@@ -287,8 +244,8 @@ class Introspection:
                 "mode_reason": manifest.mode_reason,
                 "bytes": manifest.total_bytes,
                 "groups": len(manifest.groups),
-                "inputs": {v.name: _shown(v) for v in manifest.inputs},
-                "outputs": {v.name: _shown(v) for v in manifest.outputs},
+                "inputs": {v.name: shown_value(v) for v in manifest.inputs},
+                "outputs": {v.name: shown_value(v) for v in manifest.outputs},
                 "dims": {dim.name: [dim.low, dim.high] for dim in manifest.dims},
                 "notes": manifest.extra.get("notes", []),
                 "intermediate_bytes": manifest.extra.get("intermediate_bytes", 0),
@@ -310,8 +267,8 @@ class Introspection:
                 **model.wrapper.row(),
                 "model_inputs": row["inputs"],
                 "model_outputs": row["outputs"],
-                "inputs": {v.name: _shown(v) for v in public.inputs},
-                "outputs": {v.name: _shown(v) for v in public.outputs},
+                "inputs": {v.name: shown_value(v) for v in public.inputs},
+                "outputs": {v.name: shown_value(v) for v in public.outputs},
                 "dims": row["dims"] | {dim.name: [dim.low, dim.high] for dim in public.dims},
                 **({"batch": [1, 1]} if model.wrapper.before else {}),
             }

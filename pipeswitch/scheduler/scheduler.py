@@ -82,12 +82,14 @@ class Scheduler:
         max_wait_ms: float = 2000.0,
         devices: Sequence[SchedulerSettings] = (),
         queues: Mapping[str, Callable[[Core], HelperQueue]] = {},
+        parts: Sequence[Callable[[Core, ServerState, Versions], object]] = (),
     ) -> None:
         """Create all parts.
 
         Args:
             devices: the settings of each device; if empty, one device with ``settings``.
             queues: kind of helper processes -> the queue of the requests that they serve.
+            parts: further parts, which handle their own kinds of requests (``core.handles``).
         """
         if isinstance(policy, str):
             policy = make_policy(policy, max_wait_ms=max_wait_ms)
@@ -122,7 +124,7 @@ class Scheduler:
         self._takers = handler_table(
             self.registry,
             self.registry.names,
-            self.registry.chains,
+            *(part(self.core, self.machine, self.versions) for part in parts),
             self.publishing,
             self.job_requests,
             self.pings,

@@ -7,9 +7,10 @@ from typing import Any
 import pytest
 
 from pipeswitch.base.errors import AlreadyExists, InvalidInput, PermissionDenied, ServerUnavailable
+from pipeswitch.extras.stages.chain_registry import ChainRequest, Chains
+from pipeswitch.extras.stages.chains import ChainStep
 from pipeswitch.frontend.announced_models import AnnouncedModels
 from pipeswitch.ipc.messages.base import ModelName
-from pipeswitch.programs.interface.chains import ChainStep
 from pipeswitch.scheduler.state import events as ev
 from tests.unit.test_scheduler_rules import Rig, publish, register_net, trained, unregister
 
@@ -19,7 +20,7 @@ class Names(Rig):
 
     def __init__(self) -> None:
         self.models, self.journal = AnnouncedModels(1 << 20), dict[str, str]()
-        super().__init__()
+        super().__init__(parts=[Chains])
 
     def _take(self, commands: list[ev.Command]) -> None:
         super()._take(commands)
@@ -82,7 +83,7 @@ def test_a_name_is_one_models(rig: Names) -> None:
     rig.add("n", "b")
     for name, aliases in (("a", ()), ("c", ("a",)), ("c", ("m",)), ("m", ("b",)), ("m", ("n",))):
         assert isinstance(rig.add(name, *aliases), AlreadyExists)
-    token = rig.ask(ev.ChainRequest, model="a", steps=(ChainStep(model="m"),))
+    token = rig.ask(ChainRequest, model="a", steps=(ChainStep(model="m"),))
     assert isinstance(rig.error(token), AlreadyExists)
     assert rig.rows() == {"m": ["a"], "n": ["b"]}
     assert isinstance(rig.add("m", *[f"x{number}" for number in range(16)]), InvalidInput)

@@ -241,7 +241,7 @@ def test_the_error_for_an_unknown_name_compares_few_names(base: str) -> None:
             version=1,
             is_current=True,
             aliases=(names["alias"],),
-            chain=None,
+            composite=None,
         )
         with counting() as lines:
             models.announce(announced)

@@ -114,10 +114,11 @@ class Rig:
             **settings,
         }
         policy, queues = values.pop("policy", "priority"), values.pop("queues", {})
+        parts = values.pop("parts", ())
         own = {key: values.pop(key) for key in ("slices_move", "max_swapped") if key in values}
         each = SchedulerSettings(**values)
         devices = [dataclasses.replace(each, **own)]
-        self.scheduler = Scheduler(each, policy, 2000.0, devices, queues)
+        self.scheduler = Scheduler(each, policy, 2000.0, devices, queues, parts)
         self.core = self.scheduler.core
         self.state = self.scheduler.machine.devices[0].state
         self.now_ms = 0.0

@@ -89,9 +89,11 @@ def no_version(name: str, version: int, known: Iterable[tuple[str, int]]) -> Mod
 
 def model_not_found(name: str, known: Iterable[str]) -> ModelNotFound:
     """Return the error for an unknown model, with the nearest name."""
-    if isinstance(known, Mapping) and name in known and known[name].chain is not None:
+    composite = known[name].composite if isinstance(known, Mapping) and name in known else None
+    if composite is not None:
         return ModelNotFound(
-            f'"{name}" is a chain, not a model', hint=f"pipeswitch show {name} names its models"
+            f'"{name}" is a {composite.kind}, not a model',
+            hint=f"pipeswitch show {name} names its models",
         )
     guess = nearest(name, known)
     data = {"nearest": guess.split('"')[1]} if guess else {}

@@ -157,6 +157,18 @@ class Wrapper(Protocol):
         """Return the functions as a row of the model shows them."""
 
 
+class Composite(Protocol):
+    """What a name of several models stands for; the frontend sends their requests."""
+
+    @property
+    def kind(self) -> str:
+        """Kind of such names, an entry of ``COMPOSITES``."""
+
+    @property
+    def first(self) -> str:
+        """Name of the first model, in whose tenant's memory all values lie."""
+
+
 def aligned(value_bytes: int, unit_bytes: int) -> int:
     """Return ``value_bytes`` rounded up to a multiple of ``unit_bytes``."""
     return -(-value_bytes // unit_bytes) * unit_bytes

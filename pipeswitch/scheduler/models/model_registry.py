@@ -23,7 +23,6 @@ from ..state.records import DeviceModel, Model, Registration
 from ..state.states import ModelEvent, ModelState
 from ..state.versions import AT, PRESENT, Versions, split_name, version_name
 from .build_queue import BuildQueue
-from .chain_registry import Chains
 from .names import Names, not_found
 
 OUT_OF_TIME: Final = (-14, -24)  # SIGALRM and SIGXCPU
@@ -49,7 +48,6 @@ class Registry:
         self.names = Names(core, machine, admission, versions)
         self.registrations = self.names.registrations
         self._builds = builds
-        self.chains = Chains(core, machine, versions)
 
     # -- register -----------------------------------------------------------------------------
 
@@ -406,8 +404,8 @@ class Registry:
         if event.model in self.names.aliases.names:
             self.names.drop_alias(event)
             return
-        if event.model in self._machine.chains:
-            self.chains.unregister(event)
+        if (others := self._machine.composites.get(event.model)) is not None:
+            others.unregister(event)
             return
         one = self._machine.models.get(event.model) if AT in event.model else None
         models = [one] if one is not None else self._versions.all_of(event.model)

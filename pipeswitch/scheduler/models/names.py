@@ -86,11 +86,11 @@ class Names:
             AlreadyExists: one of them belongs to another model.
             InvalidInput: there are too many aliases.
         """
-        served, chains = self._machine.served, self._machine.chains
+        served, others = self._machine.served, self._machine.composites
         for name in (model, *aliases):
             is_others = name != model and (name in served or bool(self.failed_of(name)))
-            other = name if is_others or name in chains else self.aliases.names.get(name, model)
-            if other != model or name in chains:
+            other = name if is_others or name in others else self.aliases.names.get(name, model)
+            if other != model or name in others:
                 hint = f"pipeswitch unregister {name}, or choose another name"
                 of_what = "" if other == name else f' by "{other}"'
                 raise errors.AlreadyExists(f'"{name}" is already taken{of_what}', hint=hint)

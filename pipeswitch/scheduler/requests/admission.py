@@ -56,7 +56,7 @@ class Admission:
         if event.is_computed:
             self._computed(event)
             return
-        if event.is_chain_continuation:
+        if event.continues:
             core.going_on.discard(event.token)
         event = self._of_a_version_that_is_there(event)
         refusal = self._refusal(event)
@@ -172,7 +172,7 @@ class Admission:
     def _refusal(self, event: InferArrived) -> PipeSwitchError | None:
         core = self._core
         model = self._models.get(event.model)
-        if (core.drain_at_ms is not None and not event.is_chain_continuation) or core.is_stopped:
+        if (core.drain_at_ms is not None and not event.continues) or core.is_stopped:
             return draining()
         if model is None or model.state.state is ModelState.LEAVING:
             return self._gone(event)

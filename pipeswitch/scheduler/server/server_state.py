@@ -6,12 +6,11 @@ from collections.abc import Sequence
 from typing import Any
 
 from ...ipc.messages.base import ModelName
-from ...programs.interface.chains import Chain
 from ..memory.allocators import HostStoreAllocator
 from ..memory.device_placement import DevicePlacement
 from ..memory.plans import stream_of
 from ..state.core import Core, SchedulerSettings
-from ..state.records import DeviceModel, Model, Served
+from ..state.records import Composites, DeviceModel, Model, Served
 from ..training.jobs import Jobs
 from .device import Device
 
@@ -24,8 +23,7 @@ class ServerState:
         self._core = core
         self.models: dict[ModelName, Model] = {}
         self.served: dict[ModelName, Served] = {}  # name in requests -> its versions
-        self.chains: dict[ModelName, tuple[Chain, str]] = {}  # each chain with its tenant
-        self.chain_faults: dict[ModelName, str] = {}  # chains that a changed model does not fit
+        self.composites: dict[ModelName, Composites] = {}  # other names in requests
         self.store = HostStoreAllocator(core)
         self.jobs = Jobs(core)
         devices = devices or (core.settings,)

@@ -22,8 +22,7 @@ from ...ipc.messages.base import JobName, Message, ModelName, OpId, SlabTensor, 
 from ...ipc.messages.run import Run
 from ...planning.grouping import Plan
 from ...planning.planned_groups import PlannedFile
-from ...programs.interface.chains import Chain, ChainStep
-from ...programs.interface.layout import Manifest, Wrapper
+from ...programs.interface.layout import Composite, Manifest, Wrapper
 from ...wire.request_timing import RequestTiming
 
 Token = NewType("Token", int)
@@ -80,7 +79,7 @@ class InferArrived(ClientRequest, frozen=True):
     tenant: str = ""  # the tenant whose pool file has the tensors (as in ModelAvailable)
     registration_id: int = 0  # any version with this id may serve it; 0: only ``model``
     is_computed: bool = False  # ``inputs`` are the model's outputs, for its wrapper
-    is_chain_continuation: bool = False  # a later step of an accepted chain
+    continues: bool = False  # a later step of an accepted request
     follows: bool = False  # another step of the request will follow
 
 
@@ -136,16 +135,6 @@ class VersionRequest(ClientRequest, frozen=True):
     tenant: str = ""  # tenant that must own the model; empty: any
 
 
-class ChainRequest(ClientRequest, frozen=True):
-    """Request to register a chain."""
-
-    model: ModelName  # the chain's name
-    steps: tuple[ChainStep, ...] = ()
-    returns: dict[str, str] = {}
-    tenant: str = ""  # tenant that will own the chain; empty: the server's owner
-    restored: Chain | None = None  # the chain in the journal of an earlier server
-
-
 class PublishRequest(ClientRequest, frozen=True):
     """Request to make a job's newest commit a model's next version; answered when it is current."""
 
@@ -165,7 +154,7 @@ class RollbackRequest(ClientRequest, frozen=True):
 
 
 class UnregisterRequest(ClientRequest, frozen=True):
-    """Request to remove a model or a chain."""
+    """Request to remove a model or another name."""
 
     model: ModelName
     tenant: str | None = None  # tenant that must own it; None: any
@@ -479,7 +468,7 @@ class ModelAvailable(_Message, frozen=True):
     is_current: bool = True  # the version serves requests without a version number
     registration_id: int = 0  # equal for all versions of a name, until the name is removed
     wrapper: Wrapper | None = None  # what converts its inputs and outputs
-    chain: Chain | None = None  # set for a chain, whose steps run at their models' priorities
+    composite: Composite | None = None  # set if the name stands for several models
     aliases: tuple[str, ...] = ()  # further names that requests may use
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Literal, Protocol
+from typing import Any, Literal, Protocol
 
 from ...base.errors import PipeSwitchError
 from ...ipc.messages.base import JobName, ModelName, OpId, Slot, Turn
@@ -18,7 +18,16 @@ from ...planning.streaming import StagingLayout
 from ...programs.interface.layout import Manifest, Wrapper
 from ...wire.request_timing import RequestTiming
 from ..policies.job_orders import JobView
-from .events import Exited, JobSpec, Origin, Prepared, Received, Reply, Token
+from .events import (
+    Exited,
+    JobSpec,
+    Origin,
+    Prepared,
+    Received,
+    Reply,
+    Token,
+    UnregisterRequest,
+)
 from .fair_queue import Charge
 from .regions import Owner
 from .states import (
@@ -341,6 +350,15 @@ class RunKind(Protocol):
 
     def poll(self, waiting: Mapping[Token, Request]) -> Iterable[tuple[Token, Run]]:
         """Return the next runs of those waiting requests for which there is memory now."""
+
+
+class Composites(Protocol):
+    """Names in requests that stand for several models."""
+
+    def row(self, name: ModelName) -> dict[str, Any]:
+        """Return the row of a name: it has the keys of a model's row."""
+
+    def unregister(self, event: UnregisterRequest) -> None: ...
 
 
 class HelperQueue(Protocol):

@@ -74,7 +74,7 @@ class Versions:
         self.aliases = Aliases(core)
         self._served = served
         self._of: dict[ModelName, dict[int, Model]] = {}  # versions of each name
-        self.follow: Callable[[ModelName], None] = lambda base: None  # set by the chains
+        self.follow: Callable[[ModelName], None] = lambda base: None  # set by ``Composites``
 
     def served(self, name: ModelName) -> Served | None:
         return self._served.get(name)

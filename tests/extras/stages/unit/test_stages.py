@@ -296,7 +296,7 @@ def test_a_server_that_leaves_finishes_a_chain_that_it_has_begun() -> None:
     rig.done()
     assert rig.answers.pop(first).error is None
     assert not rig.commands(ev.Shutdown)
-    late, last = rig.infer("a"), rig.infer("a", is_chain_continuation=True)
+    late, last = rig.infer("a"), rig.infer("a", continues=True)
     assert isinstance(rig.error(late), errors.ServerUnavailable)
     rig.handle(ev.CancelRequest(token=first))  # the frontend gives up the first request
     assert not rig.commands(ev.Shutdown)

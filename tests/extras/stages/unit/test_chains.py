@@ -9,13 +9,14 @@ import pytest
 
 from pipeswitch.base.errors import AlreadyExists, InvalidInput
 from pipeswitch.base.roles import OWNER
+from pipeswitch.extras.stages.chain_registry import ChainRequest, Chains
+from pipeswitch.extras.stages.chains import Chain, ChainStep, chain_of
 from pipeswitch.frontend.verbs import Rules, ask
 from pipeswitch.ipc.messages.base import ModelName
 from pipeswitch.ipc.messages.builder import BuildDone
-from pipeswitch.programs.interface.chains import Chain, ChainStep, chain_of
 from pipeswitch.programs.interface.dims import BATCH, Dim, Expr
 from pipeswitch.programs.interface.layout import Manifest, ValueSpec
-from pipeswitch.scheduler.state.events import ChainRequest, ModelAvailable, Token, UnregisterRequest
+from pipeswitch.scheduler.state.events import ModelAvailable, Token, UnregisterRequest
 from pipeswitch.wire.frames import RequestHeader
 from pipeswitch.wire.request_timing import RequestTiming, of_steps
 from tests.unit.test_scheduler_rules import MIB, Rig, manifest_of, received
@@ -157,7 +158,7 @@ def test_what_is_no_declaration_is_refused_before_it_is_asked(body: dict[str, An
 
 
 def test_the_list_is_the_schedulers_and_survives_it() -> None:
-    rig = Rig()
+    rig = Rig(parts=[Chains])
     rig.register("m")
     token = Token(90)
 
@@ -168,24 +169,24 @@ def test_the_list_is_the_schedulers_and_survives_it() -> None:
     rig.scheduler.machine.models["m"].manifest = MODELS["fixed"]
     steps = (ChainStep(model="m"),)
     assert reply_to("c", steps=steps).error is None
-    chain, tenant = rig.scheduler.machine.chains["c"]
+    chain, tenant = rig.scheduler.machine.composites["c"].known["c"]
     assert (chain.returns, tenant) == ({"y": "m.y"}, "")
     assert isinstance(reply_to("c", steps=steps, tenant="other").error, AlreadyExists)
-    again = Rig()
+    again = Rig(parts=[Chains])
     packed = msgspec.msgpack.encode(chain)
     again.handle(
         ChainRequest(
             token=token, model=ModelName("c"), restored=msgspec.msgpack.decode(packed, type=Chain)
         )
     )
-    assert again.scheduler.machine.chains["c"][0] == chain
+    assert again.scheduler.machine.composites["c"].known["c"][0] == chain
     (row,) = again.scheduler.listing.models()
     assert (row["name"], row["state"]) == ("c", "incomplete")
 
 
 @pytest.mark.parametrize("member", ["wide", "many", "head", "encoder"])
 def test_a_chain_has_the_shapes_of_a_model_that_was_replaced(member: str) -> None:
-    rig, token, steps = Rig(), Token(90), (ChainStep(model="m"),)
+    rig, token, steps = Rig(parts=[Chains]), Token(90), (ChainStep(model="m"),)
     rig.register("m")
     rig.scheduler.machine.models["m"].manifest = MODELS["fixed"]
     rig.handle(ChainRequest(token=token, model=ModelName("c"), steps=steps))

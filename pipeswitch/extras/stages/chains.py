@@ -12,8 +12,8 @@ from typing import Annotated, Final
 import msgspec
 
 from ...base.errors import InvalidInput
-from .dims import MAX_EXTENT, Dim, Expr, Extent
-from .layout import Manifest, ValueSpec, signature_text
+from ...programs.interface.dims import MAX_EXTENT, Dim, Expr, Extent
+from ...programs.interface.layout import Manifest, ValueSpec, signature_text
 
 MAX_STEPS: Final = 16
 MAX_VALUES: Final = 64  # limit for inputs, and for outputs: maximum tensors of a message
@@ -42,6 +42,15 @@ class Chain(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     inputs: tuple[ValueSpec, ...]
     outputs: tuple[ValueSpec, ...]
     dims: tuple[Dim, ...] = ()
+
+    @property
+    def kind(self) -> str:
+        return "chain"
+
+    @property
+    def first(self) -> str:
+        """Model of the first step."""
+        return self.steps[0].model
 
     def needed(self, number: int) -> set[str]:
         """Return the sources that are read by the answer or by a step from ``number`` on."""
