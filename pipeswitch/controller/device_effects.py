@@ -124,9 +124,9 @@ class DeviceEffects:
                 case worker_msg.BindTenant(tenant=tenant):
                     self._bound[target] = tenant
                     descriptors += self._memory_for(command.message)
-                case worker_msg.RunJob(share=group) if group:
+                case worker_msg.RunJob(spec=spec) if spec.group:
                     reader = self._index, target.slot, target.incarnation
-                    descriptors.append(self._memory.ring_of(group, reader))
+                    descriptors.append(self._memory.ring_of(spec.group, reader))
         except OSError as error:  # the scheduler replaces a killed worker and tries again
             log.error("worker=%d not bound: %s", target.slot, error)
             self._children.kill(target)

@@ -129,9 +129,7 @@ def run(data: bytes) -> None:
 _RUN_JOB = worker_msg.RunJob(
     op_id=OpId(1),
     turn=Turn(0),
-    job=JobName("j"),
-    entry="a.py",
-    args=(),
+    spec=worker_msg.JobSpec(JobName("j"), "a.py", (), 1),
     log_path="",
     slot_bytes=SLOT_BYTES,
     commit_every_ms=1.0,

@@ -13,7 +13,7 @@ from pipeswitch.extras.lab.simulated_script import BELL, SimulatedScript
 from pipeswitch.extras.lab.simulated_worker import SimulatedInference, SimulatedWorker
 from pipeswitch.ipc.gate import Gate, GateState
 from pipeswitch.ipc.messages.base import Message, Turn
-from pipeswitch.ipc.messages.worker import JobReport, RunInference, RunJob
+from pipeswitch.ipc.messages.worker import JobReport, JobSpec, RunInference, RunJob
 
 from .channel import freeze_items, plain, thaw_items
 from .frozen import Add, Kept, Next
@@ -163,9 +163,7 @@ def _thaw_script(frozen: Any, n: Next, worker: Worker) -> SimulatedScript:
     order = RunJob(
         op_id=n(),
         turn=NO_TURN,
-        job=frozen[0],
-        entry="",
-        args=(),
+        spec=JobSpec(frozen[0], "", (), 1),
         log_path="",
         slot_bytes=0,
         commit_every_ms=math.inf,

@@ -12,7 +12,13 @@ import pytest
 from pipeswitch.base.errors import PipeSwitchError
 from pipeswitch.commits.progress import Life, read_life
 from pipeswitch.ipc.messages.base import JobName, Message, OpId, SliceRead, StepCommitted, Turn
-from pipeswitch.ipc.messages.worker import CommitStep, JobReport, PublishAnswered, RunJob
+from pipeswitch.ipc.messages.worker import (
+    CommitStep,
+    JobReport,
+    JobSpec,
+    PublishAnswered,
+    RunJob,
+)
 from pipeswitch.workers.training.host import JobHost
 
 EPOCH = OpId(7)
@@ -41,9 +47,7 @@ def host_of(task: Sent, **options: Any) -> JobHost:
     order = RunJob(
         op_id=EPOCH,
         turn=Turn(0),
-        job=JobName("j"),
-        entry="a.py",
-        args=(),
+        spec=JobSpec(JobName("j"), "a.py", (), 1),
         slot_bytes=0,
         commit_every_ms=1.0,
         **{"log_path": "", **options},

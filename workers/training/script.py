@@ -45,13 +45,13 @@ _forking = threading.local()  # ``mask`` is the signal mask to restore after a f
 
 
 def run_script(message: RunJob, host: JobHost, gate: Gate) -> JobEnded:
-    """Run ``message.entry`` from its start. Only this function catches ``TaskPreempted``."""
+    """Run ``message.spec.entry`` from its start. Only this function catches ``TaskPreempted``."""
     session = TrainingSession(
         host,
         gate,
         commit_every_ms=message.commit_every_ms,
         files=Path(message.log_path).with_suffix(SUFFIX) if message.log_path else None,
-        defaults=message.defaults,
+        defaults=message.spec.defaults,
     )
     job_api._install(session)
     outcome: Outcome = "done"
@@ -70,8 +70,8 @@ def run_script(message: RunJob, host: JobHost, gate: Gate) -> JobEnded:
             _end_by_exit(session, host, message.op_id),
             repeatable_seeds(),
         ):
-            os.environ.update(dict(one.split("=", 1) for one in message.env))
-            run_entry(message.entry, message.args, message.folder)
+            os.environ.update(dict(one.split("=", 1) for one in message.spec.env))
+            run_entry(message.spec.entry, message.spec.args, message.spec.folder)
         if not gate.is_evicting:
             _join_threads()
         if gate.is_evicting:

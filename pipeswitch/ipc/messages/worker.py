@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any, Final, Literal
 
 import msgspec
@@ -150,6 +152,40 @@ class WorkerClean(Message, frozen=True):
 SHARERS_BYTE: Final = 8  # offset in a group's ring: the controller writes how many jobs share it
 
 
+@dataclass(frozen=True)
+class JobSpec:
+    """A training job as its user submitted it."""
+
+    name: JobName
+    entry: str
+    args: tuple[str, ...]
+    priority: int
+    tenant: str = ""  # empty: the server's owner
+    share: str = ""  # the group of jobs that read the same input; empty: none
+    devices: tuple[str, ...] = ()  # names of the devices that may train it; empty: all
+    defaults: tuple[tuple[str, str], ...] = ()  # arguments of ``job.steps`` that the script omits
+    folder: str = ""  # current folder of the script; empty: the script's own
+    env: tuple[str, ...] = ()  # variables of the script, as NAME=VALUE; values may be secret
+
+    @classmethod
+    def from_row(cls, name: JobName, row: Mapping[str, Any]) -> JobSpec:
+        """Return the job of a journal row. Raise msgspec.ValidationError if it is malformed."""
+        return msgspec.convert({**row, "name": name}, cls)
+
+    @property
+    def row(self) -> dict[str, Any]:
+        """Row of the job in the journal (``from_row``)."""
+        return {
+            key: list(value) if isinstance(value, tuple) else value
+            for key, value in vars(self).items()
+        }
+
+    @property
+    def group(self) -> str:
+        """Name of the group of its tenant's jobs that share its input; empty: none."""
+        return f"{self.tenant}/{self.share}" if self.share else ""
+
+
 class RunJob(Message, frozen=True):
     """controller -> worker: run a training script from its start.
 
@@ -157,9 +193,7 @@ class RunJob(Message, frozen=True):
 
     op_id: OpId
     turn: Turn  # 0: a GrantTurn follows later
-    job: JobName
-    entry: str  # path of a script, or package.module:function
-    args: tuple[str, ...]
+    spec: JobSpec
     log_path: str
     slot_bytes: int  # maximum size of a commit in its area; 0: there is no commit yet
     commit_every_ms: float
@@ -167,11 +201,11 @@ class RunJob(Message, frozen=True):
     restarts: int = 0  # restarts so far
     steps_recomputed: int = 0  # steps that were computed again after restarts so far
     last_step: int = 0  # last step of the previous process that the controller knows
-    share: str = ""  # tenant/group of the jobs with which it shares input; empty: none
-    defaults: tuple[tuple[str, str], ...] = ()  # for ``job.steps``: offload, activation_bytes
-    folder: str = ""  # current folder of the script; empty: the script's own
-    env: tuple[str, ...] = ()  # variables of the script, as NAME=VALUE
     activation_bytes: int = 0  # budget that all jobs of the device share; 0: each has its own
+
+    @property
+    def job(self) -> JobName:
+        return self.spec.name
 
 
 class LeaseRequest(Message, frozen=True):

@@ -11,8 +11,6 @@ processes share five types: ``Spawn``, ``Send``, ``Kill``, ``Received`` and ``Ex
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any, Literal, NewType
 
 import msgspec
@@ -20,6 +18,7 @@ import msgspec
 from ...base.errors import PipeSwitchError
 from ...ipc.messages.base import JobName, Message, ModelName, OpId, SlabTensor, Slot, Turn
 from ...ipc.messages.run import Run
+from ...ipc.messages.worker import JobSpec as JobSpec
 from ...planning.grouping import Plan
 from ...planning.planned_groups import PlannedFile
 from ...programs.interface.layout import Composite, Manifest, Wrapper
@@ -174,40 +173,6 @@ class LoadedCommit(msgspec.Struct, frozen=True):
     step: int
     descriptor: int = -1  # file descriptor, owned by the frontend until the client is answered
     why: str = ""  # newer commits that are damaged; empty: it is the newest one
-
-
-@dataclass(frozen=True)
-class JobSpec:
-    """A training job as its user submitted it."""
-
-    name: JobName
-    entry: str
-    args: tuple[str, ...]
-    priority: int
-    tenant: str = ""  # empty: the server's owner
-    share: str = ""  # the group of jobs that read the same input; empty: none
-    devices: tuple[str, ...] = ()  # names of the devices that may train it; empty: all
-    defaults: tuple[tuple[str, str], ...] = ()  # arguments of ``job.steps`` that the script omits
-    folder: str = ""  # current folder of the script; empty: the script's own
-    env: tuple[str, ...] = ()  # variables of the script, as NAME=VALUE; values may be secret
-
-    @classmethod
-    def from_row(cls, name: JobName, row: Mapping[str, Any]) -> JobSpec:
-        """Return the job of a journal row. Raise msgspec.ValidationError if it is malformed."""
-        return msgspec.convert({**row, "name": name}, cls)
-
-    @property
-    def row(self) -> dict[str, Any]:
-        """Row of the job in the journal (``from_row``)."""
-        return {
-            key: list(value) if isinstance(value, tuple) else value
-            for key, value in vars(self).items()
-        }
-
-    @property
-    def group(self) -> str:
-        """Name of the group of its tenant's jobs that share its input; empty: none."""
-        return f"{self.tenant}/{self.share}" if self.share else ""
 
 
 class TrainRequest(ClientRequest, frozen=True):
