@@ -107,9 +107,8 @@ Count = Annotated[int, Meta(ge=0, le=1 << 50)]
 Alias = Annotated[TensorName, Meta(extra_json_schema={"pattern": f"^{NAME_PATTERN.pattern}$"})]
 _Signature = Annotated[dict[TensorName, tuple[Shape, str]], Meta(max_length=MAX_TENSORS)]
 Signature = Annotated[_Signature, _texts(_signature, "[NAME=]8x3x224x224:float32")]
-RawSignature = Annotated[
-    _Signature, _texts(partial(_signature, dtypes=(*DTYPES, BYTES)), "[NAME=]1..64:bytes")
-]
+_raw_signature = partial(_signature, dtypes=(*DTYPES, BYTES))
+RawSignature = Annotated[_Signature, _texts(_raw_signature, "[NAME=]1..64:bytes")]
 _Output = Annotated[str, Meta(min_length=1, max_length=128)]
 Function = Annotated[Text, Meta(extra={"metavar": "PACKAGE.MODULE:FUNCTION"})]
 States = Annotated[

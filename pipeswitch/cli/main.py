@@ -120,7 +120,6 @@ VERBS = (
     server.ping,
     server.trace,
     models.register,
-    models.chain,
     models.unregister,
     models.load,
     models.unload,

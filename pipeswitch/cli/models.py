@@ -8,7 +8,6 @@ import re
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Final
 
@@ -24,16 +23,6 @@ import json, sys
 from pipeswitch.programs.compiler.files import convert
 convert(*sys.argv[1:3], json.loads(sys.argv[3]))
 """
-
-
-def _pairs(texts: Sequence[str]) -> dict[str, str]:
-    pairs = {}
-    for text in filter(None, texts):
-        name, _, value = text.partition("=")
-        if not (name and value) or name in pairs:
-            raise click.UsageError(f"{text!r} is not of the form x=encoder.y, or appears twice")
-        pairs[name] = value
-    return pairs
 
 
 @click.command()
@@ -120,34 +109,6 @@ def _registered(name: str, row: dict[str, Any]) -> str:
     version = row.get("version", 1)
     intro = f"registered {name}" if version == 1 else f"{name} is version {version} now"
     return f"{intro}{size}{groups}, {row.get('mode', 'graph')} mode{why}{notes}"
-
-
-@click.command()
-@click.argument("name")
-@click.argument("steps", nargs=-1, required=True, metavar="[STEP=]MODEL[:INPUT=VALUE,…]...")
-@click.option(
-    "--output",
-    "outputs",
-    multiple=True,
-    metavar="NAME=STEP.OUTPUT",
-    help="Output of the chain (repeatable; default: all outputs of the last step).",
-)
-@common.json_option
-def chain(name: str, steps: tuple[str, ...], outputs: tuple[str, ...], as_json: bool) -> None:
-    """Register a chain: models that run one after the other in one request.
-
-    A VALUE is an input of the request or STEP.OUTPUT of an earlier step:
-    pipeswitch chain labels encoder head:x=encoder.y
-    """
-    declared = []
-    for step in steps:
-        which, _, inputs = step.partition(":")
-        alias, _, model = which.rpartition("=")
-        declared.append({"name": alias, "model": model, "inputs": _pairs(inputs.split(","))})
-    with common.connected() as client:
-        row = client.register_chain(name, declared, _pairs(outputs))
-    text = f"{name}: {', '.join(row['inputs'])} > {' > '.join(s['name'] for s in row['steps'])}"
-    common.print_done(row, f"{text} > {', '.join(row['outputs'])}", as_json)
 
 
 @click.command()

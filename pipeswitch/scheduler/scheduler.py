@@ -84,13 +84,8 @@ class Scheduler:
         queues: Mapping[str, Callable[[Core], HelperQueue]] = {},
         parts: Sequence[Callable[[Core, ServerState, Versions], object]] = (),
     ) -> None:
-        """Create all parts.
-
-        Args:
-            devices: the settings of each device; if empty, one device with ``settings``.
-            queues: kind of helper processes -> the queue of the requests that they serve.
-            parts: further parts, which handle their own kinds of requests (``core.handles``).
-        """
+        """``devices``: the settings of each device; if empty, one device with ``settings``.
+        ``queues``: by kind of helper processes. ``parts``: handle their own kinds of requests."""
         if isinstance(policy, str):
             policy = make_policy(policy, max_wait_ms=max_wait_ms)
         judge = PolicyGuard(policy, max_wait_ms)
@@ -356,9 +351,8 @@ class Scheduler:
         core = self.core
         if core.drain_at_ms is None:
             return 0
-        is_quiet = all(device.is_quiet for device in self.machine.devices)
-        is_quiet = is_quiet and not core.going_on
-        is_quiet = is_quiet and not any(map(len, self.admission.helpers.values()))
+        is_quiet = not core.going_on and not any(map(len, self.admission.helpers.values()))
+        is_quiet = is_quiet and all(device.is_quiet for device in self.machine.devices)
         if is_quiet and self.machine.jobs.is_quiet and self.registry.is_quiet:
             self._leave("drained")
         elif core.now_ms >= core.drain_at_ms:

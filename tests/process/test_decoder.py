@@ -39,8 +39,7 @@ from pipeswitch.programs.decoding.sampling import Sampling, next_token
 from pipeswitch.programs.graphs.bundle import Bundle, read_bundle
 from pipeswitch.programs.interface.layout import Manifest
 from pipeswitch.programs.running.executor import GraphProgram
-from pipeswitch.programs.running.padding import cut, padded, padded_shape
-from pipeswitch.programs.running.tensor_views import tensor_over
+from pipeswitch.programs.running.tensor_views import cut, padded, padded_shape, tensor_over
 from pipeswitch.programs.spec import BUNDLE_FILE, BuildSpec
 from tests.models.words import trained
 

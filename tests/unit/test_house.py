@@ -68,7 +68,7 @@ MAY_IMPORT: Mapping[str, str] = {
     "extras/grpc": "base gateway ipc wire",
     "extras/trainers": "base workers/training/",
     "extras/shared_input": "base ipc workers/training/",
-    "extras/stages": "base controller frontend ipc programs sandbox scheduler wire",
+    "extras/stages": "base cli controller frontend ipc programs sandbox scheduler wire",
     "extras/offload": "base cli devices ipc job workers/training/",
     "extras/lab": "base cli client extras/cluster extras/offload ipc planning policies programs "
     "scheduler scheduler/policies watchdog",

@@ -16,8 +16,7 @@ from pipeswitch.base.errors import InvalidInput
 from pipeswitch.devices.cpu.page_protection import map_by_chance
 from pipeswitch.ipc.messages.base import SlabTensor
 from pipeswitch.programs.interface.layout import ITEM_BYTES, ValueSpec, aligned
-from pipeswitch.programs.running.padding import padded, padded_shape
-from pipeswitch.programs.running.tensor_views import bytes_over
+from pipeswitch.programs.running.tensor_views import bytes_over, padded, padded_shape
 
 REPLY_ALIGN_BYTES = 64
 KEPT_VIEWS: Final = 64  # cached tensors over slabs: a new request often reuses an earlier slab

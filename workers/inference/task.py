@@ -38,7 +38,7 @@ from pipeswitch.programs.running.executor import (
     PackedKernels,
     Program,
 )
-from pipeswitch.programs.running.padding import cut
+from pipeswitch.programs.running.tensor_views import cut
 from pipeswitch.programs.running.torch_settings import construct_without_data
 from pipeswitch.programs.spec import (
     MANIFEST_FILE,

@@ -1,4 +1,4 @@
-"""Choice of a node for a model. Pure: summaries of nodes go in, a node and a reason come out.
+"""Choice of a node for a model, and of the number of nodes. Pure: summaries of nodes go in.
 
 Nodes are ranked like the devices of one machine (``scheduler/policies/placement.py``). Among
 thousands of nodes only those that can be the best are ranked: the holders of the model, and the
@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import heapq
 from collections import defaultdict
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from typing import Final, NamedTuple
 
 from ...base.errors import ServerUnavailable
@@ -21,6 +21,10 @@ COPIES: Final = 2  # copies of each model, on different nodes
 ROUND_S: Final = 1.0  # interval between two queries of all nodes
 MISSED_S: Final = 10.0  # for this long a silent node may come back with its models
 LINK_BYTES_PER_MS: Final = 12e6  # link speed of a node that has not measured its own
+LONG_MS: Final = 500.0  # a node with a longer queue is overloaded
+SHORT_MS: Final = 100.0  # limit on the mean queue of the remaining nodes if one is removed
+MORE_ROUNDS: Final = 5  # overloaded rounds in a row before a node is added; bursts are shorter
+FEWER_ROUNDS: Final = 60  # idle rounds in a row before a node is removed; adding takes minutes
 
 
 class NodeLoad(NamedTuple):
@@ -181,3 +185,30 @@ class Nodes:
             free_bytes=node.free_bytes,
             size_bytes=size_bytes,
         )
+
+
+class Scale:
+    """Target size of a cluster whose machines Ray adds and removes."""
+
+    def __init__(self, least: int, most: int, target: int) -> None:
+        self._least, self._most = least, most
+        self.wanted = max(least, min(most, target))
+        self._run = 0  # rounds in a row that need more nodes; negative: fewer nodes
+
+    def look(self, queues_ms: Sequence[float], jobs: int) -> int:
+        """Return the wanted number of nodes; call it once a round with the nodes' predicted queues.
+
+        1. Add one after MORE_ROUNDS in which all wanted nodes run and are overloaded.
+        2. Subtract one after FEWER_ROUNDS in which the remaining nodes would have short queues, and
+           no more jobs than nodes.
+        """
+        is_behind = len(queues_ms) >= self.wanted and min(queues_ms, default=0.0) > LONG_MS
+        fewer = self.wanted - 1
+        is_idle = sum(queues_ms) <= SHORT_MS * fewer and jobs <= fewer
+        turn = is_behind - is_idle
+        self._run = self._run + turn if self._run * turn > 0 else turn
+        if self._run == MORE_ROUNDS:
+            self.wanted, self._run = min(self.wanted + 1, self._most), 0
+        elif self._run == -FEWER_ROUNDS:
+            self.wanted, self._run = max(fewer, min(self.wanted, self._least)), 0
+        return self.wanted

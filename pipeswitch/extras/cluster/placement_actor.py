@@ -13,11 +13,10 @@ from typing import Any, Final
 
 from ...base.errors import AlreadyExists, ModelNotFound, PipeSwitchError, ServerUnavailable
 from . import choice, job_reconciler
-from .choice import COPIES, MISSED_S, ROUND_S
+from .choice import COPIES, LONG_MS, MISSED_S, ROUND_S, Scale
 from .cluster_client import PLACEMENT, answer_of, connect_ray, node_of, why_of
 from .node_actor import START_S, starts_again
 from .ray_nodes import detached, machines, node_names, request_machines, start_node, stop_nodes
-from .scaling import LONG_MS, Scale
 
 log = logging.getLogger(__name__)
 ANSWER_S: Final = 3.0  # a node that takes longer to report its state gets no requests for now

@@ -1,5 +1,6 @@
 """Functions of a model's owner, before and after the model (ADR 34), and chains (ADR 42)."""
 
+COMMANDS = {"chain": "command:chain"}
 COMPOSITES = {"chain": "chain_requests:ChainRun"}
 EFFECTS = {"stage": "effects:StageEffects"}
 PARTS = {"chain": "chain_registry:Chains"}

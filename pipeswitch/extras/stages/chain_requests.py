@@ -68,7 +68,6 @@ class ChainRun:
 
     @property
     def allocation(self) -> PoolAllocation | None:
-        """Allocation in the file with all values of the answer."""
         return self.allocations[0][0] if self.allocations else None
 
     def free(self, needed: Set[str] = frozenset()) -> None:

@@ -82,16 +82,11 @@ class StageQueue:
         return len(self.waits)
 
     def count(self, name: ModelName) -> int:
-        """Return the number of a model's requests."""
         return sum(raw.request.model == name for raw in self.waits.values())
 
     def held_by(self, caller: str, model: str = "") -> int:
-        """Return the number of a caller's requests here, for one model or for all."""
         raws = [raw.request for raw in self.waits.values() if raw.request.origin.caller == caller]
         return sum(not model or request.model == model for request in raws)
-
-    def tokens(self) -> list[ev.Token]:
-        return list(self.waits)
 
     # -- requests -----------------------------------------------------------------------------
 
@@ -104,7 +99,6 @@ class StageQueue:
         self.advance()
 
     def prepared(self, event: ev.Prepared) -> Request | None:
-        """Remove a request whose result was copied; return it unless it failed or was cancelled."""
         request = self._prepared(event)
         self.advance()
         return request
@@ -281,7 +275,6 @@ class StageQueue:
         self._core.emit(ev.Kill(process.address))
 
     def rows(self) -> Iterator[tuple[str, str, str, int]]:
-        """Yield name, state, current function and pid of each process."""
         for process in self.processes:
             if process.pid:
                 state = process.state.state
@@ -289,12 +282,10 @@ class StageQueue:
                 yield f"stage-{process.slot}", state.value, why, process.pid
 
     def stats(self) -> dict[str, int]:
-        """Return the number of waiting requests and of restarts."""
         restarts = self._core.counts["stage_restarts"]
         return {"preprocessing": len(self), "stage_restarts": restarts}
 
     def check(self) -> None:
-        """Assert the invariants."""
         for process in self.processes:
             assert bool(process.op_id) <= (process.token is not None), process.state.story
             if process.is_copied:

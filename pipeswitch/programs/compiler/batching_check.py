@@ -19,8 +19,7 @@ from ..interface.dims import BATCH, Values, at_batch, largest, shape_at
 from ..interface.layout import MAX_JOINED_BYTES, Batching, Manifest, ValueSpec
 from ..interface.packing import HALF
 from ..running.executor import GraphProgram, PackedKernels
-from ..running.padding import cut, padded
-from ..running.tensor_views import tensor_over
+from ..running.tensor_views import cut, padded, tensor_over
 from ..spec import weights_file
 from .checking import ROUNDING, is_rounded, same_bits, workers_default_dtype
 from .verify import Plain, acceptable_inputs, load_image

@@ -20,7 +20,6 @@ class ServerState:
 
     def __init__(self, core: Core, devices: Sequence[SchedulerSettings] = ()) -> None:
         """``devices``: the settings of each device; if empty, one with ``core.settings``."""
-        self._core = core
         self.models: dict[ModelName, Model] = {}
         self.served: dict[ModelName, Served] = {}  # name in requests -> its versions
         self.composites: dict[ModelName, Composites] = {}  # other names in requests

@@ -371,9 +371,7 @@ class HelperQueue(Protocol):
     waits: Mapping[Token, object]
 
     def __len__(self) -> int: ...
-    def count(self, name: ModelName) -> int:
-        """Return the number of a model's requests."""
-
+    def count(self, name: ModelName) -> int: ...
     def held_by(self, caller: str, model: str = "") -> int:
         """Return the number of a caller's requests, for one model or for all."""
 

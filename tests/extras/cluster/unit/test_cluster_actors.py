@@ -21,11 +21,11 @@ from pipeswitch.extras.cluster import (
     placement_actor,
     ray_nodes,
 )
+from pipeswitch.extras.cluster.choice import Scale
 from pipeswitch.extras.cluster.holders import Table
 from pipeswitch.extras.cluster.node_actor import NodeActor
 from pipeswitch.extras.cluster.node_jobs import write_whole
 from pipeswitch.extras.cluster.placement_actor import Placement
-from pipeswitch.extras.cluster.scaling import Scale
 
 HOME = job_reconciler.JobReplica(incarnation=1, state="home")
 

@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from pipeswitch.extras.cluster.scaling import FEWER_ROUNDS, LONG_MS, MORE_ROUNDS, SHORT_MS, Scale
+from pipeswitch.extras.cluster.choice import FEWER_ROUNDS, LONG_MS, MORE_ROUNDS, SHORT_MS, Scale
 
 BEHIND = LONG_MS + 1.0
 
