@@ -119,8 +119,7 @@ class CommitAreas:
         New commits may be made meanwhile. The next one uses the other slot, but the one after it
         overwrites the image that is being read. Then the write starts again with the newest commit.
         """
-        step = 0
-        error = ""
+        step, error = 0, ""
         try:
             for _ in range(PERSIST_TRIES):
                 commit = area.newest()

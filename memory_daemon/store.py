@@ -36,16 +36,15 @@ def load_model(directory: Path, image: memoryview) -> Manifest:
     """
     try:
         manifest = load_manifest(directory)
+        file_name = weights_file(manifest)
         check_tensors(manifest.tensors, manifest.total_bytes)
         if manifest.head_sha256:
             is_derived = manifest.precision is not None
-            file = directory / weights_file(manifest)
-            read_bundle(file, manifest.head_sha256, is_derived=is_derived)
+            read_bundle(directory / file_name, manifest.head_sha256, is_derived=is_derived)
     except RegistrationRefused as error:
         raise UnusableModel(error.message) from None
     if manifest.total_bytes > len(image):
         raise UnusableModel(f"{manifest.total_bytes} bytes do not fit in a place of {len(image)}")
-    file_name = weights_file(manifest)
     try:
         descriptor = open_plain(directory / file_name, os.O_RDONLY)
     except OSError as error:

@@ -238,9 +238,7 @@ class Processes:
         child.ticket = self._tickets
         self._by_ticket[child.ticket] = child
         assert self._server_channel is not None
-        order = Fork(
-            ticket=child.ticket, kind=child.kind, name=child.name, settings=encode_message(settings)
-        )
+        order = Fork(ticket=child.ticket, name=child.name, settings=encode_message(settings))
         try:
             self._server_channel.send(order, descriptors)
         except BrokenPipeError:

@@ -54,7 +54,7 @@ def seeds() -> list[bytes]:
             ),
         ),
     ]
-    fork = Fork(ticket=1, kind="worker", name="w", settings=encode_message(settings[1]))
+    fork = Fork(ticket=1, name="w", settings=encode_message(settings[1]))
     messages = [*settings, fork, Exit(), *workers.worker_messages()]
     others = [
         frame

@@ -187,7 +187,7 @@ def test_the_fork_server_reports_what_it_could_not_fork_and_lives_on(
     sleeper = subprocess.Popen(["sleep", "600"])
     monkeypatch.setattr(os, "fork", lambda: sleeper.pid)
     monkeypatch.setattr(os, call, refuse(errno.EAGAIN))
-    order = Fork(ticket=7, kind="stage", name="s", settings=encode_message(SETTINGS))
+    order = Fork(ticket=7, name="s", settings=encode_message(SETTINGS))
     ours.send(order)
     assert server._serve()
     monkeypatch.undo()

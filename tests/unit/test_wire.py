@@ -155,7 +155,7 @@ real = st.sampled_from(
     [
         encode_header(RequestHeader(v=1, op="infer", id="1", body={"a": [1, "ü", None]})),
         encode_header(ReplyHeader(v=1, id="1", status="ok", timing=RequestTiming(queue_ms=1.0))),
-        encode_message(Fork(ticket=1, kind="worker", name="w", settings=b"x")),
+        encode_message(Fork(ticket=1, name="w", settings=b"x")),
         pack_dict({"topic": "switch.", "n": [1, 2.5]}),
     ]
 )

@@ -6,7 +6,7 @@ whole request. ``chains.py`` declares chains.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Iterable, Mapping, Sequence, Set
 from typing import Any
 
 import msgspec
@@ -114,7 +114,7 @@ class ChainRun:
         try:
             announced = _model_of(step, models.current, self._event.tenant)
             values = [self._values[source] for source in step.inputs.values()]
-            header = _as_request(step, values)
+            header = as_request(step.model, zip(step.inputs, values, strict=True))
             admitted = models.admit(header, [one.size_bytes for one in values], announced)
             reused = chain.needed(number + 1).intersection(step.inputs.values())
             is_copied = bool(reused) and announced.manifest.mode == "module"
@@ -231,13 +231,13 @@ def _model_of(step: ChainStep, models: Mapping[str, ModelAvailable], tenant: str
     return model
 
 
-def _as_request(step: ChainStep, values: Sequence[SlabTensor]) -> RequestHeader:
-    """Return a step's inputs as a request, as if a client had sent them."""
+def as_request(model: str, values: Iterable[tuple[str, SlabTensor]]) -> RequestHeader:
+    """Return named values as a request, as if a client had sent them."""
     inputs = tuple(
         WireTensor(name=name, dtype=one.dtype, shape=one.shape, frame=number)
-        for number, (name, one) in enumerate(zip(step.inputs, values, strict=True))
+        for number, (name, one) in enumerate(values)
     )
-    return RequestHeader(v=VERSION, op="infer", id="0", model=step.model, inputs=inputs)
+    return RequestHeader(v=VERSION, op="infer", id="0", model=model, inputs=inputs)
 
 
 def _as_inputs(inputs: Sequence[Any], values: Sequence[SlabTensor]) -> list[SlabTensor]:

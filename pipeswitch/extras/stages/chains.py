@@ -7,7 +7,7 @@ A source is the name of an input of the request (``ids``) or of an output of an 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Annotated, Final
+from typing import Annotated, ClassVar, Final
 
 import msgspec
 
@@ -37,15 +37,12 @@ Steps = Annotated[tuple[ChainStep, ...], msgspec.Meta(min_length=1, max_length=M
 class Chain(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Checked chain: each step has a name, and each input and output has a source."""
 
+    kind: ClassVar[str] = "chain"
     steps: tuple[ChainStep, ...]
     returns: dict[str, str]  # output of the answer -> source
     inputs: tuple[ValueSpec, ...]
     outputs: tuple[ValueSpec, ...]
     dims: tuple[Dim, ...] = ()
-
-    @property
-    def kind(self) -> str:
-        return "chain"
 
     @property
     def first(self) -> str:

@@ -31,7 +31,8 @@ from ...scheduler.state.events import (
     TakeResult,
 )
 from ...scheduler.state.versions import split_name
-from ...wire.frames import VERSION, RequestHeader, WireTensor
+from ...wire.frames import RequestHeader
+from .chain_requests import as_request
 from .wrapper import CheckSettings, Stages
 
 _GONE: Final = -9  # exit status that is reported if there was no memory for the process
@@ -137,7 +138,8 @@ def take_result(inference: Inference, command: TakeResult, memory: memoryview) -
     try:
         tensors = [memory[one.offset_bytes :][: one.size_bytes] for one in command.outputs]
         admit = _admit_answer if command.is_computed else _admit_result
-        admitted, announced = admit(inference, command, [len(one) for one in tensors])
+        header = as_request(command.model, ((one.name, one) for one in command.outputs))
+        admitted, announced = admit(inference, command, header, [len(one) for one in tensors])
         holder = pending.allocation.holder if pending.allocation is not None else ""
         requests.clear(pending)  # the inputs no longer count toward the share
         allocation = pending.allocation = requests.pool.reserve(
@@ -162,7 +164,7 @@ def take_result(inference: Inference, command: TakeResult, memory: memoryview) -
 
 
 def _admit_result(
-    inference: Inference, command: TakeResult, sizes: Sequence[int]
+    inference: Inference, command: TakeResult, header: RequestHeader, sizes: Sequence[int]
 ) -> tuple[ValidatedRequest, ModelAvailable]:
     """Check that a model accepts the result of its preprocessing function.
 
@@ -173,7 +175,7 @@ def _admit_result(
     announced = inference.models.version(*split_name(command.model))
     announced = replace(announced, wrapper=None)
     try:
-        return inference.models.admit(_as_request(command), sizes, announced), announced
+        return inference.models.admit(header, sizes, announced), announced
     except InvalidInput as error:
         raise TaskFailed(
             f"preprocess {command.function} returned invalid inputs for its model: {error.message}",
@@ -182,7 +184,7 @@ def _admit_result(
 
 
 def _admit_answer(
-    inference: Inference, command: TakeResult, sizes: Sequence[int]
+    inference: Inference, command: TakeResult, header: RequestHeader, sizes: Sequence[int]
 ) -> tuple[ValidatedRequest, ModelAvailable]:
     """Check that a postprocessing function returned the values that it declared.
 
@@ -196,19 +198,10 @@ def _admit_answer(
         raise TaskFailed(f'"{name}" was registered again in the meantime', hint="ask again")
     as_model = replace(announced, wrapper=None, manifest=stages.answer(announced.manifest))
     try:
-        request = check_infer(_as_request(command), sizes, as_model, models.max_bytes)
+        request = check_infer(header, sizes, as_model, models.max_bytes)
     except InvalidInput as error:
         raise TaskFailed(
             f"postprocess {command.function} did not return what --returns declares: "
             f"{error.message}"
         ) from None
     return dataclasses.replace(request, input_bytes=0, reply_bytes=request.input_bytes), announced
-
-
-def _as_request(command: TakeResult) -> RequestHeader:
-    """Return a function's result as a request, as if a client had sent it."""
-    inputs = tuple(
-        WireTensor(name=one.name, dtype=one.dtype, shape=one.shape, frame=number)
-        for number, one in enumerate(command.outputs)
-    )
-    return RequestHeader(v=VERSION, op="infer", id="0", model=command.model, inputs=inputs)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import msgspec
 
@@ -18,16 +18,13 @@ Raw = Mapping[str, tuple[Sequence[int | Sequence[int]], str]]
 class Stages(msgspec.Struct, frozen=True, kw_only=True):
     """Functions that run on the CPU before a model and after it (ADR 34)."""
 
+    kind: ClassVar[str] = "stage"
     before: str = ""  # package.module:function before the model; empty: clients send its inputs
     inputs: tuple[ValueSpec, ...] = ()  # arguments of ``before``, which clients send
     dims: tuple[Dim, ...] = ()  # dimensions of ``inputs`` that a request chooses
     after: str = ""  # package.module:function after the model; empty: its outputs are the answer
     outputs: tuple[ValueSpec, ...] = ()  # results of ``after``
     output_dims: tuple[Dim, ...] = ()  # dimensions of ``outputs``
-
-    @property
-    def kind(self) -> str:
-        return "stage"
 
     def row(self) -> dict[str, str]:
         named = {"preprocess": self.before, "postprocess": self.after}

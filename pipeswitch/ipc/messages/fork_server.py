@@ -13,9 +13,8 @@ class Fork(Message, frozen=True):
     """controller -> fork server: fork a child (descriptors: its channels, then the others)."""
 
     ticket: int
-    kind: str  # worker, builder, daemon, or a kind of helper processes
     name: str  # process name, e.g. "pipeswitch-worker-0"
-    settings: bytes  # msgpack of the kind's settings struct, opaque to the fork server
+    settings: bytes  # msgpack of a settings struct, opaque to the fork server
 
 
 class ForkServerReady(Message, frozen=True):

@@ -21,6 +21,8 @@ from .base import (
 )
 from .run import Run
 
+SHARERS_BYTE: Final = 8  # offset in a group's ring: the controller writes how many jobs share it
+
 
 class WorkerSettings(Message, frozen=True):
     """Settings of a worker.
@@ -147,9 +149,6 @@ class WorkerClean(Message, frozen=True):
     """worker -> controller: the worker no longer has references to the task's memory."""
 
     op_id: OpId
-
-
-SHARERS_BYTE: Final = 8  # offset in a group's ring: the controller writes how many jobs share it
 
 
 @dataclass(frozen=True)
