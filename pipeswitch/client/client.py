@@ -44,7 +44,7 @@ class Client(Verbs):
 
     Args:
         address: ``host:port``, ``tcp://host:port`` or ``ipc://path``; for a cluster of machines
-            ``cluster`` or ``ray://host:port``. Default: ``PIPESWITCH_HOST``, else the owner's ipc
+            ``cluster``. Extras add schemes. Default: ``PIPESWITCH_HOST``, else the owner's ipc
             socket if a server listens there, else ``tcp://127.0.0.1:5555``.
         timeout_s: maximum wait for the server's first answer, and later for a server to listen at
             the address again. A server that listens but does not answer is restarting: a connected
@@ -77,7 +77,7 @@ class Client(Verbs):
         keys = _named_keys(key, server_key) if scheme == "tcp" else ()  # the owner needs none
         self._connection: Connection
         if any(keys):
-            self._connection = SCHEMES.load("curve")(self.address, timeout_s, *keys)
+            self._connection = SCHEMES.load(scheme)(self.address, timeout_s, *keys)
         elif scheme in ("ipc", "tcp"):
             self._connection = Connection(
                 self.address, timeout_s, shared_memory=shared_memory, return_s=RETURN_S

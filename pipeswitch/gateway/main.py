@@ -13,7 +13,6 @@ import ctypes
 import faulthandler
 import gc
 import logging
-import os
 import resource
 import signal
 import socket
@@ -134,8 +133,6 @@ async def _serve(settings: GatewaySettings, channel: Channel, descriptors: Seque
         if settings.http:
             await _listen(http, config, descriptors[1], stack)
         if settings.grpc:
-            # gRPC's event engine switches threads ten times per call, its older poller six times.
-            os.environ.setdefault("GRPC_EXPERIMENTS", "-event_engine_listener")
             grpc = await SERVERS.load("grpc")(service, callers, settings, shared)
             stack.push_async_callback(grpc.stop, DRAIN_S)
         gc.collect()

@@ -13,11 +13,14 @@ from pathlib import Path
 
 from ..base.config import DEFAULT_LISTEN, default_runtime_dir
 from ..base.errors import ConfigError, ServerUnavailable
+from ..base.extras import SCHEMES
 from .private import check_private
 
-_ADDRESS = re.compile(r"ipc://.+|ray://auto|(?:tcp|ray)://([^:/\s\[\]]+|\[[^\]\s]+\]):([0-9]{1,5})")
+_SCHEMES = sorted({"tcp", *SCHEMES.names()})
+_PLACE = r"(?:auto|([^:/\s\[\]]+|\[[^\]\s]+\]):([0-9]{1,5}))"
+_ADDRESS = re.compile(rf"ipc://.+|(?:{'|'.join(_SCHEMES)})://{_PLACE}")
 MAX_PORT = 65535
-HINT = "HOST, HOST:PORT, tcp://HOST:PORT, ipc://PATH, cluster or ray://HOST:PORT"
+HINT = "HOST, HOST:PORT, ipc://PATH, " + ", ".join(f"{one}://HOST:PORT" for one in _SCHEMES)
 
 
 def default_address(environ: Mapping[str, str]) -> str:
@@ -54,11 +57,9 @@ def full_address(named: str) -> str:
     Raises:
         ConfigError: the text is not an address.
     """
-    if named == "cluster":  # the cluster of this machine's Ray
-        return "ray://auto"
-    scheme, separator, rest = named.partition("://")
-    if not separator:
-        scheme, rest = "tcp", named
+    if named == "cluster":  # the cluster of this machine
+        named = "cluster://auto"
+    scheme, _, rest = (named if "://" in named else f"tcp://{named}").partition("://")
     if scheme == "tcp":
         if rest.count(":") > 1 and not rest.startswith("["):
             rest = f"[{rest}]"  # a bare IPv6 address
@@ -91,10 +92,10 @@ def is_refused(address: str) -> bool:
         ConfigError: the host name is unknown.
     """
     scheme, _, rest = address.partition("://")
-    if scheme == "ray":
-        return False  # the cluster's client has connected to the placement actor already
     if scheme == "ipc":
         return not is_live(Path(rest))
+    if scheme != "tcp":
+        return False  # an extra's connection has been made already
     host, _, port = rest.rpartition(":")
     try:
         with socket.create_connection((host.strip("[]"), int(port)), timeout=0.2):

@@ -24,6 +24,7 @@ from rich.console import Console
 
 from pipeswitch.base.config import Config
 from pipeswitch.base.errors import ConfigError, InvalidInput, ServerUnavailable
+from pipeswitch.base.extras import SCHEMES
 from pipeswitch.base.model_options import parse_input
 from pipeswitch.base.quantiles import percentile
 from pipeswitch.cli import common, views
@@ -632,6 +633,7 @@ def test_a_name_that_no_machine_has_and_what_is_no_address_are_refused_at_once(
     assert "there is no machine 'nonsense'" in err
     for bad in (":", "tcp://", "http://gpu1", "gpu1:99999", "gpu1:x", "tcp://a b:1", "ipc://"):
         code, _, err = run("--host", bad, "ps")
+        assert all(f"{scheme}://HOST:PORT" in err for scheme in ("tcp", *SCHEMES.names()))
         assert (code, f"{bad!r} is not an address" in err, "HOST:PORT" in err) == (2, True, True), (
             err
         )

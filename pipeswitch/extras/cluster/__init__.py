@@ -2,5 +2,5 @@
 
 COMMANDS = {"cluster": "command:cluster"}
 REPLIES = {"nodes": "node_lease:shown_table"}
-SCHEMES = {"ray": "cluster_client:ClusterConnection"}
+SCHEMES = dict.fromkeys(("cluster", "ray"), "cluster_client:ClusterConnection")
 UPSTREAMS = {"cluster": "nodes:NodeConnections"}

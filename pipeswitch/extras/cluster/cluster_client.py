@@ -41,7 +41,6 @@ from .holders import (
     no_sequence,
 )
 
-SCHEME: Final = "ray://"
 NAMESPACE: Final = "pipeswitch"
 PLACEMENT: Final = "placement"
 NODE: Final = "node:"  # prefix of a node actor's name
@@ -141,7 +140,7 @@ class Members:
     """Nodes of a cluster: placement's table and connections to the nodes. Any thread may use it."""
 
     def __init__(self, address: str, timeout_s: float) -> None:
-        self._address = address.removeprefix(SCHEME)
+        self._address = address.partition("://")[2]
         if self._address != "auto":
             self._address = address
         self._timeout_s = timeout_s

@@ -2,5 +2,5 @@
 
 CHECKS = {"keys": "curve_keys:check_keys"}
 COMMANDS = {"keys": "command:keys"}
-SCHEMES = {"curve": "curve_bridge:connect"}
+SCHEMES = {"tcp": "curve_bridge:connect"}  # with keys
 SERVERS = {"curve": "curve_listener:open_listener"}

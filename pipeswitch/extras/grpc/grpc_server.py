@@ -8,6 +8,7 @@ import ctypes
 import functools
 import logging
 import math
+import os
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
@@ -15,6 +16,10 @@ from itertools import starmap
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Final
+
+# gRPC's event engine switches threads ten times per call, its older poller six times. The library
+# reads this at its import.
+os.environ.setdefault("GRPC_EXPERIMENTS", "-event_engine_listener")
 
 import grpc
 import grpc.aio
