@@ -193,7 +193,9 @@ def _restore_job(server: Server, job: str, entry: Entry, _: Token) -> None:
         last_step=life.step,
         why=why,
     )
-    server.scheduler.machine.jobs.restore(JobSpec.from_row(name, entry), restored)
+    server.scheduler.machine.jobs.restore(
+        msgspec.convert({**entry, "name": name}, JobSpec), restored
+    )
 
 
 def _restore_ended(server: Server, name: str, entry: Entry, _: Token) -> None:

@@ -21,6 +21,7 @@ from pipeswitch.ipc.messages.base import JobName
 from pipeswitch.ipc.sparse import held_bytes, keep_newest
 from pipeswitch.scheduler.state import events as ev
 from pipeswitch.scheduler.state.events import JobSpec
+from pipeswitch.scheduler.training.jobs import entry_of
 
 
 @given(st.text(max_size=30), st.integers(0, 120))
@@ -128,7 +129,7 @@ def test_the_past_of_a_job_of_another_node_is_kept_when_it_is_accepted(tmp_path:
     history.write_bytes(Life(False, 3, 30, 7).packed())
     effects = Effects.__new__(Effects)
     effects._places, effects._journal = places, JournalFile(tmp_path / FILE_NAME)
-    entry = {"kind": "job", **JobSpec(JobName("j"), "t.py", (), 1).row}
+    entry = {"kind": "job", **entry_of(JobSpec(JobName("j"), "t.py", (), 1))}
     for expected in (Life(False, 3, 30, 7), Life()):
         effects._write_journal(ev.Journal(entry=entry, accepts=(ev.Token(1),)))
         assert read_life(tmp_path / "logs" / f"job-j{SUFFIX}") == expected

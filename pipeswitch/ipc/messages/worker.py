@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Final, Literal
 
@@ -165,19 +164,6 @@ class JobSpec:
     defaults: tuple[tuple[str, str], ...] = ()  # arguments of ``job.steps`` that the script omits
     folder: str = ""  # current folder of the script; empty: the script's own
     env: tuple[str, ...] = ()  # variables of the script, as NAME=VALUE; values may be secret
-
-    @classmethod
-    def from_row(cls, name: JobName, row: Mapping[str, Any]) -> JobSpec:
-        """Return the job of a journal row. Raise msgspec.ValidationError if it is malformed."""
-        return msgspec.convert({**row, "name": name}, cls)
-
-    @property
-    def row(self) -> dict[str, Any]:
-        """Row of the job in the journal (``from_row``)."""
-        return {
-            key: list(value) if isinstance(value, tuple) else value
-            for key, value in vars(self).items()
-        }
 
     @property
     def group(self) -> str:

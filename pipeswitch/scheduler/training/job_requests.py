@@ -11,7 +11,7 @@ from ..state.core import Core, handles
 from ..state.events import JobRequest, Journal, LoadCommits, Token, TrainRequest
 from ..state.records import Job
 from ..state.states import TASK_FINAL, TaskEvent, TaskState
-from .jobs import Jobs
+from .jobs import Jobs, entry_of
 
 
 class JobRequests:
@@ -87,7 +87,7 @@ class JobRequests:
         progress = job.progress
         progress.restarts, progress.steps_recomputed = event.restarts, event.steps_recomputed
         progress.step = event.last_step
-        core.emit(Journal(entry={"kind": "job", **spec.row}, accepts=(event.token,)))
+        core.emit(Journal(entry={"kind": "job", **entry_of(spec)}, accepts=(event.token,)))
         self._jobs.publish(job, "job.submitted", entry=job.spec.entry)
         if event.is_paused:
             job.state.apply(TaskEvent.PAUSE, "as where it came from")
@@ -144,7 +144,7 @@ class JobRequests:
             elif job.memory.persisted_step >= 0 and not job.memory.commit_slot_bytes:
                 self._core.emit(LoadCommits(request=event))  # the commit area was released
                 return
-            self._core.emit(Journal(entry={"kind": "job", **job.spec.row}))
+            self._core.emit(Journal(entry={"kind": "job", **entry_of(job.spec)}))
             job.progress.error, job.timing.ended_at_ms = "", 0.0
             job.progress.deaths_without_progress = 0
         _check_live(job, but=TaskState.FAILED)

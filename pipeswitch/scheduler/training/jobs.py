@@ -7,6 +7,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Final, NamedTuple
 
+import msgspec
+
 from ...base.errors import TaskFailed
 from ...ipc.messages.base import JobName, OpId
 from ...ipc.messages.worker import JobReport
@@ -151,7 +153,7 @@ class Jobs:
         state = TaskState(record["state"])
         if state not in TASK_FINAL:
             raise ValueError(f"{state.value} is no end")
-        job = self.adopt(JobSpec.from_row(name, record))
+        job = self.adopt(msgspec.convert({**record, "name": name}, JobSpec))
         job.state.state = state  # its transitions were in an earlier server
         progress = job.progress
         progress.step, progress.epoch_index = int(record["step"]), int(record["epoch"])
@@ -292,7 +294,7 @@ class Jobs:
         if job.state.state in TASK_FINAL:
             job.timing.ended_at_ms = core.now_ms + core.settings.unix_offset_ms
             job.memory.persist_due_at_ms = core.now_ms
-            record = {**self.row(job), **job.spec.row, "ended_at_ms": job.timing.ended_at_ms}
+            record = {**self.row(job), **entry_of(job.spec), "ended_at_ms": job.timing.ended_at_ms}
             core.emit(Journal(entry={"kind": "ended", "name": job.spec.name, "record": record}))
             self.answer_final(job)
 
@@ -354,3 +356,10 @@ def behind(job: Job, device: DeviceState) -> str:
         return ""
     count = len(device.owner.tasks) + len(device.queue) + len(device.awaiting_model)
     return f"waits behind {count} request{'s' * (count > 1)}" if count else ""
+
+
+def entry_of(spec: JobSpec) -> dict[str, Any]:
+    """Return a job's spec as its entry in the journal has it."""
+    return {
+        key: list(value) if isinstance(value, tuple) else value for key, value in vars(spec).items()
+    }
