@@ -592,7 +592,6 @@ def _absolute(path: str | Path) -> str:
 
 
 def _absolute_file(text: str, suffix: str) -> str:
-    """Return the absolute path if the text names a file with this suffix, else the text."""
     return _absolute(text) if text.endswith(suffix) else text
 
 

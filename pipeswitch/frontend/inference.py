@@ -258,20 +258,6 @@ class Inference:
         first = announced.model if composite is None else composite.first
         self.take(PrefetchHint(model=ModelName(first)))
 
-    def fill(
-        self,
-        placed: Sequence[SlabTensor],
-        payload: Sequence[Any],
-        tenant: str,
-        then: Callable[[PipeSwitchError | None], None],
-    ) -> None:
-        """Copy a payload, a large one like ``copy``."""
-        if sum(map(len, payload)) > INLINE_COPY_BYTES:
-            self.copy(placed, payload, tenant, then)
-        else:
-            self._pool.fill(placed, payload, tenant)
-            then(None)
-
     def copy(
         self,
         placed: Sequence[SlabTensor],
@@ -280,11 +266,15 @@ class Inference:
         then: Callable[[PipeSwitchError | None], None],
         sequence: SequenceState | None = None,
     ) -> None:
-        """Copy a large payload, and the rows with which a sequence starts, on the copier's thread.
+        """Copy a payload; a large one, and the rows with which a sequence starts, on another thread.
 
         Args:
             then: called on the loop's thread afterwards, with the error if the copy failed.
         """
+        if sequence is None and sum(map(len, payload)) <= INLINE_COPY_BYTES:
+            self._pool.fill(placed, payload, tenant)
+            then(None)
+            return
 
         def copy() -> None:
             if sequence is not None:

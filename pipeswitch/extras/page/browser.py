@@ -21,10 +21,7 @@ LEADS_ON: Final = """<!doctype html>
 
 
 def page_url(about: Mapping[str, Any]) -> str:
-    """Return the page's URL; the token is its fragment, which browsers do not send.
-
-    Raises: like ``http_of``.
-    """
+    """Return the page's URL; the token is its fragment, which browsers do not send."""
     here, token = http_of(about, "page", "ui")
     return f"{here}/ui#token={token}"
 

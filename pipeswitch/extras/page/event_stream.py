@@ -29,27 +29,23 @@ class EventLog:
     def __init__(self) -> None:
         self._name = secrets.token_hex(4)  # identifies this process and its event numbers
         self._events: deque[tuple[str, bytes]] = deque(maxlen=KEPT)  # topic and whole record
-        self._next = 1  # the number of the next event
+        self.next_number = 1
         self._news = asyncio.Event()
         self._readers: Counter[str] = Counter()
 
     def add(self, topic: str, body: dict[str, Any]) -> None:
         """Add an event for all readers."""
         data = encode_json({"topic": topic, **body})
-        self._events.append((topic, b"id: %s-%d\ndata: %s\n\n" % (self._id, self._next, data)))
-        self._next += 1
+        record = b"id: %s-%d\ndata: %s\n\n" % (self._name.encode(), self.next_number, data)
+        self._events.append((topic, record))
+        self.next_number += 1
         news, self._news = self._news, asyncio.Event()
         news.set()
-
-    @property
-    def _id(self) -> bytes:
-        return self._name.encode()
 
     def read(self, peer: str, topics: Sequence[str] = (), last_id: str = "") -> Reader:
         """Return a reader of the events from now on, or after ``last_id`` (``Last-Event-ID``).
 
         Args:
-            peer: address of the caller.
             topics: prefixes of topics; empty: all topics.
 
         Raises:
@@ -58,7 +54,7 @@ class EventLog:
         self.enter(peer)
         name, _, number = last_id.partition("-")
         is_known = name == self._name and number.isdecimal() and len(number) < 20
-        next_number = min(int(number) + 1, self._next) if is_known else self._next
+        next_number = min(int(number) + 1, self.next_number) if is_known else self.next_number
         return Reader(
             self, peer, tuple(topics), next_number, has_gap=bool(last_id) and not is_known
         )
@@ -85,16 +81,12 @@ class EventLog:
     @property
     def first(self) -> int:
         """Number of the oldest event in the ring."""
-        return self._next - len(self._events)
+        return self.next_number - len(self._events)
 
     def records(self, number: int) -> list[tuple[str, bytes]]:
         """Return a batch of events from ``number`` on, which must still be in the ring."""
         start = number - self.first
         return [self._events[at] for at in range(start, min(start + MAX_BATCH, len(self._events)))]
-
-    async def wait(self, number: int, timeout_s: float) -> bool:
-        """Wait for the event of that number; return False after the timeout."""
-        return number < self._next or await self.news(timeout_s)
 
     async def news(self, timeout_s: float) -> bool:
         """Wait for one more event; return False after the timeout."""
@@ -127,7 +119,8 @@ class Reader:
         missed = max(0, self._feed.first - self._number)
         self._number += missed
         pieces = [_dropped(missed)] if missed else []
-        if not pieces and not await self._feed.wait(self._number, KEEP_ALIVE_S):
+        has_more = bool(pieces) or self._number < self._feed.next_number
+        if not has_more and not await self._feed.news(KEEP_ALIVE_S):
             return b": still here\n\n"
         records = self._feed.records(self._number)
         self._number += len(records)

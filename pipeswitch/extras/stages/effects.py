@@ -160,7 +160,7 @@ def take_result(inference: Inference, command: TakeResult, memory: memoryview) -
         inference.take(replace(prepared, error=error))
 
     payload = [tensors[item.frame] for item in admitted.inputs]
-    inference.fill(run.inputs, payload, allocation.tenant, on_copied)
+    inference.copy(run.inputs, payload, allocation.tenant, on_copied)
 
 
 def _admit_result(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Sequence
 
 from ...base.errors import InvalidInput
 from ...ipc.channel import Channel
@@ -18,7 +17,7 @@ SCHEMA_BYTES = 256 << 20
 NICENESS = 10  # lower priority than workers, like text processes
 
 
-def check_schema(values: bytes, channel: Channel, _: Sequence[int]) -> int:
+def check_schema(values: bytes, channel: Channel, _: object) -> int:
     """Report whether an answer can follow a schema; return the status. SIGPROF ends this process
     after ``SCHEMA_S`` of processor time."""
     os.nice(NICENESS)

@@ -225,7 +225,6 @@ class LightningLoop(TrainerLoop):
         module.load_state_dict(values)  # the callback may have reset BatchNorm
 
     def _metrics(self) -> list[tuple[str, Any]]:
-        """Return the torchmetrics modules in the user's module."""
         modules = self.trainer.lightning_module.named_modules()
         return [(name, module) for name, module in modules if hasattr(module, "metric_state")]
 
@@ -241,7 +240,6 @@ def _cut_rows(table: Path, count: int) -> None:
 
 
 def _loops(loop: Any) -> Iterator[Any]:
-    """Yield the loop and the loops inside it."""
     yield loop
     for inner in vars(loop).values():
         if hasattr(inner, "on_iteration_done"):
