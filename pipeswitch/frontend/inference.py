@@ -266,7 +266,7 @@ class Inference:
         then: Callable[[PipeSwitchError | None], None],
         sequence: SequenceState | None = None,
     ) -> None:
-        """Copy a payload; a large one, and the rows with which a sequence starts, on another thread.
+        """Copy a payload; a large one, and rows with which a sequence starts, on another thread.
 
         Args:
             then: called on the loop's thread afterwards, with the error if the copy failed.
