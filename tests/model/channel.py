@@ -57,8 +57,6 @@ _FIXED: Final[dict[type[Message], dict[str, Any]]] = {
         "directory": "",
     },
     RunJob: {
-        "entry": "",
-        "args": (),
         "log_path": "",
         "commit_every_ms": float("inf"),
         "restarts": 0,

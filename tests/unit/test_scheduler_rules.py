@@ -1673,7 +1673,7 @@ def test_a_failed_job_starts_again_from_its_commit_on_disk(rig: Rig) -> None:
     (command,) = rig.commands(ev.CreateCommits)
     assert (command.loaded, command.is_on_disk) == (9, True)
     (order,) = rig.sent(RunJob)
-    assert (order.slot_bytes, order.defaults) == (MIB, (("offload", "all"),))
+    assert (order.slot_bytes, order.spec.defaults) == (MIB, (("offload", "all"),))
     row = rig.answers[token].body["job"]
     assert (row["error"], row["why"], row["committed_step"]) == ("", "damage", 4)
     assert (job.progress.steps_recomputed, job.progress.step) == (3, 4)
@@ -1730,7 +1730,7 @@ def test_a_job_that_failed_under_another_server_starts_again_with_what_it_was_gi
     (load,) = again.commands(ev.LoadCommits)
     again.handle(msgspec.structs.replace(load.request, loaded=ev.LoadedCommit(MIB, 4, 9)))
     (order,) = again.sent(RunJob)
-    assert (order.entry, order.defaults) == (job.spec.entry, job.spec.defaults)
+    assert (order.spec.entry, order.spec.defaults) == (job.spec.entry, job.spec.defaults)
 
 
 def test_cancel_ends_a_job_in_any_state(rig: Rig) -> None:

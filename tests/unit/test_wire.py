@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import types
 import typing
 from typing import Any, get_args
@@ -64,6 +65,9 @@ def value_of(kind: Any) -> st.SearchStrategy[Any]:
         return bodies
     if isinstance(kind, type) and issubclass(kind, msgspec.Struct):
         return struct_of(kind)
+    if isinstance(kind, type) and dataclasses.is_dataclass(kind):
+        hints = typing.get_type_hints(kind)
+        return st.builds(kind, **{name: value_of(one) for name, one in hints.items()})
     return {
         int: st.integers(-(2**63), 2**63 - 1),
         float: st.floats(allow_nan=False),
