@@ -32,6 +32,7 @@ from pipeswitch.ipc.messages.worker import (
     JobEnded,
     JobParked,
     JobReady,
+    JobSpec,
     LeaseGranted,
     LeaseRequest,
     RunInference,
@@ -120,6 +121,7 @@ _NESTED: Final[dict[str, tuple[type, int]]] = {  # field -> type of elements, ne
     "groups": (GroupCopy, 1),
     "runs": (Run, 1),
     "outputs": (SlabTensor, 2),
+    "spec": (JobSpec, 0),
 }
 _OF_COMMITS: Final = (
     CommitStep,
@@ -153,6 +155,8 @@ _KINDS: Final = {kind.__name__: _Kind(kind) for kind in _CARRIED}
 def _packed(value: Any, depth: int) -> Any:
     if depth:
         return tuple([_packed(part, depth - 1) for part in value])
+    if isinstance(value, JobSpec):
+        return (value.name,)  # the rest has no effect in the model
     parts = astuple(value) if value is not None else ()
     return tuple([_packed(one, 0) if isinstance(one, SamplingParams) else one for one in parts])
 
@@ -162,6 +166,8 @@ def _unpacked(value: Any, kind: type, depth: int) -> Any:
         return tuple([_unpacked(part, kind, depth - 1) for part in value])
     if not value:
         return None
+    if kind is JobSpec:
+        return JobSpec(*value, "", (), 1)
     fields = dict(zip(kind.__struct_fields__, value, strict=True))  # type: ignore[attr-defined]
     if "sampling_params" in fields:
         fields["sampling_params"] = _unpacked(fields["sampling_params"] or (), SamplingParams, 0)
