@@ -19,7 +19,7 @@ from typing import Any, Final
 
 # gRPC's event engine switches threads ten times per call, its older poller six times. The library
 # reads this at its import.
-os.environ.setdefault("GRPC_EXPERIMENTS", "-event_engine_listener")
+os.putenv("GRPC_EXPERIMENTS", os.environ.get("GRPC_EXPERIMENTS", "-event_engine_listener"))
 
 import grpc
 import grpc.aio
