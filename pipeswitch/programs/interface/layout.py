@@ -133,7 +133,7 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 
 
 class Wrapper(Protocol):
-    """What converts the values of a model's clients: an extra, in processes beside the workers."""
+    """Converter of the values of a model's clients: an extra, in processes beside the workers."""
 
     @property
     def kind(self) -> str:
@@ -158,7 +158,7 @@ class Wrapper(Protocol):
 
 
 class Composite(Protocol):
-    """What a name of several models stands for; the frontend sends their requests."""
+    """Name for several models, to which the frontend sends the requests."""
 
     @property
     def kind(self) -> str:
