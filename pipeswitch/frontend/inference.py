@@ -18,7 +18,7 @@ from ..base.extras import COMPOSITES
 from ..base.failpoints import reach
 from ..base.roles import URGENT_PRIORITY, Role
 from ..base.worker_thread import WorkerThread
-from ..ipc.messages.base import ModelName, OpId, SlabTensor
+from ..ipc.messages.base import ModelName, SlabTensor
 from ..ipc.messages.run import Run
 from ..scheduler.state.events import (
     CancelRequest,
@@ -39,7 +39,6 @@ from .sequences.sequence_state import SequenceOptions, SequenceState, sequence_o
 from .transport.clients import Session
 
 INLINE_COPY_BYTES: Final = 1 << 20  # copied in 0.1 ms, as long as two thread switches take
-_NO_RUN: Final = OpId(0)
 
 
 class IncomingRequest(msgspec.Struct, kw_only=True, eq=False):
@@ -205,8 +204,6 @@ class Inference:
                 inputs=placed if sequence is None else sequence.among(placed),
                 reply_offset_bytes=allocation.reply_offset_bytes,
                 reply_bytes=allocation.reply_bytes,
-                sequence=0 if sequence is None else sequence.number,
-                after=_NO_RUN if sequence is None else sequence.op_id,
             ),
             origin=arrival.origin,
             tenant=allocation.tenant,

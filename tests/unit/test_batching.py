@@ -524,7 +524,7 @@ class Steps(Server):
                 "lm",
                 self.now_ms,
                 digest="lm",
-                sequence=token,
+                cache=token,
                 inputs=inputs_of(past, length),
                 sampling_params=self.sampling_params(token),
                 **values,
@@ -555,7 +555,7 @@ class Steps(Server):
 
     def run_for(self, token: ev.Token) -> Run:
         inputs, params = inputs_of(self.past[token], 1), self.sampling_params(token)
-        return Run(request_id=f"r{token}", inputs=inputs, sampling_params=params, sequence=token)
+        return Run(request_id=f"r{token}", inputs=inputs, sampling_params=params, cache=token)
 
     @property
     def sizes(self) -> list[int]:

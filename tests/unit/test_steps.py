@@ -95,7 +95,7 @@ class Worker:
         tokens: list[int],
         most: int,
         *,
-        sequence: int = 0,
+        number: int = 0,
         after: int = 0,
         length: int = 1,
         **how: Any,
@@ -116,7 +116,7 @@ class Worker:
             inputs=inputs,
             model="m",
             staging=(),
-            sequence=sequence,
+            cache=number,
             after=after,
         )
 
@@ -154,8 +154,8 @@ def no_hurry(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("seed", range(4))
 @pytest.mark.parametrize("device", ["cpu", "cpu:0"])
-def test_runs_of_any_sequences_in_any_order_answer_each_as_alone(seed: int, device: str) -> None:
-    """End, drop or move sequences at random, so that rows kept by a worker are used or stale.
+def test_runs_of_any_caches_in_any_order_answer_each_as_alone(seed: int, device: str) -> None:
+    """End, drop or move caches at random, so that rows kept by a worker are used or stale.
 
     ``cpu:0`` is the cpu, too, but its caches are filled like those of a GPU.
     """
@@ -164,15 +164,15 @@ def test_runs_of_any_sequences_in_any_order_answer_each_as_alone(seed: int, devi
     hows = [{"temperature": 3.0, "seed": n} for n in range(3)]
     hits = 0
     for number in range(60):
-        for sequence in range(number * 9, number * 9 + (len(lives) < 6)):
+        for cache in range(number * 9, number * 9 + (len(lives) < 6)):
             tokens = [chance.randrange(VOCABULARY) for _ in range(chance.randrange(1, 60))]
-            lives[sequence] = [tokens, 0, chance.choice([{}, *hows])]
+            lives[cache] = [tokens, 0, chance.choice([{}, *hows])]
         if not lives:
             continue
         chosen = chance.sample(sorted(lives), min(len(lives), chance.randrange(1, 6)))
         most = chance.choice([1, 2, 9])
         requests = [
-            worker.asked(lives[n][0], most, sequence=n, after=lives[n][1], **lives[n][2])
+            worker.asked(lives[n][0], most, number=n, after=lives[n][1], **lives[n][2])
             for n in chosen
         ]
         caches = worker.stepping.caches

@@ -1,7 +1,7 @@
 """Decode steps of a language model: a chosen token is the next step's input (ADR 54).
 
 Caches of keys and values are copied from the pool's blocks to the device, with room for new rows.
-If a sequence's cache is already there, the next run does not copy it again. A run writes its new
+If a request's cache is already there, the next run does not copy it again. A run writes its new
 rows to the pool behind the rows in use, so another worker can repeat a killed run.
 """
 
@@ -39,7 +39,7 @@ RUN_MS: Final = 125.0  # target time of a run; streams get its tokens at its end
 ROWS_STEP: Final = 16  # rows are a multiple of this, so shapes seldom change; few rows are unused
 GPU_ROWS_STEP: Final = 128  # larger on a GPU, which captures each shape
 
-Known = tuple[int, int, int]  # sequence, run that computed its last rows, number of rows
+Known = tuple[int, int, int]  # cache, run that computed its last rows, number of rows
 
 
 class KVBatchCache:
@@ -110,7 +110,7 @@ class KVBatchCache:
         self._known = [None] * count
 
     def keep(self, row: int, known: Known) -> None:
-        """Record which sequence's cache the row holds."""
+        """Record which cache the row holds."""
         self._known[row] = known
 
 
@@ -170,7 +170,7 @@ class DecodeRunner:
 
 
 class DecodeRun:
-    """Decode steps of one run, with one sequence for each request."""
+    """Decode steps of one run, with one cache for each request."""
 
     def __init__(
         self,
@@ -220,7 +220,7 @@ class DecodeRun:
         self._order, cache = self._caches.place(
             manifest.digest,
             [one[CACHE] for one in slabs],
-            [(one.sequence, one.after, count) for one, count in pairs],
+            [(one.cache, one.after, count) for one, count in pairs],
             max(used) + self.most,
             high,
             pool,
@@ -295,8 +295,8 @@ class DecodeRun:
         if not self.most:
             return
         for one, row in zip(self._runs, self._order, strict=True):
-            if one.sequence:
-                self._caches.keep(row, (one.sequence, op_id, self._first[row] + self.count))
+            if one.cache:
+                self._caches.keep(row, (one.cache, op_id, self._first[row] + self.count))
 
     def _named(self, outputs: Sequence[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
         pairs = zip(self._bound.manifest.outputs, outputs, strict=True)

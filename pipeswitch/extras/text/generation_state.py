@@ -1,4 +1,4 @@
-"""One generation: its ids so far, its sampling parameters, and the sequence with its cache."""
+"""One generation: its ids so far, its sampling parameters, and its cache."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ class Generation(msgspec.Struct, kw_only=True, eq=False):
         return min(len(self.ids) + ahead, self.prompt_count + self.most)
 
     def next(self, used: int, most: int, *, is_short: bool = False) -> SamplingParams:
-        """Begin the next run, for a sequence with ``used`` rows, of at most ``most`` ids and, if it
+        """Begin the next run, for a cache with ``used`` rows, of at most ``most`` ids and, if it
         ``is_short``, of one step; return its sampling parameters."""
         self.count = min(len(self.ids) - used, self.piece, most)
         is_piece, remaining = used + self.count < len(self.ids), self.most - self.token_count

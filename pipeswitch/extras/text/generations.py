@@ -182,7 +182,7 @@ class Generations:
             reply_offset_bytes=allocation.reply_offset_bytes,
             reply_bytes=allocation.reply_bytes,
             sampling_params=sampling_params,
-            sequence=cache.number,
+            cache=cache.number,
             after=cache.op_id,
             leader=self._leader(generation, cache.table) if count > 1 else None,
         )

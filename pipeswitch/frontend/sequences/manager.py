@@ -232,7 +232,6 @@ class Sequences:
                 allocation, sequence.allocation = sequence.allocation, allocation
                 sequence.values |= outputs
                 self._count(sequence, sequence.replaced_bytes)
-            sequence.op_id = sequence.run
             sequence.steps += 1
             self._steps += 1
         elif is_here and (not sequence.steps or not is_sent or is_last):

@@ -10,7 +10,7 @@ import msgspec
 
 from ...base.errors import InvalidInput, TaskFailed
 from ...base.units import escape_control_chars
-from ...ipc.messages.base import OpId, SlabTensor
+from ...ipc.messages.base import SlabTensor
 from ...programs.interface.layout import TENSOR_ALIGN_BYTES, aligned
 from ...scheduler.memory.blocks import BlockTable
 from ...scheduler.state.events import ModelAvailable, Reply
@@ -35,7 +35,7 @@ class SequenceState(msgspec.Struct, kw_only=True, eq=False):
     """State of one sequence between its requests, and during one."""
 
     key: Key
-    number: int  # the scheduler's number for the sequence
+    number: int  # order of its start
     client: Session
     announced: ModelAvailable  # the version that it began with
     used_at_ms: float
@@ -45,8 +45,6 @@ class SequenceState(msgspec.Struct, kw_only=True, eq=False):
     allocation: PoolAllocation | None = None  # slab of the values that each answer replaces
     grown: dict[str, BlockTable] = {}  # input -> blocks of its value, if it grows
     made: dict[str, SlabTensor] = {}  # input -> its next value, from the request being answered
-    run: OpId = OpId(0)  # the run that computed ``made``
-    op_id: OpId = OpId(0)  # the run that computed ``values``
     steps: int = 0  # number of answered requests
     is_busy: bool = False
     is_ending: bool = False  # it ends when its current request succeeds
@@ -138,7 +136,6 @@ class SequenceState(msgspec.Struct, kw_only=True, eq=False):
             error = TaskFailed(f'sequence "{self.key[1]}": the worker left an invalid state')
             return Reply(token=answer.token, error=error)
         self.made = outputs
-        self.run = OpId(answer.timing.op_id if answer.timing is not None else 0)
         visible = tuple(one for one in answer.outputs if one.name not in by_output)
         body = {key: value for key, value in answer.body.items() if key != "returns"}
         return msgspec.structs.replace(answer, outputs=visible, body=body)

@@ -67,6 +67,6 @@ class Run(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
     reply_offset_bytes: int = 0
     reply_bytes: int = 0
     sampling_params: SamplingParams | None = None  # None: the outputs are the model's own
-    sequence: int = 0  # the sequence that this run continues; 0: none
-    after: OpId = OpId(0)  # the run that made the sequence's newest state; its worker may have it
+    cache: int = 0  # number of the KV cache that this run continues; 0: none
+    after: OpId = OpId(0)  # the run that wrote the cache's newest rows; its worker may have them
     leader: int | None = None  # token of a request whose next run computes a part of this one
