@@ -28,7 +28,6 @@ class Seam:
     noun: str
 
     def names(self) -> list[str]:
-        """Return the names that the installed extras add."""
         return list(functions(self.table))
 
     def load(self, name: str) -> Any:
@@ -49,6 +48,7 @@ COMPOSITES: Final = Seam("COMPOSITES", "kind of names")  # kind, verb and entry 
 COMMANDS: Final = Seam("COMMANDS", "command")  # groups and verbs of the command line
 EFFECTS: Final = Seam("EFFECTS", "executor for a")  # kinds of helper processes -> commands for them
 DOORS: Final = Seam("DOORS", "door")  # protocols over HTTP: routes and their answers
+GROUPS: Final = Seam("GROUPS", "memory for")  # memory that a group of jobs shares
 JOBS: Final = Seam("JOBS", "job feature")  # what a training job's worker may use
 KINDS: Final = Seam("KINDS", "kind of request")  # verbs whose requests need several runs
 METHODS: Final = Seam("METHODS", "method of a client:")  # longer dialogues with a server

@@ -31,14 +31,12 @@ class Children:
         descriptors: Sequence[int],
         on_message: Callable[[Message, list[int]], None] | None = None,
         on_exit: Callable[[int], None] | None = None,
-        kind: str | None = None,
     ) -> None:
         """Fork a process; its messages and its exit become events. A worker has two channels.
 
         Args:
             on_message: Called with each message and its descriptors, instead of a ``Received``.
             on_exit: Called with the exit status, instead of an ``Exited``.
-            kind: Kind of process to fork; None: the kind of ``address``.
         """
 
         def heard(message: Message, _: list[int]) -> None:
@@ -52,7 +50,7 @@ class Children:
                 on_exit(status)
 
         child = self.processes.fork(
-            kind or address.kind,
+            address.kind,
             name,
             settings,
             2 if address.kind == "worker" else 1,

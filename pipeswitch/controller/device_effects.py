@@ -107,7 +107,6 @@ class DeviceEffects:
 
     @property
     def _suffix(self) -> str:
-        """Suffix of the names of processes and logs, for devices after the first."""
         return f"-{self._index}" if self._index else ""
 
     # -- messages ------------------------------------------------------------------------------
@@ -126,7 +125,7 @@ class DeviceEffects:
                     descriptors += self._memory_for(command.message)
                 case worker_msg.RunJob(spec=spec) if spec.group:
                     reader = self._index, target.slot, target.incarnation
-                    descriptors.append(self._memory.ring_of(spec.group, reader))
+                    descriptors += [one.of(spec.group, reader) for one in self._memory.groups]
         except OSError as error:  # the scheduler replaces a killed worker and tries again
             log.error("worker=%d not bound: %s", target.slot, error)
             self._children.kill(target)
@@ -255,7 +254,8 @@ class DeviceEffects:
             self._share.control_page.write_tiles(slot, 0, 0)
             del self._handed[target]
             self._context.frontend.pool.tidy(self._bound.pop(target, ""))
-            self._memory.leave_ring((self._index, slot, target.incarnation))
+            for group in self._memory.groups:
+                group.leave((self._index, slot, target.incarnation))
             self._take(ev.Exited(target, status, begun))
 
         self._children.kill(replace(target, incarnation=target.incarnation - 1))

@@ -103,7 +103,8 @@ class Effects:
             case ev.DropImage(job=job):
                 self._memory.drop_image(job)
             case ev.CountSharers(group=group, jobs=jobs):
-                self._memory.count_sharers(group, jobs)
+                for one in self._memory.groups:
+                    one.count(group, jobs)
             case ev.RemoveJob(job=job):
                 self._remove_job(job)
             case ev.Journal():

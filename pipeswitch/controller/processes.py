@@ -275,7 +275,6 @@ class Processes:
             self.kill(child)
 
     def _read(self, child: Child, channel: Channel) -> None:
-        """Handle all messages that the child has sent on this channel, and its end of file."""
         while self._read_one(child, channel):
             pass
 

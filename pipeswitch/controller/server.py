@@ -13,14 +13,14 @@ from typing import Final
 
 from ..base.config import Config
 from ..base.errors import DRAINING, ConfigError
-from ..base.extras import EFFECTS
+from ..base.extras import EFFECTS, GROUPS
 from ..base.units import format_bytes
 from ..devices import ASKED_FOR, ChosenDevice
 from ..devices.registry import facts_of
 from ..frontend.frontend import Frontend
 from ..scheduler.state.events import Event, Shutdown
 from .children import Children
-from .device_effects import DeviceEffects, HelperEffects, ServerContext
+from .device_effects import DeviceEffects, ServerContext
 from .effects import Effects, Tracer
 from .folders import StateDir
 from .gateway_process import Gateway
@@ -53,6 +53,7 @@ class Server:
         self.scheduler = make_scheduler(config, devices, self.sizes, places)
         sizes = self.sizes[0]
         self.memory = ServerMemory(sizes, reserves_pool=any(one.options for one in self.sizes))
+        self.memory.groups = [GROUPS.load(name)(config) for name in GROUPS.names()]
         self.shares = [DeviceShare(one) for one in self.sizes]
         self.frontend = self._make_frontend()
         self.scheduler.core.kind = self.frontend.kinds
@@ -79,9 +80,7 @@ class Server:
             frontend=self.frontend,
             take=self.inbox.append,
         )
-        self.helpers: dict[str, HelperEffects] = {
-            kind: EFFECTS.load(kind)(context, config) for kind in EFFECTS.names()
-        }
+        self.helpers = {kind: EFFECTS.load(kind)(context, config) for kind in EFFECTS.names()}
         self.frontend.kinds.context.fork = context.children.fork_alone
         self.effects = Effects(
             context,
@@ -179,10 +178,8 @@ class Server:
         """Release the memory and files that ``__init__`` took."""
         self.journal.close()
         self.memory.close()
-        for helper in self.helpers.values():
-            helper.close()
-        for share in self.shares:
-            share.close()
+        for one in (*self.helpers.values(), *self.memory.groups, *self.shares):
+            one.close()
         self.selector.close()
 
 

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import itertools
 import os
-import sys
 import threading
-from collections.abc import Hashable
+from collections.abc import Hashable, Sequence
+from typing import Protocol
 
 from ..commits.area import CommitArea, create_area, slot_bytes_of
 from ..ipc.control_page import Board, new_doorbell, sealed_memfd
 from ..ipc.messages.base import JobName, ResourceLimits
-from ..ipc.messages.worker import SHARERS_BYTE
 from ..ipc.sparse import read_only
 from ..sandbox.environment import environment_file
 
@@ -60,6 +59,15 @@ class DeviceShare:
             os.close(descriptor)
 
 
+class GroupMemory(Protocol):
+    """Memory that the jobs of a group share (seam ``GROUPS``)."""
+
+    def of(self, group: str, reader: Hashable) -> int: ...
+    def count(self, group: str, jobs: int) -> None: ...
+    def leave(self, reader: Hashable) -> None: ...
+    def close(self) -> None: ...
+
+
 class ServerMemory:
     """Memory that all devices share: a model's bytes are stored once for all devices."""
 
@@ -72,10 +80,7 @@ class ServerMemory:
         self._pool_bytes = sizes.pool_bytes
         self.commits: dict[JobName, int] = {}
         self.images: dict[JobName, int] = {}  # images of swapped jobs' slices
-        self._input_bytes = sizes.input_bytes
-        self._rings: dict[str, int] = {}  # rings of batches, by the group of jobs that shares them
-        self._sharers: dict[str, int] = {}  # number of jobs in each group
-        self._readers: dict[Hashable, str] = {}  # process -> the group whose ring it maps
+        self.groups: Sequence[GroupMemory] = ()
         self.environment = -1  # file with the server's environment, for the owner's code
 
     def keep_environment(self) -> None:
@@ -115,43 +120,12 @@ class ServerMemory:
         if old is not None:
             close_soon([old])
 
-    def ring_of(self, group: str, reader: Hashable) -> int:
-        """Return the ring of a group's batches; it lives as long as one of the group's jobs runs.
-
-        Raises:
-            OSError: this process has no descriptor left.
-        """
-        if group not in self._rings:
-            self._rings[group] = sealed_memfd("pipeswitch-input", self._input_bytes)
-            self._write_sharers(group)
-        self._readers[reader] = group
-        return self._rings[group]
-
-    def count_sharers(self, group: str, jobs: int) -> None:
-        """Set how many jobs share a ring; 0 removes the group."""
-        self._sharers[group] = jobs
-        if group in self._rings:
-            self._write_sharers(group)
-        if not jobs:
-            del self._sharers[group]
-
-    def _write_sharers(self, group: str) -> None:
-        word = self._sharers.get(group, 0).to_bytes(8, sys.byteorder)
-        os.pwrite(self._rings[group], word, SHARERS_BYTE)
-
-    def leave_ring(self, reader: Hashable) -> None:
-        """Remove a reader whose process ended."""
-        group = self._readers.pop(reader, None)
-        if group is not None and group not in self._readers.values():
-            close_soon([self._rings.pop(group)])
-
     def close(self) -> None:
         for descriptor in (
             self.store,
             *self._pools.values(),
             *self.commits.values(),
             *self.images.values(),
-            *self._rings.values(),
         ):
             os.close(descriptor)
         if self.environment >= 0:

@@ -48,7 +48,6 @@ def sizes_of(config: Config, devices: Sequence[ChosenDevice]) -> list[ResourceLi
         arena_bytes=0,
         store_bytes=max(store, 1 << 20) & -4096,
         pool_bytes=config.server.pool_bytes & -4096,
-        input_bytes=config.jobs.shared_input_bytes & -4096,
         fence_count=FENCE_COUNT,
         doorbell_count=max_workers(config.workers.standby) + 1,  # workers and memory daemon
         threads=config.workers.threads or max(1, (cores - 1) // sharers),

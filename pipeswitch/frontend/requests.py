@@ -59,9 +59,7 @@ class StepRun(Protocol):
     def allocation(self) -> PoolAllocation | None:
         """Allocation in the file with all values of the answer."""
 
-    def next(self) -> None:
-        """Send the event of the next step."""
-
+    def next(self) -> None: ...
     def ended(self, answer: Reply) -> Reply | None:
         """End a step; return the request's answer. None: the next step was started."""
 

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Final
 
 from ..base.errors import InvalidInput
-from ..base.extras import COMPOSITES, KINDS, REPLIES
+from ..base.extras import COMPOSITES, GROUPS, KINDS, REPLIES
 from ..base.model_options import RegisterRequest
 from ..base.roles import Principal, Role
 from ..ipc.messages.base import JobName, ModelName
@@ -102,7 +102,8 @@ def _composite(q: Question) -> Event:
 def _train(q: Question) -> Event:
     job = JobName(validation.check_name(q.body.text("name"), "job"))
     entry = permissions.check_entry(q.body.text("entry"), q.principal, q.rules)
-    share = q.body.text("share", "")
+    if share := q.body.text("share", ""):
+        GROUPS.load("shared_input")  # raises ConfigError
     folder, env = permissions.check_place(
         q.body.text("folder", ""), q.body.texts("env"), q.principal
     )

@@ -57,9 +57,8 @@ def full_address(named: str) -> str:
     Raises:
         ConfigError: the text is not an address.
     """
-    if named == "cluster":  # the cluster of this machine
-        named = "cluster://auto"
-    scheme, _, rest = (named if "://" in named else f"tcp://{named}").partition("://")
+    typed = "cluster://auto" if named == "cluster" else named  # this machine's
+    scheme, _, rest = (typed if "://" in typed else f"tcp://{typed}").partition("://")
     if scheme == "tcp":
         if rest.count(":") > 1 and not rest.startswith("["):
             rest = f"[{rest}]"  # a bare IPv6 address

@@ -67,7 +67,7 @@ MAY_IMPORT: Mapping[str, str] = {
     "extras/demo": "__init__ base cli client extras/page job programs programs/compiler testing",
     "extras/grpc": "base gateway ipc wire",
     "extras/trainers": "base workers/training/",
-    "extras/shared_input": "base ipc workers/training/",
+    "extras/shared_input": "base controller ipc workers/training/",
     "extras/stages": "base cli controller frontend ipc programs sandbox scheduler wire",
     "extras/offload": "base cli devices ipc job workers/training/",
     "extras/lab": "base cli client extras/cluster extras/offload ipc planning policies programs "

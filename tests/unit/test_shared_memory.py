@@ -16,6 +16,7 @@ from pipeswitch.controller.server_memory import DeviceShare, ServerMemory
 from pipeswitch.controller.setup import make_scheduler, sizes_of
 from pipeswitch.devices import ChosenDevice
 from pipeswitch.devices.cpu.kind import CpuKind
+from pipeswitch.extras.shared_input.rings import Rings
 from pipeswitch.ipc.control_page import sealed_memfd
 from pipeswitch.ipc.messages.base import JobName
 
@@ -31,8 +32,9 @@ def test_the_loop_waits_for_no_page_to_be_given_back(monkeypatch: pytest.MonkeyP
 
     (sizes,) = sizes_of(Config(), (ChosenDevice(kind=CpuKind(), name="cpu"),))
     share, memory = DeviceShare(sizes), ServerMemory(sizes)
+    memory.groups = [rings := Rings(Config())]
     arena, commits = (sealed_memfd("test", 4096) for _ in range(2))
-    ring = memory.ring_of("group", "reader")
+    ring = rings.of("group", "reader")
     tenants = share.arena_of("tenant")
     share.take_arena([arena], b"")
     memory.commits[JobName("j")] = commits
@@ -40,7 +42,7 @@ def test_the_loop_waits_for_no_page_to_be_given_back(monkeypatch: pytest.MonkeyP
         patch.setattr(server_memory.os, "close", note)
         share.drop_arenas()
         memory.drop_commits(JobName("j"))
-        memory.leave_ring("reader")
+        rings.leave("reader")
         for thread in set(threading.enumerate()) - {threading.main_thread()}:
             if thread.name == "close":
                 thread.join()

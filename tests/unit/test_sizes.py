@@ -20,7 +20,7 @@ LIMITS = {"lines": 60, "parameters": 7, "methods": 25, "fields": 20}
 # The users' interface: each parameter is a keyword argument in programs, or an option of a command.
 # One record may also exceed the limit: the settings, because nothing writes to their fields.
 USERS = {
-    "fields": "core.SchedulerSettings 45",
+    "fields": "core.SchedulerSettings 43",
     "parameters": "infer.infer 12, client.Client.generate 9, "
     "client.Client.train 10, job.steps 8, session.TrainingSession.steps 8, testing.server 8",
 }

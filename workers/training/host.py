@@ -65,9 +65,10 @@ class JobHost:
         self._unseen_steps = 0
         self._has_leased = False
         *areas, last = (-1, *descriptors)
-        self._ring_descriptor = last if message.spec.group else -1
+        shares = bool(message.spec.group) and "shared_ring" in JOBS.names()
+        self._ring_descriptor = last if shares else -1
         # Descriptor of the job's commit area, to read from.
-        self._commits = areas[-1] if message.spec.group else last
+        self._commits = areas[-1] if shares else last
 
     def host_copies(self) -> HostCopies:
         """Return the device's copier of saved tensors (``WorkerDevice.host_copies``)."""

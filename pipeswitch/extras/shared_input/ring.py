@@ -25,8 +25,7 @@ import torch
 
 from ...base import state_codec
 from ...base.errors import InvalidInput
-from ...ipc.messages.worker import SHARERS_BYTE
-from .table import BatchTable, Entry, HeldBatch, Label, Load, Wait, differs
+from .table import SHARERS_BYTE, BatchTable, Entry, HeldBatch, Label, Load, Wait, differs
 
 PAGE_BYTES: Final = mmap.PAGESIZE
 HALF_BYTES: Final = 256 << 10  # fits a table of MAX_ENTRIES entries with long names

@@ -18,6 +18,7 @@ from ...base.errors import SharedInputRefused
 
 MAX_ENTRIES: Final = 512  # a table of this many entries fits in half of the header
 READY: Final = -1
+SHARERS_BYTE: Final = 8  # offset in a ring: the controller writes how many jobs share it
 
 
 class Label(msgspec.Struct, frozen=True):

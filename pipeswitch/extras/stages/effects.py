@@ -114,7 +114,6 @@ class StageEffects:
             [self._context.memory.environment],
             lambda message, _: messages.append(message),
             on_exit,
-            "stage",
         )
 
     def close(self) -> None:

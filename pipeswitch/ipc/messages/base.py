@@ -34,7 +34,6 @@ class ResourceLimits(Message, frozen=True):
     arena_bytes: int = 0
     store_bytes: int = 0
     pool_bytes: int = 0
-    input_bytes: int = 0
     fence_count: int = 0  # number of fences at the start of the arena
     doorbell_count: int = 0
     threads: int = 1  # number of compute threads of a worker or builder

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Final, Literal
+from typing import Any, Literal
 
 import msgspec
 
@@ -19,8 +19,6 @@ from .base import (
     Turn,
 )
 from .run import Run
-
-SHARERS_BYTE: Final = 8  # offset in a group's ring: the controller writes how many jobs share it
 
 
 class WorkerSettings(Message, frozen=True):

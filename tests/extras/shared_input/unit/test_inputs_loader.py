@@ -20,8 +20,8 @@ from pipeswitch import job
 from pipeswitch.base.errors import InvalidInput, SharedInputRefused
 from pipeswitch.extras.shared_input.loader import SharedLoader
 from pipeswitch.extras.shared_input.ring import HEAD_BYTES, Ring
+from pipeswitch.extras.shared_input.table import SHARERS_BYTE
 from pipeswitch.ipc.control_page import sealed_memfd
-from pipeswitch.ipc.messages.worker import SHARERS_BYTE
 
 SAMPLES, BATCH = 40, 8
 PASS = SAMPLES // BATCH
