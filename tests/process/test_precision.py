@@ -6,7 +6,6 @@ import os
 import random
 import signal
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -279,51 +278,6 @@ def test_a_server_with_other_threads_packs_again(tmp_path: Path) -> None:
     assert answers[0] == answers[1]
     first, last = (np.frombuffer(one, np.float32) for one in (answers[0], answers[2]))
     assert abs(first - last).max() < 1e-3 * abs(first).max()
-
-
-@pytest.mark.parametrize("form", ["", "bf16", "int8"])
-def test_a_language_model_says_the_same_tokens_whatever_dies(form: str) -> None:
-    transformers = pytest.importorskip("transformers")
-    torch.manual_seed(6)
-    sizes = {"n_layer": 2, "n_embd": 128, "n_head": 4, "n_positions": 128, "vocab_size": 256}
-    config = transformers.GPT2Config(eos_token_id=None, **sizes)
-    with tools.checked_server(arena="32MiB") as checked:
-        client = checked.client
-        model = transformers.GPT2LMHeadModel(config).eval()
-        row = client.register("chat", model, generate=True, precision=form)
-        assert (row["precision"] or {"name": "fast"})["name"] == (form or "fast")
-        with client.generate("chat", [1, 2, 3, 4], max_new_tokens=20) as answer:
-            expected = [token.id for token in answer]
-        assert len(expected) == 20
-        with client.generate("chat", [1, 2, 3, 4], max_new_tokens=20) as answer:
-            again = []
-            for token in answer:
-                again.append(token.id)
-                if len(again) == 7:
-                    for pid in checked.worker_pids().values():
-                        tools.kill(pid, signal.SIGKILL)
-        assert again == expected
-
-
-def test_answers_in_bf16_that_are_computed_alone_have_the_same_tokens_beside_others() -> None:
-    transformers = pytest.importorskip("transformers")
-    torch.manual_seed(6)
-    sizes = {"n_layer": 2, "n_embd": 128, "n_head": 4, "n_positions": 128, "vocab_size": 256}
-    model = transformers.GPT2LMHeadModel(transformers.GPT2Config(eos_token_id=None, **sizes))
-    prompts = [[1, 2, 3, 4], [9, 8, 7], [5] * 12]
-    with tools.checked_server(arena="32MiB") as checked:
-        client = checked.client
-        client.register("chat", model.eval(), generate=True, precision="bf16", max_batch=1)
-
-        def answer(prompt: list[int]) -> list[int]:
-            with client.generate("chat", prompt, max_new_tokens=60) as stream:
-                return [token.id for token in stream]
-
-        alone = [answer(prompt) for prompt in prompts]
-        assert [answer(prompt) for prompt in prompts] == alone
-        with ThreadPoolExecutor(6) as pool:
-            assert [*pool.map(answer, prompts * 2)] == alone * 2
-        assert len({*map(tuple, alone)}) == len(prompts)
 
 
 @pytest.mark.soak
