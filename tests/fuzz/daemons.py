@@ -58,6 +58,9 @@ class _Pages:
     def open_tenant(self, tenant: str, descriptor: int) -> None:
         raise RemoteProtocolError("tenants share this arena")
 
+    def pin(self, place: memoryview) -> None:
+        """Pin nothing, as on the cpu."""
+
     def transmit(
         self, order: daemon_msg.TransmitModel, on_end: Callable[[daemon_msg.TransmitEnded], None]
     ) -> None:
