@@ -17,11 +17,16 @@ import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
 from pipeswitch import job
-from pipeswitch.base.errors import InvalidInput, SharedInputRefused
+from pipeswitch.base import extras
+from pipeswitch.base.errors import ConfigError, InvalidInput, SharedInputRefused
+from pipeswitch.base.roles import OWNER
 from pipeswitch.extras.shared_input.loader import SharedLoader
 from pipeswitch.extras.shared_input.ring import HEAD_BYTES, Ring
 from pipeswitch.extras.shared_input.table import SHARERS_BYTE
+from pipeswitch.frontend.verbs import Rules, ask
 from pipeswitch.ipc.control_page import sealed_memfd
+from pipeswitch.scheduler.state.events import Token
+from pipeswitch.wire.frames import RequestHeader
 
 SAMPLES, BATCH = 40, 8
 PASS = SAMPLES // BATCH
@@ -388,6 +393,19 @@ def test_a_pass_that_was_left_in_its_first_body_is_not_begun_again() -> None:
     expected = next(iter(first.shared))
     assert equal(next(iter(second.shared)), expected)
     assert not equal(expected, alone(1)[0])
+
+
+def test_an_installation_without_this_folder_refuses_a_job_with_a_group(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    script = tmp_path / "train.py"
+    script.touch()
+    body = {"name": "j", "entry": str(script), "args": [], "share": "group"}
+    header = RequestHeader(v=1, op="train", id="1", body=body)
+    ask(header, Token(1), OWNER, Rules())
+    monkeypatch.setattr(extras, "functions", lambda *_: {})
+    with pytest.raises(ConfigError, match="shared_input"):
+        ask(header, Token(1), OWNER, Rules())
 
 
 def test_a_job_that_is_alone_in_its_group_uses_no_ring_until_another_one_comes(memory: int) -> None:

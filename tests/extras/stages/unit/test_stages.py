@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from pipeswitch.base import errors
+from pipeswitch.base import errors, extras
 from pipeswitch.base.config import Config, PreprocessConfig
 from pipeswitch.base.roles import ANYONE, OWNER, Principal
 from pipeswitch.extras.stages.queue import StageQueue
@@ -221,6 +221,15 @@ def test_several_processes_have_a_request_each() -> None:
 def test_a_range_is_a_dimension_that_a_request_chooses() -> None:
     assert (STAGE.inputs[0].shape, STAGE.dims) == (("image.0", 3), (Dim("image.0", 1, 9),))
     assert wrapper_of(SPEC) == STAGE
+    assert wrapper_of(BuildSpec(name="m", source="s")) is None
+
+
+def test_an_installation_without_this_folder_refuses_functions(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(extras, "functions", lambda *_: {})
+    with pytest.raises(errors.RegistrationRefused, match="preprocess"):
+        wrapper_of(SPEC)
     assert wrapper_of(BuildSpec(name="m", source="s")) is None
 
 
