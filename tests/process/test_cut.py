@@ -38,6 +38,7 @@ import torch
 
 from pipeswitch import testing
 from pipeswitch.errors import ConfigError
+from pipeswitch.wire.tokens import OWNER_FILE, owner_token
 
 FOLDER, SIZE = Path(sys.argv[1]), 1024
 X = torch.linspace(-1, 1, SIZE).reshape(1, SIZE)
@@ -87,6 +88,11 @@ with torch.inference_mode():
             for name in "abab":  # the arena has room for one of them
                 same(client.infer(name, X)["y"], name)
                 same(over_http(running.http_address, name), name)
+        token = owner_token(FOLDER / "state" / OWNER_FILE)
+        headers = {"Authorization": f"Bearer {token}"}
+        url = f"http://{running.http_address}/metrics"
+        with urllib.request.urlopen(urllib.request.Request(url, headers=headers)) as answer:
+            assert b"pipeswitch_sequence_steps" in answer.read()
         assert owner.stats()["evictions"] >= 3
         task = owner.train(str(FOLDER / "train.py"), name="job")
         same(owner.infer("a", X)["y"], "a")

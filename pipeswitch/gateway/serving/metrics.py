@@ -104,7 +104,8 @@ class _Server:
             return
         stats = self.facts["stats"]
         for key, text in _COUNTERS.items():
-            yield counters(f"pipeswitch_{key}", text, [], {(): stats[key]})
+            if key in stats:  # a kind of requests adds its own
+                yield counters(f"pipeswitch_{key}", text, [], {(): stats[key]})
         ended = stats["inference"]
         failed = ended["error"] - ended["queue_full"]  # overload is not a failure
         yield counters(
