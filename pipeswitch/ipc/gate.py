@@ -149,8 +149,8 @@ class Gate:
         with self._changed:
             if self._state is GateState.STOPPING and not self.waits_for_boundary:
                 self._acknowledge(where, GateState.PARKED)
-            is_postprocess, self._is_after_boundary = self._is_after_boundary, False
-            if is_postprocess and self._state in (GateState.STOPPED, GateState.PARKED):
+            is_after, self._is_after_boundary = self._is_after_boundary, False
+            if is_after and self._state in (GateState.STOPPED, GateState.PARKED):
                 return self.after_boundary
             self._take_device(where)
             self._refresh()
@@ -174,9 +174,9 @@ class Gate:
                 self._take_up_grant()
             elif self._state is GateState.RUNNING:
                 self._state = GateState.AWAY
-            is_postprocess, self._is_after_boundary = self._is_after_boundary, False
+            is_after, self._is_after_boundary = self._is_after_boundary, False
             self._refresh()
-        if is_postprocess:
+        if is_after:
             self.after_boundary()
 
     def pause(self, timeout_s: float) -> None:
