@@ -85,7 +85,6 @@ class Client(Verbs):
         else:
             self._connection = SCHEMES.load(scheme)(self.address, timeout_s)
         self._tracer = open_tracer()
-        self.tokenizers: dict[str, Any] = {}  # digest of a language model -> its tokenizer
         self._subscriptions: weakref.WeakSet[Subscription] = weakref.WeakSet()
 
     def __enter__(self) -> Client:

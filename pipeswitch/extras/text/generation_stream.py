@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from operator import index
 from queue import SimpleQueue
 from typing import Any, cast
+from weakref import WeakKeyDictionary
 
 import msgspec
 
@@ -19,6 +20,9 @@ from ...programs.decoding.output import Decode, OutputProcessor, StopCriteria
 from ...programs.decoding.sampling import Sampling
 from ...wire.frames import WireTensor
 from ...wire.request_timing import RequestTiming
+
+# client -> digest of a language model -> its tokenizer
+_tokenizers: WeakKeyDictionary[Any, dict[str, Any]] = WeakKeyDictionary()
 
 
 class GenerateRequest:
@@ -191,10 +195,10 @@ def generated(
     encode: Callable[[str], list[int]] | None = None
     decode: Decode | None = None
     if isinstance(prompt, str):
-        if facts.digest not in client.tokenizers:
-            full_facts = facts_with(tokenizer=True, version=facts.version)
-            client.tokenizers[facts.digest] = tokenizer_of(full_facts)
-        encode, decode = client.tokenizers[facts.digest]
+        own = _tokenizers.setdefault(client, {})
+        if facts.digest not in own:
+            own[facts.digest] = tokenizer_of(facts_with(tokenizer=True, version=facts.version))
+        encode, decode = own[facts.digest]
     try:
         chosen = msgspec.convert(sampling, Sampling)
         ending = msgspec.convert({"max_new_tokens": max_new_tokens, "stop": stop}, StopCriteria)

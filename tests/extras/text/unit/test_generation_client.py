@@ -64,9 +64,7 @@ def answering_client() -> tuple[AsyncClient, Answering]:
     facts = {"vocabulary": 100, "eos_ids": [], "bos_id": None, "context": 50, "sampling": {}}
     facts |= {"version": 1, "digest": "d", "has_tokenizer": False}
     plain, connection = Client.__new__(Client), Answering()
-    vars(plain).update(
-        _connection=connection, _ask=lambda *_, **__: facts, tokenizers={}, models=lambda: ["m"]
-    )
+    vars(plain).update(_connection=connection, _ask=lambda *_, **__: facts, models=lambda: ["m"])
     client = AsyncClient.__new__(AsyncClient)
     vars(client)["_awaits"] = plain
     return client, connection
