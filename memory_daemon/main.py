@@ -20,8 +20,6 @@ from .daemon import MemoryDaemon
 
 log = logging.getLogger(__name__)
 
-PROCESS_NAME = "pipeswitch-mem"  # the kernel keeps 15 characters
-
 
 def run(settings: DaemonSettings, control: Channel, descriptors: Sequence[int]) -> None:
     """Serve until Exit, then return; exit with status 1 if the controller is gone or sends
@@ -36,7 +34,7 @@ def run(settings: DaemonSettings, control: Channel, descriptors: Sequence[int]) 
     # Ctrl-C reaches the whole process group, but the controller decides when a process exits.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    Path("/proc/self/comm").write_text(PROCESS_NAME)
+    Path("/proc/self/comm").write_text("pipeswitch-mem")  # the kernel keeps 15 characters
     if settings.log_path:
         log_to(settings.log_path, settings.limits.log_bytes)
     threading.excepthook = _leave

@@ -389,7 +389,6 @@ SECTIONS: Final[Mapping[str, type[Section]]] = {
 
 
 def _elsewhere(key: str) -> str:
-    """Return ``; it belongs to [section]`` if other sections have the key, else an empty string."""
     owners = [f"[{name}]" for name, cls in SECTIONS.items() if key in settings(cls)]
     return f"; it belongs to {' or '.join(owners)}" if owners else ""
 

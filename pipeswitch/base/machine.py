@@ -127,7 +127,6 @@ def sync_directory(path: Path) -> None:
 
 
 def _numbers(path: Path) -> dict[str, int]:
-    """Return the numbers by name from a file with a name and a number on each line."""
     lines = path.read_text().splitlines() if path.exists() else []
     return {name: int(value) for name, value, *_ in map(str.split, lines)}
 

@@ -101,7 +101,6 @@ def settings(cls: type[msgspec.Struct]) -> dict[str, ConfigKey]:
 
 
 def _shown(value: Any, extra: Mapping[str, Any]) -> Any:
-    """Return a value in the form that a user writes."""
     for unit, size in extra.get("units", {}).items():
         if value and value % size == 0:
             return f"{value / size:.0f}{unit}"

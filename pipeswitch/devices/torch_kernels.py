@@ -38,21 +38,17 @@ class TorchKernels:
         self._rounded = to_tf32 if rounds else _same
 
     def pack_linear(self, weight: torch.Tensor) -> tuple[packing.PackedLayout, torch.Tensor]:
-        """Implement ``PackedKernels``."""
         return _laid_out(weight, weight, ROWS)
 
     def pack_convolution(
         self, weight: torch.Tensor, *how: Any
     ) -> tuple[packing.PackedLayout, torch.Tensor]:
-        """Implement ``PackedKernels``."""
         return _laid_out(weight, weight.permute(0, 2, 3, 1), CHANNELS_LAST)
 
     def pack_int8(self, weight: torch.Tensor) -> tuple[packing.PackedLayout | None, torch.Tensor]:
-        """Implement ``PackedKernels``."""
         return None, weight
 
     def wrap(self, data: torch.Tensor, layout: packing.PackedLayout) -> torch.Tensor:
-        """Implement ``PackedKernels``."""
         values = data.view(getattr(torch, layout.dtype))
         if layout.description == ROWS:
             return values.view(layout.shape)
@@ -60,11 +56,9 @@ class TorchKernels:
         return values.view(count, height, width, channels).permute(0, 3, 1, 2)
 
     def supports_bfloat16(self) -> bool:
-        """Implement ``PackedKernels``."""
         return True
 
     def operators(self) -> Mapping[str, Callable[..., torch.Tensor]]:
-        """Implement ``PackedKernels``."""
         return {
             packing.LINEAR: self._linear,
             packing.LINEAR_ADD: self._linear_add,

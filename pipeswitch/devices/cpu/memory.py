@@ -129,7 +129,6 @@ class CpuDeviceMemory(DeviceMemory):
         self._models.tidy()
 
     def read_slice(self, offset_bytes: int, ranges: Sequence[ByteRange], into: memoryview) -> None:
-        """Read ranges of *work* into a buffer (blocks)."""
         target: Bytes = np.frombuffer(into, dtype=np.uint8)
         position = 0
         self._to_host.begin()

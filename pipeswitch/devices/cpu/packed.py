@@ -53,7 +53,6 @@ class CpuKernels:
     fast_error = 1e-3
 
     def pack_linear(self, weight: torch.Tensor) -> tuple[packing.PackedLayout, torch.Tensor]:
-        """Implement ``PackedKernels``."""
         return _taken_apart(torch.ops.mkldnn._reorder_linear_weight(weight.contiguous()))
 
     def pack_convolution(
@@ -77,7 +76,6 @@ class CpuKernels:
         return replace(layout, input_shape=tuple(input_shape)), data
 
     def pack_int8(self, weight: torch.Tensor) -> tuple[packing.PackedLayout | None, torch.Tensor]:
-        """Implement ``PackedKernels``."""
         if weight.shape[1] >= _MAX_INT8_WIDTH or missing_int8():
             return None, weight
         layout, data = _taken_apart(torch.ops.onednn.qlinear_prepack(weight, None))
@@ -110,11 +108,9 @@ class CpuKernels:
         return tensor
 
     def supports_bfloat16(self) -> bool:
-        """Implement ``PackedKernels``."""
         return not missing_half()
 
     def operators(self) -> Mapping[str, Callable[..., torch.Tensor]]:
-        """Implement ``PackedKernels``."""
         return {
             packing.LINEAR_INT8: _linear_int8,
             packing.LINEAR: _linear,

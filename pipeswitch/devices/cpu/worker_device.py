@@ -157,7 +157,6 @@ class CpuWorkerDevice(WorkerDevice):
                 self._landed.add(unit)
 
     def leave(self) -> None:
-        """Close the region."""
         self._window.close()
         self._landed.clear()
         self._entered, self._open_end = (0, 0, 0), 0
@@ -206,7 +205,6 @@ class CpuWorkerDevice(WorkerDevice):
         return CpuCopies(self._link_bytes_per_s)
 
     def pin(self, pointer: int, size_bytes: int) -> None:
-        """Close the request pool; each task opens its own slabs (``map_inputs``)."""
         self._pool_windows = page_protection.Guarded(pointer, size_bytes)
 
     def map_inputs(self, slabs: tuple[tuple[int, int], ...], *, writable: bool) -> None:
@@ -223,7 +221,6 @@ class CpuWorkerDevice(WorkerDevice):
             self._lent = mapping
 
     def unmap_inputs(self) -> None:
-        """Close the open slabs."""
         if self._pool_windows is not None:
             self._pool_windows.close()
             self._lent = None

@@ -119,17 +119,14 @@ class CudaWorkerDevice(WorkerDevice):
         return self._program_maker(bound)
 
     def kernels(self, layout: Layout) -> PackedKernels:
-        """Implement ``WorkerDevice``."""
         from ..torch_kernels import TorchKernels
 
         return TorchKernels()
 
     def can_improve(self, program: BoundProgram) -> bool:
-        """Return True if shapes that ran eagerly could be captured."""
         return bool(getattr(program, "is_capture_wanted", False))
 
     def improve(self, program: BoundProgram) -> None:
-        """Capture graphs of a program's shapes that ran eagerly. Blocks for a second or more."""
         from .graphs import DeviceProgram
 
         if isinstance(program, DeviceProgram):
@@ -144,7 +141,6 @@ class CudaWorkerDevice(WorkerDevice):
             program.close()
 
     def computing(self, program: BoundProgram | None) -> AbstractContextManager[None]:
-        """Enclose all work that a task enqueues, its copies in and out included."""
         self._running, self._waited = program, 0
         while self._unreported:  # of a run that failed
             self._spare_events.append(self._unreported.popleft()[0])
@@ -164,7 +160,6 @@ class CudaWorkerDevice(WorkerDevice):
         return True
 
     def pin(self, pointer: int, size_bytes: int) -> None:
-        """Pin the request pool for this process, so that copies of slabs are asynchronous."""
         try:
             self._cuda.register(pointer, size_bytes)
         except CudaError as error:
@@ -246,7 +241,6 @@ class CudaWorkerDevice(WorkerDevice):
         return RunAhead(self._cuda, self._side.current_stream)
 
     def is_lost(self, error: BaseException) -> bool:
-        """Return True if the context is broken or hangs, so that this process must be replaced."""
         if isinstance(error, CudaError) and error.is_sticky:
             return True
         try:

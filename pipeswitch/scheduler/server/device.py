@@ -72,10 +72,7 @@ class Device:
         self.worker_pool = WorkerPool(state)
         self.health = Health(state)
 
-    # -- the device's processes ----------------------------------------------------------------
-
     def sender_of(self, source: Address) -> Worker | None:
-        """Return the live worker with this address, if there is one."""
         worker = self.state.workers.get(source.slot)
         is_it = worker is not None and worker.incarnation == source.incarnation and worker.is_alive
         return worker if is_it else None
