@@ -48,6 +48,7 @@ def test_the_tour_stops_once_at_every_point() -> None:
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setattr(failpoints, "_folder", None)
+    monkeypatch.setattr(failpoints, "is_on", False)
     monkeypatch.setattr(failpoints, "_seen", set())
     failpoints.enable({VARIABLE: str(tmp_path)})
     return tmp_path
@@ -58,6 +59,7 @@ NAME = "worker.infer.group"
 
 def test_off_is_off(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(failpoints, "_folder", None)
+    monkeypatch.setattr(failpoints, "is_on", False)
     failpoints.enable({})
     failpoints.reach("no such point at all")
     assert failpoints.garbled("nor this", b"data") == b"data"
