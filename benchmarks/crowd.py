@@ -26,7 +26,6 @@ import psutil
 
 from pipeswitch.base.quantiles import quantile
 from pipeswitch.client.client import Client
-from pipeswitch.programs.decoding.generation_settings import METADATA_KEY
 from pipeswitch.testing import server
 
 from .gateway import infer_message, infer_path, json_request
@@ -203,8 +202,8 @@ def _with_template(bundle: bytes, template: str) -> bytes:
     """Return a language model's bundle with another chat template."""
     (size,) = struct.unpack_from("<Q", bundle)
     head = json.loads(bundle[8 : 8 + size])
-    of_texts = json.loads(head["__metadata__"][METADATA_KEY]) | {"chat_template": template}
-    head["__metadata__"][METADATA_KEY] = json.dumps(of_texts)
+    metadata, key = head["__metadata__"], "pipeswitch.generation"
+    metadata[key] = json.dumps(json.loads(metadata[key]) | {"chat_template": template})
     text = json.dumps(head).encode()
     text += b" " * (-len(text) % 8)
     return struct.pack("<Q", len(text)) + text + bundle[8 + size :]

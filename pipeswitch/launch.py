@@ -14,7 +14,6 @@ import contextlib
 import ctypes
 import gc
 import importlib
-import importlib.util
 import os
 import selectors
 import signal
@@ -45,7 +44,7 @@ FIRST: Final = (
     "pipeswitch.programs.compiler.build_process",
     "pipeswitch.programs.compiler.program",
 )
-GRAMMAR: Final = "llguidance"  # for the extra ``grammar``; a sandboxed worker cannot import it
+ADDED: Final = ("PROCESSES", "RUNNERS", "SETTINGS")  # seams; a sandboxed worker cannot import
 LATER: Final = ("torch._dynamo", "torchvision")
 """Imports of an export and of a process's first optimizer; they take half as long as ``FIRST``."""
 
@@ -227,9 +226,8 @@ def main(descriptor: int) -> None:
     channel = channel_from(descriptor)
     enable(os.environ)
     began = time.monotonic()
-    first = [*FIRST, *(one.partition(":")[0] for one in functions("PROCESSES").values())]
-    has_library = importlib.util.find_spec(GRAMMAR) is not None
-    import_for_children([*first, GRAMMAR] if has_library else first)
+    added = [place for table in ADDED for place in functions(table).values()]
+    import_for_children([*FIRST, *(place.partition(":")[0] for place in added)])
     channel.send(ForkServerReady(pid=os.getpid(), import_ms=(time.monotonic() - began) * 1000.0))
     status = 70
     try:

@@ -38,11 +38,12 @@ class Seam:
         """
         module, _, function = functions(self.table).get(name, "").partition(":")
         if not module:
-            text = f"this installation has no {self.noun} {name!r}"
+            text = f"this installation has no {self.noun} {name[:40]!r}"
             raise ConfigError(text, hint=f"{PACKAGE} lacks a folder")
         return getattr(importlib.import_module(module), function)
 
 
+BUILDERS: Final = Seam("BUILDERS", "build of a model with")  # option -> a model's preparation
 CHECKS: Final = Seam("CHECKS", "check of")  # of a user's policy, and of a server's keys
 COMPOSITES: Final = Seam("COMPOSITES", "kind of names")  # kind, verb and entry -> its requests
 COMMANDS: Final = Seam("COMMANDS", "command")  # groups and verbs of the command line
@@ -56,8 +57,10 @@ REPLIES: Final = Seam("REPLIES", "answer to")  # verbs for the role ``code`` -> 
 PARTS: Final = Seam("PARTS", "part of the scheduler:")  # handlers of requests
 PROCESSES: Final = Seam("PROCESSES", "process for a")  # helper processes, forked beside workers
 QUEUES: Final = Seam("QUEUES", "queue for a")  # kinds of helper processes -> requests for them
+RUNNERS: Final = Seam("RUNNERS", "runs of a model with")  # kind of settings -> a worker's runner
 SCHEMES: Final = Seam("SCHEMES", "connection to")  # schemes of addresses -> a client's connection
 SERVERS: Final = Seam("SERVERS", "server for")  # protocols of the gateway that are not HTTP
+SETTINGS: Final = Seam("SETTINGS", "settings of a model,")  # kind -> reader of a bundle's metadata
 UPSTREAMS: Final = Seam("UPSTREAMS", "gateway of a")  # connection of a gateway to more servers
 WRAPPERS: Final = Seam("WRAPPERS", "option")  # options of a model -> its ``Wrapper``
 

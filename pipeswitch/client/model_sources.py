@@ -185,7 +185,7 @@ class LocalSource:
         return self.upload(text, "bundle", self.progress) if suffix == ".bundle" else text
 
     def _module(self, request: RegisterRequest, options: dict[str, Any]) -> str:
-        from ..programs.compiler.export import export_decoder_to_bundle, export_module_to_bundle
+        from ..programs.compiler.export import export_module_to_bundle, export_wrapped_to_bundle
 
         if not callable(self.source):
             raise InvalidInput(
@@ -205,7 +205,7 @@ class LocalSource:
             )
         bundle = self._bundle()
         if request.generate:
-            export_decoder_to_bundle(self.source, bundle, self.tokenizer, **options)
+            export_wrapped_to_bundle(self.source, bundle, "generate", self.tokenizer, **options)
         else:
             options |= {} if self.dynamic is None else {"dynamic": self.dynamic}
             export_module_to_bundle(self.source, self.example_inputs, bundle, **options)

@@ -20,7 +20,7 @@ pytestmark = pytest.mark.slow
 UNIT = (
     "blocks client_aio client_calls commit_area connections contracts gate gateway_callers "
     "gateway_oip gateway_regions journal permissions processes programs_bundle queue regions "
-    "registration requests router slabs states steps store timeline tracing uploads wire"
+    "registration requests router slabs states store timeline tracing uploads wire"
 )
 IMPORTS = """
 import importlib, pkgutil, pipeswitch
@@ -101,6 +101,7 @@ with torch.inference_mode():
         same(owner.infer("b", X)["y"], "b")
         refused(lambda: owner._ask("generate", model="b"), "kind of request 'generation'")
         refused(lambda: owner.generate("b", [1]), "method of a client: 'generate'")
+        refused(lambda: owner.register("c", models["a"], generate=True), "build of a model with")
         register = dict(source="hf:gpt2", weights="pretrained", generate=True)
         refused(lambda: owner._ask("register", model="c", body=register), "kind of request")
         assert owner.jobs()[0]["state"] == "done"

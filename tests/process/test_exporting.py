@@ -178,7 +178,7 @@ class Written(nn.Module):
         return shown.unfold(1, 2, 2).relu_().sum(2)
 
 
-def test_a_worker_does_not_import_the_exporter() -> None:
+def test_a_worker_imports_neither_the_exporter_nor_an_extra() -> None:
     loaded = run_python(
         "import sys, pipeswitch.workers.main\n"
         "import pipeswitch.programs.running.executor\n"
@@ -187,6 +187,7 @@ def test_a_worker_does_not_import_the_exporter() -> None:
     assert "pipeswitch.programs.running.executor" in loaded
     compiler = "pipeswitch.programs.compiler"
     assert not {f"{compiler}.export", f"{compiler}.encoder"} & {*loaded}
+    assert not [one for one in loaded if one.startswith("pipeswitch.extras")]
 
 
 def test_a_server_is_ready_without_what_only_exports_and_scripts_import(tmp_path: Path) -> None:

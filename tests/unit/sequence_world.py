@@ -13,9 +13,8 @@ from pipeswitch.frontend.intake import request_pool
 from pipeswitch.frontend.intake.request_pool import PoolAllocation, RequestPool
 from pipeswitch.frontend.sequences.manager import Sequences
 from pipeswitch.ipc.messages.base import SlabTensor
-from pipeswitch.programs.decoding.generation_settings import PADS
 from pipeswitch.programs.interface.dims import Dim
-from pipeswitch.programs.interface.layout import ValueSpec
+from pipeswitch.programs.interface.layout import PADS, ValueSpec
 from pipeswitch.scheduler.memory.blocks import Block, BlockPool, BlockTable
 
 MOST: Final = 400  # the maximum number of rows of a cache

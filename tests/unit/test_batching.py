@@ -17,9 +17,8 @@ from pipeswitch.extras.lab.world import World
 from pipeswitch.ipc.messages.base import ModelName, SlabTensor
 from pipeswitch.ipc.messages.run import Run, SamplingParams
 from pipeswitch.ipc.messages.worker import InferenceDone, RunInference
-from pipeswitch.programs.decoding.generation_settings import PADS
 from pipeswitch.programs.interface.dims import Dim
-from pipeswitch.programs.interface.layout import Batching, ValueSpec
+from pipeswitch.programs.interface.layout import PADS, Batching, ValueSpec
 from pipeswitch.scheduler.requests import batching
 from pipeswitch.scheduler.scheduler import Scheduler
 from pipeswitch.scheduler.state import events as ev

@@ -14,11 +14,11 @@ from pipeswitch.controller.builds import Builds
 from pipeswitch.controller.folders import StateDir
 from pipeswitch.ipc.messages.base import Exit, Message, ModelName, OpId
 from pipeswitch.ipc.messages.builder import BuildDone, BuildFailed, BuildProgress
-from pipeswitch.programs.decoding.generation_settings import PADS
 from pipeswitch.programs.graphs.operators import checked_by
 from pipeswitch.programs.graphs.partition import Layer, UnplacedWeight, place
 from pipeswitch.programs.interface import layout
 from pipeswitch.programs.interface.dims import Dim
+from pipeswitch.programs.interface.layout import PADS
 from pipeswitch.programs.spec import BuildSpec, save_manifest
 from pipeswitch.scheduler.state.events import Received, StartBuild
 

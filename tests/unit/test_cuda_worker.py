@@ -12,7 +12,6 @@ import torch
 from pipeswitch.ipc.messages.run import Run
 from pipeswitch.ipc.messages.worker import InferenceDone, InferenceFailed, RunInference
 from pipeswitch.workers import main as worker_main
-from pipeswitch.workers.inference.decode import DecodeRunner
 from pipeswitch.workers.inference.task import _Groups, infer
 
 
@@ -71,7 +70,7 @@ def test_a_task_that_outgrows_the_slice_is_run_once_more_in_other_memory(
         **dict.fromkeys(("is_lost", "can_improve"), lambda *_: False),
     )
     programs: Any = SimpleNamespace(
-        stepping=DecodeRunner(), bound=lambda _: SimpleNamespace(manifest=manifest, run=run)
+        runners={}, kinds={}, bound=lambda _: SimpleNamespace(manifest=manifest, run=run)
     )
     pool: Any = SimpleNamespace(write=lambda *_: (), batched_for="")
     task: Any = SimpleNamespace(send=lambda message: sent.append(type(message)))

@@ -72,7 +72,8 @@ MAY_IMPORT: Mapping[str, str] = {
     "extras/offload": "base cli devices ipc job workers/training/",
     "extras/lab": "base cli client extras/cluster extras/offload ipc planning policies programs "
     "scheduler scheduler/policies watchdog",
-    "extras/text": "base cli client frontend gateway ipc programs sandbox scheduler wire",
+    "extras/text": "base cli client devices frontend gateway ipc programs programs/compiler "
+    "sandbox scheduler wire workers/inference/",
     "benchmarks/": "base cli client devices extras/lab ipc job planning programs programs/compiler "
     "scheduler/policies testing wire",
 }
@@ -107,11 +108,10 @@ IN_FRONTEND: Mapping[str, str] = {
 }
 IN_PROGRAMS: Mapping[str, str] = {
     "interface": "",
-    "decoding": "interface",
-    "graphs": "decoding interface",
+    "graphs": "interface",
     "running": "graphs interface",
     "spec": "graphs interface",
-    "compiler": "decoding graphs interface running spec",
+    "compiler": "graphs interface running spec",
     "": "",
 }
 TABLES: Mapping[str, Mapping[str, str]] = {

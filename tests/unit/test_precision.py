@@ -27,7 +27,7 @@ from pipeswitch.programs.graphs.bundle import decode_graph, encode_graph, read_b
 from pipeswitch.programs.graphs.contracts import BrokenContract
 from pipeswitch.programs.graphs.graph import resolve
 from pipeswitch.programs.interface import packing
-from pipeswitch.programs.interface.layout import Manifest
+from pipeswitch.programs.interface.layout import KindSettings, Manifest
 from pipeswitch.programs.running import executor
 from pipeswitch.programs.running.executor import GraphProgram, fitting
 from pipeswitch.programs.running.tensor_views import tensor_over
@@ -329,11 +329,18 @@ def test_linear_layers_may_lose_half_a_percent(
     assert (manifest.precision.packed_count, manifest.precision.plain_count) == (2 - plain, plain)
 
 
+class OneRow(KindSettings, frozen=True):
+    """Settings of a kind whose most runs have one row, such as language models."""
+
+    kind = "one"
+    low_dims = ("length", "batch")
+
+
 def test_a_language_model_is_timed_at_one_stream_and_at_eight(tmp_path: Path) -> None:
     manifest = built(nn.Linear(16, 16), (torch.randn(2, 16),), tmp_path)
     manifest.extra["example_dims"]["batch"] = 2
-    for is_decoder, rows in ((False, [2, 8]), (True, [1, 8])):
-        shapes = precision._shapes(manifest, (), is_decoder)[: fusing.TIMED]
+    for settings, rows in ((None, [2, 8]), (OneRow(), [1, 8])):
+        shapes = precision._shapes(manifest, (), settings)[: fusing.TIMED]
         assert [shape["batch"] for shape in shapes] == rows
 
 

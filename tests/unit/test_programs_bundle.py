@@ -16,9 +16,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pipeswitch.base.errors import RegistrationRefused
-from pipeswitch.programs.decoding.generation_settings import MAX_NOTE_CHARS, MAX_NOTES
 from pipeswitch.programs.graphs import bundle as bundle_module
 from pipeswitch.programs.graphs.bundle import (
+    MAX_NOTE_CHARS,
+    MAX_NOTES,
     METADATA_KEY,
     NOTES_KEY,
     read_bundle,
@@ -175,6 +176,11 @@ HOSTILE: dict[str, Callable[[Header], None]] = {
     "a batch of a million": put("program", "dims", 0, 2, 1 << 25),
     "notes that are numbers": put("__metadata__", NOTES_KEY, "[7]"),
     "notes without end": put("__metadata__", NOTES_KEY, json.dumps(["a"] * (MAX_NOTES + 1))),
+    "settings of a kind that no extra reads": put("__metadata__", "pipeswitch.other", "{}"),
+    "settings of two kinds": lambda header: header["__metadata__"].update(
+        {"pipeswitch.generation": "{}", "pipeswitch.other": "{}"}
+    ),
+    "settings that are no object": put("__metadata__", "pipeswitch.generation", "[]"),
     "weights in another order": put("program", "weights", ["b", "w"]),
     "a weight the file does not have": put("program", "weights", ["w", "b", "c"]),
     "a weight twice": put("program", "weights", ["w", "w"]),

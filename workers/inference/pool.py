@@ -1,4 +1,7 @@
-"""Request pool as mapped in a worker: tensors over slabs, and copies of batched inputs."""
+"""Request pool as mapped in a worker: tensors over slabs, and copies of batched inputs.
+
+Runs that an extra computes, for models of its kind (``RUNNERS``), read and write there, too.
+"""
 
 from __future__ import annotations
 
@@ -6,19 +9,22 @@ import ctypes
 import functools
 import math
 import mmap
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from itertools import accumulate
-from typing import Final
+from typing import Final, Protocol
 
 import torch
 
 from pipeswitch.base.errors import InvalidInput
 from pipeswitch.devices.cpu.page_protection import map_by_chance
 from pipeswitch.ipc.messages.base import SlabTensor
-from pipeswitch.programs.interface.layout import ITEM_BYTES, ValueSpec, aligned
+from pipeswitch.ipc.messages.worker import RunInference
+from pipeswitch.programs.interface.layout import ITEM_BYTES, KindSettings, ValueSpec, aligned
+from pipeswitch.programs.running.executor import BoundProgram
 from pipeswitch.programs.running.tensor_views import bytes_over, padded, padded_shape
 
 REPLY_ALIGN_BYTES = 64
+Chances = tuple[tuple[tuple[float, tuple[tuple[int, float], ...]], ...], ...]
 KEPT_VIEWS: Final = 64  # cached tensors over slabs: a new request often reuses an earlier slab
 
 
@@ -149,3 +155,60 @@ class MappedPool:
             slabs.append(slab)
             cursor += -(-size // REPLY_ALIGN_BYTES) * REPLY_ALIGN_BYTES
         return tuple(slabs)
+
+
+class KindRun(Protocol):
+    """One run, which may compute several steps."""
+
+    @property
+    def most(self) -> int:
+        """Maximum number of steps; 0: one step with the request's inputs as they are."""
+
+    def inputs(self) -> list[torch.Tensor]:
+        """Return the first step's inputs; call it only if ``most`` is not 0."""
+
+    def run(
+        self, inputs: Sequence[torch.Tensor], before_group: Callable[[int], None]
+    ) -> list[torch.Tensor]:
+        """Compute all steps; return the last step's outputs."""
+
+    def outputs_of(
+        self, number: int, own: Sequence[torch.Tensor]
+    ) -> tuple[Sequence[ValueSpec], Sequence[torch.Tensor]]:
+        """Return the outputs of a request's reply; ``own`` is its part of the last outputs."""
+
+    def tokens(self) -> tuple[tuple[int, ...], ...]:
+        """Return the tokens that were chosen for each request, in the order of the steps."""
+
+    def chances(self) -> Chances:
+        """Return each token's log probabilities by request; empty if none has ``logprobs``."""
+
+
+class Runner(Protocol):
+    """State that a worker keeps between the runs of models of a kind."""
+
+    def take(self, digest: str, settings: KindSettings) -> None:
+        """Keep the settings of a program that this worker may run."""
+
+    def remove(self, digest: str) -> None:
+        """Drop the settings of a program."""
+
+    def let_go(self, digest: str = "") -> None:
+        """Free the memory of the runs of other programs."""
+
+    def begin(
+        self,
+        message: RunInference,
+        bound: BoundProgram,
+        pool: MappedPool,
+        device: str,
+        is_over: Callable[[], bool],
+    ) -> KindRun | None:
+        """Return a run, or None if it is computed like any other program's.
+
+        Args:
+            is_over: returns True if the run must end after its current step.
+        """
+
+    def ended(self, message: RunInference, run: KindRun, ms: float) -> None:
+        """Keep the state of a successful run that took ``ms``."""

@@ -12,6 +12,7 @@ import torch
 
 from pipeswitch.base import failpoints
 from pipeswitch.base.errors import PipeSwitchError, RegistrationRefused, to_wire
+from pipeswitch.base.extras import RUNNERS
 from pipeswitch.base.failpoints import reach
 from pipeswitch.devices.cpu.packed import missing_half
 from pipeswitch.devices.worker_device import WorkerDevice, now_ms
@@ -30,7 +31,7 @@ from pipeswitch.programs.graphs.operators import checked_by
 from pipeswitch.programs.graphs.zeroed import allocator_switch
 from pipeswitch.programs.interface.dims import shape_at, values_of
 from pipeswitch.programs.interface.groups import landed_tensors, regrouped
-from pipeswitch.programs.interface.layout import TENSOR_ALIGN_BYTES, Manifest
+from pipeswitch.programs.interface.layout import TENSOR_ALIGN_BYTES, KindSettings, Manifest
 from pipeswitch.programs.running.executor import (
     BoundProgram,
     GraphProgram,
@@ -47,8 +48,7 @@ from pipeswitch.programs.spec import (
     weights_file,
 )
 
-from .decode import DecodeRun, DecodeRunner, KVBatchCache
-from .pool import MappedPool
+from .pool import KindRun, MappedPool, Runner
 
 WARM_SIDE: Final = 512  # side of a matrix; large enough that torch uses all its threads
 
@@ -67,7 +67,8 @@ class Programs:
         self._read: dict[ModelName, tuple[str, Manifest, Graph | None]] = {}  # first the digest
         self._programs: dict[ModelName, tuple[Version, Program]] = {}
         self._bound: dict[ModelName, tuple[Version, Place, BoundProgram]] = {}
-        self.stepping = DecodeRunner()
+        self.kinds: dict[str, Runner] = {}  # kind of settings -> its runner
+        self.runners: dict[ModelName, Runner] = {}  # of models whose bundles have settings
         allocator_switch()  # must run while this process may still open a file
 
     def take_files(self, model: ModelName, descriptors: list[int]) -> None:
@@ -109,11 +110,18 @@ class Programs:
                 raise RegistrationRefused("manifest", "it is another program's")
             bundle = read_program(manifest, bundle_file)
             known = (model.digest, manifest, None if bundle is None else bundle.graph)
-            if bundle is not None and bundle.generation is not None:
-                self.stepping.tokenizers.packed[model.digest] = bundle.generation.tokenizer
+            self._take_settings(model, None if bundle is None else bundle.settings)
             self._read[model.model] = known
             self._close_files(model.model)
         return known
+
+    def _take_settings(self, model: Wanted, settings: KindSettings | None) -> None:
+        self.runners.pop(model.model, None)
+        if settings is not None:
+            if settings.kind not in self.kinds:
+                self.kinds[settings.kind] = RUNNERS.load(settings.kind)()
+            runner = self.runners[model.model] = self.kinds[settings.kind]
+            runner.take(model.digest, settings)
 
     def bound(self, model: Wanted) -> BoundProgram:
         """Return the program bound in its region; cached, because regions seldom move."""
@@ -138,8 +146,9 @@ class Programs:
 
     def remove(self, model: ModelName) -> None:
         self._close_files(model)
-        if known := self._read.pop(model, None):
-            self.stepping.tokenizers.packed.pop(known[0], None)
+        known, runner = self._read.pop(model, None), self.runners.pop(model, None)
+        if known is not None and runner is not None:
+            runner.remove(known[0])
         self._programs.pop(model, None)
         self._unbind(model)
 
@@ -267,7 +276,7 @@ def infer(
         if failpoints.is_on:
             reach("worker.infer.received")
         bound = programs.bound(message)
-        steps, inputs, rows = _opened(message, bound, programs.stepping, pool, view, slot)
+        steps, inputs, rows = _opened(message, bound, programs, pool, view, slot)
         if not view.wait_first_turn(message.op_id, slot):
             return False
         turn_at_ms = now_ms()
@@ -291,7 +300,7 @@ def infer(
         groups.stall_ms += view.waited_ms()
         groups.ends_ms += [] if message.is_timed else [ended_at_ms]
         if steps is not None:
-            programs.stepping.ended(message, steps, ended_at_ms - turn_at_ms)
+            programs.runners[message.model].ended(message, steps, ended_at_ms - turn_at_ms)
     except BaseException as error:  # a model's own code may fail here, or call sys.exit
         return _report_failure(message, view, task, slot, error)
     is_clean = not view.can_improve(bound)
@@ -319,12 +328,12 @@ def infer(
 def _opened(
     message: RunInference,
     bound: BoundProgram,
-    stepping: DecodeRunner,
+    programs: Programs,
     pool: MappedPool,
     view: WorkerDevice,
     slot: int,
-) -> tuple[DecodeRun | None, list[torch.Tensor], list[int]]:
-    """Open the memory of program and inputs; return the decode run, the inputs, and their rows."""
+) -> tuple[KindRun | None, list[torch.Tensor], list[int]]:
+    """Open the memory of program and inputs; return the kind's run, the inputs, and their rows."""
     manifest, region_bytes = bound.manifest, bound.manifest.total_bytes
     if message.staging:
         pairs = zip(message.staging, manifest.groups, strict=True)
@@ -334,14 +343,13 @@ def _opened(
     view.enter(message.arena_offset_bytes, region_bytes, last_fence, message.residency_id)
     if pool.batched_for and pool.batched_for != message.model:
         pool.let_go()
-    caches = stepping.caches
-    if caches.model and caches.model != manifest.digest:
-        caches.let_go()
-    steps = None
-    if len(message.runs) > 1 or message.runs[0].sampling_params is not None:
+    for one in programs.kinds.values():
+        one.let_go(manifest.digest)
+    steps, runner = None, programs.runners.get(message.model)
+    if runner is not None and (len(message.runs) > 1 or message.runs[0].sampling_params):
         waits = partial(_waits, view, slot, message)
-        steps = stepping.begin(message, bound, pool, view.device, waits)
-    return steps, *_inputs(message, pool, steps, caches)
+        steps = runner.begin(message, bound, pool, view.device, waits)
+    return steps, *_inputs(message, pool, steps, runner)
 
 
 def _report_failure(
@@ -386,11 +394,11 @@ def _lend_inputs(view: WorkerDevice, message: RunInference, manifest: Manifest) 
 
 
 def _inputs(
-    message: RunInference, pool: MappedPool, steps: DecodeRun | None, caches: KVBatchCache
+    message: RunInference, pool: MappedPool, steps: KindRun | None, runner: Runner | None
 ) -> tuple[list[torch.Tensor], list[int]]:
     """Return the program's inputs, and the row count of each run if several are batched.
 
-    Batched runs lie in one tensor, in private memory of the pool or of the caches.
+    Batched runs lie in one tensor, in private memory of the pool or of the runner.
     """
     if len(message.runs) == 1 and (steps is None or not steps.most):
         return [pool.tensor(slab, is_code=message.is_code) for slab in message.runs[0].inputs], []
@@ -398,7 +406,8 @@ def _inputs(
     if steps is not None and steps.most:
         pool.let_go()
         return steps.inputs(), rows
-    caches.let_go()
+    if runner is not None:
+        runner.let_go()
     columns = zip(*(run.inputs for run in message.runs), strict=True)
     return pool.batched(columns, message.model), rows
 
@@ -409,9 +418,9 @@ def _write(
     message: RunInference,
     rows: list[int],
     pool: MappedPool,
-    steps: DecodeRun | None,
+    steps: KindRun | None,
 ) -> list[tuple[SlabTensor, ...]]:
-    """Write each run's outputs to its own slab, without padding; a decode run writes its cache.
+    """Write each run's outputs to its own slab, without padding; a kind's run may write its own.
     ``split`` raises if the outputs have other row counts than the inputs."""
     manifest = bound.manifest
     parts: Iterable[Sequence[torch.Tensor]] = [outputs]

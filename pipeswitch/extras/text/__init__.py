@@ -1,7 +1,10 @@
-"""Text over HTTP, OpenAI's ``/v1`` and Triton's ``generate``, and a chat in the terminal."""
+"""Text: language models, OpenAI's ``/v1`` and Triton's ``generate``, a chat in the terminal."""
 
+BUILDERS = {"embedding": "builders:embedding", "generate": "builders:DecoderBuilder"}
 COMMANDS = {"chat": "chat:chat", "generate": "chat:generate", "run": "chat:run"}
 DOORS = {"text": "completions:text_door"}
 KINDS = {"generation": "generations:Generations"}
 METHODS = {"generate": "generation_stream:generated"}
-PROCESSES = {"schema": "schema_process:check_schema"}
+PROCESSES = {"schema": "decoding.grammar:schema_process"}
+RUNNERS = {"generation": "decode:DecodeRunner"}
+SETTINGS = {"generation": "decoding.generation_settings:read_settings"}

@@ -21,7 +21,7 @@ from ...base.quotas import FairQuota
 from ...base.roles import ANYONE, Principal
 from ...gateway.http.http_parser import Head
 from ...gateway.serving.service import Service
-from ...programs.decoding.model_config import LanguageModelConfig, Token, ending_of, fitted
+from .decoding.model_config import LanguageModelConfig, Token, ending_of, fitted
 from .generation_stream import GenerateRequest, chances_in
 from .tokenizer_worker import Abort, DecodedText, StartGeneration, TokensGenerated, check_length
 from .tokenizer_worker import TokenizerRequest as TextAsked
@@ -176,7 +176,6 @@ class AnswerStream:
         return request
 
     def _end(self) -> None:
-        """Cancel the request if it still runs, for example at a stop string."""
         if (
             self._request is not None
             and not self._request.cancel()

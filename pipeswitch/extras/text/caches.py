@@ -40,7 +40,6 @@ class Cache(msgspec.Struct, kw_only=True, eq=False):
 
     @property
     def row(self) -> dict[str, Any]:
-        """Row of ``pipeswitch sequences``."""
         return {
             "id": self.name,
             "model": self.announced.base or self.announced.model,
@@ -66,7 +65,6 @@ class Caches:
         self._number = 0
 
     def open(self, caller: str, announced: ModelAvailable, token: Token) -> Cache:
-        """Return an empty cache for a generation."""
         self._number += 1
         while (caller, f"generation-{self._number}") in self._others:
             self._number += 1

@@ -12,8 +12,8 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any
 
 from ...base.errors import InvalidInput
-from ...programs.decoding.model_config import Token, TokenName
 from .answer_stream import AnswerStream
+from .decoding.model_config import Token, TokenName
 
 MAX_CHOICES = 64
 Names = Mapping[int, TokenName]

@@ -32,10 +32,6 @@ from ...gateway.router import check_size
 from ...gateway.routes import Door, Request, Route
 from ...gateway.serving.oip import LONG_BYTES
 from ...gateway.serving.service import Service
-from ...programs.decoding.generation_settings import CACHE_NEW, LOGITS, MAX_EOS
-from ...programs.decoding.model_config import Token
-from ...programs.decoding.output import MAX_STOPS, StopCriteria
-from ...programs.decoding.sampling import MAX_BIASES, MAX_SEED, Options, Sampling
 from ...programs.interface.layout import CACHE
 from .answer_stream import Answers, AnswerStream
 from .choices import (
@@ -46,6 +42,10 @@ from .choices import (
     logprob_count,
     text_logprobs,
 )
+from .decoding.generation_settings import CACHE_NEW, LOGITS, MAX_EOS
+from .decoding.model_config import Token
+from .decoding.output import MAX_STOPS, StopCriteria
+from .decoding.sampling import MAX_BIASES, MAX_SEED, Options, Sampling
 from .embeddings import MAX_TEXTS, Embed, embedded
 from .tokenizer_worker import StartGeneration
 from .tools import MAX_TOOLS_BYTES, AnswerForm, CallReader, ResponseFormat, Tool, Tools, form_of
@@ -198,7 +198,6 @@ class Completions:
         self._closing: set[asyncio.Task[None]] = set()
 
     def routes(self) -> Iterator[Route]:
-        """Yield the routes; ``Service`` checks the callers' roles."""
         yield Route(method="GET", path=MODELS, run=self._models)
         yield Route(method="GET", path=f"{MODELS}/{{model...}}", run=self._models)
         for path, run, max_bytes in (

@@ -17,11 +17,11 @@ from ...base.roles import Principal
 from ...client.tensors import to_frames
 from ...gateway.http.http_parser import Head
 from ...gateway.serving.oip import InferRequest
-from ...programs.decoding.generation_settings import HIDDEN
-from ...programs.decoding.model_config import LanguageModelConfig
-from ...programs.decoding.output import StopCriteria
-from ...programs.decoding.sampling import Sampling
 from .answer_stream import Answers, turn_of
+from .decoding.generation_settings import HIDDEN
+from .decoding.model_config import LanguageModelConfig
+from .decoding.output import StopCriteria
+from .decoding.sampling import Sampling
 from .tokenizer_worker import Abort, StartGeneration
 from .tokenizers import TokenizerClient, config_of
 

@@ -13,16 +13,16 @@ from ...frontend.intake.validation import Body, tenant_of
 from ...frontend.kinds import KindContext, KindRequest
 from ...frontend.transport.clients import Session
 from ...ipc.messages.run import SamplingParams
-from ...programs.decoding.generation_settings import MAX_EOS, MOST_STEPS
-from ...programs.decoding.grammar import check_schema, ends_of
-from ...programs.decoding.model_config import check_stop_ids, seen_of
-from ...programs.decoding.sampling import Options, Sampling, sampling_of
 from ...programs.graphs.bundle import read_bundle
 from ...programs.interface.layout import BUNDLE_FILE
 from ...scheduler.memory.blocks import Tokens, tokens_of
 from ...scheduler.state.events import ModelAvailable
 from ...wire.frames import RequestHeader
 from .caches import Cache, longest
+from .decoding.generation_settings import MAX_EOS, MOST_STEPS
+from .decoding.grammar import check_schema, ends_of
+from .decoding.model_config import check_stop_ids, seen_of
+from .decoding.sampling import Options, Sampling, sampling_of
 
 FACTS: Final = ("vocabulary", "eos_ids", "bos_id", "sampling", "has_tokenizer", "pooling")
 MAX_TOKENS: Final = 1 << 40  # longer than any context
@@ -225,7 +225,7 @@ def answer_facts(
 
     def read() -> None:
         """Read the tokenizer on the copier's thread, because it may have 30 MB."""
-        text = read_bundle(file).generation if wants_tokenizer else None
+        text: Any = read_bundle(file).settings if wants_tokenizer else None
         if text is not None:
             result.update(
                 tokenizer=text.tokenizer, chat_template=text.chat_template, special=text.special

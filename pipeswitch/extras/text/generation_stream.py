@@ -14,12 +14,12 @@ from weakref import WeakKeyDictionary
 import msgspec
 
 from ...base.errors import Cancelled, InvalidInput
-from ...programs.decoding.generation_settings import IDS
-from ...programs.decoding.model_config import LanguageModelConfig, Token, ending_of, tokenizer_of
-from ...programs.decoding.output import Decode, OutputProcessor, StopCriteria
-from ...programs.decoding.sampling import Sampling
 from ...wire.frames import WireTensor
 from ...wire.request_timing import RequestTiming
+from .decoding.generation_settings import IDS
+from .decoding.model_config import LanguageModelConfig, Token, ending_of, tokenizer_of
+from .decoding.output import Decode, OutputProcessor, StopCriteria
+from .decoding.sampling import Sampling
 
 # client -> digest of a language model -> its tokenizer
 _tokenizers: WeakKeyDictionary[Any, dict[str, Any]] = WeakKeyDictionary()
@@ -55,7 +55,6 @@ class GenerateRequest:
 
     @property
     def options(self) -> dict[str, Any]:
-        """Keyword arguments for ``Calls._call``."""
         return {
             "inputs": self._inputs,
             "frames": [self._frame],
@@ -138,7 +137,6 @@ class GenerationStream(Iterator[Token]):
         return next(self) if self._came else None
 
     def _wait(self) -> None:
-        """Wait for the next reply."""
         try:
             body = self._replies.get()
             if body is None:

@@ -25,13 +25,13 @@ from ...frontend.sequences.manager import StateReport
 from ...frontend.transport.clients import Session
 from ...ipc.messages.base import OpId, SlabTensor
 from ...ipc.messages.run import Run
-from ...programs.decoding.generation_settings import COUNT, IDS, MOST_STEPS, USED
 from ...programs.interface.layout import CACHE, ITEM_BYTES, TENSOR_ALIGN_BYTES, Manifest, aligned
 from ...scheduler.memory.blocks import BlockTable, tokens_of
 from ...scheduler.state.events import InferArrived, PoolFreed, Reply, Token
 from ...scheduler.state.records import Request
 from ...wire.frames import RequestHeader
 from .caches import Cache, Caches, longest
+from .decoding.generation_settings import COUNT, IDS, MOST_STEPS, USED
 from .generation_state import Generation, answer_facts, generation_of
 from .schemas import SchemaChecks
 
@@ -112,13 +112,11 @@ class Generations:
         return replace(answer, body={**answer.body, **sums})
 
     def renew(self, request: Request) -> None:
-        """Drop a cache whose prompt another generation has computed further (``RunKind.renew``)."""
         generation = _of(self._live[request.token])
         self._caches.tokens_reused -= generation.reused  # ``reuse`` counts them again
         self._drop_cache(generation)
 
     def prepare(self, request: Request) -> Run | None:
-        """Return the next run; None: it waits for memory (``RunKind.prepare``)."""
         pending = self._live[request.token]
         generation = _of(pending)
         try:
@@ -262,7 +260,6 @@ class Generations:
         return None
 
     def drop(self, pending: Pending) -> None:
-        """Free a generation's cache and inputs at its end (``Kind.drop``)."""
         generation = _of(pending)
         self._live.pop(pending.token, None)
         self._waiting.pop(pending.token, None)
@@ -272,7 +269,6 @@ class Generations:
         self.wake_at()
 
     def notes(self, manifest: Manifest) -> Sequence[str]:
-        """Return a note if the pool limits the length of a model's answers (``Kind.notes``)."""
         facts = manifest.extra.get("generation")
         count = longest(manifest, self._pool.share_bytes)[0] if facts else 0
         if not facts or count >= facts["context"]:

@@ -1,4 +1,4 @@
-"""Schemas of answers: a process beside the device tries each new one (``schema_process``).
+"""Schemas of answers: a process beside the device tries each new one (``grammar.schema_process``).
 
 A worker prepares a schema in a run, so only those that this process prepared in time reach it.
 """
@@ -16,7 +16,7 @@ from ...frontend.kinds import KindContext
 from ...frontend.requests import Pending
 from ...ipc.messages.base import Message
 from ...ipc.messages.helper import HelperFailed, HelperSettings
-from ...programs.decoding.grammar import costly_refusal
+from .decoding.grammar import costly_refusal
 
 MAX_WAITING: Final = 64  # requests whose schemas wait to be tried; each may take 0.2 s
 MAX_RESULTS: Final = 1024  # results that are kept; a schema has at most 8 KiB
@@ -49,7 +49,6 @@ class SchemaChecks:
         return error is not None
 
     def ask(self, schema: str, waiting: Waiting) -> None:
-        """Try a schema for a request of a caller; call its function with the error or None."""
         pending, caller, _ = waiting
         pending.is_copying = True  # a cancellation waits for the result
         self._shares.add(caller, 1)

@@ -22,7 +22,8 @@ import msgspec
 
 from ...base.codec import UNREADABLE, check_memory, encode_msgpack
 from ...base.errors import InvalidInput
-from ...programs.decoding.model_config import (
+from ...sandbox.confine import confine_worker, missing
+from .decoding.model_config import (
     LONGEST,
     TOO_LONG,
     LanguageModelConfig,
@@ -33,9 +34,8 @@ from ...programs.decoding.model_config import (
     fitted,
     tokenizer_of,
 )
-from ...programs.decoding.output import OutputProcessor, StopCriteria
-from ...programs.decoding.sampling import Sampling
-from ...sandbox.confine import confine_worker, missing
+from .decoding.output import OutputProcessor, StopCriteria
+from .decoding.sampling import Sampling
 
 MEMORY_BYTES: Final = 1 << 30  # in addition to imports; the largest known tokenizer takes 400 MB
 CHARS_PER_TOKEN: Final = 64  # limit per token of the context; a longer prompt is not encoded

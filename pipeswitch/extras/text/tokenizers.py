@@ -24,9 +24,9 @@ from ...base.errors import InvalidInput, ServerUnavailable
 from ...base.quotas import TurnQueue
 from ...base.roles import Principal
 from ...gateway.serving.service import Service
-from ...programs.decoding.model_config import LanguageModelConfig
 from ...sandbox.environment import harmless
 from . import tokenizer_worker
+from .decoding.model_config import LanguageModelConfig
 from .tokenizer_worker import (
     LENGTH_BYTES,
     Abort,
@@ -187,7 +187,6 @@ class TokenizerClient:
             request.data = b""  # free it: if the caller hung up, the request stays in the queue
 
     def send(self, message: Abort) -> None:
-        """Send a message that has no reply."""
         if not self.is_over:
             self._writer.write(framed(_encoded(message)))
 
@@ -311,7 +310,6 @@ class TokenizerPool:
         return talk
 
     def leave(self, talk: TokenizerClient) -> None:
-        """Count one answer less, after ``enter``."""
         talk.answers -= 1
         if not talk.answers:
             talk.idle_since_s = time.monotonic()

@@ -127,7 +127,6 @@ def _schema_of_call(function: Function) -> bytes:
 
 
 def _moved(schema: bytes, place: bytes) -> bytes:
-    """Return a schema to be put at ``place`` in another one, with adjusted references."""
     return REFERENCE.sub(rb"\g<0>" + place, schema)
 
 

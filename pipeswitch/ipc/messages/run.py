@@ -18,7 +18,7 @@ LARGE_BYTES: Final = 3000  # size of one request's parameters; a packet has spac
 
 
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Sampling of an answer's tokens (``programs.decoding.sampling``), and the number of
+    """Sampling of an answer's tokens (``extras/text/decoding``), and the number of
     steps that a worker may continue in one run (ADR 54)."""
 
     steps: int = 1

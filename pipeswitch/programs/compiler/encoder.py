@@ -11,12 +11,11 @@ import torch
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from ...base.errors import RegistrationRefused
-from ..decoding.generation_settings import GenerationSettings
 from ..graphs.bundle import VERSION, Graph, Node, check_graph
 from ..graphs.graph import aliases, mutations
 from ..graphs.operators import DROPPED_AT_EXPORT, split_target
 from ..interface.dims import Extent
-from ..interface.layout import ValueSpec
+from ..interface.layout import KindSettings, ValueSpec
 from ..interface.matching import uncompiled
 from ..running.values import dtype_name
 from .dynamic import Axes, NotDynamic
@@ -49,7 +48,7 @@ class EncodedProgram:
         weights: contiguous tensors on the host, one for each of ``graph.weights``.
         notes: decisions of the export (such as why the batch is fixed), for people.
         suspects: extents of the dimensions at which the graph may be wrong.
-        generation: settings of a model that generates or embeds texts.
+        settings: settings of the model's kind; None: a plain model.
         unsaved: names of weights that the module's state dict does not have, such as buffers with
             ``persistent=False``. A version from a file keeps their values.
         examples: the inputs of the export; empty: they say nothing about the model's requests.
@@ -59,7 +58,7 @@ class EncodedProgram:
     weights: list[torch.Tensor]
     notes: list[str] = field(default_factory=list)
     suspects: list[dict[str, int]] = field(default_factory=list)
-    generation: GenerationSettings | None = None
+    settings: KindSettings | None = None
     unsaved: list[str] = field(default_factory=list)
     examples: list[torch.Tensor] = field(default_factory=list)
 

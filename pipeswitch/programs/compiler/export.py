@@ -8,7 +8,8 @@ import re
 import warnings
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, Final
+from dataclasses import dataclass
+from typing import Any, Final, Protocol
 
 import msgspec
 import torch
@@ -16,15 +17,16 @@ from torch import nn
 from torch.utils._pytree import tree_map_only
 
 from ...base.errors import PipeSwitchError, RegistrationRefused
+from ...base.extras import BUILDERS
 from ...base.units import format_bytes
 from ..graphs.bundle import EXAMPLE, write_bundle
 from ..interface.dims import BATCH, Dim, batch_range, values_of
+from ..interface.layout import KindSettings
 from ..interface.pytree import Tree
 from ..running.factories import split_arguments
 from ..running.values import dtype_name, nested_outputs, tensor_bytes
-from ..spec import DEFAULT_SEQUENCES
+from ..spec import DEFAULT_SEQUENCES, BuildSpec
 from .checking import align, check_program, resized
-from .decoder import decoder
 from .dynamic import Axes, Dynamic, NotDynamic, asked_axes, batch_axes, choices, narrowed
 from .encoder import EncodedProgram, Encoder
 from .export_hints import OTHERS, advice, refuse_engines
@@ -39,6 +41,31 @@ MAX_EXAMPLE_BYTES: Final = 32 << 20
 SYMBOLIC_SHAPES_LOG: Final = "torch.fx.experimental.symbolic_shapes"
 
 Verify = Callable[[EncodedProgram], None]
+
+
+@dataclass(frozen=True)
+class WrappedModel:
+    """A module that computes like a model, but with the inputs and outputs of its kind."""
+
+    module: nn.Module
+    example: dict[str, torch.Tensor]  # inputs for the export
+    dynamic: Dynamic
+    notes: list[str]
+    settings: Callable[[Any], KindSettings]  # from the model's tokenizer, or None
+
+
+class Builder(Protocol):
+    """Preparation of models for an option, by an extra (``BUILDERS``)."""
+
+    def auto_class(self, config: Any) -> Any:
+        """Return the class of transformers that chooses a model's class by its configuration;
+        refuse a configuration whose models cannot have the option."""
+
+    def wrap(self, model: Any) -> WrappedModel:
+        """Wrap a model that has its weights; refuse one that cannot have the option."""
+
+    def read_folder(self, wrapped: WrappedModel, spec: BuildSpec) -> tuple[KindSettings, list[str]]:
+        """Return the settings, with the tokenizer of the model's folder, and notes on its files."""
 
 
 @one_export_at_a_time()
@@ -285,7 +312,7 @@ def write_program(path: str | os.PathLike[str], program: EncodedProgram) -> None
             for name, tensor in zip(names, tensors, strict=True)
         ],
         (tensor_bytes(tensor) for tensor in tensors),
-        program.generation,
+        program.settings,
         program.notes,
         program.unsaved,
     )
@@ -424,26 +451,33 @@ def export_module_to_bundle(
 
 
 @one_export_at_a_time()
-def export_decoder_to_bundle(
+def export_wrapped_to_bundle(
     model: Any,
     path: str | os.PathLike[str],
+    option: str,
     tokenizer: Any = None,
     *,
     max_batch: int = DEFAULT_SEQUENCES,
 ) -> dict[str, Any]:
-    """Export a causal language model of transformers, with its cache as the sequence's state.
+    """Export a model as the extra with an option wraps it (``BUILDERS``).
 
     Threads, result and errors are those of ``export_module_to_bundle``. ``tokenizer`` is the
-    model's own fast tokenizer; without it, prompts and answers are ids.
+    model's own fast tokenizer; without it, requests and answers are ids.
+
+    Raises:
+        ConfigError: no installed extra has the option.
     """
+    builder: Builder = BUILDERS.load(option)()
 
     def program_of() -> EncodedProgram:
         with _served(model):
-            module = decoder(model)
-            program = _checked_program(module, module.example(), None, max_batch, module.dynamic())
-        program.generation = module.generation(tokenizer)
-        program.examples = []  # a cache of arbitrary numbers
-        program.notes[:0] = module.notes
+            wrapped = builder.wrap(model)
+            program = _checked_program(
+                wrapped.module, wrapped.example, None, max_batch, wrapped.dynamic
+            )
+        program.settings = wrapped.settings(tokenizer)
+        program.examples = []  # a state of arbitrary numbers
+        program.notes[:0] = wrapped.notes
         return program
 
     return _written(path, program_of)

@@ -25,7 +25,7 @@ from ..graphs.bundle import Bundle, read_bundle, write_bundle
 from ..graphs.graph import last_readers
 from ..graphs.partition import UnplacedWeight, default_plan, layers_of_graph, place
 from ..interface.dims import BATCH, Values, corners, values_of, values_text
-from ..interface.layout import BUNDLE_FILE, Manifest
+from ..interface.layout import BUNDLE_FILE, KindSettings, Manifest
 from ..interface.packing import DERIVED_FILE, HALF, Precision
 from ..running.executor import GraphProgram, PackedKernels
 from ..running.tensor_views import tensor_over
@@ -82,7 +82,7 @@ def derive(
     weights = [tensor_over(storage, spec, 0) for spec in manifest.tensors]
     plain = _runner(GraphProgram(manifest, bundle.graph, "cpu"), storage)
     examples = load_examples(folder / BUNDLE_FILE, bundle)
-    shapes = _shapes(manifest, examples, is_decoder=bundle.generation is not None)
+    shapes = _shapes(manifest, examples, bundle.settings)
     pairs = [answered(manifest.inputs, one, examples, plain) for one in shapes]
     if examples:
         pairs[0] = examples, plain(examples)
@@ -181,17 +181,18 @@ def _runner(program: GraphProgram, storage: torch.UntypedStorage) -> Run:
     return run
 
 
-def _shapes(manifest: Manifest, examples: Sequence[torch.Tensor], is_decoder: bool) -> list[Values]:
+def _shapes(
+    manifest: Manifest, examples: Sequence[torch.Tensor], settings: KindSettings | None
+) -> list[Values]:
     """Return the extents at which programs are compared: the example, a batch, the ranges' ends.
 
-    For a language model the example is one token of one sequence, its most frequent step.
+    Dimensions that most runs have at their lowest extents (``low_dims``) are so in the example.
     """
     extents = (spec.shape for spec in manifest.inputs)
     own = values_of(extents, (one.shape for one in examples)) if examples else None
     example: dict[str, int] = own or dict(manifest.extra["example_dims"])
-    if is_decoder:
-        lows = {dim.name: dim.low for dim in manifest.dims}
-        example |= {name: max(1, lows[name]) for name in ("length", BATCH) if name in lows}
+    low_dims = () if settings is None else settings.low_dims
+    example |= {dim.name: max(1, dim.low) for dim in manifest.dims if dim.name in low_dims}
     shapes: list[Values] = [example]
     for dim in manifest.dims:
         if dim.name == BATCH and example[BATCH] != (several := min(SEVERAL, dim.high)):
@@ -259,7 +260,7 @@ def _written(
         for name, data in zip(graph.weights, derived.weights, strict=True)
     ]
     data = (tensor_bytes(weight.contiguous()) for weight in derived.weights)
-    write_bundle(path, graph, tensors, data, bundle.generation)
+    write_bundle(path, graph, tensors, data, bundle.settings)
     read = read_bundle(path, is_derived=True)
     weights = [UnplacedWeight(t.name, t.dtype, t.shape, t.size_bytes) for t in read.tensors]
     layers = layers_of_graph(read.graph)

@@ -26,7 +26,6 @@ from ...base.units import format_bytes
 from ...commits.weights import Weight, load_weights
 from ...devices.cpu import packed
 from ...devices.torch_kernels import TorchKernels
-from ..decoding.generation_settings import HIDDEN, PADS, STATE, GenerationSettings
 from ..graphs.bundle import Bundle, Graph, read_bundle, read_safetensors_header
 from ..graphs.graph import check_no_mutation, check_shapes, last_readers
 from ..graphs.operators import checked_by
@@ -34,7 +33,7 @@ from ..graphs.partition import UnplacedWeight as GraphWeight
 from ..graphs.partition import default_plan, layers_of_graph, place
 from ..interface.dims import BATCH, Values, at_batch, batch_range, values_of, values_text
 from ..interface.groups import regrouped
-from ..interface.layout import Manifest
+from ..interface.layout import KindSettings, Manifest
 from ..interface.matching import match
 from ..interface.odd_files import check_file
 from ..interface.packing import DERIVED_FILE
@@ -107,7 +106,7 @@ def build(
             manifest = _in_precision(manifest, spec, out_dir, kernels)
         if (batched := batched_as(manifest, spec)) is not None:
             manifest = with_batching(manifest, *batched, out_dir, kernels)
-        if state := spec.state or (STATE if "generation" in manifest.extra else {}):
+        if state := spec.state or manifest.extra.get("state"):
             manifest = with_state(manifest, state)
         if manifest.mode == "graph":
             *_, head_sha256 = read_safetensors_header(out_dir / weights_file(manifest))
@@ -167,7 +166,7 @@ def _build_bundle(
     except OSError as error:
         raise RegistrationRefused(f"source {spec.source!r}", str(error)) from error
     bundle = read_bundle(path)
-    if spec.generate and (bundle.generation is None or bundle.generation.pooling):
+    if spec.generate and (bundle.settings is None or bundle.settings.option != "generate"):
         raise RegistrationRefused(
             "generate",
             "the bundle is not that of a language model",
@@ -279,9 +278,9 @@ def _export(
 
     def verify(program: EncodedProgram) -> None:
         outputs = [one.name for one in program.graph.outputs]
-        embeds = loaded.generation is not None and loaded.generation.pooling
-        program.generation = loaded.generation if not embeds or HIDDEN in outputs else None
-        program.examples = [] if loaded.generation is not None else list(loaded.examples or [])
+        settings = loaded.settings
+        program.settings = settings if settings is None or settings.fits(outputs) else None
+        program.examples = [] if settings is not None else list(loaded.examples or [])
         write_program(path, program)
         bundle = read_bundle(path)  # checks that our reader accepts the file
         if program.graph.dims:
@@ -346,17 +345,16 @@ def _finish_graph(
         whole = GraphProgram(regrouped(manifest, (0,)), graph, "cpu")
         everything = whole.bind(lambda t: tensor_over(image.untyped_storage(), t, 0))
         fresh = Fresh(nn.Module(), _without_waiting(everything))  # a graph keeps no state
-    # Bits may depend on the address of a weight. A language model may differ by rounding.
-    generates = bundle.generation is not None and not bundle.generation.pooling
-    is_same = checking.is_rounded if generates else checking.same_bits
+    # Bits may depend on the address of a weight. A model that was wrapped may differ by rounding.
+    settings = bundle.settings
+    is_same = checking.is_rounded if settings and settings.option else checking.same_bits
     _verify_graph(manifest, bound, fresh, shapes, progress, examples, is_same)
     if hashlib.sha256(tensor_bytes(image)).hexdigest() != digest_before:
         raise RegistrationRefused("weights", "running the program changes them")
     progress("pack", 0.0)
-    generation = bundle.generation
     return msgspec.structs.replace(
         manifest,
-        digest=_digest(manifest, graph, digest_before, generation),
+        digest=_digest(manifest, graph, digest_before, settings),
         weights_sha256=digest_before,
         extra={
             **manifest.extra,
@@ -367,14 +365,7 @@ def _finish_graph(
             "last_readers": last_readers(graph),
             "checked_by": checked_by(),
             **({"unsaved": list(bundle.unsaved)} if bundle.unsaved else {}),
-            **(
-                {"generation": generation.numbers(), "pads": PADS}
-                if generation and generates
-                else {"embedding": generation.numbers()}
-                if generation
-                else {}
-            ),
-            **({"notes": generation.notes} if generation and generation.notes else {}),
+            **(settings.claims() if settings else {}),
         },
     )
 
@@ -472,13 +463,13 @@ def _shapes_of(spec: BuildSpec, graph: Graph) -> list[dict[str, int]]:
 
 
 def _digest(
-    manifest: Manifest, graph: Graph, weights_sha256: str, generation: GenerationSettings | None
+    manifest: Manifest, graph: Graph, weights_sha256: str, settings: KindSettings | None
 ) -> str:
     """Return the program's digest; it changes with the version of the contracts, too."""
     digest = hashlib.sha256(msgspec.json.encode(graph, order="deterministic"))
     digest.update(checked_by().encode())
     digest.update(weights_sha256.encode())
     digest.update(msgspec.json.encode([manifest.inputs, manifest.outputs, manifest.dims]))
-    if generation is not None:  # another tokenizer makes another program
-        digest.update(msgspec.json.encode(generation))
+    if settings is not None:  # another tokenizer makes another program
+        digest.update(msgspec.json.encode(settings))
     return digest.hexdigest()

@@ -18,15 +18,10 @@ import torch
 from torch import nn
 
 from ...base.errors import PipeSwitchError, RegistrationRefused
+from ...base.extras import BUILDERS
 from ...commits.weights import load_weights
-from ..decoding.generation_settings import (
-    VERSION,
-    GenerationSettings,
-    packed_tokenizer,
-    tokenizer_text,
-)
 from ..interface.dims import Dim, typical
-from ..interface.layout import ITEM_BYTES, ValueSpec
+from ..interface.layout import ITEM_BYTES, KindSettings, ValueSpec
 from ..interface.matching import match
 from ..interface.odd_files import check_file
 from ..interface.pytree import Tree, argument_names, arguments
@@ -37,8 +32,8 @@ from ..running.values import dtype_name, flatten_outputs
 from ..spec import BuildSpec
 from . import model_folder
 from .checking import align
-from .decoder import decoder, refuse_encoder
 from .dynamic import Dynamic, Range
+from .export import Builder
 from .export_hints import refuse_engines
 from .statefulness import Fresh
 
@@ -100,8 +95,7 @@ class Loaded:
     loose: dict[str, torch.Tensor] = field(default_factory=dict)  # tensors in plain attributes
     imported_before: frozenset[str] = frozenset()  # modules imported before the source
     output_names: list[str] = field(default_factory=list)  # output order; empty: the module's own
-    # settings of a model that generates or embeds texts
-    generation: GenerationSettings | None = None
+    settings: KindSettings | None = None  # None: a plain model
     notes: list[str] = field(default_factory=list)  # decisions of the build, for people
     seed: int = 0  # seed with which the module was constructed
 
@@ -153,13 +147,13 @@ def load_source(spec: BuildSpec) -> Loaded:
         parameter.requires_grad_(False)
     align(module)
     if spec.generate:
-        return _with_state(module, spec, construct)
+        return _wrapped(BUILDERS.load("generate")(), module, spec, construct)
     inputs, dynamic = checked_inputs(spec.inputs or usual)
     examples = _examples(spec.example, inputs, dynamic)
     if examples:
         inputs = {name: (tuple(value.shape), inputs[name][1]) for name, value in examples.items()}
     loose = {name: tensor.detach() for name, tensor in loose_tensors(module).items()}
-    generation, notes = _embedding(spec, module, inputs, dynamic)
+    settings, notes = _embedding(spec, module, inputs, dynamic)
     return Loaded(
         module,
         inputs,
@@ -170,7 +164,7 @@ def load_source(spec: BuildSpec) -> Loaded:
         [*examples.values()],
         loose,
         imported_before,
-        generation=generation,
+        settings=settings,
         notes=notes,
         seed=seed,
     )
@@ -178,49 +172,36 @@ def load_source(spec: BuildSpec) -> Loaded:
 
 def _embedding(
     spec: BuildSpec, module: nn.Module, inputs: InputShapes, dynamic: Dynamic
-) -> tuple[GenerationSettings | None, list[str]]:
+) -> tuple[KindSettings | None, list[str]]:
     """Return a text-embedding model's settings and notes on the files of its folder.
-    The settings are None for other models, and without a tokenizer."""
+    The settings are None for other models."""
     if not isinstance(module, _ByPosition):
         return None, []
     is_text = [*inputs] == ["input_ids", "attention_mask"]
     longest = dynamic.get("input_ids", {}).get(1)
-    if not is_text or not isinstance(longest, tuple):
-        return None, model_folder.notes(spec, has_tokenizer=False, has_pooling=False)
-    tokenizer, notes = model_folder.tokenizer(spec)
-    model: Any = module.model
-    embeds = tokenizer is not None and model.base_model is model  # others have a head
-    notes += model_folder.notes(spec, has_tokenizer=embeds, has_pooling=embeds)
-    if tokenizer is None:
-        return None, notes
-    is_causal = any(getattr(part, "is_causal", False) for part in module.modules())
-    generation = GenerationSettings(
-        version=VERSION,
-        vocabulary=model.get_input_embeddings().weight.shape[0],
-        context=int(longest[-1]) + 1,  # so that a prompt of the longest length is allowed
-        tokenizer=packed_tokenizer(tokenizer_text(tokenizer)),
-        pooling=(embeds and model_folder.pooling(spec)) or ("last" if is_causal else "mean"),
-    )
-    return generation, notes
+    if not is_text or not isinstance(longest, tuple) or "embedding" not in BUILDERS.names():
+        return None, model_folder.unused_files(spec)
+    settings, notes = BUILDERS.load("embedding")(spec, module.model, int(longest[-1]))
+    return settings, notes
 
 
-def _with_state(module: nn.Module, spec: BuildSpec, construct: Callable[[], nn.Module]) -> Loaded:
+def _wrapped(
+    builder: Builder, module: nn.Module, spec: BuildSpec, construct: Callable[[], nn.Module]
+) -> Loaded:
     if not isinstance(module, _ByPosition):
         raise RegistrationRefused(
             "generate", "the source is hf:NAME, or a bundle that was exported to generate"
         )
-    wrapped = decoder(module.model)
-    tokenizer, notes = model_folder.tokenizer(spec)
-    notes += model_folder.notes(spec, has_tokenizer=tokenizer is not None, has_pooling=False)
-    example = wrapped.example()
-    inputs = {n: (tuple(v.shape), dtype_name(v.dtype, n)) for n, v in example.items()}
+    wrapped = builder.wrap(module.model)
+    settings, notes = builder.read_folder(wrapped, spec)
+    shapes = {n: (tuple(v.shape), dtype_name(v.dtype, n)) for n, v in wrapped.example.items()}
     return Loaded(
-        wrapped,
-        inputs,
+        wrapped.module,
+        shapes,
         construct,
-        wrapped.dynamic(),
-        examples=[*example.values()],
-        generation=wrapped.generation(tokenizer),
+        wrapped.dynamic,
+        examples=[*wrapped.example.values()],
+        settings=settings,
         notes=[*wrapped.notes, *notes],
     )
 
@@ -340,8 +321,7 @@ def _transformers(name: str, spec: BuildSpec) -> tuple[Callable[[], nn.Module], 
     _refuse_kernels(name, config)
     bare: Any = transformers.AutoModel  # untyped upstream
     if spec.generate:
-        refuse_encoder(config)
-        bare = transformers.AutoModelForCausalLM
+        bare = BUILDERS.load("generate")().auto_class(config)
     own = None if spec.generate and not wished else _class(transformers, wished, config)
     cls = own or bare
     mapped = bare._model_mapping.get(type(config), bare)  # class that the auto class chooses

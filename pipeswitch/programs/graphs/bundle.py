@@ -1,8 +1,8 @@
 """The bundle: a program's format in files and on the wire. Pure, no torch.
 
 A bundle is one safetensors file. Its ``__metadata__`` contains JSON: the graph under
-``pipeswitch.program``, a language model's settings under ``pipeswitch.generation``, and notes of
-the export for people under ``pipeswitch.notes``. Its tensors are the weights, in order of first
+``pipeswitch.program``, settings of a kind that an extra reads under ``pipeswitch.KIND``, and notes
+of the export for people under ``pipeswitch.notes``. Its tensors are the weights, in order of first
 use, and then the example inputs (``EXAMPLE``), if they are kept. It contains no code, and nothing
 is unpickled (ADR 7 says why PyTorch's own formats are not accepted).
 
@@ -22,24 +22,17 @@ import json
 import keyword
 import os
 import struct
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final, NoReturn
 
 import msgspec
 
 from ...base.codec import UNREADABLE
-from ...base.errors import RegistrationRefused
+from ...base.errors import ConfigError, RegistrationRefused
+from ...base.extras import SETTINGS
 from ...base.plain_files import open_regular
 from ...base.units import escape_control_chars
-from ..decoding.generation_settings import (
-    MAX_NOTE_CHARS,
-    MAX_NOTES,
-    GenerationSettings,
-    check_generation,
-    decode_generation,
-)
-from ..decoding.generation_settings import METADATA_KEY as GENERATION_KEY
 from ..interface.dims import (
     MAX_ELEMENTS,
     MAX_PARTS,
@@ -52,15 +45,16 @@ from ..interface.dims import (
     shape_at,
     values_of,
 )
-from ..interface.layout import ITEM_BYTES, Manifest, ValueSpec
+from ..interface.layout import ITEM_BYTES, KindSettings, Manifest, ValueSpec
 from ..interface.packing import TARGETS, PackedLayout
 from ..interface.pytree import Tree, check_takes, check_tree
 from .operators import split_target
 
 VERSION: Final = 2
-METADATA_KEY: Final = "pipeswitch.program"
-NOTES_KEY: Final = "pipeswitch.notes"
-UNSAVED_KEY: Final = "pipeswitch.unsaved"
+OURS: Final = "pipeswitch."  # prefix of the metadata's keys
+METADATA_KEY: Final = f"{OURS}program"
+NOTES_KEY: Final = f"{OURS}notes"
+UNSAVED_KEY: Final = f"{OURS}unsaved"
 EXAMPLE: Final = "pipeswitch.example."
 """Prefix of the names of the example inputs, to which the input's position is appended. A precision
 is compared with the plain program on them."""
@@ -73,6 +67,8 @@ MAX_DIMS: Final = 8
 MAX_NAME_CHARS: Final = 256
 MAX_NESTING: Final = 3  # maximum nesting of lists in arguments; aten's need 2, as in index([[...]])
 MAX_LIST_ITEMS: Final = 65_536
+MAX_NOTES: Final = 32  # of an export, and of ``KindSettings``
+MAX_NOTE_CHARS: Final = 1000
 MAX_TEXT_CHARS: Final = 64  # for a text argument such as "bilinear" or an einsum equation
 
 SAFETENSORS_DTYPES: Final = {
@@ -127,7 +123,6 @@ class Graph(
 
     @property
     def first_node_value(self) -> int:
-        """The number of the first node's value."""
         return len(self.inputs) + len(self.weights)
 
 
@@ -147,7 +142,7 @@ class Bundle(msgspec.Struct, frozen=True, kw_only=True):
     graph: Graph
     tensors: tuple[FileTensor, ...]  # in the order of graph.weights
     examples: tuple[FileTensor, ...] = ()  # in the order of graph.inputs; empty: none are known
-    generation: GenerationSettings | None = None  # None: not a language model
+    settings: KindSettings | None = None  # None: a plain model
     notes: tuple[str, ...] = ()  # notes of the export, for people
     unsaved: tuple[str, ...] = ()  # weights that the module's state dict does not have
 
@@ -181,10 +176,9 @@ def read_bundle(
         _refuse("bundle weights", "names or order differ between the graph and the file")
     if examples:
         _check_examples(graph, examples)
-    generation_text = metadata.get(GENERATION_KEY)
-    generation = None if generation_text is None else decode_generation(generation_text)
-    if generation is not None:
-        check_generation(generation, (*graph.inputs, *graph.outputs), graph.dims)
+    settings = _decode_settings(metadata)
+    if settings is not None:
+        settings.check((*graph.inputs, *graph.outputs), graph.dims)
     notes = _decode_notes(metadata.get(NOTES_KEY, "[]"))
     unsaved = _decode_texts(metadata.get(UNSAVED_KEY, "[]"), "bundle unsaved")
     if not {*graph.weights}.issuperset(unsaved):
@@ -193,7 +187,7 @@ def read_bundle(
         graph=graph,
         tensors=tensors,
         examples=examples,
-        generation=generation,
+        settings=settings,
         notes=notes,
         unsaved=unsaved,
     )
@@ -204,6 +198,19 @@ def _decode_texts(text: str, part: str) -> tuple[str, ...]:
         return msgspec.json.decode(text, type=tuple[str, ...])
     except UNREADABLE as error:
         _refuse(part, str(error)[:200])
+
+
+def _decode_settings(metadata: Mapping[str, str]) -> KindSettings | None:
+    """Return the settings of the model's kind; None for a plain model."""
+    own = (METADATA_KEY, NOTES_KEY, UNSAVED_KEY)
+    keys = [key for key in metadata if key.startswith(OURS) and key not in own]
+    if len(keys) > 1:
+        _refuse("bundle", "it has settings of several kinds")
+    try:
+        read = [SETTINGS.load(key.removeprefix(OURS)) for key in keys]
+    except ConfigError as error:
+        raise RegistrationRefused("bundle", error.message, hint=error.hint) from None
+    return read[0](metadata[keys[0]]) if read else None
 
 
 def _check_examples(graph: Graph, examples: Sequence[FileTensor]) -> None:
@@ -227,7 +234,7 @@ def write_bundle(
     graph: Graph,
     tensors: Sequence[tuple[str, str, tuple[int, ...]]],
     data: Iterable[memoryview | bytes],
-    generation: GenerationSettings | None = None,
+    settings: KindSettings | None = None,
     notes: Sequence[str] = (),
     unsaved: Sequence[str] = (),
 ) -> None:
@@ -236,9 +243,9 @@ def write_bundle(
     Notes that are too long or too many are cut.
     """
     metadata = {METADATA_KEY: encode_graph(graph)}
-    if generation is not None:
-        check_generation(generation, (*graph.inputs, *graph.outputs), graph.dims)
-        metadata[GENERATION_KEY] = msgspec.json.encode(generation).decode()
+    if settings is not None:
+        settings.check((*graph.inputs, *graph.outputs), graph.dims)
+        metadata[f"{OURS}{settings.kind}"] = msgspec.json.encode(settings).decode()
     if notes:
         short = [escape_control_chars(note)[:MAX_NOTE_CHARS] for note in notes[:MAX_NOTES]]
         metadata[NOTES_KEY] = msgspec.json.encode(short).decode()

@@ -50,7 +50,6 @@ def _all_of(args: Arguments, *contracts: Contract) -> None:
 
 
 def _tensors(args: Arguments, names: Iterable[str]) -> dict[str, torch.Tensor]:
-    """Return the tensors with these names; leave out optional tensors that are None."""
     return {name: args[name] for name in names if args.get(name) is not None}
 
 

@@ -334,7 +334,6 @@ class CompiledGraph:
         self.calls: list[GroupCall] = [self._compile(*span) for span in spans]
 
     def start(self, inputs: Sequence[torch.Tensor]) -> Environment:
-        """Return a new environment with the inputs."""
         return dict(enumerate(inputs))
 
     def finish(

@@ -15,7 +15,6 @@ import msgspec
 
 from ...base.errors import RegistrationRefused
 from ...base.units import escape_control_chars
-from ..decoding.generation_settings import PADS
 from ..interface import layout
 from ..interface.dims import BATCH, names_in
 from .bundle import MAX_NAME_CHARS, MAX_NODES, check_dtype_and_shape, is_name
@@ -48,10 +47,10 @@ def check_claims(manifest: layout.Manifest) -> None:
         _refuse("a tensor is read last by no node of it")
     if "pads" in manifest.extra:
         shapes = {value.name: value.shape for value in manifest.inputs}
-        is_known = manifest.extra["pads"] == PADS and manifest.mode == "graph"
-        if not is_known or any(shapes.get(counted) != (BATCH,) for counted in PADS.values()):
+        is_known = manifest.extra["pads"] == layout.PADS and manifest.mode == "graph"
+        if not is_known or any(shapes.get(counted) != (BATCH,) for counted in layout.PADS.values()):
             _refuse("no inputs say how much of a padded one is real")
-        if not {shape[1:2] for shape in shapes.values()} >= {(dim,) for dim in PADS}:
+        if not {shape[1:2] for shape in shapes.values()} >= {(dim,) for dim in layout.PADS}:
             _refuse("it has not the dimensions that would be padded")
     if manifest.precision is not None:
         figures = msgspec.structs.astuple(manifest.precision)

@@ -8,8 +8,8 @@ store have the same layout, so a group is one contiguous copy.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, Final, Literal, Protocol
+from collections.abc import Container, Iterable, Mapping, Sequence
+from typing import Any, ClassVar, Final, Literal, Protocol
 
 import msgspec
 
@@ -20,7 +20,8 @@ from .packing import Precision
 MAX_JOINED_BYTES: Final = 512 << 20  # maximum inputs of a padded batch; a worker copies them
 BUNDLE_FILE: Final = "program.bundle"  # in the folder of a program in graph mode
 TENSOR_ALIGN_BYTES: Final = 512  # as in torch's caching allocator, so all kernels accept it
-CACHE: Final = "cache"  # input of a language model: the rows of the tokens before
+CACHE: Final = "cache"  # input with one row for each earlier place of a sequence
+PADS: Final = {"length": "count", "past": "used"}  # ``Manifest.pads`` of a program with a cache
 REGION_ALIGN_BYTES: Final = 2 << 20
 
 
@@ -130,6 +131,29 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         Each is mapped to the name of the input that has the size without padding."""
         pads: Mapping[str, str] = self.extra.get("pads", {})
         return pads
+
+
+class KindSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Settings that a bundle has besides its graph. A subclass, in an extra, has the fields."""
+
+    kind: ClassVar[str]  # name in ``SETTINGS`` and ``RUNNERS``; the metadata is ``pipeswitch.KIND``
+    low_dims: ClassVar[tuple[str, ...]] = ()  # they are lowest in most runs
+
+    @property
+    def option(self) -> str:
+        """Option of a registration that asks for such a program; empty: no option does."""
+        return ""
+
+    def check(self, values: Iterable[ValueSpec], dims: Iterable[Dim]) -> None:
+        """Raise RegistrationRefused if a setting contradicts the graph's inputs and outputs."""
+
+    def fits(self, outputs: Container[str]) -> bool:
+        """Return False if a program with these outputs is registered without the settings."""
+        return True
+
+    def claims(self) -> Mapping[str, Any]:
+        """Return what ``Manifest.extra`` has of them."""
+        return {}
 
 
 class Wrapper(Protocol):

@@ -203,7 +203,6 @@ class GraphProgram:
                 raise RegistrationRefused("manifest", f"group {index} uses weights of a later one")
 
     def bind(self, tensor_for: TensorFor) -> BoundGraph:
-        """Bind to the tensors of one region."""
         weights = [tensor_for(spec) for spec in self.manifest.tensors]
         if self._kernels is not None:
             for index, name in enumerate(self.graph.weights):
@@ -302,7 +301,6 @@ class BoundGraph:
         self._compiled.calls[index](environment, self._arguments[index])
 
     def finish(self, environment: Environment) -> list[torch.Tensor]:
-        """Return the outputs, in the manifest's order."""
         return self._compiled.finish(environment, self._weights)
 
     def run(self, inputs: Sequence[torch.Tensor], before_group: BeforeGroup) -> list[torch.Tensor]:
@@ -491,5 +489,4 @@ class BoundModule:
                 self.slots.append((owner, key, tensor))
 
     def run(self, inputs: Sequence[torch.Tensor], before_group: BeforeGroup) -> list[torch.Tensor]:
-        """Run the program like ``BoundProgram.run``."""
         return self._program.run_bound(self, inputs, before_group)

@@ -101,7 +101,6 @@ class TorchSettings:
         return cls(tuple(get() for get, _ in _settings()))
 
     def apply(self) -> None:
-        """Set each setting whose present value differs."""
         for (get, set_), value in zip(_settings(), self.values, strict=True):
             if get() != value:
                 set_(value)

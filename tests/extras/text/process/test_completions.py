@@ -22,14 +22,14 @@ from process_tools import Checked, checked_server, until
 from pipeswitch.base.errors import InvalidInput, PipeSwitchError, SequenceNotFound
 from pipeswitch.base.roles import ANYONE
 from pipeswitch.extras.text import tokenizers
+from pipeswitch.extras.text.decoding.generation_settings import packed_tokenizer
+from pipeswitch.extras.text.decoding.model_config import LanguageModelConfig
+from pipeswitch.extras.text.decoding.output import StopCriteria
+from pipeswitch.extras.text.decoding.sampling import Sampling
 from pipeswitch.extras.text.tokenizer_worker import InvalidPrompt, StartGeneration, TokensGenerated
 from pipeswitch.extras.text.tokenizer_worker import TokenizerWorker as TextProcess
-from pipeswitch.programs.decoding.generation_settings import packed_tokenizer
-from pipeswitch.programs.decoding.model_config import LanguageModelConfig
-from pipeswitch.programs.decoding.output import StopCriteria
-from pipeswitch.programs.decoding.sampling import Sampling
+from tests.extras.text.unit.test_answer import RANGES
 from tests.models.words import trained
-from tests.unit.test_answer import RANGES
 
 openai = pytest.importorskip("openai")
 transformers = pytest.importorskip("transformers")

@@ -17,8 +17,8 @@ from pipeswitch.extras.text.completions import (
     _said,
     openai_body,
 )
+from pipeswitch.extras.text.decoding.model_config import BYTE_OF, Decoding, Token
 from pipeswitch.extras.text.tokenizer_worker import parsed
-from pipeswitch.programs.decoding.model_config import BYTE_OF, Decoding, Token
 
 CHAT = {"model": "m", "messages": [{"role": "user", "content": "hello"}]}
 

@@ -30,6 +30,15 @@ from pipeswitch.base.errors import (
 )
 from pipeswitch.base.roles import Principal
 from pipeswitch.extras.text.caches import longest
+from pipeswitch.extras.text.decoding.generation_settings import (
+    CACHE_NEW,
+    COUNT,
+    IDS,
+    LOGITS,
+    STATE,
+    USED,
+)
+from pipeswitch.extras.text.decoding.sampling import Sampling
 from pipeswitch.extras.text.generations import Generations
 from pipeswitch.frontend.inference import Inference
 from pipeswitch.frontend.intake.request_pool import RequestPool
@@ -41,22 +50,12 @@ from pipeswitch.ipc.control_page import sealed_memfd
 from pipeswitch.ipc.messages.base import ModelName, OpId, SlabTensor
 from pipeswitch.ipc.messages.helper import HelperFailed, HelperReady
 from pipeswitch.ipc.messages.run import Run
-from pipeswitch.programs.decoding.generation_settings import (
-    CACHE_NEW,
-    COUNT,
-    IDS,
-    LOGITS,
-    PADS,
-    STATE,
-    USED,
-)
-from pipeswitch.programs.decoding.sampling import Sampling
 from pipeswitch.programs.interface.dims import Dim
-from pipeswitch.programs.interface.layout import CACHE, Manifest, ValueSpec
+from pipeswitch.programs.interface.layout import CACHE, PADS, Manifest, ValueSpec
 from pipeswitch.scheduler.state import events as ev
 from pipeswitch.wire.frames import RequestHeader, WireTensor, decode_reply
+from tests.extras.text.unit.test_answer import RANGES
 from tests.unit.sequence_world import gathered
-from tests.unit.test_answer import RANGES
 
 ROW, WORDS, CONTEXT = 512, 50, 600
 MANIFEST: Final = Manifest(

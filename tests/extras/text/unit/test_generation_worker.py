@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 import torch
 
+from pipeswitch.extras.text import decode
+from pipeswitch.extras.text.decode import DecodeRunner
 from pipeswitch.ipc.control_page import sealed_memfd
 from pipeswitch.scheduler.state import events as ev
-from pipeswitch.workers.inference import decode
-from pipeswitch.workers.inference.decode import DecodeRunner
 from pipeswitch.workers.inference.pool import MappedPool
 from pipeswitch.workers.inference.task import _inputs, _write
 from tests.extras.text.unit import test_generation_room as allocation
@@ -74,7 +74,7 @@ class Rig(allocation.Rig):
         while True:
             run = self.stepping.begin(head, bound, self.worker_pool, "cpu", lambda: False)
             assert run is not None
-            inputs, rows = _inputs(head, self.worker_pool, run, self.stepping.caches)
+            inputs, rows = _inputs(head, self.worker_pool, run, self.stepping)
             outputs = run.run(inputs, lambda _: None)
             assert _write(bound, outputs, head, rows, self.worker_pool, run) == [()] * len(runs)
             if self.chance.random() > 0.1:

@@ -19,13 +19,13 @@ from pipeswitch.base.quotas import MAX_PASSES, TurnQueue
 from pipeswitch.base.roles import ANYONE, Principal
 from pipeswitch.extras.text.answer_stream import turn_of
 from pipeswitch.extras.text.completions import NEUTRAL, CompletionRequest, _check_neutral, _said
+from pipeswitch.extras.text.decoding.generation_settings import author_defaults
+from pipeswitch.extras.text.decoding.model_config import LanguageModelConfig
+from pipeswitch.extras.text.decoding.output import StopCriteria
+from pipeswitch.extras.text.decoding.sampling import Sampling
 from pipeswitch.extras.text.tokenizer_worker import DecodedText, StartGeneration, TokensGenerated
 from pipeswitch.extras.text.tokenizer_worker import TokenizerWorker as TextProcess
 from pipeswitch.extras.text.tokenizers import TURN_S, TokenizerPool, TokenizerSlot, next_place
-from pipeswitch.programs.decoding.generation_settings import author_defaults
-from pipeswitch.programs.decoding.model_config import LanguageModelConfig
-from pipeswitch.programs.decoding.output import StopCriteria
-from pipeswitch.programs.decoding.sampling import Sampling
 
 OPTIONS = [*CompletionRequest.__struct_fields__]
 

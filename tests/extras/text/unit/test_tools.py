@@ -11,16 +11,16 @@ import pytest
 
 from pipeswitch.base.errors import InvalidInput
 from pipeswitch.extras.text.completions import CompletionRequest, TritonRequest, _said
+from pipeswitch.extras.text.decoder import _chat_template
+from pipeswitch.extras.text.decoding.generation_settings import packed_tokenizer
+from pipeswitch.extras.text.decoding.grammar import Tokenizers
+from pipeswitch.extras.text.decoding.model_config import LanguageModelConfig
+from pipeswitch.extras.text.decoding.output import StopCriteria
+from pipeswitch.extras.text.decoding.sampling import Sampling
 from pipeswitch.extras.text.embeddings import Embed
 from pipeswitch.extras.text.tokenizer_worker import StartGeneration, parsed
 from pipeswitch.extras.text.tokenizer_worker import TokenizerWorker as TextProcess
 from pipeswitch.extras.text.tools import AnswerForm, CallReader
-from pipeswitch.programs.compiler.decoder import _chat_template
-from pipeswitch.programs.decoding.generation_settings import packed_tokenizer
-from pipeswitch.programs.decoding.grammar import Tokenizers
-from pipeswitch.programs.decoding.model_config import LanguageModelConfig
-from pipeswitch.programs.decoding.output import StopCriteria
-from pipeswitch.programs.decoding.sampling import Sampling
 
 PLACE = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
 NODE = {  # pydantic writes nested models like this

@@ -11,7 +11,7 @@ from typing import Final, Literal
 
 import msgspec
 
-from ...base.errors import InvalidInput
+from ....base.errors import InvalidInput
 
 Decode = Callable[[Sequence[int]], str]
 """A tokenizer's decoding, without special tokens; U+FFFD stands for incomplete characters."""
@@ -36,7 +36,6 @@ class StopCriteria(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     ignore_eos: bool = False  # True: the model's own end tokens do not end the answer
 
     def check(self) -> None:
-        """Raise InvalidInput if a number is out of its range or a stop string is invalid."""
         if self.max_new_tokens < 1:
             raise InvalidInput(f"max_new_tokens {self.max_new_tokens} is below 1")
         if not 0 <= self.min_new_tokens <= self.max_new_tokens:

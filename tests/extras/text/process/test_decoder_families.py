@@ -18,8 +18,8 @@ import torch
 from process_tools import checked_server
 
 from pipeswitch.base.errors import RegistrationRefused
-from pipeswitch.programs.compiler.attention import AttentionStep
-from pipeswitch.programs.compiler.decoder import Decoder, decoder
+from pipeswitch.extras.text.attention import AttentionStep
+from pipeswitch.extras.text.decoder import Decoder, decoder
 from pipeswitch.programs.compiler.program import build
 from pipeswitch.programs.compiler.verify import load_image
 from pipeswitch.programs.graphs.bundle import read_bundle
@@ -27,7 +27,7 @@ from pipeswitch.programs.graphs.cached_attention import DecodeRows
 from pipeswitch.programs.running.executor import GraphProgram
 from pipeswitch.programs.running.tensor_views import tensor_over
 from pipeswitch.programs.spec import BUNDLE_FILE, BuildSpec
-from tests.process.test_decoder import own
+from tests.extras.text.process.test_decoder import own
 
 transformers = pytest.importorskip("transformers")
 

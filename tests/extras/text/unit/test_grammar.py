@@ -13,10 +13,8 @@ import numpy as np
 import pytest
 
 from pipeswitch.base.errors import InvalidInput
-from pipeswitch.extras.text.tools import ResponseFormat, schema_of
-from pipeswitch.ipc.messages.run import SamplingParams
-from pipeswitch.programs.decoding.generation_settings import packed_tokenizer
-from pipeswitch.programs.decoding.grammar import (
+from pipeswitch.extras.text.decoding.generation_settings import packed_tokenizer
+from pipeswitch.extras.text.decoding.grammar import (
     Matcher,
     Tokenizers,
     check_schema,
@@ -24,7 +22,9 @@ from pipeswitch.programs.decoding.grammar import (
     ends_of,
     try_schema,
 )
-from pipeswitch.programs.decoding.sampling import Options
+from pipeswitch.extras.text.decoding.sampling import Options
+from pipeswitch.extras.text.tools import ResponseFormat, schema_of
+from pipeswitch.ipc.messages.run import SamplingParams
 
 SIZE = 700
 FORM = {"kind": {"enum": ["large", "small"]}, "count": {"type": "integer", "maximum": 99}}

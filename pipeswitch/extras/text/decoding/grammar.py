@@ -7,18 +7,27 @@ Building one takes any time, so a process beside the device tries each schema fi
 from __future__ import annotations
 
 import json
+import os
 import random
 import re
+import signal
 from collections.abc import Iterable, Sequence
 from typing import Any, Final
 
 import numpy as np
 from numpy.typing import NDArray
 
-from ...base.errors import InvalidInput
+from ....base.errors import InvalidInput
+from ....ipc.channel import Channel
+from ....ipc.messages.base import OpId
+from ....ipc.messages.helper import HelperFailed, HelperReady
+from ....sandbox.confine import confine_worker, missing
 from .generation_settings import tokenizer_json
 
 COSTLY: Final = re.compile(r'"(pattern|format|multipleOf|const|enum|\w+Of|m(?:in|ax)\w+)":')
+SCHEMA_S: Final = 0.2  # processor time to prepare a schema and the first tokens of an answer
+SCHEMA_BYTES: Final = 256 << 20
+NICENESS: Final = 10  # lower priority than workers, like text processes
 TRIED_TOKENS: Final = 32  # tokens of the answer with which a schema is tried
 MAX_MATCHERS: Final = 16  # matchers kept between the steps of their answers
 MOST_TOKENIZERS: Final = 2  # kept in memory; a tokenizer of 150,000 tokens needs 105 MiB and 2 s
@@ -137,6 +146,22 @@ def try_schema(schema: str) -> None:
         if not len(tokens := np.flatnonzero(allowed)):
             return
         matcher.take(int(chance.choice(tokens)))
+
+
+def schema_process(values: bytes, channel: Channel, _: object) -> int:
+    """Report whether an answer can follow a schema; return the status. SIGPROF ends this process
+    after ``SCHEMA_S`` of processor time."""
+    os.nice(NICENESS)
+    signal.setitimer(signal.ITIMER_PROF, SCHEMA_S)
+    if "seccomp" not in missing():
+        confine_worker(SCHEMA_BYTES)
+    answer: HelperReady | HelperFailed = HelperReady(pid=os.getpid())
+    try:
+        try_schema(values.decode())
+    except InvalidInput as problem:
+        answer = HelperFailed(op_id=OpId(0), reason=problem.message)
+    channel.send(answer)
+    return 0
 
 
 def costly_refusal(schema: str) -> InvalidInput:

@@ -11,26 +11,25 @@ from __future__ import annotations
 
 import re
 import zlib
-from collections.abc import Iterable, Mapping
-from typing import Any, Final, NoReturn
+from collections.abc import Container, Iterable, Mapping
+from typing import Any, ClassVar, Final, NoReturn
 
 import msgspec
 
-from ...base.codec import UNREADABLE
-from ...base.errors import InvalidInput, RegistrationRefused
-from ..interface.dims import Dim
-from ..interface.layout import CACHE, ValueSpec
+from ....base.codec import UNREADABLE
+from ....base.errors import InvalidInput, RegistrationRefused
+from ....programs.graphs.bundle import MAX_NOTE_CHARS, MAX_NOTES
+from ....programs.interface.dims import BATCH, Dim
+from ....programs.interface.layout import CACHE, PADS, KindSettings, ValueSpec
 from .sampling import Options, Sampling
 
 VERSION: Final = 1
-METADATA_KEY: Final = "pipeswitch.generation"
 IDS: Final = "ids"
 COUNT: Final = "count"
 USED: Final = "used"
 LOGITS: Final = "logits"
 CACHE_NEW: Final = "cache_new"
 STATE: Final = {CACHE: (CACHE_NEW, 1)}  # ``BuildSpec.state``
-PADS: Final = {"length": "count", "past": "used"}  # ``Manifest.pads``
 HIDDEN: Final = "last_hidden_state"  # output of a model that embeds texts
 POOLINGS: Final = ("cls", "max", "mean", "mean_sqrt_len", "weightedmean", "last")
 MOST_STEPS: Final = 32  # maximum number of steps that a worker computes in one run
@@ -39,8 +38,6 @@ MAX_VOCABULARY: Final = 1 << 21
 MAX_EOS: Final = 64
 MAX_TEMPLATE_CHARS: Final = 1 << 16  # the longest known template has 9,000
 MAX_SPECIALS: Final = 64  # special tokens that a template uses
-MAX_NOTES: Final = 32
-MAX_NOTE_CHARS: Final = 1000
 RARE: Final = ("top_k", "min_p", "repetition_penalty")
 DEFAULTS: Final = ("temperature", "top_p", "max_new_tokens", *RARE)  # author's settings in use
 # Settings of a generation_config that do not affect the tokens, or that other code reads.
@@ -57,8 +54,11 @@ NEUTRAL: Final = {
 MAX_TOKENIZER_BYTES: Final = 64 << 20  # the largest known one, for 262,000 tokens, has 33 MB
 
 
-class GenerationSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class GenerationSettings(KindSettings, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A language model's own settings, as its author published them."""
+
+    kind: ClassVar[str] = "generation"
+    low_dims: ClassVar[tuple[str, ...]] = ("length", BATCH)  # one token of one sequence
 
     version: int
     vocabulary: int  # number of logits for one token
@@ -66,12 +66,66 @@ class GenerationSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unkno
     eos_ids: tuple[int, ...] = ()  # each of them ends an answer
     bos_id: int | None = None
     chat_template: str = ""  # Jinja of the model's author; it must be rendered in a sandbox
-    special: dict[str, str] = {}  # name in the template, such as ``eos_token`` -> token's text
+    # name in the template, such as ``eos_token`` -> token's text
+    special: dict[str, str] = msgspec.field(default_factory=dict)
     tokenizer: bytes = b""  # tokenizer.json, compressed by zlib; empty: prompts are ids
-    sampling: dict[str, int | float] = {}  # defaults for requests; keys are in ``DEFAULTS``
+    # defaults for requests; keys are in ``DEFAULTS``
+    sampling: dict[str, int | float] = msgspec.field(default_factory=dict)
     # ``POOLINGS`` joined by ``+``, if the model embeds texts; empty: it generates text
     pooling: str = ""
     notes: tuple[str, ...] = ()  # settings of its author that are not supported, for people
+
+    @property
+    def option(self) -> str:
+        return "" if self.pooling else "generate"
+
+    def check(self, values: Iterable[ValueSpec], dims: Iterable[Dim]) -> None:
+        """Raise RegistrationRefused if a setting exceeds its limit or contradicts the graph."""
+        if self.version != VERSION:
+            _refuse(f"version {self.version}, we read {VERSION}")
+        vocabulary, ids = self.vocabulary, [*self.eos_ids, self.bos_id or 0]
+        if not 1 <= vocabulary <= MAX_VOCABULARY or len(self.eos_ids) > MAX_EOS:
+            _refuse(f"a vocabulary of {vocabulary}, or more than {MAX_EOS} ends")
+        if not all(0 <= token < vocabulary for token in ids):
+            _refuse(f"a special token lies outside the vocabulary of {vocabulary}")
+        texts = [self.chat_template, *self.special, *self.special.values()]
+        if max(map(len, texts)) > MAX_TEMPLATE_CHARS or len(texts) > 2 * MAX_SPECIALS:
+            _refuse(f"a chat template of more than {MAX_TEMPLATE_CHARS} characters, or its tokens")
+        for name, value in self.sampling.items():
+            if name not in DEFAULTS or not _is_default(name, value):
+                _refuse(f"a default {name[:40]!r} has the invalid value {value}")
+        notes = self.notes
+        if len(notes) > MAX_NOTES or any(len(one) > MAX_NOTE_CHARS for one in notes):
+            _refuse(f"more than {MAX_NOTES} notes of {MAX_NOTE_CHARS} characters")
+        specs = {one.name: (one.dtype, one.shape) for one in values}
+        if self.pooling:
+            if not {*POOLINGS} >= {*self.pooling.split("+")} or HIDDEN not in specs:
+                _refuse(f"no pooling {self.pooling[:40]!r} of an output {HIDDEN}")
+            return
+        dtype, (*_, width) = specs.get(CACHE, ("", (0,)))
+        needed = {
+            "ids": ("int64", ("batch", "length")),
+            "count": ("int64", ("batch",)),
+            "used": ("int64", ("batch",)),
+            CACHE: (dtype, ("batch", "past", width)),
+            LOGITS: (specs.get(LOGITS, ("",))[0], ("batch", vocabulary)),
+            CACHE_NEW: (dtype, ("batch", "length", width)),
+        }
+        if specs != needed:
+            _refuse(
+                f"the graph's inputs and outputs are not those of a decoder of {vocabulary} tokens"
+            )
+        if ("past", 1, self.context) not in [(dim.name, dim.low, dim.high) for dim in dims]:
+            _refuse(f"the graph does not take a past of 1 to {self.context} tokens")
+
+    def fits(self, outputs: Container[str]) -> bool:
+        return not self.pooling or HIDDEN in outputs
+
+    def claims(self) -> dict[str, Any]:
+        own = {"embedding": self.numbers()}
+        if not self.pooling:
+            own = {self.kind: self.numbers(), "pads": PADS, "state": STATE}
+        return own | ({"notes": self.notes} if self.notes else {})
 
     def numbers(self) -> dict[str, Any]:
         """Return the fields for the manifest; the long texts stay in the bundle."""
@@ -82,59 +136,13 @@ class GenerationSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unkno
         return numbers | ({} if self.tokenizer else {"has_tokenizer": False})
 
 
-def decode_generation(text: str) -> GenerationSettings:
-    """Decode the settings from a bundle's metadata; the caller must call ``check_generation``.
-
-    Raises:
-        RegistrationRefused: ``text`` does not contain such settings.
-    """
+def read_settings(text: str) -> GenerationSettings:
+    """Decode the settings from a bundle's metadata; raise RegistrationRefused if they are none.
+    The caller must call ``check``."""
     try:
         return msgspec.json.decode(text, type=GenerationSettings)
     except UNREADABLE as error:
         _refuse(str(error)[:200])
-
-
-def check_generation(
-    generation: GenerationSettings, values: Iterable[ValueSpec], dims: Iterable[Dim]
-) -> None:
-    """Raise RegistrationRefused if a setting exceeds its limit or contradicts the graph.
-
-    ``values`` are the graph's inputs and outputs.
-    """
-    if generation.version != VERSION:
-        _refuse(f"version {generation.version}, we read {VERSION}")
-    vocabulary, ids = generation.vocabulary, [*generation.eos_ids, generation.bos_id or 0]
-    if not 1 <= vocabulary <= MAX_VOCABULARY or len(generation.eos_ids) > MAX_EOS:
-        _refuse(f"a vocabulary of {vocabulary}, or more than {MAX_EOS} ends")
-    if not all(0 <= token < vocabulary for token in ids):
-        _refuse(f"a special token lies outside the vocabulary of {vocabulary}")
-    texts = [generation.chat_template, *generation.special, *generation.special.values()]
-    if max(map(len, texts)) > MAX_TEMPLATE_CHARS or len(texts) > 2 * MAX_SPECIALS:
-        _refuse(f"a chat template of more than {MAX_TEMPLATE_CHARS} characters, or its tokens")
-    for name, value in generation.sampling.items():
-        if name not in DEFAULTS or not _is_default(name, value):
-            _refuse(f"a default {name[:40]!r} has the invalid value {value}")
-    notes = generation.notes
-    if len(notes) > MAX_NOTES or any(len(one) > MAX_NOTE_CHARS for one in notes):
-        _refuse(f"more than {MAX_NOTES} notes of {MAX_NOTE_CHARS} characters")
-    specs = {one.name: (one.dtype, one.shape) for one in values}
-    if generation.pooling:
-        if not {*POOLINGS} >= {*generation.pooling.split("+")} or HIDDEN not in specs:
-            _refuse(f"no pooling {generation.pooling[:40]!r} of an output {HIDDEN}")
-        return
-    dtype, (*_, width) = specs.get(CACHE, ("", (0,)))
-    needed = {
-        "ids": ("int64", ("batch", "length")),
-        "count": ("int64", ("batch",)),
-        "used": ("int64", ("batch",)),
-        CACHE: (dtype, ("batch", "past", width)),
-        LOGITS: (specs.get(LOGITS, ("",))[0], ("batch", vocabulary)),
-        CACHE_NEW: (dtype, ("batch", "length", width)),
-    }
-    if specs != needed:
-        _refuse(f"the graph's inputs and outputs are not those of a decoder of {vocabulary} tokens")
-    if ("past", 1, generation.context) not in [(dim.name, dim.low, dim.high) for dim in dims]:
-        _refuse(f"the graph does not take a past of 1 to {generation.context} tokens")
 
 
 def author_defaults(

@@ -18,7 +18,14 @@ from torch.nn import functional
 
 from ...base.errors import RegistrationRefused
 from ...base.units import format_bytes
-from ..decoding.generation_settings import (
+from ...programs.compiler.checking import largest_number
+from ...programs.compiler.dynamic import Dynamic
+from ...programs.interface.layout import CACHE
+from ...programs.running.factories import parameters_of
+from . import attention
+from .attention import UNUSUAL, AttentionStep, refuse
+from .decoder_spec import decoder_spec, text_config
+from .decoding.generation_settings import (
     CACHE_NEW,
     LOGITS,
     VERSION,
@@ -27,13 +34,6 @@ from ..decoding.generation_settings import (
     packed_tokenizer,
     tokenizer_text,
 )
-from ..interface.layout import CACHE
-from ..running.factories import parameters_of
-from . import attention
-from .attention import UNUSUAL, AttentionStep, refuse
-from .checking import largest_number
-from .decoder_spec import decoder_spec, text_config
-from .dynamic import Dynamic
 
 MAX_CACHE_BYTES: Final = 1 << 30  # maximum cache of a sequence; the build runs one of this size
 MAX_PIECE: Final = 512  # maximum tokens of one step; a longer prompt takes several steps
@@ -185,7 +185,6 @@ class Decoder(nn.Module):
             hook.remove()
 
     def example(self) -> dict[str, torch.Tensor]:
-        """Return the example inputs for the export."""
         batch, length, past = _BATCH_LENGTH_PAST
         return {
             "ids": torch.arange(batch * length).view(batch, length) % self.vocabulary,

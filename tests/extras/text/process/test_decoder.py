@@ -23,19 +23,18 @@ import torch
 from process_tools import checked_server
 
 from pipeswitch.base.errors import RegistrationRefused
-from pipeswitch.programs.compiler import decoder as decoder_module
-from pipeswitch.programs.compiler.decoder import Decoder
-from pipeswitch.programs.compiler.export import export_decoder_to_bundle
-from pipeswitch.programs.compiler.program import build
-from pipeswitch.programs.compiler.verify import load_image
-from pipeswitch.programs.decoding import generation_settings as generation_module
-from pipeswitch.programs.decoding.generation_settings import (
-    check_generation,
+from pipeswitch.extras.text import decoder as decoder_module
+from pipeswitch.extras.text.decoder import Decoder
+from pipeswitch.extras.text.decoding import generation_settings as generation_module
+from pipeswitch.extras.text.decoding.generation_settings import (
     packed_tokenizer,
     tokenizer_json,
 )
-from pipeswitch.programs.decoding.output import OutputProcessor, StopCriteria
-from pipeswitch.programs.decoding.sampling import Sampling, next_token
+from pipeswitch.extras.text.decoding.output import OutputProcessor, StopCriteria
+from pipeswitch.extras.text.decoding.sampling import Sampling, next_token
+from pipeswitch.programs.compiler.export import export_wrapped_to_bundle
+from pipeswitch.programs.compiler.program import build
+from pipeswitch.programs.compiler.verify import load_image
 from pipeswitch.programs.graphs.bundle import Bundle, read_bundle
 from pipeswitch.programs.interface.layout import Manifest
 from pipeswitch.programs.running.executor import GraphProgram
@@ -222,14 +221,14 @@ def test_one_whose_answers_depend_on_what_pads_is_not_joined(
         return right(self, step, torch.where(is_first, used, cache.shape[1]), cache)
 
     monkeypatch.setattr(Decoder, "_mask", wrong)
-    export_decoder_to_bundle(plain_model("gpt2"), tmp_path / "chat.bundle", max_batch=4)
+    export_wrapped_to_bundle(plain_model("gpt2"), tmp_path / "chat.bundle", "generate", max_batch=4)
     spec = BuildSpec(name="chat", source=str(tmp_path / "chat.bundle"))
     with pytest.raises(RegistrationRefused, match="depends on the other requests of its batch"):
         build(spec, tmp_path / "out", lambda stage, done: None)
 
 
 def test_its_bundle_says_what_its_tokens_mean(decoder: Made) -> None:
-    generation = decoder.bundle.generation
+    generation = decoder.bundle.settings
     assert generation is not None
     assert (generation.vocabulary, generation.context, generation.eos_ids, generation.bos_id) == (
         700,
@@ -266,7 +265,7 @@ def test_a_client_exports_its_own_model_and_keeps_it_as_it_was(
     model = plain_model("qwen2")
     before, attention = own(model, [5, 6, 7], 5), model.config._attn_implementation
     monkeypatch.setattr(decoder_module, "MAX_CACHE_BYTES", 100 * 192 * 4)  # room for 100 tokens
-    report = export_decoder_to_bundle(model, tmp_path / "chat.bundle", max_batch=4)
+    report = export_wrapped_to_bundle(model, tmp_path / "chat.bundle", "generate", max_batch=4)
     assert report["dims"] == {"batch": [1, 4], "length": [1, 100], "past": [1, 100]}
     assert "context is 100 tokens, not 256" in report["notes"][0]
     assert model.config._attn_implementation == attention
@@ -274,7 +273,7 @@ def test_a_client_exports_its_own_model_and_keeps_it_as_it_was(
     assert all(parameter.requires_grad for parameter in model.parameters())
     spec = BuildSpec(name="chat", source=str(tmp_path / "chat.bundle"))
     build(spec, tmp_path / "out", lambda stage, done: None)
-    generation = read_bundle(tmp_path / "out" / BUNDLE_FILE).generation
+    generation = read_bundle(tmp_path / "out" / BUNDLE_FILE).settings
     assert generation is not None
     assert generation.tokenizer == b""
 
@@ -293,11 +292,11 @@ def test_a_client_exports_its_own_model_and_keeps_it_as_it_was(
 def test_what_a_bundle_may_not_say_of_its_tokens(
     decoder: Made, change: dict[str, Any], words: str
 ) -> None:
-    assert decoder.bundle.generation is not None
-    bad = msgspec.structs.replace(decoder.bundle.generation, **change)
+    assert decoder.bundle.settings is not None
+    bad = msgspec.structs.replace(decoder.bundle.settings, **change)
     graph = decoder.bundle.graph
     with pytest.raises(RegistrationRefused, match=words):
-        check_generation(bad, (*graph.inputs, *graph.outputs), graph.dims)
+        bad.check((*graph.inputs, *graph.outputs), graph.dims)
 
 
 def test_a_bundle_that_says_other_things_than_its_graph_is_not_read(
@@ -318,8 +317,8 @@ def test_a_tokenizer_that_unfolds_without_end_is_refused(
 ) -> None:
     packed = packed_tokenizer(json.dumps("x" * 10_000))
     monkeypatch.setattr(generation_module, "MAX_TOKENIZER_BYTES", 10_000 if not cut else 1 << 20)
-    assert decoder.bundle.generation is not None
-    bad = msgspec.structs.replace(decoder.bundle.generation, tokenizer=packed[: len(packed) - cut])
+    assert decoder.bundle.settings is not None
+    bad = msgspec.structs.replace(decoder.bundle.settings, tokenizer=packed[: len(packed) - cut])
     with pytest.raises(RegistrationRefused):
         tokenizer_json(bad.tokenizer)
 

@@ -48,7 +48,6 @@ class AttentionStep:
 
     @contextlib.contextmanager
     def __call__(self) -> Iterator[None]:
-        """Make ``attention`` use this pass in the block."""
         token = _STEP.set(self)
         try:
             yield

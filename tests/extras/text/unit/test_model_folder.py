@@ -18,6 +18,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from pipeswitch.base.errors import RegistrationRefused
 from pipeswitch.base.model_options import RegisterRequest
 from pipeswitch.client.model_sources import LocalSource
+from pipeswitch.extras.text import builders
 from pipeswitch.extras.text.embeddings import pooled
 from pipeswitch.frontend.registration import registration
 from pipeswitch.programs.compiler import model_folder
@@ -78,14 +79,14 @@ def word_pieces(folder: Path) -> None:
 def test_a_tokenizer_of_any_form_is_used(folder: Path, write: Callable[[Path], None]) -> None:
     write(folder)
     loaded = load_source(spec_of(folder))
-    assert loaded.generation is not None
-    assert loaded.generation.tokenizer
+    assert loaded.settings is not None
+    assert loaded.settings.tokenizer
     assert not loaded.notes
 
 
 def test_without_a_tokenizer_the_model_takes_ids_and_no_file_is_named(folder: Path) -> None:
     loaded = load_source(spec_of(folder))
-    assert (loaded.generation, loaded.notes) == (None, [])
+    assert (loaded.settings, loaded.notes) == (None, [])
 
 
 @pytest.mark.parametrize("content", [b"", b"{", b"\xff\xfe\x00", b"[]"])
@@ -125,7 +126,7 @@ POOLINGS = [
 
 def write_pooling(folder: Path, content: str) -> None:
     (folder / "1_Pooling").mkdir()
-    (folder / model_folder.POOLING).write_text(content)
+    (folder / builders.POOLING).write_text(content)
 
 
 @pytest.mark.parametrize(("config", "expected"), POOLINGS)
@@ -133,7 +134,7 @@ def test_each_pooling_of_sentence_transformers_is_followed(
     tmp_path: Path, config: dict[str, Any], expected: str
 ) -> None:
     write_pooling(tmp_path, json.dumps(config))
-    assert model_folder.pooling(spec_of(tmp_path)) == expected
+    assert builders.pooling(spec_of(tmp_path)) == expected
 
 
 @pytest.mark.parametrize(
@@ -152,7 +153,7 @@ def test_each_pooling_of_sentence_transformers_is_followed(
 def test_another_pooling_is_refused(tmp_path: Path, content: str) -> None:
     write_pooling(tmp_path, content)
     with pytest.raises(RegistrationRefused, match="1_Pooling"):
-        model_folder.pooling(spec_of(tmp_path))
+        builders.pooling(spec_of(tmp_path))
 
 
 def test_poolings_are_those_of_their_names() -> None:
@@ -202,7 +203,7 @@ def test_layers_behind_the_pooling_are_refused_by_name(
 ) -> None:
     byte_level(folder)
     write_pooling(folder, '{"pooling_mode": "mean"}')
-    (folder / model_folder.MODULES).write_text(text)
+    (folder / builders.MODULES).write_text(text)
     if is_served:
         assert load_source(spec_of(folder)).notes == []
     else:
@@ -226,9 +227,9 @@ def test_a_hub_that_cannot_be_reached_is_asked_once_and_named(
     monkeypatch.setattr(model_folder, "_UNREACHED", set())
     spec = BuildSpec(name="m", source="hf:some/model", weights="pretrained")
     assert model_folder.find(spec, "config.json") == saved / "config.json"
-    assert model_folder.pooling(spec) == ""
+    assert builders.pooling(spec) == ""
     assert len(asked) == 1
-    (note,) = model_folder.notes(spec, has_tokenizer=False, has_pooling=False)
+    (note,) = model_folder.unused_files(spec)
     assert "not reached" in note
 
 

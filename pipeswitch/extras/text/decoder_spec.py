@@ -34,7 +34,6 @@ class DecoderLayer:
 
     @property
     def sizes(self) -> tuple[int, int]:
-        """Numbers of elements of a token's keys and of its values."""
         return self.heads * self.key_size, self.heads * self.value_size
 
 
@@ -53,7 +52,6 @@ class DecoderSpec:
 
     @property
     def windows(self) -> list[int]:
-        """Window of each layer; 0: none."""
         return [layer.window for layer in self.layers]
 
 

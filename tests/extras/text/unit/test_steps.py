@@ -12,13 +12,13 @@ import pytest
 import torch
 
 from pipeswitch.base.errors import InvalidInput
+from pipeswitch.extras.text import decode
+from pipeswitch.extras.text.decode import DecodeRunner
 from pipeswitch.ipc.control_page import sealed_memfd
 from pipeswitch.ipc.messages.base import SlabTensor
 from pipeswitch.ipc.messages.run import SamplingParams
 from pipeswitch.programs.interface.dims import Dim
 from pipeswitch.programs.interface.layout import Batching
-from pipeswitch.workers.inference import decode
-from pipeswitch.workers.inference.decode import DecodeRunner
 from pipeswitch.workers.inference.pool import MappedPool
 
 VOCABULARY, WIDTH, CONTEXT = 11, 3, 200

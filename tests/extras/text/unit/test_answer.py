@@ -12,15 +12,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pipeswitch.base.errors import InvalidInput
-from pipeswitch.programs.decoding.model_config import (
+from pipeswitch.extras.text.decoding.model_config import (
     Decoding,
     LanguageModelConfig,
     ending_of,
     fitted,
     seen_of,
 )
-from pipeswitch.programs.decoding.output import OutputProcessor, StopCriteria
-from pipeswitch.programs.decoding.sampling import Options, Sampling, next_token
+from pipeswitch.extras.text.decoding.output import OutputProcessor, StopCriteria
+from pipeswitch.extras.text.decoding.sampling import Options, Sampling, next_token
 from tests.models.words import trained
 
 WORDS = st.text(st.sampled_from("the data of an é 你好 🎉👩‍👩‍👧 END.\n"), max_size=40)

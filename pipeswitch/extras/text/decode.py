@@ -7,6 +7,7 @@ rows to the pool behind the rows in use, so another worker can repeat a killed r
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -16,24 +17,33 @@ from typing import Final
 import numpy as np
 import torch
 
-from pipeswitch.devices.worker_device import now_ms
-from pipeswitch.ipc.messages.base import ModelName, SlabTensor
-from pipeswitch.ipc.messages.run import Run
-from pipeswitch.ipc.messages.worker import RunInference
-from pipeswitch.programs.decoding.generation_settings import CACHE_NEW, COUNT, IDS, LOGITS, USED
-from pipeswitch.programs.decoding.grammar import Matcher, Tokenizers, ends_of
-from pipeswitch.programs.decoding.sampling import Chance, chance_of, next_token, sampling_of
-from pipeswitch.programs.graphs.cached_attention import DecodeRows
-from pipeswitch.programs.interface.layout import (
+from ...devices.worker_device import now_ms
+from ...ipc.messages.base import ModelName, SlabTensor
+from ...ipc.messages.run import Run
+from ...ipc.messages.worker import RunInference
+from ...programs.graphs.cached_attention import DecodeRows
+from ...programs.interface.layout import (
     CACHE,
     MAX_JOINED_BYTES,
     Manifest,
     ValueSpec,
     aligned,
 )
-from pipeswitch.programs.running.executor import BoundProgram
+from ...programs.running.executor import BoundProgram
+from ...workers.inference.pool import MappedPool
+from .decoding.generation_settings import (
+    CACHE_NEW,
+    COUNT,
+    IDS,
+    LOGITS,
+    USED,
+    GenerationSettings,
+)
+from .decoding.grammar import Matcher, Tokenizers, ends_of
+from .decoding.sampling import Chance, chance_of, next_token, sampling_of
 
-from .pool import MappedPool
+with contextlib.suppress(ImportError):  # it comes with the extra ``grammar``
+    import llguidance  # noqa: F401  # a sandboxed worker cannot import it
 
 RUN_MS: Final = 125.0  # target time of a run; streams get its tokens at its end, 8 times a second
 ROWS_STEP: Final = 16  # rows are a multiple of this, so shapes seldom change; few rows are unused
@@ -110,17 +120,26 @@ class KVBatchCache:
         self._known = [None] * count
 
     def keep(self, row: int, known: Known) -> None:
-        """Record which cache the row holds."""
         self._known[row] = known
 
 
 class DecodeRunner:
-    """State that a worker keeps between runs: the time of a step, and the caches."""
+    """State that a worker keeps between runs: the time of a step, and the caches (``Runner``)."""
 
     def __init__(self) -> None:
         self._step_ms: dict[tuple[ModelName, int], float] = {}  # duration of a step in the last run
         self.caches = KVBatchCache()
         self.tokenizers = Tokenizers()
+
+    def take(self, digest: str, settings: GenerationSettings) -> None:
+        self.tokenizers.packed[digest] = settings.tokenizer
+
+    def remove(self, digest: str) -> None:
+        self.tokenizers.packed.pop(digest, None)
+
+    def let_go(self, digest: str = "") -> None:
+        if self.caches.model not in ("", digest):
+            self.caches.let_go()
 
     def begin(
         self,
@@ -130,7 +149,6 @@ class DecodeRunner:
         device: str,
         is_over: Callable[[], bool],
     ) -> DecodeRun | None:
-        """Return the run's steps, or None if no request has ``sampling_params``."""
         runs = message.runs
         if not any(one.sampling_params for one in runs):
             return None
@@ -162,7 +180,6 @@ class DecodeRunner:
         return most
 
     def ended(self, message: RunInference, steps: DecodeRun, ms: float) -> None:
-        """Keep the step time, the caches and the matchers of a successful run."""
         self._step_ms[message.model, len(message.runs)] = ms / steps.count
         steps.keep(message.op_id)
         if steps.matchers:
@@ -170,7 +187,7 @@ class DecodeRunner:
 
 
 class DecodeRun:
-    """Decode steps of one run, with one cache for each request."""
+    """Decode steps of one run, with one cache for each request (``KindRun``)."""
 
     def __init__(
         self,
@@ -196,11 +213,9 @@ class DecodeRun:
 
     @property
     def count(self) -> int:
-        """Number of steps that were computed."""
         return len(self._tokens)
 
     def follow_schemas(self, tokenizers: Tokenizers) -> None:
-        """Create a matcher for each request whose answer must follow a schema."""
         self._tokenizers = tokenizers
         manifest = self._bound.manifest
         for number, one in enumerate(self._runs):
@@ -211,7 +226,6 @@ class DecodeRun:
                 self.matchers[number] = tokenizers.matcher(*place, how.schema, how.answer)
 
     def inputs(self) -> list[torch.Tensor]:
-        """Return the program's inputs; call it only if ``most`` is not 0."""
         manifest, pool = self._bound.manifest, self._pool
         slabs = [_slabs_of(one, manifest) for one in self._runs]
         ids, used = ([pool.number(one[name]) for one in slabs] for name in (IDS, USED))
@@ -233,7 +247,6 @@ class DecodeRun:
     def run(
         self, inputs: Sequence[torch.Tensor], before_group: Callable[[int], None]
     ) -> list[torch.Tensor]:
-        """Run all steps like ``BoundProgram.run``; return the last step's outputs."""
         began_ms, specs = now_ms(), self._bound.manifest.inputs
         named = {spec.name: value for spec, value in zip(specs, inputs, strict=True)}
         upto = (named[USED] + named[COUNT]).tolist()  # each sequence's tokens after this step
@@ -262,9 +275,7 @@ class DecodeRun:
     def outputs_of(
         self, number: int, own: Sequence[torch.Tensor]
     ) -> tuple[Sequence[ValueSpec], Sequence[torch.Tensor]]:
-        """Return the values of a request's reply; ``own`` is its part of the last step's outputs.
-
-        With ``sampling_params`` there are none: new rows go to the cache; see ``tokens``."""
+        """See ``KindRun``. With ``sampling_params`` there are none: new rows go to the cache."""
         manifest, row = self._bound.manifest, self._order[number]
         if self._runs[number].sampling_params is None:
             return manifest.outputs, own
@@ -276,7 +287,6 @@ class DecodeRun:
         return [], []
 
     def tokens(self) -> tuple[tuple[int, ...], ...]:
-        """Return the tokens that were chosen for each request, in the order of the steps."""
         return tuple(
             [
                 ()
@@ -287,11 +297,9 @@ class DecodeRun:
         )
 
     def chances(self) -> tuple[tuple[Chance, ...], ...]:
-        """Return each token's log probabilities by request; empty if none has ``logprobs``."""
         return tuple(map(tuple, self._chances)) if any(self._chances) else ()
 
     def keep(self, op_id: int) -> None:
-        """Keep the caches for the next run."""
         if not self.most:
             return
         for one, row in zip(self._runs, self._order, strict=True):

@@ -10,7 +10,7 @@ from typing import Any, Final, NamedTuple
 
 import msgspec
 
-from ...base.errors import InvalidInput
+from ....base.errors import InvalidInput
 from .generation_settings import tokenizer_json
 from .output import StopCriteria
 from .sampling import Options, Sampling

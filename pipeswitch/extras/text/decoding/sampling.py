@@ -14,7 +14,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from ...base.errors import InvalidInput
+from ....base.errors import InvalidInput
 
 MAX_SEED: Final = (1 << 63) - 1
 MAX_TEMPERATURE: Final = 100.0
@@ -49,7 +49,6 @@ class Options(
 
     @property
     def needs_seen(self) -> bool:
-        """True if a penalty depends on earlier tokens."""
         penalties = self.repetition_penalty - 1.0, self.presence_penalty, self.frequency_penalty
         return any(penalties)
 
@@ -125,7 +124,6 @@ class Sampling(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     options: Options | None = None
 
     def check(self) -> None:
-        """Raise InvalidInput if a number is out of its range."""
         for name, value, low, high in (
             ("temperature", self.temperature, 0.0, MAX_TEMPERATURE),
             ("top_p", self.top_p, 0.0, 1.0),

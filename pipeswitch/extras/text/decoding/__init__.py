@@ -1,0 +1,1 @@
+"""Decoding of a language model's logits into text."""

@@ -1,1 +1,0 @@
-"""Decoding of a language model's logits into text. Pure."""
