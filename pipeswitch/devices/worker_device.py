@@ -64,7 +64,12 @@ class Pacer:
 
 
 class Signals:
-    """A worker's fences, control page and doorbells, by which its main thread waits and wakes."""
+    """A worker's fences, control page and doorbells, by which its main thread waits and wakes.
+
+    After ``quiesce``, ``waited_ms`` is the time for which the device itself waited for groups.
+    """
+
+    waited_ms = 0.0
 
     def __init__(
         self,
@@ -95,11 +100,6 @@ class Signals:
         """
         fences, value = self._fences, op_id & FENCE_MASK
         return self._wait(lambda: fences[fence] == value)
-
-    def waited_ms(self) -> float:
-        """Return the time for which the device itself waited for the last run's groups, in ms.
-        Call it after ``quiesce``."""
-        return 0.0
 
     def wait_turn(self, turn: int) -> float:
         """Block until the control page's turn word is ``turn``; return the milliseconds blocked."""

@@ -217,7 +217,7 @@ def test_the_time_for_which_the_device_waited_is_known_per_run(rig: Rig) -> None
                 rig.stream.step()
                 rig.world.now_ms += 10.0  # computing
             rig.view.quiesce()
-        assert rig.view.waited_ms() == sum(waits_ms)
+        assert rig.view.waited_ms == sum(waits_ms)
     assert len(rig.world.stamps) == 6, "events are used again"
 
 

@@ -66,7 +66,7 @@ def test_a_task_that_outgrows_the_slice_is_run_once_more_in_other_memory(
         control_page=SimpleNamespace(write_begun=print),
         **dict.fromkeys(("enter", "unmap_inputs", "quiesce"), lambda *_: None),
         wait_first_turn=lambda *_: True,
-        waited_ms=lambda: 0.0,
+        waited_ms=0.0,
         **dict.fromkeys(("is_lost", "can_improve"), lambda *_: False),
     )
     programs: Any = SimpleNamespace(

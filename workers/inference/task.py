@@ -297,7 +297,7 @@ def infer(
                 if not view.leave_slice(bound) or message.staging:
                     raise  # a streamed model's first groups are already overwritten
         ended_at_ms = now_ms()
-        groups.stall_ms += view.waited_ms()
+        groups.stall_ms += view.waited_ms
         groups.ends_ms += [] if message.is_timed else [ended_at_ms]
         if steps is not None:
             programs.runners[message.model].ended(message, steps, ended_at_ms - turn_at_ms)

@@ -76,10 +76,7 @@ class CudaWorkerDevice(WorkerDevice):
         self._base = cuda.open_handle(settings.handle)
         self._pinned_pools: list[int] = []
         self._running: BoundProgram | None = None
-        self._timed: list[tuple[int, int]] = []  # events around the waits of a run; kept for others
-        self._waited = 0  # the number of them that the present run has used
-        self._unreported: deque[tuple[int, OpId, int]] = deque()  # behind events, oldest first
-        self._spare_events: list[int] = []
+        self._events = RunEvents(cuda)
 
     @cached_property
     def _arena(self) -> torch.UntypedStorage:
@@ -141,9 +138,8 @@ class CudaWorkerDevice(WorkerDevice):
             program.close()
 
     def computing(self, program: BoundProgram | None) -> AbstractContextManager[None]:
-        self._running, self._waited = program, 0
-        while self._unreported:  # of a run that failed
-            self._spare_events.append(self._unreported.popleft()[0])
+        self._running = program
+        self._events.begin()
         in_slice = bool(getattr(program, "may_use_slice", False))
         return self._side.computing(in_slice=in_slice)
 
@@ -181,19 +177,8 @@ class CudaWorkerDevice(WorkerDevice):
         is_replay = getattr(self._running, "is_replaying", False)
         if self._options.waits == "cpu" or not is_replay or self._fences[fence] == value:
             return super().wait_group(fence, op_id)  # the host's fence is set after the device's
-        cuda, stream = self._cuda, self._side.stream
-        if self._waited == len(self._timed):
-            self._timed.append((cuda.event(is_timed=True), cuda.event(is_timed=True)))
-        begin, end = self._timed[self._waited]
-        self._waited += 1
-        cuda.record(begin, stream)
-        cuda.wait_value(stream, self._base + fence * FENCE_BYTES, value)
-        cuda.record(end, stream)
+        self._events.wait(self._side.stream, self._base + fence * FENCE_BYTES, value)
         return 0.0
-
-    def waited_ms(self) -> float:
-        """Implement ``Signals.waited_ms``: the time between the events around each wait."""
-        return sum(self._cuda.elapsed_ms(*pair) for pair in self._timed[: self._waited])
 
     def report_computed(self, op_id: OpId, count: int) -> None:
         """Implement ``Signals.report_computed``. If the device waits for groups, so that this
@@ -201,19 +186,13 @@ class CudaWorkerDevice(WorkerDevice):
         if self._options.waits == "cpu" or not getattr(self._running, "is_replaying", False):
             super().report_computed(op_id, count)
             return
-        event = self._spare_events.pop() if self._spare_events else self._cuda.event()
-        self._cuda.record(event, self._side.stream)
-        self._unreported.append((event, op_id, count))
-        self._report(leave=1)  # the device computes one group while the next is enqueued
 
-    def _report(self, leave: int) -> None:
-        """Wait for groups and report them, up to the newest ``leave``."""
-        while len(self._unreported) > leave:
-            event, op_id, count = self._unreported[0]
-            self._cuda.wait(event)
-            self._spare_events.append(self._unreported.popleft()[0])
+        def report() -> None:
             self.control_page.write_computed(op_id, count)
             ring(self._bells[-1])
+
+        self._events.mark(self._side.stream, report)
+        self._events.report(leave=1)  # the device computes one group while the next is enqueued
 
     def quiesce(self) -> None:
         """Implement ``WorkerDevice.quiesce``.
@@ -221,8 +200,9 @@ class CudaWorkerDevice(WorkerDevice):
         Raises:
             CudaError: an enqueued operation failed.
         """
-        self._report(leave=0)  # the last groups are copied only after these reports
+        self._events.report(leave=0)  # the last groups are copied only after these reports
         self._cuda.synchronize(self._side.stream)
+        self.waited_ms = self._events.waited_ms()
 
     def synchronize(self) -> None:
         """Block until this process's work on *all* its streams has run. Any thread may call this.
@@ -324,3 +304,48 @@ class RunAhead(Pacer):
             self._cuda.wait(oldest)
             self.waits += 1
             self.waited_ms += now_ms() - began_at_ms
+
+
+class RunEvents:
+    """Events of a run in a stream: around its waits for groups, and behind computed groups."""
+
+    def __init__(self, cuda: Cuda) -> None:
+        self._cuda = cuda
+        self._timed: list[tuple[int, int]] = []  # around the waits of a run; kept for other runs
+        self._waits = 0  # the number of waits of the present run
+        self._marks: deque[tuple[int, Callable[[], None]]] = deque()  # oldest first
+        self._spare: list[int] = []
+
+    def begin(self) -> None:
+        """Start a run; drop the reports of one that failed."""
+        self._waits = 0
+        while self._marks:
+            self._spare.append(self._marks.popleft()[0])
+
+    def wait(self, stream: int, address: int, value: int) -> None:
+        """Make the stream wait for a word, and measure for how long."""
+        if self._waits == len(self._timed):
+            self._timed.append((self._cuda.event(is_timed=True), self._cuda.event(is_timed=True)))
+        begin, end = self._timed[self._waits]
+        self._waits += 1
+        self._cuda.record(begin, stream)
+        self._cuda.wait_value(stream, address, value)
+        self._cuda.record(end, stream)
+
+    def waited_ms(self) -> float:
+        """Return the sum of the run's waits, which must have ended."""
+        return sum(self._cuda.elapsed_ms(*pair) for pair in self._timed[: self._waits])
+
+    def mark(self, stream: int, report: Callable[[], None]) -> None:
+        """Record an event; ``report`` is called when it has run."""
+        event = self._spare.pop() if self._spare else self._cuda.event()
+        self._cuda.record(event, stream)
+        self._marks.append((event, report))
+
+    def report(self, leave: int) -> None:
+        """Wait for the events in order and make their reports, up to the newest ``leave``."""
+        while len(self._marks) > leave:
+            event, report = self._marks[0]
+            self._cuda.wait(event)
+            self._spare.append(self._marks.popleft()[0])
+            report()

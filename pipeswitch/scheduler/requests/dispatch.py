@@ -503,8 +503,9 @@ class Dispatch:
         """Send queued requests to a worker, which computes them when it has the turn."""
         core, device, manifest, request = self._core, self._device, replica.manifest, requests[0]
         assert manifest is not None
-        is_code, sampling_params = manifest.mode == "module", request.run.sampling_params
-        replica.transfer.ahead_id = NO_OP_ID
+        is_code, params = manifest.mode == "module", request.run.sampling_params
+        is_multi_step = params is not None and params.steps > 1
+        replica.transfer.ahead_id, replica.transfer.is_prefetch = NO_OP_ID, False
         op_id, owner = core.next_op_id(), device.owner
         chooses, due_ms = False, math.inf
         for one in requests:
@@ -516,8 +517,6 @@ class Dispatch:
         worker.state.apply(states.WorkerEvent.ACTIVATED, f"request {request.run.request_id}")
         worker.dispatch_id = op_id
         replica.users += 1
-        replica.transfer.is_prefetch = False
-        # An earlier run's answer may arrive before the daemon's message that the copy has ended.
         is_used = replica.computed_op_id == replica.residency_id != NO_OP_ID
         activation = RunningTask(
             op_id=op_id,
@@ -532,9 +531,7 @@ class Dispatch:
             residency_id=replica.residency_id,
             resident_bytes=replica.resident_bytes if is_switch else 0,
             streamed=manifest.total_bytes - replica.resident_bytes if replica.staging else 0,
-            # For a streaming pass the stop word has another meaning.
-            is_multi_step=bool(sampling_params and sampling_params.steps > 1)
-            and replica.staging is None,
+            is_multi_step=is_multi_step and replica.staging is None,  # there, stop means to yield
             chooses=chooses,
             charge=charge,
         )
