@@ -18,7 +18,7 @@ from typing import Final
 
 ROOT: Final = Path(__file__).parents[1]
 FILE: Final = "lint/budgets.toml"
-STEPS: Final = {"lines": 50, "words": 50}  # ceilings are multiples, so that few commits change them
+STEPS: Final = {"lines": 10, "words": 50}  # ceilings are multiples, so that few commits change them
 RESERVE: Final = "reserve"
 Table = Mapping[str, Mapping[str, int]]
 """Room -> measure -> ceiling or size."""
