@@ -10,6 +10,7 @@ import asyncio
 import math
 import time
 from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
 from typing import Any, Final
 
 import msgspec
@@ -214,23 +215,17 @@ class Api:
 
     def _text(self, kind: str) -> Verb:
         async def run(request: RouteRequest) -> Response:
-            is_followed = request.flag("follow")
+            is_followed, job = request.flag("follow"), request.names["job"]
             offset = int(request.number("offset", 0, MAX_OFFSET, low=-MAX_OFFSET))
             piece = await self._upstream.job(
-                request.names["job"], kind, offset_bytes=offset if offset >= 0 else MAX_OFFSET
+                job, kind, offset_bytes=offset if offset >= 0 else MAX_OFFSET
             )
             if offset < 0:
                 offset = max(0, piece["end_bytes"] + offset)
             if is_followed:
                 await self._upstream.follow(self._feed.add)
             text = JobText(
-                self._upstream,
-                self._feed,
-                request.names["job"],
-                kind,
-                offset,
-                peer=request.head.peer,
-                is_followed=is_followed,
+                self._upstream, self._feed, job, kind, offset, request.head.peer, is_followed
             )
             return Response(content_type=TEXT, headers=GUARDS, stream=text)
 
@@ -270,42 +265,36 @@ class Api:
         return _json(await self._upstream.ask("register", request.names["model"], body=body))
 
 
+@dataclass
 class JobText:
     """Job's log or history from an offset on; a ``BodyStream`` that counts as an event reader."""
 
-    def __init__(
-        self,
-        upstream: Upstream,
-        feed: EventLog,
-        job: str,
-        kind: str,
-        offset: int,
-        *,
-        peer: str,
-        is_followed: bool,
-    ) -> None:
-        feed.enter(peer)
-        self._upstream, self._feed, self._job, self._kind = upstream, feed, job, kind
-        self._offset = offset
-        self._peer = peer
-        self._is_followed = is_followed
+    upstream: Upstream
+    feed: EventLog
+    job: str
+    kind: str
+    offset: int
+    peer: str
+    is_followed: bool
+
+    def __post_init__(self) -> None:
+        self.feed.enter(self.peer)
 
     async def next(self) -> bytes:
         while True:
             # Check for the job's end before reading, so that no text before its end is missed.
-            is_over = not self._is_followed or await self._has_ended()
-            piece = await self._upstream.job(self._job, self._kind, offset_bytes=self._offset)
-            self._offset = piece["offset_bytes"]
+            is_over = not self.is_followed or await self._has_ended()
+            piece = await self.upstream.job(self.job, self.kind, offset_bytes=self.offset)
+            self.offset = piece["offset_bytes"]
             if piece["text"] or is_over:
                 return str(piece["text"]).encode()
-            await self._feed.news(LOG_LOOK_S)
+            await self.feed.news(LOG_LOOK_S)
 
     async def _has_ended(self) -> bool:
-        row = (await self._upstream.job(self._job, "show"))["job"]
-        return row["state"] in FINAL_JOB_STATES
+        return (await self.upstream.job(self.job, "show"))["job"]["state"] in FINAL_JOB_STATES
 
     def close(self) -> None:
-        self._feed.leave(self._peer)
+        self.feed.leave(self.peer)
 
 
 def _route(method: str, path: str, role: Role, verb: Verb, what: str, **more: Any) -> Route:

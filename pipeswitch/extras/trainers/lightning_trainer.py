@@ -142,9 +142,8 @@ class LightningLoop(TrainerLoop):
     def _checkpoint(self) -> dict[str, Any]:
         """Return what hooks may read; what they change in it is not used."""
         trainer = self.trainer
-        state = trainer.lightning_module.state_dict()
         return {
-            "state_dict": state,
+            "state_dict": trainer.lightning_module.state_dict(),
             "epoch": trainer.current_epoch,
             "global_step": trainer.global_step,
         }

@@ -119,9 +119,8 @@ class TransformersLoop(TrainerLoop):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         trainer = self.trainer
         vars(trainer.state).update(json.loads(state["state"]), log_history=json.loads(state["log"]))
-        saved = json.loads(state["callbacks"])
-        for callback, attributes in zip(self._stateful(), saved, strict=True):
-            vars(callback).update(attributes)
+        for callback, saved in zip(self._stateful(), json.loads(state["callbacks"]), strict=True):
+            vars(callback).update(saved)
         vars(trainer).update(state["losses"])
         trainer._tr_loss.fill_(state["loss"])
 

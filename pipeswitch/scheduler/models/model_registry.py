@@ -238,17 +238,14 @@ class Registry:
         for token in waiters:
             self._answer_registered(current, token)
         waiters.clear()
-        same = errors.AlreadyExists(
-            f'version {current.version} of "{model.base}" has these weights'
-        )
-        self._refuse(model, same)
+        text = f'version {current.version} of "{model.base}" has these weights'
+        self._refuse(model, errors.AlreadyExists(text))
 
     def _store_again(self, model: Model) -> None:
         """Order one ready daemon to load the model for all devices; do nothing if none is ready."""
         assert model.manifest is not None
         registration = self.registrations[model.name]
-        ready = (d.state for d in self._machine.devices if d.state.daemon.is_ready)
-        device = next(ready, None)
+        device = next((d.state for d in self._machine.devices if d.state.daemon.is_ready), None)
         registration.storing = None if device is None else device.index
         if device is None:
             return

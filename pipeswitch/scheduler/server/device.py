@@ -210,8 +210,7 @@ class Device:
         ]
 
     def _kill_hung(self) -> int:
-        hung = self.turns.hung()
-        if hung is not None:
+        if (hung := self.turns.hung()) is not None:
             self.state.kill(self.state.workers[hung.slot], hung.hung_why)
         return TURN | HUNG
 
@@ -246,8 +245,7 @@ class Device:
                 assert state.workers[job.slot].job == name, f"{name} is not on its worker"
         state.owner.check()
         if state.owner.job is not None:
-            slot = state.jobs[state.owner.job].slot
-            assert slot is not None, f"{state.owner.job} left with the turn"
+            assert state.jobs[state.owner.job].slot is not None, f"{state.owner.job} left"
 
     def _check_requests(self) -> None:
         state = self.state
@@ -271,8 +269,7 @@ class Device:
         dispatched = {token for a in tasks for token in a.tokens}
         assert set(state.requests) == {r.token for r in waiting} | dispatched, "a request is lost"
         for name in state.awaiting_model.models():
-            model = state.replicas[name].model
-            assert model.state.state in MODEL_AWAITED, f"{name} is not awaited"
+            assert state.replicas[name].model.state.state in MODEL_AWAITED, f"{name} not awaited"
         for activation in tasks:
             worker = state.workers[activation.slot]
             assert worker.is_alive, f"a request waits for dead worker {worker.slot}"
