@@ -13,6 +13,9 @@ The control page is a sealed memfd that the controller creates and every worker 
   streamed model) or end after its current step (one that samples tokens), because a request waits.
 - ``TAKEN_BACK + slot``: the slot's worker drops its task if the task's operation id is at most
   this one. Only tasks that have no turn, and are promised none, are taken back.
+- ``RUN + slot``: 1; 0 while the GPU must not run the slot's training stream, which waits for it.
+- ``MARKS + slot``: the stream's last marks, which the GPU writes: the one that it has reached in
+  the low half, the one that it has passed in the high half (``devices/cuda/stream_gate.py``).
 - ``CLAIM + slot``, ``NEED + slot``: the activation memory that the slot's job claims, and the
   minimum that it needs (``pipeswitch/extras/offload/activation_budget.py``).
 
@@ -22,6 +25,7 @@ process, which then reads the words that it waits for. An eventfd counts, so no 
 
 from __future__ import annotations
 
+import ctypes
 import fcntl
 import mmap
 import os
@@ -37,6 +41,8 @@ STOP: Final = BEGUN + MAX_SLOTS
 CLAIM: Final = STOP + MAX_SLOTS
 NEED: Final = CLAIM + MAX_SLOTS
 TAKEN_BACK: Final = NEED + MAX_SLOTS
+RUN: Final = TAKEN_BACK + MAX_SLOTS
+MARKS: Final = RUN + MAX_SLOTS
 
 F_SEAL_FUTURE_WRITE: Final = 0x0010  # Linux 5.1; Python 3.11's fcntl does not name it
 
@@ -116,6 +122,23 @@ class Board:
     def is_taken_back(self, slot: int, op_id: int) -> bool:
         """Return True if the slot's worker must drop this task, which never gets its turn."""
         return self._words[TAKEN_BACK + slot] >= op_id
+
+    def write_run(self, slot: int, is_open: bool) -> None:
+        self._words[RUN + slot] = is_open
+
+    def open_stream(self, slot: int) -> None:
+        """Begin with a new stream, which has no marks."""
+        self._words[RUN + slot], self._words[MARKS + slot] = 1, 0
+
+    def marks(self, slot: int) -> tuple[int, int]:
+        """Return the slot's last marks, (reached, passed), from one load."""
+        marks = self._words[MARKS + slot] & (1 << 64) - 1
+        return marks & (1 << 32) - 1, marks >> 32
+
+    @property
+    def address(self) -> int:
+        """Address of the page in this process."""
+        return ctypes.addressof(ctypes.c_char.from_buffer(self._map))
 
     def write_tiles(self, slot: int, claim: int, least: int) -> None:
         self._words[CLAIM + slot] = claim

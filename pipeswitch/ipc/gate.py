@@ -12,6 +12,7 @@ STOPPING   computes, and has not seen the accepted stop yet          yes
 PARKED     waits in ``check`` or ``enter`` until a turn is granted   no
 AWAY       left the device on its own (loader, between loops, end)   yes, unused
 STOPPED    is away as in AWAY, and a stop was acknowledged meanwhile no
+HELD       only enqueues: a stop was acknowledged, its stream waits  no
 
 State    | event                      | next     | action
 =========|============================|==========|================================================
@@ -23,6 +24,11 @@ STOPPING | check in optimizer.step()  | STOPPING | nothing: parameters are half 
 STOPPING | check                      | STOPPING | nothing, if the stop is for a boundary: a step's
          |                            |          | activations are freed there
 STOPPING | stop, not for a boundary   | STOPPING | an earlier stop for a boundary counts at once
+RUNNING, | stop, not for a boundary,  | HELD     | termination thread acknowledges at once, also
+STOPPING | if ``holds``               |          | in optimizer.step(): the device finishes it later
+HELD     | check outside optimizer    | PARKED   |
+HELD     | leave                      | STOPPED  |
+HELD     | grant(larger)              | RUNNING  |
 STOPPING | leave                      | STOPPED  | main thread acknowledges
 STOPPING | grant(larger)              | STOPPING | kept until the acknowledgement, then taken up
 PARKED   | grant(larger)              | RUNNING  | the waiting thread continues
@@ -57,7 +63,7 @@ from typing import Literal
 
 from ..base.errors import TaskPreempted
 
-Where = Literal["forward", "backward", "boundary", "loader", "copies"]
+Where = Literal["forward", "backward", "boundary", "loader", "copies", "stream"]
 OnParked = Callable[[int, int, Where], None]
 
 
@@ -73,6 +79,7 @@ class GateState(enum.Enum):
     PARKED = "parked"
     AWAY = "away"
     STOPPED = "stopped"
+    HELD = "held"
 
 
 class Gate:
@@ -86,6 +93,8 @@ class Gate:
 
     Attributes:
         is_pending: false if the main thread may continue; the hot path tests only this.
+        holds: true if ``on_parked`` can stop the device in enqueued work (``StreamGate``).
+        before_leave: called by the main thread without the lock when it leaves the device.
         in_optimizer_step: set by the main thread around ``optimizer.step()``; while set, no
             check parks or raises.
         before_unwind: called once, by the main thread without the lock, before the first
@@ -101,6 +110,8 @@ class Gate:
 
     def __init__(self, on_parked: OnParked, changed: Condition | None = None) -> None:
         self.is_pending = True  # the first check must take the device
+        self.holds = False
+        self.before_leave: Callable[[Where], None] = lambda _: None
         self.in_optimizer_step = False
         self.before_unwind: Callable[[], None] | None = None
         self.finishes_step: Callable[[], bool] = lambda: False
@@ -166,7 +177,8 @@ class Gate:
             self.answer("loader")
 
     def leave(self, where: Where = "loader") -> None:
-        """Give the device up until ``enter``; acknowledge a stop. Never blocks, never raises."""
+        """Give the device up until ``enter``; acknowledge a stop. Never raises."""
+        self.before_leave(where)
         with self._changed:
             self._where = where
             if self._state is GateState.STOPPING:
@@ -174,6 +186,8 @@ class Gate:
                 self._take_up_grant()
             elif self._state is GateState.RUNNING:
                 self._state = GateState.AWAY
+            elif self._state is GateState.HELD:
+                self._state = GateState.STOPPED
             is_after, self._is_after_boundary = self._is_after_boundary, False
             self._refresh()
         if is_after:
@@ -246,6 +260,12 @@ class Gate:
         return not is_leaving and (self._is_for_job or not self._is_given_up)
 
     @property
+    def drains(self) -> bool:
+        """True if ``on_parked`` must empty the device's queue: another job uses memory that the
+        queue frees, or the main thread unwinds."""
+        return self._is_for_job or self.is_evicting
+
+    @property
     def state(self) -> GateState:
         """State, for display and tests; a decision based on it is a race."""
         with self._changed:
@@ -261,15 +281,20 @@ class Gate:
 
     def _accept_stop(self, turn: int, next_turn: int, *, at_boundary: bool = False) -> None:
         """Accept a stop for the current turn; drop it if the turn was given up already."""
-        if self._state is GateState.RUNNING:
-            self._accepted, self._at_boundary = (turn, next_turn), at_boundary
-            self._state = GateState.STOPPING
-        elif self._state is GateState.STOPPING:
+        if self._is_given_up:
+            return
+        if self._state is GateState.STOPPING:
             self._at_boundary = self._at_boundary and at_boundary
-        elif self._state is GateState.AWAY:
+        else:
             self._accepted, self._at_boundary = (turn, next_turn), at_boundary
+        if self._state is GateState.AWAY:
             self._acknowledge(self._where, GateState.STOPPED)
             self._take_up_grant()
+        elif self.holds and not self._at_boundary and not self.is_evicting:
+            self._acknowledge("stream", GateState.HELD)
+            self._take_up_grant()
+        else:
+            self._state = GateState.STOPPING
 
     def _hide_if_waiting(self) -> None:
         if self._hide is not None and self._is_waiting and self._state is GateState.PARKED:
@@ -278,7 +303,7 @@ class Gate:
 
     @property
     def _is_given_up(self) -> bool:
-        return self._state in (GateState.STOPPED, GateState.PARKED)
+        return self._state in (GateState.STOPPED, GateState.PARKED, GateState.HELD)
 
     def _acknowledge(self, where: Where, then: GateState) -> None:
         """Answer the accepted stop, once; after that this task no longer has the turn."""
@@ -297,7 +322,7 @@ class Gate:
         if self._granted <= self._turn or self._state is GateState.STOPPING:
             return
         self._turn = self._granted
-        if self._state is GateState.PARKED:
+        if self._state in (GateState.PARKED, GateState.HELD):
             self._state = GateState.RUNNING
             self._changed.notify_all()
         elif self._state is GateState.STOPPED:
@@ -321,6 +346,8 @@ class Gate:
                 self.on_back(self._turn, False)
         interrupted: Exception | None = None
         while self._is_hidden or not (interrupted or self.is_evicting or not self._is_given_up):
+            if self._state is GateState.HELD:  # also if held between the grant and the wake-up
+                self._state = GateState.PARKED
             self._where, self._is_waiting = where, True
             self._hide_if_waiting()
             try:
@@ -334,7 +361,7 @@ class Gate:
         self._is_waiting = False
         if interrupted is not None:
             raise interrupted
-        if self.is_evicting and self._state is GateState.PARKED:
+        if self.is_evicting and self._state in (GateState.PARKED, GateState.HELD):
             self._state = GateState.STOPPED  # it unwinds now, so no grant may set it to RUNNING
         elif self._state is GateState.AWAY and (not self.is_evicting or self._may_finish):
             self._state = GateState.RUNNING

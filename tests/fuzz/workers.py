@@ -109,8 +109,7 @@ class Stage(World):
             self.scene.scripts[job] = Training(steps=4, slice_bytes=MIB, state_bytes=MIB)
 
     def new_worker(self, address: ev.Address) -> Told:
-        scene = self.scenes[address.device]
-        worker = Told(address, scene, self.from_process, self.reap_worker)
+        worker = Told(address, self.scenes[address.device], self.from_process, self.reap_worker)
         worker.told = []
         return worker
 
@@ -234,8 +233,7 @@ class Stage(World):
         verb, number = ([*rest[:2], 0, 0])[:2]
         model, job = MODELS[number % 2], JOBS[number % 2]
         token = self.clients.token()
-        make = _VERBS[verb % len(_VERBS)]
-        self.hear(make(token, model, job, ev.Token(number)))
+        self.hear(_VERBS[verb % len(_VERBS)](token, model, job, ev.Token(number)))
 
 
 def _encode(command: ev.Command) -> None:

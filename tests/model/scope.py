@@ -68,6 +68,7 @@ class Scope:
     store_mib: int = 64
     slice_errors: int = 0  # copies of slices that fail
     commit_steps: tuple[int, ...] = (1, 2, 3, 4)  # steps after which the job commits
+    holds: bool = False  # a stop holds a script's kernels in their stream
     is_coarse: bool = False
     hears_late: bool = False  # if True, signals do not arrive at once, even in a coarse scope
     max_deaths: int = 9  # maximum of workers' deaths per request, never reached

@@ -154,6 +154,7 @@ def _freeze_script(script: SimulatedScript, e: Add) -> Any:
         script.number,
         script.is_read,
         script.is_acknowledged,
+        script.is_held,
         None if script.hidden is None else tuple(script.hidden),
         _freeze_gate(script.gate, e),
     )
@@ -180,12 +181,15 @@ def _thaw_script(frozen: Any, n: Next, worker: Worker) -> SimulatedScript:
         script.number,
         script.is_read,
         script.is_acknowledged,
+        script.is_held,
         hidden,
         gate,
     ) = frozen
     script.hidden = None if hidden is None else Image(*hidden)
     script.lease = None if lease is None else ByteSpan(*lease)
+    holds = script.gate.holds
     script.gate = _thaw_gate(gate, n, Gate(script._parked, BELL))
+    script.gate.holds = holds
     if gate[-1]:
         script.gate._hide = partial(script.hide, n())
     return script

@@ -151,6 +151,8 @@ class World(simulator.World):
             case "slice_error":
                 is_so, self._fails_slice = self._fails_slice, False
                 return is_so
+            case "holds":
+                return self.scope.holds
             case _:
                 return what == "unclean"
 

@@ -145,6 +145,7 @@ class Faults:
     hang: float = 0.0
     swallow: float = 0.0
     linger: float = 0.0
+    holds: float = 0.0  # 1: a stop holds a script between two kernels
     unclean: float = 0.5
     commit: float = 0.35
     skips_commit: float = 0.3
@@ -501,6 +502,7 @@ def random_world(seed: int, *, pings: bool = False, devices: int = 1) -> World:
         hang=rng.choice((0.0, 0.03)),
         swallow=rng.choice((0.0, 0.15)),
         linger=rng.choice((0.0, 0.15)),
+        holds=float(seed % 2),
         pings=pings,
         poison=frozenset({"m1"} if rng.random() < 0.2 else ()),
     )

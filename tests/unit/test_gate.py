@@ -92,6 +92,17 @@ class Main:
         ("stop:1 grant:3 later:1 check", "1 forward", S.RUNNING),
         ("later:1 evict raises", "1 forward", S.STOPPED),
         ("later:1 leave grant:3 stop:3 grant:5 check", "1 loader, 3 loader", S.RUNNING),
+        # A device that stops in enqueued work does so at once, unless the queue must end.
+        ("holds optimizer stop:1 check", "1 stream", S.HELD),
+        ("holds stop:1 grant:3 stop:3 stop:3 grant:5 check", "1 stream, 3 stream", S.RUNNING),
+        ("holds stop:3 grant:3", "3 stream", S.HELD),
+        ("holds stop:1 leave", "1 stream", S.STOPPED),
+        ("holds stop:1 leave grant:3 check", "1 stream", S.RUNNING),
+        ("holds later:1 check", "", S.STOPPING),
+        ("holds later:1 stop:1", "1 stream", S.HELD),
+        ("holds stop:1 evict raises grant:3", "1 stream", S.AWAY),
+        ("holds optimizer stop:1 evict check over raises", "1 stream", S.STOPPED),
+        ("holds evict stop:1 raises", "1 forward", S.STOPPED),
     ],
 )
 def test_a_turn_is_given_up_where_it_is_asked_for(
@@ -117,6 +128,8 @@ def test_a_turn_is_given_up_where_it_is_asked_for(
                 gate.check("forward")
             case "leave":
                 gate.leave()
+            case "holds":
+                gate.holds = True
             case _:
                 gate.request_evict()
     turns_parked = [(turn, next_turn, where) for turn, next_turn, where in box.parked]
@@ -145,6 +158,22 @@ def test_one_that_was_away_says_once_that_it_is_back_or_that_others_go_first(box
     assert not gate.allows_copies  # a request computes
     assert box.parked == [(1, 2, "copies"), (3, 4, "copies")]
     assert calls == [(1, True), (1, False)]
+
+
+def test_a_held_thread_waits_at_its_next_check_and_then_its_slice_can_be_hidden(
+    box: Recorder,
+) -> None:
+    gate, hidden = running(box), threading.Semaphore(0)
+    gate.holds, gate.on_back = True, lambda *_: box.parked.append((0, 0, "loader"))
+    for turn in (1, 3):  # the second stop arrives while the thread waits for its wake-up
+        gate.request_stop(turn, turn + 1)
+        gate.request_hide(hidden.release)
+        main = Main(lambda: gate.check("backward"))
+        assert hidden.acquire(timeout=20), "it waits, so its slice is free"
+        gate.request_hide(None)
+        gate.grant(turn + 2)
+        assert main.join() is None
+    assert (gate.state, box.parked) == (S.RUNNING, [(1, 2, "stream"), (3, 4, "stream")])
 
 
 @pytest.mark.parametrize("is_evicted", [False, True])
@@ -203,15 +232,16 @@ operations = st.lists(
 )
 
 
-@given(operations)
-def test_any_order_keeps_the_books(plan: list[str]) -> None:
+@given(operations, st.booleans())
+def test_any_order_keeps_the_books(plan: list[str], holds: bool) -> None:
     """Make the moves of both threads in one thread, but skip checks that would block.
 
-    Each turn must be acknowledged at most once, and never inside the optimizer's step. The gate
+    Each turn must be acknowledged at most once, by no check in the optimizer's step. The gate
     must have a turn exactly in the states RUNNING, STOPPING and AWAY.
     """
     box = Recorder()
     gate = box.gate
+    gate.holds = holds
     newest = 0
     evicted = False
     for step in plan:
@@ -236,11 +266,11 @@ def test_any_order_keeps_the_books(plan: list[str]) -> None:
                 evicted = True
                 gate.request_evict()
             case "optimizer on":
-                gate.in_optimizer_step = gate.state in (S.RUNNING, S.STOPPING)
+                gate.in_optimizer_step = gate.state in (S.RUNNING, S.STOPPING, S.HELD)
             case "optimizer off":
                 gate.in_optimizer_step = False
             case _:
-                blocks = gate.state is S.STOPPED or (
+                blocks = gate.state in (S.STOPPED, S.HELD) or (
                     gate.state is S.STOPPING and newest <= gate.turn
                 )
                 if gate.in_optimizer_step or evicted or not blocks:
@@ -256,12 +286,13 @@ def test_any_order_keeps_the_books(plan: list[str]) -> None:
         assert is_held == (gate.turn > 0 and gate.turn not in turns)
 
 
+@pytest.mark.parametrize("holds", [False, True])
 @pytest.mark.parametrize("seed", range(4))
-def test_two_threads_racing_acknowledge_every_stop_once(seed: int) -> None:
+def test_two_threads_racing_acknowledge_every_stop_once(seed: int, holds: bool) -> None:
     """One thread checks, leaves and enters, while the other one stops and grants continuously."""
     box = Recorder()
     gate = box.gate
-    stops = 100
+    gate.holds, stops = holds, 100
     done = threading.Event()
     places: tuple[Where, ...] = ("forward", "backward", "boundary")
 

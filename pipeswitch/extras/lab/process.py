@@ -33,6 +33,7 @@ Chance = Literal[
     "skips_commit",  # an evicted script unwinds without a commit
     "script_error",
     "swallow",  # a script neither parks nor unwinds
+    "holds",  # a script's stop holds the device between two kernels; always or never
     "linger",  # a process does not exit after its script
     "takes_along",  # a worker dies with its memory daemon
 ]
@@ -152,12 +153,8 @@ class SimulatedProcess:
         queue = self.inbox.get(channel)
         if not queue:
             return []
-        act = partial(_read, queue, take)
-        return [Move(channel, "reads", self.scene.costs.message_ms, act)]
-
-
-def _read(queue: deque[Message], take: Callable[[Message], None]) -> None:
-    take(queue.popleft())
+        cost_ms = self.scene.costs.message_ms
+        return [Move(channel, "reads", cost_ms, lambda: take(queue.popleft()))]
 
 
 class SimulatedBuilder(SimulatedProcess):

@@ -81,6 +81,8 @@ class SimulatedScript:
         self.is_stubborn = scene.choices.happens("swallow", order.job)
         self.gate = Gate(self._parked, BELL)
         self.gate.on_back = self._back
+        self.gate.holds = scene.choices.happens("holds", order.job)
+        self.is_held = False  # the device does not compute what the script enqueues
         self._scene, self._say = scene, say
         self._plan = scene.scripts[order.job]
         self._committed_at_ms = scene.clock.now_ms
@@ -106,6 +108,7 @@ class SimulatedScript:
     # -- termination thread --------------------------------------------------------------------
 
     def hears(self, message: Message) -> None:
+        self.is_held &= not isinstance(message, worker_msg.OPENING)
         match message:
             case worker_msg.StopTask(turn=turn, next_turn=next_turn, at_boundary=at_boundary):
                 self.gate.request_stop(turn, next_turn, at_boundary=at_boundary)
@@ -145,7 +148,7 @@ class SimulatedScript:
 
     def _parked(self, turn: int, next_turn: int, where: Where) -> None:
         """Write the next turn, if one is ordered, and report that the script has parked."""
-        now_ms = self._scene.clock.now_ms
+        now_ms, self.is_held = self._scene.clock.now_ms, where == "stream"
         self._left_ms = max(0.0, self._left_ms - (now_ms - self._computes_since_ms))
         if next_turn:
             self._scene.device.turn = next_turn
@@ -173,7 +176,8 @@ class SimulatedScript:
         """Return the next steps of the main thread; none while it waits."""
         gate, plan, costs = self.gate, self._plan, self._scene.costs
         state, is_evicting = gate.state, gate.is_evicting
-        if self.is_stubborn and (state is GateState.STOPPING or is_evicting):
+        is_stubborn = self.is_stubborn and (state is GateState.STOPPING or is_evicting)
+        if is_stubborn or (self.is_held and self.phase in ("waiting", "writing")):
             return []  # a stubborn script neither parks nor unwinds
         what, cost_ms, act, is_possible = "", 0.0, self._take, True
         match self.phase:
@@ -296,8 +300,7 @@ class SimulatedScript:
     @property
     def is_due(self) -> bool:
         """True if the step that has just ended must be committed."""
-        past_ms = self._scene.clock.now_ms - self._committed_at_ms
-        is_late = past_ms >= self.order.commit_every_ms
+        is_late = self._scene.clock.now_ms - self._committed_at_ms >= self.order.commit_every_ms
         return is_late or self._scene.choices.happens("commit", self.order.job)
 
     def _begin_commit(self) -> None:

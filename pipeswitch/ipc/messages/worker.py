@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Final, Literal
 
 import msgspec
 
@@ -245,7 +245,7 @@ class JobParked(Message, frozen=True):
     op_id: OpId
     turn: Turn
     next_turn: Turn
-    where: Literal["forward", "backward", "boundary", "loader", "copies"]
+    where: Literal["forward", "backward", "boundary", "loader", "copies", "stream"]
     asked_at_ms: float
     parked_at_ms: float
 
@@ -292,6 +292,12 @@ class ShowSlice(Message, frozen=True):
 
     op_id: OpId
     offset_bytes: int
+
+
+OPENING: Final = (GrantTurn, EvictTask, HideSlice)
+"""Messages after which the job's work on the device runs, or must run to its end. The controller
+opens the held stream, too (``Board.write_run``): the worker's termination thread cannot if the
+script blocks in a call that keeps the interpreter's lock."""
 
 
 class CommitStep(Message, frozen=True):
