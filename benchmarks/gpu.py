@@ -79,7 +79,7 @@ STAGES = (
     _test("server-waits", *SERVED, "graph", "wait-write"),
     _test("server-highest", *SERVED, "graph", "wait-write", "slice"),
     _serving(90, "switch", "resnet152"),
-    _serving(80, "training"),
+    _serving(150, "training"),
     _serving(150, "generation"),
     _serving(70, "soak"),
     _serving(150, "precision"),

@@ -18,7 +18,7 @@ ROOT = Path(__file__).resolve().parent.parent
 
 MARK = "RESULT "
 NEEDS_A_GPU = 3  # exit status of a stage without a GPU
-BINDINGS = "PIPESWITCH_DEVICE__BINDINGS"  # names the package of CUDA bindings; tests use a stand-in
+BINDINGS = "PIPESWITCH_CUDA_BINDINGS"  # names the package of CUDA bindings; tests use a stand-in
 DEV = "PIPESWITCH_GPU_DEV"  # names a folder that replaces /dev in tests
 RUNGS = "PIPESWITCH_GPU_RUNGS"  # mechanisms that the self-test chose, which later stages reuse
 

@@ -10,21 +10,18 @@ from __future__ import annotations
 
 import json
 import sys
-from functools import partial
 from typing import Any, Final
 
+from pipeswitch.base.config import DeviceConfig
 from pipeswitch.base.errors import ConfigError
 from pipeswitch.devices.cuda import selftest
 from pipeswitch.devices.cuda.examine import look
-from pipeswitch.devices.cuda.ladder import LadderOutcome, Wishes, choose
+from pipeswitch.devices.cuda.ladder import RUNGS, LadderOutcome, choose
 from pipeswitch.devices.cuda.pinned import PIN_BYTES, PinnedMapping
 from pipeswitch.devices.cuda.selftest import CHECKS, MIB, Rig, SelfTestCheck
 from pipeswitch.ipc.control_page import sealed_memfd
 
 from .gpu_common import end_without, package, put
-
-SUSPEND_BYTES = 16 * MIB
-STEPS = 200
 
 
 def _pinned(rig: Rig) -> str:
@@ -42,31 +39,6 @@ def _warm(rig: Rig) -> str:
     return "cuBLAS, cuBLASLt and cuDNN compute"
 
 
-def _suspend(rig: Rig) -> str:
-    """Test that a job ends its kernels and parks, and that its memory is then read and scrubbed."""
-    _, peer = selftest.fork(partial(_be_suspended, rig))
-    cuda = rig.cuda()
-    block = selftest.share(cuda, peer, SUSPEND_BYTES, 0)
-    peer.ask("is_parked")
-    for start in range(0, SUSPEND_BYTES, MIB):
-        selftest.expect("what a parked job left", selftest.total(cuda, block + start), STEPS * MIB)
-    selftest.fill(cuda, block, 0, SUSPEND_BYTES)
-    peer.send()
-    selftest.expect("what the job sees of scrubbed memory", peer.ask("found"), 0)
-    return f"{SUSPEND_BYTES // MIB} MiB behind {STEPS} kernels"
-
-
-def _be_suspended(rig: Rig, pipe: selftest.Pipe) -> None:
-    side, cuda = rig.side(), rig.cuda()
-    values = selftest.tensor_of(side, selftest.opened(cuda, pipe), 0, SUSPEND_BYTES)
-    for _ in range(STEPS):
-        values.add_(1)
-    cuda.synchronize_device()
-    pipe.send(is_parked=True)
-    pipe.hear()
-    pipe.send(found=int(values.sum()))
-
-
 MECHANISMS: Final[dict[str, SelfTestCheck]] = {
     "device": CHECKS["device"],
     "memory": CHECKS["memory"],
@@ -77,9 +49,9 @@ MECHANISMS: Final[dict[str, SelfTestCheck]] = {
     "tensor": CHECKS["tensor"],
     "wait-write": CHECKS["wait-write"],
     "wait-copy": CHECKS["wait-copy"],
-    "suspend": SelfTestCheck(_suspend, ("tensor",)),
     "slice": CHECKS["slice"],
     "graph": CHECKS["graph"],
+    "hold": CHECKS["hold"],
 }
 """Mechanisms in the order in which they run."""
 
@@ -104,11 +76,11 @@ def stage() -> int:
         name: LadderOutcome(findings[name]["is_ok"], findings[name]["text"]) for name in MECHANISMS
     }
     try:
-        ladder = choose(Wishes(), outcomes)
+        ladder = choose(DeviceConfig(), outcomes)
     except ConfigError as error:
         put(ladder_refused=error.message)
         return 1
-    rungs = {key: getattr(ladder, key) for key in ("waits", "words", "activations", "graphs")}
+    rungs = {key: getattr(ladder, key) for key in RUNGS}
     put(rungs=rungs, reasons=ladder.reasons)
     return 0 if all(outcome.is_ok for outcome in outcomes.values()) else 1
 

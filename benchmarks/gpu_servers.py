@@ -30,7 +30,7 @@ import numpy as np
 
 from . import gpu_common as gpu
 from .baselines import TRAIN_MODULE
-from .gpu_common import is_fake, now_ms, percentiles, put, served
+from .gpu_common import is_fake, now_ms, percentiles, put, rung_environment, served
 from .models import MIB
 from .serving import TRAIN_ENTRY, TWINS, Training
 from .setting import end, read_line, spawn
@@ -43,6 +43,7 @@ SEED = 0
 TOLERANCE = 1e-4  # allowed relative error of the outputs' sum, because kernels differ
 BASELINE_ARMS = ("ready-eager", "ready-graph", "serial", "to-device")
 TAX_ROUNDS = 2
+HOLDS = "PIPESWITCH_DEVICE__HOLDS"
 REQUESTS = 40
 WARM_UP_STEPS = 15
 WARM_JOB_STEPS = 20  # steps of the job before the first request
@@ -204,9 +205,16 @@ class _Baselines:
 
 
 def training() -> None:
+    chosen = rung_environment().get(HOLDS, "drain")
+    for holds in sorted({chosen, "drain"}, reverse=True):  # ``stream`` first
+        put(holds=holds)
+        _training({HOLDS: holds})
+
+
+def _training(environment: dict[str, str]) -> None:
     with (
         tempfile.TemporaryDirectory(prefix="pipeswitch-gpu-") as folder,
-        served("1GiB" if is_fake() else "4GiB", "1GiB") as (_, client),
+        served("1GiB" if is_fake() else "4GiB", "1GiB", **environment) as (_, client),
     ):
         source = "benchmarks.factories:small_mlp"
         client.register("tiny", source, weights="random:0", inputs={"x": ((1, 64), "float32")})

@@ -221,14 +221,18 @@ class WorkerProcess:
             self._host.tiles = JOBS.load("activation_budget")(
                 self._view, self._settings.slot, message.activation_bytes
             )
+        self._keep_in_step()
         self._job_op_id = message.op_id
         self._job_known.set()
         if message.turn:
             self._gate.grant(message.turn)
-        self._keep_in_step()
         self._gate.after_boundary = give_freed_memory_back
         self._gate.on_back = self._on_back
-        self._host.end(run_script(message, self._host, self._gate))
+        try:
+            self._host.end(run_script(message, self._host, self._gate))
+        finally:
+            if Pacer.current is not None:
+                Pacer.current.release(for_good=True)  # the process's exit waits for the device
         return 0
 
     def _keep_in_step(self) -> None:
@@ -238,6 +242,8 @@ class WorkerProcess:
             import torch
 
             torch.autograd.set_multithreading_enabled(False)
+            self._gate.holds = Pacer.current.holds
+            self._gate.before_leave = Pacer.current.leave
 
     # -- termination thread --------------------------------------------------------------------
 
@@ -273,6 +279,8 @@ class WorkerProcess:
         if getattr(message, "op_id", self._job_op_id) != self._job_op_id:
             return
         reach("job.obey")
+        if Pacer.current is not None and isinstance(message, worker_msg.OPENING):
+            Pacer.current.release()
         match message:
             case worker_msg.StopTask():
                 self._stop_asked_at_ms = now_ms()
@@ -315,8 +323,11 @@ class WorkerProcess:
         give_freed_memory_back()
 
     def _on_parked(self, turn: int, next_turn: int, where: Where) -> None:
-        """Give the device to the next task; the parking thread calls this and holds the lock."""
-        self._view.synchronize()  # wait for queued work, which is at most two groups
+        """Give the device to the next task; the acknowledging thread calls this with the lock."""
+        if Pacer.current is None or not Pacer.current.holds or self._gate.drains:
+            self._view.synchronize()
+        else:
+            Pacer.current.hold()
         reach("job.park")
         parked_at_ms = now_ms()  # before the wake-up: the woken worker may take this thread's core
         if next_turn:

@@ -161,7 +161,8 @@ class DeviceConfig(Section, frozen=True):
     slice: cuda: size of that slice: auto, 4GiB or a fraction
     graphs: cuda: replay layer groups as CUDA graphs: auto, off or on
     graph_budget: cuda: maximum driver memory of one worker's graphs
-    bindings: cuda: the package with the bindings
+    holds: cuda: how a job leaves the GPU: auto, drain (its short queue ends) or stream (the GPU
+        stops inside its queue)
     """
 
     name: Annotated[str, written("a device", _device_names)] = "auto"
@@ -173,9 +174,7 @@ class DeviceConfig(Section, frozen=True):
     slice: AmountSetting = SizeSpec()
     graphs: Literal["auto", "off", "on"] = "auto"
     graph_budget_bytes: Size = parse_size("1GiB")
-    bindings: Annotated[str, form(r"[A-Za-z_][A-Za-z0-9_.]*", "the name of a package")] = (
-        "cuda.bindings"
-    )
+    holds: Literal["auto", "drain", "stream"] = "auto"
 
     @property
     def names(self) -> tuple[str, ...]:

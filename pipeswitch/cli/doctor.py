@@ -19,7 +19,7 @@ from ..base.machine import available_bytes, cpu_count
 from ..base.units import format_bytes
 from ..devices.cuda import examine as selftest
 from ..devices.cuda import ladder as cuda_ladder
-from ..devices.cuda.bindings import PACKAGE
+from ..devices.cuda.bindings import PACKAGE, REAL_PACKAGE
 from ..devices.cuda.kind import index_of
 from ..ipc import control_page
 from ..sandbox.confine import missing
@@ -109,7 +109,7 @@ def _cuda(config: Config) -> list[Finding]:
     gpus = [name for name in device.names if not name.startswith("cpu")]
     if not gpus:
         return []
-    if device.bindings == PACKAGE and not selftest.has_driver_library():
+    if PACKAGE == REAL_PACKAGE and not selftest.has_driver_library():
         return [Finding("cuda", "ok", "no driver library (libcuda.so.1): the cpu device is used")]
     return [finding for name in gpus for finding in _cuda_device(device, name)]
 
@@ -118,7 +118,7 @@ def _cuda_device(config: DeviceConfig, name: str) -> list[Finding]:
     title = name if len(config.names) > 1 else "cuda"
     index = index_of(name)
     try:
-        outcomes = selftest.examine(config.bindings, index, tests=cuda_ladder.TESTS)
+        outcomes = selftest.examine(PACKAGE, index, tests=cuda_ladder.TESTS)
     except PipeSwitchError as error:
         return [
             Finding(title, "fail" if name.startswith("cuda") else "warn", error.message, error.hint)

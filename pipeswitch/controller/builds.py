@@ -277,5 +277,4 @@ class Builds:
 
         The loop renames them. Another thread removes them, because removal of large files is slow.
         """
-        digests = command.digests | self._disk.digests()
-        self._remove_files(self._places.take_away(digests))
+        self._remove_files(self._places.take_away(command.digests | self._disk.digests()))

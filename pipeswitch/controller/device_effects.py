@@ -131,6 +131,8 @@ class DeviceEffects:
             self._children.kill(target)
             return
         index = 0 if command.channel == "task" else 1
+        if isinstance(command.message, worker_msg.OPENING):
+            self._share.control_page.write_run(target.slot, True)
         files = [*descriptors, *files]
         self._children.processes.send(child, index, command.message, files)
 
@@ -195,8 +197,7 @@ class DeviceEffects:
                 descriptors += self._arena_for(command.message.tenant)
         except OSError as error:  # the scheduler repeats a command that ended in a fault
             op_id = getattr(command.message, "op_id", OpId(0))
-            fault = DaemonFault(op_id=op_id, reason=str(error))
-            self._take(ev.Received(command.target, fault))
+            self._take(ev.Received(command.target, DaemonFault(op_id=op_id, reason=str(error))))
             return
         self._children.processes.send(child, 0, command.message, descriptors)
 

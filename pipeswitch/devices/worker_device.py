@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Final, Protocol
 
 from ..base.errors import PipeSwitchError, RemoteProtocolError
 from ..ipc.control_page import Board, ring
+from ..ipc.gate import Where
 from ..ipc.messages.base import OpId
 from ..programs.interface.layout import TensorSpec
 from .order_checks import FENCE_BYTES, FENCE_MASK
@@ -48,19 +49,34 @@ class HostCopies(Protocol):
 
 
 class Pacer:
-    """Limit on the work that a script's thread enqueues ahead of its device; only it calls this.
+    """Limit on the work that a script's thread enqueues ahead of its device.
 
     Attributes:
+        holds: ``hold`` can stop the device before the queue is empty.
         current: the limit of this process's script; None: its device computes in the thread.
         waits, waited_ms: how often, and for how long in all, the limit made the thread wait.
     """
 
     current: ClassVar[Pacer | None] = None
+    holds = False
     waits = 0
     waited_ms = 0.0
 
     def look(self) -> None:
         """Limit the queue; each hook of a layer calls this."""
+
+    def mark(self) -> None:
+        """Make the device stop here if it is held; called before and after an optimizer's step."""
+
+    def leave(self, where: Where) -> None:
+        """Mark the end of the queue; called when the script leaves the device."""
+
+    def hold(self) -> bool:
+        """Stop the device in the queue; any thread may call this and ``release``."""
+        raise NotImplementedError
+
+    def release(self, *, for_good: bool = False) -> None:
+        """Let held work run; with ``for_good``, no later ``hold`` stops it."""
 
 
 class Signals:

@@ -26,11 +26,16 @@ TESTS = Path(__file__).resolve().parents[1]
 ON_CUDA = ("cuda:0",)
 FAKE_GPU = {
     "PYTHONPATH": os.pathsep.join([str(TESTS.parent), str(TESTS / "fakes")]),  # this checkout
-    "PIPESWITCH_DEVICE__BINDINGS": "fake_cuda",
+    "PIPESWITCH_CUDA_BINDINGS": "fake_cuda",
     "PIPESWITCH_WORKERS__RESTART_BACKOFF": "20ms",
     "PIPESWITCH_SCHEDULER__COMMIT_EVERY": "50ms",
 }
 
+STREAM = "WAITS=gpu WORDS=write ACTIVATIONS=private GRAPHS=on HOLDS=stream"
+MARKED = """
+    from pipeswitch.devices.cuda import stream_gate
+    stream_gate.LOOKS_PER_GROUP = 1  # held, the fake GPU waits in the script's next layer
+"""
 STEPS = """
     import hashlib, sys
     import torch
@@ -91,7 +96,7 @@ def answer(checked: tools.Checked, name: str, x: torch.Tensor) -> Any:
 def test_the_ready_line_says_which_rungs_serve(server: tools.Checked) -> None:
     line = server.running.ready_line
     assert "device cuda:0," in line
-    assert "Fake GPU, waits=gpu words=write activations=slice graphs=on" in line
+    assert "Fake GPU, waits=gpu words=write activations=slice graphs=on holds=stream" in line
 
 
 def test_eager_runs_and_replays_give_the_plain_models_bits(server: tools.Checked) -> None:
@@ -167,6 +172,46 @@ def test_a_job_beside_requests_ends_with_the_plain_runs_bits(
     assert tools.finish(task)["state"] == "done"
     assert (tmp_path / "out").read_text() == (tmp_path / "plain").read_text()
     assert plain.split()[-1] == (tmp_path / "out").read_text()
+
+
+def test_a_held_job_that_is_killed_or_evicted_ends_with_the_plain_runs_bits(
+    own_gpu: dict[str, str], tmp_path: Path
+) -> None:
+    """Kill the job right after it was held; then evict it while a process that waits at a point,
+    whose action it reads from a pipe, has the turn."""
+    points, script = tmp_path / "points", tools.write_script(tmp_path, "train.py", MARKED + STEPS)
+    points.mkdir()
+    plain = tools.run_plain(script, str(tmp_path / "plain"))
+    named = dict(f"PIPESWITCH_DEVICE__{part}".split("=") for part in STREAM.split())
+    own_gpu |= named | {"PIPESWITCH_FAILPOINTS": str(points)}
+    with tools.checked_server(devices=ON_CUDA, environment=own_gpu) as checked:
+        assert "holds=stream" in checked.running.ready_line
+        module, x = register(checked, "visitor", 4)
+        expected = tools.eager(module, x)
+        events = checked.client.events("job.suspended", timeout_s=5)
+        task = checked.client.train(str(script), name="held", args=[str(tmp_path / "out")])
+        tools.until(lambda: task.status()["committed_step"] > 0, "the job trains")
+        (points / "job.parked").write_text("crash")
+        while not task.status()["restarts"]:
+            assert tools.is_bit_equal(answer(checked, "visitor", x), expected)
+        step = task.status()["committed_step"]
+        tools.until(lambda: task.status()["committed_step"] > step, "it trains again")
+        os.mkfifo(points / "worker.infer.turn")
+        request = checked.client.submit("visitor", x.numpy())
+        turns = "worker.infer.turn.*"
+        (pipe,) = tools.until(lambda: [*points.glob(turns)], "the request has the device")
+        task.pause()
+        tools.until(lambda: task.status()["state"] == "paused", "the held job leaves")
+        assert not request.done()
+        pipe.write_text("delay 0")
+        request.result(30)
+        task.resume()
+        while task.status()["state"] not in FINAL_JOB_STATES:
+            assert tools.is_bit_equal(answer(checked, "visitor", x), expected)
+        assert tools.finish(task)["state"] == "done"
+        assert any(event["where"] == "stream" for event in events)
+        assert "did not" not in checked.running.log(), "the evicted job was killed"
+    assert (tmp_path / "out").read_text() == plain.split()[-1]
 
 
 def test_two_gpus_serve_and_a_daemon_that_dies_is_nothing_to_the_other(

@@ -33,7 +33,7 @@ def command(*words: str, **environment: str) -> subprocess.CompletedProcess[str]
 
 @pytest.mark.slow  # ten processes that import torch; it fails only if a stage is renamed
 def test_a_dry_run_starts_every_stage_and_each_says_that_it_needs_a_gpu() -> None:
-    done = command("--dry-run", PIPESWITCH_DEVICE__BINDINGS="fake_cuda", CUDA_FAKE="no-device")
+    done = command("--dry-run", PIPESWITCH_CUDA_BINDINGS="fake_cuda", CUDA_FAKE="no-device")
     assert done.returncode == gpu.NEEDS_A_GPU, done.stdout + done.stderr
     for stage in gpu.STAGES:
         after = done.stdout.split(f"== {stage.name} ")[1].split("== ")[0]
@@ -55,7 +55,7 @@ def test_a_machine_without_a_gpu_is_told_from_one_whose_gpu_cannot_be_had(
     done = command(
         "--out",
         str(tmp_path),
-        PIPESWITCH_DEVICE__BINDINGS="fake_cuda",
+        PIPESWITCH_CUDA_BINDINGS="fake_cuda",
         CUDA_FAKE="no-driver",
         PIPESWITCH_GPU_DEV=str(nodes),
     )
@@ -72,22 +72,22 @@ def test_a_machine_without_a_gpu_is_told_from_one_whose_gpu_cannot_be_had(
     assert statuses == ["ok", "failed", *["not run"] * (len(gpu.STAGES) - 2)]
 
 
-BEHIND_IPC = {"tensor", "wait-write", "wait-copy", "suspend"}
+BEHIND_IPC = {"tensor", "wait-write", "wait-copy", "hold"}
 BEHIND_TORCH = {"warm", "slice", "graph", *BEHIND_IPC}
 BEHIND_MEMORY = {"pinned", "ipc", "slice", "graph", *BEHIND_IPC}
 BROKEN = {  # broken call -> mechanisms that fail (in order), and mechanisms that then cannot run
     "cudaSetDevice=cudaErrorUnknown": (["device", "memory"], BEHIND_MEMORY),
     "cudaMalloc=cudaErrorMemoryAllocation": (["memory"], BEHIND_MEMORY),
-    "cudaHostRegister=cudaErrorNotPermitted": (["pinned"], set()),
+    "cudaHostRegister=cudaErrorNotPermitted": (["pinned", "hold"], set()),
     "cudaIpcGetMemHandle=cudaErrorNotSupported": (["ipc"], BEHIND_IPC),
     "cudaIpcOpenMemHandle=cudaErrorOperatingSystem": (["ipc"], BEHIND_IPC),
-    "cuStreamWaitValue32=CUDA_ERROR_NOT_SUPPORTED": (["wait-write", "wait-copy"], set()),
-    "cuStreamWaitValue32=hang": (["wait-write", "wait-copy"], set()),
-    "cuStreamWriteValue32=CUDA_ERROR_NOT_SUPPORTED": (["wait-write"], set()),
+    "cuStreamWaitValue32=CUDA_ERROR_NOT_SUPPORTED": (["wait-write", "wait-copy", "hold"], set()),
+    "cuStreamWaitValue32=hang": (["wait-write", "wait-copy", "hold"], set()),
+    "cuStreamWriteValue32=CUDA_ERROR_NOT_SUPPORTED": (["wait-write", "hold"], set()),
+    "host-wait=ignored": (["hold"], set()),
     "torch=crash": (["torch"], BEHIND_TORCH),
     "warm=cudaErrorUnknown": (["warm"], set()),
     "ipc-tensor=cudaErrorInvalidValue": (["tensor"], BEHIND_IPC - {"tensor"}),
-    "cudaDeviceSynchronize=cudaErrorUnknown": (["suspend"], set()),
     "slice=cudaErrorMemoryAllocation": (["slice"], set()),
     "capture=hang": (["graph"], set()),
 }
@@ -104,8 +104,9 @@ def test_one_broken_mechanism_is_named_and_hides_nothing_that_does_not_need_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], broken: str
 ) -> None:
     failed, behind = BROKEN[broken]
-    for key, value in (("PIPESWITCH_DEVICE__BINDINGS", "fake_cuda"), ("CUDA_FAKE_BREAK", broken)):
-        monkeypatch.setenv(key, value)
+    monkeypatch.setenv("PIPESWITCH_CUDA_BINDINGS", "fake_cuda")
+    monkeypatch.setenv("CUDA_FAKE_BREAK", broken)
+    monkeypatch.setenv("CUDA_FAKE_LEDGER", str(tmp_path / "allocated"))
     stages = [
         stage
         if stage.name == "mechanisms"
@@ -146,8 +147,9 @@ def test_switches_and_soak_run_over_a_fake_gpu(tmp_path: Path) -> None:
         "switch-resnet152",
         "precision",
         "soak",
-        PIPESWITCH_DEVICE__BINDINGS="fake_cuda",
+        PIPESWITCH_CUDA_BINDINGS="fake_cuda",
         CUDA_FAKE_BYTES=str(8 << 30),
+        CUDA_FAKE_LEDGER=str(tmp_path / "allocated"),
         TMPDIR=str(tmp_path),
         PYTHONPATH=str(FAKES),
     )

@@ -29,7 +29,7 @@ from pipeswitch.base.errors import TaskPreempted
 from pipeswitch.commits.area import CommitArea
 from pipeswitch.commits.commit_files import load_commit, read_record, write_commit
 from pipeswitch.commits.image import parse_image
-from pipeswitch.devices.cpu.copies import CpuCopies
+from pipeswitch.devices.cpu.worker_device import CpuCopies
 from pipeswitch.ipc.gate import Gate
 from pipeswitch.workers.training import persistent_loaders
 from pipeswitch.workers.training.session import TrainingSession

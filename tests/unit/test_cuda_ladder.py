@@ -5,12 +5,20 @@ from __future__ import annotations
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
-from pipeswitch.base.config import DeviceConfig
+from pipeswitch.base.config import DeviceConfig as Wishes
 from pipeswitch.base.errors import ConfigError
 from pipeswitch.base.units import SizeSpec
 from pipeswitch.devices.cuda.kind import arena_size, private_size, slice_size
-from pipeswitch.devices.cuda.ladder import REQUIRED, TESTS, Ladder, LadderOutcome, Wishes, choose
+from pipeswitch.devices.cuda.ladder import (
+    REQUIRED,
+    TESTS,
+    Ladder,
+    LadderOutcome,
+    choose,
+    needs_test,
+)
 
 ALL_GOOD = {name: LadderOutcome(True) for name in TESTS}
 GIB = 1 << 30
@@ -85,11 +93,21 @@ def test_a_wish_does_not_overrule_a_failed_test() -> None:
 
 def test_wishes_that_name_every_rung_need_no_test() -> None:
     wishes = Wishes(waits="gpu", words="write", activations="slice", graphs="on")
-    assert not wishes.needs_test
+    assert not needs_test(wishes)
     assert rungs(choose(wishes, None)) == ("gpu", "write", "slice", "on")
     lowest = Wishes(waits="cpu", words="copy", activations="private", graphs="off")
     assert rungs(choose(lowest, None)) == ("cpu", "copy", "private", "off")
-    assert Wishes(waits="gpu").needs_test
+    assert needs_test(Wishes(waits="gpu"))
+
+
+def test_a_stream_is_held_only_if_the_test_passed_or_could_not_run_and_it_is_asked_for() -> None:
+    assert choose(Wishes(), ALL_GOOD).holds == "stream"
+    ladder = choose(Wishes(holds="stream"), results(hold="it computes"))
+    assert (ladder.holds, ladder.reasons) == ("drain", ("not stream: hold: it computes",))
+    assert choose(Wishes(holds="drain"), ALL_GOOD).holds == "drain"
+    named = Wishes(waits="gpu", words="write", activations="slice", graphs="on")
+    assert choose(named, None).holds == "drain"
+    assert choose(replace(named, holds="stream"), None).holds == "stream"
 
 
 @given(
@@ -103,7 +121,8 @@ def test_only_what_passed_is_ever_chosen(
     waits: str, words: str, activations: str, graphs: str, passed: set[str]
 ) -> None:
     outcomes = {name: LadderOutcome(name in passed or name in REQUIRED, "no") for name in TESTS}
-    ladder = choose(Wishes(waits, words, activations, graphs), outcomes)
+    wishes = Wishes(waits=waits, words=words, activations=activations, graphs=graphs)
+    ladder = choose(wishes, outcomes)
     if ladder.waits == "gpu":
         assert f"wait-{ladder.words}" in passed
         assert waits != "cpu"
@@ -125,9 +144,9 @@ def test_arena_and_private_memory_fit_beside_each_other(free_gib: int) -> None:
 
 
 def test_the_slice_has_a_size_only_where_it_is_used() -> None:
-    config = DeviceConfig()
+    config = Wishes()
     assert slice_size(config, Ladder(), 100 * GIB) == 0
     assert slice_size(config, Ladder(activations="slice"), 100 * GIB) == 8 * GIB
     assert slice_size(config, Ladder(activations="slice"), 8 * GIB) == GIB
-    config_with_slice = DeviceConfig(slice=SizeSpec(size_bytes=3 * GIB + 1))
+    config_with_slice = Wishes(slice=SizeSpec(size_bytes=3 * GIB + 1))
     assert slice_size(config_with_slice, Ladder(activations="slice"), 100 * GIB) == 3 * GIB

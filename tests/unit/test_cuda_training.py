@@ -10,8 +10,8 @@ import torch
 from fake_cuda import World
 
 from pipeswitch.devices.cuda.bindings import Cuda
+from pipeswitch.devices.cuda.stream_gate import LOOKS_PER_GROUP, RunAhead
 from pipeswitch.devices.cuda.torch import tensor_at
-from pipeswitch.devices.cuda.worker_device import GROUPS_AHEAD, LOOKS_PER_GROUP, RunAhead
 from pipeswitch.programs.interface.layout import TensorSpec
 from pipeswitch.workers.training.randomness import RandomState
 from pipeswitch.workers.training.reports import Reports
@@ -30,10 +30,12 @@ def test_two_groups_are_queued_and_no_more() -> None:
         for _ in range(LOOKS_PER_GROUP):
             cuda.fill(block, group, 64, stream)  # replaces the kernels of a layer
             ahead.look()
-        assert queue.enqueued - queue.done <= GROUPS_AHEAD * LOOKS_PER_GROUP
-        assert ahead.waits == max(0, group - GROUPS_AHEAD)
-        if group > GROUPS_AHEAD:
-            assert queue.enqueued - queue.done == GROUPS_AHEAD * LOOKS_PER_GROUP, "it may run ahead"
+        assert queue.enqueued - queue.done <= RunAhead.ahead * LOOKS_PER_GROUP
+        assert ahead.waits == max(0, group - RunAhead.ahead)
+        if group > RunAhead.ahead:
+            assert queue.enqueued - queue.done == RunAhead.ahead * LOOKS_PER_GROUP, (
+                "it may run ahead"
+            )
 
 
 def test_a_look_between_two_groups_costs_no_call() -> None:

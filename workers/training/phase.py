@@ -11,6 +11,7 @@ import torch
 
 from pipeswitch.base.errors import HostStoreFull, OutOfDeviceMemory
 from pipeswitch.base.extras import JOBS
+from pipeswitch.devices.worker_device import Pacer
 from pipeswitch.ipc.gate import Gate
 
 from . import persistent_loaders
@@ -427,6 +428,8 @@ class OptimizerSteps:
     def _before(self) -> None:
         """Check the gate one last time; wait until no commit reads the parameters."""
         if self._depth == 0:
+            if Pacer.current is not None:
+                Pacer.current.mark()
             self._gate.check("backward")
             if not self._phase.has_stepped:
                 self._phase.watch_writes()
@@ -462,5 +465,7 @@ class OptimizerSteps:
     def _after(self) -> None:
         self._phase.has_stepped = self._phase.place.has_updated = True
         self._depth = max(0, self._depth - 1)
+        if Pacer.current is not None:
+            Pacer.current.mark()
         if self._depth == 0:
             self._gate.in_optimizer_step = False

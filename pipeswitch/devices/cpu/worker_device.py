@@ -5,10 +5,11 @@ from __future__ import annotations
 import mmap
 import os
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import cached_property
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, Final
 
+import numpy as np
 from msgspec.structs import replace
 
 from ...ipc.messages.worker import WorkerSettings
@@ -16,13 +17,15 @@ from ...programs.interface.layout import TensorSpec, aligned
 from ..order_checks import FENCE_MASK, check_range
 from ..worker_device import WorkerDevice
 from . import page_protection
-from .copies import CpuCopies
+from .memory import SimulatedLink
 
 if TYPE_CHECKING:
     import torch
 
     from ...programs.interface.packing import Layout
     from ...programs.running.executor import PackedKernels
+
+PIECE_BYTES: Final = 256 << 10  # the copying thread checks for other orders after each piece
 
 
 class CpuWorkerDevice(WorkerDevice):
@@ -238,3 +241,31 @@ class CpuWorkerDevice(WorkerDevice):
             page_protection.unmap(self._work_map)
             os.close(self._work_descriptor)
             self._work_map, self._slice_at = None, (0, 0, 0)
+
+
+class CpuCopies:
+    """See ``HostCopies``. Both sides are host memory, and copies take the simulated link's time."""
+
+    def __init__(self, link_bytes_per_s: float) -> None:
+        self._links = {to_host: SimulatedLink(link_bytes_per_s) for to_host in (True, False)}
+
+    def mark(self) -> Any:
+        """Return None: this device computes in the calling thread, so nothing is pending."""
+
+    def target(self, size_bytes: int, *, on_host: bool, mark: Any) -> torch.Tensor:
+        import torch
+
+        return torch.empty(size_bytes, dtype=torch.uint8)
+
+    def pieces(
+        self, source: torch.Tensor, target: torch.Tensor, mark: Any, *, to_host: bool
+    ) -> Iterator[int]:
+        """Implement ``HostCopies.pieces`` with numpy, because torch would use more cores."""
+        copied, into = source.numpy(), target.numpy()
+        link = self._links[to_host]
+        link.begin()
+        for start in range(0, copied.size, PIECE_BYTES):
+            piece = copied[start : start + PIECE_BYTES]
+            np.copyto(into[start : start + PIECE_BYTES], piece)
+            link.pace(piece.size)
+            yield piece.size

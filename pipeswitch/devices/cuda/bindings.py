@@ -15,12 +15,14 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import importlib
+import os
 from collections.abc import Callable
 from typing import Any, Final
 
 from ...base.errors import ConfigError, PipeSwitchError
 
-PACKAGE: Final = "cuda.bindings"
+REAL_PACKAGE: Final = "cuda.bindings"
+PACKAGE: Final = os.environ.get("PIPESWITCH_CUDA_BINDINGS", REAL_PACKAGE)  # tests name a fake
 INDEX: Final = 0  # index of the device in daemon and workers, which see no other device
 HANDLE_BYTES: Final = 64  # size of an IPC handle
 
@@ -323,6 +325,10 @@ class Cuda(Queues):
     def register(self, pointer: int, size_bytes: int) -> None:
         """Pin host memory that this process has mapped."""
         self._do("cudaHostRegister", pointer, size_bytes, 0)
+
+    def device_pointer(self, pointer: int) -> int:
+        """Return the GPU's address of registered host memory."""
+        return int(self._ask("cudaHostGetDevicePointer", pointer, 0))
 
     def unregister(self, pointer: int) -> None:
         """Unpin memory; call this before the memory is unmapped, never after."""

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from typing import Any, Final
 
 from ...base.errors import ConfigError
-from .bindings import PACKAGE, no_driver
+from .bindings import REAL_PACKAGE, no_driver
 
 PROGRAM: Final = "pipeswitch.devices.cuda.selftest"
 SELFTEST_S: Final = 220.0  # limit for all checks; the program also limits each check
@@ -43,7 +43,7 @@ def look(
     Raises:
         NoCudaDevice: there is no driver library.
     """
-    if package == PACKAGE and not has_driver_library():
+    if package == REAL_PACKAGE and not has_driver_library():
         raise no_driver()
     order = {"package": package, "index": index, "tests": list(tests)}
     output, last_words, status = b"", b"", "no answer in time"

@@ -22,8 +22,9 @@ from ...ipc.messages.worker import WorkerSettings
 from .. import ChosenDevice, DeviceKind
 from ..memory import DeviceMemory
 from ..worker_device import WorkerDevice
+from .bindings import PACKAGE
 from .examine import examine
-from .ladder import TESTS, CudaOptions, Ladder, LadderOutcome, Wishes, choose
+from .ladder import TESTS, CudaOptions, Ladder, LadderOutcome, choose, needs_test
 
 GIB: Final = 1 << 30
 CONTEXT_BYTES: Final = 768 << 20  # device memory of one process: context, libraries, workspaces
@@ -47,24 +48,24 @@ class CudaKind:
         self, config: DeviceConfig, name: str, *, workers: int, available_bytes: int
     ) -> ChosenDevice:
         """Implement ``DeviceKind.choose``; takes seconds."""
-        wishes = Wishes(config.waits, config.words, config.activations, config.graphs)
         index = index_of(name)
-        tests = TESTS if wishes.needs_test else ()
-        outcomes = examine(config.bindings, index, tests=tests)
+        tests = TESTS if needs_test(config) else ()
+        outcomes = examine(PACKAGE, index, tests=tests)
         device = outcomes["device"]
         results = {
             name: LadderOutcome(outcomes[name]["is_ok"], outcomes[name]["text"]) for name in tests
         }
-        ladder = choose(wishes, results or None)
+        ladder = choose(config, results or None)
         slice_bytes = slice_size(config, ladder, device["free_bytes"])
         free_bytes = max(0, device["free_bytes"] - CONTEXT_BYTES * (workers + 1) - slice_bytes)
         arena_bytes = arena_size(config.arena, free_bytes)
         options = CudaOptions(
-            package=config.bindings,
+            package=PACKAGE,
             visible=device["uuid"] if device["count"] > 1 else "",
             waits=ladder.waits,
             words=ladder.words,
             slice_bytes=slice_bytes,
+            holds=ladder.holds,
             use_graphs=ladder.graphs == "on",
             graph_bytes=config.graph_budget_bytes,
             private_bytes=private_size(free_bytes, arena_bytes),

@@ -15,18 +15,21 @@ from typing import Final, Literal, NamedTuple
 
 import msgspec
 
+from ...base.config import DeviceConfig
 from ...base.errors import ConfigError
 
 Waits = Literal["cpu", "gpu"]
 Words = Literal["copy", "write"]
 Activations = Literal["private", "slice"]
 Graphs = Literal["off", "on"]
+Holds = Literal["drain", "stream"]
 
 AUTO: Final = "auto"
+RUNGS: Final = ("waits", "words", "activations", "graphs", "holds")
 REQUIRED: Final = ("memory", "ipc", "torch", "tensor")
 """Tests that must pass before the device is used: the arena, and workers that compute on it."""
 
-TESTS: Final = (*REQUIRED, "wait-write", "wait-copy", "slice", "graph")
+TESTS: Final = (*REQUIRED, "wait-write", "wait-copy", "slice", "graph", "hold")
 """All tests, in the order in which the self-test runs them."""
 
 
@@ -37,19 +40,9 @@ class LadderOutcome(NamedTuple):
     text: str = ""
 
 
-@dataclass(frozen=True)
-class Wishes:
-    """Mechanisms that the settings request; ``auto`` leaves the choice to the self-test."""
-
-    waits: str = AUTO
-    words: str = AUTO
-    activations: str = AUTO
-    graphs: str = AUTO
-
-    @property
-    def needs_test(self) -> bool:
-        """True if the self-test decides about at least one mechanism."""
-        return AUTO in (self.waits, self.words, self.activations, self.graphs)
+def needs_test(wishes: DeviceConfig) -> bool:
+    """Return True if the self-test must decide. A stream is held only if it was tested or named."""
+    return any(getattr(wishes, rung) == AUTO for rung in RUNGS if rung != "holds")
 
 
 @dataclass(frozen=True)
@@ -60,16 +53,14 @@ class Ladder:
     words: Words = "write"
     activations: Activations = "private"
     graphs: Graphs = "off"
+    holds: Holds = "drain"
     reasons: tuple[str, ...] = ()
 
     def __str__(self) -> str:
-        return (
-            f"waits={self.waits} words={self.words} activations={self.activations} "
-            f"graphs={self.graphs}"
-        )
+        return " ".join(f"{rung}={getattr(self, rung)}" for rung in RUNGS)
 
 
-def choose(wishes: Wishes, results: Mapping[str, LadderOutcome] | None) -> Ladder:
+def choose(wishes: DeviceConfig, results: Mapping[str, LadderOutcome] | None) -> Ladder:
     """Return the fastest mechanisms that are requested and work.
 
     Args:
@@ -92,17 +83,19 @@ def choose(wishes: Wishes, results: Mapping[str, LadderOutcome] | None) -> Ladde
     waits, words = _waits(wishes, results, reasons)
     has_slice = _rung(wishes.activations, "private", "slice", "slice", results, reasons)
     has_graphs = _rung(wishes.graphs, "off", "on", "graph", results, reasons)
+    may_hold = _rung(wishes.holds, "drain", "stream", "hold", results, reasons)
     return Ladder(
         waits=waits,
         words=words,
         activations="slice" if has_slice else "private",
         graphs="on" if has_graphs else "off",
+        holds="stream" if may_hold else "drain",
         reasons=tuple(reasons),
     )
 
 
 def _waits(
-    wishes: Wishes, results: Mapping[str, LadderOutcome] | None, reasons: list[str]
+    wishes: DeviceConfig, results: Mapping[str, LadderOutcome] | None, reasons: list[str]
 ) -> tuple[Waits, Words]:
     """Return how to wait for fences and how to set them; append reasons. In order of preference:
     1. The device waits, and stream writes set fences: CUDA documents that they follow the data.
@@ -153,6 +146,7 @@ class CudaOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     waits: Waits = "cpu"
     words: Words = "write"
     slice_bytes: int = 0  # size of the activation slice behind the arena; 0: ordinary memory
+    holds: Holds = "drain"
     use_graphs: bool = False
     graph_bytes: int = 0  # driver memory that one worker's graphs may use
     private_bytes: int = 0  # memory that one worker may allocate outside of the slice; 0: no cap

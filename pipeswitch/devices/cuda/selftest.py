@@ -24,12 +24,14 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 import numpy as np
 
 from ...base.errors import PipeSwitchError
+from ...ipc.control_page import BOARD_BYTES, Board, sealed_memfd
 from ...programs.interface.layout import TensorSpec
 from ..cpu.arenas import Bytes
 from .bindings import Cuda
 from .ladder import Words
 from .memory import CHUNK_BYTES
 from .pinned import PinnedBuffer
+from .stream_gate import StreamGate
 
 if TYPE_CHECKING:
     import torch
@@ -41,6 +43,9 @@ HEAD_BYTES: Final = 2 * MIB  # space for the fence, in front of the group
 GROUP_BYTES: Final = 3 * CHUNK_BYTES  # several copies: a fence might overtake only the last one
 LAST_BYTES: Final = HEAD_BYTES + GROUP_BYTES - MIB  # offset of the group's last MiB
 SLICE_BYTES: Final = 512 * MIB
+HELD_BYTES: Final = 16 * MIB
+SCRATCH_BYTES: Final = 64 * MIB
+HELD_S: Final = 0.05
 ROUNDS: Final = 10  # rounds of each wait test; one wrong value fails the test
 SILENCE_S: Final = 0.005  # long enough for the peer to enqueue, and to answer if it does not wait
 LIMIT_S: Final = 15.0
@@ -284,6 +289,56 @@ def _read_behind_waits(rig: Rig, pipe: Pipe) -> None:
             pipe.hear()
 
 
+def _hold(rig: Rig) -> str:
+    """Hold another process's stream: it must stop, continue, and free its memory if killed."""
+    page = sealed_memfd("control-page", BOARD_BYTES)
+    words = Board(page)
+    pid, peer = fork(partial(_be_held, rig, page))
+    _, third = fork(partial(_by_copies, rig))
+    cuda = rig.cuda()
+    block = share(cuda, peer, HELD_BYTES, 0)
+    for is_last in (False, True):
+        peer.ask("is_ready")
+        passed = words.marks(0)[1]
+        while words.marks(0)[1] == passed and peer.is_silent(0.0):
+            pass
+        words.write_run(0, False)
+        if not peer.is_silent(HELD_S):
+            peer.ask("missing")  # raises its error
+        expect("marks at which it stands", np.subtract(*words.marks(0)), 1)
+        before = words.marks(0), total(cuda, block)
+        peer.send()  # it goes on to ``.item()``, which must wait
+        if not peer.is_silent(HELD_S) or (words.marks(0), total(cuda, block)) != before:
+            raise RuntimeError("a held stream computes")
+        if not is_last:
+            words.write_run(0, True)
+            expect("what the released stream has not computed", peer.ask("missing"), 0)
+    free_bytes = cuda.memory_info()[0]
+    os.kill(pid, signal.SIGKILL)
+    os.waitpid(pid, 0)
+    share(cuda, third, MIB, 7)
+    expect("a process after the kill", third.ask("found"), 7 * MIB)
+    while cuda.memory_info()[0] < free_bytes + SCRATCH_BYTES // 2:  # the check's limit ends this
+        time.sleep(SILENCE_S)
+    return f"held at mark {before[0][0]}"
+
+
+def _be_held(rig: Rig, page: int, pipe: Pipe) -> None:
+    side, cuda = rig.side(), rig.cuda()
+    values = tensor_of(side, opened(cuda, pipe), 0, HELD_BYTES)
+    cuda.malloc(SCRATCH_BYTES)
+    int(values.add_(1).sum())  # loads the kernels, before any wait
+    gate, steps = StreamGate(cuda, Board(page), 0, side.current_stream), 1
+    while True:
+        pipe.send(is_ready=True)
+        while pipe.is_silent(0.0):
+            gate.mark()
+            values.add_(1)
+            steps += 1
+        pipe.hear()
+        pipe.send(missing=steps % 256 * HELD_BYTES - int(values.sum()))
+
+
 def expect(what: str, actual: float, expected: float) -> None:
     """Raise RuntimeError if two values differ."""
     if actual != expected:
@@ -363,6 +418,7 @@ CHECKS: Final[dict[str, SelfTestCheck]] = {
     "wait-copy": SelfTestCheck(partial(_waits, "copy"), ("tensor",)),
     "slice": SelfTestCheck(_slice, ("memory", "torch")),
     "graph": SelfTestCheck(_graph, ("memory", "torch")),
+    "hold": SelfTestCheck(_hold, ("tensor",)),
 }
 
 

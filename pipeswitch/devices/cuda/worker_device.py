@@ -17,9 +17,10 @@ from ...ipc.messages.base import OpId
 from ...ipc.messages.worker import WorkerSettings
 from ...programs.interface.layout import TensorSpec
 from ..order_checks import FENCE_BYTES, FENCE_MASK
-from ..worker_device import Pacer, WorkerDevice, now_ms
+from ..worker_device import Pacer, WorkerDevice
 from .bindings import DEVICE_ASSERT, INDEX, Cuda, CudaError
 from .ladder import CudaOptions
+from .stream_gate import RunAhead, StreamGate
 
 if TYPE_CHECKING:
     import torch
@@ -32,8 +33,6 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-LOOKS_PER_GROUP: Final = 4  # gate points of a group; a step of ResNet-50 has about 27 groups
-GROUPS_AHEAD: Final = 2
 ENDING_S: Final = 5.0  # limit for queued work to end; it hangs on a fence that is never set
 LOOK_S: Final = 0.001
 
@@ -63,7 +62,7 @@ class CudaWorkerDevice(WorkerDevice):
         """
         self._cuda, self._side = cuda, side
         self._options, self._arena_bytes = options, settings.limits.arena_bytes
-        doorbell = doorbells[settings.slot]
+        doorbell, self._slot = doorbells[settings.slot], settings.slot
         super().__init__(
             fences_descriptor,
             settings.limits.fence_count,
@@ -218,7 +217,10 @@ class CudaWorkerDevice(WorkerDevice):
         return CudaCopies(INDEX)
 
     def pacer(self) -> Pacer:
-        return RunAhead(self._cuda, self._side.current_stream)
+        current_stream = self._side.current_stream
+        if self._options.holds == "drain":
+            return RunAhead(self._cuda, current_stream)
+        return StreamGate(self._cuda, self.control_page, self._slot, current_stream)
 
     def is_lost(self, error: BaseException) -> bool:
         if isinstance(error, CudaError) and error.is_sticky:
@@ -270,40 +272,6 @@ class CudaWorkerDevice(WorkerDevice):
         self._fences_map.close()
         self.control_page.close()
         self._cuda.close_handle(self._base)
-
-
-class RunAhead(Pacer):
-    """Limit on the work that a script enqueues: at most two groups behind the running one (ADR 14).
-
-    After a stop, a request waits only for these groups. Only the script's thread uses this object.
-    """
-
-    def __init__(self, cuda: Cuda, current_stream: Callable[[], int | None]) -> None:
-        """``current_stream``: returns the handle of the script's compute stream; None while the
-        script captures a graph there, because then nothing runs, and a query spoils the capture."""
-        self._cuda = cuda
-        self._current_stream = current_stream
-        self._looks = 0
-        self._groups = 0
-        self._events = [cuda.event() for _ in range(GROUPS_AHEAD + 1)]
-
-    def look(self) -> None:
-        """Record an event every ``LOOKS_PER_GROUP`` calls; wait for the event two groups before."""
-        self._looks += 1
-        if self._looks % LOOKS_PER_GROUP:
-            return
-        stream = self._current_stream()
-        if stream is None:
-            return
-        newest = self._groups % len(self._events)
-        self._cuda.record(self._events[newest], stream)
-        self._groups += 1
-        oldest = self._events[self._groups % len(self._events)]  # done if never recorded
-        if not self._cuda.is_done(oldest):
-            began_at_ms = now_ms()
-            self._cuda.wait(oldest)
-            self.waits += 1
-            self.waited_ms += now_ms() - began_at_ms
 
 
 class RunEvents:

@@ -19,7 +19,7 @@ import torch
 
 from pipeswitch import job as job_api
 from pipeswitch.base.errors import TaskPreempted
-from pipeswitch.devices.cpu.copies import CpuCopies
+from pipeswitch.devices.cpu.worker_device import CpuCopies
 from pipeswitch.devices.worker_device import HostCopies
 from pipeswitch.ipc.gate import Gate
 

@@ -340,6 +340,11 @@ class World:
             b.address <= address and address + size_bytes <= b.address + b.size_bytes for b in known
         )
 
+    def advance(self, _: float = 0.0) -> None:
+        """Run what does not wait, as a GPU does while the host does something else."""
+        while sum(stream.step() for stream in [self.default_stream, *self.streams.values()]):
+            pass
+
     def is_pinned(self, address: int, size_bytes: int) -> bool:
         """Return True if the range is inside *one* registration."""
         return any(
@@ -514,6 +519,9 @@ class Runtime:
         self._world.registered[pointer] = size
         return ()
 
+    def cudaHostGetDevicePointer(self, pointer: int, flags: int) -> Any:
+        return (pointer,) if pointer in self._world.registered else cudaError_t(1)
+
     def cudaHostUnregister(self, pointer: int) -> Any:
         size = self._world.registered.get(pointer)
         if size is None or pointer in self._world.host_blocks:
@@ -664,15 +672,17 @@ class Driver:
         refused = self._refused("cuStreamWaitValue32")
         if refused is not None:
             return (refused,)
-        if not self._world.is_device(pointer, 4) or flags != 1:
+        is_device = self._world.is_device(pointer, 4)
+        if not (is_device or self._world.is_pinned(pointer, 4)) or flags != 1:
             return (CUresult.CUDA_ERROR_INVALID_VALUE,)
         queue = self._world.stream_of(stream)
         if queue is None:
             return (CUresult.CUDA_ERROR_INVALID_HANDLE,)
         word = ctypes.c_uint32.from_address(pointer)
+        is_ignored = "host-wait" in self._world.broken and not is_device
 
         def run() -> bool:
-            return word.value == value
+            return word.value == value or is_ignored
 
         queue.put(run)
         if self._world.blocking_waits and stream in self._world.torch_streams:
@@ -683,7 +693,8 @@ class Driver:
         refused = self._refused("cuStreamWriteValue32")
         if refused is not None:
             return (refused,)
-        if not self._world.is_device(pointer, 4):
+        is_pinned = self._world.is_pinned(pointer, 4)
+        if not (self._world.is_device(pointer, 4) or is_pinned) or flags:
             return (CUresult.CUDA_ERROR_INVALID_VALUE,)
 
         def run() -> bool:
@@ -695,6 +706,8 @@ class Driver:
         if queue is None:
             return (CUresult.CUDA_ERROR_INVALID_HANDLE,)
         queue.put(run)
+        if self._world.blocking_waits and stream in self._world.torch_streams:
+            self._world.drain(queue)
         return (CUresult.CUDA_SUCCESS,)
 
 

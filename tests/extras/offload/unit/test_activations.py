@@ -15,7 +15,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from pipeswitch.base.errors import OutOfDeviceMemory, TaskPreempted
-from pipeswitch.devices.cpu.copies import CpuCopies
+from pipeswitch.devices.cpu.worker_device import CpuCopies
 from pipeswitch.extras.offload.activations import Activations
 from pipeswitch.extras.offload.copy_streams import CopyStreams
 from pipeswitch.extras.offload.saved import StoragePlace
