@@ -92,7 +92,7 @@ reliability: $(STAMP)  ## The long tests of reliability one after the other, the
 	cp out/reliability/*.json benchmarks/results/reliability/; \
 	$(BIN)/python -m pytest -q tests/unit/test_docs.py -k reliability || status=1; exit $$status
 
-gpu:  ## Prove the cuda device on this machine's GPU (15 minutes at most).
+gpu:  ## Prove the cuda device on this machine's GPU (9 minutes).
 	$(GPU_PYTHON) -m benchmarks.gpu $(GPU_ARGS)
 
 docs: $(STAMP)  ## The documentation as a site, with search, in out/site; a dead link is an error.

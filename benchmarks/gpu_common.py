@@ -102,14 +102,13 @@ def now_ms() -> float:
 
 
 def percentiles(values: list[float]) -> dict[str, float]:
-    """Return p50, p99, minimum and count of times in milliseconds."""
+    """Return p50, p90, extremes and count of times in milliseconds; from 100 values on also p99,
+    which is the maximum of fewer."""
     ordered = sorted(values)
-    return {
-        "p50": round(ordered[len(ordered) // 2], 3),
-        "p99": round(ordered[min(len(ordered) - 1, int(len(ordered) * 0.99))], 3),
-        "min": round(ordered[0], 3),
-        "n": len(ordered),
-    }
+    ranks = {"p50": 0.5, "p90": 0.9} | ({"p99": 0.99} if len(ordered) >= 100 else {})
+    found = {name: ordered[int(len(ordered) * rank)] for name, rank in ranks.items()}
+    found |= {"max": ordered[-1], "min": ordered[0]}
+    return {name: round(value, 3) for name, value in found.items()} | {"n": len(ordered)}
 
 
 @dataclass(frozen=True)
@@ -117,6 +116,9 @@ class GpuModel(BenchModel):
     """A model with the target of its cold switch."""
 
     target: float = 0.0  # limit of a cold switch's time / ready-eager's time, at batch 8
+
+
+TEXTS = dict.fromkeys(("input_ids", "attention_mask"), ((8, 128), "int64"))
 
 
 def _images(side: int) -> dict[str, tuple[tuple[int, ...], str]]:
@@ -135,7 +137,7 @@ def models() -> dict[str, GpuModel]:
         "bert-base",
         "hf:bert-base-uncased" if has_transformers else "benchmarks.factories:bert_base_like",
         440 * MIB,
-        {} if has_transformers else {"x": ((8, 128, 768), "float32")},
+        TEXTS if has_transformers else {"x": ((8, 128, 768), "float32")},
         target=1.7,
     )
     all_models = (
@@ -143,6 +145,7 @@ def models() -> dict[str, GpuModel]:
         GpuModel("resnet152", "torchvision:resnet152", 240 * MIB, _images(224), target=0.80),
         GpuModel("inception_v3", "torchvision:inception_v3", 110 * MIB, _images(299), target=0.80),
         bert,
+        GpuModel("vit_4_blocks", "benchmarks.factories:vit_4_blocks", 210 * MIB, _images(224)),
         GpuModel("vit_l_16", "torchvision:vit_l_16", 1240 * MIB, _images(224), target=1.7),
     )
     return {model.name: model for model in all_models}

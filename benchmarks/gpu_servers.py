@@ -1,13 +1,14 @@
 """Stages with a server on the GPU, by their argument.
 
 ``switch`` measures one model at batch 8 and 1. The arms take turns: cold, resident, ready-eager,
-ready-graph, serial, to-device and stop-and-start. *cold*: the arena holds one of two twins (same
+ready-graph, serial and to-device. *cold*: the arena holds one of two twins (same
 structure, different weights), and the request is for the other twin. All arms begin and end with
 tensors in host memory. Answers are compared with ready-eager's: a wrong answer ends the stage.
 ``training``: how much slower a job is because it is preemptible, and how fast it leaves the device.
 ``generation``: tokens per second of a GPT-2, ours and transformers' ``generate()``.
 ``precision``: bytes, error and times of one model in each precision.
-``soak``: 2,000 cold switches, after which device bytes, descriptors and answers are unchanged.
+``soak``: 2,000 cold switches, each of which stops a job; afterwards device bytes, descriptors and
+answers are unchanged.
 """
 
 from __future__ import annotations
@@ -22,7 +23,6 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +30,7 @@ import numpy as np
 
 from . import gpu_common as gpu
 from .baselines import TRAIN_MODULE
-from .gpu_common import is_fake, now_ms, percentiles, put, rung_environment, served
+from .gpu_common import is_fake, now_ms, percentiles, put, served
 from .models import MIB
 from .serving import TRAIN_ENTRY, TWINS, Training
 from .setting import end, read_line, spawn
@@ -42,25 +42,27 @@ WARM_UP_ROUNDS = 8  # rounds in which every worker runs eagerly once, then captu
 SEED = 0
 TOLERANCE = 1e-4  # allowed relative error of the outputs' sum, because kernels differ
 BASELINE_ARMS = ("ready-eager", "ready-graph", "serial", "to-device")
-TAX_ROUNDS = 2
 HOLDS = "PIPESWITCH_DEVICE__HOLDS"
 REQUESTS = 40
-WARM_UP_STEPS = 15
+STOPS = 200
 WARM_JOB_STEPS = 20  # steps of the job before the first request
 SMALL = ("--width", "64", "--layers", "2", "--batch", "16")
 SWITCHES = 2000
+SLICE_ROOM_BYTES = 12 * MIB  # slice of the small job, and what the arena itself needs
 SETTLE = 60  # switches before the first memory reading: workers capture graphs, caches fill
 ALLOWED_BYTES = 2 * MIB  # growth that the driver's own bookkeeping may cause
 
 
-def switch(name: str) -> None:
+def switch(name: str, words: str = "") -> None:
+    """Measure a model; with ``words``, in a server that writes fences in this way."""
     known = gpu.models()
     model = next(iter(known.values())) if is_fake() else known[name]
     with tempfile.TemporaryDirectory(prefix="pipeswitch-gpu-") as folder:
-        _switch(model, Path(folder))
+        _switch(model, words, Path(folder))
 
 
-def _switch(model: gpu.GpuModel, folder: Path) -> None:
+def _switch(model: gpu.GpuModel, words: str, folder: Path) -> None:
+    title = f"{model.name}, words={words}" if words else model.name
     order: dict[str, Any] = {
         "source": model.source,
         "inputs": dict(model.inputs),
@@ -75,42 +77,90 @@ def _switch(model: gpu.GpuModel, folder: Path) -> None:
     began_ms = now_ms()
     arena = model.room_bytes + 4 * MIB
     store = str(2 * model.room_bytes + 64 * MIB)
+    environment = {"PIPESWITCH_SERVER__MAX_MESSAGE": "256MiB"}
+    environment |= {"PIPESWITCH_DEVICE__WORDS": words} if words else {}
     with (
         contextlib.closing(_Baselines(order)) as baselines,
-        served(str(arena), store, PIPESWITCH_SERVER__MAX_MESSAGE="256MiB") as (running, client),
+        served(str(arena), store, **environment) as (running, client),
     ):
-        put(case=model.name, ready_line=running.ready_line)
+        put(case=title, ready_line=running.ready_line)
         for number, twin in enumerate(TWINS):
-            client.register(
-                twin, model.source, weights=f"random:{SEED + number}", inputs=model.inputs or None
-            )
-        put(case=model.name, setup_s=round((now_ms() - began_ms) / 1000, 1))
+            weights = f"random:{SEED + number}"
+            row = client.register(twin, model.source, weights=weights, inputs=model.inputs)
+        put(case=title, setup_s=round((now_ms() - began_ms) / 1000, 1))
         turns = itertools.cycle((0, 1))  # index of the twin that is requested in a round
         for batch in BATCHES:
-            _rounds(model, batch, client, baselines, inputs, turns)
-        _stop_and_start(model, order, baselines)
+            measured = _Measured(f"{title}/{batch}", row["bytes"])
+            try:
+                _rounds(measured, batch, client, baselines, inputs, turns)
+            finally:
+                measured.put(model.target if batch == BATCHES[0] else None)
         captured = running.log().count("graphs=captured")
         refused = [line for line in running.log().splitlines() if "graphs=refused" in line]
-        put(case=model.name, captures=captured, captures_refused=refused[:5])
+        put(case=title, captures=captured, captures_refused=refused[:5])
 
 
 def _inputs(model: gpu.GpuModel) -> dict[str, Any]:
     """Return the arrays of one request at the largest batch, by input name."""
-    from pipeswitch.programs.compiler.sources import example_specs, load_source
+    from pipeswitch.programs.compiler.sources import example_specs
     from pipeswitch.programs.interface.synthetic_inputs import random_inputs
-    from pipeswitch.programs.spec import BuildSpec
 
-    shapes = dict(model.inputs)
-    if not shapes:  # the inputs are known only after the source was built
-        spec = BuildSpec(name="bench", source=model.source, weights=f"random:{SEED}", inputs={})
-        shapes = dict(load_source(spec).inputs)
-    specs = example_specs(shapes)
+    specs = example_specs(dict(model.inputs))
     values = random_inputs(specs, {}, seed=SEED)
     return {spec.name: value for spec, value in zip(specs, values, strict=True)}
 
 
+class _Measured:
+    """Times of one model at one batch. All that is known is printed, also if a round fails."""
+
+    def __init__(self, case: str, size_bytes: int) -> None:
+        self.case, self._size_bytes = case, size_bytes
+        self.times_ms: dict[str, list[float]] = {}
+        self.timings: dict[str, list[Any]] = {"cold": [], "resident": []}
+        self.odd = 0  # requests that found the model where they should not
+        self.worst = 0.0  # largest relative error of an answer
+
+    def add(self, arm: str, total_ms: float, timing: Any = None) -> None:
+        """Add a measured request; one whose model was elsewhere is only counted."""
+        if timing is not None and timing.resident != (arm == "resident"):
+            self.odd += 1
+            return
+        self.times_ms.setdefault(arm, []).append(total_ms)
+        if timing is not None:
+            self.timings[arm].append(timing)
+
+    def put(self, target: float | None) -> None:
+        """Print a row per arm, the parts of a request's time, and the ratios."""
+        p50 = {arm: percentiles(values)["p50"] for arm, values in self.times_ms.items()}
+        for arm, values in self.times_ms.items():
+            put(case=self.case, arm=arm, total_ms=percentiles(values))
+        parts = ("queue_ms", "switch_ms", "copy_ms", "stall_ms", "compute_ms")
+        for arm, timings in self.timings.items():
+            if timings:
+                bill = {
+                    key: percentiles([getattr(t, key) for t in timings])["p50"] for key in parts
+                }
+                put(case=self.case, arm=arm, bill=bill)
+        put(case=self.case, checksum_error=self.worst, is_correct=self.worst <= TOLERANCE)
+        put(case=self.case, requests_at_the_wrong_place=self.odd)
+        colds = self.timings["cold"]
+        if not colds or "ready-eager" not in p50:
+            return
+        # Times by the server's clock, from dispatch to the end of the last group, without network.
+        served_ms = percentiles([t.switch_ms + t.stall_ms + t.compute_ms for t in colds])["p50"]
+        copy_ms = percentiles([t.copy_ms for t in colds])["p50"]
+        against = {arm: p50[arm] for arm in ("ready-eager", "ready-graph") if arm in p50}
+        put(
+            case=self.case,
+            cold_over={arm: round(served_ms / ms, 3) for arm, ms in against.items()},
+            client_cold_over={arm: round(p50["cold"] / ms, 3) for arm, ms in against.items()},
+            target=target,
+            link_gb_s=round(self._size_bytes / 1e6 / max(copy_ms, 1e-3), 2),
+        )
+
+
 def _rounds(
-    model: gpu.GpuModel,
+    measured: _Measured,
     batch: int,
     client: Any,
     baselines: _Baselines,
@@ -118,24 +168,18 @@ def _rounds(
     turns: Iterator[int],
 ) -> None:
     cut = {name: value[:batch] for name, value in inputs.items()}
-    case = f"{model.name}/{batch}"
-    times: dict[str, list[float]] = {}
-    bills: dict[str, list[Any]] = {"cold": [], "resident": []}
-    worst = 0.0
+    case = measured.case
     for number in range(-WARM_UP_ROUNDS, SWITCH_ROUNDS):
         here = next(turns)
         results = {}
+        client.ps()  # wakes the path, which has slept during the other arms
         for arm in ("cold", "resident"):
             began_ms = now_ms()
             result = client.infer(TWINS[here], cut)
             total_ms = now_ms() - began_ms
-            # In warm-up rounds a request may find either state: workers still prepare models.
-            if number >= 0 and result.timing.resident != (arm == "resident"):
-                raise RuntimeError(f"{case}, round {number}: {arm} request: {result.timing}")
             results[arm] = float(next(iter(result.outputs.values())).astype("float64").sum())
-            if number >= 0:
-                times.setdefault(arm, []).append(total_ms)
-                bills[arm].append(result.timing)
+            if number >= 0:  # before, workers still prepare models
+                measured.add(arm, total_ms, result.timing)
         for arm in BASELINE_ARMS:
             if arm == "to-device" and number % 4:
                 continue  # runs in every fourth round, because its untimed preparation is slow
@@ -145,44 +189,14 @@ def _rounds(
                     put(case=case, arm=arm, error=answer["error"])
                 continue
             if here == 0:
-                worst = max(worst, abs(results["cold"] - answer["checksum"]) / answer["scale"])
+                error = abs(results["cold"] - answer["checksum"]) / answer["scale"]
+                measured.worst = max(measured.worst, error)
             if number >= 0:
-                times.setdefault(arm, []).append(answer["total_ms"])
+                measured.add(arm, answer["total_ms"])
         if results["cold"] != results["resident"]:
             put(case=case, differs=f"cold {results['cold']!r}, resident {results['resident']!r}")
-    for arm, values in times.items():
-        put(case=case, arm=arm, total_ms=percentiles(values))
-    for arm, timings in bills.items():
-        parts = ("queue_ms", "switch_ms", "copy_ms", "stall_ms", "compute_ms")
-        bill = {key: percentiles([getattr(t, key) for t in timings])["p50"] for key in parts}
-        put(case=case, arm=arm, bill=bill)
-    # Times by the server's clock, from dispatch to the end of the last group, without the network.
-    served = [t.switch_ms + t.compute_ms for t in bills["cold"]]
-    ready = percentiles(times["ready-eager"])["p50"]
-    copy_ms = percentiles([t.copy_ms for t in bills["cold"]])["p50"]
-    put(
-        case=case,
-        checksum_error=worst,
-        is_correct=worst <= TOLERANCE,
-        cold_over_ready=round(percentiles(served)["p50"] / ready, 3),
-        client_cold_over_ready=round(percentiles(times["cold"])["p50"] / ready, 3),
-        target=model.target if batch == BATCHES[0] else None,
-        link_gb_s=round(model.room_bytes / 1e6 / max(copy_ms, 1e-3), 2),
-    )
-    if worst > TOLERANCE:
-        raise RuntimeError(f"{case}: answers differ from plain PyTorch by {worst:.2g}")
-
-
-def _stop_and_start(model: gpu.GpuModel, order: dict[str, Any], baselines: _Baselines) -> None:
-    baselines.close()  # the new process needs the memory of this one
-    times = []
-    began_ms = now_ms()
-    child = spawn("once", order | {"device": "cpu" if is_fake() else "cuda"})
-    child.communicate(timeout=120)
-    if child.returncode:
-        raise RuntimeError(f"stop-and-start ended with status {child.returncode}")
-    times.append(now_ms() - began_ms)
-    put(case=f"{model.name}/{BATCHES[0]}", arm="stop-and-start", total_ms=percentiles(times))
+    if measured.worst > TOLERANCE:
+        raise RuntimeError(f"{case}: answers differ from plain PyTorch by {measured.worst:.2g}")
 
 
 class _Baselines:
@@ -204,82 +218,109 @@ class _Baselines:
 # ---- training ----------------------------------------------------------------------------------
 
 
+ARMS: dict[str, dict[str, dict[str, int]]] = {  # setting ``holds`` -> arm -> orders to its script
+    "drain": {"limit 2": {"looks": 4, "ahead": 2}, "limit 8": {"looks": 4, "ahead": 8}},
+    "stream": {f"{round(27 * 4 / looks)} marks": {"looks": looks} for looks in (4, 8, 16)},
+}
+BLOCK_STEPS = 20
+BLOCKS = 8
+
+
 def training() -> None:
-    chosen = rung_environment().get(HOLDS, "drain")
+    chosen = gpu.rung_environment().get(HOLDS, "drain")
     for holds in sorted({chosen, "drain"}, reverse=True):  # ``stream`` first
-        put(holds=holds)
-        _training({HOLDS: holds})
-
-
-def _training(environment: dict[str, str]) -> None:
-    with (
-        tempfile.TemporaryDirectory(prefix="pipeswitch-gpu-") as folder,
-        served("1GiB" if is_fake() else "4GiB", "1GiB", **environment) as (_, client),
-    ):
-        source = "benchmarks.factories:small_mlp"
-        client.register("tiny", source, weights="random:0", inputs={"x": ((1, 64), "float32")})
-        _tax(client, Path(folder))
-        _preemption(client)
+        arms = ARMS[holds]
+        with (
+            tempfile.TemporaryDirectory(prefix="pipeswitch-gpu-") as folder,
+            served("1GiB" if is_fake() else "4GiB", "1GiB", **{HOLDS: holds}) as (
+                _,
+                client,
+            ),
+        ):
+            source = "benchmarks.factories:small_mlp"
+            client.register("tiny", source, weights="random:0", inputs={"x": ((1, 64), "float32")})
+            _tax(client, Path(folder), holds, arms)
+            _preemption(client, holds)
 
 
 def _model() -> tuple[str, ...]:
     return SMALL if is_fake() else ("--resnet50",)
 
 
-def _tax(client: Any, folder: Path) -> None:
-    """Measure the training script in turns as a plain process and as a job with default commits.
+class _Blocks:
+    """A training script that computes a block of steps when it is told to."""
 
-    A step lasts until the next one begins. The final commit is not counted.
-    """
-    times_ms: dict[str, list[float]] = {"plain": [], "job": []}
-    middle_ms: dict[str, list[float]] = {"plain": [], "job": []}
-    cpu_ms: dict[str, list[float]] = {"plain": [], "job": []}
-    waits: list[list[float]] = []  # how often, and for how many ms, a step waited for the limit
-    gpu_ms: list[float] = []
-    steps = 40 if is_fake() else 200
+    def __init__(self, folder: Path, start: Callable[[list[str]], Any]) -> None:
+        folder.mkdir()
+        for name in ("orders", "answers"):
+            os.mkfifo(folder / name)
+        self.process = start(["--turns", str(folder), *_model()])
+        self._orders = open(folder / "orders", "w", buffering=1)  # noqa: SIM115 - see ``close``
+        self._answers = open(folder / "answers")  # noqa: SIM115
+
+    def run(self, **order: int) -> dict[str, list[float]]:
+        """Compute a block; return the times of its steps, and the thread's CPU time and waits."""
+        self._orders.write(json.dumps({"steps": BLOCK_STEPS, **order}) + "\n")
+        answer: dict[str, list[float]] = json.loads(self._answers.readline())
+        return answer
+
+    def close(self) -> None:
+        """Let the script end; it reads the end of the pipe."""
+        self._orders.close()
+        self._answers.close()
+        self.process.wait()
+
+
+def _tax(client: Any, folder: Path, holds: str, arms: dict[str, dict[str, int]]) -> None:
+    """Measure the script as a plain process and as a job with default commits, in turns."""
     device = ["--device", "cpu" if is_fake() else "cuda"]
-    for number in range(TAX_ROUNDS):
-        for arm in times_ms:
-            record = folder / f"{arm}-{number}.json"
-            words = ["--steps", str(steps), "--record", str(record), *_model()]
-            words += ["--warm-up", str(WARM_UP_STEPS)]
-            if arm == "job":
-                client.train(TRAIN_ENTRY, name=f"tax-{number}", args=words).wait()
-            else:
-                words += [] if is_fake() else ["--replay"]
-                command = [sys.executable, "-m", TRAIN_MODULE, *words, *device]
-                subprocess.run(command, check=True, timeout=120)
-            record_read = json.loads(record.read_text())
-            began_ms = record_read["instants_ms"][WARM_UP_STEPS:]
-            gaps_ms = sorted(after - before for before, after in pairwise(began_ms))
-            times_ms[arm].append(sum(gaps_ms) / len(gaps_ms))
-            middle_ms[arm].append(gaps_ms[len(gaps_ms) // 2])
-            used_ms = record_read["cpu_ms"][-1] - record_read["cpu_ms"][WARM_UP_STEPS]
-            cpu_ms[arm].append(used_ms / len(gaps_ms))
-            if arm == "job":
-                then, *_, now = record_read["waits"][WARM_UP_STEPS:]
-                waits.append((np.subtract(now, then) / len(gaps_ms)).tolist())
-            elif "gpu_step_ms" in record_read:
-                gpu_ms.append(record_read["gpu_step_ms"])
-    profile = folder / "profile"
-    words = [*_model(), "--steps", str(steps), "--warm-up", str(WARM_UP_STEPS)]
-    client.train(TRAIN_ENTRY, name="profiled", args=[*words, "--profile", str(profile)]).wait()
-    put(job_profile=profile.read_text().splitlines())
-    tax = min(times_ms["job"]) / min(times_ms["plain"]) - 1
-    middle = min(middle_ms["job"]) / min(middle_ms["plain"]) - 1
+    command = [sys.executable, "-m", TRAIN_MODULE, *device]
+
+    def in_process(words: list[str]) -> Any:
+        return subprocess.Popen([*command, *words])
+
+    def as_job(words: list[str]) -> Any:
+        return client.train(TRAIN_ENTRY, name="tax", args=words)
+
+    rows: dict[str, list[dict[str, list[float]]]] = {arm: [] for arm in ("plain", *arms)}
+    with (
+        contextlib.closing(
+            _Blocks(folder / "plain", lambda w: subprocess.Popen([*command, *w]))
+        ) as plain,
+        contextlib.closing(
+            _Blocks(folder / "job", lambda w: client.train(TRAIN_ENTRY, name="tax", args=w))
+        ) as job,
+    ):
+        for number in range(-1, BLOCKS):
+            for arm in rows:
+                row = plain.run() if arm == "plain" else job.run(**arms[arm])
+                rows[arm] += [row] if number >= 0 else []
+        state = job.process.status()
+    middle, mean = dict[str, float](), dict[str, float]()
+    for arm, blocks in rows.items():
+        gaps_ms = [gap for block in blocks for gap in block["gaps_ms"]]
+        cpu_ms, waits, waited_ms = np.mean([b["cpu_waits_waited"] for b in blocks], 0) / BLOCK_STEPS
+        middle[arm], mean[arm] = percentiles(gaps_ms)["p50"], float(np.mean(gaps_ms))
+        put(
+            case=f"training, holds={holds}",
+            arm=arm,
+            total_ms=percentiles(gaps_ms),
+            per_step={"main_thread_cpu_ms": cpu_ms, "waits": waits, "waited_ms": waited_ms},
+        )
     put(
-        training_step_ms=times_ms,
-        step_p50_ms=middle_ms,
-        main_thread_cpu_ms=cpu_ms,
-        waits_and_ms_per_step=waits,
-        gpu_step_ms=gpu_ms,
-        training_tax=round(tax, 4),
-        training_tax_of_medians=round(middle, 4),
+        training_tax={arm: round(middle[arm] / middle["plain"] - 1, 4) for arm in arms},
+        training_tax_of_means={arm: round(mean[arm] / mean["plain"] - 1, 4) for arm in arms},
+        committed_step=state["committed_step"],
         target=0.01,
     )
+    if holds == "drain" and not is_fake():
+        record = folder / "gpu.json"
+        words = ["--steps", "5", "--record", str(record), "--replay", *_model()]
+        subprocess.run([*command, *words], check=True, timeout=120)
+        put(gpu_step_ms=json.loads(record.read_text())["gpu_step_ms"])
 
 
-def _preemption(client: Any) -> None:
+def _preemption(client: Any, holds: str) -> None:
     """Send requests at random moments of a training job; time each stop by the worker's clock."""
     job = Training(client, 1, 0, _model(), "endless")
     job.run(WARM_JOB_STEPS)
@@ -287,16 +328,16 @@ def _preemption(client: Any) -> None:
     dice = random.Random(0)
     totals = []
     payload = np.ones((1, 64), np.float32)
-    for _ in range(REQUESTS):
-        time.sleep(dice.uniform(0.02, 0.12))
+    for _ in range(STOPS):
+        time.sleep(dice.uniform(0.01, 0.06))
         began_ms = now_ms()
         client.infer("tiny", payload)
         totals.append(now_ms() - began_ms)
     stops = [float(event["stop_ms"]) for event in events.stop()]
     job.task.cancel()
     if stops:
-        put(preemption_stop_ms=percentiles(stops), requests=len(totals))
-    put(preempting_request_ms=percentiles(totals))
+        put(case=f"stops, holds={holds}", arm="worker's clock", total_ms=percentiles(stops))
+    put(case=f"stops, holds={holds}", arm="request", total_ms=percentiles(totals))
 
 
 # ---- precision ---------------------------------------------------------------------------------
@@ -314,7 +355,7 @@ def _precision(model: gpu.GpuModel) -> None:
     with served(str(model.room_bytes + 32 * MIB), "2GiB") as (_, client):
         exact: Any = None
         for form in ("exact", "fast", "bf16", "int8"):
-            options: dict[str, Any] = {"inputs": model.inputs or None, "precision": form}
+            options: dict[str, Any] = {"inputs": model.inputs, "precision": form}
             row = client.register(form, model.source, weights="random:0", **options)
             bills = [client.infer(form, inputs) for _ in range(1 + REQUESTS)]
             output = next(iter(bills[-1].outputs.values())).astype("float64")
@@ -355,7 +396,7 @@ def generation() -> None:
             rate = round(count * new / answer["took_ms"] * 1e3, 1)
             put(case=f"{size.name}, {count} at once", arm="generate", tokens_per_s=rate)
         end(child)
-        for precision in ("exact", "fast", "bf16"):
+        for precision in ("fast", "bf16", "exact"):  # ``fast`` has not met a GPU
             with served("64MiB" if is_fake() else "2GiB", "1GiB") as (_, client):
                 _generate(client, size, f"hf:{folder}/lm-0", precision, prompts, right)
 
@@ -391,11 +432,12 @@ def _generate(
 
 def soak() -> None:
     source, shape, room_bytes = "torchvision:resnet18", [1, 3, 224, 224], 48 * MIB
-    if is_fake():
-        source, shape, room_bytes = "benchmarks.factories:tiny", [8, 64], 0
     payload = np.random.default_rng(0).standard_normal(shape, dtype=np.float32)
     switches = 100 if is_fake() else SWITCHES
-    with served(str(room_bytes + 4 * MIB)) as (running, client):
+    # Beside the slice of a job, which each request stops, there is room for one of the two models.
+    with served(str(room_bytes + SLICE_ROOM_BYTES)) as (running, client):
+        job = Training(client, 1, 0, SMALL, "beside")
+        job.run(WARM_JOB_STEPS)
         for number, name in enumerate("ab"):
             inputs = {"x": (tuple(shape), "float32")}
             client.register(name, source, weights=f"random:{number}", inputs=inputs)
@@ -416,7 +458,9 @@ def soak() -> None:
             put(done=len(times), wrong_answers=wrong)
             raise
         leaked = before["free_bytes"] - after["free_bytes"]
+        job.run()  # it still trains
         put(
+            job=job.task.status(),
             switches=switches,
             total_ms=percentiles(times),
             wrong_answers=wrong,

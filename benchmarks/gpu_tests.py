@@ -14,7 +14,7 @@ SUITES = {
     "conformance": ["tests/process/test_device_conformance.py", "-k", "gpu"],
     **{
         f"server-{rung}": [SERVER, SERVER.replace("server", "streaming"), "-k", rung]
-        for rung in ("lowest", "graphs", "slice", "waits", "highest")
+        for rung in ("lowest", "highest")
     },
 }
 

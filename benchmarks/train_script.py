@@ -7,10 +7,8 @@
 from __future__ import annotations
 
 import argparse
-import cProfile
 import json
 import os
-import pstats
 import sys
 import time
 from collections.abc import Callable
@@ -27,7 +25,6 @@ from pipeswitch.devices.worker_device import Pacer
 WIDTH: Final = 512
 LAYERS: Final = 4
 BATCH: Final = 256
-PROFILED: Final = 25  # functions in a profile
 REPLAYS: Final = 20  # of a step as a CUDA graph
 
 
@@ -48,7 +45,7 @@ def main() -> None:
     waits: list[tuple[int, float]] = []  # how often and long the limit on run-ahead has waited
     pacer = Pacer.current or Pacer()
     per_epoch = options.steps or 1000
-    profile = cProfile.Profile() if options.profile else None
+    turns = Turns(options.turns, device) if options.turns else None
     for _ in job.epochs(1 if options.steps else 1_000_000):
         for number, (inputs, targets) in enumerate(
             job.steps([(x, y)] * per_epoch, model=model, optimizer=optimizer)
@@ -62,8 +59,8 @@ def main() -> None:
             if options.live:
                 with open(options.live, "a") as file:
                     file.write(f"{job.step} {time.monotonic() * 1000}\n")
-            if profile is not None and number == options.warm_up:
-                profile.enable()
+            if turns is not None:
+                turns.begin_step()
             if gaps is not None:
                 gaps.begin()
             loss: Any = nn.functional.mse_loss(model(inputs), targets)  # untyped in torch
@@ -75,10 +72,6 @@ def main() -> None:
             if options.announce and number == options.announce:
                 sys.stdout.write("training\n")
                 sys.stdout.flush()
-    if profile is not None:
-        profile.disable()
-        with open(options.profile, "w") as file:
-            pstats.Stats(profile, stream=file).sort_stats("tottime").print_stats(PROFILED)
     _synchronize(device)
     if options.record:
         ended_ms = time.monotonic() * 1000
@@ -158,6 +151,50 @@ def _synchronize(device: str) -> None:
         torch.cuda.synchronize()
 
 
+class Turns:
+    """Blocks of steps, each computed when a line of ``orders`` says so, so that several processes
+    can take turns. A line of ``answers`` has the times of its steps."""
+
+    def __init__(self, folder: str, device: str) -> None:
+        self._device, self._pacer = device, Pacer.current or Pacer()
+        self._orders = open(Path(folder, "orders"))  # noqa: SIM115 - until the process ends
+        self._answers = open(Path(folder, "answers"), "w", buffering=1)  # noqa: SIM115
+        self._left = 0
+        self._instants_ms: list[float] = []
+        self._before = (0.0, 0, 0.0)
+
+    def begin_step(self) -> None:
+        """Count a step; at the end of a block wait for the next order, or exit without one."""
+        if not self._left:
+            _synchronize(self._device)
+            if self._instants_ms:
+                self._answer()
+            self._obey(json.loads(self._orders.readline() or sys.exit(0)))
+        self._left -= 1
+        self._instants_ms.append(time.monotonic() * 1000)
+
+    def _numbers(self) -> tuple[float, int, float]:
+        return time.thread_time() * 1000, self._pacer.waits, self._pacer.waited_ms
+
+    def _answer(self) -> None:
+        instants_ms = [*self._instants_ms, time.monotonic() * 1000]
+        gaps_ms = [after - before for before, after in pairwise(instants_ms)]
+        used = [now - then for now, then in zip(self._numbers(), self._before, strict=True)]
+        self._answers.write(json.dumps({"gaps_ms": gaps_ms, "cpu_waits_waited": used}) + "\n")
+
+    def _obey(self, order: dict[str, int]) -> None:
+        """Begin a block, with another limit on the steps that may be enqueued, if it has one."""
+        from pipeswitch.devices.cuda import stream_gate
+
+        vars(stream_gate)["LOOKS_PER_GROUP"] = order.get("looks", stream_gate.LOOKS_PER_GROUP)
+        if "ahead" in order:
+            pacer: Any = self._pacer
+            del pacer._events[order["ahead"] + 1 :]
+            while len(pacer._events) <= order["ahead"]:
+                pacer._events.append(pacer._cuda.event())
+        self._left, self._instants_ms, self._before = order["steps"], [], self._numbers()
+
+
 class Gaps:
     """Times between two successive places at which a job would check for preemption.
 
@@ -201,7 +238,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument(
         "--warm-up", type=int, default=-1, help="the device is idle before this step"
     )
-    parser.add_argument("--profile", default="", help="a file for the slowest functions' times")
+    parser.add_argument("--turns", default="", help="a folder with two pipes, orders and answers")
     parser.add_argument("--replay", action="store_true", help="record the GPU's time for a step")
     parser.add_argument("--gaps", action="store_true", help="record the time between layers too")
     parser.add_argument("--load-s", type=float, default=0.0, help="the script loads data so long")

@@ -59,7 +59,7 @@ from __future__ import annotations
 import enum
 from collections.abc import Callable
 from threading import Condition, RLock
-from typing import Literal
+from typing import Final, Literal
 
 from ..base.errors import TaskPreempted
 
@@ -80,6 +80,9 @@ class GateState(enum.Enum):
     AWAY = "away"
     STOPPED = "stopped"
     HELD = "held"
+
+
+GIVEN_UP: Final = (GateState.STOPPED, GateState.PARKED, GateState.HELD)
 
 
 class Gate:
@@ -257,7 +260,7 @@ class Gate:
         if self._state is GateState.STOPPING:
             return self.waits_for_boundary
         is_leaving = self.is_evicting or self._is_hidden or self._hide is not None
-        return not is_leaving and (self._is_for_job or not self._is_given_up)
+        return not is_leaving and (self._is_for_job or self._state not in GIVEN_UP)
 
     @property
     def drains(self) -> bool:
@@ -281,7 +284,7 @@ class Gate:
 
     def _accept_stop(self, turn: int, next_turn: int, *, at_boundary: bool = False) -> None:
         """Accept a stop for the current turn; drop it if the turn was given up already."""
-        if self._is_given_up:
+        if self._state in GIVEN_UP:
             return
         if self._state is GateState.STOPPING:
             self._at_boundary = self._at_boundary and at_boundary
@@ -300,10 +303,6 @@ class Gate:
         if self._hide is not None and self._is_waiting and self._state is GateState.PARKED:
             hide, self._hide, self._is_hidden = self._hide, None, True
             hide()
-
-    @property
-    def _is_given_up(self) -> bool:
-        return self._state in (GateState.STOPPED, GateState.PARKED, GateState.HELD)
 
     def _acknowledge(self, where: Where, then: GateState) -> None:
         """Answer the accepted stop, once; after that this task no longer has the turn."""
@@ -345,7 +344,9 @@ class Gate:
             if self._turn:
                 self.on_back(self._turn, False)
         interrupted: Exception | None = None
-        while self._is_hidden or not (interrupted or self.is_evicting or not self._is_given_up):
+        while self._is_hidden or (
+            self._state in GIVEN_UP and not (interrupted or self.is_evicting)
+        ):
             if self._state is GateState.HELD:  # also if held between the grant and the wake-up
                 self._state = GateState.PARKED
             self._where, self._is_waiting = where, True

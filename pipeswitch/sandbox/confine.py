@@ -43,7 +43,8 @@ def confine_worker(memory_bytes: int) -> None:
     _be_first_to_go()
     _limit(resource.RLIMIT_FSIZE, MAX_LOG_BYTES)
     if memory_bytes:
-        _limit(resource.RLIMIT_DATA, _own_bytes() + memory_bytes)
+        own_pages = int(Path("/proc/self/statm").read_text().split()[5])  # private and writable
+        _limit(resource.RLIMIT_DATA, own_pages * resource.getpagesize() + memory_bytes)
     seccomp.restrict_calls(OWN)
 
 
@@ -158,8 +159,3 @@ def _limit(kind: int, value: int) -> None:
     if hard != resource.RLIM_INFINITY:
         value = min(value, hard)
     resource.setrlimit(kind, (value, value))
-
-
-def _own_bytes() -> int:
-    """Return the size of this process's private writable memory, as RLIMIT_DATA counts it."""
-    return int(Path("/proc/self/statm").read_text().split()[5]) * resource.getpagesize()

@@ -144,6 +144,7 @@ def test_switches_and_soak_run_over_a_fake_gpu(tmp_path: Path) -> None:
         "--dry-run",
         "facts",
         "mechanisms",
+        "link",
         "switch-resnet152",
         "precision",
         "soak",
@@ -230,15 +231,21 @@ def test_a_devices_name_becomes_part_of_the_files(tmp_path: Path) -> None:
     report = gpu.Report(tmp_path, "a command")
     document = {"device": {"name": "NVIDIA H200"}}
     report.add(gpu.Outcome("environment", "ok", results=[document]))
-    times = {"p50": 1.0, "p99": 2.0, "min": 0.5, "n": 3}
+    times = {"p50": 1.0, "p90": 2.0, "max": 3.0, "min": 0.5, "n": 3}
     rows = [
         {"case": "r/8", "arm": "cold", "total_ms": times},
-        {"case": "r/8", "cold_over_ready": 0.7, "target": 0.8, "link_gb_s": 50.0},
+        {
+            "case": "r/8",
+            "cold_over": {"ready-eager": 0.7, "ready-graph": 2.0},
+            "target": 0.8,
+            "link_gb_s": 50.0,
+        },
         {"training_tax": 0.004, "target": 0.01},
     ]
     report.add(gpu.Outcome("switch", "ok", results=rows))
     (table,) = tmp_path.glob("gpu-nvidia-h200-*.md")
     text = table.read_text()
-    assert "| r/8 | cold | 1.0 | 2.0 | 0.5 | 3 |" in text
+    assert "| r/8 | cold | 1.0 | 2.0 |  | 3.0 | 0.5 | 3 |" in text
+    assert "| r/8: cold / ready-graph | 2.0 |  |" in text
     assert "| r/8: cold / ready-eager | 0.7 | 0.8 |" in text
     assert "| training_tax | 0.004 | 0.01 |" in text

@@ -182,6 +182,10 @@ class Queues(CheckedBindings):
     def destroy_event(self, event: int) -> None:
         self._do("cudaEventDestroy", event)
 
+    def wait_event(self, stream: int, event: int) -> None:
+        """Make the stream wait until the event's last record has run."""
+        self._do("cudaStreamWaitEvent", stream, event, 0)
+
     def wait_value(self, stream: int, pointer: int, value: int) -> None:
         """Make the stream wait until the word at ``pointer`` is exactly ``value``."""
         self._drive("cuStreamWaitValue32", stream, pointer, value, WAIT_VALUE_EQ)

@@ -594,6 +594,21 @@ class Runtime:
         self._world.drain(queue)
         return ()
 
+    def cudaStreamWaitEvent(self, stream: int, event: int, flags: int) -> Any:
+        target = self._world.stream_of(stream)
+        if target is None or event not in self._world.events:
+            return cudaError_t.cudaErrorInvalidResourceHandle
+        record = self._world.events[event]
+
+        def run() -> bool:
+            if record is not None and record[0].done < record[1]:
+                record[0].step()
+                return False
+            return True
+
+        target.put(run)
+        return ()
+
     def cudaStreamDestroy(self, stream: int) -> Any:
         if self._world.streams.pop(stream, None) is None:
             return cudaError_t.cudaErrorInvalidResourceHandle
