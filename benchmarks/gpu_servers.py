@@ -111,7 +111,7 @@ def _inputs(model: gpu.GpuModel) -> dict[str, Any]:
 
 
 class _Measured:
-    """Times of one model at one batch. All that is known is printed, also if a round fails."""
+    """Times of one model at one batch. The times are printed even if a round fails."""
 
     def __init__(self, case: str, size_bytes: int) -> None:
         self.case, self._size_bytes = case, size_bytes
@@ -265,7 +265,7 @@ class _Blocks:
         return answer
 
     def close(self) -> None:
-        """Let the script end; it reads the end of the pipe."""
+        """Close the pipes, which ends the script; wait for it."""
         self._orders.close()
         self._answers.close()
         self.process.wait()
@@ -434,7 +434,7 @@ def soak() -> None:
     source, shape, room_bytes = "torchvision:resnet18", [1, 3, 224, 224], 48 * MIB
     payload = np.random.default_rng(0).standard_normal(shape, dtype=np.float32)
     switches = 100 if is_fake() else SWITCHES
-    # Beside the slice of a job, which each request stops, there is room for one of the two models.
+    # The arena holds the job's slice and one of the two models; each request stops the job.
     with served(str(room_bytes + SLICE_ROOM_BYTES)) as (running, client):
         job = Training(client, 1, 0, SMALL, "beside")
         job.run(WARM_JOB_STEPS)

@@ -96,10 +96,12 @@ class CommitAreas:
             reach("commit.read")
             self._send(SliceRead(job=order.job, op_id=order.op_id, number=order.number))
 
+        copied_at_ms = 0.0
         try:
             if order.older is not None:
                 older = area.part_of_last(order.older.offset_bytes, order.older.size_bytes)
             commit = area.write(order.step, size_bytes + len(older), fill)
+            copied_at_ms = now_ms()
             area.pin(commit, self._device.pin)  # while training goes on
         except (RemoteProtocolError, OSError) as problem:
             error = str(problem)
@@ -109,7 +111,7 @@ class CommitAreas:
             op_id=order.op_id,
             number=order.number,
             step=order.step,
-            copy_ms=now_ms() - began_at_ms,
+            copy_ms=(copied_at_ms or now_ms()) - began_at_ms,
             error=error,
         )
 

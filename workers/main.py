@@ -328,6 +328,8 @@ class WorkerProcess:
             self._view.synchronize()
         else:
             Pacer.current.hold()
+            if Pacer.current.has_queue():
+                where = "stream"  # the script may wait for its queue, so it is not away
         reach("job.park")
         parked_at_ms = now_ms()  # before the wake-up: the woken worker may take this thread's core
         if next_turn:

@@ -43,9 +43,9 @@ class Seam:
         return getattr(importlib.import_module(module), function)
 
 
-BUILDERS: Final = Seam("BUILDERS", "build of a model with")  # option -> a model's preparation
+BUILDERS: Final = Seam("BUILDERS", "model builder for")  # option -> a model's preparation
 CHECKS: Final = Seam("CHECKS", "check of")  # of a user's policy, and of a server's keys
-COMPOSITES: Final = Seam("COMPOSITES", "kind of names")  # kind, verb and entry -> its requests
+COMPOSITES: Final = Seam("COMPOSITES", "kind of names")  # kind -> class of its requests
 COMMANDS: Final = Seam("COMMANDS", "command")  # groups and verbs of the command line
 EFFECTS: Final = Seam("EFFECTS", "executor for a")  # kinds of helper processes -> commands for them
 DOORS: Final = Seam("DOORS", "door")  # protocols over HTTP: routes and their answers

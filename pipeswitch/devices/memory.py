@@ -113,8 +113,8 @@ class DeviceMemory:
         raise NotImplementedError
 
     def pin(self, place: memoryview) -> Callable[[], None] | None:
-        """Make ``read_slice`` into this place faster (blocks), if possible. Return the function
-        that ends this, to be called before the place is unmapped."""
+        """Try to pin the place, which speeds up ``read_slice`` (blocks). Return a function that
+        unpins it, to be called before unmapping, or None."""
         return None
 
     def read_slice(self, offset_bytes: int, ranges: Sequence[ByteRange], into: memoryview) -> None:

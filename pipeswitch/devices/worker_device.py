@@ -73,19 +73,20 @@ class Pacer:
 
     def hold(self) -> bool:
         """Stop the device in the queue; any thread may call this and ``release``."""
-        raise NotImplementedError
+        return True
+
+    def has_queue(self) -> bool:
+        """Return True if work is held, for which the script may wait."""
+        return False
 
     def release(self, *, for_good: bool = False) -> None:
         """Let held work run; with ``for_good``, no later ``hold`` stops it."""
 
 
 class Signals:
-    """A worker's fences, control page and doorbells, by which its main thread waits and wakes.
+    """A worker's fences, control page and doorbells, by which its main thread waits and wakes."""
 
-    After ``quiesce``, ``waited_ms`` is the time for which the device itself waited for groups.
-    """
-
-    waited_ms = 0.0
+    waited_ms = 0.0  # after ``quiesce``: for how long the device itself waited for groups
 
     def __init__(
         self,

@@ -263,7 +263,7 @@ class Inference:
         then: Callable[[PipeSwitchError | None], None],
         sequence: SequenceState | None = None,
     ) -> None:
-        """Copy a payload; a large one, and rows with which a sequence starts, on another thread.
+        """Copy a payload, on another thread if it is large or starts a sequence.
 
         Args:
             then: called on the loop's thread afterwards, with the error if the copy failed.

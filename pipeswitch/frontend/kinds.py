@@ -51,7 +51,7 @@ class KindContext:
             function with its message, or None, and its exit status. The controller sets it.
         pool: shared memory for the inputs of runs.
         blocks: blocks of this memory, for what a request keeps between its runs.
-        sequence_keys: caller and id of each sequence; rows of other state need other ids.
+        sequence_keys: caller and id of each sequence; other state's rows must not reuse them.
         models: models by name.
         models_dir: folder with a folder for each model, by digest.
     """

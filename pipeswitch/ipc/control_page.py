@@ -127,7 +127,7 @@ class Board:
         self._words[RUN + slot] = is_open
 
     def open_stream(self, slot: int) -> None:
-        """Begin with a new stream, which has no marks."""
+        """Open the slot for a new stream, which has no marks."""
         self._words[RUN + slot], self._words[MARKS + slot] = 1, 0
 
     def marks(self, slot: int) -> tuple[int, int]:

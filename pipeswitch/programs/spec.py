@@ -69,7 +69,7 @@ def wrapper_of(spec: BuildSpec) -> Wrapper | None:
     for option in ("preprocess", "postprocess"):
         if getattr(spec, option):
             if option not in WRAPPERS.names():
-                raise RegistrationRefused(option, "this server lacks a folder of pipeswitch/extras")
+                raise RegistrationRefused(option, "this server has no extra for it")
             wrapper: Wrapper = WRAPPERS.load(option)(spec)
             return wrapper
     return None

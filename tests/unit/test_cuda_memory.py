@@ -10,10 +10,13 @@ import threading
 import time
 from collections.abc import Iterator
 from queue import Queue
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from fake_cuda import World
 
+from memory_daemon import commit_areas
 from memory_daemon.commit_areas import CommitAreas
 from pipeswitch.commits.area import create_area
 from pipeswitch.devices.cuda import memory as cuda_memory
@@ -420,6 +423,31 @@ def test_a_commit_area_that_cannot_be_pinned_is_staged_and_asked_once() -> None:
     assert [name for name, _ in rig.world.calls].count("cudaHostRegister") == 1 + 2
     areas.close(JOB)
     rig.close()
+    os.close(descriptor)
+
+
+def test_pinning_takes_none_of_a_commits_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = [0.0]
+    monkeypatch.setattr(commit_areas, "now_ms", lambda: clock[0])
+    device: Any = SimpleNamespace(
+        arena_bytes=ARENA_BYTES,
+        read_slice=lambda *_: clock.append(clock.pop() + 5.0),
+        pin=lambda _: clock.append(clock.pop() + 900.0),
+    )
+    areas = CommitAreas(device, lambda _: None)
+    descriptor = create_area(MIB)
+    areas.open(OpenCommits(job=JOB, slot_bytes=MIB), descriptor)
+    ranges = (ByteRange(offset_bytes=0, size_bytes=100),)
+    order = CommitCopy(
+        job=JOB,
+        op_id=OpId(1),
+        number=1,
+        step=1,
+        slice_offset_bytes=MIB,
+        slice_bytes=100,
+        ranges=ranges,
+    )
+    assert areas.copy(order, areas.area_for(order)).copy_ms == 5.0
     os.close(descriptor)
 
 

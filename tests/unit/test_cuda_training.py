@@ -119,6 +119,13 @@ def test_a_sum_at_a_point_stays_on_the_device() -> None:
     )
 
 
+def test_a_job_without_parameters_has_a_sum() -> None:
+    memory = TrainingSlice.__new__(TrainingSlice)
+    memory._memory = torch.zeros(4096, dtype=torch.uint8)
+    memory.parameters = Area("parameters", 0, 4096)
+    assert memory.sum_of_parameters() == 0
+
+
 def test_the_devices_generator_is_kept_with_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
     states = {"cuda:0": torch.tensor([1, 2], dtype=torch.uint8)}
     module = SimpleNamespace(

@@ -129,3 +129,19 @@ def test_a_run_that_is_timed_waits_for_the_device_after_each_group(is_timed: boo
         groups.end()
     assert waits == ([0, 1, 2] if is_timed else [])
     assert len(groups.ends_ms) == (2 if is_timed else 1)
+
+
+@pytest.mark.parametrize(("has_queue", "where"), [(True, "stream"), (False, "loader")])
+def test_a_job_whose_queue_is_held_is_not_away(
+    monkeypatch: pytest.MonkeyPatch, has_queue: bool, where: str
+) -> None:
+    """Its script may wait in ``.item()``, and would never report that it is back."""
+    pacer = SimpleNamespace(holds=True, hold=lambda: True, has_queue=lambda: has_queue)
+    monkeypatch.setattr(worker_main.Pacer, "current", pacer)
+    sent: list[Any] = []
+    worker: Any = worker_main.WorkerProcess.__new__(worker_main.WorkerProcess)
+    worker._gate = SimpleNamespace(drains=False)
+    worker._control = SimpleNamespace(send=sent.append)
+    worker._job_op_id, worker._stop_asked_at_ms = 1, 0.0
+    worker._on_parked(5, 0, "loader")
+    assert [one.where for one in sent] == [where]

@@ -116,8 +116,10 @@ def test_a_script_that_is_away_is_held_when_its_queue_is_empty(script: Script) -
     assert not script.gate.hold(limit_s=0.0), "it may enqueue a kernel now"
     script.gate.release()
     script.gate.leave("copies")
+    assert script.gate.has_queue()
     script.world.advance()
     assert script.gate.hold(limit_s=0.0)
+    assert not script.gate.has_queue()
     script.gate.look()
     assert not script.gate.hold(limit_s=0.0), "it is back"
 

@@ -242,7 +242,7 @@ class TrainingSlice:
         """Return a checksum, still on the device: it almost certainly changes if any bit of a
         parameter does. Reading it waits for the device."""
         used = self.bytes_at(self.parameters.offset_bytes, self.parameters.used_bytes)
-        return used.view(torch.int64).sum()
+        return used.view(torch.int64).sum() if used.numel() else torch.tensor(0)
 
     def snapshot_buffers(self) -> dict[str, torch.Tensor | None]:
         """Copy the live buffers to the snapshot, all at once, and then each replaced or moved one.

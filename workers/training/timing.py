@@ -74,7 +74,7 @@ class WriteWatch:
         self.writes_unseen = writes_unseen  # a body wrote without changing a version counter
         self.is_in_body = False
         self._is_clean = False  # the last body wrote no parameters before its optimizer step
-        self._sum: torch.Tensor | None = None  # of the last point, on the device; None: not watched
+        self._sum: torch.Tensor | None = None  # the last point's, on the device; None: not watched
 
     def begin_body(self) -> None:
         self._is_clean, self.is_in_body = False, True

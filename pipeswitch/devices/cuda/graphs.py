@@ -177,8 +177,8 @@ class DeviceProgram:
     ) -> tuple[_Captured, int]:
         """Capture a graph; return it with its cost in bytes.
 
-        The cost is what torch reserved, and what the driver took from the device, which is limited,
-        because other processes allocate at the same time.
+        The cost is torch's reserved bytes plus the driver's, which are capped, because other
+        processes allocate at the same time.
         """
         free, reserved = recorder.memory_bytes()
         with recorder.session(), torch.inference_mode():

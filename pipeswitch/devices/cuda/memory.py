@@ -289,8 +289,8 @@ class CudaDeviceMemory(DeviceMemory):
             self._cuda.synchronize(self._to_host)
 
     def _is_pinned(self, address: int, size_bytes: int) -> bool:
-        end = address + size_bytes
-        return any(one <= address and end <= one + size for one, size in self._pinned.items())
+        end, pinned = address + size_bytes, [*self._pinned.items()]  # other threads unpin
+        return any(one <= address and end <= one + size for one, size in pinned)
 
     def _empty(
         self,

@@ -2,9 +2,10 @@
 
 With ``StreamGate`` the GPU stops by itself. At each *mark* the script's stream gets three
 operations: write ``reached = k``; wait until ``run`` is 1; write ``passed = k``. The words are on
-the control page. To hold the stream, a thread stores ``run = 0``: the GPU ends the work before the
-next mark and waits there, whatever is enqueued behind it. Neither ``hold`` nor ``release`` makes a
-CUDA call: if a held stream's launch queue is full (about 1,000 launches), any call may block.
+the control page. To hold the stream, a thread stores ``run = 0``: the GPU finishes the work before
+the next mark and waits there, whatever is enqueued behind it. Neither ``hold`` nor ``release``
+makes a CUDA call: if a held stream's launch queue is full (about 1,000 launches), any call may
+block.
 """
 
 from __future__ import annotations
@@ -140,6 +141,9 @@ class StreamGate(RunAhead):
             self._pause(HOLD_POLL_S)
         self.release()
         return True
+
+    def has_queue(self) -> bool:
+        return self._control_page.marks(self._slot)[1] != self._marked
 
     def release(self, *, for_good: bool = False) -> None:
         """See ``Pacer``. ``for_good``: the process ends, and its exit waits for the stream."""

@@ -180,8 +180,8 @@ class CudaWorkerDevice(WorkerDevice):
         return 0.0
 
     def report_computed(self, op_id: OpId, count: int) -> None:
-        """Implement ``Signals.report_computed``. If the device waits for groups, so that this
-        thread runs ahead, the report follows when the device has come to an event."""
+        """Implement ``Signals.report_computed``. If the device waits for groups, this thread
+        runs ahead, and the report is sent after an event."""
         if self._options.waits == "cpu" or not getattr(self._running, "is_replaying", False):
             super().report_computed(op_id, count)
             return
@@ -305,13 +305,13 @@ class RunEvents:
         return sum(self._cuda.elapsed_ms(*pair) for pair in self._timed[: self._waits])
 
     def mark(self, stream: int, report: Callable[[], None]) -> None:
-        """Record an event; ``report`` is called when it has run."""
+        """Record an event, after which ``RunEvents.report`` calls ``report``."""
         event = self._spare.pop() if self._spare else self._cuda.event()
         self._cuda.record(event, stream)
         self._marks.append((event, report))
 
     def report(self, leave: int) -> None:
-        """Wait for the events in order and make their reports, up to the newest ``leave``."""
+        """Wait for all but the newest ``leave`` events, in order, and call their reports."""
         while len(self._marks) > leave:
             event, report = self._marks[0]
             self._cuda.wait(event)

@@ -123,7 +123,7 @@ class StageEffects:
 
 
 def take_result(inference: Inference, command: TakeResult, memory: memoryview) -> None:
-    """Copy what a function returned into the pool in place of the inputs. Then send ``Prepared``,
+    """Replace the inputs in the pool by a function's result. Then send ``Prepared``,
     which has the error if the result is invalid.
 
     ``memory`` is shared with the function's process, which waits for ``Prepared``.
@@ -194,7 +194,7 @@ def _admit_answer(
     announced = models.versions.get((name, version)) or models.current.get(name)
     stages = None if announced is None else announced.wrapper
     if announced is None or not isinstance(stages, Stages) or not stages.after:
-        raise TaskFailed(f'"{name}" was registered again in the meantime', hint="ask again")
+        raise TaskFailed(f'"{name}" has changed in the meantime', hint="ask again")
     as_model = replace(announced, wrapper=None, manifest=stages.answer(announced.manifest))
     try:
         request = check_infer(header, sizes, as_model, models.max_bytes)

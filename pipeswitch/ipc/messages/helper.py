@@ -13,7 +13,7 @@ class HelperSettings(Message, frozen=True):
 
 
 class HelperReady(Message, frozen=True):
-    """helper -> controller: ready for requests; from a process that checks: all is right."""
+    """helper -> controller: ready for requests or, from a process that checks, the check passed."""
 
     pid: int
 

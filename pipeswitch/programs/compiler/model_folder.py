@@ -87,7 +87,7 @@ def refuse_adapter(spec: BuildSpec) -> None:
 
 
 def unused_files(spec: BuildSpec, used: Iterable[str] = ()) -> list[str]:
-    """Return notes that name each file of a local folder that is not used.
+    """Return notes that name each unused file of a local folder.
     ``used`` has the names of files that an extra uses."""
     folder = Path(name_of(spec))
     if not folder.is_dir():

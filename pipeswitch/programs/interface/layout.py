@@ -157,7 +157,7 @@ class KindSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 
 
 class Wrapper(Protocol):
-    """Converter of the values of a model's clients: an extra, in processes beside the workers."""
+    """Converter of clients' values, which an extra runs in processes beside the workers."""
 
     @property
     def kind(self) -> str:
@@ -182,7 +182,7 @@ class Wrapper(Protocol):
 
 
 class Composite(Protocol):
-    """Name for several models, to which the frontend sends the requests."""
+    """Name for several models; the frontend sends each its requests."""
 
     @property
     def kind(self) -> str:

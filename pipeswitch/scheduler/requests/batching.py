@@ -4,7 +4,7 @@ If the model's owner has enabled batching (ADR 28), requests are joined along th
 A batch has requests of one line (same model, version and priority), in the line's order.
 
 The worker pads requests of unequal extents if the program allows it (``Manifest.pads``, ADR 53).
-When a run ends whose requests need more runs, these are queued at once, and all that wait at that
+When a run ends, requests that need more runs are queued at once, and all that wait at that
 time form the next batch (ADR 62).
 """
 

@@ -127,7 +127,7 @@ class TaskCompletion:
         return None
 
     def _led(self, task: RunningTask) -> list[Request]:
-        """Take the requests out of the queue whose prompts this run has computed in part."""
+        """Dequeue the requests whose prompts this run has partly computed."""
         led = take_led(self._device, task.model, task.tokens)
         for request in led:
             self._core.kind.renew(request)

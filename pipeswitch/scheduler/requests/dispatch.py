@@ -531,7 +531,7 @@ class Dispatch:
             residency_id=replica.residency_id,
             resident_bytes=replica.resident_bytes if is_switch else 0,
             streamed=manifest.total_bytes - replica.resident_bytes if replica.staging else 0,
-            is_multi_step=is_multi_step and replica.staging is None,  # there, stop means to yield
+            is_multi_step=is_multi_step and replica.staging is None,  # there, a stop means: yield
             chooses=chooses,
             charge=charge,
         )

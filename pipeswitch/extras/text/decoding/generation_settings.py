@@ -137,7 +137,7 @@ class GenerationSettings(KindSettings, frozen=True, kw_only=True, forbid_unknown
 
 
 def read_settings(text: str) -> GenerationSettings:
-    """Decode the settings from a bundle's metadata; raise RegistrationRefused if they are none.
+    """Decode the settings from a bundle's metadata; raise RegistrationRefused if they are invalid.
     The caller must call ``check``."""
     try:
         return msgspec.json.decode(text, type=GenerationSettings)
