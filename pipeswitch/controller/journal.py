@@ -172,7 +172,9 @@ class JournalFile:
                     self.losses.append(
                         f"entries were missing from the journal and are {what}: {names}"
                     )
-            orphans = self._places.set_aside(_digests(entries), _jobs(entries), f"orphans/{stamp}")
+            digests = {entry["digest"] for (kind, _), entry in entries.items() if kind == "model"}
+            jobs = {name for kind, name in entries if kind in ("job", "ended")}
+            orphans = self._places.set_aside(digests, jobs, f"orphans/{stamp}")
             self.losses += [f"no entry names {path.name}: moved to {path}" for path in orphans]
         return entries
 
@@ -482,14 +484,6 @@ def _entries(
                 rows.append(row)
     sound = {key: entry for key, entry in rows if entry is not None}
     return sound, {key for key, entry in rows if entry is None}
-
-
-def _digests(entries: dict[Key, Entry]) -> set[str]:
-    return {entry["digest"] for (kind, _), entry in entries.items() if kind == "model"}
-
-
-def _jobs(entries: dict[Key, Entry]) -> set[str]:
-    return {name for kind, name in entries if kind in ("job", "ended")}
 
 
 def _errno(problem: Exception) -> int:

@@ -8,6 +8,7 @@ import logging
 import time
 from collections import defaultdict
 from collections.abc import Sequence
+from typing import Final
 
 import msgspec
 
@@ -33,13 +34,15 @@ from .server import Server
 
 log = logging.getLogger(__name__)
 
+LOST: Final = "its entry in the journal is damaged and has no copy"
+
 
 def restore(server: Server, now_s: float) -> None:
     """Restore models and jobs of the journal, then register the models of the configuration.
 
     Skip an unusable entry and report it. ``now_s``: seconds since 1970.
     """
-    journal = server.journal
+    journal, reasons = server.journal, dict[tuple[str, str], str]()
     tokens = map(Token, itertools.count(-1, -1))  # negative: the server's own requests
     known = [split_name(name) for name in journal.models]
     _restore_versions(server, known)
@@ -61,11 +64,13 @@ def restore(server: Server, now_s: float) -> None:
                 log.exception("%s=%s of the journal left out", kind, name)
                 journal.losses.append(f"the entry of {kind} {name} is not usable: {error!r}")
                 journal.lost.append((kind, name))
+                if isinstance(error, PipeSwitchError):  # an installation that lacks what it needs
+                    reasons[kind, name] = error.message
     events = sorted(server.inbox, key=functools.partial(_is_slow, server.effects.builds))
     server.inbox.clear()
     server.inbox.extend(events)  # programs that must be built again, for minutes, come last
     for kind, name in journal.lost:
-        _show_lost(server, kind, name, now_s)
+        _show_lost(server, kind, name, now_s, reasons.get((kind, name), LOST))
     unusable = {split_name(name)[0] for kind, name in journal.lost if kind == "model"}
     for model in server.config.models:
         if model.name in unusable and model.name in {name for name, _ in known}:
@@ -107,9 +112,8 @@ def _is_slow(builds: Builds, event: Event) -> bool:
     return not builds.is_usable(builds.built_before[event.spec], event.restored)
 
 
-def _show_lost(server: Server, kind: str, name: str, now_s: float) -> None:
+def _show_lost(server: Server, kind: str, name: str, now_s: float, reason: str) -> None:
     """Show a model or job that cannot be restored as failed."""
-    reason = "its entry in the journal is damaged and has no copy"
     if kind in ("model", "chain"):
         own = [
             ModelName(alias)

@@ -44,6 +44,7 @@ from safetensors.torch import save_file
 
 from pipeswitch.base.config import load
 from pipeswitch.base.errors import PipeSwitchError
+from pipeswitch.base.extras import Seam
 from pipeswitch.commits.area import CommitArea
 from pipeswitch.commits.commit_files import load_commit
 from pipeswitch.controller import main
@@ -669,3 +670,12 @@ def test_a_thousand_damaged_directories_start_and_say_what_is_lost(
             served[check_served(folder, sound, hurt)] += 1
             shutil.rmtree(folder)
         figures.update(served=dict(served), wrong=0, lost=0)  # all checks have passed
+
+
+def test_a_server_that_lacks_an_extra_says_so_and_calls_nothing_damaged(
+    sound: Sound, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("pipeswitch.controller.restore.COMPOSITES", Seam("NONE", "kind of names"))
+    folder = shutil.copytree(sound.folder, tmp_path / "state")
+    with contextlib.closing(Restored(folder)) as restored:
+        assert restored.models()["chained"]["reason"].startswith("this installation has no kind")
