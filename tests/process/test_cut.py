@@ -101,7 +101,7 @@ with torch.inference_mode():
         same(owner.infer("b", X)["y"], "b")
         refused(lambda: owner._ask("generate", model="b"), "kind of request 'generation'")
         refused(lambda: owner.generate("b", [1]), "method of a client: 'generate'")
-        refused(lambda: owner.register("c", models["a"], generate=True), "build of a model with")
+        refused(lambda: owner.register("c", models["a"], generate=True), "model builder for")
         register = dict(source="hf:gpt2", weights="pretrained", generate=True)
         refused(lambda: owner._ask("register", model="c", body=register), "kind of request")
         assert owner.jobs()[0]["state"] == "done"
