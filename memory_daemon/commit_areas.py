@@ -102,7 +102,7 @@ class CommitAreas:
                 older = area.part_of_last(order.older.offset_bytes, order.older.size_bytes)
             commit = area.write(order.step, size_bytes + len(older), fill)
             copied_at_ms = now_ms()
-            area.pin(commit, self._device.pin)  # while training goes on
+            area.pin(commit, self._device.pin)  # training continues meanwhile
         except (RemoteProtocolError, OSError) as problem:
             error = str(problem)
         reach("commit.acknowledge")

@@ -104,7 +104,7 @@ class KindContext:
 
 
 class Kinds:
-    """All kinds. For the scheduler they are one ``RunKind``: each request goes to its own."""
+    """All kinds as one ``RunKind`` for the scheduler; each call goes to the request's own kind."""
 
     def __init__(self, context: KindContext, inference: Inference) -> None:
         self.context, self._requests = context, inference.requests

@@ -223,7 +223,7 @@ def test_the_time_for_which_the_device_waited_is_known_per_run(rig: Rig) -> None
 
 @pytest.mark.parametrize("places", [1, 2, 3])
 def test_a_streamed_model_computes_while_the_next_group_is_copied(rig: Rig, places: int) -> None:
-    """Each group's copy needs the place of an earlier one, which must be reported as computed."""
+    """A group is copied to the place of an earlier one, after that one is reported as computed."""
     replay: Any = SimpleNamespace(is_replaying=True)
     board, count = Board(rig.control_page), 9
 

@@ -135,7 +135,7 @@ def test_a_run_that_is_timed_waits_for_the_device_after_each_group(is_timed: boo
 def test_a_job_whose_queue_is_held_is_not_away(
     monkeypatch: pytest.MonkeyPatch, has_queue: bool, where: str
 ) -> None:
-    """Its script may wait in ``.item()``, and would never report that it is back."""
+    """If its script waits in ``.item()``, it cannot report that it is back."""
     pacer = SimpleNamespace(holds=True, hold=lambda: True, has_queue=lambda: has_queue)
     monkeypatch.setattr(worker_main.Pacer, "current", pacer)
     sent: list[Any] = []

@@ -307,7 +307,7 @@ def _hold(rig: Rig) -> str:
             peer.ask("missing")  # raises its error
         expect("marks at which it stands", np.subtract(*words.marks(0)), 1)
         before = words.marks(0), total(cuda, block)
-        peer.send()  # it goes on to ``.item()``, which must wait
+        peer.send()  # it continues to ``.item()``, which must block
         if not peer.is_silent(HELD_S) or (words.marks(0), total(cuda, block)) != before:
             raise RuntimeError("a held stream computes")
         if not is_last:
