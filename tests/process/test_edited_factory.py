@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import textwrap
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -108,6 +108,49 @@ def test_a_program_runs_with_the_code_that_it_was_checked_with_or_not_at_all(
     with pytest.raises(RegistrationRefused, match=name.removesuffix(".py")):
         make_program(before, None, "cpu")
     make_program(after, None, "cpu")
+
+
+@pytest.mark.parametrize("when", ["between import and check", "to code that raises"])
+def test_an_edit_during_the_import_leaves_no_old_code(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, when: str
+) -> None:
+    before = built(folder, "before")
+    forget()
+    if when == "to code that raises":  # `helping` is imported by then, and has not been checked
+        edit(folder / "editing.py", "class Net(nn.Module)", "class Net(nn.Missing)")
+        with pytest.raises(RegistrationRefused, match="Missing"):
+            make_program(before, None, "cpu")
+        edit(folder / "editing.py", "nn.Missing", "nn.Module")
+        edit(folder / "helping.py", "y * TIMES", "y * TIMES + 1")
+    else:
+        imported = factories.factory
+
+        def edit_after_import(source: str) -> Callable[[], torch.nn.Module]:
+            make = imported(source)
+            edit(folder / "helping.py", "y * TIMES", "y * TIMES + 1")
+            return make
+
+        monkeypatch.setattr(factories, "factory", edit_after_import)
+        with pytest.raises(RegistrationRefused, match="the code of helping has changed"):
+            make_program(before, None, "cpu")
+        monkeypatch.undo()
+        monkeypatch.syspath_prepend(folder)
+    old = {name: sys.modules.get(name) for name in ("editing", "helping", "late")}
+    saved = dict(factories._imported)
+    after = built(folder, "after")
+    forget()
+    sys.modules |= {name: module for name, module in old.items() if module}
+    factories._imported |= saved
+    make_program(after, None, "cpu")
+    assert sys.modules["helping"].scaled(torch.ones(1)).item() == 3
+
+
+def test_a_module_that_the_first_call_imports_is_imported_with_the_check(folder: Path) -> None:
+    manifest = built(folder, "before")
+    forget()
+    make_program(manifest, None, "cpu")
+    edit(folder / "late.py", "TIMES = 2", "TIMES = -2")
+    assert sys.modules["helping"].scaled(torch.ones(1)).item() == 2
 
 
 def test_an_edited_factory_that_is_registered_again_computes(folder: Path) -> None:

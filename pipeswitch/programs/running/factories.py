@@ -75,25 +75,39 @@ def import_as_built(source: str, code: Mapping[str, str]) -> None:
         RegistrationRefused: the code has changed since the build.
     """
     if any(_imported.get(name, digest) != digest for name, digest in code.items()):
-        for name in {*_imported, *code}:
-            sys.modules.pop(name, None)
-        _imported.clear()
-        importlib.invalidate_caches()
-    factory(source)
-    for name, digest in code.items():
-        if _imported.get(name) == digest:
-            continue
-        try:
-            spec = importlib.util.find_spec(name)
-        except (ImportError, ValueError):  # the file no longer exists
-            spec = None
-        _imported[name] = _digest(spec.origin) if spec and spec.origin else ""
-        if _imported[name] != digest:
-            raise RegistrationRefused(
-                f"source {source!r}",
-                f"the code of {name} has changed since it was registered",
-                hint="register the model again to check and serve the new code",
-            )
+        _forget(code)
+    try:
+        factory(source)
+        for name, digest in code.items():
+            if _imported.get(name) != digest:
+                _import_file(source, name, digest)
+    except BaseException:
+        _forget(code)  # a file may have changed between its import and its check
+        raise
+
+
+def _import_file(source: str, name: str, digest: str) -> None:
+    """Import a module, unless it is imported, and check its file's digest."""
+    try:
+        importlib.import_module(name)
+        spec = importlib.util.find_spec(name)
+    except Exception:  # the file no longer exists, or its code raises
+        spec = None
+    _imported[name] = _digest(spec.origin) if spec and spec.origin else ""
+    if _imported[name] != digest:
+        raise RegistrationRefused(
+            f"source {source!r}",
+            f"the code of {name} has changed since it was registered",
+            hint="register the model again to check and serve the new code",
+        )
+
+
+def _forget(code: Mapping[str, str]) -> None:
+    """Unload the modules of ``code``, and all others that were imported here."""
+    for name in {*_imported, *code}:
+        sys.modules.pop(name, None)
+    _imported.clear()
+    importlib.invalidate_caches()
 
 
 def _digest(path: str) -> str:
