@@ -1,9 +1,10 @@
 """Stage ``link``: how fast the bytes of a model reach the GPU in 50 groups.
 
 The arms differ in the host's memory (a registered memfd, as the store is, or the driver's own) and
-in what follows each group: nothing, a fence that the copying stream writes, a fence that a second
-stream writes behind an event, or a fence that is copied. All arms take turns, first on an idle
-GPU, then while another process computes. The best one should reach the link's speed.
+in what follows each group: nothing, a fence that the copying stream writes, or a fence set by the
+memory daemon's own code, which a second stream writes behind an event, or which is copied. All arms
+take turns, first on an idle GPU, then while another process computes. The best one should reach the
+link's speed. If it is not the second stream, ``[device] words`` has the wrong default (ADR 12).
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import sys
 from typing import Final
 
 from pipeswitch.devices.cuda.bindings import INDEX, Cuda
+from pipeswitch.devices.cuda.fences import FenceWriter
 from pipeswitch.devices.cuda.pinned import PIN_BYTES, PinnedBuffer, PinnedMapping
 from pipeswitch.devices.order_checks import FENCE_BYTES
 from pipeswitch.ipc.control_page import sealed_memfd
@@ -34,27 +36,29 @@ class Link:
     def __init__(self, cuda: Cuda, group_bytes: int) -> None:
         self._cuda, self._group_bytes = cuda, group_bytes
         self._base = cuda.malloc(HEAD_BYTES + GROUPS * group_bytes)
-        self._copies, self._words = cuda.stream(), cuda.stream()
+        self._copies = cuda.stream()
         self._events = [cuda.event() for _ in range(GROUPS)]
-        self._values = PinnedBuffer(cuda, HEAD_BYTES)
+        self._writers = {
+            "written by a second stream": FenceWriter(cuda, "write", self._copies),
+            "copied": FenceWriter(cuda, "copy", self._copies),
+        }
 
     def send(self, source: int, fences: str) -> float:
         """Copy all groups; return the milliseconds until everything has arrived."""
-        cuda, began_ms = self._cuda, now_ms()
+        cuda, writer, began_ms = self._cuda, self._writers.get(fences), now_ms()
         for index in range(GROUPS):
             offset, fence = index * self._group_bytes, self._base + index * FENCE_BYTES
             target = self._base + HEAD_BYTES + offset
             cuda.copy_to_device(target, source + offset, self._group_bytes, self._copies)
+            if writer is not None:
+                writer.write(self._events[index], fence, index)
+                continue
             if fences == "written":
                 cuda.write_value(self._copies, fence, index)
-            elif fences == "copied":
-                cuda.copy_to_device(fence, self._values.address, FENCE_BYTES, self._copies)
-            elif fences != "no fence":
-                cuda.record(self._events[index], self._copies)
-                cuda.wait_event(self._words, self._events[index])
-                cuda.write_value(self._words, fence, index)
+            cuda.record(self._events[index], self._copies)
         cuda.synchronize(self._copies)
-        cuda.synchronize(self._words)
+        if writer is not None:
+            writer.finish()
         return now_ms() - began_ms
 
 

@@ -1,10 +1,9 @@
 """The memory daemon's side of the cuda device: one ``cudaMalloc``, a pinned store, copy streams.
 
-The daemon runs no kernel and never imports ``torch.cuda``. After the bytes of a group, the same
-stream sets its fence: by a stream write, which CUDA documents as a system-wide memory barrier, or
-by a 4-byte copy from a pinned ring if the self-test or a setting requires it. When the copy thread
-sees that a group's event has run, it also sets the fence in a host page and rings the doorbells.
-Workers that wait on the CPU read the host page; a GPU that waits reads the device's memory.
+The daemon runs no kernel and never imports ``torch.cuda``. A group's fence on the device follows
+its bytes (``fences.py``). When the copy thread sees that a group's event has run, it also sets the
+fence in a host page and rings the doorbells. Workers that wait on the CPU read the host page; a GPU
+that waits reads the device's memory.
 
 At most ``WINDOW_BYTES`` are enqueued at a time. So a cancelled transmission ends within one or two
 milliseconds, and the link still never waits for the copy thread.
@@ -32,6 +31,7 @@ from ..memory import DeviceMemory, Transmission
 from ..order_checks import FENCE_BYTES, FENCE_MASK, check_range
 from ..worker_device import now_ms
 from .bindings import INDEX, Cuda, CudaError
+from .fences import RING_FENCES, FenceWriter
 from .ladder import Words
 from .pinned import PinnedBuffer, PinnedMapping, next_boundary
 
@@ -39,13 +39,12 @@ log = logging.getLogger(__name__)
 
 CHUNK_BYTES: Final = 16 << 20  # size of one copy call; a cancel takes effect between two calls
 WINDOW_BYTES: Final = 64 << 20  # maximum of enqueued bytes: 1.2 ms at 55 GB/s
-RING_FENCES: Final = 4096  # sources of fence copies; a slot is reused only after its copy has run
 BOUNCE_BYTES: Final = 8 << 20
 BOUNCE_COUNT: Final = 2  # the copy engine fills one buffer while the thread empties the other
 
 
 class _Mark(NamedTuple):
-    """Event after a chunk; ``fence`` is the fence of the group that ends here, or -1."""
+    """Event after a chunk; ``fence`` is the fence of the group that ends there, or -1."""
 
     event: int
     size_bytes: int
@@ -83,7 +82,6 @@ class CudaDeviceMemory(DeviceMemory):
         """
         super().__init__(settings, store=store, **descriptors)
         self._cuda = cuda
-        self._word_writer = fence_writer
         self._on_lost = on_lost
         cuda.set_device(INDEX)
         self._base = cuda.malloc(self.arena_bytes + extra_bytes)
@@ -91,9 +89,7 @@ class CudaDeviceMemory(DeviceMemory):
         cuda.fill(self._base, 0, self.arena_bytes, self._to_device)
         cuda.synchronize(self._to_device)
         self._store = PinnedMapping(cuda, store, self.store_bytes)
-        self._ring = PinnedBuffer(cuda, RING_FENCES * FENCE_BYTES)
-        self._ring_fences = self._ring.array.view(np.uint32)
-        self._ring_next = 0
+        self._fence_writer = FenceWriter(cuda, fence_writer, self._to_device)
         self._bounces = [PinnedBuffer(cuda, BOUNCE_BYTES) for _ in range(BOUNCE_COUNT)]
         self._bounce_events = [cuda.event() for _ in range(BOUNCE_COUNT)]
         fences_bytes = settings.limits.fence_count * FENCE_BYTES
@@ -148,11 +144,11 @@ class CudaDeviceMemory(DeviceMemory):
             with self._watched():
                 try:
                     self._enqueue(job, flight)
-                except CudaError:  # a copy may have been enqueued without its event
-                    self._cuda.synchronize(self._to_device)
+                    flight.land_all()
+                except Exception:  # a copy may have been enqueued without its event
+                    self._fence_writer.drain()  # even after an error no byte is written after this
+                    flight.land_all(have_run=True)
                     raise
-                finally:
-                    flight.land_all()  # even after an error no byte is written after this
         except Exception:
             log.exception("transmission=%d failed", order.op_id)
         ended = job.ended(started_at_ms, flight.ends_at_ms, flight.enqueued_bytes)
@@ -182,28 +178,15 @@ class CudaDeviceMemory(DeviceMemory):
                 flight.make_room(size)
                 if job.cancelled.is_set():
                     return  # perhaps in the middle of this group, so do not set its fence
-                self._cuda.copy_to_device(
-                    self._base + group.arena_offset_bytes + offset,
-                    self._store.address + group.store_offset_bytes + offset,
-                    size,
-                    self._to_device,
-                )
-                flight.enqueued(size, -1)
-            if job.cancelled.is_set():
-                return
-            self._write_fence(group.fence, job.order.op_id & FENCE_MASK)
-            flight.enqueued(0, group.fence)
-
-    def _write_fence(self, fence: int, value: int) -> None:
-        """Enqueue a fence after its data, on the same stream, so its reader also sees the data."""
-        target = self._base + fence * FENCE_BYTES
-        if self._word_writer == "write":
-            self._cuda.write_value(self._to_device, target, value)
-            return
-        slot, self._ring_next = self._ring_next, (self._ring_next + 1) % RING_FENCES
-        self._ring_fences[slot] = value
-        source = self._ring.address + slot * FENCE_BYTES
-        self._cuda.copy_to_device(target, source, FENCE_BYTES, self._to_device)
+                if size:
+                    self._cuda.copy_to_device(
+                        self._base + group.arena_offset_bytes + offset,
+                        self._store.address + group.store_offset_bytes + offset,
+                        size,
+                        self._to_device,
+                    )
+                is_end = offset + size == group.size_bytes
+                flight.enqueued(size, group.fence if is_end else -1)
 
     # -- device to host ------------------------------------------------------------------------
 
@@ -322,11 +305,11 @@ class CudaDeviceMemory(DeviceMemory):
         cuda.set_device(INDEX)
         for event in (*self._idle_events, *self._bounce_events):
             cuda.destroy_event(event)
+        self._fence_writer.close()
         for stream in (self._to_device, self._to_host):
             cuda.synchronize(stream)
             cuda.destroy_stream(stream)
-        del self._ring_fences
-        for buffer in (self._ring, *self._bounces):
+        for buffer in self._bounces:
             buffer.close()
         self._store.close()
         cuda.free(self._base)
@@ -369,25 +352,35 @@ class _Flight:
             self._land_oldest()
 
     def enqueued(self, size_bytes: int, fence: int) -> None:
-        """Record an event after an enqueued chunk, or after a fence (``size_bytes`` 0)."""
+        """Record an event behind an enqueued chunk, and set the fence of the group that ends here
+        (``fence`` is -1 if none does)."""
         memory = self._memory
         if len(self._marks) >= RING_FENCES // 2:  # with many tiny groups the ring could overflow
             self._land_oldest()
-        event = memory._idle_events.pop() if memory._idle_events else memory._cuda.event()
-        memory._cuda.record(event, memory._to_device)
-        self._marks.append(_Mark(event, size_bytes, fence))
+        if not memory._idle_events:
+            memory._idle_events.append(memory._cuda.event())
+        event = memory._idle_events[-1]  # it stays there if a call fails
+        if fence < 0:
+            memory._cuda.record(event, memory._to_device)
+        else:
+            memory._fence_writer.write(event, memory._base + fence * FENCE_BYTES, self._value)
+        self._marks.append(_Mark(memory._idle_events.pop(), size_bytes, fence))
         self._bytes += size_bytes
         self.enqueued_bytes += size_bytes
 
-    def land_all(self) -> None:
+    def land_all(self, *, have_run: bool = False) -> None:
+        """Wait until all chunks have arrived and all fences are written, if they have not yet."""
         while self._marks:
-            self._land_oldest()
+            self._land_oldest(has_run=have_run)
+        if not have_run:
+            self._memory._fence_writer.finish()
 
-    def _land_oldest(self) -> None:
-        mark = self._marks.popleft()
-        memory = self._memory
+    def _land_oldest(self, *, has_run: bool = False) -> None:
+        memory, mark = self._memory, self._marks[0]
+        if not has_run:
+            memory._cuda.wait(mark.event)
+        self._marks.popleft()
         memory._idle_events.append(mark.event)
-        memory._cuda.wait(mark.event)
         self._bytes -= mark.size_bytes
         if mark.fence >= 0:
             self.ends_at_ms.append(now_ms())  # before a woken worker takes this core
@@ -395,9 +388,10 @@ class _Flight:
 
 
 def chunks(group: GroupCopy) -> Iterator[tuple[int, int]]:
-    """Yield (offset in the group, bytes) of each copy. No copy crosses a pinned piece's end."""
-    done = 0
-    while done < group.size_bytes:
+    """Yield (offset in the group, bytes) of each copy; (0, 0) if the group is empty. No copy
+    crosses a pinned piece's end."""
+    done, size = 0, -1
+    while done < group.size_bytes or size < 0:
         source = group.store_offset_bytes + done
         size = min(CHUNK_BYTES, group.size_bytes - done, next_boundary(source) - source)
         yield done, size

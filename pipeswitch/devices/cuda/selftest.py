@@ -28,6 +28,7 @@ from ...ipc.control_page import BOARD_BYTES, Board, sealed_memfd
 from ...programs.interface.layout import TensorSpec
 from ..cpu.arenas import Bytes
 from .bindings import Cuda
+from .fences import FenceWriter
 from .ladder import Words
 from .memory import CHUNK_BYTES
 from .pinned import PinnedBuffer
@@ -196,13 +197,13 @@ def _by_kernels(rig: Rig, pipe: Pipe) -> None:
 class Sender:
     """Sender that works like the daemon: it sends a group, then the fence, on a busy link."""
 
-    def __init__(self, cuda: Cuda, base: int) -> None:
+    def __init__(self, cuda: Cuda, base: int, words: Words) -> None:
         self._cuda, self._base = cuda, base
-        self._source = PinnedBuffer(cuda, GROUP_BYTES + MIB)  # the group, then space for the fence
+        self._source, self._noise = PinnedBuffer(cuda, GROUP_BYTES), cuda.malloc(GROUP_BYTES)
         self._stream, self._noise_stream = cuda.stream(), cuda.stream()
-        self._noise = cuda.malloc(GROUP_BYTES)
+        self._fences, self._event = FenceWriter(cuda, words, self._stream), cuda.event()
 
-    def send(self, turn: int, words: Words) -> None:
+    def send(self, turn: int) -> None:
         cuda, source, stream = self._cuda, self._source, self._stream
         source.array[GROUP_BYTES - MIB : GROUP_BYTES] = turn
         for _ in range(2):
@@ -211,12 +212,8 @@ class Sender:
         for done in range(0, GROUP_BYTES, CHUNK_BYTES):
             target = self._base + HEAD_BYTES + done
             cuda.copy_to_device(target, source.address + done, CHUNK_BYTES, stream)
-        if words == "write":
-            cuda.write_value(stream, self._base, turn)
-        else:
-            source.array[GROUP_BYTES:].view(np.uint32)[0] = turn
-            cuda.copy_to_device(self._base, source.address + GROUP_BYTES, 4, stream)
-        cuda.synchronize(stream)
+        self._fences.write(self._event, self._base, turn)
+        self._fences.drain()
 
 
 def _torch(rig: Rig) -> str:
@@ -264,13 +261,13 @@ def _waits(words: Words, rig: Rig) -> str:
     """Make another process enqueue a wait and a sum *before* the data is sent; check the sum."""
     _, peer = fork(partial(_read_behind_waits, rig))
     cuda = rig.cuda()
-    sender = Sender(cuda, share(cuda, peer, HEAD_BYTES + GROUP_BYTES, 0))
+    sender = Sender(cuda, share(cuda, peer, HEAD_BYTES + GROUP_BYTES, 0), words)
     for turn in range(1, ROUNDS + 1):
         peer.ask("is_enqueuing")
         if not peer.is_silent(SILENCE_S):
             sum_read = peer.ask("found")
             raise RuntimeError(f"round {turn}: it did not wait for the word, and read {sum_read}")
-        sender.send(turn, words)
+        sender.send(turn)
         expect(f"round {turn}: the other process", peer.ask("found"), turn * MIB)
         peer.send()
     return f"{ROUNDS} rounds"

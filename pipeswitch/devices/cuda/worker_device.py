@@ -175,7 +175,7 @@ class CudaWorkerDevice(WorkerDevice):
         value = op_id & FENCE_MASK
         is_replay = getattr(self._running, "is_replaying", False)
         if self._options.waits == "cpu" or not is_replay or self._fences[fence] == value:
-            return super().wait_group(fence, op_id)  # the host's fence is set after the device's
+            return super().wait_group(fence, op_id)  # the host's fence is enough
         self._events.wait(self._side.stream, self._base + fence * FENCE_BYTES, value)
         return 0.0
 
