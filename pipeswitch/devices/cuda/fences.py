@@ -1,4 +1,4 @@
-"""How a group's fence follows its bytes on the device, without delaying the next copy.
+"""Writer of fences, which follow their groups on the device without delaying the next copy.
 
 ``write``: a second stream waits for an event behind the group, then writes. A write on the copy
 stream would delay the next copy, because stream writes wait for this process's turn to compute.
