@@ -102,12 +102,9 @@ class KVBatchCache:
         return order, self._rows[:count, :extent]
 
     def _fill(self, row: int, value: SlabTensor, pool: MappedPool) -> None:
-        if self.device == "cpu":
-            pool.gather(value, self._rows[row])
-            return
-        rows = torch.empty(self._rows.shape[1:], dtype=self._rows.dtype)
-        pool.gather(value, rows)
-        self._rows[row].copy_(rows)
+        """Copy a cache's blocks, on a GPU from pinned memory, and block until they are there."""
+        pool.gather(value, self._rows[row])
+        self._rows[row, -1, -1].item()  # else a GPU's compute stream could overtake the zeros
 
     def _make_room(self, dtype: torch.dtype, width: int, count: int, extent: int) -> None:
         """Allocate, in old pages if possible: a copy to fresh pages takes five times as long."""

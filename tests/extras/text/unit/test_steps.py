@@ -189,6 +189,20 @@ def test_runs_of_any_caches_in_any_order_answer_each_as_alone(seed: int, device:
     assert hits > 40
 
 
+def test_caches_are_copied_between_pool_and_gpu_without_a_copy_on_the_host(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    worker, targets, gather = Worker(device="cpu:0"), set[int](), Pool.gather
+
+    def record(pool: Pool, slab: Any, into: torch.Tensor) -> None:
+        targets.add(into.untyped_storage().data_ptr())
+        gather(pool, slab, into)
+
+    monkeypatch.setattr(Pool, "gather", record)
+    worker.told([worker.asked([1, 2, 3], 4), worker.asked([5, 6], 4)])
+    assert targets == {worker.stepping.caches._rows.untyped_storage().data_ptr()}
+
+
 def test_a_run_ends_with_a_last_token_with_others_that_wait_and_with_its_time(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
