@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import math
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import repeat
 from typing import Final
 
@@ -57,7 +57,16 @@ class KVBatchCache:
 
     def __init__(self) -> None:
         self.device = "cpu"
+        self._numbers = torch.empty(4, 0)
         self.let_go()
+
+    def numbers(self, count: int) -> torch.Tensor:
+        """Return a step's numbers [4, count], always at the same address: for each sequence its
+        index, id, count of ids, and count of used rows."""
+        if self._numbers.shape[1] < count:
+            columns = aligned(count, ROWS_STEP)
+            self._numbers = torch.empty(4, columns, dtype=torch.int64, device=self.device)
+        return self._numbers[:, :count]
 
     def let_go(self) -> None:
         """Free the caches, because another model's run has its own memory limit."""
@@ -199,6 +208,7 @@ class DecodeRun:
         self._pool, self._is_over = pool, is_over
         self._runs, self._order = runs, [*range(len(runs))]  # the row of each run
         self._cache: torch.Tensor
+        self._begin: torch.Tensor  # ids, counts and used rows of the first step, on the host
         self._first: list[int] = []  # for each row, the position of the first step's token
         self._tokens: list[list[int]] = []  # for each step, the token of each row
         hows = [one.sampling_params for one in runs]
@@ -237,8 +247,9 @@ class DecodeRun:
             pool,
         )
         by_row = sorted(zip(self._order, ids, repeat(1), used, strict=False))
-        small = torch.tensor(by_row).t().contiguous()
-        named = {IDS: small[1][:, None], COUNT: small[2], USED: small[3], CACHE: cache}
+        self._begin = torch.tensor(by_row).t()
+        self._each, self._ids, counts, used = self._caches.numbers(len(by_row))
+        named = {IDS: self._ids[:, None], COUNT: counts, USED: used, CACHE: cache}
         return [named[spec.name] for spec in manifest.inputs]
 
     def run(
@@ -246,28 +257,46 @@ class DecodeRun:
     ) -> list[torch.Tensor]:
         began_ms, specs = now_ms(), self._bound.manifest.inputs
         named = {spec.name: value for spec, value in zip(specs, inputs, strict=True)}
-        upto = (named[USED] + named[COUNT]).tolist()  # each sequence's tokens after this step
         if self._tokens:  # an earlier try chose them before it ran out of memory
             self._chances = [[] for _ in self._runs]
             self.follow_schemas(self._tokenizers)
-        self._first, self._tokens = named[USED].tolist(), []
         if self.most:
             self._cache = named[CACHE]
+            self._caches.numbers(len(self._runs)).copy_(self._begin)
+        upto = (named[USED] + named[COUNT]).tolist()  # each sequence's tokens after this step
+        self._first, self._tokens = named[USED].tolist(), []
         # A graph's replay copies its inputs.
         is_in_place = self.most and self._caches.device == "cpu"
         while True:
             with DecodeRows([end - 1 for end in upto] if is_in_place else []):
-                outputs = self._bound.run([*named.values()], before_group)
-            logits, rows = self._named(outputs)
-            self._tokens.append(self._choose(logits, upto))
-            if not self.most:
+                outputs = self._bound.run(inputs, before_group)
+            best = self._advance(named, outputs)
+            is_likeliest = self._choose(self._named(outputs)[0], best, upto)
+            if not self.most or self._is_last(now_ms() - began_ms):
                 return outputs
-            self._cache[torch.arange(len(upto)), named[USED]] = rows[:, 0]
-            if self._is_last(now_ms() - began_ms):
-                return outputs
-            named[IDS], named[USED] = torch.tensor(self._tokens[-1])[:, None], torch.tensor(upto)
+            if not is_likeliest:
+                self._ids.copy_(torch.tensor(self._tokens[-1]))
             upto = [end + 1 for end in upto]
             before_group = _is_there
+
+    def _advance(
+        self, named: Mapping[str, torch.Tensor], outputs: Sequence[torch.Tensor]
+    ) -> torch.Tensor | None:
+        """Keep a step's new rows, and change its inputs to those of the next step.
+
+        Return each row's largest logit, and the first of its tokens, as float64 [2, rows]; None if
+        the logits are on the host, where numpy finds them in a tenth of torch's time.
+        """
+        logits, rows = self._named(outputs)
+        if self.most:
+            named[CACHE][self._each, named[USED]] = rows[:, 0]
+            named[USED].add_(1)
+        if self._caches.device == "cpu":
+            return None
+        highest, tokens = logits.max(-1)
+        if self.most:
+            self._ids.copy_(tokens)
+        return torch.stack([highest.double(), tokens.double()])
 
     def outputs_of(
         self, number: int, own: Sequence[torch.Tensor]
@@ -316,31 +345,42 @@ class DecodeRun:
         )
         return self.count == self.most or is_late or is_end or self._is_over()
 
-    def _choose(self, logits: torch.Tensor, upto: Sequence[int]) -> list[int]:
-        """Choose the next token of each row."""
-        values, tokens, count = logits.float().cpu().numpy(), [0] * len(upto), self.count
+    def _choose(self, logits: torch.Tensor, best: torch.Tensor | None, upto: Sequence[int]) -> bool:
+        """Choose the next token of each row; return True if all are the likeliest of ``best``.
+
+        If ``best`` is given, only rows whose choice needs more than that are copied to the host.
+        """
+        count, rows = self.count, len(upto)
+        highest, likeliest = ([math.nan] * rows, [0] * rows) if best is None else best.tolist()
+        values = logits.float().numpy() if best is None else None
+        tokens = [*map(int, likeliest)]
+        self._tokens.append(tokens)
         for number, (one, row, sampling) in enumerate(
             zip(self._runs, self._order, self._samplings, strict=True)
         ):
             if (how := one.sampling_params) is None or sampling is None:
                 continue
-            if (options := sampling.options) is None:
-                tokens[row] = next_token(values[row], sampling, upto[row])
+            options = sampling.options
+            if options is None and sampling.temperature == 0.0 and math.isfinite(highest[row]):
+                continue
+            own = logits[row].float().cpu().numpy() if values is None else values[row]
+            if options is None:
+                tokens[row] = next_token(own, sampling, upto[row])
                 continue
             token_counts = Counter(dict(how.seen))  # the prompt's tokens have zero counts
-            token_counts.update(step[row] for step in self._tokens)
-            own = values[row]
+            token_counts.update(step[row] for step in self._tokens[:count])
+            allowed = own
             if (matcher := self.matchers.get(number)) is not None:
-                own = np.where(matcher.allowed(), own, -np.inf)
-            tokens[row] = next_token(own, sampling, upto[row], token_counts)
+                allowed = np.where(matcher.allowed(), own, -np.inf)
+            tokens[row] = next_token(allowed, sampling, upto[row], token_counts)
             if matcher is not None:
                 matcher.take(tokens[row])
             if count < len(how.forced):
                 tokens[row] = how.forced[count]
             if options.logprobs is not None:
-                chance = chance_of(values[row], tokens[row], options.logprobs)
+                chance = chance_of(own, tokens[row], options.logprobs)
                 self._chances[number].append(chance)
-        return tokens
+        return best is not None and tokens == likeliest
 
 
 def _slabs_of(run: Run, manifest: Manifest) -> dict[str, SlabTensor]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import math
 import mmap
 import os
 import random
@@ -14,6 +16,7 @@ import torch
 from pipeswitch.base.errors import InvalidInput
 from pipeswitch.extras.text import decode
 from pipeswitch.extras.text.decode import DecodeRunner
+from pipeswitch.extras.text.decoding.sampling import Sampling, next_token
 from pipeswitch.ipc.control_page import sealed_memfd
 from pipeswitch.ipc.messages.base import SlabTensor
 from pipeswitch.ipc.messages.run import SamplingParams
@@ -41,6 +44,7 @@ class Toy:
             dims=[Dim("past", 1, CONTEXT)],
         )
         self.is_nonsense = False
+        self.fixed: Any = None  # logits of each row, if they do not depend on the cache
 
     def run(self, inputs: Any, before_group: Any) -> list[torch.Tensor]:
         before_group(0)
@@ -53,6 +57,8 @@ class Toy:
             rows_so_far = torch.cat([cache[row, : used[row]], rows[row, : count[row]]])
             at = torch.arange(1, len(rows_so_far) + 1.0)[:, None]
             logits[row] = torch.cos((rows_so_far * at).sum() * torch.arange(1.0, VOCABULARY + 1))
+        if self.fixed is not None:
+            logits = self.fixed.clone()
         return [logits * float("nan") if self.is_nonsense else logits, rows]
 
 
@@ -201,6 +207,44 @@ def test_caches_are_copied_between_pool_and_gpu_without_a_copy_on_the_host(
     monkeypatch.setattr(Pool, "gather", record)
     worker.told([worker.asked([1, 2, 3], 4), worker.asked([5, 6], 4)])
     assert targets == {worker.stepping.caches._rows.untyped_storage().data_ptr()}
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_a_gpu_chooses_the_token_that_the_host_would_choose(seed: int) -> None:
+    """Compare with ``next_token`` for equal logits, infinities and NaN."""
+    chance, worker = random.Random(seed), Worker(device="cpu:0")
+    for kind in (torch.float32, torch.bfloat16, torch.float16):
+        values = [chance.choice([0.5, 2.0, -1.0, math.nan, -math.inf]) for _ in range(4 * 11)]
+        worker.toy.fixed = torch.tensor(values, dtype=kind).view(4, VOCABULARY)
+        worker.toy.fixed[3] = chance.choice([math.nan, math.inf, -math.inf, 1.0])
+        hows: list[dict[str, Any]] = [{}, {"temperature": 2.0}, {}, {}]
+        expected: list[Any] = []
+        with contextlib.suppress(InvalidInput):
+            for row, how in zip(worker.toy.fixed.float().numpy(), hows, strict=True):
+                expected.append([next_token(row, Sampling(**how), 2)])
+        requests = [worker.asked([1, 2], 1, **how) for how in hows]
+        if len(expected) == 4:
+            assert [tokens for tokens, _ in worker.told(requests)] == expected
+        else:
+            with pytest.raises(InvalidInput):
+                worker.told(requests)
+
+
+def test_only_logits_that_the_host_needs_leave_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    worker, copied = Worker(device="cpu:0"), list[int]()
+    to_host = torch.Tensor.cpu
+
+    def record(value: torch.Tensor) -> torch.Tensor:
+        copied.append(value.numel())
+        return to_host(value)
+
+    monkeypatch.setattr(torch.Tensor, "cpu", record)
+    plain = [worker.asked([1, 2, 3], 4), worker.asked([5, 6], 4)]
+    worker.told(plain)
+    worker.told([*plain, worker.asked([7], 1, length=1, is_piece=True)])
+    assert not copied
+    worker.told([*plain, worker.asked([7], 4, temperature=1.0)])
+    assert copied == [VOCABULARY] * 4
 
 
 def test_a_run_ends_with_a_last_token_with_others_that_wait_and_with_its_time(
