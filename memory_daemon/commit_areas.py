@@ -103,6 +103,7 @@ class CommitAreas:
             commit = area.write(order.step, size_bytes + len(older), fill)
             copied_at_ms = now_ms()
             area.pin(commit, self._device.pin)  # training continues meanwhile
+            area.prepare(commit.size_bytes)
         except (RemoteProtocolError, OSError) as problem:
             error = str(problem)
         reach("commit.acknowledge")

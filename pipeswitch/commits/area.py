@@ -42,6 +42,7 @@ _SEQUENCE_WORD: Final = 2
 _RECORD_WORDS: Final = (8, 16)
 _SEQUENCE, _STEP, _SIZE, _CHECKSUM = range(4)
 
+MADV_POPULATE_WRITE: Final = 23  # Linux 5.14; ``mmap`` has no name for it
 CHECKSUM_PIECE_BYTES: Final = 4 << 20  # other threads can run between two pieces
 
 
@@ -202,6 +203,16 @@ class CommitArea:
             if (unpin := pin(self.image(commit))) is not None:
                 self._unpin[slot] = last = weakref.finalize(self, unpin)
                 last.atexit = False
+
+    def prepare(self, size_bytes: int) -> None:
+        """Allocate and map the idle slot for a next commit of this size, which then need not wait
+        for that. If memory is short, that commit says so."""
+        slot = (self._words[_SEQUENCE_WORD] + 1) % SLOT_COUNT
+        if size_bytes > self._reserved_bytes[slot]:
+            with contextlib.suppress(OSError):
+                self._reserve(slot, size_bytes)
+                start = HEADER_BYTES + slot * self.slot_bytes
+                self._map.madvise(MADV_POPULATE_WRITE, start - start % mmap.PAGESIZE, size_bytes)
 
     def close(self) -> None:
         """Unmap the area now, or when the last view from ``image`` is freed."""

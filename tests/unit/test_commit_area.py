@@ -110,6 +110,21 @@ def test_a_slot_is_reserved_by_who_writes_it_and_a_full_machine_fails_that_commi
     assert reader.newest().step == 3
 
 
+@pytest.mark.parametrize("size_bytes", [4097, SLOT_BYTES])
+def test_the_next_slot_is_ready_before_its_commit(writer: CommitArea, size_bytes: int) -> None:
+    commit(writer, 1, size_bytes)
+    writer.prepare(size_bytes)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(commit_area.os, "posix_fallocate", Mock(side_effect=AssertionError))
+        commit(writer, 2, size_bytes)
+        writer.prepare(size_bytes)  # both slots are ready
+    full = OSError(errno.ENOSPC, "full")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(commit_area.os, "posix_fallocate", Mock(side_effect=full))
+        writer.prepare(size_bytes + 1)
+    assert writer.newest() == writer._record(2)
+
+
 @pytest.mark.parametrize("committed_count", [0, 1, 2])
 @pytest.mark.parametrize("point", COMMIT_POINTS)
 def test_a_writer_that_dies_anywhere_leaves_the_last_complete_commit(
@@ -425,10 +440,11 @@ def test_a_commits_duration_has_its_checksum_because_it_limits_their_share_of_th
 ) -> None:
     clock_ms, read_at_ms = 0.0, list[float]()
 
-    def write(_: int, size_bytes: int, fill: Callable[[memoryview], None]) -> None:
+    def write(_: int, size_bytes: int, fill: Callable[[memoryview], None]) -> Commit:
         nonlocal clock_ms
         fill(memoryview(bytearray(size_bytes)))
         clock_ms += 30.0
+        return Commit(sequence=1, step=1, size_bytes=size_bytes, checksum=0)
 
     monkeypatch.setattr(commit_areas, "now_ms", lambda: clock_ms)
     areas = commit_areas.CommitAreas(Mock(), lambda _: read_at_ms.append(clock_ms))
