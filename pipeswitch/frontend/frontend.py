@@ -133,6 +133,7 @@ class Frontend:
             max_bytes=config.server.max_message_bytes,
             deadline_ms=config.scheduler.default_deadline_ms or None,
         )
+        self.sessions.peers.lend, self.pool.call_soon = self.inference.lend, self.call_soon
         self._calls: deque[Callable[[], None]] = deque()  # queued by the copier and upload writer
         context = KindContext(self.inference, self._outbox, state / "models")
         self.kinds = Kinds(context, self.inference)

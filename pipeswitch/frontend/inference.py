@@ -6,6 +6,7 @@ request continues after the copy.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections.abc import Callable, Sequence
 from typing import Any, Final
@@ -13,7 +14,7 @@ from typing import Any, Final
 import msgspec
 from msgspec.structs import replace
 
-from ..base.errors import Cancelled, InvalidInput, PipeSwitchError
+from ..base.errors import Cancelled, InvalidInput, PipeSwitchError, RemoteProtocolError
 from ..base.extras import COMPOSITES
 from ..base.failpoints import reach
 from ..base.roles import URGENT_PRIORITY, Role
@@ -29,7 +30,8 @@ from ..scheduler.state.events import (
     PrefetchHint,
     Reply,
 )
-from ..wire.frames import RequestHeader
+from ..wire.frames import RequestHeader, decode_request
+from ..wire.stream import READ_BYTES
 from .announced_models import AnnouncedModels
 from .intake import validation
 from .intake.request_pool import PoolAllocation
@@ -37,6 +39,7 @@ from .intake.validation import Body, ValidatedRequest
 from .requests import Pending, Requests
 from .sequences.sequence_state import SequenceOptions, SequenceState, sequence_options
 from .transport.clients import Session
+from .transport.connection_manager import ClientConnection
 
 INLINE_COPY_BYTES: Final = 1 << 20  # copied in 0.1 ms, as long as two thread switches take
 
@@ -147,8 +150,11 @@ class Inference:
                 self.read_urgency(arrival, header, announced)
             elif announced.priority != arrival.origin.priority:
                 arrival.origin = replace(arrival.origin, priority=announced.priority)
+            caller, tenant, lent = arrival.origin.caller, announced.tenant, None
+            if admitted.input_bytes >= READ_BYTES and arrival.sequence is None:
+                lent = self._pool.lent_for(admitted.inputs, tensors, tenant)
             allocation = self._pool.reserve(
-                arrival.origin.caller, admitted.input_bytes, admitted.reply_bytes, announced.tenant
+                caller, admitted.input_bytes, admitted.reply_bytes, tenant, lent
             )
         except PipeSwitchError:
             if arrival.sequence is not None:
@@ -218,7 +224,7 @@ class Inference:
             begin = COMPOSITES.load(announced.composite.kind)
             pending.run = begin(announced.composite, self, pending, event, own)
         state_bytes = 0 if sequence is None else sequence.copy_bytes
-        if admitted.input_bytes + state_bytes > INLINE_COPY_BYTES:
+        if not allocation.has_inputs and admitted.input_bytes + state_bytes > INLINE_COPY_BYTES:
             pending.is_copying = True
             self._prefetch(announced)  # the switch need not wait for the copy
             copied = functools.partial(self._copied, pending, event)
@@ -226,11 +232,36 @@ class Inference:
             return
         if sequence is not None and state_bytes:
             sequence.copy(self._pool)
-        self._pool.fill(placed, payload, event.tenant)
+        if allocation.has_inputs:
+            self._pool.clear_beside(allocation, placed)
+        else:
+            self._pool.fill(placed, payload, event.tenant)
         if pending.run is None:
             self.take(event)
         else:
             pending.run.next()
+
+    def lend(
+        self, peer: ClientConnection, frames: Sequence[Any], size_bytes: int
+    ) -> memoryview | None:
+        """Return pool memory for the tensors of a large request that begins to arrive.
+
+        None: they are received elsewhere; if the request is accepted, they are copied.
+        """
+        client, model = peer.client, None
+        with contextlib.suppress(RemoteProtocolError):  # it is refused when it has arrived
+            header = decode_request(frames)
+            if header.op == "infer" and "sequence" not in header.body:
+                name = self.models.aliases.get(header.model, header.model)
+                model = self.models.current.get(name)
+        if client is None or model is None or model.composite is not None:
+            return None
+        if Role.INFER not in client.principal.roles:
+            return None
+        lent = self._pool.lend(client.principal.tenant, size_bytes, model.tenant)
+        if lent is not None:
+            self._prefetch(model)  # the switch need not wait for the rest
+        return lent
 
     def _of_sequence(self, sequence: SequenceState, version: int) -> ModelAvailable:
         """Return the current announcement of the version with which the sequence began.

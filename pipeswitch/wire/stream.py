@@ -13,7 +13,7 @@ import contextlib
 import mmap
 import socket
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Final
 
 import msgspec
@@ -33,7 +33,7 @@ UNACKNOWLEDGED_MS: Final = 30_000  # unacknowledged data of this age ends the co
 _CONTROL_BYTES: Final = socket.CMSG_SPACE(4)
 _CLOSE_ON_EXEC: Final = int(socket.MSG_CMSG_CLOEXEC)
 _NO_SIGNAL: Final = int(socket.MSG_NOSIGNAL)
-ALIGN_BYTES: Final = 64  # alignment of parts in their message's buffer
+ALIGN_BYTES: Final = 512  # of parts in their message's buffer, as for tensors in the request pool
 MAX_BUFFERS: Final = 1024  # the kernel refuses more buffers in one call (UIO_MAXIOV)
 
 
@@ -102,6 +102,9 @@ class Stream:
         self._takes_descriptors = takes_descriptors
         self.max_bytes = frames.MAX_HEADER_BYTES + frames.MAX_TENSORS * max_part_bytes
         self.share: ShmSegment | None = None
+        # Returns memory for the tensors of a large message, or None. Gets the message's frames, in
+        # which the tensors are empty, and the number of bytes.
+        self.lend: Callable[[Sequence[Any], int], memoryview | None] = lambda *_: None
         self._buffer = bytearray(FIRST_READ_BYTES)
         self._start = self._end = 0  # range of the buffer that is not parsed yet
         self._message: WireMessage | None = None  # the message whose parts are being read
@@ -116,7 +119,9 @@ class Stream:
     def close(self) -> None:
         """Close the socket. Idempotent. Parts of received messages keep the share's mapping."""
         self._socket.close()
-        self.share = None
+        self.share = self._message = None
+        self._unread.clear()  # these and ``lend`` may hold memory of others
+        self.lend = lambda *_: None
 
     @property
     def is_connected(self) -> bool:
@@ -287,9 +292,12 @@ class Stream:
                 body_bytes += size + -size % ALIGN_BYTES
         if size_bytes > self.max_bytes:
             raise RemoteProtocolError(f"a message of {size_bytes} bytes is over {self.max_bytes}")
-        body = memoryview(bytearray(body_bytes)) if body_bytes <= READ_BYTES else _pages(body_bytes)
+        if body_bytes <= READ_BYTES:
+            body, head_bytes = memoryview(bytearray(body_bytes)), 0
+        else:
+            body, head_bytes = self._large_body(places, body_bytes, buffer)
         parts: list[Any] = [frames.MAGIC] if places else []
-        shared, at = set(), 0
+        shared, at = set(), -head_bytes
         for size, place in places:
             if place != frames.INLINE:
                 if self.share is None:
@@ -298,7 +306,7 @@ class Stream:
                 parts.append(self.share.find(place, size))
                 continue
             here = min(size, self._end - self._start)
-            part = body[at : at + size]
+            part = body[at : at + size] if at >= 0 else memoryview(bytearray(size))
             part[:here] = buffer[self._start : self._start + here]
             parts.append(part)
             if here < size:
@@ -313,6 +321,20 @@ class Stream:
             shared=frozenset(shared),
             descriptors=descriptors,
         )
+
+    def _large_body(
+        self, places: Sequence[tuple[int, int]], body_bytes: int, buffer: memoryview
+    ) -> tuple[memoryview, int]:
+        """Return memory for all parts, and 0; or lent memory for the tensors, and the size of the
+        header, which is received elsewhere."""
+        head = places[0][0]
+        head_bytes = head + -head % ALIGN_BYTES
+        if head <= self._end - self._start and all(place == frames.INLINE for _, place in places):
+            header = buffer[self._start : self._start + head]
+            begun = [frames.MAGIC, header, *([b""] * (len(places) - 1))]
+            if (lent := self.lend(begun, body_bytes - head_bytes)) is not None:
+                return lent, head_bytes
+        return _pages(body_bytes), 0
 
 
 def keep_alive(sock: socket.socket) -> None:

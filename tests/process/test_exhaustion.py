@@ -66,6 +66,7 @@ def test_a_large_request_that_cannot_be_copied_is_answered_and_the_next_is_serve
     server: FakeScheduler, monkeypatch: pytest.MonkeyPatch, error: Exception
 ) -> None:
     with Client(server.listeners.ipc.address) as client:
+        monkeypatch.setattr(server.tcp.pool, "lend", lambda *_: None)
         fails_once(monkeypatch, server.tcp.pool, "fill", error)
         with pytest.raises(ServerUnavailable):
             client.submit("m", LARGE).result(20)

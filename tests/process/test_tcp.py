@@ -27,9 +27,11 @@ from pipeswitch.client.connection import Connection
 from pipeswitch.frontend.frontend import Frontend
 from pipeswitch.frontend.transport.connection_limits import SESSIONLESS_BYTES
 from pipeswitch.ipc.messages.base import SlabTensor
+from pipeswitch.programs.interface.layout import aligned
 from pipeswitch.programs.spec import BuildSpec
 from pipeswitch.scheduler.state import events as ev
 from pipeswitch.wire import frames
+from pipeswitch.wire.slabs import SLAB_ALIGN_BYTES
 from tests.raw_peer import RawPeer, ask, raw_peer
 
 
@@ -192,6 +194,7 @@ class HeldCopier(WorkerThread):
 def held_copier(server: FakeScheduler) -> Iterator[HeldCopier]:
     """Let the test decide when the server copies a large payload, as ``LARGE`` of 2 MiB is."""
     server.announce("wide", width=1 << 18)
+    server.tcp.pool.lend = lambda *_: None  # as if the pool had little room
     copier, before = HeldCopier(), server.tcp.inference.copier
     server.tcp.inference.copier = copier
     yield copier
@@ -237,6 +240,60 @@ def test_a_client_that_leaves_while_its_payload_is_copied_frees_its_room(
     until(lambda: len(server.tcp.sessions.clients) == 0)
     held_copier.held[0]()
     until(lambda: server.tcp.requests.counts.undeliverable == 1)
+    until(lambda: server.tcp.pool.is_empty)
+
+
+WIDTH = (17 << 10) + 3  # 68 KiB and 12 bytes: received into the pool, not into whole pages
+
+
+def test_a_large_payload_is_received_into_the_pool(server: FakeScheduler) -> None:
+    server.announce("wide", width=WIDTH)
+    server.pool[:] = 255  # what earlier requests have left
+    server.tcp.pool.fill = None  # nothing is copied
+    x = np.random.default_rng(0).random((1, WIDTH), np.float32)
+    with ps.Client(server.listeners.tcp.address) as client:
+        server.is_holding = True
+        future = client.submit("wide", x)
+        (event,) = server.wait_for(ev.InferArrived)
+        assert server.wait_for(ev.PrefetchHint)  # came when the tensors began to arrive
+        (placed,) = event.run.inputs
+        end = placed.offset_bytes + placed.size_bytes
+        assert not server.pool[end : aligned(end, SLAB_ALIGN_BYTES)].any()
+        server.finish(event)
+        assert np.array_equal(future.result(DEADLINE_S)["y"], x * 2)
+    until(lambda: server.tcp.pool.is_empty)
+
+
+@pytest.mark.parametrize("what", ["leaves", "shape", "put", "model", "sequence", "no session"])
+def test_pool_memory_of_what_is_no_request_is_freed(server: FakeScheduler, what: str) -> None:
+    """A message that is cut off, or is refused when it has arrived, keeps no slab."""
+    server.announce("wide", width=WIDTH)
+    lent, lend = [], server.tcp.pool.lend
+    server.tcp.pool.lend = lambda *all: lent.append(lend(*all)) or lent[-1]
+    with raw_peer(server.listeners.tcp.address) as sock:
+        session = "" if what == "no session" else ask(sock, op="hello").session
+        shape = (2, WIDTH) if what == "shape" else (1, WIDTH)
+        header: dict[str, Any] = {
+            "v": frames.VERSION,
+            "id": "1",
+            "op": "put" if what == "put" else "infer",
+            "model": "narrow" if what == "model" else "wide",
+            "session": session,
+            "inputs": (frames.WireTensor(name="x", dtype="float32", shape=shape, frame=0),),
+            "body": {"sequence": "s"} if what == "sequence" else {},
+        }
+        head = frames.encode_header(frames.RequestHeader(**header))
+        size = WIDTH * 4
+        table = frames.pack_table([(len(head), frames.INLINE), (size, frames.INLINE)])
+        sock.sock.send(table + head)
+        if what == "leaves":
+            sock.sock.send(bytes(size // 2))
+            until(lambda: lent)
+        elif what != "no session":
+            sock.sock.sendall(bytes(size))
+            assert frames.decode_reply(sock.hear()).error
+    assert bool(lent) == (what in ("leaves", "shape"))
+    lent.clear()
     until(lambda: server.tcp.pool.is_empty)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import mmap
 import os
 from collections.abc import Iterator
@@ -194,6 +195,7 @@ def test_releasing_a_reply_twice_gives_nobody_a_larger_share(pool: RequestPool) 
         st.one_of(
             st.tuples(st.sampled_from("abc"), st.integers(0, 6 * PAGE), st.integers(0, 3 * PAGE)),
             st.tuples(st.sampled_from(["inputs", "reply"]), st.integers(0, 99), st.just(0)),
+            st.tuples(st.sampled_from(["lend", "drop"]), st.integers(0, 6 * PAGE), st.just(0)),
         ),
         max_size=40,
     )
@@ -204,6 +206,7 @@ def test_any_sequence_keeps_shares_and_slabs_and_ends_empty(
     pool = make_pool()
     whole: list[PoolAllocation] = []
     halves: list[PoolAllocation] = []  # allocations whose inputs, but not replies, are released
+    lent: list[memoryview] = []
     for what, number, reply_bytes in steps:
         if what == "inputs":
             if whole:
@@ -212,6 +215,14 @@ def test_any_sequence_keeps_shares_and_slabs_and_ends_empty(
         elif what == "reply":
             if halves:
                 pool.release_reply(halves.pop(number % len(halves)))
+        elif what == "lend":
+            lent += filter(lambda one: one is not None, [pool.lend("a", number, "")])
+        elif what == "drop":
+            del lent[: number % 3]
+        elif what == "a" and lent:
+            with contextlib.suppress(QueueFull):
+                whole.append(pool.reserve(what, len(lent[-1]), reply_bytes, "", lent[-1].obj))
+            del lent[-1]
         else:
             try:
                 whole.append(pool.reserve(what, number, reply_bytes))
@@ -226,7 +237,10 @@ def test_any_sequence_keeps_shares_and_slabs_and_ends_empty(
                 for allocation in (*whole, *halves)
                 if allocation.holder == holder
             ]
+            if holder == "a":
+                sizes += [pool._slabs.size_of(one.obj.offset_bytes) for one in lent]
             assert pool._shares.of(holder) == sum(sizes)
+    lent.clear()
     for allocation in whole:
         pool.release_inputs(allocation)
     for allocation in (*whole, *halves):

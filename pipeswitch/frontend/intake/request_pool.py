@@ -1,7 +1,8 @@
 """Request pool: shared memory with the inputs and the replies of requests.
 
 The pool is one sealed memfd, mapped here and by every worker (``workers/inference/pool.py``). A
-payload is copied into it once, and a large reply is sent from it. An accepted inference holds a
+payload is copied into it once or, if it is large and comes from another machine, received into it.
+A large reply is sent from it. An accepted inference holds a
 ``PoolAllocation``: a slab with its inputs, freed when its answer is known, and a slab for its
 reply, freed when the reply has left. All sessions of a caller use one share of the pool.
 
@@ -11,7 +12,9 @@ Owned by the frontend and used by its thread alone, except ``fill``.
 from __future__ import annotations
 
 import contextlib
+import functools
 import mmap
+import weakref
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Final
 
@@ -40,6 +43,7 @@ class PoolAllocation(msgspec.Struct, kw_only=True, eq=False):
     reply_bytes: int
     counted_bytes: int  # bytes that count toward the holder's share: whole pages
     tenant: str = ""  # its slabs lie in this tenant's file
+    has_inputs: bool = False  # they were received into their slab
 
     def place(
         self, inputs: Sequence[CheckedInput], *, in_reply: bool = False
@@ -58,6 +62,15 @@ class PoolAllocation(msgspec.Struct, kw_only=True, eq=False):
                 for item in inputs
             ]
         )
+
+
+class LentSlab(np.ndarray[Any, np.dtype[np.uint8]]):
+    """Slab into which a connection receives inputs. It is freed with the last view of it, unless a
+    request gets it."""
+
+    offset_bytes: int
+    tenant: str
+    end: weakref.finalize[Any, Any]
 
 
 class _File:
@@ -100,6 +113,7 @@ class RequestPool:
         self.share_bytes = max(self._shares.left(""), 1)  # share of a caller that is alone
         self.on_release: Callable[[], None] | None = None  # set while requests wait for memory
         self.give_up: Callable[[], bool] = lambda: False  # evicts a cached block, if there is one
+        self.call_soon: Callable[[Callable[[], None]], None] = lambda call: call()
 
     @property
     def memory(self) -> memoryview:
@@ -122,38 +136,84 @@ class RequestPool:
 
     # ---- slabs ---------------------------------------------------------------------------------
 
+    def lend(self, holder: str, size_bytes: int, tenant: str) -> memoryview | None:
+        """Return memory of a tenant's file for inputs that begin to arrive.
+
+        None: there is little room, so they are received elsewhere and copied. A slow sender holds
+        the slab for long, so half of the free bytes stay for others.
+        """
+        counted_bytes = _paged(size_bytes)
+        limit_bytes = min(self._shares.left(holder), self._slabs.free_bytes // 2)
+        file = self._files.get(tenant)
+        if file is None or counted_bytes > limit_bytes:
+            return None
+        if (offset := self._slabs.take(size_bytes)) is None:
+            return None
+        self._shares.add(holder, counted_bytes)
+        if self._file_of is not None:
+            file.slabs.keep(offset, counted_bytes)
+        lent = file.bytes[offset : offset + size_bytes].view(LentSlab)
+        lent.offset_bytes, lent.tenant = offset, tenant
+        free = functools.partial(self._free_lent, holder, offset, tenant)
+        lent.end = weakref.finalize(lent, lambda: self.call_soon(free))  # on any thread
+        lent.end.atexit = False
+        return lent.data
+
+    def _free_lent(self, holder: str, offset_bytes: int, tenant: str) -> None:
+        self.free_block(holder, offset_bytes, 0, tenant)
+        if self.on_release is not None:
+            self.on_release()
+
+    def lent_for(
+        self, inputs: Sequence[CheckedInput], tensors: Sequence[Any], tenant: str
+    ) -> LentSlab | None:
+        """Return the slab into which a request's inputs were received, in the model's order."""
+        lent = getattr(tensors[0], "obj", None) if tensors else None
+        if not isinstance(lent, LentSlab) or lent.tenant != tenant:
+            return None
+        return lent if [one.frame for one in inputs] == [*range(len(tensors))] else None
+
     def reserve(
-        self, holder: str, input_bytes: int, reply_bytes: int, tenant: str = ""
+        self,
+        holder: str,
+        input_bytes: int,
+        reply_bytes: int,
+        tenant: str = "",
+        lent: LentSlab | None = None,
     ) -> PoolAllocation:
         """Allocate slabs for a request's inputs and its reply in a tenant's file: both, or neither.
+        The inputs may be in a slab that was ``lent`` to the same holder.
 
         Raises:
             QueueFull: the share is used up, or no hole is large enough; the error has the sizes.
         """
-        wanted_bytes = input_bytes + reply_bytes
-        counted_bytes = _paged(input_bytes, reply_bytes)
+        sizes_bytes = (reply_bytes,) if lent is not None else (reply_bytes, input_bytes)
+        wanted_bytes, counted_bytes = sum(sizes_bytes), _paged(*sizes_bytes)
         self._check_share(holder, wanted_bytes, counted_bytes, tenant)
-        reply_offset = self._slabs.take(reply_bytes)
-        input_offset = self._slabs.take(input_bytes)
-        if input_offset is None or reply_offset is None:
-            for offset in (input_offset, reply_offset):
+        taken = list[Any](map(self._slabs.take, sizes_bytes))
+        if None in taken:
+            for offset in taken:
                 if offset is not None:
                     self._slabs.free(offset)
             if self.give_up():
-                return self.reserve(holder, input_bytes, reply_bytes, tenant)
+                return self.reserve(holder, input_bytes, reply_bytes, tenant, lent)
             raise self._full(wanted_bytes)
         self._shares.add(holder, counted_bytes)
         if self._file_of is not None:
-            for offset in (input_offset, reply_offset):
+            for offset in taken:
                 self._files[tenant].slabs.keep(offset, self._slabs.size_of(offset))
+        if lent is not None and lent.end.detach():
+            taken.append(lent.offset_bytes)
+            counted_bytes += self._slabs.size_of(lent.offset_bytes)
         return PoolAllocation(
             holder=holder,
-            held_bytes=wanted_bytes,
+            held_bytes=input_bytes + reply_bytes,
             counted_bytes=counted_bytes,
-            input_offset_bytes=input_offset,
-            reply_offset_bytes=reply_offset,
+            input_offset_bytes=taken[1],
+            reply_offset_bytes=taken[0],
             reply_bytes=reply_bytes,
             tenant=tenant,
+            has_inputs=lent is not None,
         )
 
     def take_block(self, holder: str, size_bytes: int, beside_bytes: int, tenant: str) -> int:

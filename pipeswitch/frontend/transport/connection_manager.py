@@ -100,6 +100,10 @@ class ClientConnection(LimitedConnection):
         self.wants_write = False  # it has data to send when the socket is writable
         self.on_change: Callable[[], None] = _nothing  # called when ``wants_write`` changes
 
+    def receive_into(self, lend: Lend) -> None:
+        """Receive the tensors of large messages into memory that ``lend`` returns."""
+        self._stream.lend = functools.partial(lend, self)
+
     def fileno(self) -> int:
         return self._stream.fileno()
 
@@ -244,11 +248,15 @@ class ClientConnection(LimitedConnection):
         if not self.is_closed:
             self.is_closed = True
             self._pieces.clear()
-            # The callback and the session refer to this peer, which may hold much memory.
+            # The callbacks and the session refer to this peer, which may hold much memory.
             self.on_change, self.client = _nothing, None
             if self._has_share:  # before the client can see the end of the stream
                 self._shares.give_back()
             self._stream.close()
+
+
+Lend = Callable[[ClientConnection, Sequence[Any], int], memoryview | None]
+"""See ``Stream.lend``."""
 
 
 class ConnectionManager:
@@ -276,6 +284,7 @@ class ConnectionManager:
         self.shares = shares
         self._max_message_bytes = max_message_bytes
         self._on_message, self._gone, self._now_ms = hear, gone, now_ms
+        self.lend: Lend = lambda *_: None
         self.all: set[ClientConnection] = set()
         self.turns: set[ClientConnection] = set()  # peers that may have something to read
         self._selector: selectors.BaseSelector | None = None  # the peers are registered here
@@ -307,6 +316,7 @@ class ConnectionManager:
                     peer, selectors.EVENT_READ, functools.partial(self.turns.add, peer)
                 )
                 self.all.add(peer)
+                peer.receive_into(self.lend)
                 if not peer.is_owners:
                     self._limits.add(peer, self._now_ms() / 1000)
                 peer.on_change = functools.partial(self._follow, peer)
